@@ -1,0 +1,27 @@
+"""Attention for JAX: any mask, any score function, differentiable, exact.
+
+`attention` is the function; `masks` and `scores` are the values it takes.
+"""
+
+from jattn import masks as masks
+from jattn import positions as positions
+from jattn import scores as scores
+from jattn.attention import attention as attention
+from jattn.attention import attention_scores as attention_scores
+from jattn.attention import attention_weights as attention_weights
+from jattn.attention import explain as explain
+from jattn.mechanisms import additive_attention as additive_attention
+from jattn.mechanisms import additive_keys as additive_keys
+from jattn.mechanisms import causal_interaction as causal_interaction
+from jattn.mechanisms import interaction as interaction
+from jattn.mechanisms import multiplicative as multiplicative
+from jattn.mechanisms import multiplicative_attention as multiplicative_attention
+from jattn.mechanisms import normalised_interaction as normalised_interaction
+from jattn.mechanisms import renormalised_causal as renormalised_causal
+from jattn.mechanisms import self_attention as self_attention
+from jattn.mechanisms import simple_self_attention as simple_self_attention
+from jattn.softmax import merge as merge
+from jattn.softmax import with_sink as with_sink
+
+
+__version__ = "0.1.0"

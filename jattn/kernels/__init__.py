@@ -1,0 +1,1 @@
+"""Implementations of attention, one file each, all of the same meaning."""

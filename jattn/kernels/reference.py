@@ -1,0 +1,59 @@
+"""Attention by the formula: one head as it is written in the paper, mapped over heads and batch.
+
+    out = dropout(softmax(mask(score(q kᵀ × scale)))) v
+
+Vaswani et al. 2017, equation 1. Memory grows with T × S. Differentiable in every mode and order,
+and what every other implementation is compared with.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jattn import softmax, tile
+from jattn._types import LogSumExp, Output, Weights
+from jattn.spec import Shapes, Spec
+
+
+def supports(spec: Spec, shapes: Shapes) -> str | None:
+    """None: the reference computes everything."""
+    return None
+
+
+def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
+    score = tile.scores(spec, q, k, b, h, rows, columns)
+
+    def weigh(weights: Array) -> Array:
+        kept = tile.drop(spec, weights, b, h, rows, columns)
+        return tile.weigh(kept, v, score != -jnp.inf, spec.precision)
+
+    out, lse = softmax.finish(softmax.of(score, weigh))
+    return out.astype(q.dtype), lse
+
+
+def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
+    return tile.over_heads(_one_head, spec, query, key, value, out_axes=(1, 0))
+
+
+def _one_head_scores(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
+    rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
+    return tile.scores(spec, q, k, b, h, rows, columns)
+
+
+def scores(spec: Spec, query: Array, key: Array) -> Weights:
+    """Masked scores `[B, N, T, S]`."""
+    return tile.over_heads(_one_head_scores, spec, query, key, out_axes=0)
+
+
+def _one_head_weights(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
+    score = _one_head_scores(spec, b, h, q, k)
+    part = softmax.of(score, lambda weights: weights)
+    return softmax.finish(part)[0]
+
+
+def weights(spec: Spec, query: Array, key: Array) -> Weights:
+    """Weights after the softmax `[B, N, T, S]`; a row without keys is 0."""
+    return tile.over_heads(_one_head_weights, spec, query, key, out_axes=0)

@@ -1,0 +1,670 @@
+"""Who may attend to whom: an algebra of masks.
+
+A mask is a frozen pytree. Leaves combine with `&`, `|` and `~`, and every mask has exactly two
+operations; the dense form, the tile map and the pictures are derived from them.
+
+* `mask(b, h, rows, columns) -> bool [t, s]`: the truth for a block of queries and keys, True
+  where a query may attend;
+* `mask.bounds(tile) -> (maybe_any, surely_all)`: what is certain about a whole tile, by interval
+  arithmetic in the leaves and three-valued logic in the nodes. It may be vague, never wrong.
+
+There are two coordinates, equal by default. *Positions* are what formulas see (Causal, Window,
+Prefix, Dilated, Global, Predicate). *Places* index the arrays (Segments, Lengths, Dense, Blocks).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jattn._types import Allowed, Indices, along, declared, is_static, node, number, static
+
+
+Truth = Any  # bool [n_rows, n_columns], NumPy's where all is known while tracing
+
+
+class Span(NamedTuple):
+    """A run of queries or keys: their positions, and their places in the arrays."""
+
+    positions: Indices
+    places: Indices
+
+
+class Extent(NamedTuple):
+    """The run of queries or keys that a tile covers; arrays `[n]` describe n tiles at once.
+
+    Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
+    """
+
+    lo: Any
+    hi: Any
+    start: Any
+    size: int
+
+
+class Tile(NamedTuple):
+    """A box of queries × keys."""
+
+    rows: Extent
+    columns: Extent
+
+
+def _column(value: Any) -> Any:
+    return value[:, None] if getattr(value, "ndim", 0) else value
+
+
+def _row(value: Any) -> Any:
+    return value[None, :] if getattr(value, "ndim", 0) else value
+
+
+def _as_truth(value: Any) -> Truth:
+    return value if isinstance(value, jax.Array) else np.asarray(value, bool)
+
+
+class Mask:
+    """The base of all masks: operators, and what follows from the two operations."""
+
+    def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
+        """The truth where arrays are already picked for (b, h) and cut to rows and columns.
+
+        Sizes of 1 broadcast.
+        """
+        raise NotImplementedError
+
+    def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
+        """`(maybe_any, surely_all)`: False in the first means nothing in the tile is allowed,
+        True in the second that everything is. Arrays must be picked for one (b, h)."""
+        raise NotImplementedError
+
+    def __call__(
+        self, b: Any, h: Any, rows: Indices | Span, columns: Indices | Span
+    ) -> Bool[Array, "t s"]:
+        """bool `[t, s]` for batch row `b` (flat), head `h` and any queries and keys.
+
+        Plain arrays are positions and places at once; a `Span` gives both.
+        """
+        i, j = as_span(rows), as_span(columns)
+        allowed = cut(pick(self, b, h), i.places, j.places).evaluate(b, h, i, j)
+        return jnp.broadcast_to(allowed, (len(i.places), len(j.places)))
+
+    def __and__(self, other: Any) -> "Mask":
+        return And(self, as_mask(other))
+
+    def __or__(self, other: Any) -> "Mask":
+        return Or(self, as_mask(other))
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def dense(
+        self,
+        T: int,
+        S: int,
+        *,
+        batch: tuple[int, ...] | None = None,
+        heads: int | None = None,
+        q_positions: Indices | None = None,
+        kv_positions: Indices | None = None,
+    ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
+        """The mask as an array: bool `[T, S]`, or `[*B, N, T, S]` where batch or heads matter.
+
+        `batch` and `heads` are taken from the mask's own arrays unless given. Positions, `[T]` and
+        `[S]`, are `arange` by default.
+        """
+        own_batch, own_heads = _leading(self)
+        shape = (batch or own_batch, heads or own_heads)
+        rows = span(T, q_positions)
+        columns = span(S, kv_positions)
+        one = lambda b, h: self(b, h, rows, columns)  # noqa: E731
+        if shape == ((), 0):
+            return one(0, 0)
+        size = int(np.prod(shape[0]))
+        per_head = jax.vmap(one, in_axes=(None, 0))
+        every = jax.vmap(per_head, in_axes=(0, None))(jnp.arange(size), jnp.arange(shape[1] or 1))
+        return every.reshape(*shape[0], shape[1] or 1, T, S)
+
+
+def as_mask(value: Any) -> Mask:
+    """A mask as it is, a boolean array as `Dense`, None as `Full`.
+
+    Raises TypeError for anything else.
+    """
+    if value is None:
+        return Full()
+    if isinstance(value, Mask):
+        return value
+    if hasattr(value, "dtype"):
+        return Dense(value)
+    raise TypeError(
+        f"mask: expected a jattn mask, a boolean array [*B, N, T, S] or None, "
+        f"got {type(value).__name__}"
+    )
+
+
+def as_span(value: Indices | Span) -> Span:
+    """Positions that are places too, or a `Span` as it is."""
+    if isinstance(value, Span):
+        return value
+    indices = jnp.asarray(value, jnp.int32)
+    return Span(indices, indices)
+
+
+def span(size: int, positions: Indices | None = None) -> Span:
+    """All places of an axis, at the given positions (by default the same)."""
+    places = jnp.arange(size, dtype=jnp.int32)
+    return Span(places if positions is None else jnp.asarray(positions, jnp.int32), places)
+
+
+def _leading(mask: Mask) -> tuple[tuple[int, ...], int]:
+    """The batch axes and the number of heads that a mask's own arrays show."""
+    batch: tuple[int, ...] = ()
+    heads = 0
+    for leaf, letters in zip(jax.tree.leaves(mask), jax.tree.leaves(declared(mask)), strict=True):
+        named = letters.replace("#", "").split()
+        if "*B" in named:
+            batch = np.broadcast_shapes(batch, leaf.shape[: leaf.ndim - len(named) + 1])
+        if "N" in named and leaf.shape[named.index("N") - len(named)] > 1:
+            heads = leaf.shape[named.index("N") - len(named)]
+    return batch, heads
+
+
+def pick(tree: Any, b: Any, h: Any) -> Any:
+    """The tree with batch and head axes of its arrays indexed away; b counts row-major."""
+
+    def one(letters: str, leaf: Any) -> Any:
+        named = letters.replace("#", "").split()
+        if "*B" in named:
+            lead = leaf.ndim - len(named) + 1
+            if lead:
+                flat = leaf.reshape(-1, *leaf.shape[lead:])
+                leaf = flat[b if flat.shape[0] > 1 else 0]
+            named.remove("*B")
+        if "N" in named:
+            axis = named.index("N")
+            leaf = jnp.take(leaf, h if leaf.shape[axis] > 1 else 0, axis=axis)
+        return leaf
+
+    return jax.tree.map(one, declared(tree), tree)
+
+
+def cut(tree: Any, rows: Indices, columns: Indices) -> Any:
+    """The picked tree with arrays along T and S taken at these places."""
+
+    def one(letters: str, leaf: Any) -> Any:
+        named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
+        for letter, places in (("T", rows), ("S", columns)):
+            if letter in named and leaf.shape[named.index(letter)] > 1:
+                leaf = jnp.take(leaf, places, axis=named.index(letter))
+        return leaf
+
+    return jax.tree.map(one, declared(tree), tree)
+
+
+@node
+class And(Mask):
+    """Both allow."""
+
+    left: Mask
+    right: Mask
+
+    def evaluate(self, b, h, rows, columns):
+        return self.left.evaluate(b, h, rows, columns) & self.right.evaluate(b, h, rows, columns)
+
+    def bounds(self, tile):
+        (any_l, all_l), (any_r, all_r) = self.left.bounds(tile), self.right.bounds(tile)
+        return any_l & any_r, all_l & all_r
+
+
+@node
+class Or(Mask):
+    """One of the two allows."""
+
+    left: Mask
+    right: Mask
+
+    def evaluate(self, b, h, rows, columns):
+        return self.left.evaluate(b, h, rows, columns) | self.right.evaluate(b, h, rows, columns)
+
+    def bounds(self, tile):
+        (any_l, all_l), (any_r, all_r) = self.left.bounds(tile), self.right.bounds(tile)
+        return any_l | any_r, all_l | all_r
+
+
+@node
+class Not(Mask):
+    """The other does not allow."""
+
+    inner: Mask
+
+    def evaluate(self, b, h, rows, columns):
+        return ~self.inner.evaluate(b, h, rows, columns)
+
+    def bounds(self, tile):
+        maybe_any, surely_all = self.inner.bounds(tile)
+        return ~surely_all, ~maybe_any
+
+
+@node
+class Full(Mask):
+    """Every query attends to every key."""
+
+    def evaluate(self, b, h, rows, columns):
+        return jnp.ones((1, 1), bool)
+
+    def bounds(self, tile):
+        return np.True_, np.True_
+
+
+@node
+class Empty(Mask):
+    """No query attends to any key."""
+
+    def evaluate(self, b, h, rows, columns):
+        return jnp.zeros((1, 1), bool)
+
+    def bounds(self, tile):
+        return np.False_, np.False_
+
+
+def _difference(tile: Tile) -> tuple[Any, Any]:
+    """The interval of kv − q over a tile."""
+    lo = _row(tile.columns.lo) - _column(tile.rows.hi)
+    hi = _row(tile.columns.hi) - _column(tile.rows.lo)
+    return lo, hi
+
+
+@node
+class Window(Mask):
+    """q − left ≤ kv ≤ q + right by position, both inclusive; None is unbounded.
+
+    Raises ValueError for negative or non-integer distances.
+    """
+
+    left: int | None = static(default=None)
+    right: int | None = static(default=None)
+
+    def __post_init__(self):
+        for name in ("left", "right"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | np.integer) or value < 0):
+                raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
+
+    def evaluate(self, b, h, rows, columns):
+        distance = columns.positions[None, :] - rows.positions[:, None]
+        allowed = jnp.ones((1, 1), bool)
+        if self.left is not None:
+            allowed = allowed & (distance >= -self.left)
+        if self.right is not None:
+            allowed = allowed & (distance <= self.right)
+        return allowed
+
+    def bounds(self, tile):
+        lo, hi = _difference(tile)
+        maybe_any, surely_all = np.True_, np.True_
+        if self.left is not None:
+            maybe_any, surely_all = maybe_any & (hi >= -self.left), surely_all & (lo >= -self.left)
+        if self.right is not None:
+            maybe_any, surely_all = maybe_any & (lo <= self.right), surely_all & (hi <= self.right)
+        return maybe_any, surely_all
+
+
+@node
+class Causal(Mask):
+    """kv ≤ q by position: no query sees the future.
+
+    With default positions the first query sees the first key only, whatever T and S are; for
+    decoding, pass `q_positions`.
+    """
+
+    def evaluate(self, b, h, rows, columns):
+        return columns.positions[None, :] <= rows.positions[:, None]
+
+    def bounds(self, tile):
+        lo, hi = _difference(tile)
+        return _as_truth(lo <= 0), _as_truth(hi <= 0)
+
+
+@node
+class Prefix(Mask):
+    """kv < length by position: everybody sees the prefix. `Causal() | Prefix(n)` is a prefix LM.
+
+    `length` is an integer or an integer array, scalar or `[*B]`.
+    """
+
+    length: Any = along("*B")
+
+    def __post_init__(self):
+        _check_lengths("Prefix", "length", self.length)
+
+    def evaluate(self, b, h, rows, columns):
+        return columns.positions[None, :] < _length(self.length)
+
+    def bounds(self, tile):
+        length = _length(self.length)
+        return (
+            _as_truth(_row(tile.columns.lo) < length),
+            _as_truth(_row(tile.columns.hi) < length),
+        )
+
+
+@node
+class Dilated(Mask):
+    """(q − kv) is a multiple of `step`, by position (Child et al. 2019, strided pattern)."""
+
+    step: int = static()
+
+    def __post_init__(self):
+        if not isinstance(self.step, int | np.integer) or self.step < 1:
+            raise ValueError(f"Dilated: step must be an integer >= 1, got {self.step!r}")
+
+    def evaluate(self, b, h, rows, columns):
+        return (rows.positions[:, None] - columns.positions[None, :]) % self.step == 0
+
+    def bounds(self, tile):
+        lo, hi = _difference(tile)
+        last_multiple = hi - hi % self.step
+        one_distance = (lo == hi) & (lo % self.step == 0)
+        return _as_truth(last_multiple >= lo), _as_truth((self.step == 1) | one_distance)
+
+
+@node
+class Global(Mask):
+    """The first `n` positions attend to all and are attended by all (Beltagy et al. 2020)."""
+
+    n: int = static()
+
+    def __post_init__(self):
+        if not isinstance(self.n, int | np.integer) or self.n < 0:
+            raise ValueError(f"Global: n must be an integer >= 0, got {self.n!r}")
+
+    def evaluate(self, b, h, rows, columns):
+        return (rows.positions[:, None] < self.n) | (columns.positions[None, :] < self.n)
+
+    def bounds(self, tile):
+        q_lo, q_hi = _column(tile.rows.lo), _column(tile.rows.hi)
+        kv_lo, kv_hi = _row(tile.columns.lo), _row(tile.columns.hi)
+        some = (q_lo < self.n) | (kv_lo < self.n)
+        return _as_truth(some), _as_truth((q_hi < self.n) | (kv_hi < self.n))
+
+
+def _check_lengths(owner: str, name: str, value: Any) -> None:
+    if value is None or (is_static(value) and not isinstance(value, bool | float)):
+        return
+    if not jnp.issubdtype(getattr(value, "dtype", None) or type(value), jnp.integer):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{owner}: {name} must be an integer or an integer array, got {kind}")
+
+
+def _length(value: Any) -> Any:
+    return number(value) if is_static(value) else value.astype(np.int32)
+
+
+def _check_ids(owner: str, name: str, value: Any) -> None:
+    if not hasattr(value, "ndim") or not jnp.issubdtype(value.dtype, jnp.integer):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{owner}: {name} must be an integer array, got {kind}")
+
+
+@node
+class Lengths(Mask):
+    """Place < length, for queries, keys or both: what padding leaves.
+
+    `q` and `kv` are integers or integer arrays, scalar or `[*B]`; None is unbounded.
+    """
+
+    q: Any = along("*B", default=None)
+    kv: Any = along("*B", default=None)
+
+    def __post_init__(self):
+        _check_lengths("Lengths", "q", self.q)
+        _check_lengths("Lengths", "kv", self.kv)
+
+    def evaluate(self, b, h, rows, columns):
+        allowed = jnp.ones((1, 1), bool)
+        if self.q is not None:
+            allowed = allowed & (rows.places[:, None] < _length(self.q))
+        if self.kv is not None:
+            allowed = allowed & (columns.places[None, :] < _length(self.kv))
+        return allowed
+
+    def bounds(self, tile):
+        maybe_any, surely_all = np.True_, np.True_
+        for length, extent, turn in ((self.q, tile.rows, _column), (self.kv, tile.columns, _row)):
+            if length is not None:
+                start = turn(extent.start)
+                maybe_any = maybe_any & (start < _length(length))
+                surely_all = surely_all & (start + extent.size <= _length(length))
+        return maybe_any, surely_all
+
+
+def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
+    """Places of each tile in an array of this size; those past the end repeat the last."""
+    start = jnp.atleast_1d(jnp.asarray(extent.start, jnp.int32))
+    offsets = jnp.arange(extent.size, dtype=jnp.int32)
+    return jnp.clip(start[:, None] + offsets[None, :], 0, size - 1)
+
+
+def _range_of(ids: Array, extent: Extent) -> tuple[Any, Any]:
+    """Least and greatest of ids over each extent; places past the end repeat the last."""
+    taken = ids[_places(extent, ids.shape[0])]
+    return taken.min(axis=1), taken.max(axis=1)
+
+
+@node
+class Segments(Mask):
+    """Equal ids attend: several documents or sentences packed in one row.
+
+    `q_ids` is an integer array `[*B, T]` (or `[T]` for all), `kv_ids` `[*B, S]`; None: the same.
+    """
+
+    q_ids: Any = along("*B T")
+    kv_ids: Any = along("*B S", default=None)
+
+    def __post_init__(self):
+        if self.kv_ids is None:
+            object.__setattr__(self, "kv_ids", self.q_ids)
+        _check_ids("Segments", "q_ids", self.q_ids)
+        _check_ids("Segments", "kv_ids", self.kv_ids)
+
+    def evaluate(self, b, h, rows, columns):
+        return self.q_ids[:, None] == self.kv_ids[None, :]
+
+    def bounds(self, tile):
+        if not tile.rows.size or not tile.columns.size:
+            return np.False_, np.True_
+        q_lo, q_hi = map(_column, _range_of(self.q_ids, tile.rows))
+        kv_lo, kv_hi = map(_row, _range_of(self.kv_ids, tile.columns))
+        same = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
+        return (q_lo <= kv_hi) & (kv_lo <= q_hi), same
+
+
+@node
+class Dense(Mask):
+    """Any mask, as a boolean array of full rank `[*B, N, T, S]`; axes of size 1 broadcast.
+
+    Raises TypeError for arrays that are not boolean.
+    """
+
+    array: Any = along("*#B #N #T #S")
+
+    def __post_init__(self):
+        _check_bool("Dense", "mask", self.array)
+
+    def evaluate(self, b, h, rows, columns):
+        return self.array
+
+    def bounds(self, tile):
+        rows = min(tile.rows.size, self.array.shape[0])
+        columns = min(tile.columns.size, self.array.shape[1])
+        if not rows or not columns:
+            return np.False_, np.True_
+        q = _places(tile.rows, self.array.shape[0])  # [n, t]
+        kv = _places(tile.columns, self.array.shape[1])  # [m, s]
+        by_row = self.array[q]  # [n, t, S]
+        any_row, all_row = by_row.any(axis=1)[:, kv], by_row.all(axis=1)[:, kv]  # [n, m, s]
+        return any_row.any(axis=-1), all_row.all(axis=-1)
+
+
+def _check_bool(owner: str, name: str, value: Any) -> None:
+    if not hasattr(value, "dtype") or value.dtype != jnp.bool_:
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(
+            f"{owner}: {name} must be a boolean array (True = attend), got {kind}; "
+            f"compare with != 0 if True in it means attend"
+        )
+
+
+@node
+class Blocks(Mask):
+    """A coarse mask: `layout[q_place // block, kv_place // block]`.
+
+    `layout` is boolean, `[T/block, S/block]` for all or `[*B, N, T/block, S/block]` (rounded up;
+    batch and head axes of size 1 broadcast); `block` is an integer or a pair (queries, keys).
+    """
+
+    layout: Any
+    block: int | tuple[int, int] = static()
+
+    def __post_init__(self):
+        _check_bool("Blocks", "layout", self.layout)
+        if any(not isinstance(x, int | np.integer) or x < 1 for x in self._sizes):
+            raise ValueError(f"Blocks: block must be an integer >= 1 or two, got {self.block!r}")
+
+    def declared_letters(self) -> dict[str, str]:
+        """A layout without leading axes is shared by all; any other has full rank."""
+        return {"layout": "Tb Sb" if self.layout.ndim == 2 else "*#B #N Tb Sb"}
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.block if isinstance(self.block, tuple) else (self.block, self.block)
+
+    def check_covers(self, T: int, S: int) -> None:
+        """Raises ValueError unless the layout has exactly the blocks of T × S."""
+        wanted = [-(-T // self._sizes[0]), -(-S // self._sizes[1])]
+        if list(self.layout.shape[-2:]) != wanted:
+            raise ValueError(
+                f"Blocks: expected layout [..., T/block, S/block] = {wanted} for T = {T}, "
+                f"S = {S}, block = {self.block}, got {list(self.layout.shape)}"
+            )
+
+    def evaluate(self, b, h, rows, columns):
+        q_block, kv_block = self._sizes
+        by_row = jnp.take(self.layout, rows.places // q_block, axis=0)
+        return jnp.take(by_row, columns.places // kv_block, axis=1)
+
+    def bounds(self, tile):
+        """Counts allowed cells of the layout under each tile, by two-dimensional prefix sums."""
+        lo_q, hi_q = _cells(tile.rows, self._sizes[0], self.layout.shape[0])
+        lo_kv, hi_kv = _cells(tile.columns, self._sizes[1], self.layout.shape[1])
+        sums = jnp.pad(
+            jnp.cumsum(jnp.cumsum(self.layout, 0, jnp.int32), 1, jnp.int32), ((1, 0), (1, 0))
+        )
+        by_row = sums[hi_q] - sums[lo_q]
+        count = by_row[..., hi_kv] - by_row[..., lo_kv]
+        size = (hi_q - lo_q)[:, None] * (hi_kv - lo_kv)[None, :]
+        return count > 0, count == size
+
+
+def _cells(extent: Extent, block: int, cells: int) -> tuple[Array, Array]:
+    """The half-open range of layout cells that each extent touches."""
+    start = jnp.atleast_1d(jnp.asarray(extent.start, jnp.int32))
+    stop = jnp.minimum((start + extent.size - 1) // block + 1, cells)
+    return jnp.minimum(start // block, stop), stop
+
+
+@node
+class Predicate(Mask):
+    """Any rule: `fn(b, h, q_idx, kv_idx, *operands) -> bool`, on scalars, as in FlexAttention.
+
+    Positions are what the function sees; `b` counts batch rows row-major. Operands are passed
+    whole and may be indexed. `bounds(tile) -> (maybe_any, surely_all)` is optional and lets tiles
+    be skipped. Compiled once per function object: define the function once, outside the call.
+    """
+
+    fn: Callable[..., Any] = static()
+    operands: tuple[Any, ...] = ()
+    bounds_fn: Callable[[Tile], tuple[Truth, Truth]] | None = static(default=None)
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *operands: Any,
+        bounds: Callable[[Tile], tuple[Truth, Truth]] | None = None,
+    ):
+        if not callable(fn):
+            raise TypeError(f"Predicate: expected a function, got {type(fn).__name__}")
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "operands", operands)
+        object.__setattr__(self, "bounds_fn", bounds)
+
+    def _scalar(self, b: Any, h: Any, q: Any, kv: Any) -> Bool[Array, ""]:
+        truth = jnp.asarray(self.fn(b, h, q, kv, *self.operands))
+        if truth.dtype != jnp.bool_ or truth.shape:
+            raise TypeError(
+                f"Predicate: {getattr(self.fn, '__name__', self.fn)} must return a boolean "
+                f"scalar, got {truth.dtype} {list(truth.shape)}"
+            )
+        return truth
+
+    def evaluate(self, b, h, rows, columns):
+        b, h = jnp.asarray(b), jnp.asarray(h)
+        per_key = jax.vmap(functools.partial(self._scalar), (None, None, None, 0))
+        return jax.vmap(per_key, (None, None, 0, None))(b, h, rows.positions, columns.positions)
+
+    def bounds(self, tile):
+        if self.bounds_fn is None:
+            return np.True_, np.False_
+        return self.bounds_fn(tile)
+
+
+EMPTY, MIXED, FULL = 0, 1, 2  # the kinds of tile in a tile map
+
+
+def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
+    """The tiles of `block` along an axis of `size`, the last one possibly shorter.
+
+    A short last tile is described as if it were whole, with places past the end. Its positions
+    are those of the rows that exist.
+    """
+    starts = np.arange(0, size, block, dtype=np.int32)
+    if positions is None:
+        return Extent(starts, np.minimum(starts + block, size) - 1, starts, block)
+    by_tile = positions[np.minimum(starts[:, None] + np.arange(block), size - 1)]
+    return Extent(by_tile.min(axis=1), by_tile.max(axis=1), starts, block)
+
+
+def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
+    """EMPTY, MIXED or FULL for each tile; arrays of the mask must be picked for one (b, h)."""
+    maybe_any, surely_all = mask.bounds(tile)
+    kind = maybe_any.astype(np.int8) + (maybe_any & surely_all).astype(np.int8)
+    shape = (np.size(tile.rows.start), np.size(tile.columns.start))
+    return (jnp if isinstance(kind, jax.Array) else np).broadcast_to(kind, shape)
+
+
+def tile_map(
+    mask: Mask,
+    T: int,
+    S: int,
+    block_q: int,
+    block_kv: int,
+    *,
+    b: int = 0,
+    h: int = 0,
+    q_positions: Indices | None = None,
+    kv_positions: Indices | None = None,
+) -> Int[Array | np.ndarray, "n m"]:
+    """What each tile is for batch row b and head h: 0 empty, 1 mixed, 2 full.
+
+    int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Costs work and memory in the number of tiles (and in T + S
+    for masks with arrays), never T × S, except for a `Dense` mask, which is that large itself. A
+    NumPy array where mask and positions are static.
+    """
+    tile = Tile(extents(T, block_q, q_positions), extents(S, block_kv, kv_positions))
+    return kinds(pick(mask, b, h), tile)

@@ -1,0 +1,276 @@
+"""The mechanisms that led to scaled dot-product attention, each by its formula.
+
+From mixing tokens with a fixed matrix (`interaction`) over similarity without weights
+(`simple_self_attention`) to query, key and value (`self_attention`), and the two ways in which
+attention was first scored: additive (Bahdanau et al. 2015) and multiplicative (Luong et al. 2015).
+Here E is the size of the inputs, H1 that of values, H2 that of queries and keys, A that of the
+additive score's hidden layer. All take any number of leading batch axes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn import softmax, tile
+from jattn._types import AnyArray, accumulation
+from jattn.attention import attention
+from jattn.masks import Causal, Mask
+from jattn.spec import Shapes, Spec, flatten_batch, make_spec
+
+
+def _single_head(
+    query: Float[Array, "*B T H"],
+    key: Float[Array, "*B S H"],
+    value: Float[Array, "*B S V"],
+    **arguments: Any,
+) -> Float[Array, "*B T V"]:
+    """Attention with one head, without a head axis."""
+    out = attention(query[..., None, :], key[..., None, :], value[..., None, :], **arguments)
+    return out[..., 0, :]
+
+
+def _check_inner(name: str, shape: str, got: tuple[int, ...], ok: bool) -> None:
+    if not ok:
+        raise ValueError(f"{name}: expected {shape}, got {list(got)}")
+
+
+def simple_self_attention(
+    x: Float[Array, "*B T E"], *, mask: Mask | AnyArray | None = None
+) -> Float[Array, "*B T E"]:
+    """Self-attention without weights: softmax(x xᵀ) x.
+
+    Each token becomes a mean of all tokens `x [*B, T, E]`, weighted by similarity. Nothing is
+    learned and nothing is scaled: the step before queries, keys and values are told apart.
+    """
+    return _single_head(x, x, x, mask=mask, scale=1.0)
+
+
+def self_attention(
+    x: Float[Array, "*B T E"],
+    w_query: Float[Array, "E H2"],
+    w_key: Float[Array, "E H2"],
+    w_value: Float[Array, "E H1"],
+    *,
+    mask: Mask | AnyArray | None = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Float[Array, "*B T H1"]:
+    """Self-attention with three weight matrices: softmax(Q Kᵀ / √H2) V.
+
+    Q = x w_query, K = x w_key, V = x w_value with `x [*B, T, E]`. Sizes E, H1 and H2 may all
+    differ. `scale=1` leaves the scaling out. `mask=masks.Causal()` makes it causal.
+    Vaswani et al. 2017, section 3.2.1, with one head.
+
+    Raises ValueError for matrices that do not fit x, and what `attention` raises.
+    """
+    for name, w in (("w_query", w_query), ("w_key", w_key), ("w_value", w_value)):
+        _check_inner(name, f"[E = {x.shape[-1]}, ...]", w.shape, w.shape[:1] == x.shape[-1:])
+    _check_inner(
+        "w_key", f"[E, H2] = {list(w_query.shape)}", w_key.shape, w_key.shape == w_query.shape
+    )
+    return _single_head(
+        x @ w_query,
+        x @ w_key,
+        x @ w_value,
+        mask=mask,
+        scale=scale,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
+
+
+def renormalised_causal(weights: Float[Array, "*B T S"]) -> Float[Array, "*B T S"]:
+    """Causal weights by multiplying with zeros and dividing by what is left of each row.
+
+    The first derivation of causal attention: take the softmax over all keys, set the weights of
+    later keys to zero, and normalise again. With w = exp(s) / Σ exp(s), the full denominator
+    cancels in w_j / Σ_{k ≤ i} w_k = exp(s_j) / Σ_{k ≤ i} exp(s_k): exactly the softmax of scores
+    in which later keys are −inf, without a trace of what they held. Masking by −inf is preferred,
+    as here a row whose weight lies all on later keys divides 0 by 0 (it is given 0).
+
+    `weights` are `[*B, T, S]`, after the softmax, at positions arange(T) and arange(S).
+    """
+    T, S = weights.shape[-2:]
+    allowed = Causal().dense(T, S).astype(weights.dtype)
+    kept = weights * allowed.reshape((1,) * (weights.ndim - 2) + (T, S))
+    total = jnp.sum(kept, axis=-1, keepdims=True)
+    return kept / jnp.where(total == 0, 1, total)
+
+
+def interaction(
+    x: Float[Array, "*B S E"],
+    left: Float[Array, "T S"] | Float[Array, "*B T S"] | None = None,
+    right: Float[Array, "E H1"] | None = None,
+) -> Float[Array, "*B T ?H1"]:
+    """Y = L X R: tokens mix through L, channels through R.
+
+    Row i of `left` says how much of each token goes into token i; `right` maps every token alike.
+    Attention is the case in which L = softmax(Q Kᵀ) depends on the tokens themselves and R is the
+    value matrix. The identity for `left` keeps tokens apart, ones sum them all,
+    `causal_interaction` sums what came before, `normalised_interaction` makes each row a mean.
+
+    `x` is `[*B, S, E]`, `left` `[T, S]` or `[*B, T, S]`, `right` `[E, H1]`; None is the identity.
+
+    Raises ValueError for sizes that do not fit.
+    """
+    y = x
+    if right is not None:
+        _check_inner(
+            "right", f"[E = {x.shape[-1]}, H1]", right.shape, right.shape[0] == x.shape[-1]
+        )
+        y = y @ right
+    if left is not None:
+        batched = left.ndim == 2 or left.shape[:-2] == x.shape[:-2]
+        fits = batched and left.shape[-1] == x.shape[-2]
+        _check_inner("left", f"[T, S = {x.shape[-2]}], or [*B, T, S]", left.shape, fits)
+        y = jnp.einsum("ts,...sh->...th" if left.ndim == 2 else "...ts,...sh->...th", left, y)
+    return y
+
+
+def causal_interaction(T: int, dtype: Any = jnp.float32) -> Float[Array, "T T"]:
+    """The lower-triangular L of ones: each token gets the sum of itself and all before it."""
+    return Causal().dense(T, T).astype(dtype)
+
+
+def normalised_interaction(
+    left: Float[Array, "*B T S"], mask: Mask | None = None
+) -> Float[Array, "*B T S"]:
+    """L with each row a softmax: positive weights that sum to 1, whatever the entries were.
+
+    Entries that `mask` forbids (a mask of positions, such as `Causal()`) get weight 0.
+    """
+    T, S = left.shape[-2:]
+    allowed = (mask or Causal() | ~Causal()).dense(T, S)
+    rows = jnp.where(allowed.reshape((1,) * (left.ndim - 2) + (T, S)), left, -jnp.inf)
+    flat = rows.reshape(-1, S)
+    weights, _ = softmax.finish(softmax.of(flat, lambda weights: weights))
+    return weights.reshape(left.shape)
+
+
+def multiplicative(
+    query: Float[Array, "*B T Dq"], weight: Float[Array, "Dq Dk"]
+) -> Float[Array, "*B T Dk"]:
+    """Queries with which a plain product gives Luong's "general" score qᵀ W k: W folded in."""
+    return query @ weight
+
+
+def multiplicative_attention(
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"],
+    value: Float[Array, "*B S V"],
+    weight: Float[Array, "Dq Dk"],
+    **arguments: Any,
+) -> Float[Array, "*B T V"]:
+    """Luong et al. 2015, section 3.1, "general": softmax(query W keyᵀ) value.
+
+    `query [*B, T, Dq]`, `key [*B, S, Dk]`, `value [*B, S, V]`, `weight [Dq, Dk]`. Not scaled, as in
+    the paper, unless `scale` is given; other arguments as in `attention`.
+
+    Raises ValueError if the weight does not fit, and what `attention` raises.
+    """
+    wanted = (query.shape[-1], key.shape[-1])
+    _check_inner("weight", f"[Dq, Dk] = {list(wanted)}", weight.shape, weight.shape == wanted)
+    folded = multiplicative(query, weight)
+    return _single_head(folded, key, value, **{"scale": 1.0, **arguments})
+
+
+def additive_keys(
+    key: Float[Array, "*B S Dk"], w_key: Float[Array, "Dk A"]
+) -> Float[Array, "*B S A"]:
+    """The projected keys of `additive_attention`, to be computed once and reused in decoding."""
+    return key @ w_key
+
+
+_ADDITIVE_BLOCK = 16  # keys at a time; T × 16 × A floats live at once
+
+
+def _additive_scores(
+    query: Float[Array, "T A"], key: Float[Array, "S A"], w_score: Float[Array, " A"]
+) -> Float[Array, "T S"]:
+    """w · tanh(query_i + key_j) for all pairs, a block of keys at a time."""
+    dtype = accumulation(query.dtype)
+    S, A = key.shape
+    blocks = -(-S // _ADDITIVE_BLOCK)
+    padded = jnp.pad(key, ((0, blocks * _ADDITIVE_BLOCK - S), (0, 0)))
+
+    @jax.checkpoint
+    def block(keys: Float[Array, "s A"]) -> Float[Array, "T s"]:
+        hidden = jnp.tanh((query[:, None, :] + keys[None, :, :]).astype(dtype))
+        return jnp.einsum("tsa,a->ts", hidden, w_score.astype(dtype))
+
+    by_block = jax.lax.map(block, padded.reshape(blocks, _ADDITIVE_BLOCK, A))
+    return jnp.moveaxis(by_block, 0, 1).reshape(query.shape[0], -1)[:, :S]
+
+
+def _additive_head(
+    spec: Spec, b: Any, h: Any, query: Array, key: Array, value: Array, w_score: Array
+) -> Array:
+    rows, columns = tile.spans(spec, query.shape[0], key.shape[0])
+    # Scores with NaN in query or key are NaN, but by selection: were it computed, 0 × NaN would
+    # reach the gradients of everything else from keys that are masked.
+    products = _additive_scores(tile.finite(query), tile.finite(key), w_score)
+    lost = ~jnp.isfinite(query).all(-1)[:, None] | ~jnp.isfinite(key).all(-1)[None, :]
+    score = tile.modify(spec, jnp.where(lost, jnp.nan, products), b, h, rows, columns)
+
+    def weigh(weights: Array) -> Array:
+        kept = tile.drop(spec, weights, b, h, rows, columns)
+        return tile.weigh(kept, value, score != -jnp.inf)
+
+    return softmax.finish(softmax.of(score, weigh))[0].astype(query.dtype)
+
+
+def additive_attention(
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"],
+    value: Float[Array, "*B S V"],
+    w_query: Float[Array, "Dq A"],
+    w_key: Float[Array, "Dk A"] | None,
+    w_score: Float[Array, " A"],
+    *,
+    mask: Mask | AnyArray | None = None,
+    score: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Float[Array, "*B T V"]:
+    """softmax(w_score · tanh(query w_query + key w_key)) value.
+
+    Bahdanau, Cho and Bengio 2015, section 3.1 and appendix A.1.2: the score is a small network, so
+    queries and keys may differ in size. `query [*B, T, Dq]`, `key [*B, S, Dk]`,
+    `value [*B, S, V]`, `w_query [Dq, A]`, `w_key [Dk, A]`, `w_score [A]`; a mask array has one
+    head, `[*B, 1, T, S]`. With `w_key=None`, `key` is the result of `additive_keys`, `[*B, S, A]`.
+    The hidden layer T × S × A never exists at once, neither forward nor backward.
+
+    Raises ValueError for sizes that do not fit, and what `attention` raises.
+    """
+    A = w_score.shape[0]
+    wanted = (query.shape[-1], A)
+    _check_inner("w_query", f"[Dq, A] = {list(wanted)}", w_query.shape, w_query.shape == wanted)
+    if w_key is not None:
+        wanted = (key.shape[-1], A)
+        _check_inner("w_key", f"[Dk, A] = {list(wanted)}", w_key.shape, w_key.shape == wanted)
+        key = additive_keys(key, w_key)
+    same = key.shape[:-1] == value.shape[:-1] and key.shape[:-2] == query.shape[:-2]
+    _check_inner("key", f"[*B, S, A = {A}]", key.shape, same and key.shape[-1] == A)
+    batch, T, S = query.shape[:-2], query.shape[-2], key.shape[-2]
+    shapes = Shapes(batch, T, S, 1, 1, A, value.shape[-1], query.dtype)
+    spec = flatten_batch(
+        make_spec(
+            shapes,
+            mask=mask,
+            score=score,
+            scale=1.0,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
+        ),
+        shapes,
+    )
+
+    def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Array:
+        return _additive_head(spec, b, h, q, k, v, w_score)
+
+    heads = [x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query @ w_query, key, value)]
+    out = tile.over_heads(one, spec, *heads, out_axes=1)
+    return out.reshape(*batch, T, value.shape[-1])

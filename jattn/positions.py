@@ -1,0 +1,101 @@
+"""Positions: sinusoidal encodings, rotary embeddings and learned tables.
+
+Angles are computed in float32 (float64 for float64 inputs) whatever the dtype of the values:
+bfloat16 cannot tell position 256 from 257. In float32 an angle's error grows with the position,
+to about 1e-2 at 10⁵.
+"""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn._types import AnyArray, accumulation
+
+
+def _frequencies(size: int, base: float, dtype: jnp.dtype) -> Float[Array, " half"]:
+    return jnp.asarray(base, dtype) ** (-jnp.arange(0, size, 2, dtype=dtype) / size)
+
+
+def sinusoidal(
+    positions: Int[AnyArray, "*shape"],
+    D: int,
+    *,
+    base: float = 10000.0,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "*shape D"]:
+    """Encodings `[..., D]` of positions `[...]`: sin(p ω) in even channels, cos(p ω) in odd ones.
+
+    ω of channels 2i and 2i + 1 is base^(−2i/D). Vaswani et al. 2017, section 3.5.
+
+    Raises ValueError for an odd D.
+    """
+    if D % 2 or D < 2:
+        raise ValueError(f"sinusoidal: expected an even width D >= 2, got {D}")
+    compute = accumulation(dtype)
+    angle = positions.astype(compute)[..., None] * _lift(
+        _frequencies(D, base, compute), positions.ndim
+    )
+    pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+    return pairs.reshape(*positions.shape, D).astype(dtype)
+
+
+def _lift(vector: Float[Array, " n"], ndim: int) -> Float[Array, "..."]:
+    return vector.reshape((1,) * ndim + vector.shape)
+
+
+def rotary(
+    x: Float[Array, "*B T N H"],
+    positions: Int[AnyArray, "*P"],
+    style: Literal["half", "interleaved"] = "half",
+    base: float = 10000.0,
+    rotary_dim: int | None = None,
+) -> Float[Array, "*B T N H"]:
+    """Turns channel pairs of queries or keys by position × frequency (Su et al. 2021, RoFormer).
+
+    `x` is `[*B, T, N, H]`, `positions` `[T]` or `[*B, T]`. Pairs are (i, i + r/2) in style "half"
+    (GPT-NeoX, Llama) and (2i, 2i + 1) in style "interleaved" (RoFormer, GPT-J), with r =
+    `rotary_dim` (default H) channels turned and the rest left alone; the frequency of pair i is
+    base^(−2i/r). The inner product of two turned vectors depends on the difference of their
+    positions only. Keeps the dtype.
+
+    Raises ValueError for an odd or too large rotary size, an unknown style, or positions that
+    do not fit.
+    """
+    size = x.shape[-1] if rotary_dim is None else rotary_dim
+    if size % 2 or not 0 < size <= x.shape[-1]:
+        raise ValueError(
+            f"rotary: rotary size must be even, > 0 and <= H = {x.shape[-1]}, got {size}"
+        )
+    if style not in ("half", "interleaved"):
+        raise ValueError(f"rotary: style must be 'half' or 'interleaved', got {style!r}")
+    if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
+        raise ValueError(
+            f"rotary: expected positions [T] = [{x.shape[-3]}] or [*B, T] = "
+            f"{list(x.shape[:-2])}, got {list(positions.shape)}"
+        )
+    compute = accumulation(x.dtype)
+    angle = positions.astype(compute)[..., None] * _lift(
+        _frequencies(size, base, compute), positions.ndim
+    )
+    angle = angle.reshape((1,) * (x.ndim - angle.ndim - 1) + angle.shape)[..., None, :]
+    turned = _turn(x[..., :size].astype(compute), jnp.cos(angle), jnp.sin(angle), style)
+    return jnp.concatenate([turned.astype(x.dtype), x[..., size:]], axis=-1)
+
+
+def _turn(x: Array, cos: Array, sin: Array, style: str) -> Array:
+    if style == "half":
+        a, b = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+
+
+def learned(
+    table: Float[Array, "max D"], positions: Int[AnyArray, "*shape"]
+) -> Float[Array, "*shape D"]:
+    """Rows of a learned table `[max, D]`; a position outside of it gives NaN, never another row."""
+    if table.ndim != 2:
+        raise ValueError(f"learned: expected table [max, D], got {list(table.shape)}")
+    wrapped = jnp.where(positions < 0, table.shape[0], positions)
+    return table.at[wrapped].get(mode="fill", fill_value=jnp.nan)

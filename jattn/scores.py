@@ -1,0 +1,221 @@
+"""Score functions: what happens to q·kᵀ × scale before mask and softmax.
+
+A score function maps the scores of one head, for any block of queries and keys, to scores of the
+same shape. `f >> g` applies f, then g. Numbers given as Python floats are constants; arrays are
+parameters, and gradients flow to every float array. Like masks, score functions are frozen
+pytrees whose array fields declare their letters.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jattn._types import Scores, along, is_static, node, number, static
+
+
+class ScoreFunction:
+    """The base of all score functions."""
+
+    def evaluate(self, score: Scores, b: Any, h: Any, rows: Any, columns: Any) -> Scores:
+        """`[t, s] -> [t, s]`, arrays picked for (b, h) and cut to the spans `rows`, `columns`."""
+        raise NotImplementedError
+
+    def __rshift__(self, other: "ScoreFunction") -> "ScoreFunction":
+        if not isinstance(other, ScoreFunction):
+            return NotImplemented
+        return Then(self, other)
+
+
+@node
+class Then(ScoreFunction):
+    """`first`, then `second`."""
+
+    first: ScoreFunction
+    second: ScoreFunction
+
+    def evaluate(self, score, b, h, rows, columns):
+        between = self.first.evaluate(score, b, h, rows, columns)
+        return self.second.evaluate(between, b, h, rows, columns)
+
+
+def _check_float(owner: str, name: str, value: Any) -> None:
+    if not is_static(value) and not jnp.issubdtype(
+        getattr(value, "dtype", type(value)), jnp.floating
+    ):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{owner}: {name} must be a float or a float array, got {kind}")
+
+
+def _check_positive(owner: str, name: str, value: Any) -> None:
+    _check_float(owner, name, value)
+    if is_static(value) and not value > 0:
+        raise ValueError(f"{owner}: {name} must be > 0, got {value}")
+
+
+def _like(value: Any, score: Scores) -> Any:
+    return number(value) if is_static(value) else value.astype(score.dtype)
+
+
+@node
+class SoftCap(ScoreFunction):
+    """cap × tanh(score / cap): keeps scores within ±cap (Gemma 2, 2024). `cap` is a scalar."""
+
+    cap: Any
+
+    def __post_init__(self):
+        _check_positive("SoftCap", "cap", self.cap)
+
+    def evaluate(self, score, b, h, rows, columns):
+        cap = _like(self.cap, score)
+        return cap * jnp.tanh(score / cap)
+
+
+@node
+class Temperature(ScoreFunction):
+    """score / t. `t` is a scalar: above 1 flattens the softmax, below 1 sharpens it."""
+
+    t: Any
+
+    def __post_init__(self):
+        _check_positive("Temperature", "t", self.t)
+
+    def evaluate(self, score, b, h, rows, columns):
+        return score / _like(self.t, score)
+
+
+def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
+    """The slopes of Press et al. 2022: 2^(−8 n / N) for n = 1..N, float32 `[N]`.
+
+    For N that is no power of two, the slopes of the power below, then every other one of the power
+    above, as in the paper's code.
+    """
+    if num_heads < 1:
+        raise ValueError(f"alibi_slopes: num_heads must be >= 1, got {num_heads}")
+    whole = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * n / whole) for n in range(1, whole + 1)]
+    slopes += [2 ** (-4 * n / whole) for n in range(1, 2 * (num_heads - whole), 2)]
+    return jnp.asarray(slopes, jnp.float32)
+
+
+@node
+class Alibi(ScoreFunction):
+    """score − slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`."""
+
+    slopes: Any = along("N")
+
+    def __post_init__(self):
+        if isinstance(self.slopes, list | tuple):
+            object.__setattr__(self, "slopes", jnp.asarray(self.slopes, jnp.float32))
+        _check_float("Alibi", "slopes", self.slopes)
+
+    def evaluate(self, score, b, h, rows, columns):
+        distance = jnp.abs(rows.positions[:, None] - columns.positions[None, :])
+        return score - _like(self.slopes, score) * distance.astype(score.dtype)
+
+
+def relative_bucket(
+    distance: Int[Array, "..."], buckets: int, *, bidirectional: bool, max_distance: int
+) -> Int[Array, "..."]:
+    """The T5 bucket of kv − q: exact near zero, logarithmic up to `max_distance`.
+
+    Raffel et al. 2020, section 2.1. Half of the buckets are for each direction when bidirectional;
+    otherwise all keys after the query share the first bucket.
+    """
+    after = jnp.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        after = buckets * (distance > 0).astype(distance.dtype)
+        distance = jnp.abs(distance)
+    else:
+        distance = -jnp.minimum(distance, 0)
+    exact = buckets // 2
+    growth = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / max(exact, 1))
+    steps = growth / math.log(max_distance / max(exact, 1)) * (buckets - exact)
+    far = jnp.minimum(exact + steps.astype(distance.dtype), buckets - 1)
+    return after + jnp.where(distance < exact, distance, far)
+
+
+@node
+class RelativeBias(ScoreFunction):
+    """score + table[bucket(kv − q), h], by position: T5's learned relative bias.
+
+    `table` is `[buckets, N]`; see `relative_bucket` for `bidirectional` and `max_distance`.
+    """
+
+    table: Any = along("buckets N")
+    bidirectional: bool = static(default=True)
+    max_distance: int = static(default=128)
+
+    def __post_init__(self):
+        _check_float("RelativeBias", "table", self.table)
+        if self.table.ndim != 2:
+            raise ValueError(
+                f"RelativeBias: expected table [buckets, N], got {list(self.table.shape)}"
+            )
+        exact = self.table.shape[0] // (4 if self.bidirectional else 2)
+        if exact < 1 or self.max_distance <= exact:
+            raise ValueError(
+                f"RelativeBias: {self.table.shape[0]} buckets and max_distance "
+                f"{self.max_distance} leave no logarithmic buckets"
+            )
+
+    def evaluate(self, score, b, h, rows, columns):
+        distance = columns.positions[None, :] - rows.positions[:, None]
+        bucket = relative_bucket(
+            distance,
+            self.table.shape[0],
+            bidirectional=self.bidirectional,
+            max_distance=self.max_distance,
+        )
+        return score + _like(self.table, score)[bucket]
+
+
+@node
+class Bias(ScoreFunction):
+    """score + array, by place. `array` has full rank `[*B, N, T, S]`; axes of size 1 broadcast."""
+
+    array: Any = along("*#B #N #T #S")
+
+    def __post_init__(self):
+        _check_float("Bias", "array", self.array)
+
+    def evaluate(self, score, b, h, rows, columns):
+        return score + _like(self.array, score)
+
+
+@node
+class Score(ScoreFunction):
+    """Any function: `fn(score, b, h, q_idx, kv_idx, *operands)`, on scalars, as in FlexAttention.
+
+    Positions are what the function sees; `b` counts batch rows row-major. Operands are passed whole
+    and may be indexed; the float ones are differentiable parameters. Compiled once per function
+    object: define the function once, outside the call.
+    """
+
+    fn: Callable[..., Any] = static()
+    operands: tuple[Any, ...] = ()
+
+    def __init__(self, fn: Callable[..., Any], *operands: Any):
+        if not callable(fn):
+            raise TypeError(f"Score: expected a function, got {type(fn).__name__}")
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "operands", operands)
+
+    def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        changed = jnp.asarray(self.fn(score, b, h, q, kv, *self.operands))
+        if changed.shape or not jnp.issubdtype(changed.dtype, np.floating):
+            raise TypeError(
+                f"Score: {getattr(self.fn, '__name__', self.fn)} must return a float scalar, "
+                f"got {changed.dtype} {list(changed.shape)}"
+            )
+        return changed.astype(score.dtype)
+
+    def evaluate(self, score, b, h, rows, columns):
+        per_key = jax.vmap(self._scalar, (0, None, None, None, 0))
+        per_query = jax.vmap(per_key, (0, None, None, 0, None))
+        return per_query(score, jnp.asarray(b), jnp.asarray(h), rows.positions, columns.positions)

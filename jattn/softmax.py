@@ -1,0 +1,131 @@
+"""Softmax-weighted sums as a monoid, so that attention can be computed in parts.
+
+One part of the keys contributes to a row of queries a maximum m, a total l = Σ exp(s − m) and
+a weighted sum a = Σ exp(s − m) v. Two parts combine into one of the same form (Milakov and
+Gimelshein 2018, "Online normalizer calculation for softmax"), in any order and grouping; the
+part without keys, m = −inf, is the identity. Normalised parts travel as `(out, lse)`, with
+out = a / l and lse = m + log l, which `merge` puts together.
+
+The maximum only shifts: results do not depend on it, so no gradient flows through it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn._types import LogSumExp, Output, Scores
+
+
+class Partial(NamedTuple):
+    """What some of the keys contribute to a row of queries."""
+
+    maximum: Float[Array, " t"]
+    total: Float[Array, " t"]
+    weighted: Float[Array, "t V"]
+
+
+def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A shift under which a row without keys stays 0 instead of −inf − (−inf)."""
+    return jnp.where(maximum == -jnp.inf, 0, maximum)
+
+
+def empty(rows: int, width: int, dtype: jnp.dtype) -> Partial:
+    """The identity: the contribution of no keys."""
+    return Partial(
+        jnp.full((rows,), -jnp.inf, dtype),
+        jnp.zeros((rows,), dtype),
+        jnp.zeros((rows, width), dtype),
+    )
+
+
+def of(scores: Scores, weigh: Callable[[Float[Array, "t s"]], Float[Array, "t V"]]) -> Partial:
+    """The contribution of the keys behind `scores` [t, s]; `weigh` multiplies weights with values.
+
+    A score of −inf is a masked key. It is left out by selection, also in the backward pass.
+    """
+    maximum = jax.lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf))
+    shifted = scores - _finite(maximum)[:, None]
+    exponential = jnp.where(scores == -jnp.inf, 0, jnp.exp(shifted))
+    return Partial(maximum, jnp.sum(exponential, axis=-1), weigh(exponential))
+
+
+def combine(a: Partial, b: Partial) -> Partial:
+    """Both contributions as one. Associative and commutative, with `empty` as identity."""
+    maximum = jnp.maximum(a.maximum, b.maximum)
+    shift = _finite(maximum)
+    scale_a, scale_b = jnp.exp(a.maximum - shift), jnp.exp(b.maximum - shift)
+    return Partial(
+        maximum,
+        a.total * scale_a + b.total * scale_b,
+        a.weighted * scale_a[:, None] + b.weighted * scale_b[:, None],
+    )
+
+
+def finish(partial: Partial) -> tuple[Float[Array, "t V"], Float[Array, " t"]]:
+    """`(out, lse)` of a row; without keys `(0, −inf)`."""
+    dead = partial.maximum == -jnp.inf
+    total = jnp.where(dead, 1, partial.total)
+    out = partial.weighted / total[:, None]
+    return out, jnp.where(dead, -jnp.inf, _finite(partial.maximum) + jnp.log(total))
+
+
+def _check_part(name: str, out: Output, lse: LogSumExp) -> None:
+    *batch, queries, heads, _ = out.shape if out.ndim >= 3 else (0, 0, 0)
+    if out.ndim < 3 or lse.shape != (*batch, heads, queries):
+        raise ValueError(
+            f"{name}: expected out [*B, T, N, V] and lse [*B, N, T], "
+            f"got out {list(out.shape)} and lse {list(lse.shape)}"
+        )
+
+
+def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
+    """Attention over all keys from attention over disjoint parts of them.
+
+    Each part is `(out [*B, T, N, V], lse [*B, N, T])`, as `attention(..., return_lse=True)`
+    gives it. A part without keys, `(0, −inf)`, changes nothing. Differentiable in all inputs.
+    The result has the dtype of the first `out`; sums run in the dtype of `lse`.
+
+    Raises ValueError for no parts or parts whose shapes do not fit together.
+    """
+    if not parts:
+        raise ValueError("merge: expected at least one part (out, lse), got none")
+    for place, (out, lse) in enumerate(parts):
+        _check_part(f"merge: part {place}", out, lse)
+        if out.shape != parts[0][0].shape:
+            raise ValueError(
+                f"merge: part {place} has out {list(out.shape)}, "
+                f"part 0 has {list(parts[0][0].shape)}"
+            )
+    lses = jnp.stack([lse for _, lse in parts])
+    shift = _finite(jax.lax.stop_gradient(jnp.max(lses, axis=0)))
+    weights = jnp.exp(lses - shift)
+    total = jnp.sum(weights, axis=0)
+    dead = total == 0
+    share = weights / jnp.where(dead, 1, total)
+    by_row = jnp.swapaxes(share, -1, -2)[..., None]  # [parts, *B, T, N, 1]
+    out = sum(by_row[place] * out.astype(by_row.dtype) for place, (out, _) in enumerate(parts))
+    merged = jnp.where(dead, -jnp.inf, shift + jnp.log(jnp.where(dead, 1, total)))
+    return jnp.asarray(out).astype(parts[0][0].dtype), merged
+
+
+def with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Output, LogSumExp]:
+    """Adds to each head's softmax a learned logit without a value ("attention sink").
+
+    The weights of a row then sum to less than one: out × σ(lse − sink) and
+    lse = log(exp lse + exp sink). `sink` is `[N]`, in the units of the scores after scaling;
+    −inf leaves everything as it is. After gpt-oss (2025); Xiao et al. 2023 show the need.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    _check_part("with_sink", out, lse)
+    if sink.shape != (out.shape[-2],):
+        raise ValueError(
+            f"with_sink: expected sink [N] = [{out.shape[-2]}], got {list(sink.shape)}"
+        )
+    logit = jnp.broadcast_to(sink.astype(lse.dtype)[:, None], lse.shape)
+    nothing = jnp.zeros_like(out)
+    merged, total = merge((out, lse), (nothing, logit))
+    return merged, total

@@ -1,0 +1,240 @@
+"""What is to be computed (`Spec`), how (`Tiling`), and every check of a user's arguments.
+
+All errors about arguments are raised here, before anything is compiled, with the shape expected
+in letters and in numbers and the shape that came.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jattn._types import Shape, along, declared, node, static
+from jattn.masks import Blocks, Full, Mask, as_mask
+from jattn.scores import ScoreFunction
+
+
+@node
+class Spec:
+    """What attention computes: everything but query, key and value. One head's formula is
+
+    dropout(softmax(mask(score(q kᵀ × scale)))) v
+    """
+
+    mask: Mask
+    score: ScoreFunction | None
+    scale: Any
+    q_positions: Any = along("*B T")
+    kv_positions: Any = along("*B S")
+    dropout_key: Any = None
+    dropout_rate: float = static(default=0.0)
+    precision: Any = static(default=None)
+
+
+class Tiling(NamedTuple):
+    """How an implementation walks over queries and keys: the sizes of a tile."""
+
+    block_q: int
+    block_kv: int
+
+
+class Shapes(NamedTuple):
+    """The sizes of one call, by letter; `batch` holds the leading axes."""
+
+    batch: Shape
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    V: int
+    dtype: Any
+
+    @property
+    def B(self) -> int:
+        """The number of batch rows, all leading axes together."""
+        return math.prod(self.batch)
+
+    @property
+    def G(self) -> int:
+        """Query heads for each key/value head."""
+        return self.N // self.K
+
+
+def _check_array(name: str, letters: str, value: Any) -> None:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name}: expected an array {letters}, got {type(value).__name__}")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name}: expected a floating-point array {letters}, got {value.dtype}")
+    if value.ndim < 3:
+        raise ValueError(f"{name}: expected {letters}, got shape {list(value.shape)}")
+
+
+def check_shapes(query: Array, key: Array, value: Array | None = None) -> Shapes:
+    """The sizes of `query [*B, T, N, H]`, `key [*B, S, K, H]`, `value [*B, S, K, V]`.
+
+    Raises TypeError for dtypes and ValueError for shapes that do not fit together.
+    """
+    _check_array("query", "[*B, T, N, H]", query)
+    _check_array("key", "[*B, S, K, H]", key)
+    *batch, T, N, H = query.shape
+    *key_batch, S, K, key_H = key.shape
+    if key_batch != batch or key_H != H:
+        raise ValueError(
+            f"key: expected [*B, S, K, H] with *B = {batch} and H = {H} as in query "
+            f"{list(query.shape)}, got {list(key.shape)}"
+        )
+    if K < 1 or N % K:
+        raise ValueError(
+            f"key: the number of key/value heads K must divide the number of query heads N, "
+            f"got N = {N}, K = {K}"
+        )
+    if H < 1:
+        raise ValueError(f"query: expected a head size H >= 1, got {list(query.shape)}")
+    V = H
+    if value is not None:
+        _check_array("value", "[*B, S, K, V]", value)
+        V = value.shape[-1]
+        if value.shape[:-1] != key.shape[:-1]:
+            raise ValueError(
+                f"value: expected [*B, S, K, V] with [*B, S, K] = {list(key.shape[:-1])} as in "
+                f"key, got {list(value.shape)}"
+            )
+    for name, array in (("key", key), ("value", value)):
+        if array is not None and array.dtype != query.dtype:
+            raise TypeError(
+                f"{name}: expected the query's dtype {query.dtype}, got {array.dtype}; cast first"
+            )
+    return Shapes(tuple(batch), T, S, N, K, H, V, query.dtype)
+
+
+def _check_dropout(rate: Any, key: Any) -> float:
+    if not isinstance(rate, int | float | np.floating):
+        raise TypeError(f"dropout_rate: expected a Python float, got {type(rate).__name__}")
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate: expected 0 <= rate < 1, got {rate}")
+    if rate > 0 and key is None:
+        raise ValueError(f"dropout_key: needed for dropout_rate = {rate}, got None")
+    return float(rate)
+
+
+def _check_scale(scale: Any, H: int) -> Any:
+    if scale is None:
+        return 1 / math.sqrt(H)
+    if isinstance(scale, int | float):
+        if not math.isfinite(scale):
+            raise ValueError(f"scale: expected a finite number, got {scale}")
+        return float(scale)
+    if getattr(scale, "shape", None) != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"scale: expected a number or a float scalar, got {scale!r}")
+    return scale
+
+
+def _check_positions(name: str, value: Any) -> None:
+    if value is not None and not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.integer):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{name}: expected an integer array, got {kind}")
+
+
+def _fits(declared_letter: str, size: int, wanted: int | None) -> bool:
+    return wanted is None or size == wanted or (declared_letter.startswith("#") and size == 1)
+
+
+def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes) -> None:
+    """Raises ValueError unless an array declared along `letters` fits the call.
+
+    Letters other than B, T, S and N (table rows, layout cells) take whatever size comes.
+    """
+    named = letters.split()
+    sizes = {"T": shapes.T, "S": shapes.S, "N": shapes.N}
+    trailing = [x for x in named if "*" not in x]
+    batch = shapes.batch if len(trailing) < len(named) else ()
+    mark = "#" if "*#B" in named else ""
+    axes = [(f"{mark}B", size) for size in batch]
+    axes += [(x, sizes.get(x.lstrip("#"))) for x in trailing]
+    if not mark and len(shape) == len(trailing):  # shared by the whole batch
+        axes = axes[len(batch) :]
+    fits = len(axes) == len(shape) and all(
+        _fits(letter, got, want) for (letter, want), got in zip(axes, shape, strict=True)
+    )
+    if not fits:
+        shown = ", ".join(named).replace("#", "")
+        wanted = ", ".join("any" if want is None else str(want) for _, want in axes)
+        note = " (axes of size 1 broadcast)" if "#" in letters else ""
+        raise ValueError(f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}")
+
+
+def check_leaves(spec: Spec, shapes: Shapes) -> None:
+    """Raises ValueError where an array of mask, score or positions does not fit the call."""
+    leaves = jax.tree_util.tree_leaves_with_path(spec)
+    for (path, leaf), letters in zip(leaves, jax.tree.leaves(declared(spec)), strict=True):
+        if letters:
+            name = jax.tree_util.keystr(path).lstrip(".")
+            _check_letters(name, letters, np.shape(leaf), shapes)
+    for mask in jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, Blocks)):
+        if isinstance(mask, Blocks):
+            mask.check_covers(shapes.T, shapes.S)
+
+
+def make_spec(
+    shapes: Shapes,
+    *,
+    mask: Any = None,
+    score: ScoreFunction | None = None,
+    scale: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Any = None,
+    precision: Any = None,
+) -> Spec:
+    """Checks the arguments of a call and puts them into a `Spec`.
+
+    Raises TypeError and ValueError, naming the argument.
+    """
+    mask = as_mask(mask)
+    if score is not None and not isinstance(score, ScoreFunction):
+        raise TypeError(
+            f"score: expected a jattn score function or None, got {type(score).__name__}; "
+            f"wrap a function in scores.Score and an array in scores.Bias"
+        )
+    _check_positions("q_positions", q_positions)
+    _check_positions("kv_positions", kv_positions)
+    rate = _check_dropout(dropout_rate, dropout_key)
+    spec = Spec(
+        mask=mask,
+        score=score,
+        scale=_check_scale(scale, shapes.H),
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        dropout_key=dropout_key if rate else None,
+        dropout_rate=rate,
+        precision=precision,
+    )
+    check_leaves(spec, shapes)
+    return spec
+
+
+def has_mask(spec: Spec) -> bool:
+    """Whether anything is masked at all."""
+    return not isinstance(spec.mask, Full)
+
+
+def flatten_batch(spec: Spec, shapes: Shapes) -> Spec:
+    """The spec with the batch axes of its arrays as one leading axis, of size B or 1."""
+
+    def one(letters: str, leaf: Any) -> Any:
+        named = letters.split()
+        if not {"*B", "*#B"} & set(named):
+            return leaf
+        leaf = jnp.asarray(leaf)
+        split = leaf.ndim - len(named) + 1
+        lead, rest = leaf.shape[:split], leaf.shape[split:]
+        if math.prod(lead) == 1:
+            return leaf.reshape(1, *rest)
+        return jnp.broadcast_to(leaf, (*shapes.batch, *rest)).reshape(-1, *rest)
+
+    return jax.tree.map(one, declared(spec), spec)

@@ -1,0 +1,214 @@
+"""The unit of meaning: the masked scores of one head for a block of queries and keys.
+
+`scores` is the one place where scale, score functions and mask are put in order. The reference
+calls it once with everything, other implementations tile by tile; gradients of score functions are
+derivatives of this same function. Here too are the two products around the softmax, dropout, and
+the mapping of a one-head function over heads and batch.
+
+What is masked does not exist. In sums over rows of q, k or v a masked row has weight 0, but
+0 × NaN is NaN; so the products take non-finite rows as 0 wherever such a sum runs, and a row that
+does attend to one becomes NaN by selection.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt32
+
+from jattn._types import Indices, Scores, accumulation, declared, number
+from jattn.masks import Span, span
+from jattn.spec import Spec, has_mask
+
+
+def finite(x: Array) -> Array:
+    """x with 0 in place of NaN and infinities."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def product(
+    q: Float[Array, "t H"], k: Float[Array, "s H"], precision: Any = None
+) -> Float[Array, "t s"]:
+    """q kᵀ, summed in float32 (float64 for float64).
+
+    A row of the result sees one query and one key only, so it may be taken as it is; derivatives
+    sum over queries or keys and leave non-finite rows out.
+    """
+    dtype = accumulation(q.dtype)
+
+    @jax.custom_jvp
+    def dot(q: Array, k: Array) -> Array:
+        return jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)
+
+    @dot.defjvp
+    def dot_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        (q, k), (dq, dk) = primals, tangents
+        return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
+
+    return dot(q, k)
+
+
+def weigh(
+    weights: Float[Array, "t s"],
+    v: Float[Array, "s V"],
+    attended: Bool[Array, "t s"],
+    precision: Any = None,
+) -> Float[Array, "t V"]:
+    """weights · v, summed in float32 (float64 for float64); `attended` is where keys exist.
+
+    A row that attends to a value with a NaN or an infinity in it is NaN.
+    """
+    clean = finite(v).astype(weights.dtype)
+    out = jnp.einsum("ts,sv->tv", weights, clean, precision=precision)
+    touched = jnp.any(attended & ~jnp.all(jnp.isfinite(v), axis=-1)[None, :], axis=-1)
+    return jnp.where(touched[:, None], jnp.nan, out)
+
+
+def modify(
+    spec: Spec, products: Scores, b: Any, h: Any, rows: Span, columns: Span, masked: bool = True
+) -> Scores:
+    """scale → score functions → mask; −inf where masked.
+
+    Arrays of the spec are picked for (b, h) and cut to rows and columns. `masked=False` leaves the
+    mask out, for tiles that are known to be full.
+    """
+    score = products * jnp.asarray(number(spec.scale), products.dtype)
+    if not (masked and has_mask(spec)):
+        return score if spec.score is None else spec.score.evaluate(score, b, h, rows, columns)
+    allowed = spec.mask.evaluate(b, h, rows, columns)
+    if spec.score is not None:
+        # Selected before as well as after: a score function's derivative at what a masked key
+        # holds may be NaN, and 0 × NaN would reach the gradients.
+        score = spec.score.evaluate(jnp.where(allowed, score, 0), b, h, rows, columns)
+    return jnp.where(allowed, score, -jnp.inf)
+
+
+def scores(
+    spec: Spec,
+    q: Float[Array, "t H"],
+    k: Float[Array, "s H"],
+    b: Any,
+    h: Any,
+    rows: Span,
+    columns: Span,
+) -> Scores:
+    """One head's masked scores `[t, s]` for queries at `rows` and keys at `columns`."""
+    return modify(spec, product(q, k, spec.precision), b, h, rows, columns)
+
+
+def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A bijection of 32-bit words in which each input bit flips about half of the output.
+
+    Two rounds of multiply and xor-shift, with the constants of Wellons's "lowbias32" (2018).
+    """
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _key_words(key: Array) -> list[UInt32[Array, ""]]:
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    words = jax.random.key_data(key) if typed else key
+    return list(words.reshape(-1).astype(jnp.uint32))
+
+
+def keep(
+    key: Array, rate: float, b: Any, h: Any, q_places: Indices, kv_places: Indices
+) -> Bool[Array, "t s"]:
+    """Which weights dropout keeps, `[t, s]`: each with probability 1 − rate.
+
+    A hash of (key, b, h, query place, key place), so that the decision about a weight is the same
+    however attention is tiled, mapped or sharded, and in forward and backward.
+    """
+    first, *rest = _key_words(key)
+    seed = _mix(first)
+    for word in (*rest, b, h):
+        seed = _mix(seed + np.uint32(0x9E3779B9) ^ jnp.asarray(word).astype(jnp.uint32))
+    by_row = _mix(seed ^ _mix(jnp.asarray(q_places).astype(jnp.uint32)))
+    by_column = _mix(jnp.asarray(kv_places).astype(jnp.uint32) + np.uint32(0x85EBCA6B))
+    bits = _mix(by_row[:, None] + by_column[None, :])
+    return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def drop(
+    spec: Spec, weights: Float[Array, "t s"], b: Any, h: Any, rows: Span, columns: Span
+) -> Float[Array, "t s"]:
+    """Dropout on weights: the kept ones scaled by 1 / (1 − rate), the others 0."""
+    if spec.dropout_rate == 0:
+        return weights
+    kept = keep(spec.dropout_key, spec.dropout_rate, b, h, rows.places, columns.places)
+    return jnp.where(kept, weights / (1 - spec.dropout_rate), 0)
+
+
+class _Leaves:
+    """The arrays of a spec, and along which letters each still runs."""
+
+    def __init__(self, spec: Spec, groups: tuple[int, int]):
+        letters, self.treedef = jax.tree.flatten(declared(spec))
+        self.arrays: list[Array] = []
+        self.letters: list[tuple[str, ...]] = []
+        for name, leaf in zip(letters, jax.tree.leaves(spec), strict=True):
+            array, axes = self._prepare(leaf, name.replace("#", "").split(), groups)
+            self.arrays.append(array)
+            self.letters.append(axes)
+
+    @staticmethod
+    def _prepare(array: Any, named: list[str], groups: tuple[int, int]) -> Any:
+        if "*B" in named:
+            if array.shape[0] == 1:
+                array, named = array[0], named[1:]
+            else:
+                named = ["B", *named[1:]]
+        if "N" in named:
+            axis = named.index("N")
+            if array.shape[axis] == 1:
+                array, named = jnp.squeeze(array, axis), [x for x in named if x != "N"]
+            else:
+                array = array.reshape(*array.shape[:axis], *groups, *array.shape[axis + 1 :])
+                named = [*named[:axis], "K", "G", *named[axis + 1 :]]
+        return array, tuple(named)
+
+    def axes(self, letter: str) -> list[int | None]:
+        """The axis of each array along `letter`, once the letters before it are mapped away."""
+        outer = "BKG"[: "BKG".index(letter)]
+        left = [[x for x in letters if x not in outer] for letters in self.letters]
+        return [x.index(letter) if letter in x else None for x in left]
+
+
+def over_heads(
+    one_head: Callable[..., Any], spec: Spec, query: Array, *shared: Array, out_axes: Any
+) -> Any:
+    """Maps `one_head(spec, b, h, q [T, H], *kv [S, ·])` over batch, heads and groups.
+
+    `query` is `[B, T, N, H]`, each of `shared` `[B, S, K, ·]`; all query heads of a group read the
+    same key head, which is never repeated. `out_axes` says where one head's results take their
+    head axis: results come out as `[B, ...]` with N there.
+    """
+    B, T, N, H = query.shape
+    K = shared[0].shape[2]
+    leaves = _Leaves(spec, (K, N // K))
+    none = [None] * len(shared)
+
+    def call(arrays: list[Array], b: Any, h: Any, q: Array, *kv: Array) -> Any:
+        return one_head(jax.tree.unflatten(leaves.treedef, arrays), b, h, q, *kv)
+
+    ones = [1] * len(shared)
+    mapped = jax.vmap(call, (leaves.axes("G"), None, 0, 1, *none), out_axes)
+    mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, 1, *ones), out_axes)
+    mapped = jax.vmap(mapped, (leaves.axes("B"), 0, None, 0, *[0] * len(shared)))
+    heads = jnp.arange(N, dtype=jnp.int32).reshape(K, N // K)
+    grouped = query.reshape(B, T, K, N // K, H)
+    results = mapped(leaves.arrays, jnp.arange(B, dtype=jnp.int32), heads, grouped, *shared)
+
+    def join(axis: int, result: Array) -> Array:
+        shape = result.shape
+        return result.reshape(*shape[: axis + 1], N, *shape[axis + 3 :])
+
+    return jax.tree.map(join, out_axes, results)
+
+
+def spans(spec: Spec, T: int, S: int) -> tuple[Span, Span]:
+    """All queries and all keys of one head, at the spec's positions."""
+    return span(T, spec.q_positions), span(S, spec.kv_positions)
