@@ -13,6 +13,7 @@ Prefix, Dilated, Global, Predicate). *Places* index the arrays (Segments, Length
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn._types import Allowed, Indices, along, declared, is_static, node, number, static
+from jattn._types import Allowed, Indices, Shape, along, declared, is_static, node, number, static
 
 
 Truth = Any  # bool [n_rows, n_columns], NumPy's where all is known while tracing
@@ -68,6 +69,8 @@ def _as_truth(value: Any) -> Truth:
 class Mask:
     """The base of all masks: operators, and what follows from the two operations."""
 
+    __array_ufunc__ = None  # so that `array & mask` asks the mask, not NumPy
+
     def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
         """The truth where arrays are already picked for (b, h) and cut to rows and columns.
 
@@ -88,7 +91,8 @@ class Mask:
         Plain arrays are positions and places at once; a `Span` gives both.
         """
         i, j = as_span(rows), as_span(columns)
-        allowed = cut(pick(self, b, h), i.places, j.places).evaluate(b, h, i, j)
+        flat = flatten_batch(self, _leading(self)[0])
+        allowed = cut(pick(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
         return jnp.broadcast_to(allowed, (len(i.places), len(j.places)))
 
     def __and__(self, other: Any) -> "Mask":
@@ -119,16 +123,19 @@ class Mask:
         `[S]`, are `arange` by default.
         """
         own_batch, own_heads = _leading(self)
-        shape = (batch or own_batch, heads or own_heads)
-        rows = span(T, q_positions)
-        columns = span(S, kv_positions)
-        one = lambda b, h: self(b, h, rows, columns)  # noqa: E731
-        if shape == ((), 0):
+        lead, N = batch or own_batch, heads or own_heads
+        flat = flatten_batch(self, lead)
+        i, j = span(T, q_positions), span(S, kv_positions)
+
+        def one(b: Any, h: Any) -> Array:
+            allowed = cut(pick(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
+            return jnp.broadcast_to(allowed, (T, S))
+
+        if not lead and not N:
             return one(0, 0)
-        size = int(np.prod(shape[0]))
-        per_head = jax.vmap(one, in_axes=(None, 0))
-        every = jax.vmap(per_head, in_axes=(0, None))(jnp.arange(size), jnp.arange(shape[1] or 1))
-        return every.reshape(*shape[0], shape[1] or 1, T, S)
+        every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+        allowed = every(jnp.arange(math.prod(lead)), jnp.arange(N or 1))
+        return allowed.reshape(*lead, N or 1, T, S)
 
 
 def as_mask(value: Any) -> Mask:
@@ -167,25 +174,44 @@ def _leading(mask: Mask) -> tuple[tuple[int, ...], int]:
     batch: tuple[int, ...] = ()
     heads = 0
     for leaf, letters in zip(jax.tree.leaves(mask), jax.tree.leaves(declared(mask)), strict=True):
-        named = letters.replace("#", "").split()
-        if "*B" in named:
-            batch = np.broadcast_shapes(batch, leaf.shape[: leaf.ndim - len(named) + 1])
-        if "N" in named and leaf.shape[named.index("N") - len(named)] > 1:
-            heads = leaf.shape[named.index("N") - len(named)]
+        named, lead = _split(letters, leaf)
+        batch = np.broadcast_shapes(batch, leaf.shape[:lead])
+        if "N" in named and leaf.shape[lead + named.index("N")] > 1:
+            heads = leaf.shape[lead + named.index("N")]
     return batch, heads
 
 
-def pick(tree: Any, b: Any, h: Any) -> Any:
-    """The tree with batch and head axes of its arrays indexed away; b counts row-major."""
+def _split(letters: str, leaf: Any) -> tuple[list[str], int]:
+    """The letters of an array's own axes, and how many batch axes stand before them."""
+    named = [x for x in letters.replace("#", "").split() if x != "*B"]
+    return named, leaf.ndim - len(named) if "*B" in letters.replace("#", "") else 0
+
+
+def flatten_batch(tree: Any, batch: Shape) -> Any:
+    """The tree with the batch axes of its arrays as one leading axis, of size B or 1."""
 
     def one(letters: str, leaf: Any) -> Any:
-        named = letters.replace("#", "").split()
-        if "*B" in named:
-            lead = leaf.ndim - len(named) + 1
-            if lead:
-                flat = leaf.reshape(-1, *leaf.shape[lead:])
-                leaf = flat[b if flat.shape[0] > 1 else 0]
-            named.remove("*B")
+        if "B" not in letters:
+            return leaf
+        _, lead = _split(letters, leaf)
+        own, rest = leaf.shape[:lead], leaf.shape[lead:]
+        if math.prod(own) == 1:
+            return leaf.reshape(1, *rest)
+        return jnp.broadcast_to(leaf, (*batch, *rest)).reshape(-1, *rest)
+
+    return jax.tree.map(one, declared(tree), tree)
+
+
+def pick(tree: Any, b: Any, h: Any) -> Any:
+    """The tree for one (b, h): batch and head axes of its arrays indexed away.
+
+    Its arrays have one batch axis, see `flatten_batch`, or none.
+    """
+
+    def one(letters: str, leaf: Any) -> Any:
+        named, lead = _split(letters, leaf)
+        if lead:
+            leaf = leaf[b if leaf.shape[0] > 1 else 0]
         if "N" in named:
             axis = named.index("N")
             leaf = jnp.take(leaf, h if leaf.shape[axis] > 1 else 0, axis=axis)
@@ -273,6 +299,13 @@ class Empty(Mask):
         return np.False_, np.False_
 
 
+_FAR = 2**31 - 1  # no two positions are further apart
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _difference(tile: Tile) -> tuple[Any, Any]:
     """The interval of kv − q over a tile."""
     lo = _row(tile.columns.lo) - _column(tile.rows.hi)
@@ -293,8 +326,10 @@ class Window(Mask):
     def __post_init__(self):
         for name in ("left", "right"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | np.integer) or value < 0):
+            if value is not None and not (_is_integer(value) and value >= 0):
                 raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
+            if value is not None and value > _FAR:
+                object.__setattr__(self, name, None)
 
     def evaluate(self, b, h, rows, columns):
         distance = columns.positions[None, :] - rows.positions[:, None]
@@ -361,7 +396,7 @@ class Dilated(Mask):
     step: int = static()
 
     def __post_init__(self):
-        if not isinstance(self.step, int | np.integer) or self.step < 1:
+        if not (_is_integer(self.step) and self.step >= 1):
             raise ValueError(f"Dilated: step must be an integer >= 1, got {self.step!r}")
 
     def evaluate(self, b, h, rows, columns):
@@ -381,7 +416,7 @@ class Global(Mask):
     n: int = static()
 
     def __post_init__(self):
-        if not isinstance(self.n, int | np.integer) or self.n < 0:
+        if not (_is_integer(self.n) and self.n >= 0):
             raise ValueError(f"Global: n must be an integer >= 0, got {self.n!r}")
 
     def evaluate(self, b, h, rows, columns):
@@ -395,10 +430,10 @@ class Global(Mask):
 
 
 def _check_lengths(owner: str, name: str, value: Any) -> None:
-    if value is None or (is_static(value) and not isinstance(value, bool | float)):
+    if value is None or _is_integer(value):
         return
-    if not jnp.issubdtype(getattr(value, "dtype", None) or type(value), jnp.integer):
-        kind = getattr(value, "dtype", type(value).__name__)
+    if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
+        kind = getattr(value, "dtype", type(number(value)).__name__)
         raise TypeError(f"{owner}: {name} must be an integer or an integer array, got {kind}")
 
 
@@ -496,6 +531,10 @@ class Dense(Mask):
 
     def __post_init__(self):
         _check_bool("Dense", "mask", self.array)
+        if self.array.ndim < 3:
+            raise ValueError(
+                f"Dense: expected a mask of full rank [*B, N, T, S], got {list(self.array.shape)}"
+            )
 
     def evaluate(self, b, h, rows, columns):
         return self.array
@@ -534,7 +573,12 @@ class Blocks(Mask):
 
     def __post_init__(self):
         _check_bool("Blocks", "layout", self.layout)
-        if any(not isinstance(x, int | np.integer) or x < 1 for x in self._sizes):
+        if self.layout.ndim < 2:
+            raise ValueError(
+                f"Blocks: expected layout [T/block, S/block] or [*B, N, T/block, S/block], "
+                f"got {list(self.layout.shape)}"
+            )
+        if not all(_is_integer(x) and x >= 1 for x in self._sizes):
             raise ValueError(f"Blocks: block must be an integer >= 1 or two, got {self.block!r}")
 
     def declared_letters(self) -> dict[str, str]:
@@ -621,7 +665,8 @@ class Predicate(Mask):
     def bounds(self, tile):
         if self.bounds_fn is None:
             return np.True_, np.False_
-        return self.bounds_fn(tile)
+        maybe_any, surely_all = self.bounds_fn(tile)
+        return _as_truth(maybe_any), _as_truth(surely_all)
 
 
 EMPTY, MIXED, FULL = 0, 1, 2  # the kinds of tile in a tile map

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from jattn import softmax, tile
 from jattn._types import AnyArray, accumulation
 from jattn.attention import attention
-from jattn.masks import Causal, Mask
-from jattn.spec import Shapes, Spec, flatten_batch, make_spec
+from jattn.masks import Causal, Mask, flatten_batch
+from jattn.spec import Shapes, Spec, make_spec
 
 
 def _single_head(
@@ -256,21 +256,18 @@ def additive_attention(
     _check_inner("key", f"[*B, S, A = {A}]", key.shape, same and key.shape[-1] == A)
     batch, T, S = query.shape[:-2], query.shape[-2], key.shape[-2]
     shapes = Shapes(batch, T, S, 1, 1, A, value.shape[-1], query.dtype)
-    spec = flatten_batch(
-        make_spec(
-            shapes,
-            mask=mask,
-            score=score,
-            scale=1.0,
-            dropout_rate=dropout_rate,
-            dropout_key=dropout_key,
-        ),
+    spec = make_spec(
         shapes,
+        mask=mask,
+        score=score,
+        scale=1.0,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
     )
 
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Array:
         return _additive_head(spec, b, h, q, k, v, w_score)
 
     heads = [x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query @ w_query, key, value)]
-    out = tile.over_heads(one, spec, *heads, out_axes=1)
+    out = tile.over_heads(one, flatten_batch(spec, batch), *heads, out_axes=1)
     return out.reshape(*batch, T, value.shape[-1])

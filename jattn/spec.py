@@ -221,20 +221,3 @@ def make_spec(
 def has_mask(spec: Spec) -> bool:
     """Whether anything is masked at all."""
     return not isinstance(spec.mask, Full)
-
-
-def flatten_batch(spec: Spec, shapes: Shapes) -> Spec:
-    """The spec with the batch axes of its arrays as one leading axis, of size B or 1."""
-
-    def one(letters: str, leaf: Any) -> Any:
-        named = letters.split()
-        if not {"*B", "*#B"} & set(named):
-            return leaf
-        leaf = jnp.asarray(leaf)
-        split = leaf.ndim - len(named) + 1
-        lead, rest = leaf.shape[:split], leaf.shape[split:]
-        if math.prod(lead) == 1:
-            return leaf.reshape(1, *rest)
-        return jnp.broadcast_to(leaf, (*shapes.batch, *rest)).reshape(-1, *rest)
-
-    return jax.tree.map(one, declared(spec), spec)
