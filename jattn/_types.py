@@ -35,7 +35,7 @@ Weights = Float[Array, "*B N T S"]
 
 Scores = Float[Array, "t s"]  # one head, one tile (or everything)
 Allowed = Bool[AnyArray, "#t #s"]
-Indices = Int[AnyArray, " n"]
+Indices = Int[AnyArray, "_"]
 
 Shape = tuple[int, ...]
 

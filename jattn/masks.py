@@ -658,7 +658,7 @@ class Predicate(Mask):
         return truth
 
     def evaluate(self, b, h, rows, columns):
-        b, h = jnp.asarray(b), jnp.asarray(h)
+        b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
         per_key = jax.vmap(functools.partial(self._scalar), (None, None, None, 0))
         return jax.vmap(per_key, (None, None, 0, None))(b, h, rows.positions, columns.positions)
 
@@ -681,7 +681,7 @@ def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
     starts = np.arange(0, size, block, dtype=np.int32)
     if positions is None:
         return Extent(starts, np.minimum(starts + block, size) - 1, starts, block)
-    by_tile = positions[np.minimum(starts[:, None] + np.arange(block), size - 1)]
+    by_tile = positions.astype(np.int32)[np.minimum(starts[:, None] + np.arange(block), size - 1)]
     return Extent(by_tile.min(axis=1), by_tile.max(axis=1), starts, block)
 
 
@@ -712,4 +712,4 @@ def tile_map(
     NumPy array where mask and positions are static.
     """
     tile = Tile(extents(T, block_q, q_positions), extents(S, block_kv, kv_positions))
-    return kinds(pick(mask, b, h), tile)
+    return kinds(pick(flatten_batch(mask, _leading(mask)[0]), b, h), tile)

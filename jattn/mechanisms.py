@@ -212,12 +212,11 @@ def _additive_head(
     # Scores with NaN in query or key are NaN, but by selection: were it computed, 0 × NaN would
     # reach the gradients of everything else from keys that are masked.
     products = _additive_scores(tile.finite(query), tile.finite(key), w_score)
-    lost = ~jnp.isfinite(query).all(-1)[:, None] | ~jnp.isfinite(key).all(-1)[None, :]
-    score = tile.modify(spec, jnp.where(lost, jnp.nan, products), b, h, rows, columns)
+    lost = tile.lost(query)[:, None] + (tile.lost(key) + tile.lost(value))[None, :]
+    score = tile.modify(spec, products + lost, b, h, rows, columns)
 
     def weigh(weights: Array) -> Array:
-        kept = tile.drop(spec, weights, b, h, rows, columns)
-        return tile.weigh(kept, value, score != -jnp.inf)
+        return tile.weigh(tile.drop(spec, weights, b, h, rows, columns), value)
 
     return softmax.finish(softmax.of(score, weigh))[0].astype(query.dtype)
 
@@ -269,5 +268,7 @@ def additive_attention(
         return _additive_head(spec, b, h, q, k, v, w_score)
 
     heads = [x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query @ w_query, key, value)]
-    out = tile.over_heads(one, flatten_batch(spec, batch), *heads, out_axes=1)
+    out = tile.over_heads(
+        one, flatten_batch(spec, batch), (heads[0],), (heads[1], heads[2]), out_axes=1
+    )
     return out.reshape(*batch, T, value.shape[-1])

@@ -53,8 +53,10 @@ def _check_float(owner: str, name: str, value: Any) -> None:
 
 def _check_positive(owner: str, name: str, value: Any) -> None:
     _check_float(owner, name, value)
-    if is_static(value) and not value > 0:
-        raise ValueError(f"{owner}: {name} must be > 0, got {value}")
+    if is_static(value) and not 0 < value < math.inf:
+        raise ValueError(f"{owner}: {name} must be finite and > 0, got {number(value)}")
+    if not is_static(value) and value.shape:
+        raise ValueError(f"{owner}: {name} must be a scalar, got shape {list(value.shape)}")
 
 
 def _like(value: Any, score: Scores) -> Any:
@@ -218,4 +220,5 @@ class Score(ScoreFunction):
     def evaluate(self, score, b, h, rows, columns):
         per_key = jax.vmap(self._scalar, (0, None, None, None, 0))
         per_query = jax.vmap(per_key, (0, None, None, 0, None))
-        return per_query(score, jnp.asarray(b), jnp.asarray(h), rows.positions, columns.positions)
+        b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
+        return per_query(score, b, h, rows.positions, columns.positions)

@@ -6,8 +6,8 @@ derivatives of this same function. Here too are the two products around the soft
 the mapping of a one-head function over heads and batch.
 
 What is masked does not exist. In sums over rows of q, k or v a masked row has weight 0, but
-0 × NaN is NaN; so the products take non-finite rows as 0 wherever such a sum runs, and a row that
-does attend to one becomes NaN by selection.
+0 × NaN is NaN; so the products take non-finite rows as 0 wherever such a sum runs, and a query
+that does attend to one gets its NaN through the scores, which the mask selects.
 """
 
 from collections.abc import Callable
@@ -51,19 +51,22 @@ def product(
 
 
 def weigh(
-    weights: Float[Array, "t s"],
-    v: Float[Array, "s V"],
-    attended: Bool[Array, "t s"],
-    precision: Any = None,
+    weights: Float[Array, "t s"], v: Float[Array, "s V"], precision: Any = None
 ) -> Float[Array, "t V"]:
-    """weights · v, summed in float32 (float64 for float64); `attended` is where keys exist.
+    """weights · v, summed in float32 (float64 for float64), over the finite rows of v.
 
-    A row that attends to a value with a NaN or an infinity in it is NaN.
+    Rows with NaN or infinities reach the queries that attend to them through `lost`.
     """
-    clean = finite(v).astype(weights.dtype)
-    out = jnp.einsum("ts,sv->tv", weights, clean, precision=precision)
-    touched = jnp.any(attended & ~jnp.all(jnp.isfinite(v), axis=-1)[None, :], axis=-1)
-    return jnp.where(touched[:, None], jnp.nan, out)
+    return jnp.einsum("ts,sv->tv", weights, finite(v).astype(weights.dtype), precision=precision)
+
+
+def lost(v: Float[Array, "s V"]) -> Float[Array, " s"]:
+    """What a key's scores are added: NaN where its value is not finite, else 0.
+
+    The mask selects it away like any score, so exactly the queries that attend become NaN.
+    """
+    dtype = accumulation(v.dtype)
+    return jnp.where(jnp.all(jnp.isfinite(v), axis=-1), jnp.zeros((), dtype), jnp.nan)
 
 
 def modify(
@@ -93,9 +96,16 @@ def scores(
     h: Any,
     rows: Span,
     columns: Span,
+    v: Float[Array, "s V"] | None = None,
 ) -> Scores:
-    """One head's masked scores `[t, s]` for queries at `rows` and keys at `columns`."""
-    return modify(spec, product(q, k, spec.precision), b, h, rows, columns)
+    """One head's masked scores `[t, s]` for queries at `rows` and keys at `columns`.
+
+    With values, scores of keys whose value is not finite are NaN.
+    """
+    products = product(q, k, spec.precision)
+    if v is not None:
+        products = products + lost(v)[None, :]
+    return modify(spec, products, b, h, rows, columns)
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -178,33 +188,37 @@ class _Leaves:
 
 
 def over_heads(
-    one_head: Callable[..., Any], spec: Spec, query: Array, *shared: Array, out_axes: Any
+    one_head: Callable[..., Any],
+    spec: Spec,
+    per_head: tuple[Array, ...],
+    shared: tuple[Array, ...],
+    out_axes: Any,
 ) -> Any:
-    """Maps `one_head(spec, b, h, q [T, H], *kv [S, ·])` over batch, heads and groups.
+    """Maps `one_head(spec, b, h, *per_head [T, ·], *shared [S, ·])` over batch, heads and groups.
 
-    `query` is `[B, T, N, H]`, each of `shared` `[B, S, K, ·]`; all query heads of a group read the
-    same key head, which is never repeated. `out_axes` says where one head's results take their
-    head axis: results come out as `[B, ...]` with N there.
+    Arrays `per_head` are `[B, T, N, ...]`, arrays `shared` `[B, S, K, ...]`; all query heads of a
+    group read the same key head, which is never repeated. `out_axes` says where one head's results
+    take their head axis: results come out as `[B, ...]` with N there.
     """
-    B, T, N, H = query.shape
+    B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2]
     leaves = _Leaves(spec, (K, N // K))
-    none = [None] * len(shared)
 
-    def call(arrays: list[Array], b: Any, h: Any, q: Array, *kv: Array) -> Any:
-        return one_head(jax.tree.unflatten(leaves.treedef, arrays), b, h, q, *kv)
+    def call(arrays: list[Array], b: Any, h: Any, *operands: Array) -> Any:
+        return one_head(jax.tree.unflatten(leaves.treedef, arrays), b, h, *operands)
 
-    ones = [1] * len(shared)
-    mapped = jax.vmap(call, (leaves.axes("G"), None, 0, 1, *none), out_axes)
-    mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, 1, *ones), out_axes)
-    mapped = jax.vmap(mapped, (leaves.axes("B"), 0, None, 0, *[0] * len(shared)))
+    def axes(own: int, group: int | None) -> list[int | None]:
+        return [own] * len(per_head) + [group] * len(shared)
+
+    mapped = jax.vmap(call, (leaves.axes("G"), None, 0, *axes(1, None)), out_axes)
+    mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, *axes(1, 1)), out_axes)
+    mapped = jax.vmap(mapped, (leaves.axes("B"), 0, None, *axes(0, 0)))
     heads = jnp.arange(N, dtype=jnp.int32).reshape(K, N // K)
-    grouped = query.reshape(B, T, K, N // K, H)
-    results = mapped(leaves.arrays, jnp.arange(B, dtype=jnp.int32), heads, grouped, *shared)
+    grouped = [x.reshape(*x.shape[:2], K, N // K, *x.shape[3:]) for x in per_head]
+    results = mapped(leaves.arrays, jnp.arange(B, dtype=jnp.int32), heads, *grouped, *shared)
 
     def join(axis: int, result: Array) -> Array:
-        shape = result.shape
-        return result.reshape(*shape[: axis + 1], N, *shape[axis + 3 :])
+        return result.reshape(*result.shape[: axis + 1], N, *result.shape[axis + 3 :])
 
     return jax.tree.map(join, out_axes, results)
 

@@ -23,11 +23,10 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
-    score = tile.scores(spec, q, k, b, h, rows, columns)
+    score = tile.scores(spec, q, k, b, h, rows, columns, v)
 
     def weigh(weights: Array) -> Array:
-        kept = tile.drop(spec, weights, b, h, rows, columns)
-        return tile.weigh(kept, v, score != -jnp.inf, spec.precision)
+        return tile.weigh(tile.drop(spec, weights, b, h, rows, columns), v, spec.precision)
 
     out, lse = softmax.finish(softmax.of(score, weigh))
     return out.astype(q.dtype), lse
@@ -35,7 +34,7 @@ def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    return tile.over_heads(_one_head, spec, query, key, value, out_axes=(1, 0))
+    return tile.over_heads(_one_head, spec, (query,), (key, value), out_axes=(1, 0))
 
 
 def _one_head_scores(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
@@ -45,7 +44,7 @@ def _one_head_scores(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
 
 def scores(spec: Spec, query: Array, key: Array) -> Weights:
     """Masked scores `[B, N, T, S]`."""
-    return tile.over_heads(_one_head_scores, spec, query, key, out_axes=0)
+    return tile.over_heads(_one_head_scores, spec, (query,), (key,), out_axes=0)
 
 
 def _one_head_weights(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
@@ -56,4 +55,4 @@ def _one_head_weights(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
 
 def weights(spec: Spec, query: Array, key: Array) -> Weights:
     """Weights after the softmax `[B, N, T, S]`; a row without keys is 0."""
-    return tile.over_heads(_one_head_weights, spec, query, key, out_axes=0)
+    return tile.over_heads(_one_head_weights, spec, (query,), (key,), out_axes=0)
