@@ -3,6 +3,9 @@
 `attention` is the function; `masks` and `scores` are the values it takes.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jattn import masks as masks
 from jattn import positions as positions
 from jattn import scores as scores
@@ -24,4 +27,14 @@ from jattn.softmax import merge as merge
 from jattn.softmax import with_sink as with_sink
 
 
+if TYPE_CHECKING:
+    from jattn import nn as nn
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`jattn.nn` is imported when it is first used: the functions alone do not need Flax."""
+    if name == "nn":
+        return importlib.import_module("jattn.nn")
+    raise AttributeError(f"module 'jattn' has no attribute {name!r}")

@@ -105,6 +105,10 @@ def node(cls: type[_T]) -> type[_T]:
     def freeze(self: Any) -> None:
         for name in data:
             object.__setattr__(self, name, _as_static(getattr(self, name)))
+        for name in meta:
+            value = getattr(self, name)
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))
         own_check(self)
 
     setattr(cls, "__post_init__", freeze)  # noqa: B010

@@ -9,9 +9,9 @@ from jaxtyping import Array, Int
 
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.kernels import reference
-from jattn.masks import Mask, flatten_batch
+from jattn.masks import Mask
 from jattn.scores import ScoreFunction
-from jattn.spec import Shapes, Spec, check_shapes, make_spec
+from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
 
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
@@ -44,7 +44,7 @@ def _attend(
     return_lse: bool,
 ) -> Any:
     flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value)]
-    out, lse = IMPLEMENTATIONS[implementation].attend(flatten_batch(spec, shapes.batch), *flat)
+    out, lse = IMPLEMENTATIONS[implementation].attend(prepare(spec, shapes), *flat)
     out = out.reshape(*shapes.batch, *out.shape[1:])
     return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if return_lse else out
 
@@ -165,7 +165,7 @@ def explain(query: Queries, key: Keys, value: Values, **arguments: Any) -> dict[
 @functools.partial(jax.jit, static_argnames=("what", "shapes"))
 def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) -> Array:
     flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key)]
-    result = getattr(reference, what)(flatten_batch(spec, shapes.batch), *flat)
+    result = getattr(reference, what)(prepare(spec, shapes), *flat)
     return result.reshape(*shapes.batch, *result.shape[1:])
 
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from jattn import softmax, tile
 from jattn._types import AnyArray, accumulation
 from jattn.attention import attention
-from jattn.masks import Causal, Mask, flatten_batch
-from jattn.spec import Shapes, Spec, make_spec
+from jattn.masks import Causal, Mask
+from jattn.spec import Shapes, Spec, make_spec, prepare
 
 
 def _single_head(
@@ -104,7 +104,7 @@ def interaction(
     x: Float[Array, "*B S E"],
     left: Float[Array, "T S"] | Float[Array, "*B T S"] | None = None,
     right: Float[Array, "E H1"] | None = None,
-) -> Float[Array, "*B T ?H1"]:
+) -> Float[Array, "*B T _"]:
     """Y = L X R: tokens mix through L, channels through R.
 
     Row i of `left` says how much of each token goes into token i; `right` maps every token alike.
@@ -268,7 +268,5 @@ def additive_attention(
         return _additive_head(spec, b, h, q, k, v, w_score)
 
     heads = [x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query @ w_query, key, value)]
-    out = tile.over_heads(
-        one, flatten_batch(spec, batch), (heads[0],), (heads[1], heads[2]), out_axes=1
-    )
+    out = tile.over_heads(one, prepare(spec, shapes), (heads[0],), (heads[1], heads[2]), out_axes=1)
     return out.reshape(*batch, T, value.shape[-1])

@@ -43,6 +43,13 @@ class Then(ScoreFunction):
         return self.second.evaluate(between, b, h, rows, columns)
 
 
+def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
+    """The score functions of a chain, first applied first."""
+    if isinstance(score, Then):
+        return in_order(score.first) + in_order(score.second)
+    return [] if score is None else [score]
+
+
 def _check_float(owner: str, name: str, value: Any) -> None:
     if not is_static(value) and not jnp.issubdtype(
         getattr(value, "dtype", type(value)), jnp.floating

@@ -4,6 +4,7 @@ All errors about arguments are raised here, before anything is compiled, with th
 in letters and in numbers and the shape that came.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn._types import Shape, along, declared, node, static
-from jattn.masks import Blocks, Full, Mask, as_mask
+from jattn._types import Shape, accumulation, along, declared, node, static
+from jattn.masks import Blocks, Full, Mask, as_mask, flatten_batch
 from jattn.scores import ScoreFunction
 
 
@@ -116,9 +117,22 @@ def _check_dropout(rate: Any, key: Any) -> float:
         raise TypeError(f"dropout_rate: expected a Python float, got {type(rate).__name__}")
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate: expected 0 <= rate < 1, got {rate}")
-    if rate > 0 and key is None:
-        raise ValueError(f"dropout_key: needed for dropout_rate = {rate}, got None")
+    if rate > 0:
+        _check_key(rate, key)
     return float(rate)
+
+
+def _check_key(rate: float, key: Any) -> None:
+    if key is None:
+        raise ValueError(f"dropout_key: needed for dropout_rate = {rate}, got None")
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and dtype != jnp.uint32:
+        raise TypeError(
+            f"dropout_key: expected a JAX random key, got {dtype or type(key).__name__}"
+        )
+    if key.ndim != (0 if typed else 1):
+        raise ValueError(f"dropout_key: expected one key, got keys of shape {list(key.shape)}")
 
 
 def _check_scale(scale: Any, H: int) -> Any:
@@ -134,9 +148,11 @@ def _check_scale(scale: Any, H: int) -> Any:
 
 
 def _check_positions(name: str, value: Any) -> None:
-    if value is not None and not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.integer):
-        kind = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(f"{name}: expected an integer array, got {kind}")
+    if value is None:
+        return
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name}: expected an integer array, got {dtype or type(value).__name__}")
 
 
 def _fits(declared_letter: str, size: int, wanted: int | None) -> bool:
@@ -221,3 +237,15 @@ def make_spec(
 def has_mask(spec: Spec) -> bool:
     """Whether anything is masked at all."""
     return not isinstance(spec.mask, Full)
+
+
+def prepare(spec: Spec, shapes: Shapes) -> Spec:
+    """The spec as implementations take it: one flat batch axis, score parameters in the dtype in
+    which scores are computed (so that their gradients are summed in it)."""
+    dtype = accumulation(shapes.dtype)
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    spec = dataclasses.replace(spec, score=jax.tree.map(cast, spec.score))
+    return flatten_batch(spec, shapes.batch)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 
 from jattn._types import Indices, Scores, accumulation, declared, number
 from jattn.masks import Span, span
+from jattn.scores import in_order
 from jattn.spec import Spec, has_mask
 
 
@@ -78,14 +79,16 @@ def modify(
     mask out, for tiles that are known to be full.
     """
     score = products * jnp.asarray(number(spec.scale), products.dtype)
-    if not (masked and has_mask(spec)):
-        return score if spec.score is None else spec.score.evaluate(score, b, h, rows, columns)
-    allowed = spec.mask.evaluate(b, h, rows, columns)
-    if spec.score is not None:
-        # Selected before as well as after: a score function's derivative at what a masked key
-        # holds may be NaN, and 0 × NaN would reach the gradients.
-        score = spec.score.evaluate(jnp.where(allowed, score, 0), b, h, rows, columns)
-    return jnp.where(allowed, score, -jnp.inf)
+    allowed = None
+    if masked and has_mask(spec):
+        allowed = spec.mask.evaluate(b, h, rows, columns)
+    for function in in_order(spec.score):
+        if allowed is not None:
+            # Selected before as well as after: a score function's derivative at what a masked
+            # key holds may be NaN, and 0 × NaN would reach the gradients.
+            score = jnp.where(allowed, score, 0)
+        score = function.evaluate(score, b, h, rows, columns)
+    return score if allowed is None else jnp.where(allowed, score, -jnp.inf)
 
 
 def scores(

@@ -8,7 +8,6 @@ and what every other implementation is compared with.
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import softmax, tile
