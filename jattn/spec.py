@@ -118,7 +118,7 @@ def _check_dropout(rate: Any, key: Any) -> float:
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate: expected 0 <= rate < 1, got {rate}")
     if rate > 0:
-        _check_key(rate, key)
+        _check_key(float(rate), key)
     return float(rate)
 
 
