@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jattn._types import AnyArray, accumulation
 
 
-def _frequencies(size: int, base: float, dtype: jnp.dtype) -> Float[Array, " half"]:
+def _frequencies(size: int, base: float, dtype: Any) -> Float[Array, " half"]:
     return jnp.asarray(base, dtype) ** (-jnp.arange(0, size, 2, dtype=dtype) / size)
 
 

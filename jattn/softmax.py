@@ -10,7 +10,7 @@ The maximum only shifts: results do not depend on it, so no gradient flows throu
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
-def empty(rows: int, width: int, dtype: jnp.dtype) -> Partial:
+def empty(rows: int, width: int, dtype: Any) -> Partial:
     """The identity: the contribution of no keys."""
     return Partial(
         jnp.full((rows,), -jnp.inf, dtype),

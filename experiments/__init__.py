@@ -1,0 +1,1 @@
+"""Experiments that use jattn through its public names only."""

@@ -1,0 +1,1 @@
+"""Translation with an attention encoder-decoder: data, training, evaluation, pictures."""

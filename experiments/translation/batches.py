@@ -1,0 +1,251 @@
+"""Padded batches in a few fixed shapes.
+
+Every distinct shape is compiled once more, so there are at most `max_shapes` of them (4 unless told
+otherwise), whatever the lengths in the text. The widths are chosen to waste the fewest places.
+
+A pair goes to the narrowest shape that holds both its sides. What does not fill a batch there
+moves on to the next wider shape, so that an epoch has at most one batch with empty rows, at the
+widest. An empty row has length 0 and ids `<pad>`; give it no weight in the loss. No pair is left
+out.
+
+The order is a function of (seed, epoch) alone, so that a run can go on from any step.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.translation.text import BOS, PAD, EncodedPairs, Ragged
+
+
+MAX_SHAPES = 4
+MULTIPLE = 8
+
+
+class Batch(NamedTuple):
+    """B sentence pairs, padded to S source and T target places. All arrays are int32.
+
+    Attributes:
+        source: the source ids with `<eos>`, `[B, S]`.
+        source_lengths: how many of them are not padding, `[B]`; 0 in an empty row.
+        target_in: what the decoder reads, `<bos>` and then the target without `<eos>`, `[B, T]`.
+        target_out: what it has to say at each place, the target with `<eos>`, `[B, T]`.
+        target_lengths: how many places of either are not padding, `[B]`; 0 in an empty row.
+    """
+
+    source: np.ndarray
+    source_lengths: np.ndarray
+    target_in: np.ndarray
+    target_out: np.ndarray
+    target_lengths: np.ndarray
+
+
+class Shape(NamedTuple):
+    """The one shape of a bucket: B rows of S source and T target places."""
+
+    rows: int
+    source_width: int
+    target_width: int
+
+
+class Batches:
+    """The batches of a set of encoded pairs, shuffled by epoch or in order.
+
+    Attributes:
+        pairs: what is batched.
+        shapes: the shapes of the batches, from narrow to wide.
+    """
+
+    def __init__(
+        self,
+        pairs: EncodedPairs,
+        *,
+        tokens_per_batch: int | None = None,
+        rows_per_batch: int | None = None,
+        devices: int = 1,
+        seed: int = 0,
+        max_shapes: int = MAX_SHAPES,
+        multiple: int = MULTIPLE,
+    ) -> None:
+        """Chooses the shapes.
+
+        Args:
+            pairs: what to batch; its ids have been checked against the vocabularies.
+            tokens_per_batch: a batch gets as many rows as keep rows x max(S, T) within this
+                number, but at least one row per device.
+            rows_per_batch: the number of rows of every batch instead; a multiple of `devices`.
+                Either way there are no more rows than it takes to hold all pairs at once.
+            devices: rows are a multiple of this number, so that devices get equal shares.
+            seed: with the epoch, decides the order.
+            max_shapes: the most distinct shapes.
+            multiple: widths are multiples of this number.
+
+        Raises:
+            ValueError: no pairs, not exactly one of tokens_per_batch and rows_per_batch, or a
+                number that must be positive and is not.
+        """
+        _check_numbers(devices=devices, max_shapes=max_shapes, multiple=multiple)
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        if len(pairs) == 0:
+            raise ValueError("pairs: expected at least one pair to batch, got none")
+        self.pairs = pairs
+        self._seed = seed
+        lengths = np.maximum(pairs.source.lengths, pairs.target.lengths)
+        widths = _choose_widths(lengths, multiple, max_shapes)
+        self._bucket = np.searchsorted(widths, lengths)
+        rows = _rows(widths, len(pairs), tokens_per_batch, rows_per_batch, devices)
+        self.shapes = tuple(
+            Shape(count, *sides)
+            for count, sides in zip(rows, self._sides(len(widths), multiple), strict=True)
+        )
+        self._steps = len(self._assemble(np.arange(len(pairs))))
+
+    def __len__(self) -> int:
+        """Batches in an epoch: the same number in every epoch."""
+        return self._steps
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The shuffled batches of an epoch from the step `start` on.
+
+        Skipped batches are not made: going on inside an epoch costs no more than beginning one.
+
+        Raises:
+            ValueError: `epoch` or `start` is negative, or `start` is beyond the epoch's end.
+        """
+        if epoch < 0 or not 0 <= start <= len(self):
+            raise ValueError(
+                f"expected epoch >= 0 and start in 0..{len(self)}, got {epoch} and {start}"
+            )
+        return (self._gather(shape, rows) for shape, rows in self._plan(epoch)[start:])
+
+    def from_step(self, step: int) -> Iterator[Batch]:
+        """The batches of all epochs, without end, from a step counted over all of them.
+
+        Raises:
+            ValueError: `step` is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        return self._from_step(step)
+
+    def in_order(self) -> Iterator[tuple[Batch, np.ndarray]]:
+        """Every pair once, unshuffled, for evaluation.
+
+        Yields:
+            A batch and, per row, the place of its pair in the list that was encoded (`origin`),
+            int64 `[B]`, -1 for empty rows. Rows are grouped by length; the places put results
+            back into the order of the list.
+        """
+        for shape, rows in self._assemble(np.arange(len(self.pairs))):
+            places = np.where(rows >= 0, self.pairs.origin[rows], -1)
+            yield self._gather(shape, rows), places
+
+    def _sides(self, buckets: int, multiple: int) -> list[tuple[int, int]]:
+        """S and T of each bucket, never narrower than those before it, whose rest moves on."""
+        sides = np.zeros((buckets, 2), np.int64)
+        np.maximum.at(sides[:, 0], self._bucket, self.pairs.source.lengths)
+        np.maximum.at(sides[:, 1], self._bucket, self.pairs.target.lengths)
+        sides = -(-np.maximum.accumulate(sides, axis=0) // multiple) * multiple
+        return [(int(source), int(target)) for source, target in sides]
+
+    def _from_step(self, step: int) -> Iterator[Batch]:
+        epoch, start = divmod(step, len(self))
+        while True:
+            yield from self.epoch(epoch, start)
+            epoch, start = epoch + 1, 0
+
+    def _plan(self, epoch: int) -> list[tuple[Shape, np.ndarray]]:
+        # Sorting raw bits, because NumPy keeps those the same for ever, and `permutation` not.
+        bits = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
+        batches = self._assemble(_permutation(bits, len(self.pairs)))
+        return [batches[place] for place in _permutation(bits, len(batches))]
+
+    def _assemble(self, order: np.ndarray) -> list[tuple[Shape, np.ndarray]]:
+        """Cuts an order of the pairs into batches: their shapes and rows, -1 for empty rows."""
+        buckets = self._bucket[order]
+        batches: list[tuple[Shape, np.ndarray]] = []
+        rest = order[:0]
+        for number, shape in enumerate(self.shapes):
+            rows = np.concatenate([rest, order[buckets == number]])
+            whole = len(rows) // shape.rows * shape.rows
+            batches += [(shape, part) for part in rows[:whole].reshape(-1, shape.rows)]
+            rest = rows[whole:]
+        if len(rest):
+            empty = np.full(self.shapes[-1].rows - len(rest), -1)
+            batches.append((self.shapes[-1], np.concatenate([rest, empty])))
+        return batches
+
+    def _gather(self, shape: Shape, rows: np.ndarray) -> Batch:
+        source, source_lengths = _padded(self.pairs.source, rows, shape.source_width)
+        target, target_lengths = _padded(self.pairs.target, rows, shape.target_width)
+        shifted = np.empty_like(target)
+        shifted[:, 0] = BOS
+        shifted[:, 1:] = target[:, :-1]
+        shifted[~_within(target_lengths, shape.target_width)] = PAD
+        return Batch(source, source_lengths, shifted, target, target_lengths)
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+def _choose_widths(lengths: np.ndarray, multiple: int, most: int) -> np.ndarray:
+    """At most `most` multiples of `multiple`, the last not below any length, such that rounding
+    every length up to the next of them adds the fewest places in all; by dynamic programming."""
+    candidates = np.unique(-(-lengths // multiple)) * multiple
+    below = np.concatenate([[0], np.searchsorted(np.sort(lengths), candidates, side="right")])
+    # cost[i]: the fewest places for all lengths up to candidate i, with as many widths as so far.
+    cost = below[1:] * candidates
+    choices: list[np.ndarray] = []
+    for _ in range(min(most, len(candidates)) - 1):
+        before = np.concatenate([[0], cost[:-1]])
+        total = before + (below[1:, None] - below[:-1]) * candidates[:, None]
+        total[np.triu_indices(len(candidates), 1)] = np.iinfo(np.int64).max
+        choices.append(total.argmin(axis=1))
+        cost = total.min(axis=1)
+    widths = [len(candidates) - 1]
+    for first in reversed(choices):
+        if first[widths[-1]] > 0:
+            widths.append(first[widths[-1]] - 1)
+    return candidates[widths[::-1]]
+
+
+def _rows(
+    widths: np.ndarray, pairs: int, tokens: int | None, rows: int | None, devices: int
+) -> Sequence[int]:
+    if (tokens is None) == (rows is None):
+        raise ValueError(
+            f"expected exactly one of tokens_per_batch and rows_per_batch, got {tokens} and {rows}"
+        )
+    # More rows than there are pairs would always be empty.
+    most = -(-pairs // devices) * devices
+    if tokens is None:
+        assert rows is not None
+        if rows < 1 or rows % devices:
+            raise ValueError(
+                f"rows_per_batch must be a positive multiple of the {devices} devices, got {rows}"
+            )
+        return [min(rows, most)] * len(widths)
+    _check_numbers(tokens_per_batch=tokens)
+    return [min(max(tokens // int(width) // devices, 1) * devices, most) for width in widths]
+
+
+def _permutation(bits: np.random.PCG64, count: int) -> np.ndarray:
+    return np.argsort(bits.random_raw(count), kind="stable")
+
+
+def _within(lengths: np.ndarray, width: int) -> np.ndarray:
+    return np.arange(width) < lengths[:, None]
+
+
+def _padded(ragged: Ragged, rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The given rows as int32 `[B, width]` and their lengths `[B]`; -1 stands for an empty row."""
+    begin = np.where(rows >= 0, ragged.offsets[rows], 0)
+    lengths = np.where(rows >= 0, ragged.offsets[rows + 1] - begin, 0)
+    places = begin[:, None] + np.arange(width)
+    values = ragged.values[np.minimum(places, len(ragged.values) - 1)]
+    return np.where(_within(lengths, width), values, np.int32(PAD)), lengths.astype(np.int32)

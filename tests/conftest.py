@@ -1,0 +1,58 @@
+"""A strict JAX for every test: no silent promotion, several devices, 64 bits to compare with."""
+
+import functools
+import os
+from typing import Any
+
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import jax
+import jaxtyping
+import pytest
+from hypothesis import HealthCheck, settings
+
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    max_examples=20,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("thorough", max_examples=300, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@functools.cache
+def quick_options() -> dict[str, Any]:
+    """Compiler options that make small programs on CPU several times faster to compile."""
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
+    except jax.errors.JaxRuntimeError:  # newer versions have no such switch
+        del options["xla_cpu_use_fusion_emitters"]
+    return options
+
+
+def quick_jit(function: Any, **options: Any) -> Any:
+    """`jax.jit` for programs that run once: compiled in a hurry, same values to rounding."""
+    return jax.jit(function, compiler_options=quick_options(), **options)
+
+
+@pytest.fixture
+def unchecked():
+    """Switches the annotation checks off, so that the library's own messages are what raises."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

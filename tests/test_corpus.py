@@ -1,0 +1,770 @@
+"""The German-English corpus: golden sentences, laws of both languages, reproducibility.
+
+The checks below know German and English from their own small tables, not from the grammar's.
+"""
+
+import hashlib
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from experiments.translation import corpus
+from experiments.translation.corpus import (
+    ADJECTIVES,
+    CONSTRUCTIONS,
+    DEEPER,
+    ER,
+    FUTURE,
+    ICH,
+    MODES,
+    NO,
+    NOUNS,
+    PERFECT,
+    PRESENT,
+    SIE,
+    THE,
+    THIS,
+    TIMES,
+    VERBS,
+    WIR,
+    A,
+    Clause,
+    Draw,
+    chain,
+    english_question,
+    generate,
+    phrase,
+    sentence,
+    splits,
+    statement,
+    verb_second,
+    with_relative,
+)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return generate(30_000, seed=11)
+
+
+@pytest.fixture(scope="module")
+def nested():
+    return generate(4_000, seed=11, constructions=DEEPER)
+
+
+# ------------------------------------------------------------------------------ golden sentences
+
+
+def np(noun, determiner=THE, adjective=None, *, plural=False):
+    return phrase(NOUNS[noun], determiner, plural, ADJECTIVES[adjective] if adjective else None)
+
+
+def clause(verb, nom, mode=PRESENT, *, negated=False, time=None, **objects):
+    return Clause(
+        VERBS[verb], {"nom": nom, **objects}, mode, negated, TIMES[time] if time else None
+    )
+
+
+def is_(nom, adjective, mode=PRESENT, *, negated=False):
+    [said] = [p for p in corpus.predicates(nom) if p.forms[0] == adjective]
+    return clause("sein", nom, mode, negated=negated, adj=said)
+
+
+def asks(question):
+    return sentence(verb_second(question, ""), english_question(question), "?")
+
+
+MANN, FRAU, KIND, HUND, BUCH = np("mann"), np("frau"), np("kind"), np("hund"), np("buch")
+DOOR = np("tür")
+MUST, CAN, MAY, WANT = MODES["müssen"], MODES["können"], MODES["dürfen"], MODES["wollen"]
+
+GOLDEN = [
+    (
+        statement(clause("lesen", MANN, acc=BUCH)),
+        "der mann liest das buch .",
+        "the man reads the book .",
+    ),
+    (
+        statement(clause("kaufen", np("frau", A), acc=np("apfel", A, "rot"))),
+        "eine frau kauft einen roten apfel .",
+        "a woman buys a red apple .",
+    ),
+    (
+        statement(clause("essen", ICH, acc=np("ei", A, "alt"))),
+        "ich esse ein altes ei .",
+        "i eat an old egg .",
+    ),
+    (
+        statement(clause("holen", np("lehrer", A, "alt"), acc=np("brief", plural=True))),
+        "ein alter lehrer holt die briefe .",
+        "an old teacher fetches the letters .",
+    ),
+    (
+        statement(clause("helfen", np("kind", A, "groß"), dat=np("nachbar", THIS))),
+        "ein großes kind hilft diesem nachbarn .",
+        "a big child helps this neighbor .",
+    ),
+    (
+        statement(
+            clause("folgen", np("katze", plural=True), dat=np("kind", THE, "klein", plural=True))
+        ),
+        "die katzen folgen den kleinen kindern .",
+        "the cats follow the small children .",
+    ),
+    (
+        statement(clause("warten", np("mädchen"), acc=np("ärztin", THE, "freundlich"))),
+        "das mädchen wartet auf die freundliche ärztin .",
+        "the girl waits for the friendly doctor .",
+    ),
+    (
+        statement(clause("spielen", WIR, dat=np("pferd", A, "jung"))),
+        "wir spielen mit einem jungen pferd .",
+        "we play with a young horse .",
+    ),
+    (
+        statement(clause("geben", np("schwester"), dat=np("frau", A), acc=np("bild", A, "schön"))),
+        "die schwester gibt einer frau ein schönes bild .",
+        "the sister gives a beautiful picture to a woman .",
+    ),
+    (
+        statement(clause("zeigen", FRAU, time="heute", dat=ICH, acc=np("koffer"))),
+        "die frau zeigt mir heute den koffer .",
+        "the woman shows the suitcase to me today .",
+    ),
+    (
+        statement(clause("auf|machen", SIE, acc=DOOR)),
+        "sie macht die tür auf .",
+        "she opens the door .",
+    ),
+    (
+        statement(clause("ab|holen", MANN, acc=ER)),
+        "der mann holt ihn ab .",
+        "the man picks him up .",
+    ),
+    (
+        statement(clause("zu|hören", np("mann", A, plural=True), dat=FRAU)),
+        "männer hören der frau zu .",
+        "men listen to the woman .",
+    ),
+    (
+        statement(clause("ein|schlafen", np("kind", THIS, "müde"), negated=True)),
+        "dieses müde kind schläft nicht ein .",
+        "this tired child does not fall asleep .",
+    ),
+    (
+        statement(clause("lesen", MANN, acc=np("zeitung"), time="heute"), "time"),
+        "heute liest der mann die zeitung .",
+        "today the man reads the newspaper .",
+    ),
+    (
+        statement(clause("an|rufen", ICH, FUTURE, acc=np("nachbar"), time="morgen")),
+        "ich rufe morgen den nachbarn an .",
+        "i will call the neighbor tomorrow .",
+    ),
+    (
+        statement(
+            clause("ein|laden", FRAU, PERFECT, acc=np("kind", plural=True), time="gestern"), "time"
+        ),
+        "gestern hat die frau die kinder eingeladen .",
+        "yesterday the woman invited the children .",
+    ),
+    (
+        statement(clause("an|kommen", np("lehrer", plural=True), PERFECT, negated=True)),
+        "die lehrer sind nicht angekommen .",
+        "the teachers did not arrive .",
+    ),
+    (
+        statement(clause("weg|werfen", MANN, PERFECT, negated=True, acc=np("stuhl", NO, "neu"))),
+        "der mann hat keinen neuen stuhl weggeworfen .",
+        "the man did not throw a new chair away .",
+    ),
+    (
+        statement(clause("kaufen", MANN, negated=True, acc=np("birne", NO, plural=True))),
+        "der mann kauft keine birnen .",
+        "the man does not buy any pears .",
+    ),
+    (
+        statement(clause("sprechen", ICH, negated=True, dat=np("lehrer"))),
+        "ich spreche nicht mit dem lehrer .",
+        "i do not talk to the teacher .",
+    ),
+    (
+        statement(clause("sehen", np("kind", NO), acc=HUND)),
+        "kein kind sieht den hund .",
+        "no child sees the dog .",
+    ),
+    (
+        statement(clause("zu|machen", SIE, MUST, acc=np("fenster"))),
+        "sie muss das fenster zumachen .",
+        "she has to close the window .",
+    ),
+    (
+        statement(clause("auf|stehen", WIR, MUST, negated=True)),
+        "wir müssen nicht aufstehen .",
+        "we do not have to get up .",
+    ),
+    (
+        statement(clause("hören", ER, CAN, negated=True, acc=HUND)),
+        "er kann den hund nicht hören .",
+        "he cannot hear the dog .",
+    ),
+    (
+        statement(clause("sehen", FRAU, acc=np("hund", THE, "klein")), "acc"),
+        "den kleinen hund sieht die frau .",
+        "the woman sees the small dog .",
+    ),
+    (
+        statement(clause("danken", MANN, dat=np("schwester", plural=True)), "dat"),
+        "den schwestern dankt der mann .",
+        "the man thanks the sisters .",
+    ),
+    (
+        statement(is_(np("tür", THIS, "rot"), "alt", negated=True)),
+        "diese rote tür ist nicht alt .",
+        "this red door is not old .",
+    ),
+    (statement(is_(ICH, "müde", PERFECT)), "ich war müde .", "i was tired ."),
+    (
+        asks(clause("mit|bringen", ER, acc=np("tasche"))),
+        "bringt er die tasche mit ?",
+        "does he bring the bag along ?",
+    ),
+    (
+        asks(clause("essen", np("hund", plural=True), MAY, acc=np("apfel"))),
+        "dürfen die hunde den apfel essen ?",
+        "may the dogs eat the apple ?",
+    ),
+    (asks(is_(MANN, "groß")), "ist der mann groß ?", "is the man big ?"),
+    (
+        statement(clause("lachen", with_relative(clause("lesen", MANN, acc=BUCH), "nom"))),
+        "der mann , der das buch liest , lacht .",
+        "the man who reads the book laughs .",
+    ),
+    (
+        statement(
+            clause("helfen", ICH, dat=with_relative(clause("suchen", HUND, acc=FRAU), "acc"))
+        ),
+        "ich helfe der frau , die der hund sucht .",
+        "i help the woman for whom the dog looks .",
+    ),
+    (
+        statement(
+            clause(
+                "kommen",
+                with_relative(
+                    clause("bringen", MANN, PERFECT, dat=np("kind", plural=True), acc=BUCH), "dat"
+                ),
+            )
+        ),
+        "die kinder , denen der mann das buch gebracht hat , kommen .",
+        "the children to whom the man brought the book come .",
+    ),
+    (
+        statement(
+            is_(with_relative(clause("auf|machen", SIE, WANT, acc=np("koffer")), "acc"), "neu")
+        ),
+        "der koffer , den sie aufmachen will , ist neu .",
+        "the suitcase which she wants to open is new .",
+    ),
+    (
+        statement(clause("lachen", with_relative(clause("warten", MANN, acc=KIND), "acc"))),
+        "das kind , auf das der mann wartet , lacht .",
+        "the child for whom the man waits laughs .",
+    ),
+    (
+        chain(clause("lachen", MANN), ("weil", clause("auf|machen", SIE, acc=DOOR))),
+        "der mann lacht , weil sie die tür aufmacht .",
+        "the man laughs because she opens the door .",
+    ),
+    (
+        chain(clause("ein|schlafen", KIND), ("obwohl", clause("an|kommen", WIR, PERFECT))),
+        "das kind schläft ein , obwohl wir angekommen sind .",
+        "the child falls asleep although we arrived .",
+    ),
+    (
+        chain(
+            clause("wissen", ICH, negated=True),
+            ("ob", clause("aus|suchen", ER, MUST, acc=np("bild"), time="morgen")),
+        ),
+        "ich weiß nicht , ob er morgen das bild aussuchen muss .",
+        "i do not know whether he has to choose the picture tomorrow .",
+    ),
+    (
+        chain(
+            clause("glauben", FRAU),
+            ("dass", clause("sagen", np("nachbar", plural=True))),
+            ("dass", is_(np("buch", plural=True), "alt")),
+        ),
+        "die frau glaubt , dass die nachbarn sagen , dass die bücher alt sind .",
+        "the woman believes that the neighbors say that the books are old .",
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "german", "english"), GOLDEN, ids=[case[1] for case in GOLDEN])
+def test_golden_sentences(made, german, english):
+    assert made == (german, english)
+
+
+@pytest.mark.parametrize(
+    ("made", "gap", "expected"),
+    [
+        (clause("sehen", FRAU, acc=KIND), "nom", True),  # die frau , die das kind sieht
+        (clause("sehen", KIND, acc=FRAU), "acc", True),  # the same words
+        (clause("sehen", FRAU, acc=HUND), "nom", False),  # den hund
+        (clause("sehen", FRAU, acc=np("kind", plural=True)), "nom", False),  # sieht: singular
+        (clause("sehen", FRAU, acc=np("tür")), "nom", False),  # doors do not see
+        (clause("sehen", HUND, acc=FRAU), "acc", False),  # der hund
+        (clause("warten", FRAU, acc=KIND), "acc", False),  # auf das
+        (clause("helfen", FRAU, dat=KIND), "nom", False),  # dem kind
+    ],
+)
+def test_relative_clauses_with_two_readings_are_recognised(made, gap, expected):
+    assert corpus.ambiguous(made, gap) is expected
+
+
+@pytest.mark.parametrize(
+    ("german", "expected"),
+    [
+        ("heute hilft der mann der frau .", True),  # of the woman
+        ("weil die kinder dieser jungen katze folgen , lache ich .", True),
+        ("der mann hilft der frau .", False),
+        ("heute hilft er der frau .", False),
+        ("heute hilft der mann dem kind .", False),
+        ("er zeigt ihr fenster .", True),  # windows to her, her window
+        ("er zeigt ihr neue fenster .", False),
+        ("der hund schläft , weil er müde ist .", True),  # it
+        ("der mann schläft , weil er müde ist .", False),
+        ("das kind lacht , weil ich ihm helfe .", True),
+        ("die katze kommt , wenn sie schläft .", True),
+        ("er sieht den hund .", False),
+    ],
+)
+def test_second_readings_are_recognised(german, expected):
+    assert corpus.doubtful(german) is expected
+
+
+def test_no_pair_has_a_second_reading(pairs, nested):
+    assert not any(corpus.doubtful(pair.source) for pair in pairs + nested)
+    draw = Draw(random.Random(4))
+    drawn = [corpus.TRAINING["subordinate"](draw)[0] for _ in range(1000)]
+    assert any(corpus.doubtful(german) for german in drawn)
+
+
+# ------------------------------------------------------------------------------- laws of German
+
+GENDER = {
+    "m": "mann lehrer nachbar hund brief apfel koffer stuhl",
+    "f": "frau ärztin schwester katze zeitung birne tür tasche",
+    "n": "kind mädchen pferd buch ei fenster bild",
+}
+PERSONS = set(
+    "mann männer männern lehrer lehrern nachbar nachbarn frau frauen ärztin ärztinnen schwester "
+    "schwestern kind kinder kindern mädchen".split()
+)
+ANIMATE = PERSONS | set("hund hunde hunden katze katzen pferd pferde pferden".split())
+GENDER_OF = {noun: gender for gender, nouns in GENDER.items() for noun in nouns.split()}
+PLURAL = (
+    "männer lehrer nachbarn hunde briefe äpfel koffer stühle frauen ärztinnen schwestern katzen "
+    "zeitungen birnen türen taschen kinder mädchen pferde bücher eier fenster bilder"
+).split()
+DATIVE_PLURAL = {noun if noun.endswith("n") else noun + "n" for noun in PLURAL}
+ENDINGS = {  # der-words by their ending, (gender, case) pairs
+    "er": {"mn", "fd"},
+    "ie": {"fn", "fa", "pn", "pa"},
+    "es": {"nn", "na"},
+    "en": {"ma", "pd"},
+    "em": {"md", "nd"},
+}
+ARTICLES = {
+    "der": ENDINGS["er"],
+    "die": ENDINGS["ie"],
+    "das": ENDINGS["es"],
+    "den": ENDINGS["en"],
+    "dem": ENDINGS["em"],
+    "dieser": ENDINGS["er"],
+    "diese": ENDINGS["ie"],
+    "dieses": ENDINGS["es"],
+    "diesen": ENDINGS["en"],
+    "diesem": ENDINGS["em"],
+    "ein": {"mn", "nn", "na"},
+    "eine": {"fn", "fa"},
+    "einen": {"ma"},
+    "einem": {"md", "nd"},
+    "einer": {"fd"},
+    "kein": {"mn", "nn", "na"},
+    "keine": {"fn", "fa", "pn", "pa"},
+    "keinen": {"ma", "pd"},
+    "keinem": {"md", "nd"},
+    "keiner": {"fd"},
+}
+STEMS = "alt klein groß schön jung müd freundlich neu rot".split()
+ADJECTIVE = re.compile(rf"({'|'.join(STEMS)})(er|en|es|em|e)$")
+
+
+def noun_readings(form):
+    """The (gender, case) pairs that a noun form can stand for."""
+    readings = set()
+    for noun, gender in GENDER_OF.items():
+        weak = noun == "nachbar"
+        if form == noun:
+            readings |= {gender + case for case in ("n" if weak else "nad")}
+        if weak and form == "nachbarn":
+            readings |= {"ma", "md"}
+    readings |= {"pn", "pa"} if form in PLURAL else set()
+    readings |= {"pd"} if form in DATIVE_PLURAL else set()
+    return readings
+
+
+def adjective_ending(article, reading):
+    """The ending that an adjective has after this article (None: no article)."""
+    strong = {"mn": "er", "nn": "es", "na": "es", "fn": "e", "fa": "e", "pn": "e", "pa": "e"}
+    if article is None:
+        return strong.get(reading, "en")
+    if article in ("ein", "kein"):
+        return strong[reading]
+    return "e" if reading in ("mn", "fn", "fa", "nn", "na") else "en"
+
+
+def noun_phrases(tokens):
+    """(place, article or None, adjective ending or None, noun) for every noun in the sentence."""
+    for place, token in enumerate(tokens):
+        if noun_readings(token):
+            ending, start = None, place
+            match = ADJECTIVE.match(tokens[place - 1]) if place else None
+            if match:
+                ending, start = match[2], place - 1
+            article = tokens[start - 1] if start and tokens[start - 1] in ARTICLES else None
+            yield start - (article is not None), article, ending, token
+
+
+def phrase_readings(article, ending, noun):
+    readings = noun_readings(noun)
+    readings &= ARTICLES[article] if article else {"pn", "pa", "pd"}
+    if ending is not None:
+        readings = {reading for reading in readings if adjective_ending(article, reading) == ending}
+    return readings
+
+
+def test_articles_adjectives_and_nouns_agree(pairs, nested):
+    endings = Counter()
+    for pair in pairs + nested:
+        for _, article, ending, noun in noun_phrases(pair.source.split()):
+            read = phrase_readings(article, ending, noun)
+            if not read:  # "der mann , der nachbarn hilft": no article but a relative pronoun
+                assert re.search(rf", ((auf|mit) )?{article} (\w+ )?{noun} ", pair.source), pair
+                read = phrase_readings(None, ending, noun)
+            assert read, (pair, article, ending, noun)
+            endings[article, ending] += 1
+    assert len(endings) > 50  # articles with the endings that can follow them
+
+
+VERB_FORMS = {  # by government: infinitive/third person
+    "a": "lesen/liest kaufen/kauft essen/isst tragen/trägt holen/holt sehen/sieht suchen/sucht "
+    "hören/hört",
+    "d": "helfen/hilft danken/dankt folgen/folgt antworten/antwortet",
+    "-": "geben/gibt zeigen/zeigt bringen/bringt warten/wartet spielen/spielt sprechen/spricht "
+    "schlafen/schläft lachen/lacht arbeiten/arbeitet kommen/kommt machen/macht rufen/ruft "
+    "laden/lädt werfen/wirft stehen/steht sagen/sagt glauben/glaubt fragen/fragt",
+}
+GOVERNS = {
+    form: (number, case)
+    for case, verbs in VERB_FORMS.items()
+    for verb in verbs.split()
+    for infinitive, third in [verb.split("/")]
+    for form, number in ((infinitive[:-1], "ich"), (third, "s"), (infinitive, "p"))
+}
+AUXILIARIES = "habe hat haben bin ist sind war waren weiß wissen".split()
+MODALS = "muss müssen will wollen kann können soll sollen darf dürfen".split()
+PARTICLES = {
+    "mach": "auf zu",
+    "seh": "an",
+    "sieh": "an",
+    "such": "aus",
+    "hol": "ab",
+    "ruf": "an",
+    "lad": "ein",
+    "läd": "ein",
+    "bring": "mit",
+    "werf": "weg",
+    "wirf": "weg",
+    "hör": "zu",
+    "steh": "auf",
+    "schlaf": "ein",
+    "schläf": "ein",
+    "komm": "an",
+}
+JOINED = {
+    particle + form
+    for form in GOVERNS
+    for particle in PARTICLES.get(re.sub("(en|e|t)$", "", form), "").split()
+}
+FINITE = {*GOVERNS, *AUXILIARIES, *MODALS}
+SUBJECT_NUMBER = {"ich": "ich", "er": "s", "sie": "s", "wir": "p"}
+OBJECT_PRONOUNS = {"a": {"mich", "ihn", "uns"}, "d": {"mir", "ihm", "ihr", "uns"}}
+
+
+def readings_before(tokens, place):
+    """The readings of the phrase that ends before `place`."""
+    [*_, (_, article, ending, noun)] = noun_phrases(tokens[:place])
+    return phrase_readings(article, ending, noun)
+
+
+def test_subjects_agree_with_verbs_and_objects_stand_in_the_case_governed():
+    checked = Counter()
+    for pair in generate(5000, seed=12, constructions=("simple",)):
+        tokens = pair.source.split()[:-1]
+        place = next(i for i, token in enumerate(tokens) if token in GOVERNS)
+        number, case = GOVERNS[tokens[place]]
+        if place == 1 and tokens[0] in SUBJECT_NUMBER:
+            assert SUBJECT_NUMBER[tokens[0]] == number, pair
+        else:
+            subject = readings_before(tokens, place)
+            assert subject & ({"pn"} if number == "p" else {"mn", "fn", "nn"}), pair
+        if case == "-":
+            continue
+        rest = tokens[place + 1 :]
+        if rest[0] not in OBJECT_PRONOUNS[case]:
+            assert {reading[1] for reading in readings_before(rest, len(rest))} >= {case}, pair
+        checked[case, number] += 1
+    assert len(checked) == 6 and min(checked.values()) > 50
+
+
+def test_particles_close_the_main_clause():
+    for pair in generate(2000, seed=13, constructions=("separable",)):
+        *tokens, particle, _ = pair.source.split()
+        stems = {re.sub("(en|e|t)$", "", token) for token in tokens if token in GOVERNS}
+        assert any(particle in PARTICLES.get(stem, "").split() for stem in stems), pair
+        assert not JOINED & set(tokens), pair
+
+
+def test_verbs_of_motion_and_change_form_their_perfect_with_sein():
+    change = "gefolgt gekommen aufgestanden eingeschlafen angekommen".split()
+    seen = Counter()
+    for pair in generate(3000, seed=14, constructions=("perfect",)):
+        words = pair.source.split()
+        with_sein = bool({"bin", "ist", "sind"} & set(words))
+        assert with_sein == (words[-2] in change), pair
+        assert with_sein or {"habe", "hat", "haben"} & set(words), pair
+        seen[words[-2]] += 1
+    assert set(change) < set(seen) and len(seen) == len(corpus.EVENTS)
+
+
+def test_habits_are_not_denied():
+    """What "not every day" denies would be open."""
+    seen = Counter()
+    for pair in generate(3000, seed=15, constructions=("negation",)):
+        denied = re.search(r"\b(nicht|kein\w*)\b", pair.source)
+        assert denied and not re.search("jeden tag|manchmal", pair.source), pair
+        seen[denied[1]] += 1
+    assert len(seen) == 6 and seen["nicht"] > 500
+
+
+CLAUSE_PLACE = {  # which of the parts between commas is the subordinate clause
+    "complement": 1,
+    "subordinate": 1,
+    "subordinate-first": 0,
+    "relative-after-subject": 1,
+    "relative-after-object": 1,
+}
+
+
+def test_finite_verbs_close_subordinate_clauses(pairs):
+    seen = Counter()
+    for pair in pairs:
+        if pair.construction in CLAUSE_PLACE:
+            parts = pair.source[:-2].split(" , ")
+            last = parts[CLAUSE_PLACE[pair.construction]].split()[-1]
+            assert last in FINITE | JOINED, pair
+            seen[pair.construction, last in JOINED] += 1
+            if pair.construction == "subordinate-first":
+                assert parts[1].split()[0] in FINITE, pair
+    assert len(seen) == 2 * len(CLAUSE_PLACE) and min(seen.values()) > 30
+
+
+def test_relative_clauses_tell_subject_from_object(pairs, nested):
+    """Where neither pronoun nor noun shows its case, the number of the verb does."""
+    relative = re.compile(r"(\S+) , (die|das) ([^,.]* )?(sieht|sehen|sucht|suchen|hört|hören) [,.]")
+    seen = Counter()
+    for pair in pairs + nested:
+        for noun, pronoun, words, verb in relative.findall(pair.source):
+            phrases = list(noun_phrases(words.split()))
+            if noun not in ANIMATE or len(phrases) != 1 or phrases[0][-1] not in ANIMATE:
+                continue
+            readings = phrase_readings(*phrases[0][1:])
+            if {reading[1] for reading in readings} >= {"n", "a"}:
+                [number] = {reading[0] == "p" for reading in readings if reading[1] in "na"}
+                head = pronoun == "die" and GENDER_OF.get(noun) != "f"
+                assert head != number, pair
+                subject = head == verb.endswith("en")
+                if noun in PERSONS and pair.source.count(",") < 3:
+                    assert ("who" if subject else "whom") in pair.target.split(), pair
+                seen[subject] += 1
+    assert min(seen[True], seen[False]) > 20
+
+
+# ------------------------------------------------------------------------------ laws of English
+
+
+BASES = (
+    "read buy eat carry fetch see look hear help thank answer follow give show bring wait play "
+    "talk sleep laugh work come open close choose pick call invite throw listen get fall arrive "
+    "say know believe ask be"
+).split()
+
+
+def test_english_articles_auxiliaries_and_third_persons(pairs, nested):
+    seen = Counter()
+    for pair in pairs + nested:
+        words = pair.target.split()
+        for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+            if word in ("a", "an"):
+                assert (word == "an") == (after[0] in "aeiou"), pair
+            elif word == "not":
+                assert before in "do does did will should may am is are was were".split(), pair
+                be = before in "am is are was were".split()
+                assert be or after in [*BASES, "have", "want"], pair
+            elif word in ("cannot", "will"):
+                assert after in [*BASES, "not"] or pair.source.endswith("?"), pair
+            elif word in ("he", "she") and pair.construction in ("simple", "separable"):
+                assert after not in [*BASES, "have", "want", "do", "am", "are", "were"], pair
+            elif word in ("i", "we", "these") and not pair.source.endswith("?"):
+                assert after not in ("does", "is", "has", "wants"), pair
+            seen[word] += 1
+    assert min(seen[word] for word in ("a", "an", "not", "cannot", "will", "he", "she")) > 100
+
+
+# ------------------------------------------------------------------- the corpus as a whole
+
+
+def test_every_german_sentence_has_one_english_answer():
+    draw, answers, repeats = Draw(random.Random(5)), {}, 0
+    rules = [*corpus.TRAINING.values(), *corpus.NESTED.values()]
+    for _ in range(100_000):
+        german, english = draw.pick(rules)(draw)
+        repeats += german in answers
+        assert answers.setdefault(german, english) == english, german
+    assert repeats > 2000
+
+
+def test_there_are_millions_of_sentences():
+    """Subject, verb, one accusative, in the present: all phrases of two lists, counted."""
+    total = 0
+    for verb in corpus.EVENTS:
+        if verb.german_frame == (("", "acc"),):
+            subjects, objects = (
+                {
+                    made.forms[case]
+                    for described in (False, True)
+                    for made in corpus.phrases(verb.selects[role], corpus.ANY, described)
+                }
+                for role, case in (("nom", 0), ("acc", 1))
+            )
+            total += len(subjects) * len(objects)
+    assert total > 1_000_000
+    draw = Draw(random.Random(6))
+    drawn = {corpus.TRAINING["subordinate"](draw)[0] for _ in range(4000)}
+    assert len(drawn) > 3995  # by the birthday rule, about 4000**2 / 2 / repeats sentences or more
+
+
+def test_same_seed_same_pairs_under_every_hash_seed():
+    def digest(hash_seed):
+        code = (
+            "import hashlib; from experiments.translation.corpus import generate, DEEPER, "
+            "CONSTRUCTIONS; p = generate(2000, seed=7, constructions=CONSTRUCTIONS + DEEPER); "
+            "print(hashlib.sha256(repr([tuple(x) for x in p]).encode()).hexdigest())"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONIOENCODING": "utf-8"},
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    here = generate(2000, seed=7, constructions=CONSTRUCTIONS + DEEPER)
+    expected = hashlib.sha256(repr([tuple(pair) for pair in here]).encode()).hexdigest()
+    assert {digest("0"), digest("1"), digest("12345")} == {expected}
+    assert generate(2000, seed=8) != generate(2000, seed=7)
+
+
+def test_generate_gives_distinct_sources_and_honours_exclude(pairs):
+    assert len({pair.source for pair in pairs}) == len(pairs) == 30_000
+    assert generate(100, seed=11) == pairs[:100]
+    taken = {pair.source for pair in pairs[:2000]}
+    assert not taken & {pair.source for pair in generate(2000, seed=11, exclude=taken)}
+    assert generate(0, seed=1) == []
+
+
+def test_every_construction_occurs_often(pairs, nested):
+    counts = Counter(pair.construction for pair in pairs)
+    assert set(counts) == set(CONSTRUCTIONS) and min(counts.values()) > 1000
+    counts = Counter(pair.construction for pair in nested)
+    assert set(counts) == set(DEEPER) and min(counts.values()) > 500
+    assert not set(CONSTRUCTIONS) & set(DEEPER)
+
+
+def clauses(german):
+    """How many subordinate clauses begin in the sentence, or a few more."""
+    words = [",", *german.split()]
+    openers = set("weil obwohl wenn dass ob der die das den dem denen auf mit".split())
+    return sum(before == "," and word in openers for before, word in itertools.pairwise(words)) - (
+        words[1] in openers - {"weil", "obwohl", "wenn"}
+    )
+
+
+def test_deeper_sentences_have_more_clauses_than_any_seen_in_training(pairs, nested):
+    assert max(clauses(pair.source) for pair in pairs) == 1
+    assert min(clauses(pair.source) for pair in nested) == 2
+
+
+def test_tokens_lengths_and_vocabulary(pairs, nested):
+    german = {token for pair in pairs for token in pair.source.split()}
+    english = {token for pair in pairs for token in pair.target.split()}
+    assert 250 < len(german) < 350 and 150 < len(english) < 250
+    for pair in pairs + nested:
+        for text in (pair.source, pair.target):
+            assert re.fullmatch(r"([a-zäöüß]+ |, )+[.?]", text), pair
+    for pair in nested:
+        assert set(pair.source.split()) <= german and set(pair.target.split()) <= english
+    lengths = sorted(len(pair.source.split()) for pair in pairs)
+    assert lengths[-1] <= 24 and 8 <= sum(lengths) / len(lengths) <= 12
+    assert max(len(pair.target.split()) for pair in pairs) <= 26
+    assert max(len(text.split()) for pair in nested for text in pair[:2]) <= 32
+
+
+def test_splits_are_disjoint_and_held_out_ones_do_not_depend_on_the_training_size():
+    small = splits(train=500, validation=200, test=300, deeper=400, seed=3)
+    assert [len(part) for part in small] == [500, 200, 300, 400]
+    sources = [pair.source for part in small for pair in part]
+    assert len(set(sources)) == len(sources)
+    assert {pair.construction for pair in small.train} == set(CONSTRUCTIONS)
+    assert {pair.construction for pair in small.deeper} == set(DEEPER)
+    large = splits(train=2000, validation=200, test=300, deeper=400, seed=3)
+    assert large[1:] == small[1:] and large.train[:500] == small.train
+
+
+@pytest.mark.parametrize("constructions", [(), ("main", "simple")])
+def test_unknown_constructions_are_named(constructions):
+    with pytest.raises(ValueError, match=r"constructions: expected some of .*'simple'.* got"):
+        generate(1, seed=0, constructions=constructions)
+
+
+def test_a_negative_count_is_refused():
+    with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
+        generate(-1, seed=0)
+
+
+def test_a_construction_that_runs_out_says_so(monkeypatch):
+    monkeypatch.setitem(corpus.TRAINING, "yes", lambda draw: ("ja .", "yes ."))
+    assert [pair.target for pair in generate(1, seed=0, constructions=("yes",))] == ["yes ."]
+    with pytest.raises(ValueError, match=r"count: expected at most about 1 for \('yes',\), got 2"):
+        generate(2, seed=0, constructions=("yes",))

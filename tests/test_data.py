@@ -1,0 +1,709 @@
+"""Reading, encoding and batching of parallel text: every rule, and that nothing is lost."""
+
+import gzip
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.translation import batches, data, text
+from experiments.translation.corpus import Pair
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    raw = content.encode("utf-8") if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    return path
+
+
+def write_split(folder: Path, name: str, source: str | bytes, target: str | bytes) -> Path:
+    write(folder / f"{name}.de", source)
+    write(folder / f"{name}.en", target)
+    return folder
+
+
+def sides(pairs: list[Pair]) -> list[tuple[str, str]]:
+    return [(pair.source, pair.target) for pair in pairs]
+
+
+def pairs_of(*sentences: tuple[str, str]) -> list[Pair]:
+    return [Pair(source, target, "") for source, target in sentences]
+
+
+# ---------------------------------------------------------------------------------- reading
+
+
+def test_folder_of_parallel_files_with_and_without_gzip(tmp_path):
+    write_split(tmp_path, "train", "ein hund\nzwei\n", "a dog\ntwo\n")
+    write(tmp_path / "val.de.gz", "drei\n")
+    write(tmp_path / "val.en.gz", "three\n")
+    dataset = data.read_dataset(tmp_path)
+    assert sides(dataset.train) == [("ein hund", "a dog"), ("zwei", "two")]
+    assert sides(dataset.validation) == [("drei", "three")]
+    assert dataset.test == []
+    assert set(dataset.reports) == {"train", "validation"}
+    write(tmp_path / "test.tsv.gz", "vier\tfour\n")
+    assert sides(data.read_dataset(tmp_path).test) == [("vier", "four")]
+
+
+def test_other_languages_and_their_order(tmp_path):
+    write(tmp_path / "train.fr", "un\n")
+    write_split(tmp_path, "train", "ein\n", "one\n")
+    pairs, _ = data.read_split(tmp_path, "train", languages=("en", "fr"))
+    assert sides(pairs) == [("one", "un")]
+    with pytest.raises(ValueError, match="languages must be two different suffixes"):
+        data.read_split(tmp_path, "train", languages=("en", "en"))
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "nowhere"))):
+        data.read_dataset(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no train\.de and no train\.en .*train\.tsv, in"):
+        data.read_dataset(tmp_path)
+    write(tmp_path / "train.de", "ein\n")
+    with pytest.raises(FileNotFoundError, match=r"^no train\.en \(plain or \.gz\), in"):
+        data.read_dataset(tmp_path)
+    write(tmp_path / "train.en", "one\n")
+    with pytest.raises(FileNotFoundError, match=r"no val\.de and no val\.en"):
+        data.read_dataset(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"other\.de"):
+        data.read_parallel(tmp_path / "other.de", tmp_path / "train.en")
+
+
+def test_two_forms_of_one_split_are_not_chosen_from(tmp_path):
+    write_split(tmp_path, "train", "ein\n", "one\n")
+    write(tmp_path / "train.de.gz", "eins\n")
+    with pytest.raises(ValueError, match=r"train\.de and .*train\.de\.gz both exist"):
+        data.read_split(tmp_path, "train")
+    (tmp_path / "train.de.gz").unlink()
+    write(tmp_path / "train.tsv", "zwei\ttwo\n")
+    with pytest.raises(ValueError, match=r"train\.tsv and .*train\.de both hold"):
+        data.read_split(tmp_path, "train")
+
+
+def test_unequal_line_counts_give_both_files_and_numbers(tmp_path):
+    write_split(tmp_path, "train", "1\n2\n3\n4\n5\n", "1\n2\n3\n")
+    with pytest.raises(ValueError, match=r"got 5 in .*train\.de and 3 in .*train\.en"):
+        data.read_split(tmp_path, "train")
+
+
+def test_pairs_with_an_empty_side_are_dropped_as_pairs_and_counted(tmp_path):
+    write_split(tmp_path, "train", "a\n\nc\n \t\ne\n\n", "A\nB\n\nD\nE\n\u3000\n")
+    pairs, report = data.read_split(tmp_path, "train")
+    assert sides(pairs) == [("a", "A"), ("e", "E")]
+    assert (report.read, report.kept, report.empty) == (6, 2, 4)
+    assert "read 6 pairs, kept 2, dropped 4 with an empty side" in str(report)
+    assert "\n" not in str(report)
+
+
+def test_a_split_without_any_pair_is_an_error(tmp_path):
+    write_split(tmp_path, "train", "\n\n", "\nB\n")
+    with pytest.raises(
+        ValueError, match="expected at least one pair with two sides, got none of 2"
+    ):
+        data.read_split(tmp_path, "train")
+
+
+def test_last_line_counts_with_and_without_its_newline(tmp_path):
+    write_split(tmp_path, "train", "a\nb", "A\nB\n")
+    pairs, report = data.read_split(tmp_path, "train")
+    assert sides(pairs) == [("a", "A"), ("b", "B")]
+    assert report.read == 2
+
+
+def test_byte_order_mark_is_no_part_of_the_first_word(tmp_path):
+    write_split(tmp_path, "train", b"\xef\xbb\xbfein\nzwei\n", "one\n\ufefftwo\n")
+    pairs, _ = data.read_split(tmp_path, "train")
+    assert sides(pairs) == [("ein", "one"), ("zwei", "two")]
+    assert data.read_lines(tmp_path / "train.de") == ["ein", "zwei"]
+
+
+def test_crlf_and_a_lone_carriage_return(tmp_path):
+    write_split(tmp_path, "train", "a b\r\nc\rd\r\ne\r\n", "A\nC\nE\n")
+    pairs, _ = data.read_split(tmp_path, "train")
+    assert sides(pairs) == [("a b", "A"), ("c\rd", "C"), ("e", "E")]
+    assert data.read_lines(write(tmp_path / "all", "a b\r\nc\rd\r\r\n\r")) == ["a b", "c\rd\r", ""]
+    assert text.WordTokenizer().tokenize("c\rd") == ["c", "d"]
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1e"])
+def test_only_a_newline_ends_a_line(tmp_path, mark):
+    write_split(tmp_path, "train", f"a{mark}b\nc\n", "A\nC\n")
+    pairs, report = data.read_split(tmp_path, "train")
+    assert sides(pairs) == [(f"a{mark}b", "A"), ("c", "C")]
+    assert report.read == 2
+    assert text.WordTokenizer().tokenize(pairs[0].source) == ["a", "b"]
+
+
+def test_invalid_utf8_and_nul_give_file_and_line(tmp_path):
+    write_split(tmp_path, "train", b"gut\nsch\xf6n\n", b"good\nbeautiful\n")
+    with pytest.raises(ValueError, match=r"train\.de:2: expected UTF-8 text, got the byte 0xf6"):
+        data.read_split(tmp_path, "train")
+    write_split(tmp_path, "train", "gut\nsehr\ngut\n", "good\nvery\ngo\0od\n")
+    with pytest.raises(ValueError, match=r"train\.en:3: expected UTF-8 text, got a NUL"):
+        data.read_split(tmp_path, "train")
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: b"text" + raw])
+def test_damaged_gzip_is_one_clear_error(tmp_path, damage):
+    path = tmp_path / "train.tsv.gz"
+    path.write_bytes(damage(gzip.compress(b"ein\tone\n" * 50)))
+    with pytest.raises(ValueError, match=r"train\.tsv\.gz: expected a gzip file, but"):
+        data.read_tsv(path)
+
+
+@pytest.mark.parametrize(("row", "columns"), [("nur eine", 1), ("a\tb\tc", 3), ("a\tb\t", 3)])
+def test_malformed_tsv_gives_file_and_line(tmp_path, row, columns):
+    path = write(tmp_path / "train.tsv", f"a\tA\n{row}\nc\tC\n")
+    message = rf"train\.tsv:2: expected 2 columns \(source TAB target\), got {columns}"
+    with pytest.raises(ValueError, match=message):
+        data.read_tsv(path)
+
+
+def test_quotes_in_tsv_have_no_meaning_and_empty_rows_are_counted(tmp_path):
+    path = write(tmp_path / "train.tsv", '"a\tA\n\nb\tB"\n\tC\nd "\t"D"\n')
+    pairs, report = data.read_tsv(path)
+    assert sides(pairs) == [('"a', "A"), ("b", 'B"'), ('d "', '"D"')]
+    assert (report.read, report.kept, report.empty) == (5, 3, 2)
+
+
+def test_parallel_files_may_hold_tabs(tmp_path):
+    write_split(tmp_path, "train", "a\tb\n", "A\n")
+    assert sides(data.read_split(tmp_path, "train")[0]) == [("a\tb", "A")]
+
+
+def test_one_tsv_file_holds_sentences_out_without_leaking(tmp_path):
+    rows = [f"satz {n % 150}\tsentence {n}" for n in range(400)]
+    path = write(tmp_path / "all.tsv", "\n".join(rows) + "\n")
+    dataset = data.read_dataset(path)
+    train, validation = sides(dataset.train), sides(dataset.validation)
+    assert sorted(train + validation) == sorted(tuple(row.split("\t")) for row in rows)
+    assert 1 <= len(validation) <= 20
+    assert {source for source, _ in train}.isdisjoint(source for source, _ in validation)
+    assert dataset == data.read_dataset(path)
+    write(path, "immer\talways\nimmer\tever\n")
+    with pytest.raises(ValueError, match="expected different source sentences"):
+        data.read_dataset(path)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"must be a folder, a \.tsv or a \.tsv\.gz file, got .*csv"
+    ):
+        data.read_dataset(write(tmp_path / "all.csv", "a,b\n"))
+
+
+def test_sentences_come_out_in_normal_form_c(tmp_path):
+    decomposed = unicodedata.normalize("NFD", "schöne Grüße")
+    write_split(tmp_path, "train", f"{decomposed}\n½\n", "best wishes\nhalf\n")
+    pairs, _ = data.read_split(tmp_path, "train")
+    assert [pair.source for pair in pairs] == ["schöne Grüße", "½"]
+    assert decomposed != "schöne Grüße"
+
+
+def test_report_points_at_a_shift_that_later_lines_make_up_for(tmp_path):
+    lengths = np.random.default_rng(0).integers(2, 30, 1000)
+    source = ["wort " * length for length in lengths]
+    target = ["word  " * length for length in lengths]
+    write_split(tmp_path, "train", "\n".join(source), "\n".join(target))
+    _, report = data.read_split(tmp_path, "train")
+    assert report.unusual == 0
+    assert report.unusual_block is None
+    target[410:480] = [*target[411:480], target[410]]
+    write_split(tmp_path, "train", "\n".join(source), "\n".join(target))
+    pairs, report = data.read_split(tmp_path, "train")
+    assert len(pairs) == 1000
+    assert report.unusual_block is not None
+    assert report.unusual_block[:2] == (401, 500)
+    assert report.unusual_block[2] == report.unusual > 10
+    assert all(411 <= line <= 480 for line in report.unusual_lines)
+    assert "in lines 401-500" in str(report)
+
+
+def test_report_blocks_begin_at_line_one_and_end_with_the_file(tmp_path):
+    target = ["word " * 10] * 250
+    target[99] = target[249] = target[248] = "word"
+    write_split(tmp_path, "train", "wort " * 10 + ("\n" + "wort " * 10) * 249, "\n".join(target))
+    _, report = data.read_split(tmp_path, "train")
+    assert report.unusual_lines == (100, 249, 250)
+    assert report.unusual_block == (201, 250, 2)
+    target[248] = target[249] = target[0]
+    write(tmp_path / "train.en", "\n".join(target))
+    assert data.read_split(tmp_path, "train")[1].unusual_block == (1, 100, 1)
+
+
+# ---------------------------------------------------------------------------- words and ids
+
+SENTENCES = [
+    ("Zwei Männer bei den Büschen.", "zwei männer bei den büschen ."),
+    ("Doesn't the man's t-shirt fit?", "does n't the man 's t-shirt fit ?"),
+    ("L'homme d’Arras", "l' homme d’ arras"),
+    ("Er sagt: „Nein“ (z.B. um 11:27)...", "er sagt : „ nein “ ( z.b. um 11:27 ) ..."),
+    ('"Hi," she said -- 10,000 times', '" hi , " she said -- 10,000 times'),
+    ("“Hi,” it's 50%; $5 and/or «un»", "“ hi , ” it 's 50 % ; $ 5 and / or « un »"),
+    ("Obst- und Gemüse, Messer und -gabel!", "obst- und gemüse , messer und -gabel !"),
+    ("हिन्दी में।", "हिन्दी में ।"),
+    ("Ende\u2028neu", "ende neu"),
+]
+
+
+@pytest.mark.parametrize(("sentence", "tokens"), SENTENCES)
+def test_words_and_punctuation(sentence, tokens):
+    tokenizer = text.WordTokenizer()
+    assert tokenizer.tokenize(sentence) == tokens.split()
+    assert tokenizer.detokenize(tokens.split()) == sentence.lower().replace("\u2028", " ")
+    # Text that is cut already stays as it is, but for an ending that was cut off a word.
+    if not {"'", "’"} & set(tokens):
+        assert tokenizer.tokenize(tokens) == tokens.split()
+
+
+def test_case_and_punctuation_can_be_left_alone():
+    sentence = "Der Hund, er bellt."
+    assert text.WordTokenizer(lower=False).tokenize(sentence)[:2] == ["Der", "Hund"]
+    plain = text.WordTokenizer(split_punctuation=False)
+    assert plain.tokenize(sentence) == ["der", "hund,", "er", "bellt."]
+    assert plain.detokenize(["a", ",", "b"]) == "a , b"
+
+
+@given(st.text())
+def test_tokens_keep_every_character_but_white_space(sentence):
+    tokens = text.WordTokenizer(lower=False).tokenize(sentence)
+    assert "".join(tokens) == "".join(unicodedata.normalize("NFC", sentence).split())
+    assert all(tokens)
+
+
+@given(st.text())
+def test_normal_forms_give_the_same_ids(sentence):
+    tokenizer = text.WordTokenizer()
+    decomposed = unicodedata.normalize("NFD", sentence)
+    assert tokenizer.tokenize(decomposed) == tokenizer.tokenize(sentence)
+
+
+def test_normal_forms_of_umlauts_give_the_same_ids_and_compatible_ones_do_not():
+    vocabulary = text.Vocabulary.build(["schöne Grüße"])
+    decomposed = unicodedata.normalize("NFD", "Schöne Grüße")
+    assert vocabulary.encode(decomposed) == [5, 4, text.EOS]
+    assert text.WordTokenizer(lower=False).tokenize(decomposed) == ["Schöne", "Grüße"]
+    assert text.WordTokenizer().tokenize("½ ﬁ") == ["½", "ﬁ"]
+
+
+def test_vocabulary_is_sorted_by_count_then_spelling():
+    vocabulary = text.Vocabulary.build(["b b c a", "d c a b", "e"], minimum_count=2)
+    assert vocabulary.words == ("b", "a", "c")
+    assert len(vocabulary) == 7
+    assert vocabulary.tokens(range(7)) == ["<pad>", "<unk>", "<bos>", "<eos>", "b", "a", "c"]
+    assert vocabulary.encode("c B e a") == [6, 4, text.UNK, 5, text.EOS]
+    assert vocabulary.unknown("c B e a d") == ["e", "d"]
+    with pytest.raises(ValueError, match="minimum_count must be at least 1, got 0"):
+        text.Vocabulary.build([], minimum_count=0)
+
+
+def test_text_cannot_spell_a_special():
+    plain = text.WordTokenizer(split_punctuation=False)
+    vocabulary = text.Vocabulary.build(["a <eos> b <pad>", "<eos> <eos>"], tokenizer=plain)
+    assert vocabulary.words == ("a", "b")
+    assert vocabulary.encode("a <eos> b") == [4, text.UNK, 5, text.EOS]
+    with pytest.raises(ValueError, match="'<eos>' cannot be a word"):
+        text.Vocabulary(("a", "<eos>"))
+
+
+def test_vocabulary_does_not_depend_on_hash_seed_or_platform_encoding(tmp_path):
+    write_split(tmp_path, "train", "Grüße ä ö ü ß ñ\nß é\n", "one two three four\nfive\n")
+    code = (
+        "import sys; from experiments.translation import data, text;"
+        "pairs, _ = data.read_split(sys.argv[1], 'train');"
+        "print(*[text.Vocabulary.build(p[side] for p in pairs).to_json() for side in (0, 1)])"
+    )
+    runs = []
+    for seed in "01":
+        changes = {"PYTHONHASHSEED": seed, "LC_ALL": "C", "PYTHONUTF8": "0"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        runs.append(subprocess.run(command, env=environment, capture_output=True, check=True))
+    assert runs[0].stdout == runs[1].stdout
+    assert b"gr\\u00fc\\u00dfe" in runs[0].stdout
+
+
+def test_vocabulary_round_trip_through_json():
+    tokenizer = text.WordTokenizer(lower=False)
+    vocabulary = text.Vocabulary.build(['Ein "Wort", ja: ü'], tokenizer=tokenizer)
+    again = text.Vocabulary.from_json(vocabulary.to_json())
+    assert again == vocabulary
+    assert again.encode("Ein Wort ein") == vocabulary.encode("Ein Wort ein")
+    assert vocabulary.to_json().isascii()
+
+
+GOOD = {
+    "format": "jattn-vocabulary",
+    "tokenizer": {"kind": "words", "lower": True, "split_punctuation": True},
+    "words": ["a"],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"words": ["a", "b", "a"]}, "expected different words, got 'a' twice"),
+        ({"words": ["<pad>"]}, "'<pad>' cannot be a word"),
+        ({"words": [""]}, "'' cannot be a word"),
+        ({"words": ["a", 3]}, "words must be a list of strings"),
+        ({"words": "ab"}, "words must be a list of strings"),
+        ({"format": "other"}, "expected the format 'jattn-vocabulary', got 'other'"),
+        ({"more": 1}, "expected an object with the keys"),
+        (
+            {"tokenizer": {"kind": "os.system"}},
+            "expected a tokenizer of kind words, got 'os.system'",
+        ),
+        ({"tokenizer": {"kind": "words", "lower": True}}, "tokenizer: expected an object with"),
+        (
+            {"tokenizer": {"kind": "words", "lower": 1, "split_punctuation": True}},
+            "must be true or false",
+        ),
+    ],
+)
+def test_vocabulary_file_is_checked(change, message):
+    assert len(text.Vocabulary.from_json(json.dumps(GOOD))) == 5
+    with pytest.raises(ValueError, match=message):
+        text.Vocabulary.from_json(json.dumps(GOOD | change))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 100_000])
+def test_vocabulary_file_that_is_something_else(content):
+    with pytest.raises(ValueError, match=r"^vocabulary: expected"):
+        text.Vocabulary.from_json(content)
+
+
+def test_decode_stops_at_eos_and_leaves_out_padding():
+    vocabulary = text.Vocabulary.build(["b b b a a ."])
+    ids = [text.BOS, 4, 5, text.UNK, 6, text.EOS, 4, text.PAD]
+    assert vocabulary.decode(ids) == "b a <unk>."
+    assert vocabulary.decode(np.array([4, text.PAD, 5], np.int32)) == "b a"
+    assert vocabulary.decode([]) == ""
+    assert vocabulary.decode(vocabulary.encode("A b.")) == vocabulary.normalize("A  b.") == "a b."
+
+
+@pytest.mark.parametrize("wrong", [-1, -100, 7, 2**31])
+def test_ids_outside_the_vocabulary_are_refused_on_the_host(wrong):
+    vocabulary = text.Vocabulary.build(["a b c"])
+    with pytest.raises(ValueError, match=rf"ids must be in 0\.\.6, got {wrong}"):
+        vocabulary.decode([4, wrong, 5])
+    with pytest.raises(ValueError, match=rf"logits must be in 0\.\.6, got {wrong}"):
+        text.check_ids(np.array([[6, wrong]]), 7, name="logits")
+    good, bad = text.Ragged.of([[4, 3]]), text.Ragged.of([[min(wrong, 7), 3]])
+    with pytest.raises(ValueError, match=r"source ids must be in 0\.\.6"):
+        text.EncodedPairs(bad, good, np.arange(1), 7, 7)
+    with pytest.raises(ValueError, match=r"target ids must be in 0\.\.6"):
+        text.EncodedPairs(good, bad, np.arange(1), 8, 7)
+
+
+def test_ids_must_be_a_row_of_integers():
+    vocabulary = text.Vocabulary.build(["a b c"])
+    with pytest.raises(TypeError, match="ids must be integers, got float64"):
+        vocabulary.decode([4.0])
+    with pytest.raises(ValueError, match=r"ids must have the shape \[T\], got \[1, 2\]"):
+        vocabulary.decode([[4, 5]])
+
+
+def test_encoded_pairs_are_checked():
+    two, one = text.Ragged.of([[4, 3], [3]]), text.Ragged.of([[3]])
+    with pytest.raises(ValueError, match=r"equally many rows, got \(2, 1, 2\)"):
+        text.EncodedPairs(two, one, np.arange(2), 5, 5)
+    with pytest.raises(ValueError, match="target row 1 is empty"):
+        text.EncodedPairs(two, text.Ragged.of([[3], []]), np.arange(2), 5, 5)
+
+
+def test_ragged_rows_come_back():
+    rows = [[5, 6, 3], [], [3], [7, 3]]
+    ragged = text.Ragged.of(rows)
+    assert [ragged[place].tolist() for place in range(-4, 4)] == rows + rows
+    assert ragged.lengths.tolist() == [3, 0, 1, 2]
+    assert ragged.values.dtype == np.int32
+    with pytest.raises(IndexError):
+        ragged[4]
+
+
+def test_one_sentence_longer_than_the_maximum():
+    vocabulary = text.Vocabulary.build(["a a a b b c"])
+    assert vocabulary.encode("a b c", max_length=4) == [4, 5, 6, text.EOS]
+    with pytest.raises(ValueError, match=r"at most 3 tokens .* got 4 in 'a b c'"):
+        vocabulary.encode("a b c", max_length=3)
+    assert vocabulary.encode("a b c", max_length=3, too_long="truncate") == [4, 5, text.EOS]
+    with pytest.raises(ValueError, match="max_length must be at least 2, got 1"):
+        vocabulary.encode("a", max_length=1)
+    with pytest.raises(ValueError, match="too_long must be 'error' or 'truncate', got 'drop'"):
+        vocabulary.encode("a", too_long="drop")  # pyright: ignore[reportArgumentType]
+
+
+LONG = pairs_of(("a", "x"), ("a b c", "x"), ("b", "x y z y"), ("c b", "z y"))
+
+
+def test_too_long_pairs_are_dropped_as_pairs_and_counted():
+    source, target = (text.Vocabulary.build([s]) for s in ("a b c", "x y z"))
+    encoded, report = text.encode_pairs(LONG, source, target, max_length=3)
+    assert encoded.origin.tolist() == [0, 3]
+    assert [row.tolist() for row in (encoded.source[1], encoded.target[1])] == [
+        [6, 5, 3],
+        [6, 5, 3],
+    ]
+    assert (report.pairs, report.kept, report.dropped) == (4, 2, 2)
+    assert (report.truncated_source, report.truncated_target) == (0, 0)
+    assert (report.source_tokens, report.target_tokens) == (5, 5)
+
+
+def test_too_long_sides_are_truncated_with_eos_and_counted():
+    source, target = (text.Vocabulary.build([s]) for s in ("a b c", "x y z"))
+    encoded, report = text.encode_pairs(LONG, source, target, max_length=3, too_long="truncate")
+    assert encoded.origin.tolist() == [0, 1, 2, 3]
+    assert encoded.source[1].tolist() == [4, 5, text.EOS]
+    assert encoded.target[2].tolist() == [4, 5, text.EOS]
+    assert (report.dropped, report.truncated_source, report.truncated_target) == (0, 1, 1)
+    assert "0 too long and dropped, 1 source and 1 target sides truncated" in str(report)
+
+
+def test_too_long_pairs_can_be_an_error():
+    source, target = (text.Vocabulary.build([s]) for s in ("a b c", "x y z"))
+    with pytest.raises(ValueError, match=r"pair 1: expected at most 3 tokens .* got 4 in 'a b c'"):
+        text.encode_pairs(LONG, source, target, max_length=3, too_long="error")
+    with pytest.raises(
+        ValueError, match=r"pair 2: expected at most 4 tokens .* got 5 in 'x y z y'"
+    ):
+        text.encode_pairs(LONG, source, target, max_length=4, too_long="error")
+    with pytest.raises(ValueError, match="too_long must be 'drop', 'truncate' or 'error'"):
+        text.encode_pairs(LONG, source, target, too_long="cut")  # pyright: ignore
+
+
+def test_unknown_words_are_counted_on_each_side():
+    source, target = text.Vocabulary.build(["a b"]), text.Vocabulary.build(["x"])
+    encoded, report = text.encode_pairs(pairs_of(("a q b", "x y z")), source, target)
+    assert encoded.source[0].tolist() == [4, text.UNK, 5, text.EOS]
+    assert (report.source_unknown, report.source_tokens) == (1, 4)
+    assert (report.target_unknown, report.target_tokens) == (2, 4)
+    assert "1 of 4 source and 2 of 4 target tokens" in str(report)
+
+
+# ---------------------------------------------------------------------------------- batches
+
+
+def random_pairs(count: int, longest: int, *, seed: int = 0) -> text.EncodedPairs:
+    """Pairs of which every token tells pair, side and place; `origin` is not `arange`."""
+    random = np.random.default_rng(seed)
+    rows: list[list[list[int]]] = [[], []]
+    for pair, side in itertools.product(range(count), range(2)):
+        length = int(random.integers(0, longest))
+        words = [4 + (pair * 2 + side) * longest + place for place in range(length)]
+        rows[side].append([*words, text.EOS])
+    size = 4 + 2 * count * longest
+    origin = 10 + 3 * np.arange(count)
+    return text.EncodedPairs(text.Ragged.of(rows[0]), text.Ragged.of(rows[1]), origin, size, size)
+
+
+def rows_of(batch: batches.Batch) -> list[tuple[list[int], list[int]]]:
+    """The pairs in a batch, read by loops; checks lengths, shift and padding on the way."""
+    found = []
+    assert {array.dtype for array in batch} == {np.dtype(np.int32)}
+    for row in range(len(batch.source)):
+        source, target = int(batch.source_lengths[row]), int(batch.target_lengths[row])
+        assert (source == 0) == (target == 0)
+        assert not batch.source[row, source:].any()
+        assert not batch.target_in[row, target:].any()
+        assert not batch.target_out[row, target:].any()
+        if source:
+            out = batch.target_out[row, :target].tolist()
+            assert batch.target_in[row, :target].tolist() == [text.BOS, *out[:-1]]
+            found.append((batch.source[row, :source].tolist(), out))
+    return found
+
+
+def expected_rows(pairs: text.EncodedPairs) -> list[tuple[list[int], list[int]]]:
+    return [(pairs.source[n].tolist(), pairs.target[n].tolist()) for n in range(len(pairs))]
+
+
+OPTIONS = [
+    {"tokens_per_batch": 200},
+    {"tokens_per_batch": 500, "devices": 4},
+    {"rows_per_batch": 7},
+    {"tokens_per_batch": 10, "max_shapes": 2},
+    {"rows_per_batch": 5, "max_shapes": 1, "multiple": 3},
+    {"tokens_per_batch": 100_000, "devices": 3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_no_pair_is_lost_or_shifted_and_every_token_is_there(options):
+    pairs = random_pairs(157, 41)
+    made = batches.Batches(pairs, **options)
+    for epoch in range(2):
+        epoch_batches = list(made.epoch(epoch))
+        found = [row for batch in epoch_batches for row in rows_of(batch)]
+        assert sorted(found) == sorted(expected_rows(pairs))
+        assert len(epoch_batches) == len(made)
+        total = sum(int(batch.target_lengths.sum()) for batch in epoch_batches)
+        assert total == len(pairs.target.values)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_shapes_are_few_and_as_promised(options):
+    made = batches.Batches(random_pairs(157, 41), **options)
+    seen = {(*b.source.shape, b.target_in.shape[1]) for b in made.epoch(0)}
+    seen |= {(*b.source.shape, b.target_in.shape[1]) for b in made.epoch(1)}
+    seen |= {(*b.source.shape, b.target_in.shape[1]) for b, _ in made.in_order()}
+    assert seen <= set(made.shapes)
+    assert len(made.shapes) <= options.get("max_shapes", 4)
+    devices = options.get("devices", 1)
+    for shape in made.shapes:
+        assert shape.source_width % options.get("multiple", 8) == 0
+        assert shape.target_width % options.get("multiple", 8) == 0
+        assert shape.rows % devices == 0
+        places = shape.rows * max(shape[1:])
+        if "tokens_per_batch" in options and shape.rows > devices:
+            assert places <= options["tokens_per_batch"]
+            whole = shape.rows == -(-157 // devices) * devices
+            assert whole or (shape.rows + devices) * max(shape[1:]) > options["tokens_per_batch"]
+
+
+def test_at_most_one_batch_has_empty_rows():
+    made = batches.Batches(random_pairs(500, 41), tokens_per_batch=300, devices=2)
+    assert len(made.shapes) == 4
+    empty = [(batch.source_lengths == 0).any() for batch in made.epoch(0)]
+    assert sum(empty) <= 1
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_widths_waste_the_fewest_places(most, seed):
+    random = np.random.default_rng(seed)
+    lengths = random.choice([3, 7, 8, 9, 16, 17, 31, 32, 33, 40, 55, 64], random.integers(1, 40))
+    candidates = range(8, int(lengths.max()) + 8, 8)
+
+    def places(widths):
+        return sum(min(w for w in widths if w >= length) for length in lengths.tolist())
+
+    chosen = batches._choose_widths(lengths, 8, most).tolist()
+    assert len(chosen) <= most
+    assert places(chosen) == min(
+        places((*some, candidates[-1]))
+        for count in range(most)
+        for some in itertools.combinations(candidates[:-1], count)
+    )
+
+
+def test_a_shape_holds_what_moves_on_from_narrower_ones():
+    source = [[4] * 15 + [3]] * 3 + [[4, 3]] * 2
+    target = [[5, 3]] * 3 + [[5] * 22 + [3]] * 2
+    pairs = text.EncodedPairs(text.Ragged.of(source), text.Ragged.of(target), np.arange(5), 6, 6)
+    made = batches.Batches(pairs, rows_per_batch=2)
+    assert made.shapes == ((2, 16, 8), (2, 16, 24))
+    found = [row for batch in made.epoch(0) for row in rows_of(batch)]
+    assert sorted(found) == sorted(expected_rows(pairs))
+
+
+def test_batches_of_all_widths_are_mixed():
+    made = batches.Batches(random_pairs(157, 41), rows_per_batch=4)
+    widths = [batch.source.shape[1] for batch in made.epoch(0)]
+    assert widths != sorted(widths)
+    assert widths != sorted(widths, reverse=True)
+    assert sum(a != b for a, b in itertools.pairwise(widths)) > len(made) // 3
+
+
+def equal(left: batches.Batch, right: batches.Batch) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_going_on_from_any_step_gives_the_same_batches():
+    made = batches.Batches(random_pairs(157, 41), tokens_per_batch=200, seed=3)
+    again = batches.Batches(random_pairs(157, 41), tokens_per_batch=200, seed=3)
+    whole = [batch for epoch in range(3) for batch in made.epoch(epoch)]
+    for start in (0, 1, len(made) - 1, len(made)):
+        rest = list(again.epoch(0, start))
+        assert len(rest) == len(made) - start
+        assert all(map(equal, rest, whole[start : len(made)]))
+    for step in (0, 5, len(made), 2 * len(made) + 3):
+        rest = list(itertools.islice(again.from_step(step), len(whole) - step))
+        assert all(map(equal, rest, whole[step:]))
+
+
+def test_the_order_changes_with_epoch_and_seed_alone():
+    def first(seed: int, epoch: int) -> batches.Batch:
+        made = batches.Batches(random_pairs(157, 41), rows_per_batch=8, seed=seed)
+        return next(made.epoch(epoch))
+
+    assert equal(first(0, 0), first(0, 0))
+    assert equal(first(2, 7), first(2, 7))
+    keys = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert not any(equal(first(*a), first(*b)) for a, b in itertools.combinations(keys, 2))
+
+
+def test_the_order_is_pinned():
+    """If this changes, a run that goes on from an old checkpoint sees some pairs twice."""
+    pairs = random_pairs(12, 5)
+    made = batches.Batches(pairs, rows_per_batch=12, seed=1)
+    (batch,) = made.epoch(2)
+    order = [expected_rows(pairs).index(row) for row in rows_of(batch)]
+    assert order == [5, 6, 9, 3, 2, 1, 0, 10, 8, 4, 7, 11]
+
+
+def test_evaluation_keeps_the_places():
+    pairs = random_pairs(53, 41)
+    made = batches.Batches(pairs, tokens_per_batch=300, devices=2)
+    found = {}
+    for batch, places in made.in_order():
+        assert ((places == -1) == (batch.source_lengths == 0)).all()
+        kept = [int(place) for place in places if place >= 0]
+        for place, row in zip(kept, rows_of(batch), strict=True):
+            assert place not in found
+            found[place] = row
+    assert [found[place] for place in pairs.origin.tolist()] == expected_rows(pairs)
+
+
+def test_batches_of_one_short_pair():
+    source, target = text.Vocabulary.build(["ja"]), text.Vocabulary.build(["yes"])
+    encoded, _ = text.encode_pairs(pairs_of(("ja", "yes")), source, target)
+    made = batches.Batches(encoded, tokens_per_batch=4096)
+    (batch,) = made.epoch(0)
+    assert made.shapes == ((1, 8, 8),)
+    assert batch.source.tolist() == [[4, 3, 0, 0, 0, 0, 0, 0]]
+    assert batch.target_in.tolist() == [[2, 4, 0, 0, 0, 0, 0, 0]]
+    assert batch.target_out.tolist() == [[4, 3, 0, 0, 0, 0, 0, 0]]
+    assert batch.source_lengths.tolist() == batch.target_lengths.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "exactly one of tokens_per_batch and rows_per_batch, got None and None"),
+        ({"tokens_per_batch": 9, "rows_per_batch": 9}, "exactly one of tokens_per_batch"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1, got 0"),
+        ({"rows_per_batch": 6, "devices": 4}, "positive multiple of the 4 devices, got 6"),
+        ({"rows_per_batch": 0}, "positive multiple of the 1 devices, got 0"),
+        ({"rows_per_batch": 1, "devices": 0}, "devices must be at least 1, got 0"),
+        ({"rows_per_batch": 1, "max_shapes": 0}, "max_shapes must be at least 1, got 0"),
+        ({"rows_per_batch": 1, "multiple": -8}, "multiple must be at least 1, got -8"),
+        ({"rows_per_batch": 1, "seed": -1}, "seed must not be negative, got -1"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        batches.Batches(random_pairs(3, 4), **options)
+
+
+def test_steps_and_pairs_are_checked():
+    made = batches.Batches(random_pairs(3, 4), rows_per_batch=1)
+    for wrong in ((-1, 0), (0, -1), (0, 4)):
+        with pytest.raises(ValueError, match=r"epoch >= 0 and start in 0\.\.3"):
+            made.epoch(*wrong)
+    with pytest.raises(ValueError, match="step must not be negative, got -1"):
+        made.from_step(-1)
+    with pytest.raises(ValueError, match="expected at least one pair to batch, got none"):
+        batches.Batches(random_pairs(0, 4), rows_per_batch=1)
