@@ -1,0 +1,306 @@
+"""A run's directory: its configuration, vocabularies, metrics and checkpoints.
+
+    config.json      the configuration, and which text it was trained on
+    source.json      the vocabularies
+    target.json
+    metrics.jsonl    a line for each report while training
+    checkpoints/N    the state after N steps, written by orbax
+    digests/N.json   the SHA-256 of each file of that checkpoint, written last
+    pictures/        what `pictures` draws
+
+All of it is data: nothing is unpickled or executed. A checkpoint whose files do not give their
+digests is incomplete or damaged; it is not read, and the one before it is taken.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from experiments.translation.presets import Config, differences
+from experiments.translation.text import EncodedPairs, Vocabulary
+
+
+Tree = TypeVar("Tree")
+
+_FORMAT = "jattn-translation-run"
+_KEPT = 3  # checkpoints: enough to go back behind a damaged one
+
+
+@dataclass(frozen=True)
+class TextOrigin:
+    """Which text a run was trained on.
+
+    Attributes:
+        path: of the files, or None for the built-in corpus.
+        languages: of source and target.
+        fingerprint: of the encoded training pairs.
+    """
+
+    path: str | None
+    languages: tuple[str, str]
+    fingerprint: str
+
+
+def fingerprint(pairs: EncodedPairs) -> str:
+    """A digest of the encoded pairs and their order."""
+    digest = hashlib.sha256()
+    for side in (pairs.source, pairs.target):
+        digest.update(np.ascontiguousarray(side.values, "<i4").tobytes())
+        digest.update(np.ascontiguousarray(side.offsets, "<i8").tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was begun in `directory`."""
+
+    directory: Path
+    config: Config
+    source: Vocabulary
+    target: Vocabulary
+    origin: TextOrigin
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "Run":
+        """Reads a run's directory.
+
+        Raises:
+            FileNotFoundError: there is no run.
+            ValueError: its files are not what `create` writes.
+        """
+        directory = Path(directory)
+        if not is_run(directory):
+            raise FileNotFoundError(f"run: expected a run's directory, found none at {directory}")
+        about = _read_json(directory / "config.json")
+        if not isinstance(about, dict) or set(about) != {"format", "config", "text"}:
+            raise ValueError(f"{directory / 'config.json'}: expected what training writes there")
+        return cls(
+            directory,
+            Config.from_json(about["config"]),
+            Vocabulary.from_json((directory / "source.json").read_text("utf-8")),
+            Vocabulary.from_json((directory / "target.json").read_text("utf-8")),
+            _origin(about["text"], directory / "config.json"),
+        )
+
+    def create(self) -> None:
+        """Makes the directory and writes what `open` reads.
+
+        Raises:
+            FileExistsError: there is something already.
+        """
+        if self.directory.exists() and (
+            not self.directory.is_dir() or any(self.directory.iterdir())
+        ):
+            raise FileExistsError(f"run: {self.directory} exists already and is not empty")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "source.json").write_text(self.source.to_json(), "utf-8")
+        (self.directory / "target.json").write_text(self.target.to_json(), "utf-8")
+        about = {"format": _FORMAT, "config": self.config.to_json(), "text": asdict(self.origin)}
+        (self.directory / "config.json").write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+
+    def check_same(self, config: Config, other: "Run") -> None:
+        """Makes sure that `config` and the text of `other` are those this run was begun with.
+
+        Raises:
+            ValueError: something differs; the message names it.
+        """
+        changed = differences(self.config, config)
+        if self.source != other.source or self.target != other.target:
+            changed.append("the vocabularies")
+        elif self.origin.fingerprint != other.origin.fingerprint:
+            changed.append("the training text")
+        if changed:
+            raise ValueError(f"{self.directory} was begun differently: {'; '.join(changed)}")
+
+    # ---------------------------------------------------------------------------------- metrics
+
+    def report(self, record: dict[str, Any]) -> None:
+        """Appends a line to the metrics; a number that JSON has not got becomes null."""
+        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json_line(record) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records reported so far, without a last line cut short."""
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text("utf-8").split("\n") if path.exists() else [""]
+        return [json.loads(line) for line in lines[:-1]]
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drops the records of steps that will be made again."""
+        kept = [record for record in self.metrics() if record["step"] <= step]
+        lines = "".join(json_line(record) + "\n" for record in kept)
+        _replace(self.directory / "metrics.jsonl", lines)
+
+    # ------------------------------------------------------------------------------ checkpoints
+
+    def steps(self) -> list[int]:
+        """The steps of which there are checkpoints, in order."""
+        if not self._checkpoints.is_dir():
+            return []
+        return sorted(int(path.name) for path in self._checkpoints.iterdir() if path.name.isdigit())
+
+    def save(self, state: Any, step: int) -> None:
+        """Writes a checkpoint of a tree of arrays and drops all but the latest few."""
+        named = {name: np.asarray(array) for name, array in _named(state).items()}
+        with _manager(self._checkpoints) as manager:
+            manager.save(step, args=ocp.args.StandardSave(named))
+        self._digests.mkdir(exist_ok=True)
+        _replace(self._digest(step), json.dumps(_digests(self._checkpoints / str(step))))
+        for file in self._digests.glob("*.json"):
+            if int(file.stem) not in self.steps():
+                file.unlink()
+
+    def restore(self, like: Tree, *, prefix: str = "") -> tuple[Tree, int]:
+        """The latest checkpoint that is whole, and its step.
+
+        Args:
+            like: a tree of arrays or of their shapes, such as was saved or a part of it.
+            prefix: where that part is in what was saved.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: none is whole, or the arrays are others than those of `like`; the message
+                names them.
+        """
+        if not self.steps():
+            raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
+        for step in reversed(self.steps()):
+            if self._is_whole(step):
+                with _manager(self._checkpoints) as manager:
+                    arrays = manager.restore(step, args=ocp.args.StandardRestore())
+                return _fill(like, arrays, prefix), step
+            warnings.warn(f"checkpoint {step} is incomplete or damaged: left out", stacklevel=2)
+        raise ValueError(f"{self.directory}: every checkpoint is damaged")
+
+    @property
+    def _checkpoints(self) -> Path:
+        return (self.directory / "checkpoints").resolve()
+
+    @property
+    def _digests(self) -> Path:
+        return self.directory / "digests"
+
+    def _digest(self, step: int) -> Path:
+        return self._digests / f"{step}.json"
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            expected = _read_json(self._digest(step))
+        except (OSError, ValueError):
+            return False
+        return expected == _digests(self._checkpoints / str(step))
+
+
+def is_run(directory: Path) -> bool:
+    """Whether there is a run in this directory."""
+    try:
+        about = _read_json(directory / "config.json")
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and about.get("format") == _FORMAT
+
+
+def remove(directory: Path) -> None:
+    """Deletes a run with all that is in its directory.
+
+    Raises:
+        ValueError: the directory holds something else than a run.
+    """
+    if not is_run(directory):
+        raise ValueError(f"run: {directory} is not a run's directory, so it is not overwritten")
+    shutil.rmtree(directory)
+
+
+def free_directory(directory: Path) -> Path:
+    """The first of DIRECTORY, DIRECTORY-2, DIRECTORY-3, ... that does not exist."""
+    number, free = 1, directory
+    while free.exists():
+        number += 1
+        free = directory.with_name(f"{directory.name}-{number}")
+    return free
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """A record in one line of JSON, with null for numbers that are not finite."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False)
+
+
+# ------------------------------------------------------------------------------------- arrays
+
+
+@contextlib.contextmanager
+def _manager(directory: Path) -> Iterator[ocp.CheckpointManager]:
+    options = ocp.CheckpointManagerOptions(max_to_keep=_KEPT, enable_async_checkpointing=False)
+    manager = ocp.CheckpointManager(directory, options=options)
+    try:
+        yield manager
+    finally:
+        manager.close()
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree by their paths in it."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _fill(like: Tree, arrays: Mapping[str, Any], prefix: str) -> Tree:
+    """The tree `like` with the saved arrays in place of its own."""
+    wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
+    saved = {name: array for name, array in arrays.items() if name.startswith(prefix)}
+    wrong = [
+        f"{name}: {_kind(saved.get(name))}, not {_kind(wanted.get(name))}"
+        for name in sorted(wanted.keys() | saved.keys())
+        if _kind(saved.get(name)) != _kind(wanted.get(name))
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong[:3])}{more}")
+    return jax.tree.unflatten(jax.tree.structure(like), [saved[name] for name in wanted])
+
+
+def _kind(array: Any) -> str:
+    return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """The SHA-256 of each file, by its path in the directory."""
+    return {
+        str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file such that its name never stands for half of it."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, "utf-8")
+    draft.replace(path)
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
+
+
+def _origin(about: Any, path: Path) -> TextOrigin:
+    try:
+        first, second = about["languages"]
+        return TextOrigin(about["path"], (first, second), about["fingerprint"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path}: text: expected path, languages and fingerprint") from None

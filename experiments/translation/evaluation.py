@@ -1,0 +1,180 @@
+"""How good a model is: loss, perplexity, exact match, BLEU and chrF on held-out pairs."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from experiments.translation import data
+from experiments.translation.batches import Batches
+from experiments.translation.corpus import Pair
+from experiments.translation.decoding import Translator
+from experiments.translation.model import Model, Params
+from experiments.translation.text import Vocabulary, encode_pairs
+from experiments.translation.training import check_batch, total_loss
+
+
+_ROWS = 128  # sentences in a batch
+_SHAPES = 2
+
+_total_loss = jax.jit(total_loss, static_argnames="model")
+
+
+def read_tests(path: str | Path, languages: Sequence[str]) -> dict[str, list[Pair]]:
+    """Pairs to examine a model on: `test` of a folder, or else `val`; or the rows of a TSV file.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `data`.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return {path.name: data.read_tsv(path)[0]}
+    try:
+        return {"test": data.read_split(path, "test", languages=languages)[0]}
+    except FileNotFoundError:
+        return {"validation": data.read_split(path, "val", languages=languages)[0]}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What came out on a set of held-out pairs.
+
+    Attributes:
+        sentences: how many pairs.
+        loss: nats per target token, `<eos>` counted, without label smoothing.
+        perplexity: exp(loss).
+        exact_match: the share of translations that are the reference, token for token.
+        bleu: of the corpus, by sacrebleu with its default tokeniser.
+        chrf: of the corpus, by sacrebleu.
+        constructions: for each construction the exact matches and the pairs.
+    """
+
+    sentences: int
+    loss: float
+    perplexity: float
+    exact_match: float
+    bleu: float
+    chrf: float
+    constructions: dict[str, tuple[int, int]]
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as JSON data; one that is not finite is None."""
+        figures = dataclasses.asdict(self)
+        return {
+            name: None if isinstance(figure, float) and not math.isfinite(figure) else figure
+            for name, figure in figures.items()
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4f}, perplexity {self.perplexity:.3f}, "
+            f"exact match {self.exact_match:.1%}, BLEU {self.bleu:.2f}, chrF {self.chrf:.2f}"
+        )
+
+
+class Examined(NamedTuple):
+    """The pairs of an examination, what the model made of each source, and the scores."""
+
+    pairs: Sequence[Pair]
+    translations: list[str]
+    scores: Scores
+
+
+class Examiner:
+    """Examines a model on the same pairs any number of times.
+
+    Sides longer than the maximum are cut for the model, and never in the references that
+    translations are compared with.
+
+    Attributes:
+        pairs: what the model is examined on.
+        cut: how many of their sides are too long for the model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pairs: Sequence[Pair],
+        source: Vocabulary,
+        target: Vocabulary,
+        max_length: int,
+    ):
+        self.pairs = pairs
+        self._model = model
+        self._target = target
+        self._translator = Translator(model, source, target, max_length)
+        self._encoded, report = encode_pairs(
+            pairs, source, target, max_length=max_length, too_long="truncate"
+        )
+        self.cut = report.truncated_source + report.truncated_target
+
+    def __call__(self, params: Params) -> Examined:
+        """Translates and scores."""
+        translations = self._translate(params)
+        return Examined(self.pairs, translations, self.score(translations, self.token_loss(params)))
+
+    def score(self, translations: Sequence[str], loss: float) -> Scores:
+        """The scores of these translations of the pairs, at this loss per token."""
+        references = [pair.target for pair in self.pairs]
+        lower = bool(self._target.tokenizer.settings().get("lower", False))
+        exact = [
+            translation == self._target.normalize(reference)
+            for translation, reference in zip(translations, references, strict=True)
+        ]
+        return Scores(
+            sentences=len(self.pairs),
+            loss=loss,
+            perplexity=math.exp(loss) if loss < 700 else math.inf,
+            exact_match=sum(exact) / len(exact),
+            bleu=bleu(translations, references, lower=lower),
+            chrf=chrf(translations, references, lower=lower),
+            constructions=self._by_construction(exact),
+        )
+
+    def token_loss(self, params: Params) -> float:
+        """Nats per target token."""
+        total, tokens = 0.0, 0
+        batches = Batches(self._encoded, rows_per_batch=_ROWS, max_shapes=_SHAPES)
+        for batch, _ in batches.in_order():
+            check_batch(batch, self._model)
+            total += float(_total_loss(self._model, params, batch))
+            tokens += int(batch.target_lengths.sum())
+        return total / tokens
+
+    def _translate(self, params: Params) -> list[str]:
+        sources = self._encoded.source
+        rows = [sources[row].tolist() for row in range(len(sources))]
+        ids = self._translator.ids(params, rows)
+        return [self._target.decode(row) for row in ids]
+
+    def _by_construction(self, exact: Sequence[bool]) -> dict[str, tuple[int, int]]:
+        counts: dict[str, tuple[int, int]] = {}
+        for pair, right in zip(self.pairs, exact, strict=True):
+            if pair.construction:
+                matches, pairs = counts.get(pair.construction, (0, 0))
+                counts[pair.construction] = (matches + right, pairs + 1)
+        return counts
+
+
+def bleu(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:
+    """BLEU of a corpus (Papineni et al. 2002, Post 2018), 0 to 100; `lower` ignores case."""
+    return BLEU(lowercase=lower).corpus_score(list(translations), [list(references)]).score
+
+
+def chrf(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:
+    """chrF2 of a corpus (Popovic 2015), 0 to 100; `lower` ignores case."""
+    return CHRF(lowercase=lower).corpus_score(list(translations), [list(references)]).score
+
+
+def table(name: str, scores: Scores) -> str:
+    """The scores in words, with a line for each construction."""
+    lines = [f"{name}: {scores.sentences} sentences, {scores}"]
+    for construction, (matches, pairs) in sorted(scores.constructions.items()):
+        lines.append(f"  {construction:<28}{matches:>5} of {pairs:<5}{matches / pairs:>7.1%}")
+    return "\n".join(lines)

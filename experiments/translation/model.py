@@ -1,0 +1,135 @@
+"""The model of a run as pure functions of its parameters.
+
+The Flax module is taken apart once. Its parameters are a flat dict from name to array, such as
+`decoder/layers/0/cross_attention/query/kernel`, which optimiser, checkpoint and messages share.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+
+import jattn.nn
+from experiments.translation.presets import Config
+from jattn import masks
+
+
+Params = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A Transformer from source and target ids to logits, whose parameters are an argument.
+
+    Source ids `[B, S]` come with their lengths `[B]`; what is beyond a length is padding and is
+    attended to by nobody. Padding behind the target needs no mask: no earlier place sees it.
+
+    Models of equal configuration and sizes are equal, and share what is compiled for them.
+
+    Attributes:
+        config: says which Transformer.
+        source_size: tokens in the source vocabulary.
+        target_size: tokens in the target vocabulary.
+    """
+
+    config: Config
+    source_size: int
+    target_size: int
+
+    @functools.cached_property
+    def _parts(self) -> tuple[nnx.GraphDef, list[tuple[Any, nnx.Variable]]]:
+        """The module without its parameters, and where in it they belong, by their paths."""
+        abstract = nnx.eval_shape(lambda: self._transformer(nnx.Rngs(params=0)))
+        graph, parameters = nnx.split(abstract, nnx.Param)
+        return graph, nnx.to_flat_state(parameters)
+
+    def init(self, seed: int) -> Params:
+        """Fresh parameters."""
+        module = self._transformer(nnx.Rngs(params=seed))
+        variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
+        return {_name(path): variable[...] for path, variable in variables}
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each parameter."""
+        return {
+            _name(path): jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+            for path, variable in self._parts[1]
+        }
+
+    def module(self, params: Params) -> jattn.nn.Transformer:
+        """The Flax module with these parameters."""
+        graph, variables = self._parts
+        filled = [(path, variable.replace(params[_name(path)])) for path, variable in variables]
+        return nnx.merge(graph, nnx.from_flat_state(filled))
+
+    def logits(
+        self,
+        params: Params,
+        source: Array,
+        source_lengths: Array,
+        target: Array,
+        *,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """What follows each target place, `[B, T, target vocabulary]`; without a key no dropout."""
+        padding = masks.Lengths(kv=source_lengths)
+        return self.module(params)(
+            source,
+            target,
+            source_mask=padding,
+            cross_mask=padding,
+            deterministic=dropout_key is None,
+            rngs=None if dropout_key is None else nnx.Rngs(dropout=dropout_key),
+        )
+
+    def encode(self, params: Params, source: Array, source_lengths: Array) -> Array:
+        """The memory `[B, S, D]` that `decode` reads."""
+        padding = masks.Lengths(kv=source_lengths)
+        return self.module(params).encode(source, mask=padding, deterministic=True)
+
+    def decode(self, params: Params, memory: Array, source_lengths: Array, target: Array) -> Array:
+        """What follows each target place, `[B, T, target vocabulary]`."""
+        padding = masks.Lengths(kv=source_lengths)
+        return self.module(params).decode(target, memory, cross_mask=padding, deterministic=True)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def weights(
+        self, params: Params, source: Array, source_lengths: Array, target: Array
+    ) -> dict[str, Array]:
+        """Every attention's weights `[B, N, T, S]`, by the module that made them."""
+        padding = masks.Lengths(kv=source_lengths)
+        return jattn.nn.capture_weights(
+            self.module(params),
+            source,
+            target,
+            source_mask=padding,
+            cross_mask=padding,
+            deterministic=True,
+        )
+
+    def _transformer(self, rngs: nnx.Rngs) -> jattn.nn.Transformer:
+        config = self.config
+        return jattn.nn.Transformer(
+            self.source_size,
+            self.target_size,
+            features=config.features,
+            num_heads=config.num_heads,
+            feed_forward=config.feed_forward,
+            encoder_layers=config.encoder_layers,
+            decoder_layers=config.decoder_layers,
+            max_length=config.max_length,
+            dropout_rate=config.dropout_rate,
+            norm=config.norm,
+            positions=config.positions,
+            self_attention=functools.partial(jattn.nn.MultiHeadAttention, rotary=config.rotary),
+            tie_embeddings=config.tie_embeddings,
+            rngs=rngs,
+        )
+
+
+def _name(path: tuple[str | int, ...]) -> str:
+    return "/".join(map(str, path))

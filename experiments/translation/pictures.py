@@ -1,0 +1,115 @@
+"""Pictures of a run: where its attention looks, and how its loss fell. PNG, without a screen."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+_TOKEN = 0.24  # inches for a row or column, so that its label can be read
+_DPI = 120
+
+
+def draw_attention(
+    weights: np.ndarray, rows: Sequence[str], columns: Sequence[str], title: str, path: Path
+) -> None:
+    """Draws all heads of one attention side by side.
+
+    Args:
+        weights: `[N, T, S]`, each row summing to 1.
+        rows: the T tokens that attend.
+        columns: the S tokens that are attended to.
+        title: stands above.
+        path: of the PNG file.
+    """
+    heads = len(weights)
+    across = math.ceil(math.sqrt(heads))
+    down = math.ceil(heads / across)
+    size = across * (_TOKEN * len(columns) + 0.4) + 2.2, down * (_TOKEN * len(rows) + 1.6) + 0.6
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    panels = list(grid.flat)
+    image = None
+    for head, panel in enumerate(panels[:heads]):
+        image = panel.imshow(weights[head], vmin=0, vmax=1, cmap="Blues", aspect="equal")
+        panel.set_title(f"head {head + 1}", fontsize=9)
+        _label(panel, rows, columns)
+    for panel in panels[heads:]:
+        panel.set_axis_off()
+    if image is not None:
+        figure.colorbar(image, ax=panels, shrink=0.6, label="weight")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=_DPI)
+
+
+def draw_sentence(
+    weights: Mapping[str, np.ndarray],
+    source: Sequence[str],
+    target_in: Sequence[str],
+    target_out: Sequence[str],
+    directory: Path,
+) -> list[Path]:
+    """Draws every attention of a model on one sentence, and returns the files.
+
+    Args:
+        weights: `[N, T, S]` for each attention, by the module's name.
+        source: the tokens that the encoder reads.
+        target_in: the tokens that the decoder reads.
+        target_out: the tokens that it says at their places.
+        directory: where the files go.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokens = {
+        "encoder self-attention": (source, source, "each word of the source reads the source"),
+        "decoder self-attention": (target_in, target_in, "each word reads those before it"),
+        "cross-attention": (target_out, source, "each word, as it is said, reads the source"),
+    }
+    files = []
+    for name, layer, heads in _attentions(weights):
+        rows, columns, meaning = tokens[name]
+        path = directory / f"{name.replace(' ', '-')}-layer-{layer}.png"
+        title = f"{name}, layer {layer}: {meaning}"
+        draw_attention(heads[:, : len(rows), : len(columns)], rows, columns, title, path)
+        files.append(path)
+    return files
+
+
+def draw_losses(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the loss of a run against its steps, from its metrics."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for key, label, style in (
+        ("loss", "training, as it is minimised", "-"),
+        ("validation_loss", "validation, without label smoothing", "o-"),
+    ):
+        points = [(record["step"], record[key]) for record in records if record.get(key)]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=_DPI)
+
+
+def _label(panel: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:
+    # A dollar sign in a text is a dollar sign and begins no formula.
+    style: dict[str, Any] = {"fontsize": 8, "parse_math": False}
+    panel.set_xticks(range(len(columns)), columns, rotation=90, **style)
+    panel.set_yticks(range(len(rows)), rows, **style)
+    panel.tick_params(length=0, labelbottom=True, labelleft=True)
+
+
+def _attentions(weights: Mapping[str, np.ndarray]) -> list[tuple[str, int, np.ndarray]]:
+    """What each attention is, its layer from 1 on, and its weights."""
+    found = []
+    for module, heads in weights.items():
+        side, _, number, kind = module.split("/")
+        name = "cross-attention" if kind == "cross_attention" else f"{side} self-attention"
+        found.append((name, int(number) + 1, heads))
+    return sorted(found, key=lambda item: item[:2])

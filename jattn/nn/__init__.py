@@ -1,0 +1,26 @@
+"""Flax NNX modules on jattn's functions."""
+
+from jattn.nn.attention import LOGICAL_AXES as LOGICAL_AXES
+from jattn.nn.attention import AdditiveAttention as AdditiveAttention
+from jattn.nn.attention import AttentionWeights as AttentionWeights
+from jattn.nn.attention import Dropout as Dropout
+from jattn.nn.attention import LayerNorm as LayerNorm
+from jattn.nn.attention import LearnedScore as LearnedScore
+from jattn.nn.attention import MultiHeadAttention as MultiHeadAttention
+from jattn.nn.attention import RMSNorm as RMSNorm
+from jattn.nn.attention import Rotary as Rotary
+from jattn.nn.attention import SingleHeads as SingleHeads
+from jattn.nn.attention import Tap as Tap
+from jattn.nn.attention import capture_weights as capture_weights
+from jattn.nn.embedding import LearnedPositions as LearnedPositions
+from jattn.nn.embedding import OutputProjection as OutputProjection
+from jattn.nn.embedding import SinusoidalPositions as SinusoidalPositions
+from jattn.nn.embedding import TokenEmbedding as TokenEmbedding
+from jattn.nn.transformer import Decoder as Decoder
+from jattn.nn.transformer import DecoderLayer as DecoderLayer
+from jattn.nn.transformer import Encoder as Encoder
+from jattn.nn.transformer import EncoderLayer as EncoderLayer
+from jattn.nn.transformer import FeedForward as FeedForward
+from jattn.nn.transformer import LayerOptions as LayerOptions
+from jattn.nn.transformer import Residual as Residual
+from jattn.nn.transformer import Transformer as Transformer

@@ -1,0 +1,159 @@
+"""Tokens and positions as vectors, and vectors as logits over tokens."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.typing import Dtype, Initializer
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jattn.positions import learned, sinusoidal
+
+
+Indices = Int[Array | np.ndarray, "..."]
+
+# for tables [rows, D], entries of variance 1/D
+DEFAULT_INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
+
+
+def _table(axis: str, value: Float[Array, "rows D"]) -> nnx.Param[Array]:
+    return nnx.Param(value, out_sharding=(axis, "embed"), eager_sharding=False)
+
+
+def _check_range(name: str, indices: Indices, letters: str, size: int) -> None:
+    """Known indices are checked at once; traced ones give NaN where they are out of range."""
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected integers, got {indices.dtype}")
+    if isinstance(indices, Tracer) or indices.size == 0:
+        return
+    known = np.asarray(indices)  # NumPy's, as jnp's minimum would be traced along
+    least, greatest = known.min(), known.max()
+    if least < 0 or greatest >= size:
+        raise ValueError(
+            f"{name}: expected 0 <= {name} < {letters}={size}, got {least} to {greatest}"
+        )
+
+
+class TokenEmbedding(nnx.Module):
+    """A table of vectors `[vocabulary, D]`, read by token and multiplied by √D.
+
+    The factor (Vaswani et al. 2017, section 3.4) lets one table serve both as embedding, with
+    entries of variance 1, and through `attend` as output projection, with entries of variance 1/D.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        features: int,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        embedding_init: Initializer = DEFAULT_INIT,
+        rngs: nnx.Rngs,
+    ):
+        self.vocabulary = vocabulary
+        self.features = features
+        self.dtype = param_dtype if dtype is None else dtype
+        self.embedding = _table(
+            "vocabulary", embedding_init(rngs.params(), (vocabulary, features), param_dtype)
+        )
+
+    def __call__(self, ids: Indices) -> Float[Array, "... D"]:
+        """Ids `[*B, T]` to vectors `[*B, T, D]`.
+
+        Raises ValueError for ids outside the vocabulary where they are known; traced ids that
+        are outside give vectors of NaN.
+        """
+        _check_range("ids", ids, "vocabulary", self.vocabulary)
+        rows = learned(self.embedding[...].astype(self.dtype), jnp.asarray(ids))
+        return rows * jnp.asarray(math.sqrt(self.features), self.dtype)
+
+    def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
+        """Logits `[*B, T, vocabulary]`: products of `[*B, T, D]` with the unscaled vectors."""
+        return _logits(x, self.embedding[...], self.dtype)
+
+
+class OutputProjection(nnx.Module):
+    """Vectors `[*B, T, D]` to logits `[*B, T, vocabulary]`.
+
+    The kernel is stored `[vocabulary, D]`, as embeddings are.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        vocabulary: int,
+        *,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = DEFAULT_INIT,
+        rngs: nnx.Rngs,
+    ):
+        self.dtype = param_dtype if dtype is None else dtype
+        self.kernel = _table(
+            "vocabulary", kernel_init(rngs.params(), (vocabulary, features), param_dtype)
+        )
+        bias = nnx.Param(
+            jnp.zeros((vocabulary,), param_dtype),
+            out_sharding=("vocabulary",),
+            eager_sharding=False,
+        )
+        self.bias = bias if use_bias else None
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
+        logits = _logits(x, self.kernel[...], self.dtype)
+        if self.bias is None:
+            return logits
+        bias = self.bias[...].astype(self.dtype)
+        return logits + bias.reshape((1,) * (logits.ndim - 1) + bias.shape)
+
+
+def _logits(
+    x: Float[Array, "... D"], table: Float[Array, "vocabulary D"], dtype: Dtype
+) -> Float[Array, "... vocabulary"]:
+    return jnp.einsum("...d,vd->...v", x.astype(dtype), table.astype(dtype))
+
+
+class LearnedPositions(nnx.Module):
+    """A trained vector for each of the positions 0 .. max_length - 1 (Gehring et al. 2017)."""
+
+    def __init__(
+        self,
+        max_length: int,
+        features: int,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        embedding_init: Initializer = DEFAULT_INIT,
+        rngs: nnx.Rngs,
+    ):
+        self.max_length = max_length
+        self.dtype = param_dtype if dtype is None else dtype
+        self.embedding = _table(
+            "positions", embedding_init(rngs.params(), (max_length, features), param_dtype)
+        )
+
+    def __call__(self, positions: Indices) -> Float[Array, "... D"]:
+        """Positions `[*B, T]` or `[T]` to vectors with an axis D at the end.
+
+        Raises ValueError for positions known to lie past `max_length`; traced ones give NaN.
+        """
+        _check_range("positions", positions, "max_length", self.max_length)
+        return learned(self.embedding[...].astype(self.dtype), jnp.asarray(positions))
+
+
+class SinusoidalPositions(nnx.Module):
+    """The sines and cosines of Vaswani et al. 2017, section 3.5: no parameters, any length."""
+
+    def __init__(self, features: int, *, base: float = 10000.0, dtype: Any = jnp.float32):
+        self.features = features
+        self.base = base
+        self.dtype = dtype
+
+    def __call__(self, positions: Indices) -> Float[Array, "... D"]:
+        """Positions `[*B, T]` or `[T]` to vectors with an axis D at the end."""
+        return sinusoidal(jnp.asarray(positions), self.features, base=self.base, dtype=self.dtype)

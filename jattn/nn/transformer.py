@@ -1,0 +1,456 @@
+"""The Transformer (Vaswani et al. 2017): its layers, encoder, decoder, and the two together."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.typing import Dtype, Initializer
+from jaxtyping import Array, Float, Int
+
+from jattn.masks import Causal
+from jattn.nn.attention import (
+    Dropout,
+    LayerNorm,
+    MaskLike,
+    MultiHeadAttention,
+    Positions,
+    RandomSource,
+    promote,
+    sharded,
+)
+from jattn.nn.embedding import (
+    DEFAULT_INIT,
+    LearnedPositions,
+    OutputProjection,
+    SinusoidalPositions,
+    TokenEmbedding,
+)
+
+
+GLOROT = nnx.initializers.xavier_uniform()
+
+Ids = Int[Array | np.ndarray, "..."]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """The keyword arguments that layers, stacks and `Transformer` have in common.
+
+    dropout_rate: on attention weights, inside the feed-forward network, on what each sublayer
+        adds and on the embedded tokens.
+    norm: "post" normalises after adding, as the 2017 paper does; "pre" normalises what a sublayer
+        reads, and at last what a stack returns.
+    activation: of the feed-forward network.
+    self_attention, cross_attention: what makes the attention modules, for instance
+        `functools.partial(MultiHeadAttention, rotary=True, num_kv_heads=2)`.
+    kernel_init: of all matrices but the embeddings.
+    dtype: of the computation; default: of inputs and parameters together.
+    param_dtype: of the parameters.
+    """
+
+    dropout_rate: float = 0.1
+    norm: Literal["post", "pre"] = "post"
+    activation: Callable[[Array], Array] = nnx.relu
+    self_attention: Callable[..., MultiHeadAttention] = MultiHeadAttention
+    cross_attention: Callable[..., MultiHeadAttention] = MultiHeadAttention
+    kernel_init: Initializer = GLOROT
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+    def __post_init__(self):
+        if self.norm not in ("post", "pre"):
+            raise ValueError(f"norm: expected 'post' or 'pre', got {self.norm!r}")
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+
+    @property
+    def matrices(self) -> dict[str, Any]:
+        return {"kernel_init": self.kernel_init, **self.dtypes}
+
+
+class FeedForward(nnx.Module):
+    """Two matrices with an activation between, for each position alike: `[*B, T, D]` to the same.
+
+    `hidden` is the width between; dropout acts there.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: Callable[[Array], Array] = nnx.relu,
+        dropout_rate: float = 0.0,
+        kernel_init: Initializer = GLOROT,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        def linear(inputs: int, outputs: int, names: tuple[str, str]) -> nnx.Linear:
+            return nnx.Linear(
+                inputs,
+                outputs,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                promote_dtype=promote,
+                kernel_metadata=sharded(*names),
+                bias_metadata=sharded(names[1]),
+                rngs=rngs,
+            )
+
+        self.hidden = linear(features, hidden, ("embed", "mlp"))
+        self.out = linear(hidden, features, ("mlp", "embed"))
+        self.activation = activation
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B T D"],
+        *,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B T D"]:
+        hidden = self.activation(self.hidden(x))
+        return self.out(self.dropout(hidden, deterministic=deterministic, rngs=rngs))
+
+
+class Residual(nnx.Module):
+    """The way around a sublayer: `leave(x, sublayer(enter(x)))`.
+
+    Post-norm is `norm(x + dropout(sublayer(x)))`, pre-norm `x + dropout(sublayer(norm(x)))`.
+    """
+
+    def __init__(self, features: int, options: LayerOptions, *, rngs: nnx.Rngs):
+        self.order = options.norm
+        self.norm = LayerNorm(features, rngs=rngs, **options.dtypes)
+        self.dropout = Dropout(options.dropout_rate, rngs=rngs)
+
+    def enter(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
+        return self.norm(x) if self.order == "pre" else x
+
+    def leave(
+        self, x: Float[Array, "*B T D"], y: Float[Array, "*B T D"], **run: Any
+    ) -> Float[Array, "*B T D"]:
+        x, y = promote((x, self.dropout(y, **run)))
+        x = x + y
+        return self.norm(x) if self.order == "post" else x
+
+
+def _feed_forward(features: int, hidden: int, options: LayerOptions, rngs: nnx.Rngs) -> FeedForward:
+    return FeedForward(
+        features,
+        hidden,
+        activation=options.activation,
+        dropout_rate=options.dropout_rate,
+        rngs=rngs,
+        **options.matrices,
+    )
+
+
+class EncoderLayer(nnx.Module):
+    """Self-attention and a feed-forward network, each with a way around it.
+
+    `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
+    """
+
+    def __init__(
+        self, features: int, num_heads: int, feed_forward: int, *, rngs: nnx.Rngs, **options: Any
+    ):
+        given = LayerOptions(**options)
+        attention = {"dropout_rate": given.dropout_rate, "rngs": rngs, **given.matrices}
+        self.self_attention = given.self_attention(num_heads, features, **attention)
+        self.self_attention_residual = Residual(features, given, rngs=rngs)
+        self.feed_forward = _feed_forward(features, feed_forward, given, rngs)
+        self.feed_forward_residual = Residual(features, given, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B S D"],
+        *,
+        mask: MaskLike = None,
+        positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B S D"]:
+        run = {"deterministic": deterministic, "rngs": rngs}
+        around = self.self_attention_residual
+        y = self.self_attention(around.enter(x), mask=mask, positions=positions, **run)
+        x = around.leave(x, y, **run)
+        around = self.feed_forward_residual
+        return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
+
+
+class DecoderLayer(nnx.Module):
+    """Causal self-attention, attention to the memory, and a feed-forward network.
+
+    `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
+    """
+
+    def __init__(
+        self, features: int, num_heads: int, feed_forward: int, *, rngs: nnx.Rngs, **options: Any
+    ):
+        given = LayerOptions(**options)
+        attention = {"dropout_rate": given.dropout_rate, "rngs": rngs, **given.matrices}
+        self.self_attention = given.self_attention(num_heads, features, **attention)
+        self.self_attention_residual = Residual(features, given, rngs=rngs)
+        self.cross_attention = given.cross_attention(num_heads, features, **attention)
+        self.cross_attention_residual = Residual(features, given, rngs=rngs)
+        self.feed_forward = _feed_forward(features, feed_forward, given, rngs)
+        self.feed_forward_residual = Residual(features, given, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B T D"],
+        memory: Float[Array, "*B S D"],
+        *,
+        mask: MaskLike = None,
+        cross_mask: MaskLike = None,
+        positions: Positions = None,
+        memory_positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B T D"]:
+        """`mask` is for the self-attention, which is causal in any case."""
+        run = {"deterministic": deterministic, "rngs": rngs}
+        mask = Causal() if mask is None else Causal() & mask
+        around = self.self_attention_residual
+        y = self.self_attention(around.enter(x), mask=mask, positions=positions, **run)
+        x = around.leave(x, y, **run)
+        around = self.cross_attention_residual
+        places = {"positions": positions, "kv_positions": memory_positions}
+        y = self.cross_attention(around.enter(x), memory, mask=cross_mask, **places, **run)
+        x = around.leave(x, y, **run)
+        around = self.feed_forward_residual
+        return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
+
+
+class _Stack(nnx.Module):
+    """Layers one after another, with a last normalisation where the layers are pre-norm."""
+
+    layer: Callable[..., nnx.Module]
+
+    def __init__(
+        self,
+        num_layers: int,
+        features: int,
+        num_heads: int,
+        feed_forward: int,
+        *,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        given = LayerOptions(**options)
+        sizes = (features, num_heads, feed_forward)
+        self.layers = nnx.List(
+            type(self).layer(*sizes, rngs=rngs, **options) for _ in range(num_layers)
+        )
+        last = given.norm == "pre"
+        self.norm = LayerNorm(features, rngs=rngs, **given.dtypes) if last else None
+
+    def __call__(self, x: Float[Array, "*B T D"], *memory: Array, **call: Any) -> Array:
+        for layer in self.layers:
+            x = layer(x, *memory, **call)
+        return x if self.norm is None else self.norm(x)
+
+
+class Encoder(_Stack):
+    """`num_layers` of `EncoderLayer`, called like one: `[*B, S, D]` to `[*B, S, D]`.
+
+    Made from `(num_layers, features, num_heads, feed_forward, *, rngs, **options)`, the options
+    being those of `LayerOptions`.
+    """
+
+    layer = EncoderLayer
+
+
+class Decoder(_Stack):
+    """`num_layers` of `DecoderLayer`, called like one: `[*B, T, D]`, `[*B, S, D]` to `[*B, T, D]`.
+
+    Made from `(num_layers, features, num_heads, feed_forward, *, rngs, **options)`, the options
+    being those of `LayerOptions`.
+    """
+
+    layer = DecoderLayer
+
+
+class Transformer(nnx.Module):
+    """The encoder-decoder Transformer, from source and target tokens to logits.
+
+        model = Transformer(8000, 6000, rngs=nnx.Rngs(params=0))
+        padding = masks.Lengths(kv=source_lengths)
+        logits = model(source, target, source_mask=padding, cross_mask=padding,
+                       rngs=nnx.Rngs(dropout=1))
+
+    Position t of the logits has seen target tokens 0..t, and all of the source that `cross_mask`
+    and `source_mask` leave. No mask is guessed: source padding is to be kept out of both.
+
+    Args:
+        source_vocabulary, target_vocabulary: numbers of tokens.
+        features: D, the width of the model.
+        num_heads, feed_forward: of every layer.
+        encoder_layers, decoder_layers: how many.
+        positions: "sinusoidal" or "learned" vectors added to the embedded tokens, or None.
+        max_length: of learned positions, on each side.
+        tie_embeddings: True makes the target embedding the output projection too (which then has
+            no bias); "all" makes it the source embedding as well, for a joint vocabulary.
+        embedding_init: of token embeddings and learned positions, `[rows, D]`.
+        options: those of `LayerOptions`.
+
+    Raises ValueError for sizes that do not go together.
+    """
+
+    def __init__(
+        self,
+        source_vocabulary: int,
+        target_vocabulary: int,
+        *,
+        features: int = 512,
+        num_heads: int = 8,
+        feed_forward: int = 2048,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        max_length: int = 512,
+        positions: Literal["sinusoidal", "learned"] | None = "sinusoidal",
+        tie_embeddings: bool | Literal["all"] = False,
+        embedding_init: Initializer = DEFAULT_INIT,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        given = LayerOptions(**options)
+        if tie_embeddings == "all" and source_vocabulary != target_vocabulary:
+            raise ValueError(
+                "tie_embeddings: 'all' expects source_vocabulary == target_vocabulary, got "
+                f"{source_vocabulary} and {target_vocabulary}"
+            )
+        tables = {"embedding_init": embedding_init, "rngs": rngs, **given.dtypes}
+        self.source_tokens = (
+            None
+            if tie_embeddings == "all"
+            else TokenEmbedding(source_vocabulary, features, **tables)
+        )
+        self.target_tokens = TokenEmbedding(target_vocabulary, features, **tables)
+        self.source_positions = _positions(positions, max_length, features, tables)
+        self.target_positions = _positions(positions, max_length, features, tables)
+        self.dropout = Dropout(given.dropout_rate, rngs=rngs)
+        sizes = (features, num_heads, feed_forward)
+        self.encoder = Encoder(encoder_layers, *sizes, rngs=rngs, **options)
+        self.decoder = Decoder(decoder_layers, *sizes, rngs=rngs, **options)
+        self.output = (
+            None
+            if tie_embeddings
+            else OutputProjection(features, target_vocabulary, rngs=rngs, **given.matrices)
+        )
+
+    def __call__(
+        self,
+        source_ids: Ids,
+        target_ids: Ids,
+        *,
+        source_mask: MaskLike = None,
+        target_mask: MaskLike = None,
+        cross_mask: MaskLike = None,
+        source_positions: Positions = None,
+        target_positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B T vocabulary"]:
+        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`.
+
+        Args:
+            source_mask: of the encoder's self-attention.
+            target_mask: of the decoder's self-attention, which is causal in any case.
+            cross_mask: which source positions the target may read.
+            source_positions, target_positions: `[*B, S]` and `[*B, T]` (or `[S]`, `[T]`), for
+                packed rows; default `arange`.
+            deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
+            rngs: where dropout draws its keys, the stream `dropout`.
+        """
+        run = {"deterministic": deterministic, "rngs": rngs}
+        memory = self.encode(source_ids, mask=source_mask, positions=source_positions, **run)
+        return self.decode(
+            target_ids,
+            memory,
+            mask=target_mask,
+            cross_mask=cross_mask,
+            positions=target_positions,
+            memory_positions=source_positions,
+            **run,
+        )
+
+    def encode(
+        self,
+        source_ids: Ids,
+        *,
+        mask: MaskLike = None,
+        positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B S D"]:
+        """Source ids `[*B, S]` to the memory `[*B, S, D]` that `decode` reads."""
+        run = {"deterministic": deterministic, "rngs": rngs}
+        tokens = self.target_tokens if self.source_tokens is None else self.source_tokens
+        x = _embed(source_ids, tokens, self.source_positions, positions)
+        return self.encoder(self.dropout(x, **run), mask=mask, positions=positions, **run)
+
+    def decode(
+        self,
+        target_ids: Ids,
+        memory: Float[Array, "*B S D"],
+        *,
+        mask: MaskLike = None,
+        cross_mask: MaskLike = None,
+        positions: Positions = None,
+        memory_positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B T vocabulary"]:
+        """Target ids `[*B, T]` and the memory `[*B, S, D]` to logits `[*B, T, target_vocabulary]`.
+
+        `mask` is for the self-attention, which is causal in any case.
+        """
+        run = {"deterministic": deterministic, "rngs": rngs}
+        x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
+        x = self.decoder(
+            self.dropout(x, **run),
+            memory,
+            mask=mask,
+            cross_mask=cross_mask,
+            positions=positions,
+            memory_positions=memory_positions,
+            **run,
+        )
+        return self.target_tokens.attend(x) if self.output is None else self.output(x)
+
+
+def _positions(
+    kind: str | None, max_length: int, features: int, tables: dict[str, Any]
+) -> LearnedPositions | SinusoidalPositions | None:
+    match kind:
+        case None:
+            return None
+        case "learned":
+            return LearnedPositions(max_length, features, **tables)
+        case "sinusoidal":
+            dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
+            return SinusoidalPositions(features, dtype=dtype)
+    raise ValueError(f"positions: expected 'sinusoidal', 'learned' or None, got {kind!r}")
+
+
+def _embed(
+    ids: Ids,
+    tokens: TokenEmbedding,
+    encoding: LearnedPositions | SinusoidalPositions | None,
+    positions: Positions,
+) -> Float[Array, "*B T D"]:
+    x = tokens(ids)
+    if encoding is None:
+        return x
+    # NumPy's arange stays known under jit, so that a length past max_length raises
+    places = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
+    return x + jnp.broadcast_to(encoding(places), x.shape)

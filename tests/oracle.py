@@ -1,0 +1,400 @@
+"""Attention by definition: float64 loops over batch, head, query and key.
+
+Nothing here comes from the library or from JAX. A mask is a function of `At`, a score function a
+`Modifier` with its derivatives written out, and masked pairs are never looked at, so that what
+stands in them cannot matter. Sums are exact (`math.fsum`) where it is cheap.
+
+`attend` and `gradients` are the truth. Values may be complex, which gives derivatives of `attend`
+to the last digit without a formula (imaginary part of f(x + ih) / h for a tiny h) and so a check
+of `gradients` that shares nothing with it. `plain` is the textbook formula on whole arrays in any
+dtype: its error against the truth is what an implementation may be measured by.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class At(NamedTuple):
+    """Where a score stands: flat batch index, query head, places and positions."""
+
+    b: Any
+    h: Any
+    i: Any
+    j: Any
+    q: Any
+    kv: Any
+
+
+Allowed = Callable[[At], bool]
+Keep = Callable[[At], bool]
+ByParameter = Callable[[Any, At], tuple[tuple[Any, ...], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Modifier:
+    """A score function and its derivatives in closed form.
+
+    `by_parameter` gives, for each named parameter, the index of the one element that the score at
+    this place depends on, and the derivative of the score with respect to it.
+    """
+
+    value: Callable[[Any, At], Any] = lambda score, at: score
+    by_score: Callable[[Any, At], Any] = lambda score, at: 1.0
+    by_parameter: Mapping[str, ByParameter] = dataclasses.field(default_factory=dict)
+
+    def then(self, after: "Modifier") -> "Modifier":
+        """This modifier first, `after` on its result: the chain rule, spelled out."""
+
+        def earlier(rule: ByParameter) -> ByParameter:
+            def chained(score: Any, at: At) -> tuple[tuple[Any, ...], Any]:
+                index, slope = rule(score, at)
+                return index, slope * after.by_score(self.value(score, at), at)
+
+            return chained
+
+        def later(rule: ByParameter) -> ByParameter:
+            return lambda score, at: rule(self.value(score, at), at)
+
+        return Modifier(
+            value=lambda score, at: after.value(self.value(score, at), at),
+            by_score=lambda score, at: (
+                after.by_score(self.value(score, at), at) * self.by_score(score, at)
+            ),
+            by_parameter={name: earlier(rule) for name, rule in self.by_parameter.items()}
+            | {name: later(rule) for name, rule in after.by_parameter.items()},
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call of attention: arrays in the library's layout, rules as plain functions.
+
+    Queries `[*B, T, N, H]`, keys `[*B, S, K, H]`, values `[*B, S, K, V]`; positions `[T]` or
+    `[*B, T]`, and `[S]` or `[*B, S]`, counted from 0 by default.
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    parameters: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    allowed: Allowed = lambda at: True
+    modifier: Callable[[Mapping[str, np.ndarray]], Modifier] = lambda parameters: Modifier()
+    scale: float | None = None
+    q_positions: np.ndarray | None = None
+    kv_positions: np.ndarray | None = None
+    keep: Keep = lambda at: True
+    rate: float = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """B (flat), T, S, N, K, H, V."""
+        *batch, queries, heads, width = self.q.shape
+        keys, kv_heads = self.k.shape[-3:-1]
+        return math.prod(batch), queries, keys, heads, kv_heads, width, self.v.shape[-1]
+
+    @property
+    def factor(self) -> float:
+        """What products are multiplied by."""
+        return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
+
+    def kept(self, at: At) -> float:
+        """What dropout multiplies a weight by: 0 or 1 / (1 - rate)."""
+        if not self.rate:
+            return 1.0
+        return 1 / (1 - self.rate) if self.keep(at) else 0.0
+
+    def positions(self) -> tuple[np.ndarray, np.ndarray]:
+        """Positions `[B, T]` and `[B, S]`."""
+        flat, queries, keys, *_ = self.sizes
+        return _positions(self.q_positions, flat, queries), _positions(
+            self.kv_positions, flat, keys
+        )
+
+
+class Forward(NamedTuple):
+    """Results `[*B, T, N, V]`, `[*B, N, T]`, and `[*B, N, T, S]` for weights and scores.
+
+    Weights are after dropout; scores are −inf where masked.
+    """
+
+    out: np.ndarray
+    lse: np.ndarray
+    weights: np.ndarray
+    scores: np.ndarray
+
+
+class Backward(NamedTuple):
+    """Gradients, each in the shape of what it belongs to."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    parameters: dict[str, np.ndarray]
+
+
+def _positions(given: np.ndarray | None, flat: int, size: int) -> np.ndarray:
+    if given is None:
+        given = np.arange(size)
+    if given.ndim > 1:
+        return given.reshape(flat, size)
+    return np.broadcast_to(given, (flat, size))
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
+
+
+def _sum(terms: list[Any]) -> Any:
+    if any(isinstance(term, complex) for term in terms):
+        return complex(math.fsum(x.real for x in terms), math.fsum(x.imag for x in terms))
+    return math.fsum(terms)
+
+
+def _dot(x: list[Any], y: list[Any]) -> Any:
+    return _sum([a * b for a, b in zip(x, y, strict=True)])
+
+
+def _softmax_row(scores: dict[int, Any]) -> tuple[dict[int, Any], Any]:
+    """Weights of the keys that are there, and the log of the sum of exponentials."""
+    if not scores:
+        return {}, -math.inf
+    top = max(score.real for score in scores.values())
+    exponentials = {j: np.exp(score - top) for j, score in scores.items()}
+    total = _sum([x.item() for x in exponentials.values()])
+    return {j: x.item() / total for j, x in exponentials.items()}, top + np.log(total).item()
+
+
+def _rows(problem: Problem):
+    """For each (b, h, i): where, the kv head, raw scores and modified scores of allowed keys."""
+    flat, queries, keys, heads, kv_heads, *_ = problem.sizes
+    q, k = _flat(problem.q).tolist(), _flat(problem.k).tolist()
+    q_positions, kv_positions = problem.positions()
+    modifier = problem.modifier(problem.parameters)
+    for b in range(flat):
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            for i in range(queries):
+                places = {
+                    j: At(b, h, i, j, int(q_positions[b, i]), int(kv_positions[b, j]))
+                    for j in range(keys)
+                }
+                places = {j: at for j, at in places.items() if problem.allowed(at)}
+                raw = {j: _dot(q[b][i][h], k[b][j][g]) * problem.factor for j in places}
+                scores = {j: _item(modifier.value(raw[j], at)) for j, at in places.items()}
+                yield (b, h, i, g), places, raw, scores
+
+
+def _item(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic | np.ndarray) else value
+
+
+def attend(problem: Problem) -> Forward:
+    """Attention in float64 (or complex128). A row without keys gives out 0 and lse −inf."""
+    flat, queries, keys, heads, _, _, width = problem.sizes
+    batch = problem.q.shape[:-3]
+    parameters = list(problem.parameters.values())
+    kind = np.result_type(problem.q, problem.k, problem.v, *parameters, np.float64)
+    out = np.zeros((flat, queries, heads, width), kind)
+    lse = np.zeros((flat, heads, queries), kind)
+    weights = np.zeros((flat, heads, queries, keys), kind)
+    masked = np.full((flat, heads, queries, keys), -np.inf, kind)
+    v = _flat(problem.v).tolist()
+    for (b, h, i, g), places, _, scores in _rows(problem):
+        row, lse[b, h, i] = _softmax_row(scores)
+        for j, at in places.items():
+            masked[b, h, i, j] = scores[j]
+            weights[b, h, i, j] = row[j] * problem.kept(at)
+        taken = weights[b, h, i].tolist()
+        for x in range(width):
+            out[b, i, h, x] = _sum([taken[j] * v[b][j][g][x] for j in places])
+    return Forward(
+        out.reshape(*batch, queries, heads, width),
+        lse.reshape(*batch, heads, queries),
+        weights.reshape(*batch, heads, queries, keys),
+        masked.reshape(*batch, heads, queries, keys),
+    )
+
+
+def gradients(problem: Problem, d_out: np.ndarray, d_lse: np.ndarray) -> Backward:
+    """Gradients of Σ d_out · out + Σ d_lse · lse, by the formula, in float64.
+
+    With weights p, dropped weights w and dp = d_out · v: ds = p (dp − Σ p dp + d_lse). The lse of
+    a row without keys is a constant, so its cotangent goes nowhere.
+    """
+    flat, queries, _, heads, *_ = problem.sizes
+    dq, dk, dv = (np.zeros(_flat(x).shape) for x in (problem.q, problem.k, problem.v))
+    d_parameters = {name: np.zeros(value.shape) for name, value in problem.parameters.items()}
+    q, k, v, d_o = (_flat(x) for x in (problem.q, problem.k, problem.v, d_out))
+    d_l = d_lse.reshape(flat, heads, queries)
+    modifier = problem.modifier(problem.parameters)
+    for (b, h, i, g), places, raw, scores in _rows(problem):
+        p, _ = _softmax_row(scores)
+        dp = {}
+        for j, at in places.items():
+            kept = problem.kept(at)
+            dp[j] = kept * _dot(d_o[b, i, h].tolist(), v[b, j, g].tolist())
+            dv[b, j, g] += p[j] * kept * d_o[b, i, h]
+        mean = _sum([p[j] * dp[j] for j in places])
+        for j, at in places.items():
+            ds = p[j] * (dp[j] - mean + d_l[b, h, i])
+            d_raw = ds * modifier.by_score(raw[j], at) * problem.factor
+            dq[b, i, h] += d_raw * k[b, j, g]
+            dk[b, j, g] += d_raw * q[b, i, h]
+            for name, rule in modifier.by_parameter.items():
+                index, slope = rule(raw[j], at)
+                d_parameters[name][index] += ds * slope
+    shapes = problem.q.shape, problem.k.shape, problem.v.shape
+    return Backward(
+        dq.reshape(shapes[0]), dk.reshape(shapes[1]), dv.reshape(shapes[2]), d_parameters
+    )
+
+
+def slope(problem: Problem, direction: Mapping[str, Any], d_out: np.ndarray, d_lse: np.ndarray):
+    """Derivative of Σ d_out · out + Σ d_lse · lse along a direction, by a complex step.
+
+    `direction` has the entries "q", "k", "v" and "parameters". Exact to rounding, and independent
+    of the formulas in `gradients`.
+    """
+    tiny = 1e-100j
+    moved = dataclasses.replace(
+        problem,
+        q=problem.q + tiny * direction["q"],
+        k=problem.k + tiny * direction["k"],
+        v=problem.v + tiny * direction["v"],
+        parameters={
+            name: value + tiny * direction["parameters"][name]
+            for name, value in problem.parameters.items()
+        },
+    )
+    result = attend(moved)
+    live = np.isfinite(result.lse.real)
+    total = np.sum(d_out * result.out.imag) + np.sum(d_lse[live] * result.lse.imag[live])
+    return total / tiny.imag
+
+
+def error(got: Any, want: Any) -> float:
+    """Greatest difference, relative to the greatest magnitude or 1; infinities must be equal."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    infinite = np.isinf(want)
+    np.testing.assert_array_equal(got[infinite], want[infinite])
+    got, want = got[~infinite], want[~infinite]
+    if not want.size:
+        return 0.0
+    assert np.isfinite(got).all()
+    return float(np.max(np.abs(got - want)) / max(1.0, np.max(np.abs(want))))
+
+
+def allowed_everywhere(problem: Problem) -> np.ndarray:
+    """The mask as bool `[B, N, T, S]`, batch axes flattened, asked pair by pair."""
+    flat, queries, keys, heads, *_ = problem.sizes
+    dense = np.zeros((flat, heads, queries, keys), bool)
+    q_positions, kv_positions = problem.positions()
+    for b, h, i, j in np.ndindex(dense.shape):
+        at = At(b, h, i, j, int(q_positions[b, i]), int(kv_positions[b, j]))
+        dense[b, h, i, j] = problem.allowed(at)
+    return dense
+
+
+def _kept(problem: Problem, shape: tuple[int, ...]) -> np.ndarray:
+    kept = np.ones(shape)
+    if problem.rate:
+        for b, h, i, j in np.ndindex(shape):
+            kept[b, h, i, j] = problem.kept(At(b, h, i, j, None, None))
+    return kept
+
+
+def plain(
+    problem: Problem, d_out: np.ndarray, d_lse: np.ndarray, dtype: Any
+) -> tuple[Forward, list[Backward]]:
+    """The textbook formula on whole arrays, computed in `dtype`: forward and gradients.
+
+    Repeats key heads, builds everything of size T × S, and sums in whatever order NumPy takes. The
+    gradients come twice, as the two ways of writing the mean of dp that are equal but for rounding:
+    Σ p dp over the keys, and d_out · out over the channels, which needs no second pass.
+    """
+    flat, queries, _, heads, kv_heads, *_ = problem.sizes
+    cast = [_flat(np.asarray(x, dtype)) for x in (problem.q, problem.k, problem.v, d_out)]
+    q, k, v, d_o = (np.swapaxes(x, 1, 2) for x in cast)  # [B, N, T, H] and so on
+    k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
+    parameters = {name: np.asarray(x, dtype) for name, x in problem.parameters.items()}
+    modifier = problem.modifier(parameters)
+    allowed = allowed_everywhere(problem)
+    at = _grid(problem, allowed.shape)
+    factor = np.asarray(problem.factor, dtype)
+    kept = _kept(problem, allowed.shape).astype(dtype)
+
+    raw = (q @ np.swapaxes(k, -1, -2)) * factor
+    scores = np.where(allowed, modifier.value(raw, at), np.asarray(-np.inf, dtype))
+    p, lse = _softmax(scores)
+    out = (p * kept) @ v
+
+    dp = (d_o @ np.swapaxes(v, -1, -2)) * kept
+    backwards = []
+    for mean in ((p * dp).sum(axis=-1), (d_o * out).sum(axis=-1)):
+        by_row = np.asarray(d_lse, dtype).reshape(flat, heads, queries) - mean
+        ds = p * (dp + by_row[..., None])
+        d_raw = ds * modifier.by_score(raw, at) * factor
+        dk, dv = np.swapaxes(d_raw, -1, -2) @ q, np.swapaxes(p * kept, -1, -2) @ d_o
+        backwards.append(
+            Backward(
+                np.swapaxes(d_raw @ k, 1, 2).reshape(problem.q.shape),
+                _by_kv_head(dk, kv_heads).reshape(problem.k.shape),
+                _by_kv_head(dv, kv_heads).reshape(problem.v.shape),
+                _parameter_gradients(modifier, parameters, raw, ds, at),
+            )
+        )
+    return _unflat(problem, out, lse, p * kept, scores), backwards
+
+
+def _softmax(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and log of the denominator along the last axis; rows of −inf give 0 and −inf."""
+    top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isfinite(top), top, np.zeros((), scores.dtype))
+    exponentials = np.exp(scores - top)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    dead = total == 0
+    p = exponentials / np.where(dead, np.ones((), scores.dtype), total)
+    with np.errstate(divide="ignore"):
+        lse = np.where(dead, np.asarray(-np.inf, scores.dtype), top + np.log(total))
+    return p, lse[..., 0]
+
+
+def _by_kv_head(by_head: np.ndarray, kv_heads: int) -> np.ndarray:
+    """`[B, N, S, ·]` summed over each group and with heads after keys, `[B, S, K, ·]`."""
+    flat, heads, *rest = by_head.shape
+    return np.swapaxes(by_head.reshape(flat, kv_heads, heads // kv_heads, *rest).sum(axis=2), 1, 2)
+
+
+def _grid(problem: Problem, shape: tuple[int, ...]) -> At:
+    b, h, i, j = np.ix_(*(np.arange(size) for size in shape))
+    q_positions, kv_positions = problem.positions()
+    return At(b, h, i, j, q_positions[:, None, :, None], kv_positions[:, None, None, :])
+
+
+def _parameter_gradients(
+    modifier: Modifier, parameters: Mapping[str, np.ndarray], raw: Any, ds: Any, at: At
+) -> dict[str, np.ndarray]:
+    result = {name: np.zeros_like(value) for name, value in parameters.items()}
+    for name, rule in modifier.by_parameter.items():
+        index, slopes = rule(raw, at)
+        terms = ds * slopes
+        if index:
+            np.add.at(result[name], tuple(np.broadcast_to(x, terms.shape) for x in index), terms)
+        else:
+            result[name] = terms.sum()
+    return result
+
+
+def _unflat(problem: Problem, out: Any, lse: Any, weights: Any, scores: Any) -> Forward:
+    batch = problem.q.shape[:-3]
+    return Forward(
+        np.swapaxes(out, 1, 2).reshape(*problem.q.shape[:-1], problem.v.shape[-1]),
+        lse.reshape(*batch, *lse.shape[1:]),
+        weights.reshape(*batch, *weights.shape[1:]),
+        scores.reshape(*batch, *scores.shape[1:]),
+    )

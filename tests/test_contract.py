@@ -1,0 +1,829 @@
+"""The contract: every implementation, on every case, in every dtype.
+
+An implementation enters by being registered in jattn; a case by a row in `tests/cases.py`. Errors
+are measured against the float64 oracle on the very inputs (rounded to the dtype under test), and
+may be at most twice those of the plain formula in the same working precision, plus four units of
+rounding, under a ceiling that was measured once and then frozen.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, scores, tile
+from tests import oracle
+from tests.cases import CASES, DTYPES, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
+from tests.conftest import quick_jit
+from tests.oracle import error
+
+
+# Worst errors measured over all cases: 2.2e-15, 1.1e-6, 3.6e-3, 4.7e-4 (see `error`).
+CEILINGS = {"float64": 1e-14, "float32": 2e-6, "bfloat16": 5e-3, "float16": 7e-4}
+
+# Every kind of array that a call can take is in one of these.
+VARIED = ("chain", "places_and_positions", "lengths_both", "predicate_operands", "dropout_masked")
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_case = pytest.mark.parametrize("name", CASES)
+varied_cases = pytest.mark.parametrize("name", VARIED)
+
+
+class Results(NamedTuple):
+    """What one call gives: values, and gradients by the name of their input."""
+
+    out: Any
+    lse: Any
+    gradients: dict[str, Any]
+
+
+def random_key() -> jax.Array:
+    """The key of every dropout case."""
+    return jax.random.key(20170612)
+
+
+@functools.cache
+def kept(name: str) -> np.ndarray:
+    """The library's decisions on dropout in a case, bool `[B, N, T, S]`, to feed to the oracle."""
+    case = CASES[name]
+    rows, columns = jnp.arange(case.sizes.T), jnp.arange(case.sizes.S)
+    per_head = jax.vmap(
+        lambda b, h: tile.keep(random_key(), case.rate, b, h, rows, columns), (None, 0)
+    )
+    every = jax.vmap(per_head, (0, None))
+    return np.asarray(every(jnp.arange(int(np.prod(case.sizes.batch))), jnp.arange(case.sizes.N)))
+
+
+def problem_of(case: Case, x: Inputs) -> oracle.Problem:
+    """The oracle's view of a case, dropout included."""
+    return case.problem(x, lambda at: bool(kept(case.name)[at.b, at.h, at.i, at.j]))
+
+
+def on_device(x: Inputs) -> Inputs:
+    """The same inputs as JAX arrays."""
+    return jax.tree.map(jnp.asarray, x)
+
+
+def attend(implementation: str, case: Case, x: Inputs, **options: Any) -> Any:
+    """One call of the library on a case."""
+    options = {"dropout_key": random_key() if case.rate else None, **options}
+    options["implementation"] = implementation
+    return case.attend(x.q, x.k, x.v, x.parameters, x.operands, **options)
+
+
+def everything(implementation: str, case: Case, x: Inputs, wrap: Any = lambda f: f) -> Results:
+    """Values and all gradients, with cotangents on both results; `wrap` may transform the call."""
+
+    def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
+        replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
+        return attend(implementation, case, replaced)
+
+    (out, lse), pull = jax.vjp(wrap(call), x.q, x.k, x.v, x.parameters)
+    dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
+    return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
+
+
+@functools.cache
+def compiled(implementation: str, name: str, how: str = "quick") -> Any:
+    """`everything` for one case, compiled once for all tests that need it."""
+    function = functools.partial(everything, implementation, CASES[name])
+    return quick_jit(function) if how == "quick" else jax.jit(function)
+
+
+def run(implementation: str, name: str, x: Inputs) -> Results:
+    """The results as NumPy arrays. In float32 compiled as users' programs are."""
+    how = "full" if x.q.dtype == np.float32 else "quick"
+    return jax.tree.map(np.asarray, compiled(implementation, name, how)(on_device(x)))
+
+
+def named(backward: oracle.Backward) -> dict[str, np.ndarray]:
+    """Gradients by name."""
+    return {"q": backward.q, "k": backward.k, "v": backward.v, **backward.parameters}
+
+
+def truth(case: Case, x: Inputs) -> Results:
+    """What the oracle says."""
+    problem = problem_of(case, x)
+    d_out, d_lse = np.asarray(x.d_out, np.float64), np.asarray(x.d_lse, np.float64)
+    forward, backward = oracle.attend(problem), oracle.gradients(problem, d_out, d_lse)
+    return Results(forward.out, forward.lse, named(backward))
+
+
+def plain_errors(case: Case, dtype: str) -> dict[str, float]:
+    """Errors of the plain formula on a case, its results rounded to the dtype.
+
+    The worst over both ways of writing the gradients and over a few draws of the inputs, because
+    the greatest error of a single draw is small by luck now and then.
+    """
+    working = np.float64 if dtype == "float64" else np.float32
+    kind = DTYPES[dtype]
+    measured = []
+    for x in (inputs(case, dtype, seed) for seed in range(4)):
+        exact = truth(case, x)
+        forward, backwards = oracle.plain(problem_of(case, x), x.d_out, x.d_lse, working)
+        for backward in backwards:
+            gradients = {n: g.astype(kind) for n, g in named(backward).items()}
+            measured.append(
+                errors(Results(forward.out.astype(kind), forward.lse, gradients), exact)
+            )
+    return {what: max(one[what] for one in measured) for what in measured[0]}
+
+
+def errors(got: Results, want: Results) -> dict[str, float]:
+    """The errors of out, of lse and of the gradients, the worst of those."""
+    assert got.gradients.keys() == want.gradients.keys()
+    by_input = [error(got.gradients[name], want.gradients[name]) for name in want.gradients]
+    return {
+        "out": error(got.out, want.out),
+        "lse": error(got.lse, want.lse),
+        "gradients": max(by_input),
+    }
+
+
+def assert_close(got: Results, want: Results, tolerance: float) -> None:
+    """All errors at most `tolerance`."""
+    measured = errors(got, want)
+    assert max(measured.values()) <= tolerance, measured
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Bitwise equality of two trees."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+# --- the oracle itself --------------------------------------------------------------------------
+
+
+@every_case
+def test_the_oracles_gradients_agree_with_a_complex_step(name):
+    case = CASES[name]
+    x = inputs(case)
+    problem = problem_of(case, x)
+    rng = np.random.default_rng(1)
+    along: dict[str, Any] = {n: rng.standard_normal(getattr(x, n).shape) for n in "qkv"}
+    along["parameters"] = {n: rng.standard_normal(p.shape) for n, p in x.parameters.items()}
+    by_formula = named(oracle.gradients(problem, x.d_out, x.d_lse))
+    directions = {n: along[n] for n in "qkv"} | along["parameters"]
+    total = sum(np.sum(directions[n] * by_formula[n]) for n in by_formula)
+    assert total == pytest.approx(
+        oracle.slope(problem, along, x.d_out, x.d_lse), rel=1e-12, abs=1e-12
+    )
+
+
+def wrong_answers(case: Case, x: Inputs) -> dict[str, np.ndarray]:
+    """Outputs of the mistakes that attention libraries have made, where they make a difference."""
+    problem = problem_of(case, x)
+    _, _, S, N, K, H, _ = case.sizes
+    group = N // K
+    answers = {}
+
+    def variant(label: str, **changes: Any) -> None:
+        answers[label] = oracle.attend(dataclasses.replace(problem, **changes)).out
+
+    if S > 1:
+        mean = np.repeat(problem.v.mean(axis=-3, keepdims=True), group, axis=-2)
+        answers["mean of the values"] = np.broadcast_to(mean, answers_shape(case))
+        variant("scale by the model width", scale=1 / np.sqrt(N * H))
+    if S > 1 and 1 < K < N:
+        order = [h % K for h in range(N)]  # every query head its own key head, dealt out in turn
+        variant("tiled heads", k=problem.k[..., order, :], v=problem.v[..., order, :])
+    if case.mask is not None:
+        variant("no mask", allowed=lambda at: True)
+    if "window" in case.name:
+        shifted = lambda by: lambda at: problem.allowed(at._replace(kv=at.kv + by))  # noqa: E731
+        variant("window one to the left", allowed=shifted(1))
+        variant("window one to the right", allowed=shifted(-1))
+    return answers
+
+
+def answers_shape(case: Case) -> tuple[int, ...]:
+    """`[*B, T, N, V]`."""
+    batch, T, _, N, _, _, V = case.sizes
+    return (*batch, T, N, V)
+
+
+# Where a mistake makes no difference, by the very meaning of the case.
+HARMLESS = {
+    ("full", "no mask"),
+    ("decode", "no mask"),
+    ("window_self", "scale by the model width"),
+    ("zero_scale", "mean of the values"),
+}
+# How many times the ceiling a wrong answer is away. A hundred roundings of bfloat16 would be half
+# of the answer itself.
+POWER = {"float64": 100, "float32": 100, "bfloat16": 20, "float16": 100}
+
+
+@every_dtype
+@every_case
+def test_the_inputs_tell_wrong_answers_from_the_right_one(name, dtype):
+    case = CASES[name]
+    x = inputs(case, dtype)
+    right = oracle.attend(problem_of(case, x)).out
+    if not right.size or not np.any(right):
+        pytest.skip("there is no right answer but nothing and zero")
+    for label, wrong in wrong_answers(case, x).items():
+        told_apart = error(wrong, right) > POWER[dtype] * CEILINGS[dtype]
+        assert told_apart is ((name, label) not in HARMLESS), label
+
+
+# --- values and gradients -----------------------------------------------------------------------
+
+
+@every_implementation
+@every_dtype
+@every_case
+def test_values_and_gradients(implementation, name, dtype):
+    case = CASES[name]
+    x = inputs(case, dtype)
+    got = run(implementation, name, x)
+    measured, plain = errors(got, truth(case, x)), plain_errors(case, dtype)
+    working = "float64" if dtype == "float64" else "float32"
+    for what, plain_error in plain.items():
+        limit = 2 * plain_error + 4 * float(jnp.finfo(working).eps)
+        ceiling = CEILINGS[working if what == "lse" else dtype]
+        assert measured[what] <= min(limit, ceiling), (what, measured, plain)
+    assert got.out.dtype == x.q.dtype
+    assert got.lse.dtype == working
+    for label, gradient in got.gradients.items():
+        assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
+
+
+@every_case
+def test_weights_and_scores(name):
+    case = CASES[name]
+    x = inputs(case)
+    problem = dataclasses.replace(problem_of(case, x), rate=0.0)
+    want = oracle.attend(problem)
+
+    @quick_jit
+    def both(x: Inputs) -> Any:
+        rules = case.rules(x.operands, x.parameters)
+        return jattn.attention_weights(x.q, x.k, **rules), jattn.attention_scores(x.q, x.k, **rules)
+
+    weights, before = both(on_device(x))
+    assert error(weights, want.weights) <= 1e-14
+    assert error(before, want.scores) <= 1e-14
+    assert not np.any(np.asarray(weights)[~np.isfinite(want.scores)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_and_scores_are_not_rounded_to_the_inputs_dtype(dtype):
+    x = on_device(inputs(CASES["causal"], dtype))
+    for function in (jattn.attention_weights, jattn.attention_scores):
+        assert function(x.q, x.k, mask=masks.Causal()).dtype == jnp.float32
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parameter_dtype", DTYPES)
+def test_parameters_may_have_another_dtype(implementation, dtype, parameter_dtype):
+    case = CASES["bias_by_head"]
+    x = inputs(case, dtype)
+    mixed = x._replace(parameters=inputs(case, parameter_dtype).parameters)
+    got = jax.tree.map(np.asarray, compiled(implementation, case.name, "quick")(on_device(mixed)))
+    exact = truth(case, mixed)
+    assert got.out.dtype == x.q.dtype
+    assert got.lse.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)
+    assert got.gradients["bias"].dtype == DTYPES[parameter_dtype]
+    coarsest = max(CEILINGS[dtype], CEILINGS[parameter_dtype])
+    assert max(errors(got, exact).values()) <= coarsest
+
+
+@every_implementation
+def test_lse_is_returned_only_on_request(implementation):
+    x = on_device(inputs(CASES["causal"]))
+    out, lse = attend(implementation, CASES["causal"], x)
+    alone = attend(implementation, CASES["causal"], x, return_lse=False)
+    assert lse.shape == (2, 6, 5)
+    assert error(alone, out) <= 1e-15
+
+
+@every_implementation
+def test_constant_operands_mean_the_same_as_traced_ones(implementation):
+    for name in ("segments", "prefix_per_row", "predicate_operands", "blocks_ragged"):
+        x = inputs(CASES[name])
+        traced = run(implementation, name, x)
+        constants = on_device(x)._replace(operands=x.operands)  # NumPy arrays, known when tracing
+        out, lse = attend(implementation, CASES[name], constants)
+        assert error(out, traced.out) <= 1e-14
+        assert error(lse, traced.lse) <= 1e-14
+
+
+# --- what is masked does not exist --------------------------------------------------------------
+
+
+POISONS = (np.nan, np.inf, -np.inf, 1e38)
+MASKED = [name for name, case in CASES.items() if case.mask is not None and case.sizes.S]
+
+
+def dead_places(case: Case, x: Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """Queries without keys `[*B, T, N]` and keys that nobody attends to `[*B, S, K]`."""
+    batch, T, S, N, K, _, _ = case.sizes
+    allowed = oracle.allowed_everywhere(problem_of(case, x))
+    rows = ~allowed.any(axis=-1)
+    columns = ~allowed.reshape(-1, K, N // K, T, S).any(axis=(2, 3))
+    return (
+        np.swapaxes(rows, 1, 2).reshape(*batch, T, N),
+        np.swapaxes(columns, 1, 2).reshape(*batch, S, K),
+    )
+
+
+@every_implementation
+@pytest.mark.parametrize("name", MASKED)
+def test_poison_in_what_is_masked_changes_nothing(implementation, name):
+    case = CASES[name]
+    x = inputs(case, "float32")
+    clean = run(implementation, name, x)
+    rows, columns = dead_places(case, x)
+    if not rows.any() and not columns.any():
+        pytest.skip("every query and every key is alive")
+    for poison in POISONS:
+        q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
+        q[rows], k[columns], v[columns] = poison, poison, poison
+        got = run(implementation, name, x._replace(q=q, k=k, v=v))
+        assert_same(got, clean)
+        assert not got.out[rows].any()
+        assert not got.gradients["q"][rows].any()
+        assert not got.gradients["k"][columns].any()
+        assert not got.gradients["v"][columns].any()
+
+
+@every_implementation
+@pytest.mark.parametrize("name", MASKED)
+def test_poison_reaches_only_who_attends_to_it(implementation, name):
+    case = CASES[name]
+    x = inputs(case, "float32")
+    batch, T, _, N, _, _, _ = case.sizes
+    allowed = oracle.allowed_everywhere(problem_of(case, x))
+    clean = run(implementation, name, x)
+    live = allowed.any(axis=(0, 1, 2)) & ~allowed.all(axis=(0, 1, 2))
+    if not live.any():
+        pytest.skip("no key is seen by some and hidden from others")
+    j = int(np.flatnonzero(live)[-1])
+    touched = allowed[..., j]  # [B, N, T]
+    untouched = np.swapaxes(~touched, 1, 2).reshape(*batch, T, N)
+    for poison in POISONS:
+        k, v = x.k.copy(), x.v.copy()
+        k[..., j, :, :], v[..., j, :, :] = poison, poison
+        got = run(implementation, name, x._replace(k=k, v=v))
+        np.testing.assert_array_equal(got.out[untouched], clean.out[untouched])
+        np.testing.assert_array_equal(
+            got.gradients["q"][untouched], clean.gradients["q"][untouched]
+        )
+        by_row = ~touched.reshape(*batch, N, T)
+        np.testing.assert_array_equal(got.lse[by_row], clean.lse[by_row])
+
+
+@every_implementation
+@pytest.mark.parametrize("name", ["bias_dead_rows", "cap_then_bias", "bias_then_cap"])
+def test_poison_in_a_bias_where_it_is_masked(implementation, name):
+    case = CASES[name]
+    x = inputs(case, "float32")
+    clean = run(implementation, name, x)
+    hidden = ~oracle.allowed_everywhere(problem_of(case, x))
+    for poison in (*POISONS, float(np.finfo(np.float32).min)):
+        bias = np.where(hidden, np.float32(poison), x.parameters["bias"])
+        got = run(implementation, name, x._replace(parameters={"bias": bias}))
+        assert_same(got, clean)
+        assert not got.gradients["bias"][hidden].any()
+
+
+@every_implementation
+@pytest.mark.parametrize("name", MASKED)
+def test_rows_without_keys_are_zero(implementation, name):
+    case = CASES[name]
+    x = inputs(case, "float32")
+    rows, _ = dead_places(case, x)
+    if not rows.any():
+        pytest.skip("every query has a key")
+    got = run(implementation, name, x)
+    assert not got.out[rows].any()
+    assert not got.gradients["q"][rows].any()
+    assert np.all(np.swapaxes(got.lse, -1, -2)[rows] == -np.inf)
+
+
+@every_implementation
+def test_masking_keys_is_removing_them(implementation):
+    sizes = Sizes(T=7, S=7)
+    x = on_device(inputs(Case("removal", sizes)))
+    left = np.array([0, 2, 3, 6])
+    present = jnp.asarray(np.isin(np.arange(sizes.S), left))[None, None, None, :]
+
+    def all_of(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        call = functools.partial(
+            jattn.attention, implementation=implementation, return_lse=True, **options
+        )
+        results, pull = jax.vjp(call, q, k, v)
+        return *results, *pull((x.d_out, x.d_lse))
+
+    masked = quick_jit(lambda q, k, v: all_of(q, k, v, mask=masks.Causal() & masks.Dense(present)))(
+        x.q, x.k, x.v
+    )
+    removed = quick_jit(
+        lambda q, k, v: all_of(q, k, v, mask=masks.Causal(), kv_positions=jnp.asarray(left))
+    )(x.q, x.k[:, left], x.v[:, left])
+    for got, want in zip(masked, removed, strict=True):
+        trimmed = got[:, left] if got.shape != want.shape else got
+        assert error(trimmed, want) <= 1e-14
+    gone = np.setdiff1d(np.arange(sizes.S), left)
+    assert not np.any(masked[3][:, gone])
+    assert not np.any(masked[4][:, gone])
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_no_fill_constant_decides(implementation, dtype):
+    """Logits far above and far below any constant that could stand for minus infinity."""
+    x = on_device(inputs(CASES["causal"], dtype))
+    mask = masks.Causal()
+    for offset in (-1e30, -1e6, 1e6):
+        bias = jnp.full((1, 1, 1, 7), offset, jnp.float32)
+        weights = jattn.attention_weights(x.q * 0, x.k, mask=mask, score=scores.Bias(bias))
+        allowed = np.broadcast_to(np.asarray(mask.dense(5, 7)), weights.shape)
+        want = allowed / allowed.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(np.asarray(weights), want, rtol=1e-6)
+        call = functools.partial(jattn.attention, mask=mask, score=scores.Bias(bias))
+        out = call(x.q * 0, x.k, jnp.ones_like(x.v), implementation=implementation)
+        np.testing.assert_allclose(np.asarray(out, np.float64), 1, atol=CEILINGS[dtype])
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_large_logits_stay_finite(implementation, dtype):
+    """Products of about 10⁴ per channel overflow float16 before the softmax if kept in it."""
+    case = dataclasses.replace(CASES["causal"], sizes=Sizes(H=64))
+    x = inputs(case, dtype)
+    loud = x._replace(q=x.q * x.q.dtype.type(50), k=x.k * x.k.dtype.type(50))
+    out, lse = attend(implementation, case, on_device(loud))
+    want = oracle.attend(case.problem(loud))
+    assert error(lse, want.lse) <= CEILINGS["float32"]
+    assert error(out, want.out) <= CEILINGS[dtype] + (0.01 if dtype == "float32" else 0.0)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_over_many_keys_do_not_stall(implementation, dtype):
+    """A sum of ones in bfloat16 stops at 256."""
+    kind, keys = DTYPES[dtype], 4096
+    q, k, v = (jnp.ones((1, keys, 1, 1), kind) for _ in range(3))
+    out, pull = jax.vjp(lambda v: jattn.attention(q[:, :8], k, v, implementation=implementation), v)
+    np.testing.assert_array_equal(np.asarray(out, np.float64), 1.0)
+    (dv,) = pull(jnp.ones_like(out))
+    np.testing.assert_array_equal(np.asarray(dv, np.float64), 8 / keys)
+    few = jattn.attention(q, k[:, :4], v[:, :4], implementation=implementation)
+    assert few.shape == (1, keys, 1, 1)
+    (dv,) = jax.vjp(
+        lambda v: jattn.attention(q, k[:, :4], v, implementation=implementation), v[:, :4]
+    )[1](jnp.ones_like(few))
+    np.testing.assert_array_equal(np.asarray(dv, np.float64), keys / 4)
+
+
+# --- under the transformations ------------------------------------------------------------------
+
+
+@every_implementation
+@varied_cases
+def test_eager_is_jitted(implementation, name):
+    x = inputs(CASES[name])
+    eager = everything(implementation, CASES[name], on_device(x))
+    assert_close(eager, run(implementation, name, x), 1e-14)
+
+
+@every_implementation
+@varied_cases
+def test_the_same_call_twice_is_bitwise_equal(implementation, name):
+    for dtype in ("float32", "bfloat16"):
+        x = inputs(CASES[name], dtype)
+        assert_same(run(implementation, name, x), run(implementation, name, x))
+        once, again = (attend(implementation, CASES[name], on_device(x)) for _ in range(2))
+        assert_same(once, again)
+
+
+@every_implementation
+@varied_cases
+def test_checkpoint_changes_nothing(implementation, name):
+    x = inputs(CASES[name])
+    saved = quick_jit(
+        functools.partial(everything, implementation, CASES[name], wrap=jax.checkpoint)
+    )
+    assert_close(saved(on_device(x)), run(implementation, name, x), 1e-14)
+
+
+def stacked(case: Case, fields: tuple[str, ...], size: int = 3) -> tuple[Inputs, Inputs]:
+    """Inputs of which the given fields have a new leading axis, and in_axes to go with them."""
+    several = [on_device(inputs(case, seed=seed)) for seed in range(size)]
+    chosen = {name: [getattr(x, name) for x in several] for name in fields}
+    if "operands" in fields:
+        chosen["operands"] = [
+            {n: jnp.roll(a, seed, axis=-1) for n, a in several[0].operands.items()}
+            for seed in range(size)
+        ]
+    merged = {n: jax.tree.map(lambda *xs: jnp.stack(xs), *v) for n, v in chosen.items()}
+    axes = Inputs(*(0 if name in fields else None for name in Inputs._fields))
+    return several[0]._replace(**merged), axes
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    "fields",
+    [
+        Inputs._fields,
+        ("q",),
+        ("k", "v"),
+        ("parameters",),
+        ("operands",),
+        ("q", "operands", "d_lse"),
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("name", ["chain", "causal_segments", "dropout_masked"])
+def test_vmap_is_a_loop(implementation, name, fields):
+    case = CASES[name]
+    if not set(fields) - {"parameters"} and not case.parameters:
+        pytest.skip("no parameters")
+    x, axes = stacked(case, tuple(fields))
+    one = functools.partial(everything, implementation, case)
+    mapped = quick_jit(jax.vmap(one, (axes,)))(x)
+    for place in range(3):
+        pick = functools.partial(jax.tree.map, lambda a, place=place: a[place])
+        picked = Inputs(
+            *(value if axis is None else pick(value) for value, axis in zip(x, axes, strict=True))
+        )
+        want = compiled(implementation, name)(picked)
+        assert_close(pick(mapped), want, 1e-14)
+
+
+@every_implementation
+def test_nested_vmap_is_a_loop_in_a_loop(implementation):
+    """Queries over the outer axis, keys, values and lengths over the inner one, from the back."""
+    case = CASES["lengths_both"]
+    x = on_device(inputs(case))
+    q = jnp.stack([x.q, x.q[::-1]])
+    k, v = (jnp.stack([a, 2 * a, -a], axis=-1) for a in (x.k, x.v))
+    lengths = {
+        "q_lengths": x.operands["q_lengths"],
+        "kv_lengths": jnp.array([[1, 2], [7, 0], [3, 3]]),
+    }
+
+    def one(q: Any, k: Any, v: Any, kv_lengths: Any) -> Any:
+        operands = {**lengths, "kv_lengths": kv_lengths}
+        return attend(implementation, case, x._replace(q=q, k=k, v=v, operands=operands))
+
+    inner = jax.vmap(one, (None, -1, -1, 0), out_axes=1)
+    mapped = quick_jit(jax.vmap(inner, (0, None, None, None)))(q, k, v, lengths["kv_lengths"])
+    single = quick_jit(one)
+    for i, j in np.ndindex(2, 3):
+        want = single(q[i], k[..., j], v[..., j], lengths["kv_lengths"][j])
+        for got, expected in zip(mapped, want, strict=True):
+            assert error(got[i, :, j], expected) <= 1e-14
+
+
+@every_implementation
+def test_vmap_over_keys_of_dropout_is_a_loop(implementation):
+    case = CASES["dropout"]
+    x = on_device(inputs(case))
+    keys = jax.random.split(random_key(), 3)
+    one = quick_jit(lambda key: attend(implementation, case, x, dropout_key=key)[0])
+    mapped = quick_jit(jax.vmap(lambda key: attend(implementation, case, x, dropout_key=key)[0]))
+    together = mapped(keys)
+    for place in range(3):
+        assert error(together[place], one(keys[place])) <= 1e-14
+    assert error(together[0], together[1]) > 0.01
+
+
+@every_implementation
+def test_inside_scan(implementation):
+    case = CASES["lengths_both"]
+    x, _ = stacked(case, ("q",))
+
+    def total(k: Any) -> Any:
+        def step(carry: Any, q: Any) -> Any:
+            out, lse = attend(implementation, case, x._replace(q=q + carry, k=k))
+            weighted = jnp.sum(out * x.d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+            return carry + 0.01 * weighted, weighted
+
+        _, terms = jax.lax.scan(step, jnp.zeros(()), x.q)
+        return terms
+
+    def unrolled(k: Any) -> Any:
+        carry, terms = jnp.zeros(()), []
+        for q in x.q:
+            out, lse = attend(implementation, case, x._replace(q=q + carry, k=k))
+            weighted = jnp.sum(out * x.d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+            carry = carry + 0.01 * weighted
+            terms.append(weighted)
+        return jnp.stack(terms)
+
+    both = [
+        quick_jit(lambda k, f=f: (f(k), jax.grad(lambda k: jnp.sum(f(k)))(k)))(x.k)
+        for f in (total, unrolled)
+    ]
+    for scanned, looped in zip(*both, strict=True):
+        assert error(scanned, looped) <= 1e-13
+
+
+def mesh(*names: str) -> Mesh:
+    """Four devices in one or two axes."""
+    shape = (4,) if len(names) == 1 else (2, 2)
+    return Mesh(np.array(jax.devices()[:4]).reshape(shape), names)
+
+
+SHARDED = Case("sharded", Sizes(batch=(4,), N=4, K=4), CASES["causal"].mask)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    "spec", [P("x"), P(None, None, "x"), P("x", None, "y")], ids=["batch", "heads", "both"]
+)
+def test_under_shard_map(implementation, spec):
+    x = on_device(inputs(SHARDED))
+    axes = [name for name in spec if name]
+
+    def local(q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        call = lambda *a: attend(implementation, SHARDED, x._replace(q=a[0], k=a[1], v=a[2]))[0]  # noqa: E731
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(d_out)
+
+    whole = quick_jit(local)(x.q, x.k, x.v, x.d_out)
+    split = jax.shard_map(local, mesh=mesh(*axes), in_specs=(spec,) * 4, out_specs=(spec,) * 4)
+    for got, want in zip(quick_jit(split)(x.q, x.k, x.v, x.d_out), whole, strict=True):
+        assert error(got, want) <= 1e-14
+
+
+@every_implementation
+def test_sharded_inputs_give_the_same_dropout(implementation):
+    case = dataclasses.replace(SHARDED, rate=0.3)
+    x = on_device(inputs(case))
+    call = quick_jit(lambda q, k, v: attend(implementation, case, x._replace(q=q, k=k, v=v))[0])
+    placed = NamedSharding(mesh("x", "y"), P("x", None, "y"))
+    got = call(*(jax.device_put(a, placed) for a in (x.q, x.k, x.v)))
+    assert error(got, call(x.q, x.k, x.v)) <= 1e-14
+
+
+@every_implementation
+def test_traced_once(implementation):
+    """A repeated call with fresh but equal objects and other values runs what is compiled."""
+    traces = []
+
+    def rule(b: Any, h: Any, q: Any, kv: Any, offset: Any) -> Any:
+        traces.append("mask")
+        return kv <= q + offset
+
+    def shift(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+        traces.append("score")
+        return score + table[kv]
+
+    def call(seed: int, q: Any) -> Any:
+        x = on_device(inputs(CASES["plain"], seed=seed))
+        mask = masks.Predicate(rule, jnp.int32(seed)) & (
+            masks.Window(left=3) | ~masks.Lengths(kv=jnp.array([seed, 3]))
+        )
+        score = scores.Score(shift, x.v[0, :, 0, 0]) >> scores.SoftCap(3.0)
+        return jattn.attention(
+            q, x.k, x.v, mask=mask, score=score, scale=0.5, implementation=implementation
+        )
+
+    q = on_device(inputs(CASES["plain"])).q
+    first = call(0, q)
+    compiled_once = len(traces)
+    assert compiled_once > 0
+    assert error(call(1, q), first) > 0.01
+    call(2, q)
+    assert len(traces) == compiled_once
+
+    gradient = jax.grad(lambda q, seed: jnp.sum(call(seed, q)))
+    gradient(q, 0)
+    differentiated_once = len(traces)
+    gradient(q, 1)
+    gradient(q, 2)
+    assert len(traces) == differentiated_once
+
+
+@every_implementation
+def test_nothing_is_remembered_between_calls(implementation):
+    """Other shapes, then another scale, then the first ones again."""
+    for S, scale in ((8, 0.3), (5, 0.3), (8, 0.9), (8, 0.3)):
+        case = Case("remembered", Sizes(S=S), CASES["causal"].mask, scale=scale)
+        x = inputs(case)
+        out, _ = attend(implementation, case, on_device(x))
+        assert error(out, oracle.attend(case.problem(x)).out) <= 1e-14
+
+
+@every_implementation
+def test_no_tracer_leaks(implementation):
+    with jax.checking_leaks():
+        everything(implementation, CASES["chain"], on_device(inputs(CASES["chain"])))
+
+
+def test_sizes_beyond_32_bits_are_only_numbers():
+    shape = jax.ShapeDtypeStruct((2, 2**16, 8, 64), jnp.bfloat16)
+    call = functools.partial(
+        jattn.attention, mask=masks.Causal(), return_lse=True, implementation="reference"
+    )
+    out, lse = jax.eval_shape(call, shape, shape, shape)
+    assert (out.shape, out.dtype) == (shape.shape, jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 8, 2**16), jnp.float32)
+
+
+# --- other modes of differentiation -------------------------------------------------------------
+
+
+def directions(x: Inputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
+    """A random direction, for JAX and for the oracle."""
+    rng = np.random.default_rng(seed)
+    along: dict[str, Any] = {n: rng.standard_normal(getattr(x, n).shape) for n in "qkv"}
+    along["parameters"] = {n: rng.standard_normal(p.shape) for n, p in x.parameters.items()}
+    tangents = tuple(jax.tree.map(jnp.asarray, along[n]) for n in (*"qkv", "parameters"))
+    return tangents, along
+
+
+@every_implementation
+@pytest.mark.parametrize("name", ["chain", "bias_dead_rows", "relative_bias", "dropout_masked"])
+def test_forward_mode_and_second_order(implementation, name):
+    """The reference has both; whatever has not says where to find them."""
+    case = CASES[name]
+    x = inputs(case)
+    device = on_device(x)
+    tangents, along = directions(x)
+
+    def total(q: Any, k: Any, v: Any, parameters: Any) -> Any:
+        replaced = device._replace(q=q, k=k, v=v, parameters=parameters)
+        out, lse = attend(implementation, case, replaced)
+        lse = jnp.where(jnp.isfinite(lse), lse, 0)
+        return jnp.sum(out * device.d_out) + jnp.sum(lse * device.d_lse)
+
+    @quick_jit
+    def both(arguments: Any) -> Any:
+        _, forward = jax.jvp(total, arguments, tangents)
+        _, second = jax.jvp(jax.grad(total, (0, 1, 2, 3)), arguments, tangents)
+        return forward, second
+
+    arguments = (device.q, device.k, device.v, device.parameters)
+    if implementation != "reference":
+        with pytest.raises((TypeError, NotImplementedError), match="reference"):
+            both(arguments)
+        return
+    forward, (d2q, d2k, d2v, d2_parameters) = both(arguments)
+    problem = problem_of(case, x)
+    assert float(forward) == pytest.approx(
+        oracle.slope(problem, along, x.d_out, x.d_lse), rel=1e-12
+    )
+    second = {"q": d2q, "k": d2k, "v": d2v, **d2_parameters}
+    for label, want in change_of_gradients(problem, along, x).items():
+        assert error(second[label], want) <= 1e-7, label
+
+
+def change_of_gradients(problem: oracle.Problem, along: dict[str, Any], x: Inputs) -> Any:
+    """Derivative of the oracle's gradients along a direction, by central differences."""
+    step = 1e-5
+
+    def at(t: float) -> dict[str, np.ndarray]:
+        moved = dataclasses.replace(
+            problem,
+            **{n: getattr(problem, n) + t * along[n] for n in "qkv"},
+            parameters={n: p + t * along["parameters"][n] for n, p in problem.parameters.items()},
+        )
+        return named(oracle.gradients(moved, x.d_out, x.d_lse))
+
+    after, before = at(step), at(-step)
+    return {n: (after[n] - before[n]) / (2 * step) for n in after}
+
+
+# --- which implementation -----------------------------------------------------------------------
+
+
+@every_implementation
+@every_case
+def test_runs_or_gives_its_reason(implementation, name):
+    case = CASES[name]
+    x = on_device(inputs(case, "float32"))
+    rules = case.rules(x.operands, x.parameters)
+    rules |= {"dropout_rate": case.rate, "dropout_key": random_key() if case.rate else None}
+    reasons = jattn.explain(x.q, x.k, x.v, **rules)
+    assert set(reasons) == set(IMPLEMENTATIONS)
+    assert reasons["reference"] is None
+    call = functools.partial(jattn.attention, x.q, x.k, x.v, **rules)
+    if reasons[implementation] is None:
+        shape = jax.eval_shape(functools.partial(call, implementation=implementation)).shape
+        assert shape == answers_shape(case)
+    else:
+        with pytest.raises(NotImplementedError, match=implementation) as raised:
+            call(implementation=implementation)
+        assert str(reasons[implementation]) in str(raised.value)
+
+
+def test_the_default_is_the_first_that_can():
+    x = on_device(inputs(CASES["chain"]))
+    first = next(n for n, reason in jattn.explain(x.q, x.k, x.v).items() if reason is None)
+    assert_same(attend(None, CASES["chain"], x), attend(first, CASES["chain"], x))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,342 @@
+"""Dropout: on the weights after normalisation, by a hash of key, batch, head and places.
+
+Statistical tests use fixed keys and so always give the same figures; their bounds are five standard
+deviations of what independent decisions would give.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores, tile
+from tests.cases import IMPLEMENTATIONS
+from tests.conftest import quick_jit
+
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+KEY = jax.random.key(7)
+
+
+@functools.cache
+def keeper(rate: float, batch: int, heads: int) -> Any:
+    """`key -> bool [batch, heads, T, S]` for places that are given."""
+
+    def every(key: Any, rows: Any, columns: Any) -> Any:
+        one = lambda b, h: tile.keep(key, rate, b, h, rows, columns)  # noqa: E731
+        by_head = jax.vmap(one, (None, 0))
+        return jax.vmap(by_head, (0, None))(jnp.arange(batch), jnp.arange(heads))
+
+    return every
+
+
+def decisions(rate: float, batch: int, heads: int, T: int, S: int, key: Any = KEY) -> np.ndarray:
+    """What dropout keeps, for everything."""
+    every = quick_jit(keeper(rate, batch, heads))
+    return np.asarray(every(key, jnp.arange(T), jnp.arange(S)))
+
+
+def over_keys(rate: float, count: int, *sizes: int, seed: int = 0) -> np.ndarray:
+    """The same for many keys, along a new leading axis."""
+    batch, heads, T, S = sizes
+    keys = jax.random.split(jax.random.key(seed), count)
+    every = quick_jit(jax.vmap(keeper(rate, batch, heads), (0, None, None)))
+    return np.asarray(every(keys, jnp.arange(T), jnp.arange(S)))
+
+
+def even(T: int, S: int, *, batch: int = 2, heads: int = 4, kv_heads: int = 2) -> tuple[Any, ...]:
+    """Queries of zero, so that all weights are 1 / S, and values that show them one by one."""
+    v = jnp.broadcast_to(jnp.eye(S)[:, None, :], (batch, S, kv_heads, S))
+    return jnp.zeros((batch, T, heads, 3)), jnp.ones((batch, S, kv_heads, 3)), v
+
+
+def seen(out: Any) -> np.ndarray:
+    """Which weights are not zero, `[B, N, T, S]`, where values are one-hot."""
+    return np.swapaxes(np.asarray(out) > 0, 1, 2)
+
+
+# --- what it does to a weight -----------------------------------------------------------------
+
+
+@every_implementation
+def test_a_weight_of_three_tenths_becomes_three_eighths(implementation):
+    q, k = jnp.zeros((1, 1, 1)), jnp.zeros((2, 1, 1))
+    v = jnp.eye(2)[:, None, :]
+    logits = scores.Bias(jnp.log(jnp.array([[[0.3, 0.7]]])))
+    call = lambda key: jattn.attention(  # noqa: E731
+        q,
+        k,
+        v,
+        score=logits,
+        dropout_rate=0.2,
+        dropout_key=key,
+        implementation=implementation,
+    )
+    out = np.asarray(quick_jit(jax.vmap(call))(jax.random.split(KEY, 200)))[:, 0, 0]
+    for weights, kept in ((out[:, 0], 0.375), (out[:, 1], 0.875)):
+        values = np.unique(weights.round(12))
+        np.testing.assert_allclose(values, [0, kept], atol=1e-12)
+    assert not np.allclose(out.sum(axis=-1), 1)  # dropped after the softmax, not before it
+
+
+@every_implementation
+def test_the_lse_is_that_of_all_keys(implementation):
+    q, k, v = (jax.random.normal(key, (2, 5, 4, 3)) for key in jax.random.split(KEY, 3))
+    call = functools.partial(
+        jattn.attention, q, k, v, return_lse=True, implementation=implementation
+    )
+    np.testing.assert_array_equal(call()[1], call(dropout_rate=0.5, dropout_key=KEY)[1])
+
+
+@every_implementation
+def test_rate_zero_is_no_dropout_and_needs_no_key(implementation):
+    q, k, v = (jax.random.normal(key, (2, 5, 4, 3)) for key in jax.random.split(KEY, 3))
+    call = functools.partial(jattn.attention, q, k, v, implementation=implementation)
+    np.testing.assert_array_equal(call(), call(dropout_rate=0.0))
+    np.testing.assert_array_equal(call(), call(dropout_rate=0.0, dropout_key=KEY))
+    assert not np.array_equal(call(), call(dropout_rate=0.5, dropout_key=KEY))
+
+
+@every_implementation
+def test_the_mean_over_keys_is_the_output_without_dropout(implementation):
+    first, second, third = jax.random.split(KEY, 3)
+    q, k = 2 * jax.random.normal(first, (3, 4, 5)), 2 * jax.random.normal(second, (7, 2, 5))
+    v = jax.random.normal(third, (7, 2, 2))
+    call = functools.partial(
+        jattn.attention, q, k, v, mask=masks.Window(3, 3), implementation=implementation
+    )
+    dropped = quick_jit(jax.vmap(lambda key: call(dropout_rate=0.3, dropout_key=key)))
+    outs = np.asarray(dropped(jax.random.split(KEY, 2000)))
+    spread = outs.std(axis=0) / np.sqrt(len(outs))
+    assert spread.min() > 0
+    assert np.max(np.abs(outs.mean(axis=0) - call()) / spread) < 5
+
+
+# --- which weights ------------------------------------------------------------------------------
+
+
+@every_implementation
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap", "checkpoint"])
+def test_forward_and_backward_drop_what_the_hash_says(implementation, how):
+    T = S = 6
+    q, k, v = even(T, S)
+    wrap = {
+        "eager": lambda f: f,
+        "jit": jax.jit,
+        "vmap": lambda f: lambda v: jax.vmap(f)(v[None])[0],
+        "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    }[how]
+    call = wrap(
+        lambda v: jattn.attention(
+            q, k, v, dropout_rate=0.4, dropout_key=KEY, implementation=implementation
+        )
+    )
+    out, pull = jax.vjp(call, v)
+    want = decisions(0.4, 2, 4, T, S)
+    np.testing.assert_array_equal(seen(out), want)
+    np.testing.assert_allclose(out[seen(out).swapaxes(1, 2)], 1 / S / 0.6, rtol=1e-12)
+    assert 0 < want.mean() < 1
+
+    for head in range(4):  # one head at a time: gradients of v add up over the heads of a group
+        one_hot = jnp.zeros_like(out).at[:, :, head, :].set(jnp.eye(T))
+        (dv,) = pull(one_hot)  # [B, S, K, T]: the weight of each query
+        np.testing.assert_array_equal(
+            np.swapaxes(np.asarray(dv)[:, :, head // 2] > 0, 1, 2), want[:, head]
+        )
+
+
+@every_implementation
+def test_places_decide_and_not_positions(implementation):
+    q, k, v = even(5, 7)
+    call = functools.partial(
+        jattn.attention, q, k, v, dropout_rate=0.4, dropout_key=KEY, implementation=implementation
+    )
+    plain = call()
+    moved = call(q_positions=jnp.arange(5) + 100, kv_positions=jnp.arange(7)[::-1] + 3)
+    np.testing.assert_array_equal(plain, moved)
+
+
+@every_implementation
+def test_two_batch_axes_count_row_major(implementation):
+    q, k, v = even(5, 7, batch=6)
+    call = functools.partial(
+        jattn.attention, dropout_rate=0.4, dropout_key=KEY, implementation=implementation
+    )
+    flat = call(q, k, v)
+    square = call(*(x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v)))
+    np.testing.assert_array_equal(square.reshape(flat.shape), flat)
+
+
+@every_implementation
+def test_batch_rows_and_heads_of_a_group_differ(implementation):
+    q, k, v = even(8, 8)
+    out = jattn.attention(q, k, v, dropout_rate=0.5, dropout_key=KEY, implementation=implementation)
+    kept = seen(out).reshape(-1, 64)
+    assert len(np.unique(kept, axis=0)) == 8
+
+
+def test_parts_of_the_decisions_are_decided_alike():
+    """Any rectangle, any order and any single place give what the whole gives there."""
+    whole = decisions(0.3, 2, 3, 33, 47)
+    rows, columns = jnp.arange(16, 33), jnp.arange(5, 21)
+    part = quick_jit(keeper(0.3, 2, 3))(KEY, rows, columns)
+    np.testing.assert_array_equal(part, whole[:, :, 16:33, 5:21])
+    order = np.random.default_rng(0).permutation(33)
+    shuffled = quick_jit(keeper(0.3, 2, 3))(KEY, jnp.asarray(order), jnp.arange(47))
+    np.testing.assert_array_equal(shuffled, whole[:, :, order])
+    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 32, 46), (1, 0, 17, 3)):
+        one = tile.keep(KEY, 0.3, b, h, jnp.array([i]), jnp.array([j]))
+        assert bool(one[0, 0]) == whole[b, h, i, j]
+
+
+def test_decisions_do_not_depend_on_the_width_of_integers():
+    whole = decisions(0.3, 2, 3, 5, 7)
+    narrow = tile.keep(
+        KEY, 0.3, np.int32(1), np.uint8(2), jnp.arange(5, dtype=jnp.int32), np.arange(7)
+    )
+    np.testing.assert_array_equal(narrow, whole[1, 2])
+
+
+def test_typed_and_raw_keys_mean_the_same():
+    typed, raw = jax.random.key(3), jax.random.PRNGKey(3)
+    np.testing.assert_array_equal(
+        decisions(0.5, 2, 3, 5, 7, typed), decisions(0.5, 2, 3, 5, 7, raw)
+    )
+
+
+def test_keys_of_other_generators_work():
+    by_rbg = decisions(0.5, 1, 2, 32, 32, jax.random.key(3, impl="rbg"))
+    assert abs(by_rbg.mean() - 0.5) < 5 * 0.5 / np.sqrt(by_rbg.size)
+    assert not np.array_equal(by_rbg, decisions(0.5, 1, 2, 32, 32, jax.random.key(3)))
+
+
+def test_every_word_of_the_key_counts():
+    words = np.array([11, 22], np.uint32)
+    first = decisions(0.5, 1, 1, 32, 32, jnp.asarray(words))
+    for place in range(2):
+        other = words.copy()
+        other[place] ^= np.uint32(1)
+        changed = decisions(0.5, 1, 1, 32, 32, jnp.asarray(other)) != first
+        assert abs(changed.mean() - 0.5) < 5 * 0.5 / 32
+
+
+def test_the_decisions_are_pinned():
+    """What a model was trained with does not change from one version to the next."""
+    kept = decisions(0.5, 2, 2, 4, 8, jnp.array([0, 42], jnp.uint32))
+    assert np.packbits(kept).tobytes().hex() == PINNED
+
+
+PINNED = "0662f8d7374ac6688a6ed4f2eb0beab1"
+
+
+# --- how random -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_each_place_is_kept_with_the_right_probability(rate):
+    kept = over_keys(rate, 4000, 2, 3, 5, 7)
+    deviation = np.sqrt(rate * (1 - rate) / len(kept))
+    by_place = (kept.mean(axis=0) - (1 - rate)) / deviation
+    assert np.abs(by_place).max() < 5
+    assert abs(by_place.mean()) < 5 / np.sqrt(by_place.size)
+    assert 0.8 < by_place.std() < 1.2  # not more even than chance either
+
+
+def signs(kept: np.ndarray, rate: float) -> np.ndarray:
+    """Decisions with mean 0 and variance 1."""
+    return (kept - (1 - rate)) / np.sqrt(rate * (1 - rate))
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads", "queries", "keys"])
+def test_neighbours_are_independent(axis):
+    """Also at distances of four and sixteen: generators that make several numbers at once."""
+    kept = signs(decisions(0.4, 20, 20, 20, 20), 0.4)
+    place = ["batch", "heads", "queries", "keys"].index(axis)
+    aligned = np.moveaxis(kept, place, 0)
+    for distance in (1, 2, 3, 4, 8, 16):
+        pairs = aligned[distance:] * aligned[:-distance]
+        assert abs(pairs.mean()) * np.sqrt(pairs.size) < 5, distance
+
+
+def test_rectangles_are_independent():
+    """A hash that only mixes a word of the row with a word of the column fails here."""
+    kept = signs(decisions(0.5, 2, 2, 64, 64), 0.5)
+    for di, dj in ((1, 1), (2, 3), (4, 4), (17, 5), (32, 32)):
+        corners = kept[:, :, di:, dj:] * kept[:, :, :-di, :-dj]
+        corners = corners * kept[:, :, di:, :-dj] * kept[:, :, :-di, dj:]
+        assert abs(corners.mean()) * np.sqrt(corners.size) < 5, (di, dj)
+
+
+def test_rows_columns_and_transposes_are_independent():
+    kept = signs(decisions(0.5, 1, 1, 256, 256)[0, 0], 0.5)
+    limit = 5 * np.sqrt(2 * np.log(256)) / np.sqrt(256)
+    for matrix in (kept, kept.T):
+        products = matrix @ matrix.T / 256
+        np.fill_diagonal(products, 0)
+        assert np.abs(products).max() < limit
+    assert abs((kept * kept.T)[np.triu_indices(256, 1)].mean()) < 5 / np.sqrt(256 * 255 / 2)
+
+
+def test_heads_and_batch_rows_do_not_stand_for_each_other():
+    """Batch row 1 of head 2 is not batch row 2 of head 1, nor any other pair."""
+    kept = signs(decisions(0.5, 8, 8, 32, 32).reshape(64, -1), 0.5)
+    products = kept @ kept.T / kept.shape[1]
+    np.fill_diagonal(products, 0)
+    assert np.abs(products).max() < 5.5 / np.sqrt(kept.shape[1])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(lambda: jax.vmap(jax.random.key)(jnp.arange(64)), id="seeds in a row"),
+        pytest.param(lambda: jax.random.split(KEY, 64), id="split"),
+        pytest.param(
+            lambda: jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(64)), id="fold_in"
+        ),
+    ],
+)
+def test_keys_are_independent(keys):
+    every = quick_jit(jax.vmap(keeper(0.5, 1, 1), (0, None, None)))
+    kept = signs(np.asarray(every(keys(), jnp.arange(32), jnp.arange(32))).reshape(64, -1), 0.5)
+    products = kept @ kept.T / kept.shape[1]
+    np.fill_diagonal(products, 0)
+    assert np.abs(products).max() < 5.5 / np.sqrt(kept.shape[1])
+
+
+@every_implementation
+def test_the_key_is_an_argument_of_what_is_compiled(implementation):
+    q, k, v = even(5, 7)
+    step = quick_jit(
+        lambda key: jattn.attention(
+            q, k, v, dropout_rate=0.5, dropout_key=key, implementation=implementation
+        )
+    )
+    first, second = jax.random.split(KEY)
+    assert not np.array_equal(step(first), step(second))
+    np.testing.assert_array_equal(step(first), step(first))
+
+
+@every_implementation
+def test_gradients_of_queries_and_keys_come_through_the_kept_weights(implementation):
+    """A query of which every key is dropped gets no gradient, and neither do keys nobody keeps."""
+    T, S = 24, 2
+    q, k, v = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(
+            jax.random.split(KEY, 3), ((T, 1, 3), (S, 1, 3), (S, 1, 4)), strict=True
+        )
+    )
+    call = lambda q: jattn.attention(  # noqa: E731
+        q, k, v, dropout_rate=0.6, dropout_key=KEY, implementation=implementation
+    )
+    out, pull = jax.vjp(call, q)
+    (dq,) = pull(jnp.ones_like(out))
+    dropped = ~decisions(0.6, 1, 1, T, S)[0, 0].any(axis=-1)
+    assert 0 < dropped.sum() < T
+    assert not np.any(np.asarray(out)[dropped])
+    assert not np.any(np.asarray(dq)[dropped])
+    assert np.all(np.any(np.asarray(dq)[~dropped], axis=(1, 2)))

@@ -1,0 +1,512 @@
+"""Every mistake of a caller raises one clear error before anything is compiled.
+
+The message names the argument, says the shape expected in letters and in numbers, and what came.
+The annotation checks that the tests otherwise run under are off here (`unchecked`), so that it is
+the library's own messages that are read.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, positions, scores
+
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+B, T, S, N, K, H, V = 2, 5, 7, 6, 3, 4, 9
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    """Ones of a shape."""
+    return jnp.ones(shape, dtype)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """A call that is right, but for the changes."""
+    right = {"query": array(B, T, N, H), "key": array(B, S, K, H), "value": array(B, S, K, V)}
+    return right | changes
+
+
+def call(**changes: Any) -> Callable[[], Any]:
+    """`jattn.attention` with one thing wrong."""
+    return lambda: jattn.attention(**arguments(**changes()))
+
+
+class Mistake(NamedTuple):
+    """What is wrong, what it raises, and what the message must say."""
+
+    wrong: Callable[[], dict[str, Any]]
+    raises: type[Exception]
+    says: tuple[str, ...]
+
+
+def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
+    """A call whose batch or length equals another axis, so that guessing would be possible."""
+    return {
+        "query": array(b, t, N, H),
+        "key": array(b, S, K, H),
+        "value": array(b, S, K, V),
+        **changes,
+    }
+
+
+def _trues(*shape: int) -> jax.Array:
+    return array(*shape, dtype=jnp.bool_)
+
+
+SHAPES = {
+    "query_rank": Mistake(
+        lambda: {"query": array(N, H)}, ValueError, ("query", "[*B, T, N, H]", "[6, 4]")
+    ),
+    "key_rank": Mistake(
+        lambda: {"key": array(K, H)}, ValueError, ("key", "[*B, S, K, H]", "[3, 4]")
+    ),
+    "value_rank": Mistake(
+        lambda: {"value": array(K, V)}, ValueError, ("value", "[*B, S, K, V]", "[3, 9]")
+    ),
+    "key_without_batch": Mistake(
+        lambda: {"key": array(S, K, H), "value": array(S, K, V)},
+        ValueError,
+        ("key", "[*B, S, K, H]", "[7, 3, 4]"),
+    ),
+    "heads_not_divisible": Mistake(
+        lambda: {"key": array(B, S, 4, H), "value": array(B, S, 4, V)},
+        ValueError,
+        ("key", "K", "N", "6", "4"),
+    ),
+    "more_kv_heads_than_heads": Mistake(
+        lambda: {"key": array(B, S, 12, H), "value": array(B, S, 12, V)},
+        ValueError,
+        ("key", "K", "N", "6", "12"),
+    ),
+    "no_kv_heads": Mistake(
+        lambda: {"key": array(B, S, 0, H), "value": array(B, S, 0, V)},
+        ValueError,
+        ("key", "K", "0"),
+    ),
+    "lengths_of_key_and_value": Mistake(
+        lambda: {"value": array(B, 8, K, V)},
+        ValueError,
+        ("value", "[*B, S, K, V]", "[2, 7, 3]", "[2, 8, 3, 9]"),
+    ),
+    "heads_of_key_and_value": Mistake(
+        lambda: {"value": array(B, S, 1, V)},
+        ValueError,
+        ("value", "[*B, S, K, V]", "[2, 7, 1, 9]"),
+    ),
+    "head_sizes": Mistake(
+        lambda: {"key": array(B, S, K, 5)}, ValueError, ("key", "H", "4", "[2, 7, 3, 5]")
+    ),
+    "key_batch": Mistake(
+        lambda: {"key": array(3, S, K, H), "value": array(3, S, K, V)},
+        ValueError,
+        ("key", "*B", "[2]", "[3, 7, 3, 4]"),
+    ),
+    "key_batch_of_one": Mistake(
+        lambda: {"key": array(1, S, K, H), "value": array(1, S, K, V)},
+        ValueError,
+        ("key", "*B", "[2]", "[1, 7, 3, 4]"),
+    ),
+    "value_batch": Mistake(
+        lambda: {"value": array(3, S, K, V)}, ValueError, ("value", "[3, 7, 3, 9]")
+    ),
+}
+
+DTYPES = {
+    "integer_query": Mistake(
+        lambda: {"query": array(B, T, N, H, dtype=jnp.int32)}, TypeError, ("query", "int32")
+    ),
+    "integer_key": Mistake(
+        lambda: {"key": array(B, S, K, H, dtype=jnp.int32)}, TypeError, ("key", "int32")
+    ),
+    "boolean_value": Mistake(
+        lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)}, TypeError, ("value", "bool")
+    ),
+    "mixed_query_and_key": Mistake(
+        lambda: {"key": array(B, S, K, H, dtype=jnp.bfloat16)},
+        TypeError,
+        ("key", "float32", "bfloat16"),
+    ),
+    "mixed_key_and_value": Mistake(
+        lambda: {"value": array(B, S, K, V, dtype=jnp.float64)},
+        TypeError,
+        ("value", "float32", "float64"),
+    ),
+    "list_as_query": Mistake(lambda: {"query": [[[1.0]]]}, TypeError, ("query", "list")),
+    "no_key": Mistake(lambda: {"key": None}, TypeError, ("key", "NoneType")),
+}
+
+MASKS = {
+    "float_mask": Mistake(
+        lambda: {"mask": array(B, N, T, S)}, TypeError, ("mask", "bool", "float32")
+    ),
+    "integer_mask": Mistake(
+        lambda: {"mask": array(B, N, T, S, dtype=jnp.int32)}, TypeError, ("mask", "bool", "int32")
+    ),
+    "float_dense": Mistake(
+        lambda: {"mask": masks.Dense(array(B, N, T, S))}, TypeError, ("Dense", "bool", "float32")
+    ),
+    "list_as_mask": Mistake(lambda: {"mask": [[True]]}, TypeError, ("mask", "list")),
+    "text_as_mask": Mistake(lambda: {"mask": "causal"}, TypeError, ("mask", "str")),
+    "mask_of_three_axes": Mistake(
+        lambda: _ambiguous(N, T, mask=_trues(N, T, S)),
+        ValueError,
+        ("mask", "[*B, N, T, S]", "[6, 6, 5, 7]", "[6, 5, 7]"),
+    ),
+    "mask_of_two_axes": Mistake(
+        lambda: _ambiguous(B, B, mask=_trues(B, S)),
+        ValueError,
+        ("mask", "[*B, N, T, S]", "[2, 7]"),
+    ),
+    "mask_of_five_axes": Mistake(
+        lambda: {"mask": _trues(1, B, N, T, S)}, ValueError, ("mask", "[1, 2, 6, 5, 7]")
+    ),
+    "mask_of_wrong_size": Mistake(
+        lambda: {"mask": _trues(B, N, T, 8)},
+        ValueError,
+        ("mask", "[*B, N, T, S]", "[2, 6, 5, 7]", "[2, 6, 5, 8]"),
+    ),
+    "mask_of_wrong_batch": Mistake(
+        lambda: {"mask": _trues(3, 1, T, S)}, ValueError, ("mask", "[*B, N, T, S]", "[3, 1, 5, 7]")
+    ),
+    "mask_by_kv_heads": Mistake(
+        lambda: {"mask": _trues(B, K, T, S)}, ValueError, ("mask", "N", "[2, 3, 5, 7]")
+    ),
+    "hidden_in_an_expression": Mistake(
+        lambda: {"mask": masks.Causal() & ~masks.Dense(_trues(B, N, T, 8))},
+        ValueError,
+        ("mask", "[*B, N, T, S]", "[2, 6, 5, 8]"),
+    ),
+    "lengths_of_wrong_batch": Mistake(
+        lambda: {"mask": masks.Lengths(kv=jnp.array([1, 2, 3]))},
+        ValueError,
+        ("mask", "kv", "*B", "[2]", "[3]"),
+    ),
+    "prefix_of_wrong_batch": Mistake(
+        lambda: {"mask": masks.Prefix(jnp.array([1, 2, 3]))}, ValueError, ("mask", "*B", "[3]")
+    ),
+    "float_lengths": Mistake(
+        lambda: {"mask": masks.Lengths(kv=jnp.array([1.0, 2.0]))},
+        TypeError,
+        ("Lengths", "kv", "float"),
+    ),
+    "float_length": Mistake(
+        lambda: {"mask": masks.Lengths(q=2.5)}, TypeError, ("Lengths", "q", "float")
+    ),
+    "segments_of_wrong_length": Mistake(
+        lambda: {"mask": masks.Segments(jnp.ones((B, S), int), jnp.ones((B, S), int))},
+        ValueError,
+        ("mask", "q_ids", "T", "[2, 5]", "[2, 7]"),
+    ),
+    "segments_for_self_attention_only": Mistake(
+        lambda: {"mask": masks.Segments(jnp.ones((B, T), int))},
+        ValueError,
+        ("mask", "kv_ids", "S", "[2, 7]", "[2, 5]"),
+    ),
+    "float_segments": Mistake(
+        lambda: {"mask": masks.Segments(array(B, T))}, TypeError, ("Segments", "q_ids", "float32")
+    ),
+    "layout_of_wrong_size": Mistake(
+        lambda: {"mask": masks.Blocks(_trues(2, 4), 2)}, ValueError, ("layout", "[3, 4]", "[2, 4]")
+    ),
+    "float_layout": Mistake(
+        lambda: {"mask": masks.Blocks(array(3, 4), 2)}, TypeError, ("Blocks", "layout", "float32")
+    ),
+    "empty_block": Mistake(
+        lambda: {"mask": masks.Blocks(_trues(3, 4), 0)}, ValueError, ("Blocks", "block", "0")
+    ),
+    "negative_window": Mistake(
+        lambda: {"mask": masks.Window(left=-1)}, ValueError, ("Window", "left", "-1")
+    ),
+    "fractional_window": Mistake(
+        lambda: {"mask": masks.Window(right=1.5)},  # pyright: ignore[reportArgumentType]
+        ValueError,
+        ("Window", "right", "1.5"),
+    ),
+    "no_step": Mistake(lambda: {"mask": masks.Dilated(0)}, ValueError, ("Dilated", "step", "0")),
+    "negative_global": Mistake(
+        lambda: {"mask": masks.Global(-1)}, ValueError, ("Global", "n", "-1")
+    ),
+    "predicate_without_function": Mistake(
+        lambda: {"mask": masks.Predicate(3)},  # pyright: ignore[reportArgumentType]
+        TypeError,
+        ("Predicate", "int"),
+    ),
+    "predicate_of_numbers": Mistake(
+        lambda: {"mask": masks.Predicate(lambda b, h, q, kv: q - kv)},
+        TypeError,
+        ("Predicate", "bool", "int32"),
+    ),
+    "combined_with_text": Mistake(
+        lambda: {"mask": masks.Causal() & "padding"}, TypeError, ("mask", "str")
+    ),
+}
+
+SCORES = {
+    "function_as_score": Mistake(
+        lambda: {"score": lambda s: s}, TypeError, ("score", "function", "Score")
+    ),
+    "array_as_score": Mistake(lambda: {"score": array(B, N, T, S)}, TypeError, ("score", "Bias")),
+    "bias_of_three_axes": Mistake(
+        lambda: _ambiguous(N, T, score=scores.Bias(array(N, T, S))),
+        ValueError,
+        ("score", "[*B, N, T, S]", "[6, 6, 5, 7]", "[6, 5, 7]"),
+    ),
+    "bias_of_two_axes": Mistake(
+        lambda: _ambiguous(B, B, score=scores.Bias(array(B, S))),
+        ValueError,
+        ("score", "[*B, N, T, S]", "[2, 6, 2, 7]", "[2, 7]"),
+    ),
+    "bias_of_wrong_size": Mistake(
+        lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(B, N, S, T))},
+        ValueError,
+        ("score", "[*B, N, T, S]", "[2, 6, 5, 7]", "[2, 6, 7, 5]"),
+    ),
+    "boolean_bias": Mistake(
+        lambda: {"score": scores.Bias(_trues(B, N, T, S))}, TypeError, ("Bias", "float", "bool")
+    ),
+    "slopes_of_wrong_size": Mistake(
+        lambda: {"score": scores.Alibi(array(K))},
+        ValueError,
+        ("score", "slopes", "N", "[6]", "[3]"),
+    ),
+    "table_of_wrong_heads": Mistake(
+        lambda: {"score": scores.RelativeBias(array(32, K))},
+        ValueError,
+        ("score", "table", "N", "[32, 3]"),
+    ),
+    "table_of_one_axis": Mistake(
+        lambda: {"score": scores.RelativeBias(array(32))}, ValueError, ("RelativeBias", "[32]")
+    ),
+    "no_cap": Mistake(lambda: {"score": scores.SoftCap(0.0)}, ValueError, ("SoftCap", "cap", "0")),
+    "negative_temperature": Mistake(
+        lambda: {"score": scores.Temperature(-1.0)}, ValueError, ("Temperature", "t", "-1")
+    ),
+    "caps_of_heads": Mistake(
+        lambda: {"score": scores.SoftCap(array(N))}, ValueError, ("cap", "scalar", "[6]")
+    ),
+    "integer_slopes": Mistake(
+        lambda: {"score": scores.Alibi(jnp.arange(N))}, TypeError, ("Alibi", "slopes", "int")
+    ),
+    "score_without_function": Mistake(
+        lambda: {"score": scores.Score(None)},  # pyright: ignore[reportArgumentType]
+        TypeError,
+        ("Score", "NoneType"),
+    ),
+    "score_of_booleans": Mistake(
+        lambda: {"score": scores.Score(lambda s, b, h, q, kv: s > 0)}, TypeError, ("Score", "bool")
+    ),
+}
+
+REST = {
+    "negative_rate": Mistake(
+        lambda: {"dropout_rate": -0.5, "dropout_key": jax.random.key(0)},
+        ValueError,
+        ("dropout_rate", "-0.5"),
+    ),
+    "rate_of_one": Mistake(
+        lambda: {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)},
+        ValueError,
+        ("dropout_rate", "1.0"),
+    ),
+    "rate_above_one": Mistake(
+        lambda: {"dropout_rate": 1.5, "dropout_key": jax.random.key(0)},
+        ValueError,
+        ("dropout_rate", "1.5"),
+    ),
+    "rate_of_nan": Mistake(
+        lambda: {"dropout_rate": float("nan"), "dropout_key": jax.random.key(0)},
+        ValueError,
+        ("dropout_rate", "nan"),
+    ),
+    "rate_as_text": Mistake(
+        lambda: {"dropout_rate": "0.1", "dropout_key": jax.random.key(0)},
+        TypeError,
+        ("dropout_rate", "str"),
+    ),
+    "missing_key": Mistake(lambda: {"dropout_rate": 0.1}, ValueError, ("dropout_key", "None")),
+    "number_as_key": Mistake(
+        lambda: {"dropout_rate": 0.1, "dropout_key": 3}, TypeError, ("dropout_key", "int")
+    ),
+    "several_keys": Mistake(
+        lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), 3)},
+        ValueError,
+        ("dropout_key", "[3]"),
+    ),
+    "unknown_implementation": Mistake(
+        lambda: {"implementation": "flash"},
+        ValueError,
+        ("implementation", "'flash'", "'reference'"),
+    ),
+    "q_positions_of_wrong_size": Mistake(
+        lambda: {"q_positions": jnp.arange(6)}, ValueError, ("q_positions", "[*B, T]", "[5]", "[6]")
+    ),
+    "kv_positions_of_wrong_size": Mistake(
+        lambda: {"kv_positions": jnp.arange(T)},
+        ValueError,
+        ("kv_positions", "[*B, S]", "[7]", "[5]"),
+    ),
+    "positions_of_wrong_batch": Mistake(
+        lambda: {"q_positions": jnp.ones((3, T), int)},
+        ValueError,
+        ("q_positions", "[*B, T]", "[2, 5]", "[3, 5]"),
+    ),
+    "positions_of_too_many_axes": Mistake(
+        lambda: {"q_positions": jnp.ones((B, N, T), int)},
+        ValueError,
+        ("q_positions", "[*B, T]", "[2, 6, 5]"),
+    ),
+    "float_positions": Mistake(
+        lambda: {"q_positions": jnp.arange(T, dtype=jnp.float32)},
+        TypeError,
+        ("q_positions", "integer", "float32"),
+    ),
+    "float_kv_positions": Mistake(
+        lambda: {"kv_positions": jnp.arange(S, dtype=jnp.float32)},
+        TypeError,
+        ("kv_positions", "integer", "float32"),
+    ),
+    "number_as_positions": Mistake(
+        lambda: {"q_positions": 3}, TypeError, ("q_positions", "integer array", "int")
+    ),
+    "scalar_as_positions": Mistake(
+        lambda: {"q_positions": jnp.int32(3)}, ValueError, ("q_positions", "[*B, T]", "[]")
+    ),
+    "scale_of_nan": Mistake(lambda: {"scale": float("nan")}, ValueError, ("scale", "nan")),
+    "scale_per_head": Mistake(lambda: {"scale": array(N)}, TypeError, ("scale", "scalar")),
+    "scale_as_text": Mistake(lambda: {"scale": "1"}, TypeError, ("scale",)),
+}
+
+MISTAKES = SHAPES | DTYPES | MASKS | SCORES | REST
+
+
+def expect(mistake: Mistake, function: Callable[[], Any]) -> None:
+    """The right kind of error, with everything in it that must be said."""
+    with pytest.raises(mistake.raises) as raised:
+        function()
+    assert type(raised.value) in (ValueError, TypeError), "an error of ours, not a leak from below"
+    message = str(raised.value)
+    missing = [part for part in mistake.says if part not in message]
+    assert not missing, f"{missing} not in {message!r}"
+    assert message.count("\n") <= 1, "one clear line"
+
+
+def attend(mistake: Mistake, function: Any = jattn.attention) -> Any:
+    """The call with its mistake."""
+    return function(**arguments(**mistake.wrong()))
+
+
+def test_the_call_is_right_without_a_mistake():
+    assert jattn.attention(**arguments()).shape == (B, T, N, V)
+    everything = _ambiguous(N, T, mask=_trues(N, 1, T, S), score=scores.Bias(array(1, N, 1, S)))
+    assert jattn.attention(**everything).shape == (N, T, N, V)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_raises(name):
+    mistake = MISTAKES[name]
+    expect(mistake, lambda: attend(mistake))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_raises_while_tracing(name):
+    """Inside a user's own jit, and before anything is lowered."""
+    mistake = MISTAKES[name]
+    expect(mistake, lambda: jax.eval_shape(lambda: attend(mistake)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["heads_not_divisible", "head_sizes", "integer_key", "mask_of_three_axes", "bias_of_two_axes"],
+)
+def test_weights_scores_and_explain_check_alike(name):
+    mistake = MISTAKES[name]
+    for function in (jattn.attention_weights, jattn.attention_scores):
+        without_value = arguments(**mistake.wrong())
+        del without_value["value"]
+        expect(mistake, functools.partial(function, **without_value))
+    expect(mistake, lambda: attend(mistake, jattn.explain))
+
+
+def test_a_traced_rate_is_refused():
+    mistake = Mistake(dict, TypeError, ("dropout_rate",))
+    traced = jax.jit(
+        lambda rate: jattn.attention(**arguments(dropout_rate=rate, dropout_key=jax.random.key(0)))
+    )
+    expect(mistake, lambda: traced(0.1))
+
+
+def test_arrays_of_another_call_are_refused_under_vmap():
+    """Mapped arrays lose an axis; one that was not mapped has one too many."""
+    mistake = Mistake(dict, ValueError, ("mask", "[*B, N, T, S]", "[6, 5, 7]", "[2, 6, 5, 7]"))
+    mapped = jax.vmap(lambda q, k, v: jattn.attention(q, k, v, mask=_trues(B, N, T, S)))
+    expect(mistake, lambda: mapped(*arguments().values()))
+
+
+POSITIONS = {
+    "odd_head_size": (lambda: positions.rotary(array(T, N, 5), jnp.arange(T)), ("even", "5")),
+    "odd_rotary_size": (
+        lambda: positions.rotary(array(T, N, 8), jnp.arange(T), rotary_dim=3),
+        ("even", "3"),
+    ),
+    "rotary_size_too_large": (
+        lambda: positions.rotary(array(T, N, 8), jnp.arange(T), rotary_dim=10),
+        ("H = 8", "10"),
+    ),
+    "unknown_style": (
+        lambda: positions.rotary(array(T, N, 8), jnp.arange(T), style="neox"),  # pyright: ignore[reportArgumentType]
+        ("style", "'half'", "'interleaved'", "'neox'"),
+    ),
+    "rotary_positions": (
+        lambda: positions.rotary(array(B, T, N, 8), jnp.arange(6)),
+        ("positions", "[*B, T]", "[2, 5]", "[6]"),
+    ),
+    "odd_width": (lambda: positions.sinusoidal(jnp.arange(T), 5), ("even", "5")),
+    "table": (
+        lambda: positions.learned(array(T), jnp.arange(T)),
+        ("table", "[max, D]", "[5]"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions(name):
+    function, says = POSITIONS[name]
+    expect(Mistake(dict, ValueError, says), function)
+
+
+PARTS = {
+    "nothing_to_merge": (jattn.merge, ("merge", "at least one")),
+    "out_and_lse": (
+        lambda: jattn.merge((array(T, N, V), array(T, N))),
+        ("merge", "part 0", "[*B, N, T]", "[5, 6]"),
+    ),
+    "parts_that_differ": (
+        lambda: jattn.merge((array(T, N, V), array(N, T)), (array(T, N, 4), array(N, T))),
+        ("merge", "part 1", "[5, 6, 4]", "[5, 6, 9]"),
+    ),
+    "sink": (
+        lambda: jattn.with_sink(array(T, N, V), array(N, T), array(K)),
+        ("with_sink", "sink", "[N]", "[6]", "[3]"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name):
+    function, says = PARTS[name]
+    expect(Mistake(dict, ValueError, says), function)
+
+
+def test_integers_of_numpy_are_numbers():
+    mask = masks.Window(left=np.int64(2)) & masks.Prefix(np.int32(3))  # pyright: ignore[reportArgumentType]
+    want = masks.Window(left=2) & masks.Prefix(3)
+    np.testing.assert_array_equal(mask.dense(T, S), want.dense(T, S))
+    assert jattn.attention(**arguments(mask=mask)).shape == (B, T, N, V)

@@ -1,0 +1,1055 @@
+"""Masks: every leaf against a rule in plain Python, the laws of logic, and what tiles are told.
+
+The rules here are written from the documentation of the leaves, pair by pair, and share nothing
+with the library. Random expression trees carry their rule along with the mask.
+"""
+
+import dataclasses
+import functools
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jattn
+from jattn import masks
+from jattn.masks import Extent, Span, Tile
+
+
+T, S = 5, 7
+Q_POSITIONS = np.array([3, 9, 0, 4, 12])
+KV_POSITIONS = np.array([0, 11, 2, 5, 3, 8, 6])
+Q_IDS = np.array([1, 0, 1, 2, 2])
+KV_IDS = np.array([2, 1, 0, 0, 1, 2, 5])
+ARRAY = np.random.default_rng(0).random((T, S)) < 0.5
+LAYOUT = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 1, 1]], bool)  # blocks of 2
+LAYOUT_23 = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 1]], bool)  # blocks of 2 × 3
+TABLE = np.array([4, 0, 2, 2, 1, 5, 3, 0, 1, 6, 2, 2, 3])
+
+PairRule = Callable[[int, int, int, int], Any]  # (query place, key place, q position, kv position)
+
+
+def _odd_sum(b, h, q_idx, kv_idx):
+    return (q_idx + kv_idx) % 2 == 1
+
+
+def _looked_up(b, h, q_idx, kv_idx, table, limit):
+    return table[q_idx] <= table[kv_idx] + limit
+
+
+LEAVES: dict[str, tuple[Callable[[], Any], PairRule]] = {
+    "full": (masks.Full, lambda i, j, q, kv: True),
+    "empty": (masks.Empty, lambda i, j, q, kv: False),
+    "causal": (masks.Causal, lambda i, j, q, kv: kv <= q),
+    "window both": (lambda: masks.Window(2, 1), lambda i, j, q, kv: q - 2 <= kv <= q + 1),
+    "window left": (lambda: masks.Window(left=1), lambda i, j, q, kv: kv >= q - 1),
+    "window right": (lambda: masks.Window(right=2), lambda i, j, q, kv: kv <= q + 2),
+    "window self": (lambda: masks.Window(0, 0), lambda i, j, q, kv: kv == q),
+    "window none": (masks.Window, lambda i, j, q, kv: True),
+    "prefix": (lambda: masks.Prefix(3), lambda i, j, q, kv: kv < 3),
+    "prefix array": (lambda: masks.Prefix(jnp.int32(4)), lambda i, j, q, kv: kv < 4),
+    "segments": (
+        lambda: masks.Segments(jnp.asarray(Q_IDS), jnp.asarray(KV_IDS)),
+        lambda i, j, q, kv: Q_IDS[i] == KV_IDS[j],
+    ),
+    "lengths q": (lambda: masks.Lengths(q=3), lambda i, j, q, kv: i < 3),
+    "lengths kv": (lambda: masks.Lengths(kv=jnp.int32(4)), lambda i, j, q, kv: j < 4),
+    "lengths both": (lambda: masks.Lengths(q=2, kv=5), lambda i, j, q, kv: i < 2 and j < 5),
+    "lengths none": (masks.Lengths, lambda i, j, q, kv: True),
+    "dilated 2": (lambda: masks.Dilated(2), lambda i, j, q, kv: (q - kv) % 2 == 0),
+    "dilated 3": (lambda: masks.Dilated(3), lambda i, j, q, kv: (q - kv) % 3 == 0),
+    "global": (lambda: masks.Global(2), lambda i, j, q, kv: q < 2 or kv < 2),
+    "blocks": (
+        lambda: masks.Blocks(jnp.asarray(LAYOUT), 2),
+        lambda i, j, q, kv: LAYOUT[i // 2, j // 2],
+    ),
+    "blocks 2x3": (
+        lambda: masks.Blocks(jnp.asarray(LAYOUT_23), (2, 3)),
+        lambda i, j, q, kv: LAYOUT_23[i // 2, j // 3],
+    ),
+    "dense": (lambda: masks.Dense(jnp.asarray(ARRAY[None])), lambda i, j, q, kv: ARRAY[i, j]),
+    "dense rows": (
+        lambda: masks.Dense(jnp.asarray(ARRAY[None, :, :1])),
+        lambda i, j, q, kv: ARRAY[i, 0],
+    ),
+    "dense columns": (
+        lambda: masks.Dense(jnp.asarray(ARRAY[None, :1])),
+        lambda i, j, q, kv: ARRAY[0, j],
+    ),
+    "predicate": (lambda: masks.Predicate(_odd_sum), lambda i, j, q, kv: (q + kv) % 2 == 1),
+    "predicate operands": (
+        lambda: masks.Predicate(_looked_up, jnp.asarray(TABLE), jnp.asarray(1)),
+        lambda i, j, q, kv: TABLE[q] <= TABLE[kv] + 1,
+    ),
+}
+
+every_leaf = pytest.mark.parametrize("name", LEAVES)
+every_coordinate = pytest.mark.parametrize("positions", ["places", "own"])
+
+
+def by_rule(rule: PairRule, q_positions: Any, kv_positions: Any) -> np.ndarray:
+    """The mask asked pair by pair."""
+    return np.array(
+        [
+            [bool(rule(i, j, int(q), int(kv))) for j, kv in enumerate(kv_positions)]
+            for i, q in enumerate(q_positions)
+        ]
+    )
+
+
+def coordinates(positions: str) -> tuple[np.ndarray, np.ndarray]:
+    """Query and key positions, equal to the places or not."""
+    return (np.arange(T), np.arange(S)) if positions == "places" else (Q_POSITIONS, KV_POSITIONS)
+
+
+# Leaves
+
+
+@every_leaf
+def test_leaf_follows_its_rule(name):
+    mask, rule = LEAVES[name][0](), LEAVES[name][1]
+    dense = mask.dense(T, S)
+    assert dense.shape == (T, S)
+    assert dense.dtype == jnp.bool_
+    np.testing.assert_array_equal(dense, by_rule(rule, range(T), range(S)))
+
+
+@every_leaf
+def test_leaf_follows_its_rule_at_other_positions(name):
+    mask, rule = LEAVES[name][0](), LEAVES[name][1]
+    dense = mask.dense(T, S, q_positions=Q_POSITIONS, kv_positions=KV_POSITIONS)
+    np.testing.assert_array_equal(dense, by_rule(rule, Q_POSITIONS, KV_POSITIONS))
+
+
+def test_leaf_rules_tell_the_two_coordinates_apart():
+    by_place = {"segments", "lengths q", "lengths kv", "blocks", "dense"}
+    by_position = {"causal", "window both", "prefix", "dilated 2", "global", "predicate"}
+    for name in by_place | by_position:
+        rule = LEAVES[name][1]
+        same = np.array_equal(
+            by_rule(rule, range(T), range(S)), by_rule(rule, Q_POSITIONS, KV_POSITIONS)
+        )
+        assert same == (name in by_place), name
+
+
+@pytest.mark.parametrize("W", [0, 1, 2, 9, 90])
+def test_window_keeps_exactly_these_keys(W):
+    size = 9
+    forms = {
+        "back": (masks.Window(left=W, right=0), lambda i: range(max(0, i - W), i + 1)),
+        "back, all after": (masks.Window(left=W), lambda i: range(max(0, i - W), size)),
+        "ahead, all before": (masks.Window(right=W), lambda i: range(0, min(size, i + W + 1))),
+        "both": (masks.Window(W, W), lambda i: range(max(0, i - W), min(size, i + W + 1))),
+        "causal": (
+            masks.Causal() & masks.Window(W),
+            lambda i: range(max(0, i - W), i + 1),
+        ),
+    }
+    for name, (mask, keys) in forms.items():
+        dense = np.asarray(mask.dense(size, size))
+        for row in {0, 1, W - 1, W, W + 1, size - 1} & set(range(size)):
+            assert np.flatnonzero(dense[row]).tolist() == list(keys(row)), (name, row)
+
+
+def test_causal_and_window_use_absolute_positions_when_decoding():
+    mask = masks.Causal() & masks.Window(left=1)
+    dense = np.asarray(mask.dense(2, 8, q_positions=jnp.array([6, 7])))
+    assert [np.flatnonzero(row).tolist() for row in dense] == [[5, 6], [6, 7]]
+
+
+def test_causal_is_top_left_and_unrelated_to_the_sizes():
+    assert np.asarray(masks.Causal().dense(2, 5)).sum(axis=1).tolist() == [1, 2]
+    assert np.asarray(masks.Causal().dense(5, 2)).sum(axis=1).tolist() == [1, 2, 2, 2, 2]
+    bottom_right = masks.Causal().dense(5, 2, q_positions=jnp.arange(5) - 3)
+    assert np.asarray(bottom_right).sum(axis=1).tolist() == [0, 0, 0, 1, 2]
+
+
+def test_window_of_any_size_is_accepted():
+    for far in (2**31 - 1, 2**31, 2**62):
+        np.testing.assert_array_equal(masks.Window(far, far).dense(3, 4), np.ones((3, 4), bool))
+        assert (masks.tile_map(masks.Window(far, far), 6, 6, 2, 2) == masks.FULL).all()
+
+
+def test_segments_alone_are_for_queries_and_keys():
+    ids = jnp.array([0, 0, 1, 1, 1, 4])
+    alone, twice = masks.Segments(ids), masks.Segments(ids, ids)
+    want = np.asarray(ids)[:, None] == np.asarray(ids)[None, :]
+    np.testing.assert_array_equal(alone.dense(6, 6), want)
+    np.testing.assert_array_equal(twice.dense(6, 6), want)
+
+
+def test_lengths_of_nothing_and_of_everything():
+    assert not np.asarray(masks.Lengths(kv=0).dense(T, S)).any()
+    assert not np.asarray(masks.Lengths(kv=-3).dense(T, S)).any()
+    assert np.asarray(masks.Lengths(q=T, kv=S).dense(T, S)).all()
+    assert np.asarray(masks.Lengths(q=T + 9, kv=S + 9).dense(T, S)).all()
+
+
+def test_dilated_and_global_see_negative_positions():
+    q = np.array([-4, -1, 0, 3])
+    for step in (2, 3):
+        got = masks.Dilated(step).dense(4, 4, q_positions=q, kv_positions=q)
+        np.testing.assert_array_equal(got, (q[:, None] - q[None, :]) % step == 0)
+    got = masks.Global(1).dense(4, 4, q_positions=q, kv_positions=q)
+    np.testing.assert_array_equal(got, (q[:, None] < 1) | (q[None, :] < 1))
+
+
+# FlexAttention's rules, as its users have them
+
+
+DOCUMENTS = jnp.array([0, 0, 1, 1, 1, 1, 2])
+
+
+def _document_mask(b, h, q_idx, kv_idx):
+    same = DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
+    return same & (q_idx >= kv_idx)
+
+
+def _document_operand(b, h, q_idx, kv_idx, documents):
+    return documents[b, q_idx] == documents[b, kv_idx]
+
+
+def _prefix_lm(b, h, q_idx, kv_idx, lengths):
+    return (kv_idx < lengths[b]) | (q_idx >= kv_idx)
+
+
+def test_flex_predicate_with_captured_ids():
+    got = masks.Predicate(_document_mask).dense(7, 7)
+    want = (masks.Segments(DOCUMENTS) & masks.Causal()).dense(7, 7)
+    assert 0 < np.sum(want) < 28
+    np.testing.assert_array_equal(got, want)
+
+
+def test_flex_predicate_with_ids_as_operand():
+    documents = jnp.stack([DOCUMENTS, DOCUMENTS[::-1] + 3])
+    got = masks.Predicate(_document_operand, documents).dense(7, 7, batch=(2,))
+    np.testing.assert_array_equal(got, masks.Segments(documents).dense(7, 7))
+    assert not np.array_equal(got[0], got[1])
+
+
+def test_flex_prefix_lm_is_causal_or_prefix():
+    lengths = jnp.array([4, 1], jnp.int32)
+    got = masks.Predicate(_prefix_lm, lengths).dense(6, 6, batch=(2,))
+    np.testing.assert_array_equal(got, (masks.Causal() | masks.Prefix(lengths)).dense(6, 6))
+
+
+def test_predicate_sees_flat_batch_index_and_head():
+    def one_only(b, h, q_idx, kv_idx, chosen):
+        return (b == chosen) & (h == 1) & (q_idx > kv_idx)
+
+    dense = masks.Predicate(one_only, jnp.asarray(4)).dense(T, S, batch=(2, 3), heads=2)
+    want = np.zeros((2, 3, 2, T, S), bool)
+    want[1, 1, 1] = np.tril(np.ones((T, S), bool), -1)
+    np.testing.assert_array_equal(dense, want)
+
+
+def test_predicate_gets_int32_scalars_everywhere():
+    seen = set()
+
+    def spy(b, h, q_idx, kv_idx):
+        seen.add(tuple((x.shape, str(x.dtype)) for x in (b, h, q_idx, kv_idx)))
+        return b + h + q_idx < kv_idx
+
+    mask = masks.Predicate(spy)
+    mask.dense(T, S, batch=(2,), heads=3)
+    mask(0, 0, jnp.arange(3), jnp.arange(4))
+    q = jnp.ones((1, 3, 2, 4))
+    jattn.attention(q, q, q, mask=mask)
+    assert seen == {(((), "int32"),) * 4}
+
+
+def test_predicate_bounds_may_be_plain_truths():
+    never = masks.Predicate(lambda b, h, q, kv: q < -1, bounds=lambda tile: (False, False))
+    always = masks.Predicate(lambda b, h, q, kv: q > -1, bounds=lambda tile: (True, True))
+    for mask, kind in ((never, masks.EMPTY), (always, masks.FULL)):
+        assert (masks.tile_map(mask, T, S, 2, 3) == kind).all()
+        assert (masks.tile_map(~mask, T, S, 2, 3) == masks.FULL - kind).all()
+        assert (masks.tile_map(mask & masks.Full(), T, S, 2, 3) == kind).all()
+
+
+# The laws of logic
+
+
+PAIRS = [
+    ("causal", "segments"),
+    ("window both", "dense"),
+    ("lengths both", "dilated 3"),
+    ("blocks", "predicate operands"),
+    ("global", "prefix array"),
+    ("full", "empty"),
+]
+
+
+@pytest.mark.parametrize("first, second", PAIRS)
+@every_coordinate
+def test_laws(first, second, positions):
+    q, kv = coordinates(positions)
+    a, b = LEAVES[first][0](), LEAVES[second][0]()
+    A, B = (by_rule(LEAVES[name][1], q, kv) for name in (first, second))
+    laws = {
+        "and": (a & b, A & B),
+        "or": (a | b, A | B),
+        "not": (~a, ~A),
+        "difference": (a & ~b, A & ~B),
+        "commutative and": (b & a, A & B),
+        "commutative or": (b | a, A | B),
+        "double negation": (~~a, A),
+        "De Morgan, and": (~(a & b), ~A | ~B),
+        "De Morgan, or": (~(a | b), ~A & ~B),
+        "De Morgan, the other way": (~a | ~b, ~(A & B)),
+        "absorption": (a & (a | b), A),
+        "absorption, or": (a | (a & b), A),
+        "idempotent": (a & a, A),
+        "excluded middle": (a | ~a, np.ones_like(A)),
+        "contradiction": (a & ~a, np.zeros_like(A)),
+        "identity": (a & masks.Full(), A),
+        "identity, or": (a | masks.Empty(), A),
+        "distributive": (a & (b | masks.Causal()), (A & B) | (A & (kv[None] <= q[:, None]))),
+    }
+    for law, (mask, want) in laws.items():
+        got = mask.dense(T, S, q_positions=q, kv_positions=kv)
+        np.testing.assert_array_equal(got, want, err_msg=law)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "jax"])
+def test_boolean_arrays_stand_for_dense_masks(kind):
+    array = ARRAY[None] if kind == "numpy" else jnp.asarray(ARRAY[None])
+    causal = np.tril(np.ones((T, S), bool))
+    for mask, want in (
+        (masks.Causal() & array, causal & ARRAY),
+        (masks.Causal() | array, causal | ARRAY),
+        (array & masks.Causal(), causal & ARRAY),
+        (array | masks.Causal(), causal | ARRAY),
+        (masks.as_mask(array), ARRAY),
+        (~masks.as_mask(array), ~ARRAY),
+    ):
+        assert isinstance(mask, masks.Mask)
+        np.testing.assert_array_equal(mask.dense(T, S), want)
+
+
+def test_none_stands_for_everything():
+    assert isinstance(masks.as_mask(None), masks.Full)
+    np.testing.assert_array_equal((masks.Causal() & None).dense(T, S), masks.Causal().dense(T, S))
+
+
+def test_attention_takes_a_boolean_array():
+    q, k, v = (
+        jax.random.normal(key, (2, size, 3, 4), jnp.float64)
+        for key, size in zip(jax.random.split(jax.random.key(0), 3), (T, S, S), strict=True)
+    )
+    array = jnp.broadcast_to(jnp.asarray(ARRAY), (2, 1, T, S))
+    got = jattn.attention(q, k, v, mask=array)
+    np.testing.assert_array_equal(got, jattn.attention(q, k, v, mask=masks.Dense(array)))
+    assert np.abs(got - jattn.attention(q, k, v)).max() > 0.1
+
+
+# Batch and head axes
+
+
+def test_dense_has_batch_and_head_axes_only_where_they_matter():
+    lengths = jnp.array([[1, 2, 3], [4, 5, 6]])
+    by_head = jnp.asarray(np.stack([LAYOUT, ~LAYOUT]))
+    shapes = {
+        (T, S): [
+            masks.Causal(),
+            masks.Lengths(kv=jnp.int32(3)),
+            masks.Dense(jnp.asarray(ARRAY[None])),
+            masks.Blocks(jnp.asarray(LAYOUT), 2),
+            masks.Segments(jnp.asarray(Q_IDS), jnp.asarray(KV_IDS)) | masks.Full(),
+        ],
+        (2, 1, T, S): [
+            masks.Lengths(kv=lengths[:, 0]),
+            masks.Prefix(lengths[:, 1]) & masks.Causal(),
+            masks.Segments(jnp.asarray([Q_IDS, Q_IDS]), jnp.asarray([KV_IDS, KV_IDS])),
+            masks.Dense(jnp.asarray([ARRAY[None], ~ARRAY[None]])),
+        ],
+        (2, 3, 1, T, S): [masks.Lengths(kv=lengths), ~masks.Prefix(lengths)],
+        (2, T, S): [masks.Blocks(by_head, 2), masks.Dense(jnp.asarray([ARRAY, ~ARRAY]))],
+        (2, 2, T, S): [masks.Blocks(by_head, 2) & masks.Lengths(kv=lengths[:, 0])],
+    }
+    for shape, group in shapes.items():
+        for mask in group:
+            assert mask.dense(T, S).shape == shape, mask
+    assert masks.Causal().dense(T, S, batch=(2, 3)).shape == (2, 3, 1, T, S)
+    assert masks.Causal().dense(T, S, heads=4).shape == (4, T, S)
+    assert masks.Lengths(kv=lengths).dense(T, S, heads=4).shape == (2, 3, 4, T, S)
+
+
+def test_batch_axes_of_lengths_prefixes_and_ids():
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(0, S + 1, (2, 3))
+    q_ids, kv_ids = rng.integers(0, 3, (2, 3, T)), rng.integers(0, 3, (2, 3, S))
+    by_key, by_query = masks.Lengths(kv=jnp.asarray(lengths)), masks.Lengths(q=jnp.asarray(lengths))
+    prefix = masks.Prefix(jnp.asarray(lengths))
+    segments = masks.Segments(jnp.asarray(q_ids), jnp.asarray(kv_ids))
+    shared = masks.Segments(jnp.asarray(Q_IDS), jnp.asarray(kv_ids))
+    wants: dict[Any, PairRule] = {
+        by_key: lambda b, i, j: j < lengths[b],
+        by_query: lambda b, i, j: i < lengths[b],
+        prefix: lambda b, i, j: j < lengths[b],
+        segments: lambda b, i, j: q_ids[b][i] == kv_ids[b][j],
+        shared: lambda b, i, j: Q_IDS[i] == kv_ids[b][j],
+    }
+    for mask, rule in wants.items():
+        dense = np.asarray(mask.dense(T, S))
+        assert dense.shape == (2, 3, 1, T, S)
+        for *b, _, i, j in np.ndindex(dense.shape):
+            assert dense[(*b, 0, i, j)] == rule(tuple(b), i, j)
+
+
+def test_size_one_axes_broadcast_in_dense():
+    rng = np.random.default_rng(2)
+    lengths = jnp.asarray(rng.integers(0, S + 1, (2, 3)))
+    for shape in [(2, 1, 1, T, S), (1, 3, 4, T, 1), (1, 1, 4, 1, S), (2, 3, 1, T, S)]:
+        array = rng.random(shape) < 0.5
+        want = np.broadcast_to(array, (2, 3, 4, T, S))
+        mask = masks.Dense(jnp.asarray(array))
+        np.testing.assert_array_equal(mask.dense(T, S, batch=(2, 3), heads=4), want)
+        with_lengths = (mask & masks.Lengths(kv=lengths)).dense(T, S, heads=4)
+        cut = np.arange(S) < np.asarray(lengths)[:, :, None, None, None]
+        np.testing.assert_array_equal(with_lengths, want & cut)
+
+
+def test_blocks_per_batch_and_head():
+    layout = np.random.default_rng(3).random((2, 3, 3, 4)) < 0.5
+    dense = np.asarray(masks.Blocks(jnp.asarray(layout), 2).dense(T, S))
+    assert dense.shape == (2, 3, T, S)
+    for b, h, i, j in np.ndindex(dense.shape):
+        assert dense[b, h, i, j] == layout[b, h, i // 2, j // 2]
+
+
+@every_leaf
+def test_a_block_of_a_mask_is_that_block_of_its_dense_form(name):
+    mask = LEAVES[name][0]()
+    whole = np.asarray(mask.dense(T, S))
+    for rows, columns in (([1, 2, 3], [2, 3, 4, 5]), ([4], [6, 0]), ([3, 0], [5]), ([], [1, 2])):
+        got = mask(0, 0, jnp.array(rows, int), jnp.array(columns, int))
+        assert got.shape == (len(rows), len(columns))
+        np.testing.assert_array_equal(got, whole[np.ix_(rows, columns)])
+
+
+@every_leaf
+def test_a_block_with_positions_of_its_own(name):
+    mask, rule = LEAVES[name][0](), LEAVES[name][1]
+    whole = by_rule(rule, Q_POSITIONS, KV_POSITIONS)
+    i, j = np.array([4, 1, 2]), np.array([6, 2, 3, 0])
+    rows, columns = (
+        Span(jnp.asarray(positions[places], jnp.int32), jnp.asarray(places, jnp.int32))
+        for positions, places in ((Q_POSITIONS, i), (KV_POSITIONS, j))
+    )
+    np.testing.assert_array_equal(mask(0, 0, rows, columns), whole[np.ix_(i, j)])
+
+
+def test_a_block_of_one_batch_row_and_head():
+    layout = np.random.default_rng(4).random((2, 3, 3, 4)) < 0.5
+    mask = masks.Blocks(jnp.asarray(layout), 2) & masks.Lengths(kv=jnp.array([6, 3]))
+    whole = np.asarray(mask.dense(T, S))
+    for b, h in np.ndindex(2, 3):
+        got = mask(b, h, jnp.arange(1, 4), jnp.arange(2, 7))
+        np.testing.assert_array_equal(got, whole[b, h, 1:4, 2:7])
+
+
+# Random expression trees
+
+
+TREE_T, TREE_S, TREE_B, TREE_N = 11, 13, 2, 3
+
+Truth = Callable[..., Any]  # (b, h, i [t, 1], j [1, s], q [t, 1], kv [1, s]) -> bool [t, s]
+
+
+class Ruled(NamedTuple):
+    """A mask and what it means."""
+
+    mask: Any
+    truth: Truth
+
+
+def _weighted_sum(b, h, q_idx, kv_idx, modulus):
+    return (q_idx * 7 + kv_idx * 3 + b + 2 * h) % modulus == 0
+
+
+def _sum_below(limit: int):
+    def rule(b, h, q_idx, kv_idx):
+        return q_idx + kv_idx < limit
+
+    def bounds(tile):
+        def total(side):
+            rows, columns = (np.reshape(getattr(extent, side), -1) for extent in tile)
+            return rows[:, None] + columns[None, :]
+
+        return total("lo") < limit, total("hi") < limit
+
+    return rule, bounds
+
+
+def _bools(draw: Any, *shape: int) -> np.ndarray:
+    """Booleans with runs in them, so that whole tiles come out empty and full."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    coarse = rng.random([-(-n // 3) for n in shape]) < draw(st.sampled_from([0.2, 0.5, 0.8]))
+    for axis in range(len(shape)):
+        coarse = np.repeat(coarse, 3, axis=axis)
+    return coarse[tuple(slice(n) for n in shape)]
+
+
+def _draw_window(draw):
+    distance = st.none() | st.integers(0, 9)
+    left, right = draw(distance), draw(distance)
+
+    def truth(b, h, i, j, q, kv):
+        ahead = kv - q
+        return (left is None or ahead >= -left) & (right is None or ahead <= right)
+
+    return Ruled(masks.Window(left, right), truth)
+
+
+def _draw_length(draw, size):
+    """A length as a number, an array, or an array by batch row; and what it is in row b."""
+    form = draw(st.sampled_from(["number", "array", "batch"]))
+    drawn = [draw(st.integers(-1, size + 2)) for _ in range(TREE_B)]
+    if form == "batch":
+        return jnp.asarray(drawn), lambda b: drawn[b]
+    return (drawn[0] if form == "number" else jnp.asarray(drawn[0])), lambda b: drawn[0]
+
+
+def _draw_prefix(draw):
+    length, of = _draw_length(draw, TREE_S)
+    return Ruled(masks.Prefix(length), lambda b, h, i, j, q, kv: kv < of(b))
+
+
+def _draw_lengths(draw):
+    (q_length, q_of), (kv_length, kv_of) = _draw_length(draw, TREE_T), _draw_length(draw, TREE_S)
+    form = draw(st.sampled_from(["q", "kv", "both"]))
+    if form == "q":
+        return Ruled(masks.Lengths(q=q_length), lambda b, h, i, j, q, kv: i < q_of(b))
+    if form == "kv":
+        return Ruled(masks.Lengths(kv=kv_length), lambda b, h, i, j, q, kv: j < kv_of(b))
+    return Ruled(
+        masks.Lengths(q_length, kv_length),
+        lambda b, h, i, j, q, kv: (i < q_of(b)) & (j < kv_of(b)),
+    )
+
+
+def _draw_segments(draw):
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    lead = draw(st.sampled_from([(), (TREE_B,)]))
+    q_ids = rng.integers(0, 4, (*lead, TREE_T))
+    kv_ids = rng.integers(0, 4, (*lead, TREE_S))
+    if draw(st.booleans()):
+        q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
+    return Ruled(
+        masks.Segments(jnp.asarray(q_ids), jnp.asarray(kv_ids)),
+        lambda b, h, i, j, q, kv: q_ids[(b,) * len(lead)][i] == kv_ids[(b,) * len(lead)][j],
+    )
+
+
+def _draw_dilated(draw):
+    step = draw(st.integers(1, 5))
+    return Ruled(masks.Dilated(step), lambda b, h, i, j, q, kv: (q - kv) % step == 0)
+
+
+def _draw_global(draw):
+    n = draw(st.integers(0, 6))
+    return Ruled(masks.Global(n), lambda b, h, i, j, q, kv: (q < n) | (kv < n))
+
+
+def _draw_blocks(draw):
+    block = draw(st.sampled_from([(1, 2), (3, 3), (4, 5)]))
+    lead = draw(st.sampled_from([(), (TREE_B, TREE_N), (1, TREE_N)]))
+    cells = -(-TREE_T // block[0]), -(-TREE_S // block[1])
+    layout = _bools(draw, *lead, *cells)
+
+    def truth(b, h, i, j, q, kv):
+        one = layout[b % layout.shape[0], h] if lead else layout
+        return one[i // block[0], j // block[1]]
+
+    given_block = block[0] if block[0] == block[1] else block
+    return Ruled(masks.Blocks(jnp.asarray(layout), given_block), truth)
+
+
+def _draw_dense(draw):
+    shape = draw(
+        st.sampled_from(
+            [
+                (1, TREE_T, TREE_S),
+                (TREE_N, TREE_T, 1),
+                (TREE_B, 1, TREE_T, TREE_S),
+                (TREE_B, TREE_N, 1, TREE_S),
+            ]
+        )
+    )
+    array = _bools(draw, *shape)
+    whole = np.broadcast_to(array, (TREE_B, TREE_N, TREE_T, TREE_S))
+    return Ruled(masks.Dense(jnp.asarray(array)), lambda b, h, i, j, q, kv: whole[b, h][i, j])
+
+
+def _draw_predicate(draw):
+    if draw(st.booleans()):
+        limit = draw(st.integers(-2, 30))
+        rule, bounds = _sum_below(limit)
+        return Ruled(masks.Predicate(rule, bounds=bounds), lambda b, h, i, j, q, kv: q + kv < limit)
+    modulus = draw(st.integers(1, 4))
+    return Ruled(
+        masks.Predicate(_weighted_sum, jnp.int32(modulus)),
+        lambda b, h, i, j, q, kv: (q * 7 + kv * 3 + b + 2 * h) % modulus == 0,
+    )
+
+
+DRAWN: dict[type, Callable[[Any], Ruled]] = {
+    masks.Full: lambda draw: Ruled(masks.Full(), lambda b, h, i, j, q, kv: True),
+    masks.Empty: lambda draw: Ruled(masks.Empty(), lambda b, h, i, j, q, kv: False),
+    masks.Causal: lambda draw: Ruled(masks.Causal(), lambda b, h, i, j, q, kv: kv <= q),
+    masks.Window: _draw_window,
+    masks.Prefix: _draw_prefix,
+    masks.Lengths: _draw_lengths,
+    masks.Segments: _draw_segments,
+    masks.Dilated: _draw_dilated,
+    masks.Global: _draw_global,
+    masks.Blocks: _draw_blocks,
+    masks.Dense: _draw_dense,
+    masks.Predicate: _draw_predicate,
+}
+
+
+@st.composite
+def trees(draw: Any, depth: int = 4) -> Ruled:
+    """Expressions over all leaves, of at most this depth."""
+    node = draw(st.sampled_from(["leaf", "and", "or", "not"])) if depth else "leaf"
+    if node == "leaf":
+        return DRAWN[draw(st.sampled_from(list(DRAWN)))](draw)
+    left = draw(trees(depth - 1))
+    if node == "not":
+        return Ruled(~left.mask, lambda *at: np.logical_not(left.truth(*at)))
+    right = draw(trees(depth - 1))
+    join = np.logical_and if node == "and" else np.logical_or
+    mask = left.mask & right.mask if node == "and" else left.mask | right.mask
+    return Ruled(mask, lambda *at: join(left.truth(*at), right.truth(*at)))
+
+
+@st.composite
+def axes(draw: Any, size: int) -> np.ndarray:
+    """Positions of an axis: as places, shifted for decoding, or shuffled for a ring."""
+    form = draw(st.sampled_from(["places", "shifted", "shuffled", "spread"]))
+    if form == "places":
+        return np.arange(size)
+    positions = np.arange(size) + draw(st.integers(-4, 8))
+    if form == "shifted":
+        return positions
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    return rng.permutation(positions if form == "shuffled" else 3 * positions)
+
+
+def points(
+    truth: Truth, b: int, h: int, places: tuple[Any, Any], positions: tuple[Any, Any]
+) -> np.ndarray:
+    """What the rule says for these places, which stand at positions[place]."""
+    i, j = places
+    shape = len(i), len(j)
+    q, kv = positions[0][i][:, None], positions[1][j][None, :]
+    return np.broadcast_to(truth(b, h, i[:, None], j[None, :], q, kv), shape)
+
+
+def assert_sound(maybe_any: Any, surely_all: Any, allowed: np.ndarray) -> None:
+    """What is claimed about a tile is true of every point in it."""
+    assert bool(np.all(maybe_any)) or not allowed.any()
+    assert not bool(np.all(surely_all)) or allowed.all()
+
+
+def true_kinds(dense: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
+    """What each tile really is."""
+    rows, columns = (
+        -(-n // block) for n, block in zip(dense.shape, (block_q, block_kv), strict=True)
+    )
+    kinds = np.zeros((rows, columns), np.int8)
+    for n, m in np.ndindex(rows, columns):
+        tile = dense[n * block_q : (n + 1) * block_q, m * block_kv : (m + 1) * block_kv]
+        kinds[n, m] = int(tile.any()) + int(tile.all())
+    return kinds
+
+
+@st.composite
+def boxes(draw: Any, positions: np.ndarray) -> tuple[np.ndarray, Extent]:
+    """Some neighbouring places, possibly past the end, and an extent no smaller than they are."""
+    size = draw(st.sampled_from([1, 3]))
+    start = draw(st.integers(0, len(positions) - 1))
+    places = np.arange(start, min(start + size, len(positions)))
+    slack = draw(st.sampled_from([0, 0, 2]))
+    lo, hi = positions[places].min() - slack, positions[places].max() + slack
+    return places, Extent(int(lo), int(hi), start, size)
+
+
+@settings(max_examples=max(300, settings().max_examples))
+@given(st.data())
+def test_bounds_never_lie(data):
+    ruled = data.draw(trees())
+    positions = data.draw(axes(TREE_T)), data.draw(axes(TREE_S))
+    b, h = data.draw(st.integers(0, TREE_B - 1)), data.draw(st.integers(0, TREE_N - 1))
+    blocks = data.draw(st.sampled_from([(2, 3), (4, 4), (16, 16)]))
+
+    picked = masks.pick(ruled.mask, b, h)
+    for _ in range(2):
+        i, rows = data.draw(boxes(positions[0]))
+        j, columns = data.draw(boxes(positions[1]))
+        allowed = points(ruled.truth, b, h, (i, j), positions)
+        assert_sound(*picked.bounds(Tile(rows, columns)), allowed)
+
+    q, kv = (None if np.array_equal(x, np.arange(len(x))) else x for x in positions)
+    kinds = masks.tile_map(
+        ruled.mask, TREE_T, TREE_S, *blocks, b=b, h=h, q_positions=q, kv_positions=kv
+    )
+    every = np.arange(TREE_T), np.arange(TREE_S)
+    true = true_kinds(points(ruled.truth, b, h, every, positions), *blocks)
+    assert kinds.shape == true.shape
+    assert kinds.dtype == np.int8
+    assert not np.any((kinds == masks.EMPTY) & (true != masks.EMPTY))
+    assert not np.any((kinds == masks.FULL) & (true != masks.FULL))
+
+
+@settings(max_examples=max(60, settings().max_examples))
+@given(trees(), axes(TREE_T), axes(TREE_S), st.integers(0, TREE_B - 1), st.integers(0, TREE_N - 1))
+def test_random_trees_mean_what_their_rules_say(ruled, q, kv, b, h):
+    rows, columns = masks.span(TREE_T, q), masks.span(TREE_S, kv)
+    every = np.arange(TREE_T), np.arange(TREE_S)
+    want = points(ruled.truth, b, h, every, (q, kv))
+    np.testing.assert_array_equal(ruled.mask(b, h, rows, columns), want)
+
+
+# Tile maps
+
+
+SORTED = np.sort(np.random.default_rng(5).integers(0, 6, 24))
+COARSE = np.random.default_rng(6).random((6, 8)) < 0.4
+
+SHARP: dict[str, Callable[[], Any]] = {
+    "full": masks.Full,
+    "empty": masks.Empty,
+    "causal": masks.Causal,
+    "window": lambda: masks.Window(5, 3),
+    "window back": lambda: masks.Window(left=4),
+    "causal window": lambda: masks.Causal() & masks.Window(6),
+    "lengths": lambda: masks.Lengths(q=13, kv=9),
+    "lengths array": lambda: masks.Lengths(kv=jnp.asarray(17)),
+    "segments": lambda: masks.Segments(jnp.asarray(SORTED)),
+    "prefix": lambda: masks.Prefix(7),
+    "prefix array": lambda: masks.Prefix(jnp.asarray(16)),
+    "blocks": lambda: masks.Blocks(jnp.asarray(COARSE), (4, 3)),
+    "dense": lambda: masks.Dense(jnp.asarray(np.kron(COARSE, np.ones((4, 3), bool))[None])),
+    "dilated": lambda: masks.Dilated(7),
+    "global": lambda: masks.Global(5),
+    "not causal": lambda: ~masks.Causal(),
+}
+
+
+@pytest.mark.parametrize("name", SHARP)
+@pytest.mark.parametrize("blocks", [(4, 3), (1, 1), (8, 12)])
+def test_tile_map_is_exact_for_plain_leaves(name, blocks):
+    mask = SHARP[name]()
+    kinds = np.asarray(masks.tile_map(mask, 24, 24, *blocks))
+    np.testing.assert_array_equal(kinds, true_kinds(np.asarray(mask.dense(24, 24)), *blocks))
+
+
+@pytest.mark.parametrize("name", SHARP)
+@pytest.mark.parametrize("blocks", [(5, 7), (30, 40)])
+def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name, blocks):
+    mask = SHARP[name]()
+    kinds = np.asarray(masks.tile_map(mask, 24, 24, *blocks))
+    want = true_kinds(np.asarray(mask.dense(24, 24)), *blocks)
+    whole = (slice(24 // blocks[0]), slice(24 // blocks[1]))
+    np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
+    np.testing.assert_array_equal(kinds[whole], want[whole])
+    assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
+
+
+@pytest.mark.parametrize("name", SHARP)
+def test_bounds_of_many_tiles_are_those_of_each(name):
+    mask = SHARP[name]()
+    rows, columns = masks.extents(24, 7), masks.extents(24, 9)
+    together = [
+        np.broadcast_to(x, (4, 3)) for x in masks.pick(mask, 0, 0).bounds(Tile(rows, columns))
+    ]
+    for n, m in ((0, 0), (1, 0), (2, 1), (3, 0), (3, 2)):
+        one = Tile(
+            Extent(*(int(x[n]) for x in rows[:3]), rows.size),
+            Extent(*(int(x[m]) for x in columns[:3]), columns.size),
+        )
+        alone = [bool(np.all(x)) for x in masks.pick(mask, 0, 0).bounds(one)]
+        assert alone == [bool(x[n, m]) for x in together]
+
+
+def test_tile_map_at_decode_and_ring_positions():
+    ring = np.concatenate([np.arange(8, 16), np.arange(8)])  # the second shard's keys come first
+    kinds = masks.tile_map(masks.Causal(), 8, 16, 4, 4, q_positions=np.arange(8), kv_positions=ring)
+    np.testing.assert_array_equal(kinds, [[0, 0, 1, 0], [0, 0, 2, 1]])
+    last = masks.tile_map(masks.Causal() & masks.Window(5), 1, 16, 1, 4, q_positions=np.array([11]))
+    np.testing.assert_array_equal(last, [[0, 1, 2, 0]])
+
+
+def test_one_mask_empties_what_another_leaves():
+    ids = jnp.asarray(np.repeat(np.arange(2), 12))
+    both = masks.Window(3, 3) & masks.Segments(ids)
+    kinds, window, segments = (
+        np.asarray(masks.tile_map(mask, 24, 24, 3, 3))
+        for mask in (both, masks.Window(3, 3), masks.Segments(ids))
+    )
+    np.testing.assert_array_equal(kinds == 0, (window == 0) | (segments == 0))
+    assert (kinds == 0).sum() > max((window == 0).sum(), (segments == 0).sum())
+
+
+def test_tile_map_of_one_batch_row_and_head():
+    mask = masks.Lengths(kv=jnp.array([4, 8])) & masks.Dense(
+        jnp.asarray(np.stack([np.ones((8, 8), bool), np.tril(np.ones((8, 8), bool))]))
+    )
+    for b, h in np.ndindex(2, 2):
+        want = true_kinds(np.asarray(mask.dense(8, 8))[b, h], 4, 4)
+        np.testing.assert_array_equal(masks.tile_map(mask, 8, 8, 4, 4, b=b, h=h), want)
+
+
+def test_empty_axes():
+    for mask in (
+        masks.Causal(),
+        masks.Segments(jnp.zeros(0, int), jnp.zeros(3, int)),
+        masks.Lengths(kv=jnp.int32(2)),
+    ):
+        assert mask.dense(0, 3).shape == (0, 3)
+        assert masks.tile_map(mask, 0, 3, 2, 2).shape == (0, 2)
+    assert masks.Causal().dense(3, 0).shape == (3, 0)
+    assert masks.tile_map(masks.Causal(), 3, 0, 2, 2).shape == (2, 0)
+
+
+TRACED: dict[str, Callable[[], Any]] = {
+    "segments": lambda: masks.Segments(jnp.asarray(SORTED)),
+    "lengths": lambda: masks.Lengths(q=jnp.asarray(20), kv=jnp.asarray(9)),
+    "prefix": lambda: masks.Prefix(jnp.asarray(7)) | masks.Causal(),
+    "blocks": lambda: masks.Blocks(jnp.asarray(COARSE), (4, 3)) & masks.Window(9),
+    "dense": lambda: masks.Dense(jnp.asarray(np.kron(COARSE, np.ones((4, 3), bool))[None])),
+    "together": lambda: (
+        masks.Causal()
+        & masks.Window(6)
+        & ~(masks.Segments(jnp.asarray(SORTED)) | masks.Lengths(kv=jnp.asarray(9)))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_masks_give_the_same_map(name):
+    mask = TRACED[name]()
+    build = functools.partial(masks.tile_map, T=24, S=24, block_q=5, block_kv=4)
+    inside, outside = jax.jit(build)(mask), build(mask)
+    assert len(np.unique(outside)) > 1
+    np.testing.assert_array_equal(inside, outside)
+    assert inside.dtype == outside.dtype == np.int8
+
+
+def test_traced_positions_give_the_same_map():
+    mask = masks.Causal() & masks.Window(3)
+
+    def build(positions):
+        return masks.tile_map(mask, 5, 24, 2, 4, q_positions=positions)
+
+    positions = jnp.arange(5) + 11
+    np.testing.assert_array_equal(jax.jit(build)(positions), build(np.asarray(positions)))
+
+
+def test_static_maps_are_known_while_tracing():
+    mask = (masks.Causal() & masks.Window(6)) | ~masks.Prefix(20) | masks.Global(1)
+
+    @jax.jit
+    def traced(x):
+        kinds = masks.tile_map(mask, 24, 24, 4, 3)
+        assert isinstance(kinds, np.ndarray)
+        return x * kinds.sum()
+
+    assert traced(1) == masks.tile_map(mask, 24, 24, 4, 3).sum() > 0
+
+
+MILLION = 1_000_000
+
+
+@pytest.mark.parametrize("block", [1024, 1000])
+def test_a_million_by_a_million_costs_the_number_of_tiles(block):
+    mask = masks.Causal() & masks.Window(4096)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        kinds = masks.tile_map(mask, MILLION, MILLION, block, block)
+        seconds.append(time.perf_counter() - start)
+    # About 0.02 ms per thousand tiles; asking tile after tile takes above 20.
+    assert min(seconds) / (kinds.size / 1000) < 2e-3
+
+    tracemalloc.start()
+    masks.tile_map(mask, MILLION, MILLION, block, block)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert isinstance(kinds, np.ndarray)  # whose memory tracemalloc sees
+    assert peak < 100 * kinds.size
+
+    first = np.arange(0, MILLION, block)
+    last = np.minimum(first + block, MILLION) - 1
+    nearest, farthest = first[:, None] - last[None, :], last[:, None] - first[None, :]  # q − kv
+    some = (farthest >= 0) & (nearest <= 4096)
+    every = (nearest >= 0) & (farthest <= 4096)
+    np.testing.assert_array_equal(kinds, some.astype(np.int8) + every)
+    assert kinds.any(axis=1).all()
+    assert (kinds == masks.FULL).sum() > kinds.shape[0]
+
+
+@pytest.mark.parametrize("name", ["segments", "lengths"])
+def test_a_traced_map_never_holds_all_points(name):
+    def temporaries(size):
+        def build(lengths, ids):
+            own = masks.Segments(ids) if name == "segments" else masks.Lengths(lengths, lengths)
+            return masks.tile_map(masks.Causal() & own, size, size, 512, 512)
+
+        arrays = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((size,), jnp.int32)
+        return jax.jit(build).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+    for size in (2**15, 2**17):
+        assert temporaries(size) <= 64 * (size + (size // 512) ** 2)
+
+
+# Pytrees
+
+
+@every_leaf
+def test_leaves_are_pytrees_that_take_any_leaf(name):
+    mask = LEAVES[name][0]()
+    flat, structure = jax.tree.flatten(mask)
+    again = jax.tree.unflatten(structure, flat)
+    assert type(again) is type(mask)
+    np.testing.assert_array_equal(again.dense(T, S), mask.dense(T, S))
+    for stand_in in (None, object(), 0, "T S", jax.ShapeDtypeStruct((), int)):
+        mapped = jax.tree.map(lambda _, x=stand_in: x, mask)
+        assert type(mapped) is type(mask)
+        if stand_in is not None:
+            assert jax.tree.structure(mapped) == structure
+            assert jax.tree.leaves(mapped) == [stand_in] * len(flat)
+
+
+@every_leaf
+def test_masks_are_frozen(name):
+    mask = LEAVES[name][0]()
+    fields = [field.name for field in dataclasses.fields(mask)]
+    for field in fields or ["anything"]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(mask, field, 1)
+
+
+def test_equal_structure_compiles_once():
+    traces = []
+
+    @jax.jit
+    def dense(mask):
+        traces.append(mask)
+        return mask.dense(T, S)
+
+    def build(length, window):
+        return masks.Lengths(kv=jnp.asarray(length)) & ~masks.Window(right=window)
+
+    first, second = dense(build(3, 1)), dense(build(5, 1))
+    assert len(traces) == 1
+    assert not np.array_equal(first, second)
+    dense(build(5, 2))
+    assert len(traces) == 2
+    dense(masks.Predicate(_looked_up, jnp.asarray(TABLE), jnp.asarray(1)))
+    dense(masks.Predicate(_looked_up, jnp.asarray(TABLE) + 1, jnp.asarray(2)))
+    assert len(traces) == 3
+
+
+def test_python_numbers_are_structure_and_arrays_are_leaves():
+    assert jax.tree.leaves(masks.Lengths(q=2, kv=3) & masks.Prefix(1) & masks.Window(4, 5)) == []
+    assert len(jax.tree.leaves(masks.Lengths(q=jnp.int32(2), kv=3))) == 1
+    structure = jax.tree.structure
+    assert structure(masks.Prefix(1)) == structure(masks.Prefix(1))
+    assert structure(masks.Prefix(1)) != structure(masks.Prefix(2))
+    assert structure(masks.Window(1)) != structure(masks.Window(right=1))
+
+
+def test_vmap_over_the_arrays_of_a_mask():
+    lengths, ids = (
+        jnp.array([1, 4, 6]),
+        jnp.asarray(np.random.default_rng(7).integers(0, 3, (3, S))),
+    )
+    mask = masks.Lengths(kv=lengths) & masks.Segments(ids) & masks.Causal()
+    mapped = jax.vmap(lambda m: m.dense(S, S))(mask)
+    by_leaf = jax.vmap(lambda m: m.dense(S, S), in_axes=(jax.tree.map(lambda _: 0, mask),))(mask)
+    for row in range(3):
+        alone = masks.Lengths(kv=int(lengths[row])) & masks.Segments(ids[row]) & masks.Causal()
+        np.testing.assert_array_equal(mapped[row], alone.dense(S, S))
+        np.testing.assert_array_equal(by_leaf[row], alone.dense(S, S))
+    assert len({row.tobytes() for row in np.asarray(mapped)}) == 3
+
+
+def test_masks_are_built_inside_compiled_functions():
+    @jax.jit
+    def dense(length, ids, array):
+        return (masks.Lengths(kv=length) & masks.Segments(ids) & masks.Dense(array)).dense(S, S)
+
+    ids, array = jnp.arange(S) % 2, jnp.ones((1, S, S), bool)
+    want = np.equal.outer(np.arange(S) % 2, np.arange(S) % 2) & (np.arange(S) < 4)
+    np.testing.assert_array_equal(dense(jnp.asarray(4), ids, array), want)
+
+
+# Errors
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "negative window": (lambda: masks.Window(-1), ValueError, "Window: left .* got -1"),
+    "negative window ahead": (lambda: masks.Window(1, -2), ValueError, "Window: right .* got -2"),
+    "float window": (lambda: masks.Window(1.5), ValueError, "Window: left .* got 1.5"),
+    "step 0": (lambda: masks.Dilated(0), ValueError, "Dilated: step .* got 0"),
+    "negative global": (lambda: masks.Global(-1), ValueError, "Global: n .* got -1"),
+    "float length": (lambda: masks.Lengths(kv=2.5), TypeError, "Lengths: kv .*integer.* got float"),
+    "float lengths": (lambda: masks.Lengths(q=jnp.ones(2)), TypeError, "Lengths: q .* got float64"),
+    "bool length": (lambda: masks.Lengths(kv=True), TypeError, "Lengths: kv .* got bool"),
+    "float prefix": (lambda: masks.Prefix(2.0), TypeError, "Prefix: length .* got float"),
+    "float ids": (lambda: masks.Segments(jnp.ones(T)), TypeError, "Segments: q_ids .* got float64"),
+    "float kv ids": (
+        lambda: masks.Segments(jnp.arange(T), jnp.ones(S)),
+        TypeError,
+        "Segments: kv_ids .* got float64",
+    ),
+    "list of ids": (lambda: masks.Segments([1, 2]), TypeError, "Segments: q_ids .* got list"),
+    "int dense": (lambda: masks.Dense(jnp.ones((1, T, S), int)), TypeError, "boolean.* got int64"),
+    "float dense": (lambda: masks.Dense(jnp.zeros((1, T, S))), TypeError, "boolean.* got float64"),
+    "list dense": (lambda: masks.Dense([[True]]), TypeError, "boolean.* got list"),
+    "flat dense": (
+        lambda: masks.Dense(jnp.ones((T, S), bool)),
+        ValueError,
+        r"\[\*B, N, T, S\].* got \[5, 7\]",
+    ),
+    "int layout": (lambda: masks.Blocks(jnp.ones((2, 2), int), 2), TypeError, "Blocks: layout"),
+    "block 0": (lambda: masks.Blocks(jnp.ones((2, 2), bool), 0), ValueError, "Blocks: block .* 0"),
+    "float block": (
+        lambda: masks.Blocks(jnp.ones((2, 2), bool), (2, 1.5)),
+        ValueError,
+        r"Blocks: block .*\(2, 1.5\)",
+    ),
+    "no function": (lambda: masks.Predicate(3), TypeError, "Predicate: .* got int"),
+    "int predicate": (
+        lambda: masks.Predicate(lambda b, h, q, kv: q - kv).dense(T, S),
+        TypeError,
+        "boolean scalar, got int32",
+    ),
+    "wide predicate": (
+        lambda: masks.Predicate(lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32)).dense(T, S),
+        TypeError,
+        r"boolean scalar, got bool \[3\]",
+    ),
+    "and a number": (lambda: masks.Causal() & 3, TypeError, "expected a jattn mask.* got int"),
+    "or a list": (lambda: masks.Causal() | [True], TypeError, "expected a jattn mask.* got list"),
+    "and an int array": (lambda: masks.Causal() & jnp.ones((1, T, S), int), TypeError, "boolean"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_masks_raise(name):
+    build, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        build()

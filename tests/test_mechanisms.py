@@ -1,0 +1,593 @@
+"""The first mechanisms: each against loops in NumPy, with the gradient of every input.
+
+The loops accept complex numbers, so that derivatives come to the last digit from a complex step:
+the imaginary part of f(x + ih) / h for a tiny h.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores, tile
+
+
+B, T, S = 2, 3, 5
+RNG = np.random.default_rng(0)
+
+
+def softmax_mean(score: dict[int, Any], value: np.ndarray) -> np.ndarray:
+    """Σ softmax(score)_j value_j over the keys that are there; 0 if none are."""
+    if not score:
+        return np.zeros(value.shape[-1], value.dtype)
+    top = max(x.real for x in score.values())
+    weight = {j: np.exp(x - top) for j, x in score.items()}
+    return sum(weight[j] * value[j] for j in score) / sum(weight.values())
+
+
+def attend(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    scored: Callable[[np.ndarray, np.ndarray], Any],
+    allowed: Callable[[int, int, int], Any] = lambda b, i, j: True,
+) -> np.ndarray:
+    """[B, T, V]: one head, with any score of a query vector and a key vector."""
+    rows, queries, keys = len(query), query.shape[1], key.shape[1]
+    out = np.zeros((rows, queries, value.shape[-1]), np.result_type(query, key, value))
+    out = out.astype(np.result_type(out, scored(query[0, 0], key[0, 0])) if keys else out.dtype)
+    for b, i in np.ndindex(rows, queries):
+        score = {j: scored(query[b, i], key[b, j]) for j in range(keys) if allowed(b, i, j)}
+        out[b, i] = softmax_mean(score, value[b])
+    return out
+
+
+def slopes(
+    oracle: Callable[..., np.ndarray], inputs: dict[str, np.ndarray], d_out: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Gradients of Σ d_out · oracle(**inputs), entry by entry, by complex steps."""
+    tiny = 1e-100
+    gradients = {}
+    for name, array in inputs.items():
+        gradients[name] = np.zeros(array.shape)
+        for index in np.ndindex(array.shape):
+            moved = array.astype(complex)
+            moved[index] += 1j * tiny
+            out = oracle(**{**inputs, name: moved})
+            gradients[name][index] = np.sum(d_out * out.imag) / tiny
+    return gradients
+
+
+def assert_values_and_gradients(
+    function: Callable[..., Any], oracle: Callable[..., np.ndarray], inputs: dict[str, np.ndarray]
+) -> None:
+    """`function(**inputs)` is the oracle's, to float64 rounding, and so is every gradient."""
+    arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
+    want = oracle(**inputs)
+    d_out = np.random.default_rng(1).normal(size=want.shape)
+
+    @jax.jit
+    def both(arrays, d_out):
+        out, pull = jax.vjp(lambda arrays: function(**arrays), arrays)
+        return out, pull(d_out)[0]
+
+    got, gradients = both(arrays, jnp.asarray(d_out))
+    assert got.dtype == jnp.float64
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+    for name, slope in slopes(oracle, inputs, d_out).items():
+        np.testing.assert_allclose(gradients[name], slope, rtol=0, atol=2e-13, err_msg=name)
+        assert np.abs(slope).max() > 1e-3, name
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> Any:
+    return np.sum(a * b)
+
+
+# Self-attention
+
+
+MASKS: dict[str, tuple[Callable[[], Any], Callable[[int, int, int], Any]]] = {
+    "full": (lambda: None, lambda b, i, j: True),
+    "causal": (masks.Causal, lambda b, i, j: j <= i),
+    "lengths": (
+        lambda: masks.Lengths(kv=jnp.array([2, 3])),
+        lambda b, i, j: j < (2, 3)[b],
+    ),
+    "dead rows": (
+        lambda: masks.Causal() & masks.Lengths(q=2, kv=jnp.array([3, 2])),
+        lambda b, i, j: j <= i < 2 and j < (3, 2)[b],
+    ),
+    "array": (
+        lambda: jnp.asarray(np.tri(T, S, 1, dtype=bool))[None, None],
+        lambda b, i, j: j <= i + 1,
+    ),
+}
+SQUARE_MASKS = [name for name in MASKS if name != "array"]
+
+
+@pytest.mark.parametrize("mask", SQUARE_MASKS)
+def test_simple_self_attention(mask):
+    build, allowed = MASKS[mask]
+    inputs = {"x": RNG.normal(size=(B, T, 4))}
+    assert_values_and_gradients(
+        lambda x: jattn.simple_self_attention(x, mask=build()),
+        lambda x: attend(x, x, x, _product, allowed),
+        inputs,
+    )
+
+
+def test_simple_self_attention_is_not_scaled():
+    x = RNG.normal(size=(6, 9))
+    got = jattn.simple_self_attention(jnp.asarray(x))
+    weights = np.exp(x @ x.T - (x @ x.T).max(axis=1, keepdims=True))
+    np.testing.assert_allclose(got, weights / weights.sum(1, keepdims=True) @ x, rtol=0, atol=1e-13)
+
+
+def self_attention_loops(x, w_query, w_key, w_value, allowed, scale):
+    """Projections token by token, then attention."""
+    query, key, value = (
+        np.stack([[_rows(token, w) for token in row] for row in x])
+        for w in (w_query, w_key, w_value)
+    )
+    return attend(query, key, value, lambda q, k: _product(q, k) * scale, allowed)
+
+
+def _rows(vector: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    return sum(number * row for number, row in zip(vector, matrix, strict=True))
+
+
+@pytest.mark.parametrize("mask", SQUARE_MASKS)
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_self_attention_of_three_sizes(mask, scale):
+    E, H1, H2 = 4, 6, 7
+    build, allowed = MASKS[mask]
+    inputs = {
+        "x": RNG.normal(size=(B, T, E)),
+        "w_query": RNG.normal(size=(E, H2)),
+        "w_key": RNG.normal(size=(E, H2)),
+        "w_value": RNG.normal(size=(E, H1)),
+    }
+    factor = 1 / math.sqrt(H2) if scale is None else scale
+    assert_values_and_gradients(
+        lambda **arrays: jattn.self_attention(**arrays, mask=build(), scale=scale),
+        lambda **arrays: self_attention_loops(**arrays, allowed=allowed, scale=factor),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_self_attention_takes_any_batch(batch):
+    x = RNG.normal(size=(*batch, T, 4))
+    weights = [RNG.normal(size=(4, size)) for size in (7, 7, 6)]
+    got = jattn.self_attention(jnp.asarray(x), *map(jnp.asarray, weights))
+    assert got.shape == (*batch, T, 6)
+    want = self_attention_loops(
+        x.reshape(-1, T, 4), *weights, allowed=lambda b, i, j: True, scale=7**-0.5
+    )
+    np.testing.assert_allclose(np.reshape(got, want.shape), want, rtol=0, atol=1e-13)
+
+
+def test_self_attention_drops_weights():
+    x, key = jnp.asarray(RNG.normal(size=(B, T, 4))), jax.random.key(3)
+    weights = [jnp.asarray(RNG.normal(size=(4, size))) for size in (7, 7, 6)]
+    got = jattn.self_attention(x, *weights, dropout_rate=0.4, dropout_key=key)
+    query, keys = (jnp.einsum("bte,eh->bth", x, w)[:, :, None] for w in weights[:2])
+    shares = np.asarray(jattn.attention_weights(query, keys))[:, 0]
+    kept = [tile.keep(key, 0.4, b, 0, jnp.arange(T), jnp.arange(T)) for b in range(B)]
+    assert 0 < np.mean(kept) < 1
+    want = np.where(kept, shares / 0.6, 0) @ (np.asarray(x) @ np.asarray(weights[2]))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+
+
+# Causal by multiplication
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (2, 4, 7), (2, 3, 7, 4)])
+def test_renormalising_equals_masking_by_infinity(shape):
+    raw = 3 * RNG.normal(size=shape)
+    weights = jax.nn.softmax(jnp.asarray(raw), axis=-1)
+    future = np.arange(shape[-1]) > np.arange(shape[-2])[:, None]
+    exponential = np.where(future, 0, np.exp(raw))
+    want = exponential / exponential.sum(axis=-1, keepdims=True)
+    got = jattn.renormalised_causal(weights)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-14)
+    assert np.abs(got - weights).max() > 0.1
+
+
+def test_renormalised_weights_know_nothing_of_the_future():
+    raw = jnp.asarray(RNG.normal(size=(4, 4)))
+
+    def weights(raw):
+        return jattn.renormalised_causal(jax.nn.softmax(raw, axis=-1))
+
+    jacobian = np.asarray(jax.jacobian(weights)(raw))  # [i, j, row, column]
+    for i in range(4):
+        np.testing.assert_allclose(jacobian[i, :, i, i + 1 :], 0, atol=1e-16)
+        assert i == 0 or np.abs(jacobian[i, :, i, : i + 1]).max() > 1e-2
+    other = raw.at[1, 2:].add(5.0)
+    np.testing.assert_allclose(weights(other), weights(raw), rtol=0, atol=1e-15)
+
+
+def test_renormalised_row_without_weight_on_the_past_is_zero():
+    weights = jnp.array([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.25, 0.25, 0.5]])
+    got = jattn.renormalised_causal(weights)
+    np.testing.assert_array_equal(got, [[0, 0, 0], [0, 0, 0], [0.25, 0.25, 0.5]])
+    gradient = jax.grad(lambda w: (jattn.renormalised_causal(w) ** 2).sum())(weights)
+    assert np.isfinite(gradient).all()
+
+
+# Interaction
+
+
+def test_interaction_is_left_times_x_times_right():
+    x, right = RNG.normal(size=(B, S, 4)), RNG.normal(size=(4, 6))
+    left, shared = RNG.normal(size=(B, T, S)), RNG.normal(size=(T, S))
+    wants = {
+        "both": ((x, left, right), np.stack([left[b] @ x[b] @ right for b in range(B)])),
+        "shared": ((x, shared, right), np.stack([shared @ a @ right for a in x])),
+        "left": ((x, shared), np.stack([shared @ a for a in x])),
+        "right": ((x, None, right), np.stack([a @ right for a in x])),
+        "neither": ((x,), x),
+        "one": ((x[0], shared, right), shared @ x[0] @ right),
+    }
+    for name, (arguments, want) in wants.items():
+        arrays = [None if a is None else jnp.asarray(a) for a in arguments]
+        got = jattn.interaction(*arrays)
+        assert got.shape == want.shape, name
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-13, err_msg=name)
+
+
+def test_interactions_that_have_names():
+    x = RNG.normal(size=(S, 4))
+    array = jnp.asarray(x)
+    np.testing.assert_array_equal(jattn.interaction(array, jnp.eye(S)), x)
+    scaled = jattn.interaction(array, jnp.diag(jnp.arange(float(S))))
+    np.testing.assert_array_equal(scaled, np.arange(S)[:, None] * x)
+    total = jattn.interaction(array, jnp.ones((S, S)))
+    np.testing.assert_allclose(total, np.tile(x.sum(axis=0), (S, 1)), rtol=0, atol=1e-14)
+    running = jattn.interaction(array, jattn.causal_interaction(S, jnp.float64))
+    np.testing.assert_allclose(running, np.cumsum(x, axis=0), rtol=0, atol=1e-14)
+    assert jattn.causal_interaction(S).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (2, 5, 3)])
+@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Window(1, 1)])
+def test_normalised_interaction(shape, mask):
+    left = 3 * RNG.normal(size=shape)
+    allowed = np.ones(shape[-2:], bool) if mask is None else np.asarray(mask.dense(*shape[-2:]))
+    exponential = np.where(allowed, np.exp(left), 0)
+    total = exponential.sum(axis=-1, keepdims=True)
+    got = np.asarray(jattn.normalised_interaction(jnp.asarray(left), mask))
+    np.testing.assert_allclose(got, exponential / np.where(total == 0, 1, total), atol=1e-14)
+    np.testing.assert_allclose(got.sum(axis=-1), total[..., 0] > 0, rtol=0, atol=1e-14)
+    np.testing.assert_array_equal(got > 0, np.broadcast_to(allowed, shape))
+
+
+def test_normalised_interaction_of_entries_that_are_large_or_forbidden():
+    left = jnp.array([[1e4, 1e4 - 1, -1e4], [jnp.nan, 0.0, jnp.inf], [0.0, 0.0, 0.0]])
+    mask = masks.Dense(jnp.array([[[1, 1, 1], [0, 1, 0], [0, 0, 0]]], bool))
+    got = np.asarray(jattn.normalised_interaction(left, mask))
+    share = 1 / (1 + math.exp(-1))
+    np.testing.assert_allclose(got, [[share, 1 - share, 0], [0, 1, 0], [0, 0, 0]], atol=1e-12)
+
+
+# Multiplicative attention
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_multiplicative_attention(mask):
+    build, allowed = MASKS[mask]
+    inputs = {
+        "query": RNG.normal(size=(B, T, 4)),
+        "key": RNG.normal(size=(B, S, 6)),
+        "value": RNG.normal(size=(B, S, 3)),
+        "weight": RNG.normal(size=(4, 6)),
+    }
+
+    def loops(query, key, value, weight):
+        return attend(query, key, value, lambda q, k: _product(_rows(q, weight), k), allowed)
+
+    assert_values_and_gradients(
+        lambda **arrays: jattn.multiplicative_attention(**arrays, mask=build()),
+        loops,
+        inputs,
+    )
+
+
+def test_multiplicative_folds_the_weight_into_the_query():
+    query, key = RNG.normal(size=(B, T, 4)), RNG.normal(size=(B, S, 6))
+    value, weight = RNG.normal(size=(B, S, 3)), RNG.normal(size=(4, 6))
+    folded = jattn.multiplicative(jnp.asarray(query), jnp.asarray(weight))
+    np.testing.assert_allclose(folded, query @ weight, rtol=0, atol=1e-13)
+    arrays = [jnp.asarray(x) for x in (key, value)]
+    got = jattn.attention(folded[:, :, None], *(x[:, :, None] for x in arrays), scale=0.5)[:, :, 0]
+    whole = jattn.multiplicative_attention(
+        jnp.asarray(query), *arrays, jnp.asarray(weight), scale=0.5
+    )
+    np.testing.assert_array_equal(got, whole)
+
+
+# Additive attention
+
+
+def additive_inputs(batch: tuple[int, ...] = (B,), keys: int = S) -> dict[str, np.ndarray]:
+    """Sizes that are all different: Dq 4, Dk 6, A 7, V 3."""
+    return {
+        "query": 2 * RNG.normal(size=(*batch, T, 4)),
+        "key": 2 * RNG.normal(size=(*batch, keys, 6)),
+        "value": RNG.normal(size=(*batch, keys, 3)),
+        "w_query": RNG.normal(size=(4, 7)),
+        "w_key": RNG.normal(size=(6, 7)),
+        "w_score": 2 * RNG.normal(size=7),
+    }
+
+
+def additive_loops(query, key, value, w_query, w_key, w_score, allowed=lambda b, i, j: True):
+    """Bahdanau et al. 2015: w · tanh(q W_q + k W_k), for each pair."""
+
+    def scored(q, k):
+        return np.sum(w_score * np.tanh(_rows(q, w_query) + _rows(k, w_key)))
+
+    return attend(query, key, value, scored, allowed)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_additive_attention(mask):
+    build, allowed = MASKS[mask]
+    assert_values_and_gradients(
+        lambda **arrays: jattn.additive_attention(**arrays, mask=build()),
+        lambda **arrays: additive_loops(**arrays, allowed=allowed),
+        additive_inputs(),
+    )
+
+
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, 40])
+def test_additive_attention_over_any_number_of_keys(keys):
+    inputs = additive_inputs(keys=keys)
+    got = jattn.additive_attention(**{name: jnp.asarray(x) for name, x in inputs.items()})
+    np.testing.assert_allclose(got, additive_loops(**inputs), rtol=0, atol=1e-13)
+
+
+def test_additive_attention_without_keys_is_zero():
+    inputs = {name: jnp.asarray(x) for name, x in additive_inputs(keys=0).items()}
+    got, pull = jax.vjp(lambda arrays: jattn.additive_attention(**arrays), inputs)
+    np.testing.assert_array_equal(got, np.zeros((B, T, 3)))
+    for gradient in pull(jnp.ones((B, T, 3)))[0].values():
+        assert not np.any(gradient)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_additive_attention_takes_any_batch(batch):
+    inputs = additive_inputs(batch)
+    got = jattn.additive_attention(**{name: jnp.asarray(x) for name, x in inputs.items()})
+    assert got.shape == (*batch, T, 3)
+    flat = {
+        name: x.reshape(-1, *x.shape[-2:]) if name in ("query", "key", "value") else x
+        for name, x in inputs.items()
+    }
+    want = additive_loops(**flat)
+    np.testing.assert_allclose(np.reshape(got, want.shape), want, rtol=0, atol=1e-13)
+
+
+def test_additive_keys_are_projected_once_and_reused():
+    inputs = {name: jnp.asarray(x) for name, x in additive_inputs().items()}
+    projected = jattn.additive_keys(inputs["key"], inputs["w_key"])
+    assert projected.shape == (B, S, 7)
+    reused = {**inputs, "key": projected, "w_key": None}
+    whole = jattn.additive_attention(**inputs)
+    np.testing.assert_array_equal(jattn.additive_attention(**reused), whole)
+    for step in range(T):  # decoding: one query at a time
+        one = {**reused, "query": inputs["query"][:, step : step + 1]}
+        got = jattn.additive_attention(**one)
+        np.testing.assert_allclose(got, whole[:, step : step + 1], rtol=0, atol=1e-14)
+
+
+def test_additive_attention_with_a_score_function():
+    inputs = additive_inputs()
+    bias = RNG.normal(size=(B, 1, T, S))
+    arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
+    score = scores.Temperature(0.5) >> scores.Bias(jnp.asarray(bias))
+    got = jattn.additive_attention(**arrays, score=score)
+    query, key = inputs["query"] @ inputs["w_query"], inputs["key"] @ inputs["w_key"]
+    raw = np.tanh(query[:, :, None] + key[:, None]) @ inputs["w_score"]
+    exponential = np.exp(raw / 0.5 + bias[:, 0])
+    want = exponential / exponential.sum(axis=-1, keepdims=True) @ inputs["value"]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+
+
+def test_additive_attention_drops_weights():
+    inputs = {name: jnp.asarray(x) for name, x in additive_inputs().items()}
+    inputs["value"] = jnp.broadcast_to(jnp.eye(S), (B, S, S))  # shows the weights
+    key = jax.random.key(5)
+    whole = jattn.additive_attention(**inputs)
+    got = jattn.additive_attention(**inputs, dropout_rate=0.3, dropout_key=key)
+    kept = [tile.keep(key, 0.3, b, 0, jnp.arange(T), jnp.arange(S)) for b in range(B)]
+    assert 0 < np.mean(kept) < 1
+    np.testing.assert_allclose(got, np.where(kept, whole / 0.7, 0), rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype, error", [(jnp.float32, 2e-5), (jnp.bfloat16, 5e-2)])
+def test_additive_attention_keeps_the_dtype(dtype, error):
+    inputs = {name: jnp.asarray(x, dtype) for name, x in additive_inputs().items()}
+    got, pull = jax.vjp(lambda arrays: jattn.additive_attention(**arrays), inputs)
+    assert got.dtype == dtype
+    assert {x.dtype for x in pull(got)[0].values()} == {jnp.dtype(dtype)}
+    want = additive_loops(**{name: np.asarray(x, np.float64) for name, x in inputs.items()})
+    assert np.abs(np.asarray(got, np.float64) - want).max() < error * np.abs(want).max()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+def test_masked_keys_of_additive_attention_do_not_exist(poison):
+    clean = additive_inputs()
+    mask = masks.Lengths(kv=jnp.array([3, 4]))
+    dirty = {name: np.array(x) for name, x in clean.items()}
+    for b, length in enumerate((3, 4)):
+        dirty["key"][b, length:] = poison
+        dirty["value"][b, length:] = poison
+    d_out = jnp.asarray(RNG.normal(size=(B, T, 3)))
+    got, want = (_additive_and_gradients(inputs, mask, d_out) for inputs in (dirty, clean))
+    for name, result in got.items():
+        np.testing.assert_allclose(result, want[name], rtol=0, atol=1e-13, err_msg=name)
+    assert not np.any(got["key"][0, 3:])
+    assert not np.any(got["value"][1, 4:])
+
+
+def _additive_and_gradients(inputs: Any, mask: Any, d_out: Any) -> dict[str, np.ndarray]:
+    arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
+    out, pull = jax.vjp(lambda arrays: jattn.additive_attention(**arrays, mask=mask), arrays)
+    return {name: np.asarray(x) for name, x in {"out": out, **pull(d_out)[0]}.items()}
+
+
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_keys_masked_for_some_queries_touch_the_others_only(where):
+    clean = additive_inputs(keys=T)
+    dirty = {name: np.array(x) for name, x in clean.items()}
+    dirty[where][:, 2] = np.nan
+    d_out = jnp.asarray(RNG.normal(size=(B, T, 3)))
+    causal = np.tri(T, dtype=bool)
+    apart = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 1]], bool)  # the third key is for itself
+    for allowed, others in ((causal, ["query"]), (apart, ["query", "key", "value"])):
+        mask = masks.Dense(jnp.asarray(allowed)[None, None])
+        got, want = (_additive_and_gradients(x, mask, d_out) for x in (dirty, clean))
+        np.testing.assert_allclose(got["out"][:, :2], want["out"][:, :2], rtol=0, atol=1e-13)
+        assert np.isnan(got["out"][:, 2]).all()
+        for name in others:
+            near, there = got[name][:, :2], want[name][:, :2]
+            np.testing.assert_allclose(near, there, rtol=0, atol=1e-13, err_msg=name)
+
+
+def test_additive_attention_takes_memory_linear_in_the_keys():
+    queries, hidden = 64, 128
+
+    def temporaries(keys, differentiate):
+        def attend(query, key, value, w_query, w_key, w_score):
+            out = jattn.additive_attention(query, key, value, w_query, w_key, w_score)
+            return jnp.sum(out)
+
+        shapes = [(queries, 32), (keys, 48), (keys, 16), (32, hidden), (48, hidden), (hidden,)]
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        function = jax.grad(attend, argnums=tuple(range(6))) if differentiate else attend
+        compiled = jax.jit(function).lower(*arrays).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    for differentiate in (False, True):
+        small, large = temporaries(1024, differentiate), temporaries(4096, differentiate)
+        assert large < queries * 4096 * hidden * 4 / 10
+        assert large < 4.2 * small
+        # What must exist: projected keys and a few times the scores.
+        assert large < 4 * (4 * 4096 * hidden + 8 * queries * 4096) + small
+
+
+# Errors
+
+
+def _arrays(*shapes: tuple[int, ...]) -> list[Any]:
+    return [jnp.ones(shape) for shape in shapes]
+
+
+def _additive(**changed: Any) -> Any:
+    arrays: dict[str, Any] = {name: jnp.asarray(x) for name, x in additive_inputs().items()}
+    return jattn.additive_attention(**{**arrays, **changed})
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "w_query of another E": (
+        lambda: jattn.self_attention(*_arrays((T, 4), (5, 7), (4, 7), (4, 6))),
+        ValueError,
+        r"w_query: expected \[E = 4.*got \[5, 7\]",
+    ),
+    "w_value of another E": (
+        lambda: jattn.self_attention(*_arrays((T, 4), (4, 7), (4, 7), (5, 6))),
+        ValueError,
+        r"w_value: expected \[E = 4.*got \[5, 6\]",
+    ),
+    "w_key of another H2": (
+        lambda: jattn.self_attention(*_arrays((T, 4), (4, 7), (4, 8), (4, 6))),
+        ValueError,
+        r"w_key: expected \[E, H2\] = \[4, 7\], got \[4, 8\]",
+    ),
+    "dropout without key": (
+        lambda: jattn.self_attention(*_arrays((T, 4), (4, 7), (4, 7), (4, 6)), dropout_rate=0.1),
+        ValueError,
+        "dropout_key",
+    ),
+    "right of another E": (
+        lambda: jattn.interaction(jnp.ones((S, 4)), None, jnp.ones((5, 6))),
+        ValueError,
+        r"right: expected \[E = 4, H1\], got \[5, 6\]",
+    ),
+    "left of another S": (
+        lambda: jattn.interaction(jnp.ones((S, 4)), jnp.ones((T, T))),
+        ValueError,
+        r"left: expected \[T, S = 5\].*got \[3, 3\]",
+    ),
+    "left of another batch": (
+        lambda: jattn.interaction(jnp.ones((B, S, 4)), jnp.ones((3, T, S))),
+        ValueError,
+        r"left: .*got \[3, 3, 5\]",
+    ),
+    "weight turned": (
+        lambda: jattn.multiplicative_attention(*_arrays((T, 4), (S, 6), (S, 3), (6, 4))),
+        ValueError,
+        r"weight: expected \[Dq, Dk\] = \[4, 6\], got \[6, 4\]",
+    ),
+    "values of other keys": (
+        lambda: jattn.multiplicative_attention(*_arrays((T, 4), (S, 6), (S + 1, 3), (4, 6))),
+        ValueError,
+        r"value: .*got \[6, 1, 3\]",
+    ),
+    "additive w_query": (
+        lambda: _additive(w_query=jnp.ones((4, 8))),
+        ValueError,
+        r"w_query: expected \[Dq, A\] = \[4, 7\], got \[4, 8\]",
+    ),
+    "additive w_key": (
+        lambda: _additive(w_key=jnp.ones((4, 7))),
+        ValueError,
+        r"w_key: expected \[Dk, A\] = \[6, 7\], got \[4, 7\]",
+    ),
+    "additive keys not projected": (
+        lambda: _additive(w_key=None),
+        ValueError,
+        r"key: expected \[\*B, S, A = 7\], got \[2, 5, 6\]",
+    ),
+    "additive keys and values": (
+        lambda: _additive(value=jnp.ones((B, S + 1, 3))),
+        ValueError,
+        "key|value",
+    ),
+    "additive batch": (
+        lambda: _additive(query=jnp.ones((3, T, 4))),
+        ValueError,
+        "key|query",
+    ),
+    "additive mask of another shape": (
+        lambda: _additive(mask=jnp.ones((T, S), bool)),
+        ValueError,
+        r"mask.*\[\*B, N, T, S\].* got \[3, 5\]",
+    ),
+    "additive mask of many heads": (
+        lambda: _additive(mask=jnp.ones((B, 4, T, S), bool)),
+        ValueError,
+        r"mask.*\[2, 1, 3, 5\].* got \[2, 4, 3, 5\]",
+    ),
+    "additive dropout": (lambda: _additive(dropout_rate=1.0), ValueError, "dropout_rate"),
+    "additive dtypes": (
+        lambda: _additive(key=jnp.ones((B, S, 6), jnp.float32)),
+        TypeError,
+        "key: .*float64.* got float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.usefixtures("unchecked")
+def test_arguments_that_do_not_fit_raise(name):
+    build, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        build()

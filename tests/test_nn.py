@@ -1,0 +1,1014 @@
+"""The Flax modules: against Flax, against formulas in NumPy, and against their own laws."""
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jattn
+from jattn import masks, nn, scores
+from jattn.nn.attention import Constant
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These tests compile much and compute little."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@nnx.jit
+def call(module, *args, **kwargs):
+    return module(*args, **kwargs)
+
+
+@nnx.jit
+def evaluate(module, *args, **kwargs):
+    return module(*args, deterministic=True, **kwargs)
+
+
+def normal(seed, *shape, dtype: Any = np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def shaken(module, seed=0, spread=1.0):
+    """The module with random numbers in every parameter: no bias is 0 and no scale is 1."""
+    rng = np.random.default_rng(seed)
+    for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        fan_in = math.prod(parameter.shape[:-1]) if path[-1] == "kernel" else 4
+        value = spread * rng.standard_normal(parameter.shape) / math.sqrt(fan_in)
+        parameter.set_value(jnp.asarray(value.astype(parameter.dtype)))
+    return module
+
+
+def made(make, *args, seed=0, spread=2.0, **options):
+    """A shaken module, built without running initialisers (no other state than parameters)."""
+    module = nnx.eval_shape(lambda: make(*args, rngs=nnx.Rngs(params=0), **options))
+    return shaken(module, seed, spread)
+
+
+def arrays(module):
+    """Parameters as float64 NumPy arrays by path."""
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {"/".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in flat}
+
+
+# The formulas, in NumPy
+
+
+def layer_norm(x, scale, bias: Any = 0.0, epsilon=1e-6):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * scale + bias
+
+
+def rms_norm(x, scale, epsilon=1e-6):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def turned(x, positions, base=10000.0):
+    """x [T, H] rotated in pairs (i, i + H/2), as complex numbers."""
+    half = x.shape[-1] // 2
+    frequency = base ** (-np.arange(half) / half)
+    z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, frequency))
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+def multi_head(p, x_q, x_kv, allowed, *, norm=None, positions=None):
+    """[T, D] and [S, E] to [T, out], head by head, from parameters by path."""
+    total = np.zeros((x_q.shape[0], p["out/kernel"].shape[-1])) + p.get("out/bias", 0.0)
+    heads = p["query/kernel"].shape[1]
+    group = heads // p["key/kernel"].shape[1]
+    for n in range(heads):
+        q, k, v = (
+            x @ p[f"{name}/kernel"][:, h] + p.get(f"{name}/bias", np.zeros((heads, 1)))[h]
+            for name, x, h in (
+                ("query", x_q, n),
+                ("key", x_kv, n // group),
+                ("value", x_kv, n // group),
+            )
+        )
+        if norm:
+            q, k = norm(q, p["query_ln/scale"]), norm(k, p["key_ln/scale"])
+        if positions is not None:
+            q, k = turned(q, positions), turned(k, positions)
+        score = np.where(allowed, q @ k.T / math.sqrt(q.shape[-1]), -np.inf)
+        weights = np.exp(score - score.max(-1, keepdims=True))
+        total += weights / weights.sum(-1, keepdims=True) @ v @ p["out/kernel"][n]
+    return total
+
+
+# MultiHeadAttention and Flax
+
+
+def flax_twin(module):
+    names = ("num_heads", "in_features", "qkv_features", "out_features")
+    names += ("num_kv_heads", "in_kv_features", "param_dtype", "use_bias")
+    # With dropout in it, Flax computes the formula; without, jax.nn's function, which knows no
+    # more than float32.
+    options = {"dropout_rate": 0.5, "deterministic": True, "keep_rngs": False, "decode": False}
+    options |= {name: getattr(module, name) for name in names}
+    twin = nnx.eval_shape(lambda: nnx.MultiHeadAttention(**options, rngs=nnx.Rngs(0)))
+    nnx.update(twin, nnx.state(module, nnx.Param))
+    return twin
+
+
+LENGTHS = np.array([3, 7])
+PADDED = np.broadcast_to(np.arange(7) < LENGTHS[:, None, None, None], (2, 1, 7, 7))
+TRIANGLE = np.tril(np.ones((1, 1, 7, 7), bool))
+SELF_MASKS = {
+    "full": (None, None),
+    "causal": (masks.Causal(), TRIANGLE),
+    "padded": (masks.Lengths(kv=jnp.asarray(LENGTHS, jnp.int32)), PADDED),
+    "array": (jnp.asarray(PADDED & TRIANGLE), PADDED & TRIANGLE),
+}
+
+
+@pytest.mark.parametrize(
+    "kv_heads, dtype, tolerance", [(6, jnp.float32, 2e-6), (3, jnp.float64, 1e-14)]
+)
+@pytest.mark.parametrize("mask", SELF_MASKS)
+def test_same_weights_same_output_as_flax(mask, kv_heads, dtype, tolerance):
+    ours, theirs = SELF_MASKS[mask]
+    module = made(nn.MultiHeadAttention, 6, 10, 30, 11, kv_heads, param_dtype=dtype)
+    x = normal(1, 2, 7, 10, dtype=dtype)
+    out = call(module, x, mask=ours)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        expected = call(flax_twin(module), x, mask=None if theirs is None else jnp.asarray(theirs))
+    assert out.dtype == dtype and out.shape == (2, 7, 11)
+    scale = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * scale)
+
+
+def test_same_seed_same_parameters_as_flax():
+    ours = nn.MultiHeadAttention(
+        3, 5, 12, 7, in_kv_features=4, normalize_qk=True, rngs=nnx.Rngs(params=3)
+    )
+    theirs = nnx.MultiHeadAttention(
+        3, 5, 12, 7, in_kv_features=4, normalize_qk=True, decode=False, rngs=nnx.Rngs(params=3)
+    )
+    a, b = arrays(ours), arrays(theirs)
+    assert a.keys() == b.keys()
+    for path, value in a.items():
+        np.testing.assert_array_equal(value, b[path], err_msg=path)
+
+
+def test_gradients_as_flax():
+    module = made(nn.MultiHeadAttention, 3, 10, 15)
+    x, weight = normal(1, 2, 7, 10), normal(2, 2, 7, 10)
+    mask = jnp.asarray(PADDED)
+
+    def loss(module, x):
+        return (module(x, mask=mask) * weight).sum()
+
+    ours = nnx.jit(nnx.grad(loss))(module, x)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        theirs = nnx.jit(nnx.grad(loss))(flax_twin(module), x)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs))
+    for (path, a), (_, b) in zip(nnx.to_flat_state(ours), nnx.to_flat_state(theirs), strict=True):
+        np.testing.assert_allclose(a[...], b[...], rtol=0, atol=1e-6 * scale, err_msg=str(path))
+
+
+def test_grouped_heads_are_repeated_ones():
+    grouped = made(nn.MultiHeadAttention, 6, 5, 24, num_kv_heads=3)
+    full = made(nn.MultiHeadAttention, 6, 5, 24)
+    state = nnx.state(nnx.clone(grouped), nnx.Param)
+    for path, parameter in nnx.to_flat_state(state):
+        if path[0] in ("key", "value"):
+            parameter.set_value(jnp.repeat(parameter[...], 2, axis=-2))
+    nnx.update(full, state)
+    x = normal(1, 2, 7, 5)
+    np.testing.assert_allclose(call(grouped, x), call(full, x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "norm, rotary", [(False, False), (False, True), (True, False), ("layer", True), ("rms", True)]
+)
+def test_formula(norm, rotary):
+    options = {"num_kv_heads": 1, "normalize_qk": norm, "rotary": rotary}
+    module = made(nn.MultiHeadAttention, 3, 5, 12, 7, param_dtype=jnp.float64, **options)
+    x = normal(1, 2, 6, 5, dtype=np.float64)
+    positions = np.array([[0, 1, 2, 0, 1, 2], [4, 9, 11, 30, 31, 33]])
+    out = call(module, x, mask=masks.Causal(), positions=jnp.asarray(positions, jnp.int32))
+    formula = {False: None, True: layer_norm, "layer": layer_norm, "rms": rms_norm}[norm]
+    for b, places in enumerate(positions):
+        expected = multi_head(
+            arrays(module),
+            np.asarray(x[b]),
+            np.asarray(x[b]),
+            places[:, None] >= places,
+            norm=formula,
+            positions=places if rotary else None,
+        )
+        np.testing.assert_allclose(out[b], expected, rtol=0, atol=1e-12)
+
+
+def test_rotary_options_reach_the_rotation():
+    x = normal(1, 2, 7, 5)
+    outs = []
+    for rotary in (
+        False,
+        nn.Rotary(),
+        nn.Rotary(style="interleaved"),
+        nn.Rotary(base=50.0),
+        nn.Rotary(size=2),
+    ):
+        outs.append(np.asarray(call(made(nn.MultiHeadAttention, 3, 5, 12, rotary=rotary), x)))
+    for i, a in enumerate(outs):
+        for b in outs[:i]:
+            assert np.abs(a - b).max() > 1e-3
+    places = jnp.arange(7, dtype=jnp.int32) + 5
+    out = call(made(nn.MultiHeadAttention, 3, 5, 12, rotary=True), x, positions=places)
+    np.testing.assert_allclose(out, outs[1], rtol=0, atol=1e-5)
+
+
+def test_cross_attention_with_other_widths():
+    module = made(nn.MultiHeadAttention, 3, 5, 12, 7, in_kv_features=4, param_dtype=jnp.float64)
+    x, memory = normal(1, 2, 6, 5, dtype=np.float64), normal(2, 2, 8, 4, dtype=np.float64)
+    lengths = np.array([5, 8], np.int32)
+    out = call(module, x, memory, mask=masks.Lengths(kv=jnp.asarray(lengths)))
+    assert out.shape == (2, 6, 7)
+    for b in range(2):
+        allowed = np.arange(8) < lengths[b]
+        expected = multi_head(arrays(module), np.asarray(x[b]), np.asarray(memory[b]), allowed)
+        np.testing.assert_allclose(out[b], expected, rtol=0, atol=1e-12)
+    np.testing.assert_array_equal(call(module, x, memory), call(module, x, memory, memory))
+    assert np.abs(call(module, x, memory, -memory) - call(module, x, memory)).max() > 0.1
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (3, 2)])
+def test_any_number_of_batch_axes(batch):
+    module = made(nn.MultiHeadAttention, 3, 5, 12)
+    x = normal(1, *batch, 7, 5)
+    out = call(module, x, mask=masks.Causal())
+    one = x.reshape(-1, 7, 5)[-1]
+    np.testing.assert_allclose(
+        out.reshape(-1, 7, 5)[-1], call(module, one, mask=masks.Causal()), rtol=0, atol=1e-6
+    )
+
+
+def test_masks_and_scores_of_module_and_call_combine():
+    x = normal(1, 2, 7, 5)
+    make = functools.partial(nn.MultiHeadAttention, 3, 5, 12)
+    plain = made(make, spread=3.0)
+    lengths = jnp.array([4, 6], jnp.int32)
+    own = shaken(
+        make(mask=masks.Lengths(kv=lengths), score=scores.SoftCap(2.0), rngs=nnx.Rngs(params=0)),
+        spread=3.0,
+    )
+    f, g = scores.SoftCap(2.0), scores.Temperature(0.3)
+
+    @nnx.jit
+    def outs(own, plain, lengths):
+        causal, padding = masks.Causal(), masks.Lengths(kv=lengths)
+        expected = plain(x, mask=padding & causal, score=f >> g)
+        same = own(x, mask=causal, score=g), own(x, mask=jnp.asarray(TRIANGLE), score=g)
+        alone = own(x), plain(x, mask=padding, score=f)
+        other = (
+            plain(x, mask=causal, score=f >> g),
+            plain(x, mask=padding, score=f >> g),
+            plain(x, mask=padding & causal, score=g >> f),
+            plain(x, mask=padding & causal, score=g),
+        )
+        return expected, same, alone, other
+
+    expected, same, alone, other = outs(own, plain, lengths)
+    for out in same:
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(*alone, rtol=0, atol=1e-6)
+    for out in other:
+        assert np.abs(out - expected).max() > 1e-2
+
+
+def test_score_arrays_are_constant_unless_learned():
+    slopes = scores.alibi_slopes(3)
+    fixed = nn.MultiHeadAttention(3, 5, 12, score=scores.Alibi(slopes), rngs=nnx.Rngs(params=0))
+    learned = nn.MultiHeadAttention(
+        3, 5, 12, score=nn.LearnedScore(scores.Alibi(slopes)), rngs=nnx.Rngs(params=0)
+    )
+    assert not any(path[0] == "score" for path, _ in nnx.to_flat_state(nnx.state(fixed, nnx.Param)))
+    assert len(jax.tree.leaves(nnx.state(fixed, Constant))) == 1
+    x = normal(1, 2, 7, 5)
+    np.testing.assert_array_equal(call(fixed, x), call(learned, x))
+    gradient = nnx.jit(nnx.grad(lambda module: (module(x) ** 2).sum()))(learned)
+    (slope, *rest) = [g for path, g in nnx.to_flat_state(gradient) if path[0] == "score"]
+    assert not rest and slope[...].shape == (3,) and np.abs(slope[...]).min() > 0
+
+
+# The list of heads
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_list_of_heads_equals_packed(kv_heads):
+    options = {"normalize_qk": True, "rotary": True, "mask": masks.Window(3, 2)}
+    packed = made(nn.MultiHeadAttention, 6, 5, 24, 7, kv_heads, 4, **options)
+    single = nn.SingleHeads(packed)
+    assert len(single.heads) == 6
+    x, memory = normal(1, 2, 6, 5), normal(2, 2, 8, 4)
+    np.testing.assert_allclose(call(single, x, memory), call(packed, x, memory), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(
+        single.heads[5].key.kernel[...], packed.key.kernel[:, kv_heads - 1 : kv_heads]
+    )
+    single.heads[0].value.kernel[...] += 1.0
+    assert np.abs(call(single, x, memory) - call(packed, x, memory)).max() > 1e-3
+    shapes = {path: leaf.shape for path, leaf in arrays(packed).items()}
+    assert shapes["query/kernel"] == (5, 6, 4) and shapes["out/kernel"] == (6, 4, 7)
+
+
+def test_heads_of_the_list_drop_independently():
+    packed = nn.MultiHeadAttention(2, 5, 8, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
+    first, second = (head.dropout.key(None, None) for head in nn.SingleHeads(packed).heads)
+    assert first != second
+
+
+def test_width_512_in_8_heads_of_64():
+    packed = nnx.eval_shape(lambda: nn.MultiHeadAttention(8, 512, rngs=nnx.Rngs(params=0)))
+    assert packed.query.kernel.shape == (512, 8, 64) and packed.out.kernel.shape == (8, 64, 512)
+    assert packed.head_dim == 64
+
+
+# Dropout
+
+
+def attention_with_dropout(rate=0.5, **streams):
+    if not streams:
+        return made(nn.MultiHeadAttention, 3, 5, 12, dropout_rate=rate)
+    module = nn.MultiHeadAttention(3, 5, 12, dropout_rate=rate, rngs=nnx.Rngs(params=0, **streams))
+    return shaken(module, spread=2.0)
+
+
+def test_dropout_needs_random_numbers():
+    x = normal(1, 2, 7, 5)
+    module = attention_with_dropout()
+    with pytest.raises(ValueError, match=r"rngs: .* got none"):
+        module(x)
+    with pytest.raises(ValueError, match=r"rngs: .* got streams \['params'\]"):
+        module(x, rngs=nnx.Rngs(params=0))
+    with pytest.raises(ValueError, match="rngs"):
+        nn.FeedForward(5, 7, dropout_rate=0.1, rngs=nnx.Rngs(0))(x)
+
+
+def test_deterministic_is_rate_0():
+    x = normal(1, 2, 7, 5)
+    module, without = attention_with_dropout(), attention_with_dropout(rate=0.0)
+    expected = call(without, x)
+    np.testing.assert_array_equal(evaluate(module, x), expected)
+    module.eval()
+    np.testing.assert_array_equal(call(module, x), expected)
+    module.train()
+    dropped = call(module, x, rngs=nnx.Rngs(dropout=1))
+    assert np.abs(dropped - expected).max() > 0.1
+    np.testing.assert_array_equal(dropped, call(module, x, rngs=nnx.Rngs(dropout=1)))
+    assert np.abs(dropped - call(module, x, rngs=nnx.Rngs(dropout=2))).max() > 0.1
+
+
+def test_dropout_is_that_of_the_function():
+    x = normal(1, 2, 7, 5)
+    module = attention_with_dropout(rate=0.25)
+    key = nnx.Rngs(dropout=7).dropout()
+    query = module.project_queries(x)
+    heads = jattn.attention(
+        query, *module.project_keys_values(x), dropout_rate=0.25, dropout_key=key
+    )
+    out = call(module, x, rngs=nnx.Rngs(dropout=7))
+    np.testing.assert_allclose(out, module.out(heads), rtol=0, atol=1e-5)
+
+
+def test_kept_stream_serves_calls_and_advances():
+    x = normal(1, 2, 7, 5)
+    module = attention_with_dropout(dropout=1)
+    first, second = call(module, x), call(module, x)
+    assert np.abs(first - second).max() > 0.1
+    np.testing.assert_array_equal(call(attention_with_dropout(dropout=1), x), first)
+
+
+def test_layers_drop_independently():
+    encoder = made(nn.Encoder, 2, 6, 3, 7, dropout_rate=0.5)
+    rngs = nnx.Rngs(dropout=1)
+    keys = []
+    for _, module in nnx.iter_modules(encoder):
+        if isinstance(module, nn.Dropout):
+            keys.append(jax.random.key_data(module.key(None, rngs)).tolist())
+    assert len(keys) == 2 * 4 and len({tuple(key) for key in keys}) == len(keys)
+
+
+# The tap
+
+
+def test_captured_weights_are_those_of_the_output():
+    module = made(nn.MultiHeadAttention, 3, 5, 12)
+    x, memory = normal(1, 2, 6, 5), normal(2, 2, 8, 5)
+    mask = masks.Lengths(kv=jnp.array([5, 8], jnp.int32))
+
+    @nnx.jit
+    def weights_of(module, x, memory):
+        return nn.capture_weights(module, x, memory, mask=mask)
+
+    (weights,) = weights_of(module, x, memory).values()
+    assert weights.shape == (2, 3, 6, 8)
+    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=0, atol=1e-6)
+    assert (weights[0, :, :, 5:] == 0).all() and (weights > 0.3).any()
+    _, value = module.project_keys_values(memory)
+    heads = jnp.einsum("bnts,bsnh->btnh", weights, value)
+    np.testing.assert_allclose(
+        module.out(heads), call(module, x, memory, mask=mask), rtol=0, atol=1e-5
+    )
+    (eager,) = nn.capture_weights(module, x, memory, mask=mask).values()
+    np.testing.assert_allclose(eager, weights, rtol=0, atol=1e-6)
+
+
+def test_capture_names_every_attention_and_leaves_nothing_behind(small):
+    model, source, target = small
+    weights = nnx.jit(nn.capture_weights)(model, source, target)
+    shapes = {name: value.shape for name, value in weights.items()}
+    assert shapes == {
+        "encoder/layers/0/self_attention": (2, 3, 7, 7),
+        "decoder/layers/0/self_attention": (2, 3, 5, 5),
+        "decoder/layers/0/cross_attention": (2, 3, 5, 7),
+    }
+    by_method = nnx.eval_shape(lambda model: nn.capture_weights(model.encode, source), model)
+    assert by_method.keys() == {"encoder/layers/0/self_attention"}
+    with pytest.raises(TypeError):
+        nn.capture_weights(model, source, target, no_such_argument=1)
+    for _, module in nnx.iter_modules(model):
+        assert not (isinstance(module, nn.Tap) and module.is_open)
+        assert not hasattr(module, "__captures__")
+
+
+def test_second_call_of_a_module_is_numbered():
+    class Twice(nnx.Module):
+        def __init__(self):
+            self.attention = nn.MultiHeadAttention(1, 4, rngs=nnx.Rngs(params=0))
+
+        def __call__(self, x):
+            return self.attention(self.attention(x)[:, :2])
+
+    weights = nnx.eval_shape(nn.capture_weights, Twice(), normal(1, 2, 3, 4))
+    assert {name: w.shape[-1] for name, w in weights.items()} == {"attention": 3, "attention[1]": 2}
+
+
+def test_no_weights_are_computed_when_nobody_captures(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("weights were computed")
+
+    monkeypatch.setattr("jattn.nn.attention.attention_weights", never)
+    module = nn.MultiHeadAttention(1, 4, rngs=nnx.Rngs(params=0))
+    x = normal(1, 2, 3, 4)
+    nnx.eval_shape(lambda module: module(x), module)
+    nnx.eval_shape(lambda module: nnx.capture(module, nnx.Intermediate)(x)[0], module)
+    with pytest.raises(AssertionError, match="weights were computed"):
+        nnx.eval_shape(lambda module: nn.capture_weights(module, x), module)
+
+
+# Additive attention
+
+
+def test_additive_attention():
+    module = made(nn.AdditiveAttention, 5, 4, 6, param_dtype=jnp.float64, spread=3.0)
+    query, key = normal(1, 2, 3, 5, dtype=np.float64), normal(2, 2, 7, 4, dtype=np.float64)
+    value = normal(3, 2, 7, 8, dtype=np.float64)
+    mask = masks.Lengths(kv=jnp.array([4, 7], jnp.int32))
+    out = call(module, query, key, value, mask=mask)
+    p = arrays(module)
+    hidden = np.tanh((query @ p["query"])[:, :, None] + (key @ p["key"])[:, None])
+    score = np.where(np.arange(7) < np.array([4, 7])[:, None, None], hidden @ p["score"], -np.inf)
+    weights = np.exp(score - score.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(out, weights @ np.asarray(value), rtol=0, atol=1e-12)
+    reused = nnx.jit(lambda m: m.attend(query, m.project_keys(key), value, mask=mask))
+    np.testing.assert_array_equal(reused(module), out)
+    captured = nnx.jit(nn.capture_weights)(module, query, key, value, mask=mask)
+    assert captured.keys() == {""} and captured[""].shape == (2, 1, 3, 7)
+    np.testing.assert_allclose(captured[""][:, 0], weights, rtol=0, atol=1e-12)
+    np.testing.assert_array_equal(call(module, query, key), call(module, query, key, key))
+
+
+# Layers
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_encoder_layer_formula(norm):
+    options = {"norm": norm, "dropout_rate": 0.0, "param_dtype": jnp.float64}
+    layer = made(nn.EncoderLayer, 6, 3, 7, **options)
+    x = normal(1, 1, 5, 6, dtype=np.float64)
+    out = call(layer, x, mask=masks.Lengths(kv=4))[0]
+    p = arrays(layer)
+
+    def attend(y):
+        own = {k.removeprefix("self_attention/"): v for k, v in p.items()}
+        return multi_head(own, y, y, np.arange(5) < 4)
+
+    def feed_forward(y):
+        hidden = np.maximum(y @ p["feed_forward/hidden/kernel"] + p["feed_forward/hidden/bias"], 0)
+        return hidden @ p["feed_forward/out/kernel"] + p["feed_forward/out/bias"]
+
+    y = np.asarray(x[0])
+    for name, sublayer in (("self_attention", attend), ("feed_forward", feed_forward)):
+        normalise = functools.partial(
+            layer_norm,
+            scale=p[f"{name}_residual/norm/scale"],
+            bias=p[f"{name}_residual/norm/bias"],
+        )
+        y = normalise(y + sublayer(y)) if norm == "post" else y + sublayer(normalise(y))
+    np.testing.assert_allclose(out, y, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_decoder_is_its_sublayers_in_order(norm):
+    decoder = made(nn.Decoder, 2, 6, 3, 7, norm=norm, dropout_rate=0.0)
+    x, memory = normal(1, 2, 5, 6), normal(2, 2, 4, 6)
+    mask, cross_mask = masks.Window(left=2), masks.Lengths(kv=jnp.array([2, 4], jnp.int32))
+
+    @nnx.jit
+    def outs(decoder, x):
+        out = decoder(x, memory, mask=mask, cross_mask=cross_mask)
+        for layer in decoder.layers:
+            for around, sublayer in (
+                (layer.self_attention_residual, decoder_self(layer.self_attention)),
+                (layer.cross_attention_residual, decoder_cross(layer.cross_attention)),
+                (layer.feed_forward_residual, layer.feed_forward),
+            ):
+                normalise = around.norm
+                x = normalise(x + sublayer(x)) if norm == "post" else x + sublayer(normalise(x))
+        return out, x if norm == "post" else decoder.norm(x)
+
+    def decoder_self(attention):
+        return lambda y: attention(y, mask=masks.Causal() & mask)
+
+    def decoder_cross(attention):
+        return lambda y: attention(y, memory, mask=cross_mask)
+
+    np.testing.assert_allclose(*outs(decoder, x), rtol=0, atol=1e-5)
+    assert (decoder.norm is None) == (norm == "post")
+
+
+def test_attention_of_another_make():
+    grouped = functools.partial(nn.MultiHeadAttention, num_kv_heads=1, rotary=True)
+    decoder = made(nn.Decoder, 1, 6, 3, 7, self_attention=grouped)
+    layer = decoder.layers[0]
+    assert layer.self_attention.num_kv_heads == 1 and layer.self_attention.rotary == nn.Rotary()
+    assert layer.cross_attention.num_kv_heads == 3 and layer.cross_attention.rotary is None
+
+
+# Embeddings
+
+
+def test_token_embedding_is_scaled_and_attends_unscaled():
+    table = made(nn.TokenEmbedding, 11, 9)
+    ids = jnp.array([[3, 0], [10, 3]], jnp.int32)
+    rows = np.asarray(table.embedding[...])[np.asarray(ids)]
+    np.testing.assert_allclose(table(ids), 3.0 * rows, rtol=1e-6)
+    np.testing.assert_allclose(
+        table.attend(jnp.asarray(rows)),
+        rows @ np.asarray(table.embedding[...]).T,
+        rtol=0,
+        atol=1e-6,
+    )
+
+
+def test_default_embedding_has_variance_one_over_d():
+    table = nn.TokenEmbedding(400, 16, rngs=nnx.Rngs(params=0))
+    assert abs(float(jnp.std(table.embedding[...])) * 4 - 1) < 0.05
+
+
+@pytest.mark.parametrize("wrong", [-1, 11])
+def test_ids_outside_the_vocabulary(wrong):
+    table = made(nn.TokenEmbedding, 11, 9)
+    ids = jnp.array([[3, wrong]], jnp.int32)
+    with pytest.raises(ValueError, match=rf"ids: expected 0 <= ids < vocabulary=11, got .*{wrong}"):
+        table(ids)
+    out = call(table, ids)
+    assert np.isfinite(out[0, 0]).all() and np.isnan(out[0, 1]).all()
+
+
+def test_ids_must_be_integers(unchecked):
+    with pytest.raises(TypeError, match="ids: expected integers, got float32"):
+        made(nn.TokenEmbedding, 11, 9)(jnp.zeros((2, 3), jnp.float32))
+
+
+def test_positions():
+    learned = made(nn.LearnedPositions, 8, 6)
+    places = jnp.array([[0, 1], [7, 3]], jnp.int32)
+    np.testing.assert_array_equal(learned(places), learned.embedding[...][places])
+    with pytest.raises(ValueError, match="positions: expected 0 <= positions < max_length=8"):
+        learned(places + 1)
+    waves = nn.SinusoidalPositions(6)(places)
+    for index in np.ndindex(2, 2, 3):
+        angle = int(places[index[:2]]) / 10000 ** (2 * index[2] / 6)
+        pair = waves[index[0], index[1], 2 * index[2] : 2 * index[2] + 2]
+        np.testing.assert_allclose(pair, [math.sin(angle), math.cos(angle)], rtol=0, atol=1e-6)
+
+
+# Transformer
+
+
+SIZES: dict[str, Any] = {
+    "features": 12,
+    "num_heads": 3,
+    "feed_forward": 10,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "max_length": 16,
+}
+
+
+def transformer(**options):
+    return nn.Transformer(
+        13, 11, **{"dropout_rate": 0.0, "rngs": nnx.Rngs(params=0), **SIZES, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def small():
+    rng = np.random.default_rng(0)
+    source = jnp.asarray(rng.integers(0, 13, (2, 7)), jnp.int32)
+    target = jnp.asarray(rng.integers(0, 11, (2, 5)), jnp.int32)
+    return made(transformer, spread=1.0), source, target
+
+
+def size(module):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
+def test_parameter_count_of_the_published_tutorial():
+    model = nnx.eval_shape(
+        lambda: nn.Transformer(
+            7853,
+            5893,
+            features=256,
+            num_heads=8,
+            feed_forward=512,
+            encoder_layers=3,
+            decoder_layers=3,
+            max_length=100,
+            positions="learned",
+            rngs=nnx.Rngs(params=0),
+        )
+    )
+    assert size(model) == 9_038_341
+
+
+def test_parameter_counts():
+    attention, feed_forward, norm = 4 * (12 * 12 + 12), 12 * 10 + 10 + 10 * 12 + 12, 24
+    layers = (attention + feed_forward + 2 * norm) + (2 * attention + feed_forward + 3 * norm)
+    tables, output = (13 + 11) * 12, 11 * 12 + 11
+    count = lambda **options: size(nnx.eval_shape(lambda: transformer(**options)))  # noqa: E731
+    assert count() == layers + tables + output
+    assert count(positions="learned") == layers + tables + output + 2 * 16 * 12
+    assert count(norm="pre") == layers + tables + output + 2 * norm
+    assert count(tie_embeddings=True) == layers + tables
+
+
+def test_tied_embeddings(small):
+    _, source, target = small
+    tied = made(transformer, tie_embeddings=True, spread=1.0)
+    free = made(transformer, spread=1.0)
+    nnx.update(free, nnx.state(tied, nnx.Param))
+    free.output.kernel[...] = tied.target_tokens.embedding[...]
+    free.output.bias[...] = jnp.zeros(11, jnp.float32)
+    np.testing.assert_array_equal(call(tied, source, target), call(free, source, target))
+    every = nnx.eval_shape(
+        lambda: nn.Transformer(11, 11, tie_embeddings="all", rngs=nnx.Rngs(params=0), **SIZES)
+    )
+    flat = nnx.to_flat_state(nnx.state(every, nnx.Param))
+    tables = [path for path, _ in flat if path[-1] == "embedding"]
+    assert tables == [("target_tokens", "embedding")] and every.output is None
+    shared = shaken(every)
+    ids = source % 11
+    reads = nnx.jit(lambda model: model.encode(ids, deterministic=True))
+    memory = reads(shared)
+    shared.target_tokens.embedding[...] *= 2
+    assert np.abs(memory - reads(shared)).max() > 1e-2
+    with pytest.raises(ValueError, match=r"'all' expects .* got 13 and 11"):
+        transformer(tie_embeddings="all")
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_word_order_matters(small, positions):
+    model, (_, source, target) = made(transformer, positions=positions, spread=1.0), small
+    swapped = source[:, ::-1]
+    assert np.abs(call(model, source, target) - call(model, swapped, target)).max() > 1e-3
+    unordered = made(transformer, positions=None, spread=1.0)
+    np.testing.assert_allclose(
+        call(unordered, source, target), call(unordered, swapped, target), rtol=0, atol=1e-5
+    )
+
+
+def test_call_is_encode_then_decode(small):
+    model, source, target = small
+    mask = masks.Lengths(kv=jnp.array([4, 7], jnp.int32))
+    logits = call(model, source, target, source_mask=mask, cross_mask=mask)
+    memory = nnx.jit(lambda model: model.encode(source, mask=mask))(model)
+    assert logits.shape == (2, 5, 11) and memory.shape == (2, 7, 12)
+    decoded = nnx.jit(lambda model: model.decode(target, memory, cross_mask=mask))(model)
+    np.testing.assert_allclose(decoded, logits, rtol=0, atol=1e-5)
+
+
+def test_logits_do_not_see_later_tokens(small):
+    model, source, target = small
+
+    @nnx.jit
+    def reach(model):
+        """|d logits[t] / d embedding[t']|, summed over everything else: [T, T]."""
+        memory = model.encode(source)
+        one = lambda x: jnp.abs(model.output(model.decoder(x, memory))).sum((0, 2))  # noqa: E731
+        return jnp.abs(jax.jacobian(one)(model.target_tokens(target))).sum((1, 3))
+
+    reached = np.asarray(reach(model))
+    assert (np.triu(reached, 1) == 0).all()
+    assert (np.tril(reached) > 0).sum() == 5 * 6 // 2
+
+
+def test_padding_changes_nothing(small):
+    model, source, target = small
+    lengths = jnp.array([4, 7], jnp.int32)
+    mask = masks.Lengths(kv=lengths)
+    logits = call(model, source, target, source_mask=mask, cross_mask=mask)
+    rubbish = jnp.asarray(np.random.default_rng(5).integers(0, 13, (2, 10)), jnp.int32)
+    kept = jnp.arange(10, dtype=jnp.int32)[None, :] < lengths[:, None]
+    longer = jnp.where(kept, jnp.pad(source, ((0, 0), (0, 3))), rubbish)
+
+    @nnx.jit
+    def outs(model):
+        padded = model(longer, target, source_mask=mask, cross_mask=mask)
+        alone = model(source[:1, :4], target[:1])
+        return padded, alone, model(longer, target, source_mask=mask)
+
+    padded, alone, open_cross = outs(model)
+    np.testing.assert_allclose(padded, logits, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(alone, logits[:1], rtol=0, atol=1e-5)
+    assert np.abs(open_cross - logits).max() > 1e-3
+
+
+def test_dead_rows_are_finite_and_differentiable(small):
+    model, source, target = small
+    mask = masks.Lengths(q=jnp.array([0, 7], jnp.int32), kv=jnp.array([0, 7], jnp.int32))
+    cross = masks.Lengths(kv=jnp.array([0, 7], jnp.int32))
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def loss(model):
+        return (model(source, target, source_mask=mask, cross_mask=cross) ** 2).sum()
+
+    value, gradient = loss(model)
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_packed_rows_equal_separate_ones(small):
+    model, source, target = small
+    packed_source, packed_target = source.reshape(1, 14), target.reshape(1, 10)
+    source_ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 7)[None]
+    target_ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 5)[None]
+    packed = call(
+        model,
+        packed_source,
+        packed_target,
+        source_mask=masks.Segments(source_ids),
+        target_mask=masks.Segments(target_ids),
+        cross_mask=masks.Segments(target_ids, source_ids),
+        source_positions=jnp.tile(jnp.arange(7, dtype=jnp.int32), 2)[None],
+        target_positions=jnp.tile(jnp.arange(5, dtype=jnp.int32), 2)[None],
+    )
+    np.testing.assert_allclose(
+        packed.reshape(2, 5, 11), call(model, source, target), rtol=0, atol=1e-5
+    )
+
+
+def test_too_long_for_learned_positions(small):
+    model = made(transformer, positions="learned", max_length=6)
+    _, source, target = small
+    with pytest.raises(ValueError, match="max_length=6, got 0 to 6"):
+        call(model, source, target)
+
+
+def test_half_precision(small):
+    exact, source, target = small
+    model = made(transformer, dtype=jnp.bfloat16, spread=1.0)
+
+    logits, expected = call(model, source, target), call(exact, source, target)
+    assert logits.dtype == jnp.bfloat16
+    assert np.abs(logits.astype(jnp.float32) - expected).max() < 0.1 * np.abs(expected).max()
+    loss = lambda model: model(source, target).astype(jnp.float32).sum()  # noqa: E731
+    for state in (nnx.eval_shape(nnx.grad(loss), model), nnx.state(model, nnx.Param)):
+        assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("inputs", [jnp.bfloat16, jnp.float32])
+def test_dtype_of_a_single_layer(inputs):
+    layer = made(nn.EncoderLayer, 6, 3, 7, dropout_rate=0.0, dtype=jnp.bfloat16)
+    x = normal(1, 2, 5, 6, dtype=inputs)
+    assert nnx.eval_shape(call, layer, x).dtype == jnp.bfloat16
+    layer = made(nn.EncoderLayer, 6, 3, 7, dropout_rate=0.0)
+    assert nnx.eval_shape(call, layer, x).dtype == jnp.float32
+
+
+# Flax's machinery
+
+
+def test_traced_once(small):
+    model, source, target = small
+    traces = []
+
+    @nnx.jit
+    def step(model, source, target, lengths, rngs):
+        traces.append(None)
+        mask = masks.Lengths(kv=lengths)
+        return model(source, target, source_mask=mask, cross_mask=mask, rngs=rngs)
+
+    rngs = nnx.Rngs(dropout=0)
+    for shift in range(3):
+        step(model, (source + shift) % 13, target, jnp.array([4 + shift, 7], jnp.int32), rngs)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
+def test_graph_and_tree_mode(small, graph):
+    model, source, target = small
+    expected = call(model, source, target)
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
+        run = nnx.jit(lambda model, *ids, **options: model(*ids, **options))
+        np.testing.assert_allclose(run(model, source, target), expected, rtol=0, atol=1e-6)
+        weights = nnx.eval_shape(nn.capture_weights, model, source, target)
+        assert len(weights) == 3
+        definition, state = nnx.split(model)
+        copy = nnx.merge(definition, state)
+        np.testing.assert_allclose(run(copy, source, target), expected, rtol=0, atol=1e-6)
+
+        trained = made(nn.EncoderLayer, 6, 3, 7, dropout_rate=0.3, spread=1.0)
+        x = normal(1, 2, 5, 6)
+
+        @nnx.jit
+        def step(layer, key):
+            def loss(layer):
+                return ((layer(x, rngs=nnx.Rngs(dropout=key)) - x) ** 2).mean()
+
+            value, gradient = nnx.value_and_grad(loss)(layer)
+            state = nnx.state(layer, nnx.Param)
+            nnx.update(layer, jax.tree.map(lambda p, g: p - 0.1 * g, state, nnx.state(gradient)))
+            return value
+
+        losses = [float(step(trained, jax.random.key(i))) for i in range(5)]
+        assert losses[-1] < losses[0] and len(set(losses)) == 5
+
+
+def test_plain_jax_jit(small):
+    model, source, target = small
+    np.testing.assert_allclose(
+        jax.jit(lambda model, *ids: model(*ids))(model, source, target),
+        call(model, source, target),
+        rtol=0,
+        atol=1e-6,
+    )
+
+
+def test_to_linen(small):
+    model, source, target = small
+    in_linen = nnx.bridge.to_linen(nn.Transformer, 13, 11, dropout_rate=0.5, **SIZES)
+    init = functools.partial(in_linen.init, deterministic=True)
+    boxed = jax.eval_shape(init, {"params": jax.random.key(0)}, source, target)
+    shapes = linen.meta.unbox(boxed)["params"]
+    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert jax.tree.map(jnp.shape, parameters) == jax.tree.map(lambda x: x.shape, shapes)
+    kernel = shapes["encoder"]["layers"][0]["self_attention"]["query"]["kernel"]
+    assert kernel.shape == (12, 3, 4)
+
+    out = jax.jit(functools.partial(in_linen.apply, deterministic=True))(
+        {"params": parameters}, source, target
+    )
+    np.testing.assert_allclose(out, call(model, source, target), rtol=0, atol=1e-5)
+
+
+def test_dropout_in_linen():
+    twin = attention_with_dropout(dropout=1)
+    module = nnx.bridge.to_linen(nn.MultiHeadAttention, 3, 5, 12, dropout_rate=0.5)
+    variables = {"params": nnx.to_pure_dict(nnx.state(twin, nnx.Param))}
+    x = normal(1, 2, 7, 5)
+    dropped: list[Any] = [
+        module.apply(variables, x, rngs={"dropout": jax.random.key(i)}) for i in (1, 1, 2)
+    ]
+    np.testing.assert_array_equal(dropped[0], dropped[1])
+    assert np.abs(dropped[0] - dropped[2]).max() > 1e-2
+    with pytest.raises(ValueError, match="rngs: dropout"):
+        module.apply(variables, x)
+
+
+GOLDEN_MODULES = {
+    "multi_head_attention": lambda: nn.MultiHeadAttention(
+        6, 10, 30, 11, 3, 7, normalize_qk=True, rngs=nnx.Rngs(params=0)
+    ),
+    "additive_attention": lambda: nn.AdditiveAttention(5, 4, 6, rngs=nnx.Rngs(params=0)),
+    "transformer": lambda: transformer(positions="learned"),
+    "transformer_pre_tied": lambda: transformer(
+        norm="pre", tie_embeddings=True, encoder_layers=2, param_dtype=jnp.bfloat16
+    ),
+}
+
+
+def parameter_tree(make):
+    flat = nnx.to_flat_state(nnx.state(nnx.eval_shape(make), nnx.Param))
+    return {
+        "/".join(map(str, path)): {
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype),
+            "sharding": list(leaf.get_metadata()["out_sharding"]),
+        }
+        for path, leaf in flat
+    }
+
+
+@pytest.mark.parametrize("name", GOLDEN_MODULES)
+def test_golden_parameter_tree(name):
+    tree = parameter_tree(GOLDEN_MODULES[name])
+    file = GOLDEN / f"{name}.json"
+    expected = json.loads(file.read_text()) if file.exists() else None
+    lines = ",\n".join(f"  {json.dumps(path)}: {json.dumps(leaf)}" for path, leaf in tree.items())
+    assert tree == expected, f"{file} should be\n{{\n{lines}\n}}"
+    names = {axis for leaf in tree.values() for axis in leaf["sharding"]}
+    assert names <= set(nn.LOGICAL_AXES)
+
+
+def test_parameters_on_a_mesh(small):
+    _, source, target = small
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+    rules = {name: None for name in nn.LOGICAL_AXES}
+    rules |= {"mlp": "model", "vocabulary": "model", "embed": "data"}
+    definition, state = nnx.split(made(transformer, tie_embeddings=True, spread=1.0))
+    with nnx.logical_axis_rules(list(rules.items())):
+        specs = nnx.get_partition_spec(state)
+    for path, spec in nnx.to_flat_state(specs):
+        if path[-1] == "embedding":
+            spec.set_value(jax.P(None, "data"))  # 11 and 13 rows do not divide
+    placed = jax.tree.map(
+        lambda array, spec: jax.device_put(array, jax.NamedSharding(mesh, spec)), state, specs
+    )
+    sharded = nnx.merge(definition, placed)
+    kernel = sharded.encoder.layers[0].feed_forward.hidden.kernel[...]
+    assert kernel.sharding.spec == jax.P("data", "model")
+    assert kernel.addressable_shards[0].data.shape == (6, 5)
+    np.testing.assert_allclose(
+        call(sharded, source, target),
+        call(nnx.merge(definition, state), source, target),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda m: m(4, 10), "num_heads: expected a positive divisor of qkv_features=10, got 4"),
+        (lambda m: m(0, 10), "num_heads: expected a positive divisor of qkv_features=10, got 0"),
+        (
+            lambda m: m(6, 12, num_kv_heads=4),
+            "num_kv_heads: expected a positive divisor of num_heads=6, got 4",
+        ),
+        (lambda m: m(2, 10, dropout_rate=1.0), "dropout_rate: expected 0 <= rate < 1, got 1.0"),
+        (lambda m: m(2, 10, dropout_rate=-0.5), "dropout_rate: expected 0 <= rate < 1, got -0.5"),
+        (lambda m: m(2, 10, dropout_rate=math.nan), "dropout_rate: .* got nan"),
+        (lambda m: m(2, 10, normalize_qk="l2"), "normalize_qk: expected .* got 'l2'"),
+    ],
+)
+def test_constructor_errors(make, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        make(functools.partial(nn.MultiHeadAttention, rngs=nnx.Rngs(params=0)))
+
+
+def test_call_errors():
+    module = made(nn.MultiHeadAttention, 2, 10, in_kv_features=6)
+    x, memory = normal(1, 2, 5, 10), normal(2, 2, 7, 6)
+    for args, message in (
+        ((normal(1, 2, 5, 9), memory), r"inputs_q: expected \[\*B, T, D\] with in_features=10"),
+        ((x, x), r"inputs_k: expected \[\*B, S, E\] with in_kv_features=6, got \(2, 5, 10\)"),
+        ((x,), r"inputs_k: expected \[\*B, S, E\] with in_kv_features=6, got \(2, 5, 10\)"),
+        ((x, memory, x), r"inputs_v: expected .* got \(2, 5, 10\)"),
+        ((x, None, memory), "inputs_k: .* got None"),
+        ((x[0, 0], memory), r"inputs_q: .* got \(10,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(*args)
+    with pytest.raises(ValueError, match=r"query: expected \[\*B, T, D\] with query_features=3"):
+        made(nn.AdditiveAttention, 3, 4, 5)(normal(1, 2, 4), normal(1, 2, 4))
+
+
+def test_transformer_errors(unchecked):
+    with pytest.raises(ValueError, match="norm: expected 'post' or 'pre', got 'sandwich'"):
+        transformer(norm="sandwich")
+    with pytest.raises(ValueError, match=r"positions: expected .* got 'relative'"):
+        transformer(positions="relative")
+    with pytest.raises(TypeError, match="no_such_option"):
+        transformer(no_such_option=1)

@@ -1,0 +1,325 @@
+"""Positions: sinusoids by their formula, rotary by hand, by loops and by what it is for."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import positions
+
+
+STYLES = ["half", "interleaved"]
+RNG = np.random.default_rng(0)
+
+
+# Sinusoids
+
+
+def sinusoid(position: int, width: int, base: float = 10000.0) -> list[float]:
+    """Vaswani et al. 2017, section 3.5, channel by channel."""
+    channels = []
+    for channel in range(width):
+        angle = position / base ** (2 * (channel // 2) / width)
+        channels.append(math.sin(angle) if channel % 2 == 0 else math.cos(angle))
+    return channels
+
+
+@pytest.mark.parametrize("width, base", [(2, 10000.0), (6, 10000.0), (10, 100.0), (512, 10000.0)])
+def test_sinusoidal_by_the_formula(width, base):
+    where = np.array([[0, 1, 5], [17, 1000, 99]])
+    got = positions.sinusoidal(jnp.asarray(where), width, base=base, dtype=jnp.float64)
+    assert got.shape == (2, 3, width)
+    assert got.dtype == jnp.float64
+    want = [[sinusoid(int(p), width, base) for p in row] for row in where]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+
+
+def test_sinusoidal_values_that_are_known():
+    got = positions.sinusoidal(jnp.array([0, 1]), 4, dtype=jnp.float64)
+    np.testing.assert_array_equal(got[0], [0, 1, 0, 1])
+    # 10000^(2/4) = 100, so the second pair turns by 0.01.
+    want = [0.8414709848078965, 0.5403023058681398, 0.009999833334166664, 0.9999500004166653]
+    np.testing.assert_allclose(got[1], want, rtol=0, atol=1e-15)
+
+
+def test_sinusoidal_is_float32_by_default_and_takes_a_dtype():
+    where = jnp.array([3, 700])
+    want = [sinusoid(p, 8) for p in (3, 700)]
+    for dtype, error in ((jnp.float32, 1e-4), (jnp.float16, 1e-3), (jnp.bfloat16, 4e-3)):
+        got = positions.sinusoidal(where, 8, dtype=dtype)
+        assert got.dtype == dtype
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=error)
+    assert positions.sinusoidal(where, 8).dtype == jnp.float32
+
+
+def test_a_shift_turns_sinusoids_alike():
+    # The paper's reason for them: PE(p + k) is one rotation of PE(p), whatever p is.
+    all_of_them = np.asarray(positions.sinusoidal(jnp.arange(40), 2, dtype=jnp.float64))
+    for shift in (1, 7):
+        turn = np.array([[math.cos(shift), math.sin(shift)], [-math.sin(shift), math.cos(shift)]])
+        np.testing.assert_allclose(
+            all_of_them[shift:], all_of_them[:-shift] @ turn.T, rtol=0, atol=1e-13
+        )
+
+
+@pytest.mark.parametrize("width", [-2, 0, 1, 7])
+def test_sinusoidal_refuses_odd_widths(width):
+    with pytest.raises(ValueError, match=f"sinusoidal: .*even.* got {width}"):
+        positions.sinusoidal(jnp.arange(3), width)
+
+
+# Rotary
+
+
+def turned(
+    x: np.ndarray, where: np.ndarray, style: str, base: float = 10000.0, size: int | None = None
+) -> np.ndarray:
+    """Su et al. 2021, section 3.2.2, one vector and one pair at a time. `where` is [*B, T]."""
+    size = x.shape[-1] if size is None else size
+    result = np.array(x)
+    for *place, head in np.ndindex(x.shape[:-1]):
+        at = (*place, head)
+        for pair in range(size // 2):
+            first, second = (
+                (pair, pair + size // 2) if style == "half" else (2 * pair, 2 * pair + 1)
+            )
+            angle = int(where[tuple(place)]) * base ** (-2 * pair / size)
+            a, b = x[(*at, first)], x[(*at, second)]
+            result[(*at, first)] = a * math.cos(angle) - b * math.sin(angle)
+            result[(*at, second)] = b * math.cos(angle) + a * math.sin(angle)
+    return result
+
+
+compiled = jax.jit(positions.rotary, static_argnames=("style", "base", "rotary_dim"))
+
+
+def rotary(x: np.ndarray, where: Any, *options: Any, **named: Any) -> np.ndarray:
+    """The library's, on NumPy arrays."""
+    return np.asarray(compiled(jnp.asarray(x), jnp.asarray(where), *options, **named))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("size", [None, 2, 6])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_rotary_by_the_formula(style, size, batch):
+    x = RNG.normal(size=(*batch, 5, 3, 10))
+    where = RNG.integers(0, 60, (*batch, 5))
+    got = rotary(x, where, style, rotary_dim=size)
+    np.testing.assert_allclose(got, turned(x, where, style, size=size), rtol=0, atol=1e-13)
+    shared = np.array([3, 0, 41, 7, 7])
+    got = rotary(x, shared, style, rotary_dim=size)
+    want = turned(x, np.broadcast_to(shared, x.shape[:-2]), style, size=size)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+
+
+def test_rotary_of_four_channels_worked_out_by_hand():
+    # Position 1, base 4: the pairs turn by 1 and by 4^(−2/4) = 1/2.
+    c, s, c2, s2 = math.cos(1), math.sin(1), math.cos(0.5), math.sin(0.5)
+    x = np.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 4)
+    half = [c - 3 * s, 2 * c2 - 4 * s2, 3 * c + s, 4 * c2 + 2 * s2]
+    interleaved = [c - 2 * s, 2 * c + s, 3 * c2 - 4 * s2, 4 * c2 + 3 * s2]
+    np.testing.assert_allclose(
+        half, [-1.984110649, -0.162537031, 2.462377902, 4.469181325], atol=1e-9
+    )
+    np.testing.assert_allclose(
+        interleaved, [-1.142639664, 1.922075597, 0.715045531, 4.948606863], atol=1e-9
+    )
+    for style, want in (("half", half), ("interleaved", interleaved)):
+        got = rotary(x, np.array([1]), style, 4.0)
+        np.testing.assert_allclose(got.reshape(4), want, rtol=0, atol=1e-15)
+    np.testing.assert_array_equal(rotary(x, np.array([1])), rotary(x, np.array([1]), "half"))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_rotary_leaves_position_0_alone_and_keeps_lengths(style):
+    x = RNG.normal(size=(2, 6, 3, 8))
+    where = np.array([0, 1, 5, 0, 900, 12345])
+    got = rotary(x, where, style)
+    np.testing.assert_array_equal(got[:, [0, 3]], x[:, [0, 3]])
+    assert np.abs(got - x)[:, [1, 2, 4, 5]].max(axis=(0, 2, 3)).min() > 0.1
+    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-14)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("size", [None, 4])
+def test_rotary_products_depend_on_the_difference_of_positions_only(style, size):
+    q, k = RNG.normal(size=(2, 1, 1, 10))
+
+    def product(i, j):
+        left, right = (
+            rotary(x[None], np.array([p]), style, rotary_dim=size) for x, p in ((q, i), (k, j))
+        )
+        return float(np.sum(left * right))
+
+    products = {}
+    for difference in (-9, -1, 0, 1, 2, 30):
+        values = [product(i + difference, i) for i in (9, 10, 57, 400)]
+        np.testing.assert_allclose(values, values[0], rtol=0, atol=1e-12)
+        products[difference] = values[0]
+    assert np.diff(np.sort(list(products.values()))).min() > 1e-3
+    assert products[0] == pytest.approx(float(np.sum(q * k)), abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 6, 10])
+def test_the_two_styles_differ_by_a_permutation(size):
+    x = RNG.normal(size=(4, 2, 10))
+    where = np.array([0, 3, 8, 200])
+    order = [*range(0, size, 2), *range(1, size, 2), *range(size, 10)]
+    half = rotary(x[..., order], where, "half", rotary_dim=size)
+    interleaved = rotary(x, where, "interleaved", rotary_dim=size)
+    np.testing.assert_allclose(half, interleaved[..., order], rtol=0, atol=1e-14)
+    if size > 2:
+        plain = rotary(x, where, "half", rotary_dim=size)
+        assert np.abs(plain - interleaved).max() > 0.1
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_partial_rotary_leaves_the_other_channels_alone(style):
+    x = RNG.normal(size=(4, 2, 10))
+    got = rotary(x, np.array([1, 2, 3, 4]), style, rotary_dim=4)
+    np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
+    assert np.abs(got - x)[..., :4].min(axis=(0, 1)).max() > 1e-6
+    whole = rotary(np.ascontiguousarray(x[..., :4]), np.array([1, 2, 3, 4]), style)
+    np.testing.assert_array_equal(got[..., :4], whole)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_base_matters(style):
+    x = RNG.normal(size=(3, 2, 8))
+    where = np.array([10, 100, 3])
+    small, large = rotary(x, where, style), rotary(x, where, style, base=5e5)
+    np.testing.assert_allclose(large, turned(x, where, style, base=5e5), rtol=0, atol=1e-13)
+    assert np.abs(small - large).max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("style", STYLES)
+def test_rotary_keeps_the_dtype(dtype, style):
+    x = jnp.asarray(RNG.normal(size=(3, 2, 8)), dtype)
+    assert compiled(x, jnp.arange(3), style, rotary_dim=4).dtype == dtype
+    gradient = jax.grad(lambda x: compiled(x, jnp.arange(3), style).sum())
+    assert jax.eval_shape(gradient, x).dtype == dtype
+
+
+FAR = np.array([255, 256, 257, 4095, 32767])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("style", STYLES)
+def test_far_positions_in_low_precision(dtype, style):
+    # Ones in the first channel of each pair: what comes out is the cosines and sines themselves.
+    x = np.zeros((5, 1, 8))
+    x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
+    got = np.asarray(compiled(jnp.asarray(x, dtype), jnp.asarray(FAR), style), np.float64)
+    np.testing.assert_allclose(got, turned(x, FAR, style), rtol=0, atol=1e-2)
+    assert len({row.tobytes() for row in got}) == len(FAR)
+    # Rounded in bfloat16, these positions would be 255, 256, 256 (or 258), 4096, 32768.
+    rounded = np.asarray(jnp.asarray(FAR, jnp.bfloat16), np.int64)
+    assert np.abs(turned(x, rounded, style) - turned(x, FAR, style)).max() > 0.5
+
+
+def test_far_positions_of_sinusoids_in_low_precision():
+    got = positions.sinusoidal(jnp.asarray(FAR), 8, dtype=jnp.bfloat16)
+    want = [sinusoid(int(p), 8) for p in FAR]
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=1e-2)
+    assert len({row.tobytes() for row in np.asarray(got)}) == len(FAR)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_documented_limit_of_float32_angles(style):
+    x = np.zeros((1, 1, 8))
+    x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
+    where = np.array([100_000])
+    got = rotary(np.asarray(x, np.float32), where, style)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, turned(x, where, style), rtol=0, atol=1e-2)
+    exact = rotary(x, where, style)
+    np.testing.assert_allclose(exact, turned(x, where, style), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_rotary_is_orthogonal_so_its_gradient_turns_back(style):
+    x, d_out = (jnp.asarray(RNG.normal(size=(4, 2, 6))) for _ in range(2))
+    where = jnp.array([0, 3, 9, 100])
+    _, pull = jax.vjp(lambda x: positions.rotary(x, where, style), x)
+    back = positions.rotary(d_out, -where, style)
+    np.testing.assert_allclose(pull(d_out)[0], back, rtol=0, atol=1e-13)
+
+
+def test_rotary_eagerly_and_under_vmap():
+    x, where = jnp.asarray(RNG.normal(size=(3, 4, 2, 6))), jnp.asarray(RNG.integers(0, 50, (3, 4)))
+    want = turned(np.asarray(x), np.asarray(where), "half")
+    for call in (positions.rotary, jax.vmap(positions.rotary)):
+        np.testing.assert_allclose(call(x, where), want, rtol=0, atol=1e-13)
+
+
+def _rotate(*shape: int, where: Any = None, **options: Any) -> Any:
+    where = jnp.arange(shape[-3]) if where is None else where
+    return positions.rotary(jnp.ones(shape), where, **options)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "odd H": (lambda: _rotate(3, 2, 5), "rotary size .*even.* got 5"),
+    "odd size": (lambda: _rotate(3, 2, 8, rotary_dim=3), "rotary size .*even.* got 3"),
+    "size 0": (lambda: _rotate(3, 2, 8, rotary_dim=0), "rotary size .* got 0"),
+    "negative size": (lambda: _rotate(3, 2, 8, rotary_dim=-2), "rotary size .* got -2"),
+    "size above H": (lambda: _rotate(3, 2, 8, rotary_dim=10), "H = 8, got 10"),
+    "style": (lambda: _rotate(3, 2, 8, style="neox"), "style .*'half' or 'interleaved'.*'neox'"),
+    "too few positions": (
+        lambda: _rotate(3, 2, 8, where=jnp.arange(2)),
+        r"positions \[T\] = \[3\].* got \[2\]",
+    ),
+    "scalar position": (lambda: _rotate(3, 2, 8, where=jnp.asarray(1)), r"positions .* got \[\]"),
+    "positions of another batch": (
+        lambda: _rotate(2, 3, 2, 8, where=jnp.ones((3, 3), int)),
+        r"\[\*B, T\] = \[2, 3\], got \[3, 3\]",
+    ),
+    "positions with heads": (
+        lambda: _rotate(3, 2, 8, where=jnp.ones((3, 2), int)),
+        r"positions .* got \[3, 2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.usefixtures("unchecked")
+def test_rotary_refuses(name):
+    build, message = WRONG[name]
+    with pytest.raises(ValueError, match=f"rotary: .*{message}"):
+        build()
+
+
+# Learned tables
+
+
+def test_learned_takes_rows():
+    table = RNG.normal(size=(6, 3))
+    where = np.array([[0, 5], [2, 2], [1, 0]])
+    got = positions.learned(jnp.asarray(table), jnp.asarray(where))
+    np.testing.assert_array_equal(got, table[where])
+
+
+def test_learned_gives_nan_outside_of_the_table():
+    table = jnp.asarray(RNG.normal(size=(6, 3)))
+    where = jnp.array([5, 6, 7, -1, -6, 1000, 0])
+    outside = [False, True, True, True, True, True, False]
+    for lookup in (positions.learned, jax.jit(positions.learned)):
+        got = np.asarray(lookup(table, where))
+        np.testing.assert_array_equal(np.isnan(got), np.repeat(np.array(outside)[:, None], 3, 1))
+        np.testing.assert_array_equal(got[[0, 6]], table[np.array([5, 0])])
+
+
+def test_learned_gradients_reach_the_rows_that_were_read():
+    where = jnp.array([1, 4, 1])
+    gradient = jax.grad(lambda table: positions.learned(table, where).sum())(jnp.ones((6, 3)))
+    np.testing.assert_array_equal(gradient[:, 0], [0, 2, 0, 0, 1, 0])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_learned_refuses_other_ranks():
+    with pytest.raises(ValueError, match=r"learned: expected table \[max, D\], got \[6\]"):
+        positions.learned(jnp.ones(6), jnp.arange(3))

@@ -1,0 +1,874 @@
+"""The translation experiment: loss, optimiser, loop, checkpoints, decoding, scores, commands."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sacrebleu
+from matplotlib.image import imread
+
+from experiments.translation import __main__ as cli
+from experiments.translation import checkpoints, decoding, evaluation, pictures, training
+from experiments.translation.batches import Batch, Batches
+from experiments.translation.checkpoints import Run, TextOrigin
+from experiments.translation.corpus import Pair
+from experiments.translation.model import Model
+from experiments.translation.presets import PRESETS, Config, differences
+from experiments.translation.text import BOS, EOS, PAD, Vocabulary, encode_pairs
+from experiments.translation.training import State
+
+
+TINY = PRESETS["tiny"]
+
+
+@contextlib.contextmanager
+def plain_jax():
+    """32 bits and JAX's own rules of promotion, as on the command line; compiles twice as fast."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with (
+            jax.enable_x64(False),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
+            yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    with plain_jax():
+        yield
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A tiny model with its text, and one compiled step that the tests share."""
+
+    config: Config
+    texts: training.Texts
+    source: Vocabulary
+    target: Vocabulary
+    batches: Batches
+    model: Model
+    optimiser: object
+    step: training.Step
+
+    def first_state(self) -> State:
+        return training.first_state(self.model, self.optimiser, self.config.seed)
+
+    def loop(self, **changes) -> training.Loop:
+        parts = {
+            "config": self.config,
+            "batches": self.batches,
+            "step": self.step,
+            "check": lambda batch: training.check_batch(batch, self.model),
+            "report": lambda record: None,
+            "validate": lambda params: {},
+            "save": lambda state: None,
+        }
+        return training.Loop(**(parts | changes))
+
+    def run(self, directory: Path, config: Config | None = None) -> Run:
+        origin = TextOrigin(None, ("de", "en"), checkpoints.fingerprint(self.batches.pairs))
+        return Run(directory, config or self.config, self.source, self.target, origin)
+
+
+def make_bench() -> Bench:
+    config = TINY
+    texts = training.read_texts(config, None)
+    source = Vocabulary.build(pair.source for pair in texts.train)
+    target = Vocabulary.build(pair.target for pair in texts.train)
+    pairs, _ = encode_pairs(texts.train, source, target)
+    batches = Batches(pairs, tokens_per_batch=config.tokens_per_batch, max_shapes=1)
+    model = Model(config, len(source), len(target))
+    optimiser = training.make_optimiser(config, config.steps)
+    step = training.make_step(model, optimiser, config)
+    return Bench(config, texts, source, target, batches, model, optimiser, step)
+
+
+@functools.cache
+def bench() -> Bench:
+    return make_bench()
+
+
+def copied(state: State) -> State:
+    """A state that survives the step it is given to."""
+    return jax.tree.map(lambda array: jnp.array(array, copy=True), state)
+
+
+def assert_equal(left, right) -> None:
+    left, right = jax.device_get((left, right))
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ------------------------------------------------------------------------------------------- loss
+
+
+def losses_by_hand(logits, labels, counted, smoothing):
+    """Cross-entropy with the smoothed target written out, float64; and its gradient."""
+    logits = np.asarray(logits, np.float64)
+    losses = np.zeros(labels.shape)
+    gradient = np.zeros(logits.shape)
+    size = logits.shape[-1]
+    for place in np.ndindex(*labels.shape):
+        if not counted[place]:
+            continue
+        target = np.full(size, smoothing / size)
+        target[labels[place]] += 1 - smoothing
+        assert abs(target.sum() - 1) < 1e-12
+        logs = logits[place] - math.log(sum(math.exp(x) for x in logits[place]))
+        losses[place] = -sum(t * log for t, log in zip(target, logs, strict=True))
+        gradient[place] = np.exp(logs) - target
+    return losses, gradient
+
+
+def loss_case(smoothing):
+    random = np.random.default_rng(1)
+    logits = 3 * random.standard_normal((2, 5, 7))
+    labels = random.integers(0, 7, (2, 5)).astype(np.int32)
+    counted = np.arange(5) < np.array([[5], [2]])
+    return logits.astype(np.float32), labels, counted, smoothing
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
+def test_token_losses_are_those_of_the_formula(smoothing):
+    logits, labels, counted, _ = loss_case(smoothing)
+    losses, gradient = losses_by_hand(logits, labels, counted, smoothing)
+    weight = np.random.default_rng(2).standard_normal(labels.shape).astype(np.float32)
+    ours, pull = jax.vjp(
+        lambda x: training.token_losses(x, labels, counted, smoothing), jnp.asarray(logits)
+    )
+    np.testing.assert_allclose(ours, losses, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        pull(jnp.asarray(weight))[0], weight[..., None] * gradient, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_token_losses_of_large_and_of_narrow_logits():
+    logits, labels, counted, _ = loss_case(0.1)
+    expected, _ = losses_by_hand(logits * 50, labels, counted, 0.1)
+    found = training.token_losses(jnp.asarray(logits * 50), labels, counted, 0.1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    narrow = jnp.asarray(logits, jnp.bfloat16)
+    expected, _ = losses_by_hand(np.asarray(narrow, np.float32), labels, counted, 0.1)
+    found, pull = jax.vjp(lambda x: training.token_losses(x, labels, counted, 0.1), narrow)
+    assert found.dtype == jnp.float32 and pull(found)[0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_stands_at_padding_does_not_exist():
+    logits, labels, counted, _ = loss_case(0.1)
+
+    def total(x, places):
+        return jnp.sum(training.token_losses(x, labels, places, 0.1))
+
+    clean, slope = jax.value_and_grad(total)(jnp.asarray(logits), counted)
+    poisoned = jnp.where(counted[..., None], logits, jnp.nan)
+    value, dirty = jax.value_and_grad(total)(poisoned, counted)
+    assert value == clean
+    np.testing.assert_array_equal(dirty, slope)
+    assert not np.any(np.asarray(slope)[~counted]) and np.any(np.asarray(slope)[counted])
+    value, slope = jax.value_and_grad(total)(poisoned, np.zeros_like(counted))
+    assert value == 0 and not np.any(slope)
+
+
+def test_no_array_of_the_logits_size_is_kept_beside_them():
+    logits = jnp.zeros((3, 5, 11), jnp.float32)
+    labels, counted = jnp.zeros((3, 5), jnp.int32), jnp.ones((3, 5), bool)
+    _, pull = jax.vjp(lambda x: training.token_losses(x, labels, counted, 0.1), logits)
+    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= logits.size]
+    assert len(kept) == 1 and kept[0].shape == logits.shape
+
+
+def first_batch() -> Batch:
+    return next(iter(bench().batches.epoch(0)))
+
+
+def a_batch(rows: int = 4) -> Batch:
+    return Batch(*(array[:rows] for array in first_batch()))
+
+
+def widened(batch: Batch, places: int) -> Batch:
+    """The batch with more columns of padding on both sides."""
+    wider = {
+        name: np.pad(getattr(batch, name), ((0, 0), (0, places)), constant_values=PAD)
+        for name in ("source", "target_in", "target_out")
+    }
+    return batch._replace(**wider)
+
+
+def loss_and_gradient(batch: Batch):
+    params = bench().model.init(3)
+
+    @jax.jit
+    def run(params, batch):
+        return jax.value_and_grad(
+            lambda p: training.total_loss(bench().model, p, batch, smoothing=0.1)
+        )(params)
+
+    return run(params, batch)
+
+
+def test_more_padding_changes_neither_loss_nor_gradients():
+    loss, gradient = loss_and_gradient(a_batch())
+    wider_loss, wider_gradient = loss_and_gradient(widened(a_batch(), 7))
+    np.testing.assert_allclose(wider_loss, loss, rtol=1e-6)
+    for name in gradient:
+        np.testing.assert_allclose(wider_gradient[name], gradient[name], rtol=1e-4, atol=2e-5)
+    assert max(float(jnp.abs(array).max()) for array in gradient.values()) > 0.1
+
+
+def test_a_batch_of_padding_alone_changes_no_parameter():
+    empty = Batch(*(np.zeros_like(array) for array in first_batch()))
+    state = bench().first_state()
+    before = jax.device_get(state.params)
+    after, measured = bench().step(state, empty)
+    assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
+    assert_equal(after.params, before)
+
+
+def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
+    batch = a_batch()
+    for name, wrong in (
+        ("target_out", -1),
+        ("target_out", bench().model.target_size),
+        ("target_in", bench().model.target_size),
+        ("source", bench().model.source_size),
+    ):
+        ids = getattr(batch, name).copy()
+        ids[0, 0] = wrong
+        words = {"target_out": "target labels", "target_in": "target ids", "source": "source ids"}
+        with pytest.raises(ValueError, match=f"{words[name]} must be in .* got {wrong}"):
+            training.check_batch(batch._replace(**{name: ids}), bench().model)
+    training.check_batch(batch, bench().model)
+
+
+def test_the_decoder_sees_no_later_word():
+    batch, model = a_batch(1), bench().model
+    params = model.init(3)
+    logits = model.logits(params, batch.source, batch.source_lengths, batch.target_in)
+    for place in range(1, int(batch.target_lengths[0])):
+        other = batch.target_in.copy()
+        other[0, place] = 4 + (other[0, place] + 1) % (model.target_size - 4)
+        changed = model.logits(params, batch.source, batch.source_lengths, other)
+        np.testing.assert_array_equal(changed[0, :place], logits[0, :place])
+        assert float(jnp.abs(changed[0, place] - logits[0, place]).max()) > 1e-3
+
+
+# -------------------------------------------------------------------------------------- optimiser
+
+
+def test_learning_rate_of_every_schedule():
+    config = dataclasses.replace(TINY, learning_rate=0.5, warmup_steps=4, steps=12)
+
+    def rates(schedule):
+        rate = training.learning_rate(dataclasses.replace(config, schedule=schedule), 12)
+        return [float(rate(step)) for step in range(12)]
+
+    for schedule in ("constant", "cosine", "inverse_sqrt"):
+        np.testing.assert_allclose(rates(schedule)[:4], [0.125, 0.25, 0.375, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(rates("constant")[4:], [0.5] * 8)
+    half = [0.25 * (1 + math.cos(math.pi * place / 9)) for place in range(1, 9)]
+    np.testing.assert_allclose(rates("cosine")[4:], half, rtol=1e-5)
+    assert rates("cosine")[-1] > 0
+    paper = [min((step + 1) ** -0.5, (step + 1) * 4**-1.5) for step in range(12)]
+    np.testing.assert_allclose(rates("inverse_sqrt"), np.array(paper) * 0.5 * 2, rtol=1e-5)
+
+
+def test_the_first_step_moves_every_parameter_that_it_should():
+    state = bench().first_state()
+    before = jax.device_get(state.params)
+    after, _ = bench().step(state, first_batch())
+    still = [name for name in before if np.array_equal(before[name], after.params[name])]
+    # Moving all keys by one vector moves no weight of a softmax.
+    assert all(name.endswith("/key/bias") for name in still)
+
+
+# ------------------------------------------------------------------------------------------- loop
+
+
+def trained(bench: Bench, first: State | None = None, **changes):
+    """The state at the end and the records, without what the clock says."""
+    records = []
+    loop = bench.loop(report=records.append, **changes)
+    state = loop.run(bench.first_state() if first is None else first)
+    clock = ("seconds", "tokens_per_second")
+    return state, [{k: v for k, v in record.items() if k not in clock} for record in records]
+
+
+def test_loss_falls_and_the_same_seed_gives_the_same_numbers():
+    state, records = trained(bench())
+    again, same = trained(bench())
+    assert_equal(state, again)
+    assert records == same
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[0] > losses[-1] + 0.2
+    assert int(state.step) == TINY.steps
+
+
+def test_what_a_record_says():
+    _, records = trained(bench())
+    reported = [record for record in records if "loss" in record]
+    batches = list(itertools.islice(bench().batches.from_step(0), TINY.steps))
+    assert sum(record["tokens"] for record in reported) == sum(
+        int(batch.target_lengths.sum()) for batch in batches
+    )
+    assert [record["step"] for record in reported][-1] == TINY.steps
+    rate = training.learning_rate(TINY, TINY.steps)
+    assert reported[0]["learning_rate"] == pytest.approx(float(rate(reported[0]["step"] - 1)))
+
+
+def test_validation_at_the_end_of_each_epoch_and_of_training():
+    _, records = trained(bench(), validate=lambda params: {"validation_loss": 1.0})
+    validated = [record["step"] for record in records if "validation_loss" in record]
+    per_epoch = len(bench().batches)
+    ends = {*range(per_epoch, TINY.steps + 1, per_epoch), TINY.steps}
+    assert validated == sorted(ends)
+
+
+def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
+    expected, records = trained(bench())
+    run = bench().run(tmp_path / "run")
+    run.create()
+
+    class Killed(Exception):
+        pass
+
+    def report(record):
+        run.report(record)
+        if record["step"] > TINY.checkpoint_every:
+            raise Killed
+
+    save = lambda state: run.save(state, int(state.step))  # noqa: E731
+    with pytest.raises(Killed):
+        bench().loop(report=report, save=save).run(bench().first_state())
+    opened = Run.open(tmp_path / "run")
+    assert opened == run
+    state, step = opened.restore(jax.eval_shape(bench().first_state))
+    assert step == TINY.checkpoint_every < TINY.steps
+    resumed, rest = trained(bench(), jax.tree.map(jnp.asarray, state))
+    assert_equal(resumed, expected)
+    assert rest == [record for record in records if record["step"] > step]
+    opened.forget_metrics_after(step)
+    assert max(record["step"] for record in opened.metrics()) <= step
+
+
+def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(tmp_path):
+    run = bench().run(tmp_path / "run")
+    run.create()
+    poisoned_at = TINY.checkpoint_every + 2
+
+    def step(state, batch):
+        number = int(state.step) + 1
+        state, measured = bench().step(state, batch)
+        if number == poisoned_at:
+            params = {name: array * jnp.nan for name, array in state.params.items()}
+            return state._replace(params=params), measured._replace(loss=measured.loss * jnp.nan)
+        return state, measured
+
+    loop = bench().loop(step=step, save=lambda state: run.save(state, int(state.step)))
+    with pytest.raises(training.NonFiniteLoss, match=f"step {poisoned_at}: .* nan"):
+        loop.run(bench().first_state())
+    assert run.steps() == [TINY.checkpoint_every]
+    params, _ = run.restore(bench().model.shapes, prefix="params/")
+    assert all(np.isfinite(array).all() for array in params.values())
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def small_tree(scale=1.0):
+    return State(
+        params={"a/kernel": jnp.full((2, 3), scale), "b": jnp.ones((4,), jnp.bfloat16)},
+        optimiser=({"count": jnp.zeros((), jnp.int32)},),
+        step=jnp.asarray(7, jnp.int32),
+    )
+
+
+def saved_run(directory: Path, *steps: int) -> Run:
+    run = bench().run(directory)
+    run.create()
+    for step in steps:
+        run.save(small_tree(float(step)), step)
+    return run
+
+
+def test_a_checkpoint_gives_back_every_array_and_its_dtype(tmp_path):
+    run = saved_run(tmp_path / "run", 1)
+    tree, step = run.restore(small_tree())
+    assert step == 1
+    assert_equal(tree, small_tree(1.0))
+    assert tree.params["b"].dtype == jnp.bfloat16
+    part, _ = run.restore({"a/kernel": jnp.zeros((2, 3)), "b": tree.params["b"]}, prefix="params/")
+    assert_equal(part, small_tree(1.0).params)
+
+
+def test_the_latest_checkpoints_are_kept(tmp_path):
+    run = saved_run(tmp_path / "run", 1, 2, 3, 4, 5)
+    assert run.steps() == [3, 4, 5]
+    assert float(run.restore(small_tree())[0].params["a/kernel"][0, 0]) == 5
+
+
+def one_bit_flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [one_bit_flipped, cut_short, Path.unlink])
+def test_a_damaged_checkpoint_is_left_out(tmp_path, damage):
+    run = saved_run(tmp_path / "run", 1, 2)
+    damage(next((run.directory / "checkpoints" / "2").rglob("d/*")))
+    with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
+        tree, step = run.restore(small_tree())
+    assert step == 1
+    assert_equal(tree, small_tree(1.0))
+    shutil.rmtree(run.directory / "checkpoints" / "1")
+    with (
+        pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"),
+        pytest.raises(ValueError, match="every checkpoint is damaged"),
+    ):
+        run.restore(small_tree())
+
+
+def test_the_arrays_of_another_model_are_refused_by_name(tmp_path):
+    run = saved_run(tmp_path / "run", 1)
+    wider = small_tree()._replace(params={"a/kernel": jnp.ones((2, 4)), "c": jnp.ones(4)})
+    with pytest.raises(ValueError) as error:
+        run.restore(wider)
+    assert "params/a/kernel: float32[2, 3], not float32[2, 4]" in str(error.value)
+    assert "params/b: bfloat16[4], not nothing" in str(error.value)
+    assert "params/c: nothing, not float32[4]" in str(error.value)
+
+
+def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
+    run = saved_run(tmp_path / "run")
+    other = dataclasses.replace(TINY, features=32, seed=5)
+    with pytest.raises(ValueError, match="features: 16, not 32") as error:
+        run.check_same(other, run)
+    assert "seed: 0, not 5" in str(error.value)
+    fewer = dataclasses.replace(run, source=Vocabulary(run.source.words[1:]))
+    with pytest.raises(ValueError, match="the vocabularies"):
+        run.check_same(TINY, fewer)
+    elsewhere = dataclasses.replace(run.origin, fingerprint="0")
+    with pytest.raises(ValueError, match="the training text"):
+        run.check_same(TINY, dataclasses.replace(run, origin=elsewhere))
+    run.check_same(TINY, Run.open(run.directory))
+
+
+def test_an_existing_directory_is_neither_written_into_nor_deleted(tmp_path):
+    run = saved_run(tmp_path / "run")
+    with pytest.raises(FileExistsError, match="exists already"):
+        run.create()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("words")
+    with pytest.raises(ValueError, match="is not a run's directory"):
+        checkpoints.remove(tmp_path / "precious")
+    assert (tmp_path / "precious" / "thesis.txt").exists()
+    assert checkpoints.free_directory(tmp_path / "run") == tmp_path / "run-2"
+    checkpoints.remove(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert checkpoints.free_directory(tmp_path / "run") == tmp_path / "run"
+
+
+def test_metrics_are_lines_of_valid_json(tmp_path):
+    run = saved_run(tmp_path / "run")
+    run.report({"step": 1, "loss": float("nan"), "norm": float("inf"), "name": "\u2028"})
+    run.report({"step": 2, "loss": 0.5})
+    lines = (run.directory / "metrics.jsonl").read_text("utf-8").split("\n")
+    assert json.loads(lines[0], parse_constant=pytest.fail)["loss"] is None
+    assert len(lines) == 3 and run.metrics()[1] == {"step": 2, "loss": 0.5}
+
+
+@pytest.mark.parametrize("content", ["[]", '{"format": "jattn-translation-run"}', "{"])
+def test_a_run_directory_with_other_content_is_refused(tmp_path, content):
+    run = saved_run(tmp_path / "run")
+    (run.directory / "config.json").write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match="expected"):
+        Run.open(run.directory)
+
+
+# --------------------------------------------------------------------------------- configurations
+
+
+def test_settings_are_read_by_type_and_checked():
+    config = TINY.changed(["steps=7", "learning_rate=1e-3", "norm=post", "tie_embeddings=true"])
+    assert (config.steps, config.learning_rate, config.norm) == (7, 1e-3, "post")
+    assert config.tie_embeddings is True
+    assert differences(TINY, config)[0] == "norm: pre, not post"
+    for setting, message in (
+        ("steps", "expected NAME=VALUE"),
+        ("stepz=1", "unknown setting 'stepz'; expected one of seed, features"),
+        ("steps=1.5", "steps: expected int, got '1.5'"),
+        ("tie_embeddings=1", "tie_embeddings: expected true or false"),
+        ("dropout_rate=1", "dropout_rate: expected 0 <= it < 1"),
+        ("dropout_rate=nan", "dropout_rate: expected 0 <= it < 1"),
+        ("learning_rate=inf", "learning_rate: expected a number above 0"),
+        ("features=0", "features: expected a number above 0"),
+        ("seed=-1", "seed: expected a number not below 0"),
+        ("norm=batch", "norm: expected 'pre' or 'post'"),
+        ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),
+        ("epochs=1", "exactly one of epochs and steps"),
+        ("tokens_per_batch=0", "exactly one of tokens_per_batch and rows_per_batch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TINY.changed([setting])
+
+
+def test_configurations_survive_json_and_nothing_else_is_read():
+    for config in PRESETS.values():
+        assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
+    fields = TINY.to_json()
+    for wrong in (
+        [],
+        {**fields, "__class__": "os.system"},
+        {name: value for name, value in fields.items() if name != "seed"},
+        {**fields, "seed": "0"},
+        {**fields, "features": True},
+        {**fields, "dropout_rate": None},
+    ):
+        with pytest.raises(ValueError, match=r"configuration|expected"):
+            Config.from_json(wrong)
+
+
+def test_the_tutorial_preset_has_the_published_number_of_parameters():
+    shapes = Model(PRESETS["multi30k"], 7853, 5893).shapes
+    assert sum(math.prod(shape.shape) for shape in shapes.values()) == 9_038_341
+
+
+def test_every_preset_describes_a_model():
+    for config in PRESETS.values():
+        shallow = dataclasses.replace(config, encoder_layers=1, decoder_layers=1)
+        embedding = Model(shallow, 50, 60).shapes["target_tokens/embedding"]
+        assert embedding.shape == (60, config.features)
+
+
+# --------------------------------------------------------------------------------------- decoding
+
+
+def table_step(table):
+    """A model that looks its next token up by row and place; it notes what it was asked."""
+    table = jnp.asarray(table)
+
+    def step(cache, tokens, place):
+        logits = jax.nn.one_hot(table[:, place], 8)
+        return logits, cache.at[:, place].set(tokens)
+
+    return step
+
+
+def decoded(table, active=None, length=5):
+    table = np.asarray(table)
+    active = jnp.ones(len(table), bool) if active is None else jnp.asarray(active)
+    asked = jnp.full((len(table), 9), -1)
+    return np.asarray(decoding.greedy(table_step(table), asked, active, length))
+
+
+def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
+    ids = decoded([[4, 5, EOS, 6, 7], [5, EOS, 4, EOS, 4], [4, 4, 4, 4, 4], [EOS, 5, 5, 5, 5]])
+    np.testing.assert_array_equal(
+        ids,
+        [
+            [4, 5, EOS, PAD, PAD],
+            [5, EOS, PAD, PAD, PAD],
+            [4, 4, 4, 4, 4],
+            [EOS, PAD, PAD, PAD, PAD],
+        ],
+    )
+
+
+def test_greedy_takes_exactly_the_maximum_and_no_more():
+    assert decoded([[4] * 9], length=3).tolist() == [[4, 4, 4]]
+    assert decoded([[4, 4, EOS]], length=3).tolist() == [[4, 4, EOS]]
+
+
+def test_greedy_feeds_back_what_it_said_and_leaves_idle_rows_alone():
+    table = jnp.asarray([[4, 6, EOS, 5], [5, 5, 5, 5]])
+    seen = []
+
+    def step(cache, tokens, place):
+        jax.debug.callback(lambda *given: seen.append(given), tokens, place, ordered=True)
+        return jax.nn.one_hot(table[:, place], 8), cache
+
+    ids = decoding.greedy(step, (), jnp.asarray([True, False]), 4)
+    jax.effects_barrier()
+    assert np.asarray(ids).tolist() == [[4, 6, EOS, PAD], [PAD] * 4]
+    assert [(tokens.tolist(), int(place)) for tokens, place in seen] == [
+        ([BOS, BOS], 0),
+        ([4, PAD], 1),
+        ([6, PAD], 2),
+    ]
+
+
+def test_greedy_never_says_padding_or_the_beginning():
+    logits = jnp.asarray([[9.0, 0.0, 8.0, -1.0, 5.0, 5.0]])
+    ids = decoding.greedy(lambda cache, tokens, place: (logits, cache), (), jnp.ones(1, bool), 2)
+    assert np.asarray(ids).tolist() == [[4, 4]]
+
+
+@functools.cache
+def decided_params():
+    """Random parameters, so large that what is said depends much on what was read."""
+    return {name: 3 * array for name, array in bench().model.init(4).items()}
+
+
+def padded(rows, width: int) -> np.ndarray:
+    return np.array([[*row, *[PAD] * (width - len(row))] for row in rows], np.int32)
+
+
+def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
+    parts, params = bench(), decided_params()
+    rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:6]]
+    said = decoding.Translator(parts.model, parts.source, parts.target, 12).ids(params, rows)
+    read = padded([[BOS, *row[:-1]] for row in said], 12)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    logits = np.array(jax.jit(parts.model.logits)(params, padded(rows, 24), lengths, read))
+    logits[..., [PAD, BOS]] = -np.inf
+    for row, scores in zip(said, logits, strict=True):
+        np.testing.assert_array_equal(scores.argmax(-1)[: len(row)], row)
+        assert len(row) == 12 or row[-1] == EOS
+        assert list(row).count(EOS) == (row[-1] == EOS)
+    assert len(set(map(tuple, said))) > 3
+
+
+def test_a_sentence_is_translated_alone_as_among_others():
+    parts, params = bench(), decided_params()
+    sentences = [pair.source for pair in parts.texts.validation if len(pair.source) < 40][:5]
+    translator = decoding.Translator(parts.model, parts.source, parts.target, 12)
+    together = translator(params, sentences)
+    assert together[3] == translator(params, [sentences[3]])[0]
+    assert len(set(together)) > 1 and translator(params, []) == []
+    with pytest.raises(ValueError, match="at most 12 tokens"):
+        translator(params, ["der hund " * 12])
+
+
+# ------------------------------------------------------------------------------------- evaluation
+
+
+def test_scores_of_identical_and_of_other_text():
+    words = ["the man sees the old dog .", "a woman reads this book today ."]
+    assert evaluation.bleu(words, words, lower=False) == pytest.approx(100)
+    assert evaluation.chrf(words, words, lower=False) == pytest.approx(100)
+    shouted = [text.upper() for text in words]
+    assert evaluation.bleu(words, shouted, lower=True) == pytest.approx(100)
+    assert evaluation.bleu(words, shouted, lower=False) < 20
+    other = ["the man saw an old dog .", "a woman reads this book ."]
+    expected = sacrebleu.corpus_bleu(other, [words]).score
+    assert evaluation.bleu(other, words, lower=False) == expected < 90
+    assert evaluation.chrf(other, words, lower=False) == sacrebleu.corpus_chrf(other, [words]).score
+
+
+def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
+    parts, params = bench(), decided_params()
+    examiner = evaluation.Examiner(
+        parts.model, parts.texts.validation, parts.source, parts.target, 32
+    )
+    sources = [parts.source.encode(pair.source) for pair in parts.texts.validation]
+    targets = [parts.target.encode(pair.target) for pair in parts.texts.validation]
+    lengths = np.array([len(row) for row in sources], np.int32)
+    read, labels = padded([[BOS, *row[:-1]] for row in targets], 24), padded(targets, 24)
+    logits = jax.jit(parts.model.logits)(params, padded(sources, 24), lengths, read)
+    counted = labels != PAD
+    loss = losses_by_hand(logits, labels, counted, 0)[0].sum() / counted.sum()
+    result = examiner(params)
+    assert result.scores.loss == pytest.approx(loss, rel=1e-5)
+    assert result.scores.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+    assert result.scores.sentences == len(result.translations) == len(parts.texts.validation)
+
+
+def test_exact_match_is_counted_by_construction():
+    pairs = [
+        Pair("a", "The dog sleeps .", "x"),
+        Pair("b", "a cat", "y"),
+        Pair("c", "the dog sleeps.", "x"),
+    ]
+    parts = bench()
+    examiner = evaluation.Examiner(parts.model, pairs, parts.source, parts.target, 32)
+    scores = examiner.score(["the dog sleeps.", "a dog", "the dog sleeps."], loss=1.0)
+    assert scores.exact_match == pytest.approx(2 / 3)
+    assert scores.constructions == {"x": (2, 2), "y": (0, 1)}
+    assert "x" in evaluation.table("test", scores) and "66.7%" in evaluation.table("test", scores)
+
+
+# --------------------------------------------------------------------------------------- pictures
+
+
+def test_pictures_of_attention_have_a_panel_per_head(tmp_path):
+    weights = np.random.default_rng(0).dirichlet(np.ones(5), (3, 4))
+    tokens = ["$a$", "<eos>", "_b^", "größe", "<unk>"]
+    pictures.draw_attention(weights, tokens[:4], tokens, "title", tmp_path / "three.png")
+    pictures.draw_attention(weights[:1], tokens[:4], tokens, "title", tmp_path / "one.png")
+    three, one = imread(tmp_path / "three.png"), imread(tmp_path / "one.png")
+    assert three.shape[0] > one.shape[0] > 100 and three.shape[1] > one.shape[1] > 100
+    assert np.unique(three.reshape(-1, three.shape[-1]), axis=0).shape[0] > 20
+
+
+# ----------------------------------------------------------------------------------- command line
+
+
+@pytest.fixture(scope="module")
+def demonstration(tmp_path_factory):
+    """The whole demonstration with the tiny preset: its directory and what it printed."""
+    directory = tmp_path_factory.mktemp("runs") / "demo"
+    printed = io.StringIO()
+    with plain_jax(), contextlib.redirect_stdout(printed):
+        assert cli.main(["--preset", "tiny", "--run", str(directory)]) == 0
+    return directory, printed.getvalue()
+
+
+def png_files(directory: Path) -> list[Path]:
+    return sorted((directory / "pictures").glob("*.png"))
+
+
+def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
+    directory, printed = demonstration
+    assert {path.name for path in directory.iterdir()} == {
+        "config.json",
+        "source.json",
+        "target.json",
+        "metrics.jsonl",
+        "evaluation.json",
+        "checkpoints",
+        "digests",
+        "pictures",
+    }
+    assert Run.open(directory).steps() == [6, 12]
+    names = [file.name for file in png_files(directory)]
+    assert names == [
+        "cross-attention-layer-1.png",
+        "decoder-self-attention-layer-1.png",
+        "encoder-self-attention-layer-1.png",
+        "loss.png",
+    ]
+    for file in png_files(directory):
+        height, width = imread(file).shape[:2]
+        assert 200 < height < 3000 and 300 < width < 3000
+    assert printed.count("  -> ") == 5
+    assert "test: 20 sentences" in printed and "deeper: 20 sentences" in printed
+    assert "validation: loss" in printed and str(directory) in printed
+    scores = json.loads((directory / "evaluation.json").read_text("utf-8"))
+    assert set(scores) == {"test", "deeper"} and scores["test"]["sentences"] == 20
+
+
+def test_evaluate_and_plot_read_the_run(demonstration, capsys):
+    directory, _ = demonstration
+    scores = json.loads((directory / "evaluation.json").read_text("utf-8"))
+    assert cli.main(["evaluate", "--run", str(directory)]) == 0
+    assert json.loads((directory / "evaluation.json").read_text("utf-8")) == scores
+    for file in png_files(directory):
+        file.unlink()
+    assert cli.main(["plot", "--run", str(directory), "--sentence", "der hund schläft ."]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(png_files(directory)) == 4
+    assert all(str(file) in printed for file in png_files(directory))
+
+
+def test_translate_takes_arguments_or_lines(demonstration, capsys, monkeypatch):
+    directory, _ = demonstration
+    run = ["translate", "--run", str(directory)]
+    assert cli.main([*run, "der hund schläft .", "ein quux schläft ."]) == 0
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == 2 and output.err == "unknown words: quux\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("der hund schläft .\n\nein quux schläft .\n"))
+    assert cli.main(run) == 0
+    first, empty, last = capsys.readouterr().out.split("\n")[:3]
+    assert [first, last] == output.out.splitlines() and empty == ""
+
+
+def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
+    parts = bench()
+    for name, pairs in (("train", parts.texts.train), ("val", parts.texts.validation)):
+        for side, suffix in enumerate(("de", "en")):
+            text = "".join(pair[side] + "\n" for pair in pairs)
+            (tmp_path / f"{name}.{suffix}").write_text(text, "utf-8")
+    run = str(tmp_path / "run")
+    data = ["--data", str(tmp_path)]
+    assert cli.main(["train", "--preset", "tiny", *data, "--run", run, "--set", "steps=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "read 300 pairs, kept 300" in printed and "validation: loss" in printed
+    assert cli.main(["train", "--run", run, "--resume"]) == 2
+    assert "has made all its 2 steps already" in capsys.readouterr().err
+    assert cli.main(["train", "--run", run, "--resume", "--set", "features=32"]) == 2
+    assert "was begun differently: features: 16, not 32" in capsys.readouterr().err
+    with (tmp_path / "train.de").open("a", encoding="utf-8") as file:
+        file.write("der hund schläft .\n")
+    assert cli.main(["train", "--run", run, "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "same number of lines" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
+        (["train", "--data", "nowhere"], "found nothing at nowhere"),
+        (["train", "--preset", "tiny", "--set", "steps=x"], "steps: expected int, got 'x'"),
+        (["train", "--resume"], "--resume: expected --run DIR"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["evaluate"], "required: --run"),
+        (["evaluate", "--run", "nowhere"], "expected a run's directory, found none at nowhere"),
+        (["translate", "--run", "nowhere", "hallo"], "found none at nowhere"),
+    ],
+)
+def test_errors_are_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert message in error and error.count("\n") == 1 and error.endswith("\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_run_is_not_overwritten_unless_asked(demonstration, capsys, monkeypatch):
+    directory, _ = demonstration
+    before = (directory / "config.json").stat().st_mtime_ns
+    assert cli.main(["--preset", "tiny", "--run", str(directory)]) == 2
+    assert "exists already: expected another --run, --resume or --overwrite" in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["train", "--overwrite", "--run", str(directory), "--data", "nowhere"]) == 2
+    assert (directory / "config.json").stat().st_mtime_ns == before
+    (directory.parent / "other").mkdir()
+    (directory.parent / "other" / "file").touch()
+    arguments = ["--preset", "tiny", "--run", str(directory.parent / "other"), "--overwrite"]
+    assert cli.main(arguments) == 2
+    assert "is not a run's directory" in capsys.readouterr().err
+    assert (directory.parent / "other" / "file").exists()
+    monkeypatch.chdir(directory.parent)
+    options = cli._parser().parse_args(["demo", "--preset", "tiny"])
+    assert cli._new_directory(options) == Path("runs/tiny")
+    Path("runs/tiny").mkdir(parents=True)
+    assert cli._new_directory(options) == Path("runs/tiny-2")
+
+
+def test_training_that_diverges_ends_with_one_line(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    settings = ["--set", "learning_rate=1e30", "--set", "report_every=1", "--set", "norm=post"]
+    assert cli.main(["train", "--preset", "tiny", "--run", run, *settings]) == 1
+    error = capsys.readouterr().err
+    assert "training stopped" in error and "error: step" in error and error.count("\n") == 1
