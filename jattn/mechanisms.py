@@ -181,7 +181,13 @@ def additive_keys(
     key: Float[Array, "*B S Dk"], w_key: Float[Array, "Dk A"]
 ) -> Float[Array, "*B S A"]:
     """The projected keys of `additive_attention`, to be computed once and reused in decoding."""
-    return key @ w_key
+    return _project(key, w_key)
+
+
+def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, "*B T A"]:
+    """x w, with a derivative in which rows of x that are not finite (masked ones) have no part."""
+    flat = tile.product(x.reshape(-1, x.shape[-1]), w.T)
+    return flat.reshape(*x.shape[:-1], w.shape[-1]).astype(x.dtype)
 
 
 _ADDITIVE_BLOCK = 16  # keys at a time; T × 16 × A floats live at once
@@ -198,7 +204,7 @@ def _additive_scores(
 
     @jax.checkpoint
     def block(keys: Float[Array, "s A"]) -> Float[Array, "T s"]:
-        hidden = jnp.tanh((query[:, None, :] + keys[None, :, :]).astype(dtype))
+        hidden = jnp.tanh(query.astype(dtype)[:, None, :] + keys.astype(dtype)[None, :, :])
         return jnp.einsum("tsa,a->ts", hidden, w_score.astype(dtype))
 
     by_block = jax.lax.map(block, padded.reshape(blocks, _ADDITIVE_BLOCK, A))
@@ -244,6 +250,12 @@ def additive_attention(
 
     Raises ValueError for sizes that do not fit, and what `attention` raises.
     """
+    arrays = {"key": key, "value": value, "w_query": w_query, "w_key": w_key, "w_score": w_score}
+    for name, array in arrays.items():
+        if array is not None and array.dtype != query.dtype:
+            raise TypeError(
+                f"{name}: expected the query's dtype {query.dtype}, got {array.dtype}; cast first"
+            )
     A = w_score.shape[0]
     wanted = (query.shape[-1], A)
     _check_inner("w_query", f"[Dq, A] = {list(wanted)}", w_query.shape, w_query.shape == wanted)
@@ -267,6 +279,8 @@ def additive_attention(
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Array:
         return _additive_head(spec, b, h, q, k, v, w_score)
 
-    heads = [x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query @ w_query, key, value)]
+    heads = [
+        x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (_project(query, w_query), key, value)
+    ]
     out = tile.over_heads(one, prepare(spec, shapes), (heads[0],), (heads[1], heads[2]), out_axes=1)
     return out.reshape(*batch, T, value.shape[-1])

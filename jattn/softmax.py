@@ -9,6 +9,7 @@ out = a / l and lse = m + log l, which `merge` puts together.
 The maximum only shifts: results do not depend on it, so no gradient flows through it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,16 +100,18 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
                 f"merge: part {place} has out {list(out.shape)}, "
                 f"part 0 has {list(parts[0][0].shape)}"
             )
-    lses = jnp.stack([lse for _, lse in parts])
-    shift = _finite(jax.lax.stop_gradient(jnp.max(lses, axis=0)))
-    weights = jnp.exp(lses - shift)
-    total = jnp.sum(weights, axis=0)
+    largest = functools.reduce(jnp.maximum, [lse for _, lse in parts])
+    shift = _finite(jax.lax.stop_gradient(largest))
+    weights = [jnp.exp(lse - shift) for _, lse in parts]
+    total = sum(weights[1:], start=weights[0])
     dead = total == 0
-    share = weights / jnp.where(dead, 1, total)
-    by_row = jnp.swapaxes(share, -1, -2)[..., None]  # [parts, *B, T, N, 1]
-    out = sum(by_row[place] * out.astype(by_row.dtype) for place, (out, _) in enumerate(parts))
-    merged = jnp.where(dead, -jnp.inf, shift + jnp.log(jnp.where(dead, 1, total)))
-    return jnp.asarray(out).astype(parts[0][0].dtype), merged
+    total = jnp.where(dead, 1, total)
+    shares = [jnp.swapaxes(w / total, -1, -2)[..., None] for w in weights]  # [*B, T, N, 1]
+    first, *others = (
+        share * out.astype(share.dtype) for share, (out, _) in zip(shares, parts, strict=True)
+    )
+    merged = jnp.where(dead, -jnp.inf, shift + jnp.log(total))
+    return sum(others, start=first).astype(parts[0][0].dtype), merged
 
 
 def with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Output, LogSumExp]:
@@ -125,7 +128,5 @@ def with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Ou
         raise ValueError(
             f"with_sink: expected sink [N] = [{out.shape[-2]}], got {list(sink.shape)}"
         )
-    logit = jnp.broadcast_to(sink.astype(lse.dtype)[:, None], lse.shape)
-    nothing = jnp.zeros_like(out)
-    merged, total = merge((out, lse), (nothing, logit))
-    return merged, total
+    by_head = sink.astype(lse.dtype).reshape((1,) * (lse.ndim - 2) + (-1, 1))
+    return merge((out, lse), (jnp.zeros_like(out), jnp.broadcast_to(by_head, lse.shape)))

@@ -59,7 +59,7 @@ def seen(out: Any) -> np.ndarray:
     return np.swapaxes(np.asarray(out) > 0, 1, 2)
 
 
-# --- what it does to a weight -----------------------------------------------------------------
+# --- what it does to a weight -------------------------------------------------------------------
 
 
 @every_implementation
@@ -233,7 +233,7 @@ def test_the_decisions_are_pinned():
 PINNED = "0662f8d7374ac6688a6ed4f2eb0beab1"
 
 
-# --- how random -----------------------------------------------------------------------------------
+# --- how random ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

@@ -441,6 +441,8 @@ def test_capture_names_every_attention_and_leaves_nothing_behind(small):
     assert by_method.keys() == {"encoder/layers/0/self_attention"}
     with pytest.raises(TypeError):
         nn.capture_weights(model, source, target, no_such_argument=1)
+    with pytest.raises(TypeError, match=r"model: expected an nnx\.Module or a method of one"):
+        nn.capture_weights(lambda: None)
     for _, module in nnx.iter_modules(model):
         assert not (isinstance(module, nn.Tap) and module.is_open)
         assert not hasattr(module, "__captures__")
@@ -705,6 +707,21 @@ def test_word_order_matters(small, positions):
     )
 
 
+def test_each_side_has_its_own_positions(small):
+    model, (_, source, target) = made(transformer, positions="learned", spread=1.0), small
+
+    @nnx.jit
+    def both(model):
+        memory = model.encode(source)
+        return memory, model.decode(target, jnp.ones_like(memory))
+
+    memory, logits = both(model)
+    model.target_positions.embedding[...] *= 2
+    same, moved = both(model)
+    np.testing.assert_array_equal(same, memory)
+    assert np.abs(moved - logits).max() > 1e-2
+
+
 def test_call_is_encode_then_decode(small):
     model, source, target = small
     mask = masks.Lengths(kv=jnp.array([4, 7], jnp.int32))
@@ -767,7 +784,9 @@ def test_dead_rows_are_finite_and_differentiable(small):
 
 
 def test_packed_rows_equal_separate_ones(small):
-    model, source, target = small
+    _, source, target = small
+    rotary = functools.partial(nn.MultiHeadAttention, rotary=True)
+    model = made(transformer, positions="learned", cross_attention=rotary, spread=1.0)
     packed_source, packed_target = source.reshape(1, 14), target.reshape(1, 10)
     source_ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 7)[None]
     target_ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 5)[None]

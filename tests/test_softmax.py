@@ -66,7 +66,7 @@ def no_keys(dtype: Any = jnp.float64) -> Any:
 merge = quick_jit(jattn.merge)
 
 
-# --- the laws ------------------------------------------------------------------------------------
+# --- the laws -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -119,7 +119,7 @@ def test_shares_follow_the_lse():
     assert float(out[0, 0, 0, 0]) == 2
 
 
-# --- parts of attention -----------------------------------------------------------------------------
+# --- parts of attention -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cuts", [(0,), (1,), (3,), (6,), (7,), (2, 2, 5), (1, 2, 3, 4, 5, 6)])
@@ -150,8 +150,6 @@ def test_the_lse_of_bfloat16_is_good_enough_to_merge_by():
     """Rounded to bfloat16, an lse of 30 is off by a tenth and the shares with it."""
     q, k, v = (x.astype(jnp.bfloat16) for x in arrays())
     dense = some_mask()
-    wide = (x.astype(jnp.float64) for x in (q, k, v))
-    want = jattn.attention(*wide, mask=dense)
     parts = in_parts(q * 2, k, v, dense, (1, 3, 5))
     want = jattn.attention(
         *(x.astype(jnp.float64) for x in (q * 2, k, v)), mask=dense, return_lse=True
@@ -163,7 +161,7 @@ def test_the_lse_of_bfloat16_is_good_enough_to_merge_by():
     assert error(out, want[0]) <= 8e-3  # each part was rounded, and their merger again
 
 
-# --- the learned sink --------------------------------------------------------------------------------
+# --- the learned sink ---------------------------------------------------------------------------
 
 
 SINK = jnp.array([0.5, -2.0, 4.0, -jnp.inf])
@@ -233,7 +231,7 @@ def test_a_sink_keeps_dtypes_and_accepts_others(dtype):
     assert error(got, want) <= 2 * float(jnp.finfo(dtype).eps)
 
 
-# --- the monoid inside ---------------------------------------------------------------------------------
+# --- the monoid inside --------------------------------------------------------------------------
 
 
 def partial_of(x: Any, v: Any) -> softmax.Partial:

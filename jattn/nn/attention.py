@@ -6,7 +6,8 @@ of `LOGICAL_AXES`); `nnx.get_partition_spec` turns them into a mesh's axes under
 
 Dropout draws from the stream `dropout` of the `rngs` given to the call. A stream of that very
 name among the `rngs` given to the constructor is forked, kept, and serves the calls that bring
-none; a default stream is not kept, so that a model owns random state only on request.
+none; a default stream is not kept, so that a model owns random state only on request. A loss
+that is differentiated makes its streams itself, from a key: `rngs=nnx.Rngs(dropout=key)`.
 """
 
 import dataclasses
@@ -214,7 +215,9 @@ def capture_weights(model: Any, *args: Any, **kwargs: Any) -> dict[str, Weights]
     for this purpose (T×S each), the output that the model goes on with is the usual one. Under
     a transformation call it inside, with the model an argument of the transformed function.
     """
-    module = model if isinstance(model, nnx.Module) else model.__self__
+    module = model if isinstance(model, nnx.Module) else getattr(model, "__self__", None)
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"model: expected an nnx.Module or a method of one, got {model!r}")
     try:
         _, captured = nnx.capture(model, AttentionWeights)(*args, **kwargs)
     finally:

@@ -1,0 +1,248 @@
+"""How the project is built: who imports whom, what importing costs, and what lies where."""
+
+import ast
+import fnmatch
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experiments"}
+
+# A file imports only from files with a lower number. A new file takes its place here.
+LAYERS = {
+    "_types": 0,
+    "softmax": 1,
+    "masks": 1,
+    "scores": 1,
+    "positions": 1,
+    "spec": 2,
+    "cache": 2,
+    "tile": 3,
+    "kernels": 4,
+    "kernels.reference": 4,
+    "kernels.blockwise": 4,
+    "kernels.cudnn": 4,
+    "kernels.pallas_gpu": 4,
+    "kernels.splash": 4,
+    "attention": 5,
+    "mechanisms": 5.5,  # shares its row in the design with attention, and builds on it
+    "parallel": 6,
+    "viz": 6,
+    "compat": 6,
+    "nn.attention": 7,
+    "nn.embedding": 7,
+    "nn.transformer": 8,
+    "nn": 8.5,  # the package's own list of names
+    "": 9,
+}
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The files of a package by module name, relative to it."""
+    folder = ROOT / package
+    return {
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        .removesuffix("__init__")
+        .strip("."): path
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(path: Path, name: str, is_package: bool) -> Iterator[str]:
+    """Full names of all modules and members that a file imports, anywhere in it."""
+    here = name.split(".")
+    for statement in ast.walk(parsed(path)):
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            base = statement.module or ""
+            if statement.level:
+                up = statement.level - (1 if is_package else 0)
+                base = ".".join([*here[: len(here) - up], *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in statement.names)
+
+
+def imported_modules(package: str, module: str, path: Path, known: set[str]) -> Iterator[str]:
+    """Which modules of `package` a module of it imports, relative to the package."""
+    full = f"{package}.{module}" if module else package
+    for name in imported(path, full, path.name == "__init__.py"):
+        if name != package and not name.startswith(package + "."):
+            continue
+        parts = name.split(".")[1:]
+        while ".".join(parts) not in known:
+            parts.pop()  # a member: its module is what is imported
+        yield ".".join(parts)
+
+
+# Layers
+
+
+def test_every_file_has_a_layer():
+    assert set(modules("jattn")) <= set(LAYERS)
+    assert {"", "_types", "masks", "tile", "kernels.reference", "attention"} <= set(
+        modules("jattn")
+    )
+
+
+@pytest.mark.parametrize("module", modules("jattn"))
+def test_imports_go_down(module):
+    files = modules("jattn")
+    for other in imported_modules("jattn", module, files[module], set(files)):
+        assert LAYERS[other] < LAYERS[module], f"jattn.{module} imports jattn.{other}"
+
+
+def test_the_walk_sees_every_form_of_import(tmp_path):
+    source = """
+import jattn.spec
+from jattn import tile, attention
+from jattn.nn.transformer import Transformer
+from . import masks
+from .nn import attention as other
+def later():
+    from jattn.kernels import reference
+"""
+    path = tmp_path / "scores.py"
+    path.write_text(source)
+    known = set(modules("jattn")) | {"spec", "tile", "masks", "nn", "nn.transformer"}
+    found = set(imported_modules("jattn", "scores", path, known))
+    expected = {"spec", "tile", "attention", "nn.transformer", "masks", "nn.attention"}
+    assert found == {*expected, "kernels.reference"}
+
+
+def test_the_library_does_not_know_the_experiments():
+    for module, path in modules("jattn").items():
+        for name in imported(path, f"jattn.{module}", path.name == "__init__.py"):
+            assert name.split(".")[0] not in ("experiments", "tests"), module
+
+
+PUBLIC = {"", "masks", "scores", "positions", "cache", "parallel", "viz", "compat", "nn"}
+
+
+def test_experiments_use_public_names_only():
+    known = set(modules("jattn"))
+    for module, path in modules("experiments").items():
+        for name in imported(path, f"experiments.{module}", path.name == "__init__.py"):
+            if name.split(".")[0] == "jattn":
+                assert not any(part.startswith("_") for part in name.split(".")), (module, name)
+                used = name.split(".")[1:]
+                while ".".join(used) not in known:
+                    used.pop()
+                assert ".".join(used) in PUBLIC, (module, name)
+
+
+# What no file does
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+
+@pytest.mark.parametrize("package", ["jattn", "experiments", "tests"])
+def test_nobody_unpickles_or_evaluates_text(package):
+    for module, path in modules(package).items():
+        for name in imported(path, f"{package}.{module}", path.name == "__init__.py"):
+            assert name.split(".")[0] not in FORBIDDEN_MODULES, (module, name)
+        for call in ast.walk(parsed(path)):
+            if not isinstance(call, ast.Call):
+                continue
+            if isinstance(call.func, ast.Name):
+                assert call.func.id not in ("eval", "exec", "__import__"), (module, call.lineno)
+            for keyword in call.keywords:
+                allowed = keyword.arg != "allow_pickle" or not getattr(keyword.value, "value", 1)
+                assert allowed, (module, call.lineno)
+
+
+def test_types_are_not_postponed():
+    # jaxtyping's checks need the annotations themselves.
+    for module, path in modules("jattn").items():
+        names = set(imported(path, f"jattn.{module}", path.name == "__init__.py"))
+        assert "__future__.annotations" not in names, module
+
+
+# Importing
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter in the root of the project."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**clean, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["jattn", "jattn.nn"])
+def test_import_starts_no_backend(name):
+    # With a platform that does not exist, whatever touches a device fails.
+    result = python(f"import {name}", JAX_PLATFORMS="nowhere")
+    assert result.returncode == 0, result.stderr
+    control = python(f"import {name}, jax; jax.numpy.ones(1)", JAX_PLATFORMS="nowhere")
+    assert control.returncode != 0
+    assert "nowhere" in control.stderr
+
+
+def test_import_is_light():
+    code = "import sys, jattn; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = set(python(code).stdout.split())
+    assert {"jax", "jattn", "jaxtyping"} <= loaded
+    assert not loaded & {"matplotlib", "optax", "orbax", "experiments", "beartype", "torch"}
+    code = "import sys, jattn.nn; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    assert not set(python(code).stdout.split()) & {"matplotlib", "experiments", "torch"}
+
+
+def test_import_takes_little_time():
+    code = (
+        "import time, jax, flax; start = time.perf_counter(); import jattn; "
+        "print(time.perf_counter() - start)"
+    )
+    seconds = []
+    while not seconds or (min(seconds) > 0.3 and len(seconds) < 5):
+        seconds.append(float(python(code, JAX_PLATFORMS="cpu").stdout))
+    assert min(seconds) <= 0.3
+
+
+# What lies where
+
+
+def tracked() -> set[str]:
+    """Names in the root: those git tracks or, without git, those that are not ignored."""
+    if (ROOT / ".git").exists():
+        listing = subprocess.run(
+            ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
+        )
+        names = {name.split("/")[0] for name in listing.stdout.split("\0") if name}
+        if names:
+            return names
+    lines = (ROOT / ".gitignore").read_text(encoding="utf-8").split("\n")
+    ignored = [line.strip().strip("/") for line in lines if line.strip()]
+    return {
+        path.name
+        for path in ROOT.iterdir()
+        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in ignored)
+    }
+
+
+def test_top_level_holds_only_what_belongs_there():
+    names = {name for name in tracked() if not name.startswith(".")}
+    assert names == TOP_LEVEL
+    assert (ROOT / "jattn" / "py.typed").exists()
+
+
+def test_there_is_no_drawer_for_odds_and_ends():
+    for package in ("jattn", "experiments", "tests"):
+        for module in modules(package):
+            assert module.split(".")[-1] not in ("utils", "util", "helpers", "common", "misc")

@@ -1,0 +1,135 @@
+"""The README: its examples run, its commands are there, its tables and links are right."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from jattn import masks, scores
+
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    'python3 -m venv .venv && .venv/bin/pip install -e ".[experiments]" && '
+    ".venv/bin/python -m experiments.translation",
+    'python3 -m venv .venv && .venv/bin/pip install -e ".[dev]" && .venv/bin/python -m pytest',
+]
+
+
+class Block(NamedTuple):
+    """A fenced block of Python and the line of its first statement."""
+
+    code: str
+    line: int
+
+
+def blocks(text: str) -> list[Block]:
+    """All ```python blocks, in order."""
+    found = re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [Block(match[1], text[: match.start(1)].count("\n") + 1) for match in found]
+
+
+def test_blocks_are_found():
+    text = "a\n```python\nx = 1\ny = 2\n```\n```sh\nls\n```\n```python\nz = 3\n```\n"
+    assert blocks(text) == [Block("x = 1\ny = 2\n", 3), Block("z = 3\n", 10)]
+    assert len(blocks(TEXT)) == TEXT.count("\n```python")
+
+
+def test_there_are_five_examples_of_at_most_six_lines():
+    assert len(blocks(TEXT)) >= 5
+    for block in blocks(TEXT):
+        lines = [line for line in block.code.split("\n") if line.strip()]
+        assert 1 <= len(lines) <= 6, f"README.md, line {block.line}"
+
+
+DRIVER = """
+import sys
+source = open(sys.argv[1], encoding="utf-8").read()
+exec(compile(source, sys.argv[2], "exec"), {"__name__": "readme"})
+"""
+
+
+def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """All blocks of a text, one after the other in one namespace, in a fresh interpreter.
+
+    Lines keep their numbers, so that errors name the line of the README.
+    """
+    lines = [""] * text.count("\n")
+    for block in blocks(text):
+        body = block.code.split("\n")[:-1]
+        lines[block.line - 1 : block.line - 1 + len(body)] = body
+    source = folder / "readme.py"
+    source.write_text("\n".join(lines), encoding="utf-8")
+    inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    return subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "-c", DRIVER, str(source), "README.md"],
+        cwd=folder,
+        env={**inherited, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_examples_run_in_order(tmp_path):
+    result = run(TEXT, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_examples_that_fail_are_noticed(tmp_path):
+    broken = "first\n```python\nx = 1\n```\nthen\n```python\nassert x == 1\nassert x == 2\n```\n"
+    result = run(broken, tmp_path)
+    assert result.returncode != 0
+    assert 'File "README.md", line 8' in result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_two_commands_are_there(command):
+    assert command in re.sub(r"\s*\\?\n\s*", " ", TEXT)
+
+
+def leaves(module: object, base: type) -> set[str]:
+    """Public classes of masks or scores that a user builds."""
+    inner = {"And", "Or", "Not", "Then", base.__name__}
+    return {
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and name not in inner
+    }
+
+
+def test_every_mask_and_score_function_is_in_the_tables():
+    rows = [line for line in TEXT.split("\n") if line.startswith("|")]
+    table = "\n".join(rows)
+    for module, base in ((masks, masks.Mask), (scores, scores.ScoreFunction)):
+        short = module.__name__.split(".")[-1]
+        named = leaves(module, base)
+        assert len(named) >= 6
+        for name in named:
+            assert f"`{short}.{name}(" in table or f"{short}.{name}(" in table, name
+
+
+def test_names_in_the_text_exist():
+    for short, name in re.findall(r"\b(masks|scores)\.([A-Za-z_]+)\b(?!\.py)", TEXT):
+        if name != "py":
+            assert hasattr({"masks": masks, "scores": scores}[short], name), f"{short}.{name}"
+
+
+def test_code_in_tables_is_code():
+    for row in (line for line in TEXT.split("\n") if line.startswith("|")):
+        for code in re.findall(r"`([^`]*(?:masks|scores)\.[A-Z][^`]*)`", row):
+            ast.parse(code.replace(r"\|", "|"))
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\(([^)\s]+)\)", TEXT)
+    for target in targets:
+        if "://" not in target and not target.startswith("#"):
+            assert (ROOT / target.split("#")[0]).exists(), target
+    assert any(target.endswith((".png", ".svg")) for target in targets)

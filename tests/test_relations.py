@@ -1,0 +1,580 @@
+"""Relations that attention must satisfy whatever its values are, in float64 to 1e-12.
+
+No oracle is needed: two calls of the library that must agree, or one whose answer is known. Inputs
+are drawn at random with masks that have dead rows; shapes come from a small fixed set, so that each
+relation is compiled a few times only.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jattn
+from jattn import masks, positions, scores
+from tests.cases import IMPLEMENTATIONS, Sizes
+from tests.conftest import quick_jit
+from tests.oracle import error
+
+
+TOLERANCE = 1e-12
+SHAPES = (
+    Sizes(),
+    Sizes(batch=(), T=3, S=4, N=2, K=1, H=5, V=3),
+    Sizes(batch=(1,), T=6, S=6, N=3, K=3, H=3, V=6),
+)
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+shapes = st.sampled_from(SHAPES)
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Draw(NamedTuple):
+    """Random arguments: arrays, a mask with dead rows, a bias, and what else is random."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    mask: np.ndarray
+    bias: np.ndarray
+    rng: np.random.Generator
+
+
+def draw(sizes: Sizes, seed: int) -> Draw:
+    """Arguments for a shape."""
+    rng = np.random.default_rng(seed)
+    batch, T, S, N, K, H, V = sizes
+    mask = rng.random((*batch, N, T, S)) < 0.7
+    mask[..., 0, T - 1, :] = False
+    return Draw(
+        2 * rng.standard_normal((*batch, T, N, H)),
+        2 * rng.standard_normal((*batch, S, K, H)),
+        rng.standard_normal((*batch, S, K, V)),
+        mask,
+        rng.standard_normal((*batch, N, T, S)),
+        rng,
+    )
+
+
+@functools.cache
+def attention(implementation: str, **options: Any) -> Any:
+    """`(q, k, v, mask, bias) -> (out, lse)`, compiled once per shape."""
+
+    def call(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None, **rest: Any) -> Any:
+        score = None if bias is None else scores.Bias(bias)
+        return jattn.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            score=score,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+            **rest,
+        )
+
+    return quick_jit(call)
+
+
+@functools.cache
+def gradients(implementation: str) -> Any:
+    """Gradients of a random projection of out and lse with respect to q, k, v and bias."""
+
+    def call(q: Any, k: Any, v: Any, bias: Any, mask: Any, d_out: Any, d_lse: Any) -> Any:
+        attend = lambda q, k, v, bias: attention(implementation)(q, k, v, mask, bias)  # noqa: E731
+        return jax.vjp(attend, q, k, v, bias)[1]((d_out, d_lse))
+
+    return quick_jit(call)
+
+
+def cotangents(x: Draw) -> tuple[np.ndarray, np.ndarray]:
+    """Random ones, for out and lse."""
+    out = (*x.q.shape[:-1], x.v.shape[-1])
+    return x.rng.standard_normal(out), x.rng.standard_normal(x.mask.shape[:-1])
+
+
+def same(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
+    """Equality of two trees within the tolerance."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert error(a, b) <= tolerance
+
+
+# --- permutations, removal, splitting -------------------------------------------------------------
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_keys_have_no_order(implementation, sizes, seed):
+    x = draw(sizes, seed)
+    order = x.rng.permutation(sizes.S)
+    attend = attention(implementation)
+    want = attend(*x[:5])
+    moved = attend(
+        x.q, x.k[..., order, :, :], x.v[..., order, :, :], x.mask[..., order], x.bias[..., order]
+    )
+    same(moved, want)
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_queries_do_not_see_each_other(implementation, sizes, seed):
+    x = draw(sizes, seed)
+    order = x.rng.permutation(sizes.T)
+    attend = attention(implementation)
+    out, lse = attend(*x[:5])
+    moved = attend(x.q[..., order, :, :], x.k, x.v, x.mask[..., order, :], x.bias[..., order, :])
+    same(moved, (out[..., order, :, :], lse[..., order]))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_masked_keys_are_as_good_as_removed(implementation, sizes, seed):
+    """Values and gradients, with two random keys masked for everybody or cut out of the arrays."""
+    x = draw(sizes, seed)
+    gone = x.rng.choice(sizes.S, 2, replace=False)
+    left = np.setdiff1d(np.arange(sizes.S), gone)
+    mask = x.mask.copy()
+    mask[..., gone] = False
+    d_out, d_lse = cotangents(x)
+    attend, pull = attention(implementation), gradients(implementation)
+    cut = [a[..., left, :, :] for a in (x.k, x.v)]
+    same(
+        attend(x.q, *cut, x.mask[..., left], x.bias[..., left]),
+        attend(x.q, x.k, x.v, mask, x.bias),
+    )
+    dq, dk, dv, d_bias = pull(x.q, x.k, x.v, x.bias, mask, d_out, d_lse)
+    want = pull(x.q, *cut, x.bias[..., left], x.mask[..., left], d_out, d_lse)
+    same((dq, dk[..., left, :, :], dv[..., left, :, :], d_bias[..., left]), want)
+    for gradient in (dk[..., gone, :, :], dv[..., gone, :, :], d_bias[..., gone]):
+        assert not np.any(gradient)
+
+
+@every_implementation
+@given(shapes, seeds, st.sampled_from([np.nan, np.inf, -np.inf, 1e38, 1e300]))
+def test_what_stands_in_masked_keys_does_not_matter(implementation, sizes, seed, poison):
+    x = draw(sizes, seed)
+    gone = x.rng.choice(sizes.S, 2, replace=False)
+    mask = x.mask.copy()
+    mask[..., gone] = False
+    d_out, d_lse = cotangents(x)
+    k, v, bias = x.k.copy(), x.v.copy(), x.bias.copy()
+    k[..., gone, :, :], v[..., gone, :, :], bias[..., gone] = poison, poison, poison
+    attend, pull = attention(implementation), gradients(implementation)
+    same(attend(x.q, k, v, mask, bias), attend(x.q, x.k, x.v, mask, x.bias), 0)
+    same(
+        pull(x.q, k, v, bias, mask, d_out, d_lse),
+        pull(x.q, x.k, x.v, x.bias, mask, d_out, d_lse),
+        0,
+    )
+
+
+@every_implementation
+@given(seeds, st.integers(0, 7), st.integers(0, 7))
+def test_keys_split_anywhere_merge_to_the_whole(implementation, seed, first, second):
+    x = draw(SHAPES[0], seed)
+    attend = attention(implementation)
+    i, j = sorted((first, second))
+    parts = [
+        attend(x.q, x.k[:, a:b], x.v[:, a:b], x.mask[..., a:b], x.bias[..., a:b])
+        for a, b in ((0, i), (i, j), (j, 7))
+    ]
+    whole = attend(*x[:5])
+    same(quick_merge(*parts), whole)
+    same(quick_merge(parts[2], parts[0], parts[1]), whole)
+
+
+quick_merge = quick_jit(jattn.merge)
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_a_key_twice_is_a_key_with_more_weight(implementation, sizes, seed):
+    """Two equal keys count like one whose logit is higher by ln 2."""
+    x = draw(sizes, seed)
+    twice = np.array([*range(sizes.S), 1])
+    heavier = x.bias.copy()
+    heavier[..., 1] += np.log(2)
+    attend = attention(implementation)
+    doubled = attend(
+        x.q, x.k[..., twice, :, :], x.v[..., twice, :, :], x.mask[..., twice], x.bias[..., twice]
+    )
+    same(doubled, attend(x.q, x.k, x.v, x.mask, heavier))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_padding_changes_nothing(implementation, sizes, seed):
+    """Queries and keys padded to a bucket with garbage, and lengths in the mask."""
+    x = draw(sizes, seed)
+    room = lambda a, axis, size: np.concatenate(  # noqa: E731
+        [a, np.full_like(np.take(a, [0] * size, axis), np.nan)], axis
+    )
+    padded_mask = np.pad(x.mask, [(0, 0)] * (x.mask.ndim - 2) + [(0, 3), (0, 4)], mode="edge")
+    mask = masks.Dense(padded_mask) & masks.Lengths(q=sizes.T, kv=sizes.S)
+    attend = attention(implementation)
+    out, lse = attend(room(x.q, -3, 3), room(x.k, -3, 4), room(x.v, -3, 4), mask)
+    same((out[..., : sizes.T, :, :], lse[..., : sizes.T]), attend(x.q, x.k, x.v, x.mask))
+    assert not np.any(out[..., sizes.T :, :, :])
+    assert np.all(np.isneginf(lse[..., sizes.T :]))
+
+
+# --- algebra in logits and values ---------------------------------------------------------------------
+
+
+@every_implementation
+@given(shapes, seeds, st.sampled_from([-100.0, -1.5, 7.0, 100.0]))
+def test_a_shift_of_a_rows_logits_moves_only_the_lse(implementation, sizes, seed, shift):
+    x = draw(sizes, seed)
+    by_row = shift * x.rng.standard_normal((*x.bias.shape[:-1], 1))
+    attend = attention(implementation)
+    out, lse = attend(*x[:5])
+    same(attend(x.q, x.k, x.v, x.mask, x.bias + by_row), (out, lse + by_row[..., 0]))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_linear_in_the_values(implementation, sizes, seed):
+    x = draw(sizes, seed)
+    other = x.rng.standard_normal(x.v.shape)
+    attend = attention(implementation)
+    of = lambda v: attend(x.q, x.k, v, x.mask, x.bias)[0]  # noqa: E731
+    same(of(3 * x.v - 0.5 * other), 3 * of(x.v) - 0.5 * of(other))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_weights_are_a_distribution_and_outputs_lie_between_the_values(implementation, sizes, seed):
+    x = draw(sizes, seed)
+    weights = np.asarray(weights_of(x.q, x.k, x.mask, x.bias))
+    total = np.where(x.mask.any(axis=-1), 1.0, 0.0)
+    assert weights.min() >= 0
+    same(weights.sum(axis=-1), total)
+    assert not weights[~x.mask].any()
+    out = np.asarray(attention(implementation)(*x[:5])[0])
+    by_head = np.repeat(x.v, sizes.N // sizes.K, axis=-2)
+    low, high = by_head.min(axis=-3, keepdims=True), by_head.max(axis=-3, keepdims=True)
+    alive = np.swapaxes(x.mask.any(axis=-1), -1, -2)[..., None]
+    assert np.all(np.where(alive, out - low, 0) >= -TOLERANCE)
+    assert np.all(np.where(alive, high - out, 0) >= -TOLERANCE)
+    assert not np.any(np.where(alive, 0, out))
+
+
+@quick_jit
+def weights_of(q: Any, k: Any, mask: Any, bias: Any) -> Any:
+    """`attention_weights` with a bias."""
+    return jattn.attention_weights(q, k, mask=mask, score=scores.Bias(bias))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_values_of_one_give_one_and_one_hot_values_give_the_weights(implementation, sizes, seed):
+    x = draw(sizes, seed)
+    attend = attention(implementation)
+    ones = attend(x.q, x.k, np.ones_like(x.v), x.mask, x.bias)[0]
+    alive = np.swapaxes(x.mask.any(axis=-1), -1, -2)[..., None]
+    same(ones, np.broadcast_to(np.where(alive, 1.0, 0.0), ones.shape))
+    shape = (*x.k.shape[:-1], sizes.S)
+    one_hot = np.broadcast_to(np.eye(sizes.S)[:, None, :], shape)
+    shown = attend(x.q, x.k, one_hot, x.mask, x.bias)[0]
+    same(np.swapaxes(shown, -3, -2), weights_of(x.q, x.k, x.mask, x.bias))
+
+
+@every_implementation
+@given(shapes, seeds, st.sampled_from([-2.0, 0.1, 30.0]))
+def test_scale_multiplies_queries(implementation, sizes, seed, factor):
+    x = draw(sizes, seed)
+    want = attention(implementation, scale=0.4)(*x[:5])
+    same(attention(implementation, scale=0.4 / factor)(factor * x.q, *x[1:5]), want)
+    root = 1 / np.sqrt(sizes.H)
+    same(attention(implementation, scale=root)(*x[:5]), attention(implementation)(*x[:5]))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_queries_of_zero_average_what_they_may_see(implementation, sizes, seed):
+    x = draw(sizes, seed)
+    out, lse = attention(implementation)(0 * x.q, x.k, x.v, x.mask)
+    by_head = np.swapaxes(np.repeat(x.v, sizes.N // sizes.K, axis=-2), -3, -2)
+    count = x.mask.sum(axis=-1)
+    mean = (x.mask @ by_head) / np.maximum(count, 1)[..., None]
+    same(out, np.swapaxes(mean, -3, -2))
+    with np.errstate(divide="ignore"):
+        same(lse, np.log(count))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_one_rotation_of_queries_and_keys_changes_nothing(implementation, sizes, seed):
+    x = draw(sizes, seed)
+    rotation, _ = np.linalg.qr(x.rng.standard_normal((sizes.H, sizes.H)))
+    attend = attention(implementation)
+    same(attend(x.q @ rotation, x.k @ rotation, *x[2:5]), attend(*x[:5]))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_large_logits_pick_the_best_key(implementation, sizes, seed):
+    x = draw(sizes, seed)
+    weights = np.where(x.mask, np.asarray(weights_of(x.q, x.k, x.mask, x.bias)), -1)
+    best = weights.argmax(axis=-1)  # [*B, N, T]
+    by_head = np.swapaxes(np.repeat(x.v, sizes.N // sizes.K, axis=-2), -3, -2)
+    picked = np.take_along_axis(by_head, best[..., None], axis=-2)
+    picked = np.where(x.mask.any(axis=-1)[..., None], picked, 0)
+    out = attention(implementation, scale=1e9 / np.sqrt(sizes.H))(
+        x.q, x.k, x.v, x.mask, 1e9 * x.bias
+    )[0]
+    same(out, np.swapaxes(picked, -3, -2))
+
+
+@every_implementation
+@given(shapes, seeds)
+def test_gradients_of_logits_sum_to_zero(implementation, sizes, seed):
+    """Without a cotangent on lse; with one they sum to it, for a softmax sums to one."""
+    x = draw(sizes, seed)
+    d_out, d_lse = cotangents(x)
+    pull = gradients(implementation)
+    *_, d_bias = pull(x.q, x.k, x.v, x.bias, x.mask, d_out, 0 * d_lse)
+    same(np.sum(d_bias, axis=-1), np.zeros_like(d_lse))
+    *_, d_bias = pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse)
+    same(np.sum(d_bias, axis=-1), np.where(x.mask.any(axis=-1), d_lse, 0))
+    assert not np.any(np.asarray(d_bias)[~x.mask])
+
+
+# --- batches and heads ------------------------------------------------------------------------------
+
+
+@every_implementation
+@given(seeds, st.sampled_from([np.nan, np.inf, 1e300]))
+def test_batch_rows_do_not_see_each_other(implementation, seed, poison):
+    x = draw(SHAPES[0], seed)
+    d_out, d_lse = cotangents(x)
+    q, k, v, bias = (a.copy() for a in (x.q, x.k, x.v, x.bias))
+    for array in (q, k, v, bias):
+        array[1] = poison
+    attend, pull = attention(implementation), gradients(implementation)
+    same([a[0] for a in attend(q, k, v, x.mask, bias)], [a[0] for a in attend(*x[:5])], 0)
+    got = pull(q, k, v, bias, x.mask, d_out, d_lse)
+    want = pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse)
+    same([a[0] for a in got], [a[0] for a in want], 0)
+
+
+@every_implementation
+@given(seeds)
+def test_a_batch_is_its_rows(implementation, seed):
+    x = draw(SHAPES[0], seed)
+    attend = attention(implementation)
+    together = attend(*x[:5])
+    for b in range(2):
+        same(attend(*(a[b] for a in x[:5])), [a[b] for a in together])
+
+
+@every_implementation
+@given(seeds)
+def test_grouped_heads_are_repeated_key_heads(implementation, seed):
+    x = draw(SHAPES[0], seed)
+    sizes = SHAPES[0]
+    group = sizes.N // sizes.K
+    k, v = (np.repeat(a, group, axis=-2) for a in (x.k, x.v))
+    d_out, d_lse = cotangents(x)
+    same(attention(implementation)(x.q, k, v, x.mask, x.bias), attention(implementation)(*x[:5]))
+    pull = gradients(implementation)
+    dq, dk, dv, d_bias = pull(x.q, k, v, x.bias, x.mask, d_out, d_lse)
+    summed = [np.asarray(a).reshape(2, sizes.S, sizes.K, group, -1).sum(axis=3) for a in (dk, dv)]
+    same((dq, *summed, d_bias), pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse))
+
+
+@every_implementation
+@given(seeds)
+def test_a_head_is_alone(implementation, seed):
+    """Each query head by itself, with the key head of its group."""
+    x = draw(SHAPES[0], seed)
+    attend = attention(implementation)
+    out, lse = attend(*x[:5])
+    for n in (0, 1, 3, 5):
+        g = n // 2
+        alone = attend(
+            x.q[:, :, [n]], x.k[:, :, [g]], x.v[:, :, [g]], x.mask[:, [n]], x.bias[:, [n]]
+        )
+        same(alone, (out[:, :, [n]], lse[:, [n]]))
+
+
+# --- causality, windows, segments, decoding -----------------------------------------------------------
+
+
+CAUSAL_SIZES = Sizes(batch=(), T=6, S=6, N=2, K=1, H=3, V=4)
+
+
+@every_implementation
+@given(seeds, st.integers(1, 5))
+def test_the_past_does_not_see_the_future(implementation, seed, cut):
+    x = draw(CAUSAL_SIZES, seed)
+    other = draw(CAUSAL_SIZES, seed + 1)
+    q, k, v = (np.concatenate([a[:cut], b[cut:]]) for a, b in zip(x[:3], other[:3], strict=True))
+    attend = causal(implementation)
+    out, lse = attend(q, k, v)
+    want_out, want_lse = attend(*x[:3])
+    same((out[:cut], lse[:, :cut]), (want_out[:cut], want_lse[:, :cut]), 0)
+    assert error(out[cut:], want_out[cut:]) > 0.01
+
+
+@functools.cache
+def causal(implementation: str) -> Any:
+    """Causal attention, `(out, lse)`."""
+    return quick_jit(
+        lambda q, k, v, **positions: jattn.attention(
+            q,
+            k,
+            v,
+            mask=masks.Causal(),
+            return_lse=True,
+            implementation=implementation,
+            **positions,
+        )
+    )
+
+
+@every_implementation
+def test_gradients_reach_exactly_the_past(implementation):
+    x = draw(CAUSAL_SIZES, 0)
+    jacobian = quick_jit(
+        jax.jacrev(lambda k, v: causal(implementation)(x.q, k, v)[0].sum(axis=(1, 2)), (0, 1))
+    )
+    for by_key in jacobian(x.k, x.v):  # [T, S, 1, ·]
+        reached = np.any(np.asarray(by_key) != 0, axis=(2, 3))
+        expected = np.tril(np.ones((6, 6), bool))
+        if by_key.shape[-1] == CAUSAL_SIZES.H:
+            expected[0, 0] = False  # a softmax over one key has no slope
+        np.testing.assert_array_equal(reached, expected)
+
+
+@every_implementation
+@given(seeds, st.integers(0, 6))
+def test_decoding_gives_the_rows_of_prefilling(implementation, seed, prefix):
+    """The first `prefix` queries at once, the rest one by one at their positions."""
+    x = draw(CAUSAL_SIZES, seed)
+    attend = causal(implementation)
+    want = attend(*x[:3])[0]
+    if prefix:
+        together = attend(x.q[:prefix], x.k, x.v, q_positions=np.arange(prefix))[0]
+        same(together, want[:prefix])
+    for t in range(prefix, 6):
+        step = attend(x.q[t : t + 1], x.k, x.v, q_positions=np.array([t]))[0]
+        same(step, want[t : t + 1])
+
+
+def allowed_by(implementation: str, mask: Any, T: int, S: int, **options: Any) -> np.ndarray:
+    """Who attends to whom, bool `[T, S]`, seen from outside through one-hot values."""
+    out = jattn.attention(
+        jnp.zeros((T, 1, 1)),
+        jnp.zeros((S, 1, 1)),
+        jnp.eye(S)[:, None, :],
+        mask=mask,
+        implementation=implementation,
+        **options,
+    )
+    return np.asarray(out[:, 0] > 0)
+
+
+@every_implementation
+@pytest.mark.parametrize("width", [0, 1, 2, 5, 50])
+def test_a_window_holds_exactly_its_keys(implementation, width):
+    T = S = 5
+    distance = np.arange(S) - np.arange(T)[:, None]
+    left = allowed_by(implementation, masks.Window(left=width), T, S)
+    np.testing.assert_array_equal(left, distance >= -width)
+    right = allowed_by(implementation, masks.Window(right=width), T, S)
+    np.testing.assert_array_equal(right, distance <= width)
+    two_sided = allowed_by(implementation, masks.Window(width, width), T, S)
+    np.testing.assert_array_equal(two_sided, np.abs(distance) <= width)
+    behind = allowed_by(implementation, masks.Causal() & masks.Window(left=width), T, S)
+    np.testing.assert_array_equal(behind, (distance <= 0) & (distance >= -width))
+
+
+@every_implementation
+def test_causal_alignment_follows_positions(implementation):
+    """Top-left by default, whatever T and S; bottom-right for queries at the end of the keys."""
+    np.testing.assert_array_equal(
+        allowed_by(implementation, masks.Causal(), 2, 5), [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
+    )
+    last = allowed_by(implementation, masks.Causal(), 2, 5, q_positions=jnp.array([3, 4]))
+    np.testing.assert_array_equal(last, [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    tall = allowed_by(implementation, masks.Causal(), 5, 2, q_positions=jnp.arange(5) - 3)
+    np.testing.assert_array_equal(tall, [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]])
+    shifted = masks.Window(1, 0)
+    seen = allowed_by(implementation, shifted, 2, 8, q_positions=jnp.array([6, 7]))
+    np.testing.assert_array_equal(seen.nonzero()[1].reshape(2, 2), [[5, 6], [6, 7]])
+
+
+@every_implementation
+@given(seeds)
+def test_windows_wide_and_narrow(implementation, seed):
+    x = draw(CAUSAL_SIZES, seed)
+    attend = functools.partial(windowed, implementation)
+    same(attend(masks.Window(6, 6), *x[:3]), attend(masks.Full(), *x[:3]))
+    same(attend(masks.Window(None, 0), *x[:3]), attend(masks.Causal(), *x[:3]))
+    out, _ = attend(masks.Window(0, 0), *x[:3])
+    same(out, np.repeat(x.v, 2, axis=1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def windowed(implementation: str, mask: Any, q: Any, k: Any, v: Any) -> Any:
+    """Attention under a mask."""
+    return jattn.attention(q, k, v, mask=mask, return_lse=True, implementation=implementation)
+
+
+@every_implementation
+@given(seeds)
+def test_segments_are_separate_calls(implementation, seed):
+    """Packed rows, also out of order, equal one call per segment at positions from 0."""
+    x = draw(SHAPES[0], seed)
+    q_ids, kv_ids = np.array([3, 1, 1, 3, 2]), np.array([1, 3, 3, 1, 3, 5, 1])
+    attend = attention(implementation)
+    out, lse = attend(x.q, x.k, x.v, masks.Segments(q_ids, kv_ids))
+    for label in (1, 2, 3):
+        rows, columns = np.flatnonzero(q_ids == label), np.flatnonzero(kv_ids == label)
+        alone = attend(x.q[:, rows], x.k[:, columns], x.v[:, columns])
+        same(alone, (out[:, rows], lse[..., rows]))
+
+
+@every_implementation
+@given(seeds, st.sampled_from([-3, 1, 1000]), st.sampled_from(["half", "interleaved"]))
+def test_rotary_positions_matter_only_by_difference(implementation, seed, shift, style):
+    sizes = Sizes(batch=(2,), T=5, S=7, N=6, K=3, H=4, V=2)
+    x = draw(sizes, seed)
+    turned = rotated(implementation, style)
+    want = turned(x.q, x.k, x.v, np.arange(5), np.arange(7))
+    same(turned(x.q, x.k, x.v, np.arange(5) + shift, np.arange(7) + shift), want, 1e-10)
+    assert error(turned(x.q, x.k, x.v, np.arange(5) + shift, np.arange(7))[0], want[0]) > 1e-3
+
+
+@functools.cache
+def rotated(implementation: str, style: Any) -> Any:
+    """Attention with rotary embeddings."""
+
+    def call(q: Any, k: Any, v: Any, q_positions: Any, kv_positions: Any) -> Any:
+        q = positions.rotary(q, q_positions, style=style)
+        k = positions.rotary(k, kv_positions, style=style)
+        return jattn.attention(q, k, v, return_lse=True, implementation=implementation)
+
+    return quick_jit(call)
+
+
+@every_implementation
+@pytest.mark.parametrize("S", [1, 2, 3, 7, 17, 31, 32, 33, 64, 65, 129])
+def test_no_key_beyond_the_end_is_counted(implementation, S):
+    """Lengths around multiples of blocks: with queries of zero, out is the mean of the values."""
+    v = jnp.arange(1.0, S + 1)[:, None, None]
+    call = quick_jit(
+        lambda T: jattn.attention(
+            jnp.zeros((T, 1, 1)), jnp.ones((S, 1, 1)), v, implementation=implementation
+        ),
+        static_argnums=0,
+    )
+    for T in (1, 16, S):
+        np.testing.assert_allclose(call(T), (S + 1) / 2, rtol=1e-14)
