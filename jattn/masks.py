@@ -197,7 +197,7 @@ def flatten_batch(tree: Any, batch: Shape) -> Any:
         own, rest = leaf.shape[:lead], leaf.shape[lead:]
         if math.prod(own) == 1:
             return leaf.reshape(1, *rest)
-        return jnp.broadcast_to(leaf, (*batch, *rest)).reshape(-1, *rest)
+        return jnp.broadcast_to(leaf, (*batch, *rest)).reshape(math.prod(batch), *rest)
 
     return jax.tree.map(one, declared(tree), tree)
 

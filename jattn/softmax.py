@@ -87,7 +87,7 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
 
     Each part is `(out [*B, T, N, V], lse [*B, N, T])`, as `attention(..., return_lse=True)`
     gives it. A part without keys, `(0, −inf)`, changes nothing. Differentiable in all inputs.
-    The result has the dtype of the first `out`; sums run in the dtype of `lse`.
+    The results have the dtypes of the first part; sums run in float32, or float64 if any is.
 
     Raises ValueError for no parts or parts whose shapes do not fit together.
     """
@@ -100,9 +100,11 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
                 f"merge: part {place} has out {list(out.shape)}, "
                 f"part 0 has {list(parts[0][0].shape)}"
             )
-    largest = functools.reduce(jnp.maximum, [lse for _, lse in parts])
-    shift = _finite(jax.lax.stop_gradient(largest))
-    weights = [jnp.exp(lse - shift) for _, lse in parts]
+    doubles = any(x.dtype == jnp.float64 for x in jax.tree.leaves(parts))
+    wide = jnp.float64 if doubles else jnp.float32
+    lses = [lse.astype(wide) for _, lse in parts]
+    shift = _finite(jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses)))
+    weights = [jnp.exp(lse - shift) for lse in lses]
     total = sum(weights[1:], start=weights[0])
     dead = total == 0
     total = jnp.where(dead, 1, total)
@@ -111,7 +113,8 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
         share * out.astype(share.dtype) for share, (out, _) in zip(shares, parts, strict=True)
     )
     merged = jnp.where(dead, -jnp.inf, shift + jnp.log(total))
-    return sum(others, start=first).astype(parts[0][0].dtype), merged
+    out, lse = parts[0]
+    return sum(others, start=first).astype(out.dtype), merged.astype(lse.dtype)
 
 
 def with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Output, LogSumExp]:
