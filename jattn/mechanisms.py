@@ -7,6 +7,7 @@ Here E is the size of the inputs, H1 that of values, H2 that of queries and keys
 additive score's hidden layer. All take any number of leading batch axes.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -275,12 +276,16 @@ def additive_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
     )
+    return _additive(spec, _project(query, w_query), key, value, w_score, shapes=shapes)
 
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _additive(
+    spec: Spec, query: Array, key: Array, value: Array, w_score: Array, *, shapes: Shapes
+) -> Array:
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Array:
         return _additive_head(spec, b, h, q, k, v, w_score)
 
-    heads = [
-        x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (_project(query, w_query), key, value)
-    ]
-    out = tile.over_heads(one, prepare(spec, shapes), (heads[0],), (heads[1], heads[2]), out_axes=1)
-    return out.reshape(*batch, T, value.shape[-1])
+    flat = [x.reshape(shapes.B, *x.shape[-2:])[:, :, None] for x in (query, key, value)]
+    out = tile.over_heads(one, prepare(spec, shapes), tuple(flat[:1]), tuple(flat[1:]), out_axes=1)
+    return out.reshape(*shapes.batch, *out.shape[1:2], shapes.V)

@@ -148,15 +148,15 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """Arrays of a case in one dtype: arguments, and cotangents of out and lse."""
+    """Arrays of a case in one dtype, NumPy's or JAX's: arguments, and cotangents of out and lse."""
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    parameters: dict[str, np.ndarray]
-    operands: dict[str, np.ndarray]
-    d_out: np.ndarray
-    d_lse: np.ndarray
+    q: Any
+    k: Any
+    v: Any
+    parameters: dict[str, Any]
+    operands: dict[str, Any]
+    d_out: Any
+    d_lse: Any
 
 
 DTYPES: dict[str, Any] = {

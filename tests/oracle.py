@@ -271,8 +271,9 @@ def slope(problem: Problem, direction: Mapping[str, Any], d_out: np.ndarray, d_l
         },
     )
     result = attend(moved)
-    live = np.isfinite(result.lse.real)
-    total = np.sum(d_out * result.out.imag) + np.sum(d_lse[live] * result.lse.imag[live])
+    live = np.isfinite(np.real(result.lse))
+    through_lse = np.where(live, d_lse * np.where(live, np.imag(result.lse), 0), 0)
+    total = np.sum(d_out * np.imag(result.out)) + np.sum(through_lse)
     return total / tiny.imag
 
 

@@ -34,11 +34,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
     return right | changes
 
 
-def call(**changes: Any) -> Callable[[], Any]:
-    """`jattn.attention` with one thing wrong."""
-    return lambda: jattn.attention(**arguments(**changes()))
-
-
 class Mistake(NamedTuple):
     """What is wrong, what it raises, and what the message must say."""
 

@@ -390,7 +390,7 @@ def test_batch_axes_of_lengths_prefixes_and_ids():
     prefix = masks.Prefix(jnp.asarray(lengths))
     segments = masks.Segments(jnp.asarray(q_ids), jnp.asarray(kv_ids))
     shared = masks.Segments(jnp.asarray(Q_IDS), jnp.asarray(kv_ids))
-    wants: dict[Any, PairRule] = {
+    wants: dict[Any, Callable[..., Any]] = {
         by_key: lambda b, i, j: j < lengths[b],
         by_query: lambda b, i, j: i < lengths[b],
         prefix: lambda b, i, j: j < lengths[b],
@@ -429,7 +429,7 @@ def test_blocks_per_batch_and_head():
 def test_a_block_of_a_mask_is_that_block_of_its_dense_form(name):
     mask = LEAVES[name][0]()
     whole = np.asarray(mask.dense(T, S))
-    for rows, columns in (([1, 2, 3], [2, 3, 4, 5]), ([4], [6, 0]), ([3, 0], [5]), ([], [1, 2])):
+    for rows, columns in (([1, 2, 3], [2, 3, 4, 5]), ([4], [6, 0]), ([], [1, 2])):
         got = mask(0, 0, jnp.array(rows, int), jnp.array(columns, int))
         assert got.shape == (len(rows), len(columns))
         np.testing.assert_array_equal(got, whole[np.ix_(rows, columns)])
@@ -560,8 +560,9 @@ def _draw_global(draw):
 
 
 def _draw_blocks(draw):
-    block = draw(st.sampled_from([(1, 2), (3, 3), (4, 5)]))
-    lead = draw(st.sampled_from([(), (TREE_B, TREE_N), (1, TREE_N)]))
+    block, lead = draw(
+        st.sampled_from([((3, 3), ()), ((4, 5), (TREE_B, TREE_N)), ((1, 2), (1, TREE_N))])
+    )
     cells = -(-TREE_T // block[0]), -(-TREE_S // block[1])
     layout = _bools(draw, *lead, *cells)
 
@@ -577,7 +578,6 @@ def _draw_dense(draw):
     shape = draw(
         st.sampled_from(
             [
-                (1, TREE_T, TREE_S),
                 (TREE_N, TREE_T, 1),
                 (TREE_B, 1, TREE_T, TREE_S),
                 (TREE_B, TREE_N, 1, TREE_S),
@@ -674,9 +674,8 @@ def true_kinds(dense: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
 
 
 @st.composite
-def boxes(draw: Any, positions: np.ndarray) -> tuple[np.ndarray, Extent]:
+def boxes(draw: Any, positions: np.ndarray, size: int) -> tuple[np.ndarray, Extent]:
     """Some neighbouring places, possibly past the end, and an extent no smaller than they are."""
-    size = draw(st.sampled_from([1, 3]))
     start = draw(st.integers(0, len(positions) - 1))
     places = np.arange(start, min(start + size, len(positions)))
     slack = draw(st.sampled_from([0, 0, 2]))
@@ -690,21 +689,21 @@ def test_bounds_never_lie(data):
     ruled = data.draw(trees())
     positions = data.draw(axes(TREE_T)), data.draw(axes(TREE_S))
     b, h = data.draw(st.integers(0, TREE_B - 1)), data.draw(st.integers(0, TREE_N - 1))
-    blocks = data.draw(st.sampled_from([(2, 3), (4, 4), (16, 16)]))
+    block_q, block_kv = data.draw(st.sampled_from([(3, 4), (16, 16)]))
 
     picked = masks.pick(ruled.mask, b, h)
-    for _ in range(2):
-        i, rows = data.draw(boxes(positions[0]))
-        j, columns = data.draw(boxes(positions[1]))
-        allowed = points(ruled.truth, b, h, (i, j), positions)
-        assert_sound(*picked.bounds(Tile(rows, columns)), allowed)
+    for sizes in ((1, 1), (3, 4)):
+        i, rows = data.draw(boxes(positions[0], sizes[0]))
+        j, columns = data.draw(boxes(positions[1], sizes[1]))
+        maybe_any, surely_all = picked.bounds(Tile(rows, columns))
+        assert_sound(maybe_any, surely_all, points(ruled.truth, b, h, (i, j), positions))
 
     q, kv = (None if np.array_equal(x, np.arange(len(x))) else x for x in positions)
     kinds = masks.tile_map(
-        ruled.mask, TREE_T, TREE_S, *blocks, b=b, h=h, q_positions=q, kv_positions=kv
+        ruled.mask, TREE_T, TREE_S, block_q, block_kv, b=b, h=h, q_positions=q, kv_positions=kv
     )
     every = np.arange(TREE_T), np.arange(TREE_S)
-    true = true_kinds(points(ruled.truth, b, h, every, positions), *blocks)
+    true = true_kinds(points(ruled.truth, b, h, every, positions), block_q, block_kv)
     assert kinds.shape == true.shape
     assert kinds.dtype == np.int8
     assert not np.any((kinds == masks.EMPTY) & (true != masks.EMPTY))
@@ -747,7 +746,7 @@ SHARP: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", SHARP)
-@pytest.mark.parametrize("blocks", [(4, 3), (1, 1), (8, 12)])
+@pytest.mark.parametrize("blocks", [(4, 3), (1, 1)])
 def test_tile_map_is_exact_for_plain_leaves(name, blocks):
     mask = SHARP[name]()
     kinds = np.asarray(masks.tile_map(mask, 24, 24, *blocks))
@@ -755,9 +754,8 @@ def test_tile_map_is_exact_for_plain_leaves(name, blocks):
 
 
 @pytest.mark.parametrize("name", SHARP)
-@pytest.mark.parametrize("blocks", [(5, 7), (30, 40)])
-def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name, blocks):
-    mask = SHARP[name]()
+def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name):
+    mask, blocks = SHARP[name](), (5, 7)
     kinds = np.asarray(masks.tile_map(mask, 24, 24, *blocks))
     want = true_kinds(np.asarray(mask.dense(24, 24)), *blocks)
     whole = (slice(24 // blocks[0]), slice(24 // blocks[1]))
@@ -775,8 +773,8 @@ def test_bounds_of_many_tiles_are_those_of_each(name):
     ]
     for n, m in ((0, 0), (1, 0), (2, 1), (3, 0), (3, 2)):
         one = Tile(
-            Extent(*(int(x[n]) for x in rows[:3]), rows.size),
-            Extent(*(int(x[m]) for x in columns[:3]), columns.size),
+            Extent(int(rows.lo[n]), int(rows.hi[n]), int(rows.start[n]), rows.size),
+            Extent(int(columns.lo[m]), int(columns.hi[m]), int(columns.start[m]), columns.size),
         )
         alone = [bool(np.all(x)) for x in masks.pick(mask, 0, 0).bounds(one)]
         assert alone == [bool(x[n, m]) for x in together]
@@ -874,7 +872,7 @@ MILLION = 1_000_000
 @pytest.mark.parametrize("block", [1024, 1000])
 def test_a_million_by_a_million_costs_the_number_of_tiles(block):
     mask = masks.Causal() & masks.Window(4096)
-    seconds = []
+    kinds, seconds = np.zeros((1, 1)), []
     for _ in range(3):
         start = time.perf_counter()
         kinds = masks.tile_map(mask, MILLION, MILLION, block, block)
@@ -907,7 +905,8 @@ def test_a_traced_map_never_holds_all_points(name):
             return masks.tile_map(masks.Causal() & own, size, size, 512, 512)
 
         arrays = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((size,), jnp.int32)
-        return jax.jit(build).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+        analysis: Any = jax.jit(build).lower(*arrays).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
 
     for size in (2**15, 2**17):
         assert temporaries(size) <= 64 * (size + (size // 512) ** 2)
@@ -998,10 +997,12 @@ def test_masks_are_built_inside_compiled_functions():
 # Errors
 
 
+untyped: Any = masks  # to write down what a type checker would refuse
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "negative window": (lambda: masks.Window(-1), ValueError, "Window: left .* got -1"),
     "negative window ahead": (lambda: masks.Window(1, -2), ValueError, "Window: right .* got -2"),
-    "float window": (lambda: masks.Window(1.5), ValueError, "Window: left .* got 1.5"),
+    "float window": (lambda: untyped.Window(1.5), ValueError, "Window: left .* got 1.5"),
     "step 0": (lambda: masks.Dilated(0), ValueError, "Dilated: step .* got 0"),
     "negative global": (lambda: masks.Global(-1), ValueError, "Global: n .* got -1"),
     "float length": (lambda: masks.Lengths(kv=2.5), TypeError, "Lengths: kv .*integer.* got float"),
@@ -1026,11 +1027,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "int layout": (lambda: masks.Blocks(jnp.ones((2, 2), int), 2), TypeError, "Blocks: layout"),
     "block 0": (lambda: masks.Blocks(jnp.ones((2, 2), bool), 0), ValueError, "Blocks: block .* 0"),
     "float block": (
-        lambda: masks.Blocks(jnp.ones((2, 2), bool), (2, 1.5)),
+        lambda: untyped.Blocks(jnp.ones((2, 2), bool), (2, 1.5)),
         ValueError,
         r"Blocks: block .*\(2, 1.5\)",
     ),
-    "no function": (lambda: masks.Predicate(3), TypeError, "Predicate: .* got int"),
+    "no function": (lambda: untyped.Predicate(3), TypeError, "Predicate: .* got int"),
     "int predicate": (
         lambda: masks.Predicate(lambda b, h, q, kv: q - kv).dense(T, S),
         TypeError,

@@ -21,7 +21,7 @@ B, T, S = 2, 3, 5
 RNG = np.random.default_rng(0)
 
 
-def softmax_mean(score: dict[int, Any], value: np.ndarray) -> np.ndarray:
+def softmax_mean(score: dict[int, Any], value: np.ndarray) -> Any:
     """Σ softmax(score)_j value_j over the keys that are there; 0 if none are."""
     if not score:
         return np.zeros(value.shape[-1], value.dtype)
@@ -36,7 +36,7 @@ def attend(
     value: np.ndarray,
     scored: Callable[[np.ndarray, np.ndarray], Any],
     allowed: Callable[[int, int, int], Any] = lambda b, i, j: True,
-) -> np.ndarray:
+) -> Any:
     """[B, T, V]: one head, with any score of a query vector and a key vector."""
     rows, queries, keys = len(query), query.shape[1], key.shape[1]
     out = np.zeros((rows, queries, value.shape[-1]), np.result_type(query, key, value))
@@ -48,7 +48,7 @@ def attend(
 
 
 def slopes(
-    oracle: Callable[..., np.ndarray], inputs: dict[str, np.ndarray], d_out: np.ndarray
+    oracle: Callable[..., Any], inputs: dict[str, Any], d_out: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Gradients of Σ d_out · oracle(**inputs), entry by entry, by complex steps."""
     tiny = 1e-100
@@ -64,10 +64,10 @@ def slopes(
 
 
 def assert_values_and_gradients(
-    function: Callable[..., Any], oracle: Callable[..., np.ndarray], inputs: dict[str, np.ndarray]
+    function: Callable[..., Any], oracle: Callable[..., Any], inputs: dict[str, Any]
 ) -> None:
     """`function(**inputs)` is the oracle's, to float64 rounding, and so is every gradient."""
-    arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
+    arrays = on_device(inputs)
     want = oracle(**inputs)
     d_out = np.random.default_rng(1).normal(size=want.shape)
 
@@ -86,6 +86,11 @@ def assert_values_and_gradients(
 
 def _product(a: np.ndarray, b: np.ndarray) -> Any:
     return np.sum(a * b)
+
+
+def on_device(inputs: dict[str, Any], dtype: Any = None) -> dict[str, Any]:
+    """The same as JAX arrays."""
+    return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
 
 
 # Self-attention
@@ -137,12 +142,12 @@ def self_attention_loops(x, w_query, w_key, w_value, allowed, scale):
     return attend(query, key, value, lambda q, k: _product(q, k) * scale, allowed)
 
 
-def _rows(vector: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+def _rows(vector: Any, matrix: Any) -> Any:
     return sum(number * row for number, row in zip(vector, matrix, strict=True))
 
 
 @pytest.mark.parametrize("mask", SQUARE_MASKS)
-@pytest.mark.parametrize("scale", [None, 1.0])
+@pytest.mark.parametrize("scale", [None, 0.6])
 def test_self_attention_of_three_sizes(mask, scale):
     E, H1, H2 = 4, 6, 7
     build, allowed = MASKS[mask]
@@ -205,7 +210,7 @@ def test_renormalised_weights_know_nothing_of_the_future():
     def weights(raw):
         return jattn.renormalised_causal(jax.nn.softmax(raw, axis=-1))
 
-    jacobian = np.asarray(jax.jacobian(weights)(raw))  # [i, j, row, column]
+    jacobian = np.asarray(jax.jit(jax.jacobian(weights))(raw))  # [i, j, row, column]
     for i in range(4):
         np.testing.assert_allclose(jacobian[i, :, i, i + 1 :], 0, atol=1e-16)
         assert i == 0 or np.abs(jacobian[i, :, i, : i + 1]).max() > 1e-2
@@ -236,7 +241,7 @@ def test_interaction_is_left_times_x_times_right():
         "one": ((x[0], shared, right), shared @ x[0] @ right),
     }
     for name, (arguments, want) in wants.items():
-        arrays = [None if a is None else jnp.asarray(a) for a in arguments]
+        arrays: list[Any] = [None if a is None else jnp.asarray(a) for a in arguments]
         got = jattn.interaction(*arrays)
         assert got.shape == want.shape, name
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-13, err_msg=name)
@@ -305,7 +310,8 @@ def test_multiplicative_folds_the_weight_into_the_query():
     folded = jattn.multiplicative(jnp.asarray(query), jnp.asarray(weight))
     np.testing.assert_allclose(folded, query @ weight, rtol=0, atol=1e-13)
     arrays = [jnp.asarray(x) for x in (key, value)]
-    got = jattn.attention(folded[:, :, None], *(x[:, :, None] for x in arrays), scale=0.5)[:, :, 0]
+    keys, values = (x[:, :, None] for x in arrays)
+    got = jattn.attention(folded[:, :, None], keys, values, scale=0.5)[:, :, 0]
     whole = jattn.multiplicative_attention(
         jnp.asarray(query), *arrays, jnp.asarray(weight), scale=0.5
     )
@@ -315,7 +321,10 @@ def test_multiplicative_folds_the_weight_into_the_query():
 # Additive attention
 
 
-def additive_inputs(batch: tuple[int, ...] = (B,), keys: int = S) -> dict[str, np.ndarray]:
+additive = jax.jit(jattn.additive_attention, static_argnames=("dropout_rate",))
+
+
+def additive_inputs(batch: tuple[int, ...] = (B,), keys: int = S) -> dict[str, Any]:
     """Sizes that are all different: Dq 4, Dk 6, A 7, V 3."""
     return {
         "query": 2 * RNG.normal(size=(*batch, T, 4)),
@@ -340,31 +349,31 @@ def additive_loops(query, key, value, w_query, w_key, w_score, allowed=lambda b,
 def test_additive_attention(mask):
     build, allowed = MASKS[mask]
     assert_values_and_gradients(
-        lambda **arrays: jattn.additive_attention(**arrays, mask=build()),
+        lambda **arrays: additive(**arrays, mask=build()),
         lambda **arrays: additive_loops(**arrays, allowed=allowed),
         additive_inputs(),
     )
 
 
-@pytest.mark.parametrize("keys", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("keys", [1, 16, 17, 40])
 def test_additive_attention_over_any_number_of_keys(keys):
     inputs = additive_inputs(keys=keys)
-    got = jattn.additive_attention(**{name: jnp.asarray(x) for name, x in inputs.items()})
+    got = additive(**on_device(inputs))
     np.testing.assert_allclose(got, additive_loops(**inputs), rtol=0, atol=1e-13)
 
 
 def test_additive_attention_without_keys_is_zero():
-    inputs = {name: jnp.asarray(x) for name, x in additive_inputs(keys=0).items()}
-    got, pull = jax.vjp(lambda arrays: jattn.additive_attention(**arrays), inputs)
+    inputs = on_device(additive_inputs(keys=0))
+    got, gradients = _pulled(inputs, None, jnp.ones((B, T, 3)))
     np.testing.assert_array_equal(got, np.zeros((B, T, 3)))
-    for gradient in pull(jnp.ones((B, T, 3)))[0].values():
+    for gradient in gradients.values():
         assert not np.any(gradient)
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_additive_attention_takes_any_batch(batch):
     inputs = additive_inputs(batch)
-    got = jattn.additive_attention(**{name: jnp.asarray(x) for name, x in inputs.items()})
+    got = additive(**on_device(inputs))
     assert got.shape == (*batch, T, 3)
     flat = {
         name: x.reshape(-1, *x.shape[-2:]) if name in ("query", "key", "value") else x
@@ -375,24 +384,24 @@ def test_additive_attention_takes_any_batch(batch):
 
 
 def test_additive_keys_are_projected_once_and_reused():
-    inputs = {name: jnp.asarray(x) for name, x in additive_inputs().items()}
+    inputs = on_device(additive_inputs())
     projected = jattn.additive_keys(inputs["key"], inputs["w_key"])
     assert projected.shape == (B, S, 7)
     reused = {**inputs, "key": projected, "w_key": None}
-    whole = jattn.additive_attention(**inputs)
-    np.testing.assert_array_equal(jattn.additive_attention(**reused), whole)
+    whole = additive(**inputs)
+    np.testing.assert_array_equal(additive(**reused), whole)
     for step in range(T):  # decoding: one query at a time
         one = {**reused, "query": inputs["query"][:, step : step + 1]}
-        got = jattn.additive_attention(**one)
+        got = additive(**one)
         np.testing.assert_allclose(got, whole[:, step : step + 1], rtol=0, atol=1e-14)
 
 
 def test_additive_attention_with_a_score_function():
     inputs = additive_inputs()
     bias = RNG.normal(size=(B, 1, T, S))
-    arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
+    arrays = on_device(inputs)
     score = scores.Temperature(0.5) >> scores.Bias(jnp.asarray(bias))
-    got = jattn.additive_attention(**arrays, score=score)
+    got = additive(**arrays, score=score)
     query, key = inputs["query"] @ inputs["w_query"], inputs["key"] @ inputs["w_key"]
     raw = np.tanh(query[:, :, None] + key[:, None]) @ inputs["w_score"]
     exponential = np.exp(raw / 0.5 + bias[:, 0])
@@ -401,11 +410,11 @@ def test_additive_attention_with_a_score_function():
 
 
 def test_additive_attention_drops_weights():
-    inputs = {name: jnp.asarray(x) for name, x in additive_inputs().items()}
+    inputs = on_device(additive_inputs())
     inputs["value"] = jnp.broadcast_to(jnp.eye(S), (B, S, S))  # shows the weights
     key = jax.random.key(5)
-    whole = jattn.additive_attention(**inputs)
-    got = jattn.additive_attention(**inputs, dropout_rate=0.3, dropout_key=key)
+    whole = additive(**inputs)
+    got = additive(**inputs, dropout_rate=0.3, dropout_key=key)
     kept = [tile.keep(key, 0.3, b, 0, jnp.arange(T), jnp.arange(S)) for b in range(B)]
     assert 0 < np.mean(kept) < 1
     np.testing.assert_allclose(got, np.where(kept, whole / 0.7, 0), rtol=1e-14)
@@ -413,10 +422,10 @@ def test_additive_attention_drops_weights():
 
 @pytest.mark.parametrize("dtype, error", [(jnp.float32, 2e-5), (jnp.bfloat16, 5e-2)])
 def test_additive_attention_keeps_the_dtype(dtype, error):
-    inputs = {name: jnp.asarray(x, dtype) for name, x in additive_inputs().items()}
-    got, pull = jax.vjp(lambda arrays: jattn.additive_attention(**arrays), inputs)
+    inputs = on_device(additive_inputs(), dtype)
+    got, gradients = _pulled(inputs, None, jnp.ones((B, T, 3), dtype))
     assert got.dtype == dtype
-    assert {x.dtype for x in pull(got)[0].values()} == {jnp.dtype(dtype)}
+    assert {x.dtype for x in gradients.values()} == {jnp.dtype(dtype)}
     want = additive_loops(**{name: np.asarray(x, np.float64) for name, x in inputs.items()})
     assert np.abs(np.asarray(got, np.float64) - want).max() < error * np.abs(want).max()
 
@@ -438,9 +447,14 @@ def test_masked_keys_of_additive_attention_do_not_exist(poison):
 
 
 def _additive_and_gradients(inputs: Any, mask: Any, d_out: Any) -> dict[str, np.ndarray]:
-    arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
+    out, gradients = _pulled(on_device(inputs), mask, d_out)
+    return {name: np.asarray(x) for name, x in {"out": out, **gradients}.items()}
+
+
+@jax.jit
+def _pulled(arrays: dict[str, Any], mask: Any, d_out: Any) -> tuple[Any, dict[str, Any]]:
     out, pull = jax.vjp(lambda arrays: jattn.additive_attention(**arrays, mask=mask), arrays)
-    return {name: np.asarray(x) for name, x in {"out": out, **pull(d_out)[0]}.items()}
+    return out, pull(d_out)[0]
 
 
 @pytest.mark.parametrize("where", ["key", "value"])
@@ -473,7 +487,8 @@ def test_additive_attention_takes_memory_linear_in_the_keys():
         arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         function = jax.grad(attend, argnums=tuple(range(6))) if differentiate else attend
         compiled = jax.jit(function).lower(*arrays).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis: Any = compiled.memory_analysis()
+        return analysis.temp_size_in_bytes
 
     for differentiate in (False, True):
         small, large = temporaries(1024, differentiate), temporaries(4096, differentiate)
@@ -491,7 +506,7 @@ def _arrays(*shapes: tuple[int, ...]) -> list[Any]:
 
 
 def _additive(**changed: Any) -> Any:
-    arrays: dict[str, Any] = {name: jnp.asarray(x) for name, x in additive_inputs().items()}
+    arrays = on_device(additive_inputs())
     return jattn.additive_attention(**{**arrays, **changed})
 
 

@@ -76,10 +76,13 @@ def test_sinusoidal_refuses_odd_widths(width):
 
 
 def turned(
-    x: np.ndarray, where: np.ndarray, style: str, base: float = 10000.0, size: int | None = None
+    x: np.ndarray, where: np.ndarray, style: str, base: float = 10000.0, size: int = 0
 ) -> np.ndarray:
-    """Su et al. 2021, section 3.2.2, one vector and one pair at a time. `where` is [*B, T]."""
-    size = x.shape[-1] if size is None else size
+    """Su et al. 2021, section 3.2.2, one vector and one pair at a time. `where` is [*B, T].
+
+    `size` channels are turned; 0 means all.
+    """
+    size = size or x.shape[-1]
     result = np.array(x)
     for *place, head in np.ndindex(x.shape[:-1]):
         at = (*place, head)
@@ -109,10 +112,10 @@ def test_rotary_by_the_formula(style, size, batch):
     x = RNG.normal(size=(*batch, 5, 3, 10))
     where = RNG.integers(0, 60, (*batch, 5))
     got = rotary(x, where, style, rotary_dim=size)
-    np.testing.assert_allclose(got, turned(x, where, style, size=size), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(got, turned(x, where, style, size=size or 0), rtol=0, atol=1e-13)
     shared = np.array([3, 0, 41, 7, 7])
     got = rotary(x, shared, style, rotary_dim=size)
-    want = turned(x, np.broadcast_to(shared, x.shape[:-2]), style, size=size)
+    want = turned(x, np.broadcast_to(shared, x.shape[:-2]), style, size=size or 0)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 

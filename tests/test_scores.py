@@ -399,6 +399,8 @@ def _attended(score: Any) -> Any:
     return jattn.attention_scores(jnp.asarray(QUERY), jnp.asarray(KEY), score=score)
 
 
+untyped: Any = scores  # to write down what a type checker would refuse
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "cap 0": (lambda: scores.SoftCap(0.0), ValueError, "SoftCap: cap .*> 0, got 0.0"),
     "negative cap": (lambda: scores.SoftCap(-2), ValueError, "SoftCap: cap .*> 0, got -2"),
@@ -454,7 +456,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"score.second.slopes: expected \[N\]",
     ),
-    "no function": (lambda: scores.Score(3), TypeError, "Score: .* got int"),
+    "no function": (lambda: untyped.Score(3), TypeError, "Score: .* got int"),
     "truth": (
         lambda: _attended(scores.Score(lambda s, b, h, q, kv: q < kv)),
         TypeError,
@@ -465,7 +467,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"float scalar, got float64 \[3\]",
     ),
-    "then a number": (lambda: scores.SoftCap(1.0) >> 3, TypeError, "unsupported operand"),
+    "then a number": (lambda: untyped.SoftCap(1.0) >> 3, TypeError, "unsupported operand"),
     "a bare function": (lambda: _attended(lambda s, b, h, q, kv: s), TypeError, "scores.Score"),
     "a bare array": (lambda: _attended(jnp.asarray(BIAS)), TypeError, "scores.Bias"),
 }

@@ -125,25 +125,29 @@ def test_shares_follow_the_lse():
 @pytest.mark.parametrize("cuts", [(0,), (1,), (3,), (6,), (7,), (2, 2, 5), (1, 2, 3, 4, 5, 6)])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_parts_merge_to_the_whole_with_their_gradients(cuts, dtype):
+    """The whole is computed in float64 from the same inputs.
+
+    Measured in float32: values 2e-7, gradients 2.1e-6 (1.5e-6 without splitting).
+    """
     x, dense = arrays(dtype), some_mask()
     rng = np.random.default_rng(5)
-    d_out = jnp.asarray(rng.standard_normal((2, T, N, V)), dtype)
-    d_lse = jnp.asarray(rng.standard_normal((2, N, T)), dtype)
+    cotangents = rng.standard_normal((2, T, N, V)), rng.standard_normal((2, N, T))
+    cotangents = [jnp.asarray(c, dtype) for c in cotangents]
 
-    def pulled(call: Any) -> Any:
-        results, pull = jax.vjp(call, *x)
-        return *results, *pull((d_out, d_lse))
+    def pulled(attend: Any, kind: Any) -> Any:
+        results, pull = jax.vjp(attend, *(a.astype(kind) for a in x))
+        return *results, *pull(tuple(c.astype(kind) for c in cotangents))
 
     @quick_jit
     def both() -> Any:
         whole = lambda q, k, v: jattn.attention(q, k, v, mask=dense, return_lse=True)  # noqa: E731
         parts = lambda q, k, v: jattn.merge(*in_parts(q, k, v, dense, cuts))  # noqa: E731
-        return pulled(parts), pulled(whole)
+        return pulled(parts, dtype), pulled(whole, "float64")
 
-    tolerance = {"float64": 1e-14, "float32": 2e-6}[dtype]
-    for got, want in zip(*both(), strict=True):
-        assert got.dtype == want.dtype
-        assert error(got, want) <= tolerance
+    of_values, of_gradients = {"float64": (1e-14, 1e-14), "float32": (5e-7, 4e-6)}[dtype]
+    for place, (got, want) in enumerate(zip(*both(), strict=True)):
+        assert got.dtype == dtype
+        assert error(got, want) <= (of_values if place < 2 else of_gradients)
 
 
 def test_the_lse_of_bfloat16_is_good_enough_to_merge_by():
@@ -215,7 +219,7 @@ def test_a_sink_of_minus_infinity_changes_nothing():
     d_out, d_lse, d_sink = pull((jnp.ones_like(out), jnp.ones_like(lse)))
     live = np.isfinite(part[1])
     np.testing.assert_array_equal(d_out[np.swapaxes(live, 1, 2)], 1)
-    np.testing.assert_array_equal(d_lse, np.where(live, 1, 0))
+    np.testing.assert_allclose(d_lse, np.where(live, 1, 0), rtol=1e-15)
     assert not np.any(d_sink)
 
 
@@ -225,8 +229,8 @@ def test_a_sink_keeps_dtypes_and_accepts_others(dtype):
     got, total = jattn.with_sink(out, lse, SINK.astype(jnp.float32))
     assert got.dtype == dtype
     assert total.dtype == jnp.float32
-    share = 1 / (1 + np.exp(np.asarray(SINK)[:, None] - np.asarray(lse, np.float64)))
-    share = np.where(np.isinf(lse), 0, share)
+    exponential, sink = np.exp(np.asarray(lse, np.float64)), np.exp(np.asarray(SINK))[:, None]
+    share = np.where(exponential == 0, 0, exponential / np.maximum(exponential + sink, 1e-300))
     want = np.asarray(out, np.float64) * np.swapaxes(share, 1, 2)[..., None]
     assert error(got, want) <= 2 * float(jnp.finfo(dtype).eps)
 

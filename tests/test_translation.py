@@ -10,6 +10,7 @@ import math
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ class Bench:
     target: Vocabulary
     batches: Batches
     model: Model
-    optimiser: object
+    optimiser: Any
     step: training.Step
 
     def first_state(self) -> State:
@@ -153,6 +154,7 @@ def test_token_losses_are_those_of_the_formula(smoothing):
     logits, labels, counted, _ = loss_case(smoothing)
     losses, gradient = losses_by_hand(logits, labels, counted, smoothing)
     weight = np.random.default_rng(2).standard_normal(labels.shape).astype(np.float32)
+    ours: Any
     ours, pull = jax.vjp(
         lambda x: training.token_losses(x, labels, counted, smoothing), jnp.asarray(logits)
     )
@@ -467,15 +469,15 @@ def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
     run = saved_run(tmp_path / "run")
     other = dataclasses.replace(TINY, features=32, seed=5)
     with pytest.raises(ValueError, match="features: 16, not 32") as error:
-        run.check_same(other, run)
+        run.check_same(dataclasses.replace(run, config=other))
     assert "seed: 0, not 5" in str(error.value)
     fewer = dataclasses.replace(run, source=Vocabulary(run.source.words[1:]))
     with pytest.raises(ValueError, match="the vocabularies"):
-        run.check_same(TINY, fewer)
+        run.check_same(fewer)
     elsewhere = dataclasses.replace(run.origin, fingerprint="0")
     with pytest.raises(ValueError, match="the training text"):
-        run.check_same(TINY, dataclasses.replace(run, origin=elsewhere))
-    run.check_same(TINY, Run.open(run.directory))
+        run.check_same(dataclasses.replace(run, origin=elsewhere))
+    run.check_same(Run.open(run.directory))
 
 
 def test_an_existing_directory_is_neither_written_into_nor_deleted(tmp_path):
@@ -641,27 +643,25 @@ def padded(rows, width: int) -> np.ndarray:
 def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
     parts, params = bench(), decided_params()
     rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:6]]
-    said = decoding.Translator(parts.model, parts.source, parts.target, 12).ids(params, rows)
-    read = padded([[BOS, *row[:-1]] for row in said], 12)
+    said = decoding.translated(parts.model, params, rows)
+    read = padded([[BOS, *row[:-1]] for row in said], TINY.max_length)
     lengths = np.array([len(row) for row in rows], np.int32)
     logits = np.array(jax.jit(parts.model.logits)(params, padded(rows, 24), lengths, read))
     logits[..., [PAD, BOS]] = -np.inf
     for row, scores in zip(said, logits, strict=True):
         np.testing.assert_array_equal(scores.argmax(-1)[: len(row)], row)
-        assert len(row) == 12 or row[-1] == EOS
+        assert len(row) == TINY.max_length or row[-1] == EOS
         assert list(row).count(EOS) == (row[-1] == EOS)
     assert len(set(map(tuple, said))) > 3
 
 
 def test_a_sentence_is_translated_alone_as_among_others():
     parts, params = bench(), decided_params()
-    sentences = [pair.source for pair in parts.texts.validation if len(pair.source) < 40][:5]
-    translator = decoding.Translator(parts.model, parts.source, parts.target, 12)
-    together = translator(params, sentences)
-    assert together[3] == translator(params, [sentences[3]])[0]
-    assert len(set(together)) > 1 and translator(params, []) == []
-    with pytest.raises(ValueError, match="at most 12 tokens"):
-        translator(params, ["der hund " * 12])
+    rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:5]]
+    together = decoding.translated(parts.model, params, rows)
+    (alone,) = decoding.translated(parts.model, params, [rows[3]])
+    np.testing.assert_array_equal(together[3], alone)
+    assert decoding.translated(parts.model, params, []) == []
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -682,9 +682,7 @@ def test_scores_of_identical_and_of_other_text():
 
 def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     parts, params = bench(), decided_params()
-    examiner = evaluation.Examiner(
-        parts.model, parts.texts.validation, parts.source, parts.target, 32
-    )
+    examiner = evaluation.Examiner(parts.model, parts.texts.validation, parts.source, parts.target)
     sources = [parts.source.encode(pair.source) for pair in parts.texts.validation]
     targets = [parts.target.encode(pair.target) for pair in parts.texts.validation]
     lengths = np.array([len(row) for row in sources], np.int32)
@@ -705,7 +703,7 @@ def test_exact_match_is_counted_by_construction():
         Pair("c", "the dog sleeps.", "x"),
     ]
     parts = bench()
-    examiner = evaluation.Examiner(parts.model, pairs, parts.source, parts.target, 32)
+    examiner = evaluation.Examiner(parts.model, pairs, parts.source, parts.target)
     scores = examiner.score(["the dog sleeps.", "a dog", "the dog sleeps."], loss=1.0)
     assert scores.exact_match == pytest.approx(2 / 3)
     assert scores.constructions == {"x": (2, 2), "y": (0, 1)}

@@ -15,8 +15,8 @@ right; of the deeper ones far fewer do.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,17 +27,18 @@ import numpy as np
 
 from experiments.translation import checkpoints, pictures
 from experiments.translation.batches import Batches
-from experiments.translation.checkpoints import Run, TextOrigin
+from experiments.translation.checkpoints import Run, TextOrigin, fingerprint
 from experiments.translation.corpus import Pair
 from experiments.translation.data import LANGUAGES
-from experiments.translation.decoding import Translator
+from experiments.translation.decoding import translated
 from experiments.translation.evaluation import Examined, Examiner, read_tests, table
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.text import BOS, EncodedPairs, Vocabulary, encode_pairs
+from experiments.translation.text import BOS, Vocabulary, encode_pairs
 from experiments.translation.training import (
     Loop,
     NonFiniteLoss,
+    State,
     Texts,
     check_batch,
     first_state,
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     for added in (evaluate, translate, plot):
         added.add_argument("--run", type=Path, required=True, help="the run's directory")
-    for added in (demo, train, evaluate):
+    for added in (demo, train, evaluate, plot):
         _add_data(added)
     translate.add_argument("sentences", nargs="*", metavar="SENTENCE")
     plot.add_argument("--sentence", help="what to translate and draw")
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; training goes on with: train --run DIR --resume", file=sys.stderr)
         return 130
     return 0
 
@@ -156,12 +157,13 @@ def _demo(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     options.resume = False
     trained = _trained(options)
-    examined = _examined(options, trained)
+    tests = _tests(options, trained.run)
+    examined = _examined(trained, tests)
     print("translations:")
     for pair, translation in _shown(examined):
         _print_beside_reference(trained.run, pair, translation)
     print("pictures:")
-    for file in _drawn(trained, None):
+    for file in _drawn(trained, _sentence_to_draw(tests)):
         print(f"  {file}")
     for name, result in examined.items():
         scores = result.scores
@@ -175,33 +177,44 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    _examined(options, _opened(options))
+    trained = _opened(options)
+    _examined(trained, _tests(options, trained.run))
 
 
 def _translate(options: argparse.Namespace) -> None:
     trained = _opened(options)
-    run = trained.run
-    translator = Translator(trained.model, run.source, run.target, run.config.max_length)
-    translate = functools.partial(_print_translations, translator, trained)
     if options.sentences:
-        translate(options.sentences)
+        _print_translations(trained, options.sentences)
     elif not sys.stdin.isatty():
-        translate(sys.stdin.read().removesuffix("\n").split("\n"))
+        text = sys.stdin.read()
+        _print_translations(trained, text.removesuffix("\n").split("\n") if text else [])
     else:
         print("a sentence per line; Ctrl-D ends", file=sys.stderr)
         for line in sys.stdin:
             try:
-                translate([line])
+                _print_translations(trained, [line])
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
 
 
 def _plot(options: argparse.Namespace) -> None:
-    for file in _drawn(_opened(options), options.sentence):
+    trained = _opened(options)
+    sentence = options.sentence or _sentence_to_draw(_tests(options, trained.run))
+    for file in _drawn(trained, sentence):
         print(file)
 
 
 # --------------------------------------------------------------------------------------- training
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What training needs, all of it read and checked."""
+
+    run: Run
+    texts: Texts
+    batches: Batches
+    model: Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,16 +230,14 @@ def _trained(options: argparse.Namespace) -> _Trained:
     """Trains as the options say, from the beginning or from the last checkpoint."""
     with _users_part():
         saved = _to_resume(options) if options.resume else None
-        config = _config(options, saved)
-        directory = saved.directory if saved else _new_directory(options)
-        run, texts, pairs = _prepared(options, config, directory, saved)
+        plan = _planned(options, saved)
         if saved:
-            saved.check_same(config, run)
+            saved.check_same(plan.run)
         else:
-            if options.overwrite and directory.exists():
-                checkpoints.remove(directory)
-            run.create()
-    return _fitted(run, texts, pairs, resume=saved is not None)
+            if options.overwrite and plan.run.directory.exists():
+                checkpoints.remove(plan.run.directory)
+            plan.run.create()
+    return _fitted(plan, resume=saved is not None)
 
 
 def _to_resume(options: argparse.Namespace) -> Run:
@@ -253,63 +264,56 @@ def _new_directory(options: argparse.Namespace) -> Path:
     return directory
 
 
-def _prepared(
-    options: argparse.Namespace, config: Config, directory: Path, saved: Run | None
-) -> tuple[Run, Texts, EncodedPairs]:
-    """The run that the options describe, its text, and the training pairs as ids."""
+def _planned(options: argparse.Namespace, saved: Run | None) -> _Plan:
+    config = _config(options, saved)
+    directory = saved.directory if saved else _new_directory(options)
     path = options.data or (saved.origin.path if saved else None)
-    source_suffix, target_suffix = options.languages or (
-        saved.origin.languages if saved else LANGUAGES
-    )
-    languages = (source_suffix, target_suffix)
+    first, second = options.languages or (saved.origin.languages if saved else LANGUAGES)
+    languages = (first, second)
     texts = read_texts(config, path, languages)
-    for report in texts.reports:
-        print(report)
     source, target = (
         Vocabulary.build((pair[side] for pair in texts.train), minimum_count=config.minimum_count)
         for side in (0, 1)
     )
     pairs, report = encode_pairs(texts.train, source, target, max_length=config.max_length)
-    print(f"{report}; {len(source)} source and {len(target)} target tokens in the vocabularies")
-    where = None if path is None else str(Path(path).resolve())
-    origin = TextOrigin(where, languages, checkpoints.fingerprint(pairs))
-    return Run(directory, config, source, target, origin), texts, pairs
+    for line in (*texts.reports, report):
+        print(line)
+    origin = TextOrigin(path and str(Path(path).resolve()), languages, fingerprint(pairs))
+    batches = Batches(
+        pairs,
+        tokens_per_batch=config.tokens_per_batch or None,
+        rows_per_batch=config.rows_per_batch or None,
+        max_shapes=config.max_shapes,
+        seed=config.seed,
+    )
+    run = Run(directory, config, source, target, origin)
+    return _Plan(run, texts, batches, Model(config, len(source), len(target)))
 
 
-def _fitted(run: Run, texts: Texts, pairs: EncodedPairs, *, resume: bool) -> _Trained:
-    config = run.config
-    with _users_part():
-        batches = Batches(
-            pairs,
-            tokens_per_batch=config.tokens_per_batch or None,
-            rows_per_batch=config.rows_per_batch or None,
-            max_shapes=config.max_shapes,
-            seed=config.seed,
-        )
-        model = Model(config, len(run.source), len(run.target))
-        examiner = Examiner(model, texts.validation, run.source, run.target, config.max_length)
-    optimiser = make_optimiser(config, total_steps(config, batches))
-    state = first_state(model, optimiser, config.seed)
-    if resume:
-        with _users_part():
-            state = _resumed(run, state, total_steps(config, batches))
+def _fitted(plan: _Plan, *, resume: bool) -> _Trained:
+    run, model, config = plan.run, plan.model, plan.run.config
+    examiner = Examiner(model, plan.texts.validation, run.source, run.target)
+    optimiser = make_optimiser(config, total_steps(config, plan.batches))
     loop = Loop(
         config,
-        batches,
+        plan.batches,
         step=make_step(model, optimiser, config),
         check=lambda batch: check_batch(batch, model),
         report=run.report,
         validate=lambda params: _validated(examiner, params),
         save=lambda state: run.save(state, int(state.step)),
     )
+    state = first_state(model, optimiser, config.seed)
+    if resume:
+        with _users_part():
+            state = _resumed(run, state, loop.total_steps)
     _announce(run, model, loop)
-    began = time.perf_counter()
     state = loop.run(state)
-    print(f"trained in {time.perf_counter() - began:.0f} s; checkpoint in {run.directory}")
+    _sum_up(run)
     return _Trained(run, model, state.params)
 
 
-def _resumed(run: Run, state: Any, total: int) -> Any:
+def _resumed(run: Run, state: State, total: int) -> State:
     state, step = run.restore(state)
     if step >= total:
         raise ValueError(f"{run.directory} has made all its {total} steps already")
@@ -319,14 +323,23 @@ def _resumed(run: Run, state: Any, total: int) -> Any:
 
 
 def _announce(run: Run, model: Model, loop: Loop) -> None:
-    size = sum(int(np.prod(shape.shape)) for shape in model.shapes.values())
-    shapes = ", ".join(
-        f"{shape.rows} x ({shape.source_width}, {shape.target_width})"
-        for shape in loop.batches.shapes
-    )
+    parameters = sum(math.prod(shape.shape) for shape in model.shapes.values())
+    shapes = ", ".join(f"{rows} x ({source}, {target})" for rows, source, target in loop.shapes)
     print(
-        f"{run.directory}: {size:,} parameters; {loop.total_steps} steps, "
-        f"{loop.total_steps / len(loop.batches):.1f} epochs; batches of {shapes} places"
+        f"{run.directory}: vocabularies of {model.source_size:,} and {model.target_size:,} tokens, "
+        f"{parameters:,} parameters, {loop.total_steps:,} steps, {loop.epochs:.1f} epochs, "
+        f"batches of {shapes} places",
+        flush=True,
+    )
+
+
+def _sum_up(run: Run) -> None:
+    records = [record for record in run.metrics() if "tokens" in record]
+    tokens = sum(record["tokens"] for record in records)
+    seconds = sum(record["seconds"] for record in records)
+    print(
+        f"trained for {seconds:.0f} s at {tokens / seconds:,.0f} target tokens a second; "
+        f"checkpoint in {run.directory}"
     )
 
 
@@ -350,11 +363,19 @@ def _opened(options: argparse.Namespace) -> _Trained:
 # ------------------------------------------------------------------------------------ examining
 
 
-def _examined(options: argparse.Namespace, trained: _Trained) -> dict[str, Examined]:
-    """The results on each test set, printed and written to the run's directory."""
+def _tests(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
+    """The pairs that the options name to examine on, or else those held out for the run."""
+    with _users_part():
+        if options.data is not None and str(options.data.resolve()) != run.origin.path:
+            return read_tests(options.data, options.languages or run.origin.languages)
+        return read_texts(run.config, run.origin.path, run.origin.languages, training=False).tests
+
+
+def _examined(trained: _Trained, tests: Mapping[str, list[Pair]]) -> dict[str, Examined]:
+    """The results on each set of pairs, printed and written to the run's directory."""
     run, results = trained.run, {}
-    for name, pairs in _tests(options, run).items():
-        examiner = Examiner(trained.model, pairs, run.source, run.target, run.config.max_length)
+    for name, pairs in tests.items():
+        examiner = Examiner(trained.model, pairs, run.source, run.target)
         results[name] = examiner(trained.params)
         print(table(name, results[name].scores), flush=True)
         if examiner.cut:
@@ -362,14 +383,6 @@ def _examined(options: argparse.Namespace, trained: _Trained) -> dict[str, Exami
     figures = {name: result.scores.to_json() for name, result in results.items()}
     (run.directory / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
     return results
-
-
-def _tests(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
-    languages = options.languages or run.origin.languages
-    with _users_part():
-        if options.data is not None:
-            return read_tests(options.data, languages)
-        return read_texts(run.config, run.origin.path, languages).tests
 
 
 def _shown(examined: Mapping[str, Examined]) -> list[tuple[Pair, str]]:
@@ -395,32 +408,31 @@ def _print_beside_reference(run: Run, pair: Pair, translation: str) -> None:
         print(f"     (expected: {reference})")
 
 
-def _print_translations(
-    translator: Translator, trained: _Trained, sentences: Sequence[str]
-) -> None:
+def _print_translations(trained: _Trained, sentences: Sequence[str]) -> None:
     """A translation a line; a line without words stays empty."""
-    with _users_part():
-        texts = [text for text in sentences if text.strip()]
-        translations = iter(translator(trained.params, texts))
-    for text in sentences:
-        unknown = trained.run.source.unknown(text)
+    run = trained.run
+    rows = [_encoded(run, sentence) for sentence in sentences if sentence.strip()]
+    translations = iter(translated(trained.model, trained.params, rows))
+    for sentence in sentences:
+        unknown = run.source.unknown(sentence)
         if unknown:
             print(f"unknown words: {', '.join(unknown)}", file=sys.stderr)
-        print(next(translations) if text.strip() else "", flush=True)
+        print(run.target.decode(next(translations)) if sentence.strip() else "", flush=True)
 
 
-def _drawn(trained: _Trained, sentence: str | None) -> list[Path]:
-    """Draws the attention on a sentence and the loss; returns the files."""
-    run = trained.run
-    if sentence is None:
-        sentence = _sentence_to_draw(run)
+def _encoded(run: Run, sentence: str) -> list[int]:
     with _users_part():
-        source = run.source.encode(sentence, max_length=run.config.max_length)
-    translator = Translator(trained.model, run.source, run.target, run.config.max_length)
-    said = translator.ids(trained.params, [source])[0]
+        return run.source.encode(sentence, max_length=run.config.max_length)
+
+
+def _drawn(trained: _Trained, sentence: str) -> list[Path]:
+    """Draws the attention on a sentence and its translation, and the loss; returns the files."""
+    run = trained.run
+    source = _encoded(run, sentence)
+    said = translated(trained.model, trained.params, [source])[0]
     read = np.concatenate([[BOS], said[:-1]])
     weights = trained.model.weights(
-        trained.params, np.asarray([source]), np.asarray([len(source)]), read[None]
+        trained.params, np.array([source]), np.array([len(source)]), read[None]
     )
     folder = run.directory / "pictures"
     files = pictures.draw_sentence(
@@ -434,10 +446,9 @@ def _drawn(trained: _Trained, sentence: str | None) -> list[Path]:
     return [*files, folder / "loss.png"]
 
 
-def _sentence_to_draw(run: Run) -> str:
-    with _users_part():
-        texts = read_texts(run.config, run.origin.path, run.origin.languages)
-    pairs = texts.tests["test"] if "test" in texts.tests else texts.validation
+def _sentence_to_draw(tests: Mapping[str, Sequence[Pair]]) -> str:
+    """The first sentence whose picture is neither empty nor crowded."""
+    pairs = next(iter(tests.values()))
     fitting = (pair.source for pair in pairs if 9 <= len(pair.source.split()) <= 12)
     return next(fitting, pairs[0].source)
 

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,8 +30,6 @@ import orbax.checkpoint as ocp
 from experiments.translation.presets import Config, differences
 from experiments.translation.text import EncodedPairs, Vocabulary
 
-
-Tree = TypeVar("Tree")
 
 _FORMAT = "jattn-translation-run"
 _KEPT = 3  # checkpoints: enough to go back behind a damaged one
@@ -109,13 +107,13 @@ class Run:
         about = {"format": _FORMAT, "config": self.config.to_json(), "text": asdict(self.origin)}
         (self.directory / "config.json").write_text(json.dumps(about, indent=2) + "\n", "utf-8")
 
-    def check_same(self, config: Config, other: "Run") -> None:
-        """Makes sure that `config` and the text of `other` are those this run was begun with.
+    def check_same(self, other: "Run") -> None:
+        """Makes sure that another run has the configuration and the text of this one.
 
         Raises:
             ValueError: something differs; the message names it.
         """
-        changed = differences(self.config, config)
+        changed = differences(self.config, other.config)
         if self.source != other.source or self.target != other.target:
             changed.append("the vocabularies")
         elif self.origin.fingerprint != other.origin.fingerprint:
@@ -161,7 +159,7 @@ class Run:
             if int(file.stem) not in self.steps():
                 file.unlink()
 
-    def restore(self, like: Tree, *, prefix: str = "") -> tuple[Tree, int]:
+    def restore(self, like: Any, *, prefix: str = "") -> tuple[Any, int]:
         """The latest checkpoint that is whole, and its step.
 
         Args:
@@ -259,7 +257,7 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _fill(like: Tree, arrays: Mapping[str, Any], prefix: str) -> Tree:
+def _fill(like: Any, arrays: Mapping[str, Any], prefix: str) -> Any:
     """The tree `like` with the saved arrays in place of its own."""
     wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
     saved = {name: array for name, array in arrays.items() if name.startswith(prefix)}

@@ -17,7 +17,7 @@ from jax import Array
 
 from experiments.translation.batches import Batches
 from experiments.translation.model import Model, Params
-from experiments.translation.text import BOS, EOS, PAD, EncodedPairs, Ragged, Vocabulary
+from experiments.translation.text import BOS, EOS, PAD, EncodedPairs, Ragged
 
 
 Step = Callable[[Any, Array, Array], tuple[Array, Any]]
@@ -91,46 +91,26 @@ def greedy_batch(
     return greedy(step, Prefix(memory, source_lengths, empty), source_lengths > 0, length)
 
 
-class Translator:
-    """Translates sentences with a model, in batches of few shapes."""
+def translated(model: Model, params: Params, sources: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """The ids of a translation of each row of source ids, up to its `<eos>`."""
+    if not sources:
+        return []
+    results = [np.empty(0, np.int32)] * len(sources)
+    batches = Batches(_alone(model, sources), rows_per_batch=_ROWS, max_shapes=_SHAPES)
+    for batch, places in batches.in_order():
+        length = min(model.config.max_length, longest_translation(batch.source.shape[1]))
+        ids = greedy_batch(model, params, batch.source, batch.source_lengths, length=length)
+        for row, place in zip(np.asarray(ids), places, strict=True):
+            if place >= 0:
+                results[place] = row[: _end(row)]
+    return results
 
-    def __init__(self, model: Model, source: Vocabulary, target: Vocabulary, max_length: int):
-        """`max_length` is the most tokens of a sentence and of a translation, `<eos>` counted."""
-        self._model = model
-        self._source = source
-        self._target = target
-        self._max_length = max_length
 
-    def __call__(self, params: Params, sentences: Sequence[str]) -> list[str]:
-        """A translation of each sentence.
-
-        Raises:
-            ValueError: a sentence is longer than the maximum.
-        """
-        rows = [self._source.encode(text, max_length=self._max_length) for text in sentences]
-        return [self._target.decode(ids) for ids in self.ids(params, rows)]
-
-    def ids(self, params: Params, sources: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """The ids of a translation of each row of source ids, up to its `<eos>`."""
-        if not sources:
-            return []
-        results: list[np.ndarray] = [np.empty(0, np.int32)] * len(sources)
-        batches = Batches(self._pairs(sources), rows_per_batch=_ROWS, max_shapes=_SHAPES)
-        for batch, places in batches.in_order():
-            length = min(self._max_length, longest_translation(batch.source.shape[1]))
-            ids = greedy_batch(
-                self._model, params, batch.source, batch.source_lengths, length=length
-            )
-            for row, place in zip(np.asarray(ids), places, strict=True):
-                if place >= 0:
-                    results[place] = row[: _end(row)]
-        return results
-
-    def _pairs(self, sources: Sequence[Sequence[int]]) -> EncodedPairs:
-        nothing = Ragged.of([[EOS]] * len(sources))
-        origin = np.arange(len(sources))
-        sizes = self._model.source_size, self._model.target_size
-        return EncodedPairs(Ragged.of(sources), nothing, origin, *sizes)
+def _alone(model: Model, sources: Sequence[Sequence[int]]) -> EncodedPairs:
+    """The sources as pairs whose targets are empty."""
+    nothing = Ragged.of([[EOS]] * len(sources))
+    places = np.arange(len(sources))
+    return EncodedPairs(Ragged.of(sources), nothing, places, model.source_size, model.target_size)
 
 
 def longest_translation(source_width: int) -> int:

@@ -14,7 +14,7 @@ from sacrebleu.metrics.chrf import CHRF
 from experiments.translation import data
 from experiments.translation.batches import Batches
 from experiments.translation.corpus import Pair
-from experiments.translation.decoding import Translator
+from experiments.translation.decoding import translated
 from experiments.translation.model import Model, Params
 from experiments.translation.text import Vocabulary, encode_pairs
 from experiments.translation.training import check_batch, total_loss
@@ -98,19 +98,13 @@ class Examiner:
     """
 
     def __init__(
-        self,
-        model: Model,
-        pairs: Sequence[Pair],
-        source: Vocabulary,
-        target: Vocabulary,
-        max_length: int,
-    ):
+        self, model: Model, pairs: Sequence[Pair], source: Vocabulary, target: Vocabulary
+    ) -> None:
         self.pairs = pairs
         self._model = model
         self._target = target
-        self._translator = Translator(model, source, target, max_length)
         self._encoded, report = encode_pairs(
-            pairs, source, target, max_length=max_length, too_long="truncate"
+            pairs, source, target, max_length=model.config.max_length, too_long="truncate"
         )
         self.cut = report.truncated_source + report.truncated_target
 
@@ -150,8 +144,7 @@ class Examiner:
     def _translate(self, params: Params) -> list[str]:
         sources = self._encoded.source
         rows = [sources[row].tolist() for row in range(len(sources))]
-        ids = self._translator.ids(params, rows)
-        return [self._target.decode(row) for row in ids]
+        return [self._target.decode(ids) for ids in translated(self._model, params, rows)]
 
     def _by_construction(self, exact: Sequence[bool]) -> dict[str, tuple[int, int]]:
         counts: dict[str, tuple[int, int]] = {}

@@ -6,9 +6,11 @@ The Flax module is taken apart once. Its parameters are a flat dict from name to
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -18,6 +20,7 @@ from jattn import masks
 
 
 Params = dict[str, Array]
+Ids = Array | np.ndarray  # int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Model:
         """The module without its parameters, and where in it they belong, by their paths."""
         abstract = nnx.eval_shape(lambda: self._transformer(nnx.Rngs(params=0)))
         graph, parameters = nnx.split(abstract, nnx.Param)
-        return graph, nnx.to_flat_state(parameters)
+        return graph, list(nnx.to_flat_state(parameters))
 
     def init(self, seed: int) -> Params:
         """Fresh parameters."""
@@ -69,9 +72,9 @@ class Model:
     def logits(
         self,
         params: Params,
-        source: Array,
-        source_lengths: Array,
-        target: Array,
+        source: Ids,
+        source_lengths: Ids,
+        target: Ids,
         *,
         dropout_key: Array | None = None,
     ) -> Array:
@@ -86,19 +89,19 @@ class Model:
             rngs=None if dropout_key is None else nnx.Rngs(dropout=dropout_key),
         )
 
-    def encode(self, params: Params, source: Array, source_lengths: Array) -> Array:
+    def encode(self, params: Params, source: Ids, source_lengths: Ids) -> Array:
         """The memory `[B, S, D]` that `decode` reads."""
         padding = masks.Lengths(kv=source_lengths)
         return self.module(params).encode(source, mask=padding, deterministic=True)
 
-    def decode(self, params: Params, memory: Array, source_lengths: Array, target: Array) -> Array:
+    def decode(self, params: Params, memory: Array, source_lengths: Ids, target: Ids) -> Array:
         """What follows each target place, `[B, T, target vocabulary]`."""
         padding = masks.Lengths(kv=source_lengths)
         return self.module(params).decode(target, memory, cross_mask=padding, deterministic=True)
 
     @functools.partial(jax.jit, static_argnums=0)
     def weights(
-        self, params: Params, source: Array, source_lengths: Array, target: Array
+        self, params: Params, source: Ids, source_lengths: Ids, target: Ids
     ) -> dict[str, Array]:
         """Every attention's weights `[B, N, T, S]`, by the module that made them."""
         padding = masks.Lengths(kv=source_lengths)
@@ -131,5 +134,5 @@ class Model:
         )
 
 
-def _name(path: tuple[str | int, ...]) -> str:
+def _name(path: Iterable[Any]) -> str:
     return "/".join(map(str, path))

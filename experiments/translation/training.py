@@ -25,7 +25,7 @@ from tqdm import tqdm
 from experiments.translation import corpus, data
 from experiments.translation.batches import Batch, Batches
 from experiments.translation.corpus import Pair
-from experiments.translation.model import Model, Params
+from experiments.translation.model import Ids, Model, Params
 from experiments.translation.presets import Config
 from experiments.translation.text import check_ids
 
@@ -51,9 +51,15 @@ class Texts:
 
 
 def read_texts(
-    config: Config, path: str | Path | None, languages: Sequence[str] = data.LANGUAGES
+    config: Config,
+    path: str | Path | None,
+    languages: Sequence[str] = data.LANGUAGES,
+    *,
+    training: bool = True,
 ) -> Texts:
     """The text in a folder or file, or where `path` is None the built-in corpus.
+
+    The corpus without its `training` part has the same other parts, sooner.
 
     Raises:
         FileNotFoundError, ValueError: as `data.read_dataset`.
@@ -61,7 +67,7 @@ def read_texts(
     if path is None:
         held_out = config.held_out
         made = corpus.splits(
-            train=config.sentences,
+            train=config.sentences if training else 0,
             validation=held_out,
             test=held_out,
             deeper=held_out,
@@ -76,16 +82,15 @@ def read_texts(
 # ------------------------------------------------------------------------------------------- loss
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def token_losses(logits: Array, labels: Array, counted: Array, smoothing: float) -> Array:
+def token_losses(logits: Array, labels: Ids, counted: Ids, smoothing: float) -> Array:
     """The cross-entropy of each counted place `[B, T]` in nats, and 0 at the others.
 
     The target distribution is `smoothing` spread over all V tokens in equal shares, and the rest on
     the label (Szegedy et al. 2015); it sums to 1. What stands at places that are not counted does
     not exist: its gradient is 0, and so is that of a loss over no place at all.
 
-    The derivative is written out so that no array of the logits' size is made but its own: neither
-    probabilities nor one-hot labels are kept.
+    The derivative is written out so that no array of the logits' size is kept but the logits:
+    neither probabilities nor one-hot labels.
 
     Args:
         logits: `[B, T, V]`.
@@ -93,16 +98,20 @@ def token_losses(logits: Array, labels: Array, counted: Array, smoothing: float)
         counted: bool `[B, T]`.
         smoothing: in [0, 1).
     """
-    return _token_losses(logits, labels, counted, smoothing)[0]
+    return _token_losses(smoothing, logits, jnp.asarray(labels), jnp.asarray(counted))
 
 
-def _token_losses(
-    logits: Array, labels: Array, counted: Array, smoothing: float
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_losses(smoothing: float, logits: Array, labels: Array, counted: Array) -> Array:
+    return _token_losses_forward(smoothing, logits, labels, counted)[0]
+
+
+def _token_losses_forward(
+    smoothing: float, logits: Array, labels: Array, counted: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     wide = _accumulated(logits)
     highest = jnp.max(wide, axis=-1)
-    total = jnp.sum(jnp.exp(wide - highest[..., None]), axis=-1)
-    log_total = highest + jnp.log(total)
+    log_total = highest + jnp.log(jnp.sum(jnp.exp(wide - highest[..., None]), axis=-1))
     at_label = jnp.sum(jnp.where(_is_label(labels, wide), wide, 0), axis=-1)
     losses = log_total - (1 - smoothing) * at_label - smoothing * jnp.mean(wide, axis=-1)
     return jnp.where(counted, losses, 0), (logits, labels, counted, log_total)
@@ -119,7 +128,7 @@ def _token_losses_backward(
     return jnp.where(counted[..., None], gradient, 0).astype(logits.dtype), None, None
 
 
-token_losses.defvjp(_token_losses, _token_losses_backward)
+_token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
 def _accumulated(logits: Array) -> Array:
@@ -166,7 +175,7 @@ def check_batch(batch: Batch, model: Model) -> None:
 # -------------------------------------------------------------------------------------- optimiser
 
 
-def learning_rate(config: Config, total_steps: int) -> optax.Schedule:
+def learning_rate(config: Config, total_steps: int) -> Callable[[Any], Any]:
     """The learning rate of each step 0, 1, ...: never 0 at the first."""
     warmup, peak = config.warmup_steps, config.learning_rate
 
@@ -245,7 +254,7 @@ def make_step(model: Model, optimiser: optax.GradientTransformation, config: Con
         gradient = jax.grad(mean_loss, has_aux=True)
         slopes, total = gradient(state.params, batch, given)
         updates, memory = optimiser.update(slopes, state.optimiser, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         measured = Measured(total, _norm(slopes))
         return State(params, memory, state.step + 1), measured
 
@@ -291,6 +300,16 @@ class Loop:
         """How many steps training has in all."""
         return total_steps(self.config, self.batches)
 
+    @property
+    def epochs(self) -> float:
+        """How many passes over the text that is."""
+        return self.total_steps / len(self.batches)
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, int, int]]:
+        """Rows, source places and target places of the batches: what is compiled."""
+        return self.batches.shapes
+
     def run(self, state: State) -> State:
         """Trains from a state to the end of training.
 
@@ -306,9 +325,8 @@ class Loop:
                 state, measured = self.step(state, batch)
                 window.add(batch, measured)
                 bar.update()
-                due = self._due(number)
-                if due:
-                    record = window.close(float(rate(number - 1)))
+                if self._due(number):
+                    record = window.close(rate(number - 1))
                     bar.set_postfix(_brief(record))
                     self.report(record)
                     self._pause(number, state, bar)
@@ -357,8 +375,12 @@ class _Window:
     def add(self, batch: Batch, measured: Measured) -> None:
         self._tokens.append(int(batch.target_lengths.sum()))
         self._measured.append(measured)
+        if (
+            len(self._measured) > 1
+        ):  # one step waits in the queue, not fifty: the bar tells the truth
+            self._measured[-2].loss.block_until_ready()
 
-    def close(self, rate: float) -> dict[str, Any]:
+    def close(self, rate: Any) -> dict[str, Any]:
         """The record of these steps: losses per token, and real target tokens per second."""
         losses, norms = np.asarray(jax.device_get(self._measured), np.float64).T
         bad = ~(np.isfinite(losses) & np.isfinite(norms))
@@ -374,7 +396,7 @@ class _Window:
             "step": self._first + len(losses),
             "loss": losses.sum() / max(tokens, 1),
             "gradient_norm": float(norms.mean()),
-            "learning_rate": rate,
+            "learning_rate": float(rate),
             "tokens": tokens,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from jattn import masks, softmax, tile
 from jattn._types import LogSumExp, Output, accumulation, declared, is_static
 from jattn.masks import Span
-from jattn.spec import Shapes, Spec, Tiling
+from jattn.spec import Shapes, Spec, Tiling, has_mask
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -50,6 +50,11 @@ class _Walk(NamedTuple):
     mixed: Any  # [n]
     full: Any  # [n]
 
+    @property
+    def single(self) -> bool:
+        """Whether there is one tile of keys only: then it is visited, whatever it is."""
+        return self.order.shape[1] == 1
+
 
 def _plan(spec: Spec, T: int, S: int, tiling: Tiling) -> _Walk:
     """The walk of one head; NumPy's, and so known while tracing, if the mask is static."""
@@ -67,10 +72,8 @@ def _plan(spec: Spec, T: int, S: int, tiling: Tiling) -> _Walk:
 
 def _visit(walk: _Walk, i: Any, step: Callable[[Any, Any, bool], Any], state: Any) -> Any:
     """Folds `step(j, state, masked)` over the tiles of query block i."""
-    n, m = walk.order.shape
-    if n == m == 1 and isinstance(walk.mixed, np.ndarray):
-        visited = walk.mixed[0] + walk.full[0]
-        return step(np.int32(0), state, bool(walk.mixed[0])) if visited else state
+    if walk.single:
+        return step(np.int32(0), state, True)
     order, mixed, full = (jnp.asarray(x) for x in walk[1:])
 
     def body(masked: bool, place: Any, state: Any) -> Any:
@@ -173,8 +176,40 @@ class _Tile(NamedTuple):
         rows = _span(cut.q_positions, i, tiling.block_q)
         return cls(cut, b, h, rows, _span(cut.kv_positions, j, tiling.block_kv))
 
+    def scores(self, q: Array, k: Array, values: "_Values", masked: bool) -> tuple[Array, Any]:
+        """Scores, and the function from their cotangent to those of products and parameters."""
+        products = tile.product(q, k, self.spec.precision)
+        if values.lost is not None:
+            products = products + values.lost[None, :]
+
+        def modify(products: Array, params: Any) -> Array:
+            spec = _with_params(self.spec, params)
+            return tile.modify(spec, products, self.b, self.h, self.rows, self.columns, masked)
+
+        return jax.vjp(modify, products, _params(self.spec))
+
     def drop(self, weights: Array) -> Array:
         return tile.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
+
+
+class _Values(NamedTuple):
+    """Values by which weights may be multiplied, and what the keys of the others add to scores.
+
+    Without a mask nothing needs telling apart: what is not finite is attended by all.
+    """
+
+    clean: Float[Array, "S V"]
+    lost: Float[Array, " S"] | None
+
+    @classmethod
+    def of(cls, spec: Spec, v: Array) -> "_Values":
+        wide = v.astype(accumulation(v.dtype))
+        return cls(tile.finite(wide), tile.lost(wide)) if has_mask(spec) else cls(wide, None)
+
+    def at(self, j: Any, tiling: Tiling) -> "_Values":
+        """Those of the j-th tile of keys."""
+        clean = _take(self.clean, j, tiling.block_kv)
+        return _Values(clean, None if self.lost is None else _take(self.lost, j, tiling.block_kv))
 
 
 def _forward_head(
@@ -182,21 +217,23 @@ def _forward_head(
 ) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
     """`(out, lse)` of one head; sizes are whole tiles."""
     walk = _plan(spec, len(q), len(k), tiling)
-    lost, values = tile.lost(v), tile.finite(v)
-    dtype = accumulation(q.dtype)
+    values = _Values.of(spec, v)
+
+    def part(i: Any, j: Any, q_i: Array, masked: bool) -> softmax.Partial:
+        here = _Tile.at(spec, b, h, i, j, tiling)
+        k_j, v_j = _take(k, j, tiling.block_kv), values.at(j, tiling)
+        score = here.scores(q_i, k_j, v_j, masked)[0]
+        return softmax.of(score, lambda w: _dot(here.drop(w), v_j.clean, spec))
 
     def block(i: Any) -> tuple[Array, Array]:
         q_i = _take(q, i, tiling.block_q)
+        if walk.single:
+            return softmax.finish(part(i, np.int32(0), q_i, True))
 
         def step(j: Any, state: softmax.Partial, masked: bool) -> softmax.Partial:
-            here = _Tile.at(spec, b, h, i, j, tiling)
-            k_j, v_j, lost_j = (_take(x, j, tiling.block_kv) for x in (k, values, lost))
-            products = tile.product(q_i, k_j, spec.precision) + lost_j[None, :]
-            score = tile.modify(here.spec, products, b, h, here.rows, here.columns, masked)
-            part = softmax.of(score, lambda w: _dot(here.drop(w), v_j.astype(dtype), spec))
-            return softmax.combine(state, part)
+            return softmax.combine(state, part(i, j, q_i, masked))
 
-        state = softmax.empty(tiling.block_q, v.shape[1], dtype)
+        state = softmax.empty(tiling.block_q, v.shape[1], accumulation(q.dtype))
         return softmax.finish(_visit(walk, i, step, state))
 
     blocks = len(q) // tiling.block_q
@@ -239,8 +276,10 @@ def _backward_head(
     """
     walk = _plan(spec, len(q), len(k), tiling)
     dtype = accumulation(q.dtype)
-    lost, values = tile.lost(v), tile.finite(v).astype(dtype)
-    q_clean, k_clean = tile.finite(q).astype(dtype), tile.finite(k).astype(dtype)
+    values = _Values.of(spec, v)
+    q_clean, k_clean = (x.astype(dtype) for x in (q, k))
+    if has_mask(spec):
+        q_clean, k_clean = tile.finite(q_clean), tile.finite(k_clean)
     q_turned, d_turned = q_clean.T, d_out.T
     letters = _param_letters(spec)
 
@@ -251,16 +290,10 @@ def _backward_head(
         def step(j: Any, state: Any, masked: bool) -> Any:
             dq_i, dk, dv, d_params = state
             here = _Tile.at(spec, b, h, i, j, tiling)
-            k_j, v_j, lost_j = (_take(x, j, tiling.block_kv) for x in (k, values, lost))
-            products = tile.product(q_i, k_j, spec.precision) + lost_j[None, :]
-
-            def modify(products: Array, params: Any) -> Array:
-                changed = _with_params(here.spec, params)
-                return tile.modify(changed, products, b, h, here.rows, here.columns, masked)
-
-            score, pull = jax.vjp(modify, products, _params(here.spec))
+            k_j, v_j = _take(k, j, tiling.block_kv), values.at(j, tiling)
+            score, pull = here.scores(q_i, k_j, v_j, masked)
             weights = jnp.where(score == -jnp.inf, 0, jnp.exp(score - lse_i[:, None]))
-            d_weights = here.drop(_dot(d_i, v_j.T, spec))
+            d_weights = here.drop(_dot(d_i, v_j.clean.T, spec))
             d_score = jnp.where(score == -jnp.inf, 0, weights * (d_weights - delta_i[:, None]))
             d_products, d_here = pull(d_score)
             dq_i += _dot(d_products, _take(k_clean, j, tiling.block_kv), spec)

@@ -1,0 +1,145 @@
+"""How fast attention is here, beside its peers.
+
+    python -m experiments.benchmark                      every case, forward and with gradients
+    python -m experiments.benchmark --cases page long-window --peers jax.nn
+    python -m experiments.benchmark --growing            time and memory over T, with plots
+
+Competitors take turns in one process, round after round, so that a machine whose speed drifts
+drifts for all; figures are medians, and ratios are a peer's median over ours (above 1: jattn is
+faster). Results go to `<out>/results.jsonl` and, as plots, to `<out>/*.png`.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments.benchmark import cases, peers
+
+
+def measure(
+    case: cases.Case, backward: bool, competitors: dict[str, peers.Peer], seconds: float
+) -> dict[str, Any]:
+    """One row: medians in milliseconds by competitor, taken in turn for about `seconds`."""
+    runnable = {name: make(case, backward) for name, make in competitors.items()}
+    present = {name: one for name, one in runnable.items() if one is not None}
+    for one in present.values():
+        one.run()
+    times: dict[str, list[float]] = {name: [] for name in present}
+    stop = time.perf_counter() + seconds
+    while len(times["jattn"]) < 3 or (time.perf_counter() < stop and len(times["jattn"]) < 200):
+        for name, one in present.items():
+            start = time.perf_counter()
+            one.run()
+            times[name].append(time.perf_counter() - start)
+    medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return {
+        "case": case.name,
+        "pass": "forward+backward" if backward else "forward",
+        "milliseconds": medians,
+        "ratio": {name: value / medians["jattn"] for name, value in medians.items()},
+        "gflops": case.flops(backward) / medians["jattn"] / 1e6,
+        "temporary_bytes": {name: one.temporary_bytes for name, one in present.items()},
+        "compile_seconds": {name: one.compile_seconds for name, one in present.items()},
+        "rounds": len(times["jattn"]),
+    }
+
+
+def _line(row: dict[str, Any], names: list[str]) -> str:
+    ratios = [row["ratio"].get(name) for name in names if name != "jattn"]
+    cells = " ".join(f"{'-' if x is None else f'{x:.2f}':>11}" for x in ratios)
+    memory = (row["temporary_bytes"]["jattn"] or 0) / 2**20
+    return (
+        f"{row['case']:<16} {row['pass']:<17} {row['milliseconds']['jattn']:>9.2f} "
+        f"{row['gflops']:>8.0f} {memory:>8.1f} {cells}"
+    )
+
+
+def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
+    """Time and temporary memory over T, one picture per pass."""
+    written = []
+    for which in ("forward", "forward+backward"):
+        chosen = [row for row in rows if row["pass"] == which]
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        axes = figure.subplots(1, 2)
+        for axis, key, unit, scale in (
+            (axes[0], "milliseconds", "milliseconds", 1),
+            (axes[1], "temporary_bytes", "temporary memory, MiB", 2**20),
+        ):
+            names = sorted({name for row in chosen for name in row[key]})
+            for name in names:
+                points = [(row["T"], row[key].get(name)) for row in chosen]
+                kept = [(x, y / scale) for x, y in points if y]
+                if kept:
+                    axis.loglog(*zip(*kept, strict=True), marker="o", label=name)
+            axis.set_xlabel("T")
+            axis.set_ylabel(unit)
+            axis.grid(alpha=0.3)
+        axes[0].legend()
+        figure.suptitle(f"causal, 8 heads of 64, {which}")
+        written.append(out / f"{which.replace('+', '-')}.png")
+        figure.savefig(written[-1], dpi=120)
+    return written
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = [case.name for case in cases.CASES]
+    parser.add_argument("--cases", nargs="+", choices=known, metavar="CASE", help=", ".join(known))
+    parser.add_argument("--peers", nargs="*", help="competitors beside jattn; default: all here")
+    parser.add_argument("--pass", dest="which", choices=["forward", "backward", "both"])
+    parser.add_argument("--growing", action="store_true", help="causal attention over T")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each row")
+    parser.add_argument("--device", default=None, help="cpu, gpu or tpu; default: JAX's own")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/benchmark"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, prints a table, writes JSON lines and plots."""
+    arguments = _arguments(argv)
+    if arguments.device:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
+    try:
+        competitors = peers.available(arguments.peers)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    chosen = cases.growing(tuple(arguments.lengths)) if arguments.growing else cases.CASES
+    if arguments.cases:
+        chosen = tuple(case for case in chosen if case.name in arguments.cases)
+    passes = {"forward": [False], "backward": [True]}.get(arguments.which, [False, True])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    names = list(competitors)
+    heads = " ".join(f"{name:>11}" for name in names if name != "jattn")
+    print(f"{'case':<16} {'pass':<17} {'jattn ms':>9} {'GFLOP/s':>8} {'temp MiB':>8} {heads}")
+    rows = []
+    steps = [(case, backward) for case in chosen for backward in passes]
+    with (arguments.out / "results.jsonl").open("w", encoding="utf-8") as file:
+        for case, backward in tqdm(steps, disable=None, leave=False):
+            row = measure(case, backward, competitors, arguments.seconds) | {"T": case.T}
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            rows.append(row)
+            tqdm.write(_line(row, names))
+    if arguments.growing:
+        for path in _plot(rows, arguments.out):
+            print(f"plot: {path}")
+    print(f"results: {arguments.out / 'results.jsonl'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,114 @@
+"""The cases of the benchmark: sizes, and what is masked and scored.
+
+A case names its mask and score once, as jattn values; how a peer is told the same thing stands in
+`peers.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import masks, scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Self-attention of `B` sequences of `T` positions, `N` heads on `K` key heads of size `H`."""
+
+    name: str
+    B: int
+    N: int
+    T: int
+    H: int
+    K: int | None = None
+    pattern: str = "full"  # full, causal, window, documents
+    modifier: str | None = None  # alibi, softcap, t5
+    window: int = 256
+    documents: int = 8
+
+    @property
+    def key_heads(self) -> int:
+        """K, by default N."""
+        return self.K or self.N
+
+    def inputs(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """query `[B, T, N, H]`, key and value `[B, T, K, H]`, float32."""
+        rng = np.random.default_rng(seed)
+        shapes = [(self.B, self.T, heads, self.H) for heads in (self.N, *(self.key_heads,) * 2)]
+        query, key, value = (rng.standard_normal(shape, np.float32) for shape in shapes)
+        return query, key, value
+
+    def ids(self) -> np.ndarray:
+        """int32 `[B, T]`: which document each position belongs to."""
+        of_position = np.arange(self.T, dtype=np.int32) * self.documents // self.T
+        return np.broadcast_to(of_position, (self.B, self.T)).copy()
+
+    def mask(self, ids: Any) -> masks.Mask | None:
+        """The jattn mask; `ids` is an argument of the compiled program."""
+        match self.pattern:
+            case "full":
+                return None
+            case "causal":
+                return masks.Causal()
+            case "window":
+                return masks.Causal() & masks.Window(left=self.window)
+            case "documents":
+                return masks.Causal() & masks.Segments(ids)
+        raise ValueError(f"unknown pattern {self.pattern!r}")
+
+    def parameter(self) -> np.ndarray | None:
+        """The score function's parameter, of which the gradient is taken too."""
+        if self.modifier == "t5":
+            rng = np.random.default_rng(1)
+            return rng.standard_normal((32, self.N), np.float32)
+        return None
+
+    def score(self, parameter: Any) -> scores.ScoreFunction | None:
+        """The jattn score function."""
+        match self.modifier:
+            case None:
+                return None
+            case "alibi":
+                return scores.Alibi(scores.alibi_slopes(self.N))
+            case "softcap":
+                return scores.SoftCap(30.0)
+            case "t5":
+                return scores.RelativeBias(parameter)
+        raise ValueError(f"unknown modifier {self.modifier!r}")
+
+    def allowed_pairs(self) -> int:
+        """Pairs of query and key that attend, over batch and heads: the work that is needed."""
+        mask = self.mask(jnp.asarray(self.ids())) or masks.Full()
+        block = min(self.T, 512)
+        kinds = np.asarray(masks.tile_map(mask, self.T, self.T, block, block))
+        pairs = int((kinds == masks.FULL).sum()) * block * block
+        for i, j in np.argwhere(kinds == masks.MIXED):
+            rows, columns = (np.arange(x * block, min((x + 1) * block, self.T)) for x in (i, j))
+            pairs += int(np.asarray(mask(0, 0, rows, columns)).sum())
+        return pairs * self.B * self.N
+
+    def flops(self, backward: bool) -> int:
+        """Multiplications and additions in the products that the allowed pairs need."""
+        return self.allowed_pairs() * 2 * self.H * (2 + 5 * backward)
+
+
+CASES = (
+    Case("short", 32, 8, 32, 32, pattern="causal"),
+    Case("sentence", 8, 8, 128, 64),
+    Case("page", 1, 8, 2048, 64),
+    Case("page-causal", 1, 8, 2048, 64, pattern="causal"),
+    Case("long-causal", 1, 8, 8192, 64, pattern="causal"),
+    Case("long-window", 1, 8, 8192, 64, pattern="window"),
+    Case("long-documents", 1, 8, 8192, 64, pattern="documents"),
+    Case("grouped-causal", 1, 32, 2048, 64, K=8, pattern="causal"),
+    Case("alibi", 1, 8, 4096, 64, pattern="causal", modifier="alibi"),
+    Case("softcap", 1, 8, 4096, 64, pattern="causal", modifier="softcap"),
+    Case("t5", 1, 8, 4096, 64, modifier="t5"),
+)
+
+
+def growing(lengths: tuple[int, ...]) -> tuple[Case, ...]:
+    """One causal case for each length, for the plots of time and memory over T."""
+    return tuple(Case(f"causal-{T}", 1, 8, T, 64, pattern="causal") for T in lengths)

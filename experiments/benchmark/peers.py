@@ -1,0 +1,113 @@
+"""The competitors: each turns a case into a forward and a forward-and-backward function.
+
+A competitor that cannot do a case returns None for it. torch is optional.
+"""
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jattn
+from experiments.benchmark.cases import Case
+
+
+class Runnable(NamedTuple):
+    """A function to be timed, and what is known of its compiled program."""
+
+    run: Callable[[], Any]  # returns when the result is there
+    compile_seconds: float = 0.0
+    temporary_bytes: int | None = None
+
+
+Peer = Callable[[Case, bool], Runnable | None]
+
+
+def _compiled(function: Callable[..., Any], *arguments: Any) -> Runnable:
+    start = time.perf_counter()
+    program = jax.jit(function).lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    analysis: Any = program.memory_analysis()
+    memory = None if analysis is None else analysis.temp_size_in_bytes
+    return Runnable(lambda: jax.block_until_ready(program(*arguments)), seconds, memory)
+
+
+def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Runnable:
+    """`attend(q, k, v, ids, parameter)` forward, or with all gradients of a weighted sum."""
+    arguments = [jnp.asarray(x) for x in (*case.inputs(), case.ids())]
+    parameter = case.parameter()
+    arguments.append(jnp.zeros(()) if parameter is None else jnp.asarray(parameter))
+    if not backward:
+        return _compiled(attend, *arguments)
+    weights = jnp.asarray(case.inputs(seed=1)[0])
+    wanted = (0, 1, 2) if parameter is None else (0, 1, 2, 4)
+
+    def loss(*arguments: Any) -> Any:
+        return jnp.vdot(attend(*arguments[:-1]), arguments[-1])
+
+    return _compiled(jax.value_and_grad(loss, wanted), *arguments, weights)
+
+
+def ours(case: Case, backward: bool) -> Runnable:
+    """`jattn.attention`, with the implementation that it chooses."""
+
+    def attend(q: Any, k: Any, v: Any, ids: Any, parameter: Any) -> Any:
+        return jattn.attention(q, k, v, mask=case.mask(ids), score=case.score(parameter))
+
+    return _jax_runnable(case, backward, attend)
+
+
+def dense_bias(case: Case, parameter: Any) -> Any:
+    """What ALiBi and T5 add, as the array that a peer without score functions needs."""
+    zeros = jnp.zeros((1, case.T, case.N, 1))
+    score = case.score(parameter)
+    return jattn.attention_scores(zeros, zeros, score=score, scale=1.0)
+
+
+def jax_nn(case: Case, backward: bool) -> Runnable | None:
+    """`jax.nn.dot_product_attention`."""
+    if case.modifier == "softcap":
+        return None
+
+    def attend(q: Any, k: Any, v: Any, ids: Any, parameter: Any) -> Any:
+        options: dict[str, Any] = {"is_causal": case.pattern != "full"}
+        if case.pattern == "window":
+            options["local_window_size"] = (case.window, 0)
+        if case.pattern == "documents":
+            options["mask"] = ids[:, None, :, None] == ids[:, None, None, :]
+        if case.modifier:
+            options["bias"] = dense_bias(case, parameter)
+        return jax.nn.dot_product_attention(q, k, v, **options)
+
+    return _jax_runnable(case, backward, attend)
+
+
+def flax_nnx(case: Case, backward: bool) -> Runnable | None:
+    """`flax.nnx.dot_product_attention`, for the cases it is meant for."""
+    if case.modifier or case.key_heads != case.N or case.pattern not in ("full", "causal"):
+        return None
+
+    def attend(q: Any, k: Any, v: Any, ids: Any, parameter: Any) -> Any:
+        dense = None if case.pattern == "full" else jnp.tril(jnp.ones((1, 1, case.T, case.T), bool))
+        return nnx.dot_product_attention(q, k, v, mask=dense)
+
+    return _jax_runnable(case, backward, attend)
+
+
+def available(names: list[str] | None) -> dict[str, Peer]:
+    """The competitors by name; those of torch only where torch is installed."""
+    peers: dict[str, Peer] = {"jattn": ours, "jax.nn": jax_nn, "flax.nnx": flax_nnx}
+    if importlib.util.find_spec("torch"):
+        torch_peers = importlib.import_module("experiments.benchmark.torch_peers")
+        peers |= {"torch sdpa": torch_peers.sdpa, "torch flex": torch_peers.flex}
+    if names is None:
+        return peers
+    unknown = set(names) - set(peers)
+    if unknown:
+        raise ValueError(f"unknown peers {sorted(unknown)}; there are {', '.join(peers)}")
+    return {name: peers[name] for name in peers if name in {"jattn", *names}}

@@ -1,0 +1,90 @@
+"""PyTorch's attention as a competitor; imported only where torch is installed."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
+    create_block_mask,
+    flex_attention,
+)
+
+import jattn
+from experiments.benchmark.cases import Case
+from experiments.benchmark.peers import Runnable, dense_bias
+
+
+def _runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Runnable:
+    tensors = [torch.from_numpy(x).transpose(1, 2).contiguous() for x in case.inputs()]
+    weights = torch.from_numpy(case.inputs(seed=1)[0]).transpose(1, 2).contiguous()
+
+    def run() -> Any:
+        if not backward:
+            with torch.no_grad():
+                return attend(*tensors)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        (attend(*leaves) * weights).sum().backward()
+        return [x.grad for x in leaves]
+
+    start = time.perf_counter()
+    run()
+    return Runnable(run, time.perf_counter() - start)
+
+
+def sdpa(case: Case, backward: bool) -> Runnable | None:
+    """`torch.nn.functional.scaled_dot_product_attention`, in its own layout."""
+    if case.modifier == "softcap" or (case.modifier == "t5" and backward):
+        return None
+    options: dict[str, Any] = {"enable_gqa": case.key_heads != case.N}
+    if case.pattern == "causal" and not case.modifier:
+        options["is_causal"] = True
+    elif case.pattern != "full" or case.modifier:
+        options["attn_mask"] = torch.from_numpy(_mask(case))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return _runnable(case, backward, lambda *qkv: attend(*qkv, **options))
+
+
+def _mask(case: Case) -> np.ndarray:
+    mask = case.mask(jnp.asarray(case.ids()[:1]))
+    allowed = None if mask is None else np.asarray(mask.dense(case.T, case.T))
+    if not case.modifier:
+        return np.asarray(allowed)
+    bias = np.array(dense_bias(case, case.parameter()))
+    return bias if allowed is None else np.where(allowed, bias, -np.inf).astype(np.float32)
+
+
+def flex(case: Case, backward: bool) -> Runnable | None:
+    """Compiled FlexAttention; building its block mask is not counted. It cannot train on a CPU."""
+    if backward or (case.pattern == "full" and not case.modifier):
+        return None
+    ids = torch.from_numpy(case.ids()[0])
+    window = case.window
+    rules = {
+        "causal": lambda b, h, q, k: k <= q,
+        "window": lambda b, h, q, k: (k <= q) & (q - k <= window),
+        "documents": lambda b, h, q, k: (k <= q) & (ids[q] == ids[k]),
+    }
+    options: dict[str, Any] = {"enable_gqa": case.key_heads != case.N}
+    if case.pattern != "full":
+        options["block_mask"] = create_block_mask(
+            rules[case.pattern], None, None, case.T, case.T, device="cpu"
+        )
+    if case.modifier:
+        options["score_mod"] = _score(case)
+    attend = torch.compile(flex_attention)
+    return _runnable(case, False, lambda *qkv: attend(*qkv, **options))
+
+
+def _score(case: Case) -> Callable[..., Any]:
+    slopes = torch.from_numpy(np.array(jattn.scores.alibi_slopes(case.N)))
+    if case.modifier == "alibi":
+        return lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
+    if case.modifier == "softcap":
+        return lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0)
+    distances = jnp.arange(-case.T + 1, case.T)
+    bucket = jattn.scores.relative_bucket(distances, 32, bidirectional=True, max_distance=128)
+    table = torch.from_numpy(np.asarray(case.parameter())[np.asarray(bucket)].copy())
+    return lambda s, b, h, q, k: s + table[k - q + case.T - 1, h]
