@@ -523,6 +523,12 @@ SHAPES = [
     Case("one_query", Sizes(T=1)),
     Case("one_key", Sizes(S=1)),
     Case("no_keys", Sizes(S=0)),
+    Case(
+        "no_keys_in_arrays",
+        Sizes(S=0),
+        dense((2, 6, 5, 0), 0) & segments(np.zeros((2, 5), int), np.zeros((2, 0), int)),
+        bias((2, 6, 5, 0)) >> alibi(SLOPES),
+    ),
     Case("no_queries", Sizes(T=0)),
     Case("more_queries_than_keys", Sizes(T=7, S=5)),
     Case("one_kv_head", Sizes(K=1)),

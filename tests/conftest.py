@@ -49,6 +49,13 @@ def quick_jit(function: Any, **options: Any) -> Any:
     return jax.jit(function, compiler_options=quick_options(), **options)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    """Hundreds of programs stay in memory otherwise, gigabytes by the end of the suite."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def unchecked():
     """Switches the annotation checks off, so that the library's own messages are what raises."""

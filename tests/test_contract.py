@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores, tile
+from jattn.scores import ScoreFunction
 from tests import oracle
 from tests.cases import CASES, DTYPES, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
 from tests.conftest import quick_jit
@@ -224,7 +225,7 @@ HARMLESS = {
     ("zero_scale", "mean of the values"),
 }
 # The right answer is nothing, or zero.
-NOTHING_TO_GET_WRONG = ("empty_batch", "no_keys", "no_queries", "empty")
+NOTHING_TO_GET_WRONG = ("empty_batch", "no_keys", "no_keys_in_arrays", "no_queries", "empty")
 # How many times the ceiling a wrong answer is away. A hundred roundings of bfloat16 would be half
 # of the answer itself.
 POWER = {"float64": 100, "float32": 100, "bfloat16": 20, "float16": 100}
@@ -239,6 +240,39 @@ def test_the_inputs_tell_wrong_answers_from_the_right_one(name, dtype):
     for label, wrong in wrong_answers(case, x).items():
         told_apart = error(wrong, right) > POWER[dtype] * CEILINGS[dtype]
         assert told_apart is ((name, label) not in HARMLESS), label
+
+
+def leaves_of(tree: Any) -> set[type]:
+    """The kinds of masks or score functions that an expression is made of."""
+    parts = [part for part in vars(tree).values() if isinstance(part, (masks.Mask, ScoreFunction))]
+    return {type(tree)}.union(*map(leaves_of, parts))
+
+
+def test_the_table_has_every_mask_and_every_score_function():
+    used: set[type] = {masks.Dense}
+    for case in CASES.values():
+        rules = case.rules(case.operands, case.parameters)
+        for rule in (rules["mask"], rules["score"]):
+            if isinstance(rule, (masks.Mask, ScoreFunction)):
+                used |= leaves_of(rule)
+    for module, base in ((masks, masks.Mask), (scores, ScoreFunction)):
+        public = {kind for kind in vars(module).values() if isinstance(kind, type)}
+        assert {kind for kind in public if issubclass(kind, base)} - {base} <= used
+
+
+@pytest.mark.parametrize("name", ["causal", "bias_by_head", "dense_by_head", "given_scale"])
+def test_the_oracle_agrees_with_another_library(name):
+    """`jax.nn` where it means the same: no dead rows, V = H; it works in float32."""
+    case = dataclasses.replace(CASES[name], sizes=CASES[name].sizes._replace(V=10))
+    x = inputs(case, "float32")
+    problem = problem_of(case, x)
+    want = jax.nn.dot_product_attention(
+        *(jnp.asarray(a) for a in (x.q, x.k, x.v)),
+        bias=jnp.asarray(x.parameters["bias"]) if "bias" in x.parameters else None,
+        mask=jnp.asarray(oracle.allowed_everywhere(problem)),
+        scale=case.scale,
+    )
+    assert error(oracle.attend(problem).out, want) <= CEILINGS["float32"]
 
 
 # --- values and gradients -----------------------------------------------------------------------
@@ -322,6 +356,40 @@ def test_constant_operands_mean_the_same_as_traced_ones(implementation):
         out, lse = attend(implementation, CASES[name], constants)
         assert error(out, traced.out) <= 1e-14
         assert error(lse, traced.lse) <= 1e-14
+
+
+@every_implementation
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "int32", "int64", "uint32"])
+def test_integers_of_any_width(implementation, kind):
+    """Lengths, ids and (signed) positions; places go beyond what eight bits hold."""
+    S = 300
+    q, k = jnp.ones((2, 3, 1, 1)), jnp.ones((2, S, 1, 1))
+    v = jnp.broadcast_to(jnp.arange(float(S))[:, None, None], k.shape)
+    lengths = jnp.asarray([2, 100], kind)
+    ids = jnp.asarray([1] * 60 + [0] * (S - 60), kind)
+    mask = masks.Lengths(kv=lengths) & masks.Segments(ids[:3], ids) & ~masks.Prefix(lengths[0])
+    out = jattn.attention(
+        q,
+        k,
+        v,
+        mask=mask & masks.Causal(),
+        q_positions=jnp.asarray([5, 20, 120], kind.lstrip("u")),
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(out[:, :, 0, 0], [[0, 0, 0], [3.5, 11, 30.5]], rtol=1e-14)
+
+
+@every_implementation
+def test_precision_reaches_the_products(implementation):
+    x = on_device(inputs(CASES["plain"], "float32"))
+    for precision in ("highest", jax.lax.Precision.HIGHEST):
+        call = functools.partial(
+            attend, implementation, CASES["plain"], precision=precision, return_lse=False
+        )
+        assert str(jax.make_jaxpr(call)(x)).count("HIGHEST") >= 2
+    assert "HIGHEST" not in str(
+        jax.make_jaxpr(functools.partial(attend, implementation, CASES["plain"]))(x)
+    )
 
 
 # --- what is masked does not exist --------------------------------------------------------------

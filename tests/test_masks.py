@@ -722,6 +722,18 @@ def test_random_trees_mean_what_their_rules_say(ruled, q, kv, b, h):
 # Tile maps
 
 
+@every_leaf
+@every_coordinate
+def test_tile_map_of_a_leaf_never_lies(name, positions):
+    q, kv = coordinates(positions)
+    kinds = masks.tile_map(LEAVES[name][0](), T, S, 2, 3, q_positions=q, kv_positions=kv)
+    true = true_kinds(by_rule(LEAVES[name][1], q, kv), 2, 3)
+    assert not np.any((kinds == masks.EMPTY) & (true != masks.EMPTY))
+    assert not np.any((kinds == masks.FULL) & (true != masks.FULL))
+    if name in ("dense", "dense rows", "blocks", "blocks 2x3"):
+        np.testing.assert_array_equal(kinds, true)  # places do not care for positions
+
+
 SORTED = np.sort(np.random.default_rng(5).integers(0, 6, 24))
 COARSE = np.random.default_rng(6).random((6, 8)) < 0.4
 

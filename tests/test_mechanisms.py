@@ -307,14 +307,12 @@ def test_multiplicative_attention(mask):
 def test_multiplicative_folds_the_weight_into_the_query():
     query, key = RNG.normal(size=(B, T, 4)), RNG.normal(size=(B, S, 6))
     value, weight = RNG.normal(size=(B, S, 3)), RNG.normal(size=(4, 6))
-    folded = jattn.multiplicative(jnp.asarray(query), jnp.asarray(weight))
+    arrays = [jnp.asarray(x) for x in (query, key, value, weight)]
+    folded = jattn.multiplicative(arrays[0], arrays[3])
     np.testing.assert_allclose(folded, query @ weight, rtol=0, atol=1e-13)
-    arrays = [jnp.asarray(x) for x in (key, value)]
-    keys, values = (x[:, :, None] for x in arrays)
-    got = jattn.attention(folded[:, :, None], keys, values, scale=0.5)[:, :, 0]
-    whole = jattn.multiplicative_attention(
-        jnp.asarray(query), *arrays, jnp.asarray(weight), scale=0.5
-    )
+    heads = [x[:, :, None] for x in (folded, arrays[1], arrays[2])]
+    got = jattn.attention(heads[0], heads[1], heads[2], scale=0.5)[:, :, 0]
+    whole = jattn.multiplicative_attention(*arrays, scale=0.5)
     np.testing.assert_array_equal(got, whole)
 
 
@@ -491,11 +489,12 @@ def test_additive_attention_takes_memory_linear_in_the_keys():
         return analysis.temp_size_in_bytes
 
     for differentiate in (False, True):
-        small, large = temporaries(1024, differentiate), temporaries(4096, differentiate)
-        assert large < queries * 4096 * hidden * 4 / 10
-        assert large < 4.2 * small
-        # What must exist: projected keys and a few times the scores.
-        assert large < 4 * (4 * 4096 * hidden + 8 * queries * 4096) + small
+        small, large = (temporaries(keys, differentiate) for keys in (4096, 16384))
+        assert large < 4.4 * small
+        for keys, size in ((4096, small), (16384, large)):
+            assert size < 4 * keys * queries * hidden / 10
+            # A few times what must exist: projected keys [S, A] and scores [T, S].
+            assert size < 5 * 4 * keys * (hidden + queries)
 
 
 # Errors

@@ -297,6 +297,28 @@ def test_scale_multiplies_queries(implementation, sizes, seed, factor):
 
 
 @every_implementation
+def test_a_scale_may_be_traced_and_has_a_gradient(implementation):
+    """Scaling by c is dividing by the temperature 1 / c, so the slopes are −c² apart."""
+    x = draw(SHAPES[0], 0)
+    q, k, v = (jnp.asarray(a) for a in x[:3])
+    factor = 0.3
+
+    def total(scale: Any, score: Any = None) -> Any:
+        out, lse = jattn.attention(
+            q, k, v, scale=scale, score=score, return_lse=True, implementation=implementation
+        )
+        return jnp.sum(out[..., 0]) + jnp.sum(lse)
+
+    by_scale = quick_jit(jax.value_and_grad(total))(jnp.asarray(factor))
+    by_temperature = quick_jit(jax.value_and_grad(lambda t: total(1.0, scores.Temperature(t))))(
+        jnp.asarray(1 / factor)
+    )
+    same(by_scale[0], by_temperature[0])
+    same(by_scale[1], -by_temperature[1] / factor**2)
+    same(by_scale[0], total(factor))
+
+
+@every_implementation
 @given(shapes, seeds)
 def test_queries_of_zero_average_what_they_may_see(implementation, sizes, seed):
     x = draw(sizes, seed)

@@ -238,6 +238,23 @@ def test_more_padding_changes_neither_loss_nor_gradients():
     assert max(float(jnp.abs(array).max()) for array in gradient.values()) > 0.1
 
 
+def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
+    batch, state = first_batch(), bench().first_state()
+    key = jax.random.fold_in(jax.random.key(TINY.seed), 0)
+
+    @jax.jit
+    def total(params, batch):
+        return training.total_loss(bench().model, params, batch, smoothing=0.1, dropout_key=key)
+
+    loss, gradient = jax.jit(jax.value_and_grad(total))(state.params, batch)
+    norm = math.sqrt(sum(float(jnp.sum(array**2)) for array in gradient.values()))
+    _, measured = bench().step(state, batch)
+    assert float(measured.loss) == pytest.approx(float(loss), rel=1e-5)
+    tokens = int(batch.target_lengths.sum())
+    assert tokens < batch.target_out.size
+    assert float(measured.gradient_norm) == pytest.approx(norm / tokens, rel=1e-3)
+
+
 def test_a_batch_of_padding_alone_changes_no_parameter():
     empty = Batch(*(np.zeros_like(array) for array in first_batch()))
     state = bench().first_state()
@@ -602,8 +619,8 @@ def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
 
 
 def test_greedy_takes_exactly_the_maximum_and_no_more():
-    assert decoded([[4] * 9], length=3).tolist() == [[4, 4, 4]]
-    assert decoded([[4, 4, EOS]], length=3).tolist() == [[4, 4, EOS]]
+    assert decoded([[4, 5, 6, 7, 4]], length=3).tolist() == [[4, 5, 6]]
+    assert decoded([[4, 5, EOS, 7]], length=3).tolist() == [[4, 5, EOS]]
 
 
 def test_greedy_feeds_back_what_it_said_and_leaves_idle_rows_alone():
@@ -714,13 +731,13 @@ def test_exact_match_is_counted_by_construction():
 
 
 def test_pictures_of_attention_have_a_panel_per_head(tmp_path):
-    weights = np.random.default_rng(0).dirichlet(np.ones(5), (3, 4))
+    weights = np.random.default_rng(0).dirichlet(np.ones(5), (4, 4))
     tokens = ["$a$", "<eos>", "_b^", "größe", "<unk>"]
-    pictures.draw_attention(weights, tokens[:4], tokens, "title", tmp_path / "three.png")
+    pictures.draw_attention(weights, tokens[:4], tokens, "title", tmp_path / "four.png")
     pictures.draw_attention(weights[:1], tokens[:4], tokens, "title", tmp_path / "one.png")
-    three, one = imread(tmp_path / "three.png"), imread(tmp_path / "one.png")
-    assert three.shape[0] > one.shape[0] > 100 and three.shape[1] > one.shape[1] > 100
-    assert np.unique(three.reshape(-1, three.shape[-1]), axis=0).shape[0] > 20
+    four, one = imread(tmp_path / "four.png"), imread(tmp_path / "one.png")
+    assert four.shape[0] > one.shape[0] > 100 and four.shape[1] > one.shape[1] > 100
+    assert np.unique(four.reshape(-1, four.shape[-1]), axis=0).shape[0] > 20
 
 
 # ----------------------------------------------------------------------------------- command line
@@ -815,6 +832,24 @@ def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
     assert cli.main(["train", "--run", run, "--resume"]) == 2
     error = capsys.readouterr().err
     assert "same number of lines" in error and error.count("\n") == 1
+
+
+def test_a_run_that_was_killed_is_resumed_from_the_command_line(demonstration, tmp_path, capsys):
+    directory, _ = demonstration
+    shutil.copytree(directory, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
+    assert cli.main(["train", "--run", str(tmp_path / "run"), "--resume"]) == 0
+    assert "goes on from the checkpoint after step 6" in capsys.readouterr().out
+    whole, again = Run.open(directory), Run.open(tmp_path / "run")
+    like = jax.eval_shape(bench().first_state)
+    (state, step), (resumed, last) = whole.restore(like), again.restore(like)
+    assert step == last == TINY.steps
+    assert_equal(state, resumed)
+    clock = ("seconds", "tokens_per_second")
+    for one, other in zip(whole.metrics(), again.metrics(), strict=True):
+        assert {k: one[k] for k in one if k not in clock} == {
+            k: other[k] for k in other if k not in clock
+        }
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -308,7 +309,13 @@ def _fitted(plan: _Plan, *, resume: bool) -> _Trained:
         with _users_part():
             state = _resumed(run, state, loop.total_steps)
     _announce(run, model, loop)
-    state = loop.run(state)
+    if examiner.cut:
+        print(f"{examiner.cut} validation sides are cut to {config.max_length} tokens")
+    try:
+        state = loop.run(state)
+    except NonFiniteLoss as error:
+        kept = f"that after step {run.steps()[-1]}" if run.steps() else "none"
+        raise NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
     _sum_up(run)
     return _Trained(run, model, state.params)
 
@@ -335,10 +342,10 @@ def _announce(run: Run, model: Model, loop: Loop) -> None:
 
 def _sum_up(run: Run) -> None:
     records = [record for record in run.metrics() if "tokens" in record]
-    tokens = sum(record["tokens"] for record in records)
     seconds = sum(record["seconds"] for record in records)
+    speed = statistics.median(record["tokens_per_second"] for record in records)
     print(
-        f"trained for {seconds:.0f} s at {tokens / seconds:,.0f} target tokens a second; "
+        f"trained for {seconds:.0f} s at about {speed:,.0f} target tokens a second; "
         f"checkpoint in {run.directory}"
     )
 

@@ -23,7 +23,6 @@ from experiments.translation.text import BOS, EOS, PAD, EncodedPairs, Ragged
 Step = Callable[[Any, Array, Array], tuple[Array, Any]]
 
 _ROWS = 128  # sentences decoded together
-_SHAPES = 2  # compiling one more takes longer than what it spares on a thousand sentences
 
 
 def greedy(step: Step, cache: Any, active: Array, length: int) -> Array:
@@ -96,7 +95,9 @@ def translated(model: Model, params: Params, sources: Sequence[Sequence[int]]) -
     if not sources:
         return []
     results = [np.empty(0, np.int32)] * len(sources)
-    batches = Batches(_alone(model, sources), rows_per_batch=_ROWS, max_shapes=_SHAPES)
+    batches = Batches(
+        _alone(model, sources), rows_per_batch=_ROWS, max_shapes=model.config.max_shapes
+    )
     for batch, places in batches.in_order():
         length = min(model.config.max_length, longest_translation(batch.source.shape[1]))
         ids = greedy_batch(model, params, batch.source, batch.source_lengths, length=length)

@@ -21,7 +21,6 @@ from experiments.translation.training import check_batch, total_loss
 
 
 _ROWS = 128  # sentences in a batch
-_SHAPES = 2
 
 _total_loss = jax.jit(total_loss, static_argnames="model")
 
@@ -134,7 +133,8 @@ class Examiner:
     def token_loss(self, params: Params) -> float:
         """Nats per target token."""
         total, tokens = 0.0, 0
-        batches = Batches(self._encoded, rows_per_batch=_ROWS, max_shapes=_SHAPES)
+        shapes = self._model.config.max_shapes
+        batches = Batches(self._encoded, rows_per_batch=_ROWS, max_shapes=shapes)
         for batch, _ in batches.in_order():
             check_batch(batch, self._model)
             total += float(_total_loss(self._model, params, batch))

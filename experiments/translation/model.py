@@ -22,6 +22,11 @@ from jattn import masks
 Params = dict[str, Array]
 Ids = Array | np.ndarray  # int32
 
+_EMBEDDING_INITS = {
+    "normal": nnx.initializers.variance_scaling(1.0, "fan_out", "normal"),
+    "glorot": nnx.initializers.xavier_uniform(),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -129,6 +134,7 @@ class Model:
             norm=config.norm,
             positions=config.positions,
             self_attention=functools.partial(jattn.nn.MultiHeadAttention, rotary=config.rotary),
+            embedding_init=_EMBEDDING_INITS[config.embedding_init],
             tie_embeddings=config.tie_embeddings,
             rngs=rngs,
         )

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 
 
 _TOKEN = 0.24  # inches for a row or column, so that its label can be read
+_LABEL = 0.8  # inches for the labels of an axis
+_TITLE = 0.085  # inches for a letter of the title
 _DPI = 120
 
 
@@ -27,10 +29,11 @@ def draw_attention(
         path: of the PNG file.
     """
     heads = len(weights)
-    across = math.ceil(math.sqrt(heads))
+    across = _panels_across(heads)
     down = math.ceil(heads / across)
-    size = across * (_TOKEN * len(columns) + 0.4) + 2.2, down * (_TOKEN * len(rows) + 1.6) + 0.6
-    figure = Figure(figsize=size, layout="constrained")
+    width = across * (_TOKEN * len(columns) + _LABEL) + 1.2
+    height = down * (_TOKEN * len(rows) + _LABEL + 0.3) + 0.4
+    figure = Figure(figsize=(max(width, _TITLE * len(title)), height), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     panels = list(grid.flat)
     image = None
@@ -95,6 +98,12 @@ def draw_losses(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=_DPI)
+
+
+def _panels_across(heads: int) -> int:
+    """As nearly square as can be, and without gaps if four panels a row or fewer allow it."""
+    square = math.ceil(math.sqrt(heads))
+    return next((count for count in range(square, 5) if heads % count == 0), square)
 
 
 def _label(panel: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:

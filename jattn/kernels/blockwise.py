@@ -32,14 +32,39 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def choose_tiling(T: int, S: int) -> Tiling:
-    """Sizes that split T and S evenly, near those that measured fastest on CPUs."""
-    return Tiling(_even(T, 512), _even(S, 1024))
+def choose_tiling(spec: Spec, T: int, S: int) -> tuple[Tiling, Tiling]:
+    """Tiles for the forward and for the backward pass, near those that measured fastest on CPUs.
+
+    Small tiles follow a narrow band closely; where a block of queries visits many keys, the larger
+    products of larger tiles win.
+    """
+    if T <= 256 and S <= 256:
+        return Tiling(T, S), Tiling(T, S)
+    size = 128 if _visited(spec, T, S) <= 1024 else 512
+    forward = Tiling(_even(T, size), _even(S, size))
+    return forward, Tiling(*(x // 2 if size > 128 and x % 2 == 0 else x for x in forward))
 
 
 def _even(size: int, target: int) -> int:
-    blocks = max(1, -(-size // target))
-    return -(-size // blocks)
+    """The size of blocks near the target that split an axis evenly; a multiple of 8 if several."""
+    blocks = -(-size // target)
+    return size if blocks == 1 else -(-size // (8 * blocks)) * 8
+
+
+def _visited(spec: Spec, T: int, S: int) -> float:
+    """How many keys a block of queries visits on average; all, where that is not known yet."""
+    block = max(128, max(T, S) // 1024)
+    kinds = _kinds(masks.pick(spec, 0, 0), T, S, Tiling(block, block))
+    return S if not isinstance(kinds, np.ndarray) else np.mean(np.sum(kinds > 0, axis=1)) * block
+
+
+def _kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
+    """The tile map of one head."""
+    box = masks.Tile(
+        masks.extents(T, tiling.block_q, spec.q_positions),
+        masks.extents(S, tiling.block_kv, spec.kv_positions),
+    )
+    return masks.kinds(spec.mask, box)
 
 
 class _Walk(NamedTuple):
@@ -58,11 +83,7 @@ class _Walk(NamedTuple):
 
 def _plan(spec: Spec, T: int, S: int, tiling: Tiling) -> _Walk:
     """The walk of one head; NumPy's, and so known while tracing, if the mask is static."""
-    box = masks.Tile(
-        masks.extents(T, tiling.block_q, spec.q_positions),
-        masks.extents(S, tiling.block_kv, spec.kv_positions),
-    )
-    kinds = masks.kinds(spec.mask, box)
+    kinds = _kinds(spec, T, S, tiling)
     xp = np if isinstance(kinds, np.ndarray) else jnp
     rank = xp.where(kinds == masks.MIXED, 0, xp.where(kinds == masks.FULL, 1, 2))
     order = xp.argsort(rank, axis=1, stable=True).astype(np.int32)
@@ -371,10 +392,11 @@ def _put_head(total: Array, x: Array, b: Any, h: Any) -> Array:
 
 
 class _Problem(NamedTuple):
-    """The sizes of a call, and its tiles."""
+    """The sizes of a call, and its tiles forward and backward."""
 
     shapes: Shapes
     tiling: Tiling
+    tiling_back: Tiling
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -426,7 +448,7 @@ def _backward_loop(problem: _Problem, spec: Spec, per_head: Any, key: Array, val
         q, d_out, lse, delta = (_head(x, b, h, T) for x in per_head)
         k, v = (_head(x, b, kv, S) for x in (key, value))
         picked = masks.pick(spec, b, h)
-        part = _backward_head(picked, b, h, q, d_out, lse, delta, k, v, problem.tiling)
+        part = _backward_head(picked, b, h, q, d_out, lse, delta, k, v, problem.tiling_back)
         d_key = _put_head(d_key, part.key.T[: shapes.S] + _head(d_key, b, kv, shapes.S), b, kv)
         grown = part.value.T[: shapes.S] + _head(d_value, b, kv, shapes.S)
         d_value = _put_head(d_value, grown, b, kv)
@@ -464,7 +486,7 @@ def _backward_vmap(problem: _Problem, spec: Spec, per_head: Any, key: Array, val
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
         q, d_out, lse, delta = (_pad_to(x, T) for x in operands[:4])
         k, v = (_pad_to(x, S) for x in operands[4:])
-        part = _backward_head(spec, b, h, q, d_out, lse, delta, k, v, problem.tiling)
+        part = _backward_head(spec, b, h, q, d_out, lse, delta, k, v, problem.tiling_back)
         return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
 
     axes = (1, 1, 1, [0] * len(params))
@@ -492,8 +514,9 @@ def _sum_param(parts: Array, leaf: Array, letters: str) -> Array:
 
 
 def _loops(problem: _Problem) -> bool:
-    """Whether heads run one after another on a CPU: where one head alone fills a tile."""
-    return problem.shapes.T * problem.shapes.S > 256 * 256
+    """Whether heads run one after another: on a CPU, where one head alone is work enough."""
+    work = problem.shapes.T * problem.shapes.S
+    return jax.default_backend() == "cpu" and work >= 128 * 128
 
 
 def attend(
@@ -508,7 +531,8 @@ def attend(
     if not is_static(spec.scale):
         query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
         spec = dataclasses.replace(spec, scale=1.0)
-    problem = _Problem(shapes, tiling or choose_tiling(T, S))
+    tilings = (tiling, tiling) if tiling else choose_tiling(spec, T, S)
+    problem = _Problem(shapes, *tilings)
     spec = _padded(spec, S, *problem.padded)
     return _differentiable(problem, spec, query, key, value)
 
