@@ -66,11 +66,16 @@ def combine(a: Partial, b: Partial) -> Partial:
 
 
 def finish(partial: Partial) -> tuple[Float[Array, "t V"], Float[Array, " t"]]:
-    """`(out, lse)` of a row; without keys `(0, −inf)`."""
-    dead = partial.maximum == -jnp.inf
-    total = jnp.where(dead, 1, partial.total)
-    out = partial.weighted / total[:, None]
-    return out, jnp.where(dead, -jnp.inf, _finite(partial.maximum) + jnp.log(total))
+    """`(out, lse)` of a row; without keys `(0, −inf)`.
+
+    A row that attends to NaN is NaN by selection: through a quotient, its cotangent would reach the
+    keys that are masked for it as 0 × NaN.
+    """
+    dead, broken = partial.maximum == -jnp.inf, jnp.isnan(partial.total)
+    total = jnp.where(dead | broken, 1, partial.total)
+    out = jnp.where(broken[:, None], jnp.nan, partial.weighted / total[:, None])
+    lse = _finite(partial.maximum) + jnp.log(total)
+    return out, jnp.where(dead, -jnp.inf, jnp.where(broken, jnp.nan, lse))
 
 
 def _check_part(name: str, out: Output, lse: LogSumExp) -> None:
