@@ -8,13 +8,13 @@ import jax
 from jaxtyping import Array, Int
 
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
-from jattn.kernels import reference
+from jattn.kernels import blockwise, reference
 from jattn.masks import Mask
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
 
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "blockwise": blockwise}
 """By name, in the order in which `implementation=None` tries them."""
 
 
@@ -144,9 +144,17 @@ def attention(
         precision=precision,
     )
     name = _choose(implementation, spec, shapes)
-    return _attend(
-        spec, query, key, value, implementation=name, shapes=shapes, return_lse=return_lse
-    )
+    try:
+        return _attend(
+            spec, query, key, value, implementation=name, shapes=shapes, return_lse=return_lse
+        )
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"implementation {name!r} has reverse mode only; implementation='reference' "
+            f"differentiates in every mode and order"
+        ) from error
 
 
 def explain(query: Queries, key: Keys, value: Values, **arguments: Any) -> dict[str, str | None]:

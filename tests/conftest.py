@@ -1,6 +1,7 @@
 """A strict JAX for every test: no silent promotion, several devices, 64 bits to compare with."""
 
 import functools
+import importlib
 import os
 from typing import Any
 
@@ -54,6 +55,24 @@ def _forget_compiled_programs():
     """Hundreds of programs stay in memory otherwise, gigabytes by the end of the suite."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_tiles():
+    """Cases of a few dozen keys walk over several tiles, and from 17 queries head by head."""
+    # Imported here because jaxtyping's hook must be in place first.
+    blockwise: Any = importlib.import_module("jattn.kernels.blockwise")
+    before = blockwise.choose_tiling, blockwise._loops
+    blockwise.choose_tiling = _tiles_of_16
+    blockwise._loops = lambda problem: problem.shapes.T > 16
+    yield
+    blockwise.choose_tiling, blockwise._loops = before
+
+
+def _tiles_of_16(spec: Any, T: int, S: int) -> tuple[Any, Any]:
+    tiling = importlib.import_module("jattn.spec").Tiling
+    size = 16 if T < 1000 else 512
+    return (tiling(min(T, size), min(S, size)),) * 2
 
 
 @pytest.fixture

@@ -347,7 +347,7 @@ def test_gradient_of_a_score_function_is_a_score_function():
     slope = jax.grad(lambda f: jattn.attention(*arrays, score=f).sum())(score)
     assert jax.tree.structure(slope) == jax.tree.structure(score)
     assert jax.tree.map(jnp.shape, jax.tree.leaves(slope)) == [(), (B, N, T, S)]
-    # A row's bias shifts all of its logits alike, so its gradients cancel (K3, relation 24).
+    # A row's bias shifts all of its logits alike, so its gradients cancel.
     d_bias = np.asarray(jax.tree.leaves(slope)[1])
     assert np.abs(d_bias).max() > 1e-3
     np.testing.assert_allclose(d_bias.sum(axis=-1), 0, atol=1e-14)

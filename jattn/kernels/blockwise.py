@@ -151,11 +151,11 @@ def _cut(spec: Spec, i: Any, j: Any, tiling: Tiling) -> Spec:
 
 def _span(positions: Any, block: Any, size: int) -> Span:
     places = block * size + jnp.arange(size, dtype=jnp.int32)
-    return Span(places if positions is None else positions, places)
+    return Span(places if positions is None else positions.astype(jnp.int32), places)
 
 
-def _padded(spec: Spec, S: int, T_padded: int, S_padded: int) -> Spec:
-    """The spec for sizes that are whole tiles; keys past S are masked."""
+def _padded(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
+    """The spec for sizes that are whole tiles; queries past T and keys past S are masked."""
 
     def one(letters: str, leaf: Any) -> Any:
         named = letters.replace("#", "").split()
@@ -168,8 +168,9 @@ def _padded(spec: Spec, S: int, T_padded: int, S_padded: int) -> Spec:
         return leaf
 
     spec = jax.tree.map(one, declared(spec), spec)
-    if S_padded > S:
-        spec = dataclasses.replace(spec, mask=spec.mask & masks.Lengths(kv=S))
+    if T_padded > T or S_padded > S:
+        exist = masks.Lengths(T if T_padded > T else None, S if S_padded > S else None)
+        spec = dataclasses.replace(spec, mask=spec.mask & exist)
     return spec
 
 
@@ -533,7 +534,7 @@ def attend(
         spec = dataclasses.replace(spec, scale=1.0)
     tilings = (tiling, tiling) if tiling else choose_tiling(spec, T, S)
     problem = _Problem(shapes, *tilings)
-    spec = _padded(spec, S, *problem.padded)
+    spec = _padded(spec, T, S, *problem.padded)
     return _differentiable(problem, spec, query, key, value)
 
 
