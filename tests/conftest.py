@@ -2,12 +2,19 @@
 
 import functools
 import importlib
+import itertools
 import os
 from typing import Any
 
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+# One piece of code for each program instead of many: quicker for small programs, and a process may
+# hold only so many memory maps (65,530 by default on Linux), of which each piece takes some.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -50,11 +57,15 @@ def quick_jit(function: Any, **options: Any) -> Any:
     return jax.jit(function, compiler_options=quick_options(), **options)
 
 
-@pytest.fixture(autouse=True, scope="module")
+_tests_since_forgetting = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
 def _forget_compiled_programs():
-    """Hundreds of programs stay in memory otherwise, gigabytes by the end of the suite."""
+    """Every so often: thousands of programs in memory would take gigabytes and every memory map."""
     yield
-    jax.clear_caches()
+    if next(_tests_since_forgetting) % 400 == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True, scope="session")
