@@ -14,7 +14,7 @@ from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
 
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "blockwise": blockwise}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"blockwise": blockwise, "reference": reference}
 """By name, in the order in which `implementation=None` tries them."""
 
 

@@ -1,9 +1,10 @@
 """Softmax-weighted sums as a monoid, so that attention can be computed in parts.
 
-One part of the keys contributes to a row of queries a maximum m, a total l = Σ exp(s − m) and
-a weighted sum a = Σ exp(s − m) v. Two parts combine into one of the same form (Milakov and
-Gimelshein 2018, "Online normalizer calculation for softmax"), in any order and grouping; the
-part without keys, m = −inf, is the identity. Normalised parts travel as `(out, lse)`, with
+One part of the keys contributes to a row of queries a maximum m (at least the lowest finite
+number), a total l = Σ exp(s − m) and a weighted sum a = Σ exp(s − m) v. Two parts combine into one
+of the same form (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), in any
+order and grouping; the part without keys, l = 0, is the identity. Normalised parts travel as
+`(out, lse)`, with
 out = a / l and lse = m + log l, which `merge` puts together.
 
 The maximum only shifts: results do not depend on it, so no gradient flows through it.
@@ -28,36 +29,47 @@ class Partial(NamedTuple):
     weighted: Float[Array, "t V"]
 
 
-def _finite(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
+def _lowest(dtype: Any) -> float:
     """A shift under which a row without keys stays 0 instead of −inf − (−inf)."""
-    return jnp.where(maximum == -jnp.inf, 0, maximum)
+    return float(jnp.finfo(dtype).min)
+
+
+def shift(lse: Float[Array, "..."]) -> Float[Array, "..."]:
+    """What to subtract from scores so that exp gives the weights, and exactly 0 for masked ones."""
+    return jnp.where(jnp.isnan(lse), 0, jnp.maximum(lse, _lowest(lse.dtype)))
 
 
 def empty(rows: int, width: int, dtype: Any) -> Partial:
     """The identity: the contribution of no keys."""
     return Partial(
-        jnp.full((rows,), -jnp.inf, dtype),
+        jnp.full((rows,), _lowest(dtype), dtype),
         jnp.zeros((rows,), dtype),
         jnp.zeros((rows, width), dtype),
     )
 
 
-def of(scores: Scores, weigh: Callable[[Float[Array, "t s"]], Float[Array, "t V"]]) -> Partial:
+def of(
+    scores: Scores,
+    weigh: Callable[[Float[Array, "t s"]], Float[Array, "t V"]],
+    differentiable: bool = True,
+) -> Partial:
     """The contribution of the keys behind `scores` [t, s]; `weigh` multiplies weights with values.
 
-    A score of −inf is a masked key. It is left out by selection, also in the backward pass.
+    A score of −inf is a masked key: its weight is exp(−inf), exactly 0. Derivatives need that also
+    in rows that hold NaN; where none is taken, leaving it out lets XLA fuse maximum, exponential
+    and sum with the products around them.
     """
-    maximum = jax.lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf))
-    shifted = scores - _finite(maximum)[:, None]
-    exponential = jnp.where(scores == -jnp.inf, 0, jnp.exp(shifted))
+    maximum = jnp.max(jax.lax.stop_gradient(scores), axis=-1, initial=_lowest(scores.dtype))
+    if differentiable:
+        maximum = jnp.where(jnp.isnan(maximum), 0, maximum)
+    exponential = jnp.exp(scores - maximum[:, None])
     return Partial(maximum, jnp.sum(exponential, axis=-1), weigh(exponential))
 
 
 def combine(a: Partial, b: Partial) -> Partial:
     """Both contributions as one. Associative and commutative, with `empty` as identity."""
     maximum = jnp.maximum(a.maximum, b.maximum)
-    shift = _finite(maximum)
-    scale_a, scale_b = jnp.exp(a.maximum - shift), jnp.exp(b.maximum - shift)
+    scale_a, scale_b = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
     return Partial(
         maximum,
         a.total * scale_a + b.total * scale_b,
@@ -65,17 +77,29 @@ def combine(a: Partial, b: Partial) -> Partial:
     )
 
 
+def denominator(partial: Partial) -> Float[Array, " t"]:
+    """What weights and their sum of values are divided by: 1 for a row without keys, or with NaN,
+    which in a quotient would reach also the keys that are masked for it."""
+    return jnp.where((partial.total == 0) | jnp.isnan(partial.total), 1, partial.total)
+
+
 def finish(partial: Partial) -> tuple[Float[Array, "t V"], Float[Array, " t"]]:
     """`(out, lse)` of a row; without keys `(0, −inf)`.
 
-    A row that attends to NaN is NaN by selection: through a quotient, its cotangent would reach the
-    keys that are masked for it as 0 × NaN.
+    A row that attends to NaN is NaN by selection, which cuts its cotangent.
     """
-    dead, broken = partial.maximum == -jnp.inf, jnp.isnan(partial.total)
-    total = jnp.where(dead | broken, 1, partial.total)
+    broken, total = jnp.isnan(partial.total), denominator(partial)
     out = jnp.where(broken[:, None], jnp.nan, partial.weighted / total[:, None])
-    lse = _finite(partial.maximum) + jnp.log(total)
-    return out, jnp.where(dead, -jnp.inf, jnp.where(broken, jnp.nan, lse))
+    lse = jnp.where(broken, jnp.nan, partial.maximum + jnp.log(total))
+    return out, jnp.where(partial.total == 0, -jnp.inf, lse)
+
+
+def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Float[Array, " t"]]:
+    """`finish` for where no derivative is taken: nothing stands between sum and quotient, so that
+    XLA fuses them with the product."""
+    total = jnp.maximum(partial.total, jnp.finfo(partial.total.dtype).tiny)
+    lse = jnp.where(partial.total == 0, -jnp.inf, partial.maximum + jnp.log(total))
+    return partial.weighted / total[:, None], lse
 
 
 def _check_part(name: str, out: Output, lse: LogSumExp) -> None:
@@ -108,8 +132,8 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     doubles = any(x.dtype == jnp.float64 for x in jax.tree.leaves(parts))
     wide = jnp.float64 if doubles else jnp.float32
     lses = [lse.astype(wide) for _, lse in parts]
-    shift = _finite(jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses)))
-    weights = [jnp.exp(lse - shift) for lse in lses]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses, _lowest(wide)))
+    weights = [jnp.exp(lse - top) for lse in lses]
     total = sum(weights[1:], start=weights[0])
     dead = total == 0
     total = jnp.where(dead, 1, total)
@@ -117,7 +141,7 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     first, *others = (
         share * out.astype(share.dtype) for share, (out, _) in zip(shares, parts, strict=True)
     )
-    merged = jnp.where(dead, -jnp.inf, shift + jnp.log(total))
+    merged = jnp.where(dead, -jnp.inf, top + jnp.log(total))
     out, lse = parts[0]
     return sum(others, start=first).astype(out.dtype), merged.astype(lse.dtype)
 

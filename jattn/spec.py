@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn._types import Shape, accumulation, along, declared, node, static
+from jattn._types import Shape, accumulation, along, declared, node, number, static
 from jattn.masks import Blocks, Full, Mask, as_mask, flatten_batch
 from jattn.scores import ScoreFunction
 
@@ -249,3 +249,37 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
 
     spec = dataclasses.replace(spec, score=jax.tree.map(cast, spec.score))
     return flatten_batch(spec, shapes.batch)
+
+
+def _is_param(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def parameters(spec: Spec) -> list[Array]:
+    """The differentiable arrays of a spec: the float ones of its score function."""
+    return [leaf for leaf in jax.tree.leaves(spec.score) if _is_param(leaf)]
+
+
+def parameter_letters(spec: Spec) -> list[str]:
+    """Along which letters each of `parameters` runs."""
+    pairs = zip(jax.tree.leaves(declared(spec.score)), jax.tree.leaves(spec.score), strict=True)
+    return [letters for letters, leaf in pairs if _is_param(leaf)]
+
+
+def with_parameters(spec: Spec, values: list[Any]) -> Spec:
+    """The spec with other values for `parameters`."""
+    leaves, treedef = jax.tree.flatten(spec.score)
+    new = iter(values)
+    score = jax.tree.unflatten(treedef, [next(new) if _is_param(x) else x for x in leaves])
+    return dataclasses.replace(spec, score=score)
+
+
+def scaled(spec: Spec, query: Array) -> tuple[Spec, Array, float]:
+    """A spec without the scale, queries times the scale, and the factor to their gradient.
+
+    A pass over the queries instead of one over the scores, where that rounds no more.
+    """
+    if query.dtype != accumulation(query.dtype):
+        return spec, query, 1.0
+    scale = number(spec.scale)
+    return dataclasses.replace(spec, scale=1.0), query * scale, scale

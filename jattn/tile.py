@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from jattn._types import Indices, Scores, accumulation, declared, number
 from jattn.masks import Span, span
 from jattn.scores import in_order
-from jattn.spec import Spec, has_mask
+from jattn.spec import Spec, has_mask, parameter_letters, parameters
 
 
 def finite(x: Array) -> Array:
@@ -71,24 +71,41 @@ def lost(v: Float[Array, "s V"]) -> Float[Array, " s"]:
 
 
 def modify(
-    spec: Spec, products: Scores, b: Any, h: Any, rows: Span, columns: Span, masked: bool = True
+    spec: Spec,
+    products: Scores,
+    b: Any,
+    h: Any,
+    rows: Span,
+    columns: Span,
+    masked: bool = True,
+    select: bool = True,
 ) -> Scores:
     """scale → score functions → mask; −inf where masked.
 
     Arrays of the spec are picked for (b, h) and cut to rows and columns. `masked=False` leaves the
-    mask out, for tiles that are known to be full.
+    mask out, for tiles that are known to be full. `select=False` adds it, which is the same where
+    all is finite.
     """
-    score = products * jnp.asarray(number(spec.scale), products.dtype)
+    scale = number(spec.scale)
+    score = products
+    if not (isinstance(scale, float) and scale == 1):
+        score = score * jnp.asarray(scale, score.dtype)
     allowed = None
     if masked and has_mask(spec):
         allowed = spec.mask.evaluate(b, h, rows, columns)
     for function in in_order(spec.score):
-        if allowed is not None:
+        if allowed is not None and select:
             # Selected before as well as after: a score function's derivative at what a masked
             # key holds may be NaN, and 0 × NaN would reach the gradients.
             score = jnp.where(allowed, score, 0)
         score = function.evaluate(score, b, h, rows, columns)
-    return score if allowed is None else jnp.where(allowed, score, -jnp.inf)
+    if allowed is None:
+        return score
+    if not select:
+        # Computed apart: XLA fuses a sum of two arrays with products and softmax, a selection not.
+        bias = jnp.where(allowed, 0, -jnp.inf).astype(score.dtype)
+        return score + jax.lax.optimization_barrier(bias)
+    return jnp.where(allowed, score, -jnp.inf)
 
 
 def scores(
@@ -152,13 +169,13 @@ def drop(
     if spec.dropout_rate == 0:
         return weights
     kept = keep(spec.dropout_key, spec.dropout_rate, b, h, rows.places, columns.places)
-    return jnp.where(kept, weights / (1 - spec.dropout_rate), 0)
+    return weights * jnp.where(kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
 
 
 class _Leaves:
     """The arrays of a spec, and along which letters each still runs."""
 
-    def __init__(self, spec: Spec, groups: tuple[int, int]):
+    def __init__(self, spec: Spec, groups: tuple[int, ...]):
         letters, self.treedef = jax.tree.flatten(declared(spec))
         self.arrays: list[Array] = []
         self.letters: list[tuple[str, ...]] = []
@@ -168,7 +185,7 @@ class _Leaves:
             self.letters.append(axes)
 
     @staticmethod
-    def _prepare(array: Any, named: list[str], groups: tuple[int, int]) -> Any:
+    def _prepare(array: Any, named: list[str], groups: tuple[int, ...]) -> Any:
         if "*B" in named:
             if array.shape[0] == 1:
                 array, named = array[0], named[1:]
@@ -180,7 +197,7 @@ class _Leaves:
                 array, named = jnp.squeeze(array, axis), [x for x in named if x != "N"]
             else:
                 array = array.reshape(*array.shape[:axis], *groups, *array.shape[axis + 1 :])
-                named = [*named[:axis], "K", "G", *named[axis + 1 :]]
+                named = [*named[:axis], *"KG"[: len(groups)], *named[axis + 1 :]]
         return array, tuple(named)
 
     def axes(self, letter: str) -> list[int | None]:
@@ -205,25 +222,62 @@ def over_heads(
     """
     B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2]
-    leaves = _Leaves(spec, (K, N // K))
+    group = (N // K,) if N > K else ()
+    leaves = _Leaves(spec, (K, *group))
 
     def call(arrays: list[Array], b: Any, h: Any, *operands: Array) -> Any:
         return one_head(jax.tree.unflatten(leaves.treedef, arrays), b, h, *operands)
 
-    def axes(own: int, group: int | None) -> list[int | None]:
-        return [own] * len(per_head) + [group] * len(shared)
-
-    mapped = jax.vmap(call, (leaves.axes("G"), None, 0, *axes(1, None)), out_axes)
-    mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, *axes(1, 1)), out_axes)
-    mapped = jax.vmap(mapped, (leaves.axes("B"), 0, None, *axes(0, 0)))
-    heads = jnp.arange(N, dtype=jnp.int32).reshape(K, N // K)
-    grouped = [x.reshape(*x.shape[:2], K, N // K, *x.shape[3:]) for x in per_head]
-    results = mapped(leaves.arrays, jnp.arange(B, dtype=jnp.int32), heads, *grouped, *shared)
+    # Heads go before tokens up front, once: a product over heads that stand in the middle would
+    # have its operands and its result copied for each use. An axis of one group is not mapped, as
+    # it would stand between products and softmax and keep XLA from fusing them.
+    grouped = [jnp.moveaxis(x, 2, 1) for x in per_head]
+    grouped = [x.reshape(B, K, *group, *x.shape[2:]) for x in grouped]
+    keys = [jnp.moveaxis(x, 2, 1) for x in shared]
+    own, both = [0] * len(grouped), [0] * len(grouped + keys)
+    mapped = call
+    if group:
+        mapped = jax.vmap(mapped, (leaves.axes("G"), None, 0, *own, *[None] * len(keys)))
+    mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, *both))
+    mapped = jax.vmap(mapped, (leaves.axes("B"), 0, None, *both))
+    heads = jnp.arange(N, dtype=jnp.int32).reshape(K, *group)
+    results = mapped(leaves.arrays, jnp.arange(B, dtype=jnp.int32), heads, *grouped, *keys)
 
     def join(axis: int, result: Array) -> Array:
-        return result.reshape(*result.shape[: axis + 1], N, *result.shape[axis + 3 :])
+        result = result.reshape(B, N, *result.shape[2 + len(group) :])
+        return jnp.moveaxis(result, 1, 1 + axis)
 
     return jax.tree.map(join, out_axes, results)
+
+
+def gather_gradients(
+    spec: Spec, K: int, d_query: Array, d_key: Array, d_value: Array, d_params: list[Array]
+) -> tuple[list[Array], Array, Array, Array]:
+    """Gradients of parameters, query, key and value from those that each query head has found.
+
+    Those of keys and values come as `[B, S, N, ...]`, those of parameters as `[B, N, ...]`.
+    """
+
+    def over_group(x: Array) -> Array:
+        return x.reshape(*x.shape[:2], K, x.shape[2] // K, -1).sum(axis=3)
+
+    summed = [
+        _sum_heads(*one)
+        for one in zip(d_params, parameters(spec), parameter_letters(spec), strict=True)
+    ]
+    return summed, d_query, over_group(d_key), over_group(d_value)
+
+
+def _sum_heads(parts: Array, leaf: Array, letters: str) -> Array:
+    """Gradients `[B, N, ...]` of a parameter summed to its own shape."""
+    named = letters.replace("#", "").split()
+    if "N" not in named or leaf.shape[named.index("N")] == 1:
+        parts = parts.sum(axis=1)
+    elif named.index("N") > 1 or "*B" not in named:
+        parts = jnp.moveaxis(parts, 1, 1 + [x for x in named if x != "*B"].index("N"))
+    if "*B" not in named or leaf.shape[0] == 1:
+        parts = parts.sum(axis=0)
+    return parts.reshape(leaf.shape)
 
 
 def spans(spec: Spec, T: int, S: int) -> tuple[Span, Span]:

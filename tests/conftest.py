@@ -68,22 +68,36 @@ def _forget_compiled_programs():
         jax.clear_caches()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _small_tiles():
-    """Cases of a few dozen keys walk over several tiles, and from 17 queries head by head."""
+@pytest.fixture(autouse=True)
+def _small_tiles(request):
+    """Cases of a few dozen keys walk over several tiles, and cases of all sizes go every way.
+
+    Tests marked `default_tiles` get the tiles that users get.
+    """
+    if request.node.get_closest_marker("default_tiles"):
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+        return
     # Imported here because jaxtyping's hook must be in place first.
     blockwise: Any = importlib.import_module("jattn.kernels.blockwise")
-    before = blockwise.choose_tiling, blockwise._loops
-    blockwise.choose_tiling = _tiles_of_16
-    blockwise._loops = lambda problem: problem.shapes.T > 16
-    yield
-    blockwise.choose_tiling, blockwise._loops = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise, "choose_tiling", _tiles_of_16)
+        patch.setattr(blockwise, "_way", _every_way)
+        patch.setattr(blockwise, "_WIDE", 32)
+        patch.setattr(blockwise, "_RUNS", 5)
+        yield
+
+
+def _every_way(shapes: Any) -> str:
+    if shapes.T > 16:
+        return "loop"
+    return "whole" if shapes.S < 16 else "vmap"
 
 
 def _tiles_of_16(spec: Any, T: int, S: int) -> tuple[Any, Any]:
     tiling = importlib.import_module("jattn.spec").Tiling
-    size = 16 if T < 1000 else 512
-    return (tiling(min(T, size), min(S, size)),) * 2
+    return (tiling(min(T, 16), min(S, 16)),) * 2
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ def temporaries(T: int, mask: masks.Mask) -> int:
     return analysis.temp_size_in_bytes
 
 
+@pytest.mark.default_tiles
 def test_memory_is_linear_in_the_length():
     short, long = (temporaries(T, masks.Causal()) for T in (8192, 32768))
     assert long <= 4 * short

@@ -24,6 +24,22 @@ from tqdm import tqdm
 from experiments.benchmark import cases, peers
 
 
+MIN_ROUNDS = 3
+SETTLE = 0.01  # seconds; idle worker threads of one library spin for a while and disturb the next
+TURN = 0.03  # seconds; short runs are repeated within a turn
+
+
+def _turn(one: peers.Runnable) -> list[float]:
+    """Seconds of each run in a turn. The first warms caches up and counts only if it is long."""
+    time.sleep(SETTLE)
+    times: list[float] = []
+    while not times or sum(times) < TURN:
+        start = time.perf_counter()
+        one.run()
+        times.append(time.perf_counter() - start)
+    return times[1:] or times
+
+
 def measure(
     case: cases.Case, backward: bool, competitors: dict[str, peers.Peer], seconds: float
 ) -> dict[str, Any]:
@@ -33,12 +49,11 @@ def measure(
     for one in present.values():
         one.run()
     times: dict[str, list[float]] = {name: [] for name in present}
-    stop = time.perf_counter() + seconds
-    while len(times["jattn"]) < 3 or (time.perf_counter() < stop and len(times["jattn"]) < 200):
+    stop, rounds = time.perf_counter() + seconds, 0
+    while rounds < MIN_ROUNDS or time.perf_counter() < stop:
+        rounds += 1
         for name, one in present.items():
-            start = time.perf_counter()
-            one.run()
-            times[name].append(time.perf_counter() - start)
+            times[name] += _turn(one)
     medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     return {
         "case": case.name,
@@ -48,7 +63,7 @@ def measure(
         "gflops": case.flops(backward) / medians["jattn"] / 1e6,
         "temporary_bytes": {name: one.temporary_bytes for name, one in present.items()},
         "compile_seconds": {name: one.compile_seconds for name, one in present.items()},
-        "rounds": len(times["jattn"]),
+        "rounds": rounds,
     }
 
 

@@ -23,8 +23,18 @@ from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
 from jattn._types import LogSumExp, Output, accumulation, declared, is_static
+from jattn.kernels import whole
 from jattn.masks import Span
-from jattn.spec import Shapes, Spec, Tiling, has_mask
+from jattn.spec import (
+    Shapes,
+    Spec,
+    Tiling,
+    has_mask,
+    parameter_letters,
+    parameters,
+    scaled,
+    with_parameters,
+)
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -38,11 +48,9 @@ def choose_tiling(spec: Spec, T: int, S: int) -> tuple[Tiling, Tiling]:
     Small tiles follow a narrow band closely; where a block of queries visits many keys, the larger
     products of larger tiles win.
     """
-    if T <= 256 and S <= 256:
-        return Tiling(T, S), Tiling(T, S)
     size = 128 if _visited(spec, T, S) <= 1024 else 512
-    forward = Tiling(_even(T, size), _even(S, size))
-    return forward, Tiling(*(x // 2 if size > 128 and x % 2 == 0 else x for x in forward))
+    tiling = Tiling(_even(T, size), _even(S, size))
+    return tiling, tiling
 
 
 def _even(size: int, target: int) -> int:
@@ -55,7 +63,9 @@ def _visited(spec: Spec, T: int, S: int) -> float:
     """How many keys a block of queries visits on average; all, where that is not known yet."""
     block = max(128, max(T, S) // 1024)
     kinds = _kinds(masks.pick(spec, 0, 0), T, S, Tiling(block, block))
-    return S if not isinstance(kinds, np.ndarray) else np.mean(np.sum(kinds > 0, axis=1)) * block
+    if not isinstance(kinds, np.ndarray):
+        return float(S)
+    return float(np.mean(np.sum(kinds > 0, axis=1)) * block)
 
 
 def _kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
@@ -67,45 +77,99 @@ def _kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
     return masks.kinds(spec.mask, box)
 
 
+class _Run(NamedTuple):
+    """Consecutive tiles of keys of one kind, taken together as one wide tile."""
+
+    start: Any
+    size: int
+    masked: bool
+
+
 class _Walk(NamedTuple):
-    """Which tiles of keys each block of queries visits: mixed ones first, then full ones."""
+    """Which keys each block of queries visits.
 
-    tiling: Tiling
-    order: Any  # [n, m], tiles by column
-    mixed: Any  # [n]
-    full: Any  # [n]
+    `runs[i]` lists them where the tile map is known while tracing and the program stays short; a
+    single list is for all. Otherwise `tiles` holds, by width in tiles and kind, the columns
+    `[n, m]` to visit and how many of them each block of queries visits `[n]`.
+    """
 
-    @property
-    def single(self) -> bool:
-        """Whether there is one tile of keys only: then it is visited, whatever it is."""
-        return self.order.shape[1] == 1
+    runs: list[list[_Run]] | None
+    tiles: list[tuple[int, bool, Any, Any]]
+
+    def of(self, i: Any) -> list[_Run]:
+        """The runs of query block i; none where they are not known."""
+        return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
+
+    def unrolled(self, blocks: int) -> bool:
+        """Whether the program is written out block by block."""
+        return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
+
+
+_WHOLE = 256  # queries and keys of a sequence that is taken in one piece, at most
+_RUNS = 24  # longest program written out run by run: more cost compile time, not run time
+_WIDE = 1024  # keys in a run or a wide tile at most: they bound the memory
 
 
 def _plan(spec: Spec, T: int, S: int, tiling: Tiling) -> _Walk:
-    """The walk of one head; NumPy's, and so known while tracing, if the mask is static."""
+    """The walk of one head; known while tracing if the mask is static."""
     kinds = _kinds(spec, T, S, tiling)
+    if kinds.size == 1 and not isinstance(kinds, np.ndarray):
+        return _Walk([[_Run(0, S, True)]], [])  # looking is no cheaper than computing
+    if isinstance(kinds, np.ndarray):
+        runs = [_runs_of(row, tiling.block_kv) for row in kinds]
+        if all(row == runs[0] for row in runs):
+            runs = runs[:1]
+        if sum(map(len, runs)) <= _RUNS:
+            return _Walk(runs, [])
     xp = np if isinstance(kinds, np.ndarray) else jnp
-    rank = xp.where(kinds == masks.MIXED, 0, xp.where(kinds == masks.FULL, 1, 2))
-    order = xp.argsort(rank, axis=1, stable=True).astype(np.int32)
-    mixed, full = ((kinds == kind).sum(axis=1) for kind in (masks.MIXED, masks.FULL))
-    return _Walk(tiling, order, mixed.astype(np.int32), full.astype(np.int32))
+    full = kinds == masks.FULL
+    wanted = [(1, True, kinds == masks.MIXED)]
+    wide = min(_WIDE // tiling.block_kv, kinds.shape[1])
+    if wide > 1:
+        groups = kinds.shape[1] // wide
+        grouped = xp.all(full[:, : groups * wide].reshape(-1, groups, wide), axis=2)
+        rest = kinds.shape[1] - groups * wide
+        full = full & ~xp.pad(xp.repeat(grouped, wide, axis=1), ((0, 0), (0, rest)))
+        wanted.append((wide, False, grouped))
+    wanted.append((1, False, full))
+    return _Walk(None, [(size, masked, *_columns(xp, which)) for size, masked, which in wanted])
 
 
-def _visit(walk: _Walk, i: Any, step: Callable[[Any, Any, bool], Any], state: Any) -> Any:
-    """Folds `step(j, state, masked)` over the tiles of query block i."""
-    if walk.single:
-        return step(np.int32(0), state, True)
-    order, mixed, full = (jnp.asarray(x) for x in walk[1:])
+def _runs_of(kinds: np.ndarray, block: int) -> list[_Run]:
+    """The runs of one block of queries, of at most `_WIDE` keys each."""
+    runs: list[_Run] = []
+    for j, kind in enumerate(kinds):
+        here = _Run(j * block, block, bool(kind == masks.MIXED))
+        last = runs[-1] if runs else _Run(-1, 0, False)
+        joins = last.start + last.size == here.start and last.masked == here.masked
+        if kind != masks.EMPTY and joins and last.size + block <= _WIDE:
+            runs[-1] = last._replace(size=last.size + block)
+        elif kind != masks.EMPTY:
+            runs.append(here)
+    return runs
 
-    def body(masked: bool, place: Any, state: Any) -> Any:
-        return step(order[i, place], state, masked)
 
-    if not (isinstance(walk.mixed, np.ndarray) and not walk.mixed.any()):
-        state = _repeat(0, mixed[i], functools.partial(body, True), state)
-    if not (isinstance(walk.full, np.ndarray) and not walk.full.any()):
-        stop = mixed[i] + full[i]
-        state = _repeat(mixed[i], stop, functools.partial(body, False), state)
+def _columns(xp: Any, which: Any) -> tuple[Any, Any]:
+    """Of bool `[n, m]`: the columns that are True, first in each row, and how many they are."""
+    order = xp.argsort(~which, axis=1, stable=True).astype(np.int32)
+    return order, which.sum(axis=1).astype(np.int32)
+
+
+def _visit(
+    walk: _Walk, tiling: Tiling, i: Any, step: Callable[[_Run, Any], Any], state: Any
+) -> Any:
+    """Folds `step(run, state)` over the keys of query block i."""
+    state = functools.reduce(lambda state, run: step(run, state), walk.of(i), state)
+    for width, masked, order, count in walk.tiles:
+        if not isinstance(count, np.ndarray) or count.any():
+            size = width * tiling.block_kv
+            body = functools.partial(_visit_one, step, jnp.asarray(order)[i], size, masked)
+            state = _repeat(0, jnp.asarray(count)[i], body, state)
     return state
+
+
+def _visit_one(step: Any, order: Array, size: int, masked: bool, place: Any, state: Any) -> Any:
+    return step(_Run(order[place] * size, size, masked), state)
 
 
 def _repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
@@ -114,43 +178,42 @@ def _repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) 
     return lax.fori_loop(jnp.int32(start), jnp.int32(stop), as_int32, state)
 
 
-def _take(x: Array, block: Any, size: int, axis: int = 0) -> Array:
-    """The block-th run of `size` along an axis; the array itself if it is no longer than that."""
+def _take(x: Array, start: Any, size: int, axis: int = 0) -> Array:
+    """A run of `size` along an axis; the array itself if it is no longer than that."""
     if x.shape[axis] == size:
         return x
-    return lax.dynamic_slice_in_dim(x, block * size, size, axis)
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def _put(x: Array, value: Array, block: Any, axis: int) -> Array:
-    """x with `value` added to the block-th run along an axis."""
+def _put(x: Array, value: Array, start: Any, axis: int) -> Array:
+    """x with `value` added to a run along an axis."""
     size = value.shape[axis]
     if x.shape[axis] == size:
         return x + value
-    start = block * size
     old = lax.dynamic_slice_in_dim(x, start, size, axis)
     return lax.dynamic_update_slice_in_dim(x, old + value, start, axis)
 
 
-def _runs(letters: str, leaf: Any) -> list[tuple[int, str]]:
+def _axes(letters: str, leaf: Any) -> list[tuple[int, str]]:
     """The axes of a picked array along T and S, unless they broadcast."""
     named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
     return [(a, x) for a, x in enumerate(named) if x in ("T", "S") and leaf.shape[a] > 1]
 
 
-def _cut(spec: Spec, i: Any, j: Any, tiling: Tiling) -> Spec:
-    """The picked spec with its arrays along T and S cut to tile (i, j)."""
+def _cut(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
+    """The picked spec with its arrays along T and S cut to a tile."""
 
     def one(letters: str, leaf: Any) -> Any:
-        for axis, letter in _runs(letters, leaf):
-            block, size = (i, tiling.block_q) if letter == "T" else (j, tiling.block_kv)
-            leaf = _take(leaf, block, size, axis)
+        for axis, letter in _axes(letters, leaf):
+            start, size = (row, rows) if letter == "T" else (column, columns)
+            leaf = _take(leaf, start, size, axis)
         return leaf
 
     return jax.tree.map(one, declared(spec), spec)
 
 
-def _span(positions: Any, block: Any, size: int) -> Span:
-    places = block * size + jnp.arange(size, dtype=jnp.int32)
+def _span(positions: Any, start: Any, size: int) -> Span:
+    places = start + jnp.arange(size, dtype=jnp.int32)
     return Span(places if positions is None else positions.astype(jnp.int32), places)
 
 
@@ -193,10 +256,10 @@ class _Tile(NamedTuple):
     columns: Span
 
     @classmethod
-    def at(cls, spec: Spec, b: Any, h: Any, i: Any, j: Any, tiling: Tiling) -> "_Tile":
-        cut = _cut(spec, i, j, tiling)
-        rows = _span(cut.q_positions, i, tiling.block_q)
-        return cls(cut, b, h, rows, _span(cut.kv_positions, j, tiling.block_kv))
+    def at(cls, spec: Spec, b: Any, h: Any, row: Any, rows: int, run: _Run) -> "_Tile":
+        cut = _cut(spec, row, rows, run.start, run.size)
+        span = _span(cut.q_positions, row, rows)
+        return cls(cut, b, h, span, _span(cut.kv_positions, run.start, run.size))
 
     def scores(self, q: Array, k: Array, values: "_Values", masked: bool) -> tuple[Array, Any]:
         """Scores, and the function from their cotangent to those of products and parameters."""
@@ -205,10 +268,10 @@ class _Tile(NamedTuple):
             products = products + values.lost[None, :]
 
         def modify(products: Array, params: Any) -> Array:
-            spec = _with_params(self.spec, params)
+            spec = with_parameters(self.spec, params)
             return tile.modify(spec, products, self.b, self.h, self.rows, self.columns, masked)
 
-        return jax.vjp(modify, products, _params(self.spec))
+        return jax.vjp(modify, products, parameters(self.spec))
 
     def drop(self, weights: Array) -> Array:
         return tile.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
@@ -228,40 +291,41 @@ class _Values(NamedTuple):
         wide = v.astype(accumulation(v.dtype))
         return cls(tile.finite(wide), tile.lost(wide)) if has_mask(spec) else cls(wide, None)
 
-    def at(self, j: Any, tiling: Tiling) -> "_Values":
-        """Those of the j-th tile of keys."""
-        clean = _take(self.clean, j, tiling.block_kv)
-        return _Values(clean, None if self.lost is None else _take(self.lost, j, tiling.block_kv))
+    def at(self, run: _Run) -> "_Values":
+        """Those of a run of keys."""
+        clean = _take(self.clean, run.start, run.size)
+        return _Values(clean, None if self.lost is None else _take(self.lost, run.start, run.size))
 
 
 def _forward_head(
     spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array, tiling: Tiling
 ) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
     """`(out, lse)` of one head; sizes are whole tiles."""
-    walk = _plan(spec, len(q), len(k), tiling)
+    walk, rows = _plan(spec, len(q), len(k), tiling), tiling.block_q
     values = _Values.of(spec, v)
-
-    def part(i: Any, j: Any, q_i: Array, masked: bool) -> softmax.Partial:
-        here = _Tile.at(spec, b, h, i, j, tiling)
-        k_j, v_j = _take(k, j, tiling.block_kv), values.at(j, tiling)
-        score = here.scores(q_i, k_j, v_j, masked)[0]
-        return softmax.of(score, lambda w: _dot(here.drop(w), v_j.clean, spec))
+    spec, q, _ = scaled(spec, q)
 
     def block(i: Any) -> tuple[Array, Array]:
-        q_i = _take(q, i, tiling.block_q)
-        if walk.single:
-            return softmax.finish(part(i, np.int32(0), q_i, True))
+        q_i = _take(q, i * rows, rows)
 
-        def step(j: Any, state: softmax.Partial, masked: bool) -> softmax.Partial:
-            return softmax.combine(state, part(i, j, q_i, masked))
+        def step(run: _Run, state: softmax.Partial | None) -> softmax.Partial:
+            here = _Tile.at(spec, b, h, i * rows, rows, run)
+            v_j = values.at(run)
+            score = here.scores(q_i, _take(k, run.start, run.size), v_j, run.masked)[0]
+            part = softmax.of(
+                score, lambda w: _dot(here.drop(w), v_j.clean, spec), differentiable=False
+            )
+            return part if state is None else softmax.combine(state, part)
 
-        state = softmax.empty(tiling.block_q, v.shape[1], accumulation(q.dtype))
-        return softmax.finish(_visit(walk, i, step, state))
+        first = None if walk.of(i) else softmax.empty(rows, v.shape[1], values.clean.dtype)
+        return softmax.quotient(_visit(walk, tiling, i, step, first))
 
-    blocks = len(q) // tiling.block_q
-    if blocks == 1:
-        return block(np.int32(0))
-    out, lse = lax.map(block, jnp.arange(blocks, dtype=jnp.int32))
+    n = len(q) // rows
+    if walk.unrolled(n):
+        parts = [block(np.int32(i)) for i in range(n)]
+        out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+        return out, lse
+    out, lse = lax.map(block, jnp.arange(n, dtype=jnp.int32))
     return out.reshape(len(q), -1), lse.reshape(-1)
 
 
@@ -296,83 +360,66 @@ def _backward_head(
     Gradients of keys and values are summed as `[H, S]` and `[V, S]`: a product with its left side
     transposed runs at a third of the speed on CPUs.
     """
-    walk = _plan(spec, len(q), len(k), tiling)
+    walk, rows = _plan(spec, len(q), len(k), tiling), tiling.block_q
     dtype = accumulation(q.dtype)
     values = _Values.of(spec, v)
+    spec, q, scale = scaled(spec, q)
     q_clean, k_clean = (x.astype(dtype) for x in (q, k))
     if has_mask(spec):
         q_clean, k_clean = tile.finite(q_clean), tile.finite(k_clean)
     q_turned, d_turned = q_clean.T, d_out.T
-    letters = _param_letters(spec)
+    letters = parameter_letters(spec)
 
     def block(i: Any, total: _Gradients) -> _Gradients:
-        q_i, d_i, lse_i, delta_i = (_take(x, i, tiling.block_q) for x in (q, d_out, lse, delta))
-        qt_i, dt_i = (_take(x, i, tiling.block_q, 1) for x in (q_turned, d_turned))
+        q_i, d_i, lse_i, delta_i = (_take(x, i * rows, rows) for x in (q, d_out, lse, delta))
+        qt_i, dt_i = (_take(x, i * rows, rows, 1) for x in (q_turned, d_turned))
+        shift = softmax.shift(lse_i)[:, None]
 
-        def step(j: Any, state: Any, masked: bool) -> Any:
+        def step(run: _Run, state: Any) -> Any:
             dq_i, dk, dv, d_params = state
-            here = _Tile.at(spec, b, h, i, j, tiling)
-            k_j, v_j = _take(k, j, tiling.block_kv), values.at(j, tiling)
-            score, pull = here.scores(q_i, k_j, v_j, masked)
-            weights = jnp.where(score == -jnp.inf, 0, jnp.exp(score - lse_i[:, None]))
+            here = _Tile.at(spec, b, h, i * rows, rows, run)
+            v_j = values.at(run)
+            score, pull = here.scores(q_i, _take(k, run.start, run.size), v_j, run.masked)
+            weights = jnp.exp(score - shift)
             d_weights = here.drop(_dot(d_i, v_j.clean.T, spec))
-            d_score = jnp.where(score == -jnp.inf, 0, weights * (d_weights - delta_i[:, None]))
-            d_products, d_here = pull(d_score)
-            dq_i += _dot(d_products, _take(k_clean, j, tiling.block_kv), spec)
-            dk = _put(dk, _dot(qt_i, d_products, spec), j, 1)
-            dv = _put(dv, _dot(dt_i, here.drop(weights), spec), j, 1)
+            d_products, d_here = pull(weights * (d_weights - delta_i[:, None]))
+            dq_i += _dot(d_products, _take(k_clean, run.start, run.size), spec)
+            dk = _put(dk, _dot(qt_i, d_products, spec), run.start, 1)
+            dv = _put(dv, _dot(dt_i, here.drop(weights), spec), run.start, 1)
+            starts = {"T": i * rows, "S": run.start}
             d_params = [
-                _put_leaf(total, part, name, i, j)
+                _put_leaf(total, part, name, starts)
                 for total, part, name in zip(d_params, d_here, letters, strict=True)
             ]
             return dq_i, dk, dv, d_params
 
         state = (jnp.zeros(q_i.shape, dtype), total.key, total.value, total.params)
-        dq_i, *rest = _visit(walk, i, step, state)
-        return _Gradients(_put(total.query, dq_i, i, 0), *rest)
+        dq_i, *rest = _visit(walk, tiling, i, step, state)
+        return _Gradients(_put(total.query, dq_i, i * rows, 0), *rest)
 
     total = _Gradients(
         jnp.zeros(q.shape, dtype),
         jnp.zeros(k.shape[::-1], dtype),
         jnp.zeros(v.shape[::-1], dtype),
-        [jnp.zeros(leaf.shape, leaf.dtype) for leaf in _params(spec)],
+        [jnp.zeros(leaf.shape, leaf.dtype) for leaf in parameters(spec)],
     )
-    blocks = len(q) // tiling.block_q
-    return block(np.int32(0), total) if blocks == 1 else _repeat(0, blocks, block, total)
+    n = len(q) // rows
+    if walk.unrolled(n):
+        total = functools.reduce(lambda total, i: block(np.int32(i), total), range(n), total)
+    else:
+        total = _repeat(0, n, block, total)
+    return total._replace(query=total.query * scale)
 
 
-def _put_leaf(total: Array, part: Array, letters: str, i: Any, j: Any) -> Array:
+def _put_leaf(total: Array, part: Array, letters: str, starts: dict[str, Any]) -> Array:
     """The gradient of a parameter with a tile's part of it added where it belongs."""
-    runs = _runs(letters, part)
-    blocks = {"T": i, "S": j}
-    start = [np.int32(0)] * total.ndim
-    for axis, letter in runs:
-        start[axis] = blocks[letter] * part.shape[axis]
+    start: list[Any] = [np.int32(0)] * total.ndim
+    for axis, letter in _axes(letters, part):
+        start[axis] = jnp.int32(starts[letter])
     if total.shape == part.shape:
         return total + part
     old = lax.dynamic_slice(total, start, part.shape)
     return lax.dynamic_update_slice(total, old + part, start)
-
-
-def _is_param(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _params(spec: Spec) -> list[Array]:
-    """The differentiable arrays of a spec: the float ones of its score function."""
-    return [leaf for leaf in jax.tree.leaves(spec.score) if _is_param(leaf)]
-
-
-def _param_letters(spec: Spec) -> list[str]:
-    pairs = zip(jax.tree.leaves(declared(spec.score)), jax.tree.leaves(spec.score), strict=True)
-    return [letters for letters, leaf in pairs if _is_param(leaf)]
-
-
-def _with_params(spec: Spec, params: list[Any]) -> Spec:
-    leaves, treedef = jax.tree.flatten(spec.score)
-    new = iter(params)
-    score = jax.tree.unflatten(treedef, [next(new) if _is_param(x) else x for x in leaves])
-    return dataclasses.replace(spec, score=score)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -407,7 +454,7 @@ class _Problem(NamedTuple):
         return -(-T // block_q) * block_q, -(-S // block_kv) * block_kv
 
 
-def _forward_loop(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
     """`(out [B, T, N, V], lse [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
     dtype = accumulation(query.dtype)
@@ -424,7 +471,7 @@ def _forward_loop(problem: _Problem, spec: Spec, query: Array, key: Array, value
     return _repeat(0, shapes.B * shapes.N, body, total)
 
 
-def _forward_vmap(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
     """`(out [B, T, N, V], lse [B, T, N])`, all heads at once."""
     shapes, (T, S) = problem.shapes, problem.padded
 
@@ -436,7 +483,7 @@ def _forward_vmap(problem: _Problem, spec: Spec, query: Array, key: Array, value
     return tile.over_heads(one, spec, (query,), (key, value), out_axes=(1, 1))
 
 
-def _backward_loop(problem: _Problem, spec: Spec, per_head: Any, key: Array, value: Array) -> Any:
+def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
     """Gradients of params, query, key and value, head after head; `per_head` is a tuple of query,
     d_out, lse and delta."""
     shapes, (T, S) = problem.shapes, problem.padded
@@ -455,12 +502,12 @@ def _backward_loop(problem: _Problem, spec: Spec, per_head: Any, key: Array, val
         d_value = _put_head(d_value, grown, b, kv)
         params = [
             _put_param(x, y, name, b, h)
-            for x, y, name in zip(params, part.params, _param_letters(spec), strict=True)
+            for x, y, name in zip(params, part.params, parameter_letters(spec), strict=True)
         ]
         return params, _put_head(d_query, part.query, b, h), d_key, d_value
 
     total = (
-        [jnp.zeros_like(leaf) for leaf in _params(spec)],
+        [jnp.zeros_like(leaf) for leaf in parameters(spec)],
         *(jnp.zeros(x.shape, dtype) for x in (per_head[0], key, value)),
     )
     return _repeat(0, shapes.B * shapes.N, body, total)
@@ -479,10 +526,9 @@ def _put_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array
     return lax.dynamic_update_slice(total, old + part, start)
 
 
-def _backward_vmap(problem: _Problem, spec: Spec, per_head: Any, key: Array, value: Array) -> Any:
+def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
     """As `_backward_loop`, all heads at once."""
     shapes, (T, S) = problem.shapes, problem.padded
-    params, letters = _params(spec), _param_letters(spec)
 
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
         q, d_out, lse, delta = (_pad_to(x, T) for x in operands[:4])
@@ -490,34 +536,21 @@ def _backward_vmap(problem: _Problem, spec: Spec, per_head: Any, key: Array, val
         part = _backward_head(spec, b, h, q, d_out, lse, delta, k, v, problem.tiling_back)
         return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
 
-    axes = (1, 1, 1, [0] * len(params))
-    d_query, d_key, d_value, d_params = tile.over_heads(one, spec, per_head, (key, value), axes)
-
-    def over_group(x: Array) -> Array:
-        return x.reshape(*x.shape[:2], shapes.K, shapes.G, -1).sum(axis=3)
-
-    d_params = [
-        _sum_param(x, leaf, name) for x, leaf, name in zip(d_params, params, letters, strict=True)
-    ]
-    return d_params, d_query, over_group(d_key), over_group(d_value)
+    axes = (1, 1, 1, [0] * len(parameters(spec)))
+    found = tile.over_heads(one, spec, per_head, (key, value), axes)
+    return tile.gather_gradients(spec, key.shape[2], *found)
 
 
-def _sum_param(parts: Array, leaf: Array, letters: str) -> Array:
-    """Gradients `[B, N, ...]` of a parameter summed to its own shape."""
-    named = letters.replace("#", "").split()
-    if "N" not in named or leaf.shape[named.index("N")] == 1:
-        parts = parts.sum(axis=1)
-    elif named.index("N") > 1 or "*B" not in named:
-        parts = jnp.moveaxis(parts, 1, 1 + [x for x in named if x != "*B"].index("N"))
-    if "*B" not in named or leaf.shape[0] == 1:
-        parts = parts.sum(axis=0)
-    return parts.reshape(leaf.shape)
+def _way(shapes: Shapes) -> str:
+    """How heads are run, by what measured fastest.
 
-
-def _loops(problem: _Problem) -> bool:
-    """Whether heads run one after another: on a CPU, where one head alone is work enough."""
-    work = problem.shapes.T * problem.shapes.S
-    return jax.default_backend() == "cpu" and work >= 128 * 128
+    "whole" takes short sequences in one piece, all heads at once; "loop" runs heads one after
+    another, where on a CPU one head alone fills the cores and stays in their caches; "vmap" walks
+    over tiles with all heads at once.
+    """
+    if shapes.T <= _WHOLE and shapes.S <= _WHOLE:
+        return "whole"
+    return "loop" if jax.default_backend() == "cpu" else "vmap"
 
 
 def attend(
@@ -534,36 +567,49 @@ def attend(
         spec = dataclasses.replace(spec, scale=1.0)
     tilings = (tiling, tiling) if tiling else choose_tiling(spec, T, S)
     problem = _Problem(shapes, *tilings)
-    spec = _padded(spec, T, S, *problem.padded)
+    if _way(shapes) != "whole":
+        spec = _padded(spec, T, S, *problem.padded)
     return _differentiable(problem, spec, query, key, value)
+
+
+def _ways(problem: _Problem) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions that run all heads, forward and backward."""
+    match _way(problem.shapes):
+        case "whole":
+            options = {"optimistic": jax.default_backend() == "cpu"}
+            ways = whole.forward, whole.backward
+        case "loop":
+            options, ways = {"problem": problem}, (_forward_loop, _backward_loop)
+        case _:
+            options, ways = {"problem": problem}, (_forward_vmap, _backward_vmap)
+    forward, backward = (functools.partial(f, **options) for f in ways)
+    return forward, backward
 
 
 def _differentiable(
     problem: _Problem, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Output, LogSumExp]:
     """Attention with the derivative rule, in which only float arrays of the score take part."""
-    loops = _loops(problem)
-    forward = functools.partial(_forward_loop if loops else _forward_vmap, problem)
-    backward = functools.partial(_backward_loop if loops else _backward_vmap, problem)
+    forward, backward = _ways(problem)
 
     @jax.custom_vjp
-    def run(params: list[Array], spec: Spec, query: Array, key: Array, value: Array) -> Any:
-        return forward(_with_params(spec, params), query, key, value)
+    def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+        return forward(with_parameters(spec, params), *qkv)[:2]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        out, lse = run(params, spec, *qkv)
-        return (out, lse), (params, spec, *qkv, out, lse)
+        out, lse, *kept = forward(with_parameters(spec, params), *qkv)
+        return (out, lse), (params, spec, *qkv, out, lse, kept)
 
     def run_backward(residuals: Any, cotangents: Any) -> Any:
-        params, spec, query, key, value, out, lse = residuals
+        params, spec, query, key, value, out, lse, kept = residuals
         d_out, d_lse = cotangents
         delta = jnp.sum(d_out * out, axis=-1) - d_lse
         per_head = (query, d_out, lse, delta)
-        found = backward(_with_params(spec, params), per_head, key, value)
+        found = backward(with_parameters(spec, params), per_head, key, value, *kept)
         d_params, *d_qkv = found
         cast = [x.astype(y.dtype) for x, y in zip(d_qkv, (query, key, value), strict=True)]
         return d_params, None, *cast
 
     run.defvjp(run_forward, run_backward)
-    out, lse = run(_params(spec), spec, query, key, value)
+    out, lse = run(parameters(spec), spec, query, key, value)
     return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
