@@ -7,7 +7,7 @@ as in Dao et al., appendix B.2). The tile map decides the walk through loop boun
 not visited, full ones leave the mask out.
 
 Heads run one after another on a CPU, where one head's tile fills the cores and stays in their
-caches, and all at once elsewhere and for short sequences.
+caches, and all at once elsewhere. Short sequences go by `jattn.kernels.whole`.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ class _Walk(NamedTuple):
 
 
 _WHOLE = 256  # queries and keys of a sequence that is taken in one piece, at most
-_RUNS = 24  # longest program written out run by run: more cost compile time, not run time
+_RUNS = 8  # longest program written out run by run: side by side, more of them take memory and time
 _WIDE = 1024  # keys in a run or a wide tile at most: they bound the memory
 
 
@@ -152,7 +152,8 @@ def _runs_of(kinds: np.ndarray, block: int) -> list[_Run]:
 def _columns(xp: Any, which: Any) -> tuple[Any, Any]:
     """Of bool `[n, m]`: the columns that are True, first in each row, and how many they are."""
     order = xp.argsort(~which, axis=1, stable=True).astype(np.int32)
-    return order, which.sum(axis=1).astype(np.int32)
+    count = which.sum(axis=1).astype(np.int32)
+    return (order if xp is jnp else order[:, : max(1, count.max(initial=0))]), count
 
 
 def _visit(
@@ -298,9 +299,16 @@ class _Values(NamedTuple):
 
 
 def _forward_head(
-    spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array, tiling: Tiling
+    spec: Spec,
+    b: Any,
+    h: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    tiling: Tiling,
+    over_blocks: Callable[..., Any] = lax.map,
 ) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
-    """`(out, lse)` of one head; sizes are whole tiles."""
+    """`(out, lse)` of one head; sizes are whole tiles. `over_blocks` maps over query blocks."""
     walk, rows = _plan(spec, len(q), len(k), tiling), tiling.block_q
     values = _Values.of(spec, v)
     spec, q, _ = scaled(spec, q)
@@ -325,7 +333,7 @@ def _forward_head(
         parts = [block(np.int32(i)) for i in range(n)]
         out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
         return out, lse
-    out, lse = lax.map(block, jnp.arange(n, dtype=jnp.int32))
+    out, lse = over_blocks(block, jnp.arange(n, dtype=jnp.int32))
     return out.reshape(len(q), -1), lse.reshape(-1)
 
 
@@ -472,12 +480,13 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
 
 
 def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
-    """`(out [B, T, N, V], lse [B, T, N])`, all heads at once."""
+    """`(out [B, T, N, V], lse [B, T, N])`, all heads and blocks of queries at once."""
     shapes, (T, S) = problem.shapes, problem.padded
 
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
         q, k, v = _pad_to(q, T), _pad_to(k, S), _pad_to(v, S)
-        results = _forward_head(spec, b, h, q, k, v, problem.tiling)
+        over_blocks = lambda f, i: jax.vmap(f)(i)  # noqa: E731
+        results = _forward_head(spec, b, h, q, k, v, problem.tiling, over_blocks)
         return tuple(x[: shapes.T] for x in results)
 
     return tile.over_heads(one, spec, (query,), (key, value), out_axes=(1, 1))
@@ -527,7 +536,7 @@ def _put_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array
 
 
 def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
-    """As `_backward_loop`, all heads at once."""
+    """As `_backward_loop`, all heads at once; blocks of queries add to the same keys in turn."""
     shapes, (T, S) = problem.shapes, problem.padded
 
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
