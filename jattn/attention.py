@@ -144,17 +144,9 @@ def attention(
         precision=precision,
     )
     name = _choose(implementation, spec, shapes)
-    try:
-        return _attend(
-            spec, query, key, value, implementation=name, shapes=shapes, return_lse=return_lse
-        )
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise NotImplementedError(
-            f"implementation {name!r} has reverse mode only; implementation='reference' "
-            f"differentiates in every mode and order"
-        ) from error
+    return _attend(
+        spec, query, key, value, implementation=name, shapes=shapes, return_lse=return_lse
+    )
 
 
 def explain(query: Queries, key: Keys, value: Values, **arguments: Any) -> dict[str, str | None]:

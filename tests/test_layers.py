@@ -26,6 +26,7 @@ LAYERS = {
     "tile": 3,
     "kernels": 4,
     "kernels.reference": 4,
+    "kernels.reverse": 4,
     "kernels.whole": 4,
     "kernels.blockwise": 4.5,  # goes by `whole` for short sequences
     "kernels.cudnn": 4,

@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -41,9 +42,16 @@ def _turn(one: peers.Runnable) -> list[float]:
 
 
 def measure(
-    case: cases.Case, backward: bool, competitors: dict[str, peers.Peer], seconds: float
+    case: cases.Case,
+    backward: bool,
+    competitors: dict[str, peers.Peer],
+    seconds: float,
+    peak: float,
 ) -> dict[str, Any]:
-    """One row: medians in milliseconds by competitor, taken in turn for about `seconds`."""
+    """One row: medians in milliseconds by competitor, taken in turn for about `seconds`.
+
+    `gflops` counts the products that the allowed pairs need, `peak` is what one large one reaches.
+    """
     runnable = {name: make(case, backward) for name, make in competitors.items()}
     present = {name: one for name, one in runnable.items() if one is not None}
     for one in present.values():
@@ -61,10 +69,24 @@ def measure(
         "milliseconds": medians,
         "ratio": {name: value / medians["jattn"] for name, value in medians.items()},
         "gflops": case.flops(backward) / medians["jattn"] / 1e6,
+        "peak_gflops": peak,
         "temporary_bytes": {name: one.temporary_bytes for name, one in present.items()},
         "compile_seconds": {name: one.compile_seconds for name, one in present.items()},
         "rounds": rounds,
     }
+
+
+def matrix_peak(size: int = 2048) -> float:
+    """GFLOP/s of a product of two large float32 matrices: the best of a few."""
+    matrix = jnp.ones((size, size))
+    product = jax.jit(jnp.dot)
+    jax.block_until_ready(product(matrix, matrix))
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(product(matrix, matrix))
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times) / 1e9
 
 
 def _line(row: dict[str, Any], names: list[str]) -> str:
@@ -73,7 +95,7 @@ def _line(row: dict[str, Any], names: list[str]) -> str:
     memory = (row["temporary_bytes"]["jattn"] or 0) / 2**20
     return (
         f"{row['case']:<16} {row['pass']:<17} {row['milliseconds']['jattn']:>9.2f} "
-        f"{row['gflops']:>8.0f} {memory:>8.1f} {cells}"
+        f"{row['gflops']:>8.0f} {row['gflops'] / row['peak_gflops']:>6.0%} {memory:>8.1f} {cells}"
     )
 
 
@@ -139,12 +161,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     names = list(competitors)
     heads = " ".join(f"{name:>11}" for name in names if name != "jattn")
-    print(f"{'case':<16} {'pass':<17} {'jattn ms':>9} {'GFLOP/s':>8} {'temp MiB':>8} {heads}")
+    print(
+        f"{'case':<16} {'pass':<17} {'jattn ms':>9} {'GFLOP/s':>8} {'of peak':>6} {'temp MiB':>8} {heads}"
+    )
+    peak = matrix_peak()
     rows = []
     steps = [(case, backward) for case in chosen for backward in passes]
     with (arguments.out / "results.jsonl").open("w", encoding="utf-8") as file:
         for case, backward in tqdm(steps, disable=None, leave=False):
-            row = measure(case, backward, competitors, arguments.seconds) | {"T": case.T}
+            row = measure(case, backward, competitors, arguments.seconds, peak) | {"T": case.T}
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             rows.append(row)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
 from jattn._types import LogSumExp, Output, accumulation, declared, is_static
-from jattn.kernels import whole
+from jattn.kernels import reverse, whole
 from jattn.masks import Span
 from jattn.spec import (
     Shapes,
@@ -599,7 +599,7 @@ def _differentiable(
     problem: _Problem, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Output, LogSumExp]:
     """Attention with the derivative rule, in which only float arrays of the score take part."""
-    forward, backward = _ways(problem)
+    forward, backward = map(reverse.sealed, _ways(problem))
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
@@ -620,5 +620,6 @@ def _differentiable(
         return d_params, None, *cast
 
     run.defvjp(run_forward, run_backward)
-    out, lse = run(parameters(spec), spec, query, key, value)
+    query, key, value, *params = map(reverse.only, (query, key, value, *parameters(spec)))
+    out, lse = run(params, spec, query, key, value)
     return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
