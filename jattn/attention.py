@@ -129,7 +129,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before compilation.
-        NotImplementedError: if the named implementation cannot, with its reason.
+        NotImplementedError: if the named implementation cannot, with its reason; for forward mode
+            and second derivatives, which only implementation="reference" has.
     """
     shapes = check_shapes(query, key, value)
     spec = make_spec(

@@ -8,17 +8,41 @@ additive score's hidden layer. All take any number of leading batch axes.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from jattn import softmax, tile
+from jattn import masks, softmax, tile
 from jattn._types import AnyArray, accumulation
 from jattn.attention import attention
+from jattn.kernels import reverse
+from jattn.kernels.blockwise import (
+    _even,
+    _padded,
+    _plan,
+    _put,
+    _put_leaf,
+    _put_param,
+    _repeat,
+    _Run,
+    _take,
+    _Tile,
+    _visit,
+)
 from jattn.masks import Causal, Mask
-from jattn.spec import Shapes, Spec, make_spec, prepare
+from jattn.spec import (
+    Shapes,
+    Spec,
+    Tiling,
+    make_spec,
+    parameter_letters,
+    parameters,
+    prepare,
+    with_parameters,
+)
 
 
 def _single_head(
@@ -191,41 +215,264 @@ def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, 
     return flat.reshape(*x.shape[:-1], w.shape[-1]).astype(x.dtype)
 
 
-_ADDITIVE_BLOCK = 16  # keys at a time; T × 16 × A floats live at once
+_ADDITIVE_TILE = 128  # queries and keys of a tile, about; inputs no longer than that are one tile
+_ADDITIVE_KEYS = 16  # keys scored at a time; t × 16 × A floats live at once
+_ADDITIVE_PAIRS = 512  # pairs scored at a time, where those are fewer for few queries
 
 
 def _additive_scores(
-    query: Float[Array, "T A"], key: Float[Array, "S A"], w_score: Float[Array, " A"]
-) -> Float[Array, "T S"]:
+    query: Float[Array, "t A"], key: Float[Array, "s A"], w_score: Float[Array, " A"]
+) -> Float[Array, "t s"]:
     """w · tanh(query_i + key_j) for all pairs, a block of keys at a time."""
-    dtype = accumulation(query.dtype)
-    S, A = key.shape
-    blocks = -(-S // _ADDITIVE_BLOCK)
-    padded = jnp.pad(key, ((0, blocks * _ADDITIVE_BLOCK - S), (0, 0)))
+    (t, A), s = query.shape, len(key)
+    size = min(s, max(_ADDITIVE_KEYS, _ADDITIVE_PAIRS // t))
+    blocks = -(-s // size)
+    padded = jnp.pad(key, ((0, blocks * size - s), (0, 0)))
 
     @jax.checkpoint
-    def block(keys: Float[Array, "s A"]) -> Float[Array, "T s"]:
-        hidden = jnp.tanh(query.astype(dtype)[:, None, :] + keys.astype(dtype)[None, :, :])
-        return jnp.einsum("tsa,a->ts", hidden, w_score.astype(dtype))
+    def block(keys: Float[Array, "n A"]) -> Float[Array, "t n"]:
+        return jnp.einsum("tna,a->tn", jnp.tanh(query[:, None, :] + keys[None, :, :]), w_score)
 
-    by_block = jax.lax.map(block, padded.reshape(blocks, _ADDITIVE_BLOCK, A))
-    return jnp.moveaxis(by_block, 0, 1).reshape(query.shape[0], -1)[:, :S]
+    by_block = jax.lax.map(block, padded.reshape(blocks, size, A))
+    return jnp.moveaxis(by_block, 0, 1).reshape(t, -1)[:, :s]
 
 
-def _additive_head(
+class _Pieces(NamedTuple):
+    """Queries, keys and values of one head or tile, in the dtype of sums.
+
+    What is not finite is 0 here and NaN in what is added to scores: by selection, as 0 × NaN would
+    reach the gradients of everything else from keys that are masked.
+    """
+
+    query: Float[Array, "t A"]
+    lost_query: Float[Array, " t"]
+    key: Float[Array, "s A"]
+    value: Float[Array, "s V"]
+    lost_key: Float[Array, " s"]
+
+    @classmethod
+    def of(cls, query: Array, key: Array, value: Array) -> "_Pieces":
+        q, k, v = (tile.finite(x.astype(accumulation(x.dtype))) for x in (query, key, value))
+        return cls(q, tile.lost(query), k, v, tile.lost(key) + tile.lost(value))
+
+    def at(self, row: Any, rows: int, run: _Run, carried: Any) -> "_Pieces":
+        """Those of a tile; `carried` is something that changes from one step to the next."""
+        queries = (_take(x, row, rows) for x in self[:2])
+        keys = tuple(_take(x, run.start, run.size) for x in self[2:])
+        if carried is not None and run.size == len(self.key):
+            # Does not depend on the step of the walk: XLA would take the tile's work out of the
+            # loop, and so do it also where the loop visits nothing.
+            keys, _ = jax.lax.optimization_barrier((keys, carried))
+        return _Pieces(*queries, *keys)
+
+    def scores(self, here: _Tile, w_score: Array, masked: bool = True) -> Float[Array, "t s"]:
+        """Scores after score functions and mask."""
+        products = _additive_scores(self.query, self.key, w_score)
+        products = products + (self.lost_query[:, None] + self.lost_key[None, :])
+        return tile.modify(here.spec, products, here.b, here.h, here.rows, here.columns, masked)
+
+    def pulled(self, here: _Tile, w_score: Array, masked: bool) -> tuple[Array, Any]:
+        """Scores, and the function from their cotangent to those of the query, key and w_score and
+        of the score function's parameters."""
+
+        def scores(query: Array, key: Array, w_score: Array, params: Any) -> Array:
+            spec = with_parameters(here.spec, params)
+            pieces = self._replace(query=query, key=key)
+            return pieces.scores(here._replace(spec=spec), w_score, masked)
+
+        return jax.vjp(scores, self.query, self.key, w_score, parameters(here.spec))
+
+
+def _additive_whole(
     spec: Spec, b: Any, h: Any, query: Array, key: Array, value: Array, w_score: Array
-) -> Array:
-    rows, columns = tile.spans(spec, query.shape[0], key.shape[0])
-    # Scores with NaN in query or key are NaN, but by selection: were it computed, 0 × NaN would
-    # reach the gradients of everything else from keys that are masked.
-    products = _additive_scores(tile.finite(query), tile.finite(key), w_score)
-    lost = tile.lost(query)[:, None] + (tile.lost(key) + tile.lost(value))[None, :]
-    score = tile.modify(spec, products + lost, b, h, rows, columns)
+) -> Float[Array, "T V"]:
+    """One head in one tile, differentiable as it stands."""
+    here = _Tile(spec, b, h, *tile.spans(spec, len(query), len(key)))
+    pieces = _Pieces.of(query, key, value)
+    score = pieces.scores(here, w_score)
+    return softmax.finish(softmax.of(score, lambda w: here.drop(w) @ pieces.value))[0]
 
-    def weigh(weights: Array) -> Array:
-        return tile.weigh(tile.drop(spec, weights, b, h, rows, columns), value)
 
-    return softmax.finish(softmax.of(score, weigh))[0].astype(query.dtype)
+def _additive_forward(
+    tiling: Tiling,
+    spec: Spec,
+    b: Any,
+    h: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    w_score: Array,
+) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
+    """`(out, lse)` of one head, tile by tile; sizes are whole tiles."""
+    walk, rows = _plan(spec, len(query), len(key), tiling), tiling.block_q
+    pieces = _Pieces.of(query, key, value)
+
+    def block(i: Any) -> tuple[Array, Array]:
+        def step(run: _Run, state: softmax.Partial | None) -> softmax.Partial:
+            here = _Tile.at(spec, b, h, i * rows, rows, run)
+            piece = pieces.at(i * rows, rows, run, None if state is None else state.total)
+            score = piece.scores(here, w_score, run.masked)
+            part = softmax.of(score, lambda w: here.drop(w) @ piece.value, differentiable=False)
+            return part if state is None else softmax.combine(state, part)
+
+        first = None if walk.of(i) else softmax.empty(rows, value.shape[1], pieces.value.dtype)
+        return softmax.quotient(_visit(walk, tiling, i, step, first))
+
+    n = len(query) // rows
+    if walk.unrolled(n):
+        parts = [block(np.int32(i)) for i in range(n)]
+        out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+        return out, lse
+    out, lse = jax.lax.map(block, jnp.arange(n, dtype=jnp.int32))
+    return out.reshape(len(query), -1), lse.reshape(-1)
+
+
+class _AdditiveGradients(NamedTuple):
+    """Of one head; that of values stands transposed, as the product is faster so."""
+
+    query: Float[Array, "T A"]
+    key: Float[Array, "S A"]
+    value: Float[Array, "V S"]
+    w_score: Float[Array, " A"]
+    params: Any
+
+
+def _additive_backward(
+    tiling: Tiling,
+    spec: Spec,
+    b: Any,
+    h: Any,
+    query: Array,
+    d_out: Array,
+    lse: Array,
+    delta: Array,
+    key: Array,
+    value: Array,
+    w_score: Array,
+) -> _AdditiveGradients:
+    """Gradients of one head, from the cotangent of `out` and delta = rowsum(d_out · out).
+
+    With p = exp(s − lse), the cotangent of the scores is p (d_out vᵀ − delta).
+    """
+    walk, rows = _plan(spec, len(query), len(key), tiling), tiling.block_q
+    pieces = _Pieces.of(query, key, value)
+    letters = parameter_letters(spec)
+
+    def block(i: Any, total: _AdditiveGradients) -> _AdditiveGradients:
+        d_i, lse_i, delta_i = (_take(x, i * rows, rows) for x in (d_out, lse, delta))
+
+        def step(run: _Run, total: _AdditiveGradients) -> _AdditiveGradients:
+            here = _Tile.at(spec, b, h, i * rows, rows, run)
+            piece = pieces.at(i * rows, rows, run, total.w_score)
+            score, pull = piece.pulled(here, w_score, run.masked)
+            weights = jnp.exp(score - softmax.shift(lse_i)[:, None])
+            d_weights = here.drop(d_i @ piece.value.T)
+            d_query, d_key, d_score, d_params = pull(weights * (d_weights - delta_i[:, None]))
+            starts = {"T": i * rows, "S": run.start}
+            return _AdditiveGradients(
+                _put(total.query, d_query, starts["T"], 0),
+                _put(total.key, d_key, starts["S"], 0),
+                _put(total.value, d_i.T @ here.drop(weights), starts["S"], 1),
+                total.w_score + d_score,
+                [_put_leaf(*x, starts) for x in zip(total.params, d_params, letters, strict=True)],
+            )
+
+        return _visit(walk, tiling, i, step, total)
+
+    zeros = (pieces.query, pieces.key, pieces.value.T, w_score, parameters(spec))
+    total = _AdditiveGradients(*jax.tree.map(jnp.zeros_like, zeros))
+    n = len(query) // rows
+    if walk.unrolled(n):
+        return functools.reduce(lambda total, i: block(np.int32(i), total), range(n), total)
+    return _repeat(0, n, block, total)
+
+
+def _in_turn() -> bool:
+    """Whether batch rows go one after another: on a CPU one row's tile fills the cores, and each
+    row's mask decides alone which tiles are visited."""
+    return jax.default_backend() == "cpu"
+
+
+def _forward_rows(
+    tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, w_score: Array
+) -> tuple[Float[Array, "B T 1 V"], Float[Array, "B T 1"]]:
+    """`(out, lse)` of all batch rows."""
+    one = functools.partial(_additive_forward, tiling, w_score=w_score)
+    if not _in_turn():
+        return tile.over_heads(one, spec, (query,), (key, value), out_axes=(1, 1))
+
+    def row(operands: Any) -> tuple[Array, Array]:
+        b, *arrays = operands
+        return one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
+
+    rows = (jnp.arange(len(query), dtype=jnp.int32), *(x[:, :, 0] for x in (query, key, value)))
+    out, lse = jax.lax.map(row, rows)
+    return out[:, :, None], lse[:, :, None]
+
+
+def _backward_rows(
+    tiling: Tiling, spec: Spec, per_query: Any, key: Array, value: Array, w_score: Array
+) -> tuple[Any, Array, Array, Array, Array]:
+    """Gradients of params, query, key, value and w_score, summed over batch rows where those are
+    shared; `per_query` is a tuple of query, d_out, lse and delta."""
+    one = functools.partial(_additive_backward, tiling, w_score=w_score)
+    letters = parameter_letters(spec)
+    if not _in_turn():
+        axes = _AdditiveGradients._make((1, 1, 2, 0, [0] * len(letters)))
+        found = tile.over_heads(one, spec, per_query, (key, value), axes)
+        d_value = jnp.moveaxis(found.value, 1, 3)
+        summed = tile.gather_gradients(spec, 1, found.query, found.key, d_value, found.params)
+        return *summed, found.w_score.sum(axis=(0, 1))
+
+    def row(total: Any, operands: Any) -> tuple[Any, Any]:
+        b, *arrays = operands
+        part = one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
+        params = [
+            _put_param(*x, b, np.int32(0)) for x in zip(total[0], part.params, letters, strict=True)
+        ]
+        return (params, total[1] + part.w_score), (part.query, part.key, part.value.T)
+
+    total = jax.tree.map(jnp.zeros_like, (parameters(spec), w_score))
+    rows = (jnp.arange(len(key), dtype=jnp.int32), *(x[:, :, 0] for x in (*per_query, key, value)))
+    (params, d_score), by_row = jax.lax.scan(row, total, rows)
+    return params, *(x[:, :, None] for x in by_row), d_score
+
+
+def _additive_tiles(
+    tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, w_score: Array
+) -> Float[Array, "B T 1 V"]:
+    """Tile by tile, with the derivative by formula: the backward pass walks as the forward one."""
+    T, S = query.shape[1], key.shape[1]
+    padded = tuple(-(-size // block) * block for size, block in zip((T, S), tiling, strict=True))
+    forward, backward = (
+        reverse.sealed(functools.partial(f, tiling)) for f in (_forward_rows, _backward_rows)
+    )
+
+    @jax.custom_vjp
+    def run(params: list[Array], spec: Spec, *arrays: Array) -> Array:
+        return forward(with_parameters(spec, params), *arrays)[0]
+
+    def run_forward(params: list[Array], spec: Spec, *arrays: Array) -> Any:
+        out, lse = forward(with_parameters(spec, params), *arrays)
+        return out, (params, spec, *arrays, out, lse)
+
+    def run_backward(residuals: Any, d_out: Array) -> Any:
+        params, spec, query, *arrays, out, lse = residuals
+        per_query = (query, d_out, lse, jnp.sum(d_out * out, axis=-1))
+        d_params, *found = backward(with_parameters(spec, params), per_query, *arrays)
+        cast = [x.astype(y.dtype) for x, y in zip(found, (query, *arrays), strict=True)]
+        return d_params, None, *cast
+
+    run.defvjp(run_forward, run_backward)
+    spec = _padded(spec, T, S, *padded)
+    sizes = (padded[0], padded[1], padded[1])
+    arrays = [
+        jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
+        for x, size in zip((query, key, value), sizes, strict=True)
+    ]
+    *arrays, w_score = map(reverse.only, (*arrays, w_score))
+    params = [reverse.only(x) for x in parameters(spec)]
+    return run(params, spec, *arrays, w_score)[:, :T]
 
 
 def additive_attention(
@@ -276,16 +523,31 @@ def additive_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
     )
-    return _additive(spec, _project(query, w_query), key, value, w_score, shapes=shapes)
+    tiling = Tiling(*(_even(max(1, size), _ADDITIVE_TILE) for size in (T, S)))
+    query = _project(query, w_query)
+    return _additive(spec, query, key, value, w_score, shapes=shapes, tiling=tiling)
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
+@functools.partial(jax.jit, static_argnames=("shapes", "tiling"))
 def _additive(
-    spec: Spec, query: Array, key: Array, value: Array, w_score: Array, *, shapes: Shapes
+    spec: Spec,
+    query: Array,
+    key: Array,
+    value: Array,
+    w_score: Array,
+    *,
+    shapes: Shapes,
+    tiling: Tiling,
 ) -> Array:
-    def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Array:
-        return _additive_head(spec, b, h, q, k, v, w_score)
-
-    flat = [x.reshape(shapes.B, *x.shape[-2:])[:, :, None] for x in (query, key, value)]
-    out = tile.over_heads(one, prepare(spec, shapes), tuple(flat[:1]), tuple(flat[1:]), out_axes=1)
-    return out.reshape(*shapes.batch, *out.shape[1:2], shapes.V)
+    B, T, S = shapes.B, shapes.T, shapes.S
+    if 0 in (B, T, S):
+        return jnp.zeros((*shapes.batch, T, shapes.V), query.dtype)
+    q, k, v = (x.reshape(B, -1, 1, x.shape[-1]) for x in (query, key, value))
+    w_score = w_score.astype(accumulation(query.dtype))
+    spec = prepare(spec, shapes)
+    if tiling == (T, S):
+        one = functools.partial(_additive_whole, w_score=w_score)
+        out = tile.over_heads(one, spec, (q,), (k, v), out_axes=1)
+    else:
+        out = _additive_tiles(tiling, spec, q, k, v, w_score)
+    return out.astype(query.dtype).reshape(*shapes.batch, T, shapes.V)

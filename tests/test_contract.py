@@ -122,12 +122,14 @@ def truth(case: Case, x: Inputs) -> Results:
     return Results(forward.out, forward.lse, named(backward))
 
 
-def plain_errors(case: Case, dtype: str) -> dict[str, float]:
+@functools.cache
+def plain_errors(name: str, dtype: str) -> dict[str, float]:
     """Errors of the plain formula on a case, its results rounded to the dtype.
 
     The worst over both ways of writing the gradients and over a few draws of the inputs, because
     the greatest error of a single draw is small by luck now and then.
     """
+    case = CASES[name]
     working = np.float64 if dtype == "float64" else np.float32
     kind = DTYPES[dtype]
     measured = []
@@ -285,7 +287,7 @@ def test_values_and_gradients(implementation, name, dtype):
     case = CASES[name]
     x = inputs(case, dtype)
     got = run(implementation, name, x)
-    measured, plain = errors(got, truth(case, x)), plain_errors(case, dtype)
+    measured, plain = errors(got, truth(case, x)), plain_errors(name, dtype)
     working = "float64" if dtype == "float64" else "float32"
     for what, plain_error in plain.items():
         limit = 2 * plain_error + 4 * float(jnp.finfo(working).eps)

@@ -4,6 +4,7 @@ The loops accept complex numbers, so that derivatives come to the last digit fro
 the imaginary part of f(x + ih) / h for a tiny h.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, scores, tile
+from jattn import masks, mechanisms, scores, tile
+from tests.conftest import quick_jit
 
 
 B, T, S = 2, 3, 5
@@ -324,13 +326,14 @@ additive = jax.jit(jattn.additive_attention, static_argnames=("dropout_rate",))
 
 def additive_inputs(batch: tuple[int, ...] = (B,), keys: int = S) -> dict[str, Any]:
     """Sizes that are all different: Dq 4, Dk 6, A 7, V 3."""
+    rng = np.random.default_rng(4)
     return {
-        "query": 2 * RNG.normal(size=(*batch, T, 4)),
-        "key": 2 * RNG.normal(size=(*batch, keys, 6)),
-        "value": RNG.normal(size=(*batch, keys, 3)),
-        "w_query": RNG.normal(size=(4, 7)),
-        "w_key": RNG.normal(size=(6, 7)),
-        "w_score": 2 * RNG.normal(size=7),
+        "query": 2 * rng.normal(size=(*batch, T, 4)),
+        "key": 2 * rng.normal(size=(*batch, keys, 6)),
+        "value": rng.normal(size=(*batch, keys, 3)),
+        "w_query": rng.normal(size=(4, 7)),
+        "w_key": rng.normal(size=(6, 7)),
+        "w_score": 2 * rng.normal(size=7),
     }
 
 
@@ -449,7 +452,7 @@ def _additive_and_gradients(inputs: Any, mask: Any, d_out: Any) -> dict[str, np.
     return {name: np.asarray(x) for name, x in {"out": out, **gradients}.items()}
 
 
-@jax.jit
+@quick_jit
 def _pulled(arrays: dict[str, Any], mask: Any, d_out: Any) -> tuple[Any, dict[str, Any]]:
     out, pull = jax.vjp(lambda arrays: jattn.additive_attention(**arrays, mask=mask), arrays)
     return out, pull(d_out)[0]
@@ -495,6 +498,231 @@ def test_additive_attention_takes_memory_linear_in_the_keys():
             assert size < 4 * keys * queries * hidden / 10
             # A few times what must exist: projected keys [S, A] and scores [T, S].
             assert size < 5 * 4 * keys * (hidden + queries)
+
+
+# Additive attention over many tiles
+
+
+def long_inputs(queries: int, keys: int) -> dict[str, Any]:
+    """As `additive_inputs`, with more queries."""
+    rng = np.random.default_rng(7)
+    sizes = {
+        "query": (B, queries, 4),
+        "key": (B, keys, 6),
+        "value": (B, keys, 3),
+        "w_query": (4, 7),
+        "w_key": (6, 7),
+        "w_score": (7,),
+    }
+    return {name: rng.normal(size=size) for name, size in sizes.items()}
+
+
+def additive_formula(
+    arrays: dict[str, Any],
+    allowed: Any,
+    modify: Callable[[Any], Any] = lambda score: score,
+    kept: Any = 1.0,
+) -> Any:
+    """All pairs at once: `allowed` and what is kept of the weights broadcast to [B, T, S]."""
+    query, key = arrays["query"] @ arrays["w_query"], arrays["key"] @ arrays["w_key"]
+    raw = jnp.tanh(query[:, :, None] + key[:, None]) @ arrays["w_score"]
+    score = jnp.where(allowed, modify(raw), -1e30)
+    weights = jnp.where(allowed, jax.nn.softmax(score, axis=-1), 0)
+    return (weights * kept) @ arrays["value"]
+
+
+def _long_mask(mask: str, queries: int, keys: int) -> Any:
+    rows, columns = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    lengths = np.array([keys // 3, keys - 5])
+    cases = {
+        "full": (lambda: None, np.ones((1, queries, keys), bool)),
+        "causal": (masks.Causal, (columns <= rows)[None]),
+        "lengths": (
+            lambda: masks.Lengths(kv=jnp.asarray(lengths)),
+            columns[None] < lengths[:, None, None] + 0 * rows[None],
+        ),
+        "dead rows": (
+            lambda: masks.Window(9, 2) & masks.Lengths(q=queries // 2, kv=jnp.asarray(lengths)),
+            (rows - 9 <= columns)[None]
+            & (columns <= rows + 2)[None]
+            & (rows < queries // 2)[None]
+            & (columns[None] < lengths[:, None, None]),
+        ),
+        "array": (
+            lambda: jnp.asarray((rows * columns % 3 > 0)[None, None]),
+            (rows * columns % 3 > 0)[None],
+        ),
+    }
+    return cases[mask]
+
+
+# T, S, the tile, and whether batch rows go one after another as on a CPU, or all at once.
+LONG = [(150, 190, 128, True), (40, 70, 16, True), (44, 72, 24, False)]
+
+
+@pytest.mark.parametrize(
+    "queries, keys, block, in_turn, mask",
+    [
+        *((*LONG[0], mask) for mask in ("causal", "lengths")),
+        *((*LONG[1], mask) for mask in ("full", "causal", "lengths", "dead rows", "array")),
+        *((*LONG[2], mask) for mask in ("causal", "lengths")),
+        (1, 70, 16, True, "lengths"),
+        (40, 3, 16, True, "full"),
+    ],
+)
+def test_additive_attention_over_tiles(monkeypatch, queries, keys, block, in_turn, mask):
+    monkeypatch.setattr(mechanisms, "_ADDITIVE_TILE", block)
+    monkeypatch.setattr(mechanisms, "_in_turn", lambda: in_turn)
+    build, allowed = _long_mask(mask, queries, keys)
+    arrays = on_device(long_inputs(queries, keys))
+    d_out = jnp.asarray(np.random.default_rng(8).normal(size=(B, queries, 3)))
+    got, gradients = _pulled(arrays, build(), d_out)
+    want, pull = jax.vjp(lambda arrays: additive_formula(arrays, allowed), arrays)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+    for name, gradient in pull(d_out)[0].items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=0, atol=1e-12, err_msg=name)
+    dead = ~np.broadcast_to(allowed, (B, queries, keys)).any(axis=2)
+    assert not np.any(np.asarray(got)[dead])
+    assert not np.any(np.asarray(gradients["query"])[dead])
+
+
+@pytest.mark.parametrize("queries, keys, block, in_turn", LONG)
+def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
+    monkeypatch, queries, keys, block, in_turn
+):
+    monkeypatch.setattr(mechanisms, "_ADDITIVE_TILE", block)
+    monkeypatch.setattr(mechanisms, "_in_turn", lambda: in_turn)
+    build, allowed = _long_mask("lengths", queries, keys)
+    rng = np.random.default_rng(9)
+    bias = jnp.asarray(rng.normal(size=(1, 1, queries, keys)))
+    by_row = jnp.asarray(rng.normal(size=(B, 1, 1, keys)))
+    learned = (jnp.asarray(0.7), bias, by_row)
+    key = jax.random.key(5)
+    places = jnp.arange(queries), jnp.arange(keys)
+    kept = jnp.stack([tile.keep(key, 0.3, b, 0, *places) for b in range(B)])
+    arrays = on_device(long_inputs(queries, keys))
+
+    def attend(arrays, learned):
+        t, bias, by_row = learned
+        score = scores.Temperature(t) >> scores.Bias(bias) >> scores.Bias(by_row)
+        given = {"score": score, "dropout_rate": 0.3, "dropout_key": key}
+        return jattn.additive_attention(**arrays, mask=build(), **given)
+
+    def formula(arrays, learned):
+        t, bias, by_row = learned
+        modify = lambda score: score / t + bias[0] + by_row[:, 0]  # noqa: E731
+        return additive_formula(arrays, allowed, modify, jnp.where(kept, 1 / 0.7, 0))
+
+    d_out = jnp.asarray(rng.normal(size=(B, queries, 3)))
+
+    def both(function):
+        out, pull = jax.vjp(function, arrays, learned)
+        return out, pull(d_out)
+
+    got, want = (quick_jit(functools.partial(both, f))() for f in (attend, formula))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-12), got, want)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+def test_what_is_masked_does_not_exist_in_any_tile(monkeypatch, poison):
+    monkeypatch.setattr(mechanisms, "_ADDITIVE_TILE", 16)
+    clean = long_inputs(40, 70)
+    mask = masks.Lengths(q=jnp.array([20, 33]), kv=jnp.array([35, 64]))
+    dirty = {name: np.array(x) for name, x in clean.items()}
+    for b, (q, kv) in enumerate(((20, 35), (33, 64))):
+        dirty["query"][b, q:] = poison
+        dirty["key"][b, kv:] = poison
+        dirty["value"][b, kv:] = poison
+    d_out = jnp.asarray(np.random.default_rng(8).normal(size=(B, 40, 3)))
+    got, want = (_additive_and_gradients(inputs, mask, d_out) for inputs in (dirty, clean))
+    for name, result in got.items():
+        np.testing.assert_allclose(result, want[name], rtol=0, atol=1e-13, err_msg=name)
+    assert not np.any(got["query"][0, 20:])
+    assert not np.any(got["key"][0, 35:])
+    assert not np.any(got["value"][1, 64:])
+
+
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_nan_reaches_those_who_attend_to_it_in_any_tile(monkeypatch, where):
+    monkeypatch.setattr(mechanisms, "_ADDITIVE_TILE", 16)
+    clean = long_inputs(40, 40)
+    dirty = {name: np.array(x) for name, x in clean.items()}
+    dirty[where][:, 20] = np.nan
+    apart = np.tri(40, dtype=bool) & (np.arange(40) != 20)
+    apart[20] = np.arange(40) == 20  # the token with NaN is for itself
+    d_out = jnp.asarray(np.random.default_rng(8).normal(size=(B, 40, 3)))
+    others = np.arange(40) != 20
+    for allowed, lost in (
+        (apart, ~others),
+        (np.tri(40, dtype=bool), ~others if where == "query" else np.arange(40) >= 20),
+    ):
+        mask = masks.Dense(jnp.asarray(allowed)[None, None])
+        got, want = (_additive_and_gradients(x, mask, d_out) for x in (dirty, clean))
+        assert np.isnan(got["out"][:, lost]).all()
+        np.testing.assert_allclose(got["out"][:, ~lost], want["out"][:, ~lost], atol=1e-13)
+        names = ["query", "key", "value"] if allowed is apart else ["query"]
+        for name in names:
+            near, there = got[name][:, ~lost], want[name][:, ~lost]
+            np.testing.assert_allclose(near, there, rtol=0, atol=1e-13, err_msg=name)
+
+
+def test_additive_attention_over_tiles_keeps_the_dtype(monkeypatch):
+    inputs = on_device(long_inputs(40, 70), jnp.bfloat16)
+    d_out = jnp.ones((B, 40, 3), jnp.bfloat16)
+    whole: list[Any] = []
+    tiled: list[Any] = []
+    for block, found in ((128, whole), (16, tiled)):
+        monkeypatch.setattr(mechanisms, "_ADDITIVE_TILE", block)
+        out, gradients = quick_jit(functools.partial(_pulled.__wrapped__))(
+            inputs, masks.Causal(), d_out
+        )
+        found += [out, *gradients.values()]
+    for got, want in zip(tiled, whole, strict=True):
+        assert got.dtype == jnp.bfloat16
+        x, y = (np.asarray(z, np.float64) for z in (got, want))
+        assert np.abs(x - y).max() < 1e-2 * np.abs(y).max()
+
+
+def test_additive_attention_over_tiles_is_mapped_and_differentiated_in_reverse(monkeypatch):
+    monkeypatch.setattr(mechanisms, "_ADDITIVE_TILE", 16)
+    arrays = on_device(long_inputs(40, 70))
+    lengths = jnp.array([23, 64])
+    names = ["query", "key", "value"]
+    shared = {name: x for name, x in arrays.items() if name not in names}
+
+    def attend(query, key, value, kv):
+        mask = masks.Causal() & masks.Lengths(kv=kv)
+        return jattn.additive_attention(query, key, value, **shared, mask=mask)
+
+    def loss(*operands):
+        return jnp.sum(attend(*operands) ** 2)
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    mapped, whole = quick_jit(jax.vmap(gradient)), quick_jit(gradient)
+    operands = [*(arrays[name] for name in names), lengths]
+    for got, want in zip(mapped(*operands), whole(*operands), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+    with pytest.raises(NotImplementedError, match="reverse mode only"):
+        jax.jvp(lambda q: attend(q, *operands[1:]), (operands[0],), (operands[0],))
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("mask", [None, masks.Causal()])
+def test_additive_attention_takes_memory_linear_in_queries_and_keys(mask):
+    def temporaries(size):
+        def attend(arrays):
+            return jnp.sum(jattn.additive_attention(**arrays, mask=mask))
+
+        sizes = [(size, 4), (size, 6), (size, 8), (4, 16), (6, 16), (16,)]
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
+        arrays = dict(zip(additive_inputs(), shapes, strict=True))
+        compiled = jax.jit(jax.value_and_grad(attend)).lower(arrays).compile()
+        analysis: Any = compiled.memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    small, large = temporaries(1024), temporaries(4096)
+    assert large < 4.5 * small
+    assert large < 4 * 4096 * 4096 / 4  # a quarter of one array [T, S]
 
 
 # Errors

@@ -42,15 +42,14 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def choose_tiling(spec: Spec, T: int, S: int) -> tuple[Tiling, Tiling]:
-    """Tiles for the forward and for the backward pass, near those that measured fastest on CPUs.
+def choose_tiling(spec: Spec, T: int, S: int) -> Tiling:
+    """Tiles near those that measured fastest on CPUs, forward and backward.
 
     Small tiles follow a narrow band closely; where a block of queries visits many keys, the larger
     products of larger tiles win.
     """
     size = 128 if _visited(spec, T, S) <= 1024 else 512
-    tiling = Tiling(_even(T, size), _even(S, size))
-    return tiling, tiling
+    return Tiling(_even(T, size), _even(S, size))
 
 
 def _even(size: int, target: int) -> int:
@@ -105,7 +104,7 @@ class _Walk(NamedTuple):
         return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
 
 
-_WHOLE = 256  # queries and keys of a sequence that is taken in one piece, at most
+_WHOLE = 256 * 256  # T × S of a head that is taken in one piece, at most
 _RUNS = 8  # longest program written out run by run: side by side, more of them take memory and time
 _WIDE = 1024  # keys in a run or a wide tile at most: they bound the memory
 
@@ -113,18 +112,19 @@ _WIDE = 1024  # keys in a run or a wide tile at most: they bound the memory
 def _plan(spec: Spec, T: int, S: int, tiling: Tiling) -> _Walk:
     """The walk of one head; known while tracing if the mask is static."""
     kinds = _kinds(spec, T, S, tiling)
-    if kinds.size == 1 and not isinstance(kinds, np.ndarray):
-        return _Walk([[_Run(0, S, True)]], [])  # looking is no cheaper than computing
     if isinstance(kinds, np.ndarray):
         runs = [_runs_of(row, tiling.block_kv) for row in kinds]
         if all(row == runs[0] for row in runs):
             runs = runs[:1]
         if sum(map(len, runs)) <= _RUNS:
             return _Walk(runs, [])
+    if kinds.shape[1] == 1:
+        return _Walk([[_Run(0, S, True)]], [])  # looking is no cheaper than computing
     xp = np if isinstance(kinds, np.ndarray) else jnp
     full = kinds == masks.FULL
     wanted = [(1, True, kinds == masks.MIXED)]
-    wide = min(_WIDE // tiling.block_kv, kinds.shape[1])
+    # Never all columns: what does not depend on the loop is moved out of it, and always computed.
+    wide = min(_WIDE // tiling.block_kv, kinds.shape[1] - 1)
     if wide > 1:
         groups = kinds.shape[1] // wide
         grouped = xp.all(full[:, : groups * wide].reshape(-1, groups, wide), axis=2)
@@ -448,11 +448,10 @@ def _put_head(total: Array, x: Array, b: Any, h: Any) -> Array:
 
 
 class _Problem(NamedTuple):
-    """The sizes of a call, and its tiles forward and backward."""
+    """The sizes of a call, and its tiles."""
 
     shapes: Shapes
     tiling: Tiling
-    tiling_back: Tiling
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -505,7 +504,7 @@ def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem:
         q, d_out, lse, delta = (_head(x, b, h, T) for x in per_head)
         k, v = (_head(x, b, kv, S) for x in (key, value))
         picked = masks.pick(spec, b, h)
-        part = _backward_head(picked, b, h, q, d_out, lse, delta, k, v, problem.tiling_back)
+        part = _backward_head(picked, b, h, q, d_out, lse, delta, k, v, problem.tiling)
         d_key = _put_head(d_key, part.key.T[: shapes.S] + _head(d_key, b, kv, shapes.S), b, kv)
         grown = part.value.T[: shapes.S] + _head(d_value, b, kv, shapes.S)
         d_value = _put_head(d_value, grown, b, kv)
@@ -542,7 +541,7 @@ def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem:
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
         q, d_out, lse, delta = (_pad_to(x, T) for x in operands[:4])
         k, v = (_pad_to(x, S) for x in operands[4:])
-        part = _backward_head(spec, b, h, q, d_out, lse, delta, k, v, problem.tiling_back)
+        part = _backward_head(spec, b, h, q, d_out, lse, delta, k, v, problem.tiling)
         return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
 
     axes = (1, 1, 1, [0] * len(parameters(spec)))
@@ -557,7 +556,7 @@ def _way(shapes: Shapes) -> str:
     another, where on a CPU one head alone fills the cores and stays in their caches; "vmap" walks
     over tiles with all heads at once.
     """
-    if shapes.T <= _WHOLE and shapes.S <= _WHOLE:
+    if shapes.T * shapes.S <= _WHOLE:
         return "whole"
     return "loop" if jax.default_backend() == "cpu" else "vmap"
 
@@ -574,8 +573,7 @@ def attend(
     if not is_static(spec.scale):
         query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
         spec = dataclasses.replace(spec, scale=1.0)
-    tilings = (tiling, tiling) if tiling else choose_tiling(spec, T, S)
-    problem = _Problem(shapes, *tilings)
+    problem = _Problem(shapes, tiling or choose_tiling(spec, T, S))
     if _way(shapes) != "whole":
         spec = _padded(spec, T, S, *problem.padded)
     return _differentiable(problem, spec, query, key, value)

@@ -53,6 +53,7 @@ def _forward_head(
 ) -> tuple[Array, Array]:
     """`(out [T, V], lse [T])`."""
     spec, q, _ = scaled(spec, q)
+    q, k, v = lax.optimization_barrier((q, k, v))
     score, _ = _scores(spec, exact, b, h, q, k, v)
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     (values,) = _clean(exact, v)
@@ -61,7 +62,8 @@ def _forward_head(
         dropped = tile.drop(spec, weights, b, h, rows, columns)
         return jnp.dot(dropped, values, precision=spec.precision)
 
-    return softmax.quotient(softmax.of(score, weigh, differentiable=False))
+    out, lse = softmax.quotient(softmax.of(score, weigh, differentiable=False))
+    return lax.optimization_barrier(out), lax.optimization_barrier(lse)
 
 
 def _backward_head(
@@ -77,6 +79,7 @@ def _backward_head(
 ) -> tuple[Array, Array, Array, Any]:
     """Gradients of q, k, v and parameters, with p = softmax(s) and ds = p (d_out vᵀ − delta)."""
     spec, q, scale = scaled(spec, q)
+    q, d_out, delta, k, v = lax.optimization_barrier((q, d_out, delta, k, v))
     score, pull = _scores(spec, exact, b, h, q, k, v)
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     queries, keys, values = _clean(exact, q, k, v)
@@ -90,12 +93,12 @@ def _backward_head(
     d_weights = tile.drop(spec, d_dropped, b, h, rows, columns)
     d_products, d_params = pull(weights * (d_weights - delta[:, None]))
     dropped = tile.drop(spec, weights, b, h, rows, columns)
-    return (
+    d_qkv = (
         contract("ts,sh->th", d_products, keys) * scale,
         contract("st,th->sh", _turned(d_products), queries),
         contract("st,tv->sv", _turned(dropped), d_out),
-        d_params,
     )
+    return *map(lax.optimization_barrier, d_qkv), d_params
 
 
 def _turned(x: Array) -> Array:
@@ -107,7 +110,8 @@ def _turned(x: Array) -> Array:
 def _odd(x: Array) -> Array:
     """Which rows of x hold NaN, infinities, or numbers whose products may overflow."""
     largest = jnp.max(jnp.abs(x.astype(accumulation(x.dtype))), axis=-1, initial=0)
-    return ~(largest < jnp.finfo(largest.dtype).max ** 0.5 / x.shape[-1])
+    # A maximum may pass NaN over, a sum does not.
+    return jnp.isnan(tile.lost(x)) | (largest >= jnp.finfo(largest.dtype).max ** 0.5 / x.shape[-1])
 
 
 def _blank(odd: Array, x: Array) -> Array:
@@ -170,6 +174,21 @@ def _agreed(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *argumen
     return decide(ok, arguments)
 
 
+def _unless(ok: Array, found: Any, again: Callable[..., Any], *operands: Any) -> Any:
+    """`found` where all is ok, else `again(*operands)`.
+
+    Heads are joined, and so copied back between tokens, within the branch: a result that only
+    passes through a branch would be copied once more.
+    """
+
+    def joined(results: Any) -> Any:
+        return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), results)
+
+    yes, no = lambda one, *_: joined(one), lambda _, *x: joined(again(*x))
+    results = _agreed(ok, yes, no, found, *operands)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), results, found)
+
+
 def forward(
     spec: Spec, query: Array, key: Array, value: Array, optimistic: bool
 ) -> tuple[Array, Array, Any]:
@@ -191,16 +210,9 @@ def forward(
     # Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
     plain = jnp.isfinite(jnp.sum(found[0]))
 
-    def joined(found: Any) -> Any:
-        # Heads are joined, and so copied back between tokens, within the branch: a result that only
-        # passes through a branch would be copied once more.
-        out, lse = found
-        return out.reshape(*out.shape[:2], -1), lse
-
     again = functools.partial(run, _forward_safely)
-    yes, no = lambda one, *_: joined(one), lambda _, *x: joined(again(*x))
-    out, lse = _agreed(plain, yes, no, found, *operands)
-    return out.reshape(found[0].shape), lse, plain
+    out, lse = _unless(plain, found, again, *operands)
+    return out, lse, plain
 
 
 def backward(
@@ -225,6 +237,7 @@ def backward(
         return run(adding, *operands)
     if not optimistic or spec.score is not None:
         return run(selecting, *operands)
-    ok = plain & jnp.all(jnp.isfinite(delta))
-    yes, no = functools.partial(run, adding), functools.partial(run, _backward_safely)
-    return _agreed(ok, yes, no, *operands)
+    found = run(adding, *operands)
+    # Where a masked value overflows in a product with d_out, its row of d_query is NaN.
+    ok = plain & jnp.all(jnp.isfinite(delta)) & jnp.isfinite(jnp.sum(found[1]))
+    return _unless(ok, found, functools.partial(run, _backward_safely), *operands)
