@@ -52,7 +52,7 @@ def _mask(case: Case) -> np.ndarray:
     mask = case.mask(jnp.asarray(case.ids()[:1]))
     allowed = None if mask is None else np.asarray(mask.dense(case.T, case.T))
     if not case.modifier:
-        return np.asarray(allowed)
+        return np.array(allowed)
     bias = np.array(dense_bias(case, case.parameter()))
     return bias if allowed is None else np.where(allowed, bias, -np.inf).astype(np.float32)
 

@@ -53,6 +53,7 @@ def _forward_head(
 ) -> tuple[Array, Array]:
     """`(out [T, V], lse [T])`."""
     spec, q, _ = scaled(spec, q)
+    # Barriers, so that XLA makes the same of it, to the last bit, when all is computed again.
     q, k, v = lax.optimization_barrier((q, k, v))
     score, _ = _scores(spec, exact, b, h, q, k, v)
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
@@ -93,12 +94,11 @@ def _backward_head(
     d_weights = tile.drop(spec, d_dropped, b, h, rows, columns)
     d_products, d_params = pull(weights * (d_weights - delta[:, None]))
     dropped = tile.drop(spec, weights, b, h, rows, columns)
-    d_qkv = (
-        contract("ts,sh->th", d_products, keys) * scale,
-        contract("st,th->sh", _turned(d_products), queries),
-        contract("st,tv->sv", _turned(dropped), d_out),
-    )
-    return *map(lax.optimization_barrier, d_qkv), d_params
+    d_q = contract("ts,sh->th", d_products, keys) * scale
+    d_k = contract("st,th->sh", _turned(d_products), queries)
+    d_v = contract("st,tv->sv", _turned(dropped), d_out)
+    d_q, d_k, d_v = (lax.optimization_barrier(x) for x in (d_q, d_k, d_v))
+    return d_q, d_k, d_v, d_params
 
 
 def _turned(x: Array) -> Array:
@@ -209,7 +209,6 @@ def forward(
     found = run(adding, *operands)
     # Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
     plain = jnp.isfinite(jnp.sum(found[0]))
-
     again = functools.partial(run, _forward_safely)
     out, lse = _unless(plain, found, again, *operands)
     return out, lse, plain
