@@ -19,8 +19,8 @@ _tangent = Primitive("reverse_only_tangent")
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
-        "this implementation has first derivatives in reverse mode only; "
-        "implementation='reference' differentiates in every mode and order"
+        "here are first derivatives in reverse mode only; "
+        "jattn.attention(..., implementation='reference') differentiates in every mode and order"
     )
 
 
