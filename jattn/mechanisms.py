@@ -21,12 +21,13 @@ from jattn.attention import attention
 from jattn.kernels import reverse
 from jattn.kernels.blockwise import (
     _even,
+    _fold_blocks,
+    _map_blocks,
     _padded,
     _plan,
     _put,
     _put_leaf,
     _put_param,
-    _repeat,
     _Run,
     _take,
     _Tile,
@@ -318,13 +319,7 @@ def _additive_forward(
         first = None if walk.of(i) else softmax.empty(rows, value.shape[1], pieces.value.dtype)
         return softmax.quotient(_visit(walk, tiling, i, step, first))
 
-    n = len(query) // rows
-    if walk.unrolled(n):
-        parts = [block(np.int32(i)) for i in range(n)]
-        out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-        return out, lse
-    out, lse = jax.lax.map(block, jnp.arange(n, dtype=jnp.int32))
-    return out.reshape(len(query), -1), lse.reshape(-1)
+    return _map_blocks(walk, len(query) // rows, block)
 
 
 class _AdditiveGradients(NamedTuple):
@@ -381,10 +376,7 @@ def _additive_backward(
 
     zeros = (pieces.query, pieces.key, pieces.value.T, w_score, parameters(spec))
     total = _AdditiveGradients(*jax.tree.map(jnp.zeros_like, zeros))
-    n = len(query) // rows
-    if walk.unrolled(n):
-        return functools.reduce(lambda total, i: block(np.int32(i), total), range(n), total)
-    return _repeat(0, n, block, total)
+    return _fold_blocks(walk, len(query) // rows, block, total)
 
 
 def _in_turn() -> bool:

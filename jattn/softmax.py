@@ -4,8 +4,7 @@ One part of the keys contributes to a row of queries a maximum m (at least the l
 number), a total l = Σ exp(s − m) and a weighted sum a = Σ exp(s − m) v. Two parts combine into one
 of the same form (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), in any
 order and grouping; the part without keys, l = 0, is the identity. Normalised parts travel as
-`(out, lse)`, with
-out = a / l and lse = m + log l, which `merge` puts together.
+`(out, lse)`, with out = a / l and lse = m + log l, which `merge` puts together.
 
 The maximum only shifts: results do not depend on it, so no gradient flows through it.
 """

@@ -173,6 +173,25 @@ def _visit_one(step: Any, order: Array, size: int, masked: bool, place: Any, sta
     return step(_Run(order[place] * size, size, masked), state)
 
 
+def _map_blocks(
+    walk: _Walk, n: int, block: Callable[[Any], Any], over_blocks: Callable[..., Any] = lax.map
+) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
+    """`(out, lse)` of all n blocks of queries from those of each."""
+    if walk.unrolled(n):
+        parts = [block(np.int32(i)) for i in range(n)]
+        out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+        return out, lse
+    out, lse = over_blocks(block, jnp.arange(n, dtype=jnp.int32))
+    return out.reshape(-1, out.shape[-1]), lse.reshape(-1)
+
+
+def _fold_blocks(walk: _Walk, n: int, block: Callable[[Any, Any], Any], total: Any) -> Any:
+    """Folds `block(i, total)` over all n blocks of queries."""
+    if walk.unrolled(n):
+        return functools.reduce(lambda total, i: block(np.int32(i), total), range(n), total)
+    return _repeat(0, n, block, total)
+
+
 def _repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
     """`lax.fori_loop` whose index is int32, also with 64-bit types enabled."""
     as_int32 = lambda i, state: body(lax.convert_element_type(i, jnp.int32), state)  # noqa: E731
@@ -328,13 +347,7 @@ def _forward_head(
         first = None if walk.of(i) else softmax.empty(rows, v.shape[1], values.clean.dtype)
         return softmax.quotient(_visit(walk, tiling, i, step, first))
 
-    n = len(q) // rows
-    if walk.unrolled(n):
-        parts = [block(np.int32(i)) for i in range(n)]
-        out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-        return out, lse
-    out, lse = over_blocks(block, jnp.arange(n, dtype=jnp.int32))
-    return out.reshape(len(q), -1), lse.reshape(-1)
+    return _map_blocks(walk, len(q) // rows, block, over_blocks)
 
 
 def _dot(a: Array, b: Array, spec: Spec) -> Array:
@@ -411,11 +424,7 @@ def _backward_head(
         jnp.zeros(v.shape[::-1], dtype),
         [jnp.zeros(leaf.shape, leaf.dtype) for leaf in parameters(spec)],
     )
-    n = len(q) // rows
-    if walk.unrolled(n):
-        total = functools.reduce(lambda total, i: block(np.int32(i), total), range(n), total)
-    else:
-        total = _repeat(0, n, block, total)
+    total = _fold_blocks(walk, len(q) // rows, block, total)
     return total._replace(query=total.query * scale)
 
 
@@ -573,9 +582,10 @@ def attend(
     if not is_static(spec.scale):
         query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
         spec = dataclasses.replace(spec, scale=1.0)
+    if _way(shapes) == "whole":
+        tiling = Tiling(T, S)
     problem = _Problem(shapes, tiling or choose_tiling(spec, T, S))
-    if _way(shapes) != "whole":
-        spec = _padded(spec, T, S, *problem.padded)
+    spec = _padded(spec, T, S, *problem.padded)
     return _differentiable(problem, spec, query, key, value)
 
 
