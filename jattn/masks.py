@@ -34,6 +34,11 @@ class Span(NamedTuple):
     positions: Indices
     places: Indices
 
+    @property
+    def consecutive(self) -> bool:
+        """Whether positions are known to follow one another; others may do so by chance."""
+        return self.positions is self.places
+
 
 class Extent(NamedTuple):
     """The run of queries or keys that a tile covers; arrays `[n]` describe n tiles at once.

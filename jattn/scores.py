@@ -173,15 +173,38 @@ class RelativeBias(ScoreFunction):
                 f"{self.max_distance} leave no logarithmic buckets"
             )
 
-    def evaluate(self, score, b, h, rows, columns):
-        distance = columns.positions[None, :] - rows.positions[:, None]
-        bucket = relative_bucket(
+    def _bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
+        return relative_bucket(
             distance,
             self.table.shape[0],
             bidirectional=self.bidirectional,
             max_distance=self.max_distance,
         )
-        return score + _like(self.table, score)[bucket]
+
+    def evaluate(self, score, b, h, rows, columns):
+        table = _like(self.table, score)
+        if rows.consecutive and columns.consecutive and score.size:
+            return self._along_diagonals(score, table, rows.positions, columns.positions)
+        distance = columns.positions[None, :] - rows.positions[:, None]
+        return score + table[self._bucket(distance)]
+
+    def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:
+        """One value for each diagonal, or one for all: reading the table for each score is slow."""
+        distance = kv[0] - q[-1] + jnp.arange(sum(score.shape) - 1, dtype=kv.dtype)
+        bucket = self._bucket(distance)
+        values = table[bucket]
+        # Buckets only change outwards from distance 0, so equal ends have nothing between them.
+        alone = bucket[0] == bucket[-1]
+        near = lambda score, values: score + _toeplitz(values, *score.shape)  # noqa: E731
+        return jax.lax.cond(alone, lambda score, values: score + values[0], near, score, values)
+
+
+def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
+    """`[t, s]` with values[j - i + t - 1] at (i, j): rows of a cycle that is one longer than they
+    are each start one earlier. Slices and reshapes alone, also in the derivative."""
+    cycle = jnp.pad(values, (0, 1))
+    rows = jnp.broadcast_to(cycle, (t, t + s)).reshape(-1)[: t * (t + s - 1)]
+    return rows.reshape(t, t + s - 1)[:, t - 1 :]
 
 
 @node

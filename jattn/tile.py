@@ -207,18 +207,35 @@ class _Leaves:
         return [x.index(letter) if letter in x else None for x in left]
 
 
+def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+    """As `jax.vmap` along leading axes, but one after another, in the memory of one."""
+
+    def mapped(*arguments: Any) -> Any:
+        def along(where: Any, *trees: Any) -> Any:
+            return jax.tree.map(where, in_axes, *trees, is_leaf=lambda x: x is None)
+
+        def one(part: Any) -> Any:
+            return function(*along(lambda a, x, y: x if a is None else y, arguments, part))
+
+        return jax.lax.map(one, along(lambda a, x: None if a is None else x, arguments))
+
+    return mapped
+
+
 def over_heads(
     one_head: Callable[..., Any],
     spec: Spec,
     per_head: tuple[Array, ...],
     shared: tuple[Array, ...],
     out_axes: Any,
+    over_batch: Callable[..., Any] = jax.vmap,
 ) -> Any:
     """Maps `one_head(spec, b, h, *per_head [T, ·], *shared [S, ·])` over batch, heads and groups.
 
     Arrays `per_head` are `[B, T, N, ...]`, arrays `shared` `[B, S, K, ...]`; all query heads of a
     group read the same key head, which is never repeated. `out_axes` says where one head's results
-    take their head axis: results come out as `[B, ...]` with N there.
+    take their head axis: results come out as `[B, ...]` with N there. `over_batch` maps the batch:
+    `jax.vmap` or `in_turn`.
     """
     B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2]
@@ -239,7 +256,7 @@ def over_heads(
     if group:
         mapped = jax.vmap(mapped, (leaves.axes("G"), None, 0, *own, *[None] * len(keys)))
     mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, *both))
-    mapped = jax.vmap(mapped, (leaves.axes("B"), 0, None, *both))
+    mapped = over_batch(mapped, (leaves.axes("B"), 0, None, *both))
     heads = jnp.arange(N, dtype=jnp.int32).reshape(K, *group)
     results = mapped(leaves.arrays, jnp.arange(B, dtype=jnp.int32), heads, *grouped, *keys)
 

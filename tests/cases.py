@@ -693,6 +693,13 @@ POSITIONS = [
 
 TILES = [
     Case("tiles", LONG, CAUSAL & window(21, None), alibi(SLOPES[:2])),
+    Case("tiles_causal", LONG, CAUSAL),
+    Case("tiles_band", LONG, window(9, 3)),
+    Case(
+        "tiles_relative_bias",
+        LONG,
+        score=relative_bias(8, 2, bidirectional=True, max_distance=12),
+    ),
     Case("tiles_segments", LONG, segments(LONG_IDS[:37], LONG_IDS) & ~dilated(5)),
     Case("tiles_bias", LONG, lengths(kv=41) | prefix(3), bias((2, 37, 53), batch=())),
     Case(

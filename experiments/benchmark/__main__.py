@@ -28,17 +28,23 @@ from experiments.benchmark import cases, peers
 MIN_ROUNDS = 3
 SETTLE = 0.01  # seconds; idle worker threads of one library spin for a while and disturb the next
 TURN = 0.03  # seconds; short runs are repeated within a turn
+WARM = 1.0  # seconds; shorter first runs pay for memory that the one before has given back
+
+
+def _timed(one: peers.Runnable) -> float:
+    start = time.perf_counter()
+    one.run()
+    return time.perf_counter() - start
 
 
 def _turn(one: peers.Runnable) -> list[float]:
     """Seconds of each run in a turn. The first warms caches up and counts only if it is long."""
     time.sleep(SETTLE)
-    times: list[float] = []
-    while not times or sum(times) < TURN:
-        start = time.perf_counter()
-        one.run()
-        times.append(time.perf_counter() - start)
-    return times[1:] or times
+    first = _timed(one)
+    times = [first] if first >= WARM else []
+    while sum(times) < TURN:
+        times.append(_timed(one))
+    return times
 
 
 def measure(

@@ -63,10 +63,13 @@ def ours(case: Case, backward: bool) -> Runnable:
 
 
 def dense_bias(case: Case, parameter: Any) -> Any:
-    """What ALiBi and T5 add, as the array that a peer without score functions needs."""
-    zeros = jnp.zeros((1, case.T, case.N, 1))
-    score = case.score(parameter)
-    return jattn.attention_scores(zeros, zeros, score=score, scale=1.0)
+    """What ALiBi and T5 add, as the array `[1, N, T, S]` that peers without score functions need."""
+    distance = jnp.arange(case.T)[None, :] - jnp.arange(case.T)[:, None]
+    if case.modifier == "alibi":
+        slopes = jattn.scores.alibi_slopes(case.N)
+        return -slopes[None, :, None, None] * jnp.abs(distance)
+    bucket = jattn.scores.relative_bucket(distance, 32, bidirectional=True, max_distance=128)
+    return jnp.moveaxis(parameter[bucket], -1, 0)[None]
 
 
 def jax_nn(case: Case, backward: bool) -> Runnable | None:

@@ -173,6 +173,40 @@ def _visit_one(step: Any, order: Array, size: int, masked: bool, place: Any, sta
     return step(_Run(order[place] * size, size, masked), state)
 
 
+class _Band(NamedTuple):
+    """A walk in which each block of `rows` queries sees one run of `width` keys, at `starts[i]`."""
+
+    rows: int
+    width: int
+    starts: np.ndarray
+
+
+_BAND = 256 * 1280  # T × S of a piece of a band at most
+_PIECES = 8  # of a band at once: enough for the cores, few enough for their caches
+
+
+def _band(spec: Spec, T: int, S: int, tiling: Tiling) -> _Band | None:
+    """The band, if what the mask leaves is one and fills most of it.
+
+    Then each block of queries is a short sequence: one fused kernel, no online softmax.
+    """
+    double = 2 * tiling.block_q <= 256 and T % (2 * tiling.block_q) == 0
+    rows = tiling.block_q * (1 + double)
+    kinds = _kinds(spec, T, S, Tiling(rows, tiling.block_kv))
+    if spec.score is not None or spec.dropout_rate or not isinstance(kinds, np.ndarray):
+        return None
+    visited = kinds != masks.EMPTY
+    seen = visited.any(axis=1)
+    first = np.where(seen, visited.argmax(axis=1), 0)
+    last = np.where(seen, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0)
+    tiles = int(max(1, (last - first).max()))
+    width = tiles * tiling.block_kv
+    if rows * width > _BAND or visited.sum() <= 0.75 * len(kinds) * tiles:
+        return None
+    starts = np.minimum(first, visited.shape[1] - tiles) * tiling.block_kv
+    return _Band(rows, width, starts.astype(np.int32))
+
+
 def _map_blocks(
     walk: _Walk, n: int, block: Callable[[Any], Any], over_blocks: Callable[..., Any] = lax.map
 ) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
@@ -451,8 +485,9 @@ def _head(x: Array, b: Any, h: Any, size: int) -> Array:
     return _pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def _put_head(total: Array, x: Array, b: Any, h: Any) -> Array:
-    start = (b, np.int32(0), h) + (np.int32(0),) * (total.ndim - 3)
+def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = np.int32(0)) -> Array:
+    """`[B, T, N, ...]` with the rows x `[t, ...]` of head (b, h) written from `row` on."""
+    start = (b, row, h) + (np.int32(0),) * (total.ndim - 3)
     return lax.dynamic_update_slice(total, x[: total.shape[1], ...][None, :, None], start)
 
 
@@ -474,17 +509,72 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
     """`(out [B, T, N, V], lse [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
     dtype = accumulation(query.dtype)
+    band = _band(masks.pick(spec, 0, 0), T, S, problem.tiling)
+    if band:
+        return _forward_band(spec, query, key, value, problem, band)
 
     def body(n: Any, total: Any) -> Any:
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
         q = _head(query, b, h, T)
         k, v = (_head(x, b, h // shapes.G, S) for x in (key, value))
-        results = _forward_head(masks.pick(spec, b, h), b, h, q, k, v, problem.tiling)
+        picked = masks.pick(spec, b, h)
+        results = _forward_head(picked, b, h, q, k, v, problem.tiling)
         return tuple(_put_head(x, y, b, h) for x, y in zip(total, results, strict=True))
 
     rows = (shapes.B, shapes.T, shapes.N)
     total = (jnp.zeros((*rows, shapes.V), dtype), jnp.zeros(rows, dtype))
     return _repeat(0, shapes.B * shapes.N, body, total)
+
+
+def _forward_band(
+    spec: Spec, query: Array, key: Array, value: Array, problem: _Problem, band: _Band
+) -> Any:
+    """As `_forward_loop` for a mask that leaves a band: a few pieces of one head at once."""
+    shapes, (T, S) = problem.shapes, problem.padded
+    query, key, value = (
+        jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
+        for x, size in ((query, T), (key, S), (value, S))
+    )
+    n, starts = len(band.starts), jnp.asarray(band.starts)
+    at_once = min(n, _PIECES)
+    turns = -(-n // at_once)
+
+    def piece(head: Callable[..., Any], i: Any, spec: Spec, b: Any, h: Any, *qkv: Array) -> Any:
+        run = _Run(starts[i], band.width, True)
+        here = _Tile.at(spec, b, h, i * band.rows, band.rows, run)
+        return head(here.spec, b, h, (here.rows, here.columns), *qkv)
+
+    def run(head: Callable[..., Any], *operands: Any, over_batch: Any = jax.vmap) -> Any:
+        axes = (0, None, None, None, 0, 0, 0)
+        return over_batch(functools.partial(piece, head), axes)(*operands)
+
+    def body(step: Any, total: Any) -> Any:
+        head, turn = divmod(step, turns)
+        b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(head, shapes.N))
+        # The last turn starts early enough to be as long as the others.
+        i = jnp.minimum(turn * at_once, n - at_once) + jnp.arange(at_once, dtype=jnp.int32)
+        q = _pieces(query, b, i * band.rows, h, band.rows)
+        k, v = (_pieces(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
+        operands = (i, masks.pick(spec, b, h), b, h, q, k, v)
+        results = whole.attempt(run, operands, spec, optimistic=True)[:2]
+        joined = (x.reshape(at_once * band.rows, *x.shape[2:]) for x in results)
+        return tuple(
+            _put_head(x, y, b, h, i[0] * band.rows) for x, y in zip(total, joined, strict=True)
+        )
+
+    rows, dtype = (shapes.B, T, shapes.N), accumulation(query.dtype)
+    total = (jnp.zeros((*rows, shapes.V), dtype), jnp.zeros(rows, dtype))
+    out, lse = _repeat(0, shapes.B * shapes.N * turns, body, total)
+    return out[:, : shapes.T], lse[:, : shapes.T]
+
+
+def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
+    """`[n, size, H]`: runs of tokens of head (b, h) of `[B, T, N, H]`."""
+
+    def one(start: Any) -> Array:
+        return lax.dynamic_slice(x, (b, start, h, np.int32(0)), (1, size, 1, x.shape[3]))
+
+    return jax.vmap(one)(starts).reshape(-1, size, x.shape[3])
 
 
 def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:

@@ -20,25 +20,27 @@ from jaxtyping import Array
 
 from jattn import softmax, tile
 from jattn._types import accumulation
+from jattn.masks import Span
 from jattn.spec import Spec, has_mask, parameters, scaled, with_parameters
+
+Spans = tuple[Span, Span]  # of queries and keys
 
 
 def _scores(
-    spec: Spec, exact: bool, b: Any, h: Any, q: Array, k: Array, v: Array
+    exact: bool, spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
 ) -> tuple[Array, Any]:
     """Scores of a head, and the function from their cotangent to those of products and parameters.
 
     `exact` selects what is masked, and lets keys reach those who attend to them if their values
     are not finite; otherwise the mask is added.
     """
-    rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     products = tile.product(q, k, spec.precision)
     if exact:
         products = products + tile.lost(v)[None, :]
 
     def modify(products: Array, values: Any) -> Array:
         replaced = with_parameters(spec, values)
-        return tile.modify(replaced, products, b, h, rows, columns, select=exact)
+        return tile.modify(replaced, products, b, h, *spans, select=exact)
 
     return jax.vjp(modify, products, parameters(spec))
 
@@ -49,18 +51,17 @@ def _clean(exact: bool, *arrays: Array) -> list[Array]:
 
 
 def _forward_head(
-    exact: bool, spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array
+    exact: bool, spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
 ) -> tuple[Array, Array]:
     """`(out [T, V], lse [T])`."""
     spec, q, _ = scaled(spec, q)
     # Barriers, so that XLA makes the same of it, to the last bit, when all is computed again.
     q, k, v = lax.optimization_barrier((q, k, v))
-    score, _ = _scores(spec, exact, b, h, q, k, v)
-    rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
+    score, _ = _scores(exact, spec, b, h, spans, q, k, v)
     (values,) = _clean(exact, v)
 
     def weigh(weights: Array) -> Array:
-        dropped = tile.drop(spec, weights, b, h, rows, columns)
+        dropped = tile.drop(spec, weights, b, h, *spans)
         return jnp.dot(dropped, values, precision=spec.precision)
 
     out, lse = softmax.quotient(softmax.of(score, weigh, differentiable=False))
@@ -72,6 +73,7 @@ def _backward_head(
     spec: Spec,
     b: Any,
     h: Any,
+    spans: Spans,
     q: Array,
     d_out: Array,
     delta: Array,
@@ -81,8 +83,7 @@ def _backward_head(
     """Gradients of q, k, v and parameters, with p = softmax(s) and ds = p (d_out vᵀ − delta)."""
     spec, q, scale = scaled(spec, q)
     q, d_out, delta, k, v = lax.optimization_barrier((q, d_out, delta, k, v))
-    score, pull = _scores(spec, exact, b, h, q, k, v)
-    rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
+    score, pull = _scores(exact, spec, b, h, spans, q, k, v)
     queries, keys, values = _clean(exact, q, k, v)
 
     def contract(pattern: str, x: Array, y: Array) -> Array:
@@ -91,9 +92,9 @@ def _backward_head(
     part = softmax.of(score, lambda w: w, differentiable=exact)
     weights = part.weighted / softmax.denominator(part)[:, None]
     d_dropped = contract("tv,sv->ts", d_out, values)
-    d_weights = tile.drop(spec, d_dropped, b, h, rows, columns)
+    d_weights = tile.drop(spec, d_dropped, b, h, *spans)
     d_products, d_params = pull(weights * (d_weights - delta[:, None]))
-    dropped = tile.drop(spec, weights, b, h, rows, columns)
+    dropped = tile.drop(spec, weights, b, h, *spans)
     d_q = contract("ts,sh->th", d_products, keys) * scale
     d_k = contract("st,th->sh", _turned(d_products), queries)
     d_v = contract("st,tv->sv", _turned(dropped), d_out)
@@ -118,21 +119,24 @@ def _blank(odd: Array, x: Array) -> Array:
     return jnp.where(odd.reshape(-1, *[1] * (x.ndim - 1)), 0, x)
 
 
-def _touched(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+def _touched(
+    spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
+) -> tuple[Array, ...]:
     """`(allowed [T, S], rows [T], keys [S])`: which keys are odd, and which rows see odd ones."""
-    allowed = spec.mask.evaluate(b, h, *tile.spans(spec, q.shape[0], k.shape[0]))
+    allowed = spec.mask.evaluate(b, h, *spans)
     allowed = jnp.broadcast_to(allowed, (q.shape[0], k.shape[0]))
     keys = _odd(k) | _odd(v)
     return allowed, _odd(q) | jnp.any(allowed & keys[None, :], axis=1), keys
 
 
 def _forward_safely(
-    spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array
+    spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
 ) -> tuple[Array, Array]:
     """As `_forward_head`, whatever is masked."""
-    _, rows, keys = _touched(spec, b, h, q, k, v)
-    selected = _forward_head(True, spec, b, h, q, k, v)
-    added = _forward_head(False, spec, b, h, _blank(rows, q), _blank(keys, k), _blank(keys, v))
+    _, rows, keys = _touched(spec, b, h, spans, q, k, v)
+    selected = _forward_head(True, spec, b, h, spans, q, k, v)
+    blank = _blank(rows, q), _blank(keys, k), _blank(keys, v)
+    added = _forward_head(False, spec, b, h, spans, *blank)
     out, lse = (
         jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
         for x, y in zip(selected, added, strict=True)
@@ -141,15 +145,23 @@ def _forward_safely(
 
 
 def _backward_safely(
-    spec: Spec, b: Any, h: Any, q: Array, d_out: Array, delta: Array, k: Array, v: Array
+    spec: Spec,
+    b: Any,
+    h: Any,
+    spans: Spans,
+    q: Array,
+    d_out: Array,
+    delta: Array,
+    k: Array,
+    v: Array,
 ) -> tuple[Array, Array, Array, Any]:
     """As `_backward_head` for no score function, whatever is masked."""
-    allowed, rows, odd = _touched(spec, b, h, q, k, v)
+    allowed, rows, odd = _touched(spec, b, h, spans, q, k, v)
     rows = rows | ~jnp.isfinite(delta)
     keys = odd | jnp.any(allowed & rows[:, None], axis=0)
-    selected = _backward_head(True, spec, b, h, q, d_out, delta, k, v)
+    selected = _backward_head(True, spec, b, h, spans, q, d_out, delta, k, v)
     blank = [_blank(rows, x) for x in (q, d_out, delta)] + [_blank(odd, x) for x in (k, v)]
-    added = _backward_head(False, spec, b, h, *blank)
+    added = _backward_head(False, spec, b, h, spans, *blank)
     d_q, d_k, d_v = (
         jnp.where(which[:, None], x, y)
         for which, x, y in zip((rows, keys, keys), selected, added, strict=False)
@@ -189,19 +201,16 @@ def _unless(ok: Array, found: Any, again: Callable[..., Any], *operands: Any) ->
     return jax.tree.map(lambda x, like: x.reshape(like.shape), results, found)
 
 
-def forward(
-    spec: Spec, query: Array, key: Array, value: Array, optimistic: bool
+def attempt(
+    run: Callable[..., Any], operands: tuple[Any, ...], spec: Spec, optimistic: bool
 ) -> tuple[Array, Array, Any]:
-    """`(out [B, T, N, V], lse [B, T, N], plain)`; `plain` tells whether adding the mask was enough.
+    """`(out, lse, plain)` of many pieces; `plain` tells whether adding the mask was enough.
 
-    `optimistic=False` selects from the start.
+    `run(head, *operands)` maps `head(spec, b, h, spans, q, k, v)` over the pieces; where memory
+    counts more than time it is told `over_batch=tile.in_turn`. `optimistic=False` selects from the
+    start.
     """
-
-    def run(head: Callable[..., Any], spec: Spec, *operands: Array) -> Any:
-        return tile.over_heads(head, spec, operands[:1], operands[1:], out_axes=(1, 1))
-
     adding, selecting = (functools.partial(_forward_head, exact) for exact in (False, True))
-    operands = (spec, query, key, value)
     if not has_mask(spec):
         return *run(adding, *operands), np.True_
     if not optimistic or spec.score is not None:
@@ -209,9 +218,31 @@ def forward(
     found = run(adding, *operands)
     # Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
     plain = jnp.isfinite(jnp.sum(found[0]))
-    again = functools.partial(run, _forward_safely)
+    again = functools.partial(run, _forward_safely, over_batch=tile.in_turn)
     out, lse = _unless(plain, found, again, *operands)
     return out, lse, plain
+
+
+def _everywhere(head: Callable[..., Any]) -> Callable[..., Any]:
+    """`head` for all queries and keys of one head."""
+
+    def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
+        spans = tile.spans(spec, operands[0].shape[0], operands[-1].shape[0])
+        return head(spec, b, h, spans, *operands)
+
+    return one
+
+
+def forward(
+    spec: Spec, query: Array, key: Array, value: Array, optimistic: bool
+) -> tuple[Array, Array, Any]:
+    """`(out [B, T, N, V], lse [B, T, N], plain)`; see `attempt`."""
+
+    def run(head: Callable[..., Any], spec: Spec, *operands: Array, **how: Any) -> Any:
+        one = _everywhere(head)
+        return tile.over_heads(one, spec, operands[:1], operands[1:], out_axes=(1, 1), **how)
+
+    return attempt(run, (spec, query, key, value), spec, optimistic)
 
 
 def backward(
@@ -226,8 +257,9 @@ def backward(
     query, d_out, _, delta = per_head
     axes = (1, 1, 1, [0] * len(parameters(spec)))
 
-    def run(head: Callable[..., Any], spec: Spec, *operands: Array) -> Any:
-        found = tile.over_heads(head, spec, operands[:3], operands[3:], out_axes=axes)
+    def run(head: Callable[..., Any], spec: Spec, *operands: Array, **how: Any) -> Any:
+        one = _everywhere(head)
+        found = tile.over_heads(one, spec, operands[:3], operands[3:], out_axes=axes, **how)
         return tile.gather_gradients(spec, key.shape[2], *found)
 
     adding, selecting = (functools.partial(_backward_head, exact) for exact in (False, True))
@@ -239,4 +271,5 @@ def backward(
     found = run(adding, *operands)
     # Where a masked value overflows in a product with d_out, its row of d_query is NaN.
     ok = plain & jnp.all(jnp.isfinite(delta)) & jnp.isfinite(jnp.sum(found[1]))
-    return _unless(ok, found, functools.partial(run, _backward_safely), *operands)
+    again = functools.partial(run, _backward_safely, over_batch=tile.in_turn)
+    return _unless(ok, found, again, *operands)
