@@ -63,7 +63,7 @@ def ours(case: Case, backward: bool) -> Runnable:
 
 
 def dense_bias(case: Case, parameter: Any) -> Any:
-    """What ALiBi and T5 add, as the array `[1, N, T, S]` that peers without score functions need."""
+    """What ALiBi and T5 add, `[1, N, T, S]`, as peers without score functions need it."""
     distance = jnp.arange(case.T)[None, :] - jnp.arange(case.T)[:, None]
     if case.modifier == "alibi":
         slopes = jattn.scores.alibi_slopes(case.N)

@@ -485,9 +485,9 @@ def _head(x: Array, b: Any, h: Any, size: int) -> Array:
     return _pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = np.int32(0)) -> Array:
+def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
     """`[B, T, N, ...]` with the rows x `[t, ...]` of head (b, h) written from `row` on."""
-    start = (b, row, h) + (np.int32(0),) * (total.ndim - 3)
+    start = (b, jnp.int32(row), h) + (np.int32(0),) * (total.ndim - 3)
     return lax.dynamic_update_slice(total, x[: total.shape[1], ...][None, :, None], start)
 
 

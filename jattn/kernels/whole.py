@@ -23,6 +23,7 @@ from jattn._types import accumulation
 from jattn.masks import Span
 from jattn.spec import Spec, has_mask, parameters, scaled, with_parameters
 
+
 Spans = tuple[Span, Span]  # of queries and keys
 
 
