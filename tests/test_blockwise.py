@@ -61,8 +61,10 @@ LONG = {
 
 
 @pytest.mark.default_tiles
+@pytest.mark.parametrize("way", ["loop", "vmap"])
 @pytest.mark.parametrize("name", LONG)
-def test_long_sequences_agree_with_the_formula(name):
+def test_long_sequences_agree_with_the_formula(monkeypatch, name, way):
+    monkeypatch.setattr(blockwise, "_way", lambda shapes: way)
     rng = np.random.default_rng(1)
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 1700)), axis=1))
     mask, T, S = LONG[name](ids)

@@ -28,7 +28,9 @@ LAYERS = {
     "kernels.reference": 4,
     "kernels.reverse": 4,
     "kernels.whole": 4,
-    "kernels.blockwise": 4.5,  # goes by `whole` for short sequences
+    "kernels.tiles": 4,
+    "kernels.blockwise": 4.5,  # goes by `whole` for short sequences, by `tiles` for long ones
+    "kernels.additive": 4.5,
     "kernels.cudnn": 4,
     "kernels.pallas_gpu": 4,
     "kernels.splash": 4,

@@ -3,8 +3,7 @@
 Forward, a block of queries walks over its tiles of keys with the online softmax of
 `jattn.softmax`; backward, the walk is repeated from q, k, v, out and lse alone, and the weights
 of each tile are computed again (Rabe and Staats 2021; Dao et al. 2022, FlashAttention; gradients
-as in Dao et al., appendix B.2). The tile map decides the walk through loop bounds: empty tiles are
-not visited, full ones leave the mask out.
+as in Dao et al., appendix B.2). The walk is that of `jattn.kernels.tiles`.
 
 Heads run one after another on a CPU, where one head's tile fills the cores and stays in their
 caches, and all at once elsewhere. Short sequences go by `jattn.kernels.whole`.
@@ -22,9 +21,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
-from jattn._types import LogSumExp, Output, accumulation, declared, is_static
-from jattn.kernels import reverse, whole
-from jattn.masks import Span
+from jattn._types import LogSumExp, Output, accumulation, is_static
+from jattn.kernels import reverse, tiles, whole
 from jattn.spec import (
     Shapes,
     Spec,
@@ -49,250 +47,22 @@ def choose_tiling(spec: Spec, T: int, S: int) -> Tiling:
     products of larger tiles win.
     """
     size = 128 if _visited(spec, T, S) <= 1024 else 512
-    return Tiling(_even(T, size), _even(S, size))
-
-
-def _even(size: int, target: int) -> int:
-    """The size of blocks near the target that split an axis evenly; a multiple of 8 if several."""
-    blocks = -(-size // target)
-    return size if blocks == 1 else -(-size // (8 * blocks)) * 8
+    return Tiling(tiles.even(T, size), tiles.even(S, size))
 
 
 def _visited(spec: Spec, T: int, S: int) -> float:
     """How many keys a block of queries visits on average; all, where that is not known yet."""
     block = max(128, max(T, S) // 1024)
-    kinds = _kinds(masks.pick(spec, 0, 0), T, S, Tiling(block, block))
+    kinds = tiles.kinds(masks.pick(spec, 0, 0), T, S, Tiling(block, block))
     if not isinstance(kinds, np.ndarray):
         return float(S)
     return float(np.mean(np.sum(kinds > 0, axis=1)) * block)
 
 
-def _kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
-    """The tile map of one head."""
-    box = masks.Tile(
-        masks.extents(T, tiling.block_q, spec.q_positions),
-        masks.extents(S, tiling.block_kv, spec.kv_positions),
-    )
-    return masks.kinds(spec.mask, box)
-
-
-class _Run(NamedTuple):
-    """Consecutive tiles of keys of one kind, taken together as one wide tile."""
-
-    start: Any
-    size: int
-    masked: bool
-
-
-class _Walk(NamedTuple):
-    """Which keys each block of queries visits.
-
-    `runs[i]` lists them where the tile map is known while tracing and the program stays short; a
-    single list is for all. Otherwise `tiles` holds, by width in tiles and kind, the columns
-    `[n, m]` to visit and how many of them each block of queries visits `[n]`.
-    """
-
-    runs: list[list[_Run]] | None
-    tiles: list[tuple[int, bool, Any, Any]]
-
-    def of(self, i: Any) -> list[_Run]:
-        """The runs of query block i; none where they are not known."""
-        return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
-
-    def unrolled(self, blocks: int) -> bool:
-        """Whether the program is written out block by block."""
-        return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
-
-
 _WHOLE = 256 * 256  # T × S of a head that is taken in one piece, at most
-_RUNS = 8  # longest program written out run by run: side by side, more of them take memory and time
-_WIDE = 1024  # keys in a run or a wide tile at most: they bound the memory
 
 
-def _plan(spec: Spec, T: int, S: int, tiling: Tiling) -> _Walk:
-    """The walk of one head; known while tracing if the mask is static."""
-    kinds = _kinds(spec, T, S, tiling)
-    if isinstance(kinds, np.ndarray):
-        runs = [_runs_of(row, tiling.block_kv) for row in kinds]
-        if all(row == runs[0] for row in runs):
-            runs = runs[:1]
-        if sum(map(len, runs)) <= _RUNS:
-            return _Walk(runs, [])
-    if kinds.shape[1] == 1:
-        return _Walk([[_Run(0, S, True)]], [])  # looking is no cheaper than computing
-    xp = np if isinstance(kinds, np.ndarray) else jnp
-    full = kinds == masks.FULL
-    wanted = [(1, True, kinds == masks.MIXED)]
-    # Never all columns: what does not depend on the loop is moved out of it, and always computed.
-    wide = min(_WIDE // tiling.block_kv, kinds.shape[1] - 1)
-    if wide > 1:
-        groups = kinds.shape[1] // wide
-        grouped = xp.all(full[:, : groups * wide].reshape(-1, groups, wide), axis=2)
-        rest = kinds.shape[1] - groups * wide
-        full = full & ~xp.pad(xp.repeat(grouped, wide, axis=1), ((0, 0), (0, rest)))
-        wanted.append((wide, False, grouped))
-    wanted.append((1, False, full))
-    return _Walk(None, [(size, masked, *_columns(xp, which)) for size, masked, which in wanted])
-
-
-def _runs_of(kinds: np.ndarray, block: int) -> list[_Run]:
-    """The runs of one block of queries, of at most `_WIDE` keys each."""
-    runs: list[_Run] = []
-    for j, kind in enumerate(kinds):
-        here = _Run(j * block, block, bool(kind == masks.MIXED))
-        last = runs[-1] if runs else _Run(-1, 0, False)
-        joins = last.start + last.size == here.start and last.masked == here.masked
-        if kind != masks.EMPTY and joins and last.size + block <= _WIDE:
-            runs[-1] = last._replace(size=last.size + block)
-        elif kind != masks.EMPTY:
-            runs.append(here)
-    return runs
-
-
-def _columns(xp: Any, which: Any) -> tuple[Any, Any]:
-    """Of bool `[n, m]`: the columns that are True, first in each row, and how many they are."""
-    order = xp.argsort(~which, axis=1, stable=True).astype(np.int32)
-    count = which.sum(axis=1).astype(np.int32)
-    return (order if xp is jnp else order[:, : max(1, count.max(initial=0))]), count
-
-
-def _visit(
-    walk: _Walk, tiling: Tiling, i: Any, step: Callable[[_Run, Any], Any], state: Any
-) -> Any:
-    """Folds `step(run, state)` over the keys of query block i."""
-    state = functools.reduce(lambda state, run: step(run, state), walk.of(i), state)
-    for width, masked, order, count in walk.tiles:
-        if not isinstance(count, np.ndarray) or count.any():
-            size = width * tiling.block_kv
-            body = functools.partial(_visit_one, step, jnp.asarray(order)[i], size, masked)
-            state = _repeat(0, jnp.asarray(count)[i], body, state)
-    return state
-
-
-def _visit_one(step: Any, order: Array, size: int, masked: bool, place: Any, state: Any) -> Any:
-    return step(_Run(order[place] * size, size, masked), state)
-
-
-class _Band(NamedTuple):
-    """A walk in which each block of `rows` queries sees one run of `width` keys, at `starts[i]`."""
-
-    rows: int
-    width: int
-    starts: np.ndarray
-
-
-_BAND = 256 * 1280  # T × S of a piece of a band at most
 _PIECES = 8  # of a band at once: enough for the cores, few enough for their caches
-
-
-def _band(spec: Spec, T: int, S: int, tiling: Tiling) -> _Band | None:
-    """The band, if what the mask leaves is one and fills most of it.
-
-    Then each block of queries is a short sequence: one fused kernel, no online softmax.
-    """
-    double = 2 * tiling.block_q <= 256 and T % (2 * tiling.block_q) == 0
-    rows = tiling.block_q * (1 + double)
-    kinds = _kinds(spec, T, S, Tiling(rows, tiling.block_kv))
-    if spec.score is not None or spec.dropout_rate or not isinstance(kinds, np.ndarray):
-        return None
-    visited = kinds != masks.EMPTY
-    seen = visited.any(axis=1)
-    first = np.where(seen, visited.argmax(axis=1), 0)
-    last = np.where(seen, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0)
-    tiles = int(max(1, (last - first).max()))
-    width = tiles * tiling.block_kv
-    if rows * width > _BAND or visited.sum() <= 0.75 * len(kinds) * tiles:
-        return None
-    starts = np.minimum(first, visited.shape[1] - tiles) * tiling.block_kv
-    return _Band(rows, width, starts.astype(np.int32))
-
-
-def _map_blocks(
-    walk: _Walk, n: int, block: Callable[[Any], Any], over_blocks: Callable[..., Any] = lax.map
-) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
-    """`(out, lse)` of all n blocks of queries from those of each."""
-    if walk.unrolled(n):
-        parts = [block(np.int32(i)) for i in range(n)]
-        out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-        return out, lse
-    out, lse = over_blocks(block, jnp.arange(n, dtype=jnp.int32))
-    return out.reshape(-1, out.shape[-1]), lse.reshape(-1)
-
-
-def _fold_blocks(walk: _Walk, n: int, block: Callable[[Any, Any], Any], total: Any) -> Any:
-    """Folds `block(i, total)` over all n blocks of queries."""
-    if walk.unrolled(n):
-        return functools.reduce(lambda total, i: block(np.int32(i), total), range(n), total)
-    return _repeat(0, n, block, total)
-
-
-def _repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    """`lax.fori_loop` whose index is int32, also with 64-bit types enabled."""
-    as_int32 = lambda i, state: body(lax.convert_element_type(i, jnp.int32), state)  # noqa: E731
-    return lax.fori_loop(jnp.int32(start), jnp.int32(stop), as_int32, state)
-
-
-def _take(x: Array, start: Any, size: int, axis: int = 0) -> Array:
-    """A run of `size` along an axis; the array itself if it is no longer than that."""
-    if x.shape[axis] == size:
-        return x
-    return lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def _put(x: Array, value: Array, start: Any, axis: int) -> Array:
-    """x with `value` added to a run along an axis."""
-    size = value.shape[axis]
-    if x.shape[axis] == size:
-        return x + value
-    old = lax.dynamic_slice_in_dim(x, start, size, axis)
-    return lax.dynamic_update_slice_in_dim(x, old + value, start, axis)
-
-
-def _axes(letters: str, leaf: Any) -> list[tuple[int, str]]:
-    """The axes of a picked array along T and S, unless they broadcast."""
-    named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
-    return [(a, x) for a, x in enumerate(named) if x in ("T", "S") and leaf.shape[a] > 1]
-
-
-def _cut(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
-    """The picked spec with its arrays along T and S cut to a tile."""
-
-    def one(letters: str, leaf: Any) -> Any:
-        for axis, letter in _axes(letters, leaf):
-            start, size = (row, rows) if letter == "T" else (column, columns)
-            leaf = _take(leaf, start, size, axis)
-        return leaf
-
-    return jax.tree.map(one, declared(spec), spec)
-
-
-def _span(positions: Any, start: Any, size: int) -> Span:
-    places = start + jnp.arange(size, dtype=jnp.int32)
-    return Span(places if positions is None else positions.astype(jnp.int32), places)
-
-
-def _padded(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
-    """The spec for sizes that are whole tiles; queries past T and keys past S are masked."""
-
-    def one(letters: str, leaf: Any) -> Any:
-        named = letters.replace("#", "").split()
-        for letter, size in (("T", T_padded), ("S", S_padded)):
-            axis = leaf.ndim - len(named) + named.index(letter) if letter in named else None
-            if axis is not None and 1 < leaf.shape[axis] < size:
-                widths = [(0, 0)] * leaf.ndim
-                widths[axis] = (0, size - leaf.shape[axis])
-                leaf = jnp.pad(leaf, widths, mode="edge")
-        return leaf
-
-    spec = jax.tree.map(one, declared(spec), spec)
-    if T_padded > T or S_padded > S:
-        exist = masks.Lengths(T if T_padded > T else None, S if S_padded > S else None)
-        spec = dataclasses.replace(spec, mask=spec.mask & exist)
-    return spec
-
-
-def _pad_to(x: Array, size: int) -> Array:
-    return x if len(x) == size else jnp.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -300,35 +70,9 @@ def _pad_to(x: Array, size: int) -> Array:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Tile(NamedTuple):
-    """One tile of one head: the spec cut to it, and where it is."""
-
-    spec: Spec
-    b: Any
-    h: Any
-    rows: Span
-    columns: Span
-
-    @classmethod
-    def at(cls, spec: Spec, b: Any, h: Any, row: Any, rows: int, run: _Run) -> "_Tile":
-        cut = _cut(spec, row, rows, run.start, run.size)
-        span = _span(cut.q_positions, row, rows)
-        return cls(cut, b, h, span, _span(cut.kv_positions, run.start, run.size))
-
-    def scores(self, q: Array, k: Array, values: "_Values", masked: bool) -> tuple[Array, Any]:
-        """Scores, and the function from their cotangent to those of products and parameters."""
-        products = tile.product(q, k, self.spec.precision)
-        if values.lost is not None:
-            products = products + values.lost[None, :]
-
-        def modify(products: Array, params: Any) -> Array:
-            spec = with_parameters(self.spec, params)
-            return tile.modify(spec, products, self.b, self.h, self.rows, self.columns, masked)
-
-        return jax.vjp(modify, products, parameters(self.spec))
-
-    def drop(self, weights: Array) -> Array:
-        return tile.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
+def all_at_once(function: Callable[[Any], Any], indices: Any) -> Any:
+    """As `lax.map`, for devices that want all blocks together."""
+    return jax.vmap(function)(indices)
 
 
 class _Values(NamedTuple):
@@ -345,10 +89,19 @@ class _Values(NamedTuple):
         wide = v.astype(accumulation(v.dtype))
         return cls(tile.finite(wide), tile.lost(wide)) if has_mask(spec) else cls(wide, None)
 
-    def at(self, run: _Run) -> "_Values":
+    def at(self, run: tiles.Run) -> "_Values":
         """Those of a run of keys."""
-        clean = _take(self.clean, run.start, run.size)
-        return _Values(clean, None if self.lost is None else _take(self.lost, run.start, run.size))
+        clean = tiles.take(self.clean, run.start, run.size)
+        lost = None if self.lost is None else tiles.take(self.lost, run.start, run.size)
+        return _Values(clean, lost)
+
+
+def _scores(here: tiles.Tile, q: Array, k: Array, values: _Values, masked: bool) -> Any:
+    """Scores of a tile, and their cotangent's way to products and parameters."""
+    products = tile.product(q, k, here.spec.precision)
+    if values.lost is not None:
+        products = products + values.lost[None, :]
+    return here.modified(products, masked)
 
 
 def _forward_head(
@@ -362,26 +115,27 @@ def _forward_head(
     over_blocks: Callable[..., Any] = lax.map,
 ) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
     """`(out, lse)` of one head; sizes are whole tiles. `over_blocks` maps over query blocks."""
-    walk, rows = _plan(spec, len(q), len(k), tiling), tiling.block_q
+    walk, rows = tiles.plan(spec, len(q), len(k), tiling), tiling.block_q
     values = _Values.of(spec, v)
     spec, q, _ = scaled(spec, q)
 
     def block(i: Any) -> tuple[Array, Array]:
-        q_i = _take(q, i * rows, rows)
+        q_i = tiles.take(q, i * rows, rows)
 
-        def step(run: _Run, state: softmax.Partial | None) -> softmax.Partial:
-            here = _Tile.at(spec, b, h, i * rows, rows, run)
-            v_j = values.at(run)
-            score = here.scores(q_i, _take(k, run.start, run.size), v_j, run.masked)[0]
+        def step(run: tiles.Run, state: softmax.Partial | None) -> softmax.Partial:
+            here = tiles.Tile.at(spec, b, h, i * rows, rows, run)
+            k_j, v_j = tiles.take(k, run.start, run.size), values.at(run)
+            score, _ = _scores(here, q_i, k_j, v_j, run.masked)
             part = softmax.of(
                 score, lambda w: _dot(here.drop(w), v_j.clean, spec), differentiable=False
             )
             return part if state is None else softmax.combine(state, part)
 
         first = None if walk.of(i) else softmax.empty(rows, v.shape[1], values.clean.dtype)
-        return softmax.quotient(_visit(walk, tiling, i, step, first))
+        return softmax.quotient(tiles.visit(walk, i, step, first))
 
-    return _map_blocks(walk, len(q) // rows, block, over_blocks)
+    out, lse = tiles.map_blocks(walk, len(q) // rows, block, over_blocks)
+    return tiles.join(out), tiles.join(lse)
 
 
 def _dot(a: Array, b: Array, spec: Spec) -> Array:
@@ -397,80 +151,134 @@ class _Gradients(NamedTuple):
     params: Any
 
 
-def _backward_head(
-    spec: Spec,
-    b: Any,
-    h: Any,
-    q: Array,
-    d_out: Array,
-    lse: Array,
-    delta: Array,
-    k: Array,
-    v: Array,
-    tiling: Tiling,
-) -> _Gradients:
-    """Gradients of one head, from the cotangent of `out` and delta = rowsum(d_out · out) − d_lse.
+class _Operands(NamedTuple):
+    """What the backward pass of one head reads, in the dtype of sums; sizes are whole tiles.
 
-    With p = exp(s − lse) and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
+    `delta` is rowsum(d_out · out) − d_lse. Sums over queries or keys run over `q_clean` and
+    `k_clean`, in which what a mask may hide is finite.
+    """
+
+    spec: Spec
+    b: Any
+    h: Any
+    q: Float[Array, "T H"]
+    q_clean: Float[Array, "T H"]
+    d_out: Float[Array, "T V"]
+    lse: Float[Array, " T"]
+    delta: Float[Array, " T"]
+    k: Float[Array, "S H"]
+    k_clean: Float[Array, "S H"]
+    values: _Values
+
+    @classmethod
+    def of(cls, spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array) -> "_Operands":
+        q, d_out, lse, delta = per_query
+        dtype = accumulation(q.dtype)
+        clean = tile.finite if has_mask(spec) else lambda x: x
+        q_clean, k_clean = (clean(x.astype(dtype)) for x in (q, k))
+        values = _Values.of(spec, v)
+        return cls(spec, b, h, q, q_clean, d_out, lse, delta, k, k_clean, values)
+
+    def at(self, row: Any, rows: int, run: tiles.Run) -> tuple[Array, Array, Any]:
+        """Of a tile: the cotangent of its products, its weights, its parameters' gradients.
+
+        With p = exp(s − lse) and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
+        """
+        here = tiles.Tile.at(self.spec, self.b, self.h, row, rows, run)
+        q, d_out, lse, delta = (
+            tiles.take(x, row, rows) for x in (self.q, self.d_out, self.lse, self.delta)
+        )
+        k, values = tiles.take(self.k, run.start, run.size), self.values.at(run)
+        score, pull = _scores(here, q, k, values, run.masked)
+        weights = jnp.exp(score - softmax.shift(lse)[:, None])
+        d_weights = here.drop(_dot(d_out, values.clean.T, self.spec))
+        d_products, d_params = pull(weights * (d_weights - delta[:, None]))
+        return d_products, here.drop(weights), d_params
+
+
+def _backward_head(
+    spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array, tiling: Tiling
+) -> _Gradients:
+    """Gradients of one head, block of queries after block; `per_query` is a tuple of q, d_out, lse
+    and delta.
+
     Gradients of keys and values are summed as `[H, S]` and `[V, S]`: a product with its left side
     transposed runs at a third of the speed on CPUs.
     """
-    walk, rows = _plan(spec, len(q), len(k), tiling), tiling.block_q
-    dtype = accumulation(q.dtype)
-    values = _Values.of(spec, v)
+    q, d_out, *_ = per_query
+    walk, rows = tiles.plan(spec, len(q), len(k), tiling), tiling.block_q
     spec, q, scale = scaled(spec, q)
-    q_clean, k_clean = (x.astype(dtype) for x in (q, k))
-    if has_mask(spec):
-        q_clean, k_clean = tile.finite(q_clean), tile.finite(k_clean)
-    q_turned, d_turned = q_clean.T, d_out.T
+    head = _Operands.of(spec, b, h, (q, *per_query[1:]), k, v)
+    q_turned, d_turned = head.q_clean.T, d_out.T
     letters = parameter_letters(spec)
 
     def block(i: Any, total: _Gradients) -> _Gradients:
-        q_i, d_i, lse_i, delta_i = (_take(x, i * rows, rows) for x in (q, d_out, lse, delta))
-        qt_i, dt_i = (_take(x, i * rows, rows, 1) for x in (q_turned, d_turned))
-        shift = softmax.shift(lse_i)[:, None]
+        qt_i, dt_i = (tiles.take(x, i * rows, rows, 1) for x in (q_turned, d_turned))
 
-        def step(run: _Run, state: Any) -> Any:
+        def step(run: tiles.Run, state: Any) -> Any:
             dq_i, dk, dv, d_params = state
-            here = _Tile.at(spec, b, h, i * rows, rows, run)
-            v_j = values.at(run)
-            score, pull = here.scores(q_i, _take(k, run.start, run.size), v_j, run.masked)
-            weights = jnp.exp(score - shift)
-            d_weights = here.drop(_dot(d_i, v_j.clean.T, spec))
-            d_products, d_here = pull(weights * (d_weights - delta_i[:, None]))
-            dq_i += _dot(d_products, _take(k_clean, run.start, run.size), spec)
-            dk = _put(dk, _dot(qt_i, d_products, spec), run.start, 1)
-            dv = _put(dv, _dot(dt_i, here.drop(weights), spec), run.start, 1)
+            d_products, weights, d_here = head.at(i * rows, rows, run)
+            dq_i += _dot(d_products, tiles.take(head.k_clean, run.start, run.size), spec)
+            dk = tiles.put(dk, _dot(qt_i, d_products, spec), run.start, 1)
+            dv = tiles.put(dv, _dot(dt_i, weights, spec), run.start, 1)
             starts = {"T": i * rows, "S": run.start}
-            d_params = [
-                _put_leaf(total, part, name, starts)
-                for total, part, name in zip(d_params, d_here, letters, strict=True)
-            ]
+            d_params = tiles.put_leaves(d_params, d_here, letters, starts)
             return dq_i, dk, dv, d_params
 
-        state = (jnp.zeros(q_i.shape, dtype), total.key, total.value, total.params)
-        dq_i, *rest = _visit(walk, tiling, i, step, state)
-        return _Gradients(_put(total.query, dq_i, i * rows, 0), *rest)
+        state = (jnp.zeros_like(head.q_clean[:rows]), total.key, total.value, total.params)
+        dq_i, *rest = tiles.visit(walk, i, step, state)
+        return _Gradients(tiles.put(total.query, dq_i, i * rows, 0), *rest)
 
-    total = _Gradients(
-        jnp.zeros(q.shape, dtype),
-        jnp.zeros(k.shape[::-1], dtype),
-        jnp.zeros(v.shape[::-1], dtype),
-        [jnp.zeros(leaf.shape, leaf.dtype) for leaf in parameters(spec)],
+    zeros = (head.q_clean, head.k_clean.T, head.values.clean.T, parameters(spec))
+    total = tiles.fold_blocks(
+        walk, len(q) // rows, block, _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
     )
-    total = _fold_blocks(walk, len(q) // rows, block, total)
     return total._replace(query=total.query * scale)
 
 
-def _put_leaf(total: Array, part: Array, letters: str, starts: dict[str, Any]) -> Array:
-    """The gradient of a parameter with a tile's part of it added where it belongs."""
-    start: list[Any] = [np.int32(0)] * total.ndim
-    for axis, letter in _axes(letters, part):
-        start[axis] = jnp.int32(starts[letter])
-    if total.shape == part.shape:
-        return total + part
-    old = lax.dynamic_slice(total, start, part.shape)
-    return lax.dynamic_update_slice(total, old + part, start)
+def _backward_blocks(
+    spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array, tiling: Tiling
+) -> _Gradients:
+    """As `_backward_head`, all blocks at once: those of queries over their keys for the gradients
+    of queries and parameters, those of keys over their queries for those of keys and values.
+
+    Weights are computed twice, so that no two blocks add to the same place: sums have one order.
+    """
+    q, *_ = per_query
+    (rows, columns), T, S = tiling, len(q), len(k)
+    by_query, by_key = (tiles.plan(spec, T, S, tiling, by_key=x) for x in (False, True))
+    spec, q, scale = scaled(spec, q)
+    head = _Operands.of(spec, b, h, (q, *per_query[1:]), k, v)
+    letters = parameter_letters(spec)
+
+    def of_queries(i: Any) -> tuple[Array, Any]:
+        def step(run: tiles.Run, state: Any) -> Any:
+            dq_i, d_params = state
+            d_products, _, d_here = head.at(i * rows, rows, run)
+            dq_i += _dot(d_products, tiles.take(head.k_clean, run.start, run.size), spec)
+            starts = {"T": 0, "S": run.start}
+            return dq_i, tiles.put_leaves(d_params, d_here, letters, starts)
+
+        own = parameters(tiles.cut(spec, i * rows, rows, 0, S))
+        state = jax.tree.map(jnp.zeros_like, (head.q_clean[:rows], own))
+        return tiles.visit(by_query, i, step, state)
+
+    def of_keys(j: Any) -> tuple[Array, Array]:
+        def step(run: tiles.Run, state: Any) -> Any:
+            dk_j, dv_j = state
+            keys = tiles.Run(j * columns, columns, run.masked)
+            d_products, weights, _ = head.at(run.start, run.size, keys)
+            q_i, d_i = (tiles.take(x, run.start, run.size) for x in (head.q_clean, head.d_out))
+            return dk_j + _dot(d_products.T, q_i, spec), dv_j + _dot(weights.T, d_i, spec)
+
+        zeros = (head.k_clean[:columns], head.values.clean[:columns])
+        return tiles.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
+
+    d_query, d_params = tiles.map_blocks(by_query, T // rows, of_queries, all_at_once)
+    d_key, d_value = tiles.map_blocks(by_key, S // columns, of_keys, all_at_once)
+    d_params = tiles.join_leaves(d_params, parameters(spec), letters)
+    d_query, d_key, d_value = map(tiles.join, (d_query, d_key, d_value))
+    return _Gradients(d_query * scale, d_key.T, d_value.T, d_params)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -482,7 +290,7 @@ def _head(x: Array, b: Any, h: Any, size: int) -> Array:
     """Head (b, h) of `[B, T, N, ...]`, padded to whole tiles."""
     start = (b, np.int32(0), h) + (np.int32(0),) * (x.ndim - 3)
     one = lax.dynamic_slice(x, start, (1, x.shape[1], 1, *x.shape[3:]))
-    return _pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
+    return tiles.pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
 
 
 def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
@@ -509,7 +317,7 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
     """`(out [B, T, N, V], lse [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
     dtype = accumulation(query.dtype)
-    band = _band(masks.pick(spec, 0, 0), T, S, problem.tiling)
+    band = tiles.band(masks.pick(spec, 0, 0), T, S, problem.tiling)
     if band:
         return _forward_band(spec, query, key, value, problem, band)
 
@@ -523,11 +331,11 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
 
     rows = (shapes.B, shapes.T, shapes.N)
     total = (jnp.zeros((*rows, shapes.V), dtype), jnp.zeros(rows, dtype))
-    return _repeat(0, shapes.B * shapes.N, body, total)
+    return tiles.repeat(0, shapes.B * shapes.N, body, total)
 
 
 def _forward_band(
-    spec: Spec, query: Array, key: Array, value: Array, problem: _Problem, band: _Band
+    spec: Spec, query: Array, key: Array, value: Array, problem: _Problem, band: tiles.Band
 ) -> Any:
     """As `_forward_loop` for a mask that leaves a band: a few pieces of one head at once."""
     shapes, (T, S) = problem.shapes, problem.padded
@@ -540,8 +348,8 @@ def _forward_band(
     turns = -(-n // at_once)
 
     def piece(head: Callable[..., Any], i: Any, spec: Spec, b: Any, h: Any, *qkv: Array) -> Any:
-        run = _Run(starts[i], band.width, True)
-        here = _Tile.at(spec, b, h, i * band.rows, band.rows, run)
+        run = tiles.Run(starts[i], band.width, True)
+        here = tiles.Tile.at(spec, b, h, i * band.rows, band.rows, run)
         return head(here.spec, b, h, (here.rows, here.columns), *qkv)
 
     def run(head: Callable[..., Any], *operands: Any, over_batch: Any = jax.vmap) -> Any:
@@ -564,7 +372,7 @@ def _forward_band(
 
     rows, dtype = (shapes.B, T, shapes.N), accumulation(query.dtype)
     total = (jnp.zeros((*rows, shapes.V), dtype), jnp.zeros(rows, dtype))
-    out, lse = _repeat(0, shapes.B * shapes.N * turns, body, total)
+    out, lse = tiles.repeat(0, shapes.B * shapes.N * turns, body, total)
     return out[:, : shapes.T], lse[:, : shapes.T]
 
 
@@ -582,9 +390,8 @@ def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _
     shapes, (T, S) = problem.shapes, problem.padded
 
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
-        q, k, v = _pad_to(q, T), _pad_to(k, S), _pad_to(v, S)
-        over_blocks = lambda f, i: jax.vmap(f)(i)  # noqa: E731
-        results = _forward_head(spec, b, h, q, k, v, problem.tiling, over_blocks)
+        q, k, v = tiles.pad_to(q, T), tiles.pad_to(k, S), tiles.pad_to(v, S)
+        results = _forward_head(spec, b, h, q, k, v, problem.tiling, all_at_once)
         return tuple(x[: shapes.T] for x in results)
 
     return tile.over_heads(one, spec, (query,), (key, value), out_axes=(1, 1))
@@ -600,47 +407,30 @@ def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem:
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
         kv = h // shapes.G
         params, d_query, d_key, d_value = total
-        q, d_out, lse, delta = (_head(x, b, h, T) for x in per_head)
+        per_query = tuple(_head(x, b, h, T) for x in per_head)
         k, v = (_head(x, b, kv, S) for x in (key, value))
-        picked = masks.pick(spec, b, h)
-        part = _backward_head(picked, b, h, q, d_out, lse, delta, k, v, problem.tiling)
+        part = _backward_head(masks.pick(spec, b, h), b, h, per_query, k, v, problem.tiling)
         d_key = _put_head(d_key, part.key.T[: shapes.S] + _head(d_key, b, kv, shapes.S), b, kv)
         grown = part.value.T[: shapes.S] + _head(d_value, b, kv, shapes.S)
         d_value = _put_head(d_value, grown, b, kv)
-        params = [
-            _put_param(x, y, name, b, h)
-            for x, y, name in zip(params, part.params, parameter_letters(spec), strict=True)
-        ]
+        params = tiles.put_params(params, part.params, parameter_letters(spec), b, h)
         return params, _put_head(d_query, part.query, b, h), d_key, d_value
 
     total = (
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],
         *(jnp.zeros(x.shape, dtype) for x in (per_head[0], key, value)),
     )
-    return _repeat(0, shapes.B * shapes.N, body, total)
-
-
-def _put_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array:
-    """One head's gradient of a parameter added at its batch row and head."""
-    named = letters.replace("#", "").split()
-    start = [np.int32(0)] * total.ndim
-    for name, index in (("*B", b), ("N", h)):
-        if name in named:
-            axis = named.index(name)
-            part = jnp.expand_dims(part, axis)
-            start[axis] = index if total.shape[axis] > 1 else np.int32(0)
-    old = lax.dynamic_slice(total, start, part.shape)
-    return lax.dynamic_update_slice(total, old + part, start)
+    return tiles.repeat(0, shapes.B * shapes.N, body, total)
 
 
 def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
-    """As `_backward_loop`, all heads at once; blocks of queries add to the same keys in turn."""
+    """As `_backward_loop`, all heads and blocks at once."""
     shapes, (T, S) = problem.shapes, problem.padded
 
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
-        q, d_out, lse, delta = (_pad_to(x, T) for x in operands[:4])
-        k, v = (_pad_to(x, S) for x in operands[4:])
-        part = _backward_head(spec, b, h, q, d_out, lse, delta, k, v, problem.tiling)
+        per_query = tuple(tiles.pad_to(x, T) for x in operands[:4])
+        k, v = (tiles.pad_to(x, S) for x in operands[4:])
+        part = _backward_blocks(spec, b, h, per_query, k, v, problem.tiling)
         return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
 
     axes = (1, 1, 1, [0] * len(parameters(spec)))
@@ -675,7 +465,7 @@ def attend(
     if _way(shapes) == "whole":
         tiling = Tiling(T, S)
     problem = _Problem(shapes, tiling or choose_tiling(spec, T, S))
-    spec = _padded(spec, T, S, *problem.padded)
+    spec = tiles.pad_spec(spec, T, S, *problem.padded)
     return _differentiable(problem, spec, query, key, value)
 
 

@@ -1,0 +1,309 @@
+"""Additive attention of one head: w · tanh(query + key) for all pairs, never T × S × A at once.
+
+The walk over tiles is that of `jattn.kernels.tiles`; forward by the online softmax, backward again
+from the inputs, out and lse, as in `jattn.kernels.blockwise`. Inputs of one tile are written as the
+formula.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jattn import masks, softmax, tile
+from jattn._types import accumulation
+from jattn.kernels import reverse, tiles
+from jattn.spec import (
+    Shapes,
+    Spec,
+    Tiling,
+    parameter_letters,
+    parameters,
+    prepare,
+    with_parameters,
+)
+
+
+_TILE = 128  # queries and keys of a tile, about; inputs no longer than that are one tile
+_KEYS = 16  # keys scored at a time; t × 16 × A floats live at once
+_PAIRS = 512  # pairs scored at a time, where those are fewer for few queries
+
+
+def _scores(
+    query: Float[Array, "t A"], key: Float[Array, "s A"], w_score: Float[Array, " A"]
+) -> Float[Array, "t s"]:
+    """w · tanh(query_i + key_j) for all pairs, a block of keys at a time."""
+    (t, A), s = query.shape, len(key)
+    size = min(s, max(_KEYS, _PAIRS // t))
+    blocks = -(-s // size)
+    padded = jnp.pad(key, ((0, blocks * size - s), (0, 0)))
+
+    @jax.checkpoint
+    def block(keys: Float[Array, "n A"]) -> Float[Array, "t n"]:
+        return jnp.einsum("tna,a->tn", jnp.tanh(query[:, None, :] + keys[None, :, :]), w_score)
+
+    by_block = jax.lax.map(block, padded.reshape(blocks, size, A))
+    return jnp.moveaxis(by_block, 0, 1).reshape(t, -1)[:, :s]
+
+
+class _Pieces(NamedTuple):
+    """Queries, keys and values of one head or tile, in the dtype of sums.
+
+    What is not finite is 0 here and NaN in what is added to scores: by selection, as 0 × NaN would
+    reach the gradients of everything else from keys that are masked.
+    """
+
+    query: Float[Array, "t A"]
+    lost_query: Float[Array, " t"]
+    key: Float[Array, "s A"]
+    value: Float[Array, "s V"]
+    lost_key: Float[Array, " s"]
+
+    @classmethod
+    def of(cls, query: Array, key: Array, value: Array) -> "_Pieces":
+        q, k, v = (tile.finite(x.astype(accumulation(x.dtype))) for x in (query, key, value))
+        return cls(q, tile.lost(query), k, v, tile.lost(key) + tile.lost(value))
+
+    def at(self, row: Any, rows: int, run: tiles.Run, carried: Any) -> "_Pieces":
+        """Those of a tile; `carried` is something that changes from one step to the next."""
+        queries = (tiles.take(x, row, rows) for x in self[:2])
+        keys = tuple(tiles.take(x, run.start, run.size) for x in self[2:])
+        if carried is not None and run.size == len(self.key):
+            # Does not depend on the step of the walk: XLA would take the tile's work out of the
+            # loop, and so do it also where the loop visits nothing.
+            keys, _ = jax.lax.optimization_barrier((keys, carried))
+        return _Pieces(*queries, *keys)
+
+    def scores(self, here: tiles.Tile, w_score: Array, masked: bool = True) -> Float[Array, "t s"]:
+        """Scores after score functions and mask."""
+        products = _scores(self.query, self.key, w_score)
+        products = products + (self.lost_query[:, None] + self.lost_key[None, :])
+        return tile.modify(here.spec, products, here.b, here.h, here.rows, here.columns, masked)
+
+    def pulled(self, here: tiles.Tile, w_score: Array, masked: bool) -> tuple[Array, Any]:
+        """Scores, and the function from their cotangent to those of the query, key and w_score and
+        of the score function's parameters."""
+
+        def scores(query: Array, key: Array, w_score: Array, params: Any) -> Array:
+            spec = with_parameters(here.spec, params)
+            pieces = self._replace(query=query, key=key)
+            return pieces.scores(here._replace(spec=spec), w_score, masked)
+
+        return jax.vjp(scores, self.query, self.key, w_score, parameters(here.spec))
+
+
+def _whole(
+    spec: Spec, b: Any, h: Any, query: Array, key: Array, value: Array, w_score: Array
+) -> Float[Array, "T V"]:
+    """One head in one tile, differentiable as it stands."""
+    here = tiles.Tile(spec, b, h, *tile.spans(spec, len(query), len(key)))
+    pieces = _Pieces.of(query, key, value)
+    score = pieces.scores(here, w_score)
+    return softmax.finish(softmax.of(score, lambda w: here.drop(w) @ pieces.value))[0]
+
+
+def _forward_head(
+    tiling: Tiling,
+    spec: Spec,
+    b: Any,
+    h: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    w_score: Array,
+) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
+    """`(out, lse)` of one head, tile by tile; sizes are whole tiles."""
+    walk, rows = tiles.plan(spec, len(query), len(key), tiling), tiling.block_q
+    pieces = _Pieces.of(query, key, value)
+
+    def block(i: Any) -> tuple[Array, Array]:
+        def step(run: tiles.Run, state: softmax.Partial | None) -> softmax.Partial:
+            here = tiles.Tile.at(spec, b, h, i * rows, rows, run)
+            piece = pieces.at(i * rows, rows, run, None if state is None else state.total)
+            score = piece.scores(here, w_score, run.masked)
+            part = softmax.of(score, lambda w: here.drop(w) @ piece.value, differentiable=False)
+            return part if state is None else softmax.combine(state, part)
+
+        first = None if walk.of(i) else softmax.empty(rows, value.shape[1], pieces.value.dtype)
+        return softmax.quotient(tiles.visit(walk, i, step, first))
+
+    out, lse = tiles.map_blocks(walk, len(query) // rows, block)
+    return tiles.join(out), tiles.join(lse)
+
+
+class _Gradients(NamedTuple):
+    """Of one head; that of values stands transposed, as the product is faster so."""
+
+    query: Float[Array, "T A"]
+    key: Float[Array, "S A"]
+    value: Float[Array, "V S"]
+    w_score: Float[Array, " A"]
+    params: Any
+
+
+def _backward_head(
+    tiling: Tiling,
+    spec: Spec,
+    b: Any,
+    h: Any,
+    query: Array,
+    d_out: Array,
+    lse: Array,
+    delta: Array,
+    key: Array,
+    value: Array,
+    w_score: Array,
+) -> _Gradients:
+    """Gradients of one head, from the cotangent of `out` and delta = rowsum(d_out · out).
+
+    With p = exp(s − lse), the cotangent of the scores is p (d_out vᵀ − delta).
+    """
+    walk, rows = tiles.plan(spec, len(query), len(key), tiling), tiling.block_q
+    pieces = _Pieces.of(query, key, value)
+    letters = parameter_letters(spec)
+
+    def block(i: Any, total: _Gradients) -> _Gradients:
+        d_i, lse_i, delta_i = (tiles.take(x, i * rows, rows) for x in (d_out, lse, delta))
+
+        def step(run: tiles.Run, total: _Gradients) -> _Gradients:
+            here = tiles.Tile.at(spec, b, h, i * rows, rows, run)
+            piece = pieces.at(i * rows, rows, run, total.w_score)
+            score, pull = piece.pulled(here, w_score, run.masked)
+            weights = jnp.exp(score - softmax.shift(lse_i)[:, None])
+            d_weights = here.drop(d_i @ piece.value.T)
+            d_query, d_key, d_score, d_params = pull(weights * (d_weights - delta_i[:, None]))
+            starts = {"T": i * rows, "S": run.start}
+            return _Gradients(
+                tiles.put(total.query, d_query, starts["T"], 0),
+                tiles.put(total.key, d_key, starts["S"], 0),
+                tiles.put(total.value, d_i.T @ here.drop(weights), starts["S"], 1),
+                total.w_score + d_score,
+                tiles.put_leaves(total.params, d_params, letters, starts),
+            )
+
+        return tiles.visit(walk, i, step, total)
+
+    zeros = (pieces.query, pieces.key, pieces.value.T, w_score, parameters(spec))
+    total = _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
+    return tiles.fold_blocks(walk, len(query) // rows, block, total)
+
+
+def _in_turn() -> bool:
+    """Whether batch rows go one after another: on a CPU one row's tile fills the cores, and each
+    row's mask decides alone which tiles are visited."""
+    return jax.default_backend() == "cpu"
+
+
+def _forward_rows(
+    tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, w_score: Array
+) -> tuple[Float[Array, "B T 1 V"], Float[Array, "B T 1"]]:
+    """`(out, lse)` of all batch rows."""
+    one = functools.partial(_forward_head, tiling, w_score=w_score)
+    if not _in_turn():
+        return tile.over_heads(one, spec, (query,), (key, value), out_axes=(1, 1))
+
+    def row(operands: Any) -> tuple[Array, Array]:
+        b, *arrays = operands
+        return one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
+
+    rows = (jnp.arange(len(query), dtype=jnp.int32), *(x[:, :, 0] for x in (query, key, value)))
+    out, lse = jax.lax.map(row, rows)
+    return out[:, :, None], lse[:, :, None]
+
+
+def _backward_rows(
+    tiling: Tiling, spec: Spec, per_query: Any, key: Array, value: Array, w_score: Array
+) -> tuple[Any, Array, Array, Array, Array]:
+    """Gradients of params, query, key, value and w_score, summed over batch rows where those are
+    shared; `per_query` is a tuple of query, d_out, lse and delta."""
+    one = functools.partial(_backward_head, tiling, w_score=w_score)
+    letters = parameter_letters(spec)
+    if not _in_turn():
+        axes = _Gradients._make((1, 1, 2, 0, [0] * len(letters)))
+        found = tile.over_heads(one, spec, per_query, (key, value), axes)
+        d_value = jnp.moveaxis(found.value, 1, 3)
+        summed = tile.gather_gradients(spec, 1, found.query, found.key, d_value, found.params)
+        return *summed, found.w_score.sum(axis=(0, 1))
+
+    def row(total: Any, operands: Any) -> tuple[Any, Any]:
+        b, *arrays = operands
+        part = one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
+        params = tiles.put_params(total[0], part.params, letters, b, np.int32(0))
+        return (params, total[1] + part.w_score), (part.query, part.key, part.value.T)
+
+    total = jax.tree.map(jnp.zeros_like, (parameters(spec), w_score))
+    rows = (jnp.arange(len(key), dtype=jnp.int32), *(x[:, :, 0] for x in (*per_query, key, value)))
+    (params, d_score), by_row = jax.lax.scan(row, total, rows)
+    return params, *(x[:, :, None] for x in by_row), d_score
+
+
+def _over_tiles(
+    tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, w_score: Array
+) -> Float[Array, "B T 1 V"]:
+    """Tile by tile, with the derivative by formula: the backward pass walks as the forward one."""
+    T, S = query.shape[1], key.shape[1]
+    padded = tuple(-(-size // block) * block for size, block in zip((T, S), tiling, strict=True))
+    forward, backward = (
+        reverse.sealed(functools.partial(f, tiling)) for f in (_forward_rows, _backward_rows)
+    )
+
+    @jax.custom_vjp
+    def run(params: list[Array], spec: Spec, *arrays: Array) -> Array:
+        return forward(with_parameters(spec, params), *arrays)[0]
+
+    def run_forward(params: list[Array], spec: Spec, *arrays: Array) -> Any:
+        out, lse = forward(with_parameters(spec, params), *arrays)
+        return out, (params, spec, *arrays, out, lse)
+
+    def run_backward(residuals: Any, d_out: Array) -> Any:
+        params, spec, query, *arrays, out, lse = residuals
+        per_query = (query, d_out, lse, jnp.sum(d_out * out, axis=-1))
+        d_params, *found = backward(with_parameters(spec, params), per_query, *arrays)
+        cast = [x.astype(y.dtype) for x, y in zip(found, (query, *arrays), strict=True)]
+        return d_params, None, *cast
+
+    run.defvjp(run_forward, run_backward)
+    spec = tiles.pad_spec(spec, T, S, *padded)
+    sizes = (padded[0], padded[1], padded[1])
+    arrays = [
+        jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
+        for x, size in zip((query, key, value), sizes, strict=True)
+    ]
+    *arrays, w_score = map(reverse.only, (*arrays, w_score))
+    params = [reverse.only(x) for x in parameters(spec)]
+    return run(params, spec, *arrays, w_score)[:, :T]
+
+
+def choose_tiling(T: int, S: int) -> Tiling:
+    """Tiles of about the size that measured fastest on CPUs; short inputs are one."""
+    return Tiling(*(tiles.even(max(1, size), _TILE) for size in (T, S)))
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "tiling"))
+def attend(
+    spec: Spec,
+    query: Array,
+    key: Array,
+    value: Array,
+    w_score: Array,
+    *,
+    shapes: Shapes,
+    tiling: Tiling,
+) -> Array:
+    """`[*B, T, V]` from projected `query [*B, T, A]`, `key [*B, S, A]`, `value [*B, S, V]` and
+    `w_score [A]`."""
+    B, T, S = shapes.B, shapes.T, shapes.S
+    if 0 in (B, T, S):
+        return jnp.zeros((*shapes.batch, T, shapes.V), query.dtype)
+    q, k, v = (x.reshape(B, -1, 1, x.shape[-1]) for x in (query, key, value))
+    w_score = w_score.astype(accumulation(query.dtype))
+    spec = prepare(spec, shapes)
+    if tiling == (T, S):
+        one = functools.partial(_whole, w_score=w_score)
+        out = tile.over_heads(one, spec, (q,), (k, v), out_axes=1)
+    else:
+        out = _over_tiles(tiling, spec, q, k, v, w_score)
+    return out.astype(query.dtype).reshape(*shapes.batch, T, shapes.V)
