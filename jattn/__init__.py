@@ -6,12 +6,14 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jattn import cache as cache
 from jattn import masks as masks
 from jattn import positions as positions
 from jattn import scores as scores
 from jattn.attention import attention as attention
 from jattn.attention import attention_scores as attention_scores
 from jattn.attention import attention_weights as attention_weights
+from jattn.attention import cached_attention as cached_attention
 from jattn.attention import explain as explain
 from jattn.mechanisms import additive_attention as additive_attention
 from jattn.mechanisms import additive_keys as additive_keys

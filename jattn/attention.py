@@ -5,11 +5,13 @@ from types import ModuleType
 from typing import Any, Literal, overload
 
 import jax
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
-from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
-from jattn.kernels import blockwise, reference
-from jattn.masks import Mask
+from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights, declared
+from jattn.cache import Cache
+from jattn.kernels import blockwise, decode, reference
+from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
 
@@ -18,15 +20,19 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {"blockwise": blockwise, "reference": r
 """By name, in the order in which `implementation=None` tries them."""
 
 
-def _choose(implementation: str | None, spec: Spec, shapes: Shapes) -> str:
+CACHED: dict[str, ModuleType] = {"decode": decode, **IMPLEMENTATIONS}
+"""Likewise, where keys and values come in a cache."""
+
+
+def _choose(
+    known: dict[str, ModuleType], implementation: str | None, spec: Spec, shapes: Shapes
+) -> str:
     if implementation is None:
-        return next(
-            name for name, kernel in IMPLEMENTATIONS.items() if not kernel.supports(spec, shapes)
-        )
-    if implementation not in IMPLEMENTATIONS:
-        known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-        raise ValueError(f"implementation: expected None or one of {known}, got {implementation!r}")
-    reason = IMPLEMENTATIONS[implementation].supports(spec, shapes)
+        return next(name for name, kernel in known.items() if not kernel.supports(spec, shapes))
+    if implementation not in known:
+        names = ", ".join(repr(name) for name in known)
+        raise ValueError(f"implementation: expected None or one of {names}, got {implementation!r}")
+    reason = known[implementation].supports(spec, shapes)
     if reason:
         raise NotImplementedError(f"implementation {implementation!r}: {reason}")
     return implementation
@@ -49,11 +55,26 @@ def _attend(
     return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if return_lse else out
 
 
+@functools.partial(jax.jit, static_argnames=("implementation", "shapes", "return_lse"))
+def _attend_cache(
+    spec: Spec, query: Array, cache: Cache, *, implementation: str, shapes: Shapes, return_lse: bool
+) -> Any:
+    spec = prepare(spec, shapes)
+    if implementation == "decode":
+        out, lse = decode.attend(spec, query, cache)
+    else:
+        key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
+        out, lse = IMPLEMENTATIONS[implementation].attend(spec, query, key, value)
+    lost = cache.overflowed
+    out = jnp.where(lost[:, None, None, None], jnp.nan, out)
+    return (out, jnp.where(lost[:, None, None], jnp.nan, lse)) if return_lse else out
+
+
 @overload
 def attention(
     query: Queries,
-    key: Keys,
-    value: Values,
+    key: Keys | Cache,
+    value: Values | None = None,
     *,
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
@@ -69,8 +90,8 @@ def attention(
 @overload
 def attention(
     query: Queries,
-    key: Keys,
-    value: Values,
+    key: Keys | Cache,
+    value: Values | None = None,
     *,
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
@@ -85,8 +106,8 @@ def attention(
 ) -> tuple[Output, LogSumExp]: ...
 def attention(
     query: Queries,
-    key: Keys,
-    value: Values,
+    key: Keys | Cache,
+    value: Values | None = None,
     *,
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
@@ -106,7 +127,9 @@ def attention(
     Args:
         query: `[*B, T, N, H]`, float16, bfloat16, float32 or float64.
         key: `[*B, S, K, H]`, of the same dtype. K divides N; query head n reads head n // (N / K).
-        value: `[*B, S, K, V]`, of the same dtype.
+        value: `[*B, S, K, V]`, of the same dtype. In place of key and value a cache of
+            `jattn.cache`: its slots are the keys, it brings their positions and its own mask, and
+            q_positions are by default those of the T tokens appended last.
         mask: a mask of `jattn.masks`, or a boolean array `[*B, N, T, S]` in which True attends and
             axes of size 1 broadcast.
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
@@ -132,33 +155,127 @@ def attention(
         NotImplementedError: if the named implementation cannot, with its reason; for forward mode
             and second derivatives, which only implementation="reference" has.
     """
+    meaning = {
+        "mask": mask,
+        "score": score,
+        "scale": scale,
+        "q_positions": q_positions,
+        "kv_positions": kv_positions,
+        "dropout_rate": dropout_rate,
+        "dropout_key": dropout_key,
+        "precision": precision,
+    }
+    if isinstance(key, Cache):
+        shapes, spec = _check_cache(query, key, value, meaning)
+        name = _choose(CACHED, implementation, spec, shapes)
+        return _attend_cache(
+            spec, query, key, implementation=name, shapes=shapes, return_lse=return_lse
+        )
+    if value is None:
+        raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
     shapes = check_shapes(query, key, value)
-    spec = make_spec(
-        shapes,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        precision=precision,
-    )
-    name = _choose(implementation, spec, shapes)
+    spec = make_spec(shapes, **meaning)
+    name = _choose(IMPLEMENTATIONS, implementation, spec, shapes)
     return _attend(
         spec, query, key, value, implementation=name, shapes=shapes, return_lse=return_lse
     )
 
 
-def explain(query: Queries, key: Keys, value: Values, **arguments: Any) -> dict[str, str | None]:
+def _check_cache(
+    query: Queries, cache: Cache, value: Any, meaning: dict[str, Any]
+) -> tuple[Shapes, Spec]:
+    """The sizes of a call on a cache, and its spec with the cache's own mask and positions."""
+    for name, given in (("value", value), ("kv_positions", meaning.get("kv_positions"))):
+        if given is not None:
+            raise ValueError(f"{name}: a cache brings its own, expected None, got an array")
+    B, K, S = len(cache.lengths), cache.num_kv_heads, cache.capacity
+    sizes = (cache.keys.shape[-1], cache.values.shape[-1])
+    key, value = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
+    shapes = check_shapes(query, key, value)
+    own, mask = cache.mask(), meaning.get("mask")
+    meaning = meaning | {
+        "mask": own if mask is None else own & as_mask(mask),
+        "kv_positions": cache.kv_positions,
+    }
+    if meaning.get("q_positions") is None:
+        meaning["q_positions"] = cache.last_positions(shapes.T)
+    return shapes, make_spec(shapes, **meaning)
+
+
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: Any,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    **arguments: Any,
+) -> tuple[Output, Any]:
+    """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
+
+    Any number of tokens; what a `RollingCache` cannot take at once goes in pieces.
+
+    Args:
+        query: `[B, T, N, H]`.
+        key: `[B, T, K, H]`.
+        value: `[B, T, K, V]`.
+        cache: a cache of `jattn.cache` for B rows.
+        valid: bool `[B, T]`, False for padding, which is not appended and whose `out` means
+            nothing.
+        arguments: those of `attention` but positions, which the cache knows, and `return_lse`.
+
+    Raises what `append` and `attention` raise.
+    """
+    T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
+    if T <= chunk:
+        positions = cache.next_positions(T, valid)
+        cache = cache.append(key, value, valid)
+        return attention(query, cache, q_positions=positions, **arguments), cache
+    pieces = -(-T // chunk)
+    valid = jnp.ones(query.shape[:2], bool) if valid is None else jnp.asarray(valid)
+
+    def split(x: Array, axis: int = 1) -> Array:
+        x = jnp.moveaxis(x, axis, 0)
+        x = jnp.pad(x, ((0, pieces * chunk - T), *((0, 0),) * (x.ndim - 1)))
+        return jnp.moveaxis(x.reshape(pieces, chunk, *x.shape[1:]), 1, axis + 1)
+
+    def axis_of_queries(letters: str, leaf: Any) -> int | None:
+        named = letters.replace("#", "").split()
+        axis = leaf.ndim - len(named) + named.index("T") if "T" in named else None
+        return None if axis is None or leaf.shape[axis] == 1 else axis
+
+    rules = {name: arguments.pop(name, None) for name in ("mask", "score")}
+    rules["mask"] = as_mask(rules["mask"])
+    leaves, structure = jax.tree.flatten(rules)
+    letters = [x for rule in rules.values() for x in jax.tree.leaves(declared(rule))]
+    axes = [axis_of_queries(x, leaf) for x, leaf in zip(letters, leaves, strict=True)]
+    cut = [None if a is None else split(x, a) for x, a in zip(leaves, axes, strict=True)]
+
+    def piece(cache: Cache, operands: Any) -> tuple[Cache, Array]:
+        query, key, value, valid, own = operands
+        given = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
+        rules = jax.tree.unflatten(structure, given)
+        out, cache = cached_attention(query, key, value, cache, valid=valid, **rules, **arguments)
+        return cache, out
+
+    cache, out = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), cut))
+    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :T], cache
+
+
+def explain(
+    query: Queries, key: Keys | Cache, value: Values | None = None, **arguments: Any
+) -> dict[str, str | None]:
     """Which implementations can run `attention(query, key, value, **arguments)`.
 
     Maps each name to None where it can, else to its reason. `implementation=None` takes the first
     that can.
     """
-    shapes = check_shapes(query, key, value)
     arguments.pop("return_lse", None)
     arguments.pop("implementation", None)
+    if isinstance(key, Cache):
+        shapes, spec = _check_cache(query, key, value, arguments)
+        return {name: kernel.supports(spec, shapes) for name, kernel in CACHED.items()}
+    shapes = check_shapes(query, key, value)
     spec = make_spec(shapes, **arguments)
     return {name: kernel.supports(spec, shapes) for name, kernel in IMPLEMENTATIONS.items()}
 

@@ -18,6 +18,9 @@ from jattn.masks import Blocks, Full, Mask, as_mask, flatten_batch
 from jattn.scores import ScoreFunction
 
 
+Shaped = Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
+
+
 @node
 class Spec:
     """What attention computes: everything but query, key and value. One head's formula is
@@ -74,7 +77,7 @@ def _check_array(name: str, letters: str, value: Any) -> None:
         raise ValueError(f"{name}: expected {letters}, got shape {list(value.shape)}")
 
 
-def check_shapes(query: Array, key: Array, value: Array | None = None) -> Shapes:
+def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Shapes:
     """The sizes of `query [*B, T, N, H]`, `key [*B, S, K, H]`, `value [*B, S, K, V]`.
 
     Raises TypeError for dtypes and ValueError for shapes that do not fit together.

@@ -238,7 +238,7 @@ def over_heads(
     `jax.vmap` or `in_turn`.
     """
     B, _, N = per_head[0].shape[:3]
-    K = shared[0].shape[2]
+    K = shared[0].shape[2] if shared else N
     group = (N // K,) if N > K else ()
     leaves = _Leaves(spec, (K, *group))
 

@@ -31,6 +31,7 @@ LAYERS = {
     "kernels.tiles": 4,
     "kernels.blockwise": 4.5,  # goes by `whole` for short sequences, by `tiles` for long ones
     "kernels.additive": 4.5,
+    "kernels.decode": 4.7,  # differentiated as blockwise
     "kernels.cudnn": 4,
     "kernels.pallas_gpu": 4,
     "kernels.splash": 4,

@@ -91,7 +91,7 @@ def plan(spec: Spec, T: int, S: int, tiling: Tiling, *, by_key: bool = False) ->
         wanted.append((wide, False, grouped))
     wanted.append((1, False, full))
     return Walk(
-        block, None, [(size, masked, *_columns(xp, which)) for size, masked, which in wanted]
+        block, None, [(size, masked, *where_true(xp, which)) for size, masked, which in wanted]
     )
 
 
@@ -109,7 +109,7 @@ def _runs_of(kinds: np.ndarray, block: int) -> list[Run]:
     return runs
 
 
-def _columns(xp: Any, which: Any) -> tuple[Any, Any]:
+def where_true(xp: Any, which: Any) -> tuple[Any, Any]:
     """Of bool `[n, m]`: the columns that are True, first in each row, and how many they are."""
     order = xp.argsort(~which, axis=1, stable=True).astype(np.int32)
     count = which.sum(axis=1).astype(np.int32)

@@ -170,7 +170,7 @@ def _backward_safely(
     return d_q, d_k, d_v, []
 
 
-def _agreed(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
+def agreed(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
     """`lax.cond` that stays a branch under `vmap`: one decision, `yes` only where all are ok."""
 
     @custom_vmap
@@ -181,7 +181,7 @@ def _agreed(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *argumen
     def decide_for_all(size: int, mapped: Any, ok: Array, arguments: Any) -> Any:
         axes = jax.tree.map(lambda one: 0 if one else None, mapped[1])
         every_yes, every_no = (jax.vmap(f, axes, axis_size=size) for f in (yes, no))
-        results = _agreed(jnp.all(ok), every_yes, every_no, *arguments)
+        results = agreed(jnp.all(ok), every_yes, every_no, *arguments)
         return results, jax.tree.map(lambda _: True, results)
 
     return decide(ok, arguments)
@@ -198,7 +198,7 @@ def _unless(ok: Array, found: Any, again: Callable[..., Any], *operands: Any) ->
         return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), results)
 
     yes, no = lambda one, *_: joined(one), lambda _, *x: joined(again(*x))
-    results = _agreed(ok, yes, no, found, *operands)
+    results = agreed(ok, yes, no, found, *operands)
     return jax.tree.map(lambda x, like: x.reshape(like.shape), results, found)
 
 

@@ -1,0 +1,441 @@
+"""Caches of keys and values for decoding: frozen pytrees that `append` gives back grown.
+
+    cache = DenseCache.create(B, 512, num_kv_heads, head_size)
+    cache = cache.append(key, value)                         # [B, T, K, H], [B, T, K, V]
+    out = jattn.attention(query, cache, mask=masks.Causal())
+
+Each row of the batch holds its own number of tokens, so that prompts of different lengths decode
+together. Arrays are laid out for reading, `[B, K, S, H]`. A token's position is how many real
+tokens came before it in its row, whatever slot it lies in.
+
+A write past the end raises where the lengths are known. In a compiled program the tokens that do
+not fit are left out, the row's flag `overflowed` is raised, and attention to the row gives NaN.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn._types import node, static
+from jattn.masks import Lengths, Mask, Window
+
+
+Valid = Bool[Array | np.ndarray, "B T"] | None
+
+
+class Cache:
+    """What every cache has: how many tokens each row holds, and which rows lost some."""
+
+    keys: Any
+    values: Any
+    lengths: Int[Array, " B"]
+    overflowed: Bool[Array, " B"]
+
+    @property
+    def capacity(self) -> int:
+        """S: how many slots attention reads."""
+        raise NotImplementedError
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.keys.shape[1]
+
+    @property
+    def kv_positions(self) -> Int[Array, "B S"] | None:
+        """The position of each slot; None where they are 0, 1, 2, …"""
+        return None
+
+    def mask(self) -> Mask:
+        """Which slots hold something to attend to."""
+        return Lengths(kv=self.lengths)
+
+    def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+        """Keys and values of all slots."""
+        return self.keys, self.values
+
+    def block(
+        self, start: Any, size: int
+    ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
+        """Keys and values of `size` slots, in whole pages."""
+        keys, values = (
+            jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (self.keys, self.values)
+        )
+        return keys, values
+
+    def append(self, key: Any, value: Any, valid: Valid = None) -> "Cache":
+        """The cache with T further tokens in each row.
+
+        Args:
+            key: `[B, T, K, H]`; cast to the cache's dtype.
+            value: `[B, T, K, V]`.
+            valid: bool `[B, T]`, False for padding (on whichever side), which is left out.
+
+        Raises ValueError for shapes that do not fit, and for more tokens than there is room for
+        where that is known.
+        """
+        raise NotImplementedError
+
+    def reorder(self, indices: Int[Array, " R"]) -> "Cache":
+        """Rows picked by index, for beams; a row may be picked more than once, or not at all."""
+        raise NotImplementedError
+
+    def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
+        """The positions of T tokens before they are appended; that of padding means nothing."""
+        if valid is None:
+            return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
+        counts = jnp.cumsum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
+        return self.lengths[:, None] + counts - 1
+
+    def last_positions(self, T: int) -> Int[Array, "B T"]:
+        """The positions of the T tokens that were appended last."""
+        return self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
+
+    def _check(self, key: Any, value: Any, valid: Valid) -> int:
+        """T, after the shapes of what is appended."""
+        wanted = [len(self.lengths), "T", self.num_kv_heads]
+        for name, array, own in (("key", key, self.keys), ("value", value, self.values)):
+            size = own.shape[-1]
+            fits = array.ndim == 4 and array.shape[::2] == (wanted[0], wanted[2])
+            if not fits or array.shape[3] != size or array.shape[:2] != key.shape[:2]:
+                raise ValueError(
+                    f"append: expected {name} [B, T, K, {'H' if name == 'key' else 'V'}] = "
+                    f"[{wanted[0]}, T, {wanted[2]}, {size}], got {list(array.shape)}"
+                )
+        if valid is not None and valid.shape != key.shape[:2]:
+            raise ValueError(
+                f"append: expected valid [B, T] = {list(key.shape[:2])}, got {list(valid.shape)}"
+            )
+        return key.shape[1]
+
+
+def _counts(T: int, valid: Valid) -> Any:
+    """How many tokens each row gets."""
+    return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
+
+
+def _known(array: Any) -> bool:
+    return not isinstance(array, Tracer)
+
+
+def _check_room(wanted: Any, room: Any, what: str) -> None:
+    """Raises ValueError where rows are known to get more than there is room for."""
+    if _known(wanted) and _known(room) and np.any(np.asarray(wanted) > np.asarray(room)):
+        wanted, room = np.broadcast_arrays(np.asarray(wanted), np.asarray(room))
+        row = int(np.argmax(wanted > room))
+        raise ValueError(
+            f"append: row {row} would hold {int(wanted[row])} {what}, "
+            f"there is room for {int(room[row])}"
+        )
+
+
+def _write(
+    buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
+) -> Float[Array, "B K S H"]:
+    """Tokens `[B, T, K, H]` written to their rows' slots; those at slot S are left out."""
+    rows = jnp.arange(len(buffer), dtype=jnp.int32)[:, None]
+    tokens = jnp.asarray(tokens).astype(buffer.dtype)
+    # "drop" leaves out what lies beyond the end; the default would move it to the last slot.
+    return buffer.at[rows, :, slots].set(tokens, mode="drop")
+
+
+def _empty(shape: tuple[int, ...], size: int, dtype: Any) -> Array:
+    for name, axis in zip(("batch", "K", "S", "size"), (*shape, size), strict=True):
+        if axis < 1:
+            raise ValueError(f"cache: expected {name} >= 1, got {axis}")
+    return jnp.zeros((*shape, size), dtype)
+
+
+@node
+class DenseCache(Cache):
+    """Every token at the slot of its position: `keys [B, K, S, H]`, `values [B, K, S, V]`."""
+
+    keys: Any
+    values: Any
+    lengths: Any
+    overflowed: Any
+
+    @classmethod
+    def create(
+        cls,
+        batch: int,
+        length: int,
+        num_kv_heads: int,
+        head_size: int,
+        value_size: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> "DenseCache":
+        """An empty cache for up to `length` tokens in each of `batch` rows."""
+        shape = (batch, num_kv_heads, length)
+        return cls(
+            _empty(shape, head_size, dtype),
+            _empty(shape, value_size or head_size, dtype),
+            jnp.zeros(batch, jnp.int32),
+            jnp.zeros(batch, bool),
+        )
+
+    @classmethod
+    def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
+        """A full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, such as an encoder's
+        memory; `lengths [B]` says how many are real, by default all."""
+        keys, values = (jnp.swapaxes(x, 1, 2) for x in (key, value))
+        B, S = key.shape[:2]
+        held = jnp.full(B, S, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+        return cls(keys, values, held, jnp.zeros(B, bool))
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def append(self, key: Any, value: Any, valid: Valid = None) -> "DenseCache":
+        T = self._check(key, value, valid)
+        lengths = self.lengths + _counts(T, valid)
+        _check_room(lengths, self.capacity, "tokens")
+        slots = self.next_positions(T, valid)
+        written = slots < self.capacity
+        if valid is not None:
+            written = written & valid
+        slots = jnp.where(written, slots, self.capacity)
+        return DenseCache(
+            _write(self.keys, key, slots),
+            _write(self.values, value, slots),
+            jnp.minimum(lengths, self.capacity),
+            self.overflowed | (lengths > self.capacity),
+        )
+
+    def reorder(self, indices: Int[Array, " R"]) -> "DenseCache":
+        return jax.tree.map(lambda x: x[indices], self)
+
+
+@node
+class RollingCache(Cache):
+    """The last tokens only, for attention under `Window(left=window)`: old ones are overwritten.
+
+    Token p lies at slot p mod S. There are `window + chunk` slots, so that with up to `chunk`
+    tokens appended at a time the first of them still finds all that its window holds.
+    """
+
+    keys: Any
+    values: Any
+    lengths: Any  # tokens ever appended
+    overflowed: Any
+    window: int = static()
+
+    @classmethod
+    def create(
+        cls,
+        batch: int,
+        window: int,
+        num_kv_heads: int,
+        head_size: int,
+        value_size: int | None = None,
+        dtype: Any = jnp.float32,
+        chunk: int | None = None,
+    ) -> "RollingCache":
+        """An empty cache; `chunk`, by default `window`, is how many tokens an append may bring."""
+        if window < 1 or (chunk is not None and chunk < 1):
+            raise ValueError(f"RollingCache: expected window, chunk >= 1, got {window}, {chunk}")
+        shape = (batch, num_kv_heads, window + (chunk or window))
+        return cls(
+            _empty(shape, head_size, dtype),
+            _empty(shape, value_size or head_size, dtype),
+            jnp.zeros(batch, jnp.int32),
+            jnp.zeros(batch, bool),
+            window,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def chunk(self) -> int:
+        """How many tokens an append may bring."""
+        return self.capacity - self.window
+
+    @property
+    def kv_positions(self) -> Int[Array, "B S"]:
+        """Of each slot the last position that was written there, negative where none was."""
+        slots = jnp.arange(self.capacity, dtype=jnp.int32)
+        last = self.lengths[:, None] - 1
+        return last - (last - slots[None, :]) % self.capacity
+
+    def mask(self) -> Mask:
+        return Lengths(kv=jnp.minimum(self.lengths, self.capacity)) & Window(left=self.window)
+
+    def append(self, key: Any, value: Any, valid: Valid = None) -> "RollingCache":
+        T = self._check(key, value, valid)
+        counts = _counts(T, valid)
+        if valid is None and self.chunk < T:
+            raise ValueError(
+                f"append: expected T <= chunk = {self.chunk} tokens at a time, got {T}; "
+                "`cached_attention` takes any number"
+            )
+        _check_room(counts, self.chunk, "new tokens at a time")
+        slots = self.next_positions(T, valid) % self.capacity
+        if valid is not None:
+            slots = jnp.where(valid, slots, self.capacity)
+        return RollingCache(
+            _write(self.keys, key, slots),
+            _write(self.values, value, slots),
+            self.lengths + counts,
+            self.overflowed | (counts > self.chunk),
+            self.window,
+        )
+
+    def reorder(self, indices: Int[Array, " R"]) -> "RollingCache":
+        return jax.tree.map(lambda x: x[indices], self)
+
+
+@node
+class PagedCache(Cache):
+    """Tokens in pages of a common pool, found by a table (Kwon et al. 2023, PagedAttention).
+
+    `keys [P, K, page, H]` and `values [P, K, page, V]` belong to all rows; `table [B, M]` says in
+    which page the tokens m · page … of a row lie. Rows that share pages, as beams and prompts with
+    one beginning do after `reorder`, copy nothing but the page that both go on writing to, and
+    that when they write. A page that no row holds is free again.
+    """
+
+    keys: Any
+    values: Any
+    table: Any
+    lengths: Any
+    overflowed: Any
+
+    @classmethod
+    def create(
+        cls,
+        batch: int,
+        length: int,
+        num_kv_heads: int,
+        head_size: int,
+        value_size: int | None = None,
+        dtype: Any = jnp.float32,
+        page_size: int = 16,
+        num_pages: int | None = None,
+    ) -> "PagedCache":
+        """An empty cache for up to `length` tokens in each row, in pages of `page_size`.
+
+        `num_pages`, by default enough for all rows to be full, may be fewer where rows share.
+        """
+        per_row = -(-length // max(1, page_size))
+        pages = batch * per_row if num_pages is None else num_pages
+        shape = (pages, num_kv_heads, page_size)
+        return cls(
+            _empty(shape, head_size, dtype),
+            _empty(shape, value_size or head_size, dtype),
+            jnp.full((batch, per_row), pages, jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+            jnp.zeros(batch, bool),
+        )
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.keys.shape[2]
+
+    @property
+    def num_pages(self) -> int:
+        """P: pages in the pool."""
+        return self.keys.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.table.shape[1] * self.page_size
+
+    def pages_held(self) -> Int[Array, " P"]:
+        """How many rows hold each page."""
+        return jnp.zeros(self.num_pages, jnp.int32).at[self._held()].add(1, mode="drop")
+
+    def _held(self) -> Int[Array, "B M"]:
+        """The table, with P where a row has not come to yet."""
+        place = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
+        begun = place * self.page_size < self.lengths[:, None]
+        return jnp.where(begun, self.table, self.num_pages)
+
+    def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+        return self._gather(self.table)
+
+    def block(
+        self, start: Any, size: int
+    ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
+        first, pages = start // self.page_size, size // self.page_size
+        return self._gather(jax.lax.dynamic_slice_in_dim(self.table, first, pages, axis=1))
+
+    def _gather(self, table: Int[Array, "B m"]) -> tuple[Array, Array]:
+        def gather(pages: Array) -> Array:
+            found = jnp.swapaxes(pages.at[table].get(mode="clip"), 1, 2)
+            return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+        return gather(self.keys), gather(self.values)
+
+    def append(self, key: Any, value: Any, valid: Valid = None) -> "PagedCache":
+        T = self._check(key, value, valid)
+        wanted = self.lengths + _counts(T, valid)
+        _check_room(wanted, self.capacity, "tokens")
+        lengths = jnp.minimum(wanted, self.capacity)
+        table, copied, short = self._allocate(lengths)
+        if _known(short) and np.any(np.asarray(short)):
+            raise ValueError(
+                f"append: row {int(np.argmax(np.asarray(short)))} needs another page, "
+                f"all {self.num_pages} are held"
+            )
+        slots = self.next_positions(T, valid)
+        written = slots < self.capacity
+        if valid is not None:
+            written = written & valid
+        place = jnp.minimum(slots // self.page_size, table.shape[1] - 1)
+        pages = jnp.where(written, jnp.take_along_axis(table, place, axis=1), self.num_pages)
+
+        def write(pool: Array, tokens: Any) -> Array:
+            own = pool.at[copied[0]].get(mode="clip")
+            pool = pool.at[copied[1]].set(own, mode="drop")
+            tokens = jnp.asarray(tokens).astype(pool.dtype)
+            return pool.at[pages, :, slots % self.page_size].set(tokens, mode="drop")
+
+        overflowed = self.overflowed | (wanted > self.capacity) | short
+        keys, values = write(self.keys, key), write(self.values, value)
+        return PagedCache(keys, values, table, lengths, overflowed)
+
+    def _allocate(self, lengths: Array) -> tuple[Array, tuple[Array, Array], Array]:
+        """For rows grown to `lengths`: the new table, pages to copy from and to (P: none), and
+        which rows found no free page."""
+        P, page = self.num_pages, self.page_size
+        held = self.pages_held()
+        begun, needed = (-(-x // page) for x in (self.lengths, lengths))
+        last = jnp.take_along_axis(self.table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
+        writes = (lengths > self.lengths) & (self.lengths % page > 0)
+        writers = jnp.zeros(P, jnp.int32).at[jnp.where(writes, last, P)].add(1, mode="drop")
+        rows = jnp.arange(len(lengths), dtype=jnp.int32)
+        first = jnp.full(P, len(rows), jnp.int32)
+        first = first.at[jnp.where(writes, last, P)].min(rows, mode="drop")
+        # Where all who hold a page write to it, one may keep it: the others go elsewhere now.
+        at_last = jnp.minimum(last, P - 1)
+        keeps = (writers[at_last] == held[at_last]) & (first[at_last] == rows)
+        copies = writes & (held[at_last] > 1) & ~keeps
+        copied = copies.astype(jnp.int32)
+        new = copied + needed - begun
+        offset = jnp.cumsum(new, dtype=jnp.int32) - new
+        free = jnp.argsort(held > 0, stable=True).astype(jnp.int32)
+        count = jnp.sum(held == 0, dtype=jnp.int32)
+
+        def taken(index: Array) -> Array:
+            return jnp.where(index < count, free[jnp.minimum(index, P - 1)], P)
+
+        place = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
+        copy = (place == begun[:, None] - 1) & copies[:, None]
+        fresh = (place >= begun[:, None]) & (place < needed[:, None])
+        index = (offset + copied - begun)[:, None] + place
+        table = jnp.where(copy, taken(offset)[:, None], self.table)
+        table = jnp.where(fresh, taken(index), table)
+        pages = jnp.where(copies, last, P), jnp.where(copies, taken(offset), P)
+        return table, pages, (new > 0) & (offset + new > count)
+
+    def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
+        picked = (x[indices] for x in (self.table, self.lengths, self.overflowed))
+        return PagedCache(self.keys, self.values, *picked)

@@ -1,0 +1,183 @@
+"""A few queries against a cache: every key and value is read once, in the order it lies in memory.
+
+A step of decoding does two operations for each number that it reads, so reading is all that
+counts. All heads go at once, those of a group by one product with the keys they share. Long
+caches are read in blocks, put together by the online softmax of `jattn.softmax` (after Dao et al.
+2023, "Flash-Decoding"), where the mask empties at least half of them; blocks that it empties for
+all rows are not read.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jattn import masks, softmax, tile
+from jattn._types import LogSumExp, Output, accumulation
+from jattn.cache import Cache, PagedCache
+from jattn.kernels import blockwise, reverse, tiles, whole
+from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
+
+
+MAX_QUERIES = 8
+_BLOCK = 512  # keys of a block at most
+
+
+def supports(spec: Spec, shapes: Shapes) -> str | None:
+    """Few queries without dropout, of a cache; the derivative is that of blockwise."""
+    if shapes.T > MAX_QUERIES:
+        return f"expected at most {MAX_QUERIES} queries at a time, got {shapes.T}"
+    if spec.dropout_rate:
+        return "dropout is for training"
+    return None
+
+
+def _over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Maps a function of one key head over `[B, K]`."""
+    return jax.vmap(jax.vmap(function))
+
+
+def _part(
+    spec: Spec,
+    queries: Float[Array, "B K R H"],
+    key: Float[Array, "B K s H"],
+    value: Float[Array, "B K s V"],
+    run: tiles.Run,
+    exact: bool,
+) -> softmax.Partial:
+    """What a run of keys contributes to R = G × T queries of each key head.
+
+    Masked values have weight 0, and 0 × NaN is NaN: `exact` takes values that are not finite as 0,
+    for which it reads them twice, and lets NaN reach those who attend to them by the scores.
+    """
+    dtype = accumulation(queries.dtype)
+    key, value = key.astype(queries.dtype), value.astype(dtype)
+    product = functools.partial(tile.product, precision=spec.precision)
+    products = _over_heads(product)(queries, key)
+    if exact:
+        products = products + _over_heads(tile.lost)(value)[:, :, None, :]
+        value = tile.finite(value)
+
+    def part(scores: Array, value: Array) -> softmax.Partial:
+        weigh = lambda w: jnp.dot(w, value, precision=spec.precision)  # noqa: E731
+        return softmax.of(scores, weigh, differentiable=False)
+
+    return _over_heads(part)(_modified(spec, products, run), value)
+
+
+def _modified(spec: Spec, products: Float[Array, "B K R s"], run: tiles.Run) -> Array:
+    """Scores after scale, score functions and mask, which may differ between a group's heads."""
+    B, K, R, s = products.shape
+    T = spec.q_positions.shape[-1]
+
+    def modify(spec: Spec, b: Any, h: Any, products: Array) -> Array:
+        here = tiles.Tile.at(spec, b, h, 0, T, run)
+        return tile.modify(here.spec, products, b, h, here.rows, here.columns)
+
+    by_query = jnp.swapaxes(products.reshape(B, K * R // T, T, s), 1, 2)
+    return tile.over_heads(modify, spec, (by_query,), (), out_axes=0).reshape(B, K, R, s)
+
+
+def _visited(spec: Spec, shape: tuple[int, int], T: int, S: int, size: int) -> Bool[Array, " n"]:
+    """Which blocks of keys any of `[B, N]` heads sees."""
+
+    def kinds(spec: Spec, b: Any, h: Any, _: Array) -> Array:
+        return jnp.asarray(tiles.kinds(spec, T, S, Tiling(T, size)))[0]
+
+    B, N = shape
+    found = tile.over_heads(kinds, spec, (jnp.zeros((B, 1, N, 1)),), (), out_axes=0)
+    return jnp.any(found != masks.EMPTY, axis=(0, 1))
+
+
+def _block_size(cache: Cache) -> int:
+    """The most keys of a block that divides the cache, in whole pages."""
+    page = cache.page_size if isinstance(cache, PagedCache) else 1
+    pages = cache.capacity // page
+    most = max(1, _BLOCK // page)
+    return page * max(d for d in range(1, min(most, pages) + 1) if pages % d == 0)
+
+
+def _forward(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+    """`(out [B, K, R, V], lse [B, K, R])`."""
+    B, T, N, H = query.shape
+    K, S, size = cache.num_kv_heads, cache.capacity, _block_size(cache)
+    spec, query, _ = scaled(spec, query)
+    queries = jnp.swapaxes(query, 1, 2).reshape(B, K, N * T // K, H)
+
+    def at_once(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
+        part = _part(spec, queries, *cache.read(), tiles.Run(0, S, True), exact)
+        return _over_heads(softmax.quotient)(part)
+
+    def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
+        def step(place: Any, state: softmax.Partial) -> softmax.Partial:
+            run = tiles.Run(order[place] * size, size, True)
+            part = _part(spec, queries, *cache.block(run.start, size), run, exact)
+            return _over_heads(softmax.combine)(state, part)
+
+        V = cache.values.shape[-1]
+        nothing = softmax.empty(queries.shape[2], V, accumulation(queries.dtype))
+        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), nothing)
+        return _over_heads(softmax.quotient)(tiles.repeat(0, count, step, state))
+
+    if size == S or (size < _BLOCK // 4 and not isinstance(cache, PagedCache)):
+        return at_once(spec, queries, cache)
+    order, count = (x[0] for x in tiles.where_true(jnp, _visited(spec, (B, N), T, S, size)[None]))
+    if exact or isinstance(cache, PagedCache):  # exact takes copies, which blocks keep small
+        return in_blocks(spec, queries, cache)
+    # A block is copied before it is read, which takes as long again.
+    return whole.agreed(2 * count > S // size, at_once, in_blocks, spec, queries, cache)
+
+
+def _attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
+    """As `attend`, in the dtype of sums and without a derivative."""
+    B, T, N, _ = query.shape
+    forward, again = (functools.partial(_forward, exact) for exact in (False, True))
+    out, lse = forward(spec, query, cache)
+    finite = jnp.isfinite(jnp.sum(out))
+    first = lambda spec, query, cache, out, lse: (out, lse)  # noqa: E731
+    second = lambda spec, query, cache, out, lse: again(spec, query, cache)  # noqa: E731
+    out, lse = whole.agreed(finite, first, second, spec, query, cache, out, lse)
+    out = out.reshape(B, N, T, out.shape[-1])
+    return jnp.swapaxes(out, 1, 2), lse.reshape(B, N, T)
+
+
+def _as_arrays(
+    spec: Spec, cache: Any, params: Any, query: Array, keys: Array, values: Array
+) -> tuple[Output, LogSumExp]:
+    """The same by `blockwise`."""
+    held = dataclasses.replace(cache, keys=keys, values=values).read()
+    key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in held)
+    return blockwise.attend(with_parameters(spec, params), query, key, value)
+
+
+def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
+
+    The derivative is that of blockwise attention to what the cache holds.
+    """
+
+    @jax.custom_vjp
+    def run(params: Any, query: Array, keys: Array, values: Array, rest: Any) -> Any:
+        spec, cache = rest
+        cache = dataclasses.replace(cache, keys=keys, values=values)
+        return reverse.sealed(_attend)(with_parameters(spec, params), query, cache)
+
+    def forward(*operands: Any) -> Any:
+        out, lse = run(*operands)
+        return (out, lse), operands
+
+    def backward(operands: Any, cotangents: Any) -> Any:
+        *differentiable, (spec, cache) = operands
+        found, pull = jax.vjp(functools.partial(_as_arrays, spec, cache), *differentiable)
+        cast = [d.astype(x.dtype) for d, x in zip(cotangents, found, strict=True)]
+        return *pull(tuple(cast)), None
+
+    run.defvjp(forward, backward)
+    operands = map(reverse.only, (query, cache.keys, cache.values))
+    params = [reverse.only(x) for x in parameters(spec)]
+    out, lse = run(params, *operands, (spec, cache))
+    return out.astype(query.dtype), lse

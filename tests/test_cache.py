@@ -1,0 +1,411 @@
+"""Caches: token by token, in chunks and in one piece are the same, and nothing is lost silently.
+
+What a cache should give is attention by the formula over each row's whole sequence at once.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, positions, scores
+from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from tests.conftest import quick_jit
+
+
+B, T, N, K, H, V = 3, 13, 6, 3, 4, 5
+W = 4  # of the window
+LENGTHS = np.array([13, 7, 1])
+
+CACHES = {
+    "dense": lambda chunk: DenseCache.create(B, T + 3, K, H, V),
+    "rolling": lambda chunk: RollingCache.create(B, W, K, H, V, chunk=chunk),
+    "paged": lambda chunk: PagedCache.create(B, T + 3, K, H, V, page_size=4),
+}
+every_cache = pytest.mark.parametrize("kind", CACHES)
+
+
+def tokens(seed: int = 0, T: int = T) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """float32 `query [B, T, N, H]`, `key [B, T, K, H]`, `value [B, T, K, V]`."""
+    rng = np.random.default_rng(seed)
+    shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, V))
+    query, key, value = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    return query, key, value
+
+
+IDS = np.array([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])  # by position
+MASKS = {
+    "causal": masks.Causal(),
+    "window": masks.Causal() & masks.Window(left=2),
+    "prefix": masks.Causal() | masks.Prefix(1),
+    "documents": masks.Causal()
+    & masks.Predicate(lambda b, h, q, kv, ids: ids[q] == ids[kv], jnp.asarray(IDS)),
+}
+
+
+def encoded(encoding: str, x: Any, places: Any) -> Any:
+    return positions.rotary(x, places) if "rotary" in encoding else x
+
+
+def score_of(encoding: str) -> Any:
+    return scores.Alibi(scores.alibi_slopes(N)) if "alibi" in encoding else None
+
+
+@functools.cache
+def formula(mask: str, encoding: str, kind: str) -> np.ndarray:
+    """Attention over whole sequences; a rolling cache sees its window."""
+    query, key, value = tokens()
+    query, key = (encoded(encoding, x, jnp.arange(T)) for x in (query, key))
+    seen = MASKS[mask] & masks.Window(left=W) if kind == "rolling" else MASKS[mask]
+    options = {"mask": seen, "score": score_of(encoding), "implementation": "reference"}
+    return np.asarray(jattn.attention(query, key, value, **options))
+
+
+def pieces(
+    sizes: list[int], lengths: np.ndarray, left: bool
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each chunk the place `[B, n]` of each token in its row, and which of them are real."""
+    found, begun = [], np.zeros(B, int)
+    for size in sizes:
+        count = np.minimum(lengths - begun, size)
+        offset = np.arange(size) - (size - count[:, None] if left else 0)
+        found.append((begun[:, None] + offset, (offset >= 0) & (offset < count[:, None])))
+        begun = begun + count
+    return found
+
+
+@functools.partial(quick_jit, static_argnames=("mask", "encoding"))
+def step(cache: Cache, mask: str, encoding: str, valid: Any, *qkv: Any) -> Any:
+    query, key, value = qkv
+    places = cache.next_positions(query.shape[1], valid)
+    query, key = (encoded(encoding, x, places) for x in (query, key))
+    options = {"mask": MASKS[mask], "score": score_of(encoding)}
+    return jattn.cached_attention(query, key, value, cache, valid=valid, **options)
+
+
+def decoded(cache: Cache, mask: str, encoding: str, sizes: list[int], left: bool = False) -> Any:
+    """What comes out for each real token, `[B, T, N, V]` with NaN elsewhere, and the cache."""
+    out = np.full((B, T, N, V), np.nan, np.float32)
+    for places, valid in pieces(sizes, LENGTHS, left):
+        rows = np.arange(B)[:, None]
+        chunk = [np.asarray(x)[rows, np.clip(places, 0, T - 1)] for x in tokens()]
+        for x in chunk:
+            x[~valid] = np.nan  # padding is nothing
+        got, cache = step(cache, mask, encoding, valid, *chunk)
+        for b, t in np.argwhere(valid):
+            out[b, places[b, t]] = got[b, t]
+    return out, cache
+
+
+def chunks_of(size: int) -> list[int]:
+    return [size] * -(-T // size)
+
+
+SIZES = (1, 2, 3, W, W + 1, T)
+
+
+@every_cache
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("encoding", ["rotary and alibi"])
+def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask, encoding):
+    want = formula(mask, encoding, kind)
+    real = np.arange(T) < LENGTHS[:, None]
+    for size in SIZES:
+        got, cache = decoded(CACHES[kind](size), mask, encoding, chunks_of(size))
+        np.testing.assert_allclose(got[real], want[real], rtol=0, atol=2e-6, err_msg=f"{size}")
+        np.testing.assert_array_equal(cache.lengths, LENGTHS)
+        assert not cache.overflowed.any()
+
+
+@every_cache
+@pytest.mark.parametrize("left", [True, False])
+def test_prompts_of_different_lengths_are_padded_on_either_side(kind, left):
+    want = formula("causal", "rotary", kind)
+    real = np.arange(T) < LENGTHS[:, None]
+    sizes = [8, *[1] * (T - 7)]
+    got, _ = decoded(CACHES[kind](8), "causal", "rotary", sizes, left)
+    np.testing.assert_allclose(got[real], want[real], rtol=0, atol=2e-6)
+
+
+@every_cache
+def test_more_than_a_chunk_goes_in_pieces(kind):
+    """13 tokens through a rolling cache that takes 3 at a time, with a mask that is an array."""
+    query, key, value = tokens()
+    rows = jnp.asarray(np.random.default_rng(4).random((B, 1, T, 1)) < 0.7)
+    window = masks.Window(left=W) if kind == "rolling" else masks.Full()
+    want = jattn.attention(
+        query, key, value, mask=masks.Causal() & window & rows, implementation="reference"
+    )
+    cache = CACHES[kind](3)
+    got, cache = jattn.cached_attention(
+        query, key, value, cache, mask=masks.Causal() & masks.Dense(rows)
+    )
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(cache.lengths, [T] * B)
+
+
+def test_a_rolling_cache_forgets_and_stays_small():
+    cache = RollingCache.create(B, W, K, H, V, chunk=1)
+    query, key, value = tokens(T=3 * W + 1)
+    mask = masks.Causal() & masks.Window(left=W)
+    want = jattn.attention(query, key, value, mask=mask, implementation="reference")
+    for t in range(3 * W + 1):
+        q, k, v = (x[:, t : t + 1] for x in (query, key, value))
+        got, cache = jattn.cached_attention(q, k, v, cache, mask=masks.Causal())
+        np.testing.assert_allclose(got, want[:, t : t + 1], rtol=0, atol=2e-6)
+    assert cache.keys.shape == (B, K, W + 1, H)
+    np.testing.assert_array_equal(np.sort(cache.kv_positions[0]), np.arange(2 * W, 3 * W + 1))
+
+
+def poisoned(cache: Any, poison: float) -> Any:
+    """The same cache with poison wherever nothing has been written yet."""
+    full = {name: jnp.full_like(getattr(cache, name), poison) for name in ("keys", "values")}
+    return dataclasses.replace(cache, **full)
+
+
+@every_cache
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("size", [1, 3, T])
+def test_what_lies_beyond_the_length_changes_nothing(kind, poison, size):
+    clean, _ = decoded(CACHES[kind](size), "causal", "none", chunks_of(size))
+    dirty, _ = decoded(poisoned(CACHES[kind](size), poison), "causal", "none", chunks_of(size))
+    np.testing.assert_allclose(dirty, clean, rtol=0, atol=1e-6)
+
+
+def filled(kind: str, lengths: np.ndarray) -> Any:
+    """A cache with the first tokens of each row."""
+    valid = np.arange(T) < lengths[:, None]
+    return CACHES[kind](T).append(*tokens()[1:], valid)
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_a_write_past_the_end_raises_where_lengths_are_known(kind):
+    cache = filled(kind, LENGTHS)
+    _, key, value = tokens(1)
+    cache = cache.append(key[:, :3], value[:, :3])
+    with pytest.raises(ValueError, match="row 0 would hold 17 tokens, there is room for 16"):
+        cache.append(key[:, :1], value[:, :1])
+    only_others = np.array([[False], [True], [True]])
+    assert cache.append(key[:, :1], value[:, :1], only_others).lengths.tolist() == [16, 11, 5]
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+@pytest.mark.parametrize("new", [1, 2, 5, 9])
+def test_a_compiled_write_past_the_end_is_seen(kind, new):
+    """Row 0 has room for 3 tokens, the others for more."""
+    cache = filled(kind, LENGTHS)
+    query, key, value = tokens(1)
+
+    @jax.jit
+    def run(cache, query, key, value):
+        return jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
+
+    out, after = run(cache, *(x[:, :new] for x in (query, key, value)))
+    assert after.overflowed.tolist() == [new > 3, False, False]
+    assert np.isnan(out[0]).all() == (new > 3)
+    assert np.isfinite(out[1:]).all()
+    held, kept = (np.asarray(c.read()[0]) for c in (cache, after))
+    np.testing.assert_array_equal(kept[0, :, :13], held[0, :, :13])
+    for b in (1, 2):
+        written = kept[b, :, LENGTHS[b] : LENGTHS[b] + new]
+        np.testing.assert_array_equal(written, np.swapaxes(np.asarray(key)[b, :new], 0, 1))
+    # Once lost, a row stays lost.
+    later, _ = run(after, *(x[:, :1] for x in (query, key, value)))
+    assert np.isnan(later[0]).all() == (new > 2)
+
+
+def test_a_rolling_cache_takes_no_more_than_its_chunk():
+    cache = RollingCache.create(B, W, K, H, V, chunk=2)
+    _, key, value = tokens()
+    with pytest.raises(ValueError, match=r"chunk = 2 .* got 3"):
+        cache.append(key[:, :3], value[:, :3])
+
+
+@every_cache
+def test_reordered_rows_go_on_as_the_rows_they_were(kind):
+    cache = filled(kind, np.array([9, 7, 2]))
+    query, key, value = (x[:, :2] for x in tokens(1))
+    picked = jnp.array([2, 0, 0])
+    want, _ = jattn.cached_attention(
+        query[picked], key[picked], value[picked], cache.reorder(picked)
+    )
+    got, _ = jattn.cached_attention(query, key, value, cache)
+    np.testing.assert_allclose(want, got[picked], rtol=0, atol=1e-6)
+
+
+def test_pages_are_shared_until_they_are_written_to():
+    page = 4
+    one = PagedCache.create(1, 16, K, H, V, page_size=page, num_pages=8)
+    _, key, value = tokens()
+    one = one.append(key[:1, :6], value[:1, :6])  # a full page and half of another
+    assert int((one.pages_held() > 0).sum()) == 2
+    beams = one.reorder(jnp.zeros(B, int))
+    assert beams.keys is one.keys
+    assert sorted(np.asarray(beams.pages_held())) == [0, 0, 0, 0, 0, 0, 3, 3]
+    grown = jax.jit(lambda c, k, v: c.append(k, v))(beams, key[:, 6:7], value[:, 6:7])
+    # The first page stays common; of the other each row has its own, one of them the old one.
+    assert sorted(np.asarray(grown.pages_held())) == [0, 0, 0, 0, 1, 1, 1, 3]
+    for b in range(B):
+        held = np.swapaxes(np.asarray(grown.read()[0])[b, :, :7], 0, 1)
+        want = np.concatenate([np.asarray(key)[0, :6], np.asarray(key)[b, 6:7]])
+        np.testing.assert_array_equal(held, want)
+    alone = grown.reorder(jnp.array([1, 1, 1]))
+    assert int((alone.pages_held() > 0).sum()) == 2
+
+
+def test_one_of_two_sharers_goes_on_while_the_other_waits():
+    cache = PagedCache.create(2, 8, K, H, V, page_size=4, num_pages=4)
+    _, key, value = (x[:2] for x in tokens())
+    cache = cache.append(key[:, :2], value[:, :2]).reorder(jnp.array([0, 0]))
+    first = np.array([[True], [False]])
+    cache = cache.append(key[:, 2:3], value[:, 2:3], first)
+    cache = cache.append(key[:, 3:4], value[:, 3:4], ~first)
+    held = np.swapaxes(np.asarray(cache.read()[0]), 1, 2)
+    common = np.asarray(key)[0, :2]
+    np.testing.assert_array_equal(held[0, :3], [*common, np.asarray(key)[0, 2]])
+    np.testing.assert_array_equal(held[1, :3], [*common, np.asarray(key)[1, 3]])
+
+
+def test_no_free_page_is_an_overflow():
+    cache = PagedCache.create(2, 8, K, H, V, page_size=4, num_pages=3)
+    _, key, value = (x[:2] for x in tokens())
+    cache = cache.append(key[:, :4], value[:, :4])
+    with pytest.raises(ValueError, match="row 1 needs another page, all 3 are held"):
+        cache.append(key[:, 4:5], value[:, 4:5])
+    grown = jax.jit(lambda c, k, v: c.append(k, v))(cache, key[:, 4:5], value[:, 4:5])
+    assert grown.overflowed.tolist() == [False, True]
+    held = np.swapaxes(np.asarray(grown.read()[0]), 1, 2)
+    np.testing.assert_array_equal(held[0, :5], np.asarray(key)[0, :5])
+    np.testing.assert_array_equal(held[1, :4], np.asarray(key)[1, :4])
+
+
+@every_cache
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cache_may_have_a_dtype_of_its_own(kind, dtype):
+    narrow: Any = jax.tree.map(
+        lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, CACHES[kind](T)
+    )
+    query, key, value = tokens()
+    out, after = jattn.cached_attention(query, key, value, narrow, mask=masks.Causal())
+    assert after.keys.dtype == after.values.dtype == jnp.dtype(dtype)
+    assert out.dtype == jnp.float32
+    key, value = (x.astype(dtype).astype(jnp.float32) for x in (key, value))
+    want, _ = jattn.cached_attention(query, key, value, CACHES[kind](T), mask=masks.Causal())
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-6)
+
+
+@every_cache
+def test_steps_are_traced_once(kind):
+    traces = 0
+
+    @jax.jit
+    def run(cache, query, key, value):
+        nonlocal traces
+        traces += 1
+        return jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
+
+    cache = CACHES[kind](1)
+    for t in range(9):
+        _, cache = run(cache, *(x[:, t : t + 1] for x in tokens()))
+    assert traces == 1
+
+
+@every_cache
+def test_inside_scan(kind):
+    """The cache goes round a loop: its structure, shapes and dtypes stay what they are."""
+    query, key, value = (jnp.moveaxis(x[:, :, None], 1, 0) for x in tokens())
+
+    def one(cache, now):
+        query, key, value = now
+        out, cache = jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
+        return cache, out
+
+    _, out = jax.lax.scan(one, CACHES[kind](1), (query, key, value))
+    got = jnp.moveaxis(out[:, :, 0], 0, 1)
+    np.testing.assert_allclose(got, formula("causal", "none", kind), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["decode", "blockwise", "reference"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_implementations_agree_on_a_cache(implementation, kind):
+    cache = filled(kind, np.array([9, 7, 2]))
+    query = tokens(1)[0][:, :2]
+    bias = scores.Bias(jnp.asarray(np.random.default_rng(2).normal(size=(B, N, 2, cache.capacity))))
+
+    def call(query: Any, keys: Any, values: Any, score: Any, implementation: str) -> Any:
+        held = dataclasses.replace(cache, keys=keys, values=values)
+        return jattn.attention(
+            query, held, score=score, implementation=implementation, return_lse=True
+        )
+
+    operands = (query, cache.keys, cache.values, bias)
+    (out, lse), pull = jax.vjp(functools.partial(call, implementation=implementation), *operands)
+    (want, want_lse), want_pull = jax.vjp(
+        functools.partial(call, implementation="reference"), *operands
+    )
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-6)
+    cotangents = (jnp.ones_like(out), jnp.cos(lse))
+    for got, wanted in zip(
+        jax.tree.leaves(pull(cotangents)), jax.tree.leaves(want_pull(cotangents)), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+@pytest.mark.parametrize("held", [(1, 2), (900, 40), (2048, 2047)])
+def test_long_caches_are_read_in_blocks(kind, held):
+    """Few of the blocks, half of them, all of them: with what the rest holds poisoned."""
+    S, rows = 2048, 2
+    rng = np.random.default_rng(0)
+    options = {"page_size": 64} if kind == "paged" else {}
+    cls: Any = {"dense": DenseCache, "paged": PagedCache}[kind]
+    cache = poisoned(cls.create(rows, S, 1, 4, **options), np.nan)
+    key, value = (jnp.asarray(rng.normal(size=(rows, S, 1, 4)), jnp.float32) for _ in range(2))
+    cache = cache.append(key, value, np.arange(S) < np.array(held)[:, None])
+    query = jnp.asarray(rng.normal(size=(rows, 1, 2, 4)), jnp.float32)
+    got = jattn.attention(query, cache, mask=masks.Causal() & masks.Window(left=1000))
+    for b, length in enumerate(held):
+        part = slice(max(0, length - 1001), length)
+        want = jattn.attention(
+            query[b : b + 1],
+            key[b : b + 1, part],
+            value[b : b + 1, part],
+            implementation="reference",
+        )
+        np.testing.assert_allclose(got[b : b + 1], want, rtol=0, atol=1e-6)
+
+
+def test_wrong_arguments_are_named():
+    cache = DenseCache.create(B, 8, K, H, V)
+    query, key, value = (x[:, :2] for x in tokens())
+    for wrong, text in (
+        ((key[:2], value[:2]), r"key \[B, T, K, H\] = \[3, T, 3, 4\], got \[2, 2, 3, 4\]"),
+        ((key, value[..., :4]), r"value \[B, T, K, V\] = \[3, T, 3, 5\], got \[3, 2, 3, 4\]"),
+        ((key, value, np.ones((B, 3), bool)), r"valid \[B, T\] = \[3, 2\], got \[3, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            cache.append(*wrong)
+    with pytest.raises(ValueError, match="value: a cache brings its own"):
+        jattn.attention(query, cache, value)
+    with pytest.raises(ValueError, match="kv_positions: a cache brings its own"):
+        jattn.attention(query, cache, kv_positions=jnp.arange(8))
+    with pytest.raises(TypeError, match="value: expected an array"):
+        jattn.attention(query, key)
+    with pytest.raises(NotImplementedError, match="'decode': expected at most 8 queries"):
+        jattn.attention(jnp.ones((B, 9, N, H)), cache, implementation="decode")
+    with pytest.raises(ValueError, match="expected S >= 1, got 0"):
+        DenseCache.create(B, 0, K, H)
+
+
+def test_explain_knows_caches():
+    cache = DenseCache.create(B, 8, K, H, V)
+    few, many = (jnp.ones((B, n, N, H), jnp.float32) for n in (1, 9))
+    assert jattn.explain(few, cache) == {"decode": None, "blockwise": None, "reference": None}
+    assert "at most 8" in str(jattn.explain(many, cache)["decode"])
