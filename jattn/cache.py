@@ -133,6 +133,7 @@ def _check_room(wanted: Any, room: Any, what: str) -> None:
         )
 
 
+@jax.jit
 def _write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
@@ -379,7 +380,7 @@ class PagedCache(Cache):
         wanted = self.lengths + _counts(T, valid)
         _check_room(wanted, self.capacity, "tokens")
         lengths = jnp.minimum(wanted, self.capacity)
-        table, copied, short = self._allocate(lengths)
+        table, copied, short = _allocate(self, lengths)
         if _known(short) and np.any(np.asarray(short)):
             raise ValueError(
                 f"append: row {int(np.argmax(np.asarray(short)))} needs another page, "
@@ -402,40 +403,42 @@ class PagedCache(Cache):
         keys, values = write(self.keys, key), write(self.values, value)
         return PagedCache(keys, values, table, lengths, overflowed)
 
-    def _allocate(self, lengths: Array) -> tuple[Array, tuple[Array, Array], Array]:
-        """For rows grown to `lengths`: the new table, pages to copy from and to (P: none), and
-        which rows found no free page."""
-        P, page = self.num_pages, self.page_size
-        held = self.pages_held()
-        begun, needed = (-(-x // page) for x in (self.lengths, lengths))
-        last = jnp.take_along_axis(self.table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
-        writes = (lengths > self.lengths) & (self.lengths % page > 0)
-        writers = jnp.zeros(P, jnp.int32).at[jnp.where(writes, last, P)].add(1, mode="drop")
-        rows = jnp.arange(len(lengths), dtype=jnp.int32)
-        first = jnp.full(P, len(rows), jnp.int32)
-        first = first.at[jnp.where(writes, last, P)].min(rows, mode="drop")
-        # Where all who hold a page write to it, one may keep it: the others go elsewhere now.
-        at_last = jnp.minimum(last, P - 1)
-        keeps = (writers[at_last] == held[at_last]) & (first[at_last] == rows)
-        copies = writes & (held[at_last] > 1) & ~keeps
-        copied = copies.astype(jnp.int32)
-        new = copied + needed - begun
-        offset = jnp.cumsum(new, dtype=jnp.int32) - new
-        free = jnp.argsort(held > 0, stable=True).astype(jnp.int32)
-        count = jnp.sum(held == 0, dtype=jnp.int32)
-
-        def taken(index: Array) -> Array:
-            return jnp.where(index < count, free[jnp.minimum(index, P - 1)], P)
-
-        place = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
-        copy = (place == begun[:, None] - 1) & copies[:, None]
-        fresh = (place >= begun[:, None]) & (place < needed[:, None])
-        index = (offset + copied - begun)[:, None] + place
-        table = jnp.where(copy, taken(offset)[:, None], self.table)
-        table = jnp.where(fresh, taken(index), table)
-        pages = jnp.where(copies, last, P), jnp.where(copies, taken(offset), P)
-        return table, pages, (new > 0) & (offset + new > count)
-
     def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
         picked = (x[indices] for x in (self.table, self.lengths, self.overflowed))
         return PagedCache(self.keys, self.values, *picked)
+
+
+@jax.jit
+def _allocate(cache: PagedCache, lengths: Array) -> tuple[Array, tuple[Array, Array], Array]:
+    """For rows grown to `lengths`: the new table, pages to copy from and to (P: none), and
+    which rows found no free page."""
+    P, page = cache.num_pages, cache.page_size
+    held = cache.pages_held()
+    begun, needed = (-(-x // page) for x in (cache.lengths, lengths))
+    last = jnp.take_along_axis(cache.table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
+    writes = (lengths > cache.lengths) & (cache.lengths % page > 0)
+    writers = jnp.zeros(P, jnp.int32).at[jnp.where(writes, last, P)].add(1, mode="drop")
+    rows = jnp.arange(len(lengths), dtype=jnp.int32)
+    first = jnp.full(P, len(rows), jnp.int32)
+    first = first.at[jnp.where(writes, last, P)].min(rows, mode="drop")
+    # Where all who hold a page write to it, one may keep it: the others go elsewhere now.
+    at_last = jnp.minimum(last, P - 1)
+    keeps = (writers[at_last] == held[at_last]) & (first[at_last] == rows)
+    copies = writes & (held[at_last] > 1) & ~keeps
+    copied = copies.astype(jnp.int32)
+    new = copied + needed - begun
+    offset = jnp.cumsum(new, dtype=jnp.int32) - new
+    free = jnp.argsort(held > 0, stable=True).astype(jnp.int32)
+    count = jnp.sum(held == 0, dtype=jnp.int32)
+
+    def taken(index: Array) -> Array:
+        return jnp.where(index < count, free[jnp.minimum(index, P - 1)], P)
+
+    place = jnp.arange(cache.table.shape[1], dtype=jnp.int32)[None, :]
+    copy = (place == begun[:, None] - 1) & copies[:, None]
+    fresh = (place >= begun[:, None]) & (place < needed[:, None])
+    index = (offset + copied - begun)[:, None] + place
+    table = jnp.where(copy, taken(offset)[:, None], cache.table)
+    table = jnp.where(fresh, taken(index), table)
+    pages = jnp.where(copies, last, P), jnp.where(copies, taken(offset), P)
+    return table, pages, (new > 0) & (offset + new > count)

@@ -102,6 +102,12 @@ def decoded(cache: Cache, mask: str, encoding: str, sizes: list[int], left: bool
     return out, cache
 
 
+@quick_jit
+def attended(cache: Cache, query: Any, key: Any, value: Any) -> Any:
+    """A causal step."""
+    return jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
+
+
 def chunks_of(size: int) -> list[int]:
     return [size] * -(-T // size)
 
@@ -115,7 +121,7 @@ SIZES = (1, 2, 3, W, W + 1, T)
 def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask, encoding):
     want = formula(mask, encoding, kind)
     real = np.arange(T) < LENGTHS[:, None]
-    for size in SIZES:
+    for size in SIZES if mask == "causal" else (2, W + 1, T):
         got, cache = decoded(CACHES[kind](size), mask, encoding, chunks_of(size))
         np.testing.assert_allclose(got[real], want[real], rtol=0, atol=2e-6, err_msg=f"{size}")
         np.testing.assert_array_equal(cache.lengths, LENGTHS)
@@ -156,7 +162,7 @@ def test_a_rolling_cache_forgets_and_stays_small():
     want = jattn.attention(query, key, value, mask=mask, implementation="reference")
     for t in range(3 * W + 1):
         q, k, v = (x[:, t : t + 1] for x in (query, key, value))
-        got, cache = jattn.cached_attention(q, k, v, cache, mask=masks.Causal())
+        got, cache = attended(cache, q, k, v)
         np.testing.assert_allclose(got, want[:, t : t + 1], rtol=0, atol=2e-6)
     assert cache.keys.shape == (B, K, W + 1, H)
     np.testing.assert_array_equal(np.sort(cache.kv_positions[0]), np.arange(2 * W, 3 * W + 1))
@@ -200,12 +206,7 @@ def test_a_compiled_write_past_the_end_is_seen(kind, new):
     """Row 0 has room for 3 tokens, the others for more."""
     cache = filled(kind, LENGTHS)
     query, key, value = tokens(1)
-
-    @jax.jit
-    def run(cache, query, key, value):
-        return jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
-
-    out, after = run(cache, *(x[:, :new] for x in (query, key, value)))
+    out, after = attended(cache, *(x[:, :new] for x in (query, key, value)))
     assert after.overflowed.tolist() == [new > 3, False, False]
     assert np.isnan(out[0]).all() == (new > 3)
     assert np.isfinite(out[1:]).all()
@@ -215,7 +216,7 @@ def test_a_compiled_write_past_the_end_is_seen(kind, new):
         written = kept[b, :, LENGTHS[b] : LENGTHS[b] + new]
         np.testing.assert_array_equal(written, np.swapaxes(np.asarray(key)[b, :new], 0, 1))
     # Once lost, a row stays lost.
-    later, _ = run(after, *(x[:, :1] for x in (query, key, value)))
+    later, _ = attended(after, *(x[:, :1] for x in (query, key, value)))
     assert np.isnan(later[0]).all() == (new > 2)
 
 
@@ -231,10 +232,8 @@ def test_reordered_rows_go_on_as_the_rows_they_were(kind):
     cache = filled(kind, np.array([9, 7, 2]))
     query, key, value = (x[:, :2] for x in tokens(1))
     picked = jnp.array([2, 0, 0])
-    want, _ = jattn.cached_attention(
-        query[picked], key[picked], value[picked], cache.reorder(picked)
-    )
-    got, _ = jattn.cached_attention(query, key, value, cache)
+    want, _ = attended(cache.reorder(picked), query[picked], key[picked], value[picked])
+    got, _ = attended(cache, query, key, value)
     np.testing.assert_allclose(want, got[picked], rtol=0, atol=1e-6)
 
 
@@ -291,11 +290,11 @@ def test_a_cache_may_have_a_dtype_of_its_own(kind, dtype):
         lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, CACHES[kind](T)
     )
     query, key, value = tokens()
-    out, after = jattn.cached_attention(query, key, value, narrow, mask=masks.Causal())
+    out, after = attended(narrow, query, key, value)
     assert after.keys.dtype == after.values.dtype == jnp.dtype(dtype)
     assert out.dtype == jnp.float32
     key, value = (x.astype(dtype).astype(jnp.float32) for x in (key, value))
-    want, _ = jattn.cached_attention(query, key, value, CACHES[kind](T), mask=masks.Causal())
+    want, _ = attended(CACHES[kind](T), query, key, value)
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-6)
 
 
@@ -330,7 +329,7 @@ def test_inside_scan(kind):
     np.testing.assert_allclose(got, formula("causal", "none", kind), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["decode", "blockwise", "reference"])
+@pytest.mark.parametrize("implementation", ["decode", "blockwise"])
 @pytest.mark.parametrize("kind", CACHES)
 def test_implementations_agree_on_a_cache(implementation, kind):
     cache = filled(kind, np.array([9, 7, 2]))
@@ -343,17 +342,14 @@ def test_implementations_agree_on_a_cache(implementation, kind):
             query, held, score=score, implementation=implementation, return_lse=True
         )
 
+    @functools.partial(quick_jit, static_argnums=0)
+    def everything(implementation: str, *operands: Any) -> Any:
+        found, pull = jax.vjp(functools.partial(call, implementation=implementation), *operands)
+        return found, pull((jnp.ones_like(found[0]), jnp.cos(found[1])))
+
     operands = (query, cache.keys, cache.values, bias)
-    (out, lse), pull = jax.vjp(functools.partial(call, implementation=implementation), *operands)
-    (want, want_lse), want_pull = jax.vjp(
-        functools.partial(call, implementation="reference"), *operands
-    )
-    np.testing.assert_allclose(out, want, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-6)
-    cotangents = (jnp.ones_like(out), jnp.cos(lse))
-    for got, wanted in zip(
-        jax.tree.leaves(pull(cotangents)), jax.tree.leaves(want_pull(cotangents)), strict=True
-    ):
+    found, want = (everything(name, *operands) for name in (implementation, "reference"))
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
@@ -370,7 +366,8 @@ def test_long_caches_are_read_in_blocks(kind, held):
     key, value = (jnp.asarray(rng.normal(size=(rows, S, 1, 4)), jnp.float32) for _ in range(2))
     cache = cache.append(key, value, np.arange(S) < np.array(held)[:, None])
     query = jnp.asarray(rng.normal(size=(rows, 1, 2, 4)), jnp.float32)
-    got = jattn.attention(query, cache, mask=masks.Causal() & masks.Window(left=1000))
+    mask = masks.Causal() & masks.Window(left=1000)
+    got = quick_jit(lambda query, cache: jattn.attention(query, cache, mask=mask))(query, cache)
     for b, length in enumerate(held):
         part = slice(max(0, length - 1001), length)
         want = jattn.attention(
