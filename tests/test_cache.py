@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jattn
+import jattn.nn
 from jattn import masks, positions, scores
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 from tests.conftest import quick_jit
@@ -406,3 +408,113 @@ def test_explain_knows_caches():
     few, many = (jnp.ones((B, n, N, H), jnp.float32) for n in (1, 9))
     assert jattn.explain(few, cache) == {"decode": None, "blockwise": None, "reference": None}
     assert "at most 8" in str(jattn.explain(many, cache)["decode"])
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+@every_cache
+def test_a_module_token_by_token_is_the_module_at_once(kind):
+    """With everything that depends on positions: rotation, a learned bias, the module's mask."""
+    table = jnp.asarray(np.random.default_rng(5).normal(size=(8, 4)), jnp.float32)
+    layer = jattn.nn.MultiHeadAttention(
+        4,
+        16,
+        num_kv_heads=2,
+        rotary=True,
+        normalize_qk="rms",
+        mask=masks.Causal() & masks.Window(left=W),
+        score=jattn.nn.LearnedScore(scores.RelativeBias(table, max_distance=16)),
+        rngs=nnx.Rngs(0),
+    )
+    x = jnp.asarray(np.random.default_rng(6).normal(size=(2, T, 16)), jnp.float32)
+    classes: Any = {"dense": DenseCache, "rolling": RollingCache, "paged": PagedCache}
+    cache = layer.empty_cache(2, W if kind == "rolling" else T, classes[kind])
+    graph, state = nnx.split(layer)
+
+    @quick_jit
+    def step(x: Any, cache: Any, valid: Any) -> Any:
+        return nnx.merge(graph, state)(x, cache=cache, valid=valid)
+
+    left = np.array([[True, True, True], [False, True, True]])  # a prompt, padded on the left
+    rows = x.at[1].set(jnp.roll(x[1], 1, axis=0))  # what the second row reads, behind its padding
+    out, cache = step(rows[:, :3], cache, left)
+    parts = [out]
+    for t in range(3, T):
+        out, cache = step(rows[:, t : t + 1], cache, None)
+        parts.append(out)
+    got, want = jnp.concatenate(parts, axis=1), layer(x)
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(got[1, 1:], want[1, :-1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "places, norm", [("learned", "post"), ("sinusoidal", "pre"), (None, "post")]
+)
+def test_the_transformer_step_by_step_is_the_transformer_at_once(places, norm):
+    model = jattn.nn.Transformer(
+        11,
+        12,
+        features=16,
+        num_heads=4,
+        feed_forward=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        max_length=20,
+        positions=places,
+        norm=norm,
+        dropout_rate=0.1,
+        rngs=nnx.Rngs(0),
+    )
+    rng = np.random.default_rng(7)
+    source, target = (jnp.asarray(rng.integers(0, 11, (3, n))) for n in (6, 9))
+    lengths = jnp.array([6, 2, 4])
+    padding = masks.Lengths(kv=lengths)
+    options = {"source_mask": padding, "cross_mask": padding, "deterministic": True}
+    graph, state = nnx.split(model)
+    want = quick_jit(lambda state: nnx.merge(graph, state)(source, target, **options))(state)
+
+    @quick_jit
+    def begin(state):
+        model = nnx.merge(graph, state)
+        memory = model.encode(source, mask=padding, deterministic=True)
+        return model.decoder.start(memory, 9, memory_lengths=lengths)
+
+    @quick_jit
+    def step(state, ids, caches):
+        return nnx.merge(graph, state).step(ids, caches, deterministic=True)
+
+    for sizes in ([1] * 9, [4, 1, 3, 1]):
+        caches = begin(state)
+        parts, begun = [], 0
+        for size in sizes:
+            logits, caches = step(state, target[:, begun : begun + size], caches)
+            parts.append(logits)
+            begun += size
+        np.testing.assert_allclose(jnp.concatenate(parts, axis=1), want, rtol=0, atol=5e-6)
+    swapped = jnp.array([2, 0, 0])
+    _, caches = step(state, target[:, :4], begin(state))
+    for t in range(4, 8):
+        _, caches = step(state, target[:, t : t + 1], caches)
+    picked = [cache.reorder(swapped) for cache in caches]
+    logits, _ = step(state, target[swapped, 8:], picked)
+    np.testing.assert_allclose(logits[:, 0], want[swapped, 8], rtol=0, atol=5e-6)
+
+
+def test_modules_refuse_what_does_not_go_with_a_cache():
+    layer = jattn.nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))
+    x, cache = jnp.ones((1, 2, 8)), layer.empty_cache(1, 4)
+    assert cache.keys.dtype == jnp.float32
+    places = jnp.arange(2)
+    refused: list[dict[str, Any]] = [
+        {"inputs_k": x},
+        {"positions": places},
+        {"kv_positions": places},
+    ]
+    for wrong in refused:
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected None with a cache"):
+            layer(x, cache=cache, **wrong)
+    with pytest.raises(ValueError, match="valid: expected a cache"):
+        layer(x, valid=np.ones((1, 2), bool))
+    with pytest.raises(NotImplementedError, match="captured"):
+        jattn.nn.capture_weights(layer, x, cache=cache)

@@ -21,6 +21,7 @@ from jattn.nn.transformer import DecoderLayer as DecoderLayer
 from jattn.nn.transformer import Encoder as Encoder
 from jattn.nn.transformer import EncoderLayer as EncoderLayer
 from jattn.nn.transformer import FeedForward as FeedForward
+from jattn.nn.transformer import LayerCache as LayerCache
 from jattn.nn.transformer import LayerOptions as LayerOptions
 from jattn.nn.transformer import Residual as Residual
 from jattn.nn.transformer import Transformer as Transformer

@@ -15,12 +15,14 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._types import Keys, Output, Queries, Values, Weights
-from jattn.attention import attention, attention_weights
+from jattn.attention import attention, attention_weights, cached_attention
+from jattn.cache import Cache, DenseCache
 from jattn.masks import Mask, as_mask
 from jattn.mechanisms import additive_attention, additive_keys
 from jattn.positions import rotary as rotate
@@ -42,6 +44,7 @@ ZEROS = nnx.initializers.zeros_init()
 
 MaskLike = Mask | Bool[Array, "..."] | None
 Positions = Int[Array, "..."] | None  # [*B, T] or, for the whole batch, [T]
+Valid = Bool[Array | np.ndarray, "B T"] | None
 _Arrays = TypeVar("_Arrays", bound=tuple)
 RandomSource = nnx.Rngs | nnx.RngStream | None
 
@@ -416,25 +419,27 @@ class MultiHeadAttention(nnx.Module):
         rngs: RandomSource = None,
     ) -> Output:
         """What the heads read, `[*B, T, N, H]`, from projected queries, keys and values."""
-        meaning = {
+        places: dict[str, Any] = {"q_positions": positions, "kv_positions": kv_positions}
+        if self.weights_tap.is_open:
+            rules = {"mask": self._mask(mask), "score": self._score(score)}
+            weights = attention_weights(query, key, precision=self.precision, **rules, **places)
+            self.weights_tap(weights)
+        options = self._options(mask, score, deterministic, rngs)
+        return attention(query, key, value, **options, **places)
+
+    def _options(
+        self, mask: MaskLike, score: Any, deterministic: bool | None, rngs: RandomSource
+    ) -> dict[str, Any]:
+        """What the module and a call of it together ask of `attention`."""
+        dropout_key = self.dropout.key(deterministic, rngs)
+        return {
             "mask": self._mask(mask),
             "score": self._score(score),
-            "q_positions": positions,
-            "kv_positions": kv_positions,
             "precision": self.precision,
+            "dropout_rate": 0.0 if dropout_key is None else float(self.dropout.rate),
+            "dropout_key": dropout_key,
+            "implementation": self.implementation,
         }
-        if self.weights_tap.is_open:
-            self.weights_tap(attention_weights(query, key, **meaning))
-        dropout_key = self.dropout.key(deterministic, rngs)
-        return attention(
-            query,
-            key,
-            value,
-            dropout_rate=0.0 if dropout_key is None else float(self.dropout.rate),
-            dropout_key=dropout_key,
-            implementation=self.implementation,
-            **meaning,
-        )
 
     def _mask(self, given: MaskLike) -> Mask | None:
         if self.mask is None:
@@ -456,9 +461,11 @@ class MultiHeadAttention(nnx.Module):
         score: Any = None,
         positions: Positions = None,
         kv_positions: Positions = None,
+        cache: Cache | None = None,
+        valid: Valid = None,
         deterministic: bool | None = None,
         rngs: RandomSource = None,
-    ) -> Float[Array, "..."]:
+    ) -> Any:
         """Attends from `inputs_q` to `inputs_k`, or to itself where that is None.
 
         Args:
@@ -469,14 +476,25 @@ class MultiHeadAttention(nnx.Module):
             score: a score function.
             positions: `[*B, T]` or `[T]`, default `arange(T)`; in self-attention also the keys'.
             kv_positions: `[*B, S]` or `[S]`, default `arange(S)`.
+            cache: what came before `inputs_q [B, T, D]` in self-attention; it also knows the
+                positions.
+            valid: bool `[B, T]`, False for padding, which the cache leaves out.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
             rngs: where dropout draws its key, the stream `dropout`.
 
         Returns:
-            `[*B, T, out_features]`.
+            `[*B, T, out_features]`; with a cache `(that, the cache with T more tokens)`.
 
-        Raises ValueError for inputs of the wrong width, and for dropout without random numbers.
+        Raises ValueError for inputs of the wrong width, for dropout without random numbers, and for
+        what does not go with a cache.
         """
+        if cache is not None:
+            others = {"inputs_k": inputs_k, "inputs_v": inputs_v}
+            _check_with_cache(others | {"positions": positions, "kv_positions": kv_positions})
+            run = {"deterministic": deterministic, "rngs": rngs}
+            return self._extend(inputs_q, cache, mask=mask, score=score, valid=valid, **run)
+        if valid is not None:
+            raise ValueError("valid: expected a cache to go with it, got None")
         if inputs_k is None:
             if inputs_v is not None:
                 raise ValueError("inputs_k: expected [*B, S, E] to go with inputs_v, got None")
@@ -496,6 +514,74 @@ class MultiHeadAttention(nnx.Module):
             rngs=rngs,
         )
         return self.out(heads)
+
+    def empty_cache(
+        self, batch: int, length: int, kind: Any = DenseCache, dtype: Any = None, **options: Any
+    ) -> Any:
+        """A cache for self-attention over up to `length` tokens in each of `batch` rows.
+
+        `kind` is a class of `jattn.cache`, and `options` go to its `create`; for a `RollingCache`
+        the length is that of its window.
+        """
+        dtype = (self.param_dtype if self.dtype is None else self.dtype) if dtype is None else dtype
+        return kind.create(batch, length, self.num_kv_heads, self.head_dim, dtype=dtype, **options)
+
+    def _extend(
+        self,
+        inputs_q: Float[Array, "B T D"],
+        cache: Cache,
+        *,
+        mask: MaskLike,
+        score: Any,
+        valid: Valid,
+        deterministic: bool | None,
+        rngs: RandomSource,
+    ) -> tuple[Float[Array, "B T out"], Cache]:
+        """Self-attention of further tokens, and the cache that holds them too."""
+        self._check_tap()
+        positions = cache.next_positions(inputs_q.shape[1], valid)
+        query = self.project_queries(inputs_q, positions)
+        key, value = self.project_keys_values(inputs_q, None, positions)
+        options = self._options(mask, score, deterministic, rngs)
+        heads, cache = cached_attention(query, key, value, cache, valid=valid, **options)
+        return self.out(heads), cache
+
+    def remember(
+        self,
+        inputs_k: Float[Array, "B S E"],
+        lengths: Int[Array | np.ndarray, " B"] | None = None,
+        positions: Positions = None,
+    ) -> DenseCache:
+        """Keys and values projected once, for `recall`; `lengths [B]` says how many are real."""
+        return DenseCache.of(*self.project_keys_values(inputs_k, None, positions), lengths)
+
+    def recall(
+        self,
+        inputs_q: Float[Array, "B T D"],
+        memory: Cache,
+        *,
+        mask: MaskLike = None,
+        score: Any = None,
+        positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "B T out"]:
+        """Attends to what `remember` has projected, as the call does to `inputs_k`."""
+        self._check_tap()
+        query = self.project_queries(inputs_q, positions)
+        places = jnp.arange(query.shape[1], dtype=jnp.int32) if positions is None else positions
+        options = self._options(mask, score, deterministic, rngs)
+        return self.out(attention(query, memory, q_positions=places, **options))
+
+    def _check_tap(self) -> None:
+        if self.weights_tap.is_open:
+            raise NotImplementedError("attention weights cannot be captured through a cache")
+
+
+def _check_with_cache(arguments: dict[str, Any]) -> None:
+    for name, given in arguments.items():
+        if given is not None:
+            raise ValueError(f"{name}: expected None with a cache, which knows, got an array")
 
 
 class SingleHeads(nnx.Module):

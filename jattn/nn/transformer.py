@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +10,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
+from jattn.cache import Cache, DenseCache
 from jattn.masks import Causal
 from jattn.nn.attention import (
     Dropout,
@@ -18,6 +19,7 @@ from jattn.nn.attention import (
     MultiHeadAttention,
     Positions,
     RandomSource,
+    Valid,
     promote,
     sharded,
 )
@@ -186,6 +188,18 @@ class EncoderLayer(nnx.Module):
         return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
 
 
+class LayerCache(NamedTuple):
+    """What a decoder layer has seen: its own tokens, and the memory as it reads it."""
+
+    tokens: Cache
+    memory: DenseCache
+
+    def reorder(self, indices: Int[Array, " R"], *, memory: bool = True) -> "LayerCache":
+        """Rows picked by index; `memory=False` for rows that change places with equal ones."""
+        kept = self.memory.reorder(indices) if memory else self.memory
+        return LayerCache(self.tokens.reorder(indices), kept)
+
+
 class DecoderLayer(nnx.Module):
     """Causal self-attention, attention to the memory, and a feed-forward network.
 
@@ -218,16 +232,58 @@ class DecoderLayer(nnx.Module):
     ) -> Float[Array, "*B T D"]:
         """`mask` is for the self-attention, which is causal in any case."""
         run = {"deterministic": deterministic, "rngs": rngs}
-        mask = Causal() if mask is None else Causal() & mask
-        around = self.self_attention_residual
-        y = self.self_attention(around.enter(x), mask=mask, positions=positions, **run)
-        x = around.leave(x, y, **run)
-        around = self.cross_attention_residual
         places = {"positions": positions, "kv_positions": memory_positions}
-        y = self.cross_attention(around.enter(x), memory, mask=cross_mask, **places, **run)
-        x = around.leave(x, y, **run)
+
+        def attend(x: Array) -> Array:
+            return self.self_attention(x, mask=_causal(mask), positions=positions, **run)
+
+        def read(x: Array) -> Array:
+            return self.cross_attention(x, memory, mask=cross_mask, **places, **run)
+
+        return self._around(x, attend, read, **run)
+
+    def step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: LayerCache,
+        *,
+        mask: MaskLike = None,
+        cross_mask: MaskLike = None,
+        valid: Valid = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        """As the call, for T further tokens; masks see the cache's slots."""
+        run = {"deterministic": deterministic, "rngs": rngs}
+        positions = cache.tokens.next_positions(x.shape[1], valid)
+        tokens = cache.tokens
+
+        def attend(x: Array) -> Array:
+            nonlocal tokens
+            options = {"mask": _causal(mask), "valid": valid, **run}
+            y, tokens = self.self_attention(x, cache=tokens, **options)
+            return y
+
+        def read(x: Array) -> Array:
+            options = {"mask": cross_mask, "positions": positions, **run}
+            return self.cross_attention.recall(x, cache.memory, **options)
+
+        return self._around(x, attend, read, **run), LayerCache(tokens, cache.memory)
+
+    def _around(
+        self, x: Array, attend: Callable[..., Array], read: Callable[..., Array], **run: Any
+    ) -> Array:
+        """The three sublayers with their ways around."""
+        around = self.self_attention_residual
+        x = around.leave(x, attend(around.enter(x)), **run)
+        around = self.cross_attention_residual
+        x = around.leave(x, read(around.enter(x)), **run)
         around = self.feed_forward_residual
         return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
+
+
+def _causal(mask: MaskLike) -> Any:
+    return Causal() if mask is None else Causal() & mask
 
 
 class _Stack(nnx.Module):
@@ -277,6 +333,42 @@ class Decoder(_Stack):
     """
 
     layer = DecoderLayer
+
+    def start(
+        self,
+        memory: Float[Array, "B S D"],
+        length: int,
+        *,
+        memory_lengths: Any = None,
+        memory_positions: Positions = None,
+        kind: Any = DenseCache,
+        dtype: Any = None,
+        **options: Any,
+    ) -> list[LayerCache]:
+        """Caches for `step` over up to `length` tokens, with the memory projected once.
+
+        `memory_lengths [B]` says how much of the memory is real; `kind`, `dtype` and `options` are
+        those of `MultiHeadAttention.empty_cache`.
+        """
+        layers: Any = self.layers
+        return [
+            LayerCache(
+                layer.self_attention.empty_cache(len(memory), length, kind, dtype, **options),
+                layer.cross_attention.remember(memory, memory_lengths, memory_positions),
+            )
+            for layer in layers
+        ]
+
+    def step(
+        self, x: Float[Array, "B T D"], caches: list[LayerCache], **call: Any
+    ) -> tuple[Float[Array, "B T D"], list[LayerCache]]:
+        """As the call, for T further tokens, with the caches grown by them."""
+        layers: Any = self.layers
+        grown = []
+        for layer, cache in zip(layers, caches, strict=True):
+            x, one = layer.step(x, cache, **call)
+            grown.append(one)
+        return (x if self.norm is None else self.norm(x)), grown
 
 
 class Transformer(nnx.Module):
@@ -425,7 +517,36 @@ class Transformer(nnx.Module):
             memory_positions=memory_positions,
             **run,
         )
+        return self._logits(x)
+
+    def _logits(self, x: Array) -> Array:
         return self.target_tokens.attend(x) if self.output is None else self.output(x)
+
+    def step(
+        self,
+        target_ids: Ids,
+        caches: list[LayerCache],
+        *,
+        mask: MaskLike = None,
+        cross_mask: MaskLike = None,
+        valid: Valid = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> tuple[Float[Array, "B T vocabulary"], list[LayerCache]]:
+        """Further target ids `[B, T]`, any number, to logits and the caches grown by them.
+
+            caches = model.decoder.start(model.encode(source_ids), length)
+            logits, caches = model.step(prompt_ids, caches)
+            logits, caches = model.step(next_ids, caches)
+
+        `valid [B, T]` is False for padding; masks are as in `decode`, over the caches' slots.
+        """
+        run = {"deterministic": deterministic, "rngs": rngs}
+        positions = caches[0].tokens.next_positions(target_ids.shape[1], valid)
+        x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
+        options = {"mask": mask, "cross_mask": cross_mask, "valid": valid, **run}
+        x, caches = self.decoder.step(self.dropout(x, **run), caches, **options)
+        return self._logits(x), caches
 
 
 def _positions(
