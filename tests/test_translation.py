@@ -587,66 +587,6 @@ def test_every_preset_describes_a_model():
 # --------------------------------------------------------------------------------------- decoding
 
 
-def table_step(table):
-    """A model that looks its next token up by row and place; it notes what it was asked."""
-    table = jnp.asarray(table)
-
-    def step(cache, tokens, place):
-        logits = jax.nn.one_hot(table[:, place], 8)
-        return logits, cache.at[:, place].set(tokens)
-
-    return step
-
-
-def decoded(table, active=None, length=5):
-    table = np.asarray(table)
-    active = jnp.ones(len(table), bool) if active is None else jnp.asarray(active)
-    asked = jnp.full((len(table), 9), -1)
-    return np.asarray(decoding.greedy(table_step(table), asked, active, length))
-
-
-def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
-    ids = decoded([[4, 5, EOS, 6, 7], [5, EOS, 4, EOS, 4], [4, 4, 4, 4, 4], [EOS, 5, 5, 5, 5]])
-    np.testing.assert_array_equal(
-        ids,
-        [
-            [4, 5, EOS, PAD, PAD],
-            [5, EOS, PAD, PAD, PAD],
-            [4, 4, 4, 4, 4],
-            [EOS, PAD, PAD, PAD, PAD],
-        ],
-    )
-
-
-def test_greedy_takes_exactly_the_maximum_and_no_more():
-    assert decoded([[4, 5, 6, 7, 4]], length=3).tolist() == [[4, 5, 6]]
-    assert decoded([[4, 5, EOS, 7]], length=3).tolist() == [[4, 5, EOS]]
-
-
-def test_greedy_feeds_back_what_it_said_and_leaves_idle_rows_alone():
-    table = jnp.asarray([[4, 6, EOS, 5], [5, 5, 5, 5]])
-    seen = []
-
-    def step(cache, tokens, place):
-        jax.debug.callback(lambda *given: seen.append(given), tokens, place, ordered=True)
-        return jax.nn.one_hot(table[:, place], 8), cache
-
-    ids = decoding.greedy(step, (), jnp.asarray([True, False]), 4)
-    jax.effects_barrier()
-    assert np.asarray(ids).tolist() == [[4, 6, EOS, PAD], [PAD] * 4]
-    assert [(tokens.tolist(), int(place)) for tokens, place in seen] == [
-        ([BOS, BOS], 0),
-        ([4, PAD], 1),
-        ([6, PAD], 2),
-    ]
-
-
-def test_greedy_never_says_padding_or_the_beginning():
-    logits = jnp.asarray([[9.0, 0.0, 8.0, -1.0, 5.0, 5.0]])
-    ids = decoding.greedy(lambda cache, tokens, place: (logits, cache), (), jnp.ones(1, bool), 2)
-    assert np.asarray(ids).tolist() == [[4, 4]]
-
-
 @functools.cache
 def decided_params():
     """Random parameters, so large that what is said depends much on what was read."""

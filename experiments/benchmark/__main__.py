@@ -95,6 +95,18 @@ def matrix_peak(size: int = 2048) -> float:
     return 2 * size**3 / min(times) / 1e9
 
 
+def copy_bandwidth(size: int = 2**24) -> float:
+    """Bytes copied per second, in GB/s, by a pass over one large array: the best of a few."""
+    step = jax.jit(lambda x: x * 1.0000001, donate_argnums=0)
+    array = jax.block_until_ready(step(jnp.ones(size)))
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        array = jax.block_until_ready(step(array))
+        times.append(time.perf_counter() - start)
+    return 4 * size / min(times) / 1e9
+
+
 def _line(row: dict[str, Any], names: list[str]) -> str:
     ratios = [row["ratio"].get(name) for name in names if name != "jattn"]
     cells = " ".join(f"{'-' if x is None else f'{x:.2f}':>11}" for x in ratios)
@@ -171,14 +183,26 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'case':<16} {'pass':<17} {titles} {heads}")
     peak = matrix_peak()
     rows = []
-    steps = [(case, backward) for case in chosen for backward in passes]
+    steps = [
+        (case, backward) for case in chosen for backward in passes if not (case.S and backward)
+    ]
+    bandwidth = copy_bandwidth()
     with (arguments.out / "results.jsonl").open("w", encoding="utf-8") as file:
         for case, backward in tqdm(steps, disable=None, leave=False):
-            row = measure(case, backward, competitors, arguments.seconds, peak) | {"T": case.T}
+            row: dict[str, Any] = measure(case, backward, competitors, arguments.seconds, peak) | {
+                "T": case.T
+            }
+            if case.S:
+                row["gigabytes_per_second"] = case.bytes_held() / row["milliseconds"]["jattn"] / 1e6
+                row["copy_gigabytes_per_second"] = bandwidth
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             rows.append(row)
             tqdm.write(_line(row, names))
+            if case.S:
+                rate = row["gigabytes_per_second"]
+                share = rate / bandwidth
+                tqdm.write(f"  reads {rate:.1f} GB/s, {share:.0%} of the {bandwidth:.1f} of a copy")
     if arguments.growing:
         for path in _plot(rows, arguments.out):
             print(f"plot: {path}")

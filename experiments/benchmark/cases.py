@@ -15,7 +15,8 @@ from jattn import masks, scores
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Self-attention of `B` sequences of `T` positions, `N` heads on `K` key heads of size `H`."""
+    """Self-attention of `B` sequences of `T` positions, `N` heads on `K` key heads of size `H`; or
+    with `S` a step of decoding, in which T queries attend to S keys of a cache."""
 
     name: str
     B: int
@@ -27,6 +28,7 @@ class Case:
     modifier: str | None = None  # alibi, softcap, t5
     window: int = 256
     documents: int = 8
+    S: int | None = None
 
     @property
     def key_heads(self) -> int:
@@ -34,9 +36,10 @@ class Case:
         return self.K or self.N
 
     def inputs(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """query `[B, T, N, H]`, key and value `[B, T, K, H]`, float32."""
+        """query `[B, T, N, H]`, key and value `[B, T or S, K, H]`, float32."""
         rng = np.random.default_rng(seed)
-        shapes = [(self.B, self.T, heads, self.H) for heads in (self.N, *(self.key_heads,) * 2)]
+        held = (self.B, self.S or self.T, self.key_heads, self.H)
+        shapes = [(self.B, self.T, self.N, self.H), held, held]
         query, key, value = (rng.standard_normal(shape, np.float32) for shape in shapes)
         return query, key, value
 
@@ -80,6 +83,8 @@ class Case:
 
     def allowed_pairs(self) -> int:
         """Pairs of query and key that attend, over batch and heads: the work that is needed."""
+        if self.S:
+            return self.B * self.N * self.T * self.S
         mask = self.mask(jnp.asarray(self.ids())) or masks.Full()
         block = min(self.T, 512)
         kinds = np.asarray(masks.tile_map(mask, self.T, self.T, block, block))
@@ -92,6 +97,10 @@ class Case:
     def flops(self, backward: bool) -> int:
         """Multiplications and additions in the products that the allowed pairs need."""
         return self.allowed_pairs() * 2 * self.H * (2 + 5 * backward)
+
+    def bytes_held(self) -> int:
+        """Keys and values, which a step of decoding has to read once."""
+        return 2 * 4 * self.B * (self.S or self.T) * self.key_heads * self.H
 
 
 CASES = (
@@ -106,6 +115,8 @@ CASES = (
     Case("alibi", 1, 8, 4096, 64, pattern="causal", modifier="alibi"),
     Case("softcap", 1, 8, 4096, 64, pattern="causal", modifier="softcap"),
     Case("t5", 1, 8, 4096, 64, modifier="t5"),
+    Case("decode", 8, 8, 1, 64, S=4096),
+    Case("decode-grouped", 8, 8, 1, 64, K=1, S=4096),
 )
 
 

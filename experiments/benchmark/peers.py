@@ -54,7 +54,11 @@ def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Run
 
 
 def ours(case: Case, backward: bool) -> Runnable:
-    """`jattn.attention`, with the implementation that it chooses."""
+    """`jattn.attention`, with the implementation that it chooses; in decoding, of a cache."""
+    if case.S:
+        query, *held = map(jnp.asarray, case.inputs())
+        cache = jax.block_until_ready(jattn.cache.DenseCache.of(*held))
+        return _compiled(jattn.attention, query, cache)
 
     def attend(q: Any, k: Any, v: Any, ids: Any, parameter: Any) -> Any:
         return jattn.attention(q, k, v, mask=case.mask(ids), score=case.score(parameter))

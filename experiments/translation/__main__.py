@@ -4,6 +4,7 @@
     python -m experiments.translation train --preset multi30k --data DIR
     python -m experiments.translation evaluate --run runs/toy
     python -m experiments.translation translate --run runs/toy "der hund schläft ."
+    python -m experiments.translation translate --run runs/toy --beam 4 --n-best 2 --scores
     python -m experiments.translation plot --run runs/toy --sentence "der hund schläft ."
 
 Without a subcommand: trains the preset `toy` on the built-in corpus, translates 1,000 held-out
@@ -25,13 +26,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from tqdm import tqdm
 
 from experiments.translation import checkpoints, pictures
 from experiments.translation.batches import Batches
 from experiments.translation.checkpoints import Run, TextOrigin, fingerprint
 from experiments.translation.corpus import Pair
-from experiments.translation.data import LANGUAGES
-from experiments.translation.decoding import translated
+from experiments.translation.data import LANGUAGES, read_lines
+from experiments.translation.decoding import (
+    Search,
+    Translation,
+    alignments,
+    translated,
+    translations,
+)
 from experiments.translation.evaluation import Examined, Examiner, read_tests, table
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
@@ -85,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--run", type=Path, required=True, help="the run's directory")
     for added in (demo, train, evaluate, plot):
         _add_data(added)
-    translate.add_argument("sentences", nargs="*", metavar="SENTENCE")
+    _add_translation(translate)
+    _add_search(translate)
     plot.add_argument("--sentence", help="what to translate and draw")
     return parser
 
@@ -116,6 +125,48 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--languages", nargs=2, metavar=("SOURCE", "TARGET"), help="suffixes of the files (de en)"
     )
+
+
+def _add_translation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sentences", nargs="*", metavar="SENTENCE")
+    parser.add_argument("--file", type=Path, metavar="PATH", help="translate the lines of a file")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="a new file (stdout)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output that is there")
+    parser.add_argument(
+        "--scores",
+        action="store_true",
+        help="before each translation its score and log probability, separated by tabs",
+    )
+    parser.add_argument(
+        "--alignments",
+        action="store_true",
+        help="after each translation and a tab, links SOURCE-TARGET of its tokens, counted from 0: "
+        "what each looks at most in the mean of the last cross-attention's heads",
+    )
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--beam", type=int, metavar="N", help="search with N beams (greedy)")
+    kinds.add_argument("--sample", action="store_true", help="draw tokens by their probability")
+    parser.add_argument(
+        "--n-best", type=int, default=1, metavar="N", help="the N best of the beams, a line each"
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="A",
+        help="for beams: rank by log probability / ((5 + length) / 6)^A (0.6)",
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="for samples: 0 is greedy")
+    parser.add_argument("--top-k", type=int, metavar="K", help="for samples: of the K likeliest")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="for samples: of the likeliest that together have the probability P",
+    )
+    parser.add_argument("--seed", type=int, help="for samples: decides what is drawn (0)")
 
 
 class UserError(Exception):
@@ -183,19 +234,22 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _translate(options: argparse.Namespace) -> None:
+    with _users_part():
+        search = _search(options)
+        _check_output(options)
+        sentences = _sentences(options)
     trained = _opened(options)
-    if options.sentences:
-        _print_translations(trained, options.sentences)
-    elif not sys.stdin.isatty():
-        text = sys.stdin.read()
-        _print_translations(trained, text.removesuffix("\n").split("\n") if text else [])
-    else:
+    if sentences is None:
         print("a sentence per line; Ctrl-D ends", file=sys.stderr)
         for line in sys.stdin:
             try:
-                _print_translations(trained, [line])
+                _write(_translated_lines(trained, [line], search, options), options)
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
+        return
+    lines = _translated_lines(trained, sentences, search, options)
+    with _users_part():
+        _write(lines, options)
 
 
 def _plot(options: argparse.Namespace) -> None:
@@ -367,6 +421,109 @@ def _opened(options: argparse.Namespace) -> _Trained:
     return _Trained(run, model, params)
 
 
+# ------------------------------------------------------------------------------------ translating
+
+
+_ONLY_WITH = {
+    "length_penalty": "beam",
+    "temperature": "sample",
+    "top_k": "sample",
+    "top_p": "sample",
+    "seed": "sample",
+}
+
+
+def _search(options: argparse.Namespace) -> Search:
+    kind = "sample" if options.sample else "greedy" if options.beam is None else "beam"
+    given = {name: value for name in _ONLY_WITH if (value := getattr(options, name)) is not None}
+    for name in given:
+        if _ONLY_WITH[name] != kind:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option}: expected --{_ONLY_WITH[name]} with it")
+    if options.beam is not None:
+        given["beams"] = options.beam
+    return Search(kind=kind, n_best=options.n_best, **given)
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Makes sure, before anything is computed, that there will be a place for it."""
+    path = options.output
+    if path is None:
+        if options.overwrite:
+            raise ValueError("--overwrite: expected --output PATH with it")
+    elif path.exists() and not (options.overwrite and path.is_file()):
+        raise FileExistsError(f"{path} exists already: expected another --output or --overwrite")
+    elif not path.parent.is_dir():
+        raise FileNotFoundError(f"--output: no directory {path.parent}")
+
+
+def _sentences(options: argparse.Namespace) -> list[str] | None:
+    """What to translate, a sentence per line; None where somebody is typing it."""
+    if options.file is not None:
+        if options.sentences:
+            raise ValueError("--file: expected no SENTENCE with it")
+        return read_lines(options.file)
+    if options.sentences:
+        return options.sentences
+    if sys.stdin.isatty() and options.output is None:
+        return None
+    text = sys.stdin.read()
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def _translated_lines(
+    trained: _Trained, sentences: Sequence[str], search: Search, options: argparse.Namespace
+) -> list[str]:
+    """`search.n_best` lines for each sentence, empty for one without words."""
+    run = trained.run
+    rows = [_encoded(run, sentence) for sentence in sentences if sentence.strip()]
+    for sentence in sentences:
+        if unknown := run.source.unknown(sentence):
+            print(f"unknown words: {', '.join(unknown)}", file=sys.stderr)
+    with tqdm(
+        total=len(rows), unit="sentence", dynamic_ncols=True, leave=False, disable=None
+    ) as bar:
+        found = translations(trained.model, trained.params, rows, search, report=bar.update)
+    shown = _with_fields(trained, rows, found, options)
+    lines: list[str] = []
+    for sentence in sentences:
+        said = next(shown) if sentence.strip() else []
+        lines += said + [""] * (search.n_best - len(said))
+    return lines
+
+
+def _with_fields(
+    trained: _Trained,
+    rows: Sequence[Sequence[int]],
+    found: Sequence[Sequence[Translation]],
+    options: argparse.Namespace,
+) -> Iterator[list[str]]:
+    """For each row of source ids a line per translation, with the fields that were asked for."""
+    links = None
+    if options.alignments:
+        sources = [row for row, best in zip(rows, found, strict=True) for _ in best]
+        targets = [said.ids.tolist() for best in found for said in best]
+        links = iter(alignments(trained.model, trained.params, sources, targets))
+    for best in found:
+        lines = []
+        for said in best:
+            fields = [f"{said.score:.4f}", f"{said.log_prob:.4f}"] if options.scores else []
+            fields.append(trained.run.target.decode(said.ids))
+            if links is not None:
+                fields.append(" ".join(f"{source}-{target}" for source, target in next(links)))
+            lines.append("\t".join(fields))
+        yield lines
+
+
+def _write(lines: Sequence[str], options: argparse.Namespace) -> None:
+    text = "".join(line + "\n" for line in lines)
+    if options.output is None:
+        print(text, end="", flush=True)
+        return
+    with options.output.open("w" if options.overwrite else "x", encoding="utf-8") as file:
+        file.write(text)
+
+
 # ------------------------------------------------------------------------------------ examining
 
 
@@ -413,18 +570,6 @@ def _print_beside_reference(run: Run, pair: Pair, translation: str) -> None:
     print(f"  -> {translation}")
     if translation != reference:
         print(f"     (expected: {reference})")
-
-
-def _print_translations(trained: _Trained, sentences: Sequence[str]) -> None:
-    """A translation a line; a line without words stays empty."""
-    run = trained.run
-    rows = [_encoded(run, sentence) for sentence in sentences if sentence.strip()]
-    translations = iter(translated(trained.model, trained.params, rows))
-    for sentence in sentences:
-        unknown = run.source.unknown(sentence)
-        if unknown:
-            print(f"unknown words: {', '.join(unknown)}", file=sys.stderr)
-        print(run.target.decode(next(translations)) if sentence.strip() else "", flush=True)
 
 
 def _encoded(run: Run, sentence: str) -> list[int]:

@@ -1,117 +1,190 @@
-"""Greedy decoding: the likeliest next token, one at a time, for a whole batch, compiled.
+"""Decoding: translations of lists of sentences by the searches, a compiled batch at a time.
 
-A search knows the model only as a step: `step(cache, tokens [B], place)` takes the tokens that
-stand at a place and gives logits `[B, V]` for the next one, and the cache for the next call. What
-the cache is, is the step's own affair. `prefix_step` keeps the tokens so far and runs the decoder
-over all of them each time.
+The model as the searches know it is `Model.step`, whose state are the decoder's caches.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from experiments.translation import searches
 from experiments.translation.batches import Batches
 from experiments.translation.model import Model, Params
-from experiments.translation.text import BOS, EOS, PAD, EncodedPairs, Ragged
+from experiments.translation.searches import Hypotheses
+from experiments.translation.text import EOS, PAD, EncodedPairs, Ragged
+from jattn.nn import LayerCache
 
 
-Step = Callable[[Any, Array, Array], tuple[Array, Any]]
+Kind = Literal["greedy", "sample", "beam"]
 
-_ROWS = 128  # sentences decoded together
+_ROWS = 128  # rows decoded together: sentences, or their beams
 
 
-def greedy(step: Step, cache: Any, active: Array, length: int) -> Array:
-    """The likeliest token after each other one, from `<bos>` to the first `<eos>`.
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How to look for a translation; the fields are explained where `searches` takes them.
 
-    A sentence stays as it is after its `<eos>`, with `<pad>` behind, and decoding ends with the
-    last one. Of equally likely tokens the first is taken; `<pad>` and `<bos>` never are.
+    Attributes:
+        kind: "greedy", "sample" or "beam".
+        beams: of a beam search.
+        n_best: how many translations of a sentence to find, at most `beams`; 1 without a beam.
+        length_penalty: of a beam search.
+        temperature: of sampling.
+        top_k: of sampling.
+        top_p: of sampling.
+        seed: of sampling: it and a sentence's place in the list decide what is drawn for it.
+
+    Raises:
+        ValueError: a value that does not fit; the message names it.
+    """
+
+    kind: Kind = "greedy"
+    beams: int = 4
+    n_best: int = 1
+    length_penalty: float = 0.6
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind: expected one of {get_args(Kind)}, got {self.kind!r}")
+        searches.check_beam(self.beams, self.n_best, self.length_penalty)
+        searches.check_sampling(self.temperature, self.top_k, self.top_p)
+        if self.n_best > self.rows:
+            given = f"{self.beams} beams" if self.kind == "beam" else f"kind={self.kind!r}"
+            raise ValueError(
+                f"n_best: expected at most {self.rows} with {given}, got {self.n_best}"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: expected 0 <= seed < 2^32, got {self.seed}")
+
+    @property
+    def rows(self) -> int:
+        """The rows of a step's state for each sentence."""
+        return self.beams if self.kind == "beam" else 1
+
+
+GREEDY = Search()
+
+
+class Translation(NamedTuple):
+    """A translation of a sentence.
+
+    Attributes:
+        ids: up to its `<eos>`; without one where it was cut at the greatest length.
+        score: of a beam search, log probability by length penalty; else the log probability.
+        log_prob: the model's, in nats.
+    """
+
+    ids: np.ndarray
+    score: float
+    log_prob: float
+
+
+# ------------------------------------------------------------------------------------ translation
+
+
+def _reordered(caches: list[LayerCache], rows: Array) -> list[LayerCache]:
+    """The caches of these rows: each takes the place of another beam of its own sentence."""
+    return [cache.reorder(rows, memory=False) for cache in caches]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "length", "search"))
+def search_batch(
+    model: Model,
+    params: Params,
+    source: Array,
+    source_lengths: Array,
+    keys: Array | None = None,
+    *,
+    length: int,
+    search: Search = GREEDY,
+) -> Hypotheses:
+    """Translations of source ids `[B, S]` of these lengths `[B]`, compiled.
 
     Args:
-        step: the model; see the head of this module.
-        cache: what `step` is first called with.
-        active: which rows have a sentence to translate, bool `[B]`; the others stay `<pad>`.
-        length: the most tokens of a translation, `<eos>` counted.
-
-    Returns:
-        ids, int32 `[B, length]`.
+        model, params: the model.
+        source, source_lengths: the batch; rows of length 0 are empty.
+        keys: of the rows, `[B]`, where `search` draws.
+        length: the most tokens of a translation.
+        search: how to look for them; its seed is not read.
     """
-    rows = active.shape[0]
-
-    def unfinished(carry: tuple[Array, ...]) -> Array:
-        place, _, active, *_ = carry
-        return (place < length) & jnp.any(active)
-
-    def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        place, tokens, active, ids, cache = carry
-        logits, cache = step(cache, tokens, place)
-        logits = logits.at[:, jnp.asarray([PAD, BOS])].set(-jnp.inf)
-        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        tokens = jnp.where(active, likeliest, PAD)
-        ids = jax.lax.dynamic_update_slice_in_dim(ids, tokens[:, None], place, axis=1)
-        return place + 1, tokens, active & (tokens != EOS), ids, cache
-
-    start = jnp.zeros((), jnp.int32)
-    first = jnp.full((rows,), BOS, jnp.int32)
-    empty = jnp.full((rows, length), PAD, jnp.int32)
-    return jax.lax.while_loop(unfinished, advance, (start, first, active, empty, cache))[3]
-
-
-class Prefix(NamedTuple):
-    """The cache of `prefix_step`: the source as the decoder reads it, and the tokens so far."""
-
-    memory: Array
-    source_lengths: Array
-    target: Array
+    state = model.start(params, source, source_lengths, length, copies=search.rows)
+    step = functools.partial(model.step, params)
+    begin = step, state, source_lengths > 0, length
+    if search.kind == "beam":
+        return searches.beam(
+            *begin,
+            beams=search.beams,
+            n_best=search.n_best,
+            length_penalty=search.length_penalty,
+            reorder=_reordered,
+        )
+    if search.kind == "sample":
+        assert keys is not None
+        options = {name: getattr(search, name) for name in ("temperature", "top_k", "top_p")}
+        said = searches.sample(*begin, keys, **options)
+    else:
+        said = searches.greedy(*begin)
+    log_probs = said.log_probs[:, None]
+    return Hypotheses(said.ids[:, None], log_probs, log_probs)
 
 
-def prefix_step(
-    model: Model, params: Params, cache: Prefix, tokens: Array, place: Array
-) -> tuple[Array, Prefix]:
-    """A step that runs the decoder over all tokens so far; places behind them are not seen."""
-    target = jax.lax.dynamic_update_slice_in_dim(cache.target, tokens[:, None], place, axis=1)
-    logits = model.decode(params, cache.memory, cache.source_lengths, target)
-    here = jax.lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
-    return here, cache._replace(target=target)
-
-
-@functools.partial(jax.jit, static_argnames=("model", "length"))
 def greedy_batch(
     model: Model, params: Params, source: Array, source_lengths: Array, *, length: int
 ) -> Array:
-    """Translations `[B, length]` of source ids `[B, S]` of these lengths `[B]`, compiled."""
-    memory = model.encode(params, source, source_lengths)
-    empty = jnp.full((source.shape[0], length), PAD, jnp.int32)
-    step = functools.partial(prefix_step, model, params)
-    return greedy(step, Prefix(memory, source_lengths, empty), source_lengths > 0, length)
+    """Greedy translations `[B, length]` of source ids `[B, S]` of these lengths `[B]`, compiled."""
+    return search_batch(model, params, source, source_lengths, length=length).ids[:, 0]
 
 
-def translated(model: Model, params: Params, sources: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The ids of a translation of each row of source ids, up to its `<eos>`."""
+def translated(
+    model: Model, params: Params, sources: Sequence[Sequence[int]], search: Search = GREEDY
+) -> list[np.ndarray]:
+    """The ids of the best translation of each row of source ids, up to its `<eos>`."""
+    found = translations(model, params, sources, search)
+    return [row[0].ids if row else np.empty(0, np.int32) for row in found]
+
+
+def translations(
+    model: Model,
+    params: Params,
+    sources: Sequence[Sequence[int]],
+    search: Search = GREEDY,
+    *,
+    report: Callable[[int], object] = lambda count: None,
+) -> list[list[Translation]]:
+    """The `search.n_best` best translations of each row of source ids, best first.
+
+    There are fewer where the model holds fewer sequences possible. `report` is told of each batch
+    how many rows of source ids are done with it.
+    """
     if not sources:
         return []
-    results = [np.empty(0, np.int32)] * len(sources)
-    batches = Batches(
-        _alone(model, sources), rows_per_batch=_ROWS, max_shapes=model.config.max_shapes
-    )
+    results: list[list[Translation]] = [[] for _ in sources]
+    pairs = _pairs(model, sources, [[EOS]] * len(sources))
+    rows = max(_ROWS // search.rows, 1)
+    batches = Batches(pairs, rows_per_batch=rows, max_shapes=model.config.max_shapes)
+    same = dataclasses.replace(search, seed=0)  # another seed compiles nothing anew
     for batch, places in batches.in_order():
         length = min(model.config.max_length, longest_translation(batch.source.shape[1]))
-        ids = greedy_batch(model, params, batch.source, batch.source_lengths, length=length)
-        for row, place in zip(np.asarray(ids), places, strict=True):
+        keys = _keys(search.seed, places) if search.kind == "sample" else None
+        found = search_batch(
+            model, params, batch.source, batch.source_lengths, keys, length=length, search=same
+        )
+        for place, *row in zip(places, *map(np.asarray, found), strict=True):
             if place >= 0:
-                results[place] = row[: _end(row)]
+                results[place] = _translations(*row)
+        report(int((places >= 0).sum()))
     return results
-
-
-def _alone(model: Model, sources: Sequence[Sequence[int]]) -> EncodedPairs:
-    """The sources as pairs whose targets are empty."""
-    nothing = Ragged.of([[EOS]] * len(sources))
-    places = np.arange(len(sources))
-    return EncodedPairs(Ragged.of(sources), nothing, places, model.source_size, model.target_size)
 
 
 def longest_translation(source_width: int) -> int:
@@ -120,7 +193,59 @@ def longest_translation(source_width: int) -> int:
     return source_width + source_width // 2 + 8
 
 
-def _end(row: np.ndarray) -> int:
-    """How many ids there are up to and with the first `<eos>`, or else before the padding."""
-    ends = np.flatnonzero(row == EOS)
-    return int(ends[0]) + 1 if len(ends) else int((row != PAD).sum())
+def _pairs(
+    model: Model, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+) -> EncodedPairs:
+    places = np.arange(len(sources))
+    sizes = model.source_size, model.target_size
+    return EncodedPairs(Ragged.of(sources), Ragged.of(targets), places, *sizes)
+
+
+def _keys(seed: int, places: np.ndarray) -> Array:
+    """A key for each sentence by its place in the list, wherever batching puts it."""
+    numbers = np.maximum(places, 0).astype(np.uint32)
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
+
+
+def _translations(ids: np.ndarray, scores: np.ndarray, log_probs: np.ndarray) -> list[Translation]:
+    """The hypotheses that there are of those of a sentence, `[N, length]`, `[N]`, `[N]`."""
+    return [
+        Translation(row[row != PAD], float(score), float(log_prob))
+        for row, score, log_prob in zip(ids, scores, log_probs, strict=True)
+        if score != -np.inf
+    ]
+
+
+# ------------------------------------------------------------------------------------- alignments
+
+
+def alignments(
+    model: Model,
+    params: Params,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+) -> list[list[tuple[int, int]]]:
+    """For each pair of rows of ids the links (source token, target token) of cross-attention.
+
+    A target token is linked to what it looks at most when it is said, in the mean over the heads of
+    the decoder's last layer. `<eos>` has no links, nor has a token that looks at it most.
+    """
+    if not sources:
+        return []
+    links: list[list[tuple[int, int]]] = [[] for _ in sources]
+    layer = f"decoder/layers/{model.config.decoder_layers - 1}/cross_attention"
+    pairs = _pairs(model, sources, targets)
+    batches = Batches(pairs, rows_per_batch=_ROWS, max_shapes=model.config.max_shapes)
+    for batch, places in batches.in_order():
+        weights = model.weights(params, batch.source, batch.source_lengths, batch.target_in)[layer]
+        most = np.asarray(jnp.argmax(jnp.mean(weights, axis=1), axis=-1))
+        for row, place in enumerate(places):
+            if place >= 0:
+                links[place] = _links(most[row], batch.source[row], batch.target_out[row])
+    return links
+
+
+def _links(most: np.ndarray, source: np.ndarray, target: np.ndarray) -> list[tuple[int, int]]:
+    """The links between words, where target place i looks at source place `most[i]` most."""
+    words = np.flatnonzero((target != EOS) & (target != PAD) & (source[most] != EOS))
+    return [(int(most[place]), int(place)) for place in words]

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
@@ -17,6 +18,7 @@ from jax import Array
 import jattn.nn
 from experiments.translation.presets import Config
 from jattn import masks
+from jattn.nn import LayerCache
 
 
 Params = dict[str, Array]
@@ -95,14 +97,27 @@ class Model:
         )
 
     def encode(self, params: Params, source: Ids, source_lengths: Ids) -> Array:
-        """The memory `[B, S, D]` that `decode` reads."""
+        """The memory `[B, S, D]` that the decoder reads."""
         padding = masks.Lengths(kv=source_lengths)
         return self.module(params).encode(source, mask=padding, deterministic=True)
 
-    def decode(self, params: Params, memory: Array, source_lengths: Ids, target: Ids) -> Array:
-        """What follows each target place, `[B, T, target vocabulary]`."""
-        padding = masks.Lengths(kv=source_lengths)
-        return self.module(params).decode(target, memory, cross_mask=padding, deterministic=True)
+    def start(
+        self, params: Params, source: Ids, source_lengths: Ids, length: int, copies: int = 1
+    ) -> list[LayerCache]:
+        """Caches for `step` over up to `length` target places, each sentence in `copies` rows."""
+        module = self.module(params)
+        memory = self.encode(params, source, source_lengths)
+        caches = module.decoder.start(memory, length, memory_lengths=source_lengths)
+        rows = jnp.repeat(jnp.arange(len(memory), dtype=jnp.int32), copies)
+        return caches if copies == 1 else [cache.reorder(rows) for cache in caches]
+
+    def step(
+        self, params: Params, caches: list[LayerCache], tokens: Ids
+    ) -> tuple[Array, list[LayerCache]]:
+        """What follows the next token of each row `[R]`, `[R, target vocabulary]`, and the caches
+        that hold it."""
+        logits, caches = self.module(params).step(tokens[:, None], caches, deterministic=True)
+        return logits[:, 0], caches
 
     @functools.partial(jax.jit, static_argnums=0)
     def weights(

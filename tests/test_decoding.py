@@ -1,0 +1,808 @@
+"""The searches on models that are tables, against plain Python; and translations by them."""
+
+import collections
+import functools
+import io
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.translation import __main__ as cli
+from experiments.translation import decoding, searches
+from experiments.translation.decoding import Search
+from experiments.translation.text import BOS, EOS, PAD, UNK
+from tests.conftest import quick_jit
+from tests.test_translation import bench, decided_params, padded, plain_jax
+
+
+# ------------------------------------------------------------------------------------ table models
+
+
+V = 6  # <pad>, <unk>, <bos>, <eos> and two words: of these three symbols and <eos> can be said
+SAYABLE = (UNK, EOS, 4, 5)
+CODES = 997  # a prefix is known by a number below this: its own up to four tokens, hashed beyond
+
+
+class State(NamedTuple):
+    """A prefix in each row, the table of the row's sentence, and how many tokens were read."""
+
+    code: jax.Array
+    sentence: jax.Array
+    place: jax.Array
+
+
+def longer(code: Any, token: Any) -> Any:
+    return (code * V + token) % CODES
+
+
+def first_state(sentences: int, copies: int = 1) -> State:
+    rows = jnp.repeat(jnp.arange(sentences, dtype=jnp.int32), copies)
+    return State(jnp.zeros_like(rows), rows, jnp.zeros((), jnp.int32))
+
+
+def table_step(tables):
+    """A model that looks up what follows each prefix: logits `[B, CODES, V]`."""
+
+    def step(state, tokens):
+        code = longer(state.code, tokens)
+        return tables[state.sentence, code], State(code, state.sentence, state.place + 1)
+
+    return step
+
+
+def reorder(state: State, rows: jax.Array) -> State:
+    return State(state.code[rows], state.sentence[rows], state.place)
+
+
+def random_tables(sentences: int, seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return (2 * random.standard_normal((sentences, CODES, V))).astype(np.float32)
+
+
+def made_table(continuations: dict[tuple[int, ...], dict[int, float]]) -> np.ndarray:
+    """`[1, CODES, V]`: probabilities after each prefix; after any other all tokens are alike."""
+    table = np.zeros((1, CODES, V), np.float32)
+    for prefix, probabilities in continuations.items():
+        assert math.isclose(sum(probabilities.values()), 1)
+        row = np.full(V, -np.inf)
+        row[list(probabilities)] = np.log(list(probabilities.values()))
+        row[[PAD, BOS]] = 7.0  # likely, but not to be said
+        table[0, functools.reduce(longer, (BOS, *prefix), 0)] = row
+    return table
+
+
+@functools.partial(quick_jit, static_argnames=("length",))
+def run_greedy(tables, active, *, length):
+    return searches.greedy(table_step(tables), first_state(len(tables)), active, length)
+
+
+@functools.partial(quick_jit, static_argnames=("length", "beams", "n_best", "length_penalty"))
+def run_beam(tables, active, *, length, beams, **options):
+    begin = first_state(len(tables), beams), active, length
+    return searches.beam(table_step(tables), *begin, beams=beams, reorder=reorder, **options)
+
+
+def greedily(tables, active=None, length=8) -> Any:
+    active = np.ones(len(tables), bool) if active is None else np.array(active)
+    return jax.device_get(run_greedy(tables, active, length=length))
+
+
+def beamed(tables, active=None, **options) -> Any:
+    active = np.ones(len(tables), bool) if active is None else np.array(active)
+    return jax.device_get(run_beam(tables, active, **options))
+
+
+# ------------------------------------------------------------------------------------ plain Python
+
+
+def log_probs_after(table: np.ndarray, prefix: tuple[int, ...]) -> dict[int, float]:
+    """Of each token that can be said, in float64, of one sentence's table `[CODES, V]`."""
+    row = table[functools.reduce(longer, (BOS, *prefix), 0)].astype(np.float64)
+    total = math.log(sum(math.exp(row[token]) for token in SAYABLE))
+    return {token: row[token] - total for token in SAYABLE}
+
+
+def every_hypothesis(table, length, prefix=(), log_prob=0.0):
+    """All sequences with their log probabilities: up to `<eos>`, or cut at `length` tokens."""
+    if prefix and (prefix[-1] == EOS or len(prefix) == length):
+        yield prefix, log_prob
+        return
+    for token, gain in log_probs_after(table, prefix).items():
+        yield from every_hypothesis(table, length, (*prefix, token), log_prob + gain)
+
+
+def ranked(hypotheses, alpha):
+    """(score, tokens, log probability), best first."""
+    scored = [
+        (log_prob / ((5 + len(tokens)) / 6) ** alpha, tokens, log_prob)
+        for tokens, log_prob in hypotheses
+    ]
+    return sorted(scored, key=lambda hypothesis: -hypothesis[0])
+
+
+def plain_beam(table, length, beams, alpha):
+    """The search as its docstring tells it, but going on to the last place always."""
+    alive: list[Any] = [((), 0.0)]
+    finished: list[Any] = []
+    for _ in range(length):
+        continued = [
+            ((*tokens, token), log_prob + gain)
+            for tokens, log_prob in alive
+            for token, gain in log_probs_after(table, tokens).items()
+        ]
+        continued = sorted(continued, key=lambda pair: -pair[1])[: 2 * beams]
+        finished += [pair for pair in continued if pair[0][-1] == EOS]
+        alive = [pair for pair in continued if pair[0][-1] != EOS][:beams]
+    return ranked(finished + alive, alpha)
+
+
+def assert_found(found, sentence, expected):
+    """The hypotheses found for a sentence are these."""
+    ids, scores, log_probs = (array[sentence] for array in found)
+    assert [tuple(row[row != PAD].tolist()) for row in ids] == [tokens for _, tokens, _ in expected]
+    np.testing.assert_allclose(scores, [score for score, _, _ in expected], rtol=1e-5)
+    np.testing.assert_allclose(log_probs, [log_prob for *_, log_prob in expected], rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------ greedy
+
+
+def path_table(*said: int) -> np.ndarray:
+    """After each beginning of this sequence the next of its tokens has the probability 3/4."""
+    return made_table(
+        {
+            said[:place]: {token: 0.75, SAYABLE[SAYABLE.index(token) - 1]: 0.25}
+            for place, token in enumerate(said)
+        }
+    )
+
+
+def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
+    said = [(4, 5, EOS), (5, EOS), (4, UNK, 5, 4, 4), (EOS,)]
+    found = greedily(np.concatenate([path_table(*row) for row in said]), length=4)
+    np.testing.assert_array_equal(
+        found.ids,
+        [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]],
+    )
+    np.testing.assert_allclose(found.log_probs, math.log(0.75) * np.array([3, 2, 4, 1]), rtol=1e-6)
+    assert found.ids.dtype == np.int32 and found.log_probs.dtype == np.float32
+
+
+def test_greedy_feeds_back_what_it_said_and_ends_with_the_last_row():
+    tables, seen = jnp.asarray(np.concatenate([path_table(4, 5, EOS), path_table(5, 5, 5)])), []
+    inner = table_step(tables)
+
+    def step(state, tokens):
+        jax.debug.callback(lambda *given: seen.append(given), tokens, state.place, ordered=True)
+        return inner(state, tokens)
+
+    found = searches.greedy(step, first_state(2), jnp.asarray([True, False]), 7)
+    jax.effects_barrier()
+    assert np.asarray(found.ids).tolist() == [[4, 5, EOS, *[PAD] * 4], [PAD] * 7]
+    assert float(found.log_probs[1]) == 0
+    assert [(tokens.tolist(), int(place)) for tokens, place in seen] == [
+        ([BOS, BOS], 0),
+        ([4, PAD], 1),
+        ([5, PAD], 2),
+    ]
+
+
+def test_of_equal_tokens_the_first_is_said_and_never_padding_or_the_beginning():
+    even = np.zeros((1, CODES, V), np.float32)
+    even[..., [PAD, BOS]] = 9
+    found = greedily(even, length=2)
+    assert found.ids.tolist() == [[UNK, UNK]]
+    np.testing.assert_allclose(found.log_probs, 2 * math.log(0.25), rtol=1e-6)
+    best = beamed(even, length=2, beams=3, n_best=4, length_penalty=0.0)
+    # <eos> alone is likelier than two tokens, of which those with <eos> have been found first
+    assert best.ids[0].tolist() == [[EOS, PAD], [UNK, EOS], [4, EOS], [UNK, UNK]]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_a_beam_of_one_is_greedy(alpha):
+    tables = random_tables(7)
+    active = np.arange(7) != 2
+    said = greedily(tables, active)
+    found = beamed(tables, active, length=8, beams=1, n_best=2, length_penalty=alpha)
+    np.testing.assert_array_equal(found.ids[:, 0], said.ids)
+    np.testing.assert_array_equal(found.log_probs[active, 0], said.log_probs[active])
+    lengths = (said.ids != PAD).sum(axis=1)[active]
+    assert len(set(lengths)) > 3
+    np.testing.assert_allclose(
+        found.scores[active, 0], said.log_probs[active] / ((5 + lengths) / 6) ** alpha, rtol=1e-6
+    )
+    assert (found.scores[:, 1] == -np.inf).all() and (found.ids[:, 1] == PAD).all()
+    assert (found.scores[2] == -np.inf).all() and (found.log_probs[2] == -np.inf).all()
+
+
+# -------------------------------------------------------------------------------------------- beam
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_a_beam_that_holds_everything_finds_what_brute_force_finds(alpha):
+    tables = random_tables(2, seed=1)
+    found = beamed(tables, length=4, beams=81, n_best=125, length_penalty=alpha)
+    for sentence, table in enumerate(tables):
+        expected = ranked(every_hypothesis(table, 4), alpha)
+        assert len(expected) == 1 + 3 + 9 + 27 + 81
+        kept = searches.Hypotheses(*(array[:, :121] for array in found))
+        assert_found(kept, sentence, expected)
+    assert (found.scores[:, 121:] == -np.inf).all() and (found.log_probs[:, 121:] == -np.inf).all()
+    assert (found.ids[:, 121:] == PAD).all()
+
+
+@pytest.mark.parametrize(
+    ("alpha", "expected"),
+    [  # ln 0.4, ln 0.36, ln 0.24 by 1, (7/6)^alpha, (8/6)^alpha
+        (0.0, [(-0.91629, (EOS,)), (-1.02165, (4, EOS)), (-1.42712, (4, 5, EOS))]),
+        (0.6, [(-0.91629, (EOS,)), (-0.93140, (4, EOS)), (-1.20087, (4, 5, EOS))]),
+        (1.0, [(-0.87570, (4, EOS)), (-0.91629, (EOS,)), (-1.07034, (4, 5, EOS))]),
+    ],
+)
+def test_scores_worked_out_by_hand(alpha, expected):
+    table = made_table({(): {EOS: 0.4, 4: 0.6}, (4,): {EOS: 0.6, 5: 0.4}, (4, 5): {EOS: 1.0}})
+    found = beamed(table, length=4, beams=2, n_best=5, length_penalty=alpha)
+    np.testing.assert_allclose(found.scores[0, :3], [score for score, _ in expected], atol=2e-5)
+    said = [tuple(row[row != PAD].tolist()) for row in found.ids[0]]
+    assert said == [*(tokens for _, tokens in expected), (), ()]
+    assert (found.scores[0, 3:] == -np.inf).all()
+    single = beamed(table, length=4, beams=2, length_penalty=alpha)
+    np.testing.assert_array_equal(single.ids[0, 0], found.ids[0, 0])
+
+
+def test_a_narrow_beam_is_led_up_the_garden_path():
+    table = made_table({(): {4: 0.4, 5: 0.35, UNK: 0.25}, (UNK,): {EOS: 1.0}})
+    (_, best, _), *_ = ranked(every_hypothesis(table[0], 2), 0.0)
+    assert best == (UNK, EOS)
+    narrow = beamed(table, length=2, beams=2, length_penalty=0.0)
+    assert narrow.ids[0, 0].tolist() == [4, EOS]
+    np.testing.assert_allclose(narrow.log_probs[0, 0], math.log(0.1), rtol=1e-6)
+    wider = beamed(table, length=2, beams=3, length_penalty=0.0)
+    assert wider.ids[0, 0].tolist() == [UNK, EOS]
+    np.testing.assert_allclose(wider.log_probs[0, 0], math.log(0.25), rtol=1e-6)
+
+
+@pytest.mark.parametrize("n_best", [1, 2])
+def test_a_long_hypothesis_may_become_the_best_after_others_have_ended(n_best):
+    chain = {(5,) * count: {5 if count < 7 else EOS: 1.0} for count in range(1, 8)}
+    table = made_table({(): {EOS: 0.4, 4: 0.35, 5: 0.25}, (4,): {EOS: 1.0}} | chain)
+    # By 1: ln 0.4 and ln 0.35 / (7/6) have ended, when ln 0.25 / (8/6) = -1.04 would be worse than
+    # either; but ln 0.25 / (13/6) is better.
+    found = beamed(table, length=9, beams=2, n_best=n_best, length_penalty=1.0)
+    assert found.ids[0, 0].tolist() == [*[5] * 7, EOS, PAD]
+    expected = np.array([-0.63983, -0.89985])[:n_best]
+    np.testing.assert_allclose(found.scores[0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.6, 1.3])
+@pytest.mark.parametrize("beams", [2, 5])
+def test_a_beam_is_that_of_plain_python(beams, alpha):
+    tables = random_tables(11, seed=2)
+    found = beamed(tables, length=8, beams=beams, n_best=beams, length_penalty=alpha)
+    for sentence, table in enumerate(tables):
+        assert_found(found, sentence, plain_beam(table, 8, beams, alpha)[:beams])
+    assert len({int((row != PAD).sum()) for row in found.ids[:, 0]}) > 2
+
+
+@pytest.mark.parametrize("alpha", [-0.5, 0.0, 1.3])
+def test_the_best_does_not_depend_on_how_many_are_asked_for(alpha):
+    tables = random_tables(11, seed=3)
+    one, two, five = (
+        beamed(tables, length=8, beams=3, n_best=count, length_penalty=alpha) for count in (1, 2, 5)
+    )
+    for fewer, more in ((one, two), (two, five)):
+        count = fewer.scores.shape[1]
+        for left, right in zip(fewer, more, strict=True):
+            np.testing.assert_array_equal(left, right[:, :count])
+
+
+def test_hypotheses_are_whole_and_different_and_fall():
+    found = beamed(random_tables(11, seed=4), length=8, beams=5, n_best=5, length_penalty=0.6)
+    for ids in found.ids:
+        assert len({tuple(row) for row in ids.tolist()}) == 5
+    ends = (found.ids == EOS).cumsum(axis=-1)
+    assert ends.max() == 1
+    np.testing.assert_array_equal(found.ids == PAD, (ends == 1) & (found.ids != EOS))
+    assert not (found.ids == BOS).any()
+    assert (np.diff(found.scores) <= 0).all() and np.isfinite(found.scores).all()
+
+
+def test_a_sentence_is_searched_alone_as_among_others():
+    tables, options = random_tables(5, seed=5), {"length": 8, "beams": 3, "n_best": 3}
+    active = [True, True, False, True, True]
+    together = beamed(tables, active, **options)
+    assert (together.ids[2] == PAD).all() and (together.scores[2] == -np.inf).all()
+    for sentence in (0, 1, 3, 4):
+        alone = beamed(tables[sentence : sentence + 1], **options)
+        for left, right in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(left[0], right[sentence])
+    poisoned = np.where(np.asarray(active)[:, None, None], tables, np.nan)
+    for left, right in zip(beamed(poisoned, active, **options), together, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize(("alpha", "steps"), [(0.0, 2), (0.6, 4), (-0.6, 2)])
+def test_a_beam_ends_when_nothing_can_become_better(alpha, steps):
+    # <eos> has 0.94 everywhere, each other token 0.02. After <eos> (-0.06) and a second hypothesis
+    # of two tokens (-3.97 / 1.10) are kept, beams of n tokens have -3.91·n, by at most 3.35.
+    table = np.full((1, CODES, V), math.log(0.02), np.float32)
+    table[..., EOS] = math.log(0.94)
+    inner, seen = table_step(jnp.asarray(table)), []
+
+    def step(state, tokens):
+        jax.debug.callback(lambda place: seen.append(int(place)), state.place, ordered=True)
+        return inner(state, tokens)
+
+    begin = first_state(1, 2), jnp.ones(1, bool), 40
+    found = searches.beam(step, *begin, beams=2, length_penalty=alpha, reorder=reorder)
+    jax.effects_barrier()
+    assert found.ids[0, 0].tolist() == [EOS, *[PAD] * 39]
+    assert seen == list(range(steps))
+
+
+def test_the_state_is_reordered_once_a_step_and_holds_the_rows_of_the_beams():
+    calls = []
+
+    def counted(state, rows):
+        calls.append(rows.shape)
+        return reorder(state, rows)
+
+    begin = table_step(jnp.asarray(random_tables(2))), first_state(2, 3), jnp.ones(2, bool), 5
+    searches.beam(*begin, beams=3, reorder=counted)
+    assert set(calls) == {(6,)}
+
+
+# ---------------------------------------------------------------------------------------- sampling
+
+
+PROBABILITIES = {UNK: 0.1, EOS: 0.2, 4: 0.3, 5: 0.4}
+ROWS = 4001
+
+
+@functools.partial(
+    quick_jit, static_argnames=("rows", "length", "temperature", "top_k", "top_p", "width")
+)
+def run_sample(logits, key, *, rows, length, **options):
+    step = lambda state, tokens: (jnp.broadcast_to(logits, (rows, V)), state)  # noqa: E731
+    return searches.sample(step, (), jnp.ones(rows, bool), length, key, **options)
+
+
+def sampled(probabilities, *, rows=ROWS, length=1, seed=0, **options) -> Any:
+    logits = np.full(V, -np.inf, np.float32)
+    logits[list(probabilities)] = np.log(list(probabilities.values()))
+    logits[[PAD, BOS]] = 8.0
+    key = jax.random.key(seed)
+    return jax.device_get(run_sample(logits, key, rows=rows, length=length, **options))
+
+
+def assert_drawn_from(drawn, probabilities):
+    """The things drawn are of these probabilities, within 4 standard deviations."""
+    counts = collections.Counter(drawn)
+    assert set(counts) == set(probabilities)
+    for one, p in probabilities.items():
+        assert abs(counts[one] - p * len(drawn)) <= 4 * math.sqrt(len(drawn) * p * (1 - p)), one
+
+
+def normalised(weights):
+    return {token: weight / sum(weights.values()) for token, weight in weights.items()}
+
+
+def test_tokens_are_drawn_by_their_probabilities():
+    found = sampled(PROBABILITIES)
+    assert_drawn_from(found.ids[:, 0].tolist(), PROBABILITIES)
+    expected = [math.log(PROBABILITIES[token]) for token in found.ids[:, 0].tolist()]
+    np.testing.assert_allclose(found.log_probs, expected, rtol=1e-5)
+
+
+def test_places_and_rows_are_drawn_independently():
+    words = {4: 0.3, 5: 0.7}
+    found = sampled(words, length=2)
+    assert_drawn_from(
+        list(map(tuple, found.ids.tolist())),
+        {(one, other): words[one] * words[other] for one in words for other in words},
+    )
+    neighbours = list(itertools.pairwise(found.ids[:, 0].tolist()))[::2]
+    assert_drawn_from(
+        neighbours, {(one, other): words[one] * words[other] for one in words for other in words}
+    )
+
+
+def test_a_temperature_sharpens_and_the_log_probability_stays_the_models():
+    found = sampled(PROBABILITIES, temperature=0.5)
+    squares = normalised({token: p**2 for token, p in PROBABILITIES.items()})
+    assert_drawn_from(found.ids[:, 0].tolist(), squares)
+    expected = [math.log(PROBABILITIES[token]) for token in found.ids[:, 0].tolist()]
+    np.testing.assert_allclose(found.log_probs, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({"top_k": 2}, {5, 4}),
+        ({"top_k": V + 5}, {5, 4, EOS, UNK}),
+        ({"top_p": 0.05}, {5}),
+        ({"top_p": 0.39}, {5}),
+        ({"top_p": 0.41}, {5, 4}),
+        ({"top_p": 0.69}, {5, 4}),
+        ({"top_p": 0.71}, {5, 4, EOS}),
+        ({"top_p": 1.0}, {5, 4, EOS, UNK}),
+        ({"top_k": 2, "top_p": 0.5}, {5}),  # of the two likeliest, which have 4/7 and 3/7
+        ({"top_k": 3, "top_p": 0.5}, {5, 4}),
+        ({"temperature": 0.25, "top_p": 0.7}, {5}),  # at which 0.4 has become 0.72
+    ],
+)
+def test_top_k_and_the_nucleus_keep_exactly_their_tokens(options, tokens):
+    found = sampled(PROBABILITIES, **options).ids[:, 0].tolist()
+    kept = {t: p ** (1 / options.get("temperature", 1)) for t, p in PROBABILITIES.items()}
+    assert_drawn_from(found, normalised({token: kept[token] for token in tokens}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 1},
+        {"temperature": 0},
+        {"temperature": 1e-50, "top_p": 0.9},
+        {"temperature": 2e-38},
+    ],
+)
+def test_sampling_without_chance_is_greedy(options):
+    tables = jnp.asarray(20 * random_tables(7, seed=6))
+    begin = table_step(tables), first_state(7), jnp.arange(7) != 2, 8
+    said, drawn = searches.greedy(*begin), searches.sample(*begin, jax.random.key(0), **options)
+    np.testing.assert_array_equal(drawn.ids, said.ids)
+    np.testing.assert_array_equal(drawn.log_probs, said.log_probs)
+
+
+def test_a_key_decides_and_more_rows_change_nothing():
+    words = {4: 0.4, 5: 0.5, EOS: 0.1}
+    one, same, other = (sampled(words, rows=5, length=9, seed=seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one.ids, same.ids)
+    assert (one.ids != other.ids).any(axis=1).all()
+    fewer = sampled(words, rows=3, length=9)
+    np.testing.assert_array_equal(fewer.ids, one.ids[:3])
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(5)[::-1])
+    logits = np.log(np.array([words.get(token, 1e-30) for token in range(V)], np.float32))
+    swapped = run_sample(logits, keys, rows=5, length=9)
+    np.testing.assert_array_equal(swapped.ids, one.ids[::-1])
+
+
+# ---------------------------------------------------------------------------------- every search
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sample", "beam"])
+def test_a_step_is_traced_as_often_for_a_long_search_as_for_a_short_one(kind):
+    inner, calls = table_step(jnp.asarray(random_tables(2))), []
+
+    def step(state, tokens):
+        calls.append(tokens.shape)
+        return inner(state, tokens)
+
+    counts = []
+    for length in (4, 40):
+        calls.clear()
+        begin = step, first_state(2, 3 if kind == "beam" else 1), jnp.ones(2, bool), length
+        if kind == "beam":
+            searches.beam(*begin, beams=3, reorder=reorder)
+        elif kind == "sample":
+            searches.sample(*begin, jax.random.key(0), top_p=0.9)
+        else:
+            searches.greedy(*begin)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] <= 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("greedy", {"length": 0}, "length: expected a whole number of at least 1, got 0"),
+        ("beam", {"beams": 0}, "beams: expected a whole number of at least 1, got 0"),
+        ("beam", {"beams": 2.0}, "beams: expected a whole number of at least 1, got 2.0"),
+        ("beam", {"n_best": -1}, "n_best: expected a whole number of at least 1, got -1"),
+        ("beam", {"length_penalty": math.nan}, "length_penalty: expected a finite number, got nan"),
+        ("sample", {"temperature": -0.1}, "temperature: expected a number not below 0, got -0.1"),
+        ("sample", {"temperature": math.nan}, "temperature: expected .* got nan"),
+        ("sample", {"top_k": 0}, "top_k: expected a whole number of at least 1, got 0"),
+        ("sample", {"top_p": 0.0}, "top_p: expected 0 < top_p <= 1, got 0.0"),
+        ("sample", {"top_p": 1.1}, "top_p: expected 0 < top_p <= 1, got 1.1"),
+    ],
+)
+def test_bad_options_are_named_before_anything_is_traced(kind, options, message):
+    def step(state, tokens):
+        raise AssertionError("traced")
+
+    extra: dict[str, Any] = {
+        "greedy": {},
+        "beam": {"beams": 2, "reorder": reorder},
+        "sample": {"key": jax.random.key(0)},
+    }[kind]
+    given = {"length": 3} | extra | options
+    with pytest.raises(ValueError, match=message):
+        getattr(searches, kind)(step, (), jnp.ones(2, bool), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "best"}, "kind: expected one of .* got 'best'"),
+        ({"n_best": 2}, "n_best: expected at most 1 with kind='greedy', got 2"),
+        ({"kind": "sample", "n_best": 2}, "n_best: expected at most 1 with kind='sample', got 2"),
+        ({"kind": "beam", "n_best": 5}, "n_best: expected at most 4 with 4 beams, got 5"),
+        ({"kind": "beam", "beams": 0}, "beams: expected"),
+        ({"top_p": 2.0}, "top_p: expected"),
+        ({"seed": -1}, r"seed: expected 0 <= seed < 2\^32, got -1"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Search(**options)
+
+
+# ------------------------------------------------------------------------------------ translations
+
+
+@pytest.fixture
+def as_users_run_it():
+    with plain_jax():
+        yield
+
+
+def sources(count: int) -> list[list[int]]:
+    return [bench().source.encode(pair.source) for pair in bench().texts.train[:count]]
+
+
+def translations(count: int, **options):
+    rows = sources(count)
+    return decoding.translations(bench().model, decided_params(), rows, Search(**options))
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "greedy"},
+        {"kind": "sample", "temperature": 0.5},
+        {"kind": "beam", "beams": 3, "n_best": 3},
+    ],
+    ids=lambda options: options["kind"],
+)
+def test_translations_have_the_log_probabilities_that_the_model_gives_them(options):
+    parts, rows = bench(), sources(5)
+    found = translations(5, **options)
+    pairs = [(row, said) for row, best in zip(rows, found, strict=True) for said in best]
+    assert len(pairs) == 5 * options.get("n_best", 1)
+    assert len({tuple(said.ids) for _, said in pairs}) > len(pairs) / 2
+    width = parts.config.max_length
+    read = padded([[BOS, *said.ids[:-1]] for _, said in pairs], width)
+    lengths = np.array([len(row) for row, _ in pairs], np.int32)
+    source = padded([row for row, _ in pairs], 24)
+    logits = np.array(
+        jax.jit(parts.model.logits)(decided_params(), source, lengths, read), np.float64
+    )
+    logits[..., [PAD, BOS]] = -np.inf
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    for (_, said), each in zip(pairs, log_probs, strict=True):
+        expected = sum(each[place, token] for place, token in enumerate(said.ids))
+        assert said.log_prob == pytest.approx(expected, rel=1e-4)
+        size = ((5 + len(said.ids)) / 6) ** (0.6 if options["kind"] == "beam" else 0)
+        assert said.score == pytest.approx(said.log_prob / size, rel=1e-6)
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+def test_each_sentence_gets_its_own_best_translations():
+    found = translations(5, kind="beam", beams=3, n_best=3)
+    for best in found:
+        scores = [said.score for said in best]
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(said.ids) for said in best}) == 3
+    (alone,) = decoding.translations(
+        bench().model, decided_params(), [sources(5)[3]], Search(kind="beam", beams=3, n_best=3)
+    )
+    assert [said.ids.tolist() for said in alone] == [said.ids.tolist() for said in found[3]]
+    params, rows = decided_params(), sources(5)
+    best = decoding.translated(bench().model, params, rows, Search(kind="beam", beams=3))
+    assert [ids.tolist() for ids in best] == [row[0].ids.tolist() for row in found]
+    lengths = jnp.asarray([len(row) for row in rows])
+    batch = jnp.asarray(padded(rows, 24)), lengths
+    ids = decoding.greedy_batch(bench().model, params, *batch, length=9)
+    said = decoding.translated(bench().model, params, rows)
+    np.testing.assert_array_equal(ids, padded([row[:9] for row in said], 9))
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+def test_hypotheses_that_there_are_not_are_left_out(monkeypatch):
+    def found(*given, **options):
+        ids = np.array([[[4, EOS, PAD], [PAD] * 3]], np.int32)
+        return searches.Hypotheses(*map(jnp.asarray, (ids, [[-1.0, -np.inf]], [[-2.0, -np.inf]])))
+
+    monkeypatch.setattr(decoding, "search_batch", found)
+    ((best,),) = translations(1, kind="beam", beams=2, n_best=2)
+    assert (best.ids.tolist(), best.score, best.log_prob) == ([4, EOS], -1.0, -2.0)
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+def test_samples_are_decided_by_seed_and_sentence_and_not_by_batches(monkeypatch):
+    def drawn(count, seed):
+        return [row[0].ids.tolist() for row in translations(count, kind="sample", seed=seed)]
+
+    five = drawn(5, 1)
+    assert drawn(5, 1) == five != drawn(5, 2)
+    monkeypatch.setattr(decoding, "_ROWS", 2)  # other widths, and so other greatest lengths
+    for again in (drawn(5, 1), drawn(3, 1)):
+        for one, other in zip(five, again, strict=False):
+            both = min(len(one), len(other))
+            assert both > 8 and one[:both] == other[:both]
+    twice = decoding.translated(
+        bench().model, decided_params(), sources(1) * 4, Search(kind="sample")
+    )
+    assert len({tuple(ids) for ids in twice}) > 1
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+def test_alignments_are_what_each_token_looks_at_most():
+    parts, params, rows = bench(), decided_params(), sources(5)
+    said = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]
+    said[1] = said[1][:3]  # cut, without <eos>
+    links = decoding.alignments(parts.model, params, rows, said)
+    read = padded([[BOS, *target[:-1]] for target in said], 32)
+    lengths = np.array([len(source) for source in rows])
+    captured = parts.model.weights(params, padded(rows, 24), lengths, read)
+    weights = np.asarray(captured["decoder/layers/0/cross_attention"])
+    for source, target, heads, found in zip(rows, said, weights, links, strict=True):
+        expected = []
+        for place, token in enumerate(target):
+            means = [sum(head[place, at] for head in heads) for at in range(len(source))]
+            most = max(range(len(source)), key=means.__getitem__)
+            if token != EOS and source[most] != EOS:
+                expected.append((most, place))
+        assert found == expected
+    assert len({most for found in links for most, _ in found}) > 2
+    assert decoding.alignments(parts.model, params, [], []) == []
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory) -> Path:
+    """A run whose model has learned nothing, and yet says different things."""
+    directory = tmp_path_factory.mktemp("runs") / "run"
+    with plain_jax():
+        run = bench().run(directory)
+        run.create()
+        run.save({"params": decided_params()}, 1)
+    return directory
+
+
+@pytest.fixture
+def translate(run_directory, as_users_run_it, capsys, monkeypatch):
+    """Calls the command with arguments and stdin; gives its lines."""
+
+    def call(*arguments: Any, stdin: str = "", status: int = 0) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        given = ["translate", "--run", str(run_directory), *map(str, arguments)]
+        assert cli.main(given) == status
+        output = capsys.readouterr()
+        assert (output.err == "") == (status == 0)
+        return output.out.split("\n")[:-1]
+
+    return call
+
+
+def text(count: int) -> str:
+    """So many sentences, an empty line after the first, and one of white space at the end."""
+    first, *others = (pair.source for pair in bench().texts.train[:count])
+    return "\n".join([first, "", *others, "  "]) + "\n"
+
+
+def test_the_order_of_lines_is_kept_and_empty_ones_stay_empty(translate):
+    expected = [bench().target.decode(best[0].ids) for best in translations(6)]
+    assert len(set(expected)) > 3
+    assert translate(stdin=text(6)) == [expected[0], "", *expected[1:], ""]
+    assert translate(stdin="") == [] and translate(stdin="\n") == [""]
+
+
+def test_the_best_are_printed_with_their_scores(translate):
+    lines = translate("--beam", 3, "--n-best", 2, "--scores", stdin=text(3))
+    found = translations(3, kind="beam", beams=3, n_best=2)
+    expected = [
+        f"{said.score:.4f}\t{said.log_prob:.4f}\t{bench().target.decode(said.ids)}"
+        for best in found
+        for said in best
+    ]
+    assert lines == [*expected[:2], "", "", *expected[2:], "", ""]
+    other = translate("--beam", 3, "--length-penalty", -1, "--scores", stdin=text(3))
+    score, log_prob, _ = other[0].split("\t")
+    assert float(score) < float(log_prob)
+
+
+def test_a_file_is_translated_as_stdin_is(translate, tmp_path):
+    expected = translate(stdin=text(4))
+    (tmp_path / "in").write_bytes(b"\xef\xbb\xbf" + text(4).encode().replace(b"\n", b"\r\n"))
+    assert translate("--file", tmp_path / "in", stdin="unread") == expected
+    output = tmp_path / "out"
+    assert translate("--file", tmp_path / "in", "--output", output) == []
+    assert output.read_text("utf-8") == "".join(line + "\n" for line in expected)
+
+
+def test_an_output_is_not_overwritten_unless_asked(translate, tmp_path):
+    output = tmp_path / "out"
+    output.write_text("kept")
+    assert translate("--output", output, stdin=text(1), status=2) == []
+    assert output.read_text() == "kept"
+    translate("--output", output, "--overwrite", stdin=text(1))
+    assert output.read_text("utf-8") == "".join(line + "\n" for line in translate(stdin=text(1)))
+
+
+def test_samples_follow_their_seed(translate):
+    one, same, other = (translate("--sample", "--seed", n, stdin=text(4)) for n in (1, 1, 2))
+    assert one == same != other
+    greedy = translate(stdin=text(4))
+    assert translate("--sample", "--temperature", 0, stdin=text(4)) == greedy
+    assert translate("--sample", "--top-k", 1, "--top-p", 0.5, stdin=text(4)) == greedy
+
+
+def test_alignments_are_a_last_field(translate):
+    lines = translate("--beam", 2, "--n-best", 2, "--alignments", stdin=text(2))
+    assert lines[2:4] == ["", ""]
+    found = translations(2, kind="beam", beams=2, n_best=2)
+    rows = [row for row in sources(2) for _ in range(2)]
+    said = [said.ids.tolist() for best in found for said in best]
+    links = decoding.alignments(bench().model, decided_params(), rows, said)
+    expected = [" ".join(f"{source}-{target}" for source, target in row) for row in links]
+    assert any(expected)
+    assert [line.split("\t")[1] for line in lines[:2] + lines[4:6]] == expected
+    assert translate("--alignments", stdin="\n") == [""]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_and_each_line_is_answered(run_directory, as_users_run_it, capsys):
+    first, second = (pair.source for pair in bench().texts.train[:2])
+    long = " ".join([first] * 9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", Terminal(f"{first}\n{long}\n{second}\n"))
+        patch.setattr(sys, "stderr", Terminal())
+        assert cli.main(["translate", "--run", str(run_directory)]) == 0
+        errors = sys.stderr.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "sentence/s" in errors and "Ctrl-D" in errors and "error: expected at most 32" in errors
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sample", "--beam", "2"], "argument --beam: not allowed with argument --sample"),
+        (["--n-best", "2"], "n_best: expected at most 1 with kind='greedy', got 2"),
+        (["--beam", "2", "--n-best", "3"], "n_best: expected at most 2 with 2 beams, got 3"),
+        (["--beam", "0"], "beams: expected a whole number of at least 1, got 0"),
+        (["--length-penalty", "1"], "--length-penalty: expected --beam with it"),
+        (["--top-k", "3"], "--top-k: expected --sample with it"),
+        (["--beam", "2", "--seed", "3"], "--seed: expected --sample with it"),
+        (["--sample", "--top-p", "2"], "top_p: expected 0 < top_p <= 1, got 2.0"),
+        (["--file", "nowhere"], "no file nowhere"),
+        (["--file", "nowhere", "hallo"], "--file: expected no SENTENCE with it"),
+        (["--overwrite"], "--overwrite: expected --output PATH with it"),
+        (["--output", "no/where"], "--output: no directory no"),
+        (["--output", "."], ". exists already: expected another --output or --overwrite"),
+    ],
+)
+def test_errors_are_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main(["translate", "--run", "nowhere", *arguments])
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert message in error and error.count("\n") == 1 and error.endswith("\n")
