@@ -26,7 +26,9 @@ from experiments.benchmark import cases, peers
 
 
 MIN_ROUNDS = 3
-SETTLE = 0.01  # seconds; idle worker threads of one library spin for a while and disturb the next
+# Seconds between turns: idle worker threads of one library spin for a while and disturb the next,
+# and memory that a long run has given back is still being cleared.
+SETTLE, LONGEST_SETTLE = 0.01, 0.3
 TURN = 0.03  # seconds; short runs are repeated within a turn
 WARM = 1.0  # seconds; shorter first runs pay for memory that the one before has given back
 
@@ -37,9 +39,10 @@ def _timed(one: peers.Runnable) -> float:
     return time.perf_counter() - start
 
 
-def _turn(one: peers.Runnable) -> list[float]:
-    """Seconds of each run in a turn. The first warms caches up and counts only if it is long."""
-    time.sleep(SETTLE)
+def _turn(one: peers.Runnable, before: float) -> list[float]:
+    """Seconds of each run in a turn, after a run that took `before`. The first warms caches up and
+    counts only if it is long."""
+    time.sleep(min(LONGEST_SETTLE, max(SETTLE, before / 4)))
     first = _timed(one)
     times = [first] if first >= WARM else []
     while sum(times) < TURN:
@@ -63,11 +66,12 @@ def measure(
     for one in present.values():
         one.run()
     times: dict[str, list[float]] = {name: [] for name in present}
-    stop, rounds = time.perf_counter() + seconds, 0
+    stop, rounds, last = time.perf_counter() + seconds, 0, 0.0
     while rounds < MIN_ROUNDS or time.perf_counter() < stop:
         rounds += 1
         for name, one in present.items():
-            times[name] += _turn(one)
+            times[name] += _turn(one, before=last)
+            last = times[name][-1]
     medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     return {
         "case": case.name,
