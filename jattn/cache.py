@@ -95,6 +95,11 @@ class Cache:
         """The positions of the T tokens that were appended last."""
         return self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
 
+    def _kept(self, slots: Int[Array, "B T"], valid: Valid) -> Bool[Array, "B T"]:
+        """Which tokens are real and find room."""
+        fits = slots < self.capacity
+        return fits if valid is None else fits & valid
+
     def _check(self, key: Any, value: Any, valid: Valid) -> int:
         """T, after the shapes of what is appended."""
         wanted = [len(self.lengths), "T", self.num_kv_heads]
@@ -197,10 +202,7 @@ class DenseCache(Cache):
         lengths = self.lengths + _counts(T, valid)
         _check_room(lengths, self.capacity, "tokens")
         slots = self.next_positions(T, valid)
-        written = slots < self.capacity
-        if valid is not None:
-            written = written & valid
-        slots = jnp.where(written, slots, self.capacity)
+        slots = jnp.where(self._kept(slots, valid), slots, self.capacity)
         return DenseCache(
             _write(self.keys, key, slots),
             _write(self.values, value, slots),
@@ -387,11 +389,10 @@ class PagedCache(Cache):
                 f"all {self.num_pages} are held"
             )
         slots = self.next_positions(T, valid)
-        written = slots < self.capacity
-        if valid is not None:
-            written = written & valid
         place = jnp.minimum(slots // self.page_size, table.shape[1] - 1)
-        pages = jnp.where(written, jnp.take_along_axis(table, place, axis=1), self.num_pages)
+        pages = jnp.where(
+            self._kept(slots, valid), jnp.take_along_axis(table, place, axis=1), self.num_pages
+        )
 
         def write(pool: Array, tokens: Any) -> Array:
             own = pool.at[copied[0]].get(mode="clip")

@@ -40,17 +40,20 @@ def tokens(seed: int = 0, T: int = T) -> tuple[jax.Array, jax.Array, jax.Array]:
     return query, key, value
 
 
-IDS = np.array([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])  # by position
+IDS = jnp.array([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])  # by position
+LEARNED = jnp.asarray(np.random.default_rng(9).normal(size=(T, H)), jnp.float32)
 MASKS = {
-    "causal": masks.Causal(),
-    "window": masks.Causal() & masks.Window(left=2),
-    "prefix": masks.Causal() | masks.Prefix(1),
-    "documents": masks.Causal()
-    & masks.Predicate(lambda b, h, q, kv, ids: ids[q] == ids[kv], jnp.asarray(IDS)),
+    "causal": lambda q_ids, kv_ids: masks.Causal(),
+    "window": lambda q_ids, kv_ids: masks.Causal() & masks.Window(left=2),
+    "prefix": lambda q_ids, kv_ids: masks.Causal() | masks.Prefix(1),
+    "segments": lambda q_ids, kv_ids: masks.Causal() & masks.Segments(q_ids, kv_ids),
 }
 
 
 def encoded(encoding: str, x: Any, places: Any) -> Any:
+    if "learned" in encoding:
+        rows = LEARNED[jnp.clip(places, 0, T - 1)]
+        x = x + jnp.broadcast_to(rows, (B, *rows.shape[-2:]))[:, :, None]
     return positions.rotary(x, places) if "rotary" in encoding else x
 
 
@@ -63,7 +66,8 @@ def formula(mask: str, encoding: str, kind: str) -> np.ndarray:
     """Attention over whole sequences; a rolling cache sees its window."""
     query, key, value = tokens()
     query, key = (encoded(encoding, x, jnp.arange(T)) for x in (query, key))
-    seen = MASKS[mask] & masks.Window(left=W) if kind == "rolling" else MASKS[mask]
+    seen = MASKS[mask](IDS, IDS)
+    seen = seen & masks.Window(left=W) if kind == "rolling" else seen
     options = {"mask": seen, "score": score_of(encoding), "implementation": "reference"}
     return np.asarray(jattn.attention(query, key, value, **options))
 
@@ -86,7 +90,12 @@ def step(cache: Cache, mask: str, encoding: str, valid: Any, *qkv: Any) -> Any:
     query, key, value = qkv
     places = cache.next_positions(query.shape[1], valid)
     query, key = (encoded(encoding, x, places) for x in (query, key))
-    options = {"mask": MASKS[mask], "score": score_of(encoding)}
+    slots = cache.append(key, value, valid).kv_positions  # of the cache that will be read
+    slots = jnp.arange(cache.capacity)[None] if slots is None else slots
+    ids = (
+        IDS[jnp.clip(x, 0, T - 1)] for x in (places, jnp.broadcast_to(slots, (B, cache.capacity)))
+    )
+    options = {"mask": MASKS[mask](*ids), "score": score_of(encoding)}
     return jattn.cached_attention(query, key, value, cache, valid=valid, **options)
 
 
@@ -119,7 +128,7 @@ SIZES = (1, 2, 3, W, W + 1, T)
 
 @every_cache
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("encoding", ["rotary and alibi"])
+@pytest.mark.parametrize("encoding", ["rotary, alibi, learned"])
 def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask, encoding):
     want = formula(mask, encoding, kind)
     real = np.arange(T) < LENGTHS[:, None]

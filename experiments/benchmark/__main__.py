@@ -10,6 +10,8 @@ faster). Results go to `<out>/results.jsonl` and, as plots, to `<out>/*.png`.
 """
 
 import argparse
+import importlib
+import importlib.util
 import json
 import pathlib
 import statistics
@@ -31,6 +33,24 @@ MIN_ROUNDS = 3
 SETTLE, LONGEST_SETTLE = 0.01, 0.3
 TURN = 0.03  # seconds; short runs are repeated within a turn
 WARM = 1.0  # seconds; shorter first runs pay for memory that the one before has given back
+
+
+def available(names: list[str] | None) -> dict[str, peers.Peer]:
+    """The competitors by name; those of torch only where torch is installed."""
+    known: dict[str, peers.Peer] = {
+        "jattn": peers.ours,
+        "jax.nn": peers.jax_nn,
+        "flax.nnx": peers.flax_nnx,
+    }
+    if importlib.util.find_spec("torch"):
+        torch_peers = importlib.import_module("experiments.benchmark.torch_peers")
+        known |= {"torch sdpa": torch_peers.sdpa, "torch flex": torch_peers.flex}
+    if names is None:
+        return known
+    unknown = set(names) - set(known)
+    if unknown:
+        raise ValueError(f"unknown peers {sorted(unknown)}; there are {', '.join(known)}")
+    return {name: known[name] for name in known if name in {"jattn", *names}}
 
 
 def _timed(one: peers.Runnable) -> float:
@@ -172,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
     try:
-        competitors = peers.available(arguments.peers)
+        competitors = available(arguments.peers)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,8 +3,6 @@
 A competitor that cannot do a case returns None for it. torch is optional.
 """
 
-import importlib
-import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -104,17 +102,3 @@ def flax_nnx(case: Case, backward: bool) -> Runnable | None:
         return nnx.dot_product_attention(q, k, v, mask=dense)
 
     return _jax_runnable(case, backward, attend)
-
-
-def available(names: list[str] | None) -> dict[str, Peer]:
-    """The competitors by name; those of torch only where torch is installed."""
-    peers: dict[str, Peer] = {"jattn": ours, "jax.nn": jax_nn, "flax.nnx": flax_nnx}
-    if importlib.util.find_spec("torch"):
-        torch_peers = importlib.import_module("experiments.benchmark.torch_peers")
-        peers |= {"torch sdpa": torch_peers.sdpa, "torch flex": torch_peers.flex}
-    if names is None:
-        return peers
-    unknown = set(names) - set(peers)
-    if unknown:
-        raise ValueError(f"unknown peers {sorted(unknown)}; there are {', '.join(peers)}")
-    return {name: peers[name] for name in peers if name in {"jattn", *names}}
