@@ -89,7 +89,7 @@ class Cache:
         if valid is None:
             return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
         counts = jnp.cumsum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
-        return self.lengths[:, None] + counts - 1
+        return jnp.maximum(self.lengths[:, None] + counts - 1, 0)
 
     def last_positions(self, T: int) -> Int[Array, "B T"]:
         """The positions of the T tokens that were appended last."""
