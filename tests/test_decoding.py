@@ -596,6 +596,18 @@ def test_translations_have_the_log_probabilities_that_the_model_gives_them(optio
 
 
 @pytest.mark.usefixtures("as_users_run_it")
+def test_nothing_is_compiled_after_the_first_batch_of_a_shape():
+    counted: Any = decoding.search_batch
+    rows = sources(6)
+    width = max(map(len, rows))
+    rows = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
+    decoding.translations(bench().model, decided_params(), rows[:3])
+    compiled = counted._cache_size()
+    decoding.translations(bench().model, decided_params(), rows[3:])
+    assert counted._cache_size() == compiled > 0
+
+
+@pytest.mark.usefixtures("as_users_run_it")
 def test_each_sentence_gets_its_own_best_translations():
     found = translations(5, kind="beam", beams=3, n_best=3)
     for best in found:
@@ -611,7 +623,7 @@ def test_each_sentence_gets_its_own_best_translations():
     assert [ids.tolist() for ids in best] == [row[0].ids.tolist() for row in found]
     lengths = jnp.asarray([len(row) for row in rows])
     batch = jnp.asarray(padded(rows, 24)), lengths
-    ids = decoding.greedy_batch(bench().model, params, *batch, length=9)
+    ids = decoding.search_batch(bench().model, params, *batch, length=9).ids[:, 0]
     said = decoding.translated(bench().model, params, rows)
     np.testing.assert_array_equal(ids, padded([row[:9] for row in said], 9))
 

@@ -139,13 +139,6 @@ def search_batch(
     return Hypotheses(said.ids[:, None], log_probs, log_probs)
 
 
-def greedy_batch(
-    model: Model, params: Params, source: Array, source_lengths: Array, *, length: int
-) -> Array:
-    """Greedy translations `[B, length]` of source ids `[B, S]` of these lengths `[B]`, compiled."""
-    return search_batch(model, params, source, source_lengths, length=length).ids[:, 0]
-
-
 def translated(
     model: Model, params: Params, sources: Sequence[Sequence[int]], search: Search = GREEDY
 ) -> list[np.ndarray]:
