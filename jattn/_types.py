@@ -88,6 +88,13 @@ def along(letters: str, **kwargs: Any) -> Any:
     return dataclasses.field(metadata={"letters": letters}, **kwargs)
 
 
+def axis_along(letter: str, letters: str, ndim: int) -> int | None:
+    """Which axis of an array declared along `letters` runs along one of them, if any does; batch
+    axes may be missing."""
+    named = letters.replace("#", "").split()
+    return ndim - len(named) + named.index(letter) if letter in named else None
+
+
 def static(**kwargs: Any) -> Any:
     """A hashable field that is part of the structure."""
     return dataclasses.field(metadata={"static": True}, **kwargs)

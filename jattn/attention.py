@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights, declared
+from jattn._types import (
+    AnyArray,
+    Keys,
+    LogSumExp,
+    Output,
+    Queries,
+    Values,
+    Weights,
+    axis_along,
+    declared,
+)
 from jattn.cache import Cache
 from jattn.kernels import blockwise, decode, reference
 from jattn.masks import Mask, as_mask
@@ -224,42 +234,55 @@ def cached_attention(
             nothing.
         arguments: those of `attention` but positions, which the cache knows, and `return_lse`.
 
-    Raises what `append` and `attention` raise.
+    Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
     """
+    for name in ("q_positions", "kv_positions", "return_lse"):
+        if name in arguments:
+            raise TypeError(f"{name}: cached_attention does not take it")
     T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
-    if T <= chunk:
-        positions = cache.next_positions(T, valid)
-        cache = cache.append(key, value, valid)
-        return attention(query, cache, q_positions=positions, **arguments), cache
-    pieces = -(-T // chunk)
-    valid = jnp.ones(query.shape[:2], bool) if valid is None else jnp.asarray(valid)
+    if T > chunk:
+        return _in_pieces(query, key, value, cache, valid, arguments)
+    positions = cache.next_positions(T, valid)
+    cache = cache.append(key, value, valid)
+    return attention(query, cache, q_positions=positions, **arguments), cache
 
-    def split(x: Array, axis: int = 1) -> Array:
-        x = jnp.moveaxis(x, axis, 0)
+
+def _in_pieces(
+    query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
+) -> tuple[Output, Any]:
+    """`cached_attention` of as many tokens at a time as the cache takes."""
+    if arguments.get("dropout_rate"):
+        raise NotImplementedError(
+            f"dropout of more tokens at a time than the cache takes ({cache.chunk})"
+        )
+    (B, T), chunk = query.shape[:2], cache.chunk
+    pieces = -(-T // chunk)
+
+    def split(x: Any, axis: int = 1) -> Array:
+        x = jnp.moveaxis(jnp.asarray(x), axis, 0)
         x = jnp.pad(x, ((0, pieces * chunk - T), *((0, 0),) * (x.ndim - 1)))
         return jnp.moveaxis(x.reshape(pieces, chunk, *x.shape[1:]), 1, axis + 1)
 
-    def axis_of_queries(letters: str, leaf: Any) -> int | None:
-        named = letters.replace("#", "").split()
-        axis = leaf.ndim - len(named) + named.index("T") if "T" in named else None
-        return None if axis is None or leaf.shape[axis] == 1 else axis
-
-    rules = {name: arguments.pop(name, None) for name in ("mask", "score")}
-    rules["mask"] = as_mask(rules["mask"])
+    # Arrays of mask and score along T are split with the queries.
+    rules = {"mask": as_mask(arguments.get("mask")), "score": arguments.get("score")}
     leaves, structure = jax.tree.flatten(rules)
-    letters = [x for rule in rules.values() for x in jax.tree.leaves(declared(rule))]
-    axes = [axis_of_queries(x, leaf) for x, leaf in zip(letters, leaves, strict=True)]
-    cut = [None if a is None else split(x, a) for x, a in zip(leaves, axes, strict=True)]
+    letters = jax.tree.leaves([declared(rule) for rule in rules.values()])
+    axes = [axis_along("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
+    own = [
+        None if axis is None or x.shape[axis] == 1 else split(x, axis)
+        for axis, x in zip(axes, leaves, strict=True)
+    ]
 
     def piece(cache: Cache, operands: Any) -> tuple[Cache, Array]:
         query, key, value, valid, own = operands
-        given = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
-        rules = jax.tree.unflatten(structure, given)
-        out, cache = cached_attention(query, key, value, cache, valid=valid, **rules, **arguments)
+        here = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
+        given = arguments | jax.tree.unflatten(structure, here)
+        out, cache = cached_attention(query, key, value, cache, valid=valid, **given)
         return cache, out
 
-    cache, out = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), cut))
-    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :T], cache
+    valid = jnp.ones((B, T), bool) if valid is None else valid
+    cache, out = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, *out.shape[3:])[:, :T], cache
 
 
 def explain(

@@ -12,7 +12,7 @@ A write past the end raises where the lengths are known. In a compiled program t
 not fit are left out, the row's flag `overflowed` is raised, and attention to the row gives NaN.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jattn.masks import Lengths, Mask, Window
 
 
 Valid = Bool[Array | np.ndarray, "B T"] | None
+Same = TypeVar("Same", bound="Cache")
 
 
 class Cache:
@@ -38,7 +39,7 @@ class Cache:
     @property
     def capacity(self) -> int:
         """S: how many slots attention reads."""
-        raise NotImplementedError
+        return self.keys.shape[2]
 
     @property
     def num_kv_heads(self) -> int:
@@ -80,9 +81,9 @@ class Cache:
         """
         raise NotImplementedError
 
-    def reorder(self, indices: Int[Array, " R"]) -> "Cache":
+    def reorder(self: Same, indices: Int[Array, " R"]) -> Same:
         """Rows picked by index, for beams; a row may be picked more than once, or not at all."""
-        raise NotImplementedError
+        return jax.tree.map(lambda x: x[indices], self)
 
     def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
         """The positions of T tokens before they are appended; that of padding means nothing."""
@@ -149,11 +150,21 @@ def _write(
     return buffer.at[rows, :, slots].set(tokens, mode="drop")
 
 
-def _empty(shape: tuple[int, ...], size: int, dtype: Any) -> Array:
-    for name, axis in zip(("batch", "K", "S", "size"), (*shape, size), strict=True):
+def _empty(
+    shape: tuple[int, int, int], head_size: int, value_size: int | None, dtype: Any
+) -> tuple[Array, Array]:
+    """Keys and values of nothing yet."""
+    sizes = (head_size, head_size if value_size is None else value_size)
+    for name, axis in zip(("batch", "K", "S", "H", "V"), (*shape, *sizes), strict=True):
         if axis < 1:
             raise ValueError(f"cache: expected {name} >= 1, got {axis}")
-    return jnp.zeros((*shape, size), dtype)
+    keys, values = (jnp.zeros((*shape, size), dtype) for size in sizes)
+    return keys, values
+
+
+def _no_tokens(batch: int) -> tuple[Array, Array]:
+    """Lengths and overflows of empty rows."""
+    return jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
 
 
 @node
@@ -177,12 +188,7 @@ class DenseCache(Cache):
     ) -> "DenseCache":
         """An empty cache for up to `length` tokens in each of `batch` rows."""
         shape = (batch, num_kv_heads, length)
-        return cls(
-            _empty(shape, head_size, dtype),
-            _empty(shape, value_size or head_size, dtype),
-            jnp.zeros(batch, jnp.int32),
-            jnp.zeros(batch, bool),
-        )
+        return cls(*_empty(shape, head_size, value_size, dtype), *_no_tokens(batch))
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
@@ -190,12 +196,9 @@ class DenseCache(Cache):
         memory; `lengths [B]` says how many are real, by default all."""
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         B, S = key.shape[:2]
-        held = jnp.full(B, S, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-        return cls(keys, values, held, jnp.zeros(B, bool))
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2]
+        none, overflowed = _no_tokens(B)
+        held = none + S if lengths is None else jnp.asarray(lengths, jnp.int32)
+        return cls(keys, values, held, overflowed)
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "DenseCache":
         T = self._check(key, value, valid)
@@ -209,9 +212,6 @@ class DenseCache(Cache):
             jnp.minimum(lengths, self.capacity),
             self.overflowed | (lengths > self.capacity),
         )
-
-    def reorder(self, indices: Int[Array, " R"]) -> "DenseCache":
-        return jax.tree.map(lambda x: x[indices], self)
 
 
 @node
@@ -243,17 +243,7 @@ class RollingCache(Cache):
         if window < 1 or (chunk is not None and chunk < 1):
             raise ValueError(f"RollingCache: expected window, chunk >= 1, got {window}, {chunk}")
         shape = (batch, num_kv_heads, window + (chunk or window))
-        return cls(
-            _empty(shape, head_size, dtype),
-            _empty(shape, value_size or head_size, dtype),
-            jnp.zeros(batch, jnp.int32),
-            jnp.zeros(batch, bool),
-            window,
-        )
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2]
+        return cls(*_empty(shape, head_size, value_size, dtype), *_no_tokens(batch), window)
 
     @property
     def chunk(self) -> int:
@@ -289,9 +279,6 @@ class RollingCache(Cache):
             self.overflowed | (counts > self.chunk),
             self.window,
         )
-
-    def reorder(self, indices: Int[Array, " R"]) -> "RollingCache":
-        return jax.tree.map(lambda x: x[indices], self)
 
 
 @node
@@ -329,13 +316,8 @@ class PagedCache(Cache):
         per_row = -(-length // max(1, page_size))
         pages = batch * per_row if num_pages is None else num_pages
         shape = (pages, num_kv_heads, page_size)
-        return cls(
-            _empty(shape, head_size, dtype),
-            _empty(shape, value_size or head_size, dtype),
-            jnp.full((batch, per_row), pages, jnp.int32),
-            jnp.zeros(batch, jnp.int32),
-            jnp.zeros(batch, bool),
-        )
+        table = jnp.full((batch, per_row), pages, jnp.int32)
+        return cls(*_empty(shape, head_size, value_size, dtype), table, *_no_tokens(batch))
 
     @property
     def page_size(self) -> int:

@@ -408,6 +408,12 @@ def test_wrong_arguments_are_named():
         jattn.attention(query, key)
     with pytest.raises(NotImplementedError, match="'decode': expected at most 8 queries"):
         jattn.attention(jnp.ones((B, 9, N, H)), cache, implementation="decode")
+    with pytest.raises(TypeError, match="return_lse: cached_attention does not take it"):
+        jattn.cached_attention(query, key, value, cache, return_lse=True)
+    rolling = RollingCache.create(B, W, K, H, V, chunk=1)
+    with pytest.raises(NotImplementedError, match=r"dropout of more tokens .* takes \(1\)"):
+        options = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+        jattn.cached_attention(query, key, value, rolling, **options)
     with pytest.raises(ValueError, match="expected S >= 1, got 0"):
         DenseCache.create(B, 0, K, H)
 

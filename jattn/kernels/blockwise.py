@@ -60,8 +60,6 @@ def _visited(spec: Spec, T: int, S: int) -> float:
 
 
 _WHOLE = 256 * 256  # T × S of a head that is taken in one piece, at most
-
-
 _PIECES = 8  # of a band at once: enough for the cores, few enough for their caches
 
 
@@ -364,7 +362,7 @@ def _forward_band(
         q = _pieces(query, b, i * band.rows, h, band.rows)
         k, v = (_pieces(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
         operands = (i, masks.pick(spec, b, h), b, h, q, k, v)
-        results = whole.attempt(run, operands, spec, optimistic=True)[:2]
+        results, _ = whole.attempt(whole.FORWARD, run, operands, spec, optimistic=True)
         joined = (x.reshape(at_once * band.rows, *x.shape[2:]) for x in results)
         return tuple(
             _put_head(x, y, b, h, i[0] * band.rows) for x, y in zip(total, joined, strict=True)

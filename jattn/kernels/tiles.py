@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import masks, tile
-from jattn._types import declared
+from jattn._types import axis_along, declared
 from jattn.masks import Span
 from jattn.spec import Spec, Tiling, parameters, with_parameters
 
@@ -253,9 +253,8 @@ def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
     """The spec for sizes that are whole tiles; queries past T and keys past S are masked."""
 
     def one(letters: str, leaf: Any) -> Any:
-        named = letters.replace("#", "").split()
         for letter, size in (("T", T_padded), ("S", S_padded)):
-            axis = leaf.ndim - len(named) + named.index(letter) if letter in named else None
+            axis = axis_along(letter, letters, leaf.ndim)
             if axis is not None and 1 < leaf.shape[axis] < size:
                 widths = [(0, 0)] * leaf.ndim
                 widths[axis] = (0, size - leaf.shape[axis])

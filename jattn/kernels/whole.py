@@ -9,7 +9,7 @@ not attend to them, and with selection for the others.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -202,26 +202,36 @@ def _unless(ok: Array, found: Any, again: Callable[..., Any], *operands: Any) ->
     return jax.tree.map(lambda x, like: x.reshape(like.shape), results, found)
 
 
-def attempt(
-    run: Callable[..., Any], operands: tuple[Any, ...], spec: Spec, optimistic: bool
-) -> tuple[Array, Array, Any]:
-    """`(out, lse, plain)` of many pieces; `plain` tells whether adding the mask was enough.
+class Pass(NamedTuple):
+    """Forward or backward of one head: `head(exact, spec, ...)`, the same whatever is masked, and
+    what tells from the results that adding the mask was enough."""
 
-    `run(head, *operands)` maps `head(spec, b, h, spans, q, k, v)` over the pieces; where memory
-    counts more than time it is told `over_batch=tile.in_turn`. `optimistic=False` selects from the
-    start.
+    head: Callable[..., Any]
+    safely: Callable[..., Any]
+    enough: Callable[[Any], Any]
+
+
+def attempt(
+    which: Pass, run: Callable[..., Any], operands: tuple[Any, ...], spec: Spec, optimistic: bool
+) -> tuple[Any, Any]:
+    """The results of many pieces, and whether adding the mask was enough.
+
+    `run(head, *operands)` maps a function of one head over the pieces; where memory counts more
+    than time it is told `over_batch=tile.in_turn`. `optimistic=False` selects from the start.
     """
-    adding, selecting = (functools.partial(_forward_head, exact) for exact in (False, True))
+    adding, selecting = (functools.partial(which.head, exact) for exact in (False, True))
     if not has_mask(spec):
-        return *run(adding, *operands), np.True_
+        return run(adding, *operands), np.True_
     if not optimistic or spec.score is not None:
-        return *run(selecting, *operands), np.False_
+        return run(selecting, *operands), np.False_
     found = run(adding, *operands)
-    # Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
-    plain = jnp.isfinite(jnp.sum(found[0]))
-    again = functools.partial(run, _forward_safely, over_batch=tile.in_turn)
-    out, lse = _unless(plain, found, again, *operands)
-    return out, lse, plain
+    enough = which.enough(found)
+    again = functools.partial(run, which.safely, over_batch=tile.in_turn)
+    return _unless(enough, found, again, *operands), enough
+
+
+# Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
+FORWARD = Pass(_forward_head, _forward_safely, lambda found: jnp.isfinite(jnp.sum(found[0])))
 
 
 def _everywhere(head: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,13 +247,14 @@ def _everywhere(head: Callable[..., Any]) -> Callable[..., Any]:
 def forward(
     spec: Spec, query: Array, key: Array, value: Array, optimistic: bool
 ) -> tuple[Array, Array, Any]:
-    """`(out [B, T, N, V], lse [B, T, N], plain)`; see `attempt`."""
+    """`(out [B, T, N, V], lse [B, T, N], plain)`; `plain` is for `backward`."""
 
     def run(head: Callable[..., Any], spec: Spec, *operands: Array, **how: Any) -> Any:
         one = _everywhere(head)
         return tile.over_heads(one, spec, operands[:1], operands[1:], out_axes=(1, 1), **how)
 
-    return attempt(run, (spec, query, key, value), spec, optimistic)
+    results, plain = attempt(FORWARD, run, (spec, query, key, value), spec, optimistic)
+    return *results, plain
 
 
 def backward(
@@ -263,14 +274,10 @@ def backward(
         found = tile.over_heads(one, spec, operands[:3], operands[3:], out_axes=axes, **how)
         return tile.gather_gradients(spec, key.shape[2], *found)
 
-    adding, selecting = (functools.partial(_backward_head, exact) for exact in (False, True))
+    def enough(found: Any) -> Array:
+        # Where a masked value overflows in a product with d_out, its row of d_query is NaN.
+        return plain & jnp.all(jnp.isfinite(delta)) & jnp.isfinite(jnp.sum(found[1]))
+
     operands = (spec, query, d_out, delta, key, value)
-    if not has_mask(spec):
-        return run(adding, *operands)
-    if not optimistic or spec.score is not None:
-        return run(selecting, *operands)
-    found = run(adding, *operands)
-    # Where a masked value overflows in a product with d_out, its row of d_query is NaN.
-    ok = plain & jnp.all(jnp.isfinite(delta)) & jnp.isfinite(jnp.sum(found[1]))
-    again = functools.partial(run, _backward_safely, over_batch=tile.in_turn)
-    return _unless(ok, found, again, *operands)
+    which = Pass(_backward_head, _backward_safely, enough)
+    return attempt(which, run, operands, spec, optimistic)[0]
