@@ -1,5 +1,6 @@
 """Reading, encoding and batching of parallel text: every rule, and that nothing is lost."""
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -707,3 +708,80 @@ def test_steps_and_pairs_are_checked():
         made.from_step(-1)
     with pytest.raises(ValueError, match="expected at least one pair to batch, got none"):
         batches.Batches(random_pairs(0, 4), rows_per_batch=1)
+
+
+# ---------------------------------------------------------------------------------------- packed
+
+
+def pairs_in(batch: batches.Packed) -> list[tuple[list[int], list[int]]]:
+    """The pairs of a packed batch, read off by their numbers; checks positions and padding."""
+    found = []
+    for row in range(len(batch.source)):
+        for number in range(max(batch.source_pairs[row].max(), batch.target_pairs[row].max()) + 1):
+            (source,) = np.nonzero(batch.source_pairs[row] == number)
+            (target,) = np.nonzero(batch.target_pairs[row] == number)
+            np.testing.assert_array_equal(source, np.arange(source[0], source[-1] + 1))
+            np.testing.assert_array_equal(target, np.arange(target[0], target[-1] + 1))
+            assert batch.source_positions[row][source].tolist() == list(range(len(source)))
+            assert batch.target_positions[row][target].tolist() == list(range(len(target)))
+            said = batch.target_out[row][target].tolist()
+            assert batch.target_in[row][target].tolist() == [text.BOS, *said[:-1]]
+            found.append((batch.source[row][source].tolist(), said))
+    for ids in (batch.source[batch.source_pairs < 0], batch.target_out[batch.target_pairs < 0]):
+        assert (ids == text.PAD).all()
+    assert (batch.target_in[batch.target_pairs < 0] == text.PAD).all()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rows_per_batch": 4}, {"tokens_per_batch": 200, "devices": 2}, {"rows_per_batch": 1000}],
+)
+def test_packed_rows_hold_every_pair_once(options):
+    pairs = random_pairs(157, 41)
+    made = batches.PackedBatches(pairs, width=50, **options)
+    expected = [
+        (pairs.source[row].tolist(), pairs.target[row].tolist()) for row in range(len(pairs))
+    ]
+    for epoch in range(2):
+        epoch_batches = list(made.epoch(epoch))
+        assert len(epoch_batches) == len(made)
+        assert {(*b.source.shape, b.target_in.shape[1]) for b in epoch_batches} == set(made.shapes)
+        assert sorted(pair for batch in epoch_batches for pair in pairs_in(batch)) == sorted(
+            expected
+        )
+        total = sum(int(batches.counted_places(batch).sum()) for batch in epoch_batches)
+        assert total == len(pairs.target.values)
+    assert made.shapes[0].rows % options.get("devices", 1) == 0
+
+
+def test_packed_rows_are_nearly_full():
+    drawn = random_pairs(2000, 21)
+    pairs = dataclasses.replace(drawn, target=drawn.source)
+    made = batches.PackedBatches(pairs, width=64, rows_per_batch=1)
+    assert len(made) * 64 < 1.02 * len(pairs.source.values)
+
+
+def test_packed_batches_go_on_from_any_step_and_change_with_epoch_and_seed():
+    def made(seed=0):
+        return batches.PackedBatches(random_pairs(157, 41), width=64, rows_per_batch=4, seed=seed)
+
+    def same(left, right):
+        return all(np.array_equal(x, y) for x, y in zip(left, right, strict=True))
+
+    steps = len(made())
+    straight = list(itertools.islice(made().from_step(0), 2 * steps))
+    for start in (1, steps - 1, steps, steps + 3):
+        again = list(itertools.islice(made().from_step(start), 2 * steps - start))
+        assert all(map(same, again, straight[start:]))
+    assert not same(straight[0], straight[steps])
+    assert not same(straight[0], next(made(seed=1).epoch(0)))
+
+
+def test_packing_says_what_does_not_fit():
+    with pytest.raises(ValueError, match="expected at least 41, the longest sentence, got 40"):
+        batches.PackedBatches(random_pairs(157, 41), width=40, rows_per_batch=4)
+    with pytest.raises(ValueError, match="expected exactly one of tokens_per_batch and rows_per_b"):
+        batches.PackedBatches(random_pairs(157, 41), width=50)
+    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
+        batches.PackedBatches(random_pairs(157, 41), width=0, rows_per_batch=4)

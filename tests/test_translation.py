@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sacrebleu
+import scipy.special
 from matplotlib.image import imread
 
 from experiments.translation import __main__ as cli
 from experiments.translation import checkpoints, decoding, evaluation, pictures, training
-from experiments.translation.batches import Batch, Batches
+from experiments.translation.batches import Batch, Batches, PackedBatches, counted_places
 from experiments.translation.checkpoints import Run, TextOrigin
 from experiments.translation.corpus import Pair
 from experiments.translation.model import Model
@@ -123,83 +124,6 @@ def assert_equal(left, right) -> None:
 # ------------------------------------------------------------------------------------------- loss
 
 
-def losses_by_hand(logits, labels, counted, smoothing):
-    """Cross-entropy with the smoothed target written out, float64; and its gradient."""
-    logits = np.asarray(logits, np.float64)
-    losses = np.zeros(labels.shape)
-    gradient = np.zeros(logits.shape)
-    size = logits.shape[-1]
-    for place in np.ndindex(*labels.shape):
-        if not counted[place]:
-            continue
-        target = np.full(size, smoothing / size)
-        target[labels[place]] += 1 - smoothing
-        assert abs(target.sum() - 1) < 1e-12
-        logs = logits[place] - math.log(sum(math.exp(x) for x in logits[place]))
-        losses[place] = -sum(t * log for t, log in zip(target, logs, strict=True))
-        gradient[place] = np.exp(logs) - target
-    return losses, gradient
-
-
-def loss_case(smoothing):
-    random = np.random.default_rng(1)
-    logits = 3 * random.standard_normal((2, 5, 7))
-    labels = random.integers(0, 7, (2, 5)).astype(np.int32)
-    counted = np.arange(5) < np.array([[5], [2]])
-    return logits.astype(np.float32), labels, counted, smoothing
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
-def test_token_losses_are_those_of_the_formula(smoothing):
-    logits, labels, counted, _ = loss_case(smoothing)
-    losses, gradient = losses_by_hand(logits, labels, counted, smoothing)
-    weight = np.random.default_rng(2).standard_normal(labels.shape).astype(np.float32)
-    ours: Any
-    ours, pull = jax.vjp(
-        lambda x: training.token_losses(x, labels, counted, smoothing), jnp.asarray(logits)
-    )
-    np.testing.assert_allclose(ours, losses, rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(
-        pull(jnp.asarray(weight))[0], weight[..., None] * gradient, rtol=1e-5, atol=1e-6
-    )
-
-
-def test_token_losses_of_large_and_of_narrow_logits():
-    logits, labels, counted, _ = loss_case(0.1)
-    expected, _ = losses_by_hand(logits * 50, labels, counted, 0.1)
-    found = training.token_losses(jnp.asarray(logits * 50), labels, counted, 0.1)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    narrow = jnp.asarray(logits, jnp.bfloat16)
-    expected, _ = losses_by_hand(np.asarray(narrow, np.float32), labels, counted, 0.1)
-    found, pull = jax.vjp(lambda x: training.token_losses(x, labels, counted, 0.1), narrow)
-    assert found.dtype == jnp.float32 and pull(found)[0].dtype == jnp.bfloat16
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_what_stands_at_padding_does_not_exist():
-    logits, labels, counted, _ = loss_case(0.1)
-
-    def total(x, places):
-        return jnp.sum(training.token_losses(x, labels, places, 0.1))
-
-    clean, slope = jax.value_and_grad(total)(jnp.asarray(logits), counted)
-    poisoned = jnp.where(counted[..., None], logits, jnp.nan)
-    value, dirty = jax.value_and_grad(total)(poisoned, counted)
-    assert value == clean
-    np.testing.assert_array_equal(dirty, slope)
-    assert not np.any(np.asarray(slope)[~counted]) and np.any(np.asarray(slope)[counted])
-    value, slope = jax.value_and_grad(total)(poisoned, np.zeros_like(counted))
-    assert value == 0 and not np.any(slope)
-
-
-def test_no_array_of_the_logits_size_is_kept_beside_them():
-    logits = jnp.zeros((3, 5, 11), jnp.float32)
-    labels, counted = jnp.zeros((3, 5), jnp.int32), jnp.ones((3, 5), bool)
-    _, pull = jax.vjp(lambda x: training.token_losses(x, labels, counted, 0.1), logits)
-    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= logits.size]
-    assert len(kept) == 1 and kept[0].shape == logits.shape
-
-
 def first_batch() -> Batch:
     return next(iter(bench().batches.epoch(0)))
 
@@ -236,6 +160,95 @@ def test_more_padding_changes_neither_loss_nor_gradients():
     for name in gradient:
         np.testing.assert_allclose(wider_gradient[name], gradient[name], rtol=1e-4, atol=2e-5)
     assert max(float(jnp.abs(array).max()) for array in gradient.values()) > 0.1
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal, rotary"])
+def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
+    """Of the same sentences; and not so if what keeps the pairs apart is left out."""
+    first, *more = positions.split(", ")
+    config = dataclasses.replace(TINY, positions=first, rotary=bool(more), dropout_rate=0.0)
+    part = bench()
+    model = Model(config, part.model.source_size, part.model.target_size)
+    params = model.init(3)
+    some = [pair for pair in part.texts.train if len(pair.source) < 60][:8]
+    pairs, _ = encode_pairs(some, part.source, part.target)
+    padded = next(Batches(pairs, rows_per_batch=8, max_shapes=1).epoch(0))
+    packed = next(PackedBatches(pairs, width=48, rows_per_batch=4).epoch(0))
+    assert (
+        packed.target_pairs.max() > 0
+        and counted_places(packed).sum() == counted_places(padded).sum()
+    )
+
+    @jax.jit
+    def run(params, batch):
+        return jax.value_and_grad(lambda p: training.total_loss(model, p, batch, smoothing=0.1))(
+            params
+        )
+
+    expected, gradients = run(params, padded)
+    found, slopes = run(params, packed)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for name in gradients:
+        np.testing.assert_allclose(slopes[name], gradients[name], rtol=1e-4, atol=2e-5)
+    one = np.where(packed.target_pairs >= 0, 0, -1)
+    changes = {
+        "target_pairs": packed._replace(target_pairs=one),
+        "source_pairs": packed._replace(source_pairs=np.where(packed.source_pairs >= 0, 0, -1)),
+        "target_positions": packed._replace(
+            target_positions=np.broadcast_to(np.arange(48, dtype=np.int32) % 31, one.shape)
+        ),
+    }
+    for name, changed in changes.items():
+        assert abs(float(run(params, changed)[0]) / float(expected) - 1) > 1e-5, name
+
+
+def test_a_batch_in_parts_gives_the_update_of_the_whole():
+    """Whatever tokens fall to each part; a mean of the parts' means would differ."""
+    config = dataclasses.replace(TINY, dropout_rate=0.0)
+    part = bench()
+    model = Model(config, part.model.source_size, part.model.target_size)
+    optimiser = training.make_optimiser(config, config.steps)
+    batch = a_batch(8)
+    rest = batch.target_lengths.copy()
+    rest[4:] = 1
+    batch = batch._replace(target_lengths=rest)
+    found = {}
+    for parts in (1, 2, 4):
+        split = dataclasses.replace(config, parts_per_batch=parts)
+        state = training.first_state(model, optimiser, 0)
+        found[parts] = jax.device_get(training.make_step(model, optimiser, split)(state, batch))
+    state, measured = found[1]
+    for parts in (2, 4):
+        other, also = found[parts]
+        np.testing.assert_allclose(also, measured, rtol=1e-5)
+        for name, moment in state.optimiser[1][0].mu.items():
+            same = other.optimiser[1][0].mu[name]
+            np.testing.assert_allclose(same, moment, rtol=1e-4, atol=1e-7)
+    assert max(np.abs(moment).max() for moment in state.optimiser[1][0].mu.values()) > 1e-3
+
+
+def test_parts_of_a_batch_drop_differently_and_rows_are_divisible():
+    config = dataclasses.replace(TINY, parts_per_batch=3)
+    part = bench()
+    made = training.make_batches(config, part.batches.pairs)
+    assert all(shape.rows % 3 == 0 for shape in made.shapes)
+    model = Model(dataclasses.replace(config, dropout_rate=0.5), *_sizes(part.model))
+    batch = next(made.epoch(0))
+    same = jax.tree.map(lambda x: np.concatenate([x[:1]] * 3), batch)
+    optimiser = training.make_optimiser(config, 9)
+    totals = [
+        float(training.make_step(model, optimiser, changed)(first, same)[1].loss)
+        for changed, first in (
+            (dataclasses.replace(model.config, parts_per_batch=parts), state)
+            for parts in (1, 3)
+            for state in [training.first_state(model, optimiser, 0)]
+        )
+    ]
+    assert totals[0] != totals[1]
+
+
+def _sizes(model):
+    return model.source_size, model.target_size
 
 
 def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
@@ -283,11 +296,11 @@ def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
 def test_the_decoder_sees_no_later_word():
     batch, model = a_batch(1), bench().model
     params = model.init(3)
-    logits = model.logits(params, batch.source, batch.source_lengths, batch.target_in)
+    logits = model.logits(params, batch)
     for place in range(1, int(batch.target_lengths[0])):
         other = batch.target_in.copy()
         other[0, place] = 4 + (other[0, place] + 1) % (model.target_size - 4)
-        changed = model.logits(params, batch.source, batch.source_lengths, other)
+        changed = model.logits(params, batch._replace(target_in=other))
         np.testing.assert_array_equal(changed[0, :place], logits[0, :place])
         assert float(jnp.abs(changed[0, place] - logits[0, place]).max()) > 1e-3
 
@@ -644,9 +657,10 @@ def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     targets = [parts.target.encode(pair.target) for pair in parts.texts.validation]
     lengths = np.array([len(row) for row in sources], np.int32)
     read, labels = padded([[BOS, *row[:-1]] for row in targets], 24), padded(targets, 24)
-    logits = jax.jit(parts.model.logits)(params, padded(sources, 24), lengths, read)
-    counted = labels != PAD
-    loss = losses_by_hand(logits, labels, counted, 0)[0].sum() / counted.sum()
+    batch = Batch(padded(sources, 24), lengths, read, labels, (labels != PAD).sum(1))
+    logits = jax.jit(parts.model.logits)(params, batch)
+    log_probs = scipy.special.log_softmax(np.asarray(logits, np.float64), axis=-1)
+    loss = -np.take_along_axis(log_probs, labels[..., None], -1)[labels != PAD].mean()
     result = examiner(params)
     assert result.scores.loss == pytest.approx(loss, rel=1e-5)
     assert result.scores.perplexity == pytest.approx(math.exp(loss), rel=1e-4)

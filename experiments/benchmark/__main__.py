@@ -3,6 +3,7 @@
     python -m experiments.benchmark                      every case, forward and with gradients
     python -m experiments.benchmark --cases page long-window --peers jax.nn
     python -m experiments.benchmark --growing            time and memory over T, with plots
+    python -m experiments.benchmark training             steps of the translation experiment
 
 Competitors take turns in one process, round after round, so that a machine whose speed drifts
 drifts for all; figures are medians, and ratios are a peer's median over ours (above 1: jattn is
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.benchmark import cases, peers
+from experiments.benchmark import cases, peers, training
 
 
 MIN_ROUNDS = 3
@@ -188,7 +189,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints a table, writes JSON lines and plots."""
-    arguments = _arguments(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["training"]:
+        return training.main(given[1:])
+    arguments = _arguments(given)
     if arguments.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
     try:

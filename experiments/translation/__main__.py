@@ -29,7 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.translation import checkpoints, pictures
-from experiments.translation.batches import Batches
+from experiments.translation.batches import Epochs
 from experiments.translation.checkpoints import Run, TextOrigin, fingerprint
 from experiments.translation.corpus import Pair
 from experiments.translation.data import LANGUAGES, read_lines
@@ -41,6 +41,7 @@ from experiments.translation.decoding import (
     translations,
 )
 from experiments.translation.evaluation import Examined, Examiner, read_tests, table
+from experiments.translation.memory import keep_freed_memory
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.text import BOS, Vocabulary, encode_pairs
@@ -51,6 +52,7 @@ from experiments.translation.training import (
     Texts,
     check_batch,
     first_state,
+    make_batches,
     make_optimiser,
     make_step,
     read_texts,
@@ -268,7 +270,7 @@ class _Plan:
 
     run: Run
     texts: Texts
-    batches: Batches
+    batches: Epochs
     model: Model
 
 
@@ -283,6 +285,7 @@ class _Trained:
 
 def _trained(options: argparse.Namespace) -> _Trained:
     """Trains as the options say, from the beginning or from the last checkpoint."""
+    keep_freed_memory()
     with _users_part():
         saved = _to_resume(options) if options.resume else None
         plan = _planned(options, saved)
@@ -334,13 +337,7 @@ def _planned(options: argparse.Namespace, saved: Run | None) -> _Plan:
     for line in (*texts.reports, report):
         print(line)
     origin = TextOrigin(path and str(Path(path).resolve()), languages, fingerprint(pairs))
-    batches = Batches(
-        pairs,
-        tokens_per_batch=config.tokens_per_batch or None,
-        rows_per_batch=config.rows_per_batch or None,
-        max_shapes=config.max_shapes,
-        seed=config.seed,
-    )
+    batches = make_batches(config, pairs)
     run = Run(directory, config, source, target, origin)
     return _Plan(run, texts, batches, Model(config, len(source), len(target)))
 

@@ -1,4 +1,4 @@
-"""Padded batches in a few fixed shapes.
+"""Batches in a few fixed shapes: padded, with a pair in each row, or packed, with several.
 
 Every distinct shape is compiled once more, so there are at most `max_shapes` of them (4 unless told
 otherwise), whatever the lengths in the text. The widths are chosen to waste the fewest places.
@@ -8,11 +8,14 @@ moves on to the next wider shape, so that an epoch has at most one batch with em
 widest. An empty row has length 0 and ids `<pad>`; give it no weight in the loss. No pair is left
 out.
 
+Packed rows hold as many pairs as fit, one behind the other; masks keep them apart, and positions
+begin anew with each, so that a pair means the same in either kind of batch.
+
 The order is a function of (seed, epoch) alone, so that a run can go on from any step.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +24,7 @@ from experiments.translation.text import BOS, PAD, EncodedPairs, Ragged
 
 MAX_SHAPES = 4
 MULTIPLE = 8
+_OPEN_ROWS = 256  # rows that packing looks at for room
 
 
 class Batch(NamedTuple):
@@ -41,6 +45,38 @@ class Batch(NamedTuple):
     target_lengths: np.ndarray
 
 
+class Packed(NamedTuple):
+    """B rows of S source and T target places, several pairs in each. All arrays are int32.
+
+    Attributes:
+        source: the source ids, each sentence with its `<eos>`, `[B, S]`.
+        source_pairs: which of its row's pairs a place belongs to, `[B, S]`; -1 at padding.
+        source_positions: where in its sentence a place is, `[B, S]`.
+        target_in: what the decoder reads, each sentence behind its `<bos>`, `[B, T]`.
+        target_out: what it has to say at each place, `[B, T]`.
+        target_pairs: as for the source, `[B, T]`.
+        target_positions: as for the source, `[B, T]`.
+    """
+
+    source: np.ndarray
+    source_pairs: np.ndarray
+    source_positions: np.ndarray
+    target_in: np.ndarray
+    target_out: np.ndarray
+    target_pairs: np.ndarray
+    target_positions: np.ndarray
+
+
+AnyBatch = Batch | Packed
+
+
+def counted_places(batch: AnyBatch) -> Any:
+    """Which target places are tokens and not padding, bool `[B, T]`."""
+    if isinstance(batch, Packed):
+        return batch.target_pairs >= 0
+    return np.arange(batch.target_out.shape[1]) < batch.target_lengths[:, None]
+
+
 class Shape(NamedTuple):
     """The one shape of a bucket: B rows of S source and T target places."""
 
@@ -49,13 +85,71 @@ class Shape(NamedTuple):
     target_width: int
 
 
-class Batches:
-    """The batches of a set of encoded pairs, shuffled by epoch or in order.
+class Epochs:
+    """Batches of a set of encoded pairs, shuffled by epoch.
 
     Attributes:
         pairs: what is batched.
         shapes: the shapes of the batches, from narrow to wide.
     """
+
+    pairs: EncodedPairs
+    shapes: tuple[Shape, ...]
+    _seed: int
+    _units: int  # what is shuffled: pairs, or rows of them
+    _steps: int
+
+    def __len__(self) -> int:
+        """Batches in an epoch: the same number in every epoch."""
+        return self._steps
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """The shuffled batches of an epoch from the step `start` on.
+
+        Skipped batches are not made: going on inside an epoch costs no more than beginning one.
+
+        Raises:
+            ValueError: `epoch` or `start` is negative, or `start` is beyond the epoch's end.
+        """
+        if epoch < 0 or not 0 <= start <= len(self):
+            raise ValueError(
+                f"expected epoch >= 0 and start in 0..{len(self)}, got {epoch} and {start}"
+            )
+        return (self._gather(shape, rows) for shape, rows in self._plan(epoch)[start:])
+
+    def from_step(self, step: int) -> Iterator[Any]:
+        """The batches of all epochs, without end, from a step counted over all of them.
+
+        Raises:
+            ValueError: `step` is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        return self._from_step(step)
+
+    def _from_step(self, step: int) -> Iterator[Any]:
+        epoch, start = divmod(step, len(self))
+        while True:
+            yield from self.epoch(epoch, start)
+            epoch, start = epoch + 1, 0
+
+    def _plan(self, epoch: int) -> list[tuple[Shape, np.ndarray]]:
+        # Sorting raw bits, because NumPy keeps those the same for ever, and `permutation` not.
+        bits = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
+        batches = self._assemble(_permutation(bits, self._units))
+        return [batches[place] for place in _permutation(bits, len(batches))]
+
+    def _assemble(self, order: np.ndarray) -> list[tuple[Shape, np.ndarray]]:
+        """Cuts an order of the units into batches: their shapes and units, -1 for empty rows."""
+        raise NotImplementedError
+
+    def _gather(self, shape: Shape, rows: np.ndarray) -> AnyBatch:
+        """The batch of these units."""
+        raise NotImplementedError
+
+
+class Batches(Epochs):
+    """Padded batches, shuffled by epoch or in order."""
 
     def __init__(
         self,
@@ -86,12 +180,9 @@ class Batches:
                 number that must be positive and is not.
         """
         _check_numbers(devices=devices, max_shapes=max_shapes, multiple=multiple)
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
-        if len(pairs) == 0:
-            raise ValueError("pairs: expected at least one pair to batch, got none")
+        _check_pairs(pairs, seed)
         self.pairs = pairs
-        self._seed = seed
+        self._seed, self._units = seed, len(pairs)
         lengths = np.maximum(pairs.source.lengths, pairs.target.lengths)
         widths = _choose_widths(lengths, multiple, max_shapes)
         self._bucket = np.searchsorted(widths, lengths)
@@ -101,34 +192,6 @@ class Batches:
             for count, sides in zip(rows, self._sides(len(widths), multiple), strict=True)
         )
         self._steps = len(self._assemble(np.arange(len(pairs))))
-
-    def __len__(self) -> int:
-        """Batches in an epoch: the same number in every epoch."""
-        return self._steps
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The shuffled batches of an epoch from the step `start` on.
-
-        Skipped batches are not made: going on inside an epoch costs no more than beginning one.
-
-        Raises:
-            ValueError: `epoch` or `start` is negative, or `start` is beyond the epoch's end.
-        """
-        if epoch < 0 or not 0 <= start <= len(self):
-            raise ValueError(
-                f"expected epoch >= 0 and start in 0..{len(self)}, got {epoch} and {start}"
-            )
-        return (self._gather(shape, rows) for shape, rows in self._plan(epoch)[start:])
-
-    def from_step(self, step: int) -> Iterator[Batch]:
-        """The batches of all epochs, without end, from a step counted over all of them.
-
-        Raises:
-            ValueError: `step` is negative.
-        """
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
-        return self._from_step(step)
 
     def in_order(self) -> Iterator[tuple[Batch, np.ndarray]]:
         """Every pair once, unshuffled, for evaluation.
@@ -150,20 +213,7 @@ class Batches:
         sides = -(-np.maximum.accumulate(sides, axis=0) // multiple) * multiple
         return [(int(source), int(target)) for source, target in sides]
 
-    def _from_step(self, step: int) -> Iterator[Batch]:
-        epoch, start = divmod(step, len(self))
-        while True:
-            yield from self.epoch(epoch, start)
-            epoch, start = epoch + 1, 0
-
-    def _plan(self, epoch: int) -> list[tuple[Shape, np.ndarray]]:
-        # Sorting raw bits, because NumPy keeps those the same for ever, and `permutation` not.
-        bits = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
-        batches = self._assemble(_permutation(bits, len(self.pairs)))
-        return [batches[place] for place in _permutation(bits, len(batches))]
-
     def _assemble(self, order: np.ndarray) -> list[tuple[Shape, np.ndarray]]:
-        """Cuts an order of the pairs into batches: their shapes and rows, -1 for empty rows."""
         buckets = self._bucket[order]
         batches: list[tuple[Shape, np.ndarray]] = []
         rest = order[:0]
@@ -173,8 +223,7 @@ class Batches:
             batches += [(shape, part) for part in rows[:whole].reshape(-1, shape.rows)]
             rest = rows[whole:]
         if len(rest):
-            empty = np.full(self.shapes[-1].rows - len(rest), -1)
-            batches.append((self.shapes[-1], np.concatenate([rest, empty])))
+            batches.append((self.shapes[-1], _filled_up(rest, self.shapes[-1].rows)))
         return batches
 
     def _gather(self, shape: Shape, rows: np.ndarray) -> Batch:
@@ -185,6 +234,74 @@ class Batches:
         shifted[:, 1:] = target[:, :-1]
         shifted[~_within(target_lengths, shape.target_width)] = PAD
         return Batch(source, source_lengths, shifted, target, target_lengths)
+
+
+class PackedBatches(Epochs):
+    """Batches of rows that hold several pairs each, shuffled by epoch.
+
+    Which pairs share a row is decided once for all epochs: they do not see each other.
+    """
+
+    def __init__(
+        self,
+        pairs: EncodedPairs,
+        *,
+        width: int,
+        tokens_per_batch: int | None = None,
+        rows_per_batch: int | None = None,
+        devices: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """Packs the rows.
+
+        Args:
+            pairs: what to batch; its ids have been checked against the vocabularies.
+            width: S and T, the places of a row on either side.
+            tokens_per_batch, rows_per_batch, devices, seed: as for `Batches`.
+
+        Raises:
+            ValueError: as for `Batches`, or a sentence of more than `width` tokens.
+        """
+        _check_numbers(devices=devices, width=width)
+        _check_pairs(pairs, seed)
+        longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max()))
+        if longest > width:
+            raise ValueError(
+                f"width: expected at least {longest}, the longest sentence, got {width}"
+            )
+        self.pairs = pairs
+        self._seed = seed
+        self._packed = _pack(pairs, width, _permutation(np.random.PCG64(seed), len(pairs)))
+        self._units = len(self._packed)
+        widths = np.array([width])
+        rows = _rows(widths, self._units, tokens_per_batch, rows_per_batch, devices)
+        self.shapes = (Shape(rows[0], width, width),)
+        self._steps = -(-self._units // rows[0])
+
+    def _assemble(self, order: np.ndarray) -> list[tuple[Shape, np.ndarray]]:
+        (shape,) = self.shapes
+        whole = _filled_up(order, self._steps * shape.rows)
+        return [(shape, rows) for rows in whole.reshape(-1, shape.rows)]
+
+    def _gather(self, shape: Shape, rows: np.ndarray) -> Packed:
+        groups = [self._packed[row] if row >= 0 else self._packed[0][:0] for row in rows]
+        source, source_pairs, source_positions = _joined(
+            self.pairs.source, groups, shape.source_width
+        )
+        target, target_pairs, target_positions = _joined(
+            self.pairs.target, groups, shape.target_width
+        )
+        shifted = np.where(target_positions == 0, BOS, np.roll(target, 1, axis=1))
+        shifted = np.where(target_pairs >= 0, shifted, PAD).astype(np.int32)
+        sides = source, source_pairs, source_positions
+        return Packed(*sides, shifted, target, target_pairs, target_positions)
+
+
+def _check_pairs(pairs: EncodedPairs, seed: int) -> None:
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    if len(pairs) == 0:
+        raise ValueError("pairs: expected at least one pair to batch, got none")
 
 
 def _check_numbers(**numbers: int) -> None:
@@ -232,6 +349,50 @@ def _rows(
         return [min(rows, most)] * len(widths)
     _check_numbers(tokens_per_batch=tokens)
     return [min(max(tokens // int(width) // devices, 1) * devices, most) for width in widths]
+
+
+def _filled_up(rows: np.ndarray, count: int) -> np.ndarray:
+    return np.concatenate([rows, np.full(count - len(rows), -1)])
+
+
+def _pack(pairs: EncodedPairs, width: int, order: np.ndarray) -> list[np.ndarray]:
+    """Rows of pairs, as places in `pairs`: each pair in its turn goes to the fullest row that has
+    room for both its sides (best fit), among those begun last."""
+    sides = np.stack([pairs.source.lengths, pairs.target.lengths], axis=1)
+    free = np.zeros((len(order), 2), np.int64)
+    rows: list[list[int]] = []
+    for pair in order:
+        first = max(0, len(rows) - _OPEN_ROWS)
+        room = (free[first : len(rows)] - sides[pair]).min(axis=1)
+        fits = np.flatnonzero(room >= 0)
+        if len(fits):
+            row = first + int(fits[room[fits].argmin()])
+        else:
+            row = len(rows)
+            rows.append([])
+            free[row] = width
+        rows[row].append(int(pair))
+        free[row] -= sides[pair]
+    return [np.array(row) for row in rows]
+
+
+def _joined(
+    ragged: Ragged, groups: Sequence[np.ndarray], width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, number of the pair and position at each place `[B, width]`, the groups' sentences one
+    behind the other."""
+    ids, numbers, positions = (
+        np.full((len(groups), width), fill, np.int32) for fill in (PAD, -1, 0)
+    )
+    for row, group in enumerate(groups):
+        end = 0
+        for number, pair in enumerate(group):
+            sentence = ragged[pair]
+            begin, end = end, end + len(sentence)
+            ids[row, begin:end] = sentence
+            numbers[row, begin:end] = number
+            positions[row, begin:end] = np.arange(len(sentence))
+    return ids, numbers, positions
 
 
 def _permutation(bits: np.random.PCG64, count: int) -> np.ndarray:

@@ -16,6 +16,8 @@ from flax import nnx
 from jax import Array
 
 import jattn.nn
+from experiments.translation.batches import AnyBatch, Packed
+from experiments.translation.losses import Projection
 from experiments.translation.presets import Config
 from jattn import masks
 from jattn.nn import LayerCache
@@ -76,25 +78,25 @@ class Model:
         filled = [(path, variable.replace(params[_name(path)])) for path, variable in variables]
         return nnx.merge(graph, nnx.from_flat_state(filled))
 
-    def logits(
-        self,
-        params: Params,
-        source: Ids,
-        source_lengths: Ids,
-        target: Ids,
-        *,
-        dropout_key: Array | None = None,
-    ) -> Array:
-        """What follows each target place, `[B, T, target vocabulary]`; without a key no dropout."""
-        padding = masks.Lengths(kv=source_lengths)
-        return self.module(params)(
-            source,
-            target,
-            source_mask=padding,
-            cross_mask=padding,
+    def features(
+        self, params: Params, batch: AnyBatch, *, dropout_key: Array | None = None
+    ) -> tuple[Array, Projection]:
+        """What is known at each target place about what follows it, `[B, T, D]`, and what makes
+        logits over the target vocabulary of it; without a key no dropout."""
+        module = self.module(params)
+        features = module.features(
+            batch.source,
+            batch.target_in,
+            **_kept_apart(batch),
             deterministic=dropout_key is None,
             rngs=None if dropout_key is None else nnx.Rngs(dropout=dropout_key),
         )
+        return features, Projection(*module.projection)
+
+    def logits(self, params: Params, batch: AnyBatch) -> Array:
+        """What follows each target place, `[B, T, target vocabulary]`, without dropout."""
+        features, projection = self.features(params, batch)
+        return projection.logits(features)
 
     def encode(self, params: Params, source: Ids, source_lengths: Ids) -> Array:
         """The memory `[B, S, D]` that the decoder reads."""
@@ -153,6 +155,20 @@ class Model:
             tie_embeddings=config.tie_embeddings,
             rngs=rngs,
         )
+
+
+def _kept_apart(batch: AnyBatch) -> dict[str, Any]:
+    """The masks and positions that keep pairs apart from each other and from padding."""
+    if isinstance(batch, Packed):
+        return {
+            "source_mask": masks.Segments(batch.source_pairs),
+            "target_mask": masks.Segments(batch.target_pairs),
+            "cross_mask": masks.Segments(batch.target_pairs, batch.source_pairs),
+            "source_positions": batch.source_positions,
+            "target_positions": batch.target_positions,
+        }
+    padding = masks.Lengths(kv=batch.source_lengths)
+    return {"source_mask": padding, "cross_mask": padding}
 
 
 def _name(path: Iterable[Any]) -> str:

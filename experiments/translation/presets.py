@@ -43,6 +43,10 @@ class Config:
         tokens_per_batch: places per batch and side; 0 where `rows_per_batch` is given.
         rows_per_batch: sentence pairs per batch; 0 where `tokens_per_batch` is given.
         max_shapes: the most distinct shapes of batches, each of which is compiled.
+        packed_width: places of a row that several sentence pairs share; 0 for a pair in each row,
+            padded. A row of `rows_per_batch` is then one of these.
+        parts_per_batch: a batch is taken in so many equal parts, whose gradients are summed: the
+            same update in less memory.
         epochs: passes over the training text; 0 where `steps` is given.
         steps: updates; 0 where `epochs` is given.
         learning_rate: the highest of the schedule.
@@ -78,6 +82,8 @@ class Config:
     tokens_per_batch: int = 0
     rows_per_batch: int = 0
     max_shapes: int = 4
+    packed_width: int = 0
+    parts_per_batch: int = 1
 
     epochs: int = 0
     steps: int = 0
@@ -173,6 +179,7 @@ def _rules() -> dict[str, tuple[Callable[[Any], bool], str]]:
         return names.__contains__, " or ".join(map(repr, names))
 
     may_be_zero = ("seed", "tokens_per_batch", "rows_per_batch", "epochs", "steps", "clip_norm")
+    may_be_zero += ("packed_width",)
     rules = dict.fromkeys(_TYPES, (_positive, "a number above 0"))
     rules |= dict.fromkeys(may_be_zero, (_at_least_zero, "a number not below 0"))
     rules |= dict.fromkeys(("dropout_rate", "label_smoothing", "beta2"), (_share, "0 <= it < 1"))

@@ -23,11 +23,18 @@ from jax import Array
 from tqdm import tqdm
 
 from experiments.translation import corpus, data
-from experiments.translation.batches import Batch, Batches
+from experiments.translation.batches import (
+    AnyBatch,
+    Batches,
+    Epochs,
+    PackedBatches,
+    counted_places,
+)
 from experiments.translation.corpus import Pair
-from experiments.translation.model import Ids, Model, Params
+from experiments.translation.losses import cross_entropy
+from experiments.translation.model import Model, Params
 from experiments.translation.presets import Config
-from experiments.translation.text import check_ids
+from experiments.translation.text import EncodedPairs, check_ids
 
 
 # ------------------------------------------------------------------------------------------- text
@@ -79,89 +86,41 @@ def read_texts(
     return Texts(read.train, read.validation, tests, list(map(str, read.reports.values())))
 
 
-# ------------------------------------------------------------------------------------------- loss
+def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
+    """The training batches that a configuration asks for.
 
-
-def token_losses(logits: Array, labels: Ids, counted: Ids, smoothing: float) -> Array:
-    """The cross-entropy of each counted place `[B, T]` in nats, and 0 at the others.
-
-    The target distribution is `smoothing` spread over all V tokens in equal shares, and the rest on
-    the label (Szegedy et al. 2015); it sums to 1. What stands at places that are not counted does
-    not exist: its gradient is 0, and so is that of a loss over no place at all.
-
-    The derivative is written out so that no array of the logits' size is kept but the logits:
-    neither probabilities nor one-hot labels.
-
-    Args:
-        logits: `[B, T, V]`.
-        labels: `[B, T]`, in 0..V-1 (`check_batch` makes sure).
-        counted: bool `[B, T]`.
-        smoothing: in [0, 1).
+    Raises:
+        ValueError: sizes that do not go together; the message names them.
     """
-    return _token_losses(smoothing, logits, jnp.asarray(labels), jnp.asarray(counted))
+    sizes: dict[str, Any] = {
+        "tokens_per_batch": config.tokens_per_batch or None,
+        "rows_per_batch": config.rows_per_batch or None,
+        "devices": config.parts_per_batch,
+        "seed": config.seed,
+    }
+    if config.packed_width:
+        return PackedBatches(pairs, width=config.packed_width, **sizes)
+    return Batches(pairs, max_shapes=config.max_shapes, **sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_losses(smoothing: float, logits: Array, labels: Array, counted: Array) -> Array:
-    return _token_losses_forward(smoothing, logits, labels, counted)[0]
-
-
-def _token_losses_forward(
-    smoothing: float, logits: Array, labels: Array, counted: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    wide = _accumulated(logits)
-    highest = jnp.max(wide, axis=-1)
-    log_total = highest + jnp.log(jnp.sum(jnp.exp(wide - highest[..., None]), axis=-1))
-    at_label = jnp.sum(jnp.where(_is_label(labels, wide), wide, 0), axis=-1)
-    losses = log_total - (1 - smoothing) * at_label - smoothing * jnp.mean(wide, axis=-1)
-    return jnp.where(counted, losses, 0), (logits, labels, counted, log_total)
-
-
-def _token_losses_backward(
-    smoothing: float, saved: tuple[Array, ...], cotangent: Array
-) -> tuple[Array, None, None]:
-    logits, labels, counted, log_total = saved
-    wide = _accumulated(logits)
-    probability = jnp.exp(wide - log_total[..., None])
-    target = jnp.where(_is_label(labels, wide), 1 - smoothing, 0) + smoothing / wide.shape[-1]
-    gradient = cotangent[..., None] * (probability - target.astype(wide.dtype))
-    return jnp.where(counted[..., None], gradient, 0).astype(logits.dtype), None, None
-
-
-_token_losses.defvjp(_token_losses_forward, _token_losses_backward)
-
-
-def _accumulated(logits: Array) -> Array:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-
-
-def _is_label(labels: Array, logits: Array) -> Array:
-    columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return columns == labels[..., None]
-
-
-def counted_places(batch: Batch) -> Array:
-    """Which target places are tokens and not padding, bool `[B, T]`."""
-    places = jax.lax.broadcasted_iota(jnp.int32, batch.target_out.shape, 1)
-    return places < batch.target_lengths[:, None]
+# ------------------------------------------------------------------------------------------- loss
 
 
 def total_loss(
     model: Model,
     params: Params,
-    batch: Batch,
+    batch: AnyBatch,
     *,
     smoothing: float = 0.0,
     dropout_key: Array | None = None,
 ) -> Array:
     """The losses of a batch's target tokens, summed."""
-    logits = model.logits(
-        params, batch.source, batch.source_lengths, batch.target_in, dropout_key=dropout_key
-    )
-    return jnp.sum(token_losses(logits, batch.target_out, counted_places(batch), smoothing))
+    features, projection = model.features(params, batch, dropout_key=dropout_key)
+    counted = counted_places(batch)
+    return cross_entropy(features, projection, batch.target_out, counted, smoothing=smoothing)
 
 
-def check_batch(batch: Batch, model: Model) -> None:
+def check_batch(batch: AnyBatch, model: Model) -> None:
     """Makes sure that the model has all the ids of a batch; on a device nobody would notice.
 
     Raises:
@@ -226,7 +185,7 @@ class Measured(NamedTuple):
     gradient_norm: Array
 
 
-Step = Callable[[State, Batch], tuple[State, Measured]]
+Step = Callable[[State, AnyBatch], tuple[State, Measured]]
 
 
 def first_state(model: Model, optimiser: optax.GradientTransformation, seed: int) -> State:
@@ -239,26 +198,56 @@ def make_step(model: Model, optimiser: optax.GradientTransformation, config: Con
     """One update as a compiled function, which takes over the buffers of the state it is given.
 
     The loss is the mean over the tokens of the batch, so that each token weighs the same in a batch
-    however the padding lies; a batch without tokens has loss 0 and gradients 0.
+    however the padding lies; a batch without tokens has loss 0 and gradients 0. A batch that is
+    taken in parts gives the gradient of the whole, as each part's share is by the whole's tokens.
     """
 
-    def mean_loss(params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
-        total = total_loss(model, params, batch, smoothing=config.label_smoothing, dropout_key=key)
-        tokens = jnp.maximum(jnp.sum(batch.target_lengths), 1)
-        return total / tokens.astype(total.dtype), total
+    def gradient(params: Params, batch: AnyBatch, key: Array, tokens: Array) -> Any:
+        """Of the mean loss, and the loss summed."""
+        dropout_key = key if config.dropout_rate > 0 else None
+
+        def share(params: Params) -> tuple[Array, Array]:
+            options = {"smoothing": config.label_smoothing, "dropout_key": dropout_key}
+            total = total_loss(model, params, batch, **options)
+            return total / tokens.astype(total.dtype), total
+
+        return jax.grad(share, has_aux=True)(params)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, batch: Batch) -> tuple[State, Measured]:
+    def step(state: State, batch: AnyBatch) -> tuple[State, Measured]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        given = key if config.dropout_rate > 0 else None
-        gradient = jax.grad(mean_loss, has_aux=True)
-        slopes, total = gradient(state.params, batch, given)
+        tokens = jnp.maximum(jnp.sum(counted_places(batch)), 1)
+        if config.parts_per_batch == 1:
+            slopes, total = gradient(state.params, batch, key, tokens)
+        else:
+            slopes, total = _in_parts(gradient, state.params, batch, key, tokens, config)
         updates, memory = optimiser.update(slopes, state.optimiser, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         measured = Measured(total, _norm(slopes))
         return State(params, memory, state.step + 1), measured
 
     return step
+
+
+def _in_parts(
+    gradient: Callable[..., Any],
+    params: Params,
+    batch: AnyBatch,
+    key: Array,
+    tokens: Array,
+    config: Config,
+) -> Any:
+    """The sum of the gradients of a batch's parts, of which one at a time is in memory."""
+    parts = config.parts_per_batch
+    cut = jax.tree.map(lambda x: jnp.reshape(x, (parts, -1, *x.shape[1:])), batch)
+
+    def add(sums: Any, part: Any) -> tuple[Any, None]:
+        batch, key = part
+        return jax.tree.map(jnp.add, sums, gradient(params, batch, key, tokens)), None
+
+    none = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], cut), key, tokens)
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), none)
+    return jax.lax.scan(add, none, (cut, jax.random.split(key, parts)))[0]
 
 
 def _norm(slopes: Params) -> Array:
@@ -288,9 +277,9 @@ class Loop:
     """
 
     config: Config
-    batches: Batches
+    batches: Epochs
     step: Step
-    check: Callable[[Batch], None]
+    check: Callable[[AnyBatch], None]
     report: Callable[[dict[str, Any]], None]
     validate: Callable[[Params], dict[str, Any]]
     save: Callable[[State], None]
@@ -333,7 +322,7 @@ class Loop:
                     window = _Window(number)
         return state
 
-    def _batches(self, first: int, last: int) -> Iterator[tuple[int, Batch]]:
+    def _batches(self, first: int, last: int) -> Iterator[tuple[int, AnyBatch]]:
         """Each batch with the number that its step brings the count to."""
         batches = itertools.islice(self.batches.from_step(first), last - first)
         return enumerate(batches, start=first + 1)
@@ -358,7 +347,7 @@ class Loop:
             self.save(state)
 
 
-def total_steps(config: Config, batches: Batches) -> int:
+def total_steps(config: Config, batches: Epochs) -> int:
     """How many steps a configuration makes with these batches."""
     return config.steps or config.epochs * len(batches)
 
@@ -372,8 +361,8 @@ class _Window:
         self._tokens: list[int] = []
         self._measured: list[Measured] = []
 
-    def add(self, batch: Batch, measured: Measured) -> None:
-        self._tokens.append(int(batch.target_lengths.sum()))
+    def add(self, batch: AnyBatch, measured: Measured) -> None:
+        self._tokens.append(int(np.sum(counted_places(batch))))
         self._measured.append(measured)
         if (
             len(self._measured) > 1

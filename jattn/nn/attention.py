@@ -11,6 +11,7 @@ that is differentiated makes its streams itself, from a key: `rngs=nnx.Rngs(drop
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -20,6 +21,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn import tile
 from jattn._types import Keys, Output, Queries, Values, Weights
 from jattn.attention import attention, attention_weights, cached_attention
 from jattn.cache import Cache, DenseCache
@@ -96,7 +98,8 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class Dropout(nnx.Dropout):
-    """Flax's dropout, and the source of the key for dropout inside attention.
+    """Flax's dropout, decided by the hash of `tile.keep`; and the source of the key for dropout
+    inside attention. Random bits that nobody could predict would take as long as the layers.
 
     Raises ValueError for a rate outside [0, 1), and at the call when there is something to drop
     but no random stream to draw from.
@@ -132,7 +135,12 @@ class Dropout(nnx.Dropout):
         rngs: RandomSource = None,
     ) -> Float[Array, "*shape"]:
         key = self.key(deterministic, rngs)
-        return inputs if key is None else super().__call__(inputs, deterministic=False, rngs=key)
+        if key is None:
+            return inputs
+        rows, columns = math.prod(inputs.shape[:-1]), inputs.shape[-1]
+        places = jnp.arange(rows, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
+        kept = tile.keep(key, self.rate, 0, 0, *places).reshape(inputs.shape)
+        return jnp.where(kept, inputs / (1 - self.rate), 0).astype(inputs.dtype)
 
 
 class Constant(nnx.Variable):

@@ -440,6 +440,13 @@ class Transformer(nnx.Module):
         )
 
     def __call__(
+        self, source_ids: Ids, target_ids: Ids, **call: Any
+    ) -> Float[Array, "*B T vocabulary"]:
+        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`;
+        `call` is what `features` takes."""
+        return self.logits(self.features(source_ids, target_ids, **call))
+
+    def features(
         self,
         source_ids: Ids,
         target_ids: Ids,
@@ -451,8 +458,8 @@ class Transformer(nnx.Module):
         target_positions: Positions = None,
         deterministic: bool | None = None,
         rngs: RandomSource = None,
-    ) -> Float[Array, "*B T vocabulary"]:
-        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`.
+    ) -> Float[Array, "*B T D"]:
+        """What `logits` reads: `[*B, T, D]`, for losses that do without all logits at once.
 
         Args:
             source_mask: of the encoder's self-attention.
@@ -465,7 +472,7 @@ class Transformer(nnx.Module):
         """
         run = {"deterministic": deterministic, "rngs": rngs}
         memory = self.encode(source_ids, mask=source_mask, positions=source_positions, **run)
-        return self.decode(
+        return self._decoded(
             target_ids,
             memory,
             mask=target_mask,
@@ -474,6 +481,18 @@ class Transformer(nnx.Module):
             memory_positions=source_positions,
             **run,
         )
+
+    def logits(self, features: Float[Array, "*B T D"]) -> Float[Array, "*B T vocabulary"]:
+        """The output projection, or the tied embedding."""
+        return self.target_tokens.attend(features) if self.output is None else self.output(features)
+
+    @property
+    def projection(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
+        """Kernel and bias of `logits`."""
+        if self.output is None:
+            return self.target_tokens.embedding[...], None
+        bias = self.output.bias
+        return self.output.kernel[...], None if bias is None else bias[...]
 
     def encode(
         self,
@@ -507,20 +526,16 @@ class Transformer(nnx.Module):
         `mask` is for the self-attention, which is causal in any case.
         """
         run = {"deterministic": deterministic, "rngs": rngs}
-        x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
-        x = self.decoder(
-            self.dropout(x, **run),
-            memory,
-            mask=mask,
-            cross_mask=cross_mask,
-            positions=positions,
-            memory_positions=memory_positions,
-            **run,
-        )
-        return self._logits(x)
+        masks = {"mask": mask, "cross_mask": cross_mask}
+        places = {"positions": positions, "memory_positions": memory_positions}
+        return self.logits(self._decoded(target_ids, memory, **masks, **places, **run))
 
-    def _logits(self, x: Array) -> Array:
-        return self.target_tokens.attend(x) if self.output is None else self.output(x)
+    def _decoded(
+        self, target_ids: Ids, memory: Array, *, positions: Positions, **call: Any
+    ) -> Float[Array, "*B T D"]:
+        x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
+        run = {name: call[name] for name in ("deterministic", "rngs")}
+        return self.decoder(self.dropout(x, **run), memory, positions=positions, **call)
 
     def step(
         self,
@@ -546,7 +561,7 @@ class Transformer(nnx.Module):
         x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
         options = {"mask": mask, "cross_mask": cross_mask, "valid": valid, **run}
         x, caches = self.decoder.step(self.dropout(x, **run), caches, **options)
-        return self._logits(x), caches
+        return self.logits(x), caches
 
 
 def _positions(

@@ -1,0 +1,170 @@
+"""How fast the translation experiment trains here, beside PyTorch.
+
+    python -m experiments.benchmark training
+
+A step of the Transformer of the published tutorial (width 256, 3 + 3 layers, 8 heads, feed-forward
+512, dropout 0.1) on 128 sentence pairs in 24 source and 24 target places, of which 18 are real,
+with vocabularies of 8,000: loss, gradients, clipping and Adam. `packed` has the same pairs with
+four in a row and no padding. Competitors take turns; figures are medians.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from experiments.translation.batches import (
+    AnyBatch,
+    Batch,
+    Batches,
+    Packed,
+    PackedBatches,
+    counted_places,
+)
+from experiments.translation.memory import keep_freed_memory
+from experiments.translation.model import Model
+from experiments.translation.presets import PRESETS, Config
+from experiments.translation.text import EOS, EncodedPairs, Ragged
+from experiments.translation.training import first_state, make_optimiser, make_step
+
+
+VOCABULARY = 8000
+PAIRS, PLACES, REAL, PER_ROW = 128, 24, 18, 4
+SETTLE = 0.3  # seconds in which idle threads of the one before come to rest
+
+
+class Trainer(NamedTuple):
+    """A competitor: `step()` makes a step and returns when it is done; `tokens` are the real
+    target tokens of a step."""
+
+    step: Callable[[], Any]
+    tokens: int
+
+
+def sentence_pairs(seed: int = 0) -> EncodedPairs:
+    """Random pairs of sentences of `REAL` tokens."""
+    rng = np.random.default_rng(seed)
+    sides = rng.integers(EOS + 1, VOCABULARY, (2, PAIRS, REAL), np.int32)
+    sides[:, :, -1] = EOS
+    source, target = (Ragged.of(side.tolist()) for side in sides)
+    return EncodedPairs(source, target, np.arange(PAIRS), VOCABULARY, VOCABULARY)
+
+
+def padded_batch() -> Batch:
+    """The pairs, one in a row."""
+    return next(Batches(sentence_pairs(), rows_per_batch=PAIRS, multiple=PLACES).epoch(0))
+
+
+def packed_batch() -> Packed:
+    """The pairs, `PER_ROW` in a row without padding."""
+    width, rows = PER_ROW * REAL, PAIRS // PER_ROW
+    return next(PackedBatches(sentence_pairs(), width=width, rows_per_batch=rows).epoch(0))
+
+
+def ours(config: Config, batch: AnyBatch) -> Trainer:
+    """The experiment's own step, as `train` runs it."""
+    model = Model(config, VOCABULARY, VOCABULARY)
+    optimiser = make_optimiser(config, total_steps=1000)
+    step = make_step(model, optimiser, config)
+    state = first_state(model, optimiser, seed=0)
+
+    def run() -> None:
+        nonlocal state
+        state, measured = step(state, batch)
+        jax.block_until_ready((state, measured))
+
+    return Trainer(run, int(np.sum(counted_places(batch))))
+
+
+def competitors() -> dict[str, Trainer]:
+    """Those that can run here, by name."""
+    config = PRESETS["multi30k"]
+    found = {
+        "jattn": ours(config, padded_batch()),
+        "jattn packed": ours(config, packed_batch()),
+    }
+    if importlib.util.find_spec("torch"):
+        found["torch"] = _elsewhere(config, padded_batch())
+    return found
+
+
+def _elsewhere(config: Config, batch: Batch) -> Trainer:
+    """PyTorch in a process of its own, with its own settings of the memory."""
+    here, there = multiprocessing.Pipe()
+    peer = importlib.import_module("experiments.benchmark.torch_training")
+    arguments = there, config, VOCABULARY, batch
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=peer.serve, args=arguments, daemon=True).start()
+
+    def run() -> None:
+        here.send(None)
+        here.recv()
+
+    return Trainer(run, int(np.sum(counted_places(batch))))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures and prints steps and real target tokens per second, and the ratios."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmark training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each competitor")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/benchmark"))
+    arguments = parser.parse_args(argv)
+    keep_freed_memory()  # as the command that trains
+    trainers = competitors()
+    seconds = _in_turn(trainers, arguments.rounds)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows = [_row(name, trainers[name], seconds) for name in trainers]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (arguments.out / "training.jsonl").write_text(lines, "utf-8")
+    for row in rows:
+        print(_line(row))
+    return 0
+
+
+def _in_turn(trainers: dict[str, Trainer], rounds: int) -> dict[str, float]:
+    """Median seconds of a step, by competitor. The first step of a turn does not count: it pays for
+    what the one before has left behind."""
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    for trainer in trainers.values():
+        trainer.step()
+    for _ in range(rounds):
+        for name, trainer in trainers.items():
+            time.sleep(SETTLE)
+            trainer.step()
+            for _ in range(2):
+                start = time.perf_counter()
+                trainer.step()
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def _row(name: str, trainer: Trainer, seconds: dict[str, float]) -> dict[str, Any]:
+    row = {
+        "name": name,
+        "seconds_per_step": seconds[name],
+        "tokens_per_second": trainer.tokens / seconds[name],
+    }
+    if "torch" in seconds:
+        row["torch_ratio"] = seconds["torch"] / seconds[name]
+    return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratio = f", {row['torch_ratio']:.2f} times torch" if "torch_ratio" in row else ""
+    return (
+        f"{row['name']:<14} {1e3 * row['seconds_per_step']:>7.0f} ms a step, "
+        f"{row['tokens_per_second']:>7.0f} real target tokens/s{ratio}"
+    )

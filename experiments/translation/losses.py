@@ -1,0 +1,163 @@
+"""The loss: cross-entropy over the vocabulary, a chunk of places at a time.
+
+The logits `[places, V]` are the largest array of a training step by far, and only what follows from
+them is wanted. So they are never whole: a chunk of places is projected, its loss taken, and at once
+the gradients of what it was projected from, while the logits are in the cache. Places that do not
+count are put last, and chunks of nothing else are not computed.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+# Logits at a time: enough for fast products, and on a CPU few enough to stay in its cache.
+_CHUNK = {"cpu": 2**21}
+_CHUNK_ELSEWHERE = 2**27
+_MULTIPLE = 64  # of places
+
+
+class Projection(NamedTuple):
+    """What makes logits over V tokens of D features.
+
+    Attributes:
+        kernel: `[V, D]`.
+        bias: `[V]`, or None.
+    """
+
+    kernel: Array
+    bias: Array | None
+
+    def logits(self, features: Array) -> Array:
+        """`features @ kernel.T + bias`, `[..., V]`, accumulated in float32 at least."""
+        wide = jnp.promote_types(features.dtype, jnp.float32)
+        kernel = self.kernel.astype(features.dtype)
+        product = jnp.einsum("...d,vd->...v", features, kernel, preferred_element_type=wide)
+        return product if self.bias is None else product + self.bias.astype(wide)
+
+
+def cross_entropy(
+    features: Array, projection: Projection, labels: Any, counted: Any, *, smoothing: float = 0.0
+) -> Array:
+    """The cross-entropy of the counted places in nats, summed: `[]`, float32 at least.
+
+    The target distribution is `smoothing` spread over all V tokens in equal shares, and the rest on
+    the label (Szegedy et al. 2015); it sums to 1. What stands at places that are not counted does
+    not exist: its gradient is 0, and so is that of a loss over no place at all.
+
+    Args:
+        features: `[..., D]`, what is projected.
+        projection: to logits over V tokens.
+        labels: int32 `[...]`, in 0..V-1.
+        counted: bool `[...]`.
+        smoothing: in [0, 1).
+    """
+    features = features.reshape(-1, features.shape[-1])
+    labels, counted = (jnp.asarray(x).reshape(-1) for x in (labels, counted))
+    return _total(smoothing, features, projection, labels, counted)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(smoothing: float, features: Array, projection: Projection, *places: Array) -> Array:
+    rows, chunks = _sorted(features, projection, *places)
+
+    def add(number: Array, total: Array) -> Array:
+        losses, _ = _chunk_losses(smoothing, projection, rows.chunk(number))
+        return total + jnp.sum(losses)
+
+    return lax.fori_loop(0, chunks, add, jnp.zeros((), _wide(features)))
+
+
+class _Rows(NamedTuple):
+    """Places in whole chunks, those that count first."""
+
+    features: Array  # [chunks, C, D]; 0 where nothing counts
+    labels: Array  # [chunks, C]
+    counted: Array  # [chunks, C]
+    order: Array  # [places]: where each came from
+
+    def chunk(self, number: Array) -> tuple[Array, Array, Array]:
+        return self.features[number], self.labels[number], self.counted[number]
+
+
+def _sorted(
+    features: Array, projection: Projection, labels: Array, counted: Array
+) -> tuple[_Rows, Array]:
+    """The rows, and how many of their chunks hold something that counts."""
+    most = _CHUNK.get(jax.default_backend(), _CHUNK_ELSEWHERE) // len(projection.kernel)
+    size = max(1, min(max(most // _MULTIPLE, 1) * _MULTIPLE, len(labels)))
+    order = jnp.argsort(~counted, stable=True)
+
+    def chunked(x: Array) -> Array:
+        padding = ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1))
+        return jnp.pad(x[order], padding).reshape(-1, size, *x.shape[1:])
+
+    # Selected before the products, in which a NaN of padding would reach every gradient.
+    features = jnp.where(counted[:, None], features, 0)
+    rows = _Rows(chunked(features), chunked(labels), chunked(counted), order)
+    return rows, -(-jnp.sum(counted, dtype=jnp.int32) // size)
+
+
+def _chunk_losses(
+    smoothing: float, projection: Projection, chunk: tuple[Array, Array, Array]
+) -> tuple[Array, Array]:
+    """The losses `[C]` of a chunk and their gradient by its logits, `[C, V]`."""
+    features, labels, counted = chunk
+    logits = projection.logits(features)
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    exponentials = jnp.exp(logits - highest)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    share = smoothing / logits.shape[-1]
+    target = jnp.where(columns == labels[:, None], 1 - smoothing + share, share)
+    losses = (highest + jnp.log(total))[:, 0] - jnp.sum(target * logits, axis=-1)
+    gradient = exponentials / total - target
+    return jnp.where(counted, losses, 0), jnp.where(counted[:, None], gradient, 0)
+
+
+def _total_forward(
+    smoothing: float, features: Array, projection: Projection, *places: Array
+) -> tuple[Array, Any]:
+    rows, chunks = _sorted(features, projection, *places)
+    kernel, bias = projection.kernel, projection.bias
+    dtype, wide = features.dtype, _wide(features)
+
+    def add(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        total, d_features, d_kernel, d_bias = carry
+        chunk = rows.chunk(number)
+        losses, d_logits = _chunk_losses(smoothing, projection, chunk)
+        narrow = d_logits.astype(dtype)
+        back = jnp.einsum("cv,vd->cd", narrow, kernel.astype(dtype), preferred_element_type=wide)
+        more = jnp.einsum("cv,cd->vd", narrow, chunk[0], preferred_element_type=wide)
+        return (
+            total + jnp.sum(losses),
+            lax.dynamic_update_index_in_dim(d_features, back.astype(dtype), number, 0),
+            d_kernel + more,
+            d_bias + jnp.sum(d_logits, axis=0),
+        )
+
+    none = (jnp.zeros((), wide), jnp.zeros_like(rows.features))
+    none += (jnp.zeros(kernel.shape, wide), jnp.zeros(len(kernel), wide))
+    total, d_features, d_kernel, d_bias = lax.fori_loop(0, chunks, add, none)
+    d_features = d_features.reshape(-1, features.shape[1])[: len(features)]
+    gradients = (
+        jnp.zeros_like(features).at[rows.order].set(d_features, unique_indices=True),
+        d_kernel.astype(kernel.dtype),
+        None if bias is None else d_bias.astype(bias.dtype),
+    )
+    return total, gradients
+
+
+def _total_backward(smoothing: float, gradients: Any, cotangent: Array) -> tuple[Any, ...]:
+    scaled = jax.tree.map(lambda x: (x * cotangent).astype(x.dtype), gradients)
+    return scaled[0], Projection(*scaled[1:]), None, None
+
+
+_total.defvjp(_total_forward, _total_backward)
+
+
+def _wide(features: Array) -> Any:
+    return jnp.promote_types(features.dtype, jnp.float32)

@@ -1,0 +1,184 @@
+"""The loss of the translation experiment, against the formula in float64 and against optax."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.translation import losses
+from experiments.translation.losses import Projection, cross_entropy
+from tests.test_translation import plain_jax
+
+
+PLACES, D, V = 13, 5, 7
+
+
+def by_hand(features, kernel, bias, labels, counted, smoothing):
+    """The loss with the smoothed target written out, and its gradients; float64 loops."""
+    features, kernel, bias = (np.asarray(x, np.float64) for x in (features, kernel, bias))
+    total = 0.0
+    gradients = [np.zeros_like(x) for x in (features, kernel, bias)]
+    for place in range(len(labels)):
+        if not counted[place]:
+            continue
+        target = np.full(len(kernel), smoothing / len(kernel))
+        target[labels[place]] += 1 - smoothing
+        logits = np.array([row @ features[place] for row in kernel]) + bias
+        highest = max(logits)
+        logs = logits - highest - math.log(sum(math.exp(x - highest) for x in logits))
+        total -= sum(t * log for t, log in zip(target, logs, strict=True))
+        wrong = np.exp(logs) - target
+        gradients[0][place] = wrong @ kernel
+        gradients[1] += np.outer(wrong, features[place])
+        gradients[2] += wrong
+    return total, gradients
+
+
+def case(places=PLACES, vocabulary=V, spread=3.0):
+    random = np.random.default_rng(1)
+    features = spread * random.standard_normal((places, D)).astype(np.float32)
+    kernel = random.standard_normal((vocabulary, D)).astype(np.float32)
+    bias = random.standard_normal(vocabulary).astype(np.float32)
+    labels = random.integers(0, vocabulary, places).astype(np.int32)
+    counted = np.arange(places) % 5 % 3 != 0
+    return features, kernel, bias, labels, counted
+
+
+def loss_and_gradients(features, kernel, bias, labels, counted, smoothing=0.0) -> Any:
+    @jax.jit
+    def run(features, kernel, bias):
+        return jax.value_and_grad(
+            lambda x, w, b: cross_entropy(
+                x, Projection(w, b), labels, counted, smoothing=smoothing
+            ),
+            (0, 1, 2),
+        )(features, kernel, bias)
+
+    return run(*map(jnp.asarray, (features, kernel, bias)))
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    with plain_jax():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    chunks_of(4, monkeypatch)
+
+
+def chunks_of(places, monkeypatch):
+    monkeypatch.setattr(losses, "_MULTIPLE", 1)
+    monkeypatch.setattr(losses, "_CHUNK", {"cpu": places * V})
+
+
+@pytest.mark.parametrize(("smoothing", "places"), [(0.0, 4), (0.1, 1), (0.6, 4), (0.1, 1000)])
+def test_the_loss_is_that_of_the_formula(smoothing, places, monkeypatch):
+    chunks_of(places, monkeypatch)
+    given = case()
+    total, gradients = by_hand(*given, smoothing)
+    found, slopes = loss_and_gradients(*given, smoothing)
+    assert found.dtype == jnp.float32 and float(found) == pytest.approx(total, rel=2e-6)
+    for slope, gradient in zip(slopes, gradients, strict=True):
+        np.testing.assert_allclose(slope, gradient, rtol=2e-5, atol=2e-5)
+    alone = cross_entropy(
+        jnp.asarray(given[0]),
+        Projection(jnp.asarray(given[1]), jnp.asarray(given[2])),
+        *given[3:],
+        smoothing=smoothing,
+    )
+    assert float(alone) == pytest.approx(total, rel=2e-6)
+
+
+def test_the_loss_is_that_of_optax():
+    features, kernel, bias, labels, counted = case()
+
+    def peer(x, w, b):
+        rows = optax.softmax_cross_entropy_with_integer_labels(x @ w.T + b, labels)
+        return jnp.sum(rows * counted)
+
+    expected, gradients = jax.value_and_grad(peer, (0, 1, 2))(features, kernel, bias)
+    found, slopes = loss_and_gradients(features, kernel, bias, labels, counted)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for slope, gradient in zip(slopes, gradients, strict=True):
+        np.testing.assert_allclose(slope, gradient, rtol=1e-4, atol=2e-5)
+
+
+def test_large_logits_overflow_nowhere():
+    given = case(spread=200.0)
+    total, _ = by_hand(*given, 0.1)
+    found, slopes = loss_and_gradients(*given, 0.1)
+    assert float(found) == pytest.approx(total, rel=1e-5)
+    assert all(np.isfinite(slope).all() for slope in slopes)
+
+
+def test_narrow_features_are_accumulated_wide():
+    features, kernel, bias, labels, counted = case(places=400)
+    narrow = jnp.asarray(features, jnp.bfloat16)
+    kernel = np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float32)
+    total, gradients = by_hand(np.asarray(narrow, np.float32), kernel, bias, labels, counted, 0.1)
+    found, slopes = loss_and_gradients(narrow, kernel, bias, labels, counted, 0.1)
+    assert found.dtype == jnp.float32 and float(found) == pytest.approx(total, rel=1e-5)
+    assert [slope.dtype.name for slope in slopes] == ["bfloat16", "float32", "float32"]
+    for slope, gradient in zip(slopes, gradients, strict=True):
+        worst = np.abs(np.asarray(slope, np.float64) - gradient).max() / np.abs(gradient).max()
+        assert worst < 2**-7
+
+
+def test_what_does_not_count_does_not_exist():
+    features, kernel, bias, labels, counted = case()
+    clean = loss_and_gradients(features, kernel, bias, labels, counted, 0.1)
+    poisoned = np.where(counted[:, None], features, np.nan)
+    dirty = loss_and_gradients(poisoned, kernel, bias, labels, counted, 0.1)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    assert not np.any(np.asarray(clean[1][0])[~counted])
+    assert np.abs(np.asarray(clean[1][0])[counted]).min(axis=1).all()
+    nothing = loss_and_gradients(poisoned, kernel, bias, labels, np.zeros_like(counted), 0.1)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(nothing))
+
+
+def test_a_projection_without_bias_and_batch_axes():
+    features, kernel, bias, labels, counted = case(places=12)
+    shaped = (x.reshape(3, 4, *x.shape[1:]) for x in (features, labels, counted))
+    x, *places = map(jnp.asarray, shaped)
+    total, gradients = by_hand(features, kernel, 0 * bias, labels, counted, 0.1)
+    found, slope = jax.value_and_grad(
+        lambda x: cross_entropy(x, Projection(jnp.asarray(kernel), None), *places, smoothing=0.1)
+    )(x)
+    assert float(found) == pytest.approx(total, rel=2e-6)
+    np.testing.assert_allclose(slope.reshape(12, D), gradients[0], rtol=2e-5, atol=2e-5)
+
+
+def test_logits_are_never_whole():
+    """Temporaries of loss and gradients: copies of what was given, and next to no logits."""
+    places, vocabulary = 4096, 1000
+
+    def run(x, w, b, labels, counted):
+        return jax.value_and_grad(
+            lambda x, w, b: cross_entropy(x, Projection(w, b), labels, counted), (0, 1, 2)
+        )(x, w, b)
+
+    kinds = ((places, D), (vocabulary, D), (vocabulary,))
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kinds]
+    given += [jax.ShapeDtypeStruct((places,), kind) for kind in (jnp.int32, jnp.bool)]
+    memory: Any = jax.jit(run).lower(*given).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * places * vocabulary / 8
+
+
+def test_chunks_of_padding_are_not_computed():
+    """As many turns of the loop as the places that count need, not as there are places."""
+    features, kernel, bias, labels, _ = case()
+    counted = np.arange(PLACES) == 3
+    rows, chunks = losses._sorted(
+        jnp.asarray(features),
+        Projection(jnp.asarray(kernel), jnp.asarray(bias)),
+        jnp.asarray(labels),
+        jnp.asarray(counted),
+    )
+    assert int(chunks) == 1 and int(rows.labels[0, 0]) == labels[3]
+    assert len(rows.labels) == 4
