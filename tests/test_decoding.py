@@ -16,6 +16,7 @@ import pytest
 
 from experiments.translation import __main__ as cli
 from experiments.translation import decoding, searches
+from experiments.translation.batches import Batch
 from experiments.translation.decoding import Search
 from experiments.translation.text import BOS, EOS, PAD, UNK
 from tests.conftest import quick_jit
@@ -583,9 +584,8 @@ def test_translations_have_the_log_probabilities_that_the_model_gives_them(optio
     read = padded([[BOS, *said.ids[:-1]] for _, said in pairs], width)
     lengths = np.array([len(row) for row, _ in pairs], np.int32)
     source = padded([row for row, _ in pairs], 24)
-    logits = np.array(
-        jax.jit(parts.model.logits)(decided_params(), source, lengths, read), np.float64
-    )
+    batch = Batch(source, lengths, read, read, lengths)
+    logits = np.array(jax.jit(parts.model.logits)(decided_params(), batch), np.float64)
     logits[..., [PAD, BOS]] = -np.inf
     log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     for (_, said), each in zip(pairs, log_probs, strict=True):

@@ -43,6 +43,7 @@ LAYERS = {
     "nn.attention": 7,
     "nn.embedding": 7,
     "nn.transformer": 8,
+    "nn.recurrent": 8,
     "nn": 8.5,  # the package's own list of names
     "": 9,
 }

@@ -91,8 +91,7 @@ class Bench:
         return Run(directory, config or self.config, self.source, self.target, origin)
 
 
-def make_bench() -> Bench:
-    config = TINY
+def make_bench(config: Config = TINY) -> Bench:
     texts = training.read_texts(config, None)
     source = Vocabulary.build(pair.source for pair in texts.train)
     target = Vocabulary.build(pair.target for pair in texts.train)
@@ -560,6 +559,8 @@ def test_settings_are_read_by_type_and_checked():
         ("learning_rate=inf", "learning_rate: expected a number above 0"),
         ("features=0", "features: expected a number above 0"),
         ("seed=-1", "seed: expected a number not below 0"),
+        ("architecture=gru", "architecture: expected 'transformer' or 'rnnsearch', got 'gru'"),
+        ("hidden=0", "hidden: expected a number above 0, got 0"),
         ("norm=batch", "norm: expected 'pre' or 'post'"),
         ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),
         ("epochs=1", "exactly one of epochs and steps"),

@@ -1,6 +1,6 @@
 """Decoding: translations of lists of sentences by the searches, a compiled batch at a time.
 
-The model as the searches know it is `Model.step`, whose state are the decoder's caches.
+The model as the searches know it is `Model.step`, whose state is the architecture's own affair.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from experiments.translation.batches import Batches
 from experiments.translation.model import Model, Params
 from experiments.translation.searches import Hypotheses
 from experiments.translation.text import EOS, PAD, EncodedPairs, Ragged
-from jattn.nn import LayerCache
 
 
 Kind = Literal["greedy", "sample", "beam"]
@@ -93,11 +92,6 @@ class Translation(NamedTuple):
 # ------------------------------------------------------------------------------------ translation
 
 
-def _reordered(caches: list[LayerCache], rows: Array) -> list[LayerCache]:
-    """The caches of these rows: each takes the place of another beam of its own sentence."""
-    return [cache.reorder(rows, memory=False) for cache in caches]
-
-
 @functools.partial(jax.jit, static_argnames=("model", "length", "search"))
 def search_batch(
     model: Model,
@@ -127,7 +121,7 @@ def search_batch(
             beams=search.beams,
             n_best=search.n_best,
             length_penalty=search.length_penalty,
-            reorder=_reordered,
+            reorder=model.reorder,
         )
     if search.kind == "sample":
         assert keys is not None
@@ -220,17 +214,18 @@ def alignments(
 ) -> list[list[tuple[int, int]]]:
     """For each pair of rows of ids the links (source token, target token) of cross-attention.
 
-    A target token is linked to what it looks at most when it is said, in the mean over the heads of
-    the decoder's last layer. `<eos>` has no links, nor has a token that looks at it most.
+    A target token is linked to what it looks at most when it is said, in the mean over the heads
+    (those of a Transformer's last layer). `<eos>` has no links, nor has a token that looks at it
+    most.
     """
     if not sources:
         return []
     links: list[list[tuple[int, int]]] = [[] for _ in sources]
-    layer = f"decoder/layers/{model.config.decoder_layers - 1}/cross_attention"
+    name = model.alignment
     pairs = _pairs(model, sources, targets)
     batches = Batches(pairs, rows_per_batch=_ROWS, max_shapes=model.config.max_shapes)
     for batch, places in batches.in_order():
-        weights = model.weights(params, batch.source, batch.source_lengths, batch.target_in)[layer]
+        weights = model.weights(params, batch.source, batch.source_lengths, batch.target_in)[name]
         most = np.asarray(jnp.argmax(jnp.mean(weights, axis=1), axis=-1))
         for row, place in enumerate(places):
             if place >= 0:

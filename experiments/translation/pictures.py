@@ -118,7 +118,7 @@ def _attentions(weights: Mapping[str, np.ndarray]) -> list[tuple[str, int, np.nd
     """What each attention is, its layer from 1 on, and its weights."""
     found = []
     for module, heads in weights.items():
-        side, _, number, kind = module.split("/")
-        name = "cross-attention" if kind == "cross_attention" else f"{side} self-attention"
-        found.append((name, int(number) + 1, heads))
+        side, *layer, kind = module.split("/")  # such as decoder/layers/0/cross_attention
+        name = f"{side} self-attention" if kind == "self_attention" else "cross-attention"
+        found.append((name, int(layer[-1]) + 1 if layer else 1, heads))
     return sorted(found, key=lambda item: item[:2])

@@ -5,6 +5,8 @@
     tiny       the same in seconds, for tests; learns little
     multi30k   the tutorial Transformer for real pairs (pytorch-seq2seq, part 6); its published
                test figures are perplexity 5.3 and BLEU 36.5 after 10 epochs
+    rnnsearch  the recurrent translator of Bahdanau, Cho and Bengio 2014 in the tutorial's sizes
+               (pytorch-seq2seq, part 3)
     base       the base model of Vaswani et al. 2017, for text of millions of pairs
 
 Every field can be changed on the command line with `--set NAME=VALUE`.
@@ -20,9 +22,14 @@ from typing import Any, Literal
 class Config:
     """All that decides what a run computes, beside its text.
 
+    RNNsearch has one recurrent layer on each side; it does not look at the fields from `num_heads`
+    to `rotary` and `tie_embeddings`, nor the Transformer at `hidden`.
+
     Attributes:
         seed: of the corpus, the parameters, the order of the data and dropout.
-        features: the width of the model, D.
+        architecture: "transformer" or "rnnsearch".
+        features: the width of the model, D; of RNNsearch that of the embedded words.
+        hidden: the width of RNNsearch's recurrent states.
         num_heads: attention heads in each layer; must divide `features`.
         feed_forward: the inner width of the feed-forward networks.
         encoder_layers: layers of the encoder.
@@ -63,7 +70,9 @@ class Config:
 
     seed: int = 0
 
+    architecture: Literal["transformer", "rnnsearch"] = "transformer"
     features: int = 512
+    hidden: int = 512
     num_heads: int = 8
     feed_forward: int = 2048
     encoder_layers: int = 6
@@ -110,6 +119,9 @@ class Config:
             raise ValueError(
                 f"num_heads: expected a divisor of features={self.features}, got {self.num_heads}"
             )
+
+        if self.packed_width and self.architecture == "rnnsearch":
+            raise ValueError("packed_width: expected 0 with architecture='rnnsearch'")
 
     def changed(self, settings: Iterable[str]) -> "Config":
         """This configuration with some fields changed, each setting being a text `NAME=VALUE`.
@@ -185,6 +197,7 @@ def _rules() -> dict[str, tuple[Callable[[Any], bool], str]]:
     rules |= dict.fromkeys(("dropout_rate", "label_smoothing", "beta2"), (_share, "0 <= it < 1"))
     rules |= dict.fromkeys(("rotary", "tie_embeddings"), (_truth, "true or false"))
     rules |= {
+        "architecture": one_of("transformer", "rnnsearch"),
         "norm": one_of("pre", "post"),
         "positions": one_of("sinusoidal", "learned"),
         "embedding_init": one_of("normal", "glorot"),
@@ -210,6 +223,7 @@ def _parse(name: str, value: str) -> Any:
 PRESETS = {
     "toy": Config(
         features=128,
+        hidden=256,
         num_heads=8,
         feed_forward=256,
         encoder_layers=2,
@@ -256,6 +270,22 @@ PRESETS = {
         minimum_count=2,
         rows_per_batch=128,
         epochs=10,
+        beta2=0.999,
+        epsilon=1e-8,
+        label_smoothing=0.0,
+        report_every=10,
+        checkpoint_every=100,
+    ),
+    "rnnsearch": Config(
+        architecture="rnnsearch",
+        features=256,
+        hidden=512,
+        dropout_rate=0.5,
+        sentences=20_000,
+        minimum_count=2,
+        rows_per_batch=128,
+        epochs=10,
+        learning_rate=1e-3,
         beta2=0.999,
         epsilon=1e-8,
         label_smoothing=0.0,

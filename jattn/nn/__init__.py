@@ -16,6 +16,13 @@ from jattn.nn.embedding import LearnedPositions as LearnedPositions
 from jattn.nn.embedding import OutputProjection as OutputProjection
 from jattn.nn.embedding import SinusoidalPositions as SinusoidalPositions
 from jattn.nn.embedding import TokenEmbedding as TokenEmbedding
+from jattn.nn.recurrent import GRU as GRU
+from jattn.nn.recurrent import Maxout as Maxout
+from jattn.nn.recurrent import RecurrentDecoder as RecurrentDecoder
+from jattn.nn.recurrent import RecurrentEncoder as RecurrentEncoder
+from jattn.nn.recurrent import RecurrentOptions as RecurrentOptions
+from jattn.nn.recurrent import RecurrentState as RecurrentState
+from jattn.nn.recurrent import RNNsearch as RNNsearch
 from jattn.nn.transformer import Decoder as Decoder
 from jattn.nn.transformer import DecoderLayer as DecoderLayer
 from jattn.nn.transformer import Encoder as Encoder

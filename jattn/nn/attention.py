@@ -39,6 +39,7 @@ LOGICAL_AXES = (
     "vocabulary",
     "positions",
     "alignment",
+    "state",
 )
 
 LECUN = nnx.initializers.lecun_normal()
@@ -249,7 +250,8 @@ def _check_divides(name: str, value: int, of: str, total: int) -> None:
         raise ValueError(f"{name}: expected a positive divisor of {of}={total}, got {value}")
 
 
-def _check_features(name: str, x: Array, letters: str, features: str, size: int) -> None:
+def check_features(name: str, x: Array, letters: str, features: str, size: int) -> None:
+    """Raises ValueError unless `x` is `[*B, letters]` and its last axis has this size."""
     if x.ndim < 2 or x.shape[-1] != size:
         raise ValueError(f"{name}: expected [*B, {letters}] with {features}={size}, got {x.shape}")
 
@@ -386,7 +388,7 @@ class MultiHeadAttention(nnx.Module):
         self, inputs_q: Float[Array, "..."], positions: Positions = None
     ) -> Queries:
         """Queries `[*B, T, N, H]` as they enter the scores: projected, normalised, rotated."""
-        _check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
+        check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
         return self._place(self.query(inputs_q), self.query_ln, positions)
 
     def project_keys_values(
@@ -397,8 +399,8 @@ class MultiHeadAttention(nnx.Module):
     ) -> tuple[Keys, Values]:
         """Keys `[*B, S, K, H]` as they enter the scores, and values `[*B, S, K, H]`."""
         inputs_v = inputs_k if inputs_v is None else inputs_v
-        _check_features("inputs_k", inputs_k, "S, E", "in_kv_features", self.in_kv_features)
-        _check_features("inputs_v", inputs_v, "S, E", "in_kv_features", self.in_kv_features)
+        check_features("inputs_k", inputs_k, "S, E", "in_kv_features", self.in_kv_features)
+        check_features("inputs_v", inputs_v, "S, E", "in_kv_features", self.in_kv_features)
         return self._place(self.key(inputs_k), self.key_ln, positions), self.value(inputs_v)
 
     def _place(
@@ -678,7 +680,7 @@ class AdditiveAttention(nnx.Module):
 
     def project_keys(self, key: Float[Array, "..."]) -> Float[Array, "*B S A"]:
         """`[*B, S, key_features]` to `[*B, S, A]`."""
-        _check_features("key", key, "S, E", "key_features", self.key_features)
+        check_features("key", key, "S, E", "key_features", self.key_features)
         key, kernel = promote((key, self.key[...]), dtype=self.dtype)
         return additive_keys(key, kernel)
 
@@ -691,7 +693,7 @@ class AdditiveAttention(nnx.Module):
         mask: MaskLike = None,
     ) -> Float[Array, "*B T V"]:
         """As the call, with keys from `project_keys`."""
-        _check_features("query", query, "T, D", "query_features", self.query_features)
+        check_features("query", query, "T, D", "query_features", self.query_features)
         arrays = (query, projected_key, value, self.query[...], self.score[...])
         query, key, value, w_query, w_score = promote(arrays, dtype=self.dtype)
         if self.weights_tap.is_open:

@@ -104,11 +104,17 @@ class OutputProjection(nnx.Module):
         )
         self.bias = bias if use_bias else None
 
+    @property
+    def arrays(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
+        """Kernel and bias."""
+        return self.kernel[...], None if self.bias is None else self.bias[...]
+
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
-        logits = _logits(x, self.kernel[...], self.dtype)
-        if self.bias is None:
+        kernel, bias = self.arrays
+        logits = _logits(x, kernel, self.dtype)
+        if bias is None:
             return logits
-        bias = self.bias[...].astype(self.dtype)
+        bias = bias.astype(self.dtype)
         return logits + bias.reshape((1,) * (logits.ndim - 1) + bias.shape)
 
 

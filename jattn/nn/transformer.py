@@ -491,8 +491,7 @@ class Transformer(nnx.Module):
         """Kernel and bias of `logits`."""
         if self.output is None:
             return self.target_tokens.embedding[...], None
-        bias = self.output.bias
-        return self.output.kernel[...], None if bias is None else bias[...]
+        return self.output.arrays
 
     def encode(
         self,

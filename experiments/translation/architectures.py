@@ -1,0 +1,153 @@
+"""The architectures that a run can have: how each is made, called and decoded from.
+
+All of them go from source ids `[B, S]` with their lengths `[B]` and target ids `[B, T]` to logits,
+and decode by `module.step(ids, state)`; in what else they differ is said here and nowhere else.
+"""
+
+import functools
+from typing import Any, Protocol
+
+import numpy as np
+from flax import nnx
+from jax import Array
+
+import jattn.nn
+from experiments.translation.batches import Packed
+from experiments.translation.presets import Config
+from jattn import masks
+
+
+Ids = Array | np.ndarray  # int32
+
+_EMBEDDING_INITS = {
+    "normal": nnx.initializers.variance_scaling(1.0, "fan_out", "normal"),
+    "glorot": nnx.initializers.xavier_uniform(),
+}
+
+
+class Architecture(Protocol):
+    """What the experiment asks of an architecture."""
+
+    def make(self, config: Config, source_size: int, target_size: int, rngs: nnx.Rngs) -> Any:
+        """The Flax module for vocabularies of these sizes."""
+        ...
+
+    def padding(self, source_lengths: Ids) -> dict[str, Any]:
+        """The keyword arguments of a call by which padding of the source is read by nobody."""
+        ...
+
+    def packing(self, batch: Packed) -> dict[str, Any]:
+        """The keyword arguments of a call by which packed pairs do not see each other.
+
+        Raises:
+            ValueError: the architecture cannot keep them apart.
+        """
+        ...
+
+    def start(self, module: Any, source: Ids, source_lengths: Ids, length: int) -> Any:
+        """The state from which `module.step` decodes up to `length` tokens."""
+        ...
+
+    def reorder(self, state: Any, rows: Array, *, memory: bool) -> Any:
+        """The state of these rows; without `memory`, of rows that have read the same source."""
+        ...
+
+    def alignment(self, config: Config) -> str:
+        """The name of the attention that says where each target token looks in the source."""
+        ...
+
+
+class _Transformer:
+    """`jattn.nn.Transformer`."""
+
+    def make(
+        self, config: Config, source_size: int, target_size: int, rngs: nnx.Rngs
+    ) -> jattn.nn.Transformer:
+        return jattn.nn.Transformer(
+            source_size,
+            target_size,
+            features=config.features,
+            num_heads=config.num_heads,
+            feed_forward=config.feed_forward,
+            encoder_layers=config.encoder_layers,
+            decoder_layers=config.decoder_layers,
+            max_length=config.max_length,
+            dropout_rate=config.dropout_rate,
+            norm=config.norm,
+            positions=config.positions,
+            self_attention=functools.partial(jattn.nn.MultiHeadAttention, rotary=config.rotary),
+            embedding_init=_EMBEDDING_INITS[config.embedding_init],
+            tie_embeddings=config.tie_embeddings,
+            rngs=rngs,
+        )
+
+    def padding(self, source_lengths: Ids) -> dict[str, Any]:
+        mask = masks.Lengths(kv=source_lengths)
+        return {"source_mask": mask, "cross_mask": mask}
+
+    def packing(self, batch: Packed) -> dict[str, Any]:
+        return {
+            "source_mask": masks.Segments(batch.source_pairs),
+            "target_mask": masks.Segments(batch.target_pairs),
+            "cross_mask": masks.Segments(batch.target_pairs, batch.source_pairs),
+            "source_positions": batch.source_positions,
+            "target_positions": batch.target_positions,
+        }
+
+    def start(
+        self, module: jattn.nn.Transformer, source: Ids, source_lengths: Ids, length: int
+    ) -> list[jattn.nn.LayerCache]:
+        mask = masks.Lengths(kv=source_lengths)
+        memory = module.encode(source, mask=mask, deterministic=True)
+        return module.decoder.start(memory, length, memory_lengths=source_lengths)
+
+    def reorder(
+        self, state: list[jattn.nn.LayerCache], rows: Array, *, memory: bool
+    ) -> list[jattn.nn.LayerCache]:
+        return [cache.reorder(rows, memory=memory) for cache in state]
+
+    def alignment(self, config: Config) -> str:
+        return f"decoder/layers/{config.decoder_layers - 1}/cross_attention"
+
+
+class _RNNsearch:
+    """`jattn.nn.RNNsearch`."""
+
+    def make(
+        self, config: Config, source_size: int, target_size: int, rngs: nnx.Rngs
+    ) -> jattn.nn.RNNsearch:
+        return jattn.nn.RNNsearch(
+            source_size,
+            target_size,
+            features=config.features,
+            hidden=config.hidden,
+            dropout_rate=config.dropout_rate,
+            embedding_init=_EMBEDDING_INITS[config.embedding_init],
+            rngs=rngs,
+        )
+
+    def padding(self, source_lengths: Ids) -> dict[str, Any]:
+        return {"source_lengths": source_lengths}
+
+    def packing(self, batch: Packed) -> dict[str, Any]:
+        raise ValueError("packed_width: expected 0 with architecture='rnnsearch': a state runs on")
+
+    def start(
+        self, module: jattn.nn.RNNsearch, source: Ids, source_lengths: Ids, length: int
+    ) -> jattn.nn.RecurrentState:
+        memory = module.encode(source, source_lengths=source_lengths, deterministic=True)
+        return module.decoder.start(memory, memory_lengths=source_lengths)
+
+    def reorder(
+        self, state: jattn.nn.RecurrentState, rows: Array, *, memory: bool
+    ) -> jattn.nn.RecurrentState:
+        return state.reorder(rows, memory=memory)
+
+    def alignment(self, config: Config) -> str:
+        return "decoder/attention"
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "transformer": _Transformer(),
+    "rnnsearch": _RNNsearch(),
+}

@@ -1,0 +1,209 @@
+"""Every architecture of the translation experiment goes through all of it alike."""
+
+import dataclasses
+import functools
+import io
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jattn.nn
+from experiments.translation import __main__ as cli
+from experiments.translation import decoding, training
+from experiments.translation.architectures import ARCHITECTURES
+from experiments.translation.checkpoints import Run
+from experiments.translation.decoding import Search
+from experiments.translation.model import Model
+from experiments.translation.presets import PRESETS, Config
+from experiments.translation.text import BOS, EOS, PAD
+from tests.test_translation import (
+    TINY,
+    Batch,
+    Bench,
+    as_users_run_it,
+    assert_equal,
+    make_bench,
+    padded,
+    plain_jax,
+    png_files,
+    trained,
+    widened,
+)
+
+
+__all__ = ["as_users_run_it"]  # a fixture that every test here takes
+
+MODULES = {"transformer": jattn.nn.Transformer, "rnnsearch": jattn.nn.RNNsearch}
+SEARCHES = (
+    Search(),
+    Search(kind="sample", temperature=0.5),
+    Search(kind="beam", beams=3, n_best=3),
+)
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def parts(request) -> Bench:
+    return bench_of(request.param)
+
+
+@functools.cache
+def bench_of(architecture: str) -> Bench:
+    return make_bench(dataclasses.replace(TINY, architecture=architecture, hidden=24))
+
+
+def decided(parts: Bench) -> dict[str, jax.Array]:
+    """Random parameters, so large that what is said depends much on what was read."""
+    params = {name: 3 * array for name, array in parts.model.init(4).items()}
+    # What a maxout hands on is above 0 in the mean, and would say the same words always.
+    output = params["output/kernel"]
+    return params | {"output/kernel": output - output.mean(axis=-1, keepdims=True)}
+
+
+def sources(parts: Bench, count: int) -> list[list[int]]:
+    return [parts.source.encode(pair.source) for pair in parts.texts.train[:count]]
+
+
+def test_the_configuration_decides_the_module(parts):
+    name = parts.config.architecture
+    module = parts.model.module(parts.model.init(0))
+    assert set(ARCHITECTURES) == set(MODULES) and type(module) is MODULES[name]
+    assert Config.from_json(json.loads(json.dumps(parts.config.to_json()))) == parts.config
+    shapes = Model(dataclasses.replace(parts.config, hidden=7, features=10), 50, 60).shapes
+    sizes = {size for shape in shapes.values() for size in shape.shape}
+    assert (7 in sizes) == (name == "rnnsearch") and 10 in sizes
+    biases = dataclasses.replace(parts.config, embedding_init="glorot")
+    tables = [
+        np.std(Model(config, 900, 900).init(0)["source_tokens/embedding"])
+        for config in (parts.config, biases)
+    ]
+    assert tables[0] == pytest.approx(1 / 4, rel=0.05)
+    assert tables[1] == pytest.approx(math.sqrt(2 / 916), rel=0.05)
+
+
+def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
+    params = parts.model.init(3)
+
+    @jax.jit
+    def run(params, batch):
+        return jax.value_and_grad(lambda p: training.total_loss(parts.model, p, batch))(params)
+
+    batch = Batch(*(array[:3] for array in next(iter(parts.batches.epoch(0)))))
+    wider = widened(batch, 7)
+    emptier = Batch(*(np.concatenate([array, np.zeros_like(array[:2])]) for array in wider))
+    loss, gradient = run(params, batch)
+    for other in (wider, emptier):
+        other_loss, other_gradient = run(params, other)
+        np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+        for name in gradient:
+            np.testing.assert_allclose(
+                other_gradient[name], gradient[name], rtol=1e-4, atol=2e-5, err_msg=name
+            )
+
+
+def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
+    state, records = trained(parts)
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[0] > losses[-1] + 0.2
+    before = jax.device_get(parts.first_state().params)
+    still = [name for name in before if np.array_equal(before[name], state.params[name])]
+    assert not still
+    empty = Batch(*(np.zeros_like(array) for array in next(iter(parts.batches.epoch(0)))))
+    before = jax.device_get(parts.first_state().params)
+    after, measured = parts.step(parts.first_state(), empty)
+    assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
+    assert_equal(after.params, before)
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.kind)
+def test_searches_find_what_the_model_gives_that_probability(parts, search):
+    rows, params = sources(parts, 5), decided(parts)
+    found = decoding.translations(parts.model, params, rows, search)
+    pairs = [(row, said) for row, best in zip(rows, found, strict=True) for said in best]
+    assert len(pairs) == 5 * search.n_best
+    assert len({tuple(said.ids) for _, said in pairs}) > len(pairs) / 2
+    read = padded([[BOS, *said.ids[:-1]] for _, said in pairs], parts.config.max_length)
+    lengths = np.array([len(row) for row, _ in pairs], np.int32)
+    source = padded([row for row, _ in pairs], 24)
+    batch = Batch(source, lengths, read, read, lengths)
+    logits = np.array(jax.jit(parts.model.logits)(params, batch), np.float64)
+    logits[..., [PAD, BOS]] = -np.inf
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    for (_, said), each in zip(pairs, log_probs, strict=True):
+        expected = sum(each[place, token] for place, token in enumerate(said.ids))
+        assert said.log_prob == pytest.approx(expected, rel=1e-4)
+
+
+def test_alignments_are_the_attention_of_the_decoder_to_the_source(parts):
+    rows, params = sources(parts, 5), decided(parts)
+    said = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]
+    links = decoding.alignments(parts.model, params, rows, said)
+    read = padded([[BOS, *target[:-1]] for target in said], 32)
+    lengths = np.array([len(source) for source in rows], np.int32)
+    captured = parts.model.weights(params, padded(rows, 24), lengths, read)
+    weights = np.asarray(captured[parts.model.alignment])
+    assert weights.shape[2:] == (32, 24)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    for source, target, heads, found in zip(rows, said, weights, links, strict=True):
+        assert not heads[..., len(source) :].any()
+        most = heads.mean(axis=0).argmax(axis=-1)
+        expected = [
+            (most[place], place)
+            for place, token in enumerate(target)
+            if token != EOS and source[most[place]] != EOS
+        ]
+        assert found == expected
+    assert len({most for found in links for most, _ in found}) > 2
+
+
+def test_the_last_layer_aligns():
+    deep = dataclasses.replace(TINY, decoder_layers=3)
+    assert Model(deep, 5, 5).alignment == "decoder/layers/2/cross_attention"
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def run_directory(request, tmp_path_factory) -> Path:
+    """A run of an architecture whose model has learned nothing, and yet says different things."""
+    directory = tmp_path_factory.mktemp("runs") / request.param
+    with plain_jax():
+        parts = bench_of(request.param)
+        run = parts.run(directory)
+        run.create()
+        run.save({"params": decided(parts)}, 1)
+        run.report({"step": 1, "loss": 1.0})
+    return directory
+
+
+def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("der hund schläft ."))
+    run = ["--run", str(run_directory)]
+    search = ["--beam", "2", "--n-best", "2", "--scores", "--alignments"]
+    assert cli.main(["translate", *run, *search]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.count("\t") == 3 for line in lines)
+    assert any("-" in line.split("\t")[3] for line in lines)
+    assert cli.main(["plot", *run, "--sentence", "der hund schläft ."]) == 0
+    names = [file.name for file in png_files(run_directory)]
+    assert "cross-attention-layer-1.png" in names
+    assert len(names) == {"transformer": 4, "rnnsearch": 2}[run_directory.name]
+    assert Run.open(run_directory).config.architecture == run_directory.name
+
+
+def test_a_run_of_another_architecture_is_refused(tmp_path):
+    run = bench_of("rnnsearch").run(tmp_path / "run")
+    other = dataclasses.replace(run, config=TINY)
+    with pytest.raises(ValueError, match="architecture: rnnsearch, not transformer"):
+        run.check_same(other)
+
+
+def test_the_preset_is_an_rnnsearch_of_the_tutorials_sizes():
+    shapes = {
+        name: shape.shape for name, shape in Model(PRESETS["rnnsearch"], 50, 60).shapes.items()
+    }
+    assert shapes["encoder/backward/candidate"] == (512, 512)
+    assert shapes["source_tokens/embedding"] == (50, 256)
+    assert shapes["decoder/attention/key"] == (1024, 512)
+    assert shapes["output/kernel"] == (60, 256)

@@ -1,0 +1,518 @@
+"""RNNsearch: against the paper's formulas in NumPy loops, and against its own laws."""
+
+import functools
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn import nn
+from tests.test_nn import GOLDEN, arrays, call, evaluate, made, normal, parameter_tree
+
+
+B, S, T = 2, 7, 5
+SOURCE, TARGET = 19, 23
+SIZES: dict[str, Any] = {
+    "features": 3,
+    "hidden": 11,
+    "alignment_features": 13,
+    "maxout_features": 17,
+}
+LENGTHS = np.array([4, 7], np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These tests compile much and compute little."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def rnnsearch(**options):
+    return nn.RNNsearch(SOURCE, TARGET, **{"rngs": nnx.Rngs(params=0), **SIZES, **options})
+
+
+def ids(seed: int, vocabulary: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, vocabulary, shape), jnp.int32)
+
+
+SOURCE_IDS, TARGET_IDS = ids(1, SOURCE, B, S), ids(2, TARGET, B, T)
+
+
+@functools.cache
+def exact() -> nn.RNNsearch:
+    return made(rnnsearch, param_dtype=jnp.float64, spread=1.5)
+
+
+# The paper's appendix A in NumPy, one row and one place at a time
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def gru_step(p, unit, x, state, context: Any = 0.0):
+    """x [3, H]: W e + b of update gate, reset gate and candidate; context [3, H]: C c."""
+    update = sigmoid(x[0] + state @ p[f"{unit}/gates"][:, 0] + np.asarray(context)[..., 0, :])
+    reset = sigmoid(x[1] + state @ p[f"{unit}/gates"][:, 1] + np.asarray(context)[..., 1, :])
+    recurrent = (reset * state) @ p[f"{unit}/candidate"]
+    candidate = np.tanh(x[2] + recurrent + np.asarray(context)[..., 2, :])
+    return (1 - update) * state + update * candidate
+
+
+def gru_states(p, unit, x, reverse):
+    """States after each of the places of x [S, E]."""
+    states = np.zeros((len(x), p[f"{unit}/candidate"].shape[0]))
+    state, nothing = np.zeros(states.shape[1]), np.zeros((3, states.shape[1]))
+    for j in reversed(range(len(x))) if reverse else range(len(x)):
+        inputs = np.einsum("e,egh->gh", x[j], p[f"{unit}/inputs/kernel"])
+        state = gru_step(p, unit, inputs + p[f"{unit}/inputs/bias"], state, nothing)
+        states[j] = state
+    return states
+
+
+def embedded(p, side, tokens):
+    table = p[f"{side}_tokens/embedding"]
+    return table[np.asarray(tokens)] * math.sqrt(table.shape[1])
+
+
+def annotations(p, source):
+    x = embedded(p, "source", source)
+    both = [gru_states(p, f"encoder/{u}", x, u == "backward") for u in ("forward", "backward")]
+    return np.concatenate(both, axis=-1)
+
+
+def read(p, state, memory):
+    """The weights [S] and the context [C]."""
+    scores = np.array(
+        [
+            np.tanh(state @ p["decoder/attention/query"] + h @ p["decoder/attention/key"])
+            @ p["decoder/attention/score"]
+            for h in memory
+        ]
+    )
+    weights = np.exp(scores - scores.max(initial=0.0))
+    weights /= max(weights.sum(), 1e-300)
+    return weights, weights @ memory
+
+
+def deep_output(p, state, token, context):
+    kinds = (("state", state), ("token", token), ("context", context))
+    sums = sum(np.einsum("i,ijd->jd", x, p[f"decoder/output/{kind}/kernel"]) for kind, x in kinds)
+    pairs = sums + p["decoder/output/token/bias"]
+    return np.array([max(pair) for pair in pairs.T])
+
+
+def one_row(p, source, target):
+    """Logits [T, target vocabulary] and weights [T, S] of a source without padding."""
+    memory = annotations(p, source)
+    H = p["decoder/unit/candidate"].shape[0]
+    last = memory[0, H:] if len(memory) else np.zeros(H)
+    state = np.tanh(last @ p["decoder/first/kernel"] + p["decoder/first/bias"])
+    logits, weights = [], []
+    for token in embedded(p, "target", target):
+        weight, context = read(p, state, memory)
+        out = deep_output(p, state, token, context)
+        logits.append(out @ p["output/kernel"].T + p["output/bias"])
+        weights.append(weight)
+        inputs = np.einsum("e,egh->gh", token, p["decoder/unit/inputs/kernel"])
+        of_context = np.einsum("c,cgh->gh", context, p["decoder/context/kernel"])
+        state = gru_step(
+            p, "decoder/unit", inputs + p["decoder/unit/inputs/bias"], state, of_context
+        )
+    return np.array(logits), np.array(weights)
+
+
+def formula(p, source: Any = SOURCE_IDS, target: Any = TARGET_IDS, lengths: Any = LENGTHS):
+    """Logits [B, T, target vocabulary] and, for each row, weights [T, its length]."""
+    rows = [one_row(p, s[:n], t) for s, t, n in zip(source, target, lengths, strict=True)]
+    return np.stack([logits for logits, _ in rows]), [weights for _, weights in rows]
+
+
+# The whole model
+
+
+@pytest.mark.parametrize("lengths", [None, [4, 7], [1, 2]])
+def test_logits_are_those_of_the_formula(lengths):
+    given = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    out = call(exact(), SOURCE_IDS, TARGET_IDS, source_lengths=given)
+    expected, _ = formula(arrays(exact()), lengths=lengths or [S] * B)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
+    assert out.shape == (B, T, TARGET) and np.abs(expected).max() > 1
+
+
+def test_gradients_are_the_differences_of_the_formula():
+    model, weight = exact(), np.random.default_rng(3).standard_normal((B, T, TARGET))
+
+    @nnx.jit
+    @nnx.grad
+    def gradient(model):
+        logits = model(SOURCE_IDS, TARGET_IDS, source_lengths=jnp.asarray(LENGTHS))
+        return (logits * weight).sum()
+
+    slopes, p = arrays(gradient(model)), arrays(model)
+    assert slopes.keys() == p.keys()
+    rng, step = np.random.default_rng(4), 1e-5
+    for name in p:
+        way = rng.standard_normal(p[name].shape)
+        ahead, behind = (
+            (formula({**p, name: p[name] + sign * step * way})[0] * weight).sum()
+            for sign in (1, -1)
+        )
+        slope = (slopes[name] * way).sum()
+        assert slope == pytest.approx((ahead - behind) / (2 * step), rel=1e-6, abs=1e-6), name
+        assert np.abs(slopes[name]).max() > 1e-3, name
+
+
+def test_padding_changes_nothing():
+    model = made(rnnsearch, spread=1.5)
+    lengths = jnp.asarray(LENGTHS)
+    logits = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
+    kept = jnp.arange(S + 4, dtype=jnp.int32)[None] < lengths[:, None]
+    longer = jnp.where(kept, jnp.pad(SOURCE_IDS, ((0, 0), (0, 4))), ids(5, SOURCE, B, S + 4))
+    padded = call(model, longer, TARGET_IDS, source_lengths=lengths)
+    np.testing.assert_allclose(padded, logits, rtol=0, atol=2e-6)
+    alone = call(model, SOURCE_IDS[:1, :4], TARGET_IDS[:1])
+    np.testing.assert_allclose(alone, logits[:1], rtol=0, atol=2e-6)
+    assert np.abs(call(model, longer, TARGET_IDS) - logits).max() > 1e-2
+
+
+def test_logits_do_not_see_later_tokens():
+    model = made(rnnsearch, spread=1.5)
+    logits = call(model, SOURCE_IDS, TARGET_IDS)
+    for place in range(T):
+        other = TARGET_IDS.at[:, place].set((TARGET_IDS[:, place] + 1) % TARGET)
+        changed = np.asarray(call(model, SOURCE_IDS, other))
+        np.testing.assert_array_equal(changed[:, :place], logits[:, :place])
+        assert (np.abs(changed[:, place:] - logits[:, place:]).max(-1) > 1e-4).all()
+
+
+def test_empty_rows_are_finite_and_teach_nothing():
+    model = exact()
+    lengths = jnp.array([0, 7], jnp.int32)
+
+    def gradient(row):
+        @nnx.jit
+        @nnx.value_and_grad
+        def loss(model):
+            return (model(SOURCE_IDS, TARGET_IDS, source_lengths=lengths)[row] ** 2).sum()
+
+        value, slopes = loss(model)
+        return float(value), arrays(slopes)
+
+    value, slopes = gradient(0)
+    assert math.isfinite(value)
+    assert all(np.isfinite(array).all() for array in slopes.values())
+    read_only = ("source_tokens", "encoder", "decoder/attention", "decoder/context")
+    for name, array in slopes.items():
+        assert name.startswith(read_only) == (np.abs(array).max() == 0) or name in (
+            "decoder/first/kernel",  # of a memory that is 0
+            "decoder/output/context/kernel",
+        ), name
+    expected, _ = formula(arrays(model), lengths=[0, 7])
+    logits = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12)
+    value, slopes = gradient(slice(0, 0))
+    assert value == 0 and not any(array.any() for array in slopes.values())
+
+
+def test_without_places_on_either_side():
+    model = exact()
+    none = call(model, SOURCE_IDS[:, :0], TARGET_IDS)
+    expected, _ = formula(arrays(model), lengths=[0, 0])
+    np.testing.assert_allclose(none, expected, rtol=0, atol=1e-12)
+    assert call(model, SOURCE_IDS, TARGET_IDS[:, :0]).shape == (B, 0, TARGET)
+
+
+@pytest.mark.parametrize("batch", [(), (3, 2)])
+def test_any_number_of_batch_axes(batch):
+    model = exact()
+    source, target = ids(6, SOURCE, *batch, S), ids(7, TARGET, *batch, T)
+    lengths = np.random.default_rng(8).integers(1, S + 1, batch).astype(np.int32)
+    out = call(model, source, target, source_lengths=jnp.asarray(lengths))
+    rows = source.reshape(-1, S), target.reshape(-1, T), lengths.reshape(-1)
+    expected, _ = formula(arrays(model), *rows)
+    np.testing.assert_allclose(out.reshape(-1, T, TARGET), expected, rtol=0, atol=1e-12)
+    captured = nnx.jit(nn.capture_weights)(model, source, target)
+    assert captured["decoder/attention"].shape == (*batch, 1, T, S)
+
+
+# Weights
+
+
+def test_captured_weights_are_those_of_the_formula():
+    model = exact()
+    weights_of = nnx.jit(nn.capture_weights)
+    captured = weights_of(model, SOURCE_IDS, TARGET_IDS, source_lengths=jnp.asarray(LENGTHS))
+    assert captured.keys() == {"decoder/attention"}
+    weights = np.asarray(captured["decoder/attention"])
+    assert weights.shape == (B, 1, T, S)
+    _, expected = formula(arrays(model))
+    for b, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(weights[b, 0, :, :length], expected[b], rtol=0, atol=1e-12)
+        assert not weights[b, 0, :, length:].any()
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=0, atol=1e-12)
+    assert np.abs(np.diff(weights, axis=2)).max() > 1e-2
+    empty = weights_of(model, SOURCE_IDS, TARGET_IDS, source_lengths=jnp.array([0, 7], jnp.int32))
+    assert not np.asarray(empty["decoder/attention"])[0].any()
+
+
+def test_capturing_changes_no_logits_and_leaves_nothing_behind():
+    model = exact()
+
+    @nnx.jit
+    def captured(model):
+        return nnx.capture(model, nn.AttentionWeights)(SOURCE_IDS, TARGET_IDS)[0]
+
+    logits = captured(model)
+    np.testing.assert_array_equal(call(model, SOURCE_IDS, TARGET_IDS), logits)
+    nnx.jit(nn.capture_weights)(model, SOURCE_IDS, TARGET_IDS)
+    assert not model.decoder.attention.weights_tap.is_open
+
+
+# Decoding
+
+
+@nnx.jit
+def started(model, source, lengths):
+    return model.decoder.start(model.encode(source, source_lengths=lengths), memory_lengths=lengths)
+
+
+@nnx.jit
+def stepped(model, target, state):
+    return model.step(target, state)
+
+
+@pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3), (4, 0, 1)])
+def test_step_by_step_is_at_once(parts):
+    model, lengths = exact(), jnp.asarray(LENGTHS)
+    state, at, logits = started(model, SOURCE_IDS, lengths), 0, []
+    for count in parts:
+        out, state = stepped(model, TARGET_IDS[:, at : at + count], state)
+        logits.append(out)
+        at += count
+    expected = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
+    np.testing.assert_allclose(jnp.concatenate(logits, 1), expected, rtol=0, atol=1e-12)
+
+
+def test_rows_are_reordered_with_all_that_belongs_to_them():
+    model, rows = exact(), jnp.array([1, 1, 0], jnp.int32)
+    _, state = stepped(model, TARGET_IDS[:, :2], started(model, SOURCE_IDS, jnp.asarray(LENGTHS)))
+    tokens = ids(9, TARGET, 3, 1)
+    found, _ = stepped(model, tokens, state.reorder(rows))
+    for row, token, logits in zip(rows, tokens, found, strict=True):
+        alone = jax.tree.map(lambda array, row=row: array[row][None], state)
+        np.testing.assert_allclose(logits, stepped(model, token[None], alone)[0][0], atol=1e-12)
+    swapped = jnp.array([1, 0], jnp.int32)
+    moved = state.reorder(swapped, memory=False)
+    np.testing.assert_array_equal(moved.hidden, state.hidden[swapped])
+    for left, right in zip(moved[1:], state[1:], strict=True):
+        np.testing.assert_array_equal(left, right)
+    open_ended = started(model, SOURCE_IDS, None).reorder(rows)
+    assert open_ended.lengths is None and open_ended.keys.shape == (3, S, 13)
+
+
+def test_a_state_keeps_its_types_in_a_loop():
+    for options in ({}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}):
+        model = made(rnnsearch, **options)
+        state = nnx.eval_shape(started, model, SOURCE_IDS, jnp.asarray(LENGTHS))
+        _, after = nnx.eval_shape(stepped, model, TARGET_IDS[:, :1], state)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), state
+        )
+
+
+# The parts
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_gated_unit_stands_still_where_there_is_padding(reverse):
+    unit = made(nn.GRU, 3, 11, param_dtype=jnp.float64)
+    x = np.array(normal(1, 3, S, 3, dtype=np.float64))
+    lengths = np.array([0, 4, 7], np.int32)
+    p = {f"unit/{name}": array for name, array in arrays(unit).items()}
+    x[np.arange(S) >= lengths[:, None]] = np.nan
+
+    @nnx.jit
+    def states(unit, x):
+        return unit(x, lengths=jnp.asarray(lengths), reverse=reverse)
+
+    out = states(unit, jnp.asarray(x))
+    for b, length in enumerate(lengths):
+        expected = gru_states(p, "unit", x[b, :length], reverse)
+        np.testing.assert_allclose(out[b, :length], expected, rtol=0, atol=1e-12)
+        before = expected[-1] if length and not reverse else np.zeros(11)
+        np.testing.assert_allclose(out[b, length:], np.tile(before, (S - length, 1)), atol=1e-12)
+    slopes = nnx.jit(nnx.grad(lambda unit, x: (states(unit, x) ** 2).sum(), argnums=(0, 1)))
+    of_unit, of_x = slopes(unit, jnp.asarray(x))
+    assert all(np.isfinite(array).all() for array in arrays(of_unit).values())
+    np.testing.assert_array_equal(np.asarray(of_x) == 0, np.isnan(x))
+
+
+def test_recurrent_matrices_are_orthogonal_each():
+    unit = nn.GRU(3, 11, rngs=nnx.Rngs(params=0))
+    squares = [unit.gates[:, 0], unit.gates[:, 1], unit.candidate[...]]
+    for square in squares:
+        np.testing.assert_allclose(square @ square.T, np.eye(11), rtol=0, atol=1e-5)
+    assert np.abs(squares[0] - squares[1]).max() > 0.1
+    assert np.abs(squares[0] - squares[2]).max() > 0.1
+    options = {"recurrent_init": nnx.initializers.ones_init(), "bias_init": nnx.initializers.ones}
+    other = nn.GRU(3, 11, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(params=0), **options)
+    filled = {name: set(array.ravel()) for name, array in arrays(other).items()}
+    assert filled == {
+        "inputs/kernel": {0.0},
+        "inputs/bias": {1.0},
+        "gates": {1.0},
+        "candidate": {1.0},
+    }
+
+
+def test_sizes_of_the_paper():
+    model = nnx.eval_shape(lambda: nn.RNNsearch(30_000, 30_000, rngs=nnx.Rngs(params=0)))
+    sizes = {name: leaf["shape"] for name, leaf in parameter_tree(lambda: model).items()}
+    assert sizes["source_tokens/embedding"] == [30_000, 620]
+    assert sizes["encoder/backward/candidate"] == [1000, 1000]
+    assert sizes["decoder/attention/key"] == [2000, 1000]
+    assert sizes["decoder/output/context/kernel"] == [2000, 2, 500]
+    assert sizes["output/kernel"] == [30_000, 500]
+
+
+def test_golden_parameter_tree():
+    tree = parameter_tree(rnnsearch)
+    file = GOLDEN / "rnnsearch.json"
+    expected = json.loads(file.read_text()) if file.exists() else None
+    lines = ",\n".join(f"  {json.dumps(path)}: {json.dumps(leaf)}" for path, leaf in tree.items())
+    assert tree == expected, f"{file} should be\n{{\n{lines}\n}}"
+    assert {axis for leaf in tree.values() for axis in leaf["sharding"]} <= {None, *nn.LOGICAL_AXES}
+    for name, leaf in tree.items():
+        split = [axis for axis in leaf["sharding"] if axis]
+        assert len(split) == len(set(split)), name
+
+
+def test_no_array_of_all_pairs_and_the_alignment_network():
+    queries, keys, width = 48, 64, 256
+    decoder = nnx.eval_shape(lambda: nn.RecurrentDecoder(3, 5, 10, width, 7, rngs=nnx.Rngs(0)))
+    definition, parameters = nnx.split(decoder)
+
+    def loss(parameters, x, memory, lengths):
+        decoder = nnx.merge(definition, parameters)
+        return decoder(x, memory, memory_lengths=lengths).sum()
+
+    shapes = [
+        jax.ShapeDtypeStruct((B, queries, 3), jnp.float32),
+        jax.ShapeDtypeStruct((B, keys, 10), jnp.float32),
+        jax.ShapeDtypeStruct((B,), jnp.int32),
+    ]
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    analysis: Any = gradient.lower(parameters, *shapes).compile().memory_analysis()
+    pairs = 4 * B * queries * keys
+    # The hidden layers of one step at a time, and some numbers for each pair.
+    assert analysis.temp_size_in_bytes < 12 * 4 * B * keys * width + 8 * pairs < pairs * width / 2
+
+
+# Flax's machinery
+
+
+def test_half_precision():
+    exactly, model = made(rnnsearch), made(rnnsearch, dtype=jnp.bfloat16)
+    logits, expected = (call(one, SOURCE_IDS, TARGET_IDS) for one in (model, exactly))
+    assert logits.dtype == jnp.bfloat16
+    assert np.abs(logits.astype(jnp.float32) - expected).max() < 0.1 * np.abs(expected).max()
+    loss = lambda model: model(SOURCE_IDS, TARGET_IDS).astype(jnp.float32).sum()  # noqa: E731
+    for state in (nnx.eval_shape(nnx.grad(loss), model), nnx.state(model, nnx.Param)):
+        assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+
+
+def test_traced_once_whatever_the_lengths():
+    model, traces = made(rnnsearch), []
+
+    @nnx.jit
+    def run(model, source, lengths):
+        traces.append(None)
+        return model(source, TARGET_IDS, source_lengths=lengths)
+
+    for shift in range(3):
+        run(model, (SOURCE_IDS + shift) % SOURCE, jnp.array([4 + shift, 7], jnp.int32))
+    assert len(traces) == 1
+
+
+def test_dropout():
+    model = made(rnnsearch, dropout_rate=0.5)
+    ids = SOURCE_IDS, TARGET_IDS
+    np.testing.assert_array_equal(evaluate(model, *ids), call(made(rnnsearch), *ids))
+    with pytest.raises(ValueError, match=r"rngs: dropout at rate 0\.5"):
+        model(*ids)
+    one, same, other = (call(model, *ids, rngs=nnx.Rngs(dropout=n)) for n in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one - other).max() > 0.1
+    keys: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        key = nn.Dropout.key
+        patch.setattr(nn.Dropout, "key", lambda *given: keys.append(key(*given)) or keys[-1])
+        nnx.eval_shape(lambda model: model(*ids, rngs=nnx.Rngs(dropout=1)), model)
+    assert len(keys) == 3  # source tokens, target tokens, before the output projection
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
+def test_graph_and_tree_mode(graph):
+    model = made(rnnsearch)
+    expected = call(model, SOURCE_IDS, TARGET_IDS)
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
+        run = nnx.jit(lambda model, *ids: model(*ids))
+        copy = nnx.merge(*nnx.split(model))
+        np.testing.assert_allclose(run(copy, SOURCE_IDS, TARGET_IDS), expected, rtol=0, atol=1e-6)
+        weights = nnx.eval_shape(nn.capture_weights, model, SOURCE_IDS, TARGET_IDS)
+        assert weights["decoder/attention"].shape == (B, 1, T, S)
+
+
+# Errors
+
+
+def test_wrong_arguments_are_named(unchecked):
+    model, decoder = exact(), exact().decoder
+    memory = normal(1, B, S, 22, dtype=np.float64)
+    x = normal(2, B, T, 3, dtype=np.float64)
+    ids, odd = (SOURCE_IDS, TARGET_IDS), jnp.ones((3,), jnp.int32)
+    state = decoder.start(memory)
+    for wrong, kind, message in (
+        (
+            lambda: model(*ids, source_lengths=odd),
+            ValueError,
+            r"source_lengths: expected \[\*B\] = \[2\]",
+        ),
+        (
+            lambda: model(*ids, source_lengths=jnp.ones((B,))),
+            TypeError,
+            "source_lengths: expected integers, got float64",
+        ),
+        (
+            lambda: model.decode(TARGET_IDS, memory, memory_lengths=odd),
+            ValueError,
+            r"memory_lengths: expected \[\*B\] = \[2\], got \[3\]",
+        ),
+        (
+            lambda: model.decode(TARGET_IDS, memory[..., :21]),
+            ValueError,
+            r"memory: expected \[\*B, S, C\] with memory_features=22, got \(2, 7, 21\)",
+        ),
+        (lambda: decoder.unit(x, lengths=odd), ValueError, r"^lengths: expected \[\*B\] = \[2\]"),
+        (lambda: decoder.step(x[..., :2], state), ValueError, "x: expected .* in_features=3"),
+        (
+            lambda: model.encoder(x[..., :2]),
+            ValueError,
+            r"x: expected \[\*B, T, E\] with in_features=3, got \(2, 5, 2\)",
+        ),
+        (lambda: rnnsearch(dropout_rate=1.0), ValueError, "dropout_rate: expected 0 <= rate < 1"),
+        (lambda: rnnsearch(hiden=3), TypeError, "hiden"),
+        (lambda: rnnsearch(hidden=0), ValueError, "hidden: expected a width above 0, got 0"),
+        (lambda: model(SOURCE_IDS + 19, TARGET_IDS), ValueError, "ids: expected .* vocabulary=19"),
+    ):
+        with pytest.raises(kind, match=message):
+            wrong()
