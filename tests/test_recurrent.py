@@ -356,6 +356,19 @@ def test_a_gated_unit_stands_still_where_there_is_padding(reverse):
     np.testing.assert_array_equal(np.asarray(of_x) == 0, np.isnan(x))
 
 
+def test_an_encoder_sees_no_padding_in_either_direction():
+    encoder = made(nn.RecurrentEncoder, 3, 11)
+    lengths = jnp.asarray(LENGTHS)
+    real = (jnp.arange(S, dtype=jnp.int32)[None] < lengths[:, None])[..., None]
+    x = normal(1, B, S, 3)
+    one, other = (
+        call(encoder, jnp.where(real, x, padding), lengths=lengths) for padding in (0.0, jnp.nan)
+    )
+    np.testing.assert_array_equal(one, other)
+    backward = encoder.backward(x[:1, :4], reverse=True)
+    np.testing.assert_allclose(one[:1, :4, 11:], backward, rtol=0, atol=2e-6)
+
+
 def test_recurrent_matrices_are_orthogonal_each():
     unit = nn.GRU(3, 11, rngs=nnx.Rngs(params=0))
     squares = [unit.gates[:, 0], unit.gates[:, 1], unit.candidate[...]]

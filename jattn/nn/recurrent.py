@@ -1,8 +1,8 @@
 """RNNsearch (Bahdanau, Cho and Bengio 2014): recurrent layers with additive attention between.
 
-Equations are those of the paper's appendix A, whose names stand in brackets; biases, which it
-leaves out "for brevity", are here. Whatever does not depend on the state before is computed for all
-places in one product, so that a step of the recurrence has only what must wait for it.
+Equations are those of the paper's appendix A, with the biases that it leaves out. Whatever does not
+depend on the state before is computed for all places in one product, so that a step of the
+recurrence has only what must wait for it.
 
 Letters beside those of `jattn._types`: E width of what a layer reads, H width of a recurrent state,
 C of the memory that the decoder reads (2H), A of the alignment network.
@@ -127,7 +127,7 @@ class GRU(nnx.Module):
         lengths: RowLengths = None,
         reverse: bool = False,
     ) -> Float[Array, "*B T H"]:
-        """The state after each place of `x [*B, T, E]`, `[*B, T, H]`, the first being from 0.
+        """The state after each place of `x [*B, T, E]`, `[*B, T, H]`, from a state of 0 on.
 
         Args:
             lengths: `[*B]`, how many places of each row are real. The state does not change at the
@@ -243,8 +243,9 @@ class Maxout(nnx.Module):
 class RecurrentDecoder(nnx.Module):
     """A GRU that reads the token before and, by additive attention, a memory (appendix A.2.2).
 
-    At each place the state before asks the memory for a context; token, context and that state make
-    the next state, and (through `Maxout`) what is handed on to be an output.
+    At each place the state before asks the memory for a context. Token, context and that state make
+    the next state and, through `Maxout`, what is handed on; as in the appendix, this does not wait
+    for the next state.
 
     Args:
         in_features: E, the width of the tokens.
