@@ -43,7 +43,7 @@ from experiments.translation.decoding import (
 from experiments.translation.evaluation import Examined, Examiner, read_tests, table
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.text import BOS, Vocabulary, encode_pairs
+from experiments.translation.text import BOS, encode_pairs, learn_vocabularies
 from experiments.translation.training import (
     Loop,
     NonFiniteLoss,
@@ -326,10 +326,7 @@ def _planned(options: argparse.Namespace, saved: Run | None) -> _Plan:
     first, second = options.languages or (saved.origin.languages if saved else LANGUAGES)
     languages = (first, second)
     texts = read_texts(config, path, languages)
-    source, target = (
-        Vocabulary.build((pair[side] for pair in texts.train), minimum_count=config.minimum_count)
-        for side in (0, 1)
-    )
+    source, target = learn_vocabularies(config, texts.train)
     pairs, report = encode_pairs(texts.train, source, target, max_length=config.max_length)
     for line in (*texts.reports, report):
         print(line)
@@ -479,7 +476,8 @@ def _translated_lines(
     rows = [_encoded(run, sentence) for sentence in sentences if sentence.strip()]
     for sentence in sentences:
         if unknown := run.source.unknown(sentence):
-            print(f"unknown words: {', '.join(unknown)}", file=sys.stderr)
+            unit = run.source.tokenizer.unit
+            print(f"unknown {unit}: {', '.join(unknown)}", file=sys.stderr)
     with tqdm(
         total=len(rows), unit="sentence", dynamic_ncols=True, leave=False, disable=None
     ) as bar:

@@ -115,7 +115,7 @@ class Examiner:
     def score(self, translations: Sequence[str], loss: float) -> Scores:
         """The scores of these translations of the pairs, at this loss per token."""
         references = [pair.target for pair in self.pairs]
-        lower = bool(self._target.tokenizer.settings().get("lower", False))
+        lower = self._target.tokenizer.lower
         exact = [
             translation == self._target.normalize(reference)
             for translation, reference in zip(translations, references, strict=True)

@@ -109,9 +109,14 @@ def _panels_across(heads: int) -> int:
 def _label(panel: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:
     # A dollar sign in a text is a dollar sign and begins no formula.
     style: dict[str, Any] = {"fontsize": 8, "parse_math": False}
-    panel.set_xticks(range(len(columns)), columns, rotation=90, **style)
-    panel.set_yticks(range(len(rows)), rows, **style)
+    panel.set_xticks(range(len(columns)), _visible(columns), rotation=90, **style)
+    panel.set_yticks(range(len(rows)), _visible(rows), **style)
     panel.tick_params(length=0, labelbottom=True, labelleft=True)
+
+
+def _visible(tokens: Sequence[str]) -> list[str]:
+    """Tokens with their spaces as low blocks: where they are pieces, that is where words begin."""
+    return [token.replace(" ", "\u2581") for token in tokens]
 
 
 def _attentions(weights: Mapping[str, np.ndarray]) -> list[tuple[str, int, np.ndarray]]:
