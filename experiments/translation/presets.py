@@ -62,6 +62,10 @@ class Config:
         label_smoothing: the share of probability spread over the whole vocabulary.
         report_every: steps between lines of metrics.
         checkpoint_every: steps between checkpoints.
+        patience: epochs without a lower validation loss after which training stops; the parameters
+            of the lowest are then those of the run. 0 trains to the end, and the last ones are.
+        average: checkpoints, counted back from the last, whose mean parameters are those of the
+            run. 1 takes the last alone.
     """
 
     seed: int = 0
@@ -102,6 +106,8 @@ class Config:
 
     report_every: int = 50
     checkpoint_every: int = 500
+    patience: int = 0
+    average: int = 1
 
     def __post_init__(self) -> None:
         for name, (accepts, expected) in _RULES.items():
@@ -111,6 +117,8 @@ class Config:
         for one, other in (("epochs", "steps"), ("tokens_per_batch", "rows_per_batch")):
             if (getattr(self, one) > 0) == (getattr(self, other) > 0):
                 raise ValueError(f"expected exactly one of {one} and {other} above 0")
+        if self.patience > 0 and self.average > 1:
+            raise ValueError("expected at most one of patience above 0 and average above 1")
         if self.features % self.num_heads:
             raise ValueError(
                 f"num_heads: expected a divisor of features={self.features}, got {self.num_heads}"
@@ -183,7 +191,10 @@ def _rules() -> dict[str, tuple[Callable[[Any], bool], str]]:
     def one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
         return names.__contains__, " or ".join(map(repr, names))
 
-    may_be_zero = ("seed", "tokens_per_batch", "rows_per_batch", "epochs", "steps", "clip_norm")
+    may_be_zero = (
+        *("seed", "tokens_per_batch", "rows_per_batch", "epochs", "steps", "clip_norm"),
+        "patience",
+    )
     rules = dict.fromkeys(_TYPES, (_positive, "a number above 0"))
     rules |= dict.fromkeys(may_be_zero, (_at_least_zero, "a number not below 0"))
     rules |= dict.fromkeys(("dropout_rate", "label_smoothing", "beta2"), (_share, "0 <= it < 1"))

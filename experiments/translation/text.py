@@ -140,6 +140,10 @@ class Vocabulary:
         for an exact match."""
         return self.tokenizer.detokenize(self.tokenizer.tokenize(sentence))
 
+    def split_words(self, sentence: str) -> list[str]:
+        """The words and punctuation marks of a sentence, known or not."""
+        return self.tokenizer.as_words(self.tokenizer.tokenize(sentence))
+
     def unknown(self, sentence: str) -> list[str]:
         """The tokens of a sentence that are not in the vocabulary, in their order."""
         return [token for token in self.tokenizer.tokenize(sentence) if token not in self._ids]
@@ -161,9 +165,15 @@ class Vocabulary:
         Raises:
             ValueError: an id outside the vocabulary, or not a row of integers.
         """
-        tokens = itertools.takewhile(lambda token: token != SPECIALS[EOS], self.tokens(ids))
-        silent = (SPECIALS[PAD], SPECIALS[BOS])
-        return self.tokenizer.detokenize(token for token in tokens if token not in silent)
+        return self.tokenizer.detokenize(self._said(ids))
+
+    def decode_words(self, ids: Any) -> list[str]:
+        """The words and punctuation marks of that sentence.
+
+        Raises:
+            ValueError: an id outside the vocabulary, or not a row of integers.
+        """
+        return self.tokenizer.as_words(self._said(ids))
 
     def to_json(self) -> str:
         """This vocabulary as JSON, in ASCII."""
@@ -196,6 +206,10 @@ class Vocabulary:
         ids = [lookup(token, UNK) for token in self.tokenizer.tokenize(sentence)]
         ids.append(EOS)
         return ids
+
+    def _said(self, ids: Any) -> list[str]:
+        tokens = itertools.takewhile(lambda token: token != SPECIALS[EOS], self.tokens(ids))
+        return [token for token in tokens if token not in (SPECIALS[PAD], SPECIALS[BOS])]
 
     def _token(self, place: int) -> str:
         return SPECIALS[place] if place < len(SPECIALS) else self.words[place - len(SPECIALS)]
