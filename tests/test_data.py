@@ -365,7 +365,7 @@ GOOD = {
         ({"more": 1}, "expected an object with the keys"),
         (
             {"tokenizer": {"kind": "os.system"}},
-            "expected a tokenizer of kind words, got 'os.system'",
+            "expected a tokenizer of kind words or bpe, got 'os.system'",
         ),
         ({"tokenizer": {"kind": "words", "lower": True}}, "tokenizer: expected an object with"),
         (

@@ -698,7 +698,7 @@ def translate(run_directory, as_users_run_it, capsys, monkeypatch):
     """Calls the command with arguments and stdin; gives its lines."""
 
     def call(*arguments: Any, stdin: str = "", status: int = 0) -> list[str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         given = ["translate", "--run", str(run_directory), *map(str, arguments)]
         assert cli.main(given) == status
         output = capsys.readouterr()

@@ -24,10 +24,18 @@ from experiments.translation import __main__ as cli
 from experiments.translation import checkpoints, decoding, evaluation, pictures, training
 from experiments.translation.batches import Batch, Batches, PackedBatches, counted_places
 from experiments.translation.checkpoints import Run, TextOrigin
+from experiments.translation.command_line import make_parser
 from experiments.translation.corpus import Pair
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config, differences
-from experiments.translation.text import BOS, EOS, PAD, Vocabulary, encode_pairs
+from experiments.translation.text import (
+    BOS,
+    EOS,
+    PAD,
+    Vocabulary,
+    encode_pairs,
+    learn_vocabularies,
+)
 from experiments.translation.training import State
 
 
@@ -290,6 +298,24 @@ def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
         with pytest.raises(ValueError, match=f"{words[name]} must be in .* got {wrong}"):
             training.check_batch(batch._replace(**{name: ids}), bench().model)
     training.check_batch(batch, bench().model)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_ids_to_translate_that_the_model_has_not_got_are_refused(wrong):
+    parts = bench()
+    with pytest.raises(ValueError, match=f"source ids must be in .* got {wrong}"):
+        decoding.translated(parts.model, {}, [[4, wrong, EOS]])
+    with pytest.raises(ValueError, match=f"target ids must be in .* got {wrong}"):
+        decoding.alignments(parts.model, {}, [[4, EOS]], [[wrong, EOS]])
+
+
+def test_a_vocabulary_larger_than_the_models_is_noticed():
+    parts = bench()
+    more = Vocabulary((*parts.source.words, "ufo"))
+    pairs = [Pair("ufo", "the", "")]
+    examiner = evaluation.Examiner(parts.model, pairs, more, parts.target)
+    with pytest.raises(ValueError, match="source ids must be in"):
+        examiner.token_loss({})
 
 
 def test_the_decoder_sees_no_later_word():
@@ -651,6 +677,56 @@ def test_scores_of_identical_and_of_other_text():
     assert evaluation.chrf(other, words, lower=False) == sacrebleu.corpus_chrf(other, [words]).score
 
 
+def bleu_by_hand(said: list[list[str]], wanted: list[list[str]]) -> float:
+    """The definition (Papineni et al. 2002) on words, up to four in a row, without smoothing."""
+    precision = 0.0
+    for order in range(1, 5):
+        right = total = 0
+        for words, reference in zip(said, wanted, strict=True):
+            ours, theirs = (
+                [tuple(side[at : at + order]) for at in range(len(side) - order + 1)]
+                for side in (words, reference)
+            )
+            right += sum(min(ours.count(gram), theirs.count(gram)) for gram in set(ours))
+            total += len(ours)
+        if right == 0:
+            return 0.0
+        precision += math.log(right / total) / 4
+    lengths = [sum(map(len, side)) for side in (said, wanted)]
+    return 100 * math.exp(precision + min(0, 1 - lengths[1] / lengths[0]))
+
+
+def test_bleu_of_words_is_that_of_the_definition():
+    random = np.random.default_rng(0)
+    wanted = [[f"w{n}" for n in random.integers(0, 5, length)] for length in (9, 7, 12, 5, 3)]
+    said = [[*words[:-2], "!", "."] for words in wanted]
+    expected = bleu_by_hand(said, wanted)
+    assert 20 < expected < 90
+    assert evaluation.word_bleu(said, wanted) == pytest.approx(expected)
+    shorter = [words[:-1] for words in said]
+    assert evaluation.word_bleu(shorter, wanted) == pytest.approx(bleu_by_hand(shorter, wanted))
+    assert evaluation.word_bleu(wanted, wanted) == pytest.approx(100)
+    assert evaluation.word_bleu([["w1", "w2", "w3"]], [["w1", "w2", "w3"]]) == 0  # not smoothed
+    assert evaluation.word_bleu([["A", "b", "c", "d"]], [["a", "b", "c", "d"]]) == 0  # not lowered
+
+
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_bleu_of_words_is_counted_on_words_with_every_tokeniser(kind):
+    config = dataclasses.replace(TINY, tokenizer=kind, vocabulary_size=200)
+    pairs = [Pair("ja .", "The dog doesn't sleep, and it's old.", ""), Pair("nein", "No!", "")]
+    source, target = learn_vocabularies(config, pairs)
+    words = [target.decode_words(target.encode(pair.target)) for pair in pairs]
+    text = ["the dog does n't sleep , and it 's old .".split(), ["no", "!"]]
+    assert words == text == [target.split_words(pair.target) for pair in pairs]
+    examiner = evaluation.Examiner(Model(config, len(source), len(target)), pairs, source, target)
+    said = [target.normalize(pair.target) for pair in pairs]
+    scores = examiner.score(said, words, loss=1.0)
+    assert scores.word_bleu == pytest.approx(100) and scores.exact_match == 1
+    said[0], words[0] = "the dog does so .", ["the", "dog", "does", "so", "."]
+    scores = examiner.score(said, words, loss=1.0)
+    assert scores.word_bleu == 0 < scores.bleu
+
+
 def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     parts, params = bench(), decided_params()
     examiner = evaluation.Examiner(parts.model, parts.texts.validation, parts.source, parts.target)
@@ -676,7 +752,8 @@ def test_exact_match_is_counted_by_construction():
     ]
     parts = bench()
     examiner = evaluation.Examiner(parts.model, pairs, parts.source, parts.target)
-    scores = examiner.score(["the dog sleeps.", "a dog", "the dog sleeps."], loss=1.0)
+    said = ["the dog sleeps.", "a dog", "the dog sleeps."]
+    scores = examiner.score(said, [text.split() for text in said], loss=1.0)
     assert scores.exact_match == pytest.approx(2 / 3)
     assert scores.constructions == {"x": (2, 2), "y": (0, 1)}
     assert "x" in evaluation.table("test", scores) and "66.7%" in evaluation.table("test", scores)
@@ -727,6 +804,7 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     assert Run.open(directory).steps() == [6, 12]
     names = [file.name for file in png_files(directory)]
     assert names == [
+        "bleu.png",
         "cross-attention-layer-1.png",
         "decoder-self-attention-layer-1.png",
         "encoder-self-attention-layer-1.png",
@@ -735,7 +813,7 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     for file in png_files(directory):
         height, width = imread(file).shape[:2]
         assert 200 < height < 3000 and 300 < width < 3000
-    assert printed.count("  -> ") == 5
+    assert printed.split("\ntranslations:\n")[1].count("  -> ") == 5
     assert "test: 20 sentences" in printed and "deeper: 20 sentences" in printed
     assert "validation: loss" in printed and str(directory) in printed
     scores = json.loads((directory / "evaluation.json").read_text("utf-8"))
@@ -751,8 +829,42 @@ def test_evaluate_and_plot_read_the_run(demonstration, capsys):
         file.unlink()
     assert cli.main(["plot", "--run", str(directory), "--sentence", "der hund schläft ."]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(png_files(directory)) == 4
+    assert len(png_files(directory)) == 5
     assert all(str(file) in printed for file in png_files(directory))
+
+
+def test_evaluate_with_beams_says_so(demonstration, tmp_path, capsys):
+    directory, _ = demonstration
+    shutil.copytree(directory, tmp_path / "run")
+    run = ["evaluate", "--run", str(tmp_path / "run")]
+    assert cli.main([*run, "--beam", "3", "--length-penalty", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "the parameters after step 12; beam search, beams 3, length penalty 1.0" in printed
+    assert "word BLEU" in printed
+    beam = json.loads((tmp_path / "run" / "evaluation.json").read_text("utf-8"))
+    greedy = json.loads((directory / "evaluation.json").read_text("utf-8"))
+    assert greedy["test"]["search"] == {"kind": "greedy"} and greedy["test"]["steps"] == [12]
+    assert beam["test"]["search"] == {"kind": "beam", "beams": 3, "length_penalty": 1.0}
+    assert beam["test"].keys() == greedy["test"].keys() >= {"bleu", "word_bleu", "constructions"}
+    assert beam["test"]["loss"] == greedy["test"]["loss"]
+    assert cli.main([*run, "--length-penalty", "1"]) == 2
+    assert "--length-penalty: expected --beam with it" in capsys.readouterr().err
+
+
+def test_beams_are_what_is_scored():
+    parts, params = bench(), decided_params()
+    pairs = parts.texts.validation[:6]
+    search = decoding.Search(kind="beam", beams=3, length_penalty=1.0)
+    examiner = evaluation.Examiner(parts.model, pairs, parts.source, parts.target, search)
+    rows = [parts.source.encode(pair.source) for pair in pairs]
+    said = decoding.translated(parts.model, params, rows, search)
+    counts = []
+    assert examiner(params, report=counts.append).translations == list(
+        map(parts.target.decode, said)
+    )
+    assert sum(counts) == len(pairs)
+    greedy = [parts.target.decode(ids) for ids in decoding.translated(parts.model, params, rows)]
+    assert greedy != list(map(parts.target.decode, said))
 
 
 def test_translate_takes_arguments_or_lines(demonstration, capsys, monkeypatch):
@@ -761,7 +873,8 @@ def test_translate_takes_arguments_or_lines(demonstration, capsys, monkeypatch):
     assert cli.main([*run, "der hund schläft .", "ein quux schläft ."]) == 0
     output = capsys.readouterr()
     assert len(output.out.splitlines()) == 2 and output.err == "unknown words: quux\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("der hund schläft .\n\nein quux schläft .\n"))
+    lines = "der hund schläft .\n\nein quux schläft .\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
     assert cli.main(run) == 0
     first, empty, last = capsys.readouterr().out.split("\n")[:3]
     assert [first, last] == output.out.splitlines() and empty == ""
@@ -848,7 +961,7 @@ def test_an_existing_run_is_not_overwritten_unless_asked(demonstration, capsys, 
     assert "is not a run's directory" in capsys.readouterr().err
     assert (directory.parent / "other" / "file").exists()
     monkeypatch.chdir(directory.parent)
-    options = cli._parser().parse_args(["demo", "--preset", "tiny"])
+    options = make_parser("").parse_args(["demo", "--preset", "tiny"])
     assert cli._new_directory(options) == Path("runs/tiny")
     Path("runs/tiny").mkdir(parents=True)
     assert cli._new_directory(options) == Path("runs/tiny-2")

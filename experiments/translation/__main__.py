@@ -2,7 +2,7 @@
 
     python -m experiments.translation                     the demonstration, about three minutes
     python -m experiments.translation train --preset multi30k --data DIR
-    python -m experiments.translation evaluate --run runs/toy
+    python -m experiments.translation evaluate --run runs/toy --beam 4
     python -m experiments.translation translate --run runs/toy "der hund schläft ."
     python -m experiments.translation translate --run runs/toy --beam 4 --n-best 2 --scores
     python -m experiments.translation plot --run runs/toy --sentence "der hund schläft ."
@@ -17,23 +17,22 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import numpy as np
-from tqdm import tqdm
 
-from experiments.translation import checkpoints, pictures
+from experiments.translation import checkpoints, pictures, reporting, stopping
 from experiments.translation.batches import Epochs
 from experiments.translation.checkpoints import Run, TextOrigin, fingerprint
+from experiments.translation.command_line import make_parser, make_search
+from experiments.translation.console import Console, listening, progress, speak_utf8
 from experiments.translation.corpus import Pair
-from experiments.translation.data import LANGUAGES, read_lines
+from experiments.translation.data import LANGUAGES, clean, lines_of, read_lines
 from experiments.translation.decoding import (
+    GREEDY,
     Search,
     Translation,
     alignments,
@@ -44,7 +43,7 @@ from experiments.translation.evaluation import Examined, Examiner, read_tests, t
 from experiments.translation.memory import keep_freed_memory
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.text import BOS, Vocabulary, encode_pairs
+from experiments.translation.text import BOS, encode_pairs, learn_vocabularies
 from experiments.translation.training import (
     Loop,
     NonFiniteLoss,
@@ -58,117 +57,6 @@ from experiments.translation.training import (
     read_texts,
     total_steps,
 )
-
-
-# ----------------------------------------------------------------------------------- command line
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m experiments.translation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def command(name: str, function: Any, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(function=function)
-        return added
-
-    demo = command("demo", _demo, "train, evaluate, translate and plot (without a subcommand)")
-    train = command("train", _train, "train a model, or go on with --resume")
-    evaluate = command("evaluate", _evaluate, "examine a model on held-out sentences")
-    translate = command("translate", _translate, "translate sentences, or the lines of stdin")
-    plot = command("plot", _plot, "draw a model's attention and the loss of its training")
-    for added in (demo, train):
-        _add_training(added)
-    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    for added in (evaluate, translate, plot):
-        added.add_argument("--run", type=Path, required=True, help="the run's directory")
-    for added in (demo, train, evaluate, plot):
-        _add_data(added)
-    _add_translation(translate)
-    _add_search(translate)
-    plot.add_argument("--sentence", help="what to translate and draw")
-    return parser
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="what to start from (toy)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change a field of the preset, such as steps=500 or dropout_rate=0.2",
-    )
-    parser.add_argument("--seed", type=int, help="decides everything that is random")
-    parser.add_argument(
-        "--run", type=Path, help="a new directory (runs/PRESET, runs/PRESET-2, ...)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        type=Path,
-        help="a folder with train and val (and test) as .de and .en or .tsv, each plain or .gz, "
-        "or one TSV file; without it the built-in corpus",
-    )
-    parser.add_argument(
-        "--languages", nargs=2, metavar=("SOURCE", "TARGET"), help="suffixes of the files (de en)"
-    )
-
-
-def _add_translation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sentences", nargs="*", metavar="SENTENCE")
-    parser.add_argument("--file", type=Path, metavar="PATH", help="translate the lines of a file")
-    parser.add_argument("--output", type=Path, metavar="PATH", help="a new file (stdout)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output that is there")
-    parser.add_argument(
-        "--scores",
-        action="store_true",
-        help="before each translation its score and log probability, separated by tabs",
-    )
-    parser.add_argument(
-        "--alignments",
-        action="store_true",
-        help="after each translation and a tab, links SOURCE-TARGET of its tokens, counted from 0: "
-        "what each looks at most in the mean of the last cross-attention's heads",
-    )
-
-
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--beam", type=int, metavar="N", help="search with N beams (greedy)")
-    kinds.add_argument("--sample", action="store_true", help="draw tokens by their probability")
-    parser.add_argument(
-        "--n-best", type=int, default=1, metavar="N", help="the N best of the beams, a line each"
-    )
-    parser.add_argument(
-        "--length-penalty",
-        type=float,
-        metavar="A",
-        help="for beams: rank by log probability / ((5 + length) / 6)^A (0.6)",
-    )
-    parser.add_argument("--temperature", type=float, metavar="T", help="for samples: 0 is greedy")
-    parser.add_argument("--top-k", type=int, metavar="K", help="for samples: of the K likeliest")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="for samples: of the likeliest that together have the probability P",
-    )
-    parser.add_argument("--seed", type=int, help="for samples: decides what is drawn (0)")
 
 
 class UserError(Exception):
@@ -189,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "demo")
-    options = _parser().parse_args(given)
+    speak_utf8()
+    options = make_parser(__doc__ or "").parse_args(given)
     try:
-        options.function(options)
+        with listening(getattr(options, "json", False)) as console:
+            _COMMANDS[options.command](options, console)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -207,18 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # --------------------------------------------------------------------------------------- commands
 
 
-def _demo(options: argparse.Namespace) -> None:
+def _demo(options: argparse.Namespace, console: Console) -> None:
     began = time.perf_counter()
     options.resume = False
-    trained = _trained(options)
+    trained = _trained(options, console)
     tests = _tests(options, trained.run)
-    examined = _examined(trained, tests)
+    examined = _examined(trained, tests, GREEDY, console)
     print("translations:")
     for pair, translation in _shown(examined):
         _print_beside_reference(trained.run, pair, translation)
-    print("pictures:")
-    for file in _drawn(trained, _sentence_to_draw(tests)):
-        print(f"  {file}")
+    files = _drawn(trained, _sentence_to_draw(tests))
+    print("pictures:", *files, sep="\n  ")
+    console.emit("pictures", files=list(map(str, files)))
     for name, result in examined.items():
         scores = result.scores
         print(f"{name}: {scores.exact_match:.1%} of {scores.sentences:,} sentences exactly right")
@@ -226,18 +116,20 @@ def _demo(options: argparse.Namespace) -> None:
     _advise(trained.run)
 
 
-def _train(options: argparse.Namespace) -> None:
-    _advise(_trained(options).run)
+def _train(options: argparse.Namespace, console: Console) -> None:
+    _advise(_trained(options, console).run)
 
 
-def _evaluate(options: argparse.Namespace) -> None:
-    trained = _opened(options)
-    _examined(trained, _tests(options, trained.run))
-
-
-def _translate(options: argparse.Namespace) -> None:
+def _evaluate(options: argparse.Namespace, console: Console) -> None:
     with _users_part():
-        search = _search(options)
+        search = make_search(options)
+    trained = _opened(options)
+    _examined(trained, _tests(options, trained.run), search, console)
+
+
+def _translate(options: argparse.Namespace, _: Console) -> None:
+    with _users_part():
+        search = make_search(options)
         _check_output(options)
         sentences = _sentences(options)
     trained = _opened(options)
@@ -245,20 +137,28 @@ def _translate(options: argparse.Namespace) -> None:
         print("a sentence per line; Ctrl-D ends", file=sys.stderr)
         for line in sys.stdin:
             try:
-                _write(_translated_lines(trained, [line], search, options), options)
+                _write(_translated_lines(trained, [clean(line)], search, options), options)
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
         return
-    lines = _translated_lines(trained, sentences, search, options)
+    lines = _translated_lines(trained, list(map(clean, sentences)), search, options)
     with _users_part():
         _write(lines, options)
 
 
-def _plot(options: argparse.Namespace) -> None:
+def _plot(options: argparse.Namespace, _: Console) -> None:
     trained = _opened(options)
     sentence = options.sentence or _sentence_to_draw(_tests(options, trained.run))
-    for file in _drawn(trained, sentence):
-        print(file)
+    print(*_drawn(trained, sentence), *reporting.draw_curves(trained.run), sep="\n")
+
+
+_COMMANDS = {
+    "demo": _demo,
+    "train": _train,
+    "evaluate": _evaluate,
+    "translate": _translate,
+    "plot": _plot,
+}
 
 
 # --------------------------------------------------------------------------------------- training
@@ -276,26 +176,28 @@ class _Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Trained:
-    """A run with its model and the parameters it has come to."""
+    """A run with its model, the parameters it has come to, and the steps after which they were
+    saved."""
 
     run: Run
     model: Model
     params: Params
+    steps: list[int]
 
 
-def _trained(options: argparse.Namespace) -> _Trained:
+def _trained(options: argparse.Namespace, console: Console) -> _Trained:
     """Trains as the options say, from the beginning or from the last checkpoint."""
     keep_freed_memory()
     with _users_part():
         saved = _to_resume(options) if options.resume else None
-        plan = _planned(options, saved)
+        plan = _planned(options, saved, console)
         if saved:
             saved.check_same(plan.run)
         else:
             if options.overwrite and plan.run.directory.exists():
                 checkpoints.remove(plan.run.directory)
             plan.run.create()
-    return _fitted(plan, resume=saved is not None)
+    return _fitted(plan, console, resume=saved is not None)
 
 
 def _to_resume(options: argparse.Namespace) -> Run:
@@ -322,27 +224,23 @@ def _new_directory(options: argparse.Namespace) -> Path:
     return directory
 
 
-def _planned(options: argparse.Namespace, saved: Run | None) -> _Plan:
+def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -> _Plan:
     config = _config(options, saved)
     directory = saved.directory if saved else _new_directory(options)
     path = options.data or (saved.origin.path if saved else None)
     first, second = options.languages or (saved.origin.languages if saved else LANGUAGES)
     languages = (first, second)
     texts = read_texts(config, path, languages)
-    source, target = (
-        Vocabulary.build((pair[side] for pair in texts.train), minimum_count=config.minimum_count)
-        for side in (0, 1)
-    )
+    source, target = learn_vocabularies(config, texts.train)
     pairs, report = encode_pairs(texts.train, source, target, max_length=config.max_length)
-    for line in (*texts.reports, report):
-        print(line)
+    reporting.tell_of_text(console, texts.reports, report)
     origin = TextOrigin(path and str(Path(path).resolve()), languages, fingerprint(pairs))
     batches = make_batches(config, pairs)
     run = Run(directory, config, source, target, origin)
     return _Plan(run, texts, batches, Model(config, len(source), len(target)))
 
 
-def _fitted(plan: _Plan, *, resume: bool) -> _Trained:
+def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
     run, model, config = plan.run, plan.model, plan.run.config
     examiner = Examiner(model, plan.texts.validation, run.source, run.target)
     optimiser = make_optimiser(config, total_steps(config, plan.batches))
@@ -351,24 +249,26 @@ def _fitted(plan: _Plan, *, resume: bool) -> _Trained:
         plan.batches,
         step=make_step(model, optimiser, config),
         check=lambda batch: check_batch(batch, model),
-        report=run.report,
-        validate=lambda params: _validated(examiner, params),
+        report=reporting.keep(console, run),
+        validate=lambda params: reporting.validated(run, examiner, params),
         save=lambda state: run.save(state, int(state.step)),
+        stops=lambda: stopping.has_stopped(run.metrics(), config.patience),
     )
     state = first_state(model, optimiser, config.seed)
     if resume:
         with _users_part():
             state = _resumed(run, state, loop.total_steps)
-    _announce(run, model, loop)
+    reporting.announce(console, run, model, loop)
     if examiner.cut:
         print(f"{examiner.cut} validation sides are cut to {config.max_length} tokens")
     try:
-        state = loop.run(state)
+        loop.run(state)
     except NonFiniteLoss as error:
         kept = f"that after step {run.steps()[-1]}" if run.steps() else "none"
         raise NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
-    _sum_up(run)
-    return _Trained(run, model, state.params)
+    params, steps = run.parameters(model.shapes)
+    reporting.sum_up(console, run, steps)
+    return _Trained(run, model, params, steps)
 
 
 def _resumed(run: Run, state: State, total: int) -> State:
@@ -376,70 +276,22 @@ def _resumed(run: Run, state: State, total: int) -> State:
     if step >= total:
         raise ValueError(f"{run.directory} has made all its {total} steps already")
     run.forget_metrics_after(step)
+    if stopping.has_stopped(run.metrics(), run.config.patience):
+        raise ValueError(f"{run.directory} has stopped early after step {step} already")
     print(f"goes on from the checkpoint after step {step}")
     return state
 
 
-def _announce(run: Run, model: Model, loop: Loop) -> None:
-    parameters = sum(math.prod(shape.shape) for shape in model.shapes.values())
-    shapes = ", ".join(f"{rows} x ({source}, {target})" for rows, source, target in loop.shapes)
-    print(
-        f"{run.directory}: vocabularies of {model.source_size:,} and {model.target_size:,} tokens, "
-        f"{parameters:,} parameters, {loop.total_steps:,} steps, {loop.epochs:.1f} epochs, "
-        f"batches of {shapes} places",
-        flush=True,
-    )
-
-
-def _sum_up(run: Run) -> None:
-    records = [record for record in run.metrics() if "tokens" in record]
-    seconds = sum(record["seconds"] for record in records)
-    speed = statistics.median(record["tokens_per_second"] for record in records)
-    print(
-        f"trained for {seconds:.0f} s at about {speed:,.0f} target tokens a second; "
-        f"checkpoint in {run.directory}"
-    )
-
-
-def _validated(examiner: Examiner, params: Params) -> dict[str, Any]:
-    scores = examiner(params).scores
-    print(f"validation: {scores}", flush=True)
-    figures = scores.to_json()
-    del figures["constructions"]
-    return {f"validation_{name}": value for name, value in figures.items()}
-
-
 def _opened(options: argparse.Namespace) -> _Trained:
-    """The run that the options name, with the parameters of its last checkpoint."""
+    """The run that the options name, as far as it has come."""
     with _users_part():
         run = Run.open(options.run)
         model = Model(run.config, len(run.source), len(run.target))
-        params, _ = run.restore(model.shapes, prefix="params/")
-    return _Trained(run, model, params)
+        params, steps = run.parameters(model.shapes)
+    return _Trained(run, model, params, steps)
 
 
 # ------------------------------------------------------------------------------------ translating
-
-
-_ONLY_WITH = {
-    "length_penalty": "beam",
-    "temperature": "sample",
-    "top_k": "sample",
-    "top_p": "sample",
-    "seed": "sample",
-}
-
-
-def _search(options: argparse.Namespace) -> Search:
-    kind = "sample" if options.sample else "greedy" if options.beam is None else "beam"
-    given = {name: value for name in _ONLY_WITH if (value := getattr(options, name)) is not None}
-    for name in given:
-        if _ONLY_WITH[name] != kind:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option}: expected --{_ONLY_WITH[name]} with it")
-    if options.beam is not None:
-        given["beams"] = options.beam
-    return Search(kind=kind, n_best=options.n_best, **given)
 
 
 def _check_output(options: argparse.Namespace) -> None:
@@ -464,8 +316,7 @@ def _sentences(options: argparse.Namespace) -> list[str] | None:
         return options.sentences
     if sys.stdin.isatty() and options.output is None:
         return None
-    text = sys.stdin.read()
-    return text.removesuffix("\n").split("\n") if text else []
+    return lines_of(sys.stdin.buffer.read(), "stdin")
 
 
 def _translated_lines(
@@ -473,18 +324,17 @@ def _translated_lines(
 ) -> list[str]:
     """`search.n_best` lines for each sentence, empty for one without words."""
     run = trained.run
-    rows = [_encoded(run, sentence) for sentence in sentences if sentence.strip()]
+    rows = [_encoded(run, sentence) for sentence in sentences if sentence]
     for sentence in sentences:
         if unknown := run.source.unknown(sentence):
-            print(f"unknown words: {', '.join(unknown)}", file=sys.stderr)
-    with tqdm(
-        total=len(rows), unit="sentence", dynamic_ncols=True, leave=False, disable=None
-    ) as bar:
+            unit = run.source.tokenizer.unit
+            print(f"unknown {unit}: {', '.join(unknown)}", file=sys.stderr)
+    with progress(len(rows), unit="sentence") as bar:
         found = translations(trained.model, trained.params, rows, search, report=bar.update)
     shown = _with_fields(trained, rows, found, options)
     lines: list[str] = []
     for sentence in sentences:
-        said = next(shown) if sentence.strip() else []
+        said = next(shown) if sentence else []
         lines += said + [""] * (search.n_best - len(said))
     return lines
 
@@ -532,17 +382,24 @@ def _tests(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
         return read_texts(run.config, run.origin.path, run.origin.languages, training=False).tests
 
 
-def _examined(trained: _Trained, tests: Mapping[str, list[Pair]]) -> dict[str, Examined]:
+def _examined(
+    trained: _Trained, tests: Mapping[str, list[Pair]], search: Search, console: Console
+) -> dict[str, Examined]:
     """The results on each set of pairs, printed and written to the run's directory."""
-    run, results = trained.run, {}
+    run, results, figures = trained.run, {}, {}
+    print(f"{run.directory}: {reporting.used(trained.steps)}; {search}")
     for name, pairs in tests.items():
-        examiner = Examiner(trained.model, pairs, run.source, run.target)
-        results[name] = examiner(trained.params)
+        examiner = Examiner(trained.model, pairs, run.source, run.target, search)
+        with progress(len(pairs), unit="sentence") as bar:
+            results[name] = examiner(trained.params, report=bar.update)
         print(table(name, results[name].scores), flush=True)
         if examiner.cut:
             print(f"  {examiner.cut} sides were cut to max_length={run.config.max_length} tokens")
-    figures = {name: result.scores.to_json() for name, result in results.items()}
-    (run.directory / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+        how = {"search": search.to_json(), "steps": trained.steps, "cut": examiner.cut}
+        figures[name] = how | results[name].scores.to_json()
+        console.emit("evaluation", set=name, **figures[name])
+    text = json.dumps(figures, indent=2, allow_nan=False) + "\n"
+    (run.directory / "evaluation.json").write_text(text, "utf-8")
     return results
 
 
@@ -571,11 +428,11 @@ def _print_beside_reference(run: Run, pair: Pair, translation: str) -> None:
 
 def _encoded(run: Run, sentence: str) -> list[int]:
     with _users_part():
-        return run.source.encode(sentence, max_length=run.config.max_length)
+        return run.source.encode(clean(sentence), max_length=run.config.max_length)
 
 
 def _drawn(trained: _Trained, sentence: str) -> list[Path]:
-    """Draws the attention on a sentence and its translation, and the loss; returns the files."""
+    """Draws the attention on a sentence and its translation, and returns the files."""
     run = trained.run
     source = _encoded(run, sentence)
     said = translated(trained.model, trained.params, [source])[0]
@@ -583,16 +440,13 @@ def _drawn(trained: _Trained, sentence: str) -> list[Path]:
     weights = trained.model.weights(
         trained.params, np.array([source]), np.array([len(source)]), read[None]
     )
-    folder = run.directory / "pictures"
-    files = pictures.draw_sentence(
+    return pictures.draw_sentence(
         {name: np.asarray(array[0]) for name, array in weights.items()},
         source=run.source.tokens(source),
         target_in=run.target.tokens(read),
         target_out=run.target.tokens(said),
-        directory=folder,
+        directory=run.directory / "pictures",
     )
-    pictures.draw_losses(run.metrics(), folder / "loss.png")
-    return [*files, folder / "loss.png"]
 
 
 def _sentence_to_draw(tests: Mapping[str, Sequence[Pair]]) -> str:

@@ -9,16 +9,17 @@
     pictures/        what `pictures` draws
 
 All of it is data: nothing is unpickled or executed. A checkpoint whose files do not give their
-digests is incomplete or damaged; it is not read, and the one before it is taken.
+digests is incomplete or damaged; it is not read, and the one before it is taken. Shapes are looked
+at before arrays are read.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
-import math
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from experiments.translation import stopping
+from experiments.translation.console import json_line
 from experiments.translation.presets import Config, differences
 from experiments.translation.text import EncodedPairs, Vocabulary
 
@@ -132,7 +135,7 @@ class Run:
         """The records reported so far, without a last line cut short."""
         path = self.directory / "metrics.jsonl"
         lines = path.read_text("utf-8").split("\n") if path.exists() else [""]
-        return [json.loads(line) for line in lines[:-1]]
+        return [_record(line, f"{path}:{at}") for at, line in enumerate(lines[:-1], start=1)]
 
     def forget_metrics_after(self, step: int) -> None:
         """Drops the records of steps that will be made again."""
@@ -149,15 +152,19 @@ class Run:
         return sorted(int(path.name) for path in self._checkpoints.iterdir() if path.name.isdigit())
 
     def save(self, state: Any, step: int) -> None:
-        """Writes a checkpoint of a tree of arrays and drops all but the latest few."""
+        """Writes a checkpoint of a tree of arrays, and drops all but the latest few and the best.
+
+        Later ones are dropped first: a run that has gone back before them found them damaged.
+        """
+        self._drop(later for later in self.steps() if later >= step)
         named = {name: np.asarray(array) for name, array in _named(state).items()}
         with _manager(self._checkpoints) as manager:
-            manager.save(step, args=ocp.args.StandardSave(named))
+            if not manager.save(step, args=ocp.args.PyTreeSave(named)):
+                raise OSError(f"{self._checkpoints}: checkpoint {step} was not written")
         self._digests.mkdir(exist_ok=True)
         _replace(self._digest(step), json.dumps(_digests(self._checkpoints / str(step))))
-        for file in self._digests.glob("*.json"):
-            if int(file.stem) not in self.steps():
-                file.unlink()
+        latest = self.steps()[-max(_KEPT, self.config.average) :]
+        self._drop(set(self.steps()).difference(latest, [self._best_step()]))
 
     def restore(self, like: Any, *, prefix: str = "") -> tuple[Any, int]:
         """The latest checkpoint that is whole, and its step.
@@ -171,15 +178,54 @@ class Run:
             ValueError: none is whole, or the arrays are others than those of `like`; the message
                 names them.
         """
+        (step,) = self._whole(reversed(self.steps()), 1)
+        return self._read(step, like, prefix), step
+
+    def parameters(self, like: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """The parameters of this run, and the steps after which they were saved: those of the
+        lowest validation loss, or the mean of the last checkpoints', or those of the last.
+
+        Args:
+            like: the shapes of the model's parameters.
+
+        Raises:
+            FileNotFoundError, ValueError: as `restore`.
+        """
+        best = self._best_step()
+        preferred = sorted(self.steps(), key=lambda step: (step == best, step), reverse=True)
+        steps = self._whole(preferred, self.config.average)
+        return _mean([self._read(step, like, "params/") for step in steps]), sorted(steps)
+
+    def _best_step(self) -> int | None:
+        """The step of the lowest validation loss, where that is what counts."""
+        found = stopping.best(self.metrics()) if self.config.patience > 0 else None
+        return None if found is None else found["step"]
+
+    def _whole(self, steps: Iterable[int], count: int) -> list[int]:
+        """The first `count` of these steps whose checkpoints are whole, or as many as there are."""
         if not self.steps():
             raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
-        for step in reversed(self.steps()):
-            if self._is_whole(step):
-                with _manager(self._checkpoints) as manager:
-                    arrays = manager.restore(step, args=ocp.args.StandardRestore())
-                return _fill(like, arrays, prefix), step
-            warnings.warn(f"checkpoint {step} is incomplete or damaged: left out", stacklevel=2)
-        raise ValueError(f"{self.directory}: every checkpoint is damaged")
+        found = list(itertools.islice(filter(self._is_whole, steps), count))
+        if not found:
+            raise ValueError(f"{self.directory}: every checkpoint is damaged")
+        return found
+
+    def _read(self, step: int, like: Any, prefix: str) -> Any:
+        """The tree `like` with the saved arrays in place of its own."""
+        wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
+        with _manager(self._checkpoints) as manager:
+            saved = manager.item_metadata(step).tree
+            _check_kinds({n: kind for n, kind in saved.items() if n.startswith(prefix)}, wanted)
+            as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
+            arguments = ocp.args.PyTreeRestore(wanted, as_numpy, partial_restore=True)
+            arrays = manager.restore(step, args=arguments)
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+
+    def _drop(self, steps: Iterable[int]) -> None:
+        """Deletes checkpoints, their digests first, so that what is left of one is not whole."""
+        for step in list(steps):
+            self._digest(step).unlink(missing_ok=True)
+            shutil.rmtree(self._checkpoints / str(step))
 
     @property
     def _checkpoints(self) -> Path:
@@ -196,8 +242,11 @@ class Run:
         try:
             expected = _read_json(self._digest(step))
         except (OSError, ValueError):
-            return False
-        return expected == _digests(self._checkpoints / str(step))
+            expected = None
+        if expected == _digests(self._checkpoints / str(step)):
+            return True
+        warnings.warn(f"checkpoint {step} is incomplete or damaged: left out", stacklevel=2)
+        return False
 
 
 def is_run(directory: Path) -> bool:
@@ -229,22 +278,15 @@ def free_directory(directory: Path) -> Path:
     return free
 
 
-def json_line(record: dict[str, Any]) -> str:
-    """A record in one line of JSON, with null for numbers that are not finite."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    return json.dumps(finite, allow_nan=False)
-
-
 # ------------------------------------------------------------------------------------- arrays
 
 
 @contextlib.contextmanager
 def _manager(directory: Path) -> Iterator[ocp.CheckpointManager]:
-    options = ocp.CheckpointManagerOptions(max_to_keep=_KEPT, enable_async_checkpointing=False)
-    manager = ocp.CheckpointManager(directory, options=options)
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    manager = ocp.CheckpointManager(
+        directory, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
+    )
     try:
         yield manager
     finally:
@@ -257,10 +299,17 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _fill(like: Any, arrays: Mapping[str, Any], prefix: str) -> Any:
-    """The tree `like` with the saved arrays in place of its own."""
-    wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
-    saved = {name: array for name, array in arrays.items() if name.startswith(prefix)}
+def _mean(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of each array, taken in float64; a single tree as it is."""
+    if len(trees) == 1:
+        return trees[0]
+    return {
+        name: np.mean([tree[name].astype(np.float64) for tree in trees], axis=0).astype(array.dtype)
+        for name, array in trees[0].items()
+    }
+
+
+def _check_kinds(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     wrong = [
         f"{name}: {_kind(saved.get(name))}, not {_kind(wanted.get(name))}"
         for name in sorted(wanted.keys() | saved.keys())
@@ -269,7 +318,6 @@ def _fill(like: Any, arrays: Mapping[str, Any], prefix: str) -> Any:
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong[:3])}{more}")
-    return jax.tree.unflatten(jax.tree.structure(like), [saved[name] for name in wanted])
 
 
 def _kind(array: Any) -> str:
@@ -290,6 +338,16 @@ def _replace(path: Path, text: str) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(text, "utf-8")
     draft.replace(path)
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError(f"{place}: expected a record of metrics, got {line[:40]!r}")
+    return record
 
 
 def _read_json(path: Path) -> Any:

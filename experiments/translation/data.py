@@ -172,19 +172,27 @@ def read_lines(path: str | Path) -> list[str]:
         ValueError: NUL, invalid UTF-8 or a damaged gzip file.
     """
     path = Path(path)
-    data = _read_bytes(path)
+    return lines_of(_read_bytes(path), str(path))
+
+
+def lines_of(data: bytes, name: str) -> list[str]:
+    """The lines of a text that was read from somewhere, by the rules at the head of this module.
+
+    Raises:
+        ValueError: NUL or invalid UTF-8.
+    """
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         byte = error.object[error.start]
         raise ValueError(
-            f"{path}:{line}: expected UTF-8 text, got the byte 0x{byte:02x} ({error.reason})"
+            f"{name}:{line}: expected UTF-8 text, got the byte 0x{byte:02x} ({error.reason})"
         ) from None
     nul = text.find("\0")
     if nul >= 0:
         line = text.count("\n", 0, nul) + 1
-        raise ValueError(f"{path}:{line}: expected UTF-8 text, got a NUL character")
+        raise ValueError(f"{name}:{line}: expected UTF-8 text, got a NUL character")
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()  # the end of the last line, not one more line
@@ -236,7 +244,7 @@ def _pair_up(name: str, sides: Iterator[tuple[str, str]]) -> tuple[list[Pair], R
     read = 0
     for number, (source, target) in enumerate(sides, start=1):
         read = number
-        pair = Pair(_clean(source), _clean(target), "")
+        pair = Pair(clean(source), clean(target), "")
         if pair.source and pair.target:
             pairs.append(pair)
             numbers.append(number)
@@ -255,7 +263,8 @@ def _pair_up(name: str, sides: Iterator[tuple[str, str]]) -> tuple[list[Pair], R
     return pairs, report
 
 
-def _clean(sentence: str) -> str:
+def clean(sentence: str) -> str:
+    """A sentence as it is trained on: in normal form C, without white space around it."""
     # A mark at the start of a later line is left there by files that were joined.
     return unicodedata.normalize("NFC", sentence.strip().lstrip("\ufeff").strip())
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,21 @@ class Search:
         """The rows of a step's state for each sentence."""
         return self.beams if self.kind == "beam" else 1
 
+    def to_json(self) -> dict[str, Any]:
+        """The kind and the fields that it reads, as JSON data."""
+        return {"kind": self.kind} | {name: getattr(self, name) for name in _READ_BY[self.kind]}
+
+    def __str__(self) -> str:
+        kind, *fields = self.to_json().items()
+        named = (f"{name.replace('_', ' ')} {value}" for name, value in fields)
+        return ", ".join((f"{kind[1]} search", *named))
+
+
+_READ_BY = {
+    "greedy": (),
+    "sample": ("temperature", "top_k", "top_p", "seed"),
+    "beam": ("beams", "length_penalty"),
+}
 
 GREEDY = Search()
 
@@ -134,10 +149,15 @@ def search_batch(
 
 
 def translated(
-    model: Model, params: Params, sources: Sequence[Sequence[int]], search: Search = GREEDY
+    model: Model,
+    params: Params,
+    sources: Sequence[Sequence[int]],
+    search: Search = GREEDY,
+    *,
+    report: Callable[[int], object] = lambda count: None,
 ) -> list[np.ndarray]:
     """The ids of the best translation of each row of source ids, up to its `<eos>`."""
-    found = translations(model, params, sources, search)
+    found = translations(model, params, sources, search, report=report)
     return [row[0].ids if row else np.empty(0, np.int32) for row in found]
 
 

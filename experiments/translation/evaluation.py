@@ -2,19 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from experiments.translation import data
 from experiments.translation.batches import Batches
 from experiments.translation.corpus import Pair
-from experiments.translation.decoding import translated
+from experiments.translation.decoding import GREEDY, Search, translated
 from experiments.translation.model import Model, Params
 from experiments.translation.text import Vocabulary, encode_pairs
 from experiments.translation.training import check_batch, total_loss
@@ -50,6 +51,8 @@ class Scores:
         perplexity: exp(loss).
         exact_match: the share of translations that are the reference, token for token.
         bleu: of the corpus, by sacrebleu with its default tokeniser.
+        word_bleu: of the corpus, on the words as the model's tokeniser cuts them and without
+            smoothing, which is how the tutorials that train on Multi30k count.
         chrf: of the corpus, by sacrebleu.
         constructions: for each construction the exact matches and the pairs.
     """
@@ -59,6 +62,7 @@ class Scores:
     perplexity: float
     exact_match: float
     bleu: float
+    word_bleu: float
     chrf: float
     constructions: dict[str, tuple[int, int]]
 
@@ -70,10 +74,20 @@ class Scores:
             for name, figure in figures.items()
         }
 
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Scores":
+        """The scores in a record of validation, which has them without constructions."""
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "constructions"]
+        figures = {name: record[f"validation_{name}"] for name in names}
+        finite: dict[str, Any]
+        finite = {name: math.inf if value is None else value for name, value in figures.items()}
+        return cls(**finite, constructions={})
+
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.4f}, perplexity {self.perplexity:.3f}, "
-            f"exact match {self.exact_match:.1%}, BLEU {self.bleu:.2f}, chrF {self.chrf:.2f}"
+            f"exact match {self.exact_match:.1%}, BLEU {self.bleu:.2f}, "
+            f"word BLEU {self.word_bleu:.2f}, chrF {self.chrf:.2f}"
         )
 
 
@@ -97,25 +111,37 @@ class Examiner:
     """
 
     def __init__(
-        self, model: Model, pairs: Sequence[Pair], source: Vocabulary, target: Vocabulary
+        self,
+        model: Model,
+        pairs: Sequence[Pair],
+        source: Vocabulary,
+        target: Vocabulary,
+        search: Search = GREEDY,
     ) -> None:
         self.pairs = pairs
         self._model = model
+        self._search = search
         self._target = target
         self._encoded, report = encode_pairs(
             pairs, source, target, max_length=model.config.max_length, too_long="truncate"
         )
         self.cut = report.truncated_source + report.truncated_target
 
-    def __call__(self, params: Params) -> Examined:
-        """Translates and scores."""
-        translations = self._translate(params)
-        return Examined(self.pairs, translations, self.score(translations, self.token_loss(params)))
+    def __call__(
+        self, params: Params, *, report: Callable[[int], object] = lambda count: None
+    ) -> Examined:
+        """Translates and scores; `report` is told how many pairs are done with each batch."""
+        said = self._translate(params, report)
+        texts = [self._target.decode(ids) for ids in said]
+        words = [self._target.decode_words(ids) for ids in said]
+        return Examined(self.pairs, texts, self.score(texts, words, self.token_loss(params)))
 
-    def score(self, translations: Sequence[str], loss: float) -> Scores:
-        """The scores of these translations of the pairs, at this loss per token."""
+    def score(
+        self, translations: Sequence[str], words: Sequence[Sequence[str]], loss: float
+    ) -> Scores:
+        """The scores of these translations of the pairs and their words, at this loss per token."""
         references = [pair.target for pair in self.pairs]
-        lower = bool(self._target.tokenizer.settings().get("lower", False))
+        lower = self._target.tokenizer.lower
         exact = [
             translation == self._target.normalize(reference)
             for translation, reference in zip(translations, references, strict=True)
@@ -126,6 +152,7 @@ class Examiner:
             perplexity=math.exp(loss) if loss < 700 else math.inf,
             exact_match=sum(exact) / len(exact),
             bleu=bleu(translations, references, lower=lower),
+            word_bleu=word_bleu(words, [self._target.split_words(text) for text in references]),
             chrf=chrf(translations, references, lower=lower),
             constructions=self._by_construction(exact),
         )
@@ -141,10 +168,10 @@ class Examiner:
             tokens += int(batch.target_lengths.sum())
         return total / tokens
 
-    def _translate(self, params: Params) -> list[str]:
+    def _translate(self, params: Params, report: Callable[[int], object]) -> list[np.ndarray]:
         sources = self._encoded.source
         rows = [sources[row].tolist() for row in range(len(sources))]
-        return [self._target.decode(ids) for ids in translated(self._model, params, rows)]
+        return translated(self._model, params, rows, self._search, report=report)
 
     def _by_construction(self, exact: Sequence[bool]) -> dict[str, tuple[int, int]]:
         counts: dict[str, tuple[int, int]] = {}
@@ -158,6 +185,13 @@ class Examiner:
 def bleu(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:
     """BLEU of a corpus (Papineni et al. 2002, Post 2018), 0 to 100; `lower` ignores case."""
     return BLEU(lowercase=lower).corpus_score(list(translations), [list(references)]).score
+
+
+def word_bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
+    """BLEU of a corpus of words, without smoothing: 0 where no four words in a row are right."""
+    metric = BLEU(tokenize="none", smooth_method="none", force=True)
+    said, wanted = ([" ".join(words) for words in side] for side in (translations, references))
+    return metric.corpus_score(said, [wanted]).score
 
 
 def chrf(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:

@@ -1,4 +1,5 @@
-"""Pictures of a run: where its attention looks, and how its loss fell. PNG, without a screen."""
+"""Pictures of a run: where its attention looks, how its loss fell and its BLEU rose. PNG, without a
+screen."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -83,20 +84,52 @@ def draw_sentence(
 
 def draw_losses(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws the loss of a run against its steps, from its metrics."""
+    curves = {
+        "loss": ("training, as it is minimised", "-"),
+        "validation_loss": ("validation, without label smoothing", "o-"),
+    }
+    _draw_curves(records, curves, "nats per token", path, scale="log")
+
+
+def draw_bleu(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the validation BLEU of a run against its steps, from its metrics."""
+    curves = {
+        "validation_bleu": ("BLEU, sacrebleu's tokens", "o-"),
+        "validation_word_bleu": ("BLEU, the model's words, unsmoothed", "o--"),
+    }
+    _draw_curves(records, curves, "validation BLEU", path, scale="linear")
+
+
+def _draw_curves(
+    records: Sequence[Mapping[str, Any]],
+    curves: Mapping[str, tuple[str, str]],
+    unit: str,
+    path: Path,
+    *,
+    scale: str,
+) -> None:
+    """Draws figures of the records over their steps.
+
+    Args:
+        records: the metrics.
+        curves: for each figure its label and style.
+        unit: what the figures are.
+        path: of the PNG file.
+        scale: of their axis.
+    """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for key, label, style in (
-        ("loss", "training, as it is minimised", "-"),
-        ("validation_loss", "validation, without label smoothing", "o-"),
-    ):
-        points = [(record["step"], record[key]) for record in records if record.get(key)]
+    for key, (label, style) in curves.items():
+        found = [(record["step"], record.get(key)) for record in records]
+        points = [(step, value) for step, value in found if value is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.set_yscale("log")
+    axes.set_yscale(scale)
     axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
+    axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.get_lines():
+        axes.legend()
     figure.savefig(path, dpi=_DPI)
 
 
@@ -109,9 +142,14 @@ def _panels_across(heads: int) -> int:
 def _label(panel: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:
     # A dollar sign in a text is a dollar sign and begins no formula.
     style: dict[str, Any] = {"fontsize": 8, "parse_math": False}
-    panel.set_xticks(range(len(columns)), columns, rotation=90, **style)
-    panel.set_yticks(range(len(rows)), rows, **style)
+    panel.set_xticks(range(len(columns)), _visible(columns), rotation=90, **style)
+    panel.set_yticks(range(len(rows)), _visible(rows), **style)
     panel.tick_params(length=0, labelbottom=True, labelleft=True)
+
+
+def _visible(tokens: Sequence[str]) -> list[str]:
+    """Tokens with their spaces as low blocks: where they are pieces, that is where words begin."""
+    return [token.replace(" ", "\u2581") for token in tokens]
 
 
 def _attentions(weights: Mapping[str, np.ndarray]) -> list[tuple[str, int, np.ndarray]]:

@@ -46,7 +46,14 @@ class Config:
         dropout_rate: in [0, 1).
         sentences: pairs of the built-in corpus to train on; real text is taken whole.
         held_out: pairs in each of validation, test and deeper test of the built-in corpus.
-        minimum_count: words rarer than this in the training text are unknown words.
+        tokenizer: "words", or "bpe" for byte-pair encoding: pieces of words, which leave hardly
+            anything unknown.
+        vocabulary_size: the most tokens of a vocabulary, the four specials counted.
+        joint_vocabulary: whether source and target have one vocabulary, learned from both. Without
+            it each has the whole size to itself; the model shares no embedding between them.
+        lower: whether text is brought to lower case.
+        minimum_count: words rarer than this in the training text are unknown words; with "bpe",
+            pairs rarer than this are not merged.
         tokens_per_batch: places per batch and side; 0 where `rows_per_batch` is given.
         rows_per_batch: sentence pairs per batch; 0 where `tokens_per_batch` is given.
         max_shapes: the most distinct shapes of batches, each of which is compiled.
@@ -66,6 +73,10 @@ class Config:
         label_smoothing: the share of probability spread over the whole vocabulary.
         report_every: steps between lines of metrics.
         checkpoint_every: steps between checkpoints.
+        patience: epochs without a lower validation loss after which training stops; the parameters
+            of the lowest are then those of the run. 0 trains to the end, and the last ones are.
+        average: checkpoints, counted back from the last, whose mean parameters are those of the
+            run. 1 takes the last alone.
     """
 
     seed: int = 0
@@ -87,6 +98,10 @@ class Config:
 
     sentences: int = 100_000
     held_out: int = 1000
+    tokenizer: Literal["words", "bpe"] = "words"
+    vocabulary_size: int = 8000
+    joint_vocabulary: bool = False
+    lower: bool = True
     minimum_count: int = 1
     tokens_per_batch: int = 0
     rows_per_batch: int = 0
@@ -106,6 +121,8 @@ class Config:
 
     report_every: int = 50
     checkpoint_every: int = 500
+    patience: int = 0
+    average: int = 1
 
     def __post_init__(self) -> None:
         for name, (accepts, expected) in _RULES.items():
@@ -115,6 +132,8 @@ class Config:
         for one, other in (("epochs", "steps"), ("tokens_per_batch", "rows_per_batch")):
             if (getattr(self, one) > 0) == (getattr(self, other) > 0):
                 raise ValueError(f"expected exactly one of {one} and {other} above 0")
+        if self.patience > 0 and self.average > 1:
+            raise ValueError("expected at most one of patience above 0 and average above 1")
         if self.features % self.num_heads:
             raise ValueError(
                 f"num_heads: expected a divisor of features={self.features}, got {self.num_heads}"
@@ -190,14 +209,20 @@ def _rules() -> dict[str, tuple[Callable[[Any], bool], str]]:
     def one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
         return names.__contains__, " or ".join(map(repr, names))
 
-    may_be_zero = ("seed", "tokens_per_batch", "rows_per_batch", "epochs", "steps", "clip_norm")
-    may_be_zero += ("packed_width",)
+    may_be_zero = (
+        *("seed", "tokens_per_batch", "rows_per_batch", "epochs", "steps", "clip_norm"),
+        "packed_width",
+        "patience",
+    )
     rules = dict.fromkeys(_TYPES, (_positive, "a number above 0"))
     rules |= dict.fromkeys(may_be_zero, (_at_least_zero, "a number not below 0"))
     rules |= dict.fromkeys(("dropout_rate", "label_smoothing", "beta2"), (_share, "0 <= it < 1"))
-    rules |= dict.fromkeys(("rotary", "tie_embeddings"), (_truth, "true or false"))
+    truths = ("rotary", "tie_embeddings", "joint_vocabulary", "lower")
+    rules |= dict.fromkeys(truths, (_truth, "true or false"))
     rules |= {
         "architecture": one_of("transformer", "rnnsearch"),
+        "tokenizer": one_of("words", "bpe"),
+        "vocabulary_size": (lambda size: 4 < size < float("inf"), "a number above 4"),
         "norm": one_of("pre", "post"),
         "positions": one_of("sinusoidal", "learned"),
         "embedding_init": one_of("normal", "glorot"),
@@ -295,7 +320,9 @@ PRESETS = {
     "base": Config(
         tie_embeddings=True,
         max_length=256,
-        minimum_count=5,
+        tokenizer="bpe",
+        vocabulary_size=37_000,
+        joint_vocabulary=True,
         tokens_per_batch=25_000,
         max_shapes=8,
         steps=100_000,

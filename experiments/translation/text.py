@@ -1,25 +1,27 @@
-"""From sentences to ids and back: tokeniser, vocabulary, encoded pairs.
+"""From sentences to ids and back: vocabulary, encoded pairs.
 
-A `Tokenizer` cuts a sentence into tokens and puts tokens together for display. A `Vocabulary` owns
-one and numbers its tokens, so that saving the vocabulary saves how text was cut. `encode_pairs`
-turns sentence pairs into `EncodedPairs`, the flat arrays that batches are gathered from.
+A `Tokenizer` cuts a sentence into tokens and puts tokens together for display: words (`words`) or
+pieces of them (`bpe`). A `Vocabulary` owns one and numbers its tokens, so that saving the
+vocabulary saves how text was cut. `learn_vocabularies` makes those of a training text, and
+`encode_pairs` turns sentence pairs into `EncodedPairs`, the flat arrays that batches are gathered
+from.
 
 Every sequence of ids ends with `<eos>`, and every length counts it.
 """
 
-import functools
 import itertools
 import json
-import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
+from experiments.translation import bpe
 from experiments.translation.corpus import Pair
+from experiments.translation.presets import Config
+from experiments.translation.words import Tokenizer, WordTokenizer
 
 
 SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>")
@@ -27,135 +29,6 @@ PAD, UNK, BOS, EOS = range(4)
 
 _FORMAT = "jattn-vocabulary"
 _SHORTEST = 2  # one token and <eos>
-
-
-class Tokenizer(Protocol):
-    """What a vocabulary needs to know about text. Byte-pair encoding would be another of these."""
-
-    def tokenize(self, sentence: str) -> list[str]:
-        """The tokens of a sentence; equal for a sentence in any Unicode normal form."""
-        ...
-
-    def detokenize(self, tokens: Iterable[str]) -> str:
-        """Tokens put together for display."""
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """JSON data from which `Vocabulary.from_json` makes the same tokeniser again."""
-        ...
-
-
-@dataclass(frozen=True)
-class WordTokenizer:
-    """Words and punctuation marks, for languages that put spaces between words.
-
-    The sentence is brought to Unicode normal form C and, unless told otherwise, to lower case.
-    Every punctuation mark or symbol (Unicode categories P and S) is a token of its own, with five
-    exceptions:
-
-    1. Letters joined by hyphens are one word (`t-shirt`), also with a hyphen left over at the end
-       or the beginning (`obst- und gemüseladen`, `messer und -gabel`).
-    2. Numbers keep inner `.`, `,` and `:` (`10,000`, `11:27`), single letters keep their dots
-       (`u.s.`, `z.b.`).
-    3. A run of dots or of hyphens is one mark (`...`, `--`).
-    4. English contractions are cut before the ending: `man's` is `man 's`, `doesn't` is `does n't`.
-    5. Any other apostrophe inside a word stays with its left part: `l'homme` is `l' homme`.
-
-    A combining mark belongs to its word. Text without spaces between words needs another tokeniser.
-
-    Attributes:
-        lower: bring to lower case.
-        split_punctuation: False cuts at white space alone.
-    """
-
-    lower: bool = True
-    split_punctuation: bool = True
-
-    def tokenize(self, sentence: str) -> list[str]:
-        """The tokens of a sentence; none for white space."""
-        text = unicodedata.normalize("NFC", sentence)
-        if self.lower:
-            text = unicodedata.normalize("NFC", text.lower())
-        if not self.split_punctuation:
-            return text.split()
-        tokens = _token_pattern().findall(text)
-        if "'" in text or "\u2019" in text:
-            return [part for token in tokens for part in _cut_at_apostrophes(token)]
-        return tokens
-
-    def detokenize(self, tokens: Iterable[str]) -> str:
-        """Tokens with spaces between them, and marks attached to the side they belong to."""
-        if not self.split_punctuation:
-            return " ".join(tokens)
-        pieces: list[str] = []
-        open_quotes: set[str] = set()
-        attached = True
-        for token in tokens:
-            to_left, to_right = _attachment(token, open_quotes)
-            pieces += [token] if attached or to_left else [" ", token]
-            attached = to_right
-        return "".join(pieces)
-
-    def settings(self) -> dict[str, Any]:
-        """JSON data that describe this tokeniser."""
-        return {"kind": "words", "lower": self.lower, "split_punctuation": self.split_punctuation}
-
-
-# A word with an apostrophe inside (the two-letter ending of n't goes before the plain 't of others)
-_CONTRACTION = re.compile("(?:n['\u2019]t|['\u2019](?:s|re|ve|ll|m|d|t))$", re.IGNORECASE)
-_ELISION = re.compile("[^'\u2019]+['\u2019]?|['\u2019]")
-
-_ATTACH_LEFT = frozenset(".,;:!?)]}%\u2026\u201d'\u2019\u060c\u061b\u061f\u0964")
-_ATTACH_RIGHT = frozenset("([{\u201e\u00bf\u00a1#$")
-_ATTACH_BOTH = frozenset("/@_\\")
-_PAIRED = {'"': '"', "\u00ab": "\u00ab\u00bb", "\u00bb": "\u00ab\u00bb"}
-
-
-@functools.cache
-def _token_pattern() -> re.Pattern[str]:
-    # `\w` will not do: it leaves out the combining marks that end many words of Indic scripts.
-    marks = "".join(
-        re.escape(character)
-        for character in map(chr, range(0x10000))
-        if unicodedata.category(character)[0] in "PS"
-    )
-    marks += "\U0001f000-\U0001faff"  # pictographs, as one range: single ones make matching slow
-    letter = rf"[^\s{marks}]"
-    return re.compile(
-        r"(?:[^\W\d_]\.){2,}"
-        rf"|(?:(?<!\S)-)?{letter}+"
-        rf"(?:(?:[-\u2010'\u2019]|(?<=\d)[.,:](?=\d)){letter}+)*(?:-(?!-))?"
-        rf"|\.{{2,}}|-{{2,}}|[{marks}]"
-    )
-
-
-def _cut_at_apostrophes(token: str) -> list[str]:
-    if len(token) == 1 or not ("'" in token or "\u2019" in token):
-        return [token]
-    ending = _CONTRACTION.search(token)
-    if ending is None or ending.start() == 0:
-        return _ELISION.findall(token)
-    return [*_ELISION.findall(token[: ending.start()]), ending[0]]
-
-
-def _attachment(token: str, open_quotes: set[str]) -> tuple[bool, bool]:
-    """Whether a token is written without a space on its left and on its right."""
-    if token == "\u201c":  # closes after a German opening mark, opens otherwise
-        closes = "\u201e" in open_quotes
-        open_quotes.discard("\u201e")
-        return closes, not closes
-    if token == "\u201e":
-        open_quotes.add(token)
-    if token in _PAIRED:
-        closes = _PAIRED[token] in open_quotes
-        (open_quotes.discard if closes else open_quotes.add)(_PAIRED[token])
-        return closes, not closes
-    if token in _ATTACH_BOTH:
-        return True, True
-    if len(token) > 1 and not token.startswith("."):
-        contraction = _CONTRACTION.fullmatch(token) is not None
-        return contraction, token[-1] in "'\u2019"
-    return token[0] in _ATTACH_LEFT, token in _ATTACH_RIGHT
 
 
 @dataclass(frozen=True)
@@ -170,7 +43,7 @@ class Vocabulary:
     """
 
     words: tuple[str, ...]
-    tokenizer: Tokenizer = WordTokenizer()
+    tokenizer: Tokenizer = field(default_factory=WordTokenizer)
     _ids: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -189,11 +62,13 @@ class Vocabulary:
         sentences: Iterable[str],
         *,
         minimum_count: int = 1,
+        size: int | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> "Vocabulary":
-        """The tokens that occur at least `minimum_count` times, by falling count, then spelling.
+        """The tokens that occur at least `minimum_count` times, by falling count, then spelling; no
+        more of them than make `size` tokens with the specials.
 
-        Give it the training sentences of one language and no others.
+        Give it training sentences and no others.
 
         Raises:
             ValueError: `minimum_count` below 1.
@@ -207,7 +82,30 @@ class Vocabulary:
             for word, count in counts.items()
             if count >= minimum_count and word not in SPECIALS
         )
-        return cls(tuple(word for _, word in sorted(frequent)), tokenizer)
+        most = None if size is None else max(size - len(SPECIALS), 0)
+        return cls(tuple(word for _, word in sorted(frequent)[:most]), tokenizer)
+
+    @classmethod
+    def learn_pairs(
+        cls, sentences: Iterable[str], *, size: int, minimum_count: int = 1, lower: bool = True
+    ) -> "Vocabulary":
+        """Byte-pair encoding learned from these sentences, with at most `size` tokens.
+
+        All characters of the sentences are in it, also those that stand only inside of tokens.
+
+        Raises:
+            ValueError: there are more characters than that.
+        """
+        learned = bpe.PairTokenizer.learn(
+            sentences, size=size - len(SPECIALS), minimum_count=minimum_count, lower=lower
+        )
+        least = len(SPECIALS) + len(learned.alphabet)
+        if size < least:
+            raise ValueError(
+                f"vocabulary_size: expected at least {least}, for {len(learned.alphabet)} "
+                f"different characters in the text, got {size}"
+            )
+        return cls(learned.tokens, learned)
 
     def __len__(self) -> int:
         return len(SPECIALS) + len(self.words)
@@ -242,6 +140,10 @@ class Vocabulary:
         for an exact match."""
         return self.tokenizer.detokenize(self.tokenizer.tokenize(sentence))
 
+    def split_words(self, sentence: str) -> list[str]:
+        """The words and punctuation marks of a sentence, known or not."""
+        return self.tokenizer.as_words(self.tokenizer.tokenize(sentence))
+
     def unknown(self, sentence: str) -> list[str]:
         """The tokens of a sentence that are not in the vocabulary, in their order."""
         return [token for token in self.tokenizer.tokenize(sentence) if token not in self._ids]
@@ -263,9 +165,15 @@ class Vocabulary:
         Raises:
             ValueError: an id outside the vocabulary, or not a row of integers.
         """
-        tokens = itertools.takewhile(lambda token: token != SPECIALS[EOS], self.tokens(ids))
-        silent = (SPECIALS[PAD], SPECIALS[BOS])
-        return self.tokenizer.detokenize(token for token in tokens if token not in silent)
+        return self.tokenizer.detokenize(self._said(ids))
+
+    def decode_words(self, ids: Any) -> list[str]:
+        """The words and punctuation marks of that sentence.
+
+        Raises:
+            ValueError: an id outside the vocabulary, or not a row of integers.
+        """
+        return self.tokenizer.as_words(self._said(ids))
 
     def to_json(self) -> str:
         """This vocabulary as JSON, in ASCII."""
@@ -289,7 +197,9 @@ class Vocabulary:
         words = data["words"]
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ValueError("vocabulary: words must be a list of strings")
-        return cls(tuple(words), _tokenizer_from(data["tokenizer"]))
+        if any("\ud800" <= character <= "\udfff" for word in words for character in word):
+            raise ValueError("vocabulary: words must be Unicode text, got half a surrogate pair")
+        return cls(tuple(words), _tokenizer_from(data["tokenizer"], words))
 
     def _encode(self, sentence: str) -> list[int]:
         lookup = self._ids.get
@@ -297,8 +207,47 @@ class Vocabulary:
         ids.append(EOS)
         return ids
 
+    def _said(self, ids: Any) -> list[str]:
+        tokens = itertools.takewhile(lambda token: token != SPECIALS[EOS], self.tokens(ids))
+        return [token for token in tokens if token not in (SPECIALS[PAD], SPECIALS[BOS])]
+
     def _token(self, place: int) -> str:
         return SPECIALS[place] if place < len(SPECIALS) else self.words[place - len(SPECIALS)]
+
+
+def learn_vocabularies(config: Config, pairs: Sequence[Pair]) -> tuple[Vocabulary, Vocabulary]:
+    """The vocabularies of source and target, learned from training pairs.
+
+    Raises:
+        ValueError: the configuration asks for fewer tokens than the text needs.
+    """
+    learn = _LEARNERS[config.tokenizer]
+    sides = [[pair[side] for pair in pairs] for side in (0, 1)]
+    if config.joint_vocabulary:
+        both = learn(config, sides[0] + sides[1])
+        return both, both
+    return learn(config, sides[0]), learn(config, sides[1])
+
+
+def _words(config: Config, sentences: Sequence[str]) -> Vocabulary:
+    return Vocabulary.build(
+        sentences,
+        minimum_count=config.minimum_count,
+        size=config.vocabulary_size,
+        tokenizer=WordTokenizer(config.lower),
+    )
+
+
+def _pairs(config: Config, sentences: Sequence[str]) -> Vocabulary:
+    return Vocabulary.learn_pairs(
+        sentences,
+        size=config.vocabulary_size,
+        minimum_count=config.minimum_count,
+        lower=config.lower,
+    )
+
+
+_LEARNERS = {"words": _words, "bpe": _pairs}
 
 
 def check_ids(ids: Any, size: int, *, name: str) -> np.ndarray:
@@ -515,7 +464,7 @@ def _check_keys(name: str, data: Any, expected: set[str]) -> None:
         raise ValueError(f"{name}: expected an object with the keys {sorted(expected)}, got {got}")
 
 
-def _words_from(settings: dict[str, Any]) -> WordTokenizer:
+def _words_from(settings: dict[str, Any], words: Sequence[str]) -> WordTokenizer:
     _check_keys("vocabulary: tokenizer", settings, {"kind", "lower", "split_punctuation"})
     lower, split = settings["lower"], settings["split_punctuation"]
     if not isinstance(lower, bool) or not isinstance(split, bool):
@@ -523,13 +472,23 @@ def _words_from(settings: dict[str, Any]) -> WordTokenizer:
     return WordTokenizer(lower, split)
 
 
-_TOKENIZERS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {"words": _words_from}
+def _pairs_from(settings: dict[str, Any], words: Sequence[str]) -> bpe.PairTokenizer:
+    _check_keys("vocabulary: tokenizer", settings, {"kind", "lower", "merges"})
+    if not isinstance(settings["lower"], bool):
+        raise ValueError("vocabulary: tokenizer: lower must be true or false")
+    return bpe.tokenizer_of(words, settings["merges"], lower=settings["lower"])
 
 
-def _tokenizer_from(settings: Any) -> Tokenizer:
+_TOKENIZERS: dict[str, Callable[[dict[str, Any], Sequence[str]], Tokenizer]] = {
+    "words": _words_from,
+    "bpe": _pairs_from,
+}
+
+
+def _tokenizer_from(settings: Any, words: Sequence[str]) -> Tokenizer:
     kind = settings.get("kind") if isinstance(settings, dict) else None
     if not isinstance(kind, str) or kind not in _TOKENIZERS:
         raise ValueError(
-            f"vocabulary: expected a tokenizer of kind {', '.join(_TOKENIZERS)}, got {kind!r}"
+            f"vocabulary: expected a tokenizer of kind {' or '.join(_TOKENIZERS)}, got {kind!r}"
         )
-    return _TOKENIZERS[kind](settings)
+    return _TOKENIZERS[kind](settings, words)

@@ -8,7 +8,6 @@ is to save, and a run that goes on from them ends where the uninterrupted one do
 import functools
 import itertools
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from experiments.translation.batches import (
     PackedBatches,
     counted_places,
 )
+from experiments.translation.console import progress
 from experiments.translation.corpus import Pair
 from experiments.translation.losses import cross_entropy
 from experiments.translation.model import Model, Params
@@ -48,13 +48,13 @@ class Texts:
         train: training pairs.
         validation: held-out pairs for the figures printed after each epoch.
         tests: held-out pairs by name; the first is the one that counts.
-        reports: what reading the files met, a line each.
+        reports: what reading the files met.
     """
 
     train: list[Pair]
     validation: list[Pair]
     tests: dict[str, list[Pair]]
-    reports: list[str] = field(default_factory=list)
+    reports: list[data.ReadReport] = field(default_factory=list)
 
 
 def read_texts(
@@ -83,7 +83,7 @@ def read_texts(
         return Texts(made.train, made.validation, {"test": made.test, "deeper": made.deeper})
     read = data.read_dataset(path, languages=languages)
     tests = {"test": read.test} if read.test else {"validation": read.validation}
-    return Texts(read.train, read.validation, tests, list(map(str, read.reports.values())))
+    return Texts(read.train, read.validation, tests, list(read.reports.values()))
 
 
 def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
@@ -273,7 +273,10 @@ class Loop:
         report: takes a record of metrics.
         validate: takes the parameters at the end of each epoch and of training, and returns the
             figures to report.
-        save: takes the state at intervals and at the end. What it is given is known to be good.
+        save: takes the state at intervals and at the end, and with early stopping after each
+            validation. What it is given is known to be good.
+        stops: asked after each validation, and what it was measured by has been reported and saved,
+            whether training ends here.
     """
 
     config: Config
@@ -283,6 +286,7 @@ class Loop:
     report: Callable[[dict[str, Any]], None]
     validate: Callable[[Params], dict[str, Any]]
     save: Callable[[State], None]
+    stops: Callable[[], bool] = lambda: False
 
     @property
     def total_steps(self) -> int:
@@ -300,14 +304,14 @@ class Loop:
         return self.batches.shapes
 
     def run(self, state: State) -> State:
-        """Trains from a state to the end of training.
+        """Trains from a state to the end of training, or to where it `stops`.
 
         Raises:
             NonFiniteLoss: training has diverged. Checkpoints are from before that.
         """
         first, last = int(state.step), self.total_steps
         rate = learning_rate(self.config, last)
-        with _progress(first, last) as bar:
+        with progress(last, unit="step", initial=first) as bar:
             window = _Window(first)
             for number, batch in self._batches(first, last):
                 self.check(batch)
@@ -319,6 +323,8 @@ class Loop:
                     bar.set_postfix(_brief(record))
                     self.report(record)
                     self._pause(number, state, bar)
+                    if self._ends_epoch(number) and self.stops():
+                        break
                     window = _Window(number)
         return state
 
@@ -331,7 +337,9 @@ class Loop:
         return number % len(self.batches) == 0 or number == self.total_steps
 
     def _saves(self, number: int) -> bool:
-        return number % self.config.checkpoint_every == 0 or number == self.total_steps
+        validated = self.config.patience > 0 and self._ends_epoch(number)
+        every = self.config.checkpoint_every
+        return validated or number % every == 0 or number == self.total_steps
 
     def _due(self, number: int) -> bool:
         reports = number % self.config.report_every == 0
@@ -390,17 +398,6 @@ class _Window:
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
         }
-
-
-def _progress(first: int, last: int) -> tqdm:
-    return tqdm(
-        total=last,
-        initial=first,
-        unit="step",
-        dynamic_ncols=True,
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    )
 
 
 def _brief(record: dict[str, Any]) -> dict[str, str]:

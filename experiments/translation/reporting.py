@@ -1,0 +1,136 @@
+"""What is told of a run while it is trained and when it is done: in words, in JSON, in pictures."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from experiments.translation import pictures, stopping
+from experiments.translation.checkpoints import Run
+from experiments.translation.console import Console
+from experiments.translation.data import ReadReport
+from experiments.translation.evaluation import Examiner, Scores
+from experiments.translation.model import Model, Params
+from experiments.translation.text import EncodeReport
+from experiments.translation.training import Loop
+
+
+_SAMPLES = 3  # sentences translated at each validation, always the same ones
+
+
+def tell_of_text(console: Console, read: Sequence[ReadReport], encoded: EncodeReport) -> None:
+    """What was read, skipped and found, file by file, and what became of the training pairs."""
+    for report in read:
+        print(report)
+        console.emit("read", **asdict(report))
+    print(encoded)
+    console.emit("encoded", **asdict(encoded))
+
+
+def announce(console: Console, run: Run, model: Model, loop: Loop) -> None:
+    """What will be trained, and how long."""
+    parameters = sum(math.prod(shape.shape) for shape in model.shapes.values())
+    shapes = ", ".join(f"{rows} x ({source}, {target})" for rows, source, target in loop.shapes)
+    print(
+        f"{run.directory}: vocabularies of {model.source_size:,} and {model.target_size:,} tokens, "
+        f"{parameters:,} parameters, {loop.total_steps:,} steps, {loop.epochs:.1f} epochs, "
+        f"batches of {shapes} places",
+        flush=True,
+    )
+    console.emit(
+        "start",
+        run=str(run.directory),
+        source_size=model.source_size,
+        target_size=model.target_size,
+        parameters=parameters,
+        steps=loop.total_steps,
+        epochs=loop.epochs,
+    )
+
+
+def keep(console: Console, run: Run) -> Callable[[dict[str, Any]], None]:
+    """A function that takes records of training and puts them where they belong."""
+
+    def report(record: dict[str, Any]) -> None:
+        run.report(record)
+        console.emit("validation" if "validation_loss" in record else "progress", **record)
+
+    return report
+
+
+def validated(run: Run, examiner: Examiner, params: Params) -> dict[str, Any]:
+    """Prints the scores and some translations, and returns them as a record."""
+    result = examiner(params)
+    print(f"validation: {result.scores}")
+    samples = [
+        {
+            "source": run.source.normalize(pair.source),
+            "translation": translation,
+            "reference": run.target.normalize(pair.target),
+        }
+        for pair, translation in zip(
+            result.pairs[:_SAMPLES], result.translations[:_SAMPLES], strict=True
+        )
+    ]
+    for sample in samples:
+        print(f"  {sample['source']}\n  -> {sample['translation']}", flush=True)
+    figures = result.scores.to_json() | {"samples": samples}
+    del figures["constructions"]
+    return {f"validation_{name}": value for name, value in figures.items()}
+
+
+def sum_up(console: Console, run: Run, steps: Sequence[int]) -> None:
+    """How training went and where its results are.
+
+    Args:
+        console: where programs are told.
+        run: the run that was trained.
+        steps: after which the parameters that it uses were saved.
+    """
+    records = run.metrics()
+    seconds = sum(record["seconds"] for record in records if "tokens" in record)
+    speeds = [record["tokens_per_second"] for record in records if "tokens" in record]
+    made, best = records[-1]["step"], stopping.best(records)
+    stopped = stopping.has_stopped(records, run.config.patience)
+    speed = statistics.median(speeds)
+    print(f"trained {made:,} steps in {seconds:.0f} s at about {speed:,.0f} target tokens a second")
+    if stopped:
+        print(f"stopped early: {run.config.patience} epochs without a lower validation loss")
+    if best is not None:
+        print(f"best validation, after step {best['step']:,}: {Scores.from_record(best)}")
+    files = draw_curves(run)
+    print(f"in {run.directory}: {used(steps)}; metrics.jsonl, {', '.join(map(_inner, files))}")
+    console.emit(
+        "end",
+        run=str(run.directory),
+        steps=made,
+        stopped_early=stopped,
+        seconds=seconds,
+        tokens_per_second=speed,
+        used=list(steps),
+        best=best,
+        pictures=list(map(str, files)),
+    )
+
+
+def used(steps: Sequence[int]) -> str:
+    """Which checkpoints' parameters are used, in words."""
+    if len(steps) == 1:
+        return f"the parameters after step {steps[0]:,}"
+    return f"the mean of the parameters after steps {', '.join(map(str, steps))}"
+
+
+def draw_curves(run: Run) -> list[Path]:
+    """Draws loss and BLEU of a run over its steps, and returns the files."""
+    folder = run.directory / "pictures"
+    folder.mkdir(exist_ok=True)
+    files = [folder / "loss.png", folder / "bleu.png"]
+    pictures.draw_losses(run.metrics(), files[0])
+    pictures.draw_bleu(run.metrics(), files[1])
+    return files
+
+
+def _inner(file: Path) -> str:
+    return "/".join(file.parts[-2:])

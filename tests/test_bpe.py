@@ -1,0 +1,218 @@
+"""Byte-pair encoding: round trips, what is unknown, the same merges always, the file checked."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.translation import text
+from experiments.translation.bpe import PairTokenizer
+from experiments.translation.corpus import Pair
+from experiments.translation.presets import PRESETS
+from experiments.translation.text import SPECIALS, UNK, Vocabulary
+
+
+ROOT = Path(__file__).parents[1]
+TRAINING = (
+    "der alte hund schläft, der alte hund bellt.",
+    "die alte katze schläft und der hund bellt nicht!",
+    "wann schläft der alte hund? um 11:27.",
+)
+SEEN = sorted(set("".join(TRAINING)))
+
+
+def learned(size: int = 80, **options) -> Vocabulary:
+    return Vocabulary.learn_pairs(TRAINING, size=size, **options)
+
+
+# ---------------------------------------------------------------------------------- round trips
+
+
+@given(st.text(SEEN))
+def test_text_of_characters_that_were_seen_comes_back(sentence):
+    vocabulary = learned()
+    ids = vocabulary.encode(sentence)
+    assert UNK not in ids and vocabulary.unknown(sentence) == []
+    assert vocabulary.decode(ids) == vocabulary.normalize(sentence) == sentence
+
+
+@given(st.text())
+def test_tokens_of_any_text_put_together_are_the_text(sentence):
+    tokenizer = PairTokenizer.learn(TRAINING, size=60, lower=False)
+    tokens = tokenizer.tokenize(sentence)
+    assert all(tokens)
+    assert tokenizer.detokenize(tokens) == unicodedata.normalize("NFC", sentence)
+    assert tokenizer.tokenize(unicodedata.normalize("NFD", sentence)) == tokens
+
+
+def test_case_is_kept_only_when_asked():
+    sentences = ["Der Hund BELLT", "Äpfel"]
+    kept = Vocabulary.learn_pairs(sentences, size=40, lower=False)
+    assert kept.decode(kept.encode("Der Hund")) == "Der Hund"
+    lowered = Vocabulary.learn_pairs(sentences, size=40)
+    assert lowered.decode(lowered.encode("DER HUND")) == lowered.normalize("Der Hund") == "der hund"
+    assert not any(word != word.lower() for word in lowered.words)
+
+
+def test_frequent_words_are_one_token_and_rare_ones_several():
+    vocabulary = learned(120, minimum_count=2)
+    pieces = vocabulary.tokens(vocabulary.encode("der alte wann"))
+    assert pieces[:2] == [" der", " alte"] and len(pieces) > 4
+    assert "".join(pieces[2:-1]) == " wann"
+
+
+def test_merges_cross_neither_spaces_nor_marks():
+    vocabulary = Vocabulary.learn_pairs(["der hund, der hund, 10 10"] * 9, size=60)
+    for word in vocabulary.words:
+        inner = word.removeprefix(" ")
+        assert " " not in inner
+        assert inner == "" or inner.isalpha() or inner.isdecimal() or inner == ","
+
+
+def test_unknown_characters_are_the_unknown_token_and_are_named():
+    vocabulary = learned()
+    ids = vocabulary.encode("der ☃☃ hund 😀")
+    assert ids.count(UNK) == 3
+    assert vocabulary.unknown("der ☃☃ hund 😀") == ["☃", "☃", "😀"]
+    assert vocabulary.decode(ids) == "der <unk><unk> hund <unk>"
+    assert vocabulary.normalize("der ☃ hund") == "der ☃ hund"
+    _, report = text.encode_pairs([Pair("der ☃", "hund", "")], vocabulary, vocabulary)
+    assert (report.source_unknown, report.target_unknown) == (1, 0)
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+def test_text_cannot_spell_a_special(special):
+    vocabulary = Vocabulary.learn_pairs([f"a {special} b {special}{special}"] * 50, size=60)
+    assert not set(SPECIALS) & set(vocabulary.words)
+    ids = vocabulary.encode(f"b {special} a")
+    assert ids.count(text.EOS) == 1 and not {text.PAD, text.UNK, text.BOS} & set(ids)
+    assert vocabulary.decode(ids) == f"b {special} a"
+
+
+def test_nothing_is_a_sentence_without_tokens():
+    vocabulary = learned()
+    assert vocabulary.encode("") == [text.EOS]
+    assert vocabulary.decode(vocabulary.encode("")) == ""
+
+
+# ----------------------------------------------------------------------------------- vocabulary
+
+
+def test_a_vocabulary_has_every_character_and_no_more_tokens_than_asked():
+    for size in (40, 60, 500):
+        vocabulary = learned(size)
+        assert len(vocabulary) <= size
+        assert {" ", *SEEN} <= set(vocabulary.words)
+    assert len(learned(40)) == 40 and len(learned(500)) < 200
+    characters = len({" ", *SEEN})
+    with pytest.raises(ValueError, match=f"at least {characters + 4}, for {characters} .* got 12"):
+        learned(12)
+
+
+def test_rare_pairs_are_not_merged():
+    assert len(learned(500, minimum_count=2)) < len(learned(500))
+
+
+def test_a_vocabulary_does_not_depend_on_hash_seed_or_threads():
+    code = (
+        "from experiments.translation.corpus import splits;"
+        "from experiments.translation.text import Vocabulary;"
+        "pairs = splits(train=2000, validation=1, test=1, deeper=1, seed=0).train;"
+        "print(Vocabulary.learn_pairs([pair.target for pair in pairs], size=400).to_json())"
+    )
+    outputs = set()
+    for seed, threads in (("0", "1"), ("1", "2"), ("2", "4")):
+        changes = {"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, check=True)
+        outputs.add(done.stdout)
+    assert len(outputs) == 1 and len(outputs.pop()) > 4000
+
+
+def test_vocabularies_by_configuration():
+    pairs = [Pair("der hund", "the dog", ""), Pair("das boot", "the boat", "")]
+    tiny = PRESETS["tiny"]
+    source, target = text.learn_vocabularies(tiny, pairs)
+    assert source == Vocabulary.build(["der hund", "das boot"])
+    assert target == Vocabulary.build(["the dog", "the boat"])
+    limited = dataclasses.replace(tiny, vocabulary_size=6)
+    assert text.learn_vocabularies(limited, pairs)[1].words == ("the", "boat")
+    cased = dataclasses.replace(tiny, lower=False)
+    assert text.learn_vocabularies(cased, [Pair("Der", "The", "")])[0].words == ("Der",)
+    for kind in ("words", "bpe"):
+        config = dataclasses.replace(tiny, tokenizer=kind, vocabulary_size=40)
+        source, target = text.learn_vocabularies(config, pairs)
+        assert source != target
+        joint = dataclasses.replace(config, joint_vocabulary=True)
+        source, target = text.learn_vocabularies(joint, pairs)
+        assert source == target and not source.unknown("der dog")
+    config = dataclasses.replace(tiny, tokenizer="bpe", vocabulary_size=40, minimum_count=2)
+    source, _ = text.learn_vocabularies(config, pairs)
+    assert isinstance(source.tokenizer, PairTokenizer)
+    assert " de" not in source.words and " d" in source.words
+
+
+# ----------------------------------------------------------------------------------------- file
+
+
+def test_round_trip_through_json():
+    vocabulary = learned(lower=False)
+    again = Vocabulary.from_json(vocabulary.to_json())
+    assert again == vocabulary
+    assert again.encode("der hund bellt") == vocabulary.encode("der hund bellt")
+    assert vocabulary.to_json().isascii()
+
+
+GOOD = {
+    "format": "jattn-vocabulary",
+    "tokenizer": {"kind": "bpe", "lower": True, "merges": [["a", "b"], [" ", "ab"]]},
+    "words": [" ", "a", "b", "ab", " ab"],
+}
+
+
+def merging(*merges) -> dict:
+    return {"tokenizer": {"kind": "bpe", "lower": True, "merges": list(merges)}}
+
+
+def doubling(times: int) -> dict:
+    """A small file whose last token would be 2^times characters long."""
+    return merging(*(["a" * 2**n, "a" * 2**n] for n in range(8))) | {"words": [" ", "a"] * times}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"words": [" ", "a", "b", "ab"]}, "expected the words that its merges make"),
+        ({"words": [" ", "a", "b", " ab", "ab"]}, "expected the words that its merges make"),
+        ({"words": [" ", "a", "b", "ab", " ab", "x"]}, "expected the words that its merges make"),
+        ({"words": [" ", "a", "b", "ab", " ab", "ba"]}, "expected the words that its merges make"),
+        (merging(["a", "x"]), r"merge 1: expected two tokens known before it, got \['a', 'x'\]"),
+        (merging(["a", "b"], ["ba", "a"]), "merge 2: expected two tokens known before it"),
+        (merging(["a"]), "merge 1: expected two tokens known before it"),
+        (merging("ab"), "merge 1: expected two tokens known before it"),
+        (merging(["a", 3]), "merge 1: expected two tokens known before it"),
+        (merging([["a"], "b"]), "merge 1: expected two tokens known before it"),
+        (merging(None), "merge 1: expected two tokens known before it"),
+        (doubling(40), "merge 7: expected a token of at most 64 characters, got 128"),
+        ({"words": ["a", "b", "ab"]}, "expected a space among the characters"),
+        ({"words": [" ", "a", "b", "a"]}, "expected the words that its merges make"),
+        ({"words": [" ", "a", "\ud800"]}, "words must be Unicode text"),
+        ({"tokenizer": {"kind": "bpe", "lower": True}}, "expected an object with the keys"),
+        ({"tokenizer": {"kind": "bpe", "lower": 1, "merges": []}}, "lower must be true or false"),
+        ({"tokenizer": {"kind": "bpe", "lower": True, "merges": {}}}, "merges must be a list"),
+        ({"tokenizer": {"kind": "bpe", "lower": True, "merges": [], "x": 1}}, "with the keys"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(change, message):
+    assert len(Vocabulary.from_json(json.dumps(GOOD))) == 9
+    with pytest.raises(ValueError, match=message) as error:
+        Vocabulary.from_json(json.dumps(GOOD | change))
+    assert "\n" not in str(error.value) and str(error.value).startswith("vocabulary: ")

@@ -1,0 +1,216 @@
+"""What commands say: JSON lines for programs, words for people, nothing odd where no one looks."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from experiments.translation import __main__ as cli
+from experiments.translation.checkpoints import Run
+from experiments.translation.console import Console, listening
+from tests.test_translation import as_users_run_it, bench, plain_jax
+
+
+assert as_users_run_it
+ROOT = Path(__file__).parents[1]
+
+
+class Said(NamedTuple):
+    """What a command wrote."""
+
+    directory: Path
+    out: str
+    err: str
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines on stdout, every one of which is a JSON object."""
+        return [json.loads(line, parse_constant=pytest.fail) for line in self.out.splitlines()]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["event"] == event]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(directory: Path, *arguments: Any, stdin: str = "", err: type = io.StringIO) -> Said:
+    with pytest.MonkeyPatch.context() as patch, plain_jax():
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), newline=""))
+        patch.setattr(sys, "stdout", io.StringIO())
+        patch.setattr(sys, "stderr", err())
+        assert cli.main(list(map(str, arguments))) == 0
+        written: Any = (sys.stdout, sys.stderr)
+        return Said(directory, *(stream.getvalue() for stream in written))
+
+
+def settings(**changes: Any) -> list[str]:
+    return [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Said:
+    """A short training on pieces of words and on files, as told to a program."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, pairs in (("train", bench().texts.train), ("val", bench().texts.validation)):
+        for side, suffix in enumerate(("de", "en")):
+            lines = "".join(pair[side] + "\n" for pair in pairs)
+            (folder / f"{name}.{suffix}").write_text(lines, "utf-8")
+    for name, more in (("train.de", ""), ("train.en", "nothing"), ("val.de", "☃"), ("val.en", "☃")):
+        with (folder / name).open("a", encoding="utf-8") as file:
+            file.write(more + "\n")
+    directory = folder / "run"
+    changes = settings(tokenizer="bpe", vocabulary_size=150, steps=4, report_every=2)
+    arguments = ["--preset", "tiny", "--data", folder, "--run", directory, *changes]
+    return run(directory, "train", "--json", *arguments)
+
+
+def test_training_tells_programs_everything_in_order(trained):
+    events = [record["event"] for record in trained.records]
+    assert events == [
+        *("read", "read", "encoded", "start"),
+        *("progress", "progress", "validation", "end"),
+    ]
+    train, validation = trained.of("read")
+    assert (train["read"], train["kept"], train["empty"]) == (301, 300, 1)
+    assert validation["kept"] == 21
+    assert trained.of("encoded")[0]["source_unknown"] == 0
+    (start,) = trained.of("start")
+    assert start["steps"] == 4 and start["source_size"] == start["target_size"] == 150
+    progress = trained.of("progress")
+    assert [record["step"] for record in progress] == [2, 4]
+    assert all(record["loss"] > 0 and record["tokens_per_second"] > 0 for record in progress)
+    (end,) = trained.of("end")
+    assert end["steps"] == 4 and end["used"] == [4] and not end["stopped_early"]
+    assert end["run"] == str(trained.directory) and end["seconds"] > 0
+    (validated,) = trained.of("validation")
+    assert end["best"] == {name: validated[name] for name in validated if name != "event"}
+    assert all(Path(file).stat().st_size > 5000 for file in end["pictures"])
+
+
+def test_what_programs_are_told_is_what_the_metrics_say(trained):
+    told = [*trained.of("progress"), *trained.of("validation")]
+    without = [{k: v for k, v in record.items() if k != "event"} for record in told]
+    assert without == Run.open(trained.directory).metrics()
+
+
+def test_people_are_told_the_same_in_words_elsewhere(trained):
+    for words in (
+        "read 301 pairs, kept 300, dropped 1 with an empty side",
+        "vocabularies of 150 and 150 tokens",
+        "validation: loss",
+        "trained 4 steps in",
+        "best validation, after step 4: loss",
+        "the parameters after step 4; metrics.jsonl, pictures/loss.png, pictures/bleu.png",
+    ):
+        assert trained.err.count(words) == 1
+
+
+def test_some_held_out_sentences_are_translated_at_each_validation(trained):
+    (validated,) = trained.of("validation")
+    samples = validated["validation_samples"]
+    assert [sample["source"] for sample in samples] == [
+        pair.source for pair in bench().texts.validation[:3]
+    ]
+    assert [sample["reference"] for sample in samples] == [
+        pair.target for pair in bench().texts.validation[:3]
+    ]
+    for sample in samples:
+        assert f"  {sample['source']}\n  -> {sample['translation']}\n" in trained.err
+
+
+def test_nothing_moves_where_there_is_no_terminal(trained):
+    for text in (trained.out, trained.err):
+        assert not any(ord(character) < 32 and character != "\n" for character in text)
+
+
+def test_a_terminal_gets_a_bar_with_loss_speed_and_remaining_time(tmp_path):
+    arguments = ["--preset", "tiny", "--run", tmp_path / "run", *settings(steps=4, report_every=1)]
+    said = run(tmp_path, "train", *arguments, err=Terminal)
+    for part in ("loss=", "tokens/s=", "<", "step/s", "4/4"):
+        assert part in said.err
+    assert "\r" not in said.out and "validation: loss" in said.out
+
+
+def test_evaluation_is_told_to_programs(trained):
+    said = run(trained.directory, "evaluate", "--run", trained.directory, "--json", "--beam", 2)
+    (told,) = said.records
+    written = json.loads((trained.directory / "evaluation.json").read_text("utf-8"))
+    assert told == {"event": "evaluation", "set": "validation", **written["validation"]}
+    assert told["search"] == {"kind": "beam", "beams": 2, "length_penalty": 0.6}
+    assert "validation: 21 sentences" in said.err
+
+
+def test_every_command_knows_pieces_of_words(trained):
+    said = run(trained.directory, "plot", "--run", trained.directory)
+    assert len(said.out.splitlines()) == 5
+    sentence = bench().texts.train[0].source
+    arguments = ["--run", trained.directory, "--alignments", "--scores", "--beam", 2]
+    said = run(trained.directory, "translate", *arguments, stdin=f"{sentence}\nein ☃ bellt\n")
+    assert said.err == "unknown characters: ☃\n"
+    pieces = len(Run.open(trained.directory).source.encode(sentence)) - 1
+    links = said.out.split("\n")[0].split("\t")[-1].split()
+    assert all(int(link.split("-")[0]) < pieces for link in links)
+    assert pieces > len(sentence.split())
+
+
+def test_vocabularies_are_learned_from_training_text_alone(trained):
+    opened = Run.open(trained.directory)
+    assert opened.source.unknown("☃") == opened.target.unknown("☃") == ["☃"]
+
+
+def test_stdin_is_read_as_files_are(trained):
+    sentence, other = (pair.source for pair in bench().texts.train[:2])
+    run_ = ["--run", trained.directory]
+    plain = run(trained.directory, "translate", *run_, stdin=f"{sentence}\n{other}\n").out
+    odd = f"\ufeff{sentence}\r\n \u3000{other} \r\n"
+    assert run(trained.directory, "translate", *run_, stdin=odd).out == plain
+    one_line = "der\rhund\u2028\x0bschläft\x85"
+    assert run(trained.directory, "translate", *run_, stdin=one_line).out.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [b"gut\nsch\xf6n\n", b"gut\nsch\0n\n"])
+def test_stdin_that_is_no_text_is_one_clear_line(wrong, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(wrong)))
+    assert cli.main(["translate", "--run", "nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: stdin:2: expected UTF-8 text, got") and error.count("\n") == 1
+
+
+def test_an_argument_that_is_no_text_is_one_clear_line(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["translate", "--run", "nowhere", os.fsdecode(b"sch\xf6n")])
+    error = capsys.readouterr().err
+    assert "expected UTF-8 text, got" in error and error.count("\n") == 1
+
+
+def test_words_are_utf8_whatever_the_platform_says():
+    code = (
+        "import sys; from experiments.translation.console import speak_utf8;"
+        r"speak_utf8(); print('\xfc \u2603'); print('\xe9', file=sys.stderr)"
+    )
+    changes = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert done.stdout.decode("utf-8") == "ü ☃\n" and done.stderr.decode("utf-8") == "é\n"
+
+
+def test_while_a_program_listens_stdout_is_its_own(capsys):
+    with listening(True) as console:
+        print("words")
+        console.emit("told", number=float("nan"), text="\u2028")
+    print("after")
+    Console().emit("unheard")
+    output = capsys.readouterr()
+    assert output.err == "words\n"
+    first, second = output.out.split("\n")[:2]
+    assert json.loads(first) == {"event": "told", "number": None, "text": "\u2028"}
+    assert second == "after"
