@@ -374,7 +374,7 @@ class EncodeReport:
         return (
             f"encoded {self.kept} of {self.pairs} pairs: {self.dropped} too long and dropped, "
             f"{self.truncated_source} source and {self.truncated_target} target sides truncated; "
-            f"unknown words: {self.source_unknown} of {self.source_tokens} source "
+            f"unknown: {self.source_unknown} of {self.source_tokens} source "
             f"and {self.target_unknown} of {self.target_tokens} target tokens"
         )
 
