@@ -178,7 +178,8 @@ def run_directory(request, tmp_path_factory) -> Path:
 
 
 def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("der hund schläft ."))
+    given = io.TextIOWrapper(io.BytesIO("der hund schläft .".encode()))
+    monkeypatch.setattr("sys.stdin", given)
     run = ["--run", str(run_directory)]
     search = ["--beam", "2", "--n-best", "2", "--scores", "--alignments"]
     assert cli.main(["translate", *run, *search]) == 0
@@ -187,7 +188,7 @@ def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
     assert any("-" in line.split("\t")[3] for line in lines)
     assert cli.main(["plot", *run, "--sentence", "der hund schläft ."]) == 0
     names = [file.name for file in png_files(run_directory)]
-    assert names == ["cross-attention-layer-1.png", "loss.png"]
+    assert names == ["bleu.png", "cross-attention-layer-1.png", "loss.png"]
     assert Run.open(run_directory).config.architecture == run_directory.name
 
 

@@ -577,7 +577,7 @@ def test_settings_are_read_by_type_and_checked():
     assert differences(TINY, config)[0] == "norm: pre, not post"
     for setting, message in (
         ("steps", "expected NAME=VALUE"),
-        ("stepz=1", "unknown setting 'stepz'; expected one of seed, features"),
+        ("stepz=1", "unknown setting 'stepz'; expected one of seed, architecture"),
         ("steps=1.5", "steps: expected int, got '1.5'"),
         ("tie_embeddings=1", "tie_embeddings: expected true or false"),
         ("dropout_rate=1", "dropout_rate: expected 0 <= it < 1"),
@@ -587,6 +587,8 @@ def test_settings_are_read_by_type_and_checked():
         ("seed=-1", "seed: expected a number not below 0"),
         ("architecture=gru", "architecture: expected 'transformer' or 'rnnsearch', got 'gru'"),
         ("hidden=0", "hidden: expected a number above 0, got 0"),
+        ("packed_width=-1", "packed_width: expected a number not below 0"),
+        ("parts_per_batch=0", "parts_per_batch: expected a number above 0"),
         ("norm=batch", "norm: expected 'pre' or 'post'"),
         ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),
         ("epochs=1", "exactly one of epochs and steps"),
@@ -594,6 +596,11 @@ def test_settings_are_read_by_type_and_checked():
     ):
         with pytest.raises(ValueError, match=message):
             TINY.changed([setting])
+
+
+def test_a_recurrent_state_takes_no_packed_rows():
+    with pytest.raises(ValueError, match="packed_width: expected 0 with architecture='rnnsearch'"):
+        dataclasses.replace(TINY, architecture="rnnsearch", packed_width=64)
 
 
 def test_configurations_survive_json_and_nothing_else_is_read():
@@ -643,7 +650,8 @@ def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
     said = decoding.translated(parts.model, params, rows)
     read = padded([[BOS, *row[:-1]] for row in said], TINY.max_length)
     lengths = np.array([len(row) for row in rows], np.int32)
-    logits = np.array(jax.jit(parts.model.logits)(params, padded(rows, 24), lengths, read))
+    batch = Batch(padded(rows, 24), lengths, read, read, lengths)
+    logits = np.array(jax.jit(parts.model.logits)(params, batch))
     logits[..., [PAD, BOS]] = -np.inf
     for row, scores in zip(said, logits, strict=True):
         np.testing.assert_array_equal(scores.argmax(-1)[: len(row)], row)
