@@ -60,6 +60,16 @@ def quick_jit(function: Any, **options: Any) -> Any:
     return jax.jit(function, compiler_options=quick_options(), **options)
 
 
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Within a file, tests of one case after one another: what they share is compiled once."""
+
+    def group(item: Any) -> tuple[str, ...]:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return str(item.path), *(str(params.get(name, "")) for name in ("name", "implementation"))
+
+    items.sort(key=group)
+
+
 _tests_since_forgetting = itertools.count(1)
 
 

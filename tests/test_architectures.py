@@ -104,6 +104,29 @@ def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
         np.testing.assert_allclose(other[name], gradient[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_half_the_bits_give_nearly_the_loss_and_gradients_of_all(name):
+    config = dataclasses.replace(TINY, architecture=name, hidden=24, dropout_rate=0.0)
+    part = bench_of(name)
+    batch = Batch(*(array[:3] for array in next(iter(part.batches.epoch(0)))))
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        sizes = part.model.source_size, part.model.target_size
+        model = Model(dataclasses.replace(config, dtype=dtype), *sizes)
+        params = model.init(3)
+        assert {array.dtype.name for array in params.values()} == {"float32"}
+        assert model.features(params, batch)[0].dtype.name == dtype
+        found[dtype] = jax.jit(
+            jax.value_and_grad(lambda p, b, m=model: training.total_loss(m, p, b))
+        )(params, batch)
+    (loss, gradients), (narrow, rounded) = found["float32"], found["bfloat16"]
+    assert narrow.dtype.name == "float32" and 1e-6 < abs(narrow / loss - 1) < 1e-2
+    for one, gradient in gradients.items():
+        assert rounded[one].dtype.name == "float32"
+        worst = np.abs(rounded[one] - gradient).max()
+        assert worst < 0.1 * max(np.abs(gradient).max(), 0.1), one
+
+
 def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     state, records = trained(parts)
     losses = [record["loss"] for record in records if "loss" in record]

@@ -7,6 +7,7 @@ and decode by `module.step(ids, state)`; in what else they differ is said here a
 import functools
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
@@ -78,6 +79,7 @@ class _Transformer:
             self_attention=functools.partial(jattn.nn.MultiHeadAttention, rotary=config.rotary),
             embedding_init=_EMBEDDING_INITS[config.embedding_init],
             tie_embeddings=config.tie_embeddings,
+            dtype=jnp.dtype(config.dtype),
             rngs=rngs,
         )
 
@@ -123,6 +125,7 @@ class _RNNsearch:
             hidden=config.hidden,
             dropout_rate=config.dropout_rate,
             embedding_init=_EMBEDDING_INITS[config.embedding_init],
+            dtype=jnp.dtype(config.dtype),
             rngs=rngs,
         )
 

@@ -44,6 +44,8 @@ class Config:
         max_length: the most tokens of a sentence, `<eos>` counted. Longer training pairs are
             dropped.
         dropout_rate: in [0, 1).
+        dtype: of the computation, "float32" or "bfloat16", which accelerators are fastest in;
+            parameters, sums and the loss are float32 in any case.
         sentences: pairs of the built-in corpus to train on; real text is taken whole.
         held_out: pairs in each of validation, test and deeper test of the built-in corpus.
         tokenizer: "words", or "bpe" for byte-pair encoding: pieces of words, which leave hardly
@@ -95,6 +97,7 @@ class Config:
     tie_embeddings: bool = False
     max_length: int = 100
     dropout_rate: float = 0.1
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     sentences: int = 100_000
     held_out: int = 1000
@@ -223,6 +226,7 @@ def _rules() -> dict[str, tuple[Callable[[Any], bool], str]]:
         "architecture": one_of("transformer", "rnnsearch"),
         "tokenizer": one_of("words", "bpe"),
         "vocabulary_size": (lambda size: 4 < size < float("inf"), "a number above 4"),
+        "dtype": one_of("float32", "bfloat16"),
         "norm": one_of("pre", "post"),
         "positions": one_of("sinusoidal", "learned"),
         "embedding_init": one_of("normal", "glorot"),
