@@ -280,9 +280,17 @@ def test_the_oracle_agrees_with_another_library(name):
 # --- values and gradients -----------------------------------------------------------------------
 
 
+# float16 differs from bfloat16 by its rounding alone: every third case shows it.
+TYPED = [
+    (name, dtype)
+    for place, name in enumerate(CASES)
+    for dtype in DTYPES
+    if dtype != "float16" or name in OPTIMISED or place % 3 == 0 or CASES[name].sizes.T > 16
+]
+
+
 @every_implementation
-@every_dtype
-@every_case
+@pytest.mark.parametrize(("name", "dtype"), TYPED)
 def test_values_and_gradients(implementation, name, dtype):
     case = CASES[name]
     x = inputs(case, dtype)
