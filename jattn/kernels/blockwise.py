@@ -484,28 +484,5 @@ def _ways(problem: _Problem) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _differentiable(
     problem: _Problem, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Output, LogSumExp]:
-    """Attention with the derivative rule, in which only float arrays of the score take part."""
-    forward, backward = map(reverse.sealed, _ways(problem))
-
-    @jax.custom_vjp
-    def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        return forward(with_parameters(spec, params), *qkv)[:2]
-
-    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        out, lse, *kept = forward(with_parameters(spec, params), *qkv)
-        return (out, lse), (params, spec, *qkv, out, lse, kept)
-
-    def run_backward(residuals: Any, cotangents: Any) -> Any:
-        params, spec, query, key, value, out, lse, kept = residuals
-        d_out, d_lse = cotangents
-        delta = jnp.sum(d_out * out, axis=-1) - d_lse
-        per_head = (query, d_out, lse, delta)
-        found = backward(with_parameters(spec, params), per_head, key, value, *kept)
-        d_params, *d_qkv = found
-        cast = [x.astype(y.dtype) for x, y in zip(d_qkv, (query, key, value), strict=True)]
-        return d_params, None, *cast
-
-    run.defvjp(run_forward, run_backward)
-    query, key, value, *params = map(reverse.only, (query, key, value, *parameters(spec)))
-    out, lse = run(params, spec, query, key, value)
+    out, lse = reverse.attention(*_ways(problem), spec, query, key, value)
     return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
