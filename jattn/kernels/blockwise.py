@@ -436,6 +436,19 @@ def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem:
     return tile.gather_gradients(spec, key.shape[2], *found)
 
 
+def parameter_gradients(
+    spec: Spec, per_head: Any, key: Array, value: Array, tiling: Tiling
+) -> list[Array]:
+    """Those of parameters alone, for kernels that cannot scatter; sizes are whole tiles and
+    `per_head` is a tuple of query, d_out, lse and delta."""
+    (B, T, N, H), (S, K, V) = per_head[0].shape, value.shape[1:]
+    shapes = Shapes((B,), T, S, N, K, H, V, key.dtype)
+    query, *others = per_head
+    wide = [x.astype(accumulation(key.dtype)) for x in others]
+    problem = _Problem(shapes, tiling)
+    return _backward_vmap(spec, (query, *wide), key, value, problem)[0]
+
+
 def _way(shapes: Shapes) -> str:
     """How heads are run, by what measured fastest.
 

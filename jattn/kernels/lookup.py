@@ -27,7 +27,9 @@ class Lookup:
     as for any array. `picked` gives the indices of axes that are already picked, None for others.
     """
 
-    def __init__(self, memory: Any, picked: tuple[Any, ...], wrap: Callable[..., Any] | None = None):
+    def __init__(
+        self, memory: Any, picked: tuple[Any, ...], wrap: Callable[..., Any] | None = None
+    ):
         self.memory, self.picked = memory, picked
         self.wrap = wrap or (lambda entry, place: entry)
         left = [size for size, x in zip(memory.shape, picked, strict=True) if x is None]

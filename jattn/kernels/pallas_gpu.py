@@ -26,11 +26,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
 from jattn._types import LogSumExp, Output, is_static
-from jattn.kernels import lookup, reverse, tiles
+from jattn.kernels import blockwise, lookup, reverse, tiles
 from jattn.spec import (
     Shapes,
     Spec,
@@ -38,11 +39,13 @@ from jattn.spec import (
     has_mask,
     parameter_letters,
     parameters,
+    prepare,
     with_parameters,
 )
 
 
 MAX_HEAD_SIZE = 256
+_ENTRIES = 512  # of a parameter that is looked up, for each of which a kernel goes over a tile
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -51,7 +54,11 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
         return f"expected float32, bfloat16 or float16, got {shapes.dtype}"
     if max(shapes.H, shapes.V) > MAX_HEAD_SIZE:
         return f"expected head sizes up to {MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
-    return None
+    if 0 in (shapes.B, shapes.T, shapes.S):
+        return None
+    rules = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
+    leaves, structure = jax.tree.flatten(rules)
+    return _obstacle(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
 
 
 def choose_tiling(shapes: Shapes) -> Tiling:
@@ -62,6 +69,69 @@ def choose_tiling(shapes: Shapes) -> Tiling:
 
 def _power(size: int) -> int:
     return max(16, pl.next_power_of_2(size))
+
+
+# What Pallas translates for GPUs.
+_PRIMITIVES = frozenset(
+    """abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
+    bitcast_convert_type broadcast_in_dim broadcast_to cbrt ceil clamp clz concatenate cond
+    convert_element_type cos cosh cumsum custom_jvp_call div dot_general eq erf_inv exp exp2 expm1 floor ge get gt
+    integer_pow iota is_finite jit le log log1p logistic lt max min mul ne neg nextafter not or
+    pjit population_count pow reduce_max reduce_min reduce_sum rem reshape rsqrt scan select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh split sqrt square squeeze
+    stack stop_gradient sub swap tan tanh transpose unstack while xor""".split()
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
+    """What mask or score function do that a kernel cannot, found by tracing them for one tile."""
+    tiling = choose_tiling(shapes)
+    block = jax.ShapeDtypeStruct(tiling, jnp.float32)
+
+    def padded(leaves: Any) -> Spec:
+        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
+        return tiles.pad_spec(spec, shapes.T, shapes.S, *_whole(shapes, tiling))
+
+    def plain(leaves: Any, products: Array) -> Array:
+        spec = masks.pick(padded(leaves), 0, 0)
+        here = tiles.Tile.at(spec, 0, 0, 0, tiling.block_q, tiles.Run(0, tiling.block_kv, True))
+        return _modify(here, products, True)
+
+    def in_kernel(leaves: Any, products: Array) -> Array:
+        rules = lookup.Rules(padded(leaves), *tiling)
+
+        def kernel(memory: Any, products: Any, result: Any) -> None:
+            here = rules.tile(memory, lookup.Place(0, 0, 0, 0))
+            score, pull = jax.vjp(lambda x: _modify(here, x, True), products[...])
+            result[...] = pull(score)[0]
+
+        nowhere = jax.typeof(products).manual_axis_type
+        result = jax.ShapeDtypeStruct(tiling, jnp.float32, manual_axis_type=nowhere)
+        return pl.pallas_call(kernel, out_shape=result)(rules.arrays, products)
+
+    leaves = [jax.ShapeDtypeStruct(*aval) for aval in avals]
+    try:
+        program = jax.make_jaxpr(in_kernel)(leaves, block)
+    except (TypeError, ValueError) as error:
+        jax.eval_shape(plain, leaves, block)  # what is wrong everywhere is the caller's error
+        return f"a function in a kernel can only index its operands, and captures no array: {error}"
+    (inside,) = (x.params["jaxpr"] for x in program.eqns if x.primitive.name == "pallas_call")
+    unknown = sorted(_primitives(inside) - _PRIMITIVES)
+    return f"a function of mask or score needs {', '.join(unknown)}" if unknown else None
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    """The names of all primitives in a traced function and in those that it calls."""
+    found = {equation.primitive.name for equation in jaxpr.eqns}
+    inner = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
+    return found.union(*map(_primitives, inner))
+
+
+def _whole(shapes: Shapes, tiling: Tiling) -> tuple[int, int]:
+    """T and S as whole tiles."""
+    T, S = (pl.cdiv(x, y) * y for x, y in zip((shapes.T, shapes.S), tiling, strict=True))
+    return T, S
 
 
 # ---------------------------------------------------------------------------------------------
@@ -125,21 +195,34 @@ class _Problem(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """Which tiles each block visits: by whether they need the mask, arrays `order [B, N, n, m]` and
-    `count [B, N, n]`, with axes of size 1 where all are alike."""
+    """Which tiles each block visits: `order [B, N, n, m]` lists them, those that need no mask first;
+    `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N have
+    size 1 where all are alike. `kinds` are the kinds of tile that may occur.
+    """
 
-    masked: list[bool]
-    arrays: list[tuple[Any, Any]]
+    order: Any
+    ends: Any
+    kinds: tuple[int, ...]
 
-    def fold(self, memory: Any, b: Any, h: Any, i: Any, step: Callable[..., Any], state: Any) -> Any:
+    @property
+    def arrays(self) -> tuple[Any, Any]:
+        return self.order, self.ends
+
+    def fold(
+        self, memory: Any, b: Any, h: Any, i: Any, step: Callable[..., Any], state: Any
+    ) -> Any:
         """Folds `step(j, masked, state)` over what block i visits; `memory` holds the arrays."""
-        for masked, (order, count) in zip(self.masked, memory, strict=True):
-            here = (*_clamped(count, b, h), i)
+        order, ends = memory
+        here = (*_clamped(order, b, h), i)
 
-            def visit(place: Any, state: Any, masked=masked, order=order, here=here) -> Any:
-                return step(order[(*here, place)], masked, state)
+        def visit(masked: bool, place: Any, state: Any) -> Any:
+            return step(order[(*here, place)], masked, state)
 
-            state = tiles.repeat(0, count[here], visit, state)
+        full = ends[(*here, 0)]
+        if masks.FULL in self.kinds:
+            state = tiles.repeat(0, full, functools.partial(visit, False), state)
+        if masks.MIXED in self.kinds:
+            state = tiles.repeat(full, ends[(*here, 1)], functools.partial(visit, True), state)
         return state
 
 
@@ -151,14 +234,11 @@ def _clamped(x: Any, *index: Any) -> tuple[Any, ...]:
 def _walk(kinds: Any, *, by_key: bool = False) -> _Walk:
     """From tile maps `[B, N, n, m]`: for each block of queries the keys, or the other way round."""
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
-    xp = np if isinstance(kinds, np.ndarray) else jnp
-    walk = _Walk([], [])
-    for kind in (masks.FULL, masks.MIXED):
-        order, count = tiles.where_true(xp, (kinds == kind).reshape(-1, kinds.shape[-1]))
-        if xp is jnp or count.any():
-            walk.masked.append(kind == masks.MIXED)
-            walk.arrays.append((order.reshape(*kinds.shape[:3], -1), count.reshape(kinds.shape[:3])))
-    return walk
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    order = xp.argsort(-kinds, axis=-1, stable=True)  # full, mixed, empty
+    ends = xp.stack([xp.sum(kinds >= least, axis=-1) for least in (masks.FULL, masks.MIXED)], -1)
+    occurring = (masks.MIXED, masks.FULL) if xp is jnp else tuple(np.unique(kinds).tolist())
+    return _Walk(order.astype(np.int32), ends.astype(np.int32), occurring)
 
 
 def _kinds(spec: Spec, problem: _Problem) -> Any:
@@ -207,18 +287,33 @@ def _run(
 
     Each program sees all operands and its own blocks of the results.
     """
+    operands, over = _varying(jax.tree.map(jnp.asarray, tuple(operands)))
     call = functools.partial(
         pl.pallas_call,
         kernel,
         grid=(programs,),
-        in_specs=jax.tree.map(lambda _: pl.BlockSpec(), tuple(operands)),
+        in_specs=jax.tree.map(lambda _: pl.BlockSpec(), operands),
         out_specs=[pl.BlockSpec(result.block, result.at) for result in results],
-        out_shape=[jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results],
+        out_shape=[
+            jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=over)
+            for result in results
+        ],
         compiler_params=triton.CompilerParams(num_warps=problem.warps, num_stages=2),
         name=name,
     )
-    operands = jax.tree.map(jnp.asarray, tuple(operands))
-    return lax.platform_dependent(*operands, cpu=call(interpret=True), default=call())
+    return list(lax.platform_dependent(*operands, cpu=call(interpret=True), default=call()))
+
+
+def _varying(operands: Any) -> tuple[Any, Any]:
+    """Operands that all vary over the same axes of a mesh (under `shard_map`), and these axes."""
+    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(operands)]
+    over = types[0].update(varying=frozenset().union(*(x.varying for x in types)))
+
+    def cast(x: Array) -> Array:
+        missing = tuple(over.varying - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, operands), over
 
 
 # ---------------------------------------------------------------------------------------------
@@ -268,9 +363,7 @@ def _d_products(
     return pull(d_score)[0], weights
 
 
-def _d_leaf(
-    here: tiles.Tile, which: int, rows: _Rows, k: Array, v: Array, masked: bool
-) -> Array:
+def _d_leaf(here: tiles.Tile, which: int, rows: _Rows, k: Array, v: Array, masked: bool) -> Array:
     """What a tile adds to the gradient of a parameter, in the shape of its part at the tile; for
     one that is looked up, to all its entries `[E]`."""
     products, values = _products(here, rows.q, k, v), parameters(here.spec)
@@ -437,20 +530,25 @@ class _Parameter(NamedTuple):
         return parts.reshape(*parts.shape[:2], *self.sizes.values())
 
 
-def _d_parameter(
-    problem: _Problem, spec: Spec, memory: _Operands, kinds: Any, which: int
-) -> Array:
-    """The gradient of a parameter, in its own shape."""
-    parameter = _Parameter.of(spec, which)
-    by_tile = parameter.runs_along("T") and parameter.runs_along("S")
-    find = _d_by_tile if by_tile and not parameter.looked_up else _d_by_block
-    parts = find(problem, parameter, memory, kinds)
-    return tile.sum_heads(parts, parameters(spec)[which], parameter_letters(spec)[which])
+def _d_parameters(problem: _Problem, spec: Spec, memory: _Operands, kinds: Any) -> list[Array]:
+    """The gradients of all parameters, each in its own shape. Where one is looked up and has many
+    entries, XLA sums them up tile by tile: it can scatter."""
+    found = []
+    for which, leaf in enumerate(parameters(spec)):
+        parameter = _Parameter.of(spec, which)
+        if parameter.looked_up and leaf.size > _ENTRIES:
+            rows, keys, values, _ = memory
+            every = blockwise.parameter_gradients(spec, rows, keys, values, problem.tiling)
+            found.append(every[which])
+            continue
+        by_tile = parameter.runs_along("T") and parameter.runs_along("S")
+        find = _d_by_tile if by_tile and not parameter.looked_up else _d_by_block
+        parts = find(problem, parameter, memory, kinds)
+        found.append(tile.sum_heads(parts, leaf, parameter_letters(spec)[which]))
+    return found
 
 
-def _d_by_block(
-    problem: _Problem, parameter: _Parameter, memory: _Operands, kinds: Any
-) -> Array:
+def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kinds: Any) -> Array:
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for each block of queries, or of keys where it runs along S."""
     shapes, by_key = problem.shapes, parameter.runs_along("S") and not parameter.looked_up
@@ -502,9 +600,7 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
     def at(program: Any) -> tuple[Any, ...]:
         return tuple(_coordinates(program, *own, n, m))
 
-    found = _Result(
-        (*own, shapes.T, shapes.S), jnp.float32, (None, None, rows, columns), at
-    )
+    found = _Result((*own, shapes.T, shapes.S), jnp.float32, (None, None, rows, columns), at)
     programs = math.prod((*own, n, m))
     operands = (memory, kinds.astype(np.int32))
     return _run("jattn_d_parameter", problem, programs, kernel, operands, [found])[0]
@@ -522,11 +618,8 @@ def _backward(
     delta, each `[B, T, N, ...]`."""
     kinds = _kinds(spec, problem)
     memory = _Operands(_Rows(*per_head), key, value, problem.rules.arrays)
-    d_params = [
-        _d_parameter(problem, spec, memory, kinds, which)
-        for which in range(len(parameters(spec)))
-    ]
     d_key, d_value = _d_keys(problem, memory, kinds)
+    d_params = _d_parameters(problem, spec, memory, kinds)
     return d_params, _d_queries(problem, memory, kinds), d_key, d_value
 
 
@@ -550,7 +643,7 @@ def attend(
         spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
     shapes = Shapes((B,), T, S, N, K, query.shape[3], V, query.dtype)
     tiling = tiling or choose_tiling(shapes)
-    whole_T, whole_S = (pl.cdiv(x, y) * y for x, y in zip((T, S), tiling, strict=True))
+    whole_T, whole_S = _whole(shapes, tiling)
     spec = tiles.pad_spec(spec, T, S, whole_T, whole_S)
     query, key, value = _padded(query, whole_T), _padded(key, whole_S), _padded(value, whole_S)
     shapes = shapes._replace(T=whole_T, S=whole_S, H=query.shape[3], V=value.shape[3])
