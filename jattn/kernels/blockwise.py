@@ -31,7 +31,6 @@ from jattn.spec import (
     parameter_letters,
     parameters,
     scaled,
-    with_parameters,
 )
 
 
@@ -306,9 +305,7 @@ class _Problem(NamedTuple):
     @property
     def padded(self) -> tuple[int, int]:
         """T and S as whole tiles."""
-        T, S = self.shapes.T, self.shapes.S
-        block_q, block_kv = self.tiling
-        return -(-T // block_q) * block_q, -(-S // block_kv) * block_kv
+        return tiles.whole(self.shapes.T, self.shapes.S, self.tiling)
 
 
 def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:

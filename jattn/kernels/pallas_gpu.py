@@ -16,6 +16,7 @@ interpreted.
 
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,8 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
-from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
@@ -39,7 +38,6 @@ from jattn.spec import (
     has_mask,
     parameter_letters,
     parameters,
-    prepare,
     with_parameters,
 )
 
@@ -54,11 +52,8 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
         return f"expected float32, bfloat16 or float16, got {shapes.dtype}"
     if max(shapes.H, shapes.V) > MAX_HEAD_SIZE:
         return f"expected head sizes up to {MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
-    if 0 in (shapes.B, shapes.T, shapes.S):
-        return None
-    rules = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
-    leaves, structure = jax.tree.flatten(rules)
-    return _obstacle(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
+    nothing = 0 in (shapes.B, shapes.T, shapes.S)
+    return None if nothing else lookup.obstacle(spec, shapes, choose_tiling(shapes))
 
 
 def choose_tiling(shapes: Shapes) -> Tiling:
@@ -69,69 +64,6 @@ def choose_tiling(shapes: Shapes) -> Tiling:
 
 def _power(size: int) -> int:
     return max(16, pl.next_power_of_2(size))
-
-
-# What Pallas translates for GPUs.
-_PRIMITIVES = frozenset(
-    """abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
-    bitcast_convert_type broadcast_in_dim broadcast_to cbrt ceil clamp clz concatenate cond
-    convert_element_type cos cosh cumsum custom_jvp_call div dot_general eq erf_inv exp exp2 expm1 floor ge get gt
-    integer_pow iota is_finite jit le log log1p logistic lt max min mul ne neg nextafter not or
-    pjit population_count pow reduce_max reduce_min reduce_sum rem reshape rsqrt scan select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh split sqrt square squeeze
-    stack stop_gradient sub swap tan tanh transpose unstack while xor""".split()
-)
-
-
-@functools.lru_cache(maxsize=1024)
-def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
-    """What mask or score function do that a kernel cannot, found by tracing them for one tile."""
-    tiling = choose_tiling(shapes)
-    block = jax.ShapeDtypeStruct(tiling, jnp.float32)
-
-    def padded(leaves: Any) -> Spec:
-        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
-        return tiles.pad_spec(spec, shapes.T, shapes.S, *_whole(shapes, tiling))
-
-    def plain(leaves: Any, products: Array) -> Array:
-        spec = masks.pick(padded(leaves), 0, 0)
-        here = tiles.Tile.at(spec, 0, 0, 0, tiling.block_q, tiles.Run(0, tiling.block_kv, True))
-        return _modify(here, products, True)
-
-    def in_kernel(leaves: Any, products: Array) -> Array:
-        rules = lookup.Rules(padded(leaves), *tiling)
-
-        def kernel(memory: Any, products: Any, result: Any) -> None:
-            here = rules.tile(memory, lookup.Place(0, 0, 0, 0))
-            score, pull = jax.vjp(lambda x: _modify(here, x, True), products[...])
-            result[...] = pull(score)[0]
-
-        nowhere = jax.typeof(products).manual_axis_type
-        result = jax.ShapeDtypeStruct(tiling, jnp.float32, manual_axis_type=nowhere)
-        return pl.pallas_call(kernel, out_shape=result)(rules.arrays, products)
-
-    leaves = [jax.ShapeDtypeStruct(*aval) for aval in avals]
-    try:
-        program = jax.make_jaxpr(in_kernel)(leaves, block)
-    except (TypeError, ValueError) as error:
-        jax.eval_shape(plain, leaves, block)  # what is wrong everywhere is the caller's error
-        return f"a function in a kernel can only index its operands, and captures no array: {error}"
-    (inside,) = (x.params["jaxpr"] for x in program.eqns if x.primitive.name == "pallas_call")
-    unknown = sorted(_primitives(inside) - _PRIMITIVES)
-    return f"a function of mask or score needs {', '.join(unknown)}" if unknown else None
-
-
-def _primitives(jaxpr: Any) -> set[str]:
-    """The names of all primitives in a traced function and in those that it calls."""
-    found = {equation.primitive.name for equation in jaxpr.eqns}
-    inner = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
-    return found.union(*map(_primitives, inner))
-
-
-def _whole(shapes: Shapes, tiling: Tiling) -> tuple[int, int]:
-    """T and S as whole tiles."""
-    T, S = (pl.cdiv(x, y) * y for x, y in zip((shapes.T, shapes.S), tiling, strict=True))
-    return T, S
 
 
 # ---------------------------------------------------------------------------------------------
@@ -195,9 +127,9 @@ class _Problem(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """Which tiles each block visits: `order [B, N, n, m]` lists them, those that need no mask first;
-    `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N have
-    size 1 where all are alike. `kinds` are the kinds of tile that may occur.
+    """Which tiles each block visits: `order [B, N, n, m]` lists them, those without need of a mask
+    first; `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N
+    have size 1 where all are alike. `kinds` are the kinds of tile that may occur.
     """
 
     order: Any
@@ -206,23 +138,37 @@ class _Walk(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, Any]:
+        """What is passed to a kernel, and comes back to `fold` as `memory`."""
         return self.order, self.ends
 
     def fold(
-        self, memory: Any, b: Any, h: Any, i: Any, step: Callable[..., Any], state: Any
+        self,
+        memory: Any,
+        at: tuple[Any, Any, Any],
+        step: Callable[..., Any],
+        state: Any,
+        part: tuple[Any, int] = (0, 1),
     ) -> Any:
-        """Folds `step(j, masked, state)` over what block i visits; `memory` holds the arrays."""
+        """Folds `step(j, masked, state)` over what block `at` (b, h, i) visits, or over one of
+        several parts of that."""
         order, ends = memory
-        here = (*_clamped(order, b, h), i)
+        here = (*_clamped(order, *at[:2]), at[2])
+        full, visited = ends[(*here, 0)], ends[(*here, 1)]
+        each = lax.div(visited + part[1] - 1, np.int32(part[1]))
+        start, stop = (
+            jnp.minimum(part[0] * each, visited),
+            jnp.minimum((part[0] + 1) * each, visited),
+        )
 
         def visit(masked: bool, place: Any, state: Any) -> Any:
             return step(order[(*here, place)], masked, state)
 
-        full = ends[(*here, 0)]
         if masks.FULL in self.kinds:
-            state = tiles.repeat(0, full, functools.partial(visit, False), state)
+            run = jnp.minimum(start, full), jnp.minimum(stop, full)
+            state = tiles.repeat(*run, functools.partial(visit, False), state)
         if masks.MIXED in self.kinds:
-            state = tiles.repeat(full, ends[(*here, 1)], functools.partial(visit, True), state)
+            run = jnp.maximum(start, full), jnp.maximum(stop, full)
+            state = tiles.repeat(*run, functools.partial(visit, True), state)
         return state
 
 
@@ -234,10 +180,13 @@ def _clamped(x: Any, *index: Any) -> tuple[Any, ...]:
 def _walk(kinds: Any, *, by_key: bool = False) -> _Walk:
     """From tile maps `[B, N, n, m]`: for each block of queries the keys, or the other way round."""
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
-    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    static = isinstance(kinds, np.ndarray)
+    xp: Any = np if static else jnp
     order = xp.argsort(-kinds, axis=-1, stable=True)  # full, mixed, empty
     ends = xp.stack([xp.sum(kinds >= least, axis=-1) for least in (masks.FULL, masks.MIXED)], -1)
-    occurring = (masks.MIXED, masks.FULL) if xp is jnp else tuple(np.unique(kinds).tolist())
+    if static:
+        order = order[..., : max(1, ends.max())]
+    occurring = tuple(np.unique(kinds).tolist()) if static else (masks.MIXED, masks.FULL)
     return _Walk(order.astype(np.int32), ends.astype(np.int32), occurring)
 
 
@@ -288,6 +237,8 @@ def _run(
     Each program sees all operands and its own blocks of the results.
     """
     operands, over = _varying(jax.tree.map(jnp.asarray, tuple(operands)))
+    # Not with the library: this takes longer to import than all of it.
+    triton = importlib.import_module("jax.experimental.pallas.triton")
     call = functools.partial(
         pl.pallas_call,
         kernel,
@@ -332,10 +283,6 @@ def _products(here: tiles.Tile, q: Array, k: Array, v: Array) -> Float[Array, "t
     return products + tile.lost(v)[None, :] if has_mask(here.spec) else products
 
 
-def _modify(here: tiles.Tile, products: Array, masked: bool) -> Array:
-    return tile.modify(here.spec, products, here.b, here.h, here.rows, here.columns, masked)
-
-
 def _dot(a: Array, b: Array, spec: Spec) -> Array:
     """a · b, summed in float32. Weights and cotangents take the dtype of what they weigh."""
     return jnp.dot(
@@ -358,7 +305,7 @@ def _d_products(
 ) -> tuple[Array, Array]:
     """The cotangent of q kᵀ, and the weights after dropout."""
     products = _products(here, rows.q, k, v)
-    score, pull = jax.vjp(lambda x: _modify(here, x, masked), products)
+    score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
     d_score, weights = _d_scores(here, rows, score, v)
     return pull(d_score)[0], weights
 
@@ -370,7 +317,7 @@ def _d_leaf(here: tiles.Tile, which: int, rows: _Rows, k: Array, v: Array, maske
 
     def scores(x: Any) -> Array:
         replaced = with_parameters(here.spec, [*values[:which], x, *values[which + 1 :]])
-        return _modify(here._replace(spec=replaced), products, masked)
+        return here._replace(spec=replaced).modify(products, masked)
 
     own = values[which]
     if not isinstance(own, lookup.Lookup):
@@ -400,42 +347,68 @@ def _d_entries(own: lookup.Lookup, scores: Callable[..., Array], d_score: Array)
 # ---------------------------------------------------------------------------------------------
 
 
-def _by_block(problem: _Problem, width: int, dtype: Any, *, keys: bool = False) -> _Result:
-    """A result `[B, T, N, width]` (`[B, S, K, width]`), a block for each program."""
+def _by_block(
+    problem: _Problem, width: int, dtype: Any, parts: int = 1, *, keys: bool = False
+) -> _Result:
+    """A result `[parts × B, T, N, width]` (`[B, S, K, width]`), a block for each program."""
     shapes, block = problem.shapes, problem.tiling[keys]
     length, heads = (shapes.S, shapes.K) if keys else (shapes.T, shapes.N)
 
     def at(program: Any) -> tuple[Any, ...]:
-        b, h, i = _coordinates(program, shapes.B, heads, length // block)
+        b, h, i = _coordinates(program, parts * shapes.B, heads, length // block)
         return b, i, h, 0
 
-    return _Result((shapes.B, length, heads, width), dtype, (None, block, None, width), at)
+    whole = (parts * shapes.B, length, heads, width)
+    return _Result(whole, dtype, (None, block, None, width), at)
+
+
+_PROGRAMS = 256  # keep a GPU busy
+_LEAST = 4  # tiles of keys that are worth a program of their own
+
+
+def _parts(problem: _Problem) -> int:
+    """Into how many parts the keys are split where there are few queries, as in decoding."""
+    programs = problem.shapes.B * problem.shapes.N * problem.blocks[0]
+    return max(1, min(_PROGRAMS // programs, problem.blocks[1] // _LEAST))
 
 
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
-    """`(out [B, T, N, V], lse [B, T, N])`; a program for each block of queries."""
-    (_, T, _, N, _, _, V, dtype), B = problem.shapes, problem.shapes.B
-    (n, _), walk = problem.blocks, _walk(_kinds(spec, problem))
+    """`(out [B, T, N, V], lse [B, T, N])`; a program for each block of queries, or for each of them
+    and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
+    shapes, (n, _), parts = problem.shapes, problem.blocks, _parts(problem)
+    dtype = shapes.dtype if parts == 1 else jnp.float32
+    walk = _walk(_kinds(spec, problem))
 
     def kernel(memory: _Operands, walked: Any, out_ref: Any, lse_ref: Any) -> None:
-        b, h, i = _coordinates(pl.program_id(0), B, N, n)
+        part, b, h, i = _coordinates(pl.program_id(0), parts, shapes.B, shapes.N, n)
         q = problem.rows(memory, b, h, i).q
 
         def step(j: Any, masked: bool, state: softmax.Partial) -> softmax.Partial:
             here, (k, v) = problem.tile(memory, b, h, i, j), problem.keys(memory, b, h, j)
-            score = _modify(here, _products(here, q, k, v), masked)
+            score = here.modify(_products(here, q, k, v), masked)
             weigh = lambda w: _dot(here.drop(w), _clean(here.spec, v), here.spec)  # noqa: E731
             return softmax.combine(state, softmax.of(score, weigh, differentiable=False))
 
-        first = softmax.empty(problem.tiling.block_q, V, jnp.float32)
-        out, lse = softmax.finish(walk.fold(walked, b, h, i, step, first))
+        first = softmax.empty(problem.tiling.block_q, shapes.V, jnp.float32)
+        found = walk.fold(walked, (b, h, i), step, first, (part, parts))
+        out, lse = softmax.finish(found)
         out_ref[...], lse_ref[...] = out.astype(dtype), lse[:, None]
 
     rows: Any = _Rows(query, None, None, None)  # pyright: ignore[reportArgumentType]
     memory = _Operands(rows, key, value, problem.rules.arrays)
-    results = [_by_block(problem, V, dtype), _by_block(problem, 1, jnp.float32)]
-    out, lse = _run("jattn_forward", problem, B * N * n, kernel, (memory, walk.arrays), results)
-    return out, lse[..., 0]
+    programs = parts * shapes.B * shapes.N * n
+    results = [_by_block(problem, x, y, parts) for x, y in ((shapes.V, dtype), (1, jnp.float32))]
+    out, lse = _run("jattn_forward", problem, programs, kernel, (memory, walk.arrays), results)
+    return _merged(out, lse[..., 0], parts, shapes.dtype)
+
+
+def _merged(out: Array, lse: Array, parts: int, dtype: Any) -> tuple[Array, Array]:
+    """Parts `[P × B, T, N, V]` and `[P × B, T, N]` as one."""
+    if parts == 1:
+        return out, lse
+    each = zip(jnp.split(out, parts), jnp.split(jnp.swapaxes(lse, 1, 2), parts), strict=True)
+    out, lse = softmax.merge(*each)
+    return out.astype(dtype), jnp.swapaxes(lse, 1, 2)
 
 
 def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
@@ -452,7 +425,7 @@ def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
             return total + _dot(d_products, _clean(here.spec, k), here.spec)
 
         zeros = jnp.zeros((problem.tiling.block_q, shapes.H), jnp.float32)
-        result[...] = walk.fold(walked, b, h, i, step, zeros).astype(shapes.dtype)
+        result[...] = walk.fold(walked, (b, h, i), step, zeros).astype(shapes.dtype)
 
     results = [_by_block(problem, shapes.H, shapes.dtype)]
     programs = shapes.B * shapes.N * n
@@ -477,7 +450,7 @@ def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
                 d_k = _dot(d_products.T, _clean(here.spec, rows.q), here.spec)
                 return total[0] + d_k, total[1] + _dot(weights.T, rows.d_out, here.spec)
 
-            return walk.fold(walked, b, h, j, step, total)
+            return walk.fold(walked, (b, h, j), step, total)
 
         zeros = [jnp.zeros((problem.tiling.block_kv, x), jnp.float32) for x in (shapes.H, shapes.V)]
         found = tiles.repeat(0, shapes.G, of_head, tuple(zeros))
@@ -564,7 +537,7 @@ def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kin
             k, v = problem.keys(memory, b, h, j)
             return total + _d_leaf(here, parameter.which, rows, k, v, masked)
 
-        result[...] = walk.fold(walked, b, h, x, step, jnp.zeros(block, jnp.float32))
+        result[...] = walk.fold(walked, (b, h, x), step, jnp.zeros(block, jnp.float32))
 
     programs = shapes.B * shapes.N * n
     results = [_Result.stacked(programs, block)]
@@ -573,17 +546,17 @@ def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kin
 
 
 def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kinds: Any) -> Array:
-    """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles, which
-    goes through the batch rows and heads that share it, so that nothing larger is ever held."""
+    """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles,
+    which goes through the batch rows and heads that share it: nothing larger is ever held."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
     own = parameter.own
     shared = [1 if mine > 1 else all_ for mine, all_ in zip(own, (shapes.B, shapes.N), strict=True)]
 
     def kernel(memory: _Operands, kinds_ref: Any, result: Any) -> None:
-        first_b, first_h, i, j = _coordinates(pl.program_id(0), *own, n, m)
+        *first, i, j = _coordinates(pl.program_id(0), *own, n, m)
 
         def of_head(index: Any, total: Array) -> Array:
-            b, h = (x + y for x, y in zip((first_b, first_h), _coordinates(index, *shared)))
+            b, h = (x + y for x, y in zip(first, _coordinates(index, *shared), strict=True))
 
             def add(_: Any, total: Array) -> Array:
                 here, rows = problem.tile(memory, b, h, i, j), problem.rows(memory, b, h, i)
@@ -643,14 +616,14 @@ def attend(
         spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
     shapes = Shapes((B,), T, S, N, K, query.shape[3], V, query.dtype)
     tiling = tiling or choose_tiling(shapes)
-    whole_T, whole_S = _whole(shapes, tiling)
+    whole_T, whole_S = tiles.whole(T, S, tiling)
     spec = tiles.pad_spec(spec, T, S, whole_T, whole_S)
     query, key, value = _padded(query, whole_T), _padded(key, whole_S), _padded(value, whole_S)
     shapes = shapes._replace(T=whole_T, S=whole_S, H=query.shape[3], V=value.shape[3])
 
     def run(which: Callable[..., Any]) -> Callable[..., Any]:
         def on_spec(spec: Spec, *operands: Any) -> Any:
-            return which(_Problem(shapes, tiling, lookup.Rules(spec, *tiling)), spec, *operands)
+            return which(_Problem(shapes, tiling, lookup.Rules(spec, tiling)), spec, *operands)
 
         return on_spec
 
