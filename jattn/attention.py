@@ -20,13 +20,17 @@ from jattn._types import (
     declared,
 )
 from jattn.cache import Cache
-from jattn.kernels import blockwise, decode, reference
+from jattn.kernels import blockwise, decode, pallas_gpu, reference
 from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
 
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"blockwise": blockwise, "reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "blockwise": blockwise,
+    "pallas": pallas_gpu,
+    "reference": reference,
+}
 """By name, in the order in which `implementation=None` tries them."""
 
 

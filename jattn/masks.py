@@ -96,7 +96,7 @@ class Mask:
         Plain arrays are positions and places at once; a `Span` gives both.
         """
         i, j = as_span(rows), as_span(columns)
-        flat = flatten_batch(self, _leading(self)[0])
+        flat = flatten_batch(self, leading(self)[0])
         allowed = cut(pick(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
         return jnp.broadcast_to(allowed, (len(i.places), len(j.places)))
 
@@ -127,7 +127,7 @@ class Mask:
         `batch` and `heads` are taken from the mask's own arrays unless given. Positions, `[T]` and
         `[S]`, are `arange` by default.
         """
-        own_batch, own_heads = _leading(self)
+        own_batch, own_heads = leading(self)
         lead, N = batch or own_batch, heads or own_heads
         flat = flatten_batch(self, lead)
         i, j = span(T, q_positions), span(S, kv_positions)
@@ -174,11 +174,11 @@ def span(size: int, positions: Indices | None = None) -> Span:
     return Span(places if positions is None else jnp.asarray(positions, jnp.int32), places)
 
 
-def _leading(mask: Mask) -> tuple[tuple[int, ...], int]:
-    """The batch axes and the number of heads that a mask's own arrays show."""
+def leading(tree: Any) -> tuple[tuple[int, ...], int]:
+    """The batch axes and the number of heads that the arrays of a mask or a spec show."""
     batch: tuple[int, ...] = ()
     heads = 0
-    for leaf, letters in zip(jax.tree.leaves(mask), jax.tree.leaves(declared(mask)), strict=True):
+    for leaf, letters in zip(jax.tree.leaves(tree), jax.tree.leaves(declared(tree)), strict=True):
         named, lead = _split(letters, leaf)
         batch = np.broadcast_shapes(batch, leaf.shape[:lead])
         if "N" in named and leaf.shape[lead + named.index("N")] > 1:
@@ -605,8 +605,8 @@ class Blocks(Mask):
 
     def evaluate(self, b, h, rows, columns):
         q_block, kv_block = self._sizes
-        by_row = jnp.take(self.layout, rows.places // q_block, axis=0)
-        return jnp.take(by_row, columns.places // kv_block, axis=1)
+        layout = jnp.asarray(self.layout) if isinstance(self.layout, np.ndarray) else self.layout
+        return layout[(rows.places // q_block)[:, None], (columns.places // kv_block)[None, :]]
 
     def bounds(self, tile):
         """Counts allowed cells of the layout under each tile, by two-dimensional prefix sums."""
@@ -717,4 +717,4 @@ def tile_map(
     NumPy array where mask and positions are static.
     """
     tile = Tile(extents(T, block_q, q_positions), extents(S, block_kv, kv_positions))
-    return kinds(pick(flatten_batch(mask, _leading(mask)[0]), b, h), tile)
+    return kinds(pick(flatten_batch(mask, leading(mask)[0]), b, h), tile)

@@ -258,7 +258,7 @@ def _is_param(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def parameters(spec: Spec) -> list[Array]:
+def parameters(spec: Spec) -> list[Any]:
     """The differentiable arrays of a spec: the float ones of its score function."""
     return [leaf for leaf in jax.tree.leaves(spec.score) if _is_param(leaf)]
 

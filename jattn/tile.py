@@ -138,21 +138,24 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> 16)
 
 
-def _key_words(key: Array) -> list[UInt32[Array, ""]]:
+def key_words(key: Array | tuple[Array, ...]) -> tuple[UInt32[Array, ""], ...]:
+    """The words of a random key; words as they are, for kernels, which cannot take keys apart."""
+    if isinstance(key, tuple):
+        return key
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     words = jax.random.key_data(key) if typed else key
-    return list(words.reshape(-1).astype(jnp.uint32))
+    return tuple(words.reshape(-1).astype(jnp.uint32))
 
 
 def keep(
-    key: Array, rate: float, b: Any, h: Any, q_places: Indices, kv_places: Indices
+    key: Any, rate: float, b: Any, h: Any, q_places: Indices, kv_places: Indices
 ) -> Bool[Array, "t s"]:
     """Which weights dropout keeps, `[t, s]`: each with probability 1 − rate.
 
     A hash of (key, b, h, query place, key place), so that the decision about a weight is the same
     however attention is tiled, mapped or sharded, and in forward and backward.
     """
-    first, *rest = _key_words(key)
+    first, *rest = key_words(key)
     seed = _mix(first)
     for word in (*rest, b, h):
         seed = _mix(seed + np.uint32(0x9E3779B9) ^ jnp.asarray(word).astype(jnp.uint32))
@@ -279,13 +282,13 @@ def gather_gradients(
         return x.reshape(*x.shape[:2], K, x.shape[2] // K, -1).sum(axis=3)
 
     summed = [
-        _sum_heads(*one)
+        sum_heads(*one)
         for one in zip(d_params, parameters(spec), parameter_letters(spec), strict=True)
     ]
     return summed, d_query, over_group(d_key), over_group(d_value)
 
 
-def _sum_heads(parts: Array, leaf: Array, letters: str) -> Array:
+def sum_heads(parts: Array, leaf: Array, letters: str) -> Array:
     """Gradients `[B, N, ...]` of a parameter summed to its own shape."""
     named = letters.replace("#", "").split()
     if "N" not in named or leaf.shape[named.index("N")] == 1:

@@ -94,10 +94,12 @@ def _small_tiles(request):
         return
     # Imported here because jaxtyping's hook must be in place first.
     blockwise: Any = importlib.import_module("jattn.kernels.blockwise")
+    pallas_gpu: Any = importlib.import_module("jattn.kernels.pallas_gpu")
     tiles: Any = importlib.import_module("jattn.kernels.tiles")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise, "choose_tiling", _tiles_of_16)
         patch.setattr(blockwise, "_way", _every_way)
+        patch.setattr(pallas_gpu, "choose_tiling", lambda shapes: _tiling(16, 16))
         patch.setattr(tiles, "_WIDE", 32)
         patch.setattr(tiles, "_RUNS", 5)
         yield
@@ -112,7 +114,11 @@ def _every_way(shapes: Any) -> str:
 
 
 def _tiles_of_16(spec: Any, T: int, S: int) -> Any:
-    return importlib.import_module("jattn.spec").Tiling(min(T, 16), min(S, 16))
+    return _tiling(min(T, 16), min(S, 16))
+
+
+def _tiling(block_q: int, block_kv: int) -> Any:
+    return importlib.import_module("jattn.spec").Tiling(block_q, block_kv)
 
 
 @pytest.fixture

@@ -310,14 +310,21 @@ def _kept(problem: Problem, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def plain(
-    problem: Problem, d_out: np.ndarray, d_lse: np.ndarray, dtype: Any
+    problem: Problem, d_out: np.ndarray, d_lse: np.ndarray, dtype: Any, products: Any = None
 ) -> tuple[Forward, list[Backward]]:
     """The textbook formula on whole arrays, computed in `dtype`: forward and gradients.
 
     Repeats key heads, builds everything of size T × S, and sums in whatever order NumPy takes. The
     gradients come twice, as the two ways of writing the mean of dp that are equal but for rounding:
     Σ p dp over the keys, and d_out · out over the channels, which needs no second pass.
+
+    `products` is the dtype to which weights, their cotangents and out are rounded where they enter
+    a product, as matrix units take them.
     """
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x if products is None else x.astype(products).astype(dtype)
+
     flat, queries, _, heads, kv_heads, *_ = problem.sizes
     cast = [_flat(np.asarray(x, dtype)) for x in (problem.q, problem.k, problem.v, d_out)]
     q, k, v, d_o = (np.swapaxes(x, 1, 2) for x in cast)  # [B, N, T, H] and so on
@@ -332,15 +339,15 @@ def plain(
     raw = (q @ np.swapaxes(k, -1, -2)) * factor
     scores = np.where(allowed, modifier.value(raw, at), np.asarray(-np.inf, dtype))
     p, lse = _softmax(scores)
-    out = (p * kept) @ v
+    out = rounded(p * kept) @ v
 
     dp = (d_o @ np.swapaxes(v, -1, -2)) * kept
     backwards = []
-    for mean in ((p * dp).sum(axis=-1), (d_o * out).sum(axis=-1)):
+    for mean in ((p * dp).sum(axis=-1), (d_o * rounded(out)).sum(axis=-1)):
         by_row = np.asarray(d_lse, dtype).reshape(flat, heads, queries) - mean
         ds = p * (dp + by_row[..., None])
-        d_raw = ds * modifier.by_score(raw, at) * factor
-        dk, dv = np.swapaxes(d_raw, -1, -2) @ q, np.swapaxes(p * kept, -1, -2) @ d_o
+        d_raw = rounded(ds * modifier.by_score(raw, at) * factor)
+        dk, dv = np.swapaxes(d_raw, -1, -2) @ q, np.swapaxes(rounded(p * kept), -1, -2) @ d_o
         backwards.append(
             Backward(
                 np.swapaxes(d_raw @ k, 1, 2).reshape(problem.q.shape),

@@ -22,7 +22,7 @@ import jattn
 from jattn import masks, scores, tile
 from jattn.scores import ScoreFunction
 from tests import oracle
-from tests.cases import CASES, DTYPES, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
+from tests.cases import CASES, DTYPES, IMPLEMENTATIONS, REGISTERED, Case, Inputs, Sizes, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -123,8 +123,9 @@ def truth(case: Case, x: Inputs) -> Results:
 
 
 @functools.cache
-def plain_errors(name: str, dtype: str) -> dict[str, float]:
-    """Errors of the plain formula on a case, its results rounded to the dtype.
+def plain_errors(name: str, dtype: str, matrix_units: bool = False) -> dict[str, float]:
+    """Errors of the plain formula on a case, its results rounded to the dtype, and likewise what
+    enters a product if `matrix_units` compute it.
 
     The worst over both ways of writing the gradients and over a few draws of the inputs, because
     the greatest error of a single draw is small by luck now and then.
@@ -135,7 +136,8 @@ def plain_errors(name: str, dtype: str) -> dict[str, float]:
     measured = []
     for x in (inputs(case, dtype, seed) for seed in range(4)):
         exact = truth(case, x)
-        forward, backwards = oracle.plain(problem_of(case, x), x.d_out, x.d_lse, working)
+        products = kind if matrix_units else None
+        forward, backwards = oracle.plain(problem_of(case, x), x.d_out, x.d_lse, working, products)
         for backward in backwards:
             gradients = {n: g.astype(kind) for n, g in named(backward).items()}
             measured.append(
@@ -603,9 +605,11 @@ def test_checkpoint_changes_nothing(implementation, name):
     assert_close(saved(on_device(x)), run(implementation, name, x), 1e-14)
 
 
-def stacked(case: Case, fields: tuple[str, ...], size: int = 3) -> tuple[Inputs, Inputs]:
+def stacked(
+    case: Case, fields: tuple[str, ...], size: int = 3, dtype: str = "float64"
+) -> tuple[Inputs, Inputs]:
     """Inputs of which the given fields have a new leading axis, and in_axes to go with them."""
-    several = [on_device(inputs(case, seed=seed)) for seed in range(size)]
+    several = [on_device(inputs(case, dtype, seed)) for seed in range(size)]
     chosen = {name: [getattr(x, name) for x in several] for name in fields}
     if "operands" in fields:
         chosen["operands"] = [
@@ -901,7 +905,7 @@ def test_runs_or_gives_its_reason(implementation, name):
     rules = case.rules(x.operands, x.parameters)
     rules |= {"dropout_rate": case.rate, "dropout_key": random_key() if case.rate else None}
     reasons = jattn.explain(x.q, x.k, x.v, **rules)
-    assert set(reasons) == set(IMPLEMENTATIONS)
+    assert set(reasons) == set(REGISTERED)
     assert reasons["reference"] is None
     call = functools.partial(jattn.attention, x.q, x.k, x.v, **rules)
     if reasons[implementation] is None:

@@ -29,11 +29,12 @@ LAYERS = {
     "kernels.reverse": 4,
     "kernels.whole": 4,
     "kernels.tiles": 4,
+    "kernels.lookup": 4.2,  # reads into the tiles of `tiles`
     "kernels.blockwise": 4.5,  # goes by `whole` for short sequences, by `tiles` for long ones
     "kernels.additive": 4.5,
     "kernels.decode": 4.7,  # differentiated as blockwise
     "kernels.cudnn": 4,
-    "kernels.pallas_gpu": 4,
+    "kernels.pallas_gpu": 4.7,  # leaves to blockwise what would have to scatter
     "kernels.splash": 4,
     "attention": 5,
     "mechanisms": 5.5,  # shares its row in the design with attention, and builds on it

@@ -31,7 +31,6 @@ from jattn.spec import (
     parameter_letters,
     parameters,
     scaled,
-    with_parameters,
 )
 
 
@@ -306,9 +305,7 @@ class _Problem(NamedTuple):
     @property
     def padded(self) -> tuple[int, int]:
         """T and S as whole tiles."""
-        T, S = self.shapes.T, self.shapes.S
-        block_q, block_kv = self.tiling
-        return -(-T // block_q) * block_q, -(-S // block_kv) * block_kv
+        return tiles.whole(self.shapes.T, self.shapes.S, self.tiling)
 
 
 def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
@@ -436,6 +433,19 @@ def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem:
     return tile.gather_gradients(spec, key.shape[2], *found)
 
 
+def parameter_gradients(
+    spec: Spec, per_head: Any, key: Array, value: Array, tiling: Tiling
+) -> list[Array]:
+    """Those of parameters alone, for kernels that cannot scatter; sizes are whole tiles and
+    `per_head` is a tuple of query, d_out, lse and delta."""
+    (B, T, N, H), (S, K, V) = per_head[0].shape, value.shape[1:]
+    shapes = Shapes((B,), T, S, N, K, H, V, key.dtype)
+    query, *others = per_head
+    wide = [x.astype(accumulation(key.dtype)) for x in others]
+    problem = _Problem(shapes, tiling)
+    return _backward_vmap(spec, (query, *wide), key, value, problem)[0]
+
+
 def _way(shapes: Shapes) -> str:
     """How heads are run, by what measured fastest.
 
@@ -484,28 +494,5 @@ def _ways(problem: _Problem) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _differentiable(
     problem: _Problem, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Output, LogSumExp]:
-    """Attention with the derivative rule, in which only float arrays of the score take part."""
-    forward, backward = map(reverse.sealed, _ways(problem))
-
-    @jax.custom_vjp
-    def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        return forward(with_parameters(spec, params), *qkv)[:2]
-
-    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        out, lse, *kept = forward(with_parameters(spec, params), *qkv)
-        return (out, lse), (params, spec, *qkv, out, lse, kept)
-
-    def run_backward(residuals: Any, cotangents: Any) -> Any:
-        params, spec, query, key, value, out, lse, kept = residuals
-        d_out, d_lse = cotangents
-        delta = jnp.sum(d_out * out, axis=-1) - d_lse
-        per_head = (query, d_out, lse, delta)
-        found = backward(with_parameters(spec, params), per_head, key, value, *kept)
-        d_params, *d_qkv = found
-        cast = [x.astype(y.dtype) for x, y in zip(d_qkv, (query, key, value), strict=True)]
-        return d_params, None, *cast
-
-    run.defvjp(run_forward, run_backward)
-    query, key, value, *params = map(reverse.only, (query, key, value, *parameters(spec)))
-    out, lse = run(params, spec, query, key, value)
+    out, lse = reverse.attention(*_ways(problem), spec, query, key, value)
     return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)

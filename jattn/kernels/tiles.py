@@ -198,6 +198,12 @@ def even(size: int, target: int) -> int:
     return size if blocks == 1 else -(-size // (8 * blocks)) * 8
 
 
+def whole(T: int, S: int, tiling: Tiling) -> tuple[int, int]:
+    """T and S as whole tiles."""
+    block_q, block_kv = tiling
+    return -(-T // block_q) * block_q, -(-S // block_kv) * block_kv
+
+
 class Tile(NamedTuple):
     """One tile of one head: the spec cut to it, and where it is."""
 
@@ -213,12 +219,16 @@ class Tile(NamedTuple):
         span = _span(own.q_positions, row, rows)
         return cls(own, b, h, span, _span(own.kv_positions, run.start, run.size))
 
+    def modify(self, products: Array, masked: bool) -> Array:
+        """Scores from products of queries and keys."""
+        return tile.modify(self.spec, products, self.b, self.h, self.rows, self.columns, masked)
+
     def modified(self, products: Array, masked: bool) -> tuple[Array, Any]:
         """Scores, and the function from their cotangent to those of products and parameters."""
 
         def modify(products: Array, params: Any) -> Array:
-            spec = with_parameters(self.spec, params)
-            return tile.modify(spec, products, self.b, self.h, self.rows, self.columns, masked)
+            here = self._replace(spec=with_parameters(self.spec, params))
+            return here.modify(products, masked)
 
         return jax.vjp(modify, products, parameters(self.spec))
 

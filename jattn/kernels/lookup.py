@@ -1,0 +1,189 @@
+"""A spec's arrays inside of a kernel: what a tile needs is read, what is captured whole looked up.
+
+Masks and score functions do not know where they run. In a kernel their arrays are references to
+memory: those declared along B, N, T or S are read for one head and cut to the tile; what a
+function takes whole stays in memory, behind an object that reads the entries that are asked for.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.extend.core import jaxprs_in_params
+from jaxtyping import Array
+
+from jattn import masks
+from jattn._types import declared
+from jattn.kernels import tiles
+from jattn.masks import Span
+from jattn.spec import Shapes, Spec, Tiling, prepare
+
+
+class Lookup:
+    """An array in memory, as functions in a kernel see it: `array[i, j]` reads these entries.
+
+    One integer or array of integers for each axis; from the end if negative, clamped if outside,
+    as for any array. `picked` gives the indices of axes that are already picked, None for others.
+    """
+
+    def __init__(
+        self, memory: Any, picked: tuple[Any, ...], wrap: Callable[..., Any] | None = None
+    ):
+        self.memory, self.picked = memory, picked
+        self.wrap = wrap or (lambda entry, place: entry)
+        left = [size for size, x in zip(memory.shape, picked, strict=True) if x is None]
+        self.shape, self.dtype, self.ndim = tuple(left), memory.dtype, len(left)
+        self.size = math.prod(left)
+
+    def __getitem__(self, index: Any) -> Array:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != self.ndim or not all(map(_is_index, index)):
+            raise TypeError(f"an integer for each of {self.ndim} axes")
+        inside = [_inside(x, size) for x, size in zip(index, self.shape, strict=True)]
+        inside = list(jnp.broadcast_arrays(*inside))
+        places = iter(inside)
+        entry = self.memory[tuple(next(places) if x is None else x for x in self.picked)]
+        flat = jnp.zeros((), jnp.int32)
+        for x, size in zip(inside, self.shape, strict=True):
+            flat = flat * np.int32(size) + x
+        return self.wrap(entry, flat)
+
+    def astype(self, dtype: Any) -> "Lookup":
+        """The same with entries of another dtype."""
+        converted = self.wrapped(lambda entry, place: entry.astype(dtype))
+        converted.dtype = jnp.dtype(dtype)
+        return converted
+
+    def wrapped(self, wrap: Callable[..., Any]) -> "Lookup":
+        """The same with `wrap(entry, place)` of each entry; places count row-major."""
+        inner = self.wrap
+        return Lookup(self.memory, self.picked, lambda entry, x: wrap(inner(entry, x), x))
+
+
+def _is_index(x: Any) -> bool:
+    return not isinstance(x, bool) and jnp.issubdtype(jnp.result_type(x), jnp.integer)
+
+
+def _inside(x: Any, size: int) -> Array:
+    x = jnp.asarray(x).astype(jnp.int32)
+    return jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1)
+
+
+class Place(NamedTuple):
+    """Where a tile is: batch row, head, first query and first key."""
+
+    b: Any
+    h: Any
+    row: Any
+    column: Any
+
+
+class Rules:
+    """A spec as a kernel takes it: `arrays` to pass, and `tile` to read them there."""
+
+    def __init__(self, spec: Spec, tiling: Tiling):
+        leaves, self.treedef = jax.tree.flatten(spec)
+        self.letters = [x.replace("#", "").split() for x in jax.tree.leaves(declared(spec))]
+        self.scalar = [x.ndim == 0 for x in leaves]
+        self.arrays = [x.reshape(1) if x.ndim == 0 else x for x in leaves]
+        self.sizes = dict(zip("TS", tiling, strict=True))
+
+    def tile(self, memory: list[Any], place: Place) -> tiles.Tile:
+        """The tile at a place, with the spec cut to it."""
+        pairs = zip(memory, self.letters, self.scalar, strict=True)
+        leaves = [x[0] if scalar else self._read(x, names, place) for x, names, scalar in pairs]
+        spec = jax.tree.unflatten(self.treedef, leaves)
+        rows = self._span(spec.q_positions, place.row, "T")
+        columns = self._span(spec.kv_positions, place.column, "S")
+        return tiles.Tile(spec, place.b, place.h, rows, columns)
+
+    def _read(self, memory: Any, names: list[str], place: Place) -> Any:
+        """A leaf's part for a tile, or a way to look entries up."""
+        names = names or ["whole"] * memory.ndim
+        starts = {"*B": place.b, "N": place.h, "T": place.row, "S": place.column}
+        index: list[Any] = []
+        for name, size in zip(names, memory.shape, strict=True):
+            start = starts.get(name)
+            if start is not None and size == 1:
+                start = 0
+            if start is not None and name in self.sizes:
+                start = pl.ds(start, min(size, self.sizes[name]))
+            index.append(start)
+        if any(x is None for x in index):
+            return Lookup(memory, tuple(index))
+        return memory[tuple(index)]
+
+    def _span(self, positions: Any, start: Any, letter: str) -> Span:
+        places = start + jnp.arange(self.sizes[letter], dtype=jnp.int32)
+        # Never one object for both: positions that are known to be consecutive invite slicing by
+        # diagonals, which is for whole matrices.
+        return Span(places + 0 if positions is None else positions.astype(jnp.int32), places)
+
+
+# What Pallas translates for GPUs.
+_PRIMITIVES = frozenset(
+    """abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
+    bitcast_convert_type broadcast_in_dim broadcast_to cbrt ceil clamp closed_call clz
+    concatenate cond convert_element_type cos cosh cumsum custom_jvp_call div dot_general eq
+    erf_inv eval_jaxpr exp exp2 expm1 floor ge get gt integer_pow iota is_finite jit le log
+    log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or pjit
+    population_count pow reduce_max reduce_min reduce_sum rem remat2 reshape rsqrt scan
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh split sqrt
+    square squeeze stack stop_gradient sub swap tan tanh transpose unstack while xor""".split()
+)
+
+
+def obstacle(spec: Spec, shapes: Shapes, tiling: Tiling) -> str | None:
+    """What mask or score function do that a kernel cannot, found by tracing them for one tile."""
+    leaves, structure = jax.tree.flatten(
+        dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
+    )
+    return _obstacle(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)
+
+
+@functools.lru_cache(maxsize=1024)
+def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Tiling) -> str | None:
+    def padded(leaves: Any) -> Spec:
+        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
+        T, S = shapes.T, shapes.S
+        return tiles.pad_spec(spec, T, S, *tiles.whole(T, S, tiling))
+
+    def outside(leaves: Any, products: Array) -> Array:
+        run = tiles.Run(0, tiling.block_kv, True)
+        here = tiles.Tile.at(masks.pick(padded(leaves), 0, 0), 0, 0, 0, tiling.block_q, run)
+        return here.modify(products, True)
+
+    def inside(leaves: Any, products: Array) -> Array:
+        rules = Rules(padded(leaves), tiling)
+
+        def kernel(memory: Any, products: Any, result: Any) -> None:
+            here = rules.tile(memory, Place(0, 0, 0, 0))
+            score, pull = jax.vjp(lambda x: here.modify(x, True), products[...])
+            result[...] = pull(score)[0]
+
+        nowhere = jax.typeof(products).manual_axis_type
+        result = jax.ShapeDtypeStruct(tiling, jnp.float32, manual_axis_type=nowhere)
+        return pl.pallas_call(kernel, out_shape=result)(rules.arrays, products)
+
+    operands = [jax.ShapeDtypeStruct(*x) for x in avals], jax.ShapeDtypeStruct(tiling, jnp.float32)
+    try:
+        program = jax.make_jaxpr(inside)(*operands)
+    except (TypeError, ValueError) as error:
+        jax.eval_shape(outside, *operands)  # raises what is wrong everywhere
+        return f"a function in a kernel can only index its operands, and captures no array: {error}"
+    (kernel,) = (x.params["jaxpr"] for x in program.eqns if x.primitive.name == "pallas_call")
+    unknown = sorted(_primitives(kernel) - _PRIMITIVES)
+    return f"a function of mask or score needs {', '.join(unknown)}" if unknown else None
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    """The names of all primitives in a traced function and in those that it calls."""
+    found = {equation.primitive.name for equation in jaxpr.eqns}
+    inner = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
+    return found.union(*map(_primitives, inner))

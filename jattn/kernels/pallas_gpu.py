@@ -1,0 +1,631 @@
+"""Attention as GPU kernels for any mask and score function, in memory linear in T and S.
+
+FlashAttention-2 (Dao 2023): forward, one program for each block of queries folds the tiles of keys
+that the mask leaves into an online softmax; backward, weights are computed again from q, k and lse,
+once with the keys as inner loop for the gradients of queries, once with the queries for those of
+keys and values, so that no two programs add to the same place and sums have one order. Gradients of
+score parameters have programs of their own, which cost nothing where nobody asks for them.
+
+Which tiles a program visits, and which of them need no mask, are index arrays made from the tile
+map: constants for static masks, computed beforehand in the same program for others. The scores of a
+tile are those of `jattn.tile`, so that kernels know nothing of masks and score functions.
+
+Written for Pallas's Triton form, in which memory is indexed at will; on a CPU the same kernels are
+interpreted.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jattn import masks, softmax, tile
+from jattn._types import LogSumExp, Output, is_static
+from jattn.kernels import blockwise, lookup, reverse, tiles
+from jattn.spec import (
+    Shapes,
+    Spec,
+    Tiling,
+    has_mask,
+    parameter_letters,
+    parameters,
+    with_parameters,
+)
+
+
+MAX_HEAD_SIZE = 256
+_ENTRIES = 512  # of a parameter that is looked up, for each of which a kernel goes over a tile
+
+
+def supports(spec: Spec, shapes: Shapes) -> str | None:
+    """None or why not: what registers cannot hold, and functions that do more than look up."""
+    if shapes.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"expected float32, bfloat16 or float16, got {shapes.dtype}"
+    if max(shapes.H, shapes.V) > MAX_HEAD_SIZE:
+        return f"expected head sizes up to {MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
+    nothing = 0 in (shapes.B, shapes.T, shapes.S)
+    return None if nothing else lookup.obstacle(spec, shapes, choose_tiling(shapes))
+
+
+def choose_tiling(shapes: Shapes) -> Tiling:
+    """Tiles that fit the registers; powers of two of at least 16, as matrix units take them."""
+    size = 64 if max(shapes.H, shapes.V) <= 128 else 32
+    return Tiling(min(size, _power(shapes.T)), min(size, _power(shapes.S)))
+
+
+def _power(size: int) -> int:
+    return max(16, pl.next_power_of_2(size))
+
+
+# ---------------------------------------------------------------------------------------------
+# What all kernels share
+# ---------------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """Of a block of queries. `delta` is rowsum(d_out · out) − d_lse."""
+
+    q: Float[Array, "t H"]
+    d_out: Float[Array, "t V"]
+    lse: Float[Array, " t"]
+    delta: Float[Array, " t"]
+
+
+class _Operands(NamedTuple):
+    """What kernels read: arrays outside of them, references to memory inside.
+
+    `rows` are `[B, T, N, ...]`, `keys` and `values` `[B, S, K, ...]`, `leaves` those of the spec.
+    The forward pass has no more than queries.
+    """
+
+    rows: _Rows
+    keys: Any
+    values: Any
+    leaves: list[Any]
+
+
+class _Problem(NamedTuple):
+    """The sizes of a call in whole tiles, its tiles, and its spec as kernels read it."""
+
+    shapes: Shapes
+    tiling: Tiling
+    rules: lookup.Rules
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """How many of queries and of keys."""
+        return self.shapes.T // self.tiling.block_q, self.shapes.S // self.tiling.block_kv
+
+    @property
+    def warps(self) -> int:
+        return 4 if max(self.shapes.H, self.shapes.V) <= 64 else 8
+
+    def tile(self, memory: _Operands, b: Any, h: Any, i: Any, j: Any) -> tiles.Tile:
+        """Block i of queries and j of keys."""
+        row, column = i * self.tiling.block_q, j * self.tiling.block_kv
+        return self.rules.tile(memory.leaves, lookup.Place(b, h, row, column))
+
+    def rows(self, memory: _Operands, b: Any, h: Any, i: Any) -> _Rows:
+        """Block i of queries of head h."""
+        run = pl.ds(i * self.tiling.block_q, self.tiling.block_q)
+        return jax.tree.map(lambda x: x[(b, run, h, *[slice(None)] * (x.ndim - 3))], memory.rows)
+
+    def keys(self, memory: _Operands, b: Any, h: Any, j: Any) -> tuple[Array, Array]:
+        """Block j of the keys and values of query head h."""
+        run = pl.ds(j * self.tiling.block_kv, self.tiling.block_kv)
+        kv = lax.div(h, np.int32(self.shapes.G))
+        return memory.keys[b, run, kv, :], memory.values[b, run, kv, :]
+
+
+class _Walk(NamedTuple):
+    """Which tiles each block visits: `order [B, N, n, m]` lists them, those without need of a mask
+    first; `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N
+    have size 1 where all are alike. `kinds` are the kinds of tile that may occur.
+    """
+
+    order: Any
+    ends: Any
+    kinds: tuple[int, ...]
+
+    @property
+    def arrays(self) -> tuple[Any, Any]:
+        """What is passed to a kernel, and comes back to `fold` as `memory`."""
+        return self.order, self.ends
+
+    def fold(
+        self,
+        memory: Any,
+        at: tuple[Any, Any, Any],
+        step: Callable[..., Any],
+        state: Any,
+        part: tuple[Any, int] = (0, 1),
+    ) -> Any:
+        """Folds `step(j, masked, state)` over what block `at` (b, h, i) visits, or over one of
+        several parts of that."""
+        order, ends = memory
+        here = (*_clamped(order, *at[:2]), at[2])
+        full, visited = ends[(*here, 0)], ends[(*here, 1)]
+        each = lax.div(visited + part[1] - 1, np.int32(part[1]))
+        start, stop = (
+            jnp.minimum(part[0] * each, visited),
+            jnp.minimum((part[0] + 1) * each, visited),
+        )
+
+        def visit(masked: bool, place: Any, state: Any) -> Any:
+            return step(order[(*here, place)], masked, state)
+
+        if masks.FULL in self.kinds:
+            run = jnp.minimum(start, full), jnp.minimum(stop, full)
+            state = tiles.repeat(*run, functools.partial(visit, False), state)
+        if masks.MIXED in self.kinds:
+            run = jnp.maximum(start, full), jnp.maximum(stop, full)
+            state = tiles.repeat(*run, functools.partial(visit, True), state)
+        return state
+
+
+def _clamped(x: Any, *index: Any) -> tuple[Any, ...]:
+    """Indices of the first axes of an array in which axes of size 1 broadcast."""
+    return tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))
+
+
+def _walk(kinds: Any, *, by_key: bool = False) -> _Walk:
+    """From tile maps `[B, N, n, m]`: for each block of queries the keys, or the other way round."""
+    kinds = kinds.swapaxes(-1, -2) if by_key else kinds
+    static = isinstance(kinds, np.ndarray)
+    xp: Any = np if static else jnp
+    order = xp.argsort(-kinds, axis=-1, stable=True)  # full, mixed, empty
+    ends = xp.stack([xp.sum(kinds >= least, axis=-1) for least in (masks.FULL, masks.MIXED)], -1)
+    if static:
+        order = order[..., : max(1, ends.max())]
+    occurring = tuple(np.unique(kinds).tolist()) if static else (masks.MIXED, masks.FULL)
+    return _Walk(order.astype(np.int32), ends.astype(np.int32), occurring)
+
+
+def _kinds(spec: Spec, problem: _Problem) -> Any:
+    """The tile maps `[B or 1, N or 1, n, m]`; NumPy's if the mask is static."""
+    spec = dataclasses.replace(spec, score=None, dropout_key=None)
+    batch, heads = masks.leading(spec)
+    B, N = max((1, *batch)), max(1, heads)
+
+    def one(b: Any, h: Any) -> Any:
+        T, S = problem.shapes.T, problem.shapes.S
+        return tiles.kinds(masks.pick(spec, b, h), T, S, problem.tiling)
+
+    if B == N == 1:
+        return one(0, 0)[None, None]
+    every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+    return every(jnp.arange(B, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32))
+
+
+def _coordinates(index: Any, *sizes: int) -> list[Any]:
+    """Of a flat index; the last changes fastest."""
+    places = []
+    for size in reversed(sizes):
+        places.append(lax.rem(index, np.int32(size)))
+        index = lax.div(index, np.int32(size))
+    return places[::-1]
+
+
+class _Result(NamedTuple):
+    """What a kernel writes: `[programs, *block]`, or an array whose blocks lie where `at` says."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    block: tuple[int | None, ...]
+    at: Callable[[Any], tuple[Any, ...]]
+
+    @classmethod
+    def stacked(cls, programs: int, block: tuple[int, ...]) -> "_Result":
+        zeros = (np.int32(0),) * len(block)
+        return cls((programs, *block), jnp.float32, (None, *block), lambda p: (p, *zeros))
+
+
+def _run(
+    name: str, problem: _Problem, programs: int, kernel: Any, operands: Any, results: list[_Result]
+) -> list[Array]:
+    """`kernel(operands, *results)` in so many programs, interpreted on a CPU.
+
+    Each program sees all operands and its own blocks of the results.
+    """
+    operands, over = _varying(jax.tree.map(jnp.asarray, tuple(operands)))
+    # Not with the library: this takes longer to import than all of it.
+    triton = importlib.import_module("jax.experimental.pallas.triton")
+    call = functools.partial(
+        pl.pallas_call,
+        kernel,
+        grid=(programs,),
+        in_specs=jax.tree.map(lambda _: pl.BlockSpec(), operands),
+        out_specs=[pl.BlockSpec(result.block, result.at) for result in results],
+        out_shape=[
+            jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=over)
+            for result in results
+        ],
+        compiler_params=triton.CompilerParams(num_warps=problem.warps, num_stages=2),
+        name=name,
+    )
+    return list(lax.platform_dependent(*operands, cpu=call(interpret=True), default=call()))
+
+
+def _varying(operands: Any) -> tuple[Any, Any]:
+    """Operands that all vary over the same axes of a mesh (under `shard_map`), and these axes."""
+    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(operands)]
+    over = types[0].update(varying=frozenset().union(*(x.varying for x in types)))
+
+    def cast(x: Array) -> Array:
+        missing = tuple(over.varying - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, operands), over
+
+
+# ---------------------------------------------------------------------------------------------
+# At a tile
+# ---------------------------------------------------------------------------------------------
+
+
+def _clean(spec: Spec, x: Array) -> Array:
+    """What sums run over: without a mask nothing needs hiding."""
+    return tile.finite(x) if has_mask(spec) else x
+
+
+def _products(here: tiles.Tile, q: Array, k: Array, v: Array) -> Float[Array, "t s"]:
+    """q kᵀ, NaN for keys whose values are not finite."""
+    products = tile.product(q, k, here.spec.precision)
+    return products + tile.lost(v)[None, :] if has_mask(here.spec) else products
+
+
+def _dot(a: Array, b: Array, spec: Spec) -> Array:
+    """a · b, summed in float32. Weights and cotangents take the dtype of what they weigh."""
+    return jnp.dot(
+        a.astype(b.dtype), b, precision=spec.precision, preferred_element_type=jnp.float32
+    )
+
+
+def _d_scores(here: tiles.Tile, rows: _Rows, score: Array, v: Array) -> tuple[Array, Array]:
+    """The cotangent of the scores, and the weights after dropout.
+
+    With p = exp(s − lse) and dp = d_out vᵀ, that is p (dp − delta).
+    """
+    weights = jnp.exp(score - softmax.shift(rows.lse)[:, None])
+    d_weights = here.drop(_dot(rows.d_out, _clean(here.spec, v).T, here.spec))
+    return weights * (d_weights - rows.delta[:, None]), here.drop(weights)
+
+
+def _d_products(
+    here: tiles.Tile, rows: _Rows, k: Array, v: Array, masked: bool
+) -> tuple[Array, Array]:
+    """The cotangent of q kᵀ, and the weights after dropout."""
+    products = _products(here, rows.q, k, v)
+    score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
+    d_score, weights = _d_scores(here, rows, score, v)
+    return pull(d_score)[0], weights
+
+
+def _d_leaf(here: tiles.Tile, which: int, rows: _Rows, k: Array, v: Array, masked: bool) -> Array:
+    """What a tile adds to the gradient of a parameter, in the shape of its part at the tile; for
+    one that is looked up, to all its entries `[E]`."""
+    products, values = _products(here, rows.q, k, v), parameters(here.spec)
+
+    def scores(x: Any) -> Array:
+        replaced = with_parameters(here.spec, [*values[:which], x, *values[which + 1 :]])
+        return here._replace(spec=replaced).modify(products, masked)
+
+    own = values[which]
+    if not isinstance(own, lookup.Lookup):
+        score, pull = jax.vjp(scores, own)
+        return pull(_d_scores(here, rows, score, v)[0])[0]
+    d_score, _ = _d_scores(here, rows, scores(own), v)
+    return _d_entries(own, scores, d_score)
+
+
+def _d_entries(own: lookup.Lookup, scores: Callable[..., Array], d_score: Array) -> Array:
+    """The gradient of all entries of an array that is looked up, one after another: that of a
+    number added to it wherever it is read. Scattering to memory would have no fixed order."""
+    numbers = jnp.arange(pl.next_power_of_2(own.size), dtype=jnp.int32)
+
+    def one(entry: Any, total: Array) -> Array:
+        def nudged(x: Array) -> Array:
+            return scores(own.wrapped(lambda value, place: value + jnp.where(place == entry, x, 0)))
+
+        _, pull = jax.vjp(nudged, jnp.zeros((), jnp.float32))
+        return total + jnp.where(numbers == entry, pull(d_score)[0], 0)
+
+    return tiles.repeat(0, own.size, one, jnp.zeros(numbers.shape, jnp.float32))
+
+
+# ---------------------------------------------------------------------------------------------
+# The kernels
+# ---------------------------------------------------------------------------------------------
+
+
+def _by_block(
+    problem: _Problem, width: int, dtype: Any, parts: int = 1, *, keys: bool = False
+) -> _Result:
+    """A result `[parts × B, T, N, width]` (`[B, S, K, width]`), a block for each program."""
+    shapes, block = problem.shapes, problem.tiling[keys]
+    length, heads = (shapes.S, shapes.K) if keys else (shapes.T, shapes.N)
+
+    def at(program: Any) -> tuple[Any, ...]:
+        b, h, i = _coordinates(program, parts * shapes.B, heads, length // block)
+        return b, i, h, 0
+
+    whole = (parts * shapes.B, length, heads, width)
+    return _Result(whole, dtype, (None, block, None, width), at)
+
+
+_PROGRAMS = 256  # keep a GPU busy
+_LEAST = 4  # tiles of keys that are worth a program of their own
+
+
+def _parts(problem: _Problem) -> int:
+    """Into how many parts the keys are split where there are few queries, as in decoding."""
+    programs = problem.shapes.B * problem.shapes.N * problem.blocks[0]
+    return max(1, min(_PROGRAMS // programs, problem.blocks[1] // _LEAST))
+
+
+def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+    """`(out [B, T, N, V], lse [B, T, N])`; a program for each block of queries, or for each of them
+    and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
+    shapes, (n, _), parts = problem.shapes, problem.blocks, _parts(problem)
+    dtype = shapes.dtype if parts == 1 else jnp.float32
+    walk = _walk(_kinds(spec, problem))
+
+    def kernel(memory: _Operands, walked: Any, out_ref: Any, lse_ref: Any) -> None:
+        part, b, h, i = _coordinates(pl.program_id(0), parts, shapes.B, shapes.N, n)
+        q = problem.rows(memory, b, h, i).q
+
+        def step(j: Any, masked: bool, state: softmax.Partial) -> softmax.Partial:
+            here, (k, v) = problem.tile(memory, b, h, i, j), problem.keys(memory, b, h, j)
+            score = here.modify(_products(here, q, k, v), masked)
+            weigh = lambda w: _dot(here.drop(w), _clean(here.spec, v), here.spec)  # noqa: E731
+            return softmax.combine(state, softmax.of(score, weigh, differentiable=False))
+
+        first = softmax.empty(problem.tiling.block_q, shapes.V, jnp.float32)
+        found = walk.fold(walked, (b, h, i), step, first, (part, parts))
+        out, lse = softmax.finish(found)
+        out_ref[...], lse_ref[...] = out.astype(dtype), lse[:, None]
+
+    rows: Any = _Rows(query, None, None, None)  # pyright: ignore[reportArgumentType]
+    memory = _Operands(rows, key, value, problem.rules.arrays)
+    programs = parts * shapes.B * shapes.N * n
+    results = [_by_block(problem, x, y, parts) for x, y in ((shapes.V, dtype), (1, jnp.float32))]
+    out, lse = _run("jattn_forward", problem, programs, kernel, (memory, walk.arrays), results)
+    return _merged(out, lse[..., 0], parts, shapes.dtype)
+
+
+def _merged(out: Array, lse: Array, parts: int, dtype: Any) -> tuple[Array, Array]:
+    """Parts `[P × B, T, N, V]` and `[P × B, T, N]` as one."""
+    if parts == 1:
+        return out, lse
+    each = zip(jnp.split(out, parts), jnp.split(jnp.swapaxes(lse, 1, 2), parts), strict=True)
+    out, lse = softmax.merge(*each)
+    return out.astype(dtype), jnp.swapaxes(lse, 1, 2)
+
+
+def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
+    """The gradient `[B, T, N, H]`; a program for each block of queries."""
+    shapes, (n, _), walk = problem.shapes, problem.blocks, _walk(kinds)
+
+    def kernel(memory: _Operands, walked: Any, result: Any) -> None:
+        b, h, i = _coordinates(pl.program_id(0), shapes.B, shapes.N, n)
+        rows = problem.rows(memory, b, h, i)
+
+        def step(j: Any, masked: bool, total: Array) -> Array:
+            here, (k, v) = problem.tile(memory, b, h, i, j), problem.keys(memory, b, h, j)
+            d_products, _ = _d_products(here, rows, k, v, masked)
+            return total + _dot(d_products, _clean(here.spec, k), here.spec)
+
+        zeros = jnp.zeros((problem.tiling.block_q, shapes.H), jnp.float32)
+        result[...] = walk.fold(walked, (b, h, i), step, zeros).astype(shapes.dtype)
+
+    results = [_by_block(problem, shapes.H, shapes.dtype)]
+    programs = shapes.B * shapes.N * n
+    return _run("jattn_d_queries", problem, programs, kernel, (memory, walk.arrays), results)[0]
+
+
+def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
+    """The gradients `[B, S, K, H]` and `[B, S, K, V]`; a program for each block of keys, which goes
+    through the heads of its group."""
+    shapes, (_, m), walk = problem.shapes, problem.blocks, _walk(kinds, by_key=True)
+
+    def kernel(memory: _Operands, walked: Any, *results: Any) -> None:
+        b, kv, j = _coordinates(pl.program_id(0), shapes.B, shapes.K, m)
+        k, v = problem.keys(memory, b, kv * shapes.G, j)
+
+        def of_head(g: Any, total: Any) -> Any:
+            h = kv * shapes.G + g
+
+            def step(i: Any, masked: bool, total: Any) -> Any:
+                here, rows = problem.tile(memory, b, h, i, j), problem.rows(memory, b, h, i)
+                d_products, weights = _d_products(here, rows, k, v, masked)
+                d_k = _dot(d_products.T, _clean(here.spec, rows.q), here.spec)
+                return total[0] + d_k, total[1] + _dot(weights.T, rows.d_out, here.spec)
+
+            return walk.fold(walked, (b, h, j), step, total)
+
+        zeros = [jnp.zeros((problem.tiling.block_kv, x), jnp.float32) for x in (shapes.H, shapes.V)]
+        found = tiles.repeat(0, shapes.G, of_head, tuple(zeros))
+        for result, total in zip(results, found, strict=True):
+            result[...] = total.astype(shapes.dtype)
+
+    results = [_by_block(problem, x, shapes.dtype, keys=True) for x in (shapes.H, shapes.V)]
+    programs = shapes.B * shapes.K * m
+    return _run("jattn_d_keys", problem, programs, kernel, (memory, walk.arrays), results)
+
+
+class _Parameter(NamedTuple):
+    """A parameter of the score function: which one, its sizes by letter once a head is picked, and
+    how many batch rows and heads have one of their own."""
+
+    which: int
+    sizes: dict[str, int]
+    own: tuple[int, int]
+
+    @classmethod
+    def of(cls, spec: Spec, which: int) -> "_Parameter":
+        leaf, letters = parameters(spec)[which], parameter_letters(spec)[which]
+        names = letters.replace("#", "").split() or [str(axis) for axis in range(leaf.ndim)]
+        sizes = dict(zip(names, leaf.shape, strict=True))
+        return cls(which, sizes, (sizes.pop("*B", 1), sizes.pop("N", 1)))
+
+    @property
+    def looked_up(self) -> bool:
+        return not set(self.sizes) <= {"T", "S"}
+
+    def runs_along(self, letter: str) -> bool:
+        return self.sizes.get(letter, 1) > 1
+
+    def block(self, tiling: Tiling) -> tuple[int, ...]:
+        """The shape of its part at a tile; all entries of one that is looked up."""
+        if self.looked_up:
+            return (pl.next_power_of_2(math.prod(self.sizes.values())),)
+        at_tile = dict(zip("TS", tiling, strict=True))
+        return tuple(at_tile[x] if size > 1 else 1 for x, size in self.sizes.items())
+
+    def joined(self, parts: Array) -> Array:
+        """From those of all blocks, `[B, N, n, ...]`, the gradient for each head `[B, N, ...]`."""
+        along = [axis for axis, size in enumerate(self.sizes.values()) if size > 1]
+        if self.looked_up:
+            parts = parts.sum(axis=2)[..., : math.prod(self.sizes.values())]
+        elif along:
+            parts = jnp.moveaxis(parts, 2, 2 + along[0])
+        else:
+            parts = parts.sum(axis=2)
+        return parts.reshape(*parts.shape[:2], *self.sizes.values())
+
+
+def _d_parameters(problem: _Problem, spec: Spec, memory: _Operands, kinds: Any) -> list[Array]:
+    """The gradients of all parameters, each in its own shape. Where one is looked up and has many
+    entries, XLA sums them up tile by tile: it can scatter."""
+    found = []
+    for which, leaf in enumerate(parameters(spec)):
+        parameter = _Parameter.of(spec, which)
+        if parameter.looked_up and leaf.size > _ENTRIES:
+            rows, keys, values, _ = memory
+            every = blockwise.parameter_gradients(spec, rows, keys, values, problem.tiling)
+            found.append(every[which])
+            continue
+        by_tile = parameter.runs_along("T") and parameter.runs_along("S")
+        find = _d_by_tile if by_tile and not parameter.looked_up else _d_by_block
+        parts = find(problem, parameter, memory, kinds)
+        found.append(tile.sum_heads(parts, leaf, parameter_letters(spec)[which]))
+    return found
+
+
+def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kinds: Any) -> Array:
+    """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
+    for each block of queries, or of keys where it runs along S."""
+    shapes, by_key = problem.shapes, parameter.runs_along("S") and not parameter.looked_up
+    n, walk = problem.blocks[by_key], _walk(kinds, by_key=by_key)
+    block = parameter.block(problem.tiling)
+
+    def kernel(memory: _Operands, walked: Any, result: Any) -> None:
+        b, h, x = _coordinates(pl.program_id(0), shapes.B, shapes.N, n)
+
+        def step(y: Any, masked: bool, total: Array) -> Array:
+            i, j = (y, x) if by_key else (x, y)
+            here, rows = problem.tile(memory, b, h, i, j), problem.rows(memory, b, h, i)
+            k, v = problem.keys(memory, b, h, j)
+            return total + _d_leaf(here, parameter.which, rows, k, v, masked)
+
+        result[...] = walk.fold(walked, (b, h, x), step, jnp.zeros(block, jnp.float32))
+
+    programs = shapes.B * shapes.N * n
+    results = [_Result.stacked(programs, block)]
+    (parts,) = _run("jattn_d_parameter", problem, programs, kernel, (memory, walk.arrays), results)
+    return parameter.joined(parts.reshape(shapes.B, shapes.N, n, *block))
+
+
+def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kinds: Any) -> Array:
+    """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles,
+    which goes through the batch rows and heads that share it: nothing larger is ever held."""
+    shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
+    own = parameter.own
+    shared = [1 if mine > 1 else all_ for mine, all_ in zip(own, (shapes.B, shapes.N), strict=True)]
+
+    def kernel(memory: _Operands, kinds_ref: Any, result: Any) -> None:
+        *first, i, j = _coordinates(pl.program_id(0), *own, n, m)
+
+        def of_head(index: Any, total: Array) -> Array:
+            b, h = (x + y for x, y in zip(first, _coordinates(index, *shared), strict=True))
+
+            def add(_: Any, total: Array) -> Array:
+                here, rows = problem.tile(memory, b, h, i, j), problem.rows(memory, b, h, i)
+                k, v = problem.keys(memory, b, h, j)
+                return total + _d_leaf(here, parameter.which, rows, k, v, masked=True)
+
+            kind = kinds_ref[(*_clamped(kinds_ref, b, h), i, j)]
+            visited = jnp.where(kind == masks.EMPTY, 0, 1).astype(jnp.int32)
+            return tiles.repeat(0, visited, add, total)
+
+        zeros = jnp.zeros((rows, columns), jnp.float32)
+        result[...] = tiles.repeat(0, math.prod(shared), of_head, zeros)
+
+    def at(program: Any) -> tuple[Any, ...]:
+        return tuple(_coordinates(program, *own, n, m))
+
+    found = _Result((*own, shapes.T, shapes.S), jnp.float32, (None, None, rows, columns), at)
+    programs = math.prod((*own, n, m))
+    operands = (memory, kinds.astype(np.int32))
+    return _run("jattn_d_parameter", problem, programs, kernel, operands, [found])[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# The call
+# ---------------------------------------------------------------------------------------------
+
+
+def _backward(
+    problem: _Problem, spec: Spec, per_head: Any, key: Array, value: Array
+) -> tuple[list[Array], Array, Array, Array]:
+    """Gradients of parameters, query, key and value; `per_head` is a tuple of query, d_out, lse and
+    delta, each `[B, T, N, ...]`."""
+    kinds = _kinds(spec, problem)
+    memory = _Operands(_Rows(*per_head), key, value, problem.rules.arrays)
+    d_key, d_value = _d_keys(problem, memory, kinds)
+    d_params = _d_parameters(problem, spec, memory, kinds)
+    return d_params, _d_queries(problem, memory, kinds), d_key, d_value
+
+
+def _padded(x: Array, length: int) -> Array:
+    """`[B, T, N, H]` as whole tiles, with a head size that is a power of two of at least 16."""
+    width = _power(x.shape[3])
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, width - x.shape[3])))
+
+
+def attend(
+    spec: Spec, query: Array, key: Array, value: Array, tiling: Tiling | None = None
+) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
+    (B, T, N, _), (S, K, V) = query.shape, value.shape[1:]
+    if 0 in (B, T, S):
+        return jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, jnp.float32)
+    if not is_static(spec.scale):
+        query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
+        spec = dataclasses.replace(spec, scale=1.0)
+    if spec.dropout_rate:
+        spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
+    shapes = Shapes((B,), T, S, N, K, query.shape[3], V, query.dtype)
+    tiling = tiling or choose_tiling(shapes)
+    whole_T, whole_S = tiles.whole(T, S, tiling)
+    spec = tiles.pad_spec(spec, T, S, whole_T, whole_S)
+    query, key, value = _padded(query, whole_T), _padded(key, whole_S), _padded(value, whole_S)
+    shapes = shapes._replace(T=whole_T, S=whole_S, H=query.shape[3], V=value.shape[3])
+
+    def run(which: Callable[..., Any]) -> Callable[..., Any]:
+        def on_spec(spec: Spec, *operands: Any) -> Any:
+            return which(_Problem(shapes, tiling, lookup.Rules(spec, tiling)), spec, *operands)
+
+        return on_spec
+
+    out, lse = reverse.attention(run(_forward), run(_backward), spec, query, key, value)
+    return out[:, :T, :, :V], jnp.swapaxes(lse, 1, 2)[:, :, :T]
