@@ -538,7 +538,7 @@ def test_settings_are_read_by_type_and_checked():
     assert differences(TINY, config)[0] == "norm: pre, not post"
     for setting, message in (
         ("steps", "expected NAME=VALUE"),
-        ("stepz=1", "unknown setting 'stepz'; expected one of seed, features"),
+        ("stepz=1", "unknown setting 'stepz'; expected one of seed, architecture"),
         ("steps=1.5", "steps: expected int, got '1.5'"),
         ("tie_embeddings=1", "tie_embeddings: expected true or false"),
         ("dropout_rate=1", "dropout_rate: expected 0 <= it < 1"),
