@@ -387,6 +387,17 @@ def test_recurrent_matrices_are_orthogonal_each():
     }
 
 
+def test_initialisers_reach_every_parameter_that_they_are_for():
+    value = {"kernel_init": 1.0, "recurrent_init": 2.0, "bias_init": 3.0, "embedding_init": 4.0}
+    options = {name: nnx.initializers.constant(number) for name, number in value.items()}
+    for name, array in arrays(rnnsearch(**options)).items():
+        last = name.split("/")[-1]
+        kind = {"gates": "recurrent_init", "candidate": "recurrent_init", "bias": "bias_init"}
+        expected = value[kind.get(last, f"{last}_init" if last == "embedding" else "kernel_init")]
+        if not name.startswith("output/"):
+            assert (array == expected).all(), name
+
+
 def test_sizes_of_the_paper():
     model = nnx.eval_shape(lambda: nn.RNNsearch(30_000, 30_000, rngs=nnx.Rngs(params=0)))
     sizes = {name: leaf["shape"] for name, leaf in parameter_tree(lambda: model).items()}
