@@ -422,7 +422,7 @@ def test_explain_knows_caches():
     cache = DenseCache.create(B, 8, K, H, V)
     few, many = (jnp.ones((B, n, N, H), jnp.float32) for n in (1, 9))
     found = jattn.explain(few, cache)
-    assert list(found)[0] == "decode" and set(found.values()) == {None}
+    assert next(iter(found)) == "decode" and set(found.values()) == {None}
     assert {"blockwise", "reference"} < set(found)
     assert "at most 8" in str(jattn.explain(many, cache)["decode"])
 
