@@ -57,8 +57,10 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def choose_tiling(shapes: Shapes) -> Tiling:
-    """Tiles that fit the registers; powers of two of at least 16, as matrix units take them."""
-    size = 64 if max(shapes.H, shapes.V) <= 128 else 32
+    """Tiles that fit registers and shared memory (160 KiB at most, as on an A100): powers of two of
+    at least 16, as matrix units take them. Chosen by what the compiler reports, not by speed."""
+    row_bytes = max(shapes.H, shapes.V) * shapes.dtype.itemsize
+    size = 64 if row_bytes <= 256 else 32
     return Tiling(min(size, _power(shapes.T)), min(size, _power(shapes.S)))
 
 
