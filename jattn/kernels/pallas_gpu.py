@@ -43,7 +43,7 @@ from jattn.spec import (
 
 
 MAX_HEAD_SIZE = 256
-_ENTRIES = 512  # of a parameter that is looked up, for each of which a kernel goes over a tile
+_ENTRIES = 512  # of a parameter that is looked up: a kernel goes over a tile for each of them
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -481,7 +481,12 @@ class _Parameter(NamedTuple):
 
     @property
     def looked_up(self) -> bool:
+        """Whether a tile may read any of its entries."""
         return not set(self.sizes) <= {"T", "S"}
+
+    @property
+    def entries(self) -> int:
+        return math.prod(self.sizes.values())
 
     def runs_along(self, letter: str) -> bool:
         return self.sizes.get(letter, 1) > 1
@@ -489,7 +494,7 @@ class _Parameter(NamedTuple):
     def block(self, tiling: Tiling) -> tuple[int, ...]:
         """The shape of its part at a tile; all entries of one that is looked up."""
         if self.looked_up:
-            return (pl.next_power_of_2(math.prod(self.sizes.values())),)
+            return (pl.next_power_of_2(self.entries),)
         at_tile = dict(zip("TS", tiling, strict=True))
         return tuple(at_tile[x] if size > 1 else 1 for x, size in self.sizes.items())
 
@@ -497,7 +502,7 @@ class _Parameter(NamedTuple):
         """From those of all blocks, `[B, N, n, ...]`, the gradient for each head `[B, N, ...]`."""
         along = [axis for axis, size in enumerate(self.sizes.values()) if size > 1]
         if self.looked_up:
-            parts = parts.sum(axis=2)[..., : math.prod(self.sizes.values())]
+            parts = parts.sum(axis=2)[..., : self.entries]
         elif along:
             parts = jnp.moveaxis(parts, 2, 2 + along[0])
         else:
@@ -511,7 +516,7 @@ def _d_parameters(problem: _Problem, spec: Spec, memory: _Operands, kinds: Any) 
     found = []
     for which, leaf in enumerate(parameters(spec)):
         parameter = _Parameter.of(spec, which)
-        if parameter.looked_up and leaf.size > _ENTRIES:
+        if parameter.looked_up and parameter.entries > _ENTRIES:
             rows, keys, values, _ = memory
             every = blockwise.parameter_gradients(spec, rows, keys, values, problem.tiling)
             found.append(every[which])
