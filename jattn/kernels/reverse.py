@@ -17,7 +17,7 @@ _input = Primitive("reverse_only")
 _tangent = Primitive("reverse_only_tangent")
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def refuse(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
         "here are first derivatives in reverse mode only; "
         "jattn.attention(..., implementation='reference') differentiates in every mode and order"
@@ -37,9 +37,9 @@ ad.defjvp(_input, lambda tangent, _: _tangent.bind(tangent))
 # Reverse mode transposes the tangent's path and never computes along it.
 _tangent.def_abstract_eval(_same)
 ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
-_tangent.def_impl(_refuse)
-mlir.register_lowering(_tangent, _refuse)
-batching.primitive_batchers[_tangent] = _refuse
+_tangent.def_impl(refuse)
+mlir.register_lowering(_tangent, refuse)
+batching.primitive_batchers[_tangent] = refuse
 
 
 def only(x: Array) -> Array:
@@ -50,5 +50,5 @@ def only(x: Array) -> Array:
 def sealed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, whose derivatives raise NotImplementedError: for a backward pass."""
     run = jax.custom_vjp(function)
-    run.defvjp(lambda *arguments: (function(*arguments), None), _refuse)
+    run.defvjp(lambda *arguments: (function(*arguments), None), refuse)
     return run
