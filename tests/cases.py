@@ -24,8 +24,13 @@ from tests.oracle import At, Modifier
 
 Arrays = Mapping[str, Any]
 
-IMPLEMENTATIONS: tuple[str, ...] = tuple(importlib.import_module("jattn.attention").IMPLEMENTATIONS)
-"""What the suites run through; a new implementation is a row in the library's own table."""
+_TABLE: dict[str, Any] = importlib.import_module("jattn.attention").IMPLEMENTATIONS
+
+IMPLEMENTATIONS: tuple[str, ...] = tuple(_TABLE)
+"""A new implementation is a row in the library's own table."""
+
+GENERAL = tuple(name for name, row in _TABLE.items() if row.platforms is None)
+"""Those for every platform, which compute everything; the whole suite runs through them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
