@@ -31,14 +31,19 @@ from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
 
 
 class Implementation(NamedTuple):
-    """A file of `jattn.kernels`, and the platforms that it is for; None: all."""
+    """A file of `jattn.kernels`, and the platforms that it is for; None: all.
+
+    It is traced when a program is lowered; with `at_once` before, as for calls of cuDNN, of which
+    JAX must know to lower for the devices at hand.
+    """
 
     kernel: ModuleType
     platforms: tuple[str, ...] | None = None
+    at_once: bool = False
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cudnn": Implementation(cudnn, ("cuda",)),
+    "cudnn": Implementation(cudnn, ("cuda",), at_once=True),
     "splash": Implementation(splash, ("tpu",)),
     "blockwise": Implementation(blockwise),
     "reference": Implementation(reference),
@@ -52,7 +57,7 @@ it stands, which runs only where it is named.
 
 
 def _wrong_platform(name: str, platform: str) -> str | None:
-    kernel, platforms = IMPLEMENTATIONS[name]
+    kernel, platforms, _ = IMPLEMENTATIONS[name]
     if platforms is None or platform in platforms or getattr(kernel, "INTERPRET", False):
         return None
     return f"is for {' and '.join(platforms)}, the program is for {platform}"
@@ -99,7 +104,14 @@ def _run(
     spec = prepare(spec, shapes)
     if implementation is not None and not hasattr(IMPLEMENTATIONS[implementation].kernel, "passes"):
         return IMPLEMENTATIONS[implementation].kernel.attend(spec, query, key, value)
-    return passes.attention(functools.partial(_passes, names), spec, query, key, value)
+    rows = {platform: IMPLEMENTATIONS[name] for platform, name in names.items()}
+    at_once = {
+        platform: row.kernel.passes(platform)
+        for platform, row in rows.items()
+        if row.at_once and platform in (row.platforms or rows)
+    }
+    by_name = functools.partial(_passes, names)
+    return passes.attention(by_name, spec, query, key, value, at_once)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "shapes"))

@@ -195,7 +195,8 @@ def _refusal(spec: Spec, shapes: Shapes) -> str | None:
     )
     plain = Spec(masks.Full(), None, spec.scale, None, None)
     try:
-        jax.eval_shape(jax.grad(lambda *qkv: _attend(plain, [], *qkv).sum()), query, key, key)
+        with default_settings():
+            jax.eval_shape(jax.grad(lambda *qkv: _attend(plain, [], *qkv).sum()), query, key, key)
     except (NotImplementedError, RuntimeError, ValueError) as reason:
         return str(reason)
     return None
@@ -238,12 +239,16 @@ def _attend(spec: Spec, params: list[Array], query: Array, key: Array, value: Ar
             ("key_value_seq_lengths", flags.kv_lengths, key.shape[1]),
         ):
             options[name] = jnp.clip(_within(lengths, B, size)[0], 1)
-    biases = (bias.astype(query.dtype) for bias in params)
-    options |= {"scale": float(number(spec.scale)), "is_causal": flags.causal}
-    with default_settings():
-        return jax.nn.dot_product_attention(
-            query, key, value, *biases, implementation="cudnn", **options
-        )
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        *(bias.astype(query.dtype) for bias in params),
+        scale=float(number(spec.scale)),
+        is_causal=flags.causal,
+        implementation="cudnn",
+        **options,
+    )
 
 
 @sequential_vmap
@@ -253,7 +258,8 @@ def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array,
     The forward pass is that of a derivative even if none is taken, so that XLA finds it in the
     backward pass again and computes it once.
     """
-    out, _ = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
+    with default_settings():
+        out, _ = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
     alive, _ = _alive(spec, query, key)
     lse = jnp.full(out.shape[:3], jnp.nan, jnp.float32)
     return jnp.where(alive, out, 0).astype(jnp.float32), lse, jnp.ones((), bool)
@@ -264,9 +270,11 @@ def _backward(
     spec: Spec, per_query: Any, key: Array, value: Array, plain: Array
 ) -> tuple[list[Array], Array, Array, Array]:
     query, d_out, _, _ = per_query
-    _, pull = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
     rows, columns = _alive(spec, query, key)
-    d_params, *found = pull(jnp.where(rows, d_out, 0).astype(query.dtype))
+    d_out = jnp.where(rows, d_out, 0).astype(query.dtype)
+    with default_settings():
+        _, pull = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
+        d_params, *found = pull(d_out)
     d_query, d_key, d_value = (
         jnp.where(alive, d, 0).astype(jnp.float32)
         for alive, d in zip((rows, columns, columns), found, strict=True)
@@ -293,4 +301,4 @@ def passes(platform: str) -> Passes:
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis; lse is NaN."""
-    return attention(passes, spec, query, key, value)
+    return attention(passes, spec, query, key, value, {"cuda": passes("cuda")})

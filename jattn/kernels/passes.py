@@ -6,7 +6,7 @@ cotangents to the gradients. Which kernel's passes a program holds is settled wh
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -36,11 +36,17 @@ class Passes(NamedTuple):
 
 
 def attention(
-    passes: Callable[[str], Passes], spec: Spec, query: Array, key: Array, value: Array
+    passes: Callable[[str], Passes],
+    spec: Spec,
+    query: Array,
+    key: Array,
+    value: Array,
+    at_once: Mapping[str, Passes] | None = None,
 ) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])`, differentiable, by `passes(platform)`.
 
-    Float arrays of the score take part in derivatives, and so does a traced scale.
+    Float arrays of the score take part in derivatives, and so does a traced scale. Passes in
+    `at_once` are traced with the program, in place of those of their platform.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
@@ -51,11 +57,10 @@ def attention(
         spec = dataclasses.replace(spec, scale=1.0)
     like = [((B, T, N, V), dtype), ((B, T, N), dtype), ((), jnp.bool_)]
     results = tuple(jax.ShapeDtypeStruct(*x) for x in like)
+    run_pass = functools.partial(_run_pass, passes, at_once or {})
 
     def forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        return lowering.by_platform(
-            functools.partial(_forward, passes), results, with_parameters(spec, params), *qkv
-        )
+        return run_pass("forward", results, with_parameters(spec, params), *qkv)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
@@ -70,15 +75,8 @@ def attention(
         d_out, d_lse = cotangents
         per_query = (query, d_out, lse, jnp.sum(d_out * out, axis=-1) - d_lse)
         gradients = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, key, value)))
-        d_params, *found = lowering.by_platform(
-            functools.partial(_backward, passes),
-            gradients,
-            with_parameters(spec, params),
-            per_query,
-            key,
-            value,
-            plain,
-        )
+        operands = (with_parameters(spec, params), per_query, key, value, plain)
+        d_params, *found = run_pass("backward", gradients, *operands)
         cast = [x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True)]
         return d_params, None, *cast
 
@@ -88,12 +86,27 @@ def attention(
     return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
 
 
-def _forward(passes: Callable[[str], Passes], platform: str, *operands: Any) -> Any:
-    return passes(platform).forward(*operands)
+def _run_pass(
+    passes: Callable[[str], Passes],
+    at_once: Mapping[str, Passes],
+    which: str,
+    like: Any,
+    *operands: Any,
+) -> Any:
+    """One of the two passes, that of the platform."""
+
+    def when_lowered(*operands: Any) -> Any:
+        function = functools.partial(_pass_for, passes, which)
+        return lowering.by_platform(function, like, *operands)
+
+    if not at_once:
+        return when_lowered(*operands)
+    others = {platform: getattr(pair, which) for platform, pair in at_once.items()}
+    return jax.lax.platform_dependent(*operands, default=when_lowered, **others)
 
 
-def _backward(passes: Callable[[str], Passes], platform: str, *operands: Any) -> Any:
-    return passes(platform).backward(*operands)
+def _pass_for(passes: Callable[[str], Passes], which: str, platform: str, *operands: Any) -> Any:
+    return getattr(passes(platform), which)(*operands)
 
 
 def guarded(fast: Passes, exact: Passes) -> Passes:
