@@ -15,12 +15,14 @@ the structure (static, and so known while tracing), arrays are leaves.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer, eval_jaxpr
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -77,6 +79,27 @@ def is_static(value: Any) -> bool:
 def accumulation(dtype: Any) -> Any:
     """The dtype in which sums over these values run: float32, or float64 for float64."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def opened(
+    function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`function(*scalars, *operands)` with the traced arrays that it closes over as more operands.
+
+    A function that closes over none stays as it is. What is an operand can be differentiated, and
+    outlives the trace in which the function was written.
+    """
+    program = jax.make_jaxpr(function)(*scalars, *operands)
+    if not any(isinstance(x, Tracer) for x in program.consts):
+        return function, operands
+    given = len(scalars) + len(operands)
+
+    @functools.wraps(function)
+    def closed(*arguments: Any) -> Any:
+        flat = jax.tree.leaves(arguments[:given])
+        return eval_jaxpr(program.jaxpr, arguments[given:], *flat)[0]
+
+    return closed, (*operands, *program.consts)
 
 
 def along(letters: str, **kwargs: Any) -> Any:

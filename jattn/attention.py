@@ -1,11 +1,14 @@
 """Attention: arguments checked, an implementation chosen, one compiled pure function run."""
 
 import functools
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
 from jattn._types import (
@@ -20,68 +23,137 @@ from jattn._types import (
     declared,
 )
 from jattn.cache import Cache
-from jattn.kernels import blockwise, decode, pallas_gpu, reference
+from jattn.kernels import (
+    blockwise,
+    cudnn,
+    decode,
+    lowering,
+    pallas_gpu,
+    passes,
+    reference,
+    splash,
+)
+from jattn.kernels.passes import Passes
 from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
 
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {
-    "blockwise": blockwise,
-    "pallas": pallas_gpu,
-    "reference": reference,
+class Implementation(NamedTuple):
+    """A file of `jattn.kernels`, and the platforms that it is for; None: all.
+
+    It is traced when a program is lowered; with `at_once` before, as for calls of cuDNN, of which
+    JAX must know to lower for the devices at hand.
+    """
+
+    kernel: ModuleType
+    platforms: tuple[str, ...] | None = None
+    at_once: bool = False
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cudnn": Implementation(cudnn, ("cuda",), at_once=True),
+    "splash": Implementation(splash, ("tpu",)),
+    "blockwise": Implementation(blockwise),
+    "pallas": Implementation(pallas_gpu, ("cpu", "cuda", "rocm")),
+    "reference": Implementation(reference),
 }
-"""By name, in the order in which `implementation=None` tries them."""
+"""By name, in the order in which `implementation=None` tries them on their platforms.
+
+A kernel has `supports(spec, shapes) -> reason | None` and `passes(platform)`, see
+`jattn.kernels.passes`; or else `attend(spec, query, key, value) -> (out, lse)`, differentiable as
+it stands, which runs only where it is named.
+"""
 
 
-CACHED: dict[str, ModuleType] = {"decode": decode, **IMPLEMENTATIONS}
-"""Likewise, where keys and values come in a cache."""
+def _wrong_platform(name: str, platform: str) -> str | None:
+    kernel, platforms, _ = IMPLEMENTATIONS[name]
+    if platforms is None or platform in platforms or getattr(kernel, "INTERPRET", False):
+        return None
+    return f"is for {' and '.join(platforms)}, the program is for {platform}"
 
 
-def _choose(
-    known: dict[str, ModuleType], implementation: str | None, spec: Spec, shapes: Shapes
-) -> str:
-    if implementation is None:
-        return next(name for name, kernel in known.items() if not kernel.supports(spec, shapes))
-    if implementation not in known:
-        names = ", ".join(repr(name) for name in known)
+def _check_name(implementation: str | None, known: Iterable[str]) -> None:
+    if implementation is not None and implementation not in known:
+        names = ", ".join(map(repr, known))
         raise ValueError(f"implementation: expected None or one of {names}, got {implementation!r}")
-    reason = known[implementation].supports(spec, shapes)
+
+
+def _refuse(name: str, reason: str | None) -> None:
     if reason:
-        raise NotImplementedError(f"implementation {implementation!r}: {reason}")
-    return implementation
+        raise NotImplementedError(f"implementation {name!r}: {reason}")
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "shapes", "return_lse"))
+def _by_platform(implementation: str | None, spec: Spec, shapes: Shapes) -> dict[str, str]:
+    """The name of the implementation for each platform: the named one, or the first that can."""
+    if implementation is not None:
+        return dict.fromkeys(lowering.PLATFORMS, implementation)
+    able = [
+        (name, row.platforms)
+        for name, row in IMPLEMENTATIONS.items()
+        if hasattr(row.kernel, "passes") and not row.kernel.supports(spec, shapes)
+    ]
+
+    def first(platform: str) -> str:
+        return next(name for name, only in able if not only or platform in only)
+
+    return {platform: first(platform) for platform in lowering.PLATFORMS}
+
+
+def _passes(names: dict[str, str], platform: str) -> Passes:
+    name = names[platform]
+    _refuse(name, _wrong_platform(name, platform))
+    return IMPLEMENTATIONS[name].kernel.passes(platform)
+
+
+def _run(
+    implementation: str | None, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes
+) -> tuple[Array, Array]:
+    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
+    names = _by_platform(implementation, spec, shapes)
+    spec = prepare(spec, shapes)
+    if implementation is not None and not hasattr(IMPLEMENTATIONS[implementation].kernel, "passes"):
+        return IMPLEMENTATIONS[implementation].kernel.attend(spec, query, key, value)
+    rows = {platform: IMPLEMENTATIONS[name] for platform, name in names.items()}
+    at_once = {
+        platform: row.kernel.passes(platform)
+        for platform, row in rows.items()
+        if row.at_once and platform in (row.platforms or rows)
+    }
+    by_name = functools.partial(_passes, names)
+    return passes.attention(by_name, spec, query, key, value, at_once)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
 def _attend(
     spec: Spec,
     query: Array,
     key: Array,
     value: Array,
     *,
-    implementation: str,
+    implementation: str | None,
     shapes: Shapes,
-    return_lse: bool,
 ) -> Any:
-    flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value)]
-    out, lse = IMPLEMENTATIONS[implementation].attend(prepare(spec, shapes), *flat)
+    query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
+    out, lse = _run(implementation, spec, query, key, value, shapes)
     out = out.reshape(*shapes.batch, *out.shape[1:])
-    return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if return_lse else out
+    return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "shapes", "return_lse"))
+@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
 def _attend_cache(
-    spec: Spec, query: Array, cache: Cache, *, implementation: str, shapes: Shapes, return_lse: bool
+    spec: Spec, query: Array, cache: Cache, *, implementation: str | None, shapes: Shapes
 ) -> Any:
-    spec = prepare(spec, shapes)
+    if implementation is None and not decode.supports(spec, shapes):
+        implementation = "decode"
     if implementation == "decode":
-        out, lse = decode.attend(spec, query, cache)
+        out, lse = decode.attend(prepare(spec, shapes), query, cache)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
-        out, lse = IMPLEMENTATIONS[implementation].attend(spec, query, key, value)
+        out, lse = _run(implementation, spec, query, key, value, shapes)
     lost = cache.overflowed
     out = jnp.where(lost[:, None, None, None], jnp.nan, out)
-    return (out, jnp.where(lost[:, None, None], jnp.nan, lse)) if return_lse else out
+    return (out, jnp.where(lost[:, None, None], jnp.nan, lse)) if spec.lse else out
 
 
 @overload
@@ -155,7 +227,7 @@ def attention(
         dropout_key: a JAX random key, needed if the rate is above 0.
         precision: of the matrix products, as in `jax.lax.Precision`.
         implementation: a name from `explain`, which then runs or raises; None takes the first that
-            supports the call.
+            supports the call on the platform that the program is lowered for.
         return_lse: also return the log of the softmax's denominator.
 
     Returns:
@@ -178,21 +250,25 @@ def attention(
         "dropout_rate": dropout_rate,
         "dropout_key": dropout_key,
         "precision": precision,
+        "lse": return_lse,
     }
     if isinstance(key, Cache):
         shapes, spec = _check_cache(query, key, value, meaning)
-        name = _choose(CACHED, implementation, spec, shapes)
-        return _attend_cache(
-            spec, query, key, implementation=name, shapes=shapes, return_lse=return_lse
-        )
+        _check_name(implementation, ("decode", *IMPLEMENTATIONS))
+        if implementation is not None:
+            kernel = (
+                decode if implementation == "decode" else IMPLEMENTATIONS[implementation].kernel
+            )
+            _refuse(implementation, kernel.supports(spec, shapes))
+        return _attend_cache(spec, query, key, implementation=implementation, shapes=shapes)
     if value is None:
         raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
     shapes = check_shapes(query, key, value)
     spec = make_spec(shapes, **meaning)
-    name = _choose(IMPLEMENTATIONS, implementation, spec, shapes)
-    return _attend(
-        spec, query, key, value, implementation=name, shapes=shapes, return_lse=return_lse
-    )
+    _check_name(implementation, IMPLEMENTATIONS)
+    if implementation is not None:
+        _refuse(implementation, IMPLEMENTATIONS[implementation].kernel.supports(spec, shapes))
+    return _attend(spec, query, key, value, implementation=implementation, shapes=shapes)
 
 
 def _check_cache(
@@ -290,21 +366,45 @@ def _in_pieces(
 
 
 def explain(
-    query: Queries, key: Keys | Cache, value: Values | None = None, **arguments: Any
+    query: Queries,
+    key: Keys | Cache,
+    value: Values | None = None,
+    *,
+    platform: str | None = None,
+    **arguments: Any,
 ) -> dict[str, str | None]:
-    """Which implementations can run `attention(query, key, value, **arguments)`.
+    """Which implementations can run `attention(query, key, value, **arguments)` on a platform.
 
     Maps each name to None where it can, else to its reason. `implementation=None` takes the first
-    that can.
+    that can. `platform` is "cpu", "cuda", "rocm" or "tpu": what the program is lowered for; by
+    default where the query lies or, while tracing, where JAX puts arrays.
     """
-    arguments.pop("return_lse", None)
     arguments.pop("implementation", None)
+    arguments["lse"] = arguments.pop("return_lse", False)
+    platform = platform or _platform_of(query)
+    reasons: dict[str, str | None] = {}
     if isinstance(key, Cache):
         shapes, spec = _check_cache(query, key, value, arguments)
-        return {name: kernel.supports(spec, shapes) for name, kernel in CACHED.items()}
-    shapes = check_shapes(query, key, value)
-    spec = make_spec(shapes, **arguments)
-    return {name: kernel.supports(spec, shapes) for name, kernel in IMPLEMENTATIONS.items()}
+        reasons["decode"] = decode.supports(spec, shapes)
+    else:
+        shapes = check_shapes(query, key, value)
+        spec = make_spec(shapes, **arguments)
+    for name, row in IMPLEMENTATIONS.items():
+        reasons[name] = row.kernel.supports(spec, shapes) or _wrong_platform(name, platform)
+    return reasons
+
+
+def _platform_of(x: Any) -> str:
+    """Where an array lies, or else would be put."""
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        device = next(iter(x.devices()))
+    else:
+        device = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
+    platform = device if isinstance(device, str) else device.platform
+    if platform != "gpu":
+        return platform
+    version = get_backend(platform).platform_version
+    return "rocm" if "rocm" in version else "cuda"
 
 
 @functools.partial(jax.jit, static_argnames=("what", "shapes"))

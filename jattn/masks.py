@@ -22,7 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn._types import Allowed, Indices, Shape, along, declared, is_static, node, number, static
+from jattn._types import (
+    Allowed,
+    Indices,
+    Shape,
+    along,
+    declared,
+    is_static,
+    node,
+    number,
+    opened,
+    static,
+)
 
 
 Truth = Any  # bool [n_rows, n_columns], NumPy's where all is known while tracing
@@ -652,6 +663,11 @@ class Predicate(Mask):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "bounds_fn", bounds)
+
+    def opened(self) -> "Predicate":
+        """The same mask; traced arrays that its function closes over are operands."""
+        fn, operands = opened(self.fn, self.operands, *[jnp.int32(0)] * 4)
+        return Predicate(fn, *operands, bounds=self.bounds_fn)
 
     def _scalar(self, b: Any, h: Any, q: Any, kv: Any) -> Bool[Array, ""]:
         truth = jnp.asarray(self.fn(b, h, q, kv, *self.operands))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jattn._types import Scores, along, is_static, node, number, static
+from jattn._types import Scores, along, is_static, node, number, opened, static
 
 
 class ScoreFunction:
@@ -237,6 +237,12 @@ class Score(ScoreFunction):
             raise TypeError(f"Score: expected a function, got {type(fn).__name__}")
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
+
+    def opened(self, dtype: Any) -> "Score":
+        """The same function of scores of a dtype; traced arrays it closes over are operands."""
+        score = jnp.zeros((), dtype)
+        fn, operands = opened(self.fn, self.operands, score, *[jnp.int32(0)] * 4)
+        return Score(fn, *operands)
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         changed = jnp.asarray(self.fn(score, b, h, q, kv, *self.operands))

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn._types import Shape, accumulation, along, declared, node, number, static
-from jattn.masks import Blocks, Full, Mask, as_mask, flatten_batch
-from jattn.scores import ScoreFunction
+from jattn.masks import Blocks, Full, Mask, Predicate, as_mask, flatten_batch
+from jattn.scores import Score, ScoreFunction
 
 
 Shaped = Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
@@ -36,6 +36,7 @@ class Spec:
     dropout_key: Any = None
     dropout_rate: float = static(default=0.0)
     precision: Any = static(default=None)
+    lse: bool = static(default=False)  # whether the log of the denominator is asked for too
 
 
 class Tiling(NamedTuple):
@@ -209,6 +210,7 @@ def make_spec(
     dropout_rate: float = 0.0,
     dropout_key: Any = None,
     precision: Any = None,
+    lse: bool = False,
 ) -> Spec:
     """Checks the arguments of a call and puts them into a `Spec`.
 
@@ -232,6 +234,7 @@ def make_spec(
         dropout_key=dropout_key if rate else None,
         dropout_rate=rate,
         precision=precision,
+        lse=bool(lse),
     )
     check_leaves(spec, shapes)
     return spec
@@ -243,13 +246,23 @@ def has_mask(spec: Spec) -> bool:
 
 
 def prepare(spec: Spec, shapes: Shapes) -> Spec:
-    """The spec as implementations take it: one flat batch axis, score parameters in the dtype in
-    which scores are computed (so that their gradients are summed in it)."""
+    """The spec as implementations take it: one flat batch axis, users' functions without traced
+    arrays of their own, score parameters in the dtype in which scores are computed (so that their
+    gradients are summed in it)."""
     dtype = accumulation(shapes.dtype)
+
+    def is_function(x: Any) -> bool:
+        return isinstance(x, Predicate | Score)
+
+    def open_(x: Any) -> Any:
+        if isinstance(x, Predicate):
+            return x.opened()
+        return x.opened(dtype) if isinstance(x, Score) else x
 
     def cast(leaf: Any) -> Any:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
+    spec = jax.tree.map(open_, spec, is_leaf=is_function)
     spec = dataclasses.replace(spec, score=jax.tree.map(cast, spec.score))
     return flatten_batch(spec, shapes.batch)
 

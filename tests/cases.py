@@ -24,17 +24,13 @@ from tests.oracle import At, Modifier
 
 Arrays = Mapping[str, Any]
 
-REGISTERED: tuple[str, ...] = tuple(importlib.import_module("jattn.attention").IMPLEMENTATIONS)
-"""All that users can name; a new implementation is a row in the library's own table."""
+_TABLE: dict[str, Any] = importlib.import_module("jattn.attention").IMPLEMENTATIONS
 
+IMPLEMENTATIONS: tuple[str, ...] = tuple(_TABLE)
+"""A new implementation is a row in the library's own table."""
 
-def _takes_float64(name: str) -> bool:
-    x = jnp.ones((1, 1, 1, 1), np.float64)
-    return jattn.explain(x, x, x)[name] is None
-
-
-IMPLEMENTATIONS: tuple[str, ...] = tuple(filter(_takes_float64, REGISTERED))
-"""What the suites run everything through; those of fewer dtypes have suites of their own."""
+GENERAL = tuple(name for name, row in _TABLE.items() if row.platforms is None)
+"""Those for every platform, which compute everything; the whole suite runs through them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

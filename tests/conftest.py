@@ -96,16 +96,18 @@ def _small_tiles(request):
     blockwise: Any = importlib.import_module("jattn.kernels.blockwise")
     pallas_gpu: Any = importlib.import_module("jattn.kernels.pallas_gpu")
     tiles: Any = importlib.import_module("jattn.kernels.tiles")
+    splash: Any = importlib.import_module("jattn.kernels.splash")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise, "choose_tiling", _tiles_of_16)
-        patch.setattr(blockwise, "_way", _every_way)
+        patch.setattr(blockwise, "choose_way", _every_way)
         patch.setattr(pallas_gpu, "choose_tiling", lambda shapes: _tiling(16, 16))
         patch.setattr(tiles, "_WIDE", 32)
         patch.setattr(tiles, "_RUNS", 5)
+        patch.setattr(splash, "INTERPRET", True)
         yield
 
 
-def _every_way(shapes: Any) -> str:
+def _every_way(shapes: Any, *_: Any) -> str:
     """Long cases head by head or all at once, short ones in one piece or over tiles, by dtype."""
     if shapes.T > 16:
         return "vmap" if shapes.dtype.name == "float16" else "loop"
@@ -113,7 +115,7 @@ def _every_way(shapes: Any) -> str:
     return "whole" if in_one_piece else "vmap"
 
 
-def _tiles_of_16(spec: Any, T: int, S: int) -> Any:
+def _tiles_of_16(spec: Any, T: int, S: int, *_: Any) -> Any:
     return _tiling(min(T, 16), min(S, 16))
 
 

@@ -14,11 +14,11 @@ import pytest
 
 import jattn
 from jattn import masks, scores, tile
-from tests.cases import IMPLEMENTATIONS
+from tests.cases import GENERAL
 from tests.conftest import quick_jit
 
 
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = pytest.mark.parametrize("implementation", GENERAL)
 KEY = jax.random.key(7)
 
 

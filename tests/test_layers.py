@@ -22,6 +22,7 @@ LAYERS = {
     "scores": 1,
     "positions": 1,
     "spec": 2,
+    "tuning": 2,
     "cache": 2,
     "tile": 3,
     "kernels": 4,
@@ -30,12 +31,15 @@ LAYERS = {
     "kernels.whole": 4,
     "kernels.tiles": 4,
     "kernels.lookup": 4.2,  # reads into the tiles of `tiles`
+    "kernels.lowering": 4.1,
+    "kernels.passes": 4.2,
     "kernels.blockwise": 4.5,  # goes by `whole` for short sequences, by `tiles` for long ones
     "kernels.additive": 4.5,
     "kernels.decode": 4.7,  # differentiated as blockwise
-    "kernels.cudnn": 4,
+    "kernels.cudnn": 4.6,  # they fall back on blockwise where something masked is not finite
+    "kernels.splash": 4.6,
+    "kernels.splash_passes": 4.7,
     "kernels.pallas_gpu": 4.7,  # leaves to blockwise what would have to scatter
-    "kernels.splash": 4,
     "attention": 5,
     "mechanisms": 5.5,  # shares its row in the design with attention, and builds on it
     "parallel": 6,
@@ -133,7 +137,7 @@ def test_the_library_does_not_know_the_experiments():
             assert name.split(".")[0] not in ("experiments", "tests"), module
 
 
-PUBLIC = {"", "masks", "scores", "positions", "cache", "parallel", "viz", "compat", "nn"}
+PUBLIC = {"", "tuning", "masks", "scores", "positions", "cache", "parallel", "viz", "compat", "nn"}
 
 
 def test_experiments_use_public_names_only():

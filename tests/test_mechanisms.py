@@ -573,7 +573,7 @@ LONG = [(150, 190, 128, True), (40, 70, 16, True), (44, 72, 24, False)]
 )
 def test_additive_attention_over_tiles(monkeypatch, queries, keys, block, in_turn, mask):
     monkeypatch.setattr(kernel, "_TILE", block)
-    monkeypatch.setattr(kernel, "_in_turn", lambda: in_turn)
+    monkeypatch.setattr(kernel, "_in_turn", lambda platform: in_turn)
     build, allowed = _long_mask(mask, queries, keys)
     arrays = on_device(long_inputs(queries, keys))
     d_out = jnp.asarray(np.random.default_rng(8).normal(size=(B, queries, 3)))
@@ -592,7 +592,7 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
     monkeypatch, queries, keys, block, in_turn
 ):
     monkeypatch.setattr(kernel, "_TILE", block)
-    monkeypatch.setattr(kernel, "_in_turn", lambda: in_turn)
+    monkeypatch.setattr(kernel, "_in_turn", lambda platform: in_turn)
     build, allowed = _long_mask("lengths", queries, keys)
     rng = np.random.default_rng(9)
     bias = jnp.asarray(rng.normal(size=(1, 1, queries, keys)))

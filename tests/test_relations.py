@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks, positions, scores
-from tests.cases import IMPLEMENTATIONS, Sizes
+from tests.cases import GENERAL, Sizes
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -29,7 +29,7 @@ SHAPES = (
     Sizes(batch=(1,), T=6, S=6, N=3, K=3, H=3, V=6),
 )
 
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = pytest.mark.parametrize("implementation", GENERAL)
 shapes = st.sampled_from(SHAPES)
 seeds = st.integers(0, 2**32 - 1)
 

@@ -4,6 +4,7 @@
     python -m experiments.benchmark --cases page long-window --peers jax.nn
     python -m experiments.benchmark --growing            time and memory over T, with plots
     python -m experiments.benchmark training             steps of the translation experiment
+    python -m experiments.benchmark tune                 the row of `jattn.tuning` for this machine
 
 Competitors take turns in one process, round after round, so that a machine whose speed drifts
 drifts for all; figures are medians, and ratios are a peer's median over ours (above 1: jattn is
@@ -15,7 +16,6 @@ import importlib
 import importlib.util
 import json
 import pathlib
-import statistics
 import sys
 import time
 from typing import Any
@@ -25,15 +25,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.benchmark import cases, peers, training
-
-
-MIN_ROUNDS = 3
-# Seconds between turns: idle worker threads of one library spin for a while and disturb the next,
-# and memory that a long run has given back is still being cleared.
-SETTLE, LONGEST_SETTLE = 0.01, 0.3
-TURN = 0.03  # seconds; short runs are repeated within a turn
-WARM = 1.0  # seconds; shorter first runs pay for memory that the one before has given back
+from experiments.benchmark import cases, peers, timing, training, tune
 
 
 def available(names: list[str] | None) -> dict[str, peers.Peer]:
@@ -54,23 +46,6 @@ def available(names: list[str] | None) -> dict[str, peers.Peer]:
     return {name: known[name] for name in known if name in {"jattn", *names}}
 
 
-def _timed(one: peers.Runnable) -> float:
-    start = time.perf_counter()
-    one.run()
-    return time.perf_counter() - start
-
-
-def _turn(one: peers.Runnable, before: float) -> list[float]:
-    """Seconds of each run in a turn, after a run that took `before`. The first warms caches up and
-    counts only if it is long."""
-    time.sleep(min(LONGEST_SETTLE, max(SETTLE, before / 4)))
-    first = _timed(one)
-    times = [first] if first >= WARM else []
-    while sum(times) < TURN:
-        times.append(_timed(one))
-    return times
-
-
 def measure(
     case: cases.Case,
     backward: bool,
@@ -84,16 +59,7 @@ def measure(
     """
     runnable = {name: make(case, backward) for name, make in competitors.items()}
     present = {name: one for name, one in runnable.items() if one is not None}
-    for one in present.values():
-        one.run()
-    times: dict[str, list[float]] = {name: [] for name in present}
-    stop, rounds, last = time.perf_counter() + seconds, 0, 0.0
-    while rounds < MIN_ROUNDS or time.perf_counter() < stop:
-        rounds += 1
-        for name, one in present.items():
-            times[name] += _turn(one, before=last)
-            last = times[name][-1]
-    medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    medians, rounds = timing.in_turn(present, seconds)
     return {
         "case": case.name,
         "pass": "forward+backward" if backward else "forward",
@@ -187,11 +153,15 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+_COMMANDS = {"training": training.main, "tune": tune.main}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints a table, writes JSON lines and plots."""
     given = sys.argv[1:] if argv is None else argv
-    if given[:1] == ["training"]:
-        return training.main(given[1:])
+    command = _COMMANDS.get(given[0]) if given else None
+    if command:
+        return command(given[1:])
     arguments = _arguments(given)
     if arguments.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
 from jattn._types import accumulation
-from jattn.kernels import reverse, tiles
+from jattn.kernels import lowering, reverse, tiles
 from jattn.spec import (
     Shapes,
     Spec,
@@ -191,18 +191,24 @@ def _backward_head(
     return tiles.fold_blocks(walk, len(query) // rows, block, total)
 
 
-def _in_turn() -> bool:
+def _in_turn(platform: str) -> bool:
     """Whether batch rows go one after another: on a CPU one row's tile fills the cores, and each
     row's mask decides alone which tiles are visited."""
-    return jax.default_backend() == "cpu"
+    return platform == "cpu"
 
 
 def _forward_rows(
-    tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, w_score: Array
+    tiling: Tiling,
+    platform: str,
+    spec: Spec,
+    query: Array,
+    key: Array,
+    value: Array,
+    w_score: Array,
 ) -> tuple[Float[Array, "B T 1 V"], Float[Array, "B T 1"]]:
     """`(out, lse)` of all batch rows."""
     one = functools.partial(_forward_head, tiling, w_score=w_score)
-    if not _in_turn():
+    if not _in_turn(platform):
         return tile.over_heads(one, spec, (query,), (key, value), out_axes=(1, 1))
 
     def row(operands: Any) -> tuple[Array, Array]:
@@ -215,13 +221,19 @@ def _forward_rows(
 
 
 def _backward_rows(
-    tiling: Tiling, spec: Spec, per_query: Any, key: Array, value: Array, w_score: Array
+    tiling: Tiling,
+    platform: str,
+    spec: Spec,
+    per_query: Any,
+    key: Array,
+    value: Array,
+    w_score: Array,
 ) -> tuple[Any, Array, Array, Array, Array]:
     """Gradients of params, query, key, value and w_score, summed over batch rows where those are
     shared; `per_query` is a tuple of query, d_out, lse and delta."""
     one = functools.partial(_backward_head, tiling, w_score=w_score)
     letters = parameter_letters(spec)
-    if not _in_turn():
+    if not _in_turn(platform):
         axes = _Gradients._make((1, 1, 2, 0, [0] * len(letters)))
         found = tile.over_heads(one, spec, per_query, (key, value), axes)
         d_value = jnp.moveaxis(found.value, 1, 3)
@@ -244,24 +256,32 @@ def _over_tiles(
     tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, w_score: Array
 ) -> Float[Array, "B T 1 V"]:
     """Tile by tile, with the derivative by formula: the backward pass walks as the forward one."""
-    T, S = query.shape[1], key.shape[1]
+    (B, T, _, _), S = query.shape, key.shape[1]
     padded = tuple(-(-size // block) * block for size, block in zip((T, S), tiling, strict=True))
-    forward, backward = (
-        reverse.sealed(functools.partial(f, tiling)) for f in (_forward_rows, _backward_rows)
-    )
+    dtype = accumulation(query.dtype)
+
+    def forward(params: list[Array], spec: Spec, *arrays: Array) -> Any:
+        shapes = ((B, padded[0], 1, value.shape[-1]), (B, padded[0], 1))
+        like = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        function = functools.partial(_forward_rows, tiling)
+        return lowering.by_platform(function, like, with_parameters(spec, params), *arrays)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *arrays: Array) -> Array:
-        return forward(with_parameters(spec, params), *arrays)[0]
+        return forward(params, spec, *arrays)[0]
 
     def run_forward(params: list[Array], spec: Spec, *arrays: Array) -> Any:
-        out, lse = forward(with_parameters(spec, params), *arrays)
+        out, lse = forward(params, spec, *arrays)
         return out, (params, spec, *arrays, out, lse)
 
     def run_backward(residuals: Any, d_out: Array) -> Any:
         params, spec, query, *arrays, out, lse = residuals
         per_query = (query, d_out, lse, jnp.sum(d_out * out, axis=-1))
-        d_params, *found = backward(with_parameters(spec, params), per_query, *arrays)
+        like = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, *arrays)))
+        function = functools.partial(_backward_rows, tiling)
+        d_params, *found = lowering.by_platform(
+            function, like, with_parameters(spec, params), per_query, *arrays
+        )
         cast = [x.astype(y.dtype) for x, y in zip(found, (query, *arrays), strict=True)]
         return d_params, None, *cast
 

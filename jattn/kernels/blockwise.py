@@ -6,10 +6,10 @@ of each tile are computed again (Rabe and Staats 2021; Dao et al. 2022, FlashAtt
 as in Dao et al., appendix B.2). The walk is that of `jattn.kernels.tiles`.
 
 Heads run one after another on a CPU, where one head's tile fills the cores and stays in their
-caches, and all at once elsewhere. Short sequences go by `jattn.kernels.whole`.
+caches, and all at once elsewhere. Short sequences go by `jattn.kernels.whole`. Sizes of tiles are
+those of `jattn.tuning`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn import masks, softmax, tile
-from jattn._types import LogSumExp, Output, accumulation, is_static
-from jattn.kernels import reverse, tiles, whole
+from jattn import masks, softmax, tile, tuning
+from jattn._types import LogSumExp, Output, accumulation
+from jattn.kernels import tiles, whole
+from jattn.kernels.passes import Passes, attention
 from jattn.spec import (
     Shapes,
     Spec,
@@ -32,6 +33,7 @@ from jattn.spec import (
     parameters,
     scaled,
 )
+from jattn.tuning import Sizes
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -39,13 +41,10 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def choose_tiling(spec: Spec, T: int, S: int) -> Tiling:
-    """Tiles near those that measured fastest on CPUs, forward and backward.
-
-    Small tiles follow a narrow band closely; where a block of queries visits many keys, the larger
-    products of larger tiles win.
-    """
-    size = 128 if _visited(spec, T, S) <= 1024 else 512
+def choose_tiling(spec: Spec, T: int, S: int, sizes: Sizes) -> Tiling:
+    """Small tiles follow a narrow band closely; where a block of queries visits many keys, the
+    larger products of larger tiles win."""
+    size = sizes.small if _visited(spec, T, S) <= sizes.narrow else sizes.large
     return Tiling(tiles.even(T, size), tiles.even(S, size))
 
 
@@ -58,7 +57,6 @@ def _visited(spec: Spec, T: int, S: int) -> float:
     return float(np.mean(np.sum(kinds > 0, axis=1)) * block)
 
 
-_WHOLE = 256 * 256  # T × S of a head that is taken in one piece, at most
 _PIECES = 8  # of a band at once: enough for the cores, few enough for their caches
 
 
@@ -297,15 +295,32 @@ def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
 
 
 class _Problem(NamedTuple):
-    """The sizes of a call, and its tiles."""
+    """The sizes of a call, its tiles, and how heads are run."""
 
     shapes: Shapes
     tiling: Tiling
+    way: str
+
+    @classmethod
+    def of(
+        cls, platform: str, spec: Spec, query: Array, value: Array, tiling: Tiling | None
+    ) -> "_Problem":
+        (B, T, N, H), (S, K, V) = query.shape, value.shape[1:]
+        shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
+        sizes = tuning.sizes(platform)
+        way = choose_way(shapes, platform, sizes)
+        if way == "whole":
+            tiling = Tiling(T, S)
+        return cls(shapes, tiling or choose_tiling(spec, T, S, sizes), way)
 
     @property
     def padded(self) -> tuple[int, int]:
         """T and S as whole tiles."""
         return tiles.whole(self.shapes.T, self.shapes.S, self.tiling)
+
+    def pad(self, spec: Spec) -> Spec:
+        """The spec for whole tiles."""
+        return tiles.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
 
 
 def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
@@ -442,57 +457,61 @@ def parameter_gradients(
     shapes = Shapes((B,), T, S, N, K, H, V, key.dtype)
     query, *others = per_head
     wide = [x.astype(accumulation(key.dtype)) for x in others]
-    problem = _Problem(shapes, tiling)
+    problem = _Problem(shapes, tiling, "vmap")
     return _backward_vmap(spec, (query, *wide), key, value, problem)[0]
 
 
-def _way(shapes: Shapes) -> str:
-    """How heads are run, by what measured fastest.
+def choose_way(shapes: Shapes, platform: str, sizes: Sizes) -> str:
+    """How heads are run.
 
     "whole" takes short sequences in one piece, all heads at once; "loop" runs heads one after
     another, where on a CPU one head alone fills the cores and stays in their caches; "vmap" walks
     over tiles with all heads at once.
     """
-    if shapes.T * shapes.S <= _WHOLE:
+    if shapes.T * shapes.S <= sizes.whole:
         return "whole"
-    return "loop" if jax.default_backend() == "cpu" else "vmap"
+    return "loop" if platform == "cpu" else "vmap"
+
+
+def _forward(
+    platform: str, tiling: Tiling | None, spec: Spec, query: Array, key: Array, value: Array
+) -> tuple[Array, Array, Array]:
+    problem = _Problem.of(platform, spec, query, value, tiling)
+    if problem.way == "whole":
+        out, lse, plain = whole.forward(spec, query, key, value, optimistic=platform == "cpu")
+        return out, lse, jnp.asarray(plain)
+    run = _forward_loop if problem.way == "loop" else _forward_vmap
+    out, lse = run(problem.pad(spec), query, key, value, problem)
+    return out, lse, jnp.zeros((), bool)
+
+
+def _backward(
+    platform: str,
+    tiling: Tiling | None,
+    spec: Spec,
+    per_query: Any,
+    key: Array,
+    value: Array,
+    plain: Array,
+) -> tuple[Any, Array, Array, Array]:
+    problem = _Problem.of(platform, spec, per_query[0], value, tiling)
+    if problem.way == "whole":
+        return whole.backward(spec, per_query, key, value, plain, optimistic=platform == "cpu")
+    run = _backward_loop if problem.way == "loop" else _backward_vmap
+    d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
+    # Those of an array that was padded are longer than it.
+    cut = [d[tuple(map(slice, x.shape))] for d, x in zip(d_params, parameters(spec), strict=True)]
+    return cut, *found
+
+
+def passes(platform: str, tiling: Tiling | None = None) -> Passes:
+    """Forward and backward, for short sequences in one piece, else tile by tile."""
+    forward, backward = (functools.partial(f, platform, tiling) for f in (_forward, _backward))
+    return Passes(forward, backward)
 
 
 def attend(
     spec: Spec, query: Array, key: Array, value: Array, tiling: Tiling | None = None
 ) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    (B, T, N, H), (S, K, V) = query.shape, value.shape[1:]
-    shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
-    if 0 in (B, T, S):
-        lse = jnp.full((B, N, T), -jnp.inf, accumulation(query.dtype))
-        return jnp.zeros((B, T, N, V), query.dtype), lse
-    if not is_static(spec.scale):
-        query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
-        spec = dataclasses.replace(spec, scale=1.0)
-    if _way(shapes) == "whole":
-        tiling = Tiling(T, S)
-    problem = _Problem(shapes, tiling or choose_tiling(spec, T, S))
-    spec = tiles.pad_spec(spec, T, S, *problem.padded)
-    return _differentiable(problem, spec, query, key, value)
-
-
-def _ways(problem: _Problem) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The functions that run all heads, forward and backward."""
-    match _way(problem.shapes):
-        case "whole":
-            options = {"optimistic": jax.default_backend() == "cpu"}
-            ways = whole.forward, whole.backward
-        case "loop":
-            options, ways = {"problem": problem}, (_forward_loop, _backward_loop)
-        case _:
-            options, ways = {"problem": problem}, (_forward_vmap, _backward_vmap)
-    forward, backward = (functools.partial(f, **options) for f in ways)
-    return forward, backward
-
-
-def _differentiable(
-    problem: _Problem, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Output, LogSumExp]:
-    out, lse = reverse.attention(*_ways(problem), spec, query, key, value)
-    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
+    return attention(functools.partial(passes, tiling=tiling), spec, query, key, value)

@@ -29,8 +29,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
-from jattn._types import LogSumExp, Output, is_static
-from jattn.kernels import blockwise, lookup, reverse, tiles
+from jattn.kernels import blockwise, lookup, tiles
+from jattn.kernels.passes import Passes
 from jattn.spec import (
     Shapes,
     Spec,
@@ -96,11 +96,13 @@ class _Operands(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """The sizes of a call in whole tiles, its tiles, and its spec as kernels read it."""
+    """The sizes of a call in whole tiles, its tiles, its spec as kernels read it, and whether the
+    kernels are interpreted."""
 
     shapes: Shapes
     tiling: Tiling
     rules: lookup.Rules
+    interpret: bool
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -218,17 +220,17 @@ def _coordinates(index: Any, *sizes: int) -> list[Any]:
 
 
 class _Result(NamedTuple):
-    """What a kernel writes: `[programs, *block]`, or an array whose blocks lie where `at` says."""
+    """What a kernel writes, in float32: `[programs, *block]`, or an array whose blocks lie where
+    `at` says."""
 
     shape: tuple[int, ...]
-    dtype: Any
     block: tuple[int | None, ...]
     at: Callable[[Any], tuple[Any, ...]]
 
     @classmethod
     def stacked(cls, programs: int, block: tuple[int, ...]) -> "_Result":
         zeros = (np.int32(0),) * len(block)
-        return cls((programs, *block), jnp.float32, (None, *block), lambda p: (p, *zeros))
+        return cls((programs, *block), (None, *block), lambda p: (p, *zeros))
 
 
 def _run(
@@ -238,35 +240,24 @@ def _run(
 
     Each program sees all operands and its own blocks of the results.
     """
-    operands, over = _varying(jax.tree.map(jnp.asarray, tuple(operands)))
+    operands = jax.tree.map(jnp.asarray, tuple(operands))
+    over = jax.typeof(operands[0].keys).manual_axis_type  # asked for under `shard_map`
     # Not with the library: this takes longer to import than all of it.
     triton = importlib.import_module("jax.experimental.pallas.triton")
-    call = functools.partial(
-        pl.pallas_call,
+    call = pl.pallas_call(
         kernel,
         grid=(programs,),
         in_specs=jax.tree.map(lambda _: pl.BlockSpec(), operands),
         out_specs=[pl.BlockSpec(result.block, result.at) for result in results],
         out_shape=[
-            jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=over)
+            jax.ShapeDtypeStruct(result.shape, jnp.float32, manual_axis_type=over)
             for result in results
         ],
         compiler_params=triton.CompilerParams(num_warps=problem.warps, num_stages=2),
         name=name,
+        interpret=problem.interpret,
     )
-    return list(lax.platform_dependent(*operands, cpu=call(interpret=True), default=call()))
-
-
-def _varying(operands: Any) -> tuple[Any, Any]:
-    """Operands that all vary over the same axes of a mesh (under `shard_map`), and these axes."""
-    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(operands)]
-    over = types[0].update(varying=frozenset().union(*(x.varying for x in types)))
-
-    def cast(x: Array) -> Array:
-        missing = tuple(over.varying - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, operands), over
+    return list(call(*operands))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -349,9 +340,7 @@ def _d_entries(own: lookup.Lookup, scores: Callable[..., Array], d_score: Array)
 # ---------------------------------------------------------------------------------------------
 
 
-def _by_block(
-    problem: _Problem, width: int, dtype: Any, parts: int = 1, *, keys: bool = False
-) -> _Result:
+def _by_block(problem: _Problem, width: int, parts: int = 1, *, keys: bool = False) -> _Result:
     """A result `[parts × B, T, N, width]` (`[B, S, K, width]`), a block for each program."""
     shapes, block = problem.shapes, problem.tiling[keys]
     length, heads = (shapes.S, shapes.K) if keys else (shapes.T, shapes.N)
@@ -361,7 +350,7 @@ def _by_block(
         return b, i, h, 0
 
     whole = (parts * shapes.B, length, heads, width)
-    return _Result(whole, dtype, (None, block, None, width), at)
+    return _Result(whole, (None, block, None, width), at)
 
 
 _PROGRAMS = 256  # keep a GPU busy
@@ -378,7 +367,6 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     """`(out [B, T, N, V], lse [B, T, N])`; a program for each block of queries, or for each of them
     and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (n, _), parts = problem.shapes, problem.blocks, _parts(problem)
-    dtype = shapes.dtype if parts == 1 else jnp.float32
     walk = _walk(_kinds(spec, problem))
 
     def kernel(memory: _Operands, walked: Any, out_ref: Any, lse_ref: Any) -> None:
@@ -394,23 +382,23 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
         first = softmax.empty(problem.tiling.block_q, shapes.V, jnp.float32)
         found = walk.fold(walked, (b, h, i), step, first, (part, parts))
         out, lse = softmax.finish(found)
-        out_ref[...], lse_ref[...] = out.astype(dtype), lse[:, None]
+        out_ref[...], lse_ref[...] = out, lse[:, None]
 
     rows: Any = _Rows(query, None, None, None)  # pyright: ignore[reportArgumentType]
     memory = _Operands(rows, key, value, problem.rules.arrays)
     programs = parts * shapes.B * shapes.N * n
-    results = [_by_block(problem, x, y, parts) for x, y in ((shapes.V, dtype), (1, jnp.float32))]
+    results = [_by_block(problem, width, parts) for width in (shapes.V, 1)]
     out, lse = _run("jattn_forward", problem, programs, kernel, (memory, walk.arrays), results)
-    return _merged(out, lse[..., 0], parts, shapes.dtype)
+    return _merged(out, lse[..., 0], parts)
 
 
-def _merged(out: Array, lse: Array, parts: int, dtype: Any) -> tuple[Array, Array]:
+def _merged(out: Array, lse: Array, parts: int) -> tuple[Array, Array]:
     """Parts `[P × B, T, N, V]` and `[P × B, T, N]` as one."""
     if parts == 1:
         return out, lse
     each = zip(jnp.split(out, parts), jnp.split(jnp.swapaxes(lse, 1, 2), parts), strict=True)
     out, lse = softmax.merge(*each)
-    return out.astype(dtype), jnp.swapaxes(lse, 1, 2)
+    return out, jnp.swapaxes(lse, 1, 2)
 
 
 def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
@@ -427,9 +415,9 @@ def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
             return total + _dot(d_products, _clean(here.spec, k), here.spec)
 
         zeros = jnp.zeros((problem.tiling.block_q, shapes.H), jnp.float32)
-        result[...] = walk.fold(walked, (b, h, i), step, zeros).astype(shapes.dtype)
+        result[...] = walk.fold(walked, (b, h, i), step, zeros)
 
-    results = [_by_block(problem, shapes.H, shapes.dtype)]
+    results = [_by_block(problem, shapes.H)]
     programs = shapes.B * shapes.N * n
     return _run("jattn_d_queries", problem, programs, kernel, (memory, walk.arrays), results)[0]
 
@@ -457,9 +445,9 @@ def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
         zeros = [jnp.zeros((problem.tiling.block_kv, x), jnp.float32) for x in (shapes.H, shapes.V)]
         found = tiles.repeat(0, shapes.G, of_head, tuple(zeros))
         for result, total in zip(results, found, strict=True):
-            result[...] = total.astype(shapes.dtype)
+            result[...] = total
 
-    results = [_by_block(problem, x, shapes.dtype, keys=True) for x in (shapes.H, shapes.V)]
+    results = [_by_block(problem, width, keys=True) for width in (shapes.H, shapes.V)]
     programs = shapes.B * shapes.K * m
     return _run("jattn_d_keys", problem, programs, kernel, (memory, walk.arrays), results)
 
@@ -580,7 +568,7 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
     def at(program: Any) -> tuple[Any, ...]:
         return tuple(_coordinates(program, *own, n, m))
 
-    found = _Result((*own, shapes.T, shapes.S), jnp.float32, (None, None, rows, columns), at)
+    found = _Result((*own, shapes.T, shapes.S), (None, None, rows, columns), at)
     programs = math.prod((*own, n, m))
     operands = (memory, kinds.astype(np.int32))
     return _run("jattn_d_parameter", problem, programs, kernel, operands, [found])[0]
@@ -591,48 +579,75 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
 # ---------------------------------------------------------------------------------------------
 
 
-def _backward(
-    problem: _Problem, spec: Spec, per_head: Any, key: Array, value: Array
-) -> tuple[list[Array], Array, Array, Array]:
-    """Gradients of parameters, query, key and value; `per_head` is a tuple of query, d_out, lse and
-    delta, each `[B, T, N, ...]`."""
-    kinds = _kinds(spec, problem)
-    memory = _Operands(_Rows(*per_head), key, value, problem.rules.arrays)
-    d_key, d_value = _d_keys(problem, memory, kinds)
-    d_params = _d_parameters(problem, spec, memory, kinds)
-    return d_params, _d_queries(problem, memory, kinds), d_key, d_value
+class _Call(NamedTuple):
+    """A call as kernels take it: whole tiles, and head sizes that are powers of two from 16 on."""
+
+    spec: Spec
+    problem: _Problem
+    rows: tuple[Array, ...]
+    key: Array
+    value: Array
+
+    @classmethod
+    def of(
+        cls, how: "_How", spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
+    ) -> "_Call":
+        """`rows` are the query, and backward also what goes with it, each `[B, T, N, ...]`."""
+        (B, T, N, H), (S, K, V) = rows[0].shape, value.shape[1:]
+        shapes = Shapes((B,), T, S, N, K, _power(H), _power(V), key.dtype)
+        tiling = how.tiling or choose_tiling(shapes)
+        whole_T, whole_S = tiles.whole(T, S, tiling)
+        if spec.dropout_rate:
+            spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
+        spec = tiles.pad_spec(spec, T, S, whole_T, whole_S)
+        shapes = shapes._replace(T=whole_T, S=whole_S)
+        problem = _Problem(shapes, tiling, lookup.Rules(spec, tiling), how.interpret)
+        rows = tuple(_padded(x, whole_T) for x in rows)
+        return cls(spec, problem, rows, _padded(key, whole_S), _padded(value, whole_S))
+
+
+class _How(NamedTuple):
+    interpret: bool
+    tiling: Tiling | None
 
 
 def _padded(x: Array, length: int) -> Array:
-    """`[B, T, N, H]` as whole tiles, with a head size that is a power of two of at least 16."""
-    width = _power(x.shape[3])
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, width - x.shape[3])))
+    """`[B, T, N, ...]` as whole tiles."""
+    width = [(0, _power(size) - size) for size in x.shape[3:]]
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), *width))
 
 
-def attend(
-    spec: Spec, query: Array, key: Array, value: Array, tiling: Tiling | None = None
-) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    (B, T, N, _), (S, K, V) = query.shape, value.shape[1:]
-    if 0 in (B, T, S):
-        return jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, jnp.float32)
-    if not is_static(spec.scale):
-        query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
-        spec = dataclasses.replace(spec, scale=1.0)
-    if spec.dropout_rate:
-        spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
-    shapes = Shapes((B,), T, S, N, K, query.shape[3], V, query.dtype)
-    tiling = tiling or choose_tiling(shapes)
-    whole_T, whole_S = tiles.whole(T, S, tiling)
-    spec = tiles.pad_spec(spec, T, S, whole_T, whole_S)
-    query, key, value = _padded(query, whole_T), _padded(key, whole_S), _padded(value, whole_S)
-    shapes = shapes._replace(T=whole_T, S=whole_S, H=query.shape[3], V=value.shape[3])
+def _cut(x: Array, shape: tuple[int, ...]) -> Array:
+    return x[tuple(map(slice, shape))]
 
-    def run(which: Callable[..., Any]) -> Callable[..., Any]:
-        def on_spec(spec: Spec, *operands: Any) -> Any:
-            return which(_Problem(shapes, tiling, lookup.Rules(spec, tiling)), spec, *operands)
 
-        return on_spec
+def _forward_pass(
+    how: _How, spec: Spec, query: Array, key: Array, value: Array
+) -> tuple[Array, Array, Array]:
+    call = _Call.of(how, spec, (query,), key, value)
+    out, lse = _forward(call.problem, call.spec, *call.rows, call.key, call.value)
+    rows = query.shape[:3]
+    return _cut(out, (*rows, value.shape[3])), _cut(lse, rows), jnp.zeros((), bool)
 
-    out, lse = reverse.attention(run(_forward), run(_backward), spec, query, key, value)
-    return out[:, :T, :, :V], jnp.swapaxes(lse, 1, 2)[:, :, :T]
+
+def _backward_pass(
+    how: _How, spec: Spec, per_query: Any, key: Array, value: Array, _: Array
+) -> tuple[list[Array], Array, Array, Array]:
+    call = _Call.of(how, spec, per_query, key, value)
+    problem, kinds = call.problem, _kinds(call.spec, call.problem)
+    memory = _Operands(_Rows(*call.rows), call.key, call.value, problem.rules.arrays)
+    d_params = _d_parameters(problem, call.spec, memory, kinds)
+    d_query = _d_queries(problem, memory, kinds)
+    d_key, d_value = _d_keys(problem, memory, kinds)
+    return (
+        [_cut(d, x.shape) for d, x in zip(d_params, parameters(spec), strict=True)],
+        _cut(d_query, per_query[0].shape),
+        _cut(d_key, key.shape),
+        _cut(d_value, value.shape),
+    )
+
+
+def passes(platform: str, tiling: Tiling | None = None) -> Passes:
+    """Forward and backward; interpreted on a CPU."""
+    how = _How(platform == "cpu", tiling)
+    return Passes(*(functools.partial(f, how) for f in (_forward_pass, _backward_pass)))

@@ -1,0 +1,91 @@
+"""The sizes that are fastest on this machine.
+
+    python -m experiments.benchmark tune
+    python -m experiments.benchmark tune --seconds 10 --device cpu
+
+Each number of `jattn.tuning.Sizes` is tried at a few values, the others as they are so far, on the
+cases in which it matters; the value with the least time (the geometric mean over cases, forward and
+with gradients) stays. What comes out is a row for the table in `jattn/tuning.py`.
+"""
+
+import argparse
+import statistics
+from typing import NamedTuple
+
+import jax
+from tqdm import tqdm
+
+from experiments.benchmark import peers, timing
+from experiments.benchmark.cases import Case
+from jattn import tuning
+from jattn.tuning import Sizes
+
+
+class Question(NamedTuple):
+    """One number of `Sizes`, what it may be, and where that matters."""
+
+    name: str
+    values: tuple[int, ...]
+    cases: tuple[Case, ...]
+
+
+def _window(T: int, window: int) -> Case:
+    return Case(f"window-{window}", 1, 8, T, 64, pattern="window", window=window)
+
+
+QUESTIONS = (
+    Question(
+        "large",
+        (128, 256, 512, 1024),
+        (Case("causal", 1, 8, 4096, 64, pattern="causal"), Case("full", 1, 8, 2048, 64)),
+    ),
+    Question("small", (64, 128, 256), (_window(8192, 64), _window(8192, 256))),
+    Question("narrow", (256, 512, 1024, 2048), tuple(_window(8192, w) for w in (256, 512, 1024))),
+    Question(
+        "whole",
+        tuple(T * T for T in (128, 256, 512, 1024)),
+        tuple(Case(f"causal-{T}", 2, 8, T, 64, pattern="causal") for T in (256, 512, 1024)),
+    ),
+)
+
+
+def _compiled(row: Sizes, case: Case, backward: bool) -> peers.Runnable:
+    with tuning.trying(row):
+        return peers.ours(case, backward)
+
+
+def answer(question: Question, row: Sizes, seconds: float) -> tuple[Sizes, dict[int, float]]:
+    """The row with the fastest value, and the mean time with each, relative to the fastest."""
+    rows = {str(value): row._replace(**{question.name: value}) for value in question.values}
+    times: dict[str, list[float]] = {value: [] for value in rows}
+    for case in tqdm(question.cases, desc=question.name, disable=None, leave=False):
+        for backward in (False, True):
+            programs = {value: _compiled(one, case, backward) for value, one in rows.items()}
+            medians, _ = timing.in_turn(programs, seconds)
+            for value, milliseconds in medians.items():
+                times[value].append(milliseconds)
+    means = {value: statistics.geometric_mean(values) for value, values in times.items()}
+    best = min(means, key=lambda value: means[value])
+    return rows[best], {int(value): mean / means[best] for value, mean in means.items()}
+
+
+def main(argv: list[str]) -> int:
+    """Asks all questions and prints the row."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmark tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each case and pass")
+    parser.add_argument("--device", default=None, help="cpu, gpu or tpu; default: JAX's own")
+    arguments = parser.parse_args(argv)
+    if arguments.device:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
+    kind = jax.devices()[0].device_kind
+    row = tuning.TABLE.get(kind, tuning.DEFAULT)
+    for question in QUESTIONS:
+        row, relative = answer(question, row, arguments.seconds)
+        shown = "  ".join(f"{value}: {mean:.2f}" for value, mean in relative.items())
+        print(f"{question.name:<8} {shown}", flush=True)
+    print(f'    "{kind}": {row},')
+    return 0

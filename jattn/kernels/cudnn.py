@@ -1,0 +1,304 @@
+"""Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`.
+
+It is fast where cuDNN has a flag for the mask, and knows nothing else. What a mask becomes is said
+by `as_cudnn`, an open function: register a class of your own to have it run here.
+
+    @as_cudnn.register
+    def _(mask: MyMask) -> Flags: ...
+
+`supports` gives a reason for everything that cuDNN would refuse while compiling, and for everything
+that it computes but means otherwise. Two things it cannot know, as they are settled later: cuDNN
+wants query, key and value sharded alike, and neither tokens nor head sizes sharded.
+"""
+
+import functools
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Bool, Int
+
+from jattn import masks, scores
+from jattn._types import LogSumExp, Output, is_static, number
+from jattn.kernels import blockwise
+from jattn.kernels.lowering import default_settings
+from jattn.kernels.passes import Passes, attention, guarded
+from jattn.spec import Shapes, Spec, parameters
+
+
+# ---------------------------------------------------------------------------------------------
+# Masks
+# ---------------------------------------------------------------------------------------------
+
+
+class Flags(NamedTuple):
+    """A mask in cuDNN's terms: all parts must allow.
+
+    `left` is the window's, in which cuDNN sees no key after the query; lengths are numbers or
+    integer arrays, scalar or one for each batch row.
+    """
+
+    causal: bool = False
+    left: int | None = None
+    q_lengths: tuple[Any, ...] = ()
+    kv_lengths: tuple[Any, ...] = ()
+
+
+@functools.singledispatch
+def as_cudnn(mask: Any) -> Flags:
+    """cuDNN's flags for a mask; raises NotImplementedError with the reason."""
+    raise NotImplementedError(f"cuDNN has no flag for {type(mask).__name__}")
+
+
+@as_cudnn.register
+def _(mask: masks.Full) -> Flags:
+    return Flags()
+
+
+@as_cudnn.register
+def _(mask: masks.Causal) -> Flags:
+    return Flags(causal=True)
+
+
+@as_cudnn.register
+def _(mask: masks.Window) -> Flags:
+    if mask.right:
+        raise NotImplementedError(f"cuDNN has no window to the right, got right={mask.right}")
+    return Flags(causal=mask.right == 0, left=mask.left)
+
+
+@as_cudnn.register
+def _(mask: masks.Lengths) -> Flags:
+    q, kv = (() if x is None else (x,) for x in (mask.q, mask.kv))
+    return Flags(q_lengths=q, kv_lengths=kv)
+
+
+@as_cudnn.register
+def _(mask: masks.And) -> Flags:
+    a, b = as_cudnn(mask.left), as_cudnn(mask.right)
+    left = min((x for x in (a.left, b.left) if x is not None), default=None)
+    return Flags(a.causal or b.causal, left, a.q_lengths + b.q_lengths, a.kv_lengths + b.kv_lengths)
+
+
+# ---------------------------------------------------------------------------------------------
+# What it can do
+# ---------------------------------------------------------------------------------------------
+
+
+_HOPPER = "9.0"
+
+
+def supports(spec: Spec, shapes: Shapes) -> str | None:
+    """Masks and biases that cuDNN knows, in half precision, where its result is ours."""
+    return (
+        _shapes_reason(shapes)
+        or _spec_reason(spec)
+        or _mask_reason(spec, shapes)
+        or _score_reason(spec, shapes)
+        or _device_reason(shapes)
+        or _refusal(spec, shapes)
+    )
+
+
+def _shapes_reason(shapes: Shapes) -> str | None:
+    if shapes.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"expected bfloat16 or float16, got {shapes.dtype}"
+    if shapes.H % 8 or shapes.H > 256:
+        return f"expected a head size H that is a multiple of 8, at most 256, got {shapes.H}"
+    if shapes.V != shapes.H:
+        return f"expected values of the size of keys, got H = {shapes.H}, V = {shapes.V}"
+    return None
+
+
+def _spec_reason(spec: Spec) -> str | None:
+    if spec.lse:
+        return "its log-sum-exp comes rounded to the query's dtype, and without a derivative"
+    if spec.dropout_rate:
+        return "its dropout decides by a random generator of its own"
+    if spec.precision is not None:
+        return "it takes no precision"
+    if not is_static(spec.scale):
+        return "the scale is an array, expected a number"
+    if spec.q_positions is not None or spec.kv_positions is not None:
+        return "positions are given, cuDNN counts from 0"
+    return None
+
+
+def _mask_reason(spec: Spec, shapes: Shapes) -> str | None:
+    try:
+        flags = as_cudnn(spec.mask)
+    except NotImplementedError as reason:
+        return str(reason)
+    if flags.left is None:
+        return None
+    if not flags.causal:
+        return "cuDNN has windows only with Causal"
+    if flags.q_lengths or flags.kv_lengths or shapes.T > shapes.S + flags.left:
+        return "the window may leave queries without keys"
+    return None
+
+
+def _score_reason(spec: Spec, shapes: Shapes) -> str | None:
+    if spec.score is None:
+        return None
+    if not isinstance(spec.score, scores.Bias):
+        return f"of score functions it has Bias only, got {type(spec.score).__name__}"
+    array = spec.score.array
+    batch, shape = array.shape[:-3], list(array.shape[-3:])
+    if any(size != 1 for size in batch) or shape != [shapes.N, shapes.T, shapes.S]:
+        expected = [1, shapes.N, shapes.T, shapes.S]
+        return f"expected a Bias [1, N, T, S] = {expected}, got {list(array.shape)}"
+    if shapes.T % 2 or shapes.S % 2:
+        return f"with a Bias expected even T and S, got {shapes.T} and {shapes.S}"
+    if array.dtype != shapes.dtype:
+        return f"a Bias in {array.dtype} would be rounded to {shapes.dtype}"
+    return None
+
+
+def _device_reason(shapes: Shapes) -> str | None:
+    try:
+        device, *_ = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return "there is no CUDA device in this process"
+    capability = tuple(map(int, device.compute_capability.split(".")))
+    if capability < (8, 0):
+        return f"expected a compute capability of 8.0 or more, got {device.compute_capability}"
+    if shapes.H > 128 and capability < tuple(map(int, _HOPPER.split("."))):
+        return f"head size {shapes.H} > 128 needs compute capability {_HOPPER} or more"
+    if not _deterministic():
+        return (
+            "its gradients differ from run to run "
+            "unless XLA_FLAGS holds --xla_gpu_deterministic_ops=true"
+        )
+    return None
+
+
+def _deterministic() -> bool:
+    """Whether XLA is told to let cuDNN add up gradients in one order."""
+    names = ("deterministic_ops", "exclude_nondeterministic_ops")
+    flags = os.environ.get("XLA_FLAGS", "").lower().split()
+    return any(
+        flag in (f"--xla_gpu_{name}", f"--xla_gpu_{name}=true", f"--xla_gpu_{name}=1")
+        for flag in flags
+        for name in names
+    )
+
+
+def _refusal(spec: Spec, shapes: Shapes) -> str | None:
+    """What JAX itself still says, of versions of cuDNN for example."""
+    sizes = {"T": (shapes.T, shapes.N), "S": (shapes.S, shapes.K)}
+    query, key = (
+        jax.ShapeDtypeStruct((1, tokens, heads, shapes.H), shapes.dtype)
+        for tokens, heads in sizes.values()
+    )
+    plain = Spec(masks.Full(), None, spec.scale, None, None)
+    try:
+        with default_settings():
+            jax.eval_shape(jax.grad(lambda *qkv: _attend(plain, [], *qkv).sum()), query, key, key)
+    except (NotImplementedError, RuntimeError, ValueError) as reason:
+        return str(reason)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# The two passes
+# ---------------------------------------------------------------------------------------------
+
+
+def _within(
+    lengths: tuple[Any, ...], B: int, size: int
+) -> tuple[Int[Array, " B"], Bool[Array, "B t"]]:
+    """For each row the least of the lengths, and which places are within it."""
+    rows = [jnp.broadcast_to(jnp.asarray(number(x), jnp.int32), (B,)) for x in lengths]
+    length = functools.reduce(jnp.minimum, rows, jnp.full((B,), size, jnp.int32))
+    return length, jnp.arange(size, dtype=jnp.int32)[None, :] < length[:, None]
+
+
+def _alive(
+    spec: Spec, query: Array, key: Array
+) -> tuple[Bool[Array, "B T 1 1"], Bool[Array, "B S 1 1"]]:
+    """The queries that have keys, and the keys within their lengths."""
+    flags, B = as_cudnn(spec.mask), len(query)
+    length, columns = _within(flags.kv_lengths, B, key.shape[1])
+    _, rows = _within(flags.q_lengths, B, query.shape[1])
+    return (rows & (length > 0)[:, None])[..., None, None], columns[..., None, None]
+
+
+def _attend(spec: Spec, params: list[Array], query: Array, key: Array, value: Array) -> Array:
+    """`out [B, T, N, V]` as cuDNN has it, for rows that have keys."""
+    flags, B = as_cudnn(spec.mask), len(query)
+    options: dict[str, Any] = {}
+    if flags.left is not None:
+        options["local_window_size"] = (flags.left, 0)
+    if flags.q_lengths or flags.kv_lengths:
+        # Of no keys at all cuDNN says nothing: one is left, and the row taken as empty elsewhere.
+        for name, lengths, size in (
+            ("query_seq_lengths", flags.q_lengths, query.shape[1]),
+            ("key_value_seq_lengths", flags.kv_lengths, key.shape[1]),
+        ):
+            options[name] = jnp.clip(_within(lengths, B, size)[0], 1)
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        *(bias.astype(query.dtype) for bias in params),
+        scale=float(number(spec.scale)),
+        is_causal=flags.causal,
+        implementation="cudnn",
+        **options,
+    )
+
+
+@sequential_vmap
+def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """With a log-sum-exp that nobody has asked for.
+
+    The forward pass is that of a derivative even if none is taken, so that XLA finds it in the
+    backward pass again and computes it once.
+    """
+    with default_settings():
+        out, _ = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
+    alive, _ = _alive(spec, query, key)
+    lse = jnp.full(out.shape[:3], jnp.nan, jnp.float32)
+    return jnp.where(alive, out, 0).astype(jnp.float32), lse, jnp.ones((), bool)
+
+
+@sequential_vmap
+def _backward(
+    spec: Spec, per_query: Any, key: Array, value: Array, plain: Array
+) -> tuple[list[Array], Array, Array, Array]:
+    query, d_out, _, _ = per_query
+    rows, columns = _alive(spec, query, key)
+    d_out = jnp.where(rows, d_out, 0).astype(query.dtype)
+    with default_settings():
+        _, pull = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
+        d_params, *found = pull(d_out)
+    d_query, d_key, d_value = (
+        jnp.where(alive, d, 0).astype(jnp.float32)
+        for alive, d in zip((rows, columns, columns), found, strict=True)
+    )
+    return d_params, d_query, d_key, d_value
+
+
+def _again(platform: str) -> Passes:
+    """The blockwise passes, of which the backward one needs a log-sum-exp."""
+    forward, backward = blockwise.passes(platform)
+
+    def backward_from_inputs(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
+        query, d_out, _, delta = per_query
+        _, lse, plain = forward(spec, query, key, value)
+        return backward(spec, (query, d_out, lse, delta), key, value, plain)
+
+    return Passes(forward, backward_from_inputs)
+
+
+def passes(platform: str) -> Passes:
+    """Those of cuDNN; the blockwise ones where something masked is not finite."""
+    return guarded(Passes(_forward, _backward), _again(platform))
+
+
+def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis; lse is NaN."""
+    return attention(passes, spec, query, key, value, {"cuda": passes("cuda")})

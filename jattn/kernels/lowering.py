@@ -1,0 +1,137 @@
+"""The platform that a program is lowered for decides what is in it.
+
+While a program is traced nobody knows yet where it will run: its arrays may lie on a CPU in a
+process with a GPU, and `jax.export` lowers for machines that are elsewhere. So attention is staged
+out as one operation, `by_platform`, whose function is traced when the program is lowered, and only
+for the platforms that it is lowered for.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jattn.kernels import reverse
+
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
+"""As `by_platform` names them; "other" are all that have no name here."""
+
+
+class _Settings(NamedTuple):
+    """What of JAX's configuration decides how a function is traced."""
+
+    enable_x64: bool
+    default_matmul_precision: str | None
+    numpy_dtype_promotion: str
+    numpy_rank_promotion: str
+
+    @classmethod
+    def now(cls) -> "_Settings":
+        return cls(*(getattr(jax.config, f"jax_{name}") for name in cls._fields))
+
+    def restored(self) -> ExitStack:
+        """A context in which they hold again."""
+        stack = ExitStack()
+        for name, value in self._asdict().items():
+            stack.enter_context(getattr(jax, name)(value))
+        return stack
+
+
+def default_settings() -> ExitStack:
+    """A context for what comes with JAX, which does not trace under all settings."""
+    precision = _Settings.now().default_matmul_precision
+    return _Settings(False, precision, "standard", "allow").restored()
+
+
+_operation = Primitive("by_platform")
+_operation.multiple_results = True
+
+
+def by_platform(function: Callable[..., Any], like: Any, *operands: Any) -> Any:
+    """`function(platform, *operands)`, for the platform that the program is lowered for.
+
+    Args:
+        function: closes over nothing that is traced.
+        like: a tree of what has the shapes and dtypes of the results.
+        operands: trees of arrays.
+
+    Derivatives raise NotImplementedError: they belong to who calls this.
+    """
+    flat, structure = jax.tree.flatten(operands)
+    shapes, results = jax.tree.flatten(like)
+    found = _operation.bind(
+        *flat,
+        function=functools.partial(_on_leaves, function, structure),
+        like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
+        settings=_Settings.now(),
+    )
+    return jax.tree.unflatten(results, found)
+
+
+def _on_leaves(function: Callable[..., Any], structure: Any, platform: str, *flat: Any) -> Any:
+    return jax.tree.leaves(function(platform, *jax.tree.unflatten(structure, flat)))
+
+
+def _lower(
+    platform: str, context: Any, *values: Any, function: Any, like: Any, settings: _Settings
+) -> Any:
+    """Traces the function and writes its operations into the program."""
+
+    def run(*flat: Any) -> Any:
+        with settings.restored():
+            found = function(platform, *flat)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in like]
+        return found
+
+    # What varies over the devices of a `shard_map` no longer matters here: every device runs this.
+    local = [ShapedArray(x.shape, x.dtype) for x in context.avals_in]
+    return mlir.lower_fun(run)(context.replace(avals_in=local), *values)
+
+
+@_operation.def_abstract_eval
+def _types(*operands: Any, like: Any, **_: Any) -> list[Any]:
+    """The results' types; within `shard_map` they vary over the axes over which operands do."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return [ShapedArray(x.shape, x.dtype) for x in like]
+    varying = [x.manual_axis_type for x in operands]
+    axes = frozenset[str]().union(*(x.varying for x in varying))
+    over = type(varying[0])(varying=axes)
+
+    def one(x: Any) -> Any:
+        everywhere = NamedSharding(mesh, PartitionSpec(*[None] * len(x.shape)))
+        return ShapedArray(x.shape, x.dtype, sharding=everywhere, manual_axis_type=over)
+
+    return [one(x) for x in like]
+
+
+def _batch(operands: Any, axes: Any, *, function: Any, like: Any, settings: _Settings) -> Any:
+    size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
+    found = _operation.bind(
+        *operands,
+        function=functools.partial(_mapped, function, tuple(axes), size),
+        like=tuple(jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in like),
+        settings=settings,
+    )
+    return found, [0] * len(found)
+
+
+def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> Any:
+    return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
+
+
+_operation.def_impl(
+    lambda *operands, **how: jax.jit(functools.partial(_operation.bind, **how))(*operands)
+)
+batching.primitive_batchers[_operation] = _batch
+ad.primitive_jvps[_operation] = reverse.refuse
+for _platform in PLATFORMS:
+    _only = None if _platform == "other" else _platform
+    mlir.register_lowering(_operation, functools.partial(_lower, _platform), platform=_only)

@@ -1,0 +1,141 @@
+"""The derivative rule of attention, written once for all kernels.
+
+A kernel is two passes: forward from q, k and v to out and lse, backward from these and the
+cotangents to the gradients. Which kernel's passes a program holds is settled when it is lowered.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jattn._types import LogSumExp, Output, accumulation, is_static
+from jattn.kernels import lowering, reverse
+from jattn.kernels.whole import agreed
+from jattn.spec import Spec, has_mask, parameters, with_parameters
+
+
+class Passes(NamedTuple):
+    """Forward and backward for one flat batch axis, in the dtype of sums.
+
+    forward(spec, query, key, value) -> (out [B, T, N, V], lse [B, T, N], plain [])
+        `plain` is a boolean for the backward pass: nothing was found that is not finite. A kernel
+        that has no use for it says False.
+    backward(spec, per_query, key, value, plain) -> (d_parameters, d_query, d_key, d_value)
+        `per_query` is a tuple of query, d_out, lse and delta = rowsum(d_out · out) − d_lse, each
+        `[B, T, N, ...]`. With p the weights before dropout, the cotangent of the scores is
+        p (drop(d_out vᵀ) − delta).
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def attention(
+    passes: Callable[[str], Passes],
+    spec: Spec,
+    query: Array,
+    key: Array,
+    value: Array,
+    at_once: Mapping[str, Passes] | None = None,
+) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])`, differentiable, by `passes(platform)`.
+
+    Float arrays of the score take part in derivatives, and so does a traced scale. Passes in
+    `at_once` are traced with the program, in place of those of their platform.
+    """
+    (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
+    dtype = accumulation(query.dtype)
+    if 0 in (B, T, S):
+        return jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, dtype)
+    if not is_static(spec.scale):
+        query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
+        spec = dataclasses.replace(spec, scale=1.0)
+    like = [((B, T, N, V), dtype), ((B, T, N), dtype), ((), jnp.bool_)]
+    results = tuple(jax.ShapeDtypeStruct(*x) for x in like)
+    run_pass = functools.partial(_run_pass, passes, at_once or {})
+
+    def forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+        return run_pass("forward", results, with_parameters(spec, params), *qkv)
+
+    @jax.custom_vjp
+    def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+        return forward(params, spec, *qkv)[:2]
+
+    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+        out, lse, plain = forward(params, spec, *qkv)
+        return (out, lse), (params, spec, *qkv, out, lse, plain)
+
+    def run_backward(residuals: Any, cotangents: Any) -> Any:
+        params, spec, query, key, value, out, lse, plain = residuals
+        d_out, d_lse = cotangents
+        per_query = (query, d_out, lse, jnp.sum(d_out * out, axis=-1) - d_lse)
+        gradients = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, key, value)))
+        operands = (with_parameters(spec, params), per_query, key, value, plain)
+        d_params, *found = run_pass("backward", gradients, *operands)
+        cast = [x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True)]
+        return d_params, None, *cast
+
+    run.defvjp(run_forward, run_backward)
+    query, key, value, *params = map(reverse.only, (query, key, value, *parameters(spec)))
+    out, lse = run(params, spec, query, key, value)
+    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
+
+
+def _run_pass(
+    passes: Callable[[str], Passes],
+    at_once: Mapping[str, Passes],
+    which: str,
+    like: Any,
+    *operands: Any,
+) -> Any:
+    """One of the two passes, that of the platform."""
+
+    def when_lowered(*operands: Any) -> Any:
+        function = functools.partial(_pass_for, passes, which)
+        return lowering.by_platform(function, like, *operands)
+
+    if not at_once:
+        return when_lowered(*operands)
+    others = {platform: getattr(pair, which) for platform, pair in at_once.items()}
+    return jax.lax.platform_dependent(*operands, default=when_lowered, **others)
+
+
+def _pass_for(passes: Callable[[str], Passes], which: str, platform: str, *operands: Any) -> Any:
+    return getattr(passes(platform), which)(*operands)
+
+
+def guarded(fast: Passes, exact: Passes) -> Passes:
+    """Passes by `fast`, and again by `exact` where their results are not finite.
+
+    For kernels that multiply what is masked with 0: 0 × NaN and 0 × inf are NaN, so that whatever
+    something masked has reached tells by itself. One decision for the whole call, also under
+    `vmap`.
+    """
+
+    def forward(spec: Spec, *qkv: Array) -> tuple[Array, Array, Array]:
+        out, lse, plain = fast.forward(spec, *qkv)
+        if not has_mask(spec):
+            return out, lse, plain
+        plain = jnp.isfinite(jnp.sum(out))
+        again = lambda found, *operands: exact.forward(*operands)[:2]  # noqa: E731
+        return *agreed(plain, _first, again, (out, lse), spec, *qkv), plain
+
+    def backward(spec: Spec, per_query: Any, *rest: Any) -> Any:
+        found = fast.backward(spec, per_query, *rest)
+        if not has_mask(spec):
+            return found
+        again = lambda found, *operands: tuple(exact.backward(*operands))  # noqa: E731
+        finite = [jnp.isfinite(jnp.sum(x)) for x in jax.tree.leaves(found)]
+        enough = functools.reduce(jnp.logical_and, finite, rest[-1])
+        return agreed(enough, _first, again, tuple(found), spec, per_query, *rest)
+
+    return Passes(forward, backward)
+
+
+def _first(found: Any, *_: Any) -> Any:
+    return found

@@ -1,0 +1,329 @@
+"""What cuDNN is asked for, and every reason not to ask it.
+
+Nothing here runs on a GPU: the programs are lowered for one and read.
+"""
+
+import functools
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores
+from jattn._types import along, node
+from jattn.kernels import blockwise, cudnn, lowering
+from jattn.spec import check_shapes, make_spec
+from tests.conftest import quick_jit
+
+
+CAUSAL, FULL = masks.Causal(), masks.Full()
+LENGTHS = masks.Lengths(kv=jnp.array([5, 0]))
+
+
+# --- masks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mask, flags",
+    [
+        (FULL, cudnn.Flags()),
+        (CAUSAL, cudnn.Flags(causal=True)),
+        (masks.Window(), cudnn.Flags()),
+        (masks.Window(left=3), cudnn.Flags(left=3)),
+        (masks.Window(left=3, right=0), cudnn.Flags(causal=True, left=3)),
+        (masks.Window(right=0), cudnn.Flags(causal=True)),
+        (CAUSAL & masks.Window(left=3), cudnn.Flags(causal=True, left=3)),
+        (masks.Window(left=5) & CAUSAL & masks.Window(left=3), cudnn.Flags(True, 3)),
+        (masks.Lengths(q=4), cudnn.Flags(q_lengths=(4,))),
+        (masks.Lengths(q=4, kv=5) & masks.Lengths(kv=2), cudnn.Flags(False, None, (4,), (5, 2))),
+        (CAUSAL & FULL, cudnn.Flags(causal=True)),
+    ],
+)
+def test_masks_that_cudnn_has_flags_for(mask, flags):
+    assert cudnn.as_cudnn(mask) == flags
+
+
+@pytest.mark.parametrize(
+    "mask, says",
+    [
+        (masks.Window(right=2), "window to the right, got right=2"),
+        (CAUSAL | masks.Prefix(3), "no flag for Or"),
+        (~CAUSAL, "no flag for Not"),
+        (masks.Empty(), "no flag for Empty"),
+        (masks.Prefix(3), "no flag for Prefix"),
+        (masks.Dilated(2), "no flag for Dilated"),
+        (masks.Global(2), "no flag for Global"),
+        (CAUSAL & masks.Segments(jnp.zeros(7, int)), "no flag for Segments"),
+        (masks.Dense(jnp.ones((1, 1, 6, 8), bool)), "no flag for Dense"),
+        (masks.Blocks(jnp.ones((3, 4), bool), 2), "no flag for Blocks"),
+        (masks.Predicate(lambda b, h, q, kv: q >= kv), "no flag for Predicate"),
+    ],
+)
+def test_masks_that_it_has_none_for(mask, says):
+    with pytest.raises(NotImplementedError, match=says):
+        cudnn.as_cudnn(mask)
+
+
+def test_other_masks_may_be_registered():
+    @node
+    class UpTo(masks.Mask):
+        length: Any = along("*B")
+
+    mask = CAUSAL & UpTo(jnp.array([3, 4]))
+    with pytest.raises(NotImplementedError, match="UpTo"):
+        cudnn.as_cudnn(mask)
+    cudnn.as_cudnn.register(UpTo, lambda mask: cudnn.Flags(kv_lengths=(mask.length,)))
+    assert len(cudnn.as_cudnn(mask).kv_lengths) == 1
+
+
+# --- reasons ------------------------------------------------------------------------------------
+
+
+def reason(
+    T: int = 6, S: int = 8, N: int = 4, K: int = 2, H: int = 16, V: int = 16, **rules: Any
+) -> str | None:
+    """What `supports` says of a call in bfloat16 unless told otherwise."""
+    dtype = rules.pop("dtype", jnp.bfloat16)
+    query, key, value = (
+        jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, T, N, H), (2, S, K, H), (2, S, K, V))
+    )
+    shapes = check_shapes(query, key, value)
+    return cudnn.supports(make_spec(shapes, **rules), shapes)
+
+
+def bias(*shape: int, dtype: Any = jnp.bfloat16) -> scores.Bias:
+    """A bias of ones."""
+    return scores.Bias(jnp.ones(shape, dtype))
+
+
+REASONS = {
+    "float32": ({"dtype": jnp.float32}, "expected bfloat16 or float16, got float32"),
+    "float64": ({"dtype": jnp.float64}, "expected bfloat16 or float16, got float64"),
+    "head_size_12": ({"H": 12, "V": 12}, "multiple of 8, at most 256, got 12"),
+    "head_size_264": ({"H": 264, "V": 264}, "multiple of 8, at most 256, got 264"),
+    "other_values": ({"V": 8}, "values of the size of keys, got H = 16, V = 8"),
+    "lse": ({"lse": True}, "log-sum-exp"),
+    "dropout": (
+        {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+        "random generator of its own",
+    ),
+    "precision": ({"precision": "highest"}, "no precision"),
+    "traced_scale": ({"scale": jnp.bfloat16(0.3)}, "scale is an array"),
+    "q_positions": ({"q_positions": jnp.arange(6)}, "positions are given"),
+    "kv_positions": ({"kv_positions": jnp.arange(8)}, "positions are given"),
+    "mask": ({"mask": masks.Prefix(3)}, "no flag for Prefix"),
+    "window_alone": ({"mask": masks.Window(left=3)}, "windows only with Causal"),
+    "window_and_lengths": ({"mask": CAUSAL & masks.Window(left=3) & LENGTHS}, "without keys"),
+    "window_past_the_keys": ({"mask": CAUSAL & masks.Window(left=1), "T": 10}, "without keys"),
+    "soft_cap": ({"score": scores.SoftCap(2.0)}, "has Bias only, got SoftCap"),
+    "chain": ({"score": bias(1, 4, 6, 8) >> bias(1, 4, 6, 8)}, "has Bias only, got Then"),
+    "bias_by_row": ({"score": bias(2, 4, 6, 8)}, "[1, N, T, S] = [1, 4, 6, 8], got [2, 4, 6, 8]"),
+    "bias_for_all_heads": ({"score": bias(1, 1, 6, 8)}, "got [1, 1, 6, 8]"),
+    "bias_by_key": ({"score": bias(1, 4, 1, 8)}, "got [1, 4, 1, 8]"),
+    "bias_in_float32": (
+        {"score": bias(1, 4, 6, 8, dtype=jnp.float32)},
+        "Bias in float32 would be rounded to bfloat16",
+    ),
+    "odd_queries": ({"T": 5, "score": bias(1, 4, 5, 8)}, "even T and S, got 5 and 8"),
+    "odd_keys": ({"S": 7, "score": bias(1, 4, 6, 7)}, "even T and S, got 6 and 7"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_every_limit_is_a_reason(name):
+    rules, says = REASONS[name]
+    assert says in (reason(**rules) or "")
+
+
+SUPPORTED = {
+    "plain": {},
+    "float16": {"dtype": jnp.float16},
+    "odd_sizes": {"T": 5, "S": 7},
+    "causal": {"mask": CAUSAL},
+    "window": {"mask": CAUSAL & masks.Window(left=3)},
+    "lengths": {"mask": CAUSAL & LENGTHS},
+    "bias": {"score": bias(1, 4, 6, 8)},
+    "given_scale": {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_without_a_gpu_that_is_the_reason(name):
+    assert reason(**SUPPORTED[name]) == "there is no CUDA device in this process"
+
+
+class Device:
+    """A GPU as JAX describes it."""
+
+    device_kind = "GPU"
+
+    def __init__(self, capability: str):
+        self.compute_capability = capability
+
+
+def on(monkeypatch, capability: str, flags: str = "--xla_gpu_deterministic_ops=true") -> None:
+    """As if a GPU were there; JAX's own checks are told so too."""
+    ours = jax.local_devices
+
+    def local_devices(*, backend: str | None = None, **options: Any) -> Any:
+        return [Device(capability)] if backend == "cuda" else ours(backend=backend, **options)
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    checks = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{checks}.check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(
+        f"{checks}.check_compute_capability", lambda wanted: float(wanted) <= float(capability)
+    )
+
+
+def test_gpus_differ(monkeypatch):
+    on(monkeypatch, "7.5")
+    assert reason() == "expected a compute capability of 8.0 or more, got 7.5"
+    on(monkeypatch, "8.0")
+    assert reason() is None
+    assert reason(H=256, V=256) == "head size 256 > 128 needs compute capability 9.0 or more"
+    on(monkeypatch, "9.0")
+    assert reason(H=256, V=256) is None
+
+
+def test_gradients_must_not_differ_from_run_to_run(monkeypatch):
+    for flags in ("", "--xla_gpu_deterministic_ops=false"):
+        on(monkeypatch, "9.0", flags)
+        assert "--xla_gpu_deterministic_ops=true" in (reason() or "")
+    on(monkeypatch, "9.0", "--a=1 --xla_gpu_exclude_nondeterministic_ops --b=2")
+    assert reason() is None
+
+
+def test_what_jax_itself_refuses_is_a_reason(monkeypatch):
+    on(monkeypatch, "9.0")
+
+    def refuse() -> None:
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", refuse)
+    assert reason() == "cuDNN is not detected."
+
+
+# --- programs -----------------------------------------------------------------------------------
+
+
+def program(call: Any, *arguments: Any) -> str:
+    """The call lowered for CUDA."""
+    return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def configurations(text: str, target: str) -> list[dict[str, Any]]:
+    """How a custom call of cuDNN is configured, wherever it stands."""
+    found = re.findall(rf'@{re.escape(target)}\(.*?backend_config = "(.*?)"[,}}]', text)
+    read = (json.loads(one.replace("\\22", '"')) for one in found)
+    return [one["cudnn_fmha_backend_config"] for one in read]
+
+
+def inputs(B: int = 2, T: int = 6, S: int = 8) -> tuple[jax.Array, ...]:
+    """bfloat16 queries `[B, T, 4, 16]`, keys and values `[B, S, 2, 16]`."""
+    shapes = ((B, T, 4, 16), (B, S, 2, 16), (B, S, 2, 16))
+    return tuple(jnp.ones(shape, jnp.bfloat16) for shape in shapes)
+
+
+CONFIGURED = {
+    "plain": ({}, "NO_MASK", 0),
+    "causal": ({"mask": CAUSAL}, "CAUSAL", 0),
+    "window": ({"mask": CAUSAL & masks.Window(left=3)}, "CAUSAL", 4),
+    "window_of_its_own": ({"mask": masks.Window(left=3, right=0)}, "CAUSAL", 4),
+    "lengths": ({"mask": LENGTHS}, "PADDING", 0),
+    "lengths_causal": ({"mask": CAUSAL & LENGTHS & masks.Lengths(q=3)}, "PADDING_CAUSAL", 0),
+    "bias": ({"score": bias(1, 4, 6, 8)}, "NO_MASK", 0),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_cudnn_gets_the_flags(monkeypatch, name):
+    on(monkeypatch, "9.0")
+    rules, mask_type, window = CONFIGURED[name]
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return jattn.attention(q, k, v, scale=0.3, **rules).astype(jnp.float32).sum()
+
+    text = program(jax.grad(loss, (0, 1, 2)), *inputs())
+    kind = "ScaleBiasSoftmax" if "score" in rules else "Softmax"
+    for target in (f"__cudnn$fmha{kind}", f"__cudnn$fmha{kind}Backward"):
+        (*_, one) = configurations(text, target)
+        assert one["mask_type"] == mask_type
+        assert one["sliding_window_length"] == window
+        assert one["fmha_scale"] == pytest.approx(0.3)
+
+
+def test_the_first_that_can_on_a_gpu(monkeypatch):
+    on(monkeypatch, "9.0")
+    call = functools.partial(jattn.attention, mask=CAUSAL)
+    assert "cudnn$fmha" in program(call, *inputs())
+    assert "cudnn$fmha" not in program(functools.partial(call, return_lse=True), *inputs())
+    for_cpu = jax.jit(call).lower(*inputs()).as_text()
+    assert "cudnn$fmha" not in for_cpu
+
+
+def test_it_lowers_under_the_transformations(monkeypatch):
+    on(monkeypatch, "9.0")
+    call = functools.partial(jattn.attention, mask=CAUSAL, implementation="cudnn")
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return jax.checkpoint(call)(q, k, v).astype(jnp.float32).sum()
+
+    q, k, v = inputs()
+    several = jax.vmap(jax.grad(loss, (0, 1, 2)), (-1, None, 0))
+    text = program(several, jnp.stack([q, q], axis=-1), k, jnp.stack([v, v]))
+    assert "cudnn$fmhaSoftmaxBackward" in text
+
+
+# --- what cuDNN does not do ---------------------------------------------------------------------
+
+
+def formula(query: Any, key: Any, value: Any, bias: Any = None, **options: Any) -> Any:
+    """`jax.nn` by its formula, with what cuDNN may leave in rows past the lengths."""
+    assert options.pop("implementation") == "cudnn"
+    out = original(query, key, value, bias, **options)
+    if "query_seq_lengths" in options:
+        rows = jnp.arange(query.shape[1])[None] < options["query_seq_lengths"][:, None]
+        out = jnp.where(rows[..., None, None], out, jnp.nan)
+    return out
+
+
+original = jax.nn.dot_product_attention
+
+
+@pytest.mark.parametrize("name", ["odd_sizes", "window", "lengths", "bias"])
+def test_around_it_the_contract_holds(monkeypatch, name):
+    """Rows without keys and poison behind masks, where a formula stands in for cuDNN."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", formula)
+    rules = {"T": 6, "S": 8, "dtype": jnp.bfloat16} | SUPPORTED[name]
+    dtype, T, S = rules.pop("dtype"), rules.pop("T"), rules.pop("S")
+    rng = np.random.default_rng(0)
+    shapes = ((2, T, 4, 16), (2, S, 2, 16), (2, S, 2, 16), (2, T, 4, 16))
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    sizes = check_shapes(q, k, v)
+    spec = jattn.spec.prepare(make_spec(sizes, **rules), sizes)
+
+    def everything(kernel: Any) -> Any:
+        def both(q: Any, k: Any, v: Any) -> Any:
+            out, pull = jax.vjp(lambda *qkv: kernel.attend(spec, *qkv)[0], q, k, v)
+            return out, *pull(d_out)
+
+        return quick_jit(both)
+
+    programs = [everything(kernel) for kernel in (cudnn, blockwise)]
+    hidden = np.asarray(~spec.mask.dense(T, S, batch=(2,), heads=1).any(axis=(1, 2)))
+    for poison in (0.0, np.nan, np.inf):
+        bad_k, bad_v = (x.at[hidden].set(poison) if poison else x for x in (k, v))
+        with lowering.default_settings():  # for the formula of `jax.nn`
+            got, want = (one(q, bad_k, bad_v) for one in programs)
+        for x, y in zip(got, want, strict=True):
+            assert np.all(np.isfinite(np.asarray(x, np.float32)))
+            np.testing.assert_allclose(
+                np.asarray(x, np.float32), np.asarray(y, np.float32), atol=0.04
+            )

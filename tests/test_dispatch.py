@@ -1,0 +1,234 @@
+"""Which implementation a program holds: settled by the platform that it is lowered for."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jattn
+from jattn import masks, scores, tuning
+from jattn.attention import IMPLEMENTATIONS
+from jattn.kernels import blockwise, lowering, splash
+from tests.conftest import quick_jit
+
+
+PLATFORMS = (["cpu"], ["cuda"], ["rocm"], ["tpu"], ["cpu", "cuda"], ["cpu", "cuda", "tpu"])
+every_platform = pytest.mark.parametrize("platforms", PLATFORMS, ids="+".join)
+
+
+def arrays(T: int = 12, S: int = 9) -> tuple[jax.Array, ...]:
+    """Queries `[2, T, 4, 8]`, keys and values `[2, S, 2, 8]`, float32."""
+    rng = np.random.default_rng(0)
+    shapes = ((2, T, 4, 8), (2, S, 2, 8), (2, S, 2, 8))
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def causal(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Causal attention."""
+    return jattn.attention(q, k, v, mask=masks.Causal(), **options)
+
+
+def gradients(function: Any) -> Any:
+    """The value and all gradients of a weighted sum."""
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = function(q, k, v)
+        return jnp.vdot(out, jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+    return jax.value_and_grad(loss, (0, 1, 2))
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The platforms for which the blockwise implementation has been traced so far."""
+    found: list[str] = []
+
+    def passes(platform: str, *options: Any) -> Any:
+        found.append(platform)
+        return original(platform, *options)
+
+    original = blockwise.passes
+    monkeypatch.setattr(blockwise, "passes", passes)
+    jax.clear_caches()
+    yield found
+    jax.clear_caches()
+
+
+# --- the platform of the program ----------------------------------------------------------------
+
+
+@every_platform
+def test_a_program_lowers_for_any_platform(platforms):
+    exported = export.export(jax.jit(gradients(causal)), platforms=platforms)(*arrays())
+    assert list(exported.platforms) == platforms
+    if "cpu" in platforms:
+        want = gradients(functools.partial(causal, implementation="reference"))(*arrays())
+        for x, y in zip(*map(jax.tree.leaves, (exported.call(*arrays()), want)), strict=True):
+            np.testing.assert_allclose(x, y, atol=3e-6)
+
+
+@every_platform
+def test_only_what_is_lowered_is_traced(traced, platforms, monkeypatch):
+    monkeypatch.setattr(splash, "supports", lambda *_: "not now")
+    monkeypatch.setattr(jax, "default_backend", lambda: pytest.fail("asked for the default"))
+    jax.eval_shape(causal, *arrays())
+    assert traced == []
+    export.export(jax.jit(causal), platforms=platforms)(*arrays())
+    assert sorted(traced) == platforms
+
+
+def test_each_platform_gets_the_first_that_can(monkeypatch):
+    monkeypatch.setattr(splash, "INTERPRET", False)
+
+    def kernels(*platforms: str, **options: Any) -> int:
+        call = jax.jit(functools.partial(causal, **options))
+        program = export.export(call, platforms=platforms)(*arrays())
+        return program.mlir_module().count("tpu_custom_call")
+
+    assert kernels("tpu") == 1
+    assert kernels("tpu", implementation="splash") == 1
+    assert kernels("tpu", implementation="blockwise") == 0
+    assert kernels("cpu") == kernels("cuda") == 0
+    assert kernels("cpu", "cuda", "tpu") == 1
+
+
+def test_heads_are_looped_over_on_a_cpu_only(monkeypatch):
+    monkeypatch.setattr(blockwise, "choose_way", choose_way)
+    monkeypatch.setattr(tuning, "sizes", lambda platform: tuning.Sizes(whole=0))
+
+    def loops(platform: str) -> int:
+        call = jax.jit(jattn.attention)
+        return export.export(call, platforms=[platform])(*arrays()).mlir_module().count("while")
+
+    assert loops("cpu") > loops("cuda") == 0
+
+
+choose_way = blockwise.choose_way  # before the fixture that sends cases every way
+
+
+def test_a_kernel_named_for_another_platform_gives_its_reason(monkeypatch):
+    monkeypatch.setattr(splash, "INTERPRET", False)
+    jax.clear_caches()
+    call = functools.partial(causal, implementation="splash")
+    for one in (call, jax.jit(call), gradients(call)):
+        with pytest.raises(NotImplementedError, match=r"'splash': is for tpu, .* for cpu"):
+            one(*arrays())
+
+
+def test_explain_says_so_for_each_platform(monkeypatch):
+    monkeypatch.setattr(splash, "INTERPRET", False)
+    q, k, v = arrays()
+    here = jattn.explain(q, k, v)
+    assert here == jattn.explain(q, k, v, platform="cpu")
+    assert list(here) == list(IMPLEMENTATIONS)
+    assert here["splash"] == "is for tpu, the program is for cpu"
+    assert here["cudnn"] == "expected bfloat16 or float16, got float32"
+    assert here["blockwise"] is None
+    assert here["reference"] is None
+    assert jattn.explain(q, k, v, platform="tpu")["splash"] is None
+    traced: dict[str, Any] = {}
+    jax.eval_shape(lambda *qkv: traced.update(jattn.explain(*qkv)) or qkv[0], q, k, v)
+    assert traced == here
+
+
+# --- what is traced late means the same ---------------------------------------------------------
+
+
+def test_functions_may_close_over_traced_arrays():
+    """Values as if they were operands, and gradients too."""
+    q, k, v = arrays()
+    offset, slope = jnp.int32(2), jnp.float32(0.3)
+
+    def closed(q: Any, slope: Any, offset: Any, implementation: str) -> Any:
+        mask = masks.Predicate(lambda b, h, i, j: j <= i + offset)
+        score = scores.Score(lambda s, b, h, i, j: s - slope * jnp.float32(j))
+        out = jattn.attention(q, k, v, mask=mask, score=score, implementation=implementation)
+        return jnp.sum(out**2)
+
+    def opened(q: Any, slope: Any, offset: Any) -> Any:
+        mask = masks.Window(right=2)
+        score = scores.Score(lambda s, b, h, i, j, slope: s - slope * jnp.float32(j), slope)
+        out = jattn.attention(q, k, v, mask=mask, score=score, implementation="reference")
+        return jnp.sum(out**2)
+
+    want = jax.value_and_grad(opened, (0, 1))(q, slope, offset)
+    for implementation in ("blockwise", "reference"):
+        call = functools.partial(closed, implementation=implementation)
+        both = jax.value_and_grad(call, (0, 1))
+        several = quick_jit(jax.vmap(both, (None, 0, None)))(q, slope[None], offset)
+        for got in (quick_jit(both)(q, slope, offset), several):
+            for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+                np.testing.assert_allclose(np.reshape(x, np.shape(y)), y, rtol=2e-5, atol=2e-6)
+
+
+def test_contexts_of_the_call_hold_when_it_is_lowered():
+    q, k, v = arrays()
+
+    def call(q: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return causal(q, k, v)
+
+    assert "HIGHEST" in jax.jit(call).lower(q).as_text()
+    with jax.enable_x64(False):
+        lowered = jax.jit(lambda q: causal(q, k, v)).trace(q)
+    assert "f64" not in lowered.lower().as_text()
+
+
+def _scaled(platform: str, x: Any, y: Any) -> tuple[Any, Any]:
+    return x * {"cpu": 2, "tpu": 3}.get(platform, 5), y
+
+
+def by_platform(x: Any, y: Any) -> Any:
+    """x times 2 on a CPU, 3 on a TPU, 5 elsewhere; and y."""
+    return lowering.by_platform(_scaled, (x, y), x, y)
+
+
+def test_one_operation_under_the_transformations():
+    x, y = jnp.arange(3), jnp.arange(2.0)
+    for wrap in (jax.jit, jax.checkpoint, lambda f: f):
+        got = wrap(by_platform)(x, y)
+        np.testing.assert_array_equal(got[0], 2 * x)
+        np.testing.assert_array_equal(got[1], y)
+    for axes in ((0, None), (None, 0), (0, 0)):
+        xs = jnp.stack([x, x + 1]) if axes[0] == 0 else x
+        ys = jnp.stack([y, y + 1]) if axes[1] == 0 else y
+        got = jax.vmap(by_platform, axes)(xs, ys)
+        np.testing.assert_array_equal(got[0], jnp.broadcast_to(2 * xs, (2, 3)))
+        np.testing.assert_array_equal(got[1], jnp.broadcast_to(ys, (2, 2)))
+    with pytest.raises(NotImplementedError, match="implementation='reference'"):
+        jax.jvp(lambda y: by_platform(x, y)[1], (y,), (y,))
+
+
+def test_one_operation_for_several_platforms():
+    program = export.export(jax.jit(by_platform), platforms=["cpu", "tpu", "cuda"])
+    exported = program(jnp.arange(3), jnp.arange(2.0))
+    np.testing.assert_array_equal(exported.call(jnp.arange(3), jnp.arange(2.0))[0], [0, 2, 4])
+    for factor in (2, 3, 5):
+        assert f"dense<{factor}>" in exported.mlir_module()
+
+
+# --- sizes by kind of device --------------------------------------------------------------------
+
+
+def test_sizes_are_those_of_the_device():
+    assert tuning.sizes("cpu") == tuning.TABLE["cpu"]
+    assert tuning.sizes("tpu") == tuning.DEFAULT  # none here
+    with tuning.trying(tuning.Sizes(small=32)):
+        assert tuning.sizes("cpu").small == tuning.sizes("tpu").small == 32
+    assert tuning.sizes("cpu") == tuning.TABLE["cpu"]
+
+
+@pytest.mark.default_tiles
+def test_other_sizes_make_another_program():
+    q, k, v = arrays(600, 600)
+    whole, tiled = tuning.Sizes(whole=600 * 600), tuning.Sizes(whole=0, large=64, small=64)
+
+    def length(row: tuning.Sizes) -> int:
+        with tuning.trying(row):
+            return len(jax.jit(functools.partial(causal)).lower(q, k, v).as_text())
+
+    assert length(whole) != length(tiled) == length(tiled)

@@ -1,0 +1,227 @@
+"""JAX's TPU kernel on the cases of the contract, in interpret mode, and every reason against it."""
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores
+from jattn._types import along, node, static
+from jattn.kernels import splash
+from jattn.spec import check_shapes, make_spec
+from tests import test_contract as contract
+from tests.cases import CASES, inputs
+
+
+passes: Any = importlib.import_module("jattn.kernels.splash_passes")
+
+CAUSAL = masks.Causal()
+IDS = jnp.array([[0, 0, 1, 1, 1], [3, 2, 2, 2, 3]])
+
+
+# --- masks --------------------------------------------------------------------------------------
+
+
+STATIC = {
+    "full": masks.Full(),
+    "causal": CAUSAL,
+    "window": masks.Window(3, 1),
+    "prefix": masks.Prefix(4),
+    "dilated": masks.Dilated(3),
+    "global": masks.Global(2),
+    "lengths": masks.Lengths(3, 5),
+    "expression": ~(CAUSAL & masks.Window(left=2)) | masks.Prefix(1) & ~masks.Dilated(2),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_static_masks_are_fed_as_they_are(name):
+    fed = splash.as_splash(STATIC[name])
+    assert fed.segments is None
+    assert fed.lengths == ()
+    tiles = passes._Tiles(fed.static, 40, 48)
+    got = [[tiles[i : i + 8, j : j + 16] for j in range(0, 48, 16)] for i in range(0, 40, 8)]
+    np.testing.assert_array_equal(np.block(got), STATIC[name].dense(40, 48))
+
+
+def test_only_mixed_tiles_are_evaluated(monkeypatch):
+    evaluated = []
+    original = masks.Causal.evaluate
+
+    def evaluate(self: Any, *arguments: Any) -> Any:
+        evaluated.append(arguments)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(masks.Causal, "evaluate", evaluate)
+    monkeypatch.setattr(passes, "_BLOCK", 128)
+    q = jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)
+    spec = make_spec(check_shapes(q, q, q), mask=CAUSAL)
+    jax.eval_shape(functools.partial(passes._forward, True, spec), q, q, q)
+    assert len(evaluated) == 2 * 8  # of 64; the kernel asks twice
+
+
+def test_arrays_become_ids():
+    mask = CAUSAL & masks.Segments(IDS) & masks.Lengths(q=4, kv=jnp.array([5, 2]))
+    fed = splash.as_splash(mask)
+    q_ids, kv_ids = passes._ids(fed, 5, 5)
+    allowed = (q_ids[:, :, None] == kv_ids[:, None, :]) & fed.static.dense(5, 5)[None]
+    np.testing.assert_array_equal(allowed, mask.dense(5, 5, batch=(2,))[:, 0])
+
+
+@pytest.mark.parametrize(
+    "mask, says",
+    [
+        (masks.Segments(IDS) & masks.Segments(IDS), "one Segments, not two"),
+        (CAUSAL | masks.Segments(IDS), "arrays within Or"),
+        (~masks.Segments(IDS), "arrays within Not"),
+        (~masks.Lengths(kv=jnp.array([1, 2])), "arrays within Not"),
+        (masks.Prefix(jnp.array([1, 2])), "array of Prefix"),
+        (masks.Dense(jnp.ones((1, 1, 5, 5), bool)), "Dense may differ"),
+        (masks.Blocks(jnp.ones((3, 3), bool), 2), "Blocks may differ"),
+        (masks.Predicate(lambda b, h, q, kv: q > kv), "Predicate may differ"),
+    ],
+)
+def test_masks_that_it_cannot_be_fed(mask, says):
+    with pytest.raises(NotImplementedError, match=says):
+        splash.as_splash(mask)
+
+
+def test_other_masks_may_be_registered():
+    @node
+    class Odd(masks.Mask):
+        which: int = static(default=1)
+        unused: Any = along("*B", default=None)
+
+        def evaluate(self, b, h, rows, columns):
+            return (columns.positions[None, :] + rows.positions[:, None]) % 2 == self.which
+
+        def bounds(self, tile):
+            return np.True_, np.False_
+
+    with pytest.raises(NotImplementedError, match="Odd may differ"):
+        splash.as_splash(Odd())
+    splash.as_splash.register(Odd, splash.Fed)
+    assert isinstance(splash.as_splash(Odd() & CAUSAL).static, masks.And)
+
+
+# --- reasons ------------------------------------------------------------------------------------
+
+
+def reason(dtype: Any = jnp.float32, **rules: Any) -> str | None:
+    """What `supports` says of a call of 5 queries and keys."""
+    q, k = (jax.ShapeDtypeStruct((2, 5, heads, 4), dtype) for heads in (4, 2))
+    shapes = check_shapes(q, k, k)
+    return splash.supports(make_spec(shapes, **rules), shapes)
+
+
+REASONS = {
+    "float64": ({"dtype": jnp.float64}, "expected float32 or bfloat16, got float64"),
+    "float16": ({"dtype": jnp.float16}, "expected float32 or bfloat16, got float16"),
+    "positions": ({"q_positions": jnp.arange(5)}, "positions are given"),
+    "dropout": ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "no dropout"),
+    "precision": ({"precision": "highest"}, "no precision"),
+    "alibi": ({"score": scores.Alibi(jnp.ones(4))}, "has SoftCap only, got Alibi"),
+    "learned_cap": ({"score": scores.SoftCap(jnp.float32(2.0))}, "cap is an array"),
+    "mask": ({"mask": masks.Prefix(jnp.array([1, 2]))}, "array of Prefix"),
+    "empty": ({"mask": masks.Empty()}, "leaves nothing"),
+    "nothing_left": ({"mask": masks.Lengths(kv=0)}, "leaves nothing"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_every_limit_is_a_reason(name):
+    rules, says = REASONS[name]
+    assert says in (reason(**rules) or "")
+
+
+# --- the contract -------------------------------------------------------------------------------
+
+
+def supported() -> list[str]:
+    """The cases that it runs, in float32 and bfloat16 alike."""
+
+    def can(name: str) -> bool:
+        case, x = CASES[name], contract.on_device(inputs(CASES[name], "float32"))
+        rules = case.rules(x.operands, x.parameters) | {
+            "dropout_rate": case.rate,
+            "dropout_key": contract.random_key() if case.rate else None,
+        }
+        return jattn.explain(x.q, x.k, x.v, platform="tpu", **rules)["splash"] is None
+
+    return [name for name in CASES if can(name)]
+
+
+@pytest.fixture
+def unguarded(monkeypatch):
+    """Programs without the blockwise passes beside the kernel, half as long to compile."""
+    monkeypatch.setattr(passes, "guarded", lambda fast, exact: fast)
+
+
+def check(name: str, dtype: str) -> None:
+    """Values and gradients as exact as the contract wants them, with a rounding more: the queries
+    are scaled before the product."""
+    case, x = CASES[name], inputs(CASES[name], dtype)
+    measured = contract.errors(contract.run("splash", name, x), contract.truth(case, x))
+    for what, plain in contract.plain_errors(name, dtype).items():
+        ceiling = contract.CEILINGS["float32" if what == "lse" else dtype]
+        limit = min(2.5 * plain + 4 * float(jnp.finfo(jnp.float32).eps), ceiling)
+        assert measured[what] <= limit, (what, measured, plain)
+
+
+@pytest.mark.parametrize("name", supported())
+@pytest.mark.usefixtures("unguarded")
+def test_values_and_gradients(name):
+    check(name, "float32")
+
+
+@pytest.mark.parametrize("name", ["wide_values", "given_scale", "lengths_both", "soft_cap_causal"])
+@pytest.mark.usefixtures("unguarded")
+def test_values_and_gradients_in_half_precision(name):
+    check(name, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["lengths_both", "window_tall", "soft_cap_causal"])
+def test_poison_in_what_is_masked_changes_nothing(name):
+    """To rounding, as another kernel then computes it."""
+    case, x = CASES[name], inputs(CASES[name], "float32")
+    rows, columns = contract.dead_places(name)
+    program = contract.quick_jit(functools.partial(contract.everything, "splash", case))
+    clean = jax.tree.map(np.asarray, program(contract.on_device(x)))
+    for poison in (np.nan, np.inf, 1e38):
+        q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
+        q[rows], k[columns], v[columns] = poison, poison, poison
+        got = program(contract.on_device(x._replace(q=q, k=k, v=v)))
+        contract.assert_close(jax.tree.map(np.asarray, got), clean, 4e-6)
+        for letter, dead in (("q", rows), ("k", columns), ("v", columns)):
+            assert not np.asarray(got.gradients[letter])[dead].any()
+    assert not clean.out[rows].any()
+    assert np.all(np.swapaxes(clean.lse, -1, -2)[rows] == -np.inf)
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_under_the_transformations():
+    """vmap, checkpoint, scan and shard_map at once, against the plain formula."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 3, 2, 5, 2, 4)), jnp.float32) for _ in range(3))
+
+    def loss(q: Any, k: Any, v: Any, implementation: str) -> Any:
+        call = functools.partial(jattn.attention, mask=CAUSAL, implementation=implementation)
+        _, out = jax.lax.scan(lambda _, qkv: (None, jax.checkpoint(call)(*qkv)), None, (q, k, v))
+        return jnp.sum(out**2, axis=(2, 3, 4))
+
+    def gradients(implementation: str) -> Any:
+        one = jax.grad(lambda *qkv: loss(*qkv, implementation).sum(), (0, 1, 2))
+        rows = jax.sharding.PartitionSpec("x")
+        mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+        split = jax.shard_map(
+            jax.vmap(one), mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+        )
+        return contract.quick_jit(split)(q, k, v)
+
+    for x, y in zip(gradients("splash"), gradients("reference"), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
