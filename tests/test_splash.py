@@ -215,7 +215,7 @@ def test_under_the_transformations():
         return jnp.sum(out**2, axis=(2, 3, 4))
 
     def gradients(implementation: str) -> Any:
-        one = jax.grad(lambda *qkv: loss(*qkv, implementation).sum(), (0, 1, 2))
+        one = jax.grad(lambda *qkv: loss(*qkv, implementation=implementation).sum(), (0, 1, 2))
         rows = jax.sharding.PartitionSpec("x")
         mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
         split = jax.shard_map(
