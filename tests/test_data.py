@@ -1,7 +1,9 @@
 """Reading, encoding and batching of parallel text: every rule, and that nothing is lost."""
 
+import csv
 import dataclasses
 import gzip
+import io
 import itertools
 import json
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,6 +248,77 @@ def test_report_blocks_begin_at_line_one_and_end_with_the_file(tmp_path):
     assert data.read_split(tmp_path, "train")[1].unusual_block == (1, 100, 1)
 
 
+def splits_like_python(content: bytes, name: str) -> list[str]:
+    return content.decode("utf-8-sig").splitlines()
+
+
+def reads_in_text_mode(content: bytes, name: str) -> list[str]:
+    return list(io.TextIOWrapper(io.BytesIO(content), "utf-8-sig"))
+
+
+def keeps_the_mark(content: bytes, name: str) -> list[str]:
+    return content.decode("utf-8").split("\n")[:-1]
+
+
+def replaces_what_is_no_text(content: bytes, name: str) -> list[str]:
+    return content.decode("utf-8", "replace").split("\n")[:-1]
+
+
+def pairs_what_there_is(source: Path, target: Path) -> Any:
+    left, right = data.read_lines(source), data.read_lines(target)
+    return data._pair_up("", zip(left, right, strict=False))
+
+
+def drops_empty_lines_alone(source: Path, target: Path) -> Any:
+    left, right = (list(filter(str.strip, data.read_lines(path))) for path in (source, target))
+    return data._pair_up("", zip(left, right, strict=False))
+
+
+def reads_as_csv(path: Path) -> Any:
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row or ["", ""] for row in csv.reader(file, delimiter="\t")]
+    return ((row[0], row[1]) for row in rows if len(row) > 1)
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments", "name", "instead"),
+    [
+        (test_only_a_newline_ends_a_line, ["\u2028"], "lines_of", splits_like_python),
+        (test_only_a_newline_ends_a_line, ["\x1c"], "lines_of", splits_like_python),
+        (test_crlf_and_a_lone_carriage_return, [], "lines_of", reads_in_text_mode),
+        (test_byte_order_mark_is_no_part_of_the_first_word, [], "lines_of", keeps_the_mark),
+        (test_byte_order_mark_is_no_part_of_the_first_word, [], "clean", str.strip),
+        (test_invalid_utf8_and_nul_give_file_and_line, [], "lines_of", replaces_what_is_no_text),
+        (
+            test_unequal_line_counts_give_both_files_and_numbers,
+            [],
+            "read_parallel",
+            pairs_what_there_is,
+        ),
+        (
+            test_pairs_with_an_empty_side_are_dropped_as_pairs_and_counted,
+            [],
+            "read_parallel",
+            drops_empty_lines_alone,
+        ),
+        (
+            test_quotes_in_tsv_have_no_meaning_and_empty_rows_are_counted,
+            [],
+            "_columns",
+            reads_as_csv,
+        ),
+        (test_malformed_tsv_gives_file_and_line, ["nur eine", 1], "_columns", reads_as_csv),
+        (test_sentences_come_out_in_normal_form_c, [], "clean", str.strip),
+    ],
+)
+def test_a_reader_without_the_rule_is_noticed(
+    tmp_path, monkeypatch, test, arguments, name, instead
+):
+    monkeypatch.setattr(data, name, instead)
+    with pytest.raises((AssertionError, pytest.fail.Exception, ValueError)):
+        test(tmp_path, *arguments)
+
+
 # ---------------------------------------------------------------------------- words and ids
 
 SENTENCES = [
@@ -407,6 +481,12 @@ def test_ids_outside_the_vocabulary_are_refused_on_the_host(wrong):
         text.EncodedPairs(bad, good, np.arange(1), 7, 7)
     with pytest.raises(ValueError, match=r"target ids must be in 0\.\.6"):
         text.EncodedPairs(good, bad, np.arange(1), 8, 7)
+
+
+def test_ids_that_nobody_checks_are_noticed(monkeypatch):
+    monkeypatch.setattr(text, "check_ids", lambda ids, size, name: np.asarray(ids))
+    with pytest.raises((AssertionError, pytest.fail.Exception, IndexError)):
+        test_ids_outside_the_vocabulary_are_refused_on_the_host(-1)
 
 
 def test_ids_must_be_a_row_of_integers():

@@ -272,13 +272,18 @@ def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
 
 
 def _resumed(run: Run, state: State, total: int) -> State:
-    state, step = run.restore(state)
+    step = 0
+    if run.has_checkpoint():
+        state, step = run.restore(state)
     if step >= total:
         raise ValueError(f"{run.directory} has made all its {total} steps already")
     run.forget_metrics_after(step)
     if stopping.has_stopped(run.metrics(), run.config.patience):
         raise ValueError(f"{run.directory} has stopped early after step {step} already")
-    print(f"goes on from the checkpoint after step {step}")
+    if step:
+        print(f"goes on from the checkpoint after step {step}")
+    else:
+        print("begins anew: there is no checkpoint yet")
     return state
 
 

@@ -151,6 +151,10 @@ class Run:
             return []
         return sorted(int(path.name) for path in self._checkpoints.iterdir() if path.name.isdigit())
 
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint was ever finished, however damaged it may be now."""
+        return any(self._digest(step).exists() for step in self.steps())
+
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint of a tree of arrays, and drops all but the latest few and the best.
 
@@ -203,7 +207,7 @@ class Run:
 
     def _whole(self, steps: Iterable[int], count: int) -> list[int]:
         """The first `count` of these steps whose checkpoints are whole, or as many as there are."""
-        if not self.steps():
+        if not self.has_checkpoint():
             raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
         found = list(itertools.islice(filter(self._is_whole, steps), count))
         if not found:
@@ -213,7 +217,7 @@ class Run:
     def _read(self, step: int, like: Any, prefix: str) -> Any:
         """The tree `like` with the saved arrays in place of its own."""
         wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
-        with _manager(self._checkpoints) as manager:
+        with _as_written(step), _manager(self._checkpoints) as manager:
             saved = manager.item_metadata(step).tree
             _check_kinds({n: kind for n, kind in saved.items() if n.startswith(prefix)}, wanted)
             as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
@@ -293,6 +297,15 @@ def _manager(directory: Path) -> Iterator[ocp.CheckpointManager]:
         manager.close()
 
 
+@contextlib.contextmanager
+def _as_written(step: int) -> Iterator[None]:
+    """Around reading what may have other keys and types than training writes."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"checkpoint {step}: expected what training writes") from error
+
+
 def _named(tree: Any) -> dict[str, Any]:
     """The arrays of a tree by their paths in it."""
     leaves, _ = jax.tree.flatten_with_path(tree)
@@ -342,8 +355,8 @@ def _replace(path: Path, text: str) -> None:
 
 def _record(line: str, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
+        record = _parsed(line)
+    except ValueError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError(f"{place}: expected a record of metrics, got {line[:40]!r}")
@@ -351,12 +364,22 @@ def _record(line: str, place: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text("utf-8"))
+    return _parsed(path.read_text("utf-8"))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("expected JSON, but it is nested too deeply") from None
 
 
 def _origin(about: Any, path: Path) -> TextOrigin:
-    try:
-        first, second = about["languages"]
-        return TextOrigin(about["path"], (first, second), about["fingerprint"])
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path}: text: expected path, languages and fingerprint") from None
+    match about:
+        case {
+            "path": (str() | None) as text,
+            "languages": [str(first), str(second)],
+            "fingerprint": str(fingerprint),
+        }:
+            return TextOrigin(text, (first, second), fingerprint)
+    raise ValueError(f"{path}: text: expected path, languages and fingerprint")

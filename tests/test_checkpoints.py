@@ -1,0 +1,400 @@
+"""Checkpoints: a kill at any moment, damage, hostile files.
+
+Each check is shown to fail where what it is there for has been taken away.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import shutil
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.translation import checkpoints, training
+from experiments.translation.checkpoints import Run, TextOrigin
+from experiments.translation.presets import PRESETS
+from experiments.translation.text import Vocabulary
+from tests import test_translation as others
+from tests.test_translation import (
+    as_users_run_it,
+    assert_equal,
+    cut_short,
+    one_bit_flipped,
+    small_tree,
+)
+
+
+assert as_users_run_it
+ROOT = Path(__file__).parents[1]
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def tree_of(step: int) -> training.State:
+    return small_tree(float(step))
+
+
+def a_run(directory: Path, *steps: int) -> Run:
+    words = Vocabulary(("a",))
+    run = Run(directory, PRESETS["tiny"], words, words, TextOrigin(None, ("de", "en"), "0"))
+    run.create()
+    for step in steps:
+        run.save(tree_of(step), step)
+    return run
+
+
+# ------------------------------------------------------------------------------------------- kills
+
+_watchers: list[Callable[[], None]] = []
+_CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if _watchers and (
+        event in _CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+    ):
+        _watchers[-1]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _watching():
+    sys.addaudithook(_watch)
+
+
+def left_by_kills(run: Run, action: Callable[[], Any], folder: Path) -> list[Run]:
+    """The run as it would be found had the process been killed in the action: a copy of it before
+    each change to files."""
+    found: list[Run] = []
+    busy = threading.Lock()
+
+    def copy() -> None:
+        if not busy.acquire(blocking=False):
+            return
+        try:
+            found.append(dataclasses.replace(run, directory=folder / str(len(found))))
+            if run.directory.exists():
+                shutil.copytree(run.directory, found[-1].directory)
+        finally:
+            busy.release()
+
+    _watchers.append(copy)
+    try:
+        action()
+    finally:
+        _watchers.pop()
+    return found
+
+
+@contextlib.contextmanager
+def unwarned() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def check_kills_in_saving(run: Run, step: int, folder: Path, good: set[int | None]) -> None:
+    """Whenever it is killed, the last checkpoint but one or the last is whole, and it goes on."""
+    found = set()
+    for left in left_by_kills(run, lambda: run.save(tree_of(step), step), folder):
+        with unwarned():
+            opened = Run.open(left.directory)
+            if opened.has_checkpoint():
+                tree, last = opened.restore(small_tree())
+                assert_equal(tree, tree_of(last))
+                found.add(last)
+            else:
+                found.add(None)
+            opened.save(tree_of(step), step)
+            assert opened.restore(small_tree())[1] == step
+    assert found == good
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
+    run = a_run(tmp_path / "run", 1, 2, 3)
+    check_kills_in_saving(run, 4, tmp_path, {3, 4})
+    assert run.steps() == [2, 3, 4]
+
+
+def test_a_kill_while_saving_for_the_first_time_leaves_no_checkpoint(tmp_path):
+    check_kills_in_saving(a_run(tmp_path / "run"), 1, tmp_path, {None})
+
+
+def test_a_kill_while_saving_anew_leaves_the_checkpoint_before(tmp_path):
+    run = a_run(tmp_path / "run", 1, 2)
+    (run.directory / "digests" / "2.json").unlink()
+    check_kills_in_saving(run, 2, tmp_path, {1})
+
+
+def test_a_kill_while_forgetting_metrics_leaves_all_or_the_rest(tmp_path):
+    run = a_run(tmp_path / "run")
+    for step in range(1, 5):
+        run.report({"step": step})
+    left = left_by_kills(run, lambda: run.forget_metrics_after(2), tmp_path)
+    steps = [[record["step"] for record in each.metrics()] for each in (*left, run)]
+    assert steps[0] == [1, 2, 3, 4] and steps[-1] == [1, 2]
+    assert all(each in (steps[0], steps[-1]) for each in steps)
+
+
+def test_a_kill_while_beginning_leaves_no_run_or_a_whole_one(tmp_path):
+    run = dataclasses.replace(a_run(tmp_path / "other"), directory=tmp_path / "run")
+    left = [*left_by_kills(run, run.create, tmp_path), run]
+    whole = [each for each in left if checkpoints.is_run(each.directory)]
+    assert [Run.open(each.directory) for each in whole] == whole
+    assert len(left) > 3 and run in whole
+
+
+# ------------------------------------------------------------------------------------------ damage
+
+
+def files_of(run: Run, step: int) -> list[Path]:
+    files = (run.directory / "checkpoints" / str(step)).rglob("*")
+    return [file for file in files if file.is_file()]
+
+
+def test_any_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path):
+    run = a_run(tmp_path / "run", 1, 2)
+    digest = run.directory / "digests" / "2.json"
+    files = [*files_of(run, 2), digest]
+    assert len(files) > 5
+    for file, damage in itertools.product(files, (one_bit_flipped, cut_short, Path.unlink)):
+        content = file.read_bytes()
+        damage(file)
+        with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
+            tree, step = run.restore(small_tree())
+        assert step == 1
+        assert_equal(tree, tree_of(1))
+        file.write_bytes(content)
+    assert run.restore(small_tree())[1] == 2
+    for step in (1, 2):
+        cut_short(files_of(run, step)[0])
+    with unwarned(), pytest.raises(ValueError, match="every checkpoint is damaged"):
+        run.restore(small_tree())
+
+
+# ----------------------------------------------------------------------------------- hostile files
+
+
+class Hostile:
+    """What makes a directory when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_of_a_hostile_file_nothing_is_run_and_nothing_wrong_is_taken(tmp_path):
+    run = a_run(tmp_path / "run", 1)
+    run.report({"step": 1})
+    marker = tmp_path / "was run"
+    hostile = [
+        pickle.dumps(Hostile(marker), protocol=0),
+        f"__import__('os').mkdir({str(marker)!r})".encode(),
+        b"[" * 100_000,
+        b'{"__class__": "os.system", "item_handlers": 3, "tree_metadata": 3}',
+        b"{}",
+    ]
+    saved = [file for file in files_of(run, 1) if file.name.endswith("METADATA")]
+    named = [file for file in run.directory.rglob("*") if file.suffix in (".json", ".jsonl")]
+    assert len(saved) == 2 and len(named) == 5
+    for file, content in itertools.product([*saved, *named], hostile):
+        before = file.read_bytes()
+        file.write_bytes(content + b"\n")
+        refused = False
+        try:
+            with unwarned(), resigned(run, 1) if file in saved else contextlib.nullcontext():
+                opened = Run.open(run.directory)
+                assert opened.metrics() == [{"step": 1}]
+                assert_equal(opened.restore(small_tree())[0], tree_of(1))
+        except (ValueError, OSError):
+            refused = True
+        assert not marker.exists()
+        assert refused or file in saved
+        file.write_bytes(before)
+
+
+@contextlib.contextmanager
+def resigned(run: Run, step: int) -> Iterator[None]:
+    """With digests of the files as they are now."""
+    path = run.directory / "digests" / f"{step}.json"
+    before = path.read_text()
+    path.write_text(json.dumps(checkpoints._digests(run.directory / "checkpoints" / str(step))))
+    yield
+    path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "change", [{"path": 3}, {"languages": "de"}, {"languages": ["de", 3]}, {"fingerprint": None}]
+)
+def test_what_a_run_says_of_its_text_is_checked(tmp_path, change):
+    run = a_run(tmp_path / "run")
+    about = json.loads((run.directory / "config.json").read_text())
+    about["text"] |= change
+    (run.directory / "config.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="expected path, languages and fingerprint"):
+        Run.open(run.directory)
+
+
+_MODULES = set("pickle marshal shelve dill yaml subprocess importlib tarfile zipfile".split())
+_CALLS = {"eval", "exec", "compile", "__import__", "system", "popen"}
+
+
+def dangers(source: str) -> list[str]:
+    """What in a source could run what it reads, or unpack it to anywhere."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found += [alias.name for alias in names if alias.name.split(".")[0] in _MODULES]
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in _MODULES:
+                found.append(module)
+            case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
+                found.append(name)
+            case ast.Call(func=ast.Attribute(attr=("system" | "popen") as name)):
+                found.append(name)
+            case ast.keyword(arg="allow_pickle" as name):
+                found.append(name)
+    return found
+
+
+def test_no_source_of_the_experiment_can_run_what_it_reads():
+    files = sorted((ROOT / "experiments" / "translation").glob("*.py"))
+    assert len(files) > 10
+    assert {file.name: dangers(file.read_text("utf-8")) for file in files} == {
+        file.name: [] for file in files
+    }
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "def f():\n    from yaml import load",
+        "import importlib.util as u",
+        "x = eval(text)",
+        "os.system(text)",
+        "np.load(path, allow_pickle=True)",
+        "import tarfile",
+    ],
+)
+def test_a_source_that_can_is_found(source):
+    assert len(dangers(source)) == 1
+
+
+# --------------------------------------------------------------------- without what is checked here
+
+
+def believes_everything(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Run, "_is_whole", lambda run, step: True)
+
+
+def compares_sizes(patch: pytest.MonkeyPatch) -> None:
+    def sizes(directory: Path) -> dict[str, int]:
+        files = [file for file in directory.rglob("*") if file.is_file()]
+        return {str(file.relative_to(directory)): file.stat().st_size for file in files}
+
+    patch.setattr(checkpoints, "_digests", sizes)
+
+
+def takes_all_for_finished(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Run, "has_checkpoint", lambda run: bool(run.steps()))
+
+
+def says_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(warnings, "warn", lambda *_, **options: None)
+
+
+def drops_before_it_writes(patch: pytest.MonkeyPatch) -> None:
+    save = Run.save
+
+    def dropping(run: Run, state: Any, step: int) -> None:
+        run._drop(run.steps())
+        save(run, state, step)
+
+    patch.setattr(Run, "save", dropping)
+
+
+def writes_in_place(patch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str) -> None:
+        path.write_text(text[: len(text) // 2])
+        path.write_text(text)
+
+    patch.setattr(checkpoints, "_replace", write)
+
+
+def takes_all_for_runs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoints, "is_run", lambda directory: True)
+
+
+def takes_all_for_empty(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Path, "iterdir", lambda path: iter(()))
+
+
+def takes_any_shapes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoints, "_check_kinds", lambda saved, wanted: None)
+
+
+def compares_no_settings(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoints, "differences", lambda saved, given: [])
+
+
+def reading_otherwise(otherwise: Callable[[str], Any]) -> Break:
+    def break_it(patch: pytest.MonkeyPatch) -> None:
+        loads = json.loads
+
+        def careless(text: Any, **options: Any) -> Any:
+            try:
+                return loads(text, **options)
+            except ValueError:
+                with contextlib.suppress(Exception):
+                    return otherwise(text)
+                raise
+
+        patch.setattr(json, "loads", careless)
+
+    return break_it
+
+
+unpickles = reading_otherwise(lambda text: pickle.loads(text.encode()))
+evaluates = reading_otherwise(eval)
+
+
+@pytest.mark.parametrize(
+    ("test", "break_it"),
+    [
+        (test_a_kill_while_saving_leaves_the_checkpoint_before, drops_before_it_writes),
+        (test_a_kill_while_saving_for_the_first_time_leaves_no_checkpoint, takes_all_for_finished),
+        (test_a_kill_while_saving_anew_leaves_the_checkpoint_before, believes_everything),
+        (test_a_kill_while_forgetting_metrics_leaves_all_or_the_rest, writes_in_place),
+        (test_a_kill_while_beginning_leaves_no_run_or_a_whole_one, takes_all_for_runs),
+        *itertools.product(
+            [test_any_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken],
+            [believes_everything, compares_sizes, says_nothing],
+        ),
+        (others.test_the_arrays_of_another_model_are_refused_by_name, takes_any_shapes),
+        (others.test_a_run_begun_differently_is_refused_naming_what_differs, compares_no_settings),
+        *itertools.product(
+            [others.test_an_existing_directory_is_neither_written_into_nor_deleted],
+            [takes_all_for_runs, takes_all_for_empty],
+        ),
+        *itertools.product(
+            [test_of_a_hostile_file_nothing_is_run_and_nothing_wrong_is_taken],
+            [unpickles, evaluates],
+        ),
+    ],
+)
+def test_it_is_noticed_where_it_is_missing(test, break_it, tmp_path, monkeypatch):
+    break_it(monkeypatch)
+    with unwarned(), pytest.raises((AssertionError, pytest.fail.Exception, ValueError, OSError)):
+        test(tmp_path)
