@@ -20,7 +20,7 @@ from jattn._types import (
     declared,
 )
 from jattn.cache import Cache
-from jattn.kernels import blockwise, decode, pallas_gpu, reference
+from jattn.kernels import blockwise, decode, pallas_gpu, pallas_hopper, reference
 from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
@@ -30,6 +30,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "blockwise": blockwise,
     "pallas": pallas_gpu,
     "reference": reference,
+    "hopper": pallas_hopper,
 }
 """By name, in the order in which `implementation=None` tries them."""
 

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
 from jattn._types import LogSumExp, Output, is_static
-from jattn.kernels import blockwise, lookup, reverse, tiles
+from jattn.kernels import blockwise, lookup, reverse, tiles, walks
 from jattn.spec import (
     Shapes,
     Spec,
@@ -116,6 +116,10 @@ class _Problem(NamedTuple):
         row, column = i * self.tiling.block_q, j * self.tiling.block_kv
         return self.rules.tile(memory.leaves, lookup.Place(b, h, row, column))
 
+    def kinds(self, spec: Spec) -> Any:
+        """The tile maps `[B or 1, N or 1, n, m]`."""
+        return walks.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
+
     def rows(self, memory: _Operands, b: Any, h: Any, i: Any) -> _Rows:
         """Block i of queries of head h."""
         run = pl.ds(i * self.tiling.block_q, self.tiling.block_q)
@@ -126,86 +130,6 @@ class _Problem(NamedTuple):
         run = pl.ds(j * self.tiling.block_kv, self.tiling.block_kv)
         kv = lax.div(h, np.int32(self.shapes.G))
         return memory.keys[b, run, kv, :], memory.values[b, run, kv, :]
-
-
-class _Walk(NamedTuple):
-    """Which tiles each block visits: `order [B, N, n, m]` lists them, those without need of a mask
-    first; `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N
-    have size 1 where all are alike. `kinds` are the kinds of tile that may occur.
-    """
-
-    order: Any
-    ends: Any
-    kinds: tuple[int, ...]
-
-    @property
-    def arrays(self) -> tuple[Any, Any]:
-        """What is passed to a kernel, and comes back to `fold` as `memory`."""
-        return self.order, self.ends
-
-    def fold(
-        self,
-        memory: Any,
-        at: tuple[Any, Any, Any],
-        step: Callable[..., Any],
-        state: Any,
-        part: tuple[Any, int] = (0, 1),
-    ) -> Any:
-        """Folds `step(j, masked, state)` over what block `at` (b, h, i) visits, or over one of
-        several parts of that."""
-        order, ends = memory
-        here = (*_clamped(order, *at[:2]), at[2])
-        full, visited = ends[(*here, 0)], ends[(*here, 1)]
-        each = lax.div(visited + part[1] - 1, np.int32(part[1]))
-        start, stop = (
-            jnp.minimum(part[0] * each, visited),
-            jnp.minimum((part[0] + 1) * each, visited),
-        )
-
-        def visit(masked: bool, place: Any, state: Any) -> Any:
-            return step(order[(*here, place)], masked, state)
-
-        if masks.FULL in self.kinds:
-            run = jnp.minimum(start, full), jnp.minimum(stop, full)
-            state = tiles.repeat(*run, functools.partial(visit, False), state)
-        if masks.MIXED in self.kinds:
-            run = jnp.maximum(start, full), jnp.maximum(stop, full)
-            state = tiles.repeat(*run, functools.partial(visit, True), state)
-        return state
-
-
-def _clamped(x: Any, *index: Any) -> tuple[Any, ...]:
-    """Indices of the first axes of an array in which axes of size 1 broadcast."""
-    return tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))
-
-
-def _walk(kinds: Any, *, by_key: bool = False) -> _Walk:
-    """From tile maps `[B, N, n, m]`: for each block of queries the keys, or the other way round."""
-    kinds = kinds.swapaxes(-1, -2) if by_key else kinds
-    static = isinstance(kinds, np.ndarray)
-    xp: Any = np if static else jnp
-    order = xp.argsort(-kinds, axis=-1, stable=True)  # full, mixed, empty
-    ends = xp.stack([xp.sum(kinds >= least, axis=-1) for least in (masks.FULL, masks.MIXED)], -1)
-    if static:
-        order = order[..., : max(1, ends.max())]
-    occurring = tuple(np.unique(kinds).tolist()) if static else (masks.MIXED, masks.FULL)
-    return _Walk(order.astype(np.int32), ends.astype(np.int32), occurring)
-
-
-def _kinds(spec: Spec, problem: _Problem) -> Any:
-    """The tile maps `[B or 1, N or 1, n, m]`; NumPy's if the mask is static."""
-    spec = dataclasses.replace(spec, score=None, dropout_key=None)
-    batch, heads = masks.leading(spec)
-    B, N = max((1, *batch)), max(1, heads)
-
-    def one(b: Any, h: Any) -> Any:
-        T, S = problem.shapes.T, problem.shapes.S
-        return tiles.kinds(masks.pick(spec, b, h), T, S, problem.tiling)
-
-    if B == N == 1:
-        return one(0, 0)[None, None]
-    every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
-    return every(jnp.arange(B, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32))
 
 
 def _coordinates(index: Any, *sizes: int) -> list[Any]:
@@ -238,7 +162,7 @@ def _run(
 
     Each program sees all operands and its own blocks of the results.
     """
-    operands, over = _varying(jax.tree.map(jnp.asarray, tuple(operands)))
+    operands, over = walks.varying(jax.tree.map(jnp.asarray, tuple(operands)))
     # Not with the library: this takes longer to import than all of it.
     triton = importlib.import_module("jax.experimental.pallas.triton")
     call = functools.partial(
@@ -255,18 +179,6 @@ def _run(
         name=name,
     )
     return list(lax.platform_dependent(*operands, cpu=call(interpret=True), default=call()))
-
-
-def _varying(operands: Any) -> tuple[Any, Any]:
-    """Operands that all vary over the same axes of a mesh (under `shard_map`), and these axes."""
-    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(operands)]
-    over = types[0].update(varying=frozenset().union(*(x.varying for x in types)))
-
-    def cast(x: Array) -> Array:
-        missing = tuple(over.varying - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, operands), over
 
 
 # ---------------------------------------------------------------------------------------------
@@ -379,7 +291,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (n, _), parts = problem.shapes, problem.blocks, _parts(problem)
     dtype = shapes.dtype if parts == 1 else jnp.float32
-    walk = _walk(_kinds(spec, problem))
+    walk = walks.walk(problem.kinds(spec))
 
     def kernel(memory: _Operands, walked: Any, out_ref: Any, lse_ref: Any) -> None:
         part, b, h, i = _coordinates(pl.program_id(0), parts, shapes.B, shapes.N, n)
@@ -415,7 +327,7 @@ def _merged(out: Array, lse: Array, parts: int, dtype: Any) -> tuple[Array, Arra
 
 def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
     """The gradient `[B, T, N, H]`; a program for each block of queries."""
-    shapes, (n, _), walk = problem.shapes, problem.blocks, _walk(kinds)
+    shapes, (n, _), walk = problem.shapes, problem.blocks, walks.walk(kinds)
 
     def kernel(memory: _Operands, walked: Any, result: Any) -> None:
         b, h, i = _coordinates(pl.program_id(0), shapes.B, shapes.N, n)
@@ -437,7 +349,7 @@ def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
 def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
     """The gradients `[B, S, K, H]` and `[B, S, K, V]`; a program for each block of keys, which goes
     through the heads of its group."""
-    shapes, (_, m), walk = problem.shapes, problem.blocks, _walk(kinds, by_key=True)
+    shapes, (_, m), walk = problem.shapes, problem.blocks, walks.walk(kinds, by_key=True)
 
     def kernel(memory: _Operands, walked: Any, *results: Any) -> None:
         b, kv, j = _coordinates(pl.program_id(0), shapes.B, shapes.K, m)
@@ -532,7 +444,7 @@ def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kin
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for each block of queries, or of keys where it runs along S."""
     shapes, by_key = problem.shapes, parameter.runs_along("S") and not parameter.looked_up
-    n, walk = problem.blocks[by_key], _walk(kinds, by_key=by_key)
+    n, walk = problem.blocks[by_key], walks.walk(kinds, by_key=by_key)
     block = parameter.block(problem.tiling)
 
     def kernel(memory: _Operands, walked: Any, result: Any) -> None:
@@ -570,7 +482,7 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
                 k, v = problem.keys(memory, b, h, j)
                 return total + _d_leaf(here, parameter.which, rows, k, v, masked=True)
 
-            kind = kinds_ref[(*_clamped(kinds_ref, b, h), i, j)]
+            kind = kinds_ref[(*walks.clamped(kinds_ref, b, h), i, j)]
             visited = jnp.where(kind == masks.EMPTY, 0, 1).astype(jnp.int32)
             return tiles.repeat(0, visited, add, total)
 
@@ -596,11 +508,26 @@ def _backward(
 ) -> tuple[list[Array], Array, Array, Array]:
     """Gradients of parameters, query, key and value; `per_head` is a tuple of query, d_out, lse and
     delta, each `[B, T, N, ...]`."""
-    kinds = _kinds(spec, problem)
+    kinds = problem.kinds(spec)
     memory = _Operands(_Rows(*per_head), key, value, problem.rules.arrays)
     d_key, d_value = _d_keys(problem, memory, kinds)
     d_params = _d_parameters(problem, spec, memory, kinds)
     return d_params, _d_queries(problem, memory, kinds), d_key, d_value
+
+
+def gradients(
+    spec: Spec, per_head: Any, key: Array, value: Array
+) -> tuple[list[Array], Array, Array, Array]:
+    """`_backward` for other kernels, whose lengths are whole tiles already."""
+    query, d_out, lse, delta = per_head
+    (B, T, N, H), (S, K, V) = query.shape, value.shape[1:]
+    tiling = choose_tiling(Shapes((B,), T, S, N, K, H, V, query.dtype))
+    query, d_out, key, value = (_padded(x, x.shape[1]) for x in (query, d_out, key, value))
+    shapes = Shapes((B,), T, S, N, K, query.shape[3], value.shape[3], query.dtype)
+    problem = _Problem(shapes, tiling, lookup.Rules(spec, tiling))
+    d_params, *found = _backward(problem, spec, (query, d_out, lse, delta), key, value)
+    d_query, d_key, d_value = (x[..., :size] for x, size in zip(found, (H, H, V), strict=True))
+    return d_params, d_query, d_key, d_value
 
 
 def _padded(x: Array, length: int) -> Array:
