@@ -75,8 +75,9 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | N
     return None
 
 
-def _types(operands: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+def _types(operands: Any, transposed: bool = False) -> Any:
+    step = -1 if transposed else 1
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[::step], x.dtype), operands)
 
 
 def choose_tiling(shapes: Shapes) -> Tiling:
@@ -111,42 +112,47 @@ def _part(memory: Array, index: tuple[Any, ...]) -> Array:
     return jnp.zeros([x.size for x in index if isinstance(x, pl.Slice)], memory.dtype)
 
 
+class _Value(NamedTuple):
+    """An array in registers, without axes of size 1, and its type with them."""
+
+    value: Any
+    expected: Any
+
+
 class _Unit(NamedTuple):
     """What a warpgroup computes with, and how arrays lie in its registers: `axes` names the axes
-    of a tile "ts" along which they run.
+    of a tile "ts" along which they run; rows of a transposed tile are keys.
 
     JAX's interpreter knows neither layouts nor all operands of products: there XLA multiplies.
     """
 
     interpreted: bool
+    transposed: bool = False
 
     def lay(self, x: Any, axes: str) -> Any:
         if self.interpreted or not axes:
             return x
-        whole = _mosaic().Layout.WGMMA
-        return _mosaic().layout_cast(
-            x, {"ts": whole, "t": whole.reduce(1), "s": whole.reduce(0)}[axes]
-        )
+        whole, along_rows = _mosaic().Layout.WGMMA, "s" if self.transposed else "t"
+        one = whole.reduce(1 if axes == along_rows else 0)
+        return _mosaic().layout_cast(x, whole if axes == "ts" else one)
 
     def places(self, start: Any, size: int, axis: str) -> Array:
         return start + self.lay(lax.iota(jnp.int32, size), axis)
 
-    def full(self, value: float, shape: tuple[int, ...], axes: str) -> Array:
-        return self.lay(jnp.full(shape, value, jnp.float32), axes)
-
-    def read(self, memory: Any, index: tuple[Any, ...], names: list[str]) -> tuple[Any, Any]:
-        """A part of an array in global memory, without axes of size 1, and its type with them."""
-        sizes = [x.size for x in index if isinstance(x, pl.Slice)]
-        wide = [isinstance(x, pl.Slice) and x.size > 1 for x in index]
-        axes = "".join(name.lower() for name, run in zip(names, wide, strict=False) if run)
-        index = tuple(
-            x if run or not isinstance(x, pl.Slice) else 0
-            for x, run in zip(index, wide, strict=True)
-        )
+    def read(self, memory: Any, index: tuple[Any, ...], letters: list[str]) -> _Value:
+        """A part of an array in global memory."""
+        runs = [isinstance(x, pl.Slice) for x in index]
+        sizes = [x.size for x, run in zip(index, runs, strict=True) if run]
+        wide = [run and x.size > 1 for x, run in zip(index, runs, strict=True)]
+        axes = "".join(x.lower() for x, run in zip(letters, wide, strict=False) if run)
+        index = tuple(0 if x > y else z for x, y, z in zip(runs, wide, index, strict=True))
         expected = jax.ShapeDtypeStruct(tuple(sizes), memory.dtype)
+        turned = self.transposed and axes == "ts"
         if self.interpreted or not axes:
-            return memory[index], expected
-        return self.lay(_mosaic().load(memory, index, optimized=False), axes), expected
+            return _Value(memory[index].T if turned else memory[index], expected)
+        part = memory.at[index]
+        part = _mosaic().transpose_ref(part, (1, 0)) if turned else part
+        return _Value(self.lay(_mosaic().load(part, (), optimized=False), axes), expected)
 
     def product(self, a: Any, b: Any, transposed: bool = False, onto: Any = None) -> Array:
         """a · b or a · bᵀ, added to `onto`; a in shared memory or registers, b in shared memory."""
@@ -204,26 +210,33 @@ class _Problem(NamedTuple):
         """The tile maps `[B or 1, N or 1, n, m]`."""
         return walks.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
 
-    def at_tile(
-        self,
-        unit: _Unit,
-        function: Callable[..., Any],
-        leaves: list[Any],
-        place: lookup.Place,
-        *operands: Any,
-    ) -> Any:
-        """`function(tile, *operands)` in registers, for 64 queries and a block of keys."""
-        parts = self.rules.parts(leaves, place)
-        read = [unit.read(*part, x) for part, x in zip(parts, self.rules.letters, strict=True)]
-        rows = unit.places(place.row, _ROWS, "t")
-        columns = unit.places(place.column, self.tiling.block_kv, "s")
-        given = ([x for x, _ in read], place.b, place.h, rows, columns, operands)
-        expected = ([x for _, x in read], *_types(given[1:]))
+    def tile(self, unit: _Unit, leaves: list[Any], place: lookup.Place) -> "_Tile":
+        """What a tile needs, read before the products that are waited for."""
+        parts = zip(self.rules.parts(leaves, place), self.rules.letters, strict=True)
+        rows, columns = self.rules.sizes.values()
+        spans = unit.places(place.row, rows, "t"), unit.places(place.column, columns, "s")
+        read = [unit.read(*part, letters) for part, letters in parts]
+        return _Tile(unit, self.rules, read, (place.b, place.h, *spans))
 
-        def at(leaves: Any, b: Any, h: Any, rows: Any, columns: Any, operands: Any) -> Any:
-            return function(self.rules.at(leaves, b, h, rows, columns), *operands)
 
-        return registers.run(at, *given, shapes=expected)
+class _Tile(NamedTuple):
+    """A spec in registers."""
+
+    unit: _Unit
+    rules: _Rules
+    leaves: list[_Value]
+    at: tuple[Any, Any, Any, Any]
+
+    def run(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """`function(tile, *operands)`."""
+
+        def here(leaves: Any, at: Any, operands: Any) -> Any:
+            return function(self.rules.at(leaves, *at), *operands)
+
+        given = [x.value for x in self.leaves], self.at, operands
+        turned = self.unit.transposed
+        expected = [x.expected for x in self.leaves], *_types(given[1:], turned)
+        return registers.run(here, *given, shapes=expected, transposed=turned)
 
 
 def _launch(
@@ -320,7 +333,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # times log₂ e it is finite
 
 
 def _online(
-    here: tiles.Tile, products: Array, part: softmax.Partial, masked: bool
+    masked: bool, here: tiles.Tile, products: Array, part: softmax.Partial
 ) -> tuple[Array, softmax.Partial]:
     """The weights of more keys, and what there is so far, both relative to a new maximum."""
     score = here.modify(products, masked)
@@ -331,117 +344,112 @@ def _online(
     return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
 
 
-class _Forward(NamedTuple):
-    """Shared memory of the forward pass. Results leave it where queries came in."""
+class _Memory(NamedTuple):
+    """Shared memory: what each computing warpgroup keeps, where its results leave too, and what
+    comes by in turn, as two arrays each."""
 
-    q: Any
-    q_filled: Any
-    lse: Any
-    keys: _Ring
-    values: _Ring
+    own: tuple[Any, Any]
+    filled: Any
+    streams: tuple[_Ring, _Ring]
 
     @classmethod
-    def scratch(cls, problem: _Problem) -> "_Forward":
-        shapes, mosaic = problem.shapes, _mosaic()
-        ring = functools.partial(_Ring.scratch, problem.tiling.block_kv, shapes.H, shapes.dtype)
-        return cls(
-            _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype),
-            mosaic.Barrier(num_barriers=_GROUPS),
-            mosaic.SMEM((_GROUPS, _ROWS), jnp.float32),
-            ring(),
-            ring(),
-        )
+    def scratch(cls, rows: int, shapes: Shapes, kept: Any) -> "_Memory":
+        """`rows` of a tile that comes by."""
+        filled = _mosaic().Barrier(num_barriers=2 * _GROUPS)
+        streams = (_Ring.scratch(rows, shapes.H, shapes.dtype) for _ in range(2))
+        return cls(kept, filled, tuple(streams))
+
+    def load(self, which: int, group: Any, source: Any) -> Any:
+        """One of the arrays that a warpgroup keeps."""
+        mosaic, own, filled = _mosaic(), self.own[which].at[group], 2 * group + which
+        mosaic.copy_gmem_to_smem(source, own, self.filled.at[filled])
+        mosaic.barrier_wait(self.filled.at[filled])
+        return own
 
 
-class _Program(NamedTuple):
-    """One program of a kernel: where it is (b, h, i), and what it visits there."""
+def _store(pairs: Any) -> None:
+    """Results from shared memory to global memory."""
+    _mosaic().commit_smem()
+    for source, result in pairs:
+        _mosaic().copy_smem_to_gmem(source, result)
+    _mosaic().wait_smem_to_gmem(0)
 
-    unit: _Unit
-    problem: _Problem
-    at: tuple[Any, Any, Any]
-    walk: walks.Walk
-    walked: Any
 
-    def fold(self, step: Callable[..., Any], state: Any) -> Any:
-        """Folds `step(j, masked, state)` over the blocks that it visits."""
-        return self.walk.fold(self.walked, self.at, step, state)
+def _by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
+    """What the warpgroups of a program do: `compute(group)` most, `copy()` one, with registers to
+    match."""
+    group = lax.axis_index("warpgroup")
+
+    @pl.when(group == _GROUPS)
+    def _() -> None:
+        _mosaic().set_max_registers(40, action="decrease")
+        copy()
+
+    @pl.when(group < _GROUPS)
+    def _() -> None:
+        _mosaic().set_max_registers(232, action="increase")
+        compute(group)
 
 
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
     """`(out [B, T, N, V], lse [B, T, N])`; a program for every 128 queries."""
-    shapes, walk = problem.shapes, walks.walk(problem.kinds(spec))
+    shapes, walk, (rows, columns) = problem.shapes, walks.walk(problem.kinds(spec)), problem.tiling
 
     def kernel(unit: _Unit, at: Any, operands: Any, results: Any, scratch: Any) -> None:
-        query, key, value, leaves, walked = operands
-        program = _Program(unit, problem, at, walk, walked)
-        memory, group = _Forward(*scratch), lax.axis_index("warpgroup")
+        (query, key, value, leaves, walked), memory = operands, _Memory(*scratch)
+        (b, h, i), kv = at, lax.div(at[1], np.int32(shapes.G))
 
-        @pl.when(group == _GROUPS)
-        def _() -> None:
-            _mosaic().set_max_registers(40, action="decrease")
-            _copy_keys(program, memory, key, value)
+        def copy() -> None:
+            def step(j: Any, masked: bool, turn: Any) -> Any:
+                run = pl.ds(j * columns, columns)
+                memory.streams[0].fill(turn, key.at[b, run, kv])
+                memory.streams[1].fill(turn, value.at[b, run, kv])
+                return turn + 1
 
-        @pl.when(group < _GROUPS)
-        def _() -> None:
-            _mosaic().set_max_registers(232, action="increase")
-            _attend(program, memory, group, query, leaves, results)
+            turns = walk.fold(walked, at, step, jnp.int32(0))
+            for stream in memory.streams:
+                stream.drain(turns)
+
+        def compute(group: Any) -> None:
+            row = i * rows + group * _ROWS
+            own = pl.ds(row, _ROWS)
+            q = memory.load(0, group, query.at[b, own, h])
+
+            def step(j: Any, masked: bool, state: Any) -> Any:
+                turn, part = state
+                here = problem.tile(unit, leaves, lookup.Place(b, h, row, j * columns))
+                by_key = lambda k: unit.product(q, k, transposed=True)  # noqa: E731
+                products = memory.streams[0].use(turn, by_key)
+                weights, part = here.run(functools.partial(_online, masked), products, part)
+                weights = weights.astype(shapes.dtype)
+                weigh = lambda v: unit.product(weights, v, onto=part.weighted)  # noqa: E731
+                return turn + 1, part._replace(weighted=memory.streams[1].use(turn, weigh))
+
+            nothing = jax.tree.map(unit.lay, _nothing(shapes.V), softmax.Partial("t", "t", "ts"))
+            _, found = walk.fold(walked, at, step, (jnp.int32(0), nothing))
+            out, memory.own[1][group] = registers.run(softmax.finish, found)
+            q[...] = out.astype(shapes.dtype)
+            _store(
+                [(q, results[0].at[b, own, h]), (memory.own[1].at[group], results[1].at[b, h, own])]
+            )
+
+        _by_group(copy, compute)
 
     operands = query, key, value, problem.rules.arrays, walk.arrays
     out = (shapes.B, shapes.T, shapes.N, shapes.V), shapes.dtype
     lse = (shapes.B, shapes.N, shapes.T), jnp.float32
+    queries = _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype)
+    kept = queries, _mosaic().SMEM((_GROUPS, _ROWS), jnp.float32)
+    scratch = _Memory.scratch(columns, shapes, kept)
     grid = shapes.B, shapes.N, problem.blocks[0]
-    scratch = _Forward.scratch(problem)
     found = _launch("jattn_hopper_forward", grid, kernel, operands, (out, lse), scratch)
     return found[0], jnp.swapaxes(found[1], 1, 2)
 
 
-def _copy_keys(program: _Program, memory: _Forward, key: Any, value: Any) -> None:
-    """What the warpgroup does that only copies."""
-    (b, h, _), block = program.at, program.problem.tiling.block_kv
-    kv = lax.div(h, np.int32(program.problem.shapes.G))
-
-    def step(j: Any, masked: bool, turn: Any) -> Any:
-        run = pl.ds(j * block, block)
-        memory.keys.fill(turn, key.at[b, run, kv])
-        memory.values.fill(turn, value.at[b, run, kv])
-        return turn + 1
-
-    turns = program.fold(step, jnp.int32(0))
-    memory.keys.drain(turns)
-    memory.values.drain(turns)
-
-
-def _attend(
-    program: _Program, memory: _Forward, group: Any, query: Any, leaves: Any, results: Any
-) -> None:
-    """What a warpgroup does that computes, for its 64 queries."""
-    (b, h, i), unit, problem, mosaic = program.at, program.unit, program.problem, _mosaic()
-    shapes, block = problem.shapes, problem.tiling.block_kv
-    row, q = i * problem.tiling.block_q + group * _ROWS, memory.q.at[group]
-    own = pl.ds(row, _ROWS)
-    mosaic.copy_gmem_to_smem(query.at[b, own, h], q, memory.q_filled.at[group])
-    mosaic.barrier_wait(memory.q_filled.at[group])
-
-    def step(j: Any, masked: bool, state: Any) -> Any:
-        turn, part = state
-        products = memory.keys.use(turn, lambda k: unit.product(q, k, transposed=True))
-        place, online = (
-            lookup.Place(b, h, row, j * block),
-            functools.partial(_online, masked=masked),
-        )
-        weights, part = problem.at_tile(unit, online, leaves, place, products, part)
-        weigh = lambda v: unit.product(weights.astype(shapes.dtype), v, onto=part.weighted)  # noqa: E731
-        return turn + 1, part._replace(weighted=memory.values.use(turn, weigh))
-
-    maximum, total = (unit.full(x, (_ROWS,), "t") for x in (_LOWEST, 0))
-    nothing = softmax.Partial(maximum, total, unit.full(0, (_ROWS, shapes.V), "ts"))
-    _, found = program.fold(step, (jnp.int32(0), nothing))
-    out, memory.lse[group] = registers.run(softmax.finish, found)
-    q[...] = out.astype(shapes.dtype)
-    mosaic.commit_smem()
-    mosaic.copy_smem_to_gmem(q, results[0].at[b, own, h])
-    mosaic.copy_smem_to_gmem(memory.lse.at[group], results[1].at[b, h, own])
-    mosaic.wait_smem_to_gmem(0)
+def _nothing(width: int) -> softmax.Partial:
+    """What no keys contribute."""
+    total, weighted = (jnp.zeros(shape, jnp.float32) for shape in ((_ROWS,), (_ROWS, width)))
+    return softmax.Partial(jnp.full((_ROWS,), _LOWEST, jnp.float32), total, weighted)
 
 
 # ---------------------------------------------------------------------------------------------

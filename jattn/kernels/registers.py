@@ -8,7 +8,7 @@ traced for the shapes it expects and its operations run on arrays that lack thes
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,79 +22,89 @@ _ELEMENTWISE = frozenset(
     le log logistic lt max min mul ne neg not or rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin square sub tanh xor""".split()
 )
+_REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_LOOPS = ("scan", "while", "cond")
 
 
-def run(function: Callable[..., Any], *arguments: Any, shapes: Any = None) -> Any:
+def run(
+    function: Callable[..., Any], *arguments: Any, shapes: Any = None, transposed: bool = False
+) -> Any:
     """`function(*arguments)`, where `shapes` are those that it expects: arguments and results lack
-    their axes of size 1.
+    their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed.
 
     Raises NotImplementedError for what registers cannot do.
     """
-    values, _ = jax.tree.flatten(arguments)
+    values = jax.tree.leaves(arguments)
     expected = jax.tree.map(jax.typeof, arguments) if shapes is None else shapes
     program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
-    found = _evaluate(program.jaxpr, program.consts, values)
+    found = _Registers(transposed).evaluate(program.jaxpr, program.consts, values)
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
-def _narrow(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size for size in shape if size != 1)
+class _Registers(NamedTuple):
+    """How arrays lie that a traced function computes."""
 
+    transposed: bool
 
-def _places(shape: tuple[int, ...], axes: Any) -> tuple[int, ...]:
-    """Where these axes of a shape are once those of size 1 are gone."""
-    return tuple(len(_narrow(shape[:axis])) for axis in axes if shape[axis] != 1)
+    def shape(self, expected: tuple[int, ...]) -> tuple[int, ...]:
+        narrow = tuple(size for size in expected if size != 1)
+        return narrow[::-1] if self.transposed else narrow
 
+    def axes(self, expected: tuple[int, ...], axes: Any) -> tuple[int, ...]:
+        """Where these axes of an expected shape are."""
+        wide = [axis for axis, size in enumerate(expected) if size != 1]
+        wide = wide[::-1] if self.transposed else wide
+        return tuple(sorted(wide.index(axis) for axis in axes if axis in wide))
 
-def _evaluate(program: Any, consts: Any, values: Any) -> list[Any]:
-    if any(math.prod(jnp.shape(x)) > 1 for x in consts):
-        raise NotImplementedError("a captured array")
-    known = dict(zip(program.constvars, (jnp.reshape(x, ()) for x in consts), strict=True))
-    known |= dict(zip(program.invars, values, strict=True))
+    def evaluate(self, program: Any, consts: Any, values: Any) -> list[Any]:
+        if any(math.prod(jnp.shape(x)) > 1 for x in consts):
+            raise NotImplementedError("a captured array")
+        known = dict(zip(program.constvars, (jnp.reshape(x, ()) for x in consts), strict=True))
+        known |= dict(zip(program.invars, values, strict=True))
 
-    def read(x: Any) -> Any:
-        return x.val if hasattr(x, "val") else known[x]
+        def read(x: Any) -> Any:
+            return x.val if hasattr(x, "val") else known[x]
 
-    for equation in program.eqns:
-        found = _apply(equation, [read(x) for x in equation.invars])
-        known |= dict(zip(equation.outvars, found, strict=True))
-    return [read(x) for x in program.outvars]
+        for equation in program.eqns:
+            found = self.apply(equation, [read(x) for x in equation.invars])
+            known |= dict(zip(equation.outvars, found, strict=True))
+        return [read(x) for x in program.outvars]
 
+    def apply(self, equation: Any, values: list[Any]) -> list[Any]:
+        name, params = equation.primitive.name, equation.params
+        shapes = [x.aval.shape for x in equation.invars]
+        (result, *_) = (x.aval for x in equation.outvars)
+        called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
+        if called is not None:
+            program = getattr(called, "jaxpr", called)
+            return self.evaluate(program, getattr(called, "consts", ()), values)
+        if name == "broadcast_in_dim":
+            return [self.spread(values[0], shapes[0], params["broadcast_dimensions"], result.shape)]
+        if name in ("reshape", "squeeze") and self.shape(shapes[0]) == self.shape(result.shape):
+            return values[:1]
+        if name in _REDUCTIONS:
+            axes = self.axes(shapes[0], params["axes"])
+            return [_REDUCTIONS[name](values[0], axis=axes) if axes else values[0]]
+        if name == "iota" and result.size == 1:
+            return [jnp.zeros((), result.dtype)]
+        if name not in _ELEMENTWISE:
+            raise NotImplementedError(name)
+        return [self.elementwise(equation, values, shapes, result.shape)]
 
-def _apply(equation: Any, values: list[Any]) -> list[Any]:
-    name, params = equation.primitive.name, equation.params
-    before = [x.aval.shape for x in equation.invars]
-    (after, *_) = (x.aval.shape for x in equation.outvars)
-    inner = next((params[x] for x in _CALLS if x in params), None)
-    if inner is not None and name not in ("scan", "while", "cond"):
-        closed = getattr(inner, "jaxpr", inner)
-        return _evaluate(closed, getattr(inner, "consts", ()), values)
-    if name in ("broadcast_in_dim", "reshape", "squeeze") and _narrow(before[0]) == _narrow(after):
-        return [values[0]]
-    if name == "broadcast_in_dim":
-        return [_spread(values[0], before[0], params["broadcast_dimensions"], after)]
-    if name in ("reduce_sum", "reduce_max", "reduce_min"):
-        axes = _places(before[0], params["axes"])
-        reduce: Any = getattr(jnp, name.removeprefix("reduce_"))
-        return [reduce(values[0], axis=axes) if axes else values[0]]
-    if name == "iota" and math.prod(after) == 1:
-        return [jnp.zeros((), params["dtype"])]
-    if name not in _ELEMENTWISE:
-        raise NotImplementedError(name)
-    # Axes of size 1 broadcast, and numbers do.
-    values = [
-        _spread(x, shape, range(len(after)), after) if len(_narrow(shape)) else x
-        for x, shape in zip(values, before, strict=True)
-    ]
-    if name in ("add_any", "copy"):
-        return [functools.reduce(lax.add, values)]
-    return [equation.primitive.bind(*values, **params)]
+    def elementwise(self, equation: Any, values: Any, shapes: Any, result: Any) -> Array:
+        # Axes of size 1 broadcast, and numbers do.
+        values = [
+            self.spread(x, shape, range(len(result)), result) if self.shape(shape) else x
+            for x, shape in zip(values, shapes, strict=True)
+        ]
+        if equation.primitive.name in ("add_any", "copy"):
+            return functools.reduce(lax.add, values)
+        return equation.primitive.bind(*values, **equation.params)
 
-
-def _spread(x: Array, before: tuple[int, ...], axes: Any, after: tuple[int, ...]) -> Array:
-    """x, of the shape `before`, whose axes are those of `after`."""
-    if _narrow(before) == _narrow(after):
-        return x
-    kept = [axis for axis, size in zip(axes, before, strict=True) if size != 1]
-    return lax.broadcast_in_dim(x, _narrow(after), _places(after, kept))
+    def spread(self, x: Any, before: tuple[int, ...], axes: Any, after: tuple[int, ...]) -> Any:
+        """x, expected in the shape `before`, whose axes are those of `after`."""
+        if self.shape(before) == self.shape(after):
+            return x
+        kept = [axis for axis, size in zip(axes, before, strict=True) if size != 1]
+        return lax.broadcast_in_dim(x, self.shape(after), self.axes(after, kept))
