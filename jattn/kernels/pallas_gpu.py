@@ -518,16 +518,30 @@ def _backward(
 def gradients(
     spec: Spec, per_head: Any, key: Array, value: Array
 ) -> tuple[list[Array], Array, Array, Array]:
-    """`_backward` for other kernels, whose lengths are whole tiles already."""
+    """As `_backward`, for other kernels, whose lengths are whole tiles already."""
+    sizes = per_head[0].shape[3], key.shape[3], value.shape[3]
+    d_params, *found = _backward(*_whole(spec, per_head, key, value))
+    return d_params, *(x[..., :size] for x, size in zip(found, sizes, strict=True))
+
+
+def parameter_gradients(spec: Spec, per_head: Any, key: Array, value: Array) -> list[Array]:
+    """Likewise those of parameters only."""
+    if not parameters(spec):
+        return []
+    problem, spec, per_head, key, value = _whole(spec, per_head, key, value)
+    memory = _Operands(_Rows(*per_head), key, value, problem.rules.arrays)
+    return _d_parameters(problem, spec, memory, problem.kinds(spec))
+
+
+def _whole(spec: Spec, per_head: Any, key: Array, value: Array) -> Any:
+    """The problem of a call whose lengths are whole tiles, and its operands."""
     query, d_out, lse, delta = per_head
-    (B, T, N, H), (S, K, V) = query.shape, value.shape[1:]
-    tiling = choose_tiling(Shapes((B,), T, S, N, K, H, V, query.dtype))
     query, d_out, key, value = (_padded(x, x.shape[1]) for x in (query, d_out, key, value))
-    shapes = Shapes((B,), T, S, N, K, query.shape[3], value.shape[3], query.dtype)
+    (B, T, N, H), (S, K, V) = query.shape, value.shape[1:]
+    shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
+    tiling = choose_tiling(shapes)
     problem = _Problem(shapes, tiling, lookup.Rules(spec, tiling))
-    d_params, *found = _backward(problem, spec, (query, d_out, lse, delta), key, value)
-    d_query, d_key, d_value = (x[..., :size] for x, size in zip(found, (H, H, V), strict=True))
-    return d_params, d_query, d_key, d_value
+    return problem, spec, (query, d_out, lse, delta), key, value
 
 
 def _padded(x: Array, length: int) -> Array:

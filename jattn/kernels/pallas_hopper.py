@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax, tile
-from jattn._types import LogSumExp, Output, is_static
+from jattn._types import LogSumExp, Output, axis_along, declared, is_static
 from jattn.kernels import lookup, pallas_gpu, registers, reverse, tiles, walks
 from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
 
@@ -34,6 +34,7 @@ MAX_HEAD_SIZE = 256
 _WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
 _ROWS = 64  # queries of a warpgroup: what one instruction multiplies
 _GROUPS = 2  # warpgroups that compute
+_WIDEST_BACKWARD = 128  # head size of which four tiles and two rings fit shared memory
 _STAGES = 2  # tiles of keys and values in shared memory
 
 
@@ -64,7 +65,12 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | N
         place = lookup.Place(zero, zero, zero, zero)
         parts = [_part(x, index) for x, index in rules.parts(rules.arrays, place)]
         products = jnp.zeros((_ROWS, tiling.block_kv), jnp.float32)
-        modify = lambda *x: rules.at(*x[:-1]).modify(x[-1], True)  # noqa: E731
+
+        def modify(*at: Any) -> Any:
+            *at, products = at
+            score, pull = jax.vjp(lambda x: rules.at(*at).modify(x, True), products)
+            return score, pull(score)
+
         operands = parts, zero, zero, rows, columns, products
         return registers.run(modify, *jax.tree.map(jnp.squeeze, operands), shapes=_types(operands))
 
@@ -147,12 +153,9 @@ class _Unit(NamedTuple):
         axes = "".join(x.lower() for x, run in zip(letters, wide, strict=False) if run)
         index = tuple(0 if x > y else z for x, y, z in zip(runs, wide, index, strict=True))
         expected = jax.ShapeDtypeStruct(tuple(sizes), memory.dtype)
-        turned = self.transposed and axes == "ts"
         if self.interpreted or not axes:
-            return _Value(memory[index].T if turned else memory[index], expected)
-        part = memory.at[index]
-        part = _mosaic().transpose_ref(part, (1, 0)) if turned else part
-        return _Value(self.lay(_mosaic().load(part, (), optimized=False), axes), expected)
+            return _Value(memory[index], expected)
+        return _Value(self.lay(_mosaic().load(memory, index, optimized=False), axes), expected)
 
     def product(self, a: Any, b: Any, transposed: bool = False, onto: Any = None) -> Array:
         """a · b or a · bᵀ, added to `onto`; a in shared memory or registers, b in shared memory."""
@@ -195,16 +198,28 @@ def _interpreter() -> Any:
 
 
 class _Problem(NamedTuple):
-    """The sizes of a call in whole tiles, its tiles, and its spec as kernels read it."""
+    """The sizes of a call in whole tiles, the tiles of a program and the spec as its warpgroups
+    read it: each has 64 of the program's queries, or of its keys if `by_key`."""
 
     shapes: Shapes
     tiling: Tiling
     rules: _Rules
+    by_key: bool = False
+
+    @classmethod
+    def of(cls, spec: Spec, shapes: Shapes, tiling: Tiling, by_key: bool = False) -> "_Problem":
+        own = Tiling(tiling.block_q, _ROWS) if by_key else Tiling(_ROWS, tiling.block_kv)
+        return cls(shapes, tiling, _Rules(spec, own), by_key)
 
     @property
     def blocks(self) -> tuple[int, int]:
         """How many of queries and of keys."""
         return self.shapes.T // self.tiling.block_q, self.shapes.S // self.tiling.block_kv
+
+    @property
+    def heads(self) -> int:
+        """Query heads that share what a program keeps."""
+        return self.shapes.G if self.by_key else 1
 
     def kinds(self, spec: Spec) -> Any:
         """The tile maps `[B or 1, N or 1, n, m]`."""
@@ -250,7 +265,7 @@ def _launch(
     def call(unit: _Unit) -> Any:
         def body(*refs: Any) -> None:
             n, m = len(flat), len(flat) + len(results)
-            place = [lax.axis_index(x) for x in ("b", "h", "i")]
+            place = tuple(lax.axis_index(x) for x in ("b", "h", "i"))
             kernel(unit, place, jax.tree.unflatten(structure, refs[:n]), refs[n:m], refs[m:])
 
         return _mosaic().kernel(
@@ -366,6 +381,11 @@ class _Memory(NamedTuple):
         mosaic.barrier_wait(self.filled.at[filled])
         return own
 
+    def drain(self, turns: Any) -> None:
+        """Waits until all that came by in so many turns is used up."""
+        for stream in self.streams:
+            stream.drain(turns)
+
 
 def _store(pairs: Any) -> None:
     """Results from shared memory to global memory."""
@@ -406,9 +426,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
                 memory.streams[1].fill(turn, value.at[b, run, kv])
                 return turn + 1
 
-            turns = walk.fold(walked, at, step, jnp.int32(0))
-            for stream in memory.streams:
-                stream.drain(turns)
+            memory.drain(walk.fold(walked, at, step, jnp.int32(0)))
 
         def compute(group: Any) -> None:
             row = i * rows + group * _ROWS
@@ -452,9 +470,162 @@ def _nothing(width: int) -> softmax.Partial:
     return softmax.Partial(jnp.full((_ROWS,), _LOWEST, jnp.float32), total, weighted)
 
 
+def _d_products(
+    masked: bool, here: tiles.Tile, products: Array, d_weights: Array, lse: Array, delta: Array
+) -> tuple[Array, Array]:
+    """The cotangent of q kᵀ from that of the weights, d_out vᵀ, and the weights after dropout.
+
+    With p = exp(s − lse), the scores' cotangent is p (d_weights − delta).
+    """
+    score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
+    weights = jnp.exp(score - softmax.shift(lse)[:, None])
+    (found,) = pull(weights * (here.drop(d_weights) - delta[:, None]))
+    return found, here.drop(weights)
+
+
+class _Backward(NamedTuple):
+    """A program of a backward pass: 128 queries or, `by_key`, 128 keys, of which each computing
+    warpgroup keeps 64 and goes through what they attend to, or are attended by.
+
+    `per_query` are query and d_out, `per_key` key and value, `rows` lse and delta.
+    """
+
+    problem: _Problem
+    walk: walks.Walk
+    unit: _Unit
+    at: Any
+    per_query: Any
+    per_key: Any
+    rows: Any
+    leaves: list[Any]
+    walked: Any
+
+    @property
+    def kept(self) -> Any:
+        return self.per_key if self.problem.by_key else self.per_query
+
+    @property
+    def streamed(self) -> Any:
+        return self.per_query if self.problem.by_key else self.per_key
+
+    def fold(self, step: Callable[..., Any], state: Any) -> Any:
+        """Folds `step(h, x, masked, state)` over the heads that share what is kept, and over the
+        blocks x that each of them visits."""
+        heads = self.problem.heads
+
+        def of_head(g: Any, state: Any) -> Any:
+            h = self.at[1] * heads + g
+            place = self.at[0], h, self.at[2]
+            return self.walk.fold(self.walked, place, functools.partial(step, h), state)
+
+        return tiles.repeat(0, heads, of_head, state)
+
+    def copy(self, memory: _Memory) -> None:
+        """What the warpgroup does that only copies."""
+        group, by_key = np.int32(self.problem.shapes.G), self.problem.by_key
+
+        def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
+            head = h if by_key else lax.div(h, group)
+            for stream, source in zip(memory.streams, self.streamed, strict=True):
+                stream.fill(turn, source.at[self.at[0], pl.ds(x * _ROWS, _ROWS), head])
+            return turn + 1
+
+        memory.drain(self.fold(step, jnp.int32(0)))
+
+    def compute(self, memory: _Memory, results: Any, group: Any) -> None:
+        """What a warpgroup does that computes."""
+        start = self.at[2] * _GROUPS * _ROWS + group * _ROWS
+        own = self.at[0], pl.ds(start, _ROWS), self.at[1]
+        kept = [memory.load(x, group, self.kept[x].at[own]) for x in range(2)]
+
+        def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
+            turn, *totals = state
+            d_tile = functools.partial(self.tile(h, start, x * _ROWS), masked, kept, totals)
+            with_first = lambda first: memory.streams[1].use(  # noqa: E731
+                turn, functools.partial(d_tile, first)
+            )
+            return turn + 1, *memory.streams[0].use(turn, with_first)
+
+        zeros = [jnp.zeros((_ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
+        _, *found = self.fold(step, (jnp.int32(0), *(self.unit.lay(x, "ts") for x in zeros)))
+        for place, total in zip(kept, found, strict=False):
+            place[...] = total.astype(place.dtype)
+        _store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
+
+    def tile(self, h: Any, start: Any, other: Any) -> Callable[..., list[Array]]:
+        """From `(masked, kept, totals, *streamed)` of a tile the totals with what it adds."""
+        row, column = (other, start) if self.problem.by_key else (start, other)
+        here = self.problem.tile(self.unit, self.leaves, lookup.Place(self.at[0], h, row, column))
+        index = self.at[0], h, pl.ds(row, _ROWS)
+        rows = [self.unit.read(x, index, ["", "", "t"]).value for x in self.rows]
+
+        def add(masked: bool, kept: Any, totals: list[Array], *streamed: Any) -> list[Array]:
+            pairs = zip(kept, streamed, strict=True)
+            products = [self.unit.product(x, y, transposed=True) for x, y in pairs]
+            found = here.run(functools.partial(_d_products, masked), *products, *rows)
+            factors = zip(found, streamed, totals, strict=False)
+            return [self.unit.product(x.astype(y.dtype), y, onto=z) for x, y, z in factors]
+
+        return add
+
+
+def _gradients(
+    problem: _Problem, spec: Spec, per_head: Any, key: Array, value: Array
+) -> list[Array]:
+    """Those of queries, or of keys and values where `problem.by_key`."""
+    shapes, by_key = problem.shapes, problem.by_key
+    walk = walks.walk(problem.kinds(spec), by_key=by_key)
+
+    def kernel(unit: _Unit, at: Any, operands: Any, results: Any, scratch: Any) -> None:
+        program = _Backward(problem, walk, unit._replace(transposed=by_key), at, *operands)
+        memory = _Memory(*scratch)
+        _by_group(
+            functools.partial(program.copy, memory),
+            functools.partial(program.compute, memory, results),
+        )
+
+    query, d_out, *rows = per_head
+    rows = [jnp.swapaxes(x, 1, 2) for x in rows]
+    operands = (query, d_out), (key, value), rows, problem.rules.arrays, walk.arrays
+    results = [(x.shape, shapes.dtype) for x in ((key, value) if by_key else (query,))]
+    kept = [_tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype) for _ in range(2)]
+    scratch = _Memory.scratch(_ROWS, shapes, tuple(kept))
+    grid = shapes.B, shapes.K if by_key else shapes.N, problem.blocks[by_key]
+    name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
+    return _launch(name, grid, kernel, operands, results, scratch)
+
+
 # ---------------------------------------------------------------------------------------------
 # The call
 # ---------------------------------------------------------------------------------------------
+
+
+def _backward(shapes: Shapes, spec: Spec, per_head: Any, key: Array, value: Array) -> Any:
+    """Gradients of parameters, query, key and value; those of parameters, of heads too wide for
+    shared memory and where arrays along T and S would have to be transposed by `pallas_gpu`."""
+    if shapes.H > _WIDEST_BACKWARD or _runs_along_both(spec):
+        return pallas_gpu.gradients(spec, per_head, key, value)
+    d_params = pallas_gpu.parameter_gradients(spec, per_head, key, value)
+    if has_mask(spec):
+        # Rows with NaN in them reach who attends to them through lse and delta.
+        query, d_out, *rows = per_head
+        query, d_out, key, value = map(tile.finite, (query, d_out, key, value))
+        per_head = query, d_out, *rows
+    small, wide = _ROWS, _GROUPS * _ROWS
+    by_query, by_key = (
+        _Problem.of(spec, shapes, Tiling(*sizes), turned)
+        for sizes, turned in (((wide, small), False), ((small, wide), True))
+    )
+    (d_query,) = _gradients(by_query, spec, per_head, key, value)
+    return d_params, d_query, *_gradients(by_key, spec, per_head, key, value)
+
+
+def _runs_along_both(spec: Spec) -> bool:
+    def one(letters: str, leaf: Any) -> bool:
+        axes = [axis_along(x, letters, leaf.ndim) for x in "TS"]
+        return all(axis is not None and leaf.shape[axis] > 1 for axis in axes)
+
+    return any(jax.tree.leaves(jax.tree.map(one, declared(spec), spec)))
 
 
 def _padded(x: Array, length: int, width: int) -> Array:
@@ -486,12 +657,12 @@ def attend(
     shapes = shapes._replace(T=whole_T, S=whole_S, H=width, V=width)
 
     def forward(spec: Spec, query: Array, key: Array, value: Array) -> Any:
-        problem = _Problem(shapes, tiling, _Rules(spec, Tiling(_ROWS, tiling.block_kv)))
         if has_mask(spec):
             # What is masked does not exist: NaN reaches who attends to it through the scores.
             lost = jax.vmap(jax.vmap(tile.lost))(value)[..., None]
             key, value = key + lost.astype(key.dtype), tile.finite(value)
-        return _forward(problem, spec, query, key, value)
+        return _forward(_Problem.of(spec, shapes, tiling), spec, query, key, value)
 
-    out, lse = reverse.attention(forward, pallas_gpu.gradients, spec, query, key, value)
+    backward = functools.partial(_backward, shapes)
+    out, lse = reverse.attention(forward, backward, spec, query, key, value)
     return out[:, :T, :, :V], jnp.swapaxes(lse, 1, 2)[:, :, :T]
