@@ -19,9 +19,12 @@ import pytest
 import jattn
 from jattn import masks, scores
 from jattn.kernels import registers
+from tests import test_contract as contract
+from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
 from tests.test_contract import assert_same
+from tests.test_pallas import assert_accurate
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +134,18 @@ def test_values_and_gradients(name):
     q, k, v, *cotangents = given
     hide = lambda x, alive: jnp.full_like(x, jnp.nan).at[:, alive].set(x[:, alive])  # noqa: E731
     assert_same(run(hide(q, rows), hide(k, columns), hide(v, columns), *cotangents), got)
+
+
+# Of the table of cases what the calls above have not; small heads are padded.
+CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_per_row"
+
+
+@pytest.mark.parametrize("name", CASES_OF_TABLE)
+def test_contract(name):
+    case = CASES[name]
+    run = quick_jit(functools.partial(contract.everything, "hopper", case))
+    got = run(contract.on_device(inputs(case, "bfloat16")))
+    assert_accurate(name, "bfloat16", jax.tree.map(np.asarray, got))
 
 
 def forward(call: Call, given: Any, **rules: Any) -> Any:
