@@ -29,6 +29,7 @@ from jattn.kernels import (
     decode,
     lowering,
     pallas_gpu,
+    pallas_hopper,
     passes,
     reference,
     splash,
@@ -56,6 +57,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "splash": Implementation(splash, ("tpu",)),
     "blockwise": Implementation(blockwise),
     "pallas": Implementation(pallas_gpu, ("cpu", "cuda", "rocm")),
+    "hopper": Implementation(pallas_hopper, ("cpu", "cuda")),
     "reference": Implementation(reference),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms.

@@ -33,6 +33,8 @@ LAYERS = {
     "kernels.lookup": 4.2,  # reads into the tiles of `tiles`
     "kernels.lowering": 4.1,
     "kernels.passes": 4.2,
+    "kernels.walks": 4.2,  # goes over the tiles of `tiles`
+    "kernels.registers": 4,
     "kernels.blockwise": 4.5,  # goes by `whole` for short sequences, by `tiles` for long ones
     "kernels.additive": 4.5,
     "kernels.decode": 4.7,  # differentiated as blockwise
@@ -40,6 +42,7 @@ LAYERS = {
     "kernels.splash": 4.6,
     "kernels.splash_passes": 4.7,
     "kernels.pallas_gpu": 4.7,  # leaves to blockwise what would have to scatter
+    "kernels.pallas_hopper": 4.8,  # leaves gradients of parameters to pallas_gpu
     "attention": 5,
     "mechanisms": 5.5,  # shares its row in the design with attention, and builds on it
     "parallel": 6,

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
-from jattn.kernels import pallas_gpu
+from jattn.kernels import pallas_gpu, walks
 from jattn.spec import Tiling
 from tests import test_contract as contract
 from tests.cases import CASES, MASKS, Inputs, inputs
@@ -129,7 +129,7 @@ def test_the_tile_map_decides():
 @pytest.mark.parametrize("by_key", [False, True])
 def test_a_walk_visits_what_is_not_empty_and_full_tiles_first(static, by_key):
     kinds = np.random.default_rng(0).integers(0, 3, (2, 1, 5, 4)).astype(np.int8)
-    walk = pallas_gpu._walk(kinds if static else jnp.asarray(kinds), by_key=by_key)
+    walk = walks.walk(kinds if static else jnp.asarray(kinds), by_key=by_key)
     order, ends = map(np.asarray, walk.arrays)
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
     for b, i in np.ndindex(2, kinds.shape[2]):

@@ -303,9 +303,9 @@ PRESETS = {
         epochs=10,
         beta2=0.999,
         epsilon=1e-8,
-        label_smoothing=0.0,
         report_every=10,
         checkpoint_every=100,
+        average=3,
     ),
     "rnnsearch": Config(
         architecture="rnnsearch",

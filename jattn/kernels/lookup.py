@@ -96,16 +96,20 @@ class Rules:
 
     def tile(self, memory: list[Any], place: Place) -> tiles.Tile:
         """The tile at a place, with the spec cut to it."""
-        pairs = zip(memory, self.letters, self.scalar, strict=True)
-        leaves = [x[0] if scalar else self._read(x, names, place) for x, names, scalar in pairs]
-        spec = jax.tree.unflatten(self.treedef, leaves)
-        rows = self._span(spec.q_positions, place.row, "T")
-        columns = self._span(spec.kv_positions, place.column, "S")
-        return tiles.Tile(spec, place.b, place.h, rows, columns)
+        leaves = [_read(*part) for part in self.parts(memory, place)]
+        rows, columns = (
+            start + jnp.arange(self.sizes[letter], dtype=jnp.int32)
+            for letter, start in (("T", place.row), ("S", place.column))
+        )
+        return self.assembled(leaves, place.b, place.h, rows, columns)
 
-    def _read(self, memory: Any, names: list[str], place: Place) -> Any:
-        """A leaf's part for a tile, or a way to look entries up."""
-        names = names or ["whole"] * memory.ndim
+    def parts(self, memory: list[Any], place: Place) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Each array and the index of its part at a place: None for axes that are looked up."""
+        pairs = zip(memory, self.letters, self.scalar, strict=True)
+        return [(x, (0,) if scalar else self._index(x, y, place)) for x, y, scalar in pairs]
+
+    def _index(self, memory: Any, names: list[str], place: Place) -> tuple[Any, ...]:
+        names = names or ["whole"] * len(memory.shape)
         starts = {"*B": place.b, "N": place.h, "T": place.row, "S": place.column}
         index: list[Any] = []
         for name, size in zip(names, memory.shape, strict=True):
@@ -115,15 +119,24 @@ class Rules:
             if start is not None and name in self.sizes:
                 start = pl.ds(start, min(size, self.sizes[name]))
             index.append(start)
-        if any(x is None for x in index):
-            return Lookup(memory, tuple(index))
-        return memory[tuple(index)]
+        return tuple(index)
 
-    def _span(self, positions: Any, start: Any, letter: str) -> Span:
-        places = start + jnp.arange(self.sizes[letter], dtype=jnp.int32)
-        # Never one object for both: positions that are known to be consecutive invite slicing by
-        # diagonals, which is for whole matrices.
-        return Span(places + 0 if positions is None else positions.astype(jnp.int32), places)
+    def assembled(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> tiles.Tile:
+        """The tile of these parts of the arrays, at these places."""
+        spec = jax.tree.unflatten(self.treedef, leaves)
+        spans = _span(spec.q_positions, rows), _span(spec.kv_positions, columns)
+        return tiles.Tile(spec, b, h, *spans)
+
+
+def _read(memory: Any, index: tuple[Any, ...]) -> Any:
+    """A part of an array, or a way to look entries up."""
+    return Lookup(memory, index) if any(x is None for x in index) else memory[index]
+
+
+def _span(positions: Any, places: Any) -> Span:
+    # Never one object for both: positions that are known to be consecutive invite slicing by
+    # diagonals, which is for whole matrices.
+    return Span(places + 0 if positions is None else positions.astype(jnp.int32), places)
 
 
 # What Pallas translates for GPUs.

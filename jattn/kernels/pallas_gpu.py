@@ -29,8 +29,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
-from jattn.kernels import blockwise, lookup, tiles
-from jattn.kernels.passes import Passes
+from jattn.kernels import blockwise, lookup, tiles, walks
+from jattn.kernels.passes import Passes, narrowed
 from jattn.spec import (
     Shapes,
     Spec,
@@ -118,6 +118,10 @@ class _Problem(NamedTuple):
         row, column = i * self.tiling.block_q, j * self.tiling.block_kv
         return self.rules.tile(memory.leaves, lookup.Place(b, h, row, column))
 
+    def kinds(self, spec: Spec) -> Any:
+        """The tile maps `[B or 1, N or 1, n, m]`."""
+        return walks.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
+
     def rows(self, memory: _Operands, b: Any, h: Any, i: Any) -> _Rows:
         """Block i of queries of head h."""
         run = pl.ds(i * self.tiling.block_q, self.tiling.block_q)
@@ -128,86 +132,6 @@ class _Problem(NamedTuple):
         run = pl.ds(j * self.tiling.block_kv, self.tiling.block_kv)
         kv = lax.div(h, np.int32(self.shapes.G))
         return memory.keys[b, run, kv, :], memory.values[b, run, kv, :]
-
-
-class _Walk(NamedTuple):
-    """Which tiles each block visits: `order [B, N, n, m]` lists them, those without need of a mask
-    first; `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N
-    have size 1 where all are alike. `kinds` are the kinds of tile that may occur.
-    """
-
-    order: Any
-    ends: Any
-    kinds: tuple[int, ...]
-
-    @property
-    def arrays(self) -> tuple[Any, Any]:
-        """What is passed to a kernel, and comes back to `fold` as `memory`."""
-        return self.order, self.ends
-
-    def fold(
-        self,
-        memory: Any,
-        at: tuple[Any, Any, Any],
-        step: Callable[..., Any],
-        state: Any,
-        part: tuple[Any, int] = (0, 1),
-    ) -> Any:
-        """Folds `step(j, masked, state)` over what block `at` (b, h, i) visits, or over one of
-        several parts of that."""
-        order, ends = memory
-        here = (*_clamped(order, *at[:2]), at[2])
-        full, visited = ends[(*here, 0)], ends[(*here, 1)]
-        each = lax.div(visited + part[1] - 1, np.int32(part[1]))
-        start, stop = (
-            jnp.minimum(part[0] * each, visited),
-            jnp.minimum((part[0] + 1) * each, visited),
-        )
-
-        def visit(masked: bool, place: Any, state: Any) -> Any:
-            return step(order[(*here, place)], masked, state)
-
-        if masks.FULL in self.kinds:
-            run = jnp.minimum(start, full), jnp.minimum(stop, full)
-            state = tiles.repeat(*run, functools.partial(visit, False), state)
-        if masks.MIXED in self.kinds:
-            run = jnp.maximum(start, full), jnp.maximum(stop, full)
-            state = tiles.repeat(*run, functools.partial(visit, True), state)
-        return state
-
-
-def _clamped(x: Any, *index: Any) -> tuple[Any, ...]:
-    """Indices of the first axes of an array in which axes of size 1 broadcast."""
-    return tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))
-
-
-def _walk(kinds: Any, *, by_key: bool = False) -> _Walk:
-    """From tile maps `[B, N, n, m]`: for each block of queries the keys, or the other way round."""
-    kinds = kinds.swapaxes(-1, -2) if by_key else kinds
-    static = isinstance(kinds, np.ndarray)
-    xp: Any = np if static else jnp
-    order = xp.argsort(-kinds, axis=-1, stable=True)  # full, mixed, empty
-    ends = xp.stack([xp.sum(kinds >= least, axis=-1) for least in (masks.FULL, masks.MIXED)], -1)
-    if static:
-        order = order[..., : max(1, ends.max())]
-    occurring = tuple(np.unique(kinds).tolist()) if static else (masks.MIXED, masks.FULL)
-    return _Walk(order.astype(np.int32), ends.astype(np.int32), occurring)
-
-
-def _kinds(spec: Spec, problem: _Problem) -> Any:
-    """The tile maps `[B or 1, N or 1, n, m]`; NumPy's if the mask is static."""
-    spec = dataclasses.replace(spec, score=None, dropout_key=None)
-    batch, heads = masks.leading(spec)
-    B, N = max((1, *batch)), max(1, heads)
-
-    def one(b: Any, h: Any) -> Any:
-        T, S = problem.shapes.T, problem.shapes.S
-        return tiles.kinds(masks.pick(spec, b, h), T, S, problem.tiling)
-
-    if B == N == 1:
-        return one(0, 0)[None, None]
-    every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
-    return every(jnp.arange(B, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32))
 
 
 def _coordinates(index: Any, *sizes: int) -> list[Any]:
@@ -367,7 +291,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     """`(out [B, T, N, V], lse [B, T, N])`; a program for each block of queries, or for each of them
     and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (n, _), parts = problem.shapes, problem.blocks, _parts(problem)
-    walk = _walk(_kinds(spec, problem))
+    walk = walks.walk(problem.kinds(spec))
 
     def kernel(memory: _Operands, walked: Any, out_ref: Any, lse_ref: Any) -> None:
         part, b, h, i = _coordinates(pl.program_id(0), parts, shapes.B, shapes.N, n)
@@ -403,7 +327,7 @@ def _merged(out: Array, lse: Array, parts: int) -> tuple[Array, Array]:
 
 def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
     """The gradient `[B, T, N, H]`; a program for each block of queries."""
-    shapes, (n, _), walk = problem.shapes, problem.blocks, _walk(kinds)
+    shapes, (n, _), walk = problem.shapes, problem.blocks, walks.walk(kinds)
 
     def kernel(memory: _Operands, walked: Any, result: Any) -> None:
         b, h, i = _coordinates(pl.program_id(0), shapes.B, shapes.N, n)
@@ -425,7 +349,7 @@ def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
 def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
     """The gradients `[B, S, K, H]` and `[B, S, K, V]`; a program for each block of keys, which goes
     through the heads of its group."""
-    shapes, (_, m), walk = problem.shapes, problem.blocks, _walk(kinds, by_key=True)
+    shapes, (_, m), walk = problem.shapes, problem.blocks, walks.walk(kinds, by_key=True)
 
     def kernel(memory: _Operands, walked: Any, *results: Any) -> None:
         b, kv, j = _coordinates(pl.program_id(0), shapes.B, shapes.K, m)
@@ -520,7 +444,7 @@ def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kin
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for each block of queries, or of keys where it runs along S."""
     shapes, by_key = problem.shapes, parameter.runs_along("S") and not parameter.looked_up
-    n, walk = problem.blocks[by_key], _walk(kinds, by_key=by_key)
+    n, walk = problem.blocks[by_key], walks.walk(kinds, by_key=by_key)
     block = parameter.block(problem.tiling)
 
     def kernel(memory: _Operands, walked: Any, result: Any) -> None:
@@ -558,7 +482,7 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
                 k, v = problem.keys(memory, b, h, j)
                 return total + _d_leaf(here, parameter.which, rows, k, v, masked=True)
 
-            kind = kinds_ref[(*_clamped(kinds_ref, b, h), i, j)]
+            kind = kinds_ref[(*walks.clamped(kinds_ref, b, h), i, j)]
             visited = jnp.where(kind == masks.EMPTY, 0, 1).astype(jnp.int32)
             return tiles.repeat(0, visited, add, total)
 
@@ -633,8 +557,8 @@ def _forward_pass(
 def _backward_pass(
     how: _How, spec: Spec, per_query: Any, key: Array, value: Array, _: Array
 ) -> tuple[list[Array], Array, Array, Array]:
-    call = _Call.of(how, spec, per_query, key, value)
-    problem, kinds = call.problem, _kinds(call.spec, call.problem)
+    call = _Call.of(how, spec, narrowed(per_query), key, value)
+    problem, kinds = call.problem, call.problem.kinds(call.spec)
     memory = _Operands(_Rows(*call.rows), call.key, call.value, problem.rules.arrays)
     d_params = _d_parameters(problem, call.spec, memory, kinds)
     d_query = _d_queries(problem, memory, kinds)
@@ -645,6 +569,18 @@ def _backward_pass(
         _cut(d_key, key.shape),
         _cut(d_value, value.shape),
     )
+
+
+def parameter_gradients(
+    platform: str, spec: Spec, per_query: Any, key: Array, value: Array
+) -> list[Array]:
+    """Of the backward pass those of parameters only, for kernels that leave these to this one."""
+    if not parameters(spec):
+        return []
+    call = _Call.of(_How(platform == "cpu", None), spec, narrowed(per_query), key, value)
+    memory = _Operands(_Rows(*call.rows), call.key, call.value, call.problem.rules.arrays)
+    found = _d_parameters(call.problem, call.spec, memory, call.problem.kinds(call.spec))
+    return [_cut(d, x.shape) for d, x in zip(found, parameters(spec), strict=True)]
 
 
 def passes(platform: str, tiling: Tiling | None = None) -> Passes:

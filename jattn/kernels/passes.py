@@ -42,11 +42,13 @@ def attention(
     key: Array,
     value: Array,
     at_once: Mapping[str, Passes] | None = None,
+    settled: str | None = None,
 ) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])`, differentiable, by `passes(platform)`.
 
     Float arrays of the score take part in derivatives, and so does a traced scale. Passes in
-    `at_once` are traced with the program, in place of those of their platform.
+    `at_once` are traced with the program, in place of those of their platform; where the platform
+    is `settled` already, its passes are.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
@@ -57,7 +59,7 @@ def attention(
         spec = dataclasses.replace(spec, scale=1.0)
     like = [((B, T, N, V), dtype), ((B, T, N), dtype), ((), jnp.bool_)]
     results = tuple(jax.ShapeDtypeStruct(*x) for x in like)
-    run_pass = functools.partial(_run_pass, passes, at_once or {})
+    run_pass = functools.partial(_run_pass, passes, at_once or {}, settled)
 
     def forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
         return run_pass("forward", results, with_parameters(spec, params), *qkv)
@@ -89,6 +91,7 @@ def attention(
 def _run_pass(
     passes: Callable[[str], Passes],
     at_once: Mapping[str, Passes],
+    settled: str | None,
     which: str,
     like: Any,
     *operands: Any,
@@ -99,6 +102,8 @@ def _run_pass(
         function = functools.partial(_pass_for, passes, which)
         return lowering.by_platform(function, like, *operands)
 
+    if settled:
+        return reverse.sealed(getattr(passes(settled), which))(*operands)
     if not at_once:
         return when_lowered(*operands)
     others = {platform: getattr(pair, which) for platform, pair in at_once.items()}
@@ -107,6 +112,13 @@ def _run_pass(
 
 def _pass_for(passes: Callable[[str], Passes], which: str, platform: str, *operands: Any) -> Any:
     return getattr(passes(platform), which)(*operands)
+
+
+def narrowed(per_query: Any) -> tuple[Array, Array, Array, Array]:
+    """`per_query` with d_out in the dtype of the query, in which it came: nothing is lost, and
+    matrix units take it."""
+    query, d_out, lse, delta = per_query
+    return query, d_out.astype(query.dtype), lse, delta
 
 
 def guarded(fast: Passes, exact: Passes) -> Passes:

@@ -1,0 +1,707 @@
+"""Attention on Hopper GPUs for any mask, asynchronous from memory to matrix units.
+
+FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU form, learned from the documentation of
+that and from `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups: one
+only copies tiles of keys and values to shared memory, a few ahead of their use; the other two hold
+64 queries each and compute, so that the matrix units have products of one while the other is at
+its softmax. Barriers say which place in shared memory is filled, and which is free again.
+
+What is visited, and what needs no mask, comes from index arrays as in `pallas_gpu`; the scores of a
+tile from `jattn.tile`, through `registers`. On a CPU the same kernels run in JAX's interpreter.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jattn import softmax, tile
+from jattn._types import LogSumExp, Output, axis_along, declared
+from jattn.kernels import lookup, pallas_gpu, registers, tiles, walks
+from jattn.kernels.passes import Passes, attention, narrowed
+from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
+
+
+MAX_HEAD_SIZE = 256
+_WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
+_ROWS = 64  # queries of a warpgroup: what one instruction multiplies
+_GROUPS = 2  # warpgroups that compute
+_WIDEST_BACKWARD = 128  # head size of which four tiles and two rings fit shared memory
+_STAGES = 2  # tiles of keys and values in shared memory
+
+
+def supports(spec: Spec, shapes: Shapes) -> str | None:
+    """None or why not."""
+    if shapes.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"expected bfloat16 or float16, got {shapes.dtype}"
+    if max(shapes.H, shapes.V) > MAX_HEAD_SIZE:
+        return f"expected head sizes up to {MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
+    if 0 in (shapes.B, shapes.T, shapes.S):
+        return None
+    leaves, structure = jax.tree.flatten(dataclasses.replace(spec, dropout_key=None))
+    return _obstacle(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
+    """What mask or score function do that registers cannot, found by tracing them for one tile."""
+    tiling = choose_tiling(shapes)
+
+    def one_tile(leaves: Any) -> Any:
+        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
+        spec = dataclasses.replace(spec, dropout_rate=0.0)
+        spec = tiles.pad_spec(spec, shapes.T, shapes.S, *tiles.whole(shapes.T, shapes.S, tiling))
+        rules = _Rules(spec, Tiling(_ROWS, tiling.block_kv))
+        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in rules.sizes.values())
+        zero = jnp.zeros((), jnp.int32)
+        place = lookup.Place(zero, zero, zero, zero)
+        parts = [_part(x, index) for x, index in rules.parts(rules.arrays, place)]
+        products = jnp.zeros((_ROWS, tiling.block_kv), jnp.float32)
+
+        def modify(*at: Any) -> Any:
+            *at, products = at
+            score, pull = jax.vjp(lambda x: rules.at(*at).modify(x, True), products)
+            return score, pull(score)
+
+        operands = parts, zero, zero, rows, columns, products
+        return registers.run(modify, *jax.tree.map(jnp.squeeze, operands), shapes=_types(operands))
+
+    try:
+        jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
+    except NotImplementedError as error:
+        return f"a function of mask or score needs {error}"
+    return None
+
+
+def _types(operands: Any, transposed: bool = False) -> Any:
+    step = -1 if transposed else 1
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[::step], x.dtype), operands)
+
+
+def choose_tiling(shapes: Shapes) -> Tiling:
+    """Tiles of which two fit shared memory (227 KiB) and one the registers of a warpgroup."""
+    return Tiling(_GROUPS * _ROWS, 128 if max(shapes.H, shapes.V) <= 128 else 64)
+
+
+# ---------------------------------------------------------------------------------------------
+# A spec in registers
+# ---------------------------------------------------------------------------------------------
+
+
+class _Rules(lookup.Rules):
+    """A spec as a warpgroup reads it. Booleans are bytes, as they are in memory."""
+
+    def __init__(self, spec: Spec, tiling: Tiling):
+        super().__init__(spec, tiling)
+        self.boolean = [x.dtype == bool for x in self.arrays]
+        self.arrays = [x.astype(jnp.int8) if x.dtype == bool else x for x in self.arrays]
+
+    def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> tiles.Tile:
+        """The tile of these parts of the arrays, at these places."""
+        pairs = zip(leaves, self.boolean, strict=True)
+        return self.assembled(
+            [x != 0 if boolean else x for x, boolean in pairs], b, h, rows, columns
+        )
+
+
+def _part(memory: Array, index: tuple[Any, ...]) -> Array:
+    if any(x is None for x in index):
+        raise NotImplementedError("to look up entries of an array")
+    return jnp.zeros([x.size for x in index if isinstance(x, pl.Slice)], memory.dtype)
+
+
+class _Value(NamedTuple):
+    """An array in registers, without axes of size 1, and its type with them."""
+
+    value: Any
+    expected: Any
+
+
+class _Unit(NamedTuple):
+    """What a warpgroup computes with, and how arrays lie in its registers: `axes` names the axes
+    of a tile "ts" along which they run; rows of a transposed tile are keys.
+
+    JAX's interpreter knows neither layouts nor all operands of products: there XLA multiplies.
+    """
+
+    interpreted: bool
+    transposed: bool = False
+
+    def lay(self, x: Any, axes: str) -> Any:
+        if self.interpreted or not axes:
+            return x
+        whole, along_rows = _mosaic().Layout.WGMMA, "s" if self.transposed else "t"
+        one = whole.reduce(1 if axes == along_rows else 0)
+        return _mosaic().layout_cast(x, whole if axes == "ts" else one)
+
+    def places(self, start: Any, size: int, axis: str) -> Array:
+        return start + self.lay(lax.iota(jnp.int32, size), axis)
+
+    def read(self, memory: Any, index: tuple[Any, ...], letters: list[str]) -> _Value:
+        """A part of an array in global memory."""
+        runs = [isinstance(x, pl.Slice) for x in index]
+        sizes = [x.size for x, run in zip(index, runs, strict=True) if run]
+        wide = [run and x.size > 1 for x, run in zip(index, runs, strict=True)]
+        axes = "".join(x.lower() for x, run in zip(letters, wide, strict=False) if run)
+        index = tuple(0 if x > y else z for x, y, z in zip(runs, wide, index, strict=True))
+        expected = jax.ShapeDtypeStruct(tuple(sizes), memory.dtype)
+        if self.interpreted or not axes:
+            return _Value(memory[index], expected)
+        return _Value(self.lay(_mosaic().load(memory, index, optimized=False), axes), expected)
+
+    def product(self, a: Any, b: Any, transposed: bool = False, onto: Any = None) -> Array:
+        """a · b or a · bᵀ, added to `onto`; a in shared memory or registers, b in shared memory."""
+        if self.interpreted:
+            a, b = a[...], b[...].T if transposed else b[...]
+            found = jnp.dot(a, b, preferred_element_type=jnp.float32)
+            return found if onto is None else onto + found
+        b = _mosaic().transpose_ref(b, (1, 0)) if transposed else b
+        multiply = lambda total: _mosaic().wgmma(total, a, b)  # noqa: E731
+        if onto is not None:
+            return pl.run_state(multiply)(_mosaic().ACC.init(onto))
+
+        def fresh(total: Any) -> Array:
+            multiply(total)
+            return total[...]
+
+        return pl.run_scoped(fresh, _mosaic().ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+@functools.cache
+def _mosaic() -> Any:
+    # Not with the library: this takes longer to import than all of it.
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def _interpreter() -> Any:
+    """Parameters of the interpreter, which older versions do not export."""
+    name = "jax._src.pallas.mosaic_gpu.interpret.params"
+    home = _mosaic() if hasattr(_mosaic(), "InterpretGPUParams") else importlib.import_module(name)
+    return home.InterpretGPUParams()
+
+
+class _Problem(NamedTuple):
+    """The sizes of a call in whole tiles, the tiles of a program and the spec as its warpgroups
+    read it: each has 64 of the program's queries, or of its keys if `by_key`."""
+
+    shapes: Shapes
+    tiling: Tiling
+    rules: _Rules
+    unit: _Unit
+
+    @classmethod
+    def of(
+        cls, spec: Spec, shapes: Shapes, tiling: Tiling, interpreted: bool, by_key: bool = False
+    ) -> "_Problem":
+        own = Tiling(tiling.block_q, _ROWS) if by_key else Tiling(_ROWS, tiling.block_kv)
+        return cls(shapes, tiling, _Rules(spec, own), _Unit(interpreted, transposed=by_key))
+
+    @property
+    def by_key(self) -> bool:
+        return self.unit.transposed
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """How many of queries and of keys."""
+        return self.shapes.T // self.tiling.block_q, self.shapes.S // self.tiling.block_kv
+
+    @property
+    def heads(self) -> int:
+        """Query heads that share what a program keeps."""
+        return self.shapes.G if self.by_key else 1
+
+    def kinds(self, spec: Spec) -> Any:
+        """The tile maps `[B or 1, N or 1, n, m]`."""
+        return walks.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
+
+    def tile(self, leaves: list[Any], place: lookup.Place) -> "_Tile":
+        """What a tile needs, read before the products that are waited for."""
+        unit = self.unit
+        parts = zip(self.rules.parts(leaves, place), self.rules.letters, strict=True)
+        rows, columns = self.rules.sizes.values()
+        spans = unit.places(place.row, rows, "t"), unit.places(place.column, columns, "s")
+        read = [unit.read(*part, letters) for part, letters in parts]
+        return _Tile(unit, self.rules, read, (place.b, place.h, *spans))
+
+
+class _Tile(NamedTuple):
+    """A spec in registers."""
+
+    unit: _Unit
+    rules: _Rules
+    leaves: list[_Value]
+    at: tuple[Any, Any, Any, Any]
+
+    def run(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """`function(tile, *operands)`."""
+
+        def here(leaves: Any, at: Any, operands: Any) -> Any:
+            return function(self.rules.at(leaves, *at), *operands)
+
+        given = [x.value for x in self.leaves], self.at, operands
+        turned = self.unit.transposed
+        expected = [x.expected for x in self.leaves], *_types(given[1:], turned)
+        return registers.run(here, *given, shapes=expected, transposed=turned)
+
+
+def _launch(
+    name: str, problem: _Problem, heads: int, kernel: Any, operands: Any, results: Any, scratch: Any
+) -> list[Array]:
+    """`kernel(place, operands, results, scratch)` in programs (b, h, i) of three warpgroups,
+    interpreted on a CPU."""
+    flat, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, operands))
+    over = jax.typeof(flat[0]).manual_axis_type  # asked for under `shard_map`
+
+    def body(*refs: Any) -> None:
+        n, m = len(flat), len(flat) + len(results)
+        place = tuple(lax.axis_index(x) for x in ("b", "h", "i"))
+        kernel(place, jax.tree.unflatten(structure, refs[:n]), refs[n:m], refs[m:])
+
+    call = _mosaic().kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(*x, manual_axis_type=over) for x in results],
+        scratch_types=scratch,
+        grid=(problem.shapes.B, heads, problem.blocks[problem.by_key]),
+        grid_names=("b", "h", "i"),
+        num_threads=_GROUPS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        interpret=_interpreter() if problem.unit.interpreted else False,
+        compiler_params=_mosaic().CompilerParams(approx_math=True),
+    )
+    return list(call(*flat))
+
+
+# ---------------------------------------------------------------------------------------------
+# Shared memory
+# ---------------------------------------------------------------------------------------------
+
+
+def _tiles_in_memory(count: int, rows: int, width: int, dtype: Any) -> Any:
+    """Tiles in shared memory as matrix units read them, without conflicts between its banks."""
+    mosaic = _mosaic()
+    swizzled = mosaic.TilingTransform((8, _WIDTH)), mosaic.SwizzleTransform(128)
+    return mosaic.SMEM((count, rows, width), dtype, transforms=swizzled)
+
+
+class _Ring(NamedTuple):
+    """Places in shared memory that one warpgroup fills and the others use up, in turn."""
+
+    tiles: Any
+    filled: Any
+    free: Any
+
+    @classmethod
+    def scratch(cls, rows: int, width: int, dtype: Any) -> "_Ring":
+        return cls(
+            _tiles_in_memory(_STAGES, rows, width, dtype),
+            _mosaic().Barrier(num_barriers=_STAGES),
+            _mosaic().Barrier(num_barriers=_STAGES, num_arrivals=_GROUPS),
+        )
+
+    def fill(self, turn: Any, source: Any) -> None:
+        """Copies a tile to the place of this turn, once that is free."""
+        place = lax.rem(turn, np.int32(_STAGES))
+
+        @pl.when(turn >= _STAGES)
+        def _() -> None:
+            _mosaic().barrier_wait(self.free.at[place])
+
+        _mosaic().copy_gmem_to_smem(source, self.tiles.at[place], self.filled.at[place])
+
+    def drain(self, turns: Any) -> None:
+        """Waits until all that was filled in so many turns is used up."""
+        for place in range(_STAGES):
+
+            @pl.when(turns > place)
+            def _(place: int = place) -> None:
+                _mosaic().barrier_wait(self.free.at[place])
+
+    def use(self, turn: Any, function: Callable[[Any], Any]) -> Any:
+        """`function(tile)` of this turn, once it is there; its place is free afterwards."""
+        place = lax.rem(turn, np.int32(_STAGES))
+        _mosaic().barrier_wait(self.filled.at[place])
+        found = function(self.tiles.at[place])
+        _mosaic().barrier_arrive(self.free.at[place])
+        return found
+
+
+# ---------------------------------------------------------------------------------------------
+# The kernels
+# ---------------------------------------------------------------------------------------------
+
+
+_LOG2E = math.log2(math.e)
+_LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # times log₂ e it is finite
+
+
+def _online(
+    masked: bool, here: tiles.Tile, products: Array, part: softmax.Partial
+) -> tuple[Array, softmax.Partial]:
+    """The weights of more keys, and what there is so far, both relative to a new maximum."""
+    score = here.modify(products, masked)
+    maximum = jnp.maximum(part.maximum, jnp.max(score, axis=-1))
+    weights = jnp.exp2(score * _LOG2E - (maximum * _LOG2E)[:, None])
+    scale = jnp.exp2((part.maximum - maximum) * _LOG2E)
+    total = part.total * scale + jnp.sum(weights, axis=-1)
+    return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
+
+
+class _Memory(NamedTuple):
+    """Shared memory: what each computing warpgroup keeps, where its results leave too, and what
+    comes by in turn, as two arrays each."""
+
+    own: tuple[Any, Any]
+    filled: Any
+    streams: tuple[_Ring, _Ring]
+
+    @classmethod
+    def scratch(cls, rows: int, shapes: Shapes, kept: Any) -> "_Memory":
+        """`rows` of a tile that comes by."""
+        filled = _mosaic().Barrier(num_barriers=2 * _GROUPS)
+        streams = (_Ring.scratch(rows, shapes.H, shapes.dtype) for _ in range(2))
+        return cls(kept, filled, tuple(streams))
+
+    def load(self, which: int, group: Any, source: Any) -> Any:
+        """One of the arrays that a warpgroup keeps."""
+        mosaic, own, filled = _mosaic(), self.own[which].at[group], 2 * group + which
+        mosaic.copy_gmem_to_smem(source, own, self.filled.at[filled])
+        mosaic.barrier_wait(self.filled.at[filled])
+        return own
+
+    def drain(self, turns: Any) -> None:
+        """Waits until all that came by in so many turns is used up."""
+        for stream in self.streams:
+            stream.drain(turns)
+
+
+def _store(pairs: Any) -> None:
+    """Results from shared memory to global memory."""
+    _mosaic().commit_smem()
+    for source, result in pairs:
+        _mosaic().copy_smem_to_gmem(source, result)
+    _mosaic().wait_smem_to_gmem(0)
+
+
+def _by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
+    """What the warpgroups of a program do: `compute(group)` most, `copy()` one, with registers to
+    match."""
+    group = lax.axis_index("warpgroup")
+
+    @pl.when(group == _GROUPS)
+    def _() -> None:
+        _mosaic().set_max_registers(40, action="decrease")
+        copy()
+
+    @pl.when(group < _GROUPS)
+    def _() -> None:
+        _mosaic().set_max_registers(232, action="increase")
+        compute(group)
+
+
+def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+    """`(out [B, T, N, V], lse [B, T, N])`; a program for every 128 queries."""
+    shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
+    walk = walks.walk(problem.kinds(spec))
+
+    def kernel(at: Any, operands: Any, results: Any, scratch: Any) -> None:
+        (query, key, value, leaves, walked), memory = operands, _Memory(*scratch)
+        (b, h, i), kv = at, lax.div(at[1], np.int32(shapes.G))
+
+        def copy() -> None:
+            def step(j: Any, masked: bool, turn: Any) -> Any:
+                run = pl.ds(j * columns, columns)
+                memory.streams[0].fill(turn, key.at[b, run, kv])
+                memory.streams[1].fill(turn, value.at[b, run, kv])
+                return turn + 1
+
+            memory.drain(walk.fold(walked, at, step, jnp.int32(0)))
+
+        def compute(group: Any) -> None:
+            row = i * rows + group * _ROWS
+            own = pl.ds(row, _ROWS)
+            q = memory.load(0, group, query.at[b, own, h])
+
+            def step(j: Any, masked: bool, state: Any) -> Any:
+                turn, part = state
+                here = problem.tile(leaves, lookup.Place(b, h, row, j * columns))
+                by_key = lambda k: unit.product(q, k, transposed=True)  # noqa: E731
+                products = memory.streams[0].use(turn, by_key)
+                weights, part = here.run(functools.partial(_online, masked), products, part)
+                weights = weights.astype(shapes.dtype)
+                weigh = lambda v: unit.product(weights, v, onto=part.weighted)  # noqa: E731
+                return turn + 1, part._replace(weighted=memory.streams[1].use(turn, weigh))
+
+            nothing = jax.tree.map(unit.lay, _nothing(shapes.V), softmax.Partial("t", "t", "ts"))
+            _, found = walk.fold(walked, at, step, (jnp.int32(0), nothing))
+            out, memory.own[1][group] = registers.run(softmax.finish, found)
+            q[...] = out.astype(shapes.dtype)
+            _store(
+                [(q, results[0].at[b, own, h]), (memory.own[1].at[group], results[1].at[b, h, own])]
+            )
+
+        _by_group(copy, compute)
+
+    operands = query, key, value, problem.rules.arrays, walk.arrays
+    out = (shapes.B, shapes.T, shapes.N, shapes.V), shapes.dtype
+    lse = (shapes.B, shapes.N, shapes.T), jnp.float32
+    queries = _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype)
+    kept = queries, _mosaic().SMEM((_GROUPS, _ROWS), jnp.float32)
+    scratch = _Memory.scratch(columns, shapes, kept)
+    name = "jattn_hopper_forward"
+    found = _launch(name, problem, shapes.N, kernel, operands, (out, lse), scratch)
+    return found[0], jnp.swapaxes(found[1], 1, 2)
+
+
+def _nothing(width: int) -> softmax.Partial:
+    """What no keys contribute."""
+    total, weighted = (jnp.zeros(shape, jnp.float32) for shape in ((_ROWS,), (_ROWS, width)))
+    return softmax.Partial(jnp.full((_ROWS,), _LOWEST, jnp.float32), total, weighted)
+
+
+def _d_products(
+    masked: bool, here: tiles.Tile, products: Array, d_weights: Array, lse: Array, delta: Array
+) -> tuple[Array, Array]:
+    """The cotangent of q kᵀ from that of the weights, d_out vᵀ, and the weights after dropout.
+
+    With p = exp(s − lse), the scores' cotangent is p (d_weights − delta).
+    """
+    score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
+    weights = jnp.exp(score - softmax.shift(lse)[:, None])
+    (found,) = pull(weights * (here.drop(d_weights) - delta[:, None]))
+    return found, here.drop(weights)
+
+
+class _Backward(NamedTuple):
+    """A program of a backward pass: 128 queries or, `by_key`, 128 keys, of which each computing
+    warpgroup keeps 64 and goes through what they attend to, or are attended by.
+
+    `per_query` are query and d_out, `per_key` key and value, `rows` lse and delta.
+    """
+
+    problem: _Problem
+    walk: walks.Walk
+    at: Any
+    per_query: Any
+    per_key: Any
+    rows: Any
+    leaves: list[Any]
+    walked: Any
+
+    @property
+    def kept(self) -> Any:
+        return self.per_key if self.problem.by_key else self.per_query
+
+    @property
+    def streamed(self) -> Any:
+        return self.per_query if self.problem.by_key else self.per_key
+
+    def fold(self, step: Callable[..., Any], state: Any) -> Any:
+        """Folds `step(h, x, masked, state)` over the heads that share what is kept, and over the
+        blocks x that each of them visits."""
+        heads = self.problem.heads
+
+        def of_head(g: Any, state: Any) -> Any:
+            h = self.at[1] * heads + g
+            place = self.at[0], h, self.at[2]
+            return self.walk.fold(self.walked, place, functools.partial(step, h), state)
+
+        return tiles.repeat(0, heads, of_head, state)
+
+    def copy(self, memory: _Memory) -> None:
+        """What the warpgroup does that only copies."""
+        group, by_key = np.int32(self.problem.shapes.G), self.problem.by_key
+
+        def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
+            head = h if by_key else lax.div(h, group)
+            for stream, source in zip(memory.streams, self.streamed, strict=True):
+                stream.fill(turn, source.at[self.at[0], pl.ds(x * _ROWS, _ROWS), head])
+            return turn + 1
+
+        memory.drain(self.fold(step, jnp.int32(0)))
+
+    def compute(self, memory: _Memory, results: Any, group: Any) -> None:
+        """What a warpgroup does that computes."""
+        start = self.at[2] * _GROUPS * _ROWS + group * _ROWS
+        own = self.at[0], pl.ds(start, _ROWS), self.at[1]
+        kept = [memory.load(x, group, self.kept[x].at[own]) for x in range(2)]
+
+        def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
+            turn, *totals = state
+            d_tile = functools.partial(self.tile(h, start, x * _ROWS), masked, kept, totals)
+            with_first = lambda first: memory.streams[1].use(  # noqa: E731
+                turn, functools.partial(d_tile, first)
+            )
+            return turn + 1, *memory.streams[0].use(turn, with_first)
+
+        zeros = [jnp.zeros((_ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
+        _, *found = self.fold(
+            step, (jnp.int32(0), *(self.problem.unit.lay(x, "ts") for x in zeros))
+        )
+        for place, total in zip(kept, found, strict=False):
+            place[...] = total.astype(place.dtype)
+        _store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
+
+    def tile(self, h: Any, start: Any, other: Any) -> Callable[..., list[Array]]:
+        """From `(masked, kept, totals, *streamed)` of a tile the totals with what it adds."""
+        row, column = (other, start) if self.problem.by_key else (start, other)
+        here = self.problem.tile(self.leaves, lookup.Place(self.at[0], h, row, column))
+        index = self.at[0], h, pl.ds(row, _ROWS)
+        rows = [self.problem.unit.read(x, index, ["", "", "t"]).value for x in self.rows]
+
+        def add(masked: bool, kept: Any, totals: list[Array], *streamed: Any) -> list[Array]:
+            pairs = zip(kept, streamed, strict=True)
+            products = [self.problem.unit.product(x, y, transposed=True) for x, y in pairs]
+            found = here.run(functools.partial(_d_products, masked), *products, *rows)
+            factors = zip(found, streamed, totals, strict=False)
+            return [self.problem.unit.product(x.astype(y.dtype), y, onto=z) for x, y, z in factors]
+
+        return add
+
+
+def _gradients(
+    problem: _Problem, spec: Spec, per_head: Any, key: Array, value: Array
+) -> list[Array]:
+    """Those of queries, or of keys and values where `problem.by_key`."""
+    shapes, by_key = problem.shapes, problem.by_key
+    walk = walks.walk(problem.kinds(spec), by_key=by_key)
+
+    def kernel(at: Any, operands: Any, results: Any, scratch: Any) -> None:
+        program = _Backward(problem, walk, at, *operands)
+        memory = _Memory(*scratch)
+        _by_group(
+            functools.partial(program.copy, memory),
+            functools.partial(program.compute, memory, results),
+        )
+
+    query, d_out, *rows = per_head
+    rows = [jnp.swapaxes(x, 1, 2) for x in rows]
+    operands = (query, d_out), (key, value), rows, problem.rules.arrays, walk.arrays
+    results = [(x.shape, shapes.dtype) for x in ((key, value) if by_key else (query,))]
+    kept = [_tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype) for _ in range(2)]
+    scratch = _Memory.scratch(_ROWS, shapes, tuple(kept))
+    name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
+    heads = shapes.K if by_key else shapes.N
+    return _launch(name, problem, heads, kernel, operands, results, scratch)
+
+
+# ---------------------------------------------------------------------------------------------
+# The call
+# ---------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """A call as kernels take it: whole tiles, and one head size that is a multiple of 64."""
+
+    spec: Spec
+    shapes: Shapes
+    rows: tuple[Array, ...]
+    key: Array
+    value: Array
+
+    @classmethod
+    def of(
+        cls, tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
+    ) -> "_Call":
+        """`rows` are the query, and backward also what goes with it, each `[B, T, N, ...]`."""
+        (B, T, N, H), (S, K, V) = rows[0].shape, value.shape[1:]
+        if spec.dropout_rate:
+            spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
+        whole_T, whole_S = tiles.whole(T, S, tiling)
+        spec = tiles.pad_spec(spec, T, S, whole_T, whole_S)
+        width = _width(H, V)
+        shapes = Shapes((B,), whole_T, whole_S, N, K, width, width, key.dtype)
+        rows = tuple(_padded(x, whole_T, width) for x in rows)
+        key, value = (_padded(x, whole_S, width) for x in (key, value))
+        return cls(spec, shapes, rows, key, value)
+
+
+def _width(H: int, V: int) -> int:
+    return -(-max(H, V) // _WIDTH) * _WIDTH
+
+
+def _padded(x: Array, length: int, width: int) -> Array:
+    """`[B, T, N, ...]` as whole tiles."""
+    wide = [(0, width - size) for size in x.shape[3:]]
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), *wide))
+
+
+def _cut(x: Array, shape: tuple[int, ...]) -> Array:
+    return x[tuple(map(slice, shape))].astype(jnp.float32)
+
+
+def _forward_pass(
+    platform: str, spec: Spec, query: Array, key: Array, value: Array
+) -> tuple[Array, Array, Array]:
+    (*rows, H), V = query.shape, value.shape[3]
+    shapes = Shapes((rows[0],), rows[1], key.shape[1], rows[2], key.shape[2], H, V, key.dtype)
+    tiling = choose_tiling(shapes)
+    call = _Call.of(tiling, spec, (query,), key, value)
+    key, value = call.key, call.value
+    if has_mask(spec):
+        # What is masked does not exist: NaN reaches who attends to it through the scores.
+        lost = jax.vmap(jax.vmap(tile.lost))(value)[..., None]
+        key, value = key + lost.astype(key.dtype), tile.finite(value)
+    problem = _Problem.of(call.spec, call.shapes, tiling, platform == "cpu")
+    out, lse = _forward(problem, call.spec, *call.rows, key, value)
+    return _cut(out, (*rows, V)), _cut(lse, tuple(rows)), jnp.zeros((), bool)
+
+
+def _backward_pass(
+    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, plain: Array
+) -> tuple[list[Array], Array, Array, Array]:
+    """Those of parameters by `pallas_gpu`, and all where heads are too wide for shared memory or
+    arrays along T and S would have to be transposed."""
+    if _width(key.shape[3], value.shape[3]) > _WIDEST_BACKWARD or _runs_along_both(spec):
+        return pallas_gpu.passes(platform).backward(spec, per_query, key, value, plain)
+    d_params = pallas_gpu.parameter_gradients(platform, spec, per_query, key, value)
+    small, wide = _ROWS, _GROUPS * _ROWS
+    call = _Call.of(Tiling(wide, wide), spec, narrowed(per_query), key, value)
+    operands = call.rows, call.key, call.value
+    if has_mask(spec):
+        # Rows with NaN in them reach who attends to them through lse and delta.
+        query, d_out, *rows = call.rows
+        query, d_out, *keys = map(tile.finite, (query, d_out, call.key, call.value))
+        operands = (query, d_out, *rows), *keys
+    by_query, by_key = (
+        _Problem.of(call.spec, call.shapes, Tiling(*sizes), platform == "cpu", turned)
+        for sizes, turned in (((wide, small), False), ((small, wide), True))
+    )
+    (d_query,) = _gradients(by_query, call.spec, *operands)
+    d_key, d_value = _gradients(by_key, call.spec, *operands)
+    d_query = _cut(d_query, per_query[0].shape)
+    return d_params, d_query, _cut(d_key, key.shape), _cut(d_value, value.shape)
+
+
+def _runs_along_both(spec: Spec) -> bool:
+    def one(letters: str, leaf: Any) -> bool:
+        axes = [axis_along(x, letters, leaf.ndim) for x in "TS"]
+        return all(axis is not None and leaf.shape[axis] > 1 for axis in axes)
+
+    return any(jax.tree.leaves(jax.tree.map(one, declared(spec), spec)))
+
+
+def _passes(platform: str) -> Passes:
+    """Forward and backward; interpreted on a CPU."""
+    return Passes(*(functools.partial(f, platform) for f in (_forward_pass, _backward_pass)))
+
+
+def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis.
+
+    The platform is settled while tracing: JAX's interpreter has effects, which a program cannot
+    take on when it is lowered. On a machine without GPU an abstract device in the mesh says that
+    there will be one.
+    """
+    without_gpu = jax.sharding.get_abstract_mesh().abstract_device is None
+    interpreted = without_gpu and jax.default_backend() == "cpu"
+    return attention(_passes, spec, query, key, value, settled="cpu" if interpreted else "cuda")

@@ -1,0 +1,110 @@
+"""Functions of tiles as Mosaic GPU computes them: without axes of size 1.
+
+Its arrays lie spread over the registers of 128 threads, whole tiles `[t, s]`, rows `[t]` or columns
+`[s]` of them; there is no place for `[t, 1]`, through which array code broadcasts. A function is
+traced for the shapes it expects and its operations run on arrays that lack these axes.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+# What is computed entry by entry, and what Mosaic GPU knows of that.
+_ELEMENTWISE = frozenset(
+    """abs add add_any and clamp convert_element_type copy cos div eq erf exp exp2 ge gt integer_pow
+    le log logistic lt max min mul ne neg not or rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin square sub tanh xor""".split()
+)
+_REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_LOOPS = ("scan", "while", "cond")
+
+
+def run(
+    function: Callable[..., Any], *arguments: Any, shapes: Any = None, transposed: bool = False
+) -> Any:
+    """`function(*arguments)`, where `shapes` are those that it expects: arguments and results lack
+    their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed.
+
+    Raises NotImplementedError for what registers cannot do.
+    """
+    values = jax.tree.leaves(arguments)
+    expected = jax.tree.map(jax.typeof, arguments) if shapes is None else shapes
+    program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
+    found = _Registers(transposed).evaluate(program.jaxpr, program.consts, values)
+    return jax.tree.unflatten(jax.tree.structure(out), found)
+
+
+class _Registers(NamedTuple):
+    """How arrays lie that a traced function computes."""
+
+    transposed: bool
+
+    def shape(self, expected: tuple[int, ...]) -> tuple[int, ...]:
+        narrow = tuple(size for size in expected if size != 1)
+        return narrow[::-1] if self.transposed else narrow
+
+    def axes(self, expected: tuple[int, ...], axes: Any) -> tuple[int, ...]:
+        """Where these axes of an expected shape are."""
+        wide = [axis for axis, size in enumerate(expected) if size != 1]
+        wide = wide[::-1] if self.transposed else wide
+        return tuple(sorted(wide.index(axis) for axis in axes if axis in wide))
+
+    def evaluate(self, program: Any, consts: Any, values: Any) -> list[Any]:
+        if any(math.prod(jnp.shape(x)) > 1 for x in consts):
+            raise NotImplementedError("a captured array")
+        known = dict(zip(program.constvars, (jnp.reshape(x, ()) for x in consts), strict=True))
+        known |= dict(zip(program.invars, values, strict=True))
+
+        def read(x: Any) -> Any:
+            return x.val if hasattr(x, "val") else known[x]
+
+        for equation in program.eqns:
+            found = self.apply(equation, [read(x) for x in equation.invars])
+            known |= dict(zip(equation.outvars, found, strict=True))
+        return [read(x) for x in program.outvars]
+
+    def apply(self, equation: Any, values: list[Any]) -> list[Any]:
+        name, params = equation.primitive.name, equation.params
+        shapes = [x.aval.shape for x in equation.invars]
+        (result, *_) = (x.aval for x in equation.outvars)
+        called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
+        if called is not None:
+            program = getattr(called, "jaxpr", called)
+            return self.evaluate(program, getattr(called, "consts", ()), values)
+        if name == "broadcast_in_dim":
+            return [self.spread(values[0], shapes[0], params["broadcast_dimensions"], result.shape)]
+        if name in ("reshape", "squeeze") and self.shape(shapes[0]) == self.shape(result.shape):
+            return values[:1]
+        if name in _REDUCTIONS:
+            axes = self.axes(shapes[0], params["axes"])
+            return [_REDUCTIONS[name](values[0], axis=axes) if axes else values[0]]
+        if name == "iota" and result.size == 1:
+            return [jnp.zeros((), result.dtype)]
+        if name not in _ELEMENTWISE:
+            raise NotImplementedError(name)
+        return [self.elementwise(equation, values, shapes, result.shape)]
+
+    def elementwise(self, equation: Any, values: Any, shapes: Any, result: Any) -> Array:
+        # Axes of size 1 broadcast, and numbers do.
+        values = [
+            self.spread(x, shape, range(len(result)), result) if self.shape(shape) else x
+            for x, shape in zip(values, shapes, strict=True)
+        ]
+        if equation.primitive.name in ("add_any", "copy"):
+            return functools.reduce(lax.add, values)
+        return equation.primitive.bind(*values, **equation.params)
+
+    def spread(self, x: Any, before: tuple[int, ...], axes: Any, after: tuple[int, ...]) -> Any:
+        """x, expected in the shape `before`, whose axes are those of `after`."""
+        if self.shape(before) == self.shape(after):
+            return x
+        kept = [axis for axis, size in zip(axes, before, strict=True) if size != 1]
+        return lax.broadcast_in_dim(x, self.shape(after), self.axes(after, kept))

@@ -1,0 +1,281 @@
+"""The kernels for Hopper GPUs: interpreted on a CPU, and translated for a GPU.
+
+What is interpreted is how tiles come and go: copies, barriers, places in shared memory, index
+arrays, and what is computed from them; a barrier that is passed too often or left over raises. The
+products and where arrays lie in registers are only translated here.
+"""
+
+import functools
+import importlib
+import re
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores
+from jattn.kernels import registers
+from tests import test_contract as contract
+from tests.cases import CASES, inputs
+from tests.conftest import quick_jit
+from tests.oracle import error
+from tests.test_contract import assert_same
+from tests.test_pallas import assert_accurate
+
+
+@pytest.fixture(autouse=True)
+def _compiled_once(monkeypatch):
+    """JAX's interpreter compiles a kernel for each warpgroup of each program of its grid."""
+    compiled: dict[int, Any] = {}
+    lock = threading.Lock()
+
+    def run(program: Any, consts: Any, *operands: Any) -> None:
+        with lock:
+            if id(program) not in compiled:
+                function = quick_jit(functools.partial(jax.core.eval_jaxpr, program))
+                compiled[id(program)] = function.lower(consts, *operands).compile()
+        compiled[id(program)](consts, *operands)
+
+    home = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")
+    monkeypatch.setattr(home, "_run_jaxpr", run)
+
+
+class Call(NamedTuple):
+    """Sizes by letter, a dtype, and keyword arguments; `alive` are the places that exist."""
+
+    sizes: tuple[int, int, int, int, int, int, int]
+    dtype: Any
+    rules: Any
+    alive: tuple[Any, Any] = (slice(None), slice(None))
+
+
+RNG = np.random.default_rng(0)
+LONG = np.arange(200) // 70
+
+
+def _near_or_even(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (abs(q - kv) <= 20) | ((q + 2 * kv + h + b) % 3 == 0)
+
+
+CALLS = {
+    "full": Call((1, 128, 384, 1, 1, 64, 64), jnp.bfloat16, lambda dtype: {}),
+    "causal_segments_alibi": Call(
+        (1, 200, 200, 2, 1, 64, 64),
+        jnp.float16,
+        lambda dtype: {
+            "mask": masks.Causal() & masks.Segments(jnp.asarray(LONG)[None]),
+            "score": scores.Alibi(jnp.asarray([0.5, 0.25], dtype)),
+        },
+    ),
+    "lengths_soft_cap": Call(
+        (2, 70, 150, 1, 1, 40, 24),
+        jnp.bfloat16,
+        lambda dtype: {
+            "mask": masks.Lengths(q=jnp.array([60, 60]), kv=jnp.array([140, 140])),
+            "score": scores.SoftCap(3.0),
+        },
+        (slice(60), slice(140)),
+    ),
+    "window_positions_dropout": Call(
+        (1, 100, 260, 1, 1, 64, 64),
+        jnp.bfloat16,
+        lambda dtype: {
+            "mask": masks.Window(left=30, right=10),
+            "q_positions": jnp.arange(100)[None] + 120,
+            "dropout_rate": 0.3,
+            "dropout_key": jax.random.key(1),
+        },
+    ),
+}
+
+
+def operands(call: Call) -> list[Any]:
+    """Query, key, value and the cotangents of out and lse."""
+    B, T, S, N, K, H, V = call.sizes
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, T, N, V)
+    given = [jnp.asarray(RNG.normal(size=shape), call.dtype) for shape in shapes]
+    return [*given, jnp.asarray(RNG.normal(size=(B, N, T)), jnp.float32)]
+
+
+def everything(call: Call, implementation: str, q: Any, k: Any, v: Any, *cotangents: Any) -> Any:
+    """out, lse and the gradients of query, key, value and the float arrays of the score."""
+    rules = call.rules(q.dtype)
+    score = rules.pop("score", None)
+    attend = functools.partial(
+        jattn.attention, return_lse=True, implementation=implementation, **rules
+    )
+    function = lambda *x: attend(*x[:3], score=x[3])  # noqa: E731
+    (out, lse), pull = jax.vjp(function, q, k, v, score)
+    return out, lse, *jax.tree.leaves(pull(cotangents))
+
+
+# Rounded as matrix units do; measured 6e-3, 5e-7 and 9e-3.
+LIMITS = (1e-2, 2e-6, 2e-2)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_gradients(name):
+    """Also the same again bit for bit, with NaN in what does not exist."""
+    call = CALLS[name]
+    given = operands(call)
+    run = quick_jit(functools.partial(everything, call, "hopper"))
+    got = run(*given)
+    assert got[0].dtype == call.dtype
+    assert got[1].dtype == jnp.float32
+    wide = [x.astype(jnp.float64) for x in given]
+    want = quick_jit(functools.partial(everything, call, "reference"))(*wide)
+    for x, y, limit in zip(got, want, (*LIMITS[:2], *LIMITS[2:] * len(got)), strict=False):
+        assert error(x, y) <= limit, [error(x, y) for x, y in zip(got, want, strict=True)]
+    rows, columns = call.alive
+    q, k, v, *cotangents = given
+    hide = lambda x, alive: jnp.full_like(x, jnp.nan).at[:, alive].set(x[:, alive])  # noqa: E731
+    assert_same(run(hide(q, rows), hide(k, columns), hide(v, columns), *cotangents), got)
+
+
+# Of the table of cases what the calls above have not; small heads are padded.
+CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_per_row"
+
+
+@pytest.mark.parametrize("name", CASES_OF_TABLE)
+def test_contract(name):
+    case = CASES[name]
+    run = quick_jit(functools.partial(contract.everything, "hopper", case))
+    got = run(contract.on_device(inputs(case, "bfloat16")))
+    assert_accurate(name, "bfloat16", jax.tree.map(np.asarray, got))
+
+
+def forward(call: Call, given: Any, **rules: Any) -> Any:
+    attend = functools.partial(jattn.attention, implementation="hopper", return_lse=True)
+    return quick_jit(functools.partial(attend, **call.rules(call.dtype), **rules))(*given[:3])
+
+
+def test_the_tile_map_decides():
+    """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
+
+    def lie(tile: Any) -> Any:
+        first = np.asarray(tile.columns.start)[None, :] < 128
+        rows = np.ones_like(np.asarray(tile.rows.start)[:, None], bool)
+        return rows & first, rows & first
+
+    call = CALLS["full"]
+    given = operands(call)
+    lied = forward(call, given, mask=masks.Predicate(lambda b, h, i, j: i < 0, bounds=lie))
+    q, k, v, *_ = given
+    assert_same(lied, forward(call, (q, k[:, :128], v[:, :128])))
+
+
+def test_nan_reaches_who_attends_to_it():
+    call = CALLS["full"]
+    q, k, v, *_ = operands(call)
+    out, _ = forward(call, (q, k, v.at[:, 100].set(jnp.inf)), mask=masks.Causal())
+    assert np.isnan(out[:, 100:]).all()
+    assert np.isfinite(out[:, :100].astype(jnp.float32)).all()
+
+
+# --- for a GPU ----------------------------------------------------------------------------------
+
+
+TRANSLATED = {
+    **CALLS,
+    "wide_heads": Call((1, 100, 200, 2, 1, 256, 256), jnp.bfloat16, lambda dtype: {}),
+    "dense_bias": Call(
+        (1, 100, 200, 2, 1, 128, 128),
+        jnp.bfloat16,
+        lambda dtype: {
+            "mask": masks.Dense(jnp.ones((1, 1, 100, 200), bool)),
+            "score": scores.Bias(jnp.zeros((1, 2, 100, 200), dtype)),
+        },
+    ),
+    "predicate": Call(
+        (1, 100, 200, 2, 1, 128, 128),
+        jnp.float16,
+        lambda dtype: {"mask": masks.Predicate(_near_or_even)},
+    ),
+}
+BY_PALLAS = ("wide_heads", "dense_bias")  # their gradients
+
+
+def translated(function: Any, given: Any) -> set[str]:
+    """The names of kernels in a program for a Hopper GPU."""
+    device = jax.sharding.AbstractDevice("NVIDIA H100", num_cores=None, platform="gpu")
+    calls = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
+    checks = [jax.export.DisabledSafetyCheck.custom_call(x) for x in calls]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        export = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
+        program = export(*given).mlir_module()
+    assert "stablehlo.dot_general" not in program
+    return set(re.findall(r"jattn_\w+", program)) & KERNELS
+
+
+KERNELS = {f"jattn_{x}" for x in ("forward", "d_queries", "d_keys", "d_parameter")}
+HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
+KERNELS |= HOPPER
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_it_is_translated_for_cuda(name):
+    call = TRANSLATED[name]
+    found = translated(functools.partial(everything, call, "hopper"), operands(call))
+    gradients = {"jattn_d_queries", "jattn_d_keys"} if name in BY_PALLAS else HOPPER
+    parameters = {"jattn_d_parameter"} if name in ("causal_segments_alibi", "dense_bias") else set()
+    assert found == {"jattn_hopper_forward"} | gradients | parameters
+
+
+# --- what it cannot do --------------------------------------------------------------------------
+
+
+def reason(dtype: Any = jnp.bfloat16, H: int = 8, **rules: Any) -> str | None:
+    """What `explain` says of a small call."""
+    q, k = (jnp.ones((1, size, 1, H), dtype) for size in (5, 7))
+    return jattn.explain(q, k, k, **rules)["hopper"]
+
+
+TABLE = jnp.arange(7, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"dtype": jnp.float32}, "got float32"),
+        ({"H": 257}, "up to 256, got 257"),
+        ({"score": scores.Score(lambda s, b, h, q, kv: s + TABLE[kv])}, "a captured array"),
+        ({"score": scores.RelativeBias(jnp.ones((8, 1)))}, "to look up entries"),
+        ({"score": scores.Score(lambda s, b, h, q, kv: jnp.arctan(s))}, "needs atan"),
+    ],
+    ids=["float32", "head size", "captured", "looked up", "arctan"],
+)
+def test_reasons(arguments, words):
+    assert words in str(reason(**arguments))
+
+
+def test_no_reason():
+    assert reason(H=256, score=scores.SoftCap(2.0), mask=masks.Causal() | masks.Global(2)) is None
+
+
+# --- functions in registers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_arrays_in_registers_lack_axes_of_size_one(transposed):
+    """The same numbers from arrays that lie otherwise."""
+
+    def function(row: Any, column: Any, tile: Any, one: Any) -> Any:
+        near = jnp.abs(row[:, None] - column[None, :]) <= 2 + one
+        chosen = jnp.where(near, tile * row[:, None], -column[None, :])
+        return chosen, jnp.max(chosen, axis=-1), jnp.sum(chosen, axis=0)
+
+    row, column = jnp.arange(4.0), jnp.arange(6.0)
+    tile, one = jnp.asarray(RNG.normal(size=(4, 6))), jnp.ones((1, 1))
+    shapes = jax.tree.map(jax.typeof, (row, column, tile, one))
+    lying = tile.T if transposed else tile
+    got = registers.run(
+        function, row, column, lying, one.reshape(()), shapes=shapes, transposed=transposed
+    )
+    chosen, *sums = function(row, column, tile, one)
+    for x, y in zip(got, (chosen.T if transposed else chosen, *sums), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12)
