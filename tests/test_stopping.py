@@ -20,6 +20,7 @@ from experiments.translation.presets import PRESETS, Config
 from experiments.translation.text import encode_pairs
 from tests.test_translation import (
     Bench,
+    Killed,
     as_users_run_it,
     assert_equal,
     bench,
@@ -97,10 +98,6 @@ def losses_of_params() -> dict[str, float]:
     parts.loop(validate=lambda params: seen.append(digest(params)) or {}).run(parts.first_state())
     assert len(set(seen)) == len(LOSSES)
     return dict(zip(seen, LOSSES, strict=True))
-
-
-class Killed(Exception):
-    """What a power cut is to a process."""
 
 
 def train(run: Run, *, calls: int | None = None) -> None:
@@ -181,6 +178,37 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     assert_equal(
         run.parameters(bench().model.shapes), uninterrupted.parameters(bench().model.shapes)
     )
+
+
+def test_a_run_that_remembers_what_it_makes_again_is_noticed(uninterrupted, tmp_path, monkeypatch):
+    run = begun(tmp_path / "run")
+    with pytest.raises(Killed):
+        train(run, calls=9)
+    monkeypatch.setattr(Run, "forget_metrics_after", lambda run, step: None)
+    train(run)
+    assert told(run) != told(uninterrupted)
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp_path, monkeypatch):
+    """And where the damaged one is believed, comes to parameters that no other run has."""
+    shutil.copytree(uninterrupted.directory, tmp_path / "run")
+    run = Run.open(tmp_path / "run")
+    like = jax.eval_shape(small_bench().first_state)
+    state, step = run.restore(like)
+    digests = run.directory / "digests" / f"{step}.json"
+    before = digests.read_text()
+    for array in state.params.values():
+        array.flat[0] += 1
+    run.save(state, step)
+    digests.write_text(before)
+    shutil.copytree(run.directory, tmp_path / "believed")
+    with pytest.warns(UserWarning, match=f"checkpoint {step} is incomplete or damaged"):
+        train(run)
+    assert told(run) == told(uninterrupted)
+    assert_equal(run.restore(like), uninterrupted.restore(like))
+    monkeypatch.setattr(Run, "_is_whole", lambda run, step: True)
+    with pytest.raises(KeyError):
+        train(Run.open(tmp_path / "believed"))
 
 
 def test_where_the_best_checkpoint_is_damaged_the_last_is_taken(uninterrupted, tmp_path):

@@ -7,7 +7,10 @@ import io
 import itertools
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from experiments.translation.batches import Batch, Batches, PackedBatches, count
 from experiments.translation.checkpoints import Run, TextOrigin
 from experiments.translation.command_line import make_parser
 from experiments.translation.corpus import Pair
+from experiments.translation.losses import Projection
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config, differences
 from experiments.translation.text import (
@@ -39,6 +43,7 @@ from experiments.translation.text import (
 from experiments.translation.training import State
 
 
+ROOT = Path(__file__).parents[1]
 TINY = PRESETS["tiny"]
 
 
@@ -209,27 +214,85 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
         assert abs(float(run(params, changed)[0]) / float(expected) - 1) > 1e-5, name
 
 
-def test_a_batch_in_parts_gives_the_update_of_the_whole():
-    """Whatever tokens fall to each part; a mean of the parts' means would differ."""
-    config = dataclasses.replace(TINY, dropout_rate=0.0)
-    part = bench()
-    model = Model(config, part.model.source_size, part.model.target_size)
+class TwoTables:
+    """As little of a model as a step needs. It tells which features it drops."""
+
+    def __init__(self) -> None:
+        self.dropped: list[bytes] = []
+
+    def init(self, seed: int) -> dict[str, jax.Array]:
+        keys = jax.random.split(jax.random.key(seed), 2)
+        size = (bench().model.target_size, 8)
+        names = ("embedding", "output")
+        return {name: jax.random.normal(key, size) for name, key in zip(names, keys, strict=True)}
+
+    def features(self, params, batch, *, dropout_key=None):
+        features = params["embedding"][batch.target_in]
+        if dropout_key is not None:
+            kept = jax.random.bernoulli(dropout_key, 0.5, features.shape)
+            jax.debug.callback(lambda kept: self.dropped.append(np.asarray(kept).tobytes()), kept)
+            features = jnp.where(kept, features * 2, 0)
+        return features, Projection(params["output"], None)
+
+
+def in_parts(model: Any, parts: int, *, dropout_rate: float = 0.0) -> tuple[State, training.Step]:
+    config = dataclasses.replace(TINY, parts_per_batch=parts, dropout_rate=dropout_rate)
     optimiser = training.make_optimiser(config, config.steps)
+    state = training.first_state(model, optimiser, 0)
+    return state, training.make_step(model, optimiser, config)
+
+
+def uneven_batch() -> Batch:
+    """Eight rows, most of whose tokens are in the first half."""
     batch = a_batch(8)
-    rest = batch.target_lengths.copy()
-    rest[4:] = 1
-    batch = batch._replace(target_lengths=rest)
-    found = {}
+    lengths = batch.target_lengths.copy()
+    lengths[4:] = 1
+    return batch._replace(target_lengths=lengths)
+
+
+def mean_of_means(gradient, params, batch, key, tokens, config):
+    parts = config.parts_per_batch
+    cut = [jax.tree.map(lambda x, n=n: jnp.split(x, parts)[n], batch) for n in range(parts)]
+    found = [gradient(params, part, key, parts * jnp.sum(counted_places(part))) for part in cut]
+    return jax.tree.map(lambda *each: sum(each), *found)
+
+
+def last_part_alone(gradient, params, batch, key, tokens, config):
+    parts = config.parts_per_batch
+    last = jax.tree.map(lambda x: jnp.split(x, parts)[-1], batch)
+    return gradient(params, last, key, tokens)
+
+
+@pytest.mark.parametrize("instead", [None, mean_of_means, last_part_alone])
+def test_a_batch_in_parts_gives_the_update_of_the_whole(instead, monkeypatch):
+    """Whatever tokens fall to each part; and not so where the parts are put together otherwise."""
+    if instead:
+        monkeypatch.setattr(training, "_in_parts", instead)
+    found = []
     for parts in (1, 4):
-        split = dataclasses.replace(config, parts_per_batch=parts)
-        state = training.first_state(model, optimiser, 0)
-        found[parts] = jax.device_get(training.make_step(model, optimiser, split)(state, batch))
-    (state, measured), (other, also) = found[1], found[4]
-    np.testing.assert_allclose(also, measured, rtol=1e-5)
-    for name, moment in state.optimiser[1][0].mu.items():
-        same = other.optimiser[1][0].mu[name]
-        np.testing.assert_allclose(same, moment, rtol=1e-4, atol=1e-7)
-    assert max(np.abs(moment).max() for moment in state.optimiser[1][0].mu.values()) > 1e-3
+        state, step = in_parts(TwoTables(), parts)
+        after, measured = jax.device_get(step(state, uneven_batch()))
+        found.append((after.optimiser[1][0].mu, measured.gradient_norm))
+    leaves = map(jax.tree.leaves, found)
+    close = [np.allclose(*each, rtol=1e-4, atol=1e-7) for each in zip(*leaves, strict=True)]
+    assert all(close) == (instead is None)
+    assert max(np.abs(moment).max() for moment in found[0][0].values()) > 1e-3
+
+
+@pytest.mark.parametrize("alike", [None, "split", "fold_in"])
+def test_every_part_of_every_batch_draws_its_own_dropout(alike, monkeypatch):
+    """And is seen not to where all parts have one key, or all steps."""
+    if alike == "split":
+        monkeypatch.setattr(jax.random, "split", lambda key, count: jnp.stack([key] * count))
+    if alike == "fold_in":
+        monkeypatch.setattr(jax.random, "fold_in", lambda key, number: key)
+    model = TwoTables()
+    state, step = in_parts(model, 4, dropout_rate=0.5)
+    for _ in range(2):
+        state, _ = step(state, uneven_batch())
+    jax.effects_barrier()
+    assert len(model.dropped) == 8
+    assert len(set(model.dropped)) == {None: 8, "split": 2, "fold_in": 4}[alike]
 
 
 def test_rows_of_batches_in_parts_are_divisible():
@@ -381,13 +444,14 @@ def test_validation_at_the_end_of_each_epoch_and_of_training():
     assert validated == sorted(ends)
 
 
-def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
-    expected, records = trained(bench())
-    run = bench().run(tmp_path / "run")
-    run.create()
+class Killed(Exception):
+    """What a power cut is to a process."""
 
-    class Killed(Exception):
-        pass
+
+def saved_halfway(directory: Path) -> Run:
+    """A run killed after its first checkpoint."""
+    run = bench().run(directory)
+    run.create()
 
     def report(record):
         run.report(record)
@@ -397,15 +461,46 @@ def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     save = lambda state: run.save(state, int(state.step))  # noqa: E731
     with pytest.raises(Killed):
         bench().loop(report=report, save=save).run(bench().first_state())
+    return run
+
+
+def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
+    """And is not if it forgets the optimiser's memory, its place in the data or in the dropout."""
+    expected, records = trained(bench())
+    run = saved_halfway(tmp_path / "run")
     opened = Run.open(tmp_path / "run")
     assert opened == run
-    state, step = opened.restore(jax.eval_shape(bench().first_state))
+    saved, step = opened.restore(jax.eval_shape(bench().first_state))
     assert step == TINY.checkpoint_every < TINY.steps
-    resumed, rest = trained(bench(), jax.tree.map(jnp.asarray, state))
+    halfway = jax.tree.map(jnp.asarray, saved)
+    resumed, rest = trained(bench(), copied(halfway))
     assert_equal(resumed, expected)
     assert rest == [record for record in records if record["step"] > step]
     opened.forget_metrics_after(step)
     assert max(record["step"] for record in opened.metrics()) <= step
+
+    def drops_anew(state, batch):
+        after, measured = bench().step(state._replace(step=state.step - step), batch)
+        return after._replace(step=after.step + step), measured
+
+    class FromTheFirst(Batches):
+        def from_step(self, step):
+            return super().from_step(0)
+
+    anew = FromTheFirst(bench().batches.pairs, tokens_per_batch=TINY.tokens_per_batch, max_shapes=1)
+    assert anew.shapes == bench().batches.shapes
+    fresh = bench().first_state()
+    for forgets in (
+        {"first": halfway._replace(optimiser=fresh.optimiser)},
+        {"first": halfway._replace(params=fresh.params)},
+        {"first": halfway, "batches": anew},
+        {"first": halfway, "step": drops_anew},
+    ):
+        first = copied(forgets.pop("first"))
+        other, _ = trained(bench(), first, **forgets)
+        assert int(other.step) == TINY.steps
+        with pytest.raises(AssertionError, match="not equal"):
+            assert_equal(other.params, expected.params)
 
 
 def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(tmp_path):
@@ -472,22 +567,6 @@ def one_bit_flipped(file: Path) -> None:
 
 def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("damage", [one_bit_flipped, cut_short, Path.unlink])
-def test_a_damaged_checkpoint_is_left_out(tmp_path, damage):
-    run = saved_run(tmp_path / "run", 1, 2)
-    damage(next((run.directory / "checkpoints" / "2").rglob("d/*")))
-    with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
-        tree, step = run.restore(small_tree())
-    assert step == 1
-    assert_equal(tree, small_tree(1.0))
-    shutil.rmtree(run.directory / "checkpoints" / "1")
-    with (
-        pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"),
-        pytest.raises(ValueError, match="every checkpoint is damaged"),
-    ):
-        run.restore(small_tree())
 
 
 def test_the_arrays_of_another_model_are_refused_by_name(tmp_path):
@@ -890,22 +969,69 @@ def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
     assert "same number of lines" in error and error.count("\n") == 1
 
 
-def test_a_run_that_was_killed_is_resumed_from_the_command_line(demonstration, tmp_path, capsys):
+def assert_same_run(one: Run, other: Run) -> None:
+    like = jax.eval_shape(bench().first_state)
+    (state, step), (also, last) = one.restore(like), other.restore(like)
+    assert step == last == TINY.steps
+    assert_equal(state, also)
+    clock = ("seconds", "tokens_per_second")
+    told = [
+        [{k: v for k, v in record.items() if k not in clock} for record in run.metrics()]
+        for run in (one, other)
+    ]
+    assert told[0] == told[1]
+
+
+def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, capsys):
+    """As if its digests were not written yet; and what is a bit different at the end is noticed."""
     directory, _ = demonstration
     shutil.copytree(directory, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
+    shutil.rmtree(tmp_path / "run" / "digests")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
     assert cli.main(["train", "--run", str(tmp_path / "run"), "--resume"]) == 0
-    assert "goes on from the checkpoint after step 6" in capsys.readouterr().out
+    assert "begins anew: there is no checkpoint yet" in capsys.readouterr().out
     whole, again = Run.open(directory), Run.open(tmp_path / "run")
-    like = jax.eval_shape(bench().first_state)
-    (state, step), (resumed, last) = whole.restore(like), again.restore(like)
-    assert step == last == TINY.steps
-    assert_equal(state, resumed)
-    clock = ("seconds", "tokens_per_second")
-    for one, other in zip(whole.metrics(), again.metrics(), strict=True):
-        assert {k: one[k] for k in one if k not in clock} == {
-            k: other[k] for k in other if k not in clock
-        }
+    assert_same_run(whole, again)
+    state, step = again.restore(jax.eval_shape(bench().first_state))
+    rate = state.optimiser[1][0].nu["output/kernel"]
+    rate.flat[-1] = np.nextafter(rate.flat[-1], np.float32(9))
+    again.save(state, step)
+    with pytest.raises(AssertionError, match="not equal"):
+        assert_same_run(whole, again)
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from experiments.translation.__main__ import main
+
+def kill(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("/killed/checkpoints/12"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+for run in ("whole", "killed"):
+    main(["train", "--preset", "tiny", "--run", run])
+"""
+
+
+def test_a_run_killed_while_saving_is_resumed_bit_for_bit(tmp_path):
+    changes = {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    resume = ["-m", "experiments.translation", "train", "--run", "killed", "--resume"]
+    first, second = (
+        subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=os.environ | changes,
+            capture_output=True,
+            check=False,
+        )
+        for command in (["-c", KILLED_WHILE_SAVING], resume)
+    )
+    assert (first.returncode, second.returncode) == (-signal.SIGKILL, 0)
+    assert b"goes on from the checkpoint after step 6" in second.stdout
+    assert_same_run(Run.open(tmp_path / "whole"), Run.open(tmp_path / "killed"))
 
 
 @pytest.mark.parametrize(
