@@ -13,6 +13,7 @@ tile from `jattn.tile`, through `registers`. On a CPU the same kernels run in JA
 import dataclasses
 import functools
 import importlib
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -155,7 +156,9 @@ class _Unit(NamedTuple):
         expected = jax.ShapeDtypeStruct(tuple(sizes), memory.dtype)
         if self.interpreted or not axes:
             return _Value(memory[index], expected)
-        return _Value(self.lay(_mosaic().load(memory, index, optimized=False), axes), expected)
+        part, load = memory.at[index], _mosaic().load
+        older = [()] if "idx" in inspect.signature(load).parameters else []
+        return _Value(self.lay(load(part, *older, optimized=False), axes), expected)
 
     def product(self, a: Any, b: Any, transposed: bool = False, onto: Any = None) -> Array:
         """a · b or a · bᵀ, added to `onto`; a in shared memory or registers, b in shared memory."""
@@ -163,7 +166,7 @@ class _Unit(NamedTuple):
             a, b = a[...], b[...].T if transposed else b[...]
             found = jnp.dot(a, b, preferred_element_type=jnp.float32)
             return found if onto is None else onto + found
-        b = _mosaic().transpose_ref(b, (1, 0)) if transposed else b
+        b = b.transpose((1, 0)) if transposed else b
         multiply = lambda total: _mosaic().wgmma(total, a, b)  # noqa: E731
         if onto is not None:
             return pl.run_state(multiply)(_mosaic().ACC.init(onto))
@@ -278,7 +281,9 @@ def _launch(
             thread_name="warpgroup",
             kernel_name=name,
             interpret=_interpreter() if unit.interpreted else False,
-            compiler_params=_mosaic().CompilerParams(approx_math=True),
+            compiler_params=_mosaic().CompilerParams(
+                approx_math=True, lowering_semantics=_mosaic().LoweringSemantics.Lane
+            ),
         )
 
     return list(call(_Unit(_interpreted()))(*flat))
