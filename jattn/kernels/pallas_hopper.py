@@ -188,9 +188,8 @@ def _interpreted() -> bool:
     """Whether programs are for a CPU. Known while tracing: the interpreter has effects, which
     `lax.platform_dependent` would leave in programs for GPUs. On a machine without GPU an abstract
     device in the mesh says that there will be one."""
-    return jax.sharding.get_abstract_mesh().abstract_device is None and (
-        jax.default_backend() == "cpu"
-    )
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.default_backend() if device is None else device.platform) == "cpu"
 
 
 def _interpreter() -> Any:
@@ -262,7 +261,7 @@ def _launch(
 ) -> list[Array]:
     """`kernel(unit, place, operands, results, scratch)` in a grid of programs (b, h, i) of three
     warpgroups, interpreted on a CPU."""
-    operands, _ = walks.varying(jax.tree.map(jnp.asarray, operands))
+    operands, over = walks.varying(jax.tree.map(jnp.asarray, operands))
     flat, structure = jax.tree.flatten(operands)
 
     def call(unit: _Unit) -> Any:
@@ -286,7 +285,7 @@ def _launch(
             ),
         )
 
-    return list(call(_Unit(_interpreted()))(*flat))
+    return [walks.vary(over, x) for x in call(_Unit(_interpreted()))(*flat)]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -104,8 +104,10 @@ def varying(operands: Any) -> tuple[Any, Any]:
     types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(operands)]
     over = types[0].update(varying=frozenset().union(*(x.varying for x in types)))
 
-    def cast(x: Array) -> Array:
-        missing = tuple(over.varying - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
+    return jax.tree.map(functools.partial(vary, over), operands), over
 
-    return jax.tree.map(cast, operands), over
+
+def vary(over: Any, x: Array) -> Array:
+    """x as one that varies over these axes."""
+    missing = tuple(over.varying - jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
