@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import eval_jaxpr
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +39,7 @@ def _compiled_once(monkeypatch):
     def run(program: Any, consts: Any, *operands: Any) -> None:
         with lock:
             if id(program) not in compiled:
-                function = quick_jit(functools.partial(jax.core.eval_jaxpr, program))
+                function = quick_jit(functools.partial(eval_jaxpr, program))
                 compiled[id(program)] = function.lower(consts, *operands).compile()
         compiled[id(program)](consts, *operands)
 

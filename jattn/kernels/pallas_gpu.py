@@ -519,9 +519,9 @@ def gradients(
     spec: Spec, per_head: Any, key: Array, value: Array
 ) -> tuple[list[Array], Array, Array, Array]:
     """As `_backward`, for other kernels, whose lengths are whole tiles already."""
-    sizes = per_head[0].shape[3], key.shape[3], value.shape[3]
-    d_params, *found = _backward(*_whole(spec, per_head, key, value))
-    return d_params, *(x[..., :size] for x, size in zip(found, sizes, strict=True))
+    found = _backward(*_whole(spec, per_head, key, value))
+    H, V = key.shape[3], value.shape[3]
+    return found[0], found[1][..., :H], found[2][..., :H], found[3][..., :V]
 
 
 def parameter_gradients(spec: Spec, per_head: Any, key: Array, value: Array) -> list[Array]:

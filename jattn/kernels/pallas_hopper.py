@@ -67,8 +67,8 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | N
         parts = [_part(x, index) for x, index in rules.parts(rules.arrays, place)]
         products = jnp.zeros((_ROWS, tiling.block_kv), jnp.float32)
 
-        def modify(*at: Any) -> Any:
-            *at, products = at
+        def modify(*operands: Any) -> Any:
+            *at, products = operands
             score, pull = jax.vjp(lambda x: rules.at(*at).modify(x, True), products)
             return score, pull(score)
 
@@ -375,8 +375,8 @@ class _Memory(NamedTuple):
     def scratch(cls, rows: int, shapes: Shapes, kept: Any) -> "_Memory":
         """`rows` of a tile that comes by."""
         filled = _mosaic().Barrier(num_barriers=2 * _GROUPS)
-        streams = (_Ring.scratch(rows, shapes.H, shapes.dtype) for _ in range(2))
-        return cls(kept, filled, tuple(streams))
+        ring = functools.partial(_Ring.scratch, rows, shapes.H, shapes.dtype)
+        return cls(kept, filled, (ring(), ring()))
 
     def load(self, which: int, group: Any, source: Any) -> Any:
         """One of the arrays that a warpgroup keeps."""
@@ -447,8 +447,9 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
                 weigh = lambda v: unit.product(weights, v, onto=part.weighted)  # noqa: E731
                 return turn + 1, part._replace(weighted=memory.streams[1].use(turn, weigh))
 
-            nothing = jax.tree.map(unit.lay, _nothing(shapes.V), softmax.Partial("t", "t", "ts"))
-            _, found = walk.fold(walked, at, step, (jnp.int32(0), nothing))
+            laid = map(unit.lay, _nothing(shapes.V), ("t", "t", "ts"))
+            state = jnp.int32(0), softmax.Partial(*laid)
+            _, found = walk.fold(walked, at, step, state)
             out, memory.own[1][group] = registers.run(softmax.finish, found)
             q[...] = out.astype(shapes.dtype)
             _store(
