@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import eval_jaxpr
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
@@ -36,7 +39,7 @@ def _compiled_once(monkeypatch):
     def run(program: Any, consts: Any, *operands: Any) -> None:
         with lock:
             if id(program) not in compiled:
-                function = quick_jit(functools.partial(jax.core.eval_jaxpr, program))
+                function = quick_jit(functools.partial(eval_jaxpr, program))
                 compiled[id(program)] = function.lower(consts, *operands).compile()
         compiled[id(program)](consts, *operands)
 
@@ -137,7 +140,7 @@ def test_values_and_gradients(name):
 
 
 # Of the table of cases what the calls above have not; small heads are padded.
-CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_per_row"
+CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions"
 
 
 @pytest.mark.parametrize("name", CASES_OF_TABLE)
@@ -176,6 +179,15 @@ def test_nan_reaches_who_attends_to_it():
     assert np.isfinite(out[:, :100].astype(jnp.float32)).all()
 
 
+def test_vmap_is_more_programs():
+    call = CALLS["full"]
+    q, k, v, *_ = operands(call)
+    attend = functools.partial(jattn.attention, implementation="hopper", mask=masks.Causal())
+    mapped = quick_jit(jax.vmap(attend, (0, None, None)))(jnp.stack([q, -q]), k, v)
+    one = quick_jit(attend)
+    assert_same(mapped, jnp.stack([one(q, k, v), one(-q, k, v)]))
+
+
 # --- for a GPU ----------------------------------------------------------------------------------
 
 
@@ -199,12 +211,17 @@ TRANSLATED = {
 BY_PALLAS = ("wide_heads", "dense_bias")  # their gradients
 
 
+def hopper() -> Any:
+    return jax.sharding.AbstractDevice("NVIDIA H100", num_cores=None, platform="gpu")
+
+
 def translated(function: Any, given: Any) -> set[str]:
     """The names of kernels in a program for a Hopper GPU."""
-    device = jax.sharding.AbstractDevice("NVIDIA H100", num_cores=None, platform="gpu")
     calls = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
     checks = [jax.export.DisabledSafetyCheck.custom_call(x) for x in calls]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=hopper())
+    ):
         export = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
         program = export(*given).mlir_module()
     assert "stablehlo.dot_general" not in program
@@ -224,6 +241,17 @@ def test_it_is_translated_for_cuda(name):
     gradients = {"jattn_d_queries", "jattn_d_keys"} if name in BY_PALLAS else HOPPER
     parameters = {"jattn_d_parameter"} if name in ("causal_segments_alibi", "dense_bias") else set()
     assert found == {"jattn_hopper_forward"} | gradients | parameters
+
+
+def test_it_is_translated_for_cuda_under_shard_map():
+    call = Call((4, 128, 128, 1, 1, 64, 64), jnp.bfloat16, lambda dtype: {})
+    split = jax.shard_map(
+        functools.partial(everything, call, "hopper"),
+        mesh=jax.sharding.AbstractMesh((4,), ("x",), (AxisType.Auto,), abstract_device=hopper()),
+        in_specs=(P("x"),) * 5,
+        out_specs=(P("x"),) * 5,
+    )
+    assert translated(split, operands(call)) == HOPPER
 
 
 # --- what it cannot do --------------------------------------------------------------------------

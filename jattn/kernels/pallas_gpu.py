@@ -164,8 +164,7 @@ def _run(
 
     Each program sees all operands and its own blocks of the results.
     """
-    operands = jax.tree.map(jnp.asarray, tuple(operands))
-    over = jax.typeof(operands[0].keys).manual_axis_type  # asked for under `shard_map`
+    operands, over = walks.varying(jax.tree.map(jnp.asarray, tuple(operands)))
     # Not with the library: this takes longer to import than all of it.
     triton = importlib.import_module("jax.experimental.pallas.triton")
     call = pl.pallas_call(
@@ -508,7 +507,7 @@ class _Call(NamedTuple):
 
     spec: Spec
     problem: _Problem
-    rows: tuple[Array, ...]
+    rows: Any
     key: Array
     value: Array
 
@@ -517,7 +516,7 @@ class _Call(NamedTuple):
         cls, how: "_How", spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
     ) -> "_Call":
         """`rows` are the query, and backward also what goes with it, each `[B, T, N, ...]`."""
-        (B, T, N, H), (S, K, V) = rows[0].shape, value.shape[1:]
+        (B, T, N, H), (_, S, K, V) = rows[0].shape, value.shape
         shapes = Shapes((B,), T, S, N, K, _power(H), _power(V), key.dtype)
         tiling = how.tiling or choose_tiling(shapes)
         whole_T, whole_S = tiles.whole(T, S, tiling)

@@ -13,6 +13,7 @@ tile from `jattn.tile`, through `registers`. On a CPU the same kernels run in JA
 import dataclasses
 import functools
 import importlib
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -67,8 +68,8 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | N
         parts = [_part(x, index) for x, index in rules.parts(rules.arrays, place)]
         products = jnp.zeros((_ROWS, tiling.block_kv), jnp.float32)
 
-        def modify(*at: Any) -> Any:
-            *at, products = at
+        def modify(*operands: Any) -> Any:
+            *at, products = operands
             score, pull = jax.vjp(lambda x: rules.at(*at).modify(x, True), products)
             return score, pull(score)
 
@@ -156,7 +157,9 @@ class _Unit(NamedTuple):
         expected = jax.ShapeDtypeStruct(tuple(sizes), memory.dtype)
         if self.interpreted or not axes:
             return _Value(memory[index], expected)
-        return _Value(self.lay(_mosaic().load(memory, index, optimized=False), axes), expected)
+        part, load = memory.at[index], _mosaic().load
+        older = [()] if "idx" in inspect.signature(load).parameters else []
+        return _Value(self.lay(load(part, *older, optimized=False), axes), expected)
 
     def product(self, a: Any, b: Any, transposed: bool = False, onto: Any = None) -> Array:
         """a · b or a · bᵀ, added to `onto`; a in shared memory or registers, b in shared memory."""
@@ -164,7 +167,7 @@ class _Unit(NamedTuple):
             a, b = a[...], b[...].T if transposed else b[...]
             found = jnp.dot(a, b, preferred_element_type=jnp.float32)
             return found if onto is None else onto + found
-        b = _mosaic().transpose_ref(b, (1, 0)) if transposed else b
+        b = b.transpose((1, 0)) if transposed else b
         multiply = lambda total: _mosaic().wgmma(total, a, b)  # noqa: E731
         if onto is not None:
             return pl.run_state(multiply)(_mosaic().ACC.init(onto))
@@ -258,8 +261,8 @@ def _launch(
 ) -> list[Array]:
     """`kernel(place, operands, results, scratch)` in programs (b, h, i) of three warpgroups,
     interpreted on a CPU."""
-    flat, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, operands))
-    over = jax.typeof(flat[0]).manual_axis_type  # asked for under `shard_map`
+    operands, over = walks.varying(jax.tree.map(jnp.asarray, operands))
+    flat, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:
         n, m = len(flat), len(flat) + len(results)
@@ -268,7 +271,7 @@ def _launch(
 
     call = _mosaic().kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(*x, manual_axis_type=over) for x in results],
+        out_type=[jax.ShapeDtypeStruct(*x) for x in results],
         scratch_types=scratch,
         grid=(problem.shapes.B, heads, problem.blocks[problem.by_key]),
         grid_names=("b", "h", "i"),
@@ -276,9 +279,11 @@ def _launch(
         thread_name="warpgroup",
         kernel_name=name,
         interpret=_interpreter() if problem.unit.interpreted else False,
-        compiler_params=_mosaic().CompilerParams(approx_math=True),
+        compiler_params=_mosaic().CompilerParams(
+            approx_math=True, lowering_semantics=_mosaic().LoweringSemantics.Lane
+        ),
     )
-    return list(call(*flat))
+    return [walks.vary(over, x) for x in call(*flat)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -368,8 +373,8 @@ class _Memory(NamedTuple):
     def scratch(cls, rows: int, shapes: Shapes, kept: Any) -> "_Memory":
         """`rows` of a tile that comes by."""
         filled = _mosaic().Barrier(num_barriers=2 * _GROUPS)
-        streams = (_Ring.scratch(rows, shapes.H, shapes.dtype) for _ in range(2))
-        return cls(kept, filled, tuple(streams))
+        ring = functools.partial(_Ring.scratch, rows, shapes.H, shapes.dtype)
+        return cls(kept, filled, (ring(), ring()))
 
     def load(self, which: int, group: Any, source: Any) -> Any:
         """One of the arrays that a warpgroup keeps."""
@@ -441,8 +446,9 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
                 weigh = lambda v: unit.product(weights, v, onto=part.weighted)  # noqa: E731
                 return turn + 1, part._replace(weighted=memory.streams[1].use(turn, weigh))
 
-            nothing = jax.tree.map(unit.lay, _nothing(shapes.V), softmax.Partial("t", "t", "ts"))
-            _, found = walk.fold(walked, at, step, (jnp.int32(0), nothing))
+            laid = map(unit.lay, _nothing(shapes.V), ("t", "t", "ts"))
+            state = jnp.int32(0), softmax.Partial(*laid)
+            _, found = walk.fold(walked, at, step, state)
             out, memory.own[1][group] = registers.run(softmax.finish, found)
             q[...] = out.astype(shapes.dtype)
             _store(
@@ -604,7 +610,7 @@ class _Call(NamedTuple):
 
     spec: Spec
     shapes: Shapes
-    rows: tuple[Array, ...]
+    rows: Any
     key: Array
     value: Array
 
@@ -613,7 +619,7 @@ class _Call(NamedTuple):
         cls, tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
     ) -> "_Call":
         """`rows` are the query, and backward also what goes with it, each `[B, T, N, ...]`."""
-        (B, T, N, H), (S, K, V) = rows[0].shape, value.shape[1:]
+        (B, T, N, H), (_, S, K, V) = rows[0].shape, value.shape
         if spec.dropout_rate:
             spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
         whole_T, whole_S = tiles.whole(T, S, tiling)
@@ -666,12 +672,11 @@ def _backward_pass(
     d_params = pallas_gpu.parameter_gradients(platform, spec, per_query, key, value)
     small, wide = _ROWS, _GROUPS * _ROWS
     call = _Call.of(Tiling(wide, wide), spec, narrowed(per_query), key, value)
-    operands = call.rows, call.key, call.value
+    (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
         # Rows with NaN in them reach who attends to them through lse and delta.
-        query, d_out, *rows = call.rows
-        query, d_out, *keys = map(tile.finite, (query, d_out, call.key, call.value))
-        operands = (query, d_out, *rows), *keys
+        query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
+    operands = (query, d_out, *rows), *keys
     by_query, by_key = (
         _Problem.of(call.spec, call.shapes, Tiling(*sizes), platform == "cpu", turned)
         for sizes, turned in (((wide, small), False), ((small, wide), True))
@@ -702,6 +707,7 @@ def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, 
     take on when it is lowered. On a machine without GPU an abstract device in the mesh says that
     there will be one.
     """
-    without_gpu = jax.sharding.get_abstract_mesh().abstract_device is None
-    interpreted = without_gpu and jax.default_backend() == "cpu"
-    return attention(_passes, spec, query, key, value, settled="cpu" if interpreted else "cuda")
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    backend = jax.default_backend() if device is None else device.platform
+    settled = "cpu" if backend == "cpu" else "cuda"
+    return attention(_passes, spec, query, key, value, settled=settled)

@@ -19,8 +19,8 @@ from jaxtyping import Array
 # What is computed entry by entry, and what Mosaic GPU knows of that.
 _ELEMENTWISE = frozenset(
     """abs add add_any and clamp convert_element_type copy cos div eq erf exp exp2 ge gt integer_pow
-    le log logistic lt max min mul ne neg not or rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin square sub tanh xor""".split()
+    le log logistic lt max min mul ne neg not one_minus_square or rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin square sub tanh xor""".split()
 )
 _REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -100,6 +100,8 @@ class _Registers(NamedTuple):
         ]
         if equation.primitive.name in ("add_any", "copy"):
             return functools.reduce(lax.add, values)
+        if equation.primitive.name == "one_minus_square":
+            return 1 - lax.square(values[0])
         return equation.primitive.bind(*values, **equation.params)
 
     def spread(self, x: Any, before: tuple[int, ...], axes: Any, after: tuple[int, ...]) -> Any:
