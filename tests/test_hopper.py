@@ -116,7 +116,7 @@ def everything(call: Call, implementation: str, q: Any, k: Any, v: Any, *cotange
     return out, lse, *jax.tree.leaves(pull(cotangents))
 
 
-# Rounded as matrix units do; measured 6e-3, 5e-7 and 9e-3.
+# Of out, lse and gradients: bfloat16 rounds weights and results to 2⁻⁹, lse stays in float32.
 LIMITS = (1e-2, 2e-6, 2e-2)
 
 

@@ -548,7 +548,7 @@ def _forward_pass(
     how: _How, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Array, Array]:
     call = _Call.of(how, spec, (query,), key, value)
-    out, lse = _forward(call.problem, call.spec, *call.rows, call.key, call.value)
+    out, lse = _forward(call.problem, call.spec, call.rows[0], call.key, call.value)
     rows = query.shape[:3]
     return _cut(out, (*rows, value.shape[3])), _cut(lse, rows), jnp.zeros((), bool)
 
