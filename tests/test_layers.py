@@ -40,6 +40,7 @@ LAYERS = {
     "kernels.decode": 4.7,  # differentiated as blockwise
     "kernels.cudnn": 4.6,  # they fall back on blockwise where something masked is not finite
     "kernels.splash": 4.6,
+    "kernels.splash_masks": 4,
     "kernels.splash_passes": 4.7,
     "kernels.pallas_gpu": 4.7,  # leaves to blockwise what would have to scatter
     "kernels.pallas_hopper": 4.8,  # leaves gradients of parameters to pallas_gpu

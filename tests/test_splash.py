@@ -12,7 +12,7 @@ import pytest
 import jattn
 from jattn import masks, scores
 from jattn._types import along, node, static
-from jattn.kernels import splash
+from jattn.kernels import splash, splash_masks
 from jattn.spec import check_shapes, make_spec
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
@@ -41,7 +41,7 @@ STATIC = {
 
 @pytest.mark.parametrize("name", STATIC)
 def test_static_masks_are_fed_as_they_are(name):
-    fed = splash.as_splash(STATIC[name])
+    fed = splash_masks.as_splash(STATIC[name])
     assert fed.segments is None
     assert fed.lengths == ()
     tiles = passes._Tiles(fed.static, 40, 48)
@@ -67,7 +67,7 @@ def test_only_mixed_tiles_are_evaluated(monkeypatch):
 
 def test_arrays_become_ids():
     mask = CAUSAL & masks.Segments(IDS) & masks.Lengths(q=4, kv=jnp.array([5, 2]))
-    fed = splash.as_splash(mask)
+    fed = splash_masks.as_splash(mask)
     q_ids, kv_ids = passes._ids(fed, 5, 5)
     allowed = (q_ids[:, :, None] == kv_ids[:, None, :]) & fed.static.dense(5, 5)[None]
     np.testing.assert_array_equal(allowed, mask.dense(5, 5, batch=(2,))[:, 0])
@@ -88,7 +88,7 @@ def test_arrays_become_ids():
 )
 def test_masks_that_it_cannot_be_fed(mask, says):
     with pytest.raises(NotImplementedError, match=says):
-        splash.as_splash(mask)
+        splash_masks.as_splash(mask)
 
 
 def test_other_masks_may_be_registered():
@@ -104,9 +104,9 @@ def test_other_masks_may_be_registered():
             return np.True_, np.False_
 
     with pytest.raises(NotImplementedError, match="Odd may differ"):
-        splash.as_splash(Odd())
-    splash.as_splash.register(Odd, splash.Fed)
-    assert isinstance(splash.as_splash(Odd() & CAUSAL).static, masks.And)
+        splash_masks.as_splash(Odd())
+    splash_masks.as_splash.register(Odd, splash_masks.Fed)
+    assert isinstance(splash_masks.as_splash(Odd() & CAUSAL).static, masks.And)
 
 
 # --- reasons ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from jattn._types import number
 from jattn.kernels import blockwise
 from jattn.kernels.lowering import default_settings
 from jattn.kernels.passes import Passes, guarded
-from jattn.kernels.splash import Fed, as_splash
+from jattn.kernels.splash_masks import Fed, as_splash
 from jattn.masks import Mask
 from jattn.scores import SoftCap
 from jattn.spec import Spec
