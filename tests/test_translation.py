@@ -982,6 +982,7 @@ def assert_same_run(one: Run, other: Run) -> None:
     assert told[0] == told[1]
 
 
+@pytest.mark.default_tiles  # as in the demonstration, which comes before what tests change
 def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, capsys):
     """As if its digests were not written yet; and what is a bit different at the end is noticed."""
     directory, _ = demonstration
