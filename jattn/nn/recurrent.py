@@ -18,6 +18,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn._types import accumulation
 from jattn.masks import Lengths
 from jattn.mechanisms import additive_attention
 from jattn.nn.attention import (
@@ -103,7 +104,10 @@ class GRU(nnx.Module):
         self.inputs = given.linear(in_features, 3, features, rngs=rngs)
 
         def square() -> Array:
-            return given.recurrent_init(rngs.params(), (features, features), given.param_dtype)
+            # Not all of linear algebra is there in 16 bits.
+            wide = accumulation(given.param_dtype)
+            found = given.recurrent_init(rngs.params(), (features, features), wide)
+            return found.astype(given.param_dtype)
 
         gates = jnp.stack([square(), square()], axis=1)
         self.gates = nnx.Param(gates, **sharded("embed", None, "state"))
