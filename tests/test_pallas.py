@@ -19,20 +19,12 @@ from jattn import masks, scores
 from jattn.kernels import pallas_gpu, walks
 from jattn.spec import Tiling
 from tests import test_contract as contract
-from tests.cases import CASES, MASKS, Inputs, inputs
+from tests.cases import CASES, Inputs, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
 from tests.test_contract import attend, everything, on_device
 
 
-# Of the cases about shapes those that padding to tiles may get wrong.
-SHAPES = ("plain", "two_batch_axes", "empty_batch", "one_query", "no_keys", "wide_values")
-# What a kernel cannot tell from another case.
-ALIKE = """causal_tall window_left window_right window_tall prefix lengths_shared lengths_numbers
-    segments_shared segments_self dense_bare_array dense_shared soft_cap_causal temperature alibi
-    relative_bias_causal bias_no_batch cap_then_bias decode_window dropout""".split()
-RULES = list(CASES)[list(CASES).index(MASKS[0].name) :]
-SELECTED = [name for name in (*SHAPES, *RULES) if name not in ALIKE]
 IN_16_BITS = {
     "bfloat16": ("chain", "places_and_positions", "tiles_bias"),
     "float16": ("causal", "dropout_masked"),
@@ -56,7 +48,7 @@ def assert_accurate(name: str, dtype: str, got: Any) -> None:
         assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
 
 
-@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("name", CASES)
 def test_contract(name):
     """Values and gradients; the same again, bit for bit; masked places poisoned, the same again."""
     x = inputs(CASES[name], "float32")
