@@ -220,7 +220,11 @@ def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
         def one(part: Any) -> Any:
             return function(*along(lambda a, x, y: x if a is None else y, arguments, part))
 
-        return jax.lax.map(one, along(lambda a, x: None if a is None else x, arguments))
+        parts = along(lambda a, x: None if a is None else x, arguments)
+        if all(len(x) == 1 for x in jax.tree.leaves(parts)):
+            # Nothing to gain, and XLA might round otherwise than in the program of all at once.
+            return jax.vmap(one)(parts)
+        return jax.lax.map(one, parts)
 
     return mapped
 
