@@ -847,8 +847,10 @@ def demonstration(tmp_path_factory):
     """The whole demonstration with the tiny preset: its directory and what it printed."""
     directory = tmp_path_factory.mktemp("runs") / "demo"
     printed = io.StringIO()
+    jax.clear_caches()  # of programs with the smaller tiles that single tests have
     with plain_jax(), contextlib.redirect_stdout(printed):
         assert cli.main(["--preset", "tiny", "--run", str(directory)]) == 0
+    jax.clear_caches()
     return directory, printed.getvalue()
 
 
@@ -982,7 +984,7 @@ def assert_same_run(one: Run, other: Run) -> None:
     assert told[0] == told[1]
 
 
-@pytest.mark.default_tiles  # as in the demonstration, which comes before what tests change
+@pytest.mark.default_tiles  # as in the demonstration
 def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, capsys):
     """As if its digests were not written yet; and what is a bit different at the end is noticed."""
     directory, _ = demonstration
