@@ -58,6 +58,12 @@ class Shapes(NamedTuple):
     V: int
     dtype: Any
 
+    @classmethod
+    def of(cls, query: Shaped, value: Shaped) -> "Shapes":
+        """Of `[B, T, N, H]` and `[B, S, K, V]`."""
+        (B, T, N, H), (_, S, K, V) = query.shape, value.shape
+        return cls((B,), T, S, N, K, H, V, query.dtype)
+
     @property
     def B(self) -> int:
         """The number of batch rows, all leading axes together."""

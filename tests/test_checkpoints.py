@@ -135,6 +135,14 @@ def test_a_kill_while_saving_anew_leaves_the_checkpoint_before(tmp_path):
     check_kills_in_saving(run, 2, tmp_path, {1})
 
 
+def test_checkpoints_without_digests_are_damaged_and_not_unfinished(tmp_path):
+    run = a_run(tmp_path / "run", 1, 2)
+    shutil.rmtree(run.directory / "digests")
+    assert run.has_checkpoint()
+    with unwarned(), pytest.raises(ValueError, match="damaged"):
+        run.restore(small_tree())
+
+
 def test_a_kill_while_forgetting_metrics_leaves_all_or_the_rest(tmp_path):
     run = a_run(tmp_path / "run")
     for step in range(1, 5):

@@ -173,6 +173,7 @@ def on(monkeypatch, capability: str, flags: str = "--xla_gpu_deterministic_ops=t
     def local_devices(*, backend: str | None = None, **options: Any) -> Any:
         return [Device(capability)] if backend == "cuda" else ours(backend=backend, **options)
 
+    cudnn._refusal.cache_clear()
     monkeypatch.setattr(jax, "local_devices", local_devices)
     monkeypatch.setenv("XLA_FLAGS", flags)
     checks = "jax._src.cudnn.fused_attention_stablehlo"

@@ -9,6 +9,7 @@ import functools
 import importlib
 import re
 import threading
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -279,6 +280,20 @@ TABLE = jnp.arange(7, dtype=jnp.float32)
 )
 def test_reasons(arguments, words):
     assert words in str(reason(**arguments))
+
+
+def test_other_gpus_lack_its_instructions(monkeypatch):
+    ours: Any = jax.local_devices
+    for capability, words in (("8.6", "compute capability 9.0, got 8.6"), ("9.0", "None")):
+        gpu = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(
+            jax,
+            "local_devices",
+            lambda *, backend=None, gpu=gpu, **options: (
+                [gpu] if backend == "cuda" else ours(backend=backend, **options)
+            ),
+        )
+        assert words in str(reason())
 
 
 def test_no_reason():

@@ -88,7 +88,7 @@ def ours(config: Config, batch: AnyBatch) -> Trainer:
 
 def competitors() -> dict[str, Trainer]:
     """Those that can run here, by name."""
-    config = dataclasses.replace(PRESETS["multi30k"], label_smoothing=0.0, average=1)
+    config = dataclasses.replace(PRESETS["multi30k"], label_smoothing=0.0)
     found = {
         "jattn": ours(config, padded_batch()),
         "jattn packed": ours(config, packed_batch()),

@@ -152,8 +152,10 @@ class Run:
         return sorted(int(path.name) for path in self._checkpoints.iterdir() if path.name.isdigit())
 
     def has_checkpoint(self) -> bool:
-        """Whether a checkpoint was ever finished, however damaged it may be now."""
-        return any(self._digest(step).exists() for step in self.steps())
+        """Whether a checkpoint was ever finished, however damaged it may be now: where there are
+        two, all but the last were."""
+        steps = self.steps()
+        return len(steps) > 1 or any(self._digest(step).exists() for step in steps)
 
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint of a tree of arrays, and drops all but the latest few and the best.

@@ -302,16 +302,12 @@ class _Problem(NamedTuple):
     way: str
 
     @classmethod
-    def of(
-        cls, platform: str, spec: Spec, query: Array, value: Array, tiling: Tiling | None
-    ) -> "_Problem":
-        (B, T, N, H), (S, K, V) = query.shape, value.shape[1:]
-        shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
-        sizes = tuning.sizes(platform)
-        way = choose_way(shapes, platform, sizes)
-        if way == "whole":
-            tiling = Tiling(T, S)
-        return cls(shapes, tiling or choose_tiling(spec, T, S, sizes), way)
+    def of(cls, platform: str, spec: Spec, query: Array, value: Array) -> "_Problem":
+        shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
+        T, S, way = shapes.T, shapes.S, choose_way(shapes, platform, sizes)
+        return cls(
+            shapes, Tiling(T, S) if way == "whole" else choose_tiling(spec, T, S, sizes), way
+        )
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -453,11 +449,9 @@ def parameter_gradients(
 ) -> list[Array]:
     """Those of parameters alone, for kernels that cannot scatter; sizes are whole tiles and
     `per_head` is a tuple of query, d_out, lse and delta."""
-    (B, T, N, H), (S, K, V) = per_head[0].shape, value.shape[1:]
-    shapes = Shapes((B,), T, S, N, K, H, V, key.dtype)
     query, *others = per_head
     wide = [x.astype(accumulation(key.dtype)) for x in others]
-    problem = _Problem(shapes, tiling, "vmap")
+    problem = _Problem(Shapes.of(query, value), tiling, "vmap")
     return _backward_vmap(spec, (query, *wide), key, value, problem)[0]
 
 
@@ -474,9 +468,9 @@ def choose_way(shapes: Shapes, platform: str, sizes: Sizes) -> str:
 
 
 def _forward(
-    platform: str, tiling: Tiling | None, spec: Spec, query: Array, key: Array, value: Array
+    platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Array, Array]:
-    problem = _Problem.of(platform, spec, query, value, tiling)
+    problem = _Problem.of(platform, spec, query, value)
     if problem.way == "whole":
         out, lse, plain = whole.forward(spec, query, key, value, optimistic=platform == "cpu")
         return out, lse, jnp.asarray(plain)
@@ -486,32 +480,21 @@ def _forward(
 
 
 def _backward(
-    platform: str,
-    tiling: Tiling | None,
-    spec: Spec,
-    per_query: Any,
-    key: Array,
-    value: Array,
-    plain: Array,
+    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, plain: Array
 ) -> tuple[Any, Array, Array, Array]:
-    problem = _Problem.of(platform, spec, per_query[0], value, tiling)
+    problem = _Problem.of(platform, spec, per_query[0], value)
     if problem.way == "whole":
         return whole.backward(spec, per_query, key, value, plain, optimistic=platform == "cpu")
     run = _backward_loop if problem.way == "loop" else _backward_vmap
     d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
-    # Those of an array that was padded are longer than it.
-    cut = [d[tuple(map(slice, x.shape))] for d, x in zip(d_params, parameters(spec), strict=True)]
-    return cut, *found
+    return tiles.unpadded_parameters(d_params, spec), *found
 
 
-def passes(platform: str, tiling: Tiling | None = None) -> Passes:
+def passes(platform: str) -> Passes:
     """Forward and backward, for short sequences in one piece, else tile by tile."""
-    forward, backward = (functools.partial(f, platform, tiling) for f in (_forward, _backward))
-    return Passes(forward, backward)
+    return Passes(*(functools.partial(f, platform) for f in (_forward, _backward)))
 
 
-def attend(
-    spec: Spec, query: Array, key: Array, value: Array, tiling: Tiling | None = None
-) -> tuple[Output, LogSumExp]:
+def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    return attention(functools.partial(passes, tiling=tiling), spec, query, key, value)
+    return attention(passes, spec, query, key, value)

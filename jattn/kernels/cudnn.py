@@ -98,7 +98,7 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
         or _mask_reason(spec, shapes)
         or _score_reason(spec, shapes)
         or _device_reason(shapes)
-        or _refusal(spec, shapes)
+        or _refusal(shapes)
     )
 
 
@@ -186,14 +186,15 @@ def _deterministic() -> bool:
     )
 
 
-def _refusal(spec: Spec, shapes: Shapes) -> str | None:
-    """What JAX itself still says, of versions of cuDNN for example."""
+@functools.lru_cache(maxsize=1024)
+def _refusal(shapes: Shapes) -> str | None:
+    """What JAX itself still says, of versions of cuDNN for example; asking takes a trace."""
     sizes = {"T": (shapes.T, shapes.N), "S": (shapes.S, shapes.K)}
     query, key = (
         jax.ShapeDtypeStruct((1, tokens, heads, shapes.H), shapes.dtype)
         for tokens, heads in sizes.values()
     )
-    plain = Spec(masks.Full(), None, spec.scale, None, None)
+    plain = Spec(masks.Full(), None, 1.0, None, None)
     try:
         with default_settings():
             jax.eval_shape(jax.grad(lambda *qkv: _attend(plain, [], *qkv).sum()), query, key, key)

@@ -14,7 +14,6 @@ Written for Pallas's Triton form, in which memory is indexed at will; on a CPU t
 interpreted.
 """
 
-import dataclasses
 import functools
 import importlib
 import math
@@ -502,71 +501,51 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
 # ---------------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    """A call as kernels take it: whole tiles, and head sizes that are powers of two from 16 on."""
-
-    spec: Spec
-    problem: _Problem
-    rows: Any
-    key: Array
-    value: Array
-
-    @classmethod
-    def of(
-        cls, how: "_How", spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
-    ) -> "_Call":
-        """`rows` are the query, and backward also what goes with it, each `[B, T, N, ...]`."""
-        (B, T, N, H), (_, S, K, V) = rows[0].shape, value.shape
-        shapes = Shapes((B,), T, S, N, K, _power(H), _power(V), key.dtype)
-        tiling = how.tiling or choose_tiling(shapes)
-        whole_T, whole_S = tiles.whole(T, S, tiling)
-        if spec.dropout_rate:
-            spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
-        spec = tiles.pad_spec(spec, T, S, whole_T, whole_S)
-        shapes = shapes._replace(T=whole_T, S=whole_S)
-        problem = _Problem(shapes, tiling, lookup.Rules(spec, tiling), how.interpret)
-        rows = tuple(_padded(x, whole_T) for x in rows)
-        return cls(spec, problem, rows, _padded(key, whole_S), _padded(value, whole_S))
-
-
-class _How(NamedTuple):
-    interpret: bool
-    tiling: Tiling | None
-
-
-def _padded(x: Array, length: int) -> Array:
-    """`[B, T, N, ...]` as whole tiles."""
-    width = [(0, _power(size) - size) for size in x.shape[3:]]
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), *width))
-
-
-def _cut(x: Array, shape: tuple[int, ...]) -> Array:
-    return x[tuple(map(slice, shape))]
+def _padded(
+    platform: str, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
+) -> tuple[tiles.Call, _Problem]:
+    """A call with head sizes that are powers of two, interpreted on a CPU."""
+    tiling = choose_tiling(Shapes.of(rows[0], value))
+    call = tiles.Call.of(tiling, _power, spec, rows, key, value)
+    rules = lookup.Rules(call.spec, tiling)
+    return call, _Problem(call.shapes, tiling, rules, interpret=platform == "cpu")
 
 
 def _forward_pass(
-    how: _How, spec: Spec, query: Array, key: Array, value: Array
+    platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Array, Array]:
-    call = _Call.of(how, spec, (query,), key, value)
-    out, lse = _forward(call.problem, call.spec, call.rows[0], call.key, call.value)
+    call, problem = _padded(platform, spec, (query,), key, value)
+    out, lse = _forward(problem, call.spec, call.rows[0], call.key, call.value)
     rows = query.shape[:3]
-    return _cut(out, (*rows, value.shape[3])), _cut(lse, rows), jnp.zeros((), bool)
+    out, lse = tiles.unpadded(out, (*rows, value.shape[3])), tiles.unpadded(lse, rows)
+    return out, lse, jnp.zeros((), bool)
+
+
+class _Reverse(NamedTuple):
+    """What the kernels of a backward pass have in common."""
+
+    problem: _Problem
+    spec: Spec
+    memory: _Operands
+    kinds: Any
+
+    @classmethod
+    def of(cls, platform: str, spec: Spec, per_query: Any, key: Array, value: Array) -> "_Reverse":
+        call, problem = _padded(platform, spec, narrowed(per_query), key, value)
+        memory = _Operands(_Rows(*call.rows), call.key, call.value, problem.rules.arrays)
+        return cls(problem, call.spec, memory, problem.kinds(call.spec))
 
 
 def _backward_pass(
-    how: _How, spec: Spec, per_query: Any, key: Array, value: Array, _: Array
+    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, _: Array
 ) -> tuple[list[Array], Array, Array, Array]:
-    call = _Call.of(how, spec, narrowed(per_query), key, value)
-    problem, kinds = call.problem, call.problem.kinds(call.spec)
-    memory = _Operands(_Rows(*call.rows), call.key, call.value, problem.rules.arrays)
-    d_params = _d_parameters(problem, call.spec, memory, kinds)
-    d_query = _d_queries(problem, memory, kinds)
+    problem, padded_spec, memory, kinds = _Reverse.of(platform, spec, per_query, key, value)
     d_key, d_value = _d_keys(problem, memory, kinds)
     return (
-        [_cut(d, x.shape) for d, x in zip(d_params, parameters(spec), strict=True)],
-        _cut(d_query, per_query[0].shape),
-        _cut(d_key, key.shape),
-        _cut(d_value, value.shape),
+        tiles.unpadded_parameters(_d_parameters(problem, padded_spec, memory, kinds), spec),
+        tiles.unpadded(_d_queries(problem, memory, kinds), per_query[0].shape),
+        tiles.unpadded(d_key, key.shape),
+        tiles.unpadded(d_value, value.shape),
     )
 
 
@@ -576,13 +555,10 @@ def parameter_gradients(
     """Of the backward pass those of parameters only, for kernels that leave these to this one."""
     if not parameters(spec):
         return []
-    call = _Call.of(_How(platform == "cpu", None), spec, narrowed(per_query), key, value)
-    memory = _Operands(_Rows(*call.rows), call.key, call.value, call.problem.rules.arrays)
-    found = _d_parameters(call.problem, call.spec, memory, call.problem.kinds(call.spec))
-    return [_cut(d, x.shape) for d, x in zip(found, parameters(spec), strict=True)]
+    problem, padded_spec, memory, kinds = _Reverse.of(platform, spec, per_query, key, value)
+    return tiles.unpadded_parameters(_d_parameters(problem, padded_spec, memory, kinds), spec)
 
 
-def passes(platform: str, tiling: Tiling | None = None) -> Passes:
+def passes(platform: str) -> Passes:
     """Forward and backward; interpreted on a CPU."""
-    how = _How(platform == "cpu", tiling)
-    return Passes(*(functools.partial(f, how) for f in (_forward_pass, _backward_pass)))
+    return Passes(*(functools.partial(f, platform) for f in (_forward_pass, _backward_pass)))

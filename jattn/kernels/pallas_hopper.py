@@ -32,7 +32,7 @@ from jattn.kernels.passes import Passes, attention, narrowed
 from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
 
 
-MAX_HEAD_SIZE = 256
+_CAPABILITY = "9.0"  # others have no wgmma
 _WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
 _ROWS = 64  # queries of a warpgroup: what one instruction multiplies
 _GROUPS = 2  # warpgroups that compute
@@ -44,12 +44,24 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"expected bfloat16 or float16, got {shapes.dtype}"
-    if max(shapes.H, shapes.V) > MAX_HEAD_SIZE:
-        return f"expected head sizes up to {MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
+    if max(shapes.H, shapes.V) > pallas_gpu.MAX_HEAD_SIZE:
+        return (
+            f"expected head sizes up to {pallas_gpu.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
+        )
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
     leaves, structure = jax.tree.flatten(dataclasses.replace(spec, dropout_key=None))
-    return _obstacle(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
+    return _other_gpu() or _obstacle(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
+
+
+def _other_gpu() -> str | None:
+    try:
+        device, *_ = jax.local_devices(backend="cuda")
+    except RuntimeError:  # there is none, and the program for another machine
+        return None
+    if device.compute_capability == _CAPABILITY:
+        return None
+    return f"expected compute capability {_CAPABILITY}, got {device.compute_capability}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -609,61 +621,36 @@ def _gradients(
 # ---------------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    """A call as kernels take it: whole tiles, and one head size that is a multiple of 64."""
-
-    spec: Spec
-    shapes: Shapes
-    rows: Any
-    key: Array
-    value: Array
-
-    @classmethod
-    def of(
-        cls, tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
-    ) -> "_Call":
-        """`rows` are the query, and backward also what goes with it, each `[B, T, N, ...]`."""
-        (B, T, N, H), (_, S, K, V) = rows[0].shape, value.shape
-        if spec.dropout_rate:
-            spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
-        whole_T, whole_S = tiles.whole(T, S, tiling)
-        spec = tiles.pad_spec(spec, T, S, whole_T, whole_S)
-        width = _width(H, V)
-        shapes = Shapes((B,), whole_T, whole_S, N, K, width, width, key.dtype)
-        rows = tuple(_padded(x, whole_T, width) for x in rows)
-        key, value = (_padded(x, whole_S, width) for x in (key, value))
-        return cls(spec, shapes, rows, key, value)
-
-
 def _width(H: int, V: int) -> int:
+    """The one head size of a call as kernels take it, of keys and values alike."""
     return -(-max(H, V) // _WIDTH) * _WIDTH
 
 
-def _padded(x: Array, length: int, width: int) -> Array:
-    """`[B, T, N, ...]` as whole tiles."""
-    wide = [(0, width - size) for size in x.shape[3:]]
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), *wide))
+def _padded(
+    tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
+) -> tiles.Call:
+    width = _width(key.shape[3], value.shape[3])
+    return tiles.Call.of(tiling, lambda _: width, spec, rows, key, value)
 
 
-def _cut(x: Array, shape: tuple[int, ...]) -> Array:
-    return x[tuple(map(slice, shape))].astype(jnp.float32)
+def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
+    return tiles.unpadded(x, shape).astype(jnp.float32)
 
 
 def _forward_pass(
     platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Array, Array]:
-    (*rows, H), V = query.shape, value.shape[3]
-    shapes = Shapes((rows[0],), rows[1], key.shape[1], rows[2], key.shape[2], H, V, key.dtype)
-    tiling = choose_tiling(shapes)
-    call = _Call.of(tiling, spec, (query,), key, value)
-    key, value = call.key, call.value
+    tiling = choose_tiling(Shapes.of(query, value))
+    spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
     if has_mask(spec):
         # What is masked does not exist: NaN reaches who attends to it through the scores.
-        lost = jax.vmap(jax.vmap(tile.lost))(value)[..., None]
-        key, value = key + lost.astype(key.dtype), tile.finite(value)
-    problem = _Problem.of(call.spec, call.shapes, tiling, platform == "cpu")
-    out, lse = _forward(problem, call.spec, call.rows[0], key, value)
-    return _cut(out, (*rows, V)), _cut(lse, tuple(rows)), jnp.zeros((), bool)
+        lost = jax.vmap(jax.vmap(tile.lost))(v)[..., None]
+        k, v = k + lost.astype(k.dtype), tile.finite(v)
+    problem = _Problem.of(spec, shapes, tiling, platform == "cpu")
+    out, lse = _forward(problem, spec, q, k, v)
+    rows = query.shape[:3]
+    out, lse = _unpadded(out, (*rows, value.shape[3])), _unpadded(lse, rows)
+    return out, lse, jnp.zeros((), bool)
 
 
 def _backward_pass(
@@ -675,7 +662,7 @@ def _backward_pass(
         return pallas_gpu.passes(platform).backward(spec, per_query, key, value, plain)
     d_params = pallas_gpu.parameter_gradients(platform, spec, per_query, key, value)
     small, wide = _ROWS, _GROUPS * _ROWS
-    call = _Call.of(Tiling(wide, wide), spec, narrowed(per_query), key, value)
+    call = _padded(Tiling(wide, wide), spec, narrowed(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
         # Rows with NaN in them reach who attends to them through lse and delta.
@@ -687,8 +674,9 @@ def _backward_pass(
     )
     (d_query,) = _gradients(by_query, call.spec, *operands)
     d_key, d_value = _gradients(by_key, call.spec, *operands)
-    d_query = _cut(d_query, per_query[0].shape)
-    return d_params, d_query, _cut(d_key, key.shape), _cut(d_value, value.shape)
+    pairs = (d_query, per_query[0]), (d_key, key), (d_value, value)
+    d_query, d_key, d_value = (_unpadded(d, x.shape) for d, x in pairs)
+    return d_params, d_query, d_key, d_value
 
 
 def _runs_along_both(spec: Spec) -> bool:
@@ -714,4 +702,4 @@ def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, 
     device = jax.sharding.get_abstract_mesh().abstract_device
     backend = jax.default_backend() if device is None else device.platform
     settled = "cpu" if backend == "cpu" else "cuda"
-    return attention(_passes, spec, query, key, value, settled=settled)
+    return attention(_passes(settled), spec, query, key, value)

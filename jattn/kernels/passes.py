@@ -36,19 +36,18 @@ class Passes(NamedTuple):
 
 
 def attention(
-    passes: Callable[[str], Passes],
+    passes: Passes | Callable[[str], Passes],
     spec: Spec,
     query: Array,
     key: Array,
     value: Array,
     at_once: Mapping[str, Passes] | None = None,
-    settled: str | None = None,
 ) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])`, differentiable, by `passes(platform)`.
 
     Float arrays of the score take part in derivatives, and so does a traced scale. Passes in
-    `at_once` are traced with the program, in place of those of their platform; where the platform
-    is `settled` already, its passes are.
+    `at_once` are traced with the program, in place of those of their platform; and so are `passes`
+    that are the same for all.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
@@ -59,7 +58,7 @@ def attention(
         spec = dataclasses.replace(spec, scale=1.0)
     like = [((B, T, N, V), dtype), ((B, T, N), dtype), ((), jnp.bool_)]
     results = tuple(jax.ShapeDtypeStruct(*x) for x in like)
-    run_pass = functools.partial(_run_pass, passes, at_once or {}, settled)
+    run_pass = functools.partial(_run_pass, passes, at_once or {})
 
     def forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
         return run_pass("forward", results, with_parameters(spec, params), *qkv)
@@ -89,21 +88,20 @@ def attention(
 
 
 def _run_pass(
-    passes: Callable[[str], Passes],
+    passes: Passes | Callable[[str], Passes],
     at_once: Mapping[str, Passes],
-    settled: str | None,
     which: str,
     like: Any,
     *operands: Any,
 ) -> Any:
     """One of the two passes, that of the platform."""
+    if isinstance(passes, Passes):
+        return reverse.sealed(getattr(passes, which))(*operands)
 
     def when_lowered(*operands: Any) -> Any:
         function = functools.partial(_pass_for, passes, which)
         return lowering.by_platform(function, like, *operands)
 
-    if settled:
-        return reverse.sealed(getattr(passes(settled), which))(*operands)
     if not at_once:
         return when_lowered(*operands)
     others = {platform: getattr(pair, which) for platform, pair in at_once.items()}

@@ -9,11 +9,10 @@ import importlib
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jattn import masks, scores
-from jattn._types import LogSumExp, Output, is_static
-from jattn.kernels.passes import Passes, attention
+from jattn._types import is_static
+from jattn.kernels.passes import Passes
 from jattn.kernels.splash_masks import as_splash
 from jattn.spec import Shapes, Spec
 
@@ -57,8 +56,3 @@ def _mask_reason(spec: Spec, shapes: Shapes) -> str | None:
 def passes(platform: str) -> Passes:
     """Those of the kernel; the blockwise ones where something masked is not finite."""
     return importlib.import_module("jattn.kernels.splash_passes").passes(platform, INTERPRET)
-
-
-def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    return attention(passes, spec, query, key, value)

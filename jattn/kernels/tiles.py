@@ -18,7 +18,7 @@ from jaxtyping import Array
 from jattn import masks, tile
 from jattn._types import axis_along, declared
 from jattn.masks import Span
-from jattn.spec import Spec, Tiling, parameters, with_parameters
+from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 
 def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
@@ -276,6 +276,57 @@ def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
         exist = masks.Lengths(T if T_padded > T else None, S if S_padded > S else None)
         spec = dataclasses.replace(spec, mask=spec.mask & exist)
     return spec
+
+
+class Call(NamedTuple):
+    """A call in sizes that kernels take: whole tiles, wider heads, words for a random key.
+
+    `rows` are the query, and backward also what goes with it, each `[B, T, N, ...]`.
+    """
+
+    spec: Spec
+    shapes: Shapes
+    rows: Any
+    key: Array
+    value: Array
+
+    @classmethod
+    def of(
+        cls,
+        tiling: Tiling,
+        width: Callable[[int], int],
+        spec: Spec,
+        rows: tuple[Array, ...],
+        key: Array,
+        value: Array,
+    ) -> "Call":
+        """Pads a call; `width` gives what a head size becomes."""
+        shapes = Shapes.of(rows[0], value)
+        T, S = whole(shapes.T, shapes.S, tiling)
+
+        def padded(x: Array, length: int) -> Array:
+            wide = [(0, width(size) - size) for size in x.shape[3:]]
+            return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), *wide))
+
+        if spec.dropout_rate:
+            spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
+        return cls(
+            pad_spec(spec, shapes.T, shapes.S, T, S),
+            shapes._replace(T=T, S=S, H=width(shapes.H), V=width(shapes.V)),
+            tuple(padded(x, T) for x in rows),
+            padded(key, S),
+            padded(value, S),
+        )
+
+
+def unpadded(x: Array, shape: tuple[int, ...]) -> Array:
+    """x without what was padded behind."""
+    return x[tuple(map(slice, shape))]
+
+
+def unpadded_parameters(gradients: list[Array], spec: Spec) -> list[Array]:
+    """Gradients of parameters, of which those of a padded array are longer than it."""
+    return [unpadded(d, x.shape) for d, x in zip(gradients, parameters(spec), strict=True)]
 
 
 def pad_to(x: Array, size: int) -> Array:
