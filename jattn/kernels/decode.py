@@ -41,6 +41,21 @@ def _over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.vmap(jax.vmap(function))
 
 
+def _product(spec: Spec, q: Float[Array, "R H"], k: Float[Array, "s H"]) -> Float[Array, "R s"]:
+    """q kᵀ. One query goes as a vector: XLA copies what a product of matrices reads on CPUs."""
+    if len(q) > 1:
+        return tile.product(q, k, spec.precision)
+    dtype = accumulation(q.dtype)
+    return jnp.dot(k, q[0], precision=spec.precision, preferred_element_type=dtype)[None]
+
+
+def _weigh(spec: Spec, v: Float[Array, "s V"], weights: Float[Array, "R s"]) -> Array:
+    """weights · v, of one query as a vector too."""
+    if len(weights) > 1:
+        return jnp.dot(weights, v, precision=spec.precision)
+    return jnp.dot(weights[0], v, precision=spec.precision)[None]
+
+
 def _part(
     spec: Spec,
     queries: Float[Array, "B K R H"],
@@ -56,14 +71,13 @@ def _part(
     """
     dtype = accumulation(queries.dtype)
     key, value = key.astype(queries.dtype), value.astype(dtype)
-    product = functools.partial(tile.product, precision=spec.precision)
-    products = _over_heads(product)(queries, key)
+    products = _over_heads(functools.partial(_product, spec))(queries, key)
     if exact:
         products = products + _over_heads(tile.lost)(value)[:, :, None, :]
         value = tile.finite(value)
 
     def part(scores: Array, value: Array) -> softmax.Partial:
-        weigh = lambda w: jnp.dot(w, value, precision=spec.precision)  # noqa: E731
+        weigh = functools.partial(_weigh, spec, value)
         return softmax.of(scores, weigh, differentiable=False)
 
     return _over_heads(part)(_modified(spec, products, run), value)
