@@ -1,10 +1,13 @@
 """A strict JAX for every test: no silent promotion, several devices, 64 bits to compare with."""
 
+import atexit
 import functools
 import gc
 import importlib
 import itertools
 import os
+import shutil
+import tempfile
 from typing import Any
 
 
@@ -20,12 +23,21 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+# What takes long to compile is compiled once for all processes of a run, also those that tests
+# start, and once more only where a test asks for other options.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _programs = tempfile.mkdtemp(prefix="jattn-tests-")
+    atexit.register(shutil.rmtree, _programs, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+
 import jax
 import jaxtyping
 import pytest
 from hypothesis import HealthCheck, settings
 
 
+importlib.import_module("tests.typechecker")  # jaxtyping's import hook looks it up in `tests`
 gc.set_threshold(100_000, 50, 1000)  # tracing makes many objects: a tenth of the suite's time
 
 jax.config.update("jax_enable_x64", True)

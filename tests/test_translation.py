@@ -1062,8 +1062,9 @@ def test_errors_are_one_clear_line(arguments, message, capsys, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_run_is_not_overwritten_unless_asked(demonstration, capsys, monkeypatch):
-    directory, _ = demonstration
+def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monkeypatch):
+    directory, origin = tmp_path / "demo", TextOrigin(None, ("de", "en"), "0")
+    Run(directory, TINY, bench().source, bench().target, origin).create()
     before = (directory / "config.json").stat().st_mtime_ns
     assert cli.main(["--preset", "tiny", "--run", str(directory)]) == 2
     assert "exists already: expected another --run, --resume or --overwrite" in (
