@@ -229,6 +229,8 @@ def test_a_compiled_write_past_the_end_is_seen(kind, new):
     # Once lost, a row stays lost.
     later, _ = attended(after, *(x[:, :1] for x in (query, key, value)))
     assert np.isnan(later[0]).all() == (new > 2)
+    nothing = jax.jit(lambda c, k, v: c.append(k, v, jnp.zeros((B, 1), bool)))
+    assert nothing(after, key[:, :1], value[:, :1]).overflowed[0] == (new > 3)
 
 
 def test_a_rolling_cache_takes_no_more_than_its_chunk():
@@ -279,6 +281,17 @@ def test_one_of_two_sharers_goes_on_while_the_other_waits():
     common = np.asarray(key)[0, :2]
     np.testing.assert_array_equal(held[0, :3], [*common, np.asarray(key)[0, 2]])
     np.testing.assert_array_equal(held[1, :3], [*common, np.asarray(key)[1, 3]])
+
+
+def test_a_page_is_copied_and_another_begun_in_one_append():
+    cache = PagedCache.create(2, 8, K, H, V, page_size=4, num_pages=4)
+    _, key, value = (x[:2] for x in tokens())
+    cache = cache.append(key[:, :2], value[:, :2]).reorder(jnp.array([0, 0]))
+    cache = cache.append(key[:, 2:7], value[:, 2:7])
+    held = np.swapaxes(np.asarray(cache.read()[0]), 1, 2)
+    for b in (0, 1):
+        wanted = [*np.asarray(key)[0, :2], *np.asarray(key)[b, 2:7]]
+        np.testing.assert_array_equal(held[b, :7], wanted)
 
 
 def test_no_free_page_is_an_overflow():
