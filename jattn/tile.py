@@ -10,6 +10,7 @@ What is masked does not exist. In sums over rows of q, k or v a masked row has w
 that does attend to one gets its NaN through the scores, which the mask selects.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -236,13 +237,14 @@ def over_heads(
     shared: tuple[Array, ...],
     out_axes: Any,
     over_batch: Callable[..., Any] = jax.vmap,
+    first: Any = 0,
 ) -> Any:
     """Maps `one_head(spec, b, h, *per_head [T, ·], *shared [S, ·])` over batch, heads and groups.
 
     Arrays `per_head` are `[B, T, N, ...]`, arrays `shared` `[B, S, K, ...]`; all query heads of a
     group read the same key head, which is never repeated. `out_axes` says where one head's results
-    take their head axis: results come out as `[B, ...]` with N there. `over_batch` maps the batch:
-    `jax.vmap` or `in_turn`.
+    take their head axis, one for all or a tree: results come out as `[B, ...]` with N there.
+    `over_batch` maps the batch: `jax.vmap` or `in_turn`. Batch rows are numbered from `first` on.
     """
     B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2] if shared else N
@@ -265,12 +267,15 @@ def over_heads(
     mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, *both))
     mapped = over_batch(mapped, (leaves.axes("B"), 0, None, *both))
     heads = jnp.arange(N, dtype=jnp.int32).reshape(K, *group)
-    results = mapped(leaves.arrays, jnp.arange(B, dtype=jnp.int32), heads, *grouped, *keys)
+    rows = first + jnp.arange(B, dtype=jnp.int32)
+    results = mapped(leaves.arrays, rows, heads, *grouped, *keys)
 
     def join(axis: int, result: Array) -> Array:
         result = result.reshape(B, N, *result.shape[2 + len(group) :])
         return jnp.moveaxis(result, 1, 1 + axis)
 
+    if isinstance(out_axes, int):
+        return jax.tree.map(functools.partial(join, out_axes), results)
     return jax.tree.map(join, out_axes, results)
 
 

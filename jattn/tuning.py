@@ -15,10 +15,12 @@ class Sizes(NamedTuple):
     """How the blockwise implementation cuts a head of T queries and S keys.
 
     A head of at most `whole` pairs is one piece. Others are cut into blocks of `small` where one
-    block of queries visits at most `narrow` keys on average, else into blocks of `large`.
+    block of queries visits at most `narrow` keys on average, else into blocks of `large`. Heads in
+    one piece are taken together, as many batch rows at a time as hold about `together` numbers.
     """
 
     whole: int = 256 * 256
+    together: int = 2**28
     narrow: int = 1024
     small: int = 128
     large: int = 512
@@ -27,7 +29,7 @@ class Sizes(NamedTuple):
 DEFAULT = Sizes()
 
 TABLE: dict[str, Sizes] = {
-    "cpu": Sizes(whole=256 * 256, narrow=1024, small=128, large=512),
+    "cpu": Sizes(whole=256 * 256, together=3_200_000, narrow=1024, small=128, large=512),
 }
 """By device kind as JAX spells it ("NVIDIA H200", "TPU v5 lite", "cpu"); `DEFAULT` for others."""
 

@@ -14,8 +14,11 @@ import pytest
 
 import jattn
 from jattn import masks
-from jattn.kernels import blockwise
-from jattn.spec import Tiling
+from jattn.kernels import blockwise, whole
+from jattn.spec import Shapes, Tiling
+
+
+ROWS_AT_ONCE = whole._rows  # before tests get another one
 
 
 def compiled(T: int, mask: masks.Mask, N: int = 8) -> Any:
@@ -48,6 +51,40 @@ def test_a_long_sequence_under_a_window_fits():
 def test_the_program_does_not_grow_with_the_length(mask):
     short, long = (len(compiled(T, mask).as_text().splitlines()) for T in (16_384, 131_072))
     assert long <= 1.1 * short
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("B", [128, 97])  # in even groups, and with a row left over
+def test_short_sequences_do_not_take_memory_for_all_scores(B):
+    def loss(q, k, v):
+        return jattn.attention(q, k, v, mask=masks.Causal(), implementation="blockwise").sum()
+
+    shape = jax.ShapeDtypeStruct((B, 128, 8, 64), jnp.float32)
+    program: Any = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+    # Out and its cotangent stay; the scores of all rows would be as large, several times over.
+    assert program.memory_analysis().temp_size_in_bytes < 5 * shape.size * 4
+
+
+@pytest.mark.parametrize(
+    "B, together, rows",
+    [(8, 48, 8), (8, 47, 2), (8, 36, 2), (7, 36, 3), (7, 24, 2), (31, 60, 5), (6, 1, 1)],
+)
+def test_groups_of_batch_rows(B, together, rows):
+    """A row here is 12 numbers. All at once up to twice `together`; else groups that are even, if
+    that does not make them less than half as large."""
+    shapes = Shapes((B,), T=2, S=2, N=1, K=1, H=1, V=1, dtype=jnp.float32)
+    assert ROWS_AT_ONCE(shapes, together) == rows
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("S, exponentials", [(64, 1), (65, 2)])
+def test_weights_no_larger_than_the_queries_are_kept_for_the_gradients(S, exponentials):
+    def loss(q, k, v):
+        return jattn.attention(q, k, v, implementation="blockwise").sum()
+
+    q, k = (jax.ShapeDtypeStruct((2, n, 2, 64), jnp.float32) for n in (32, S))
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k)
+    assert program.as_text().count("stablehlo.exponential") == exponentials
 
 
 # Under the tiles that users get: written out, looped over with wide tiles, in a band, dynamic.

@@ -28,7 +28,7 @@ LAYERS = {
     "kernels": 4,
     "kernels.reference": 4,
     "kernels.reverse": 4,
-    "kernels.whole": 4,
+    "kernels.whole": 4.1,  # cuts batch rows as `tiles` cuts tiles
     "kernels.tiles": 4,
     "kernels.lookup": 4.2,  # reads into the tiles of `tiles`
     "kernels.lowering": 4.1,

@@ -106,6 +106,7 @@ class Case:
 CASES = (
     Case("short", 32, 8, 32, 32, pattern="causal"),
     Case("sentence", 8, 8, 128, 64),
+    Case("sentences", 32, 8, 128, 64, pattern="causal"),
     Case("page", 1, 8, 2048, 64),
     Case("page-causal", 1, 8, 2048, 64, pattern="causal"),
     Case("long-causal", 1, 8, 8192, 64, pattern="causal"),

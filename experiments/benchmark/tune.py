@@ -51,6 +51,11 @@ QUESTIONS = (
         tuple(T * T for T in (128, 256, 512, 1024)),
         tuple(_causal(T, B=2) for T in (256, 512, 1024)),
     ),
+    Question(
+        "together",
+        (800_000, 1_600_000, 3_200_000, 6_400_000, 2**28),
+        (_causal(32, B=256), _causal(64, B=64), _causal(128, B=8), _causal(128, B=32)),
+    ),
 )
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from jattn import masks, softmax, tile, tuning
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels import tiles, whole
-from jattn.kernels.passes import Passes, attention
+from jattn.kernels.passes import Passes, attention, no_weights
 from jattn.spec import (
     Shapes,
     Spec,
@@ -370,7 +370,7 @@ def _forward_band(
         q = _pieces(query, b, i * band.rows, h, band.rows)
         k, v = (_pieces(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
         operands = (i, masks.pick(spec, b, h), b, h, q, k, v)
-        results, _ = whole.attempt(whole.FORWARD, run, operands, spec, optimistic=True)
+        results, _ = whole.attempt(whole.FORWARD, run, tuple, operands, spec, optimistic=True)
         joined = (x.reshape(at_once * band.rows, *x.shape[2:]) for x in results)
         return tuple(
             _put_head(x, y, b, h, i[0] * band.rows) for x, y in zip(total, joined, strict=True)
@@ -467,24 +467,29 @@ def choose_way(shapes: Shapes, platform: str, sizes: Sizes) -> str:
     return "loop" if platform == "cpu" else "vmap"
 
 
+def _care(platform: str) -> tuple[bool, int]:
+    """For short sequences: whether to add masks first, and how many scores to take together."""
+    return platform == "cpu", tuning.sizes(platform).together
+
+
 def _forward(
-    platform: str, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Array, Array, Array]:
+    platform: str, spec: Spec, query: Array, key: Array, value: Array, keep: bool = False
+) -> tuple[Array, ...]:
     problem = _Problem.of(platform, spec, query, value)
     if problem.way == "whole":
-        out, lse, plain = whole.forward(spec, query, key, value, optimistic=platform == "cpu")
-        return out, lse, jnp.asarray(plain)
+        return whole.forward(spec, query, key, value, *_care(platform), keep)
     run = _forward_loop if problem.way == "loop" else _forward_vmap
     out, lse = run(problem.pad(spec), query, key, value, problem)
-    return out, lse, jnp.zeros((), bool)
+    kept = (no_weights(query, key, value),) if keep else ()
+    return out, lse, jnp.zeros((), bool), *kept
 
 
 def _backward(
-    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, plain: Array
+    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, *kept: Array
 ) -> tuple[Any, Array, Array, Array]:
     problem = _Problem.of(platform, spec, per_query[0], value)
     if problem.way == "whole":
-        return whole.backward(spec, per_query, key, value, plain, optimistic=platform == "cpu")
+        return whole.backward(spec, per_query, key, value, kept, *_care(platform))
     run = _backward_loop if problem.way == "loop" else _backward_vmap
     d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
     return tiles.unpadded_parameters(d_params, spec), *found
@@ -492,7 +497,8 @@ def _backward(
 
 def passes(platform: str) -> Passes:
     """Forward and backward, for short sequences in one piece, else tile by tile."""
-    return Passes(*(functools.partial(f, platform) for f in (_forward, _backward)))
+    forward, backward = (functools.partial(f, platform) for f in (_forward, _backward))
+    return Passes(forward, backward, functools.partial(forward, keep=True))
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:

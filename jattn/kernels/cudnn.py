@@ -285,7 +285,7 @@ def _backward(
 
 def _again(platform: str) -> Passes:
     """The blockwise passes, of which the backward one needs a log-sum-exp."""
-    forward, backward = blockwise.passes(platform)
+    forward, backward, _ = blockwise.passes(platform)
 
     def backward_from_inputs(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
         query, d_out, _, delta = per_query

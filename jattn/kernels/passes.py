@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jattn import tuning
 from jattn._types import LogSumExp, Output, accumulation, is_static
 from jattn.kernels import lowering, reverse
 from jattn.kernels.whole import agreed
-from jattn.spec import Spec, has_mask, parameters, with_parameters
+from jattn.spec import Shapes, Spec, has_mask, parameters, with_parameters
 
 
 class Passes(NamedTuple):
@@ -29,10 +30,20 @@ class Passes(NamedTuple):
         `per_query` is a tuple of query, d_out, lse and delta = rowsum(d_out · out) − d_lse, each
         `[B, T, N, ...]`. With p the weights before dropout, the cotangent of the scores is
         p (drop(d_out vᵀ) − delta).
+    keeping(spec, query, key, value) -> (out, lse, plain, weights [B, N, T, S])
+        As `forward`, for where a derivative is taken and `keeps_weights`: those before dropout are
+        then the last operand of `backward`. A kernel without it computes them again.
     """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    keeping: Callable[..., Any] | None = None
+
+
+def keeps_weights(shapes: Shapes) -> bool:
+    """Whether the backward pass may be handed the weights: those of short sequences, which take no
+    more memory than the queries."""
+    return shapes.S <= shapes.H and shapes.T * shapes.S <= tuning.DEFAULT.whole
 
 
 def attention(
@@ -56,27 +67,26 @@ def attention(
     if not is_static(spec.scale):
         query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
         spec = dataclasses.replace(spec, scale=1.0)
-    like = [((B, T, N, V), dtype), ((B, T, N), dtype), ((), jnp.bool_)]
-    results = tuple(jax.ShapeDtypeStruct(*x) for x in like)
+    keep = keeps_weights(Shapes.of(query, value))
+    like = [((B, T, N, V), dtype), ((B, T, N), dtype), ((), jnp.bool_), ((B, N, T, S), dtype)]
+    results = [jax.ShapeDtypeStruct(*x) for x in like]
     run_pass = functools.partial(_run_pass, passes, at_once or {})
-
-    def forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        return run_pass("forward", results, with_parameters(spec, params), *qkv)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        return forward(params, spec, *qkv)[:2]
+        return run_pass("forward", tuple(results[:3]), with_parameters(spec, params), *qkv)[:2]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        out, lse, plain = forward(params, spec, *qkv)
-        return (out, lse), (params, spec, *qkv, out, lse, plain)
+        which, types = ("keeping", results) if keep else ("forward", results[:3])
+        out, lse, *kept = run_pass(which, tuple(types), with_parameters(spec, params), *qkv)
+        return (out, lse), (params, spec, *qkv, out, lse, kept)
 
     def run_backward(residuals: Any, cotangents: Any) -> Any:
-        params, spec, query, key, value, out, lse, plain = residuals
+        params, spec, query, key, value, out, lse, kept = residuals
         d_out, d_lse = cotangents
         per_query = (query, d_out, lse, jnp.sum(d_out * out, axis=-1) - d_lse)
         gradients = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, key, value)))
-        operands = (with_parameters(spec, params), per_query, key, value, plain)
+        operands = (with_parameters(spec, params), per_query, key, value, *kept)
         d_params, *found = run_pass("backward", gradients, *operands)
         cast = [x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True)]
         return d_params, None, *cast
@@ -94,9 +104,9 @@ def _run_pass(
     like: Any,
     *operands: Any,
 ) -> Any:
-    """One of the two passes, that of the platform."""
+    """One of the passes, that of the platform."""
     if isinstance(passes, Passes):
-        return reverse.sealed(getattr(passes, which))(*operands)
+        return reverse.sealed(functools.partial(_run_one, passes, which))(*operands)
 
     def when_lowered(*operands: Any) -> Any:
         function = functools.partial(_pass_for, passes, which)
@@ -104,12 +114,28 @@ def _run_pass(
 
     if not at_once:
         return when_lowered(*operands)
-    others = {platform: getattr(pair, which) for platform, pair in at_once.items()}
+    others = {name: functools.partial(_run_one, pair, which) for name, pair in at_once.items()}
     return jax.lax.platform_dependent(*operands, default=when_lowered, **others)
 
 
 def _pass_for(passes: Callable[[str], Passes], which: str, platform: str, *operands: Any) -> Any:
-    return getattr(passes(platform), which)(*operands)
+    return _run_one(passes(platform), which, *operands)
+
+
+def _run_one(passes: Passes, which: str, *operands: Any) -> Any:
+    """A pass of one kernel; one that keeps no weights gives and gets none."""
+    if passes.keeping is not None or which == "forward":
+        return getattr(passes, which)(*operands)
+    if which == "backward":
+        return passes.backward(*operands[:5])
+    out, lse, plain = passes.forward(*operands)
+    return out, lse, plain, no_weights(*operands[1:])
+
+
+def no_weights(query: Array, key: Array, value: Array) -> Array:
+    """In place of weights `[B, N, T, S]` that nobody will look at."""
+    (B, T, N, _), S = query.shape, key.shape[1]
+    return jnp.zeros((B, N, T, S), accumulation(query.dtype))
 
 
 def narrowed(per_query: Any) -> tuple[Array, Array, Array, Array]:

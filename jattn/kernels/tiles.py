@@ -254,6 +254,16 @@ def cut(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
     return jax.tree.map(one, declared(spec), spec)
 
 
+def cut_rows(spec: Spec, first: Any, rows: int) -> Spec:
+    """The spec with its arrays along B cut to some batch rows."""
+
+    def one(letters: str, leaf: Any) -> Any:
+        batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] > 1
+        return take(leaf, first, rows) if batched else leaf
+
+    return jax.tree.map(one, declared(spec), spec)
+
+
 def _span(positions: Any, start: Any, size: int) -> Span:
     places = start + jnp.arange(size, dtype=jnp.int32)
     return Span(places if positions is None else positions.astype(jnp.int32), places)

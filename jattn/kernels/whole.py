@@ -5,6 +5,9 @@ So without a score function a mask is first *added*, 0 or −inf, which is the s
 masked is not finite or overflows; that makes every row NaN that it reaches. Only then all is
 computed again: as before with such queries and keys set to 0, which is right for all rows that do
 not attend to them, and with selection for the others.
+
+Many batch rows go in groups that fit into the caches. Weights that are no larger than the queries
+are kept for the backward pass, which computes others again.
 """
 
 import functools
@@ -20,11 +23,13 @@ from jaxtyping import Array
 
 from jattn import softmax, tile
 from jattn._types import accumulation
+from jattn.kernels import tiles
 from jattn.masks import Span
-from jattn.spec import Spec, has_mask, parameters, scaled, with_parameters
+from jattn.spec import Shapes, Spec, has_mask, parameters, scaled, with_parameters
 
 
 Spans = tuple[Span, Span]  # of queries and keys
+Rows = tuple[Array, ...]  # of the query and what goes with it
 
 
 def _scores(
@@ -52,12 +57,18 @@ def _clean(exact: bool, *arrays: Array) -> list[Array]:
 
 
 def _forward_head(
-    exact: bool, spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
-) -> tuple[Array, Array]:
-    """`(out [T, V], lse [T])`."""
+    exact: bool,
+    spec: Spec,
+    b: Any,
+    h: Any,
+    spans: Spans,
+    q: Array,
+    k: Array,
+    v: Array,
+    keep: bool = False,
+) -> tuple[Array, ...]:
+    """`(out [T, V], lse [T])`, and if wanted the weights `[T, S]`."""
     spec, q, _ = scaled(spec, q)
-    # Barriers, so that XLA makes the same of it, to the last bit, when all is computed again.
-    q, k, v = lax.optimization_barrier((q, k, v))
     score, _ = _scores(exact, spec, b, h, spans, q, k, v)
     (values,) = _clean(exact, v)
 
@@ -65,33 +76,39 @@ def _forward_head(
         dropped = tile.drop(spec, weights, b, h, *spans)
         return jnp.dot(dropped, values, precision=spec.precision)
 
-    out, lse = softmax.quotient(softmax.of(score, weigh, differentiable=False))
-    return lax.optimization_barrier(out), lax.optimization_barrier(lse)
+    if keep:
+        weights, lse = lax.optimization_barrier(_weights(exact, score))
+        results = weigh(weights), lse, weights
+    else:
+        results = softmax.quotient(softmax.of(score, weigh, differentiable=False))
+    return tuple(map(lax.optimization_barrier, results))
+
+
+def _weights(exact: bool, score: Array) -> tuple[Array, Array]:
+    """`(weights [T, S], lse [T])`."""
+    part = softmax.of(score, lambda weights: weights, differentiable=exact)
+    weights, lse = softmax.quotient(part)
+    if exact:  # NaN in a row must not reach the keys that are masked for it
+        weights = part.weighted / softmax.denominator(part)[:, None]
+    return weights, lse
 
 
 def _backward_head(
-    exact: bool,
-    spec: Spec,
-    b: Any,
-    h: Any,
-    spans: Spans,
-    q: Array,
-    d_out: Array,
-    delta: Array,
-    k: Array,
-    v: Array,
+    exact: bool, spec: Spec, b: Any, h: Any, spans: Spans, rows: Rows, k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
-    """Gradients of q, k, v and parameters, with p = softmax(s) and ds = p (d_out vᵀ − delta)."""
+    """Gradients of q, k, v and parameters, with p = softmax(s) and ds = p (d_out vᵀ − delta).
+
+    `rows` are q, d_out, delta, and p if it was kept.
+    """
+    q, d_out, delta, *kept = rows
     spec, q, scale = scaled(spec, q)
-    q, d_out, delta, k, v = lax.optimization_barrier((q, d_out, delta, k, v))
     score, pull = _scores(exact, spec, b, h, spans, q, k, v)
     queries, keys, values = _clean(exact, q, k, v)
 
     def contract(pattern: str, x: Array, y: Array) -> Array:
         return jnp.einsum(pattern, x, y, precision=spec.precision)
 
-    part = softmax.of(score, lambda w: w, differentiable=exact)
-    weights = part.weighted / softmax.denominator(part)[:, None]
+    weights = kept[0] if kept else _weights(exact, score)[0]
     d_dropped = contract("tv,sv->ts", d_out, values)
     d_weights = tile.drop(spec, d_dropped, b, h, *spans)
     d_products, d_params = pull(weights * (d_weights - delta[:, None]))
@@ -117,7 +134,9 @@ def _odd(x: Array) -> Array:
 
 
 def _blank(odd: Array, x: Array) -> Array:
-    return jnp.where(odd.reshape(-1, *[1] * (x.ndim - 1)), 0, x)
+    """x with 0 in its odd rows; behind a barrier, so that XLA makes the same of it, to the last
+    bit, as of x."""
+    return lax.optimization_barrier(jnp.where(odd.reshape(-1, *[1] * (x.ndim - 1)), 0, x))
 
 
 def _touched(
@@ -131,41 +150,34 @@ def _touched(
 
 
 def _forward_safely(
-    spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
+    spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array, keep: bool = False
 ) -> tuple[Array, Array]:
-    """As `_forward_head`, whatever is masked."""
+    """As `_forward_head` without the weights, whatever is masked."""
     _, rows, keys = _touched(spec, b, h, spans, q, k, v)
-    selected = _forward_head(True, spec, b, h, spans, q, k, v)
+    selected = _forward_head(True, spec, b, h, spans, q, k, v, keep)
     blank = _blank(rows, q), _blank(keys, k), _blank(keys, v)
-    added = _forward_head(False, spec, b, h, spans, *blank)
+    added = _forward_head(False, spec, b, h, spans, *blank, keep)
     out, lse = (
         jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-        for x, y in zip(selected, added, strict=True)
+        for x, y in zip(selected[:2], added[:2], strict=True)
     )
     return out, lse
 
 
 def _backward_safely(
-    spec: Spec,
-    b: Any,
-    h: Any,
-    spans: Spans,
-    q: Array,
-    d_out: Array,
-    delta: Array,
-    k: Array,
-    v: Array,
+    spec: Spec, b: Any, h: Any, spans: Spans, rows: Rows, k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
     """As `_backward_head` for no score function, whatever is masked."""
-    allowed, rows, odd = _touched(spec, b, h, spans, q, k, v)
-    rows = rows | ~jnp.isfinite(delta)
-    keys = odd | jnp.any(allowed & rows[:, None], axis=0)
-    selected = _backward_head(True, spec, b, h, spans, q, d_out, delta, k, v)
-    blank = [_blank(rows, x) for x in (q, d_out, delta)] + [_blank(odd, x) for x in (k, v)]
-    added = _backward_head(False, spec, b, h, spans, *blank)
+    q, d_out, delta, *_ = rows
+    allowed, touched, odd = _touched(spec, b, h, spans, q, k, v)
+    touched = touched | ~jnp.isfinite(delta)
+    keys = odd | jnp.any(allowed & touched[:, None], axis=0)
+    selected = _backward_head(True, spec, b, h, spans, (q, d_out, delta), k, v)
+    blank = tuple(_blank(touched, x) for x in (q, d_out, delta))
+    added = _backward_head(False, spec, b, h, spans, blank, _blank(odd, k), _blank(odd, v))
     d_q, d_k, d_v = (
         jnp.where(which[:, None], x, y)
-        for which, x, y in zip((rows, keys, keys), selected, added, strict=False)
+        for which, x, y in zip((touched, keys, keys), selected, added, strict=False)
     )
     return d_q, d_k, d_v, []
 
@@ -187,19 +199,21 @@ def agreed(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *argument
     return decide(ok, arguments)
 
 
-def _unless(ok: Array, found: Any, again: Callable[..., Any], *operands: Any) -> Any:
-    """`found` where all is ok, else `again(*operands)`.
+def _unless(
+    ok: Array, found: Any, finish: Callable[..., Any], again: Callable[..., Any], *operands: Any
+) -> Any:
+    """`finish(found)` where all is ok, else `finish(again(*operands))`.
 
     Heads are joined, and so copied back between tokens, within the branch: a result that only
     passes through a branch would be copied once more.
     """
 
     def joined(results: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), results)
+        return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), finish(results))
 
     yes, no = lambda one, *_: joined(one), lambda _, *x: joined(again(*x))
     results = agreed(ok, yes, no, found, *operands)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), results, found)
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), results, jax.eval_shape(finish, found))
 
 
 class Pass(NamedTuple):
@@ -209,75 +223,175 @@ class Pass(NamedTuple):
     head: Callable[..., Any]
     safely: Callable[..., Any]
     enough: Callable[[Any], Any]
+    extra: int = 0  # last results that are of use only where it was enough, and left as they are
 
 
 def attempt(
-    which: Pass, run: Callable[..., Any], operands: tuple[Any, ...], spec: Spec, optimistic: bool
+    which: Pass,
+    run: Callable[..., Any],
+    finish: Callable[..., Any],
+    operands: tuple[Any, ...],
+    spec: Spec,
+    optimistic: bool,
 ) -> tuple[Any, Any]:
     """The results of many pieces, and whether adding the mask was enough.
 
-    `run(head, *operands)` maps a function of one head over the pieces; where memory counts more
-    than time it is told `over_batch=tile.in_turn`. `optimistic=False` selects from the start.
+    `run(head, *operands)` maps a function of one head over the pieces, `finish` makes of that what
+    is wanted; where memory counts more than time `run` is told `over_batch=tile.in_turn`.
+    `optimistic=False` selects from the start.
     """
     adding, selecting = (functools.partial(which.head, exact) for exact in (False, True))
-    if not has_mask(spec):
-        return run(adding, *operands), np.True_
-    if not optimistic or spec.score is not None:
-        return run(selecting, *operands), np.False_
-    found = run(adding, *operands)
+    optimistic = optimistic and spec.score is None
+    found = run(selecting if has_mask(spec) and not optimistic else adding, *operands)
+    last = len(found) - which.extra
+    if not has_mask(spec) or not optimistic:
+        return (*finish(found[:last]), *found[last:]), np.bool_(not has_mask(spec))
     enough = which.enough(found)
     again = functools.partial(run, which.safely, over_batch=tile.in_turn)
-    return _unless(enough, found, again, *operands), enough
+    return (*_unless(enough, found[:last], finish, again, *operands), *found[last:]), enough
 
 
 # Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
 FORWARD = Pass(_forward_head, _forward_safely, lambda found: jnp.isfinite(jnp.sum(found[0])))
+_KEEPING = Pass(
+    functools.partial(_forward_head, keep=True),
+    functools.partial(_forward_safely, keep=True),
+    FORWARD.enough,
+    extra=1,
+)
 
 
-def _everywhere(head: Callable[..., Any]) -> Callable[..., Any]:
-    """`head` for all queries and keys of one head."""
+def _by_token(results: Any) -> tuple[Array, ...]:
+    """`[B, N, T, ...]` as `[B, T, N, ...]`."""
+    return tuple(jnp.swapaxes(x, 1, 2) for x in results)
 
-    def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
-        spans = tile.spans(spec, operands[0].shape[0], operands[-1].shape[0])
-        return head(spec, b, h, spans, *operands)
 
-    return one
+def _rows(shapes: Shapes, together: int) -> int:
+    """How many batch rows to take at a time, of which one reads and writes as many numbers as its
+    operands, results and scores have; if possible a number that divides them all."""
+    _, T, S, N, _, H, V, _ = shapes
+    most = max(1, together // (N * (T * S + (T + S) * (H + V))))
+    if shapes.B <= 2 * most:  # taking groups out and putting them back must be worth its time
+        return shapes.B
+    even = next(n for n in range(most, 0, -1) if shapes.B % n == 0)
+    return even if 2 * even > most else -(-shapes.B // -(-shapes.B // most))
+
+
+def _in_groups(
+    run: Callable[..., Any], rows: int, spec: Spec, start: Any, operands: tuple[Array, ...]
+) -> tuple[Any, Any]:
+    """Folds `run(total, size, first, spec, *operands) -> (total, results)` over groups of batch
+    rows, which it cuts out with `_group`.
+
+    All at once would write and read each [T, S] of all rows before the next step; a group's stay in
+    the caches, and in memory that is not asked for anew in every call. A single group has no total
+    before it: None.
+    """
+    B = len(operands[0])
+    if rows == B:
+        return run(None, B, jnp.int32(0), spec, *operands)
+    steps, rest = divmod(B, rows)
+    starts = rows * jnp.arange(steps, dtype=jnp.int32)
+    total, results = lax.scan(
+        lambda total, first: run(total, rows, first, spec, *operands), start, starts
+    )
+    results = jax.tree.map(tiles.join, results)
+    if rest:
+        total, last = run(total, rest, jnp.int32(B - rest), spec, *operands)
+        results = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), results, last)
+    return total, results
+
+
+def _group(size: int, first: Any, spec: Spec, *operands: Array) -> Any:
+    """Some batch rows of everything. Cut where they are used: a branch would copy them."""
+    return tiles.cut_rows(spec, first, size), *(tiles.take(x, first, size) for x in operands)
 
 
 def forward(
-    spec: Spec, query: Array, key: Array, value: Array, optimistic: bool
-) -> tuple[Array, Array, Any]:
-    """`(out [B, T, N, V], lse [B, T, N], plain)`; `plain` is for `backward`."""
+    spec: Spec,
+    query: Array,
+    key: Array,
+    value: Array,
+    optimistic: bool,
+    together: int,
+    keep: bool,
+) -> tuple[Array, ...]:
+    """`(out [B, T, N, V], lse [B, T, N], plain)`, and if wanted the weights `[B, N, T, S]`, which
+    go with `plain` to `backward`. Batch rows are taken in groups of about `together` numbers."""
 
-    def run(head: Callable[..., Any], spec: Spec, *operands: Array, **how: Any) -> Any:
-        one = _everywhere(head)
-        return tile.over_heads(one, spec, operands[:1], operands[1:], out_axes=(1, 1), **how)
+    def some(total: Any, size: int, *operands: Any) -> Any:
+        def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Any:
+            def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
+                return head(spec, b, h, tile.spans(spec, len(q), len(k)), q, k, v)
 
-    results, plain = attempt(FORWARD, run, (spec, query, key, value), spec, optimistic)
-    return *results, plain
+            spec, query, *keys = _group(size, first, *operands)
+            return tile.over_heads(one, spec, (query,), tuple(keys), 0, first=first, **how)
+
+        which = _KEEPING if keep else FORWARD
+        results, plain = attempt(which, run, _by_token, operands, spec, optimistic)
+        return (plain if total is None else total & plain), results
+
+    rows = _rows(Shapes.of(query, value), together)
+    plain, found = _in_groups(some, rows, spec, jnp.ones((), bool), (query, key, value))
+    return *found[:2], jnp.asarray(plain), *found[2:]
 
 
 def backward(
-    spec: Spec, per_head: Any, key: Array, value: Array, plain: Any, optimistic: bool
+    spec: Spec,
+    per_head: Any,
+    key: Array,
+    value: Array,
+    kept: tuple[Array, ...],
+    optimistic: bool,
+    together: int,
 ) -> Any:
     """Gradients of parameters, query, key and value; `per_head` is a tuple of query, d_out, lse
-    and delta, each `[B, T, N, ...]`, and `plain` comes from `forward`.
+    and delta, each `[B, T, N, ...]`, and what was kept comes from `forward`.
 
-    The softmax is computed again from the scores: the lse would be a second result of the forward
-    pass, which then were no longer one fused kernel.
+    Weights that were not kept are computed again from the scores: the lse would be a second result
+    of the forward pass, which then were no longer one fused kernel. A group has half as many rows
+    as there, as each holds twice as much.
     """
     query, d_out, _, delta = per_head
-    axes = (1, 1, 1, [0] * len(parameters(spec)))
+    plain, *weights = kept
+    plain = plain & jnp.all(jnp.isfinite(delta))
 
-    def run(head: Callable[..., Any], spec: Spec, *operands: Array, **how: Any) -> Any:
-        one = _everywhere(head)
-        found = tile.over_heads(one, spec, operands[:3], operands[3:], out_axes=axes, **how)
-        return tile.gather_gradients(spec, key.shape[2], *found)
+    def some(total: Any, size: int, *operands: Any) -> Any:
+        def enough(found: Any) -> Array:
+            # Where a masked value overflows in a product with d_out, its row of d_key is NaN.
+            return plain & jnp.isfinite(jnp.sum(found[1]))
 
-    def enough(found: Any) -> Array:
-        # Where a masked value overflows in a product with d_out, its row of d_query is NaN.
-        return plain & jnp.all(jnp.isfinite(delta)) & jnp.isfinite(jnp.sum(found[1]))
+        def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Any:
+            def one(spec: Spec, b: Any, h: Any, *own: Array) -> Any:
+                *rows, k, v = own
+                return head(spec, b, h, tile.spans(spec, len(rows[0]), len(k)), tuple(rows), k, v)
 
-    operands = (spec, query, d_out, delta, key, value)
-    which = Pass(_backward_head, _backward_safely, enough)
-    return attempt(which, run, operands, spec, optimistic)[0]
+            spec, query, d_out, delta, key, value, *weights = _group(size, first, *operands)
+            rows = (query, d_out, delta, *(jnp.swapaxes(x, 1, 2) for x in weights))
+            axes = (0, 0, 0, [0] * len(parameters(spec)))
+            return tile.over_heads(one, spec, rows, (key, value), axes, first=first, **how)
+
+        def finish(found: Any) -> Any:
+            *by_head, d_params = found
+            d_query, d_key, d_value = _by_token(by_head)
+            return tile.gather_gradients(spec, key.shape[2], d_query, d_key, d_value, d_params)
+
+        first, spec, *_ = operands
+        spec = tiles.cut_rows(spec, first, size)
+        which = Pass(_backward_head, _backward_safely, enough)
+        (d_params, *found), _ = attempt(which, run, finish, operands, spec, optimistic)
+        return _add_rows(total, d_params, first), found
+
+    rows = _rows(Shapes.of(query, value), together // 2)
+    zeros = jax.tree.map(jnp.zeros_like, parameters(spec))
+    operands = (query, d_out, delta, key, value, *weights)
+    d_params, found = _in_groups(some, rows, spec, zeros, operands)
+    return d_params, *found
+
+
+def _add_rows(total: Any, parts: list[Array], first: Any) -> list[Array]:
+    """Gradients of parameters with those of batch rows from `first` on added."""
+    if total is None:
+        return parts
+    pairs = zip(total, parts, strict=True)
+    return [tiles.put(x, y, first, 0) if x.ndim else x + y for x, y in pairs]
