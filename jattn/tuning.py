@@ -15,8 +15,9 @@ class Sizes(NamedTuple):
     """How the blockwise implementation cuts a head of T queries and S keys.
 
     A head of at most `whole` pairs is one piece. Others are cut into blocks of `small` where one
-    block of queries visits at most `narrow` keys on average, else into blocks of `large`. Heads in
-    one piece are taken together, as many batch rows at a time as hold about `together` numbers.
+    block of queries visits at most `narrow` keys on average, of `largest` where it surely visits
+    `wide` or more, else of `large`. Heads in one piece are taken together, as many batch rows at a
+    time as hold about `together` numbers.
     """
 
     whole: int = 256 * 256
@@ -24,12 +25,22 @@ class Sizes(NamedTuple):
     narrow: int = 1024
     small: int = 128
     large: int = 512
+    wide: int = 2048
+    largest: int = 512
 
 
 DEFAULT = Sizes()
 
 TABLE: dict[str, Sizes] = {
-    "cpu": Sizes(whole=256 * 256, together=3_200_000, narrow=1024, small=128, large=512),
+    "cpu": Sizes(
+        whole=256 * 256,
+        together=3_200_000,
+        narrow=1024,
+        small=128,
+        large=512,
+        wide=2048,
+        largest=1024,
+    ),
 }
 """By device kind as JAX spells it ("NVIDIA H200", "TPU v5 lite", "cpu"); `DEFAULT` for others."""
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks
+from jattn import masks, tuning
 from jattn.kernels import blockwise, whole
-from jattn.spec import Shapes, Tiling
+from jattn.spec import Shapes, Spec, Tiling
 
 
 ROWS_AT_ONCE = whole._rows  # before tests get another one
@@ -74,6 +74,23 @@ def test_groups_of_batch_rows(B, together, rows):
     that does not make them less than half as large."""
     shapes = Shapes((B,), T=2, S=2, N=1, K=1, H=1, V=1, dtype=jnp.float32)
     assert ROWS_AT_ONCE(shapes, together) == rows
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize(
+    "mask, T, size",
+    [
+        (masks.Causal() & masks.Window(left=256), 8192, 128),
+        (masks.Causal(), 2048, 512),
+        (masks.Causal(), 4096, 1024),
+        (masks.Full(), 2048, 1024),
+        (masks.Lengths(jnp.array([5000])), 8192, 512),  # what it empties is not known yet
+    ],
+)
+def test_tiles_grow_with_the_keys_that_are_visited(mask, T, size):
+    spec = Spec(mask=mask, score=None, scale=1.0, q_positions=None, kv_positions=None)
+    tiling = blockwise.choose_tiling(spec, T, T, tuning.TABLE["cpu"])
+    assert tiling == Tiling(size, size)
 
 
 @pytest.mark.default_tiles

@@ -44,17 +44,22 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 def choose_tiling(spec: Spec, T: int, S: int, sizes: Sizes) -> Tiling:
     """Small tiles follow a narrow band closely; where a block of queries visits many keys, the
     larger products of larger tiles win."""
-    size = sizes.small if _visited(spec, T, S) <= sizes.narrow else sizes.large
+    least, most = _visited(spec, T, S)
+    size = sizes.small if most <= sizes.narrow else sizes.large
+    if least >= sizes.wide:
+        size = sizes.largest
     return Tiling(tiles.even(T, size), tiles.even(S, size))
 
 
-def _visited(spec: Spec, T: int, S: int) -> float:
-    """How many keys a block of queries visits on average; all, where that is not known yet."""
+def _visited(spec: Spec, T: int, S: int) -> tuple[float, float]:
+    """How many keys a block of queries visits on average, at least and at most: what a mask with
+    arrays empties is not known yet."""
     block = max(128, max(T, S) // 1024)
     kinds = tiles.kinds(masks.pick(spec, 0, 0), T, S, Tiling(block, block))
     if not isinstance(kinds, np.ndarray):
-        return float(S)
-    return float(np.mean(np.sum(kinds > 0, axis=1)) * block)
+        return 0.0, float(S)
+    visited = float(np.mean(np.sum(kinds > 0, axis=1)) * block)
+    return visited, visited
 
 
 _PIECES = 8  # of a band at once: enough for the cores, few enough for their caches
