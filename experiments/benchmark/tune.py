@@ -40,6 +40,11 @@ def _causal(T: int, B: int = 1) -> Case:
 QUESTIONS = (
     Question("large", (128, 256, 512, 1024), (_causal(2048), Case("full", 1, 8, 1024, 64))),
     Question("largest", (512, 1024, 2048), (_causal(8192), Case("full", 1, 8, 2048, 64))),
+    Question(
+        "wide",
+        (1024, 2048, 4096),
+        (*(_causal(T) for T in (2048, 4096, 8192)), Case("full", 1, 8, 2048, 64)),
+    ),
     Question("small", (64, 128, 256), tuple(_window(8192, w) for w in (128, 256, 512))),
     # Without a mask that is wider than all windows, the widest would seem to cost nothing.
     Question(

@@ -473,7 +473,7 @@ def choose_way(shapes: Shapes, platform: str, sizes: Sizes) -> str:
 
 
 def _care(platform: str) -> tuple[bool, int]:
-    """For short sequences: whether to add masks first, and how many scores to take together."""
+    """For short sequences: whether to add masks first, and how many numbers to take together."""
     return platform == "cpu", tuning.sizes(platform).together
 
 
