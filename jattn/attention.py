@@ -28,6 +28,7 @@ from jattn.kernels import (
     cudnn,
     decode,
     lowering,
+    native,
     pallas_gpu,
     pallas_hopper,
     passes,
@@ -55,6 +56,7 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": Implementation(cudnn, ("cuda",), at_once=True),
     "splash": Implementation(splash, ("tpu",)),
+    "native": Implementation(native, ("cpu",)),
     "blockwise": Implementation(blockwise),
     "pallas": Implementation(pallas_gpu, ("cpu", "cuda", "rocm")),
     "hopper": Implementation(pallas_hopper, ("cpu", "cuda")),
@@ -68,11 +70,12 @@ it stands, which runs only where it is named.
 """
 
 
-def _wrong_platform(name: str, platform: str) -> str | None:
+def _cannot_run(name: str, platform: str, shapes: Shapes) -> str | None:
+    """Why not on this platform, or this machine; asked when a program is lowered for it."""
     kernel, platforms, _ = IMPLEMENTATIONS[name]
-    if platforms is None or platform in platforms or getattr(kernel, "INTERPRET", False):
-        return None
-    return f"is for {' and '.join(platforms)}, the program is for {platform}"
+    if platforms and platform not in platforms and not getattr(kernel, "INTERPRET", False):
+        return f"is for {' and '.join(platforms)}, the program is for {platform}"
+    return kernel.unavailable(shapes) if hasattr(kernel, "unavailable") else None
 
 
 def _check_name(implementation: str | None, known: Iterable[str]) -> None:
@@ -86,25 +89,26 @@ def _refuse(name: str, reason: str | None) -> None:
         raise NotImplementedError(f"implementation {name!r}: {reason}")
 
 
-def _by_platform(implementation: str | None, spec: Spec, shapes: Shapes) -> dict[str, str]:
-    """The name of the implementation for each platform: the named one, or the first that can."""
-    if implementation is not None:
-        return dict.fromkeys(lowering.PLATFORMS, implementation)
-    able = [
-        (name, row.platforms)
+def _candidates(spec: Spec, shapes: Shapes) -> list[str]:
+    """Those that can by what is asked of them, in order."""
+    return [
+        name
         for name, row in IMPLEMENTATIONS.items()
         if hasattr(row.kernel, "passes") and not row.kernel.supports(spec, shapes)
     ]
 
-    def first(platform: str) -> str:
-        return next(name for name, only in able if not only or platform in only)
 
-    return {platform: first(platform) for platform in lowering.PLATFORMS}
+def _passes(names: list[str], shapes: Shapes, platform: str) -> Passes:
+    """Those of the first implementation that is for the platform and can run on this machine."""
+    for name in names:
+        row = IMPLEMENTATIONS[name]
+        if platform in (row.platforms or [platform]) and not _cannot_run(name, platform, shapes):
+            return row.kernel.passes(platform)
+    raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
 
 
-def _passes(names: dict[str, str], platform: str) -> Passes:
-    name = names[platform]
-    _refuse(name, _wrong_platform(name, platform))
+def _named_passes(name: str, shapes: Shapes, platform: str) -> Passes:
+    _refuse(name, _cannot_run(name, platform, shapes))
     return IMPLEMENTATIONS[name].kernel.passes(platform)
 
 
@@ -112,18 +116,18 @@ def _run(
     implementation: str | None, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes
 ) -> tuple[Array, Array]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    names = _by_platform(implementation, spec, shapes)
-    spec = prepare(spec, shapes)
-    if implementation is not None and not hasattr(IMPLEMENTATIONS[implementation].kernel, "passes"):
-        return IMPLEMENTATIONS[implementation].kernel.attend(spec, query, key, value)
-    rows = {platform: IMPLEMENTATIONS[name] for platform, name in names.items()}
-    at_once = {
-        platform: row.kernel.passes(platform)
-        for platform, row in rows.items()
-        if row.at_once and platform in (row.platforms or rows)
-    }
-    by_name = functools.partial(_passes, names)
-    return passes.attention(by_name, spec, query, key, value, at_once)
+    if implementation is None:
+        names = _candidates(spec, shapes)
+        by_platform = functools.partial(_passes, names, shapes)
+    else:
+        names = [implementation]
+        by_platform = functools.partial(_named_passes, implementation, shapes)
+    spec, first = prepare(spec, shapes), IMPLEMENTATIONS[names[0]]
+    if not hasattr(first.kernel, "passes"):
+        return first.kernel.attend(spec, query, key, value)
+    platforms = (first.platforms or lowering.PLATFORMS) if first.at_once else ()
+    at_once = {platform: first.kernel.passes(platform) for platform in platforms}
+    return passes.attention(by_platform, spec, query, key, value, at_once)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
@@ -392,7 +396,7 @@ def explain(
         shapes = check_shapes(query, key, value)
         spec = make_spec(shapes, **arguments)
     for name, row in IMPLEMENTATIONS.items():
-        reasons[name] = row.kernel.supports(spec, shapes) or _wrong_platform(name, platform)
+        reasons[name] = row.kernel.supports(spec, shapes) or _cannot_run(name, platform, shapes)
     return reasons
 
 

@@ -59,6 +59,11 @@ class Cache:
         """Keys and values of all slots."""
         return self.keys, self.values
 
+    def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
+        """Keys and values as they lie in memory, and in which pages those of each row are; P in
+        the table where a row has none."""
+        return self.keys, self.values, jnp.arange(len(self.lengths), dtype=jnp.int32)[:, None]
+
     def block(
         self, start: Any, size: int
     ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
@@ -345,6 +350,9 @@ class PagedCache(Cache):
 
     def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
         return self._gather(self.table)
+
+    def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
+        return self.keys, self.values, self._held()
 
     def block(
         self, start: Any, size: int

@@ -148,6 +148,20 @@ def key_words(key: Array | tuple[Array, ...]) -> tuple[UInt32[Array, ""], ...]:
     return tuple(words.reshape(-1).astype(jnp.uint32))
 
 
+def seed(key: Any, b: Any, h: Any) -> UInt32[Array, ""]:
+    """A hash of (key, b, h), of which the dropout of one head is made."""
+    first, *rest = key_words(key)
+    seed = _mix(first)
+    for word in (*rest, b, h):
+        seed = _mix(seed + np.uint32(0x9E3779B9) ^ jnp.asarray(word).astype(jnp.uint32))
+    return seed
+
+
+def threshold(rate: float) -> int:
+    """A weight is dropped where the 32 bits of its hash are less."""
+    return min(round(rate * 2**32), 2**32 - 1)
+
+
 def keep(
     key: Any, rate: float, b: Any, h: Any, q_places: Indices, kv_places: Indices
 ) -> Bool[Array, "t s"]:
@@ -156,14 +170,10 @@ def keep(
     A hash of (key, b, h, query place, key place), so that the decision about a weight is the same
     however attention is tiled, mapped or sharded, and in forward and backward.
     """
-    first, *rest = key_words(key)
-    seed = _mix(first)
-    for word in (*rest, b, h):
-        seed = _mix(seed + np.uint32(0x9E3779B9) ^ jnp.asarray(word).astype(jnp.uint32))
-    by_row = _mix(seed ^ _mix(jnp.asarray(q_places).astype(jnp.uint32)))
+    by_row = _mix(seed(key, b, h) ^ _mix(jnp.asarray(q_places).astype(jnp.uint32)))
     by_column = _mix(jnp.asarray(kv_places).astype(jnp.uint32) + np.uint32(0x85EBCA6B))
     bits = _mix(by_row[:, None] + by_column[None, :])
-    return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return bits >= np.uint32(threshold(rate))
 
 
 def drop(

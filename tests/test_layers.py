@@ -35,6 +35,9 @@ LAYERS = {
     "kernels.passes": 4.2,
     "kernels.walks": 4.2,  # goes over the tiles of `tiles`
     "kernels.registers": 4,
+    "kernels.native_library": 4,
+    "kernels.native_rules": 4,
+    "kernels.native": 4.3,
     "kernels.blockwise": 4.5,  # goes by `whole` for short sequences, by `tiles` for long ones
     "kernels.additive": 4.5,
     "kernels.decode": 4.7,  # differentiated as blockwise

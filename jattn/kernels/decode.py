@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jattn import masks, softmax, tile
-from jattn._types import LogSumExp, Output, accumulation
+from jattn import masks, scores, softmax, tile
+from jattn._types import LogSumExp, Output, accumulation, is_static, number
 from jattn.cache import Cache, PagedCache
-from jattn.kernels import blockwise, reverse, tiles, whole
-from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
+from jattn.kernels import blockwise, lowering, native_library, reverse, tiles, whole
+from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters, scaled, with_parameters
 
 
 MAX_QUERIES = 8
@@ -115,8 +115,8 @@ def _block_size(cache: Cache) -> int:
     return page * max(d for d in range(1, min(most, pages) + 1) if pages % d == 0)
 
 
-def _forward(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
-    """`(out [B, K, R, V], lse [B, K, R])`."""
+def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+    """`(out [B, T, N, V], lse [B, N, T])` by XLA."""
     B, T, N, H = query.shape
     K, S, size = cache.num_kv_heads, cache.capacity, _block_size(cache)
     spec, query, _ = scaled(spec, query)
@@ -138,25 +138,85 @@ def _forward(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array
         return _over_heads(softmax.quotient)(tiles.repeat(0, count, step, state))
 
     if size == S or (size < _BLOCK // 4 and not isinstance(cache, PagedCache)):
-        return at_once(spec, queries, cache)
+        return _by_token(query, *at_once(spec, queries, cache))
     order, count = (x[0] for x in tiles.where_true(jnp, _visited(spec, (B, N), T, S, size)[None]))
     if exact or isinstance(cache, PagedCache):  # exact takes copies, which blocks keep small
-        return in_blocks(spec, queries, cache)
+        return _by_token(query, *in_blocks(spec, queries, cache))
     # A block is copied before it is read, which takes as long again.
-    return whole.agreed(2 * count > S // size, at_once, in_blocks, spec, queries, cache)
+    enough = 2 * count > S // size
+    return _by_token(query, *whole.agreed(enough, at_once, in_blocks, spec, queries, cache))
+
+
+def _by_token(query: Array, out: Array, lse: Array) -> tuple[Array, Array]:
+    """`[B, K, R, V]` and `[B, K, R]` as `[B, T, N, V]` and `[B, N, T]`."""
+    B, T, N, _ = query.shape
+    return jnp.swapaxes(out.reshape(B, N, T, out.shape[-1]), 1, 2), lse.reshape(B, N, T)
+
+
+def _is_added(score: Any) -> bool:
+    kinds = (scores.Alibi, scores.RelativeBias, scores.Bias)
+    return all(isinstance(one, kinds) for one in scores.in_order(score))
+
+
+def _by_head(mask: Any) -> bool:
+    """Whether heads may see different keys."""
+    every = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Predicate))
+    return masks.leading(mask)[1] > 1 or any(isinstance(x, masks.Predicate) for x in every)
+
+
+def _runs_native(platform: str, spec: Spec, query: Array, cache: Cache) -> bool:
+    """Whether `native_decode.cc` can: its cache holds what is summed in, its scores are sums."""
+    dtype = accumulation(query.dtype)
+    ours = platform == "cpu" and not lowering.exported() and _is_added(spec.score)
+    ours = ours and is_static(spec.scale)
+    ours = ours and cache.keys.dtype == cache.values.dtype == dtype
+    return ours and native_library.unavailable("decode", dtype) is None
+
+
+def _native(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+    """As `_portable`, by `native_decode.cc`."""
+    B, T, N, _ = query.shape
+    S, dtype = cache.capacity, accumulation(query.dtype)
+
+    def of_heads(spec: Spec, n: int, kind: Any, one: Callable[[tiles.Tile], Array]) -> Array:
+        def head(spec: Spec, b: Any, h: Any, _: Array) -> Array:
+            here = tiles.Tile.at(spec, b, h, 0, T, tiles.Run(0, S, True))
+            return jnp.broadcast_to(one(here), (T, S))
+
+        if not n:
+            return jnp.zeros((1, 1, 1, 0), kind)
+        nothing = jnp.zeros((B, T, n, 1), kind)
+        return tile.over_heads(head, spec, (nothing,), (), out_axes=0)
+
+    def allowed(here: tiles.Tile) -> Array:
+        return jnp.asarray(here.spec.mask.evaluate(here.b, here.h, here.rows, here.columns))
+
+    heads = (N if _by_head(spec.mask) else 1) if has_mask(spec) else 0
+    zeros = jnp.zeros((T, S), dtype)
+    bias = of_heads(spec, N if spec.score else 0, dtype, lambda here: here.modify(zeros, False))
+    rule = of_heads(dataclasses.replace(spec, score=None), heads, bool, allowed)
+    like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, cache.values.shape[-1]), (B, N, T))]
+    name = native_library.target("decode", dtype)
+    run = jax.ffi.ffi_call(name, like, vmap_method="sequential")
+    operands = (query.astype(dtype), *cache.pages(), rule, bias)
+    out, lse = run(*operands, scale=float(number(spec.scale)))
+    return out, lse
+
+
+def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+    if _runs_native(platform, spec, query, cache):
+        return _native(spec, query, cache)
+    return _portable(False, spec, query, cache)
 
 
 def _attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
     """As `attend`, in the dtype of sums and without a derivative."""
-    B, T, N, _ = query.shape
-    forward, again = (functools.partial(_forward, exact) for exact in (False, True))
-    out, lse = forward(spec, query, cache)
+    like = jax.eval_shape(functools.partial(_portable, False), spec, query, cache)
+    out, lse = lowering.by_platform(_forward, like, spec, query, cache)
     finite = jnp.isfinite(jnp.sum(out))
     first = lambda spec, query, cache, out, lse: (out, lse)  # noqa: E731
-    second = lambda spec, query, cache, out, lse: again(spec, query, cache)  # noqa: E731
-    out, lse = whole.agreed(finite, first, second, spec, query, cache, out, lse)
-    out = out.reshape(B, N, T, out.shape[-1])
-    return jnp.swapaxes(out, 1, 2), lse.reshape(B, N, T)
+    again = lambda spec, query, cache, out, lse: _portable(True, spec, query, cache)  # noqa: E731
+    return whole.agreed(finite, first, again, spec, query, cache, out, lse)
 
 
 def _as_arrays(

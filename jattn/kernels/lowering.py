@@ -6,9 +6,11 @@ out as one operation, `by_platform`, whose function is traced when the program i
 for the platforms that it is lowered for.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +52,23 @@ def default_settings() -> ExitStack:
     return _Settings(False, precision, "standard", "allow").restored()
 
 
+_exported = ContextVar("exported", default=False)
+
+
+@contextlib.contextmanager
+def _lowering(exported: bool) -> Iterator[None]:
+    token = _exported.set(exported)
+    try:
+        yield
+    finally:
+        _exported.reset(token)
+
+
+def exported() -> bool:
+    """Whether the program that is being lowered will be exported, and may run elsewhere."""
+    return _exported.get()
+
+
 _operation = Primitive("by_platform")
 _operation.multiple_results = True
 
@@ -84,8 +103,10 @@ def _lower(
 ) -> Any:
     """Traces the function and writes its operations into the program."""
 
+    exported = context.module_context.lowering_parameters.for_export
+
     def run(*flat: Any) -> Any:
-        with settings.restored():
+        with settings.restored(), _lowering(exported):
             found = function(platform, *flat)
         assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in like]
         return found

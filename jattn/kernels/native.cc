@@ -1,0 +1,667 @@
+// Attention on CPUs: one head by tiles, forward and backward, called from XLA.
+//
+// A block of queries walks over its tiles of keys with the online softmax (Milakov and Gimelshein
+// 2018; Dao et al. 2022, FlashAttention, algorithms 1 and 4). A tile of scores lies in the first
+// cache and is turned: rows are keys, and the lanes of a vector are queries. So each query's
+// maximum, sum and bounds are lanes as well, nothing is ever summed across a vector, and of all
+// operands only the block of queries (and of d_out) has to be transposed:
+//
+//   scores   [s, t] = k [s, H] · qT [H, t]          d_weights [s, t] = v [s, V] · d_outT [V, t]
+//   out      [t, V] += weightsT [t, s] · v [s, V]    d_query   [t, H] += d_scoresT [t, s] · k [s, H]
+//   d_key    [s, H] += d_scores [s, t] · q [t, H]    d_value   [s, V] += weights [s, t] · d_out [t, V]
+//
+// Which keys a query sees is a run of places, `from <= j < until`, and equality of ids where there
+// are some. Tiles that this empties are skipped, and those that it leaves whole are not masked.
+// What is masked is selected away; in sums over keys or queries it has weight 0, and there numbers
+// that are not finite count as 0, so that 0 × NaN does not reach anybody.
+
+#include "native.h"
+
+namespace {
+
+// ------------------------------------------------------------------------------------------------
+// Masks, score functions, dropout
+// ------------------------------------------------------------------------------------------------
+
+enum class Kind { kEmpty, kMixed, kFull };
+
+// What a head's mask, score function and dropout are.
+struct Rules {
+  const int32_t* from;   // [T]: query i sees keys from[i] <= j < until[i]
+  const int32_t* until;  // [T]
+  const int32_t* q_ids;  // [T] or null: and among them those of its own id
+  const int32_t* kv_ids; // [S]
+  const T* bias;         // [T + S - 1] or null: bias[i - j + S - 1] is added to score (i, j)
+  T* d_bias;             // its gradient
+  T cap;                 // scores become cap tanh(score / cap), if not 0
+  uint32_t seed;         // of this head's dropout
+  uint32_t threshold;    // weights whose hash is less are dropped; 0: none
+  T grown;               // what the others are multiplied with
+  Index S;
+};
+
+// As `jattn.tile`: Wellons's "lowbias32".
+template <typename W>
+inline W mix(W x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+#ifndef JATTN_TILES
+#define JATTN_TILES 64, 64, 512
+#endif
+constexpr Index kSizes[] = {JATTN_TILES};
+constexpr Index kQueries = kSizes[0], kKeys = kSizes[1];  // of a tile
+constexpr Index kRun = kSizes[2];  // keys whose gradients are summed before they are written
+
+// A block of at most kQueries queries: what its lanes see.
+struct Block {
+  Index first, count, width;  // width: count as whole vectors
+  alignas(64) Int from[kQueries], until[kQueries], ids[kQueries];
+  alignas(64) uint32_t hashes[kQueries];
+  Index least_from, most_from, least_until, most_until;
+  int32_t least_id, most_id;
+
+  Block(const Rules& rules, Index first, Index count)
+      : first(first), count(count), width(up(count, kLanes)) {
+    least_from = least_until = std::numeric_limits<Index>::max();
+    most_from = most_until = 0;
+    least_id = std::numeric_limits<int32_t>::max();
+    most_id = std::numeric_limits<int32_t>::min();
+    for (Index i = 0; i < width; ++i) {
+      const bool real = i < count;
+      from[i] = real ? rules.from[first + i] : 0;
+      until[i] = real ? rules.until[first + i] : 0;
+      least_from = std::min<Index>(least_from, until[i] > from[i] ? from[i] : least_from);
+      most_from = std::max<Index>(most_from, from[i]);
+      least_until = std::min<Index>(least_until, real ? until[i] : least_until);
+      most_until = std::max<Index>(most_until, until[i] > from[i] ? until[i] : 0);
+      if (rules.q_ids) {
+        ids[i] = real ? rules.q_ids[first + i] : ids[0];
+        least_id = std::min<int32_t>(least_id, ids[i]);
+        most_id = std::max<int32_t>(most_id, ids[i]);
+      }
+      if (rules.threshold) hashes[i] = mix(rules.seed ^ mix(static_cast<uint32_t>(first + i)));
+    }
+  }
+
+  // Lanes without a query may count as whatever suits: nothing reads them.
+  Kind kind(const Rules& rules, Index j, Index keys) const {
+    if (most_until <= j || least_from >= j + keys) return Kind::kEmpty;
+    bool full = most_from <= j && least_until >= j + keys;
+    if (rules.q_ids) {
+      const auto [low, high] = std::minmax_element(rules.kv_ids + j, rules.kv_ids + j + keys);
+      if (*high < least_id || *low > most_id) return Kind::kEmpty;
+      full = full && least_id == most_id && *low == *high && *low == least_id;
+    }
+    return full ? Kind::kFull : Kind::kMixed;
+  }
+
+  // Score (i, j) of lanes i from the product of query and key.
+  template <bool kMasked>
+  Vector modified(const Rules& rules, Vector score, Index i, Index j) const {
+    if (rules.cap != 0) score = rules.cap * tangent(score / rules.cap);
+    if (rules.bias)
+      score += load(rules.bias + first + i - j + rules.S - 1);
+    if constexpr (kMasked) score = allowed(rules, i, j) ? score : all(-kInfinity);
+    return score;
+  }
+
+  Ints allowed(const Rules& rules, Index i, Index j) const {
+    const Int place = j;
+    Ints yes = (load<Ints>(from + i) <= place) & (load<Ints>(until + i) > place);
+    if (rules.q_ids) yes &= load<Ints>(ids + i) == Int{rules.kv_ids[j]};
+    return yes;
+  }
+
+  // Weights with dropout.
+  Vector dropped(const Rules& rules, Vector weights, Index i, Index j) const {
+    const uint32_t column = mix(static_cast<uint32_t>(j) + 0x85EBCA6Bu);
+#if JATTN_SINGLE
+    const Words bits = mix(load<Words>(hashes + i) + column);
+    return bits >= rules.threshold ? weights * rules.grown : Vector{};
+#else
+    for (int l = 0; l < kLanes; ++l)
+      weights[l] = mix(hashes[i + l] + column) >= rules.threshold ? weights[l] * rules.grown : 0;
+    return weights;
+#endif
+  }
+};
+
+// ------------------------------------------------------------------------------------------------
+// One head
+// ------------------------------------------------------------------------------------------------
+
+struct Head {
+  Rows<const T> q, k, v;
+  Rules rules;
+  T scale;
+};
+
+// Some keys and values side by side; heads lie between those of the arrays, too far apart for the
+// caches. What is not finite is 0 in them, and those who attend to it get NaN from `lost`.
+struct Tile {
+  Index H, V;
+  T *k, *v, *memory;
+  const T* lost = nullptr;  // null if all is finite
+
+  static Index size(Index H, Index V, Index keys) { return keys * (H + V + 1); }
+
+  Tile(Index H, Index V, Index keys, Bench& bench)
+      : H(H), V(V), k(bench.take(keys * H)), v(bench.take(keys * V)), memory(bench.take(keys)) {}
+
+  void read(const Head& head, Index j, Index keys) {
+    const bool finite_k = copy(head.k.from(j), keys, k, H);
+    const bool finite_v = copy(head.v.from(j), keys, v, V);
+    lost = nullptr;
+    if (finite_k && finite_v) return;
+    std::fill(memory, memory + keys, T{0});
+    clean(k, keys, H, memory);
+    clean(v, keys, V, memory);
+    lost = memory;
+  }
+};
+
+constexpr Index kTogether = 8;  // blocks of queries that share a tile
+
+// A block of queries on its way over the keys: the online softmax.
+struct Walk {
+  static constexpr Index L = kLanes;
+
+  Block block;
+  T* turned;  // scale q, [H, width]
+  T* out;     // [width, V], times the sum
+  alignas(64) T most[kQueries], sum[kQueries], shrink[kQueries];
+
+  Walk(const Head& head, Index first, Index count, Index H, Index V, Bench& bench)
+      : block(head.rules, first, count) {
+    turned = bench.take(H * block.width);
+    out = bench.take(block.width * V);
+    turn(head.q.from(first), count, block.width, turned, head.scale);
+    std::fill(out, out + block.width * V, T{0});
+    std::fill(most, most + block.width, -kInfinity);
+    std::fill(sum, sum + block.width, T{0});
+  }
+
+  // Adds `keys` of the tile, from j on.
+  void visit(const Head& head, Kind kind, Index j, Index keys, const Tile& tile, T* scores) {
+    const Index t = block.width;
+    product(keys, t, head.k.size, tile.k, tile.H, 1, turned, t, scores, t, false);
+    const bool plain = head.rules.cap == 0 && !head.rules.bias && !tile.lost;
+    const bool grows =
+        kind == Kind::kMixed ? soften<true, true>(head.rules, j, keys, tile.lost, scores)
+        : plain              ? soften<false, false>(head.rules, j, keys, tile.lost, scores)
+                             : soften<false, true>(head.rules, j, keys, tile.lost, scores);
+    if (grows) rescale(tile.V);
+    product(block.count, tile.V, keys, scores, 1, t, tile.v, tile.V, out, tile.V, true);
+  }
+
+  // Products become weights. Whether some maximum has grown.
+  template <bool kMasked, bool kModified>
+  bool soften(const Rules& rules, Index j, Index keys, const T* lost, T* scores) {
+    bool grows = false;
+    Index i = 0;
+    for (; i + kWide * L <= block.width; i += kWide * L)
+      grows |= soften_lanes<kMasked, kModified, kWide>(rules, i, j, keys, lost, scores);
+    for (; i < block.width; i += L)
+      grows |= soften_lanes<kMasked, kModified, 1>(rules, i, j, keys, lost, scores);
+    return grows;
+  }
+
+  // For N vectors of lanes side by side, so that none waits for its own last sum.
+  template <bool kMasked, bool kModified, int N>
+  bool soften_lanes(const Rules& rules, Index first, Index j, Index keys, const T* lost,
+                    T* scores) {
+    const Index t = block.width;
+    Vector now[N], shift[N], total[N];
+    for (int n = 0; n < N; ++n) now[n] = load(most + first + n * L);
+    for (Index s = 0; s < keys; ++s) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const Index i = first + n * L;
+        Vector x = load(scores + s * t + i);
+        if constexpr (kModified) {
+          if (lost) x += lost[s];
+          x = block.template modified<kMasked>(rules, x, i, j + s);
+          store(scores + s * t + i, x);
+        }
+        now[n] = x > now[n] ? x : now[n];
+      }
+    }
+    bool grows = false;
+    for (int n = 0; n < N; ++n) {
+      const Index i = first + n * L;
+      const Vector before = load(most + i);
+      shift[n] = now[n] == -kInfinity ? Vector{} : now[n];
+      const Vector factor = exponential(before - shift[n]);
+      total[n] = load(sum + i) * factor;
+      store(most + i, now[n]);
+      store(shrink + i, factor);
+      for (int l = 0; l < L; ++l) grows |= now[n][l] != before[l];
+    }
+    for (Index s = 0; s < keys; ++s) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const Index i = first + n * L;
+        Vector weights = exponential(load(scores + s * t + i) - shift[n]);
+        total[n] += weights;
+        if (rules.threshold) weights = block.dropped(rules, weights, i, j + s);
+        store(scores + s * t + i, weights);
+      }
+    }
+    for (int n = 0; n < N; ++n) store(sum + first + n * L, total[n]);
+    return grows;
+  }
+
+  void rescale(Index V) {
+    for (Index i = 0; i < block.count; ++i)
+      for (Index h = 0; h < V; h += L)
+        store(out + i * V + h, load(out + i * V + h) * shrink[i]);
+  }
+
+  void finish(Rows<T> to, Rows<T> lse, Index V) {
+    for (Index i = 0; i < block.width; i += L) {
+      const Vector total = load(sum + i);
+      const Ints dead = total == T{0};
+      store(shrink + i, dead ? Vector{} : 1 / total);
+      store(sum + i, dead ? all(-kInfinity) : load(most + i) + logarithm(total));
+    }
+    for (Index i = 0; i < block.count; ++i) {
+      put_row(to[block.first + i], out + i * V, to.size, shrink[i], false);
+      *lse[block.first + i] = sum[i];
+    }
+  }
+};
+
+// out and lse of queries first .. first + count - 1, at most kTogether blocks.
+void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> lse) {
+  const Index H = up(head.q.size, kLanes), V = up(head.v.size, kLanes), S = head.rules.S;
+  Bench bench(up(count, kQueries) * (H + V) + Tile::size(H, V, kKeys) + kKeys * kQueries);
+  Tile tile(H, V, kKeys, bench);
+  T* scores = bench.take(kKeys * kQueries);
+  thread_local std::vector<Walk> walks;
+  walks.clear();
+  walks.reserve(kTogether);
+  Index from = S, until = 0;
+  for (Index i = 0; i < count; i += kQueries) {
+    walks.emplace_back(head, first + i, std::min(kQueries, count - i), H, V, bench);
+    from = std::min(from, walks.back().block.least_from);
+    until = std::max(until, walks.back().block.most_until);
+  }
+  for (Index j = from / kKeys * kKeys; j < until; j += kKeys) {
+    const Index keys = std::min(kKeys, S - j);
+    bool there = false;
+    for (Walk& walk : walks) {
+      const Kind kind = walk.block.kind(head.rules, j, keys);
+      if (kind == Kind::kEmpty) continue;
+      if (!there) tile.read(head, j, keys);
+      there = true;
+      walk.visit(head, kind, j, keys, tile, scores);
+    }
+  }
+  for (Walk& walk : walks) walk.finish(out, lse, V);
+}
+
+// ------------------------------------------------------------------------------------------------
+// One head's gradients
+// ------------------------------------------------------------------------------------------------
+
+// What goes with the queries, and where gradients go.
+struct Back {
+  Rows<const T> d_out, lse, delta;
+  Rows<T> d_q, d_k, d_v;
+};
+
+// The gradients of a run of keys: its tiles, and the sums.
+struct Sums {
+  Tile tile;
+  T *d_k, *d_v;          // [keys, H], [keys, V]
+  T *scores, *d_scores;  // [kKeys, width]
+
+  static Index size(Index H, Index V) {
+    return Tile::size(H, V, kRun) + kRun * (H + V) + 2 * kKeys * kQueries;
+  }
+
+  Sums(Index H, Index V, Bench& bench) : tile(H, V, kRun, bench) {
+    d_k = bench.take(kRun * H), d_v = bench.take(kRun * V);
+    scores = bench.take(kKeys * kQueries), d_scores = bench.take(kKeys * kQueries);
+  }
+};
+
+// A block of queries in the backward pass.
+struct BackWalk {
+  static constexpr Index L = kLanes;
+
+  Block block;
+  Index H, V;
+  T *q, *d_out;            // [width, H], [width, V]
+  T *q_turned, *d_turned;  // scale q, d_out: [H, width], [V, width]
+  T* d_query;              // [width, H]
+  alignas(64) T lse[kQueries], delta[kQueries];
+
+  static Index size(Index H, Index V) { return kQueries * (3 * H + 2 * V); }
+
+  BackWalk(const Head& head, const Back& back, Index first, Index count, Index H, Index V,
+           Bench bench)
+      : block(head.rules, first, count), H(H), V(V) {
+    const Index t = block.width;
+    q = bench.take(t * H), d_out = bench.take(t * V), d_query = bench.take(t * H);
+    q_turned = bench.take(t * H), d_turned = bench.take(t * V);
+  }
+
+  void read(const Head& head, const Back& back) {
+    const Index t = block.width, first = block.first, count = block.count;
+    if (!copy(head.q.from(first), count, q, H)) clean(q, count, H, nullptr);
+    copy(back.d_out.from(first), count, d_out, V);
+    turn(head.q.from(first), count, t, q_turned, head.scale);
+    turn(back.d_out.from(first), count, t, d_turned, T{1});
+    std::fill(d_query, d_query + t * H, T{0});
+    for (Index i = 0; i < t; ++i) {
+      const T one = i < count ? *back.lse[first + i] : -kInfinity;
+      lse[i] = one == -kInfinity ? T{0} : one;
+      delta[i] = i < count ? *back.delta[first + i] : T{0};
+    }
+  }
+
+  // Keys j .. j + keys - 1, which stand from `at` on in the run.
+  template <bool kQuery, bool kOfKeys>
+  void visit(const Head& head, Kind kind, Index j, Index keys, Index at, const Sums& sums) {
+    const Index t = block.width;
+    const Tile& tile = sums.tile;
+    const T *k = tile.k + at * H, *v = tile.v + at * V;
+    T *p = sums.scores, *ds = sums.d_scores;
+    product(keys, t, head.k.size, k, H, 1, q_turned, t, p, t, false);
+    product(keys, t, head.v.size, v, V, 1, d_turned, t, ds, t, false);
+    const T* lost = tile.lost ? tile.lost + at : nullptr;
+    if (kind == Kind::kMixed)
+      derive<true>(head.rules, j, keys, lost, p, ds);
+    else
+      derive<false>(head.rules, j, keys, lost, p, ds);
+    if constexpr (kOfKeys) {
+      product(keys, V, block.count, p, t, 1, d_out, V, sums.d_v + at * V, V, true);
+      product(keys, H, block.count, ds, t, 1, q, H, sums.d_k + at * H, H, true);
+    }
+    if constexpr (kQuery) product(block.count, H, keys, ds, 1, t, k, H, d_query, H, true);
+  }
+
+  // Products q k become weights p after dropout, and products d_out v the cotangent of products
+  // q k; that of scores is p (dp - delta), with p before dropout.
+  template <bool kMasked>
+  void derive(const Rules& rules, Index j, Index keys, const T* lost, T* products,
+              T* d_weights) {
+    T along[kQueries + kKeys] = {};  // sums over the tile's diagonals: short ones round less
+    for (Index s = 0; s < keys; ++s)
+      for (Index i = 0; i < block.width; i += L) {
+        const Index here = s * block.width + i;
+        Vector score = load(products + here);
+        if (lost) score += lost[s];
+        score = block.template modified<kMasked>(rules, score, i, j + s);
+        Vector p = exponential(score - load(lse + i));
+        Vector dp = load(d_weights + here);
+        if (rules.threshold) dp = block.dropped(rules, dp, i, j + s);
+        Vector ds = p * (dp - load(delta + i));
+        if (rules.cap != 0) ds *= 1 - (score / rules.cap) * (score / rules.cap);
+        if constexpr (kMasked) ds = block.allowed(rules, i, j + s) ? ds : Vector{};
+        if (rules.bias) {
+          T* sum = along + i - s + keys - 1;
+          store(sum, load(sum) + ds);
+        }
+        if (rules.threshold) p = block.dropped(rules, p, i, j + s);
+        store(products + here, p);
+        store(d_weights + here, ds);
+      }
+    if (!rules.bias) return;
+    T* sums = rules.d_bias + block.first - (j + keys - 1) + rules.S - 1;
+    for (Index i = 0; i < block.width + keys - 1; ++i) sums[i] += along[i];
+  }
+};
+
+// Adds to the sums of keys from .. until - 1 what queries first .. last - 1 contribute, and to the
+// queries' gradients; either may be left out.
+template <bool kQuery, bool kOfKeys>
+void backward(const Head& head, const Back& back, Index first, Index last, Index from,
+              Index until, const Sums& sums, const Bench& bench) {
+  const Index H = sums.tile.H, V = sums.tile.V;
+  for (Index i = first; i < last; i += kQueries) {
+    BackWalk walk(head, back, i, std::min(kQueries, last - i), H, V, bench);
+    const Index end = std::min(until, walk.block.most_until);
+    bool there = false;
+    for (Index j = std::max(from, walk.block.least_from / kKeys * kKeys); j < end; j += kKeys) {
+      const Index keys = std::min(kKeys, until - j);
+      const Kind kind = walk.block.kind(head.rules, j, keys);
+      if (kind == Kind::kEmpty) continue;
+      if (!there) walk.read(head, back);
+      there = true;
+      walk.template visit<kQuery, kOfKeys>(head, kind, j, keys, j - from, sums);
+    }
+    if (!there) std::fill(walk.d_query, walk.d_query + walk.block.width * H, T{0});
+    if (kQuery && (there || from == 0))
+      put(back.d_q.from(i), walk.d_query, walk.block.count, H, head.scale, from > 0);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// All heads
+// ------------------------------------------------------------------------------------------------
+
+// The axes of an array before its last `own`, as one: batch rows, maybe fewer than the call's, of
+// which each then stands for several.
+Index leading(const ffi::AnyBuffer& x, int own) {
+  Index size = 1;
+  const auto sizes = x.dimensions();
+  for (size_t a = 0; a + own < sizes.size(); ++a) size *= sizes[a];
+  return size;
+}
+
+Index axis(const ffi::AnyBuffer& x, int from_end) {
+  return x.dimensions()[x.dimensions().size() - from_end];
+}
+
+// Heads (b, n) of [B, t, n, size]; size is 1 where there is no such axis.
+template <typename E>
+struct Heads {
+  E* start;
+  Index tokens, heads, size;
+
+  Rows<E> at(Index b, Index n) const {
+    return {start + (b * tokens * heads + n) * size, heads * size, size};
+  }
+};
+
+Heads<const T> heads(const ffi::AnyBuffer& x, bool vectors = true) {
+  const T* start = static_cast<const T*>(x.untyped_data());
+  if (vectors) return {start, axis(x, 3), axis(x, 2), axis(x, 1)};
+  return {start, axis(x, 2), axis(x, 1), 1};
+}
+Heads<T> heads(ffi::Result<ffi::AnyBuffer>& x, bool vectors = true) {
+  const Heads<const T> same = heads(static_cast<const ffi::AnyBuffer&>(*x), vectors);
+  return {const_cast<T*>(same.start), same.tokens, same.heads, same.size};
+}
+
+// Of an operand [b, n, size] with fewer batch rows or heads than the call: row (b, n).
+template <typename E>
+const E* row(const ffi::AnyBuffer& x, Index b, Index B, Index n) {
+  const Index rows = leading(x, 2), own = axis(x, 2), size = axis(x, 1);
+  if (!rows || !own || !size) return nullptr;
+  return static_cast<const E*>(x.untyped_data()) + (b * rows / B * own + (own > 1 ? n : 0)) * size;
+}
+
+// A call: everything but what goes in and comes out per query.
+struct Call {
+  ffi::AnyBuffer q, k, v, from, until, q_ids, kv_ids, bias, seeds;
+  double scale, cap, grown;
+  int64_t threshold;
+
+  Index B() const { return leading(q, 3); }
+  Index N() const { return axis(q, 2); }
+  Index K() const { return axis(k, 2); }
+  Index t() const { return axis(q, 3); }
+  Index S() const { return axis(k, 3); }
+
+    Head head(Index b, Index n) const {
+    const uint32_t* seed = row<uint32_t>(seeds, b, B(), n);
+    const Rules rules = {row<int32_t>(from, b, B(), n),
+                            row<int32_t>(until, b, B(), n),
+                            row<int32_t>(q_ids, b, B(), n),
+                            row<int32_t>(kv_ids, b, B(), n),
+                            row<T>(bias, b, B(), n),
+                            nullptr,
+                            static_cast<T>(cap),
+                            seed ? *seed : 0,
+                            static_cast<uint32_t>(threshold),
+                            static_cast<T>(grown),
+                            S()};
+    const Index g = n / (N() / K());
+    return {heads(q).at(b, n), heads(k).at(b, g), heads(v).at(b, g), rules,
+            static_cast<T>(scale)};
+  }
+};
+
+void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T> lse) {
+  const Index size = kTogether * kQueries, pieces = (call.t() + size - 1) / size, N = call.N();
+  // The last queries of a causal mask see most, so they go first.
+  parallel(pool, call.B() * N * pieces, [&](Index task) {
+    const Index n = task % N, b = task / N % call.B(), piece = pieces - 1 - task / N / call.B();
+    const Index first = piece * size;
+    forward(call.head(b, n), first, std::min(size, call.t() - first), out.at(b, n), lse.at(b, n));
+  });
+}
+
+struct Gradients {
+  Heads<const T> d_out, lse, delta;
+  Heads<T> d_q, d_k, d_v;
+  T* d_bias;
+  Index diagonals;
+
+  Back at(Index b, Index n, Index group) const {
+    return {d_out.at(b, n), lse.at(b, n),         delta.at(b, n),
+            d_q.at(b, n),   d_k.at(b, n / group), d_v.at(b, n / group)};
+  }
+};
+
+// One thread's part of the backward pass.
+struct Worker {
+  const Call& call;
+  const Gradients& all;
+  Index S, H, V, group;
+  Bench bench;
+  Sums sums;
+
+  Worker(const Call& call, const Gradients& all)
+      : call(call),
+        all(all),
+        S(call.S()),
+        H(up(axis(call.q, 1), kLanes)),
+        V(up(axis(call.v, 1), kLanes)),
+        group(call.N() / call.K()),
+        bench(Sums::size(H, V) + BackWalk::size(H, V)),
+        sums(H, V, bench) {}
+
+  Head head(Index b, Index n) const {
+    Head one = call.head(b, n);
+    one.rules.d_bias = all.diagonals ? all.d_bias + (b * call.N() + n) * all.diagonals : nullptr;
+    return one;
+  }
+
+  // Gradients of keys from .. until - 1 of key head k, and what they contribute to queries'.
+  template <bool kQuery>
+  void keys(Index b, Index k, Index from, Index until) {
+    std::fill(sums.d_k, sums.d_k + (until - from) * H, T{0});
+    std::fill(sums.d_v, sums.d_v + (until - from) * V, T{0});
+    for (Index n = k * group; n < (k + 1) * group; ++n) {
+      const Head one = head(b, n);
+      if (n == k * group) sums.tile.read(one, from, until - from);
+      backward<kQuery, true>(one, all.at(b, n, group), 0, call.t(), from, until, sums, bench);
+    }
+    const Back to = all.at(b, k * group, group);
+    put(to.d_k.from(from), sums.d_k, until - from, H, static_cast<T>(call.scale), false);
+    put(to.d_v.from(from), sums.d_v, until - from, V, T{1}, false);
+  }
+
+  // All gradients of key head k and its query heads.
+  void heads(Index b, Index k) {
+    for (Index n = k * group; n < (k + 1) * group; ++n) {
+      T* d_bias = head(b, n).rules.d_bias;
+      if (d_bias) std::fill(d_bias, d_bias + all.diagonals, T{0});
+    }
+    for (Index from = 0; from < S; from += kRun) keys<true>(b, k, from, std::min(S, from + kRun));
+  }
+
+  // Gradients of queries first .. last - 1 alone.
+  void queries(Index b, Index n, Index first, Index last) {
+    const Head one = head(b, n);
+    const Back to = all.at(b, n, group);
+    for (Index from = 0; from < S; from += kRun) {
+      const Index until = std::min(S, from + kRun);
+      sums.tile.read(one, from, until - from);
+      backward<true, false>(one, to, first, last, from, until, sums, bench);
+    }
+  }
+};
+
+void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all) {
+  const Index K = call.K(), units = call.B() * K, t = call.t(), S = call.S();
+  const Index threads = std::max<Index>(1, pool.num_threads());
+  if (units >= 4 * threads || units % threads == 0 || all.diagonals) {
+    parallel(pool, units, [&](Index i) { Worker(call, all).heads(i / K, i % K); });
+    return;
+  }
+  // Fewer heads than threads: runs of keys, then runs of queries, whose weights are computed twice
+  // so that no two threads add to the same place.
+  const Index runs = (S + kRun - 1) / kRun, blocks = (t + kRun - 1) / kRun;
+  parallel(pool, units * runs, [&](Index i) {
+    const Index unit = i % units, from = i / units * kRun;
+    Worker(call, all).template keys<false>(unit / K, unit % K, from, std::min(S, from + kRun));
+  });
+  parallel(pool, call.B() * call.N() * blocks, [&](Index i) {
+    const Index head = i / blocks, first = (blocks - 1 - i % blocks) * kRun;
+    Worker(call, all).queries(head / call.N(), head % call.N(), first,
+                                 std::min(t, first + kRun));
+  });
+}
+
+// ------------------------------------------------------------------------------------------------
+// What XLA calls
+// ------------------------------------------------------------------------------------------------
+
+using Buffer = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+ffi::Error run_forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
+                       Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
+                       Out out, Out lse, double scale, double cap, double grown,
+                       int64_t threshold) {
+  const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
+  forward_all(pool, call, heads(out), heads(lse, false));
+  return ffi::Error::Success();
+}
+
+ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
+                        Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
+                        Buffer d_out, Buffer lse, Buffer delta, Out d_q, Out d_k, Out d_v,
+                        Out d_bias, double scale, double cap, double grown, int64_t threshold) {
+  const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
+  T* sums = static_cast<T*>(d_bias->untyped_data());
+  backward_all(pool, call,
+               {heads(d_out), heads(lse, false), heads(delta, false), heads(d_q), heads(d_k),
+                heads(d_v), sums, axis(*d_bias, 1)});
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#define JATTN_OPERANDS                                                                        \
+  xla::ffi::Ffi::Bind()                                                                       \
+      .Ctx<xla::ffi::ThreadPool>()                                                            \
+      .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()    \
+      .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
+#define JATTN_ATTRIBUTES \
+  .Attr<double>("scale").Attr<double>("cap").Attr<double>("grown").Attr<int64_t>("threshold")
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_forward, run_forward,
+                              JATTN_OPERANDS.Ret<Buffer>().Ret<Buffer>() JATTN_ATTRIBUTES);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_backward, run_backward,
+                              JATTN_OPERANDS.Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
+                                  .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
+                                      JATTN_ATTRIBUTES);

@@ -1,0 +1,130 @@
+"""Attention on CPUs by a kernel in C++, `native.cc`, called from XLA.
+
+XLA's products on CPUs are good for large matrices and far from it for those of attention, and it
+cannot keep the scores of a tile in the caches between the products and the softmax. The kernel
+does, for the masks that leave each query one run of keys and the score functions that
+`native_rules` knows; blockwise does the rest. In memory it takes a few tiles for each thread, less
+than 2 MB, beside the results.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jattn import tile
+from jattn._types import LogSumExp, Output, accumulation, number
+from jattn.kernels import lowering, native_library, native_rules
+from jattn.kernels.native_rules import Place, Runs
+from jattn.kernels.passes import Passes, attention
+from jattn.masks import flatten_batch
+from jattn.spec import Shapes, Spec, parameters, with_parameters
+
+
+def supports(spec: Spec, shapes: Shapes) -> str | None:
+    """Masks that are runs of keys, by place or by position of the queries, and a few scores."""
+    if spec.kv_positions is not None:
+        return "positions of keys are given, it knows those of queries only"
+    try:
+        jax.eval_shape(lambda spec: _runs(flatten_batch(spec, shapes.batch), shapes), spec)
+        terms = native_rules.as_terms(spec.score)
+    except NotImplementedError as reason:
+        return str(reason)
+    if terms.by_distance and spec.q_positions is not None:
+        return "positions are given, it counts distances from 0"
+    return None
+
+
+def unavailable(shapes: Shapes) -> str | None:
+    """Why it cannot run on this machine, or in a program for any."""
+    if lowering.exported():
+        return "an exported program may run where its library is not"
+    return native_library.unavailable("forward", accumulation(shapes.dtype))
+
+
+def _runs(spec: Spec, shapes: Shapes) -> Runs:
+    positions = jnp.arange(shapes.T) if spec.q_positions is None else spec.q_positions
+    place = Place(jnp.atleast_2d(positions.astype(jnp.int32)), shapes.S)
+    return native_rules.as_runs(spec.mask, place)
+
+
+def _distances(shapes: Shapes) -> Array:
+    """kv − q along the diagonals in the kernel's order, and at least as many more as its vectors
+    have lanes, which nobody looks at."""
+    size = (shapes.T + shapes.S) // 64 * 64 + 128
+    return shapes.S - 1 - jnp.arange(size, dtype=jnp.int32)
+
+
+def _diagonals(spec: Spec, shapes: Shapes, dtype: Any) -> Array:
+    """What is added to scores, `[1, N, d]`; of size 0 if nothing."""
+    if not native_rules.as_terms(spec.score).by_distance:
+        return jnp.zeros((1, 1, 0), dtype)
+    distances = _distances(shapes)
+    return native_rules.along_diagonals(spec.score, shapes.N, distances, dtype)[None]
+
+
+def _operands(spec: Spec, query: Array, key: Array, value: Array) -> tuple[list[Array], dict]:
+    """What both functions of the kernel take, and its numbers."""
+    shapes, dtype = Shapes.of(query, value), accumulation(query.dtype)
+    nothing = jnp.zeros((1, 1, 0), jnp.int32)
+    runs = _runs(spec, shapes)
+    ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
+    ends = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
+    ids = (x[:, None, :] for x in runs.ids) if runs.ids else (nothing, nothing)
+    seeds, threshold = jnp.zeros((1, 1, 0), jnp.uint32), 0
+    if spec.dropout_rate:
+        threshold = tile.threshold(spec.dropout_rate)
+        each = jax.vmap(lambda b, h: tile.seed(spec.dropout_key, b, h), (None, 0))
+        every = jax.vmap(each, (0, None))
+        seeds = every(jnp.arange(shapes.B), jnp.arange(shapes.N))[..., None]
+    wide = (x.astype(dtype) for x in (query, key, value))
+    attributes = {
+        "scale": float(number(spec.scale)),
+        "cap": native_rules.as_terms(spec.score).cap,
+        "grown": 1 / (1 - spec.dropout_rate),
+        "threshold": np.int64(threshold),
+    }
+    return [*wide, *ends, *ids, _diagonals(spec, shapes, dtype), seeds], attributes
+
+
+def _call(which: str, results: Any, operands: list[Array], attributes: dict[str, Any]) -> Any:
+    name = native_library.target(which, operands[0].dtype)
+    run = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
+    return run(*operands, **attributes)
+
+
+def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    operands, attributes = _operands(spec, query, key, value)
+    rows, dtype = query.shape[:3], operands[0].dtype
+    like = [jax.ShapeDtypeStruct(x, dtype) for x in ((*rows, value.shape[-1]), rows)]
+    out, lse = _call("forward", like, operands, attributes)
+    return out, lse, jnp.zeros((), bool)
+
+
+def _backward(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
+    query, d_out, lse, delta = per_query
+    shapes = Shapes.of(query, value)
+    operands, attributes = _operands(spec, query, key, value)
+    dtype, diagonals = operands[0].dtype, operands[7]
+    sums = (shapes.B, shapes.N, diagonals.shape[-1])
+    like = [jax.ShapeDtypeStruct(x, dtype) for x in (query.shape, key.shape, value.shape, sums)]
+    *found, d_diagonals = _call("backward", like, [*operands, d_out, lse, delta], attributes)
+
+    def again(params: list[Array]) -> Array:
+        return _diagonals(with_parameters(spec, params), shapes, dtype)
+
+    _, pull = jax.vjp(again, parameters(spec))
+    total = d_diagonals.sum(axis=0, keepdims=True) if diagonals.size else diagonals
+    return *pull(total), *found
+
+
+def passes(platform: str) -> Passes:
+    """Forward and backward, each one call."""
+    return Passes(_forward, _backward)
+
+
+def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
+    return attention(passes, spec, query, key, value)

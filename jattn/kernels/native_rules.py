@@ -1,0 +1,172 @@
+"""Masks and score functions in the terms of `native.cc`.
+
+What a mask becomes is said by `as_runs`, what a score function by `as_terms`: open functions, with
+which a class of your own can be registered to run there.
+
+    @as_runs.register
+    def _(mask: MyMask, place: Place) -> Runs: ...
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jattn import masks, scores
+from jattn._types import is_static, number
+from jattn.masks import Span
+
+
+class Place(NamedTuple):
+    """The queries that masks are asked about, and how many keys there are.
+
+    Positions `[1, T]` or `[B, T]`; those of keys are their places.
+    """
+
+    positions: Int[Array, "b T"]
+    S: int
+
+    @property
+    def T(self) -> int:
+        """How many queries there are."""
+        return self.positions.shape[-1]
+
+
+class Runs(NamedTuple):
+    """Which keys each query sees: `start <= place < stop`, of them those whose ids are its own.
+
+    Integers or int32 arrays `[1 or B, 1 or T]`; ids are a pair `[1 or B, T]`, `[1 or B, S]`.
+    """
+
+    start: Any
+    stop: Any
+    ids: tuple[Any, Any] | None = None
+
+
+@functools.singledispatch
+def as_runs(mask: Any, place: Place) -> Runs:
+    """What a mask leaves; raises NotImplementedError with the reason."""
+    raise NotImplementedError(f"{type(mask).__name__} does not leave one run of keys to a query")
+
+
+@as_runs.register
+def _(mask: masks.Full, place: Place) -> Runs:
+    return Runs(0, place.S)
+
+
+@as_runs.register
+def _(mask: masks.Empty, place: Place) -> Runs:
+    return Runs(0, 0)
+
+
+def _until(positions: Int[Array, "b T"], right: int, S: int) -> Int[Array, "b T"]:
+    """The end of the keys up to `right` after a query; no sum overflows."""
+    return jnp.where(positions >= S - 1 - right, S, positions + right + 1)
+
+
+@as_runs.register
+def _(mask: masks.Causal, place: Place) -> Runs:
+    return Runs(0, _until(place.positions, 0, place.S))
+
+
+@as_runs.register
+def _(mask: masks.Window, place: Place) -> Runs:
+    q, S = place.positions, place.S
+    start = 0 if mask.left is None else jnp.maximum(q, 0) - mask.left
+    return Runs(start, S if mask.right is None else _until(q, mask.right, S))
+
+
+def _by_row(length: Any) -> Any:
+    return number(length) if is_static(length) else length.astype(np.int32).reshape(length.size, 1)
+
+
+@as_runs.register
+def _(mask: masks.Prefix, place: Place) -> Runs:
+    return Runs(0, _by_row(mask.length))
+
+
+@as_runs.register
+def _(mask: masks.Lengths, place: Place) -> Runs:
+    stop = place.S if mask.kv is None else _by_row(mask.kv)
+    if mask.q is not None:
+        places = jnp.arange(place.T, dtype=jnp.int32)[None, :]
+        stop = jnp.where(places < _by_row(mask.q), stop, 0)
+    return Runs(0, stop)
+
+
+@as_runs.register
+def _(mask: masks.Segments, place: Place) -> Runs:
+    q_ids, kv_ids = (jnp.atleast_2d(jnp.asarray(x, jnp.int32)) for x in (mask.q_ids, mask.kv_ids))
+    return Runs(0, place.S, (q_ids, kv_ids))
+
+
+@as_runs.register
+def _(mask: masks.And, place: Place) -> Runs:
+    left, right = as_runs(mask.left, place), as_runs(mask.right, place)
+    if left.ids and right.ids:
+        raise NotImplementedError("it compares one pair of ids, not two")
+    starts, stops = zip(left[:2], right[:2], strict=True)
+    from_start = all(isinstance(x, int) and x <= 0 for x in starts)
+    start = 0 if from_start else jnp.maximum(*starts)
+    return Runs(start, jnp.minimum(*stops), left.ids or right.ids)
+
+
+@as_runs.register
+def _(mask: masks.Or, place: Place) -> Runs:
+    left, right = as_runs(mask.left, place), as_runs(mask.right, place)
+    if left.ids or right.ids or not all(isinstance(x.start, int) for x in (left, right)):
+        raise NotImplementedError("of two masks one of which must allow, it knows prefixes only")
+    return Runs(0, jnp.maximum(left.stop, right.stop))
+
+
+class Terms(NamedTuple):
+    """A score function: cap × tanh(score / cap) if `cap` is not 0, or something added that depends
+    on head and distance alone."""
+
+    cap: float = 0.0
+    by_distance: bool = False
+
+
+@functools.singledispatch
+def as_terms(score: Any) -> Terms:
+    """What a score function does; raises NotImplementedError with the reason."""
+    raise NotImplementedError(f"it has no {type(score).__name__}")
+
+
+@as_terms.register
+def _(score: None) -> Terms:
+    return Terms()
+
+
+@as_terms.register
+def _(score: scores.SoftCap) -> Terms:
+    if not is_static(score.cap):
+        raise NotImplementedError("the cap is an array, expected a number")
+    return Terms(cap=float(number(score.cap)))
+
+
+@as_terms.register(scores.Alibi)
+@as_terms.register(scores.RelativeBias)
+def _(score: Any) -> Terms:
+    return Terms(by_distance=True)
+
+
+_CHUNK = 16  # distances whose gradients are summed before those of other chunks are added
+
+
+def along_diagonals(score: Any, N: int, distances: Any, dtype: Any) -> Array:
+    """What a function by distance adds, `[N, d]` for distances kv − q `[d]`, whole chunks."""
+    zero = jnp.zeros(1, jnp.int32)
+
+    def one(score: Any, h: Any, distances: Any) -> Float[Array, " d"]:
+        picked = masks.pick(score, 0, h)
+        rows, columns = Span(zero, zero + 0), Span(distances, distances + 0)
+        return picked.evaluate(jnp.zeros((1, _CHUNK), dtype), 0, h, rows, columns)[0]
+
+    chunks = distances.reshape(-1, _CHUNK)
+    scores = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(chunks), *x.shape)), score)
+    every = jax.vmap(jax.vmap(one, (0, None, 0)), (None, 0, None))
+    return every(scores, jnp.arange(N, dtype=jnp.int32), chunks).reshape(N, -1)

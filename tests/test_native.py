@@ -1,0 +1,348 @@
+"""The contract for the kernel in C++, with tiles so small that each case walks over several; what
+it does on the tiles that users get; and how its library comes to be."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jattn
+from jattn import masks, scores
+from jattn.cache import DenseCache, PagedCache
+from jattn.kernels import decode, native_library
+from tests import test_contract as contract
+from tests.cases import CASES, DTYPES, Inputs, inputs
+from tests.conftest import quick_jit
+from tests.oracle import error
+from tests.test_contract import attend, everything, on_device
+
+
+def takes(name: str) -> bool:
+    """Whether the kernel has a case's mask and score function."""
+    x = on_device(inputs(CASES[name], "float32"))
+    rules = CASES[name].rules(x.operands, x.parameters)
+    return jattn.explain(x.q, x.k, x.v, **rules)["native"] is None
+
+
+TAKEN = [name for name in CASES if takes(name)]
+HIDING = [name for name in contract.WITH_HIDDEN_KEYS if name in TAKEN]
+
+
+@pytest.fixture(autouse=True)
+def _tiny_tiles(request, monkeypatch):
+    """Tiles of 16 queries and 8 keys, sums over runs of 16."""
+    if not request.node.get_closest_marker("default_tiles"):
+        monkeypatch.setattr(native_library, "TILES", "16, 8, 16")
+
+
+def test_what_it_takes():
+    """Each kind of mask and score function that it knows, and none that it does not."""
+    for name in ("causal_window", "prefix_lm", "lengths_both", "causal_segments", "decode_window"):
+        assert name in TAKEN
+    for name in ("soft_cap_causal", "alibi", "relative_bias", "dropout", "tiles_band"):
+        assert name in TAKEN
+    reasons = {
+        "chain": "Then",
+        "dense_by_head": "Dense does not leave one run of keys",
+        "places_and_positions": "positions of keys are given",
+        "bias_by_head": "it has no Bias",
+    }
+    for name, reason in reasons.items():
+        x = on_device(inputs(CASES[name], "float32"))
+        rules = CASES[name].rules(x.operands, x.parameters)
+        assert reason in str(jattn.explain(x.q, x.k, x.v, **rules)["native"])
+        with pytest.raises(NotImplementedError, match="'native'"):
+            attend("native", CASES[name], x)
+
+
+@functools.cache
+def compiled(name: str) -> Any:
+    return quick_jit(functools.partial(everything, "native", CASES[name]))
+
+
+def run(name: str, x: Inputs) -> contract.Results:
+    """Values and gradients as NumPy arrays."""
+    return jax.tree.map(np.asarray, compiled(name)(on_device(x)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TAKEN)
+def test_contract(name, dtype):
+    """Values and gradients; the same again, bit for bit; masked places poisoned, the same again."""
+    case = CASES[name]
+    x = inputs(case, dtype)
+    got = run(name, x)
+    contract.assert_same(run(name, x), got)
+    measured = contract.errors(got, contract.truth(case, x))
+    working = "float64" if dtype == "float64" else "float32"
+    for what, plain in contract.plain_errors(name, dtype).items():
+        limit = 2 * plain + 4 * float(jnp.finfo(working).eps)
+        ceiling = contract.CEILINGS[working if what == "lse" else dtype]
+        assert measured[what] <= min(limit, ceiling), (what, measured, plain)
+    assert (got.out.dtype, got.lse.dtype) == (x.q.dtype, working)
+    for label, gradient in got.gradients.items():
+        assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
+
+    rows, columns = contract.dead_places(name)
+    assert not got.out[rows].any()
+    assert np.all(np.swapaxes(got.lse, -1, -2)[rows] == -np.inf)
+    poisons = contract.POISONS if dtype == "float32" and (rows.any() or columns.any()) else ()
+    for poison in poisons:
+        q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
+        q[rows], k[columns], v[columns] = poison, poison, poison
+        contract.assert_same(run(name, x._replace(q=q, k=k, v=v)), got)
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_poison_reaches_only_who_attends_to_it(name):
+    x = inputs(CASES[name], "float32")
+    clean = run(name, x)
+    j = int(np.flatnonzero(contract.seen_by_some(name))[-1])
+    untouched = ~contract.allowed_in(name)[..., j]
+    by_query = np.swapaxes(untouched, 1, 2).reshape(clean.out.shape[:-1])
+    for poison in (np.nan, np.inf):
+        k, v = x.k.copy(), x.v.copy()
+        k[..., j, :, :], v[..., j, :, :] = poison, poison
+        got = run(name, x._replace(k=k, v=v))
+        for x_got, x_clean in ((got.out, clean.out), (got.gradients["q"], clean.gradients["q"])):
+            np.testing.assert_array_equal(x_got[by_query], x_clean[by_query])
+        assert np.isnan(got.out[~by_query]).all()
+
+
+@pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout", "causal_segments"])
+def test_vmap_is_a_loop(name):
+    """Over everything, and over the queries or the keys alone."""
+    case = CASES[name]
+    for fields in (
+        Inputs._fields,
+        ("q",),
+        ("k", "v"),
+        ("operands", "d_out"),
+        ("parameters", "d_lse"),
+    ):
+        x, axes = contract.stacked(case, fields)
+        mapped = quick_jit(jax.vmap(functools.partial(everything, "native", case), (axes,)))(x)
+        for place in range(3):
+            pick = functools.partial(jax.tree.map, lambda a, place=place: a[place])
+            picked = Inputs(
+                *(
+                    value if axis is None else pick(value)
+                    for value, axis in zip(x, axes, strict=True)
+                )
+            )
+            contract.assert_close(pick(mapped), compiled(name)(picked), 1e-14)
+
+
+# --- on the tiles that users get ----------------------------------------------------------------
+
+RULES: dict[str, Any] = {
+    "full": {},
+    "causal": {"mask": masks.Causal()},
+    "window": {"mask": masks.Causal() & masks.Window(left=150)},
+    "prefix": {"mask": masks.Causal() | masks.Prefix(70)},
+    "segments": {"mask": masks.Segments(np.repeat(np.arange(7), 100), np.arange(600) // 100)},
+    "soft cap": {"mask": masks.Causal(), "score": scores.SoftCap(2.0)},
+    "alibi": {"mask": masks.Causal(), "score": scores.Alibi(np.linspace(0.01, 0.5, 6))},
+}
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("heads", [1, 2, 6])
+@pytest.mark.parametrize("label", RULES)
+def test_several_tiles_by_several_threads(label, heads):
+    """One key head, which threads share, or more heads than threads; head sizes in whole vectors
+    and others."""
+    rng = np.random.default_rng(1)
+    T, S, N = 700, 600, 6
+    q, k, v, d = (
+        jnp.asarray(rng.normal(size=shape))
+        for shape in ((1, T, N, 40), (1, S, heads, 40), (1, S, heads, 32), (1, T, N, 32))
+    )
+    params = {"score": RULES[label]["score"]} if "score" in RULES[label] else {}
+
+    def both(implementation: str, q: Any, k: Any, v: Any, params: Any) -> Any:
+        call = functools.partial(
+            jattn.attention, implementation=implementation, mask=RULES[label].get("mask")
+        )
+        out, pull = jax.vjp(lambda q, k, v, params: call(q, k, v, **params), q, k, v, params)
+        return out, pull(d)
+
+    got, want = (both(name, q, k, v, params) for name in ("native", "reference"))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert error(x, y) <= 2e-14
+
+
+@pytest.mark.default_tiles
+def test_the_default_on_a_cpu():
+    x = on_device(inputs(CASES["causal"]))
+    assert next(n for n, why in jattn.explain(x.q, x.k, x.v).items() if not why) == "native"
+    contract.assert_same(
+        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
+        attend("native", CASES["causal"], x),
+    )
+
+
+@pytest.mark.default_tiles
+def test_memory_is_that_of_the_results():
+    """1,8,8192,8192,64 causal, forward and backward: nothing that grows with T × S."""
+    shape = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
+
+    def both(q: Any, k: Any, v: Any, d: Any) -> Any:
+        call = functools.partial(jattn.attention, mask=masks.Causal(), implementation="native")
+        return jax.vjp(call, q, k, v)[1](d)
+
+    used = jax.jit(both).lower(*[shape] * 4).compile().memory_analysis()
+    assert used is not None
+    assert used.temp_size_in_bytes <= 24 * 2**20
+
+
+# --- the library --------------------------------------------------------------------------------
+
+
+_sizes = itertools.count(2)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No library loaded or built yet, a cache folder of one's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # XLA knows a function by its name for good, which tells the sizes of tiles.
+    monkeypatch.setattr(native_library, "TILES", f"16, 8, {16 * next(_sizes)}")
+    jax.clear_caches()
+    for function in (native_library._loaded, native_library._registered):
+        function.cache_clear()
+    yield tmp_path / "jattn"
+    for function in (native_library._loaded, native_library._registered):
+        function.cache_clear()
+    jax.clear_caches()
+
+
+def test_without_a_compiler_others_run(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    x = on_device(inputs(CASES["causal"], "float32"))
+    reason = jattn.explain(x.q, x.k, x.v)["native"]
+    assert reason == "there is no C++ compiler: no-such-compiler not found"
+    with pytest.raises(NotImplementedError, match="'native': there is no C"):
+        attend("native", CASES["causal"], x)
+    contract.assert_same(
+        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
+        attend("blockwise", CASES["causal"], x),
+    )
+    assert list(fresh.glob("*")) == []
+
+
+def test_a_compiler_that_fails_says_why(fresh, monkeypatch, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-dM*) exit 0;; esac\necho "error: no" >&2; exit 3\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    x = on_device(inputs(CASES["causal"], "float32"))
+    assert jattn.explain(x.q, x.k, x.v)["native"] == f"{compiler} failed: error: no"
+    assert list(fresh.glob("*")) == []  # nothing half-built stays
+
+
+def test_it_is_built_once(fresh):
+    """By whoever comes first; another process finds it, without a compiler's work."""
+    x = on_device(inputs(CASES["causal"], "float32"))
+    attend("native", CASES["causal"], x)
+    (built,) = fresh.glob("*.so")
+    before = built.stat()
+    script = (
+        "import jax, jattn, jax.numpy as jnp\n"
+        "x = jnp.ones((1, 4, 1, 8))\n"
+        "assert jattn.explain(x, x, x)['native'] is None\n"
+    )
+    environment = {"XDG_CACHE_HOME": str(fresh.parent)}
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parent.parent,
+    )
+    assert (built.stat().st_mtime_ns, built.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert len(list(fresh.glob("*.so"))) == 2  # other tiles, another library
+
+
+def test_where_nothing_may_be_written_a_process_keeps_its_own(fresh, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    x = on_device(inputs(CASES["causal"], "float32"))
+    assert jattn.explain(x.q, x.k, x.v)["native"] is None
+
+
+def test_an_exported_program_needs_no_library():
+    x = on_device(inputs(CASES["causal"], "float32"))
+    call = jax.jit(functools.partial(jattn.attention, mask=masks.Causal()))
+    program = export.export(call)(x.q, x.k, x.v)
+    assert "jattn_forward" not in program.mlir_module()
+    assert "jattn_forward" in call.lower(x.q, x.k, x.v).as_text()
+    assert error(program.call(x.q, x.k, x.v), call(x.q, x.k, x.v)) <= 1e-6
+
+
+# --- decoding -----------------------------------------------------------------------------------
+
+
+def cached(kind: str, K: int, H: int, V: int, dtype: Any) -> tuple[Any, Any]:
+    """Queries `[3, 2, 6, H]` and a cache that rows of 3 fill to different lengths."""
+    rng = np.random.default_rng(7)
+    k, v = (jnp.asarray(rng.normal(size=(3, 90, K, size)), dtype) for size in (H, V))
+    q = jnp.asarray(rng.normal(size=(3, 2, 6, H)), dtype)
+    valid = jnp.arange(90)[None, :] < jnp.asarray([[90], [3], [41]])
+    create = PagedCache.create if kind == "paged" else DenseCache.create
+    return q, create(3, 100, K, H, V, dtype).append(k, v, valid)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize(("K", "H", "V"), [(6, 16, 16), (1, 16, 32), (3, 5, 7), (1, 8, 3)])
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"mask": masks.Causal() & masks.Window(left=20)},
+        {"mask": masks.Predicate(lambda b, h, q, kv: (kv + h) % 3 > 0)},
+        {"mask": masks.Lengths(kv=0)},
+        {"score": scores.Alibi(jnp.linspace(0.1, 0.6, 6)) >> scores.Alibi(jnp.ones(6))},
+    ],
+    ids=["full", "window", "by head", "nothing", "alibi"],
+)
+def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, dtype, rules):
+    q, cache = cached(kind, K, H, V, dtype)
+    call = functools.partial(jattn.attention, q, cache, return_lse=True, **rules)
+    assert "jattn_decode" in jax.jit(call).lower().as_text()
+    got = call()
+    monkeypatch.setattr(decode, "_runs_native", lambda *_: False)
+    jax.clear_caches()
+    for x, y in zip(got, call(), strict=True):
+        assert error(x, y) <= 8 * jnp.finfo(dtype).eps
+
+
+def test_decoding_reads_nothing_that_is_masked():
+    """Neither slots beyond the length nor pages that a row does not have."""
+    for kind in ("dense", "paged"):
+        q, cache = cached(kind, 2, 16, 16, jnp.float32)
+        want = jattn.attention(q, cache)
+        held = jnp.isin(jnp.arange(len(cache.keys), dtype=jnp.int32), cache.pages()[2])
+        poison = jnp.where(held[:, None, None, None] if kind == "paged" else True, 0, jnp.nan)
+        empty = cache.keys == 0  # what was never written
+        changed = DenseCache if kind == "dense" else PagedCache
+        fields = {name: getattr(cache, name) for name in cache.__dataclass_fields__}
+        fields["keys"] = jnp.where(empty, jnp.nan, cache.keys) + poison
+        fields["values"] = jnp.where(empty, jnp.nan, cache.values) + poison
+        got = jattn.attention(q, changed(**fields))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+def test_a_cache_in_half_precision_goes_without_the_library():
+    q, cache = cached("dense", 2, 16, 16, jnp.bfloat16)
+    assert "jattn_decode" not in jax.jit(jattn.attention).lower(q, cache).as_text()
