@@ -66,7 +66,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 A kernel has `supports(spec, shapes) -> reason | None` and `passes(platform)`, see
 `jattn.kernels.passes`; or else `attend(spec, query, key, value) -> (out, lse)`, differentiable as
-it stands, which runs only where it is named.
+it stands, which runs only where it is named. One that not every machine has says why by
+`unavailable(shapes)`.
 """
 
 

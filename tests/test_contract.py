@@ -924,6 +924,7 @@ def test_runs_or_gives_its_reason(implementation, name):
 
 
 def test_the_default_is_the_first_that_can():
-    x = on_device(inputs(CASES["chain"]))
-    first = next(n for n, reason in jattn.explain(x.q, x.k, x.v).items() if reason is None)
+    case, x = CASES["chain"], on_device(inputs(CASES["chain"]))
+    reasons = jattn.explain(x.q, x.k, x.v, **case.rules(x.operands, x.parameters))
+    first = next(name for name, reason in reasons.items() if reason is None)
     assert_same(attend(None, CASES["chain"], x), attend(first, CASES["chain"], x))  # pyright: ignore[reportArgumentType]

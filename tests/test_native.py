@@ -74,8 +74,11 @@ def run(name: str, x: Inputs) -> contract.Results:
     return jax.tree.map(np.asarray, compiled(name)(on_device(x)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TAKEN)
+# What comes in 16 bits is widened before the kernel sees it.
+TYPED = [(name, x) for name in TAKEN for x in DTYPES if name == "causal" or "float16" not in x]
+
+
+@pytest.mark.parametrize(("name", "dtype"), TYPED)
 def test_contract(name, dtype):
     """Values and gradients; the same again, bit for bit; masked places poisoned, the same again."""
     case = CASES[name]
@@ -302,8 +305,10 @@ def cached(kind: str, K: int, H: int, V: int, dtype: Any) -> tuple[Any, Any]:
     return q, create(3, 100, K, H, V, dtype).append(k, v, valid)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-@pytest.mark.parametrize(("K", "H", "V"), [(6, 16, 16), (1, 16, 32), (3, 5, 7), (1, 8, 3)])
+@pytest.mark.parametrize(
+    ("K", "H", "V", "dtype"),
+    [(6, 16, 16, "float32"), (1, 16, 32, "float32"), (3, 5, 7, "float64"), (1, 8, 3, "float32")],
+)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize(
     "rules",

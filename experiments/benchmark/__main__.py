@@ -32,6 +32,7 @@ def available(names: list[str] | None) -> dict[str, peers.Peer]:
     """The competitors by name; those of torch only where torch is installed."""
     known: dict[str, peers.Peer] = {
         "jattn": peers.ours,
+        "blockwise": peers.blockwise,
         "jax.nn": peers.jax_nn,
         "flax.nnx": peers.flax_nnx,
     }
@@ -39,7 +40,7 @@ def available(names: list[str] | None) -> dict[str, peers.Peer]:
         torch_peers = importlib.import_module("experiments.benchmark.torch_peers")
         known |= {"torch sdpa": torch_peers.sdpa, "torch flex": torch_peers.flex}
     if names is None:
-        return known
+        return {name: peer for name, peer in known.items() if name != "blockwise"}
     unknown = set(names) - set(known)
     if unknown:
         raise ValueError(f"unknown peers {sorted(unknown)}; there are {', '.join(known)}")
@@ -143,7 +144,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     known = [case.name for case in cases.CASES]
     parser.add_argument("--cases", nargs="+", choices=known, metavar="CASE", help=", ".join(known))
-    parser.add_argument("--peers", nargs="*", help="competitors beside jattn; default: all here")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        help="competitors beside jattn, with blockwise for its own XLA path; default: all others",
+    )
     parser.add_argument("--pass", dest="which", choices=["forward", "backward", "both"])
     parser.add_argument("--growing", action="store_true", help="causal attention over T")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])

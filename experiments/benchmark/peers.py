@@ -51,7 +51,7 @@ def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Run
     return _compiled(jax.value_and_grad(loss, wanted), *arguments, weights)
 
 
-def ours(case: Case, backward: bool) -> Runnable:
+def ours(case: Case, backward: bool, implementation: str | None = None) -> Runnable:
     """`jattn.attention`, with the implementation that it chooses; in decoding, of a cache."""
     if case.S:
         query, *held = map(jnp.asarray, case.inputs())
@@ -59,9 +59,15 @@ def ours(case: Case, backward: bool) -> Runnable:
         return _compiled(jattn.attention, query, cache)
 
     def attend(q: Any, k: Any, v: Any, ids: Any, parameter: Any) -> Any:
-        return jattn.attention(q, k, v, mask=case.mask(ids), score=case.score(parameter))
+        rules = {"mask": case.mask(ids), "score": case.score(parameter)}
+        return jattn.attention(q, k, v, implementation=implementation, **rules)
 
     return _jax_runnable(case, backward, attend)
+
+
+def blockwise(case: Case, backward: bool) -> Runnable | None:
+    """`jattn.attention` in XLA alone; it does not read caches."""
+    return None if case.S else ours(case, backward, "blockwise")
 
 
 def dense_bias(case: Case, parameter: Any) -> Any:

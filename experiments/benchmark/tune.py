@@ -67,7 +67,7 @@ QUESTIONS = (
 
 def _compiled(row: Sizes, case: Case, backward: bool) -> peers.Runnable:
     with tuning.trying(row):
-        return peers.ours(case, backward)
+        return peers.ours(case, backward, "blockwise")
 
 
 def answer(question: Question, row: Sizes, seconds: float) -> tuple[Sizes, dict[int, float]]:

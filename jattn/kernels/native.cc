@@ -199,11 +199,13 @@ struct Walk {
 
   // Products become weights. Whether some maximum has grown.
   template <bool kMasked, bool kModified>
-  bool soften(const Rules& rules, Index j, Index keys, const T* lost, T* scores) {
+  JATTN_APART bool soften(const Rules& rules, Index j, Index keys, const T* lost, T* scores) {
     bool grows = false;
     Index i = 0;
     for (; i + kWide * L <= block.width; i += kWide * L)
       grows |= soften_lanes<kMasked, kModified, kWide>(rules, i, j, keys, lost, scores);
+    for (; i + 2 * L <= block.width; i += 2 * L)
+      grows |= soften_lanes<kMasked, kModified, 2>(rules, i, j, keys, lost, scores);
     for (; i < block.width; i += L)
       grows |= soften_lanes<kMasked, kModified, 1>(rules, i, j, keys, lost, scores);
     return grows;
@@ -388,7 +390,7 @@ struct BackWalk {
   // Products q k become weights p after dropout, and products d_out v the cotangent of products
   // q k; that of scores is p (dp - delta), with p before dropout.
   template <bool kMasked>
-  void derive(const Rules& rules, Index j, Index keys, const T* lost, T* products,
+  JATTN_APART void derive(const Rules& rules, Index j, Index keys, const T* lost, T* products,
               T* d_weights) {
     T along[kQueries + kKeys] = {};  // sums over the tile's diagonals: short ones round less
     for (Index s = 0; s < keys; ++s)

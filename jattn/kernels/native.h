@@ -16,6 +16,9 @@
 
 #include "xla/ffi/api/ffi.h"
 
+// What is called for a whole tile: compiled once, not into everyone who calls it.
+#define JATTN_APART __attribute__((noinline, unused))
+
 namespace {
 
 namespace ffi = xla::ffi;
@@ -32,7 +35,7 @@ constexpr int kBytes = 32, kWide = 2;
 #else
 constexpr int kBytes = 16, kWide = 4;
 #endif
-constexpr int kHigh = 6;  // rows of a product: kHigh × kWide sums stay in registers
+constexpr int kHigh = 6;  // rows of a product; its sums stay in registers
 
 // What is computed in, float or double: each is a library of its own.
 #if JATTN_SINGLE
@@ -167,24 +170,25 @@ inline void small_product(Index depth, const T* a, Index am, Index ak, const T* 
     for (int n = 0; n < N; ++n) store(c + m * cm + n * L, sums[m][n]);
 }
 
-template <int N, int M = kHigh>
-inline void rows_product(Index rows, Index depth, const T* a, Index am, Index ak, const T* b,
+template <int N, int M>
+JATTN_APART void rows_product(Index rows, Index depth, const T* a, Index am, Index ak, const T* b,
                          Index bk, T* c, Index cm, bool add) {
   for (; rows >= M; rows -= M, a += M * am, c += M * cm)
     small_product<M, N>(depth, a, am, ak, b, bk, c, cm, add);
-  if constexpr (M > 1)
-    if (rows) rows_product<N, M - 1>(rows, depth, a, am, ak, b, bk, c, cm, add);
+  constexpr int kLess = M > 4 ? 4 : M / 2;
+  if constexpr (kLess > 0)
+    if (rows) rows_product<N, kLess>(rows, depth, a, am, ak, b, bk, c, cm, add);
 }
 
 // As small_product, for any number of rows, and columns that are whole vectors.
-inline void product(Index rows, Index columns, Index depth, const T* a, Index am, Index ak, const T* b,
-             Index bk, T* c, Index cm, bool add) {
+JATTN_APART void product(Index rows, Index columns, Index depth, const T* a, Index am, Index ak,
+                    const T* b, Index bk, T* c, Index cm, bool add) {
   Index left = columns / kLanes;
   for (; left >= kWide; left -= kWide, b += kWide * kLanes, c += kWide * kLanes)
-    rows_product<kWide>(rows, depth, a, am, ak, b, bk, c, cm, add);
-  if (left == 3) rows_product<3>(rows, depth, a, am, ak, b, bk, c, cm, add);
-  if (left == 2) rows_product<2>(rows, depth, a, am, ak, b, bk, c, cm, add);
-  if (left == 1) rows_product<1>(rows, depth, a, am, ak, b, bk, c, cm, add);
+    rows_product<kWide, kHigh>(rows, depth, a, am, ak, b, bk, c, cm, add);
+  for (; left >= 2; left -= 2, b += 2 * kLanes, c += 2 * kLanes)
+    rows_product<2, kWide == 2 ? kHigh : 8>(rows, depth, a, am, ak, b, bk, c, cm, add);
+  if (left) rows_product<1, 8>(rows, depth, a, am, ak, b, bk, c, cm, add);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ struct Rows {
 };
 
 // Copies rows to the width of whole vectors, and says whether all of them are finite.
-inline bool copy(Rows<const T> from, Index count, T* to, Index width) {
+JATTN_APART bool copy(Rows<const T> from, Index count, T* to, Index width) {
   constexpr int L = kLanes;
   Vector odd = {};
   for (Index i = 0; i < count; ++i, to += width) {
@@ -282,7 +286,7 @@ inline void turn_square(Vector* rows) {
 }
 
 // [count, size] as [size, t] times a factor; t is whole vectors, and filled up with 0.
-inline void turn(Rows<const T> from, Index count, Index t, T* to, T factor) {
+JATTN_APART void turn(Rows<const T> from, Index count, Index t, T* to, T factor) {
   constexpr int L = kLanes;
   for (Index i = 0; i < t; i += L)
     for (Index h = 0; h < from.size; h += L) {
@@ -326,21 +330,25 @@ class Bench {
   T* next_;
 };
 
-// Does work(i) for all i < n on the threads of XLA. The caller works too, so that it never waits
-// for a thread that has not begun.
+// Does work(i) for all i < n on the threads of XLA, some that follow one another by the same: heads
+// that do lie side by side. The caller works too, so that it never waits for a thread that has not
+// begun.
 template <typename Work>
 void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
   struct Count {
     std::atomic<Index> next{0}, done{0};
   };
+  const Index threads = std::max<Index>(1, pool.num_threads());
+  const Index some = std::clamp<Index>(n / (4 * threads), 1, 8);
   auto count = std::make_shared<Count>();
-  auto run = [count, n, &work] {
-    for (Index i; (i = count->next.fetch_add(1)) < n;) {
-      work(i);
-      count->done.fetch_add(1, std::memory_order_release);
+  auto run = [count, n, some, &work] {
+    for (Index i; (i = count->next.fetch_add(some)) < n;) {
+      const Index end = std::min(n, i + some);
+      for (Index at = i; at < end; ++at) work(at);
+      count->done.fetch_add(end - i, std::memory_order_release);
     }
   };
-  const Index helpers = std::min<Index>(pool.num_threads(), n) - 1;
+  const Index helpers = std::min(threads, (n + some - 1) / some) - 1;
   for (Index i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
   run();
   while (count->done.load(std::memory_order_acquire) < n)
