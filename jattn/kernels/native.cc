@@ -48,9 +48,7 @@ inline W mix(W x) {
   return x ^ (x >> 16);
 }
 
-#ifndef JATTN_TILES
-#define JATTN_TILES 64, 64, 512
-#endif
+// JATTN_TILES is given by `native_library`.
 constexpr Index kSizes[] = {JATTN_TILES};
 constexpr Index kQueries = kSizes[0], kKeys = kSizes[1];  // of a tile
 constexpr Index kRun = kSizes[2];  // keys whose gradients are summed before they are written

@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn import tile
-from jattn._types import LogSumExp, Output, accumulation, number
+from jattn._types import accumulation, number
 from jattn.kernels import lowering, native_library, native_rules
 from jattn.kernels.native_rules import Place, Runs
-from jattn.kernels.passes import Passes, attention
+from jattn.kernels.passes import Passes
 from jattn.masks import flatten_batch
 from jattn.spec import Shapes, Spec, parameters, with_parameters
 
@@ -123,8 +123,3 @@ def _backward(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) ->
 def passes(platform: str) -> Passes:
     """Forward and backward, each one call."""
     return Passes(_forward, _backward)
-
-
-def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    return attention(passes, spec, query, key, value)
