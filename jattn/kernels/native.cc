@@ -163,6 +163,10 @@ struct Tile {
 
 constexpr Index kTogether = 8;  // blocks of queries that share a tile
 
+// A maximum that grows by less than this stays: weights may be up to e^8, and what has been summed
+// up need not be multiplied (the rule of FlashAttention-4).
+constexpr T kSlack = 8;
+
 // A block of queries on its way over the keys: the online softmax.
 struct Walk {
   static constexpr Index L = kLanes;
@@ -170,7 +174,8 @@ struct Walk {
   Block block;
   T* turned;  // scale q, [H, width]
   T* out;     // [width, V], times the sum
-  alignas(64) T most[kQueries], sum[kQueries], shrink[kQueries];
+  alignas(64) T most[kQueries];  // the largest score up to kSlack, which weights are relative to
+  alignas(64) T sum[kQueries], shrink[kQueries];
 
   Walk(const Head& head, Index first, Index count, Index H, Index V, Bench& bench)
       : block(head.rules, first, count) {
@@ -195,7 +200,7 @@ struct Walk {
     product(block.count, tile.V, keys, scores, 1, t, tile.v, tile.V, out, tile.V, true);
   }
 
-  // Products become weights. Whether some maximum has grown.
+  // Products become weights. Whether what they are relative to has grown.
   template <bool kMasked, bool kModified>
   JATTN_APART bool soften(const Rules& rules, Index j, Index keys, const T* lost, T* scores) {
     bool grows = false;
@@ -233,6 +238,7 @@ struct Walk {
     for (int n = 0; n < N; ++n) {
       const Index i = first + n * L;
       const Vector before = load(most + i);
+      now[n] = now[n] > before + kSlack ? now[n] : before;
       shift[n] = now[n] == -kInfinity ? Vector{} : now[n];
       const Vector factor = exponential(before - shift[n]);
       total[n] = load(sum + i) * factor;

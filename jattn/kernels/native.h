@@ -66,25 +66,23 @@ inline Index up(Index size, Index multiple) { return (size + multiple - 1) / mul
 
 #if JATTN_SINGLE
 
-// e^x for x <= 0 up to rounding: 2^n times a polynomial in what is left of x (Moshier's Cephes,
-// expf), within 2 units of rounding. NaN for NaN.
+// e^x within a unit of rounding for x < 88, and 0 below -87: 2^n times a polynomial in what is left
+// of x, the minimax one (3e-9) whose first two terms are 1 + x. NaN for NaN.
 inline Vector exponential(Vector x) {
-  const Vector small = x;
-  x = x < -87.0f ? all(-87.0f) : x;
-  const Vector magic = all(12582912.0f);  // 1.5 × 2^23: adding it rounds to an integer
+  const Vector magic = all(12583039.0f);  // 1.5 × 2^23 + 127: adding it rounds, and biases exponents
   const Vector shifted = x * 1.44269504088896341f + magic;
   const Vector n = shifted - magic;
   Vector r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  Vector p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const Vector power = (Vector)(((Ints)shifted + 127) << 23);
-  return small < -87.0f ? Vector{} : p * power;
+  Vector p = all(1.3814538252e-03f);
+  p = p * r + 8.3687454462e-03f;
+  p = p * r + 4.1668388993e-02f;
+  p = p * r + 1.6666521132e-01f;
+  p = p * r + 4.9999994040e-01f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const Vector power = (Vector)((Ints)shifted << 23);
+  return x < -87.0f ? Vector{} : p * power;
 }
 
 // log x for x >= 1: of x = 2^n (1 + y) with y around 0 (Cephes, logf). NaN for NaN.
