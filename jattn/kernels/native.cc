@@ -161,7 +161,7 @@ struct Tile {
   }
 };
 
-constexpr Index kTogether = 8;  // blocks of queries that share a tile
+constexpr Index kTogether = 16;  // blocks of queries that share a tile, at most
 
 // A maximum that grows by less than this stays: weights may be up to e^8, and what has been summed
 // up need not be multiplied (the rule of FlashAttention-4).
@@ -174,6 +174,7 @@ struct Walk {
   Block block;
   T* turned;  // scale q, [H, width]
   T* out;     // [width, V], times the sum
+  bool fresh = true;  // nothing is in out yet
   alignas(64) T most[kQueries];  // the largest score up to kSlack, which weights are relative to
   alignas(64) T sum[kQueries], shrink[kQueries];
 
@@ -182,7 +183,6 @@ struct Walk {
     turned = bench.take(H * block.width);
     out = bench.take(block.width * V);
     turn(head.q.from(first), count, block.width, turned, head.scale);
-    std::fill(out, out + block.width * V, T{0});
     std::fill(most, most + block.width, -kInfinity);
     std::fill(sum, sum + block.width, T{0});
   }
@@ -196,8 +196,9 @@ struct Walk {
         kind == Kind::kMixed ? soften<true, true>(head.rules, j, keys, tile.lost, scores)
         : plain              ? soften<false, false>(head.rules, j, keys, tile.lost, scores)
                              : soften<false, true>(head.rules, j, keys, tile.lost, scores);
-    if (grows) rescale(tile.V);
-    product(block.count, tile.V, keys, scores, 1, t, tile.v, tile.V, out, tile.V, true);
+    if (grows && !fresh) rescale(tile.V);
+    product(block.count, tile.V, keys, scores, 1, t, tile.v, tile.V, out, tile.V, !fresh);
+    fresh = false;
   }
 
   // Products become weights. Whether what they are relative to has grown.
@@ -267,6 +268,7 @@ struct Walk {
   }
 
   void finish(Rows<T> to, Rows<T> lse, Index V) {
+    if (fresh) std::fill(out, out + block.width * V, T{0});
     for (Index i = 0; i < block.width; i += L) {
       const Vector total = load(sum + i);
       const Ints dead = total == T{0};
@@ -475,62 +477,86 @@ struct Heads {
   }
 };
 
-Heads<const T> heads(const ffi::AnyBuffer& x, bool vectors = true) {
+Heads<const T> heads_of(const ffi::AnyBuffer& x, bool vectors = true) {
   const T* start = static_cast<const T*>(x.untyped_data());
   if (vectors) return {start, axis(x, 3), axis(x, 2), axis(x, 1)};
   return {start, axis(x, 2), axis(x, 1), 1};
 }
-Heads<T> heads(ffi::Result<ffi::AnyBuffer>& x, bool vectors = true) {
-  const Heads<const T> same = heads(static_cast<const ffi::AnyBuffer&>(*x), vectors);
+Heads<T> heads_of(ffi::Result<ffi::AnyBuffer>& x, bool vectors = true) {
+  const Heads<const T> same = heads_of(static_cast<const ffi::AnyBuffer&>(*x), vectors);
   return {const_cast<T*>(same.start), same.tokens, same.heads, same.size};
 }
 
-// Of an operand [b, n, size] with fewer batch rows or heads than the call: row (b, n).
+// An operand [b, n, size]: of fewer batch rows or heads than the call, each stands for several.
 template <typename E>
-const E* row(const ffi::AnyBuffer& x, Index b, Index B, Index n) {
-  const Index rows = leading(x, 2), own = axis(x, 2), size = axis(x, 1);
-  if (!rows || !own || !size) return nullptr;
-  return static_cast<const E*>(x.untyped_data()) + (b * rows / B * own + (own > 1 ? n : 0)) * size;
-}
+struct Shared {
+  const E* start;  // null if there is none
+  Index same, heads, size;
+
+  Shared(const ffi::AnyBuffer& x, Index B) : heads(axis(x, 2)), size(axis(x, 1)) {
+    const Index rows = leading(x, 2);
+    start = rows * heads * size ? static_cast<const E*>(x.untyped_data()) : nullptr;
+    same = rows ? B / rows : 1;
+  }
+  const E* at(Index b, Index n) const {
+    return start ? start + (b / same * heads + (heads > 1 ? n : 0)) * size : nullptr;
+  }
+};
 
 // A call: everything but what goes in and comes out per query.
 struct Call {
-  ffi::AnyBuffer q, k, v, from, until, q_ids, kv_ids, bias, seeds;
-  double scale, cap, grown;
-  int64_t threshold;
+  Heads<const T> q, k, v;
+  Index B, N, K, t, S;
+  Shared<int32_t> from, until, q_ids, kv_ids;
+  Shared<T> bias;
+  Shared<uint32_t> seeds;
+  T scale, cap, grown;
+  uint32_t threshold;
 
-  Index B() const { return leading(q, 3); }
-  Index N() const { return axis(q, 2); }
-  Index K() const { return axis(k, 2); }
-  Index t() const { return axis(q, 3); }
-  Index S() const { return axis(k, 3); }
+  Call(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v,
+       const ffi::AnyBuffer& from, const ffi::AnyBuffer& until, const ffi::AnyBuffer& q_ids,
+       const ffi::AnyBuffer& kv_ids, const ffi::AnyBuffer& bias, const ffi::AnyBuffer& seeds,
+       double scale, double cap, double grown, int64_t threshold)
+      : q(heads_of(q)),
+        k(heads_of(k)),
+        v(heads_of(v)),
+        B(leading(q, 3)),
+        N(this->q.heads),
+        K(this->k.heads),
+        t(this->q.tokens),
+        S(this->k.tokens),
+        from(from, B),
+        until(until, B),
+        q_ids(q_ids, B),
+        kv_ids(kv_ids, B),
+        bias(bias, B),
+        seeds(seeds, B),
+        scale(static_cast<T>(scale)),
+        cap(static_cast<T>(cap)),
+        grown(static_cast<T>(grown)),
+        threshold(static_cast<uint32_t>(threshold)) {}
 
-    Head head(Index b, Index n) const {
-    const uint32_t* seed = row<uint32_t>(seeds, b, B(), n);
-    const Rules rules = {row<int32_t>(from, b, B(), n),
-                            row<int32_t>(until, b, B(), n),
-                            row<int32_t>(q_ids, b, B(), n),
-                            row<int32_t>(kv_ids, b, B(), n),
-                            row<T>(bias, b, B(), n),
-                            nullptr,
-                            static_cast<T>(cap),
-                            seed ? *seed : 0,
-                            static_cast<uint32_t>(threshold),
-                            static_cast<T>(grown),
-                            S()};
-    const Index g = n / (N() / K());
-    return {heads(q).at(b, n), heads(k).at(b, g), heads(v).at(b, g), rules,
-            static_cast<T>(scale)};
+  Head head(Index b, Index n) const {
+    const uint32_t* seed = seeds.at(b, n);
+    const Rules rules = {from.at(b, n), until.at(b, n), q_ids.at(b, n),  kv_ids.at(b, n),
+                         bias.at(b, n), nullptr,        cap,             seed ? *seed : 0,
+                         threshold,     grown,          S};
+    const Index g = n / (N / K);
+    return {q.at(b, n), k.at(b, g), v.at(b, g), rules, scale};
   }
 };
 
 void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T> lse) {
-  const Index size = kTogether * kQueries, pieces = (call.t() + size - 1) / size, N = call.N();
+  const Index N = call.N, enough = 4 * std::max<Index>(1, pool.num_threads());
+  auto pieces_of = [&](Index size) { return (call.t + size - 1) / size; };
+  Index size = kTogether * kQueries;
+  while (size > kQueries && call.B * N * pieces_of(size) < enough) size /= 2;
+  const Index pieces = pieces_of(size);
   // The last queries of a causal mask see most, so they go first.
-  parallel(pool, call.B() * N * pieces, [&](Index task) {
-    const Index n = task % N, b = task / N % call.B(), piece = pieces - 1 - task / N / call.B();
+  parallel(pool, call.B * N * pieces, [&](Index task) {
+    const Index n = task % N, b = task / N % call.B, piece = pieces - 1 - task / N / call.B;
     const Index first = piece * size;
-    forward(call.head(b, n), first, std::min(size, call.t() - first), out.at(b, n), lse.at(b, n));
+    forward(call.head(b, n), first, std::min(size, call.t - first), out.at(b, n), lse.at(b, n));
   });
 }
 
@@ -557,16 +583,16 @@ struct Worker {
   Worker(const Call& call, const Gradients& all)
       : call(call),
         all(all),
-        S(call.S()),
-        H(up(axis(call.q, 1), kLanes)),
-        V(up(axis(call.v, 1), kLanes)),
-        group(call.N() / call.K()),
+        S(call.S),
+        H(up(call.q.size, kLanes)),
+        V(up(call.v.size, kLanes)),
+        group(call.N / call.K),
         bench(Sums::size(H, V) + BackWalk::size(H, V)),
         sums(H, V, bench) {}
 
   Head head(Index b, Index n) const {
     Head one = call.head(b, n);
-    one.rules.d_bias = all.diagonals ? all.d_bias + (b * call.N() + n) * all.diagonals : nullptr;
+    one.rules.d_bias = all.diagonals ? all.d_bias + (b * call.N + n) * all.diagonals : nullptr;
     return one;
   }
 
@@ -578,10 +604,10 @@ struct Worker {
     for (Index n = k * group; n < (k + 1) * group; ++n) {
       const Head one = head(b, n);
       if (n == k * group) sums.tile.read(one, from, until - from);
-      backward<kQuery, true>(one, all.at(b, n, group), 0, call.t(), from, until, sums, bench);
+      backward<kQuery, true>(one, all.at(b, n, group), 0, call.t, from, until, sums, bench);
     }
     const Back to = all.at(b, k * group, group);
-    put(to.d_k.from(from), sums.d_k, until - from, H, static_cast<T>(call.scale), false);
+    put(to.d_k.from(from), sums.d_k, until - from, H, call.scale, false);
     put(to.d_v.from(from), sums.d_v, until - from, V, T{1}, false);
   }
 
@@ -607,7 +633,7 @@ struct Worker {
 };
 
 void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all) {
-  const Index K = call.K(), units = call.B() * K, t = call.t(), S = call.S();
+  const Index K = call.K, units = call.B * K, t = call.t, S = call.S;
   const Index threads = std::max<Index>(1, pool.num_threads());
   if (units >= 4 * threads || units % threads == 0 || all.diagonals) {
     parallel(pool, units, [&](Index i) { Worker(call, all).heads(i / K, i % K); });
@@ -620,9 +646,9 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
     const Index unit = i % units, from = i / units * kRun;
     Worker(call, all).template keys<false>(unit / K, unit % K, from, std::min(S, from + kRun));
   });
-  parallel(pool, call.B() * call.N() * blocks, [&](Index i) {
+  parallel(pool, call.B * call.N * blocks, [&](Index i) {
     const Index head = i / blocks, first = (blocks - 1 - i % blocks) * kRun;
-    Worker(call, all).queries(head / call.N(), head % call.N(), first,
+    Worker(call, all).queries(head / call.N, head % call.N, first,
                                  std::min(t, first + kRun));
   });
 }
@@ -639,7 +665,7 @@ ffi::Error run_forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffe
                        Out out, Out lse, double scale, double cap, double grown,
                        int64_t threshold) {
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
-  forward_all(pool, call, heads(out), heads(lse, false));
+  forward_all(pool, call, heads_of(out), heads_of(lse, false));
   return ffi::Error::Success();
 }
 
@@ -650,8 +676,8 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
   T* sums = static_cast<T*>(d_bias->untyped_data());
   backward_all(pool, call,
-               {heads(d_out), heads(lse, false), heads(delta, false), heads(d_q), heads(d_k),
-                heads(d_v), sums, axis(*d_bias, 1)});
+               {heads_of(d_out), heads_of(lse, false), heads_of(delta, false), heads_of(d_q), heads_of(d_k),
+                heads_of(d_v), sums, axis(*d_bias, 1)});
   return ffi::Error::Success();
 }
 

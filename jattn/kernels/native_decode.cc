@@ -14,7 +14,7 @@ namespace {
 constexpr Index kKeys = 512;   // of a tile
 constexpr Index kTurned = 64;  // keys that are transposed at a time
 constexpr Index kFewRows = 6;  // for which sums across lanes are cheaper than transposing keys
-constexpr Index kAhead = 2048 / sizeof(T);  // numbers between what is read and what is asked for
+constexpr Index kStreams = 8;  // places of a tile that are read in turn: memory is faster at several
 
 // One vector of the lanes' sums of each of `kLanes` vectors: halves of pairs are added at each step.
 template <int s, int... l>
@@ -131,41 +131,43 @@ class Walk {
     weigh(call_.values.at(b_, k_, j), keys);
   }
 
-  // q k for few rows: keys as they lie, each asked for long before it is read.
+  // In how many equal runs a tile is read side by side.
+  static Index streams(Index keys) {
+    Index n = kStreams;
+    while (keys % (n * kLanes)) n /= 2;
+    return n;
+  }
+
+  // q k for few rows: keys as they lie.
   void multiply(Rows<const T> rows, Index keys) {
     constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
-    for (Index j = 0; j < keys; j += kLanes) {
+    const Index n = streams(keys), run = keys / n;
+    for (Index j = 0; j < run; j += kLanes)
       for (Index r = 0; r < R_; ++r) {
-        Vector sums[kLanes];
-#pragma GCC unroll 16
-        for (int s = 0; s < kLanes; ++s) {
-          const T* row = rows[j + s];
-          if (r == 0)
-            for (Index h = 0; h < H_; h += 64 / sizeof(T)) __builtin_prefetch(row + kAhead + h);
-          sums[s] = load(row) * load(q_ + r * H_);
-          for (Index h = kLanes; h < H_; h += kLanes)
-            sums[s] += load(row + h) * load(q_ + r * H_ + h);
-        }
-        store(scores_ + r * kKeys + j, add_lanes<1>(sums, lanes));
+        Vector sums[kStreams][kLanes];
+        for (Index s = 0; s < kLanes; ++s)
+          for (Index i = 0; i < n; ++i) {
+            const T* row = rows[i * run + j + s];
+            sums[i][s] = load(row) * load(q_ + r * H_);
+            for (Index h = kLanes; h < H_; h += kLanes)
+              sums[i][s] += load(row + h) * load(q_ + r * H_ + h);
+          }
+        for (Index i = 0; i < n; ++i)
+          store(scores_ + r * kKeys + i * run + j, add_lanes<1>(sums[i], lanes));
       }
-    }
   }
 
   void weigh(Rows<const T> rows, Index keys) {
     const bool straight = rows.size == V_;
     if (!straight) copy(rows, keys, values_, V_);
-    if (R_ > kFewRows || !straight) {
+    if (R_ > kFewRows || !straight || keys % kLanes) {
       const T* values = straight ? rows.start : values_;
       product(R_, V_, keys, scores_, kKeys, 1, values, V_, part_.out, V_, true);
       return;
     }
-    constexpr Index few = 16;
-    for (Index j = 0; j < keys; j += few) {
-      const Index here = std::min(few, keys - j);
-      for (Index h = 0; h < here * V_; h += 64 / sizeof(T))
-        __builtin_prefetch(rows[j] + kAhead + h);
-      product(R_, V_, here, scores_ + j, kKeys, 1, rows[j], V_, part_.out, V_, true);
-    }
+    const Index n = streams(keys), run = keys / n;
+    for (Index j = 0; j < run; ++j)
+      product(R_, V_, n, scores_ + j, kKeys, run, rows[j], run * V_, part_.out, V_, true);
   }
 
   // Products of one row become weights.
