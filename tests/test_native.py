@@ -184,6 +184,19 @@ def test_several_tiles_by_several_threads(label, heads):
         assert error(x, y) <= 2e-14
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nothing_of_an_earlier_call_is_left(dtype):
+    """Threads keep their memory: what NaN has stood in gives 0 where all keys are masked."""
+    key = jnp.asarray(np.random.default_rng(0).normal(size=(4, 20, 3, 8)), dtype)
+    call = functools.partial(jattn.attention, implementation="native")
+    assert np.isnan(call(key * np.nan, key, key)).all()
+    none = masks.Lengths(kv=jnp.zeros(4, jnp.int32))
+    for dead in (masks.Empty(), none):
+        out, lse = call(key, key, key, mask=dead, return_lse=True)
+        assert (np.asarray(out) == 0).all()
+        assert (np.asarray(lse) == -np.inf).all()
+
+
 @pytest.mark.default_tiles
 def test_the_default_on_a_cpu():
     x = on_device(inputs(CASES["causal"]))
@@ -330,6 +343,26 @@ def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, 
     jax.clear_caches()
     for x, y in zip(got, call(), strict=True):
         assert error(x, y) <= 8 * jnp.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("N", "K"), [(2, 1), (3, 3), (8, 1)])
+def test_long_caches_are_read_in_parts(N, K, dtype):
+    """Of several thousand keys, each part and each tile with maxima of its own."""
+    rng = np.random.default_rng(3)
+    k, v = (rng.normal(size=(1, K, 9000, 16)) for _ in range(2))
+    k *= 1 + np.cos(np.arange(9000) / 700)[:, None]
+    v += np.linspace(-2, 2, 9000)[:, None]
+    cache = DenseCache.of(*(jnp.asarray(x, dtype).swapaxes(1, 2) for x in (k, v)))
+    q = rng.normal(size=(1, 2, N, 16))
+    assert "jattn_decode" in jax.jit(jattn.attention).lower(jnp.asarray(q, dtype), cache).as_text()
+    out, lse = jattn.attention(jnp.asarray(q, dtype), cache, return_lse=True)
+    for n, t in itertools.product(range(N), range(2)):
+        weights = np.exp(k[0, n // (N // K)] @ q[0, t, n] / 4)
+        want = weights @ v[0, n // (N // K)] / weights.sum()
+        close = 40 * jnp.finfo(dtype).eps
+        np.testing.assert_allclose(out[0, t, n], want, rtol=0, atol=close)
+        np.testing.assert_allclose(lse[0, n, t], np.log(weights.sum()), rtol=close)
 
 
 def test_decoding_reads_nothing_that_is_masked():

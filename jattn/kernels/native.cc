@@ -267,7 +267,7 @@ struct Walk {
         store(out + i * V + h, load(out + i * V + h) * shrink[i]);
   }
 
-  void finish(Rows<T> to, Rows<T> lse, Index V) {
+  void finish(Rows<T> to, Rows<T> lse, Index V, Put how) {
     if (fresh) std::fill(out, out + block.width * V, T{0});
     for (Index i = 0; i < block.width; i += L) {
       const Vector total = load(sum + i);
@@ -276,14 +276,14 @@ struct Walk {
       store(sum + i, dead ? all(-kInfinity) : load(most + i) + logarithm(total));
     }
     for (Index i = 0; i < block.count; ++i) {
-      put_row(to[block.first + i], out + i * V, to.size, shrink[i], false);
+      put_row(to[block.first + i], out + i * V, to.size, shrink[i], how);
       *lse[block.first + i] = sum[i];
     }
   }
 };
 
 // out and lse of queries first .. first + count - 1, at most kTogether blocks.
-void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> lse) {
+void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> lse, Put how) {
   const Index H = up(head.q.size, kLanes), V = up(head.v.size, kLanes), S = head.rules.S;
   Bench bench(up(count, kQueries) * (H + V) + Tile::size(H, V, kKeys) + kKeys * kQueries);
   Tile tile(H, V, kKeys, bench);
@@ -308,7 +308,7 @@ void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> ls
       walk.visit(head, kind, j, keys, tile, scores);
     }
   }
-  for (Walk& walk : walks) walk.finish(out, lse, V);
+  for (Walk& walk : walks) walk.finish(out, lse, V, how);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -319,6 +319,7 @@ void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> ls
 struct Back {
   Rows<const T> d_out, lse, delta;
   Rows<T> d_q, d_k, d_v;
+  Put how;
 };
 
 // The gradients of a run of keys: its tiles, and the sums.
@@ -382,10 +383,13 @@ struct BackWalk {
     product(keys, t, head.k.size, k, H, 1, q_turned, t, p, t, false);
     product(keys, t, head.v.size, v, V, 1, d_turned, t, ds, t, false);
     const T* lost = tile.lost ? tile.lost + at : nullptr;
+    const Rules& rules = head.rules;
     if (kind == Kind::kMixed)
-      derive<true>(head.rules, j, keys, lost, p, ds);
+      derive<true, true>(rules, j, keys, lost, p, ds);
+    else if (lost || rules.cap != 0 || rules.bias || rules.threshold)
+      derive<false, true>(rules, j, keys, lost, p, ds);
     else
-      derive<false>(head.rules, j, keys, lost, p, ds);
+      derive<false, false>(rules, j, keys, lost, p, ds);
     if constexpr (kOfKeys) {
       product(keys, V, block.count, p, t, 1, d_out, V, sums.d_v + at * V, V, true);
       product(keys, H, block.count, ds, t, 1, q, H, sums.d_k + at * H, H, true);
@@ -395,31 +399,34 @@ struct BackWalk {
 
   // Products q k become weights p after dropout, and products d_out v the cotangent of products
   // q k; that of scores is p (dp - delta), with p before dropout.
-  template <bool kMasked>
+  template <bool kMasked, bool kModified>
   JATTN_APART void derive(const Rules& rules, Index j, Index keys, const T* lost, T* products,
-              T* d_weights) {
-    T along[kQueries + kKeys] = {};  // sums over the tile's diagonals: short ones round less
+                          T* d_weights) {
+    T along[kModified ? kQueries + kKeys : 1] = {};  // a tile's diagonals: short sums round less
     for (Index s = 0; s < keys; ++s)
       for (Index i = 0; i < block.width; i += L) {
         const Index here = s * block.width + i;
-        Vector score = load(products + here);
-        if (lost) score += lost[s];
-        score = block.template modified<kMasked>(rules, score, i, j + s);
-        Vector p = exponential(score - load(lse + i));
-        Vector dp = load(d_weights + here);
-        if (rules.threshold) dp = block.dropped(rules, dp, i, j + s);
-        Vector ds = p * (dp - load(delta + i));
-        if (rules.cap != 0) ds *= 1 - (score / rules.cap) * (score / rules.cap);
-        if constexpr (kMasked) ds = block.allowed(rules, i, j + s) ? ds : Vector{};
-        if (rules.bias) {
-          T* sum = along + i - s + keys - 1;
-          store(sum, load(sum) + ds);
+        Vector score = load(products + here), dp = load(d_weights + here);
+        if constexpr (kModified) {
+          if (lost) score += lost[s];
+          score = block.template modified<kMasked>(rules, score, i, j + s);
+          if (rules.threshold) dp = block.dropped(rules, dp, i, j + s);
         }
-        if (rules.threshold) p = block.dropped(rules, p, i, j + s);
+        Vector p = exponential(score - load(lse + i));
+        Vector ds = p * (dp - load(delta + i));
+        if constexpr (kModified) {
+          if (rules.cap != 0) ds *= 1 - (score / rules.cap) * (score / rules.cap);
+          if constexpr (kMasked) ds = block.allowed(rules, i, j + s) ? ds : Vector{};
+          if (rules.bias) {
+            T* sum = along + i - s + keys - 1;
+            store(sum, load(sum) + ds);
+          }
+          if (rules.threshold) p = block.dropped(rules, p, i, j + s);
+        }
         store(products + here, p);
         store(d_weights + here, ds);
       }
-    if (!rules.bias) return;
+    if (!kModified || !rules.bias) return;
     T* sums = rules.d_bias + block.first - (j + keys - 1) + rules.S - 1;
     for (Index i = 0; i < block.width + keys - 1; ++i) sums[i] += along[i];
   }
@@ -444,8 +451,9 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
       walk.template visit<kQuery, kOfKeys>(head, kind, j, keys, j - from, sums);
     }
     if (!there) std::fill(walk.d_query, walk.d_query + walk.block.width * H, T{0});
+    const Put how = from ? Put::kAdd : head.rules.S > kRun ? Put::kOver : back.how;
     if (kQuery && (there || from == 0))
-      put(back.d_q.from(i), walk.d_query, walk.block.count, H, head.scale, from > 0);
+      put(back.d_q.from(i), walk.d_query, walk.block.count, H, head.scale, how);
   }
 }
 
@@ -503,6 +511,9 @@ struct Shared {
   }
 };
 
+// Results of as many numbers do not all stay in the caches until somebody reads them.
+Put put_of(Index size) { return size * sizeof(T) >= 1 << 20 ? Put::kPast : Put::kOver; }
+
 // A call: everything but what goes in and comes out per query.
 struct Call {
   Heads<const T> q, k, v;
@@ -552,11 +563,13 @@ void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T>
   Index size = kTogether * kQueries;
   while (size > kQueries && call.B * N * pieces_of(size) < enough) size /= 2;
   const Index pieces = pieces_of(size);
+  const Put how = put_of(call.B * call.t * N * out.size);
   // The last queries of a causal mask see most, so they go first.
   parallel(pool, call.B * N * pieces, [&](Index task) {
     const Index n = task % N, b = task / N % call.B, piece = pieces - 1 - task / N / call.B;
     const Index first = piece * size;
-    forward(call.head(b, n), first, std::min(size, call.t - first), out.at(b, n), lse.at(b, n));
+    const Index count = std::min(size, call.t - first);
+    forward(call.head(b, n), first, count, out.at(b, n), lse.at(b, n), how);
   });
 }
 
@@ -565,10 +578,12 @@ struct Gradients {
   Heads<T> d_q, d_k, d_v;
   T* d_bias;
   Index diagonals;
+  Put how;
 
   Back at(Index b, Index n, Index group) const {
     return {d_out.at(b, n), lse.at(b, n),         delta.at(b, n),
-            d_q.at(b, n),   d_k.at(b, n / group), d_v.at(b, n / group)};
+            d_q.at(b, n),   d_k.at(b, n / group), d_v.at(b, n / group),
+            how};
   }
 };
 
@@ -607,8 +622,8 @@ struct Worker {
       backward<kQuery, true>(one, all.at(b, n, group), 0, call.t, from, until, sums, bench);
     }
     const Back to = all.at(b, k * group, group);
-    put(to.d_k.from(from), sums.d_k, until - from, H, call.scale, false);
-    put(to.d_v.from(from), sums.d_v, until - from, V, T{1}, false);
+    put(to.d_k.from(from), sums.d_k, until - from, H, call.scale, all.how);
+    put(to.d_v.from(from), sums.d_v, until - from, V, T{1}, all.how);
   }
 
   // All gradients of key head k and its query heads.
@@ -675,9 +690,10 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
                         Out d_bias, double scale, double cap, double grown, int64_t threshold) {
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
   T* sums = static_cast<T*>(d_bias->untyped_data());
+  const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
   backward_all(pool, call,
                {heads_of(d_out), heads_of(lse, false), heads_of(delta, false), heads_of(d_q), heads_of(d_k),
-                heads_of(d_v), sums, axis(*d_bias, 1)});
+                heads_of(d_v), sums, axis(*d_bias, 1), how});
   return ffi::Error::Success();
 }
 

@@ -14,6 +14,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 // What is called for a whole tile: compiled once, not into everyone who calls it.
@@ -60,6 +64,22 @@ inline V load(const E* from) {
 inline void store(T* to, Vector x) {
   std::memcpy(to, &x, sizeof(x));
 }
+// Past the caches, which would first read what is then overwritten; `fence` makes it seen by all.
+#if defined(__x86_64__)
+inline void store_past(T* to, Vector x) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)x);
+#elif defined(__AVX__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)x);
+#else
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)x);
+#endif
+}
+inline void fence() { _mm_sfence(); }
+#else
+inline void store_past(T* to, Vector x) { store(to, x); }
+inline void fence() {}
+#endif
 inline Vector all(T x) { return x - Vector{}; }
 
 inline Index up(Index size, Index multiple) { return (size + multiple - 1) / multiple * multiple; }
@@ -207,19 +227,19 @@ struct Rows {
 // Copies rows to the width of whole vectors, and says whether all of them are finite.
 JATTN_APART bool copy(Rows<const T> from, Index count, T* to, Index width) {
   constexpr int L = kLanes;
-  Vector odd = {};
+  Ints odd = {};  // the bits of x - x: 0, or those of NaN
   for (Index i = 0; i < count; ++i, to += width) {
     const T* row = from[i];
     Index h = 0;
     for (; h + L <= from.size; h += L) {
       Vector x = load(row + h);
-      odd += x - x;
+      odd |= (Ints)(x - x);
       store(to + h, x);
     }
     if (h < width) {
       Vector x = {};
       std::memcpy(&x, row + h, (from.size - h) * sizeof(T));
-      odd += x - x;
+      odd |= (Ints)(x - x);
       store(to + h, x);
     }
   }
@@ -240,10 +260,20 @@ inline void clean(T* x, Index count, Index width, T* lost) {
   }
 }
 
-// to[i] = x[i] × factor, or += with `add`, for rows x of whole vectors.
-inline void put_row(T* to, const T* x, Index size, T factor, bool add) {
+// How results are written: over what was there, added to it, or past the caches.
+enum class Put { kOver, kAdd, kPast };
+
+// to[i] = x[i] × factor, or += it, for rows x of whole vectors.
+inline void put_row(T* to, const T* x, Index size, T factor, Put how) {
   constexpr int L = kLanes;
+  // Only whole lines are faster past the caches.
+  const bool lines = (reinterpret_cast<uintptr_t>(to) | (size * sizeof(T))) % 64 == 0;
   Index h = 0;
+  if (how == Put::kPast && lines) {
+    for (; h < size; h += L) store_past(to + h, load(x + h) * factor);
+    return;
+  }
+  const bool add = how == Put::kAdd;
   for (; h + L <= size; h += L) {
     Vector now = load(x + h) * factor;
     if (add) now += load(to + h);
@@ -251,8 +281,8 @@ inline void put_row(T* to, const T* x, Index size, T factor, bool add) {
   }
   for (; h < size; ++h) to[h] = add ? to[h] + x[h] * factor : x[h] * factor;
 }
-inline void put(Rows<T> to, const T* x, Index count, Index width, T factor, bool add) {
-  for (Index i = 0; i < count; ++i) put_row(to[i], x + i * width, to.size, factor, add);
+inline void put(Rows<T> to, const T* x, Index count, Index width, T factor, Put how) {
+  for (Index i = 0; i < count; ++i) put_row(to[i], x + i * width, to.size, factor, how);
 }
 
 #if defined(__clang__)
@@ -329,24 +359,26 @@ class Bench {
 };
 
 // Does work(i) for all i < n on the threads of XLA, some that follow one another by the same: heads
-// that do lie side by side. The caller works too, so that it never waits for a thread that has not
-// begun.
+// that do lie side by side. Towards the end it is fewer, so that all threads end together. The caller
+// works too, so that it never waits for a thread that has not begun.
 template <typename Work>
 void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
   struct Count {
     std::atomic<Index> next{0}, done{0};
   };
   const Index threads = std::max<Index>(1, pool.num_threads());
-  const Index some = std::clamp<Index>(n / (4 * threads), 1, 8);
   auto count = std::make_shared<Count>();
-  auto run = [count, n, some, &work] {
-    for (Index i; (i = count->next.fetch_add(some)) < n;) {
-      const Index end = std::min(n, i + some);
+  auto run = [count, n, threads, &work] {
+    for (Index i = count->next.load(); i < n;) {
+      const Index end = i + std::clamp<Index>((n - i) / (2 * threads), 1, 8);
+      if (!count->next.compare_exchange_weak(i, end)) continue;
       for (Index at = i; at < end; ++at) work(at);
+      fence();
       count->done.fetch_add(end - i, std::memory_order_release);
+      i = count->next.load();
     }
   };
-  const Index helpers = std::min(threads, (n + some - 1) / some) - 1;
+  const Index helpers = std::min(threads, n) - 1;
   for (Index i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
   run();
   while (count->done.load(std::memory_order_acquire) < n)

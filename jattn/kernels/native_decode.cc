@@ -228,7 +228,7 @@ void merge(const std::vector<Part>& parts, Index r, Index V, Rows<T> out, T* lse
   for (const Part& part : parts) {
     const T factor = std::exp(part.most[r] - shift);
     sum += part.sum[r] * factor;
-    put_row(out[0], part.out + r * V, out.size, factor, true);
+    put_row(out[0], part.out + r * V, out.size, factor, Put::kAdd);
   }
   const T share = sum == 0 ? T{0} : 1 / sum;
   for (Index h = 0; h < out.size; ++h) out[0][h] *= share;
