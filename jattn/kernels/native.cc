@@ -25,6 +25,11 @@ namespace {
 
 enum class Kind { kEmpty, kMixed, kFull };
 
+struct Keys {
+  Kind kind;
+  Index j, count;
+};
+
 // What a head's mask, score function and dropout are.
 struct Rules {
   const int32_t* from;   // [T]: query i sees keys from[i] <= j < until[i]
@@ -84,16 +89,19 @@ struct Block {
     }
   }
 
+  // Which of `count` keys from j on are in somebody's run, and what the mask says about those.
   // Lanes without a query may count as whatever suits: nothing reads them.
-  Kind kind(const Rules& rules, Index j, Index keys) const {
-    if (most_until <= j || least_from >= j + keys) return Kind::kEmpty;
-    bool full = most_from <= j && least_until >= j + keys;
+  Keys seen(const Rules& rules, Index j, Index count) const {
+    const Index end = std::min(j + count, most_until);
+    j = std::max(j, least_from);
+    if (j >= end) return {Kind::kEmpty, j, 0};
+    bool full = most_from <= j && least_until >= end;
     if (rules.q_ids) {
-      const auto [low, high] = std::minmax_element(rules.kv_ids + j, rules.kv_ids + j + keys);
-      if (*high < least_id || *low > most_id) return Kind::kEmpty;
+      const auto [low, high] = std::minmax_element(rules.kv_ids + j, rules.kv_ids + end);
+      if (*high < least_id || *low > most_id) return {Kind::kEmpty, j, 0};
       full = full && least_id == most_id && *low == *high && *low == least_id;
     }
-    return full ? Kind::kFull : Kind::kMixed;
+    return {full ? Kind::kFull : Kind::kMixed, j, end - j};
   }
 
   // Score (i, j) of lanes i from the product of query and key.
@@ -187,17 +195,18 @@ struct Walk {
     std::fill(sum, sum + block.width, T{0});
   }
 
-  // Adds `keys` of the tile, from j on.
-  void visit(const Head& head, Kind kind, Index j, Index keys, const Tile& tile, T* scores) {
-    const Index t = block.width;
-    product(keys, t, head.k.size, tile.k, tile.H, 1, turned, t, scores, t, false);
-    const bool plain = head.rules.cap == 0 && !head.rules.bias && !tile.lost;
-    const bool grows =
-        kind == Kind::kMixed ? soften<true, true>(head.rules, j, keys, tile.lost, scores)
-        : plain              ? soften<false, false>(head.rules, j, keys, tile.lost, scores)
-                             : soften<false, true>(head.rules, j, keys, tile.lost, scores);
-    if (grows && !fresh) rescale(tile.V);
-    product(block.count, tile.V, keys, scores, 1, t, tile.v, tile.V, out, tile.V, !fresh);
+  // Adds `keys` from j on, which stand from `at` on in the tile.
+  void visit(const Head& head, Kind kind, Index j, Index keys, Index at, const Tile& tile,
+             T* scores) {
+    const Index t = block.width, H = tile.H, V = tile.V;
+    product(keys, t, head.k.size, tile.k + at * H, H, 1, turned, t, scores, t, false);
+    const T* lost = tile.lost ? tile.lost + at : nullptr;
+    const bool plain = head.rules.cap == 0 && !head.rules.bias && !lost;
+    const bool grows = kind == Kind::kMixed ? soften<true, true>(head.rules, j, keys, lost, scores)
+                       : plain ? soften<false, false>(head.rules, j, keys, lost, scores)
+                               : soften<false, true>(head.rules, j, keys, lost, scores);
+    if (grows && !fresh) rescale(V);
+    product(block.count, V, keys, scores, 1, t, tile.v + at * V, V, out, V, !fresh);
     fresh = false;
   }
 
@@ -301,11 +310,11 @@ void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> ls
     const Index keys = std::min(kKeys, S - j);
     bool there = false;
     for (Walk& walk : walks) {
-      const Kind kind = walk.block.kind(head.rules, j, keys);
-      if (kind == Kind::kEmpty) continue;
+      const Keys seen = walk.block.seen(head.rules, j, keys);
+      if (seen.kind == Kind::kEmpty) continue;
       if (!there) tile.read(head, j, keys);
       there = true;
-      walk.visit(head, kind, j, keys, tile, scores);
+      walk.visit(head, seen.kind, seen.j, seen.count, seen.j - j, tile, scores);
     }
   }
   for (Walk& walk : walks) walk.finish(out, lse, V, how);
@@ -443,12 +452,11 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
     const Index end = std::min(until, walk.block.most_until);
     bool there = false;
     for (Index j = std::max(from, walk.block.least_from / kKeys * kKeys); j < end; j += kKeys) {
-      const Index keys = std::min(kKeys, until - j);
-      const Kind kind = walk.block.kind(head.rules, j, keys);
-      if (kind == Kind::kEmpty) continue;
+      const Keys seen = walk.block.seen(head.rules, j, std::min(kKeys, until - j));
+      if (seen.kind == Kind::kEmpty) continue;
       if (!there) walk.read(head, back);
       there = true;
-      walk.template visit<kQuery, kOfKeys>(head, kind, j, keys, j - from, sums);
+      walk.template visit<kQuery, kOfKeys>(head, seen.kind, seen.j, seen.count, seen.j - from, sums);
     }
     if (!there) std::fill(walk.d_query, walk.d_query + walk.block.width * H, T{0});
     const Put how = from ? Put::kAdd : head.rules.S > kRun ? Put::kOver : back.how;

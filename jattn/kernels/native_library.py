@@ -25,7 +25,7 @@ _HERE = Path(__file__).parent
 _SINGLE = {"float32": 1, "float64": 0}
 _SOURCES = {"forward": "native.cc", "backward": "native.cc", "decode": "native_decode.cc"}
 
-TILES = "64, 64, 512"
+TILES = "64, 128, 512"
 """Queries and keys of a tile, and of how many keys gradients are summed at once; queries come in
 whole vectors, at most 16 numbers each, and the last is a multiple of the second."""
 
