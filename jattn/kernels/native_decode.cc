@@ -1,5 +1,5 @@
-// A few queries against a cache, called from XLA: every key and value is read once, in the order in
-// which it lies in memory.
+// A few queries against a cache, called from XLA: every key and value is read once, at several places
+// of the memory in turn, which answers faster then than to one who reads on and on.
 //
 // A step of decoding does two operations for each number that it reads, so reading is all that
 // counts. The rows of one key head, its group's heads × tokens, go together; a tile of keys is
