@@ -360,7 +360,7 @@ def test_long_caches_are_read_in_parts(N, K, dtype):
     for n, t in itertools.product(range(N), range(2)):
         weights = np.exp(k[0, n // (N // K)] @ q[0, t, n] / 4)
         want = weights @ v[0, n // (N // K)] / weights.sum()
-        close = 40 * jnp.finfo(dtype).eps
+        close = float(40 * jnp.finfo(dtype).eps)
         np.testing.assert_allclose(out[0, t, n], want, rtol=0, atol=close)
         np.testing.assert_allclose(lse[0, n, t], np.log(weights.sum()), rtol=close)
 

@@ -25,6 +25,7 @@ namespace {
 
 enum class Kind { kEmpty, kMixed, kFull };
 
+// `count` keys from j on, and what the mask says about them.
 struct Keys {
   Kind kind;
   Index j, count;
@@ -89,7 +90,7 @@ struct Block {
     }
   }
 
-  // Which of `count` keys from j on are in somebody's run, and what the mask says about those.
+  // Those of `count` keys from j on that are between the first and the last that anybody sees.
   // Lanes without a query may count as whatever suits: nothing reads them.
   Keys seen(const Rules& rules, Index j, Index count) const {
     const Index end = std::min(j + count, most_until);
@@ -108,8 +109,7 @@ struct Block {
   template <bool kMasked>
   Vector modified(const Rules& rules, Vector score, Index i, Index j) const {
     if (rules.cap != 0) score = rules.cap * tangent(score / rules.cap);
-    if (rules.bias)
-      score += load(rules.bias + first + i - j + rules.S - 1);
+    if (rules.bias) score += load(rules.bias + first + i - j + rules.S - 1);
     if constexpr (kMasked) score = allowed(rules, i, j) ? score : all(-kInfinity);
     return score;
   }
@@ -360,8 +360,7 @@ struct BackWalk {
 
   static Index size(Index H, Index V) { return kQueries * (3 * H + 2 * V); }
 
-  BackWalk(const Head& head, const Back& back, Index first, Index count, Index H, Index V,
-           Bench bench)
+  BackWalk(const Head& head, Index first, Index count, Index H, Index V, Bench bench)
       : block(head.rules, first, count), H(H), V(V) {
     const Index t = block.width;
     q = bench.take(t * H), d_out = bench.take(t * V), d_query = bench.take(t * H);
@@ -448,7 +447,7 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
               Index until, const Sums& sums, const Bench& bench) {
   const Index H = sums.tile.H, V = sums.tile.V;
   for (Index i = first; i < last; i += kQueries) {
-    BackWalk walk(head, back, i, std::min(kQueries, last - i), H, V, bench);
+    BackWalk walk(head, i, std::min(kQueries, last - i), H, V, bench);
     const Index end = std::min(until, walk.block.most_until);
     bool there = false;
     for (Index j = std::max(from, walk.block.least_from / kKeys * kKeys); j < end; j += kKeys) {
@@ -511,7 +510,7 @@ struct Shared {
 
   Shared(const ffi::AnyBuffer& x, Index B) : heads(axis(x, 2)), size(axis(x, 1)) {
     const Index rows = leading(x, 2);
-    start = rows * heads * size ? static_cast<const E*>(x.untyped_data()) : nullptr;
+    start = rows && heads && size ? static_cast<const E*>(x.untyped_data()) : nullptr;
     same = rows ? B / rows : 1;
   }
   const E* at(Index b, Index n) const {
