@@ -182,7 +182,7 @@ struct Walk {
   Block block;
   T* turned;  // scale q, [H, width]
   T* out;     // [width, V], times the sum
-  bool fresh = true;  // nothing is in out yet
+  bool fresh = true;             // nothing is in out yet
   alignas(64) T most[kQueries];  // the largest score up to kSlack, which weights are relative to
   alignas(64) T sum[kQueries], shrink[kQueries];
 
@@ -195,9 +195,9 @@ struct Walk {
     std::fill(sum, sum + block.width, T{0});
   }
 
-  // Adds `keys` from j on, which stand from `at` on in the tile.
-  void visit(const Head& head, Kind kind, Index j, Index keys, Index at, const Tile& tile,
-             T* scores) {
+  // Adds these keys, which stand from `at` on in the tile.
+  void visit(const Head& head, const Keys& seen, Index at, const Tile& tile, T* scores) {
+    const auto [kind, j, keys] = seen;
     const Index t = block.width, H = tile.H, V = tile.V;
     product(keys, t, head.k.size, tile.k + at * H, H, 1, turned, t, scores, t, false);
     const T* lost = tile.lost ? tile.lost + at : nullptr;
@@ -314,7 +314,7 @@ void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> ls
       if (seen.kind == Kind::kEmpty) continue;
       if (!there) tile.read(head, j, keys);
       there = true;
-      walk.visit(head, seen.kind, seen.j, seen.count, seen.j - j, tile, scores);
+      walk.visit(head, seen, seen.j - j, tile, scores);
     }
   }
   for (Walk& walk : walks) walk.finish(out, lse, V, how);
@@ -381,9 +381,10 @@ struct BackWalk {
     }
   }
 
-  // Keys j .. j + keys - 1, which stand from `at` on in the run.
+  // Adds what these keys, which stand from `at` on in the run, contribute.
   template <bool kQuery, bool kOfKeys>
-  void visit(const Head& head, Kind kind, Index j, Index keys, Index at, const Sums& sums) {
+  void visit(const Head& head, const Keys& seen, Index at, const Sums& sums) {
+    const auto [kind, j, keys] = seen;
     const Index t = block.width;
     const Tile& tile = sums.tile;
     const T *k = tile.k + at * H, *v = tile.v + at * V;
@@ -455,7 +456,7 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
       if (seen.kind == Kind::kEmpty) continue;
       if (!there) walk.read(head, back);
       there = true;
-      walk.template visit<kQuery, kOfKeys>(head, seen.kind, seen.j, seen.count, seen.j - from, sums);
+      walk.template visit<kQuery, kOfKeys>(head, seen, seen.j - from, sums);
     }
     if (!there) std::fill(walk.d_query, walk.d_query + walk.block.width * H, T{0});
     const Put how = from ? Put::kAdd : head.rules.S > kRun ? Put::kOver : back.how;
@@ -670,8 +671,7 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
   });
   parallel(pool, call.B * call.N * blocks, [&](Index i) {
     const Index head = i / blocks, first = (blocks - 1 - i % blocks) * kRun;
-    Worker(call, all).queries(head / call.N, head % call.N, first,
-                                 std::min(t, first + kRun));
+    Worker(call, all).queries(head / call.N, head % call.N, first, std::min(t, first + kRun));
   });
 }
 
@@ -699,8 +699,8 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
   T* sums = static_cast<T*>(d_bias->untyped_data());
   const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
   backward_all(pool, call,
-               {heads_of(d_out), heads_of(lse, false), heads_of(delta, false), heads_of(d_q), heads_of(d_k),
-                heads_of(d_v), sums, axis(*d_bias, 1), how});
+               {heads_of(d_out), heads_of(lse, false), heads_of(delta, false), heads_of(d_q),
+                heads_of(d_k), heads_of(d_v), sums, axis(*d_bias, 1), how});
   return ffi::Error::Success();
 }
 

@@ -190,7 +190,7 @@ inline void small_product(Index depth, const T* a, Index am, Index ak, const T* 
 
 template <int N, int M>
 JATTN_APART void rows_product(Index rows, Index depth, const T* a, Index am, Index ak, const T* b,
-                         Index bk, T* c, Index cm, bool add) {
+                              Index bk, T* c, Index cm, bool add) {
   for (; rows >= M; rows -= M, a += M * am, c += M * cm)
     small_product<M, N>(depth, a, am, ak, b, bk, c, cm, add);
   constexpr int kLess = M > 4 ? 4 : M / 2;
@@ -200,7 +200,7 @@ JATTN_APART void rows_product(Index rows, Index depth, const T* a, Index am, Ind
 
 // As small_product, for any number of rows, and columns that are whole vectors.
 JATTN_APART void product(Index rows, Index columns, Index depth, const T* a, Index am, Index ak,
-                    const T* b, Index bk, T* c, Index cm, bool add) {
+                         const T* b, Index bk, T* c, Index cm, bool add) {
   Index left = columns / kLanes;
   for (; left >= kWide; left -= kWide, b += kWide * kLanes, c += kWide * kLanes)
     rows_product<kWide, kHigh>(rows, depth, a, am, ak, b, bk, c, cm, add);
