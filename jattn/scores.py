@@ -81,6 +81,12 @@ class SoftCap(ScoreFunction):
 
     def evaluate(self, score, b, h, rows, columns):
         cap = _like(self.cap, score)
+        if is_static(cap):
+            # Rounded to the dtype of scores a cap may be 0 or infinite, which mean something else.
+            limits = jnp.finfo(score.dtype)
+            if cap > float(limits.max):
+                return score
+            cap = max(cap, float(limits.tiny))
         return cap * jnp.tanh(score / cap)
 
 

@@ -6,10 +6,13 @@ of the same form (Milakov and Gimelshein 2018, "Online normalizer calculation fo
 order and grouping; the part without keys, l = 0, is the identity. Normalised parts travel as
 `(out, lse)`, with out = a / l and lse = m + log l, which `merge` puts together.
 
-The maximum only shifts: results do not depend on it, so no gradient flows through it.
+The maximum only shifts: results do not depend on it, so no gradient flows through it. A backward
+pass is given m and log l as two numbers, a `Normalizer`: at large logits their sum has no digits
+left for log l, and all weights of a row would be off by one factor.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn._types import LogSumExp, Output, Scores
+from jattn._types import LogSumExp, Output, Scores, accumulation
 
 
 class Partial(NamedTuple):
@@ -28,14 +31,37 @@ class Partial(NamedTuple):
     weighted: Float[Array, "t V"]
 
 
+class Normalizer(NamedTuple):
+    """What makes weights of the scores of a row: exp((score − maximum) − log_total).
+
+    A row without keys has maximum −inf, a row that attends to NaN has maximum NaN; log_total is 0
+    in both.
+    """
+
+    maximum: Float[Array, "..."]
+    log_total: Float[Array, "..."]
+
+    @property
+    def lse(self) -> Float[Array, "..."]:
+        """The log of the softmax's denominator."""
+        return self.maximum + self.log_total
+
+
 def _lowest(dtype: Any) -> float:
     """A shift under which a row without keys stays 0 instead of −inf − (−inf)."""
     return float(jnp.finfo(dtype).min)
 
 
-def shift(lse: Float[Array, "..."]) -> Float[Array, "..."]:
-    """What to subtract from scores so that exp gives the weights, and exactly 0 for masked ones."""
-    return jnp.where(jnp.isnan(lse), 0, jnp.maximum(lse, _lowest(lse.dtype)))
+def weights(
+    scores: Scores, maximum: Float[Array, " t"], log_total: Float[Array, " t"], masked: bool = True
+) -> Float[Array, "t s"]:
+    """The weights of a tile whose rows' normalizers are known; `maximum` is not −inf.
+
+    In a row that is NaN what is masked has weight 0 all the same; `masked=False` is for tiles in
+    which nothing is.
+    """
+    found = jnp.exp((scores - maximum[:, None]) - log_total[:, None])
+    return jnp.where(scores == -jnp.inf, 0, found) if masked else found
 
 
 def empty(rows: int, width: int, dtype: Any) -> Partial:
@@ -82,23 +108,49 @@ def denominator(partial: Partial) -> Float[Array, " t"]:
     return jnp.where((partial.total == 0) | jnp.isnan(partial.total), 1, partial.total)
 
 
-def finish(partial: Partial) -> tuple[Float[Array, "t V"], Float[Array, " t"]]:
-    """`(out, lse)` of a row; without keys `(0, −inf)`.
+def finish(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
+    """The output of a row and its normalizer; without keys 0 and −inf.
 
     A row that attends to NaN is NaN by selection, which cuts its cotangent.
     """
     broken, total = jnp.isnan(partial.total), denominator(partial)
     out = jnp.where(broken[:, None], jnp.nan, partial.weighted / total[:, None])
-    lse = jnp.where(broken, jnp.nan, partial.maximum + jnp.log(total))
-    return out, jnp.where(partial.total == 0, -jnp.inf, lse)
+    maximum = jnp.where(partial.total == 0, -jnp.inf, partial.maximum)
+    return out, Normalizer(jnp.where(broken, jnp.nan, maximum), jnp.log(total))
 
 
-def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Float[Array, " t"]]:
+def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
     """`finish` for where no derivative is taken: nothing stands between sum and quotient, so that
     XLA fuses them with the product."""
     total = jnp.maximum(partial.total, jnp.finfo(partial.total.dtype).tiny)
-    lse = jnp.where(partial.total == 0, -jnp.inf, partial.maximum + jnp.log(total))
-    return partial.weighted / total[:, None], lse
+    dead = partial.total == 0
+    maximum = jnp.where(dead, -jnp.inf, partial.maximum)
+    log_total = jnp.where(dead, 0, jnp.log(total))
+    return partial.weighted / total[:, None], Normalizer(maximum, log_total)
+
+
+def headroom(values: Float[Array, "..."], terms: int) -> Float[Array, ""]:
+    """What to multiply values with so that a sum of so many does not overflow: a power of two, and
+    1 where it does not anyhow. No derivative flows through it."""
+    dtype, terms = accumulation(values.dtype), max(1, terms)
+    most = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), initial=0).astype(dtype)
+    limit = float(jnp.finfo(dtype).max) / (2 * terms)
+    return jnp.where(most > limit, 2.0 ** -math.ceil(math.log2(2 * terms)), 1).astype(values.dtype)
+
+
+def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, Normalizer]:
+    """P normalised parts of the keys, `[P, ...]` each, as one. With maxima and logs apart, shares
+    are exact at any logits."""
+    if len(out) == 1:
+        return out[0], Normalizer(*(x[0] for x in normalizer))
+    top = jnp.max(normalizer.maximum, axis=0)
+    shift = jnp.where(top == -jnp.inf, 0, top)
+    shares = jnp.exp((normalizer.maximum - shift) + normalizer.log_total)
+    total = jnp.sum(shares, axis=0)
+    dead = total == 0
+    weighted = jnp.sum(shares[..., None] * out, axis=0)
+    log_total = jnp.log(jnp.where(dead, 1, total))
+    return weighted / jnp.where(dead, 1, total)[..., None], Normalizer(top, log_total)
 
 
 def _check_part(name: str, out: Output, lse: LogSumExp) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn._types import Shape, accumulation, along, declared, node, number, static
+from jattn._types import Shape, accumulation, along, declared, is_static, node, number, static
 from jattn.masks import Blocks, Full, Mask, Predicate, as_mask, flatten_batch
 from jattn.scores import Score, ScoreFunction
 
@@ -269,8 +269,14 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     spec = jax.tree.map(open_, spec, is_leaf=is_function)
-    spec = dataclasses.replace(spec, score=jax.tree.map(cast, spec.score))
+    learned = jax.tree.map(cast, _learned(spec))
+    spec = dataclasses.replace(spec, score=learned[0], scale=learned[1])
     return flatten_batch(spec, shapes.batch)
+
+
+def _learned(spec: Spec) -> tuple[Any, Any]:
+    """The parts of a spec whose float arrays are differentiable."""
+    return spec.score, spec.scale
 
 
 def _is_param(leaf: Any) -> bool:
@@ -278,30 +284,34 @@ def _is_param(leaf: Any) -> bool:
 
 
 def parameters(spec: Spec) -> list[Any]:
-    """The differentiable arrays of a spec: the float ones of its score function."""
-    return [leaf for leaf in jax.tree.leaves(spec.score) if _is_param(leaf)]
+    """The differentiable arrays of a spec: the float ones of its score function, and its scale
+    where that is an array."""
+    return [leaf for leaf in jax.tree.leaves(_learned(spec)) if _is_param(leaf)]
 
 
 def parameter_letters(spec: Spec) -> list[str]:
     """Along which letters each of `parameters` runs."""
-    pairs = zip(jax.tree.leaves(declared(spec.score)), jax.tree.leaves(spec.score), strict=True)
-    return [letters for letters, leaf in pairs if _is_param(leaf)]
+    learned = _learned(spec)
+    letters = jax.tree.leaves([declared(x) for x in learned])
+    return [x for x, leaf in zip(letters, jax.tree.leaves(learned), strict=True) if _is_param(leaf)]
 
 
 def with_parameters(spec: Spec, values: list[Any]) -> Spec:
     """The spec with other values for `parameters`."""
-    leaves, treedef = jax.tree.flatten(spec.score)
+    leaves, treedef = jax.tree.flatten(_learned(spec))
     new = iter(values)
-    score = jax.tree.unflatten(treedef, [next(new) if _is_param(x) else x for x in leaves])
-    return dataclasses.replace(spec, score=score)
+    replaced = [next(new) if _is_param(x) else x for x in leaves]
+    score, scale = jax.tree.unflatten(treedef, replaced)
+    return dataclasses.replace(spec, score=score, scale=scale)
 
 
 def scaled(spec: Spec, query: Array) -> tuple[Spec, Array, float]:
     """A spec without the scale, queries times the scale, and the factor to their gradient.
 
-    A pass over the queries instead of one over the scores, where that rounds no more.
+    A pass over the queries instead of one over the scores, where that rounds no more. A scale that
+    is an array stays, as a parameter.
     """
-    if query.dtype != accumulation(query.dtype):
+    if query.dtype != accumulation(query.dtype) or not is_static(spec.scale):
         return spec, query, 1.0
     scale = number(spec.scale)
     return dataclasses.replace(spec, scale=1.0), query * scale, scale

@@ -42,7 +42,10 @@ def product(
 
     @jax.custom_jvp
     def dot(q: Array, k: Array) -> Array:
-        return jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)
+        found = jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)
+        # Of one channel XLA makes a multiplication, and of that and the subtraction of the maximum
+        # one operation without rounding between: at large logits the maximum minus itself is not 0.
+        return jax.lax.optimization_barrier(found) if q.shape[-1] == 1 else found
 
     @dot.defjvp
     def dot_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
@@ -69,6 +72,11 @@ def lost(v: Float[Array, "s V"]) -> Float[Array, " s"]:
     """
     # x − x is NaN for NaN and infinities: one plain sum, where a reduction of booleans is slow.
     return jax.lax.stop_gradient(jnp.sum((v - v).astype(accumulation(v.dtype)), axis=-1))
+
+
+def reach_all(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
+    """Without a mask x, or NaN if a value is not finite: all attend to it. With one x as it is."""
+    return x if has_mask(spec) else x + jnp.sum(lost(v))
 
 
 def modify(

@@ -1,8 +1,8 @@
 """Additive attention of one head: w · tanh(query + key) for all pairs, never T × S × A at once.
 
 The walk over tiles is that of `jattn.kernels.tiles`; forward by the online softmax, backward again
-from the inputs, out and lse, as in `jattn.kernels.blockwise`. Inputs of one tile are written as the
-formula.
+from the inputs, out and normalizer, as in `jattn.kernels.blockwise`. Inputs of one tile are written
+as the formula.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jattn import masks, softmax, tile
 from jattn._types import accumulation
 from jattn.kernels import lowering, reverse, tiles
+from jattn.kernels.passes import PerQuery
 from jattn.spec import (
     Shapes,
     Spec,
@@ -114,12 +115,12 @@ def _forward_head(
     key: Array,
     value: Array,
     w_score: Array,
-) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
-    """`(out, lse)` of one head, tile by tile; sizes are whole tiles."""
+) -> tuple[Float[Array, "T V"], softmax.Normalizer]:
+    """Output and normalizer of one head, tile by tile; sizes are whole tiles."""
     walk, rows = tiles.plan(spec, len(query), len(key), tiling), tiling.block_q
     pieces = _Pieces.of(query, key, value)
 
-    def block(i: Any) -> tuple[Array, Array]:
+    def block(i: Any) -> tuple[Array, softmax.Normalizer]:
         def step(run: tiles.Run, state: softmax.Partial | None) -> softmax.Partial:
             here = tiles.Tile.at(spec, b, h, i * rows, rows, run)
             piece = pieces.at(i * rows, rows, run, None if state is None else state.total)
@@ -130,8 +131,7 @@ def _forward_head(
         first = None if walk.of(i) else softmax.empty(rows, value.shape[1], pieces.value.dtype)
         return softmax.quotient(tiles.visit(walk, i, step, first))
 
-    out, lse = tiles.map_blocks(walk, len(query) // rows, block)
-    return tiles.join(out), tiles.join(lse)
+    return jax.tree.map(tiles.join, tiles.map_blocks(walk, len(query) // rows, block))
 
 
 class _Gradients(NamedTuple):
@@ -151,28 +151,28 @@ def _backward_head(
     h: Any,
     query: Array,
     d_out: Array,
-    lse: Array,
+    maximum: Array,
+    log_total: Array,
     delta: Array,
     key: Array,
     value: Array,
     w_score: Array,
 ) -> _Gradients:
-    """Gradients of one head, from the cotangent of `out` and delta = rowsum(d_out · out).
-
-    With p = exp(s − lse), the cotangent of the scores is p (d_out vᵀ − delta).
-    """
+    """Gradients of one head; what stands along the queries are the fields of `PerQuery`."""
     walk, rows = tiles.plan(spec, len(query), len(key), tiling), tiling.block_q
     pieces = _Pieces.of(query, key, value)
     letters = parameter_letters(spec)
 
     def block(i: Any, total: _Gradients) -> _Gradients:
-        d_i, lse_i, delta_i = (tiles.take(x, i * rows, rows) for x in (d_out, lse, delta))
+        d_i, maximum_i, log_total_i, delta_i = (
+            tiles.take(x, i * rows, rows) for x in (d_out, maximum, log_total, delta)
+        )
 
         def step(run: tiles.Run, total: _Gradients) -> _Gradients:
             here = tiles.Tile.at(spec, b, h, i * rows, rows, run)
             piece = pieces.at(i * rows, rows, run, total.w_score)
             score, pull = piece.pulled(here, w_score, run.masked)
-            weights = jnp.exp(score - softmax.shift(lse_i)[:, None])
+            weights = softmax.weights(score, maximum_i, log_total_i, run.masked)
             d_weights = here.drop(d_i @ piece.value.T)
             d_query, d_key, d_score, d_params = pull(weights * (d_weights - delta_i[:, None]))
             starts = {"T": i * rows, "S": run.start}
@@ -205,19 +205,18 @@ def _forward_rows(
     key: Array,
     value: Array,
     w_score: Array,
-) -> tuple[Float[Array, "B T 1 V"], Float[Array, "B T 1"]]:
-    """`(out, lse)` of all batch rows."""
+) -> tuple[Float[Array, "B T 1 V"], softmax.Normalizer]:
+    """Output and normalizer `[B, T, 1]` of all batch rows."""
     one = functools.partial(_forward_head, tiling, w_score=w_score)
     if not _in_turn(platform):
-        return tile.over_heads(one, spec, (query,), (key, value), out_axes=(1, 1))
+        return tile.over_heads(one, spec, (query,), (key, value), out_axes=1)
 
-    def row(operands: Any) -> tuple[Array, Array]:
+    def row(operands: Any) -> Any:
         b, *arrays = operands
         return one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
 
     rows = (jnp.arange(len(query), dtype=jnp.int32), *(x[:, :, 0] for x in (query, key, value)))
-    out, lse = jax.lax.map(row, rows)
-    return out[:, :, None], lse[:, :, None]
+    return jax.tree.map(lambda x: x[:, :, None], jax.lax.map(row, rows))
 
 
 def _backward_rows(
@@ -230,12 +229,12 @@ def _backward_rows(
     w_score: Array,
 ) -> tuple[Any, Array, Array, Array, Array]:
     """Gradients of params, query, key, value and w_score, summed over batch rows where those are
-    shared; `per_query` is a tuple of query, d_out, lse and delta."""
+    shared; `per_query` is a `PerQuery`."""
     one = functools.partial(_backward_head, tiling, w_score=w_score)
     letters = parameter_letters(spec)
     if not _in_turn(platform):
         axes = _Gradients._make((1, 1, 2, 0, [0] * len(letters)))
-        found = tile.over_heads(one, spec, per_query, (key, value), axes)
+        found = tile.over_heads(one, spec, tuple(per_query), (key, value), axes)
         d_value = jnp.moveaxis(found.value, 1, 3)
         summed = tile.gather_gradients(spec, 1, found.query, found.key, d_value, found.params)
         return *summed, found.w_score.sum(axis=(0, 1))
@@ -261,8 +260,11 @@ def _over_tiles(
     dtype = accumulation(query.dtype)
 
     def forward(params: list[Array], spec: Spec, *arrays: Array) -> Any:
-        shapes = ((B, padded[0], 1, value.shape[-1]), (B, padded[0], 1))
-        like = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        rows = jax.ShapeDtypeStruct((B, padded[0], 1), dtype)
+        like = (
+            jax.ShapeDtypeStruct((*rows.shape, value.shape[-1]), dtype),
+            softmax.Normalizer(rows, rows),  # pyright: ignore[reportArgumentType]
+        )
         function = functools.partial(_forward_rows, tiling)
         return lowering.by_platform(function, like, with_parameters(spec, params), *arrays)
 
@@ -271,12 +273,12 @@ def _over_tiles(
         return forward(params, spec, *arrays)[0]
 
     def run_forward(params: list[Array], spec: Spec, *arrays: Array) -> Any:
-        out, lse = forward(params, spec, *arrays)
-        return out, (params, spec, *arrays, out, lse)
+        out, normalizer = forward(params, spec, *arrays)
+        return out, (params, spec, *arrays, out, normalizer)
 
     def run_backward(residuals: Any, d_out: Array) -> Any:
-        params, spec, query, *arrays, out, lse = residuals
-        per_query = (query, d_out, lse, jnp.sum(d_out * out, axis=-1))
+        params, spec, query, *arrays, out, normalizer = residuals
+        per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(d_out * out, axis=-1))
         like = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, *arrays)))
         function = functools.partial(_backward_rows, tiling)
         d_params, *found = lowering.by_platform(
@@ -320,10 +322,12 @@ def attend(
         return jnp.zeros((*shapes.batch, T, shapes.V), query.dtype)
     q, k, v = (x.reshape(B, -1, 1, x.shape[-1]) for x in (query, key, value))
     w_score = w_score.astype(accumulation(query.dtype))
-    spec = prepare(spec, shapes)
+    spec, factor = prepare(spec, shapes), softmax.headroom(v, S)
+    v = v * factor
     if tiling == (T, S):
         one = functools.partial(_whole, w_score=w_score)
         out = tile.over_heads(one, spec, (q,), (k, v), out_axes=1)
     else:
         out = _over_tiles(tiling, spec, q, k, v, w_score)
+    out = out / factor.astype(out.dtype)
     return out.astype(query.dtype).reshape(*shapes.batch, T, shapes.V)

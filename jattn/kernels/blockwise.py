@@ -1,9 +1,9 @@
 """Exact attention in memory linear in T and S: tile by tile, skipping what the mask empties.
 
 Forward, a block of queries walks over its tiles of keys with the online softmax of
-`jattn.softmax`; backward, the walk is repeated from q, k, v, out and lse alone, and the weights
-of each tile are computed again (Rabe and Staats 2021; Dao et al. 2022, FlashAttention; gradients
-as in Dao et al., appendix B.2). The walk is that of `jattn.kernels.tiles`.
+`jattn.softmax`; backward, the walk is repeated from q, k, v, out and normalizer alone, and the
+weights of each tile are computed again (Rabe and Staats 2021; Dao et al. 2022, FlashAttention;
+gradients as in Dao et al., appendix B.2). The walk is that of `jattn.kernels.tiles`.
 
 Heads run one after another on a CPU, where one head's tile fills the cores and stays in their
 caches, and all at once elsewhere. Short sequences go by `jattn.kernels.whole`. Sizes of tiles are
@@ -24,6 +24,7 @@ from jattn import masks, softmax, tile, tuning
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels import tiles, whole
 from jattn.kernels.passes import Passes, attention, no_weights
+from jattn.softmax import Normalizer
 from jattn.spec import (
     Shapes,
     Spec,
@@ -87,7 +88,7 @@ class _Values(NamedTuple):
     @classmethod
     def of(cls, spec: Spec, v: Array) -> "_Values":
         wide = v.astype(accumulation(v.dtype))
-        return cls(tile.finite(wide), tile.lost(wide)) if has_mask(spec) else cls(wide, None)
+        return cls(tile.finite(wide), tile.lost(wide) if has_mask(spec) else None)
 
     def at(self, run: tiles.Run) -> "_Values":
         """Those of a run of keys."""
@@ -113,13 +114,16 @@ def _forward_head(
     v: Array,
     tiling: Tiling,
     over_blocks: Callable[..., Any] = lax.map,
-) -> tuple[Float[Array, "T V"], Float[Array, " T"]]:
-    """`(out, lse)` of one head; sizes are whole tiles. `over_blocks` maps over query blocks."""
+) -> tuple[Float[Array, "T V"], Normalizer]:
+    """Output and normalizer of one head; sizes are whole tiles. `over_blocks` maps over query
+    blocks."""
     walk, rows = tiles.plan(spec, len(q), len(k), tiling), tiling.block_q
     values = _Values.of(spec, v)
+    factor = softmax.headroom(values.clean, len(v))
+    values = values._replace(clean=values.clean * factor)
     spec, q, _ = scaled(spec, q)
 
-    def block(i: Any) -> tuple[Array, Array]:
+    def block(i: Any) -> tuple[Array, Normalizer]:
         q_i = tiles.take(q, i * rows, rows)
 
         def step(run: tiles.Run, state: softmax.Partial | None) -> softmax.Partial:
@@ -134,8 +138,11 @@ def _forward_head(
         first = None if walk.of(i) else softmax.empty(rows, v.shape[1], values.clean.dtype)
         return softmax.quotient(tiles.visit(walk, i, step, first))
 
-    out, lse = tiles.map_blocks(walk, len(q) // rows, block, over_blocks)
-    return tiles.join(out), tiles.join(lse)
+    found = tiles.map_blocks(walk, len(q) // rows, block, over_blocks)
+    out, (maximum, log_total) = jax.tree.map(tiles.join, found)
+    return tile.reach_all(spec, v, out / factor), Normalizer(
+        tile.reach_all(spec, v, maximum), log_total
+    )
 
 
 def _dot(a: Array, b: Array, spec: Spec) -> Array:
@@ -154,8 +161,8 @@ class _Gradients(NamedTuple):
 class _Operands(NamedTuple):
     """What the backward pass of one head reads, in the dtype of sums; sizes are whole tiles.
 
-    `delta` is rowsum(d_out · out) − d_lse. Sums over queries or keys run over `q_clean` and
-    `k_clean`, in which what a mask may hide is finite.
+    What stands along the queries are the fields of `PerQuery`. Sums over queries or keys run over
+    `q_clean` and `k_clean`, in which everything is finite: 0 × NaN and 0 × inf are NaN.
     """
 
     spec: Spec
@@ -164,7 +171,8 @@ class _Operands(NamedTuple):
     q: Float[Array, "T H"]
     q_clean: Float[Array, "T H"]
     d_out: Float[Array, "T V"]
-    lse: Float[Array, " T"]
+    maximum: Float[Array, " T"]
+    log_total: Float[Array, " T"]
     delta: Float[Array, " T"]
     k: Float[Array, "S H"]
     k_clean: Float[Array, "S H"]
@@ -172,25 +180,23 @@ class _Operands(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array) -> "_Operands":
-        q, d_out, lse, delta = per_query
+        q, *others = per_query
         dtype = accumulation(q.dtype)
-        clean = tile.finite if has_mask(spec) else lambda x: x
-        q_clean, k_clean = (clean(x.astype(dtype)) for x in (q, k))
+        q_clean, k_clean = (tile.finite(x.astype(dtype)) for x in (q, k))
         values = _Values.of(spec, v)
-        return cls(spec, b, h, q, q_clean, d_out, lse, delta, k, k_clean, values)
+        return cls(spec, b, h, q, q_clean, *others, k, k_clean, values)
 
     def at(self, row: Any, rows: int, run: tiles.Run) -> tuple[Array, Array, Any]:
         """Of a tile: the cotangent of its products, its weights, its parameters' gradients.
 
-        With p = exp(s − lse) and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
+        With weights p and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
         """
         here = tiles.Tile.at(self.spec, self.b, self.h, row, rows, run)
-        q, d_out, lse, delta = (
-            tiles.take(x, row, rows) for x in (self.q, self.d_out, self.lse, self.delta)
-        )
+        along = (self.q, self.d_out, self.maximum, self.log_total, self.delta)
+        q, d_out, maximum, log_total, delta = (tiles.take(x, row, rows) for x in along)
         k, values = tiles.take(self.k, run.start, run.size), self.values.at(run)
         score, pull = _scores(here, q, k, values, run.masked)
-        weights = jnp.exp(score - softmax.shift(lse)[:, None])
+        weights = softmax.weights(score, maximum, log_total, run.masked)
         d_weights = here.drop(_dot(d_out, values.clean.T, self.spec))
         d_products, d_params = pull(weights * (d_weights - delta[:, None]))
         return d_products, here.drop(weights), d_params
@@ -199,8 +205,7 @@ class _Operands(NamedTuple):
 def _backward_head(
     spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array, tiling: Tiling
 ) -> _Gradients:
-    """Gradients of one head, block of queries after block; `per_query` is a tuple of q, d_out, lse
-    and delta.
+    """Gradients of one head, block of queries after block; `per_query` is a `PerQuery`.
 
     Gradients of keys and values are summed as `[H, S]` and `[V, S]`: a product with its left side
     transposed runs at a third of the speed on CPUs.
@@ -325,7 +330,7 @@ class _Problem(NamedTuple):
 
 
 def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
-    """`(out [B, T, N, V], lse [B, T, N])`, head after head."""
+    """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
     dtype = accumulation(query.dtype)
     band = tiles.band(masks.pick(spec, 0, 0), T, S, problem.tiling)
@@ -338,11 +343,15 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
         k, v = (_head(x, b, h // shapes.G, S) for x in (key, value))
         picked = masks.pick(spec, b, h)
         results = _forward_head(picked, b, h, q, k, v, problem.tiling)
-        return tuple(_put_head(x, y, b, h) for x, y in zip(total, results, strict=True))
+        return jax.tree.map(lambda x, y: _put_head(x, y, b, h), total, results)
 
-    rows = (shapes.B, shapes.T, shapes.N)
-    total = (jnp.zeros((*rows, shapes.V), dtype), jnp.zeros(rows, dtype))
-    return tiles.repeat(0, shapes.B * shapes.N, body, total)
+    return tiles.repeat(0, shapes.B * shapes.N, body, _no_results(shapes, shapes.T, dtype))
+
+
+def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
+    """Where the results of T queries of all heads are put."""
+    rows = jnp.zeros((shapes.B, T, shapes.N), dtype)
+    return jnp.zeros((*rows.shape, shapes.V), dtype), Normalizer(rows, rows)
 
 
 def _forward_band(
@@ -376,15 +385,16 @@ def _forward_band(
         k, v = (_pieces(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
         operands = (i, masks.pick(spec, b, h), b, h, q, k, v)
         results, _ = whole.attempt(whole.FORWARD, run, tuple, operands, spec, optimistic=True)
-        joined = (x.reshape(at_once * band.rows, *x.shape[2:]) for x in results)
-        return tuple(
-            _put_head(x, y, b, h, i[0] * band.rows) for x, y in zip(total, joined, strict=True)
-        )
 
-    rows, dtype = (shapes.B, T, shapes.N), accumulation(query.dtype)
-    total = (jnp.zeros((*rows, shapes.V), dtype), jnp.zeros(rows, dtype))
-    out, lse = tiles.repeat(0, shapes.B * shapes.N * turns, body, total)
-    return out[:, : shapes.T], lse[:, : shapes.T]
+        def put(total: Array, x: Array) -> Array:
+            joined = x.reshape(at_once * band.rows, *x.shape[2:])
+            return _put_head(total, joined, b, h, i[0] * band.rows)
+
+        return jax.tree.map(put, total, results)
+
+    total = _no_results(shapes, T, accumulation(query.dtype))
+    found = tiles.repeat(0, shapes.B * shapes.N * turns, body, total)
+    return jax.tree.map(lambda x: x[:, : shapes.T], found)
 
 
 def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
@@ -397,20 +407,19 @@ def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
 
 
 def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
-    """`(out [B, T, N, V], lse [B, T, N])`, all heads and blocks of queries at once."""
+    """`(out [B, T, N, V], normalizer of [B, T, N])`, all heads and blocks of queries at once."""
     shapes, (T, S) = problem.shapes, problem.padded
 
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
         q, k, v = tiles.pad_to(q, T), tiles.pad_to(k, S), tiles.pad_to(v, S)
         results = _forward_head(spec, b, h, q, k, v, problem.tiling, all_at_once)
-        return tuple(x[: shapes.T] for x in results)
+        return jax.tree.map(lambda x: x[: shapes.T], results)
 
-    return tile.over_heads(one, spec, (query,), (key, value), out_axes=(1, 1))
+    return tile.over_heads(one, spec, (query,), (key, value), out_axes=1)
 
 
 def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
-    """Gradients of params, query, key and value, head after head; `per_head` is a tuple of query,
-    d_out, lse and delta."""
+    """Gradients of params, query, key and value, head after head; `per_head` is a `PerQuery`."""
     shapes, (T, S) = problem.shapes, problem.padded
     dtype = accumulation(key.dtype)
 
@@ -439,8 +448,9 @@ def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem:
     shapes, (T, S) = problem.shapes, problem.padded
 
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
-        per_query = tuple(tiles.pad_to(x, T) for x in operands[:4])
-        k, v = (tiles.pad_to(x, S) for x in operands[4:])
+        *per_query, k, v = operands
+        per_query = tuple(tiles.pad_to(x, T) for x in per_query)
+        k, v = (tiles.pad_to(x, S) for x in (k, v))
         part = _backward_blocks(spec, b, h, per_query, k, v, problem.tiling)
         return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
 
@@ -453,7 +463,7 @@ def parameter_gradients(
     spec: Spec, per_head: Any, key: Array, value: Array, tiling: Tiling
 ) -> list[Array]:
     """Those of parameters alone, for kernels that cannot scatter; sizes are whole tiles and
-    `per_head` is a tuple of query, d_out, lse and delta."""
+    `per_head` is a `PerQuery`."""
     query, *others = per_head
     wide = [x.astype(accumulation(key.dtype)) for x in others]
     problem = _Problem(Shapes.of(query, value), tiling, "vmap")
@@ -479,14 +489,14 @@ def _care(platform: str) -> tuple[bool, int]:
 
 def _forward(
     platform: str, spec: Spec, query: Array, key: Array, value: Array, keep: bool = False
-) -> tuple[Array, ...]:
+) -> tuple[Any, ...]:
     problem = _Problem.of(platform, spec, query, value)
     if problem.way == "whole":
         return whole.forward(spec, query, key, value, *_care(platform), keep)
     run = _forward_loop if problem.way == "loop" else _forward_vmap
-    out, lse = run(problem.pad(spec), query, key, value, problem)
+    found = run(problem.pad(spec), query, key, value, problem)
     kept = (no_weights(query, key, value),) if keep else ()
-    return out, lse, jnp.zeros((), bool), *kept
+    return *found, jnp.zeros((), bool), *kept
 
 
 def _backward(

@@ -24,7 +24,8 @@ from jattn import masks, scores
 from jattn._types import LogSumExp, Output, is_static, number
 from jattn.kernels import blockwise
 from jattn.kernels.lowering import default_settings
-from jattn.kernels.passes import Passes, attention, guarded
+from jattn.kernels.passes import Passes, PerQuery, attention, guarded
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters
 
 
@@ -253,8 +254,8 @@ def _attend(spec: Spec, params: list[Array], query: Array, key: Array, value: Ar
 
 
 @sequential_vmap
-def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """With a log-sum-exp that nobody has asked for.
+def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Normalizer, Array]:
+    """With a normalizer that nobody has asked for.
 
     The forward pass is that of a derivative even if none is taken, so that XLA finds it in the
     backward pass again and computes it once.
@@ -262,15 +263,16 @@ def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array,
     with default_settings():
         out, _ = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
     alive, _ = _alive(spec, query, key)
-    lse = jnp.full(out.shape[:3], jnp.nan, jnp.float32)
-    return jnp.where(alive, out, 0).astype(jnp.float32), lse, jnp.ones((), bool)
+    rows = jnp.full(out.shape[:3], jnp.nan, jnp.float32)
+    out = jnp.where(alive, out, 0).astype(jnp.float32)
+    return out, Normalizer(rows, rows), jnp.ones((), bool)
 
 
 @sequential_vmap
 def _backward(
     spec: Spec, per_query: Any, key: Array, value: Array, plain: Array
 ) -> tuple[list[Array], Array, Array, Array]:
-    query, d_out, _, _ = per_query
+    query, d_out, *_ = per_query
     rows, columns = _alive(spec, query, key)
     d_out = jnp.where(rows, d_out, 0).astype(query.dtype)
     with default_settings():
@@ -284,13 +286,14 @@ def _backward(
 
 
 def _again(platform: str) -> Passes:
-    """The blockwise passes, of which the backward one needs a log-sum-exp."""
+    """The blockwise passes, of which the backward one needs a normalizer."""
     forward, backward, _ = blockwise.passes(platform)
 
     def backward_from_inputs(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
-        query, d_out, _, delta = per_query
-        _, lse, plain = forward(spec, query, key, value)
-        return backward(spec, (query, d_out, lse, delta), key, value, plain)
+        query, d_out, _, _, delta = per_query
+        _, normalizer, plain = forward(spec, query, key, value)
+        per_query = PerQuery.of(query, d_out, normalizer, delta)
+        return backward(spec, per_query, key, value, plain)
 
     return Passes(forward, backward_from_inputs)
 

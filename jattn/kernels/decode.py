@@ -122,9 +122,13 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
     spec, query, _ = scaled(spec, query)
     queries = jnp.swapaxes(query, 1, 2).reshape(B, K, N * T // K, H)
 
+    def finished(part: softmax.Partial) -> tuple[Array, Array]:
+        out, normalizer = _over_heads(softmax.quotient)(part)
+        return out, normalizer.lse
+
     def at_once(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
         part = _part(spec, queries, *cache.read(), tiles.Run(0, S, True), exact)
-        return _over_heads(softmax.quotient)(part)
+        return finished(part)
 
     def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
         def step(place: Any, state: softmax.Partial) -> softmax.Partial:
@@ -135,7 +139,7 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
         V = cache.values.shape[-1]
         nothing = softmax.empty(queries.shape[2], V, accumulation(queries.dtype))
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), nothing)
-        return _over_heads(softmax.quotient)(tiles.repeat(0, count, step, state))
+        return finished(tiles.repeat(0, count, step, state))
 
     if size == S or (size < _BLOCK // 4 and not isinstance(cache, PagedCache)):
         return _by_token(query, *at_once(spec, queries, cache))

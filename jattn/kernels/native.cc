@@ -90,13 +90,14 @@ struct Block {
     }
   }
 
-  // Those of `count` keys from j on that are between the first and the last that anybody sees.
+  // Those of `keys` keys from j on that are between the first and the last that anybody sees.
   // Lanes without a query may count as whatever suits: nothing reads them.
-  Keys seen(const Rules& rules, Index j, Index count) const {
-    const Index end = std::min(j + count, most_until);
+  Keys seen(const Rules& rules, Index j, Index keys) const {
+    const Index end = std::min(j + keys, most_until);
     j = std::max(j, least_from);
     if (j >= end) return {Kind::kEmpty, j, 0};
-    bool full = most_from <= j && least_until >= end;
+    // Lanes without a query must add nothing to the sums along diagonals.
+    bool full = most_from <= j && least_until >= end && (count == width || !rules.d_bias);
     if (rules.q_ids) {
       const auto [low, high] = std::minmax_element(rules.kv_ids + j, rules.kv_ids + end);
       if (*high < least_id || *low > most_id) return {Kind::kEmpty, j, 0};
@@ -150,6 +151,7 @@ struct Head {
 struct Tile {
   Index H, V;
   T *k, *v, *memory;
+  T down = 1;               // what values are multiplied with, so that sums do not overflow
   const T* lost = nullptr;  // null if all is finite
 
   static Index size(Index H, Index V, Index keys) { return keys * (H + V + 1); }
@@ -161,11 +163,14 @@ struct Tile {
     const bool finite_k = copy(head.k.from(j), keys, k, H);
     const bool finite_v = copy(head.v.from(j), keys, v, V);
     lost = nullptr;
-    if (finite_k && finite_v) return;
-    std::fill(memory, memory + keys, T{0});
-    clean(k, keys, H, memory);
-    clean(v, keys, V, memory);
-    lost = memory;
+    if (!finite_k || !finite_v) {
+      std::fill(memory, memory + keys, T{0});
+      clean(k, keys, H, memory);
+      clean(v, keys, V, memory);
+      lost = memory;
+    }
+    if (down != 1)
+      for (Index i = 0; i < keys * V; i += kLanes) store(v + i, load(v + i) * down);
   }
 };
 
@@ -174,6 +179,13 @@ constexpr Index kTogether = 16;  // blocks of queries that share a tile, at most
 // A maximum that grows by less than this stays: weights may be up to e^8, and what has been summed
 // up need not be multiplied (the rule of FlashAttention-4).
 constexpr T kSlack = 8;
+
+// Where results go. Weights are e^(score - most - log_sum): two numbers, as their sum would have no
+// digits left for the second where scores are large.
+struct Results {
+  Rows<T> out, most, log_sum;
+  Put how;
+};
 
 // A block of queries on its way over the keys: the online softmax.
 struct Walk {
@@ -276,26 +288,44 @@ struct Walk {
         store(out + i * V + h, load(out + i * V + h) * shrink[i]);
   }
 
-  void finish(Rows<T> to, Rows<T> lse, Index V, Put how) {
+  // Whether a sum of values has overflowed in a row that is not NaN for another reason.
+  bool overflowed(Index V) const {
+    if (fresh) return false;
+    for (Index i = 0; i < block.count; ++i) {
+      Ints odd = {};
+      for (Index h = 0; h < V; h += L) {
+        const Vector x = load(out + i * V + h);
+        odd |= (Ints)(x - x);
+      }
+      for (int l = 0; l < L; ++l)
+        if (odd[l] && std::isfinite(sum[i])) return true;
+    }
+    return false;
+  }
+
+  void finish(const Results& to, Index V, T down) {
     if (fresh) std::fill(out, out + block.width * V, T{0});
     for (Index i = 0; i < block.width; i += L) {
       const Vector total = load(sum + i);
       const Ints dead = total == T{0};
-      store(shrink + i, dead ? Vector{} : 1 / total);
-      store(sum + i, dead ? all(-kInfinity) : load(most + i) + logarithm(total));
+      store(shrink + i, dead ? Vector{} : 1 / (total * down));
+      store(sum + i, dead ? Vector{} : logarithm(total));
     }
     for (Index i = 0; i < block.count; ++i) {
-      put_row(to[block.first + i], out + i * V, to.size, shrink[i], how);
-      *lse[block.first + i] = sum[i];
+      put_row(to.out[block.first + i], out + i * V, to.out.size, shrink[i], to.how);
+      *to.most[block.first + i] = most[i];
+      *to.log_sum[block.first + i] = sum[i];
     }
   }
 };
 
-// out and lse of queries first .. first + count - 1, at most kTogether blocks.
-void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> lse, Put how) {
+// Results of queries first .. first + count - 1, at most kTogether blocks. Values are multiplied with
+// `down`, a power of two, and once more with a smaller one where their sums overflow.
+void forward(const Head& head, Index first, Index count, const Results& results, T down = 1) {
   const Index H = up(head.q.size, kLanes), V = up(head.v.size, kLanes), S = head.rules.S;
   Bench bench(up(count, kQueries) * (H + V) + Tile::size(H, V, kKeys) + kKeys * kQueries);
   Tile tile(H, V, kKeys, bench);
+  tile.down = down;
   T* scores = bench.take(kKeys * kQueries);
   thread_local std::vector<Walk> walks;
   walks.clear();
@@ -317,7 +347,13 @@ void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> ls
       walk.visit(head, seen, seen.j - j, tile, scores);
     }
   }
-  for (Walk& walk : walks) walk.finish(out, lse, V, how);
+  const auto overflowed = [V](const Walk& walk) { return walk.overflowed(V); };
+  if (down == 1 && std::any_of(walks.begin(), walks.end(), overflowed)) {
+    // Weights are at most e^kSlack.
+    down = std::exp2(-std::ceil(std::log2(T(S)) + kSlack * T(1.5)));
+    return forward(head, first, count, results, down);
+  }
+  for (Walk& walk : walks) walk.finish(results, V, down);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -326,7 +362,7 @@ void forward(const Head& head, Index first, Index count, Rows<T> out, Rows<T> ls
 
 // What goes with the queries, and where gradients go.
 struct Back {
-  Rows<const T> d_out, lse, delta;
+  Rows<const T> d_out, most, log_sum, delta;
   Rows<T> d_q, d_k, d_v;
   Put how;
 };
@@ -356,7 +392,7 @@ struct BackWalk {
   T *q, *d_out;            // [width, H], [width, V]
   T *q_turned, *d_turned;  // scale q, d_out: [H, width], [V, width]
   T* d_query;              // [width, H]
-  alignas(64) T lse[kQueries], delta[kQueries];
+  alignas(64) T most[kQueries], log_sum[kQueries], delta[kQueries];
 
   static Index size(Index H, Index V) { return kQueries * (3 * H + 2 * V); }
 
@@ -375,8 +411,8 @@ struct BackWalk {
     turn(back.d_out.from(first), count, t, d_turned, T{1});
     std::fill(d_query, d_query + t * H, T{0});
     for (Index i = 0; i < t; ++i) {
-      const T one = i < count ? *back.lse[first + i] : -kInfinity;
-      lse[i] = one == -kInfinity ? T{0} : one;
+      most[i] = i < count ? *back.most[first + i] : T{0};
+      log_sum[i] = i < count ? *back.log_sum[first + i] : T{0};
       delta[i] = i < count ? *back.delta[first + i] : T{0};
     }
   }
@@ -421,11 +457,15 @@ struct BackWalk {
           score = block.template modified<kMasked>(rules, score, i, j + s);
           if (rules.threshold) dp = block.dropped(rules, dp, i, j + s);
         }
-        Vector p = exponential(score - load(lse + i));
+        Vector p = exponential(score - load(most + i) - load(log_sum + i));
         Vector ds = p * (dp - load(delta + i));
         if constexpr (kModified) {
           if (rules.cap != 0) ds *= 1 - (score / rules.cap) * (score / rules.cap);
-          if constexpr (kMasked) ds = block.allowed(rules, i, j + s) ? ds : Vector{};
+          if constexpr (kMasked) {  // in a row that is NaN as well
+            const Ints allowed = block.allowed(rules, i, j + s);
+            p = allowed ? p : Vector{};
+            ds = allowed ? ds : Vector{};
+          }
           if (rules.bias) {
             T* sum = along + i - s + keys - 1;
             store(sum, load(sum) + ds);
@@ -565,7 +605,8 @@ struct Call {
   }
 };
 
-void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T> lse) {
+void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T> most,
+                 Heads<T> log_sum) {
   const Index N = call.N, enough = 4 * std::max<Index>(1, pool.num_threads());
   auto pieces_of = [&](Index size) { return (call.t + size - 1) / size; };
   Index size = kTogether * kQueries;
@@ -577,21 +618,21 @@ void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T>
     const Index n = task % N, b = task / N % call.B, piece = pieces - 1 - task / N / call.B;
     const Index first = piece * size;
     const Index count = std::min(size, call.t - first);
-    forward(call.head(b, n), first, count, out.at(b, n), lse.at(b, n), how);
+    forward(call.head(b, n), first, count,
+            {out.at(b, n), most.at(b, n), log_sum.at(b, n), how});
   });
 }
 
 struct Gradients {
-  Heads<const T> d_out, lse, delta;
+  Heads<const T> d_out, most, log_sum, delta;
   Heads<T> d_q, d_k, d_v;
   T* d_bias;
   Index diagonals;
   Put how;
 
   Back at(Index b, Index n, Index group) const {
-    return {d_out.at(b, n), lse.at(b, n),         delta.at(b, n),
-            d_q.at(b, n),   d_k.at(b, n / group), d_v.at(b, n / group),
-            how};
+    return {d_out.at(b, n), most.at(b, n),        log_sum.at(b, n),     delta.at(b, n),
+            d_q.at(b, n),   d_k.at(b, n / group), d_v.at(b, n / group), how};
   }
 };
 
@@ -684,23 +725,25 @@ using Out = ffi::Result<ffi::AnyBuffer>;
 
 ffi::Error run_forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
                        Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
-                       Out out, Out lse, double scale, double cap, double grown,
+                       Out out, Out most, Out log_sum, double scale, double cap, double grown,
                        int64_t threshold) {
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
-  forward_all(pool, call, heads_of(out), heads_of(lse, false));
+  forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false));
   return ffi::Error::Success();
 }
 
 ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
                         Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
-                        Buffer d_out, Buffer lse, Buffer delta, Out d_q, Out d_k, Out d_v,
-                        Out d_bias, double scale, double cap, double grown, int64_t threshold) {
+                        Buffer d_out, Buffer most, Buffer log_sum, Buffer delta, Out d_q, Out d_k,
+                        Out d_v, Out d_bias, double scale, double cap, double grown,
+                        int64_t threshold) {
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
   T* sums = static_cast<T*>(d_bias->untyped_data());
   const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
   backward_all(pool, call,
-               {heads_of(d_out), heads_of(lse, false), heads_of(delta, false), heads_of(d_q),
-                heads_of(d_k), heads_of(d_v), sums, axis(*d_bias, 1), how});
+               {heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
+                heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
+                axis(*d_bias, 1), how});
   return ffi::Error::Success();
 }
 
@@ -715,8 +758,9 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
   .Attr<double>("scale").Attr<double>("cap").Attr<double>("grown").Attr<int64_t>("threshold")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_forward, run_forward,
-                              JATTN_OPERANDS.Ret<Buffer>().Ret<Buffer>() JATTN_ATTRIBUTES);
+                              JATTN_OPERANDS.Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
+                                  JATTN_ATTRIBUTES);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_backward, run_backward,
                               JATTN_OPERANDS.Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
-                                  .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
+                                  .Arg<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
                                       JATTN_ATTRIBUTES);

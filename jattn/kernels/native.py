@@ -7,6 +7,7 @@ does, for the masks that leave each query one run of keys and the score function
 thread, about a megabyte with heads of 64.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,11 +16,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn import tile
-from jattn._types import accumulation, number
+from jattn._types import accumulation, is_static, number
 from jattn.kernels import lowering, native_library, native_rules
 from jattn.kernels.native_rules import Place, Runs
-from jattn.kernels.passes import Passes
+from jattn.kernels.passes import Passes, PerQuery
 from jattn.masks import flatten_batch
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters, with_parameters
 
 
@@ -95,29 +97,43 @@ def _call(which: str, results: Any, operands: list[Array], attributes: dict[str,
     return run(*operands, **attributes)
 
 
-def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    operands, attributes = _operands(spec, query, key, value)
+def _static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
+    """A call whose scale is a number, as the kernel takes it: an array is multiplied with the
+    queries, in the dtype of sums."""
+    wide = query.astype(accumulation(query.dtype))
+    if is_static(spec.scale):
+        return spec, wide
+    return dataclasses.replace(spec, scale=1.0), wide * spec.scale
+
+
+def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Normalizer, Array]:
+    operands, attributes = _operands(*_static_scale(spec, query), key, value)
     rows, dtype = query.shape[:3], operands[0].dtype
-    like = [jax.ShapeDtypeStruct(x, dtype) for x in ((*rows, value.shape[-1]), rows)]
-    out, lse = _call("forward", like, operands, attributes)
-    return out, lse, jnp.zeros((), bool)
+    like = [jax.ShapeDtypeStruct(x, dtype) for x in ((*rows, value.shape[-1]), rows, rows)]
+    out, *normalizer = _call("forward", like, operands, attributes)
+    return out, Normalizer(*normalizer), jnp.zeros((), bool)
 
 
-def _backward(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
-    query, d_out, lse, delta = per_query
+def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array) -> Any:
+    given, scale = per_query.query, spec.scale
+    spec, query = _static_scale(spec, given)
     shapes = Shapes.of(query, value)
     operands, attributes = _operands(spec, query, key, value)
     dtype, diagonals = operands[0].dtype, operands[7]
     sums = (shapes.B, shapes.N, diagonals.shape[-1])
     like = [jax.ShapeDtypeStruct(x, dtype) for x in (query.shape, key.shape, value.shape, sums)]
-    *found, d_diagonals = _call("backward", like, [*operands, d_out, lse, delta], attributes)
+    d_query, *found, d_diagonals = _call("backward", like, [*operands, *per_query[1:]], attributes)
 
     def again(params: list[Array]) -> Array:
         return _diagonals(with_parameters(spec, params), shapes, dtype)
 
     _, pull = jax.vjp(again, parameters(spec))
     total = d_diagonals.sum(axis=0, keepdims=True) if diagonals.size else diagonals
-    return *pull(total), *found
+    (d_params,) = pull(total)
+    if not is_static(scale):
+        d_params = [*d_params, jnp.sum(d_query * tile.finite(given.astype(dtype)))]
+        d_query = d_query * scale
+    return d_params, d_query, *found
 
 
 def passes(platform: str) -> Passes:

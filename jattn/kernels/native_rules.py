@@ -145,7 +145,11 @@ def _(score: None) -> Terms:
 def _(score: scores.SoftCap) -> Terms:
     if not is_static(score.cap):
         raise NotImplementedError("the cap is an array, expected a number")
-    return Terms(cap=float(number(score.cap)))
+    cap = float(number(score.cap))
+    limits = jnp.finfo(jnp.float32)
+    if not float(limits.tiny) <= cap <= float(limits.max):
+        raise NotImplementedError(f"the cap {cap} is no number of float32")
+    return Terms(cap=cap)
 
 
 @as_terms.register(scores.Alibi)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
 from jattn.kernels import blockwise, lookup, tiles, walks
-from jattn.kernels.passes import Passes, narrowed
+from jattn.kernels.passes import Passes, narrowed, with_headroom
 from jattn.spec import (
     Shapes,
     Spec,
@@ -73,11 +73,12 @@ def _power(size: int) -> int:
 
 
 class _Rows(NamedTuple):
-    """Of a block of queries. `delta` is rowsum(d_out · out) − d_lse."""
+    """Of a block of queries: the fields of `PerQuery`."""
 
     q: Float[Array, "t H"]
     d_out: Float[Array, "t V"]
-    lse: Float[Array, " t"]
+    maximum: Float[Array, " t"]
+    log_total: Float[Array, " t"]
     delta: Float[Array, " t"]
 
 
@@ -205,12 +206,14 @@ def _dot(a: Array, b: Array, spec: Spec) -> Array:
     )
 
 
-def _d_scores(here: tiles.Tile, rows: _Rows, score: Array, v: Array) -> tuple[Array, Array]:
+def _d_scores(
+    here: tiles.Tile, rows: _Rows, score: Array, v: Array, masked: bool
+) -> tuple[Array, Array]:
     """The cotangent of the scores, and the weights after dropout.
 
-    With p = exp(s − lse) and dp = d_out vᵀ, that is p (dp − delta).
+    With weights p and dp = d_out vᵀ, that is p (dp − delta).
     """
-    weights = jnp.exp(score - softmax.shift(rows.lse)[:, None])
+    weights = softmax.weights(score, rows.maximum, rows.log_total, masked)
     d_weights = here.drop(_dot(rows.d_out, _clean(here.spec, v).T, here.spec))
     return weights * (d_weights - rows.delta[:, None]), here.drop(weights)
 
@@ -221,7 +224,7 @@ def _d_products(
     """The cotangent of q kᵀ, and the weights after dropout."""
     products = _products(here, rows.q, k, v)
     score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
-    d_score, weights = _d_scores(here, rows, score, v)
+    d_score, weights = _d_scores(here, rows, score, v, masked)
     return pull(d_score)[0], weights
 
 
@@ -237,8 +240,8 @@ def _d_leaf(here: tiles.Tile, which: int, rows: _Rows, k: Array, v: Array, maske
     own = values[which]
     if not isinstance(own, lookup.Lookup):
         score, pull = jax.vjp(scores, own)
-        return pull(_d_scores(here, rows, score, v)[0])[0]
-    d_score, _ = _d_scores(here, rows, scores(own), v)
+        return pull(_d_scores(here, rows, score, v, masked)[0])[0]
+    d_score, _ = _d_scores(here, rows, scores(own), v, masked)
     return _d_entries(own, scores, d_score)
 
 
@@ -286,12 +289,12 @@ def _parts(problem: _Problem) -> int:
 
 
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
-    """`(out [B, T, N, V], lse [B, T, N])`; a program for each block of queries, or for each of them
-    and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
+    """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for each block of queries, or for
+    each of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (n, _), parts = problem.shapes, problem.blocks, _parts(problem)
     walk = walks.walk(problem.kinds(spec))
 
-    def kernel(memory: _Operands, walked: Any, out_ref: Any, lse_ref: Any) -> None:
+    def kernel(memory: _Operands, walked: Any, out_ref: Any, *rows_refs: Any) -> None:
         part, b, h, i = _coordinates(pl.program_id(0), parts, shapes.B, shapes.N, n)
         q = problem.rows(memory, b, h, i).q
 
@@ -303,24 +306,17 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
 
         first = softmax.empty(problem.tiling.block_q, shapes.V, jnp.float32)
         found = walk.fold(walked, (b, h, i), step, first, (part, parts))
-        out, lse = softmax.finish(found)
-        out_ref[...], lse_ref[...] = out, lse[:, None]
+        out_ref[...], normalizer = softmax.finish(found)
+        for rows_ref, x in zip(rows_refs, normalizer, strict=True):
+            rows_ref[...] = x[:, None]
 
-    rows: Any = _Rows(query, None, None, None)  # pyright: ignore[reportArgumentType]
+    rows: Any = _Rows(query, None, None, None, None)  # pyright: ignore[reportArgumentType]
     memory = _Operands(rows, key, value, problem.rules.arrays)
     programs = parts * shapes.B * shapes.N * n
-    results = [_by_block(problem, width, parts) for width in (shapes.V, 1)]
-    out, lse = _run("jattn_forward", problem, programs, kernel, (memory, walk.arrays), results)
-    return _merged(out, lse[..., 0], parts)
-
-
-def _merged(out: Array, lse: Array, parts: int) -> tuple[Array, Array]:
-    """Parts `[P × B, T, N, V]` and `[P × B, T, N]` as one."""
-    if parts == 1:
-        return out, lse
-    each = zip(jnp.split(out, parts), jnp.split(jnp.swapaxes(lse, 1, 2), parts), strict=True)
-    out, lse = softmax.merge(*each)
-    return out, jnp.swapaxes(lse, 1, 2)
+    results = [_by_block(problem, width, parts) for width in (shapes.V, 1, 1)]
+    found = _run("jattn_forward", problem, programs, kernel, (memory, walk.arrays), results)
+    out, *normalizer = (x.reshape(parts, shapes.B, *x.shape[1:]) for x in found)
+    return softmax.join(out, softmax.Normalizer(*(x[..., 0] for x in normalizer)))
 
 
 def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
@@ -513,12 +509,12 @@ def _padded(
 
 def _forward_pass(
     platform: str, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, softmax.Normalizer, Array]:
     call, problem = _padded(platform, spec, (query,), key, value)
-    out, lse = _forward(problem, call.spec, call.rows[0], call.key, call.value)
+    out, normalizer = _forward(problem, call.spec, call.rows[0], call.key, call.value)
     rows = query.shape[:3]
-    out, lse = tiles.unpadded(out, (*rows, value.shape[3])), tiles.unpadded(lse, rows)
-    return out, lse, jnp.zeros((), bool)
+    normalizer = jax.tree.map(lambda x: tiles.unpadded(x, rows), normalizer)
+    return tiles.unpadded(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
 
 
 class _Reverse(NamedTuple):
@@ -561,4 +557,5 @@ def parameter_gradients(
 
 def passes(platform: str) -> Passes:
     """Forward and backward; interpreted on a CPU."""
-    return Passes(*(functools.partial(f, platform) for f in (_forward_pass, _backward_pass)))
+    forward, backward = (functools.partial(f, platform) for f in (_forward_pass, _backward_pass))
+    return Passes(with_headroom(forward), backward)

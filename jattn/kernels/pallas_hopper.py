@@ -28,7 +28,7 @@ from jaxtyping import Array
 from jattn import softmax, tile
 from jattn._types import LogSumExp, Output, axis_along, declared
 from jattn.kernels import lookup, pallas_gpu, registers, tiles, walks
-from jattn.kernels.passes import Passes, attention, narrowed
+from jattn.kernels.passes import Passes, attention, narrowed, with_headroom
 from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
 
 
@@ -430,7 +430,7 @@ def _by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
 
 
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
-    """`(out [B, T, N, V], lse [B, T, N])`; a program for every 128 queries."""
+    """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 128 queries."""
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
     walk = walks.walk(problem.kinds(spec))
 
@@ -465,23 +465,25 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
             laid = map(unit.lay, _nothing(shapes.V), ("t", "t", "ts"))
             state = jnp.int32(0), softmax.Partial(*laid)
             _, found = walk.fold(walked, at, step, state)
-            out, memory.own[1][group] = registers.run(softmax.finish, found)
+            out, normalizer = registers.run(softmax.finish, found)
             q[...] = out.astype(shapes.dtype)
-            _store(
-                [(q, results[0].at[b, own, h]), (memory.own[1].at[group], results[1].at[b, h, own])]
-            )
+            rows_of = list(zip(memory.own[1:], results[1:], strict=True))
+            for (place, _), x in zip(rows_of, normalizer, strict=True):
+                place[group] = x
+            stored = [(place.at[group], result.at[b, h, own]) for place, result in rows_of]
+            _store([(q, results[0].at[b, own, h]), *stored])
 
         _by_group(copy, compute)
 
     operands = query, key, value, problem.rules.arrays, walk.arrays
     out = (shapes.B, shapes.T, shapes.N, shapes.V), shapes.dtype
-    lse = (shapes.B, shapes.N, shapes.T), jnp.float32
+    along = (shapes.B, shapes.N, shapes.T), jnp.float32
     queries = _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype)
-    kept = queries, _mosaic().SMEM((_GROUPS, _ROWS), jnp.float32)
+    kept = queries, *[_mosaic().SMEM((_GROUPS, _ROWS), jnp.float32)] * 2
     scratch = _Memory.scratch(columns, shapes, kept)
     name = "jattn_hopper_forward"
-    found = _launch(name, problem, shapes.N, kernel, operands, (out, lse), scratch)
-    return found[0], jnp.swapaxes(found[1], 1, 2)
+    found = _launch(name, problem, shapes.N, kernel, operands, (out, along, along), scratch)
+    return found[0], softmax.Normalizer(*(jnp.swapaxes(x, 1, 2) for x in found[1:]))
 
 
 def _nothing(width: int) -> softmax.Partial:
@@ -491,14 +493,20 @@ def _nothing(width: int) -> softmax.Partial:
 
 
 def _d_products(
-    masked: bool, here: tiles.Tile, products: Array, d_weights: Array, lse: Array, delta: Array
+    masked: bool,
+    here: tiles.Tile,
+    products: Array,
+    d_weights: Array,
+    maximum: Array,
+    log_total: Array,
+    delta: Array,
 ) -> tuple[Array, Array]:
     """The cotangent of q kᵀ from that of the weights, d_out vᵀ, and the weights after dropout.
 
-    With p = exp(s − lse), the scores' cotangent is p (d_weights − delta).
+    With weights p, the scores' cotangent is p (d_weights − delta).
     """
     score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
-    weights = jnp.exp(score - softmax.shift(lse)[:, None])
+    weights = softmax.weights(score, maximum, log_total, masked)
     (found,) = pull(weights * (here.drop(d_weights) - delta[:, None]))
     return found, here.drop(weights)
 
@@ -507,7 +515,8 @@ class _Backward(NamedTuple):
     """A program of a backward pass: 128 queries or, `by_key`, 128 keys, of which each computing
     warpgroup keeps 64 and goes through what they attend to, or are attended by.
 
-    `per_query` are query and d_out, `per_key` key and value, `rows` lse and delta.
+    `per_query` are query and d_out, `per_key` key and value, `rows` maximum, log_total and
+    delta.
     """
 
     problem: _Problem
@@ -639,7 +648,7 @@ def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
 
 def _forward_pass(
     platform: str, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, softmax.Normalizer, Array]:
     tiling = choose_tiling(Shapes.of(query, value))
     spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
     if has_mask(spec):
@@ -647,10 +656,10 @@ def _forward_pass(
         lost = jax.vmap(jax.vmap(tile.lost))(v)[..., None]
         k, v = k + lost.astype(k.dtype), tile.finite(v)
     problem = _Problem.of(spec, shapes, tiling, platform == "cpu")
-    out, lse = _forward(problem, spec, q, k, v)
+    out, normalizer = _forward(problem, spec, q, k, v)
     rows = query.shape[:3]
-    out, lse = _unpadded(out, (*rows, value.shape[3])), _unpadded(lse, rows)
-    return out, lse, jnp.zeros((), bool)
+    normalizer = jax.tree.map(lambda x: _unpadded(x, rows), normalizer)
+    return _unpadded(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
 
 
 def _backward_pass(
@@ -665,7 +674,7 @@ def _backward_pass(
     call = _padded(Tiling(wide, wide), spec, narrowed(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
-        # Rows with NaN in them reach who attends to them through lse and delta.
+        # Rows with NaN in them reach who attends to them through maximum and delta.
         query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
     operands = (query, d_out, *rows), *keys
     by_query, by_key = (
@@ -689,7 +698,8 @@ def _runs_along_both(spec: Spec) -> bool:
 
 def _passes(platform: str) -> Passes:
     """Forward and backward; interpreted on a CPU."""
-    return Passes(*(functools.partial(f, platform) for f in (_forward_pass, _backward_pass)))
+    forward, backward = (functools.partial(f, platform) for f in (_forward_pass, _backward_pass))
+    return Passes(with_headroom(forward), backward)
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:

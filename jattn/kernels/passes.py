@@ -4,7 +4,6 @@ A kernel is two passes: forward from q, k and v to out and lse, backward from th
 cotangents to the gradients. Which kernel's passes a program holds is settled when it is lowered.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,24 +12,43 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn import tuning
-from jattn._types import LogSumExp, Output, accumulation, is_static
+from jattn import softmax, tuning
+from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels import lowering, reverse
 from jattn.kernels.whole import agreed
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters, with_parameters
+
+
+class PerQuery(NamedTuple):
+    """What a backward pass is given along the queries, each `[B, T, N, ...]`.
+
+    With s the scores and p = exp((s − maximum) − log_total) the weights before dropout, the
+    cotangent of s is p (drop(d_out vᵀ) − delta), where delta = rowsum(d_out · out) − d_lse.
+    `maximum` and `log_total` are those of the `Normalizer`, but 0 in place of −inf.
+    """
+
+    query: Any
+    d_out: Any
+    maximum: Any
+    log_total: Any
+    delta: Any
+
+    @classmethod
+    def of(cls, query: Array, d_out: Array, normalizer: Normalizer, delta: Array) -> "PerQuery":
+        maximum, log_total = normalizer
+        return cls(query, d_out, jnp.where(maximum == -jnp.inf, 0, maximum), log_total, delta)
 
 
 class Passes(NamedTuple):
     """Forward and backward for one flat batch axis, in the dtype of sums.
 
-    forward(spec, query, key, value) -> (out [B, T, N, V], lse [B, T, N], plain [])
+    forward(spec, query, key, value) -> (out [B, T, N, V], normalizer of [B, T, N], plain [])
         `plain` is a boolean for the backward pass: nothing was found that is not finite. A kernel
         that has no use for it says False.
     backward(spec, per_query, key, value, plain) -> (d_parameters, d_query, d_key, d_value)
-        `per_query` is a tuple of query, d_out, lse and delta = rowsum(d_out · out) − d_lse, each
-        `[B, T, N, ...]`. With p the weights before dropout, the cotangent of the scores is
-        p (drop(d_out vᵀ) − delta).
-    keeping(spec, query, key, value) -> (out, lse, plain, weights [B, N, T, S])
+        `per_query` is a `PerQuery`.
+    keeping(spec, query, key, value) -> (out, normalizer, plain, weights [B, N, T, S])
         As `forward`, for where a derivative is taken and `keeps_weights`: those before dropout are
         then the last operand of `backward`. A kernel without it computes them again.
     """
@@ -56,35 +74,40 @@ def attention(
 ) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])`, differentiable, by `passes(platform)`.
 
-    Float arrays of the score take part in derivatives, and so does a traced scale. Passes in
-    `at_once` are traced with the program, in place of those of their platform; and so are `passes`
-    that are the same for all.
+    The spec's `parameters` take part in derivatives. Passes in `at_once` are traced with the
+    program, in place of those of their platform; and so are `passes` that are the same for all.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
     if 0 in (B, T, S):
         return jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, dtype)
-    if not is_static(spec.scale):
-        query = (query.astype(spec.scale.dtype) * spec.scale).astype(query.dtype)
-        spec = dataclasses.replace(spec, scale=1.0)
     keep = keeps_weights(Shapes.of(query, value))
-    like = [((B, T, N, V), dtype), ((B, T, N), dtype), ((), jnp.bool_), ((B, N, T, S), dtype)]
-    results = [jax.ShapeDtypeStruct(*x) for x in like]
+    row = jax.ShapeDtypeStruct((B, T, N), dtype)
+    results = [
+        jax.ShapeDtypeStruct((B, T, N, V), dtype),
+        Normalizer(row, row),  # pyright: ignore[reportArgumentType]
+        jax.ShapeDtypeStruct((), jnp.bool_),
+        jax.ShapeDtypeStruct((B, N, T, S), dtype),
+    ]
     run_pass = functools.partial(_run_pass, passes, at_once or {})
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        return run_pass("forward", tuple(results[:3]), with_parameters(spec, params), *qkv)[:2]
+        operands = (with_parameters(spec, params), *qkv)
+        out, normalizer, _ = run_pass("forward", tuple(results[:3]), *operands)
+        return out, normalizer.lse
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
         which, types = ("keeping", results) if keep else ("forward", results[:3])
-        out, lse, *kept = run_pass(which, tuple(types), with_parameters(spec, params), *qkv)
-        return (out, lse), (params, spec, *qkv, out, lse, kept)
+        operands = (with_parameters(spec, params), *qkv)
+        out, normalizer, *kept = run_pass(which, tuple(types), *operands)
+        return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, kept)
 
     def run_backward(residuals: Any, cotangents: Any) -> Any:
-        params, spec, query, key, value, out, lse, kept = residuals
+        params, spec, query, key, value, out, normalizer, kept = residuals
         d_out, d_lse = cotangents
-        per_query = (query, d_out, lse, jnp.sum(d_out * out, axis=-1) - d_lse)
+        delta = jnp.sum(d_out * out, axis=-1) - d_lse
+        per_query = PerQuery.of(query, d_out, normalizer, delta)
         gradients = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, key, value)))
         operands = (with_parameters(spec, params), per_query, key, value, *kept)
         d_params, *found = run_pass("backward", gradients, *operands)
@@ -128,8 +151,7 @@ def _run_one(passes: Passes, which: str, *operands: Any) -> Any:
         return getattr(passes, which)(*operands)
     if which == "backward":
         return passes.backward(*operands[:5])
-    out, lse, plain = passes.forward(*operands)
-    return out, lse, plain, no_weights(*operands[1:])
+    return *passes.forward(*operands), no_weights(*operands[1:])
 
 
 def no_weights(query: Array, key: Array, value: Array) -> Array:
@@ -138,11 +160,21 @@ def no_weights(query: Array, key: Array, value: Array) -> Array:
     return jnp.zeros((B, N, T, S), accumulation(query.dtype))
 
 
-def narrowed(per_query: Any) -> tuple[Array, Array, Array, Array]:
+def narrowed(per_query: PerQuery) -> PerQuery:
     """`per_query` with d_out in the dtype of the query, in which it came: nothing is lost, and
     matrix units take it."""
-    query, d_out, lse, delta = per_query
-    return query, d_out.astype(query.dtype), lse, delta
+    return per_query._replace(d_out=per_query.d_out.astype(per_query.query.dtype))
+
+
+def with_headroom(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward pass in which no sum of weighted values overflows whose mean does not."""
+
+    def run(spec: Spec, query: Array, key: Array, value: Array) -> Any:
+        factor = softmax.headroom(value, key.shape[1])
+        out, *rest = forward(spec, query, key, value * factor)
+        return out / factor.astype(out.dtype), *rest
+
+    return run
 
 
 def guarded(fast: Passes, exact: Passes) -> Passes:
@@ -153,13 +185,13 @@ def guarded(fast: Passes, exact: Passes) -> Passes:
     `vmap`.
     """
 
-    def forward(spec: Spec, *qkv: Array) -> tuple[Array, Array, Array]:
-        out, lse, plain = fast.forward(spec, *qkv)
+    def forward(spec: Spec, *qkv: Array) -> tuple[Array, Normalizer, Array]:
+        out, normalizer, plain = fast.forward(spec, *qkv)
         if not has_mask(spec):
-            return out, lse, plain
+            return out, normalizer, plain
         plain = jnp.isfinite(jnp.sum(out))
         again = lambda found, *operands: exact.forward(*operands)[:2]  # noqa: E731
-        return *agreed(plain, _first, again, (out, lse), spec, *qkv), plain
+        return *agreed(plain, _first, again, (out, normalizer), spec, *qkv), plain
 
     def backward(spec: Spec, per_query: Any, *rest: Any) -> Any:
         found = fast.backward(spec, per_query, *rest)

@@ -23,12 +23,14 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns, v)
+    factor = softmax.headroom(tile.finite(v.astype(score.dtype)), len(v))
 
     def weigh(weights: Array) -> Array:
-        return tile.weigh(tile.drop(spec, weights, b, h, rows, columns), v, spec.precision)
+        dropped = tile.drop(spec, weights, b, h, rows, columns)
+        return tile.weigh(dropped, v.astype(score.dtype) * factor, spec.precision)
 
-    out, lse = softmax.finish(softmax.of(score, weigh))
-    return out.astype(q.dtype), lse
+    out, normalizer = softmax.finish(softmax.of(score, weigh))
+    return (out / factor).astype(q.dtype), normalizer.lse
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:

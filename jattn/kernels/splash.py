@@ -30,6 +30,8 @@ def _spec_reason(spec: Spec, shapes: Shapes) -> str | None:
         return f"expected float32 or bfloat16, got {shapes.dtype}"
     if spec.q_positions is not None or spec.kv_positions is not None:
         return "positions are given, which are not known while tracing"
+    if not is_static(spec.scale):
+        return "the scale is an array, not known while tracing"
     if spec.dropout_rate:
         return "it has no dropout"
     return None if spec.precision is None else "it takes no precision"

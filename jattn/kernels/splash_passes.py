@@ -32,6 +32,7 @@ from jattn.kernels.passes import Passes, guarded
 from jattn.kernels.splash_masks import Fed, as_splash
 from jattn.masks import Mask
 from jattn.scores import SoftCap
+from jattn.softmax import Normalizer
 from jattn.spec import Spec
 
 
@@ -168,7 +169,7 @@ def _cut(x: Array, *sizes: int) -> Array:
 
 def _forward(
     interpret: bool, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Normalizer, Array]:
     call = _Call.of(interpret, spec, query, key)
     operands = (call.scaled(query), _padded(key), _padded(value))
     with default_settings():
@@ -177,18 +178,15 @@ def _forward(
     out, lse = _cut(out, call.T, value.shape[-1]), _cut(lse, call.T)
     dead = lse < _DEAD
     out, lse = jnp.where(dead[..., None], 0, out), jnp.where(dead, -jnp.inf, lse)
-    return out, lse, jnp.ones((), bool)
+    # The kernel keeps no maximum apart.
+    return out, Normalizer(lse, jnp.zeros_like(lse)), jnp.ones((), bool)
 
 
 def _backward(
     interpret: bool, spec: Spec, per_query: Any, key: Array, value: Array, _: Array
 ) -> tuple[Any, Array, Array, Array]:
-    query, d_out, lse, delta = per_query
+    query, d_out, lse, _, delta = per_query
     call = _Call.of(interpret, spec, query, key)
-    # A query without keys has weights 0 under any finite lse, and no cotangents.
-    dead = lse == -jnp.inf
-    d_out = jnp.where(dead[..., None], 0, d_out)
-    lse, delta = (jnp.where(dead, 0, x) for x in (lse, delta))
     operands = (call.scaled(query), _padded(key), _padded(value))
     operands = (*operands, _padded(lse), _padded(d_out), _padded(delta))
     with default_settings():

@@ -66,31 +66,34 @@ def _forward_head(
     k: Array,
     v: Array,
     keep: bool = False,
-) -> tuple[Array, ...]:
-    """`(out [T, V], lse [T])`, and if wanted the weights `[T, S]`."""
+) -> tuple[Any, ...]:
+    """Output `[T, V]` and normalizer `[T]`, and if wanted the weights `[T, S]`."""
     spec, q, _ = scaled(spec, q)
     score, _ = _scores(exact, spec, b, h, spans, q, k, v)
     (values,) = _clean(exact, v)
+    factor = softmax.headroom(values, len(v))
+    values = values * factor
 
     def weigh(weights: Array) -> Array:
         dropped = tile.drop(spec, weights, b, h, *spans)
         return jnp.dot(dropped, values, precision=spec.precision)
 
     if keep:
-        weights, lse = lax.optimization_barrier(_weights(exact, score))
-        results = weigh(weights), lse, weights
+        weights, normalizer = lax.optimization_barrier(_weights(exact, score))
+        out, *rest = weigh(weights), normalizer, weights
     else:
-        results = softmax.quotient(softmax.of(score, weigh, differentiable=False))
-    return tuple(map(lax.optimization_barrier, results))
+        out, *rest = softmax.quotient(softmax.of(score, weigh, differentiable=False))
+    out = tile.reach_all(spec, v, out / factor)
+    return tuple(map(lax.optimization_barrier, (out, *rest)))
 
 
-def _weights(exact: bool, score: Array) -> tuple[Array, Array]:
-    """`(weights [T, S], lse [T])`."""
+def _weights(exact: bool, score: Array) -> tuple[Array, softmax.Normalizer]:
+    """The weights `[T, S]` and the normalizer `[T]`."""
     part = softmax.of(score, lambda weights: weights, differentiable=exact)
-    weights, lse = softmax.quotient(part)
+    weights, normalizer = softmax.quotient(part)
     if exact:  # NaN in a row must not reach the keys that are masked for it
         weights = part.weighted / softmax.denominator(part)[:, None]
-    return weights, lse
+    return weights, normalizer
 
 
 def _backward_head(
@@ -103,7 +106,7 @@ def _backward_head(
     q, d_out, delta, *kept = rows
     spec, q, scale = scaled(spec, q)
     score, pull = _scores(exact, spec, b, h, spans, q, k, v)
-    queries, keys, values = _clean(exact, q, k, v)
+    queries, keys, values = _clean(exact or not has_mask(spec), q, k, v)
 
     def contract(pattern: str, x: Array, y: Array) -> Array:
         return jnp.einsum(pattern, x, y, precision=spec.precision)
@@ -115,7 +118,7 @@ def _backward_head(
     dropped = tile.drop(spec, weights, b, h, *spans)
     d_q = contract("ts,sh->th", d_products, keys) * scale
     d_k = contract("st,th->sh", _turned(d_products), queries)
-    d_v = contract("st,tv->sv", _turned(dropped), d_out)
+    d_v = tile.reach_all(spec, v, contract("st,tv->sv", _turned(dropped), d_out))
     d_q, d_k, d_v = (lax.optimization_barrier(x) for x in (d_q, d_k, d_v))
     return d_q, d_k, d_v, d_params
 
@@ -151,17 +154,17 @@ def _touched(
 
 def _forward_safely(
     spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array, keep: bool = False
-) -> tuple[Array, Array]:
+) -> tuple[Any, ...]:
     """As `_forward_head` without the weights, whatever is masked."""
     _, rows, keys = _touched(spec, b, h, spans, q, k, v)
     selected = _forward_head(True, spec, b, h, spans, q, k, v, keep)
     blank = _blank(rows, q), _blank(keys, k), _blank(keys, v)
     added = _forward_head(False, spec, b, h, spans, *blank, keep)
-    out, lse = (
-        jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-        for x, y in zip(selected[:2], added[:2], strict=True)
-    )
-    return out, lse
+
+    def choose(x: Array, y: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(choose, selected[:2], added[:2])
 
 
 def _backward_safely(
@@ -241,7 +244,7 @@ def attempt(
     `optimistic=False` selects from the start.
     """
     adding, selecting = (functools.partial(which.head, exact) for exact in (False, True))
-    optimistic = optimistic and spec.score is None
+    optimistic = optimistic and spec.score is None and not parameters(spec)
     found = run(selecting if has_mask(spec) and not optimistic else adding, *operands)
     last = len(found) - which.extra
     if not has_mask(spec) or not optimistic:
@@ -261,9 +264,9 @@ _KEEPING = Pass(
 )
 
 
-def _by_token(results: Any) -> tuple[Array, ...]:
+def _by_token(results: Any) -> tuple[Any, ...]:
     """`[B, N, T, ...]` as `[B, T, N, ...]`."""
-    return tuple(jnp.swapaxes(x, 1, 2) for x in results)
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), tuple(results))
 
 
 def _rows(shapes: Shapes, together: int) -> int:
@@ -315,9 +318,10 @@ def forward(
     optimistic: bool,
     together: int,
     keep: bool,
-) -> tuple[Array, ...]:
-    """`(out [B, T, N, V], lse [B, T, N], plain)`, and if wanted the weights `[B, N, T, S]`, which
-    go with `plain` to `backward`. Batch rows are taken in groups of about `together` numbers."""
+) -> tuple[Any, ...]:
+    """`(out [B, T, N, V], normalizer of [B, T, N], plain)`, and if wanted the weights
+    `[B, N, T, S]`, which go with `plain` to `backward`. Batch rows are taken in groups of about
+    `together` numbers."""
 
     def some(total: Any, size: int, *operands: Any) -> Any:
         def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Any:
@@ -345,14 +349,14 @@ def backward(
     optimistic: bool,
     together: int,
 ) -> Any:
-    """Gradients of parameters, query, key and value; `per_head` is a tuple of query, d_out, lse
-    and delta, each `[B, T, N, ...]`, and what was kept comes from `forward`.
+    """Gradients of parameters, query, key and value; `per_head` is a `PerQuery`, and what was kept
+    comes from `forward`.
 
-    Weights that were not kept are computed again from the scores: the lse would be a second result
-    of the forward pass, which then were no longer one fused kernel. A group has half as many rows
-    as there, as each holds twice as much.
+    Weights that were not kept are computed again from the scores: the normalizer would be a second
+    result of the forward pass, which then were no longer one fused kernel. A group has half as many
+    rows as there, as each holds twice as much.
     """
-    query, d_out, _, delta = per_head
+    query, d_out, _, _, delta = per_head
     plain, *weights = kept
     plain = plain & jnp.all(jnp.isfinite(delta))
 
