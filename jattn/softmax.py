@@ -143,14 +143,13 @@ def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, No
     are exact at any logits."""
     if len(out) == 1:
         return out[0], Normalizer(*(x[0] for x in normalizer))
-    top = jnp.max(normalizer.maximum, axis=0)
+    top = jnp.max(normalizer.maximum, axis=0, keepdims=True)
     shift = jnp.where(top == -jnp.inf, 0, top)
     shares = jnp.exp((normalizer.maximum - shift) + normalizer.log_total)
-    total = jnp.sum(shares, axis=0)
-    dead = total == 0
-    weighted = jnp.sum(shares[..., None] * out, axis=0)
-    log_total = jnp.log(jnp.where(dead, 1, total))
-    return weighted / jnp.where(dead, 1, total)[..., None], Normalizer(top, log_total)
+    total = jnp.sum(shares, axis=0, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    weighted = jnp.sum((shares / total)[..., None] * out, axis=0)
+    return weighted, Normalizer(top[0], jnp.log(total[0]))
 
 
 def _check_part(name: str, out: Output, lse: LogSumExp) -> None:

@@ -10,6 +10,7 @@ What is masked does not exist. In sums over rows of q, k or v a masked row has w
 that does attend to one gets its NaN through the scores, which the mask selects.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,9 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
+_FEW = 16  # channels; tiles of matrix products have at least as many
+
+
 def product(
     q: Float[Array, "t H"], k: Float[Array, "s H"], precision: Any = None
 ) -> Float[Array, "t s"]:
@@ -43,9 +47,9 @@ def product(
     @jax.custom_jvp
     def dot(q: Array, k: Array) -> Array:
         found = jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)
-        # Of one channel XLA makes a multiplication, and of that and the subtraction of the maximum
+        # Of few channels XLA makes multiplications, and of these and the subtraction of the maximum
         # one operation without rounding between: at large logits the maximum minus itself is not 0.
-        return jax.lax.optimization_barrier(found) if q.shape[-1] == 1 else found
+        return jax.lax.optimization_barrier(found) if q.shape[-1] < _FEW else found
 
     @dot.defjvp
     def dot_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
@@ -131,10 +135,14 @@ def scores(
 
     With values, scores of keys whose value is not finite are NaN.
     """
+    # The scale goes to the queries: XLA would make one operation of a product with the scores and
+    # the subtraction of their maximum, without rounding between.
+    dtype = accumulation(q.dtype)
+    q, k = q.astype(dtype) * jnp.asarray(number(spec.scale), dtype), k.astype(dtype)
     products = product(q, k, spec.precision)
     if v is not None:
         products = products + lost(v)[None, :]
-    return modify(spec, products, b, h, rows, columns)
+    return modify(dataclasses.replace(spec, scale=1.0), products, b, h, rows, columns)
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
