@@ -135,14 +135,14 @@ def scores(
 
     With values, scores of keys whose value is not finite are NaN.
     """
-    # The scale goes to the queries: XLA would make one operation of a product with the scores and
-    # the subtraction of their maximum, without rounding between.
-    dtype = accumulation(q.dtype)
-    q, k = q.astype(dtype) * jnp.asarray(number(spec.scale), dtype), k.astype(dtype)
     products = product(q, k, spec.precision)
     if v is not None:
         products = products + lost(v)[None, :]
-    return modify(dataclasses.replace(spec, scale=1.0), products, b, h, rows, columns)
+    # A selection, so that this product and the subtraction of the maximum do not become one
+    # operation, see `product`.
+    scaled = products * jnp.asarray(number(spec.scale), products.dtype)
+    scaled = jnp.where(jnp.isnan(scaled), jnp.nan, scaled)
+    return modify(dataclasses.replace(spec, scale=1.0), scaled, b, h, rows, columns)
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
