@@ -33,9 +33,8 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
         key = _Key().value(function)
     except (_Unsure, RecursionError):
         return function
-    if key not in _frozen:
-        _frozen[key] = _copied(function)
-    return _frozen[key]
+    known = _frozen.get(key)
+    return _frozen.setdefault(key, _copied(function)) if known is None else known
 
 
 class _Unsure(Exception):
@@ -89,19 +88,23 @@ class _Key:
             return type(value), value
         if type(value) in (float, complex):
             return type(value), repr(value)  # tells 0.0 from −0.0
-        if type(value) in (tuple, frozenset):
-            return type(value), type(value)(map(self.value, value))
-        if isinstance(value, types.CodeType):
-            return self.code(value)
         if isinstance(value, np.number | np.bool_):
             return type(value), value.tobytes()
+        if type(value) in (tuple, frozenset):
+            return type(value), type(value)(map(self.value, value))
         if _is_export(value) or (isinstance(value, jax.Array) and not isinstance(value, Tracer)):
             return _Same(value)
+        return self.program(value)
+
+    def program(self, value: Any) -> Hashable:
+        """Of what can be called."""
+        if isinstance(value, types.CodeType):
+            return self.code(value)
+        if type(value) is types.FunctionType:
+            return self.function(value)
         if type(value) is functools.partial:
             named = tuple(sorted(value.keywords.items()))
             return "partial", *map(self.value, (value.func, value.args, named))
-        if type(value) is types.FunctionType:
-            return self.function(value)
         raise _Unsure
 
     def function(self, function: types.FunctionType) -> Hashable:
