@@ -175,7 +175,7 @@ def test_keys_values_and_parameters_are_shared(implementation, mesh):
     run_check(problem, mesh, ("q", "ids"))
 
 
-@every_implementation
+@pytest.mark.parametrize("implementation", ["native", "blockwise"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "slopes", "ids", "scale"])
 def test_one_array_is_shared_or_all_others_are(implementation, name):
     problem = attention(implementation)
@@ -200,8 +200,7 @@ def test_with_several_tiles(implementation):
     run_check(attention(implementation, T=272), "two_axes", ("k", "slopes", "table"))
 
 
-@every_mesh
-@pytest.mark.parametrize("T", [5, 140])
+@pytest.mark.parametrize(("T", "mesh"), [(5, "one_axis"), (140, "two_axes")])
 def test_additive_attention(T, mesh):
     """Whole, and over several tiles."""
     problem = additive(T)
@@ -210,18 +209,26 @@ def test_additive_attention(T, mesh):
     run_check(problem, mesh, ("q", "lengths"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "implementation", "mesh"),
+    [(DenseCache, None, "two_axes"), (PagedCache, "blockwise", "one_axis")],
+)
+def test_caches(kind, implementation, mesh):
+    run_check(cached(kind, implementation), mesh, ("k", "v", "slopes"))
+
+
+@pytest.mark.slow
 @every_mesh
 @pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
 @pytest.mark.parametrize("kind", [DenseCache, RollingCache, PagedCache])
-def test_caches(kind, implementation, mesh):
+def test_all_caches(kind, implementation, mesh):
     problem = cached(kind, implementation)
-    run_check(problem, mesh, ("slopes",))
-    run_check(problem, mesh, ("k", "v"))
-
-
-@every_mesh
-@pytest.mark.parametrize("name", ["self_attention", "multiplicative"])
-def test_mechanisms(name, mesh):
-    problem = one_head(name)
     for shared in one_shared(problem.arrays):
         run_check(problem, mesh, shared)
+
+
+@pytest.mark.parametrize("name", ["self_attention", "multiplicative"])
+def test_mechanisms(name):
+    problem = one_head(name)
+    *_, last = problem.arrays
+    run_check(problem, "two_axes", (last,))
