@@ -285,7 +285,7 @@ def _check_cache(
     for name, given in (("value", value), ("kv_positions", meaning.get("kv_positions"))):
         if given is not None:
             raise ValueError(f"{name}: a cache brings its own, expected None, got an array")
-    B, K, S = len(cache.lengths), cache.num_kv_heads, cache.capacity
+    B, K, S = cache.lengths.shape[0], cache.num_kv_heads, cache.capacity
     sizes = (cache.keys.shape[-1], cache.values.shape[-1])
     key, value = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
     shapes = check_shapes(query, key, value)

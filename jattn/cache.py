@@ -62,7 +62,7 @@ class Cache:
     def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
         """Keys and values as they lie in memory, and in which pages those of each row are; P in
         the table where a row has none."""
-        return self.keys, self.values, jnp.arange(len(self.lengths), dtype=jnp.int32)[:, None]
+        return self.keys, self.values, jnp.arange(self.lengths.shape[0], dtype=jnp.int32)[:, None]
 
     def block(
         self, start: Any, size: int
@@ -108,7 +108,7 @@ class Cache:
 
     def _check(self, key: Any, value: Any, valid: Valid) -> int:
         """T, after the shapes of what is appended."""
-        wanted = [len(self.lengths), "T", self.num_kv_heads]
+        wanted = [self.lengths.shape[0], "T", self.num_kv_heads]
         for name, array, own in (("key", key, self.keys), ("value", value, self.values)):
             size = own.shape[-1]
             fits = array.ndim == 4 and array.shape[::2] == (wanted[0], wanted[2])
@@ -149,7 +149,7 @@ def _write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
     """Tokens `[B, T, K, H]` written to their rows' slots; those at slot S are left out."""
-    rows = jnp.arange(len(buffer), dtype=jnp.int32)[:, None]
+    rows = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]
     tokens = jnp.asarray(tokens).astype(buffer.dtype)
     # "drop" leaves out what lies beyond the end; the default would move it to the last slot.
     return buffer.at[rows, :, slots].set(tokens, mode="drop")
@@ -409,8 +409,8 @@ def _allocate(cache: PagedCache, lengths: Array) -> tuple[Array, tuple[Array, Ar
     last = jnp.take_along_axis(cache.table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
     writes = (lengths > cache.lengths) & (cache.lengths % page > 0)
     writers = jnp.zeros(P, jnp.int32).at[jnp.where(writes, last, P)].add(1, mode="drop")
-    rows = jnp.arange(len(lengths), dtype=jnp.int32)
-    first = jnp.full(P, len(rows), jnp.int32)
+    rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    first = jnp.full(P, rows.shape[0], jnp.int32)
     first = first.at[jnp.where(writes, last, P)].min(rows, mode="drop")
     # Where all who hold a page write to it, one may keep it: the others go elsewhere now.
     at_last = jnp.minimum(last, P - 1)

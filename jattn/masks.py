@@ -78,6 +78,17 @@ def _row(value: Any) -> Any:
     return value[None, :] if getattr(value, "ndim", 0) else value
 
 
+def _ends(tile: Tile) -> tuple[Any, Any, Any, Any]:
+    """Least and greatest position of the rows, then of the columns."""
+    rows, columns = tile
+    return _column(rows.lo), _column(rows.hi), _row(columns.lo), _row(columns.hi)
+
+
+def _far_apart(a: Any, b: Any) -> Any:
+    """Whether a − b may have more than 32 bits, by the difference of their halves."""
+    return abs((a >> 1) - (b >> 1)) >= 2**30 - 1
+
+
 def _as_truth(value: Any) -> Truth:
     return value if isinstance(value, jax.Array) else np.asarray(value, bool)
 
@@ -227,7 +238,7 @@ def pick(tree: Any, b: Any, h: Any) -> Any:
     def one(letters: str, leaf: Any) -> Any:
         named, lead = _split(letters, leaf)
         if lead:
-            leaf = leaf[b if leaf.shape[0] > 1 else 0]
+            leaf = leaf[b if leaf.shape[0] != 1 else 0]
         if "N" in named:
             axis = named.index("N")
             leaf = jnp.take(leaf, h if leaf.shape[axis] > 1 else 0, axis=axis)
@@ -315,18 +326,25 @@ class Empty(Mask):
         return np.False_, np.False_
 
 
-_FAR = 2**31 - 1  # no two positions are further apart
-
-
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _difference(tile: Tile) -> tuple[Any, Any]:
-    """The interval of kv − q over a tile."""
-    lo = _row(tile.columns.lo) - _column(tile.rows.hi)
-    hi = _row(tile.columns.hi) - _column(tile.rows.lo)
-    return lo, hi
+_LEAST, _GREATEST = -(2**31), 2**31 - 1  # positions have 32 bits, their differences 33
+
+
+def shifted(positions: Any, by: int) -> Any:
+    """positions + by, held within 32 bits."""
+    if not isinstance(positions, jax.Array):
+        wide = np.asarray(positions, np.int64) + by
+        return np.clip(wide, _LEAST, _GREATEST).astype(np.int32)
+    while by:  # in steps of 32 bits, of which nearly always one is enough
+        step = min(max(by, -_GREATEST), _GREATEST)
+        moved = positions + np.int32(step)
+        over = positions > _GREATEST - step if step > 0 else positions < _LEAST - step
+        positions = jnp.where(over, np.int32(_GREATEST if step > 0 else _LEAST), moved)
+        by -= step
+    return positions
 
 
 @node
@@ -344,25 +362,27 @@ class Window(Mask):
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and value >= 0):
                 raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
-            if value is not None and value > _FAR:
+            if value is not None and value >= 2**32:  # no two positions are further apart
                 object.__setattr__(self, name, None)
 
     def evaluate(self, b, h, rows, columns):
-        distance = columns.positions[None, :] - rows.positions[:, None]
+        q, kv = rows.positions, columns.positions[None, :]
         allowed = jnp.ones((1, 1), bool)
         if self.left is not None:
-            allowed = allowed & (distance >= -self.left)
+            allowed = allowed & (kv >= shifted(q, -self.left)[:, None])
         if self.right is not None:
-            allowed = allowed & (distance <= self.right)
+            allowed = allowed & (kv <= shifted(q, self.right)[:, None])
         return allowed
 
     def bounds(self, tile):
-        lo, hi = _difference(tile)
+        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
         maybe_any, surely_all = np.True_, np.True_
         if self.left is not None:
-            maybe_any, surely_all = maybe_any & (hi >= -self.left), surely_all & (lo >= -self.left)
+            maybe_any = maybe_any & (kv_hi >= shifted(q_lo, -self.left))
+            surely_all = surely_all & (kv_lo >= shifted(q_hi, -self.left))
         if self.right is not None:
-            maybe_any, surely_all = maybe_any & (lo <= self.right), surely_all & (hi <= self.right)
+            maybe_any = maybe_any & (kv_lo <= shifted(q_hi, self.right))
+            surely_all = surely_all & (kv_hi <= shifted(q_lo, self.right))
         return maybe_any, surely_all
 
 
@@ -378,8 +398,8 @@ class Causal(Mask):
         return columns.positions[None, :] <= rows.positions[:, None]
 
     def bounds(self, tile):
-        lo, hi = _difference(tile)
-        return _as_truth(lo <= 0), _as_truth(hi <= 0)
+        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
+        return _as_truth(kv_lo <= q_hi), _as_truth(kv_hi <= q_lo)
 
 
 @node
@@ -416,13 +436,23 @@ class Dilated(Mask):
             raise ValueError(f"Dilated: step must be an integer >= 1, got {self.step!r}")
 
     def evaluate(self, b, h, rows, columns):
-        return (rows.positions[:, None] - columns.positions[None, :]) % self.step == 0
+        q, kv = rows.positions[:, None], columns.positions[None, :]
+        if self.step >= 2**32:
+            return q == kv
+        if self.step > _GREATEST:  # equal, or at a distance of as many bits
+            apart = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
+            return (apart == 0) | (apart == np.uint32(self.step))
+        return q % self.step == kv % self.step
 
     def bounds(self, tile):
-        lo, hi = _difference(tile)
-        last_multiple = hi - hi % self.step
-        one_distance = (lo == hi) & (lo % self.step == 0)
-        return _as_truth(last_multiple >= lo), _as_truth((self.step == 1) | one_distance)
+        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
+        if self.step > _GREATEST:
+            return np.True_, np.False_
+        alone = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo % self.step == kv_lo % self.step)
+        lo, hi = kv_lo - q_hi, kv_hi - q_lo
+        unknown = _far_apart(kv_lo, q_hi) | _far_apart(kv_hi, q_lo)
+        some = (hi - hi % self.step >= lo) | unknown
+        return _as_truth(some), _as_truth((self.step == 1) | alone)
 
 
 @node
@@ -439,8 +469,7 @@ class Global(Mask):
         return (rows.positions[:, None] < self.n) | (columns.positions[None, :] < self.n)
 
     def bounds(self, tile):
-        q_lo, q_hi = _column(tile.rows.lo), _column(tile.rows.hi)
-        kv_lo, kv_hi = _row(tile.columns.lo), _row(tile.columns.hi)
+        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
         some = (q_lo < self.n) | (kv_lo < self.n)
         return _as_truth(some), _as_truth((q_hi < self.n) | (kv_hi < self.n))
 

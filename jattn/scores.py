@@ -129,8 +129,11 @@ class Alibi(ScoreFunction):
         _check_float("Alibi", "slopes", self.slopes)
 
     def evaluate(self, score, b, h, rows, columns):
-        distance = jnp.abs(rows.positions[:, None] - columns.positions[None, :])
-        return score - _like(self.slopes, score) * distance.astype(score.dtype)
+        q, kv = rows.positions[:, None], columns.positions[None, :]
+        apart = jnp.maximum(q, kv) - jnp.minimum(q, kv)
+        # Positions have 32 bits, their distance has 33: the highest is what makes it negative.
+        lost = jnp.where(apart < 0, jnp.asarray(2.0**32, score.dtype), 0)
+        return score - _like(self.slopes, score) * (apart.astype(score.dtype) + lost)
 
 
 def relative_bucket(
@@ -153,6 +156,14 @@ def relative_bucket(
     steps = growth / math.log(max_distance / max(exact, 1)) * (buckets - exact)
     far = jnp.minimum(exact + steps.astype(distance.dtype), buckets - 1)
     return after + jnp.where(distance < exact, distance, far)
+
+
+def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
+    """kv − q, held within ±(2³¹ − 1)."""
+    difference, most = kv - q, jnp.iinfo(kv.dtype).max
+    after = jnp.where(difference > 0, difference, most)
+    before = jnp.where(difference < 0, jnp.maximum(difference, -most), -most)
+    return jnp.where(kv == q, 0, jnp.where(kv > q, after, before))
 
 
 @node
@@ -191,7 +202,7 @@ class RelativeBias(ScoreFunction):
         table = _like(self.table, score)
         if rows.consecutive and columns.consecutive and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
-        distance = columns.positions[None, :] - rows.positions[:, None]
+        distance = _difference(columns.positions[None, :], rows.positions[:, None])
         return score + table[self._bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:

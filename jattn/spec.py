@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jattn._functions import frozen, holds_tracers
 from jattn._types import Shape, accumulation, along, declared, is_static, node, number, static
 from jattn.masks import Blocks, Full, Mask, Predicate, as_mask, flatten_batch
 from jattn.scores import Score, ScoreFunction
@@ -243,7 +244,29 @@ def make_spec(
         lse=bool(lse),
     )
     check_leaves(spec, shapes)
-    return spec
+    return _with_lasting_functions(spec, shapes)
+
+
+def _is_function(x: Any) -> bool:
+    return isinstance(x, Predicate | Score)
+
+
+def _with_lasting_functions(spec: Spec, shapes: Shapes) -> Spec:
+    """The spec as a key of compiled programs: of users' functions that compute the same one stands
+    for all, and none holds arrays of the trace around this call."""
+
+    def lasting(x: Any) -> Any:
+        if isinstance(x, Score):
+            own = x.opened(accumulation(shapes.dtype)) if holds_tracers(x.fn) else x
+            return Score(frozen(own.fn), *own.operands)
+        if isinstance(x, Predicate):
+            own = x.opened() if holds_tracers(x.fn) else x
+            # Without its bounds it is evaluated, which is the same.
+            bounds = None if holds_tracers(x.bounds_fn) else x.bounds_fn
+            return Predicate(frozen(own.fn), *own.operands, bounds=bounds and frozen(bounds))
+        return x
+
+    return jax.tree.map(lasting, spec, is_leaf=_is_function)
 
 
 def has_mask(spec: Spec) -> bool:
@@ -257,9 +280,6 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
     gradients are summed in it)."""
     dtype = accumulation(shapes.dtype)
 
-    def is_function(x: Any) -> bool:
-        return isinstance(x, Predicate | Score)
-
     def open_(x: Any) -> Any:
         if isinstance(x, Predicate):
             return x.opened()
@@ -268,7 +288,7 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
     def cast(leaf: Any) -> Any:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    spec = jax.tree.map(open_, spec, is_leaf=is_function)
+    spec = jax.tree.map(open_, spec, is_leaf=_is_function)
     learned = jax.tree.map(cast, _learned(spec))
     spec = dataclasses.replace(spec, score=learned[0], scale=learned[1])
     return flatten_batch(spec, shapes.batch)

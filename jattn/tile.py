@@ -248,7 +248,7 @@ def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
             return function(*along(lambda a, x, y: x if a is None else y, arguments, part))
 
         parts = along(lambda a, x: None if a is None else x, arguments)
-        if all(len(x) == 1 for x in jax.tree.leaves(parts)):
+        if all(x.shape[0] == 1 for x in jax.tree.leaves(parts)):
             # Nothing to gain, and XLA might round otherwise than in the program of all at once.
             return jax.vmap(one)(parts)
         return jax.lax.map(one, parts)

@@ -16,7 +16,7 @@ from typing import Any
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=4",
+        "--xla_force_host_platform_device_count=8",
         "--xla_cpu_parallel_codegen_split_count=1",
     )
 ).strip()

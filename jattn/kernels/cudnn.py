@@ -233,7 +233,7 @@ def _attend(spec: Spec, params: list[Array], query: Array, key: Array, value: Ar
     flags, B = as_cudnn(spec.mask), len(query)
     options: dict[str, Any] = {}
     if flags.left is not None:
-        options["local_window_size"] = (flags.left, 0)
+        options["local_window_size"] = (min(flags.left, 2**31 - 1), 0)
     if flags.q_lengths or flags.kv_lengths:
         # Of no keys at all cuDNN says nothing: one is left, and the row taken as empty elsewhere.
         for name, lengths, size in (

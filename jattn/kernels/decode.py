@@ -255,7 +255,7 @@ def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
         return *pull(tuple(cast)), None
 
     run.defvjp(forward, backward)
-    operands = map(reverse.only, (query, cache.keys, cache.values))
-    params = [reverse.only(x) for x in parameters(spec)]
-    out, lse = run(params, *operands, (spec, cache))
+    differentiable = (query, cache.keys, cache.values, *parameters(spec))
+    query, keys, values, *params = reverse.inputs(differentiable, (spec, cache))
+    out, lse = run(params, query, keys, values, (spec, cache))
     return out.astype(query.dtype), lse

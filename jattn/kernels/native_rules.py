@@ -64,7 +64,8 @@ def _(mask: masks.Empty, place: Place) -> Runs:
 
 def _until(positions: Int[Array, "b T"], right: int, S: int) -> Int[Array, "b T"]:
     """The end of the keys up to `right` after a query; no sum overflows."""
-    return jnp.where(positions >= S - 1 - right, S, positions + right + 1)
+    last = masks.shifted(positions, right)
+    return jnp.where(last >= S - 1, S, last + 1)
 
 
 @as_runs.register
@@ -75,7 +76,7 @@ def _(mask: masks.Causal, place: Place) -> Runs:
 @as_runs.register
 def _(mask: masks.Window, place: Place) -> Runs:
     q, S = place.positions, place.S
-    start = 0 if mask.left is None else jnp.maximum(q, 0) - mask.left
+    start = 0 if mask.left is None else masks.shifted(jnp.maximum(q, 0), -mask.left)
     return Runs(start, S if mask.right is None else _until(q, mask.right, S))
 
 

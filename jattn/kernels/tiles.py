@@ -258,7 +258,7 @@ def cut_rows(spec: Spec, first: Any, rows: int) -> Spec:
     """The spec with its arrays along B cut to some batch rows."""
 
     def one(letters: str, leaf: Any) -> Any:
-        batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] > 1
+        batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] != 1
         return take(leaf, first, rows) if batched else leaf
 
     return jax.tree.map(one, declared(spec), spec)
@@ -402,6 +402,6 @@ def _put_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array
         if name in named:
             axis = named.index(name)
             part = jnp.expand_dims(part, axis)
-            start[axis] = index if total.shape[axis] > 1 else np.int32(0)
+            start[axis] = index if total.shape[axis] != 1 else np.int32(0)
     old = lax.dynamic_slice(total, start, part.shape)
     return lax.dynamic_update_slice(total, old + part, start)
