@@ -38,7 +38,8 @@ Scores = Float[Array, "t s"]  # one head, one tile (or everything)
 Allowed = Bool[AnyArray, "#t #s"]
 Indices = Int[AnyArray, "_"]
 
-Shape = tuple[int, ...]
+Size = Any  # an integer, or a dimension of a program that is exported for any
+Shape = tuple[Size, ...]
 
 _T = TypeVar("_T")
 

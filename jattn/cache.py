@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn._types import node, static
+from jattn._types import Shape, Size, node, static
 from jattn.masks import Lengths, Mask, Window
 
 
@@ -155,9 +155,7 @@ def _write(
     return buffer.at[rows, :, slots].set(tokens, mode="drop")
 
 
-def _empty(
-    shape: tuple[int, int, int], head_size: int, value_size: int | None, dtype: Any
-) -> tuple[Array, Array]:
+def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> tuple[Array, Array]:
     """Keys and values of nothing yet."""
     sizes = (head_size, head_size if value_size is None else value_size)
     for name, axis in zip(("batch", "K", "S", "H", "V"), (*shape, *sizes), strict=True):
@@ -184,7 +182,7 @@ class DenseCache(Cache):
     @classmethod
     def create(
         cls,
-        batch: int,
+        batch: Size,
         length: int,
         num_kv_heads: int,
         head_size: int,
@@ -236,7 +234,7 @@ class RollingCache(Cache):
     @classmethod
     def create(
         cls,
-        batch: int,
+        batch: Size,
         window: int,
         num_kv_heads: int,
         head_size: int,
@@ -305,7 +303,7 @@ class PagedCache(Cache):
     @classmethod
     def create(
         cls,
-        batch: int,
+        batch: Size,
         length: int,
         num_kv_heads: int,
         head_size: int,

@@ -196,13 +196,13 @@ def span(size: int, positions: Indices | None = None) -> Span:
     return Span(places if positions is None else jnp.asarray(positions, jnp.int32), places)
 
 
-def leading(tree: Any) -> tuple[tuple[int, ...], int]:
+def leading(tree: Any) -> tuple[Shape, int]:
     """The batch axes and the number of heads that the arrays of a mask or a spec show."""
-    batch: tuple[int, ...] = ()
+    batch: Shape = ()
     heads = 0
     for leaf, letters in zip(jax.tree.leaves(tree), jax.tree.leaves(declared(tree)), strict=True):
         named, lead = _split(letters, leaf)
-        batch = np.broadcast_shapes(batch, leaf.shape[:lead])
+        batch = jnp.broadcast_shapes(batch, leaf.shape[:lead])
         if "N" in named and leaf.shape[lead + named.index("N")] > 1:
             heads = leaf.shape[lead + named.index("N")]
     return batch, heads

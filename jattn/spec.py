@@ -14,7 +14,17 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn._functions import frozen, holds_tracers
-from jattn._types import Shape, accumulation, along, declared, is_static, node, number, static
+from jattn._types import (
+    Shape,
+    Size,
+    accumulation,
+    along,
+    declared,
+    is_static,
+    node,
+    number,
+    static,
+)
 from jattn.masks import Blocks, Full, Mask, Predicate, as_mask, flatten_batch
 from jattn.scores import Score, ScoreFunction
 
@@ -66,7 +76,7 @@ class Shapes(NamedTuple):
         return cls((B,), T, S, N, K, H, V, query.dtype)
 
     @property
-    def B(self) -> int:
+    def B(self) -> Size:
         """The number of batch rows, all leading axes together."""
         return math.prod(self.batch)
 
@@ -166,7 +176,7 @@ def _check_positions(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected an integer array, got {dtype or type(value).__name__}")
 
 
-def _fits(declared_letter: str, size: int, wanted: int | None) -> bool:
+def _fits(declared_letter: str, size: Size, wanted: Size | None) -> bool:
     return wanted is None or size == wanted or (declared_letter.startswith("#") and size == 1)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jattn import masks, scores, softmax, tile
-from jattn._types import LogSumExp, Output, accumulation, is_static, number
+from jattn._types import LogSumExp, Output, Shape, accumulation, is_static, number
 from jattn.cache import Cache, PagedCache
 from jattn.kernels import blockwise, lowering, native_library, reverse, tiles, whole
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters, scaled, with_parameters
@@ -96,7 +96,7 @@ def _modified(spec: Spec, products: Float[Array, "B K R s"], run: tiles.Run) -> 
     return tile.over_heads(modify, spec, (by_query,), (), out_axes=0).reshape(B, K, R, s)
 
 
-def _visited(spec: Spec, shape: tuple[int, int], T: int, S: int, size: int) -> Bool[Array, " n"]:
+def _visited(spec: Spec, shape: Shape, T: int, S: int, size: int) -> Bool[Array, " n"]:
     """Which blocks of keys any of `[B, N]` heads sees."""
 
     def kinds(spec: Spec, b: Any, h: Any, _: Array) -> Array:

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import masks, tile
-from jattn._types import axis_along, declared
+from jattn._types import Shape, Size, axis_along, declared
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
@@ -254,7 +254,7 @@ def cut(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
     return jax.tree.map(one, declared(spec), spec)
 
 
-def cut_rows(spec: Spec, first: Any, rows: int) -> Spec:
+def cut_rows(spec: Spec, first: Any, rows: Size) -> Spec:
     """The spec with its arrays along B cut to some batch rows."""
 
     def one(letters: str, leaf: Any) -> Any:
@@ -329,7 +329,7 @@ class Call(NamedTuple):
         )
 
 
-def unpadded(x: Array, shape: tuple[int, ...]) -> Array:
+def unpadded(x: Array, shape: Shape) -> Array:
     """x without what was padded behind."""
     return x[tuple(map(slice, shape))]
 
@@ -343,7 +343,7 @@ def pad_to(x: Array, size: int) -> Array:
     return x if len(x) == size else jnp.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def take(x: Array, start: Any, size: int, axis: int = 0) -> Array:
+def take(x: Array, start: Any, size: Size, axis: int = 0) -> Array:
     """A run of `size` along an axis; the array itself if it is no longer than that."""
     if x.shape[axis] == size:
         return x
