@@ -181,6 +181,30 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before(tmp_path, capfd
     assert capfd.readouterr().err == ""
 
 
+SAVES_MUCH = """
+import pathlib, resource, sys, time
+import numpy as np
+from experiments.ending import exit_status
+from experiments.translation.checkpoints import Run
+run = Run.open(sys.argv[1])
+state = {str(n): np.random.default_rng(n).random(5000) for n in range(200)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+status = exit_status(lambda: run.save(state, 2))
+time.sleep(0.5)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_many_arrays_that_cannot_be_written_are_one_line(size, tmp_path):
+    """Of which other threads tell, some of them when all is over."""
+    run = a_run(tmp_path / "run", 1)
+    process = python(SAVES_MUCH, str(run.directory), str(size), stderr=subprocess.PIPE)
+    error = process.communicate()[1]
+    assert error == f"error: {run.directory}: checkpoint 2 could not be written: File too large\n"
+    assert process.returncode == 1 and run.last_whole_step() == 1
+
+
 def test_what_a_killed_save_left_is_deleted_by_the_next(tmp_path):
     run = a_run(tmp_path / "run", 1)
     names = set()

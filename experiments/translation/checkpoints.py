@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 import shutil
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -362,12 +363,23 @@ def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.Checkp
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """What fails in orbax's threads is raised here as well; there it would be logged, at length."""
-    logger = logging.getLogger("absl")
+    """What fails in orbax's threads is raised here as well; there it would be told at length.
+
+    Where one array fails, the writes of others call back too late, some when all is over: that is
+    not told from then on.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
     before = logger.level
+
+    def without_late_calls(told: Any) -> None:
+        if str(told.exc_value) != "Event loop is closed":
+            hook(told)
+
     logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = without_late_calls
     try:
         yield
+        sys.unraisablehook = hook
     finally:
         logger.setLevel(before)
 
