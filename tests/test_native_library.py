@@ -180,6 +180,20 @@ def test_without_a_folder_each_process_has_its_own(quick, tmp_path):
     assert said(CALL, tmp_path, quick) == "None"
 
 
+def test_temporary_files_lie_where_nobody_can_replace_them(monkeypatch, tmp_path):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir()
+    shared.mkdir()
+    for mode, safe in ((0o777, False), (0o1777, True), (0o755, True)):
+        shared.chmod(mode)
+        monkeypatch.setattr(native_build.tempfile, "tempdir", str(shared))
+        where = native_build._in_private_folder(lambda path: path.parent.parent, own)
+        assert where == (shared if safe else own)
+    shared.chmod(0o777)
+    with pytest.raises(OSError, match="no folder for temporary files"):
+        native_build._in_private_folder(lambda path: path, None)
+
+
 def test_who_has_no_home_has_a_kernel(monkeypatch, tmp_path):
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")

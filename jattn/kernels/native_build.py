@@ -101,7 +101,7 @@ def _compiled(command: list[str], path: Path) -> bytes:
     _run([*command, "-o", str(path)])
     if not path.exists() or not path.stat().st_size:
         raise BuildError(f"{command[0]} wrote no library")
-    if sys.executable:
+    if "python" in Path(sys.executable or "").name:  # not a program that Python is embedded in
         script = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
         try:
             _run([sys.executable, "-I", "-S", "-c", script, str(path)])
@@ -227,11 +227,21 @@ def _in_private_folder(work: Callable[[Path], _X], also: Path | None) -> _X:
 
     It lies with temporary files, or else, as where these cannot be written or executed, in `also`.
     """
-    places = [None, also] if also else [None]
-    for place in places:
+    failure: OSError = FileNotFoundError("there is no folder for temporary files that is safe")
+    for place in filter(None, (_temporary(), also)):
         try:
             with tempfile.TemporaryDirectory(prefix="jattn-", dir=place) as folder:
                 return work(Path(folder) / "library.so")
         except OSError as error:
             failure = error
     raise failure
+
+
+def _temporary() -> Path | None:
+    """The folder of temporary files; None where others could put a file in place of ours."""
+    try:
+        folder = Path(tempfile.gettempdir())
+        status = folder.stat()
+    except OSError:
+        return None
+    return folder if status.st_mode & stat.S_ISVTX or _is_safe(status) else None
