@@ -67,16 +67,16 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 A kernel has `supports(spec, shapes) -> reason | None` and `passes(platform)`, see
 `jattn.kernels.passes`; or else `attend(spec, query, key, value) -> (out, lse)`, differentiable as
 it stands, which runs only where it is named. One that not every machine has says why by
-`unavailable(shapes)`.
+`unavailable(shapes, named)`, in which it may wait longer where it was named.
 """
 
 
-def _cannot_run(name: str, platform: str, shapes: Shapes) -> str | None:
+def _cannot_run(name: str, platform: str, shapes: Shapes, named: bool = False) -> str | None:
     """Why not on this platform, or this machine; asked when a program is lowered for it."""
     kernel, platforms, _ = IMPLEMENTATIONS[name]
     if platforms and platform not in platforms and not getattr(kernel, "INTERPRET", False):
         return f"is for {' and '.join(platforms)}, the program is for {platform}"
-    return kernel.unavailable(shapes) if hasattr(kernel, "unavailable") else None
+    return kernel.unavailable(shapes, named) if hasattr(kernel, "unavailable") else None
 
 
 def _check_name(implementation: str | None, known: Iterable[str]) -> None:
@@ -109,7 +109,7 @@ def _passes(names: list[str], shapes: Shapes, platform: str) -> Passes:
 
 
 def _named_passes(name: str, shapes: Shapes, platform: str) -> Passes:
-    _refuse(name, _cannot_run(name, platform, shapes))
+    _refuse(name, _cannot_run(name, platform, shapes, named=True))
     return IMPLEMENTATIONS[name].kernel.passes(platform)
 
 

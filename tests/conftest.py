@@ -72,6 +72,12 @@ def quick_jit(function: Any, **options: Any) -> Any:
     return jax.jit(function, compiler_options=quick_options(), **options)
 
 
+def pytest_collection() -> None:
+    """Tests wait for the kernel in C++, however busy the machine that builds it."""
+    library: Any = importlib.import_module("jattn.kernels.native_library")
+    library.PATIENCE = 600.0
+
+
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Within a file, tests of one case after one another: what they share is compiled once."""
 

@@ -736,8 +736,9 @@ ffi::Error run_forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffe
                        Out out, Out most, Out log_sum, double scale, double cap, double grown,
                        int64_t threshold) {
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
-  forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false));
-  return ffi::Error::Success();
+  return reported([&] {
+    forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false));
+  });
 }
 
 ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
@@ -748,11 +749,10 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
   T* sums = static_cast<T*>(d_bias->untyped_data());
   const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
-  backward_all(pool, call,
-               {heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
-                heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
-                axis(*d_bias, 1), how});
-  return ffi::Error::Success();
+  const Gradients all{heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
+                      heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
+                      axis(*d_bias, 1), how};
+  return reported([&] { backward_all(pool, call, all); });
 }
 
 }  // namespace

@@ -284,8 +284,8 @@ ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values
   const Call call{static_cast<const T*>(q.untyped_data()), k, v, scores<uint8_t>(allowed),
                   scores<T>(bias), size[0], size[1], size[2], k.K, k.M * k.page,
                   static_cast<T>(scale)};
-  decode(pool, call, static_cast<T*>(out->untyped_data()), static_cast<T*>(lse->untyped_data()));
-  return ffi::Error::Success();
+  T *to = static_cast<T*>(out->untyped_data()), *sums = static_cast<T*>(lse->untyped_data());
+  return reported([&] { decode(pool, call, to, sums); });
 }
 
 }  // namespace
