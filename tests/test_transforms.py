@@ -172,13 +172,13 @@ def written_out(x: Any, table: Any, gate: Any) -> Any:
     place = jnp.arange(x.shape[1])
     score = jnp.einsum("btnh,bsnh->bnts", q, k) * gate + table[None, None, None, :]
     allowed = (place[None, :] <= place[:, None]) & (table[None, :] <= table[:, None] + 1)
-    weights = jax.nn.softmax(jnp.where(allowed, score, -jnp.inf), axis=-1)
+    weights = jax.nn.softmax(jnp.where(allowed[None, None], score, -jnp.inf), axis=-1)
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
 def closures(implementation: str | None, x: Any, table: Any, gate: Any) -> Any:
     """Both functions close over traced arrays, NumPy's, and Python's numbers."""
-    one, steps = 1, np.arange(x.shape[1])
+    one, steps = 1, np.arange(x.shape[1], dtype=np.int32)
 
     def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + one)
