@@ -23,6 +23,7 @@ from jattn._types import (
     declared,
 )
 from jattn.cache import Cache
+from jattn.checks import check_array, check_choice
 from jattn.kernels import (
     blockwise,
     cudnn,
@@ -38,7 +39,7 @@ from jattn.kernels import (
 from jattn.kernels.passes import Passes
 from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
+from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_lost, prepare
 
 
 class Implementation(NamedTuple):
@@ -80,9 +81,7 @@ def _cannot_run(name: str, platform: str, shapes: Shapes, named: bool = False) -
 
 
 def _check_name(implementation: str | None, known: Iterable[str]) -> None:
-    if implementation is not None and implementation not in known:
-        names = ", ".join(map(repr, known))
-        raise ValueError(f"implementation: expected None or one of {names}, got {implementation!r}")
+    check_choice("implementation", implementation, (None, *known))
 
 
 def _refuse(name: str, reason: str | None) -> None:
@@ -142,7 +141,8 @@ def _attend(
     shapes: Shapes,
 ) -> Any:
     query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
-    out, lse = _run(implementation, spec, query, key, value, shapes)
+    results = _run(implementation, spec, query, key, value, shapes)
+    out, lse = nan_if_lost(spec, *results)
     out = out.reshape(*shapes.batch, *out.shape[1:])
     return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
 
@@ -159,6 +159,7 @@ def _attend_cache(
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         out, lse = _run(implementation, spec, query, key, value, shapes)
     lost = cache.overflowed
+    out, lse = nan_if_lost(spec, out, lse)
     out = jnp.where(lost[:, None, None, None], jnp.nan, out)
     return (out, jnp.where(lost[:, None, None], jnp.nan, lse)) if spec.lse else out
 
@@ -326,6 +327,11 @@ def cached_attention(
     for name in ("q_positions", "kv_positions", "return_lse"):
         if name in arguments:
             raise TypeError(f"{name}: cached_attention does not take it")
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
+    check_array("query", query, "[B, T, N, H]")
+    if len(query.shape) != 4:
+        raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
     T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
     if T > chunk:
         return _in_pieces(query, key, value, cache, valid, arguments)
@@ -388,7 +394,7 @@ def explain(
     """
     arguments.pop("implementation", None)
     arguments["lse"] = arguments.pop("return_lse", False)
-    platform = platform or _platform_of(query)
+    check_choice("platform", platform, (None, *lowering.PLATFORMS))
     reasons: dict[str, str | None] = {}
     if isinstance(key, Cache):
         shapes, spec = _check_cache(query, key, value, arguments)
@@ -396,6 +402,7 @@ def explain(
     else:
         shapes = check_shapes(query, key, value)
         spec = make_spec(shapes, **arguments)
+    platform = platform or _platform_of(query)
     for name, row in IMPLEMENTATIONS.items():
         reasons[name] = row.kernel.supports(spec, shapes) or _cannot_run(name, platform, shapes)
     return reasons
@@ -418,6 +425,7 @@ def _platform_of(x: Any) -> str:
 def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) -> Array:
     flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key)]
     result = getattr(reference, what)(prepare(spec, shapes), *flat)
+    (result,) = nan_if_lost(spec, result)
     return result.reshape(*shapes.batch, *result.shape[1:])
 
 

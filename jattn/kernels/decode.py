@@ -197,7 +197,9 @@ def _native(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
 
     heads = (N if _by_head(spec.mask) else 1) if has_mask(spec) else 0
     zeros = jnp.zeros((T, S), dtype)
-    bias = of_heads(spec, N if spec.score else 0, dtype, lambda here: here.modify(zeros, False))
+    bias = of_heads(
+        spec, 0 if spec.score is None else N, dtype, lambda here: here.modify(zeros, False)
+    )
     rule = of_heads(dataclasses.replace(spec, score=None), heads, bool, allowed)
     like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, cache.values.shape[-1]), (B, N, T))]
     name = native_library.target("decode", dtype)

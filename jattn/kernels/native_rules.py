@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jattn import masks, scores
+from jattn import integers, masks, scores
 from jattn._types import is_static, number
 from jattn.masks import Span
 
@@ -81,7 +80,8 @@ def _(mask: masks.Window, place: Place) -> Runs:
 
 
 def _by_row(length: Any) -> Any:
-    return number(length) if is_static(length) else length.astype(np.int32).reshape(length.size, 1)
+    length = integers.clamped(number(length))  # no place is beyond
+    return length if is_static(length) else length.reshape(length.size, 1)
 
 
 @as_runs.register

@@ -23,7 +23,7 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
     """The tile map of one head."""
-    box = masks.Tile(
+    box = masks.Tile.grid(
         masks.extents(T, tiling.block_q, spec.q_positions),
         masks.extents(S, tiling.block_kv, spec.kv_positions),
     )
