@@ -647,7 +647,17 @@ SCORES = [
     ),
 ]
 
+EDGES = np.array([-(2**31), -(2**31) + 1, 0, 1, 2**31 - 3, 2**31 - 2, 2**31 - 1])
 POSITIONS = [
+    Case("edge_positions", mask=CAUSAL, q_positions=EDGES[[6, 2, 0, 1, 5]], kv_positions=EDGES),
+    Case("edge_positions_window", SELF, window(2, 1), q_positions=EDGES, kv_positions=EDGES[::-1]),
+    Case(
+        "edge_ids",
+        mask=segments(
+            [7, 7 + 2**32, 2**31, -(2**31), 2**31 - 1],
+            [7, 7, 7 + 2**32, 2**31 - 1, 2**31 - 1, -(2**31), 2**31],
+        ),
+    ),
     Case("decode", Sizes(T=1), CAUSAL, q_positions=np.array([6])),
     Case("decode_window", Sizes(T=2, S=8), CAUSAL & window(1, None), q_positions=np.array([6, 7])),
     Case(

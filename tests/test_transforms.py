@@ -253,7 +253,7 @@ def test_bounds_may_close_over_traced_arrays():
     @jax.jit
     def call(x: Any, least: Any) -> Any:
         def bounds(tile: Any) -> Any:
-            lo, hi = (jnp.atleast_1d(jnp.asarray(a))[None, :] for a in tile.columns[:2])
+            lo, hi = map(jnp.asarray, tile.columns[:2])
             return hi >= least, lo >= least
 
         mask = masks.Predicate(lambda b, h, q, kv: kv >= least, bounds=bounds)
