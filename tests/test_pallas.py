@@ -5,6 +5,7 @@ at once. What is translated for a GPU is read here, and run where there is one.
 """
 
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 
 import jattn
@@ -365,6 +367,42 @@ def test_it_is_translated_for_cuda_under_shard_map():
     x = on_device(inputs(contract.SHARDED, "float32"))
     split, _ = sharded(x, P("x"), mesh=gpus(x=2))
     assert 'name = "jattn_d_keys"' in translated(split, (x.q, x.k, x.v, x.d_out), "cuda")
+
+
+def kernels_of(program: str) -> dict[str, str]:
+    """The kernels of a translated program by name, as text; raises for those that are not valid.
+
+    Reading them is the first step of the compiler that comes after Pallas.
+    """
+    found: dict[str, str] = {}
+    context: Any = importlib.import_module("jax._src.interpreters.mlir").make_ir_context()
+    importlib.import_module("jaxlib.triton.dialect").register_dialect(context)
+
+    def visit(operation: Any) -> None:
+        if "call_target_name" in operation.attributes:
+            config = operation.attributes["mhlo.backend_config"]
+            module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
+            found[ir.StringAttr(config["name"]).value] = str(module)
+        for region in operation.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    visit(inner.operation)
+
+    with context:
+        visit(ir.Module.parse(program).operation)
+    return found
+
+
+@for_a_gpu
+@pytest.mark.parametrize("name", ["bias", "bias_by_head", "bias_by_key", "chain", "tiles_bias"])
+@pytest.mark.parametrize("bits", [32, 64])
+def test_translated_kernels_are_valid(name, bits):
+    """With and without 64-bit types, which decide what numbers in kernels are."""
+    case = CASES[name]
+    x = on_device(inputs(case, "bfloat16"))
+    with jax.enable_x64(bits == 64):
+        call = functools.partial(everything, "pallas", case)
+        assert "jattn_d_parameter" in kernels_of(translated(call, (x,), "cuda"))
 
 
 def test_on_a_cpu_it_is_interpreted():

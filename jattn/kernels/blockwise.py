@@ -71,9 +71,32 @@ _PIECES = 8  # of a band at once: enough for the cores, few enough for their cac
 # ---------------------------------------------------------------------------------------------
 
 
-def all_at_once(function: Callable[[Any], Any], indices: Any) -> Any:
-    """As `lax.map`, for devices that want all blocks together."""
-    return jax.vmap(function)(indices)
+_AT_ONCE = 2**24  # scores that are computed together where heads are not run in turn
+
+
+class _Blocks(NamedTuple):
+    """How the blocks of a head are run: so many `at_once`, and whether walks are `written_out`."""
+
+    at_once: int
+    written_out: bool
+
+    @classmethod
+    def beside(cls, heads: int, tiling: Tiling) -> "_Blocks":
+        """For so many heads that run together. What is written out, a compiler for their devices
+        runs side by side, which takes memory for the scores of all keys."""
+        return cls(max(1, _AT_ONCE // (heads * tiles.widest(tiling))), False)
+
+    def map(self, function: Callable[[Any], Any], indices: Array) -> Any:
+        """As `lax.map`. A single block is not mapped, so that its loops end when it is done."""
+        n = len(indices)
+        together = max(x for x in range(1, min(self.at_once, n) + 1) if n % x == 0)
+        if together == n > 1:
+            return jax.vmap(function)(indices)
+        return lax.map(function, indices, batch_size=together if together > 1 else None)
+
+
+_IN_TURN = _Blocks(1, written_out=True)
+_LEAN = _Blocks(1, written_out=False)
 
 
 class _Values(NamedTuple):
@@ -113,11 +136,11 @@ def _forward_head(
     k: Array,
     v: Array,
     tiling: Tiling,
-    over_blocks: Callable[..., Any] = lax.map,
+    blocks: _Blocks = _IN_TURN,
 ) -> tuple[Float[Array, "T V"], Normalizer]:
-    """Output and normalizer of one head; sizes are whole tiles. `over_blocks` maps over query
-    blocks."""
-    walk, rows = tiles.plan(spec, len(q), len(k), tiling), tiling.block_q
+    """Output and normalizer of one head; sizes are whole tiles."""
+    walk = tiles.plan(spec, len(q), len(k), tiling, written_out=blocks.written_out)
+    rows = tiling.block_q
     values = _Values.of(spec, v)
     factor = softmax.headroom(values.clean, len(v))
     values = values._replace(clean=values.clean * factor)
@@ -138,7 +161,7 @@ def _forward_head(
         first = None if walk.of(i) else softmax.empty(rows, v.shape[1], values.clean.dtype)
         return softmax.quotient(tiles.visit(walk, i, step, first))
 
-    found = tiles.map_blocks(walk, len(q) // rows, block, over_blocks)
+    found = tiles.map_blocks(walk, len(q) // rows, block, blocks.map)
     out, (maximum, log_total) = jax.tree.map(tiles.join, found)
     return tile.reach_all(spec, v, out / factor), Normalizer(
         tile.reach_all(spec, v, maximum), log_total
@@ -203,7 +226,14 @@ class _Operands(NamedTuple):
 
 
 def _backward_head(
-    spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array, tiling: Tiling
+    spec: Spec,
+    b: Any,
+    h: Any,
+    per_query: Any,
+    k: Array,
+    v: Array,
+    tiling: Tiling,
+    blocks: _Blocks = _IN_TURN,
 ) -> _Gradients:
     """Gradients of one head, block of queries after block; `per_query` is a `PerQuery`.
 
@@ -211,7 +241,8 @@ def _backward_head(
     transposed runs at a third of the speed on CPUs.
     """
     q, d_out, *_ = per_query
-    walk, rows = tiles.plan(spec, len(q), len(k), tiling), tiling.block_q
+    walk = tiles.plan(spec, len(q), len(k), tiling, written_out=blocks.written_out)
+    rows = tiling.block_q
     spec, q, scale = scaled(spec, q)
     head = _Operands.of(spec, b, h, (q, *per_query[1:]), k, v)
     q_turned, d_turned = head.q_clean.T, d_out.T
@@ -242,16 +273,26 @@ def _backward_head(
 
 
 def _backward_blocks(
-    spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array, tiling: Tiling
+    spec: Spec,
+    b: Any,
+    h: Any,
+    per_query: Any,
+    k: Array,
+    v: Array,
+    tiling: Tiling,
+    blocks: _Blocks,
 ) -> _Gradients:
-    """As `_backward_head`, all blocks at once: those of queries over their keys for the gradients
+    """As `_backward_head`, some blocks at once: those of queries over their keys for the gradients
     of queries and parameters, those of keys over their queries for those of keys and values.
 
     Weights are computed twice, so that no two blocks add to the same place: sums have one order.
     """
     q, *_ = per_query
     (rows, columns), T, S = tiling, len(q), len(k)
-    by_query, by_key = (tiles.plan(spec, T, S, tiling, by_key=x) for x in (False, True))
+    by_query, by_key = (
+        tiles.plan(spec, T, S, tiling, by_key=x, written_out=blocks.written_out)
+        for x in (False, True)
+    )
     spec, q, scale = scaled(spec, q)
     head = _Operands.of(spec, b, h, (q, *per_query[1:]), k, v)
     letters = parameter_letters(spec)
@@ -279,8 +320,8 @@ def _backward_blocks(
         zeros = (head.k_clean[:columns], head.values.clean[:columns])
         return tiles.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
 
-    d_query, d_params = tiles.map_blocks(by_query, T // rows, of_queries, all_at_once)
-    d_key, d_value = tiles.map_blocks(by_key, S // columns, of_keys, all_at_once)
+    d_query, d_params = tiles.map_blocks(by_query, T // rows, of_queries, blocks.map)
+    d_key, d_value = tiles.map_blocks(by_key, S // columns, of_keys, blocks.map)
     d_params = tiles.join_leaves(d_params, parameters(spec), letters)
     d_query, d_key, d_value = map(tiles.join, (d_query, d_key, d_value))
     return _Gradients(d_query * scale, d_key.T, d_value.T, d_params)
@@ -301,7 +342,8 @@ def _head(x: Array, b: Any, h: Any, size: int) -> Array:
 def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
     """`[B, T, N, ...]` with the rows x `[t, ...]` of head (b, h) written from `row` on."""
     start = (b, jnp.int32(row), h) + (np.int32(0),) * (total.ndim - 3)
-    return lax.dynamic_update_slice(total, x[: total.shape[1], ...][None, :, None], start)
+    one = x[: total.shape[1], ...].astype(total.dtype)
+    return lax.dynamic_update_slice(total, one[None, :, None], start)
 
 
 class _Problem(NamedTuple):
@@ -324,6 +366,17 @@ class _Problem(NamedTuple):
         """T and S as whole tiles."""
         return tiles.whole(self.shapes.T, self.shapes.S, self.tiling)
 
+    @property
+    def blocks(self) -> _Blocks:
+        """How those of a head are run."""
+        if self.way == "vmap":
+            return _Blocks.beside(self.shapes.B * self.shapes.N, self.tiling)
+        return _LEAN if self.way == "lean" else _IN_TURN
+
+    def dtype(self, given: Any) -> Any:
+        """That of results that belong to inputs of dtype `given`."""
+        return given if self.way == "lean" else accumulation(given)
+
     def pad(self, spec: Spec) -> Spec:
         """The spec for whole tiles."""
         return tiles.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
@@ -332,9 +385,8 @@ class _Problem(NamedTuple):
 def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
-    dtype = accumulation(query.dtype)
     band = tiles.band(masks.pick(spec, 0, 0), T, S, problem.tiling)
-    if band:
+    if band and problem.way == "loop":
         return _forward_band(spec, query, key, value, problem, band)
 
     def body(n: Any, total: Any) -> Any:
@@ -342,15 +394,16 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
         q = _head(query, b, h, T)
         k, v = (_head(x, b, h // shapes.G, S) for x in (key, value))
         picked = masks.pick(spec, b, h)
-        results = _forward_head(picked, b, h, q, k, v, problem.tiling)
+        results = _forward_head(picked, b, h, q, k, v, problem.tiling, problem.blocks)
         return jax.tree.map(lambda x, y: _put_head(x, y, b, h), total, results)
 
-    return tiles.repeat(0, shapes.B * shapes.N, body, _no_results(shapes, shapes.T, dtype))
+    total = _no_results(shapes, shapes.T, problem.dtype(query.dtype))
+    return tiles.repeat(0, shapes.B * shapes.N, body, total)
 
 
 def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
     """Where the results of T queries of all heads are put."""
-    rows = jnp.zeros((shapes.B, T, shapes.N), dtype)
+    rows = jnp.zeros((shapes.B, T, shapes.N), accumulation(dtype))
     return jnp.zeros((*rows.shape, shapes.V), dtype), Normalizer(rows, rows)
 
 
@@ -407,12 +460,12 @@ def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
 
 
 def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
-    """`(out [B, T, N, V], normalizer of [B, T, N])`, all heads and blocks of queries at once."""
-    shapes, (T, S) = problem.shapes, problem.padded
+    """`(out [B, T, N, V], normalizer of [B, T, N])`, all heads at once."""
+    shapes, (T, S), blocks = problem.shapes, problem.padded, problem.blocks
 
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
         q, k, v = tiles.pad_to(q, T), tiles.pad_to(k, S), tiles.pad_to(v, S)
-        results = _forward_head(spec, b, h, q, k, v, problem.tiling, all_at_once)
+        results = _forward_head(spec, b, h, q, k, v, problem.tiling, blocks)
         return jax.tree.map(lambda x: x[: shapes.T], results)
 
     return tile.over_heads(one, spec, (query,), (key, value), out_axes=1)
@@ -421,37 +474,45 @@ def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _
 def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
     """Gradients of params, query, key and value, head after head; `per_head` is a `PerQuery`."""
     shapes, (T, S) = problem.shapes, problem.padded
-    dtype = accumulation(key.dtype)
+    letters, inputs = parameter_letters(spec), (per_head[0], key, value)
 
     def body(n: Any, total: Any) -> Any:
-        b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
-        kv = h // shapes.G
-        params, d_query, d_key, d_value = total
-        per_query = tuple(_head(x, b, h, T) for x in per_head)
+        b, kv = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.K))
         k, v = (_head(x, b, kv, S) for x in (key, value))
-        part = _backward_head(masks.pick(spec, b, h), b, h, per_query, k, v, problem.tiling)
-        d_key = _put_head(d_key, part.key.T[: shapes.S] + _head(d_key, b, kv, shapes.S), b, kv)
-        grown = part.value.T[: shapes.S] + _head(d_value, b, kv, shapes.S)
-        d_value = _put_head(d_value, grown, b, kv)
-        params = tiles.put_params(params, part.params, parameter_letters(spec), b, h)
-        return params, _put_head(d_query, part.query, b, h), d_key, d_value
+        params, d_query, d_key, d_value = total
+
+        def of_head(g: Any, state: Any) -> Any:
+            params, d_query, *sums = state
+            h = kv * shapes.G + g
+            q, *others = (_head(x, b, h, T) for x in per_head)
+            per_query = (q, *(x.astype(accumulation(x.dtype)) for x in others))
+            picked = masks.pick(spec, b, h)
+            part = _backward_head(picked, b, h, per_query, k, v, problem.tiling, problem.blocks)
+            params = tiles.put_params(params, part.params, letters, b, h)
+            sums = [x + y for x, y in zip(sums, (part.key, part.value), strict=True)]
+            return params, _put_head(d_query, part.query, b, h), *sums
+
+        zeros = (jnp.zeros(x.shape[::-1], accumulation(x.dtype)) for x in (k, v))
+        params, d_query, *sums = tiles.repeat(0, shapes.G, of_head, (params, d_query, *zeros))
+        each = zip((d_key, d_value), sums, strict=True)
+        return params, d_query, *(_put_head(x, y.T, b, kv) for x, y in each)
 
     total = (
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],
-        *(jnp.zeros(x.shape, dtype) for x in (per_head[0], key, value)),
+        *(jnp.zeros(x.shape, problem.dtype(x.dtype)) for x in inputs),
     )
-    return tiles.repeat(0, shapes.B * shapes.N, body, total)
+    return tiles.repeat(0, shapes.B * shapes.K, body, total)
 
 
 def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
-    """As `_backward_loop`, all heads and blocks at once."""
-    shapes, (T, S) = problem.shapes, problem.padded
+    """As `_backward_loop`, all heads at once."""
+    shapes, (T, S), blocks = problem.shapes, problem.padded, problem.blocks
 
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
         *per_query, k, v = operands
         per_query = tuple(tiles.pad_to(x, T) for x in per_query)
         k, v = (tiles.pad_to(x, S) for x in (k, v))
-        part = _backward_blocks(spec, b, h, per_query, k, v, problem.tiling)
+        part = _backward_blocks(spec, b, h, per_query, k, v, problem.tiling, blocks)
         return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
 
     axes = (1, 1, 1, [0] * len(parameters(spec)))
@@ -514,6 +575,28 @@ def passes(platform: str) -> Passes:
     """Forward and backward, for short sequences in one piece, else tile by tile."""
     forward, backward = (functools.partial(f, platform) for f in (_forward, _backward))
     return Passes(forward, backward, functools.partial(forward, keep=True))
+
+
+def in_turn() -> Passes:
+    """Passes in the least memory, for programs that hold them beside those of another kernel: head
+    after head on any platform, with results in the dtypes of the inputs."""
+
+    def problem_of(spec: Spec, query: Array, value: Array) -> tuple[_Problem, Spec]:
+        shapes, size = Shapes.of(query, value), tuning.DEFAULT.large
+        tiling = Tiling(tiles.even(shapes.T, size), tiles.even(shapes.S, size))
+        problem = _Problem(shapes, tiling, "lean")
+        return problem, problem.pad(spec)
+
+    def forward(spec: Spec, query: Array, key: Array, value: Array) -> Any:
+        problem, spec = problem_of(spec, query, value)
+        return *_forward_loop(spec, query, key, value, problem), jnp.zeros((), bool)
+
+    def backward(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
+        problem, padded = problem_of(spec, per_query[0], value)
+        d_params, *found = _backward_loop(padded, per_query, key, value, problem)
+        return tiles.unpadded_parameters(d_params, spec), *found
+
+    return Passes(forward, backward)
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jattn import masks, softmax, tile
+from jattn import softmax, tile
 from jattn.kernels import blockwise, lookup, tiles, walks
 from jattn.kernels.passes import Passes, narrowed, with_headroom
 from jattn.spec import (
@@ -477,8 +477,8 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
                 return total + _d_leaf(here, parameter.which, rows, k, v, masked=True)
 
             kind = kinds_ref[(*walks.clamped(kinds_ref, b, h), i, j)]
-            visited = jnp.where(kind == masks.EMPTY, 0, 1).astype(jnp.int32)
-            return tiles.repeat(0, visited, add, total)
+            # Not by comparing: a bound that is a converted boolean is folded to one bit.
+            return tiles.repeat(0, jnp.minimum(kind, np.int32(1)), add, total)
 
         zeros = jnp.zeros((rows, columns), jnp.float32)
         result[...] = tiles.repeat(0, math.prod(shared), of_head, zeros)

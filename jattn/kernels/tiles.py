@@ -63,9 +63,18 @@ _RUNS = 8  # longest program written out run by run: side by side, more of them 
 _WIDE = 1024  # keys in a run or a wide tile at most: they bound the memory
 
 
-def plan(spec: Spec, T: int, S: int, tiling: Tiling, *, by_key: bool = False) -> Walk:
+def widest(tiling: Tiling) -> int:
+    """The most scores that a step of a walk computes."""
+    rows, columns = tiling
+    return max(rows * max(_WIDE, columns), columns * max(_WIDE, rows))
+
+
+def plan(
+    spec: Spec, T: int, S: int, tiling: Tiling, *, by_key: bool = False, written_out: bool = True
+) -> Walk:
     """The walk of one head; known while tracing if the mask is static. `by_key` walks over the
-    queries of each block of keys."""
+    queries of each block of keys. `written_out` tells whether several runs may be, or are a loop.
+    """
     kinds_of_tiles, block = kinds(spec, T, S, tiling), tiling.block_kv
     if by_key:
         kinds_of_tiles, block = kinds_of_tiles.T, tiling.block_q
@@ -74,7 +83,7 @@ def plan(spec: Spec, T: int, S: int, tiling: Tiling, *, by_key: bool = False) ->
         runs = [_runs_of(row, block) for row in kinds_of_tiles]
         if all(row == runs[0] for row in runs):
             runs = runs[:1]
-        if sum(map(len, runs)) <= _RUNS:
+        if sum(map(len, runs)) <= (_RUNS if written_out else 1):
             return Walk(block, runs, [])
     if columns == 1:
         return Walk(block, [[Run(0, block, True)]], [])  # looking is no cheaper than computing
