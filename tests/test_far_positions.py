@@ -1,6 +1,7 @@
 """Positions are any integers of 32 bits; their differences have one bit more."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def test_masks_are_right_at_all_positions(rule):
 def test_bounds_never_lie_at_any_position(rule, known):
     mask, allowed = RULES[rule]
     for rows, columns in itertools.product([1, 2, 3], repeat=2):
-        given = [FAR.astype(np.int32)] * 2
+        given: Any = [FAR.astype(np.int32)] * 2
         kinds = lambda q, kv, r=rows, c=columns: masks.tile_map(  # noqa: E731
             mask, len(FAR), len(FAR), r, c, q_positions=q, kv_positions=kv
         )

@@ -31,7 +31,7 @@ def grown(case: Case) -> Case:
     sizes = old._replace(T=T if old.T > 1 else old.T, S=S if old.S > 1 else old.S)
     along = {old.T: sizes.T, old.S: sizes.S}
 
-    def repeated(array: Any, axis: int, size: int) -> Any:
+    def repeated(array: Any, axis: int, size: Any) -> Any:
         return np.take(array, np.arange(size) % array.shape[axis], axis=axis)
 
     def one(name: str, array: Any) -> Any:
