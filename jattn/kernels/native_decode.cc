@@ -307,8 +307,8 @@ class Walk {
   void visit(Keys now, Keys then) {
     const bool few = R_ <= kFewRows && H_ % kLanes == 0 && now.count % kLanes == 0;
     const Rows<const E> values = call_.values.at(b_, k_, now.j);
-    const Index steps = heads_ * (few ? now.count / kPair * times(R_, 4) : up(now.count, kTurned) / kTurned);
-    Ahead for_values(values, heads_, now.count, steps);
+    const Index each = few ? now.count / kPair * times(R_, 4) : up(now.count, kTurned) / kTurned;
+    Ahead for_values(values, heads_, now.count, heads_ * each);
     few ? multiply(now, for_values) : multiply_turned(now, for_values);
     if (exact_ || V_ != call_.values.size) return weigh_copies(now);
     for (Index r = 0; r < heads_ * R_; ++r) soften(r, now);
