@@ -313,7 +313,9 @@ class Walk {
     if (exact_ || V_ != call_.values.size) return weigh_copies(now);
     for (Index r = 0; r < heads_ * R_; ++r) soften(r, now);
     const Index columns = V_ / kLanes, blocks = times(columns, kWide) * times(R_, 4);
-    Ahead for_keys(call_.keys.at(b_, k_, then.j), heads_, then.count, heads_ * now.count * blocks);
+    const Index place = then.count ? then.j : now.j;  // past the last page there is no other
+    const Rows<const E> keys = call_.keys.at(b_, k_, place);
+    Ahead for_keys(keys, heads_, then.count, heads_ * now.count * blocks);
     for (Index s = 0; s < now.count; s += kLanes)
       for (Index h = 0; h < heads_; ++h) {
         const Index count = std::min<Index>(kLanes, now.count - s);
@@ -462,6 +464,7 @@ template <typename E>
 void decode(ffi::ThreadPool& pool, const Call<E>& call, const Results& results) {
   const Index threads = std::max<Index>(1, pool.num_threads());
   const Index R = call.group() * call.T_, H = call.keys.size, V = up(call.values.size, kLanes);
+  if (call.B * R == 0) return;
   // Heads go together where they lie side by side.
   const bool together = call.keys.by_head < call.keys.by_token;
   const Index most = together ? kTogether / (R * std::max(H, V)) : 1;

@@ -38,8 +38,10 @@ def unsupported(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def pays(spec: Spec, shapes: Shapes) -> bool:
-    """Whether it is what plain arrays are faster with."""
-    return shapes.S >= tuning.MANY_KEYS and unsupported(spec, shapes) is None
+    """Whether it is what plain arrays are faster with, and there is such a library."""
+    if shapes.S < tuning.MANY_KEYS or unsupported(spec, shapes):
+        return False
+    return native_library.unavailable("decode", accumulation(shapes.dtype)) is None
 
 
 class Held(NamedTuple):
