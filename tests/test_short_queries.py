@@ -135,7 +135,7 @@ def test_masked_keys_do_not_reach_short_queries(size, dtype, poison):
     q, k, v = arrays(size, dtype)
     given = rules("lengths", q.shape[1], q.shape[2])
     call = functools.partial(jattn.attention, return_lse=True, **given)
-    masked = (jnp.arange(S) >= jnp.asarray([S // 2, 3])[:, None])[:, :, None, None]
+    masked = (jnp.arange(S)[None] >= jnp.asarray([S // 2, 3])[:, None])[:, :, None, None]
     bad = jnp.asarray(poison).astype(dtype)
     for x, y in zip(
         call(q, jnp.where(masked, bad, k), jnp.where(masked, bad, v)), call(q, k, v), strict=True
@@ -210,7 +210,7 @@ def test_vmap_of_caches_is_a_loop():
     def call(q: Any, k: Any, v: Any, valid: Any) -> Any:
         return jattn.attention(q, empty.append(k, v, valid))
 
-    valid = jnp.arange(90) < jnp.asarray([[90, 3], [41, 60], [7, 8]])[..., None]
+    valid = jnp.arange(90)[None, None] < jnp.asarray([[90, 3], [41, 60], [7, 8]])[..., None]
     got = jax.jit(jax.vmap(call))(*split, valid)
     for i in range(3):
         one = [x[i] for x in split]
