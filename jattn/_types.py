@@ -15,8 +15,7 @@ the structure (static, and so known while tracing), arrays are leaves.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -39,7 +38,8 @@ Scores = Float[Array, "t s"]  # one head, one tile (or everything)
 Allowed = Bool[AnyArray, "#t #s"]
 Indices = Int[AnyArray, "_"]
 
-Shape = tuple[int, ...]
+Size = Any  # an integer, or a dimension of a program that is exported for any
+Shape = tuple[Size, ...]
 
 _T = TypeVar("_T")
 
@@ -81,6 +81,24 @@ def accumulation(dtype: Any) -> Any:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
+def closure_converted(
+    function: Callable[..., Any], *arguments: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+    """`(run, arrays)` with `run(arrays, *arguments)` as `function(*arguments)`.
+
+    `run` closes over nothing traced, so that it may be called after the trace in which `function`
+    was written.
+    """
+    program, like = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    jaxpr, structure = program.jaxpr, jax.tree.structure(like)
+
+    def run(arrays: Any, *arguments: Any) -> Any:
+        found = eval_jaxpr(jaxpr, arrays, *jax.tree.leaves(arguments))
+        return jax.tree.unflatten(structure, found)
+
+    return run, list(program.consts)
+
+
 def opened(
     function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -89,17 +107,17 @@ def opened(
     A function that closes over none stays as it is. What is an operand can be differentiated, and
     outlives the trace in which the function was written.
     """
-    program = jax.make_jaxpr(function)(*scalars, *operands)
-    if not any(isinstance(x, Tracer) for x in program.consts):
+    run, arrays = closure_converted(function, *scalars, *operands)
+    if not any(isinstance(x, Tracer) for x in arrays):
         return function, operands
     given = len(scalars) + len(operands)
 
-    @functools.wraps(function)
     def closed(*arguments: Any) -> Any:
-        flat = jax.tree.leaves(arguments[:given])
-        return eval_jaxpr(program.jaxpr, arguments[given:], *flat)[0]
+        return run(arguments[given:], *arguments[:given])
 
-    return closed, (*operands, *program.consts)
+    # Not `functools.wraps`, which would keep the function and with it the traced arrays.
+    closed.__name__ = getattr(function, "__name__", type(function).__name__)
+    return closed, (*operands, *arrays)
 
 
 def along(letters: str, **kwargs: Any) -> Any:
@@ -128,7 +146,8 @@ def node(cls: type[_T]) -> type[_T]:
     """Makes `cls` a frozen dataclass and a pytree.
 
     Python numbers given to ordinary fields become static. Flattening does not look at values,
-    so that trees of shapes, axes or `None` in place of arrays pass through.
+    so that trees of shapes, axes or `None` in place of arrays pass through. Two of one structure
+    are equal, and hash alike, if their arrays are the very same objects.
     """
     own_check: Callable[[Any], None] = getattr(cls, "__post_init__", lambda self: None)
 
@@ -158,7 +177,19 @@ def node(cls: type[_T]) -> type[_T]:
         return self
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    setattr(cls, "__eq__", _is_equal)  # noqa: B010
+    setattr(cls, "__hash__", lambda self: hash(_identity(self)))  # noqa: B010
     return cls
+
+
+def _identity(tree: Any) -> Hashable:
+    """What tells a tree from others: its structure, and which arrays it holds."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *(id(x) if isinstance(x, AnyArray) else x for x in leaves)
+
+
+def _is_equal(tree: Any, other: Any) -> Any:
+    return _identity(tree) == _identity(other) if type(tree) is type(other) else NotImplemented
 
 
 def declared(tree: Any) -> Any:

@@ -23,6 +23,7 @@ from jattn._types import (
     declared,
 )
 from jattn.cache import Cache
+from jattn.checks import check_array, check_choice
 from jattn.kernels import (
     blockwise,
     cudnn,
@@ -38,7 +39,7 @@ from jattn.kernels import (
 from jattn.kernels.passes import Passes
 from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, prepare
+from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_lost, prepare
 
 
 class Implementation(NamedTuple):
@@ -67,22 +68,20 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 A kernel has `supports(spec, shapes) -> reason | None` and `passes(platform)`, see
 `jattn.kernels.passes`; or else `attend(spec, query, key, value) -> (out, lse)`, differentiable as
 it stands, which runs only where it is named. One that not every machine has says why by
-`unavailable(shapes)`.
+`unavailable(shapes, named)`, in which it may wait longer where it was named.
 """
 
 
-def _cannot_run(name: str, platform: str, shapes: Shapes) -> str | None:
+def _cannot_run(name: str, platform: str, shapes: Shapes, named: bool = False) -> str | None:
     """Why not on this platform, or this machine; asked when a program is lowered for it."""
     kernel, platforms, _ = IMPLEMENTATIONS[name]
     if platforms and platform not in platforms and not getattr(kernel, "INTERPRET", False):
         return f"is for {' and '.join(platforms)}, the program is for {platform}"
-    return kernel.unavailable(shapes) if hasattr(kernel, "unavailable") else None
+    return kernel.unavailable(shapes, named) if hasattr(kernel, "unavailable") else None
 
 
 def _check_name(implementation: str | None, known: Iterable[str]) -> None:
-    if implementation is not None and implementation not in known:
-        names = ", ".join(map(repr, known))
-        raise ValueError(f"implementation: expected None or one of {names}, got {implementation!r}")
+    check_choice("implementation", implementation, (None, *known))
 
 
 def _refuse(name: str, reason: str | None) -> None:
@@ -109,7 +108,7 @@ def _passes(names: list[str], shapes: Shapes, platform: str) -> Passes:
 
 
 def _named_passes(name: str, shapes: Shapes, platform: str) -> Passes:
-    _refuse(name, _cannot_run(name, platform, shapes))
+    _refuse(name, _cannot_run(name, platform, shapes, named=True))
     return IMPLEMENTATIONS[name].kernel.passes(platform)
 
 
@@ -142,7 +141,8 @@ def _attend(
     shapes: Shapes,
 ) -> Any:
     query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
-    out, lse = _run(implementation, spec, query, key, value, shapes)
+    results = _run(implementation, spec, query, key, value, shapes)
+    out, lse = nan_if_lost(spec, *results)
     out = out.reshape(*shapes.batch, *out.shape[1:])
     return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
 
@@ -159,6 +159,7 @@ def _attend_cache(
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         out, lse = _run(implementation, spec, query, key, value, shapes)
     lost = cache.overflowed
+    out, lse = nan_if_lost(spec, out, lse)
     out = jnp.where(lost[:, None, None, None], jnp.nan, out)
     return (out, jnp.where(lost[:, None, None], jnp.nan, lse)) if spec.lse else out
 
@@ -285,7 +286,7 @@ def _check_cache(
     for name, given in (("value", value), ("kv_positions", meaning.get("kv_positions"))):
         if given is not None:
             raise ValueError(f"{name}: a cache brings its own, expected None, got an array")
-    B, K, S = len(cache.lengths), cache.num_kv_heads, cache.capacity
+    B, K, S = cache.lengths.shape[0], cache.num_kv_heads, cache.capacity
     sizes = (cache.keys.shape[-1], cache.values.shape[-1])
     key, value = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
     shapes = check_shapes(query, key, value)
@@ -326,6 +327,11 @@ def cached_attention(
     for name in ("q_positions", "kv_positions", "return_lse"):
         if name in arguments:
             raise TypeError(f"{name}: cached_attention does not take it")
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
+    check_array("query", query, "[B, T, N, H]")
+    if len(query.shape) != 4:
+        raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
     T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
     if T > chunk:
         return _in_pieces(query, key, value, cache, valid, arguments)
@@ -388,7 +394,7 @@ def explain(
     """
     arguments.pop("implementation", None)
     arguments["lse"] = arguments.pop("return_lse", False)
-    platform = platform or _platform_of(query)
+    check_choice("platform", platform, (None, *lowering.PLATFORMS))
     reasons: dict[str, str | None] = {}
     if isinstance(key, Cache):
         shapes, spec = _check_cache(query, key, value, arguments)
@@ -396,6 +402,7 @@ def explain(
     else:
         shapes = check_shapes(query, key, value)
         spec = make_spec(shapes, **arguments)
+    platform = platform or _platform_of(query)
     for name, row in IMPLEMENTATIONS.items():
         reasons[name] = row.kernel.supports(spec, shapes) or _cannot_run(name, platform, shapes)
     return reasons
@@ -418,6 +425,7 @@ def _platform_of(x: Any) -> str:
 def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) -> Array:
     flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key)]
     result = getattr(reference, what)(prepare(spec, shapes), *flat)
+    (result,) = nan_if_lost(spec, result)
     return result.reshape(*shapes.batch, *result.shape[1:])
 
 

@@ -12,6 +12,7 @@ A write past the end raises where the lengths are known. In a compiled program t
 not fit are left out, the row's flag `overflowed` is raised, and attention to the row gives NaN.
 """
 
+import dataclasses
 from typing import Any, TypeVar
 
 import jax
@@ -20,7 +21,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn._types import node, static
+from jattn import integers
+from jattn._types import Shape, Size, node, static
+from jattn.checks import check_array, check_dtype, check_size, check_sizes
 from jattn.masks import Lengths, Mask, Window
 
 
@@ -62,7 +65,7 @@ class Cache:
     def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
         """Keys and values as they lie in memory, and in which pages those of each row are; P in
         the table where a row has none."""
-        return self.keys, self.values, jnp.arange(len(self.lengths), dtype=jnp.int32)[:, None]
+        return self.keys, self.values, jnp.arange(self.lengths.shape[0], dtype=jnp.int32)[:, None]
 
     def block(
         self, start: Any, size: int
@@ -87,11 +90,18 @@ class Cache:
         raise NotImplementedError
 
     def reorder(self: Same, indices: Int[Array, " R"]) -> Same:
-        """Rows picked by index, for beams; a row may be picked more than once, or not at all."""
-        return jax.tree.map(lambda x: x[indices], self)
+        """Rows picked by index, for beams; a row may be picked more than once, or not at all.
+
+        Raises ValueError for rows that are not there, where that is known; in a compiled program
+        `overflowed` is raised for what is picked instead.
+        """
+        rows, missing = picked_rows(indices, len(self.lengths))
+        picked = jax.tree.map(lambda x: x[rows], self)
+        return dataclasses.replace(picked, overflowed=picked.overflowed | missing)
 
     def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
         """The positions of T tokens before they are appended; that of padding means nothing."""
+        self._check_valid(valid, T)
         if valid is None:
             return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
         counts = jnp.cumsum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
@@ -99,6 +109,7 @@ class Cache:
 
     def last_positions(self, T: int) -> Int[Array, "B T"]:
         """The positions of the T tokens that were appended last."""
+        check_size("T", T, 0)
         return self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
 
     def _kept(self, slots: Int[Array, "B T"], valid: Valid) -> Bool[Array, "B T"]:
@@ -108,20 +119,44 @@ class Cache:
 
     def _check(self, key: Any, value: Any, valid: Valid) -> int:
         """T, after the shapes of what is appended."""
-        wanted = [len(self.lengths), "T", self.num_kv_heads]
+        B, K = self.lengths.shape[0], self.num_kv_heads
         for name, array, own in (("key", key, self.keys), ("value", value, self.values)):
-            size = own.shape[-1]
-            fits = array.ndim == 4 and array.shape[::2] == (wanted[0], wanted[2])
-            if not fits or array.shape[3] != size or array.shape[:2] != key.shape[:2]:
+            size, letters = own.shape[-1], f"[B, T, K, {'H' if name == 'key' else 'V'}]"
+            check_array(f"append: {name}", array, letters)
+            fits = len(array.shape) == 4 and (*array.shape[::2], array.shape[3]) == (B, K, size)
+            if not fits or array.shape[:2] != key.shape[:2]:
                 raise ValueError(
-                    f"append: expected {name} [B, T, K, {'H' if name == 'key' else 'V'}] = "
-                    f"[{wanted[0]}, T, {wanted[2]}, {size}], got {list(array.shape)}"
+                    f"append: expected {name} {letters} = [{B}, T, {K}, {size}], "
+                    f"got {list(array.shape)}"
                 )
-        if valid is not None and valid.shape != key.shape[:2]:
-            raise ValueError(
-                f"append: expected valid [B, T] = {list(key.shape[:2])}, got {list(valid.shape)}"
-            )
+        self._check_valid(valid, key.shape[1])
         return key.shape[1]
+
+    def _check_valid(self, valid: Valid, T: Any) -> None:
+        check_size("T", T, 0)
+        if valid is not None:
+            check_array("valid", valid, "[B, T]", "boolean")
+            wanted = [len(self.lengths), T]
+            if list(valid.shape) != wanted:
+                got = list(valid.shape)
+                raise ValueError(f"append: expected valid [B, T] = {wanted}, got {got}")
+
+
+def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
+    """Indices of B rows, and which of them are of rows that are not there.
+
+    Raises TypeError and ValueError where indices are known to be wrong; indexing would take
+    another row.
+    """
+    check_array("indices", indices, "[R]", "integer")
+    if len(indices.shape) != 1:
+        raise ValueError(f"indices: expected [R], got shape {list(indices.shape)}")
+    least, most = integers.known_range(indices) or (0, 0)
+    if least < 0 or most >= B:
+        wrong = least if least < 0 else most
+        raise ValueError(f"indices: expected 0 <= indices < B = {B}, got {wrong}")
+    rows = jnp.asarray(integers.clamped(indices))
+    return jnp.clip(rows, 0, B - 1), (rows < 0) | (rows >= B)
 
 
 def _counts(T: int, valid: Valid) -> Any:
@@ -149,20 +184,18 @@ def _write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
     """Tokens `[B, T, K, H]` written to their rows' slots; those at slot S are left out."""
-    rows = jnp.arange(len(buffer), dtype=jnp.int32)[:, None]
+    rows = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]
     tokens = jnp.asarray(tokens).astype(buffer.dtype)
     # "drop" leaves out what lies beyond the end; the default would move it to the last slot.
     return buffer.at[rows, :, slots].set(tokens, mode="drop")
 
 
-def _empty(
-    shape: tuple[int, int, int], head_size: int, value_size: int | None, dtype: Any
-) -> tuple[Array, Array]:
+def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> tuple[Array, Array]:
     """Keys and values of nothing yet."""
     sizes = (head_size, head_size if value_size is None else value_size)
-    for name, axis in zip(("batch", "K", "S", "H", "V"), (*shape, *sizes), strict=True):
-        if axis < 1:
-            raise ValueError(f"cache: expected {name} >= 1, got {axis}")
+    check_size("head_size", sizes[0])
+    check_size("value_size", sizes[1])
+    check_dtype("dtype", dtype)
     keys, values = (jnp.zeros((*shape, size), dtype) for size in sizes)
     return keys, values
 
@@ -184,7 +217,7 @@ class DenseCache(Cache):
     @classmethod
     def create(
         cls,
-        batch: int,
+        batch: Size,
         length: int,
         num_kv_heads: int,
         head_size: int,
@@ -192,18 +225,34 @@ class DenseCache(Cache):
         dtype: Any = jnp.float32,
     ) -> "DenseCache":
         """An empty cache for up to `length` tokens in each of `batch` rows."""
+        check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads)
         shape = (batch, num_kv_heads, length)
         return cls(*_empty(shape, head_size, value_size, dtype), *_no_tokens(batch))
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
         """A full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, such as an encoder's
-        memory; `lengths [B]` says how many are real, by default all."""
+        memory; `lengths [B]` says how many are real, by default all.
+
+        Raises TypeError and ValueError for arrays that do not fit, and for lengths that are known
+        to be outside 0..S; others raise `overflowed`.
+        """
+        for name, array, size in (("key", key, "H"), ("value", value, "V")):
+            letters = f"[B, S, K, {size}]"
+            check_array(name, array, letters)
+            if len(array.shape) != 4 or array.shape[:3] != key.shape[:3]:
+                raise ValueError(f"{name}: expected {letters}, got {list(array.shape)}")
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         B, S = key.shape[:2]
-        none, overflowed = _no_tokens(B)
-        held = none + S if lengths is None else jnp.asarray(lengths, jnp.int32)
-        return cls(keys, values, held, overflowed)
+        held, overflowed = _no_tokens(B)
+        if lengths is None:
+            return cls(keys, values, held + S, overflowed)
+        check_array("lengths", lengths, "[B]", "integer", shape=(B,))
+        least, most = integers.known_range(lengths) or (0, 0)
+        if least < 0 or most > S:
+            raise ValueError(f"lengths: expected 0 <= lengths <= S = {S}, got {least} to {most}")
+        held = jnp.asarray(integers.clamped(lengths))
+        return cls(keys, values, jnp.clip(held, 0, S), (held < 0) | (held > S))
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "DenseCache":
         T = self._check(key, value, valid)
@@ -236,7 +285,7 @@ class RollingCache(Cache):
     @classmethod
     def create(
         cls,
-        batch: int,
+        batch: Size,
         window: int,
         num_kv_heads: int,
         head_size: int,
@@ -245,9 +294,9 @@ class RollingCache(Cache):
         chunk: int | None = None,
     ) -> "RollingCache":
         """An empty cache; `chunk`, by default `window`, is how many tokens an append may bring."""
-        if window < 1 or (chunk is not None and chunk < 1):
-            raise ValueError(f"RollingCache: expected window, chunk >= 1, got {window}, {chunk}")
-        shape = (batch, num_kv_heads, window + (chunk or window))
+        chunk = window if chunk is None else chunk
+        check_sizes(batch=batch, window=window, num_kv_heads=num_kv_heads, chunk=chunk)
+        shape = (batch, num_kv_heads, window + chunk)
         return cls(*_empty(shape, head_size, value_size, dtype), *_no_tokens(batch), window)
 
     @property
@@ -277,11 +326,12 @@ class RollingCache(Cache):
         slots = self.next_positions(T, valid) % self.capacity
         if valid is not None:
             slots = jnp.where(valid, slots, self.capacity)
+        lengths = self.lengths + counts  # negative where there are more than int32 counts
         return RollingCache(
             _write(self.keys, key, slots),
             _write(self.values, value, slots),
-            self.lengths + counts,
-            self.overflowed | (counts > self.chunk),
+            lengths,
+            self.overflowed | (counts > self.chunk) | (lengths < 0),
             self.window,
         )
 
@@ -305,7 +355,7 @@ class PagedCache(Cache):
     @classmethod
     def create(
         cls,
-        batch: int,
+        batch: Size,
         length: int,
         num_kv_heads: int,
         head_size: int,
@@ -318,8 +368,10 @@ class PagedCache(Cache):
 
         `num_pages`, by default enough for all rows to be full, may be fewer where rows share.
         """
-        per_row = -(-length // max(1, page_size))
+        check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, page_size=page_size)
+        per_row = -(-length // page_size)
         pages = batch * per_row if num_pages is None else num_pages
+        check_size("num_pages", pages)
         shape = (pages, num_kv_heads, page_size)
         table = jnp.full((batch, per_row), pages, jnp.int32)
         return cls(*_empty(shape, head_size, value_size, dtype), table, *_no_tokens(batch))
@@ -395,8 +447,9 @@ class PagedCache(Cache):
         return PagedCache(keys, values, table, lengths, overflowed)
 
     def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
-        picked = (x[indices] for x in (self.table, self.lengths, self.overflowed))
-        return PagedCache(self.keys, self.values, *picked)
+        rows, missing = picked_rows(indices, len(self.lengths))
+        table, lengths, overflowed = (x[rows] for x in (self.table, self.lengths, self.overflowed))
+        return PagedCache(self.keys, self.values, table, lengths, overflowed | missing)
 
 
 @jax.jit
@@ -409,8 +462,8 @@ def _allocate(cache: PagedCache, lengths: Array) -> tuple[Array, tuple[Array, Ar
     last = jnp.take_along_axis(cache.table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
     writes = (lengths > cache.lengths) & (cache.lengths % page > 0)
     writers = jnp.zeros(P, jnp.int32).at[jnp.where(writes, last, P)].add(1, mode="drop")
-    rows = jnp.arange(len(lengths), dtype=jnp.int32)
-    first = jnp.full(P, len(rows), jnp.int32)
+    rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    first = jnp.full(P, rows.shape[0], jnp.int32)
     first = first.at[jnp.where(writes, last, P)].min(rows, mode="drop")
     # Where all who hold a page write to it, one may keep it: the others go elsewhere now.
     at_last = jnp.minimum(last, P - 1)

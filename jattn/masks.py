@@ -22,18 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jattn import integers
 from jattn._types import (
     Allowed,
     Indices,
     Shape,
     along,
+    axis_along,
     declared,
-    is_static,
     node,
     number,
     opened,
     static,
 )
+from jattn.checks import check_array, check_function, check_operands, check_size, check_sizes, shown
+from jattn.integers import is_below, is_integer
 
 
 Truth = Any  # bool [n_rows, n_columns], NumPy's where all is known while tracing
@@ -52,7 +55,7 @@ class Span(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The run of queries or keys that a tile covers; arrays `[n]` describe n tiles at once.
+    """The run of queries or keys that a tile covers, or, as arrays, those of several tiles.
 
     Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
     """
@@ -64,18 +67,40 @@ class Extent(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A box of queries × keys."""
+    """A box of queries × keys, or n × m of them at once.
+
+    Extents of rows are then `[n, 1]` and those of columns `[1, m]`: formulas of both broadcast to
+    `[n, m]` as they stand.
+    """
 
     rows: Extent
     columns: Extent
 
+    @classmethod
+    def grid(cls, rows: Extent, columns: Extent) -> "Tile":
+        """Each of n extents `[n]` of queries with each of m extents `[m]` of keys."""
+        q, kv = (np.s_[:, None], np.s_[None, :])
+        return cls(
+            rows._replace(lo=rows.lo[q], hi=rows.hi[q], start=rows.start[q]),
+            columns._replace(lo=columns.lo[kv], hi=columns.hi[kv], start=columns.start[kv]),
+        )
 
-def _column(value: Any) -> Any:
-    return value[:, None] if getattr(value, "ndim", 0) else value
+    @property
+    def shape(self) -> Shape:
+        """`(n, m)`; `()` for one box."""
+        parts = (*self.rows[:3], *self.columns[:3])
+        return np.broadcast_shapes(*map(np.shape, parts))
 
 
-def _row(value: Any) -> Any:
-    return value[None, :] if getattr(value, "ndim", 0) else value
+def _ends(tile: Tile) -> tuple[Any, Any, Any, Any]:
+    """Least and greatest position of the rows, then of the columns."""
+    rows, columns = tile
+    return rows.lo, rows.hi, columns.lo, columns.hi
+
+
+def _far_apart(a: Any, b: Any) -> Any:
+    """Whether a − b may have more than 32 bits, by the difference of their halves."""
+    return abs((a >> 1) - (b >> 1)) >= 2**30 - 1
 
 
 def _as_truth(value: Any) -> Truth:
@@ -106,7 +131,8 @@ class Mask:
 
         Plain arrays are positions and places at once; a `Span` gives both.
         """
-        i, j = as_span(rows), as_span(columns)
+        i, j = _alike(as_span(rows), as_span(columns))
+        _check_head(*leading(self), b, h)
         flat = flatten_batch(self, leading(self)[0])
         allowed = cut(pick(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
         return jnp.broadcast_to(allowed, (len(i.places), len(j.places)))
@@ -123,6 +149,12 @@ class Mask:
     __rand__ = __and__
     __ror__ = __or__
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a mask is neither true nor false: combine masks with &, | and ~ instead of and, or "
+            "and not, and compare with `is None` to see whether one is given"
+        )
+
     def dense(
         self,
         T: int,
@@ -138,9 +170,14 @@ class Mask:
         `batch` and `heads` are taken from the mask's own arrays unless given. Positions, `[T]` and
         `[S]`, are `arange` by default.
         """
+        for name, size in (("T", T), ("S", S)):
+            check_size(name, size, 0)
+        _check_covers(self, T, S)
         own_batch, own_heads = leading(self)
-        lead, N = batch or own_batch, heads or own_heads
+        lead, N = _leading_axes(batch) or own_batch, own_heads if heads is None else heads
+        check_size("heads", N, 0)
         flat = flatten_batch(self, lead)
+        q_positions, kv_positions = _given(T, S, q_positions, kv_positions)
         i, j = span(T, q_positions), span(S, kv_positions)
 
         def one(b: Any, h: Any) -> Array:
@@ -175,23 +212,90 @@ def as_span(value: Indices | Span) -> Span:
     """Positions that are places too, or a `Span` as it is."""
     if isinstance(value, Span):
         return value
-    indices = jnp.asarray(value, jnp.int32)
+    indices = jnp.asarray(integers.of_formula("rows, columns", value))
     return Span(indices, indices)
 
 
 def span(size: int, positions: Indices | None = None) -> Span:
     """All places of an axis, at the given positions (by default the same)."""
     places = jnp.arange(size, dtype=jnp.int32)
-    return Span(places if positions is None else jnp.asarray(positions, jnp.int32), places)
+    return Span(places if positions is None else jnp.asarray(positions), places)
 
 
-def leading(tree: Any) -> tuple[tuple[int, ...], int]:
+def _leading_axes(batch: Any) -> Shape:
+    """The sizes of batch axes, also of one or none.
+
+    Raises TypeError and ValueError for anything else.
+    """
+    batch = (batch,) if is_integer(batch) else () if batch is None else batch
+    if not isinstance(batch, list | tuple):
+        raise TypeError(f"batch: expected a tuple of sizes, got {shown(batch)}")
+    for size in batch:
+        check_size("batch", size, 0)
+    return tuple(batch)
+
+
+def _alike(i: Span, j: Span) -> tuple[Span, Span]:
+    """Both with positions of the wider dtype, so that formulas can compare them."""
+    if i.positions.dtype == j.positions.dtype:
+        return i, j
+    i, j = (x._replace(positions=x.positions.astype(jnp.int64)) for x in (i, j))
+    return i, j
+
+
+def _given(T: int, S: int, q: Any, kv: Any) -> tuple[Any, Any]:
+    """A user's positions, or None, as formulas take them: both in 64 bits where one needs them."""
+    found = {"q_positions": (T, q), "kv_positions": (S, kv)}
+    q, kv = (x if x is None else _of_formula(name, x, size) for name, (size, x) in found.items())
+    if all(x is None or integers.is_narrow(x) for x in (q, kv)):
+        return q, kv
+    q, kv = (np.arange(n) if x is None else x.astype(jnp.int64) for n, x in ((T, q), (S, kv)))
+    return q, kv
+
+
+def _of_formula(name: str, x: Any, size: int) -> Any:
+    """Positions `[size]` of a user.
+
+    Raises TypeError and ValueError for anything else.
+    """
+    check_array(name, x, "[T]" if name[0] == "q" else "[S]", "integer", shape=(size,))
+    return integers.of_formula(name, x)
+
+
+def _check_covers(mask: Mask, T: int, S: int) -> None:
+    """Raises ValueError where an array along T or S is not as long; indexing would make do."""
+    leaves = jax.tree_util.tree_leaves_with_path(mask)
+    for (path, leaf), letters in zip(leaves, jax.tree.leaves(declared(mask)), strict=True):
+        for letter, size in (("T", T), ("S", S)):
+            axis = axis_along(letter, letters, leaf.ndim)
+            got = size if axis is None else leaf.shape[axis]
+            if got != size and not (got == 1 and f"#{letter}" in letters.split()):
+                name = f"mask{jax.tree_util.keystr(path)}"
+                raise ValueError(f"{name}: expected {letter} = {size}, got {list(leaf.shape)}")
+    for one in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
+        if isinstance(one, Blocks):
+            one.check_covers(T, S)
+
+
+def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
+    """Raises ValueError for a batch row or a head that is known not to be there; indexing would
+    take another one."""
+    for name, index, size in (("b", b, math.prod(batch)), ("h", h, heads)):
+        if not is_integer(index):
+            check_array(name, index, "without axes", "integer", shape=())
+        least, most = integers.known_range(index) or (0, 0)
+        end = size if size > 1 else integers.MOST  # functions may tell more apart than arrays
+        if not 0 <= least <= most < end:
+            raise ValueError(f"{name}: expected 0 <= {name} < {end}, got {shown(index)}")
+
+
+def leading(tree: Any) -> tuple[Shape, int]:
     """The batch axes and the number of heads that the arrays of a mask or a spec show."""
-    batch: tuple[int, ...] = ()
+    batch: Shape = ()
     heads = 0
     for leaf, letters in zip(jax.tree.leaves(tree), jax.tree.leaves(declared(tree)), strict=True):
         named, lead = _split(letters, leaf)
-        batch = np.broadcast_shapes(batch, leaf.shape[:lead])
+        batch = jnp.broadcast_shapes(batch, leaf.shape[:lead])
         if "N" in named and leaf.shape[lead + named.index("N")] > 1:
             heads = leaf.shape[lead + named.index("N")]
     return batch, heads
@@ -227,7 +331,7 @@ def pick(tree: Any, b: Any, h: Any) -> Any:
     def one(letters: str, leaf: Any) -> Any:
         named, lead = _split(letters, leaf)
         if lead:
-            leaf = leaf[b if leaf.shape[0] > 1 else 0]
+            leaf = leaf[b if leaf.shape[0] != 1 else 0]
         if "N" in named:
             axis = named.index("N")
             leaf = jnp.take(leaf, h if leaf.shape[axis] > 1 else 0, axis=axis)
@@ -315,18 +419,23 @@ class Empty(Mask):
         return np.False_, np.False_
 
 
-_FAR = 2**31 - 1  # no two positions are further apart
+_LEAST, _GREATEST = -(2**31), 2**31 - 1  # positions have 32 bits, their differences 33
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _difference(tile: Tile) -> tuple[Any, Any]:
-    """The interval of kv − q over a tile."""
-    lo = _row(tile.columns.lo) - _column(tile.rows.hi)
-    hi = _row(tile.columns.hi) - _column(tile.rows.lo)
-    return lo, hi
+def shifted(positions: Any, by: int) -> Any:
+    """positions + by, held within 32 bits."""
+    if not isinstance(positions, jax.Array):
+        wide = np.asarray(positions, np.int64) + by
+        return np.clip(wide, _LEAST, _GREATEST).astype(np.int32)
+    if not integers.is_narrow(positions):  # traced, in a formula alone
+        return positions + by
+    while by:  # in steps of 32 bits, of which nearly always one is enough
+        step = min(max(by, -_GREATEST), _GREATEST)
+        moved = positions + np.int32(step)
+        over = positions > _GREATEST - step if step > 0 else positions < _LEAST - step
+        positions = jnp.where(over, np.int32(_GREATEST if step > 0 else _LEAST), moved)
+        by -= step
+    return positions
 
 
 @node
@@ -342,27 +451,29 @@ class Window(Mask):
     def __post_init__(self):
         for name in ("left", "right"):
             value = getattr(self, name)
-            if value is not None and not (_is_integer(value) and value >= 0):
+            if value is not None and not (is_integer(value) and value >= 0):
                 raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
-            if value is not None and value > _FAR:
+            if value is not None and value >= 2**32:  # no two positions are further apart
                 object.__setattr__(self, name, None)
 
     def evaluate(self, b, h, rows, columns):
-        distance = columns.positions[None, :] - rows.positions[:, None]
+        q, kv = rows.positions, columns.positions[None, :]
         allowed = jnp.ones((1, 1), bool)
         if self.left is not None:
-            allowed = allowed & (distance >= -self.left)
+            allowed = allowed & (kv >= shifted(q, -self.left)[:, None])
         if self.right is not None:
-            allowed = allowed & (distance <= self.right)
+            allowed = allowed & (kv <= shifted(q, self.right)[:, None])
         return allowed
 
     def bounds(self, tile):
-        lo, hi = _difference(tile)
+        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
         maybe_any, surely_all = np.True_, np.True_
         if self.left is not None:
-            maybe_any, surely_all = maybe_any & (hi >= -self.left), surely_all & (lo >= -self.left)
+            maybe_any = maybe_any & (kv_hi >= shifted(q_lo, -self.left))
+            surely_all = surely_all & (kv_lo >= shifted(q_hi, -self.left))
         if self.right is not None:
-            maybe_any, surely_all = maybe_any & (lo <= self.right), surely_all & (hi <= self.right)
+            maybe_any = maybe_any & (kv_lo <= shifted(q_hi, self.right))
+            surely_all = surely_all & (kv_hi <= shifted(q_lo, self.right))
         return maybe_any, surely_all
 
 
@@ -378,8 +489,8 @@ class Causal(Mask):
         return columns.positions[None, :] <= rows.positions[:, None]
 
     def bounds(self, tile):
-        lo, hi = _difference(tile)
-        return _as_truth(lo <= 0), _as_truth(hi <= 0)
+        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
+        return _as_truth(kv_lo <= q_hi), _as_truth(kv_hi <= q_lo)
 
 
 @node
@@ -393,16 +504,14 @@ class Prefix(Mask):
 
     def __post_init__(self):
         _check_lengths("Prefix", "length", self.length)
+        object.__setattr__(self, "length", integers.lengths("Prefix: length", self.length))
 
     def evaluate(self, b, h, rows, columns):
-        return columns.positions[None, :] < _length(self.length)
+        return is_below(columns.positions[None, :], self.length)
 
     def bounds(self, tile):
-        length = _length(self.length)
-        return (
-            _as_truth(_row(tile.columns.lo) < length),
-            _as_truth(_row(tile.columns.hi) < length),
-        )
+        some, every = (is_below(x, self.length) for x in (tile.columns.lo, tile.columns.hi))
+        return _as_truth(some), _as_truth(every)
 
 
 @node
@@ -412,17 +521,27 @@ class Dilated(Mask):
     step: int = static()
 
     def __post_init__(self):
-        if not (_is_integer(self.step) and self.step >= 1):
-            raise ValueError(f"Dilated: step must be an integer >= 1, got {self.step!r}")
+        if not (is_integer(self.step) and self.step >= 1):
+            raise ValueError(f"Dilated: step must be an integer >= 1, got {shown(self.step)}")
 
     def evaluate(self, b, h, rows, columns):
-        return (rows.positions[:, None] - columns.positions[None, :]) % self.step == 0
+        q, kv = rows.positions[:, None], columns.positions[None, :]
+        if self.step >= 2**32:
+            return q == kv
+        if self.step > _GREATEST:  # equal, or at a distance of as many bits
+            apart = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
+            return (apart == 0) | (apart == np.uint32(self.step))
+        return q % self.step == kv % self.step
 
     def bounds(self, tile):
-        lo, hi = _difference(tile)
-        last_multiple = hi - hi % self.step
-        one_distance = (lo == hi) & (lo % self.step == 0)
-        return _as_truth(last_multiple >= lo), _as_truth((self.step == 1) | one_distance)
+        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
+        if self.step > _GREATEST:
+            return np.True_, np.False_
+        alone = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo % self.step == kv_lo % self.step)
+        lo, hi = kv_lo - q_hi, kv_hi - q_lo
+        unknown = _far_apart(kv_lo, q_hi) | _far_apart(kv_hi, q_lo)
+        some = (hi - hi % self.step >= lo) | unknown
+        return _as_truth(some), _as_truth((self.step == 1) | alone)
 
 
 @node
@@ -432,35 +551,25 @@ class Global(Mask):
     n: int = static()
 
     def __post_init__(self):
-        if not (_is_integer(self.n) and self.n >= 0):
+        if not (is_integer(self.n) and self.n >= 0):
             raise ValueError(f"Global: n must be an integer >= 0, got {self.n!r}")
 
     def evaluate(self, b, h, rows, columns):
-        return (rows.positions[:, None] < self.n) | (columns.positions[None, :] < self.n)
+        by_query = is_below(rows.positions[:, None], self.n)
+        return by_query | is_below(columns.positions[None, :], self.n)
 
     def bounds(self, tile):
-        q_lo, q_hi = _column(tile.rows.lo), _column(tile.rows.hi)
-        kv_lo, kv_hi = _row(tile.columns.lo), _row(tile.columns.hi)
-        some = (q_lo < self.n) | (kv_lo < self.n)
-        return _as_truth(some), _as_truth((q_hi < self.n) | (kv_hi < self.n))
+        some = is_below(tile.rows.lo, self.n) | is_below(tile.columns.lo, self.n)
+        every = is_below(tile.rows.hi, self.n) | is_below(tile.columns.hi, self.n)
+        return _as_truth(some), _as_truth(every)
 
 
 def _check_lengths(owner: str, name: str, value: Any) -> None:
-    if value is None or _is_integer(value):
+    if is_integer(value):
         return
     if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
         kind = getattr(value, "dtype", type(number(value)).__name__)
         raise TypeError(f"{owner}: {name} must be an integer or an integer array, got {kind}")
-
-
-def _length(value: Any) -> Any:
-    return number(value) if is_static(value) else value.astype(np.int32)
-
-
-def _check_ids(owner: str, name: str, value: Any) -> None:
-    if not hasattr(value, "ndim") or not jnp.issubdtype(value.dtype, jnp.integer):
-        kind = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(f"{owner}: {name} must be an integer array, got {kind}")
 
 
 @node
@@ -474,30 +583,33 @@ class Lengths(Mask):
     kv: Any = along("*B", default=None)
 
     def __post_init__(self):
-        _check_lengths("Lengths", "q", self.q)
-        _check_lengths("Lengths", "kv", self.kv)
+        for name in ("q", "kv"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_lengths("Lengths", name, value)
+            if hasattr(value, "astype"):  # no place is beyond the greatest int32
+                object.__setattr__(self, name, integers.clamped(value))
 
     def evaluate(self, b, h, rows, columns):
         allowed = jnp.ones((1, 1), bool)
         if self.q is not None:
-            allowed = allowed & (rows.places[:, None] < _length(self.q))
+            allowed = allowed & is_below(rows.places[:, None], self.q)
         if self.kv is not None:
-            allowed = allowed & (columns.places[None, :] < _length(self.kv))
+            allowed = allowed & is_below(columns.places[None, :], self.kv)
         return allowed
 
     def bounds(self, tile):
         maybe_any, surely_all = np.True_, np.True_
-        for length, extent, turn in ((self.q, tile.rows, _column), (self.kv, tile.columns, _row)):
+        for length, extent in ((self.q, tile.rows), (self.kv, tile.columns)):
             if length is not None:
-                start = turn(extent.start)
-                maybe_any = maybe_any & (start < _length(length))
-                surely_all = surely_all & (start + extent.size <= _length(length))
+                maybe_any = maybe_any & is_below(extent.start, length)
+                surely_all = surely_all & is_below(extent.start + (extent.size - 1), length)
         return maybe_any, surely_all
 
 
 def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
     """Places of each tile in an array of this size; those past the end repeat the last."""
-    start = jnp.atleast_1d(jnp.asarray(extent.start, jnp.int32))
+    start = jnp.asarray(extent.start, jnp.int32).reshape(-1)
     offsets = jnp.arange(extent.size, dtype=jnp.int32)
     return jnp.clip(start[:, None] + offsets[None, :], 0, size - 1)
 
@@ -505,7 +617,8 @@ def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
 def _range_of(ids: Array, extent: Extent) -> tuple[Any, Any]:
     """Least and greatest of ids over each extent; places past the end repeat the last."""
     taken = ids[_places(extent, ids.shape[0])]
-    return taken.min(axis=1), taken.max(axis=1)
+    shape = np.shape(extent.start)
+    return taken.min(axis=1).reshape(shape), taken.max(axis=1).reshape(shape)
 
 
 @node
@@ -519,10 +632,12 @@ class Segments(Mask):
     kv_ids: Any = along("*B S", default=None)
 
     def __post_init__(self):
-        if self.kv_ids is None:
-            object.__setattr__(self, "kv_ids", self.q_ids)
-        _check_ids("Segments", "q_ids", self.q_ids)
-        _check_ids("Segments", "kv_ids", self.kv_ids)
+        kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
+        check_array("Segments: q_ids", self.q_ids, "[*B, T]", "integer", ndim=1)
+        check_array("Segments: kv_ids", kv_ids, "[*B, S]", "integer", ndim=1)
+        q_ids, kv_ids = integers.ids("Segments", self.q_ids, kv_ids)
+        object.__setattr__(self, "q_ids", q_ids)
+        object.__setattr__(self, "kv_ids", kv_ids)
 
     def evaluate(self, b, h, rows, columns):
         return self.q_ids[:, None] == self.kv_ids[None, :]
@@ -530,8 +645,8 @@ class Segments(Mask):
     def bounds(self, tile):
         if not tile.rows.size or not tile.columns.size:
             return np.False_, np.True_
-        q_lo, q_hi = map(_column, _range_of(self.q_ids, tile.rows))
-        kv_lo, kv_hi = map(_row, _range_of(self.kv_ids, tile.columns))
+        q_lo, q_hi = _range_of(self.q_ids, tile.rows)
+        kv_lo, kv_hi = _range_of(self.kv_ids, tile.columns)
         same = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
         return (q_lo <= kv_hi) & (kv_lo <= q_hi), same
 
@@ -594,7 +709,8 @@ class Blocks(Mask):
                 f"Blocks: expected layout [T/block, S/block] or [*B, N, T/block, S/block], "
                 f"got {list(self.layout.shape)}"
             )
-        if not all(_is_integer(x) and x >= 1 for x in self._sizes):
+        block = self.block if isinstance(self.block, tuple) else (self.block, self.block)
+        if len(block) != 2 or not all(is_integer(x) and x >= 1 for x in block):
             raise ValueError(f"Blocks: block must be an integer >= 1 or two, got {self.block!r}")
 
     def declared_letters(self) -> dict[str, str]:
@@ -603,7 +719,8 @@ class Blocks(Mask):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        return self.block if isinstance(self.block, tuple) else (self.block, self.block)
+        block = self.block if isinstance(self.block, tuple) else (self.block, self.block)
+        return min(block[0], integers.MOST), min(block[1], integers.MOST)
 
     def check_covers(self, T: int, S: int) -> None:
         """Raises ValueError unless the layout has exactly the blocks of T × S."""
@@ -634,7 +751,7 @@ class Blocks(Mask):
 
 def _cells(extent: Extent, block: int, cells: int) -> tuple[Array, Array]:
     """The half-open range of layout cells that each extent touches."""
-    start = jnp.atleast_1d(jnp.asarray(extent.start, jnp.int32))
+    start = jnp.asarray(extent.start, jnp.int32).reshape(-1)
     stop = jnp.minimum((start + extent.size - 1) // block + 1, cells)
     return jnp.minimum(start // block, stop), stop
 
@@ -644,8 +761,18 @@ class Predicate(Mask):
     """Any rule: `fn(b, h, q_idx, kv_idx, *operands) -> bool`, on scalars, as in FlexAttention.
 
     Positions are what the function sees; `b` counts batch rows row-major. Operands are passed
-    whole and may be indexed. `bounds(tile) -> (maybe_any, surely_all)` is optional and lets tiles
-    be skipped. Compiled once per function object: define the function once, outside the call.
+    whole and may be indexed. Compiled once per function object: define the function once, outside
+    the call.
+
+    `bounds(tile) -> (maybe_any, surely_all)` is optional and lets tiles be skipped. It is asked
+    about n × m tiles at once, with rows `[n, 1]` and columns `[1, m]` (see `Tile`), and both
+    answers are booleans that broadcast to `[n, m]`: for `kv_idx > q_idx + 200`
+
+        lambda tile: (
+            tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
+        )
+
+    `check_bounds` compares them with the function.
     """
 
     fn: Callable[..., Any] = static()
@@ -658,8 +785,10 @@ class Predicate(Mask):
         *operands: Any,
         bounds: Callable[[Tile], tuple[Truth, Truth]] | None = None,
     ):
-        if not callable(fn):
-            raise TypeError(f"Predicate: expected a function, got {type(fn).__name__}")
+        check_function("Predicate: fn", fn)
+        if bounds is not None:
+            check_function("Predicate: bounds", bounds)
+        check_operands("Predicate", operands)
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "bounds_fn", bounds)
@@ -681,13 +810,42 @@ class Predicate(Mask):
     def evaluate(self, b, h, rows, columns):
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
         per_key = jax.vmap(functools.partial(self._scalar), (None, None, None, 0))
-        return jax.vmap(per_key, (None, None, 0, None))(b, h, rows.positions, columns.positions)
+        every = jax.vmap(per_key, (None, None, 0, None))
+        if integers.is_narrow(rows.positions):
+            return every(b, h, rows.positions, columns.positions)
+        with jax.numpy_dtype_promotion("standard"):  # functions are written for int32
+            return every(b, h, rows.positions, columns.positions)
 
     def bounds(self, tile):
         if self.bounds_fn is None:
             return np.True_, np.False_
-        maybe_any, surely_all = self.bounds_fn(tile)
-        return _as_truth(maybe_any), _as_truth(surely_all)
+        found = self.bounds_fn(tile)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(
+                f"Predicate: bounds must return a pair (maybe_any, surely_all), got {shown(found)}"
+            )
+        names = ("maybe_any", "surely_all")
+        maybe_any, surely_all = map(_checked_truth, names, found, [tile.shape] * 2)
+        return maybe_any, surely_all
+
+
+def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
+    """What a user's bounds say; raises TypeError and ValueError unless it is about each tile."""
+    dtype = np.dtype(bool) if isinstance(value, bool) else getattr(value, "dtype", None)
+    if dtype != np.dtype(bool):
+        raise TypeError(
+            f"Predicate: bounds must return {name} as booleans [n, m], got {dtype or shown(value)}"
+        )
+    try:
+        fits = np.broadcast_shapes(np.shape(value), shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"Predicate: bounds must return {name} that broadcasts to [n, m] = {list(shape)}, got "
+            f"{list(np.shape(value))}; rows of the tile are [n, 1] and columns [1, m] already"
+        )
+    return _as_truth(value)
 
 
 EMPTY, MIXED, FULL = 0, 1, 2  # the kinds of tile in a tile map
@@ -702,7 +860,7 @@ def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
     starts = np.arange(0, size, block, dtype=np.int32)
     if positions is None:
         return Extent(starts, np.minimum(starts + block, size) - 1, starts, block)
-    by_tile = positions.astype(np.int32)[np.minimum(starts[:, None] + np.arange(block), size - 1)]
+    by_tile = positions[np.minimum(starts[:, None] + np.arange(block), size - 1)]
     return Extent(by_tile.min(axis=1), by_tile.max(axis=1), starts, block)
 
 
@@ -710,8 +868,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     """EMPTY, MIXED or FULL for each tile; arrays of the mask must be picked for one (b, h)."""
     maybe_any, surely_all = mask.bounds(tile)
     kind = maybe_any.astype(np.int8) + (maybe_any & surely_all).astype(np.int8)
-    shape = (np.size(tile.rows.start), np.size(tile.columns.start))
-    return (jnp if isinstance(kind, jax.Array) else np).broadcast_to(kind, shape)
+    return (jnp if isinstance(kind, jax.Array) else np).broadcast_to(kind, tile.shape)
 
 
 def tile_map(
@@ -732,5 +889,65 @@ def tile_map(
     for masks with arrays), never T × S, except for a `Dense` mask, which is that large itself. A
     NumPy array where mask and positions are static.
     """
-    tile = Tile(extents(T, block_q, q_positions), extents(S, block_kv, kv_positions))
+    for name, size in (("T", T), ("S", S), ("block_q", block_q), ("block_kv", block_kv)):
+        check_size(name, size, 0 if name in "TS" else 1)
+    mask = as_mask(mask)
+    _check_covers(mask, T, S)
+    _check_head(*leading(mask), b, h)
+    q, kv = _given(T, S, q_positions, kv_positions)
+    tile = Tile.grid(extents(T, block_q, q), extents(S, block_kv, kv))
     return kinds(pick(flatten_batch(mask, leading(mask)[0]), b, h), tile)
+
+
+def check_bounds(
+    mask: Mask,
+    T: int,
+    S: int,
+    *,
+    block_q: int = 64,
+    block_kv: int = 64,
+    batch: tuple[int, ...] | None = None,
+    heads: int | None = None,
+    q_positions: Indices | None = None,
+    kv_positions: Indices | None = None,
+) -> None:
+    """Compares what a mask says about whole tiles with what it says about each pair in them.
+
+    For bounds that are written by hand, those of `Predicate` or of a mask of your own: attention
+    trusts them, and with wrong ones it skips keys that are allowed or attends to others. Tiles are
+    `[block_q, block_kv]`; a row of them is evaluated at a time, T × S in all, for each batch row
+    and head. Arguments as in `Mask.dense`.
+
+    Raises ValueError for the first tile about which the bounds are wrong, with a pair in it.
+    """
+    mask, (own_batch, own_heads) = as_mask(mask), leading(as_mask(mask))
+    heads = (own_heads or 1) if heads is None else heads
+    check_sizes(T=T, S=S, block_q=block_q, block_kv=block_kv, heads=heads)
+    lead = _leading_axes(batch) or own_batch
+    with jax.ensure_compile_time_eval():
+        q, kv = _given(T, S, q_positions, kv_positions)
+        given = {"q_positions": q, "kv_positions": kv}
+        i, j = (np.asarray(x.positions) for x in (span(T, q), span(S, kv)))
+        flat, columns = flatten_batch(mask, lead), Span(j, np.arange(S))
+        for b, h in np.ndindex(math.prod(lead), heads):
+            found = np.asarray(tile_map(flat, T, S, block_q, block_kv, b=b, h=h, **given))
+            for n, kinds_of_row in enumerate(found):
+                places = np.arange(n * block_q, min(T, (n + 1) * block_q))
+                allowed = np.asarray(flat(b, h, Span(i[places], places), columns))
+                for m, kind in enumerate(kinds_of_row):
+                    part = allowed[:, m * block_kv : (m + 1) * block_kv]
+                    if part.any() if kind == EMPTY else kind == FULL and not part.all():
+                        _raise_wrong(kind, part, (b, h), (n * block_q, m * block_kv))
+
+
+def _raise_wrong(
+    kind: int, part: np.ndarray, head: tuple[int, int], start: tuple[int, int]
+) -> None:
+    """The error about a tile that is said to be empty or full and is not."""
+    i, j = np.argwhere(part if kind == EMPTY else ~part)[0] + start
+    said, is_so = ("nothing", "is") if kind == EMPTY else ("everything", "is not")
+    rows, columns = (f"{x}..{x + size - 1}" for x, size in zip(start, part.shape, strict=True))
+    raise ValueError(
+        f"bounds: {said} is said to be allowed in the tile of queries {rows} and keys {columns} "
+        f"of batch row {head[0]} and head {head[1]}, but query {i} {is_so} allowed key {j} (places)"
+    )

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float
 from jattn import softmax, tile
 from jattn._types import AnyArray
 from jattn.attention import attention
+from jattn.checks import check_array, check_dtype, check_like
 from jattn.kernels import additive
-from jattn.masks import Causal, Mask
+from jattn.masks import Causal, Full, Mask, as_mask
 from jattn.spec import Shapes, make_spec
 
 
@@ -29,6 +30,18 @@ def _single_head(
     """Attention with one head, without a head axis."""
     out = attention(query[..., None, :], key[..., None, :], value[..., None, :], **arguments)
     return out[..., 0, :]
+
+
+def _check_tokens(**arrays: Any) -> None:
+    """Raises unless these are float arrays of tokens, `[*B, tokens, features]`."""
+    for name, array in arrays.items():
+        check_array(name, array, "[*B, tokens, features]", ndim=2)
+
+
+def _check_matrix(name: str, array: Any, letters: str) -> None:
+    check_array(name, array, letters)
+    if len(array.shape) != 2:
+        raise ValueError(f"{name}: expected {letters}, got {list(array.shape)}")
 
 
 def _check_inner(name: str, shape: str, got: tuple[int, ...], ok: bool) -> None:
@@ -44,6 +57,7 @@ def simple_self_attention(
     Each token becomes a mean of all tokens `x [*B, T, E]`, weighted by similarity. Nothing is
     learned and nothing is scaled: the step before queries, keys and values are told apart.
     """
+    _check_tokens(x=x)
     return _single_head(x, x, x, mask=mask, scale=1.0)
 
 
@@ -66,7 +80,9 @@ def self_attention(
 
     Raises ValueError for matrices that do not fit x, and what `attention` raises.
     """
+    _check_tokens(x=x)
     for name, w in (("w_query", w_query), ("w_key", w_key), ("w_value", w_value)):
+        _check_matrix(name, w, "[E, ...]")
         _check_inner(name, f"[E = {x.shape[-1]}, ...]", w.shape, w.shape[:1] == x.shape[-1:])
     _check_inner(
         "w_key", f"[E, H2] = {list(w_query.shape)}", w_key.shape, w_key.shape == w_query.shape
@@ -93,6 +109,7 @@ def renormalised_causal(weights: Float[Array, "*B T S"]) -> Float[Array, "*B T S
 
     `weights` are `[*B, T, S]`, after the softmax, at positions arange(T) and arange(S).
     """
+    check_array("weights", weights, "[*B, T, S]", ndim=2)
     T, S = weights.shape[-2:]
     allowed = Causal().dense(T, S).astype(weights.dtype)
     kept = weights * allowed.reshape((1,) * (weights.ndim - 2) + (T, S))
@@ -116,13 +133,16 @@ def interaction(
 
     Raises ValueError for sizes that do not fit.
     """
+    _check_tokens(x=x)
     y = x
     if right is not None:
+        _check_matrix("right", right, "[E, H1]")
         _check_inner(
             "right", f"[E = {x.shape[-1]}, H1]", right.shape, right.shape[0] == x.shape[-1]
         )
         y = y @ right
     if left is not None:
+        check_array("left", left, "[T, S] or [*B, T, S]", ndim=2)
         batched = left.ndim == 2 or left.shape[:-2] == x.shape[:-2]
         fits = batched and left.shape[-1] == x.shape[-2]
         _check_inner("left", f"[T, S = {x.shape[-2]}], or [*B, T, S]", left.shape, fits)
@@ -132,6 +152,7 @@ def interaction(
 
 def causal_interaction(T: int, dtype: Any = jnp.float32) -> Float[Array, "T T"]:
     """The lower-triangular L of ones: each token gets the sum of itself and all before it."""
+    check_dtype("dtype", dtype)
     return Causal().dense(T, T).astype(dtype)
 
 
@@ -142,8 +163,9 @@ def normalised_interaction(
 
     Entries that `mask` forbids (a mask of positions, such as `Causal()`) get weight 0.
     """
+    check_array("left", left, "[*B, T, S]", ndim=2)
     T, S = left.shape[-2:]
-    allowed = (mask or Causal() | ~Causal()).dense(T, S)
+    allowed = (Full() if mask is None else as_mask(mask)).dense(T, S)
     rows = jnp.where(allowed.reshape((1,) * (left.ndim - 2) + (T, S)), left, -jnp.inf)
     flat = rows.reshape(-1, S)
     weights, _ = softmax.finish(softmax.of(flat, lambda weights: weights))
@@ -154,6 +176,10 @@ def multiplicative(
     query: Float[Array, "*B T Dq"], weight: Float[Array, "Dq Dk"]
 ) -> Float[Array, "*B T Dk"]:
     """Queries with which a plain product gives Luong's "general" score qᵀ W k: W folded in."""
+    _check_tokens(query=query)
+    _check_matrix("weight", weight, "[Dq, Dk]")
+    wanted = [query.shape[-1], weight.shape[1]]
+    _check_inner("weight", f"[Dq, Dk] = {wanted}", weight.shape, weight.shape[0] == wanted[0])
     return query @ weight
 
 
@@ -171,6 +197,8 @@ def multiplicative_attention(
 
     Raises ValueError if the weight does not fit, and what `attention` raises.
     """
+    _check_tokens(query=query, key=key, value=value)
+    _check_matrix("weight", weight, "[Dq, Dk]")
     wanted = (query.shape[-1], key.shape[-1])
     _check_inner("weight", f"[Dq, Dk] = {list(wanted)}", weight.shape, weight.shape == wanted)
     folded = multiplicative(query, weight)
@@ -181,6 +209,11 @@ def additive_keys(
     key: Float[Array, "*B S Dk"], w_key: Float[Array, "Dk A"]
 ) -> Float[Array, "*B S A"]:
     """The projected keys of `additive_attention`, to be computed once and reused in decoding."""
+    _check_tokens(key=key)
+    _check_matrix("w_key", w_key, "[Dk, A]")
+    check_like("w_key", w_key, key)
+    wanted = [key.shape[-1], w_key.shape[1]]
+    _check_inner("w_key", f"[Dk, A] = {wanted}", w_key.shape, w_key.shape[0] == wanted[0])
     return _project(key, w_key)
 
 
@@ -213,12 +246,16 @@ def additive_attention(
 
     Raises ValueError for sizes that do not fit, and what `attention` raises.
     """
+    _check_tokens(query=query, key=key, value=value)
+    _check_matrix("w_query", w_query, "[Dq, A]")
+    if w_key is not None:
+        _check_matrix("w_key", w_key, "[Dk, A]")
+    check_array("w_score", w_score, "[A]")
     arrays = {"key": key, "value": value, "w_query": w_query, "w_key": w_key, "w_score": w_score}
     for name, array in arrays.items():
-        if array is not None and array.dtype != query.dtype:
-            raise TypeError(
-                f"{name}: expected the query's dtype {query.dtype}, got {array.dtype}; cast first"
-            )
+        if array is not None:
+            check_like(name, array, query)
+    _check_inner("w_score", "[A]", w_score.shape, len(w_score.shape) == 1)
     A = w_score.shape[0]
     wanted = (query.shape[-1], A)
     _check_inner("w_query", f"[Dq, A] = {list(wanted)}", w_query.shape, w_query.shape == wanted)
@@ -226,7 +263,10 @@ def additive_attention(
         wanted = (key.shape[-1], A)
         _check_inner("w_key", f"[Dk, A] = {list(wanted)}", w_key.shape, w_key.shape == wanted)
         key = additive_keys(key, w_key)
-    same = key.shape[:-1] == value.shape[:-1] and key.shape[:-2] == query.shape[:-2]
+    tokens = list(key.shape[:-1])
+    fits = list(value.shape[:-1]) == tokens
+    _check_inner("value", f"[*B, S, V] with [*B, S] = {tokens} as in key", value.shape, fits)
+    same = key.shape[:-2] == query.shape[:-2]
     _check_inner("key", f"[*B, S, A = {A}]", key.shape, same and key.shape[-1] == A)
     batch, T, S = query.shape[:-2], query.shape[-2], key.shape[-2]
     shapes = Shapes(batch, T, S, 1, 1, A, value.shape[-1], query.dtype)

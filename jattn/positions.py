@@ -10,7 +10,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jattn import integers
 from jattn._types import AnyArray, accumulation
+from jattn.checks import check_array, check_choice, check_dtype, check_number, check_size
 
 
 def _frequencies(size: int, base: float, dtype: Any) -> Float[Array, " half"]:
@@ -30,8 +32,12 @@ def sinusoidal(
 
     Raises ValueError for an odd D.
     """
-    if D % 2 or D < 2:
+    check_array("positions", positions, "[...]", "real")
+    check_size("D", D, 2)
+    if D % 2:
         raise ValueError(f"sinusoidal: expected an even width D >= 2, got {D}")
+    check_number("base", base, positive=True)
+    check_dtype("dtype", dtype)
     compute = accumulation(dtype)
     angle = positions.astype(compute)[..., None] * _lift(
         _frequencies(D, base, compute), positions.ndim
@@ -62,13 +68,17 @@ def rotary(
     Raises ValueError for an odd or too large rotary size, an unknown style, or positions that
     do not fit.
     """
+    check_array("x", x, "[*B, T, N, H]", ndim=3)
+    check_array("positions", positions, "[*B, T]", "real")
     size = x.shape[-1] if rotary_dim is None else rotary_dim
-    if size % 2 or not 0 < size <= x.shape[-1]:
+    check_size("rotary_dim", size)
+    if size % 2 or size > x.shape[-1]:
+        name = "x" if rotary_dim is None else "rotary_dim"
         raise ValueError(
-            f"rotary: rotary size must be even, > 0 and <= H = {x.shape[-1]}, got {size}"
+            f"{name}: rotary size must be even, > 0 and <= H = {x.shape[-1]}, got {size}"
         )
-    if style not in ("half", "interleaved"):
-        raise ValueError(f"rotary: style must be 'half' or 'interleaved', got {style!r}")
+    check_choice("style", style, ("half", "interleaved"))
+    check_number("base", base, positive=True)
     if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
         raise ValueError(
             f"rotary: expected positions [T] = [{x.shape[-3]}] or [*B, T] = "
@@ -95,7 +105,10 @@ def learned(
     table: Float[Array, "max D"], positions: Int[AnyArray, "*shape"]
 ) -> Float[Array, "*shape D"]:
     """Rows of a learned table `[max, D]`; a position outside of it gives NaN, never another row."""
-    if table.ndim != 2:
-        raise ValueError(f"learned: expected table [max, D], got {list(table.shape)}")
-    wrapped = jnp.where(positions < 0, table.shape[0], positions)
-    return table.at[wrapped].get(mode="fill", fill_value=jnp.nan)
+    check_array("table", table, "[max, D]")
+    if len(table.shape) != 2:
+        raise ValueError(f"table: expected [max, D], got {list(table.shape)}")
+    check_array("positions", positions, "[...]", "integer")
+    rows = jnp.asarray(integers.clamped(positions))
+    wrapped = jnp.where(rows < 0, table.shape[0], rows)
+    return jnp.asarray(table).at[wrapped].get(mode="fill", fill_value=jnp.nan)

@@ -16,6 +16,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jattn._types import Scores, along, is_static, node, number, opened, static
+from jattn.checks import (
+    check_array,
+    check_flag,
+    check_function,
+    check_number,
+    check_operands,
+    check_size,
+)
 
 
 class ScoreFunction:
@@ -29,6 +37,12 @@ class ScoreFunction:
         if not isinstance(other, ScoreFunction):
             return NotImplemented
         return Then(self, other)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a score function is neither true nor false: `f >> g` applies f, then g; compare with "
+            "`is None` to see whether one is given"
+        )
 
 
 @node
@@ -50,20 +64,13 @@ def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
     return [] if score is None else [score]
 
 
-def _check_float(owner: str, name: str, value: Any) -> None:
-    if not is_static(value) and not jnp.issubdtype(
-        getattr(value, "dtype", type(value)), jnp.floating
-    ):
-        kind = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(f"{owner}: {name} must be a float or a float array, got {kind}")
-
-
-def _check_positive(owner: str, name: str, value: Any) -> None:
-    _check_float(owner, name, value)
-    if is_static(value) and not 0 < value < math.inf:
-        raise ValueError(f"{owner}: {name} must be finite and > 0, got {number(value)}")
-    if not is_static(value) and value.shape:
-        raise ValueError(f"{owner}: {name} must be a scalar, got shape {list(value.shape)}")
+def check_score(value: Any) -> None:
+    """Raises TypeError unless it is a score function or None."""
+    if value is not None and not isinstance(value, ScoreFunction):
+        raise TypeError(
+            f"score: expected a jattn score function or None, got {type(value).__name__}; "
+            f"wrap a function in scores.Score and an array in scores.Bias"
+        )
 
 
 def _like(value: Any, score: Scores) -> Any:
@@ -77,7 +84,7 @@ class SoftCap(ScoreFunction):
     cap: Any
 
     def __post_init__(self):
-        _check_positive("SoftCap", "cap", self.cap)
+        check_number("SoftCap: cap", self.cap, positive=True)
 
     def evaluate(self, score, b, h, rows, columns):
         cap = _like(self.cap, score)
@@ -97,7 +104,7 @@ class Temperature(ScoreFunction):
     t: Any
 
     def __post_init__(self):
-        _check_positive("Temperature", "t", self.t)
+        check_number("Temperature: t", self.t, positive=True)
 
     def evaluate(self, score, b, h, rows, columns):
         return score / _like(self.t, score)
@@ -109,8 +116,7 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
     For N that is no power of two, the slopes of the power below, then every other one of the power
     above, as in the paper's code.
     """
-    if num_heads < 1:
-        raise ValueError(f"alibi_slopes: num_heads must be >= 1, got {num_heads}")
+    check_size("num_heads", num_heads)
     whole = 2 ** int(math.log2(num_heads))
     slopes = [2 ** (-8 * n / whole) for n in range(1, whole + 1)]
     slopes += [2 ** (-4 * n / whole) for n in range(1, 2 * (num_heads - whole), 2)]
@@ -125,12 +131,17 @@ class Alibi(ScoreFunction):
 
     def __post_init__(self):
         if isinstance(self.slopes, list | tuple):
+            for slope in self.slopes:
+                check_number("Alibi: slopes", slope)
             object.__setattr__(self, "slopes", jnp.asarray(self.slopes, jnp.float32))
-        _check_float("Alibi", "slopes", self.slopes)
+        check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):
-        distance = jnp.abs(rows.positions[:, None] - columns.positions[None, :])
-        return score - _like(self.slopes, score) * distance.astype(score.dtype)
+        q, kv = rows.positions[:, None], columns.positions[None, :]
+        apart = jnp.maximum(q, kv) - jnp.minimum(q, kv)
+        # Positions have 32 bits, their distance has 33: the highest is what makes it negative.
+        lost = jnp.where(apart < 0, jnp.asarray(2.0**32, score.dtype), 0)
+        return score - _like(self.slopes, score) * (apart.astype(score.dtype) + lost)
 
 
 def relative_bucket(
@@ -141,6 +152,10 @@ def relative_bucket(
     Raffel et al. 2020, section 2.1. Half of the buckets are for each direction when bidirectional;
     otherwise all keys after the query share the first bucket.
     """
+    check_array("distance", distance, "[...]", "integer")
+    check_flag("bidirectional", bidirectional)
+    check_size("max_distance", max_distance)
+    check_size("buckets", buckets)
     after = jnp.zeros_like(distance)
     if bidirectional:
         buckets //= 2
@@ -155,6 +170,14 @@ def relative_bucket(
     return after + jnp.where(distance < exact, distance, far)
 
 
+def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
+    """kv − q, held within ±(2³¹ − 1)."""
+    difference, most = kv - q, jnp.iinfo(kv.dtype).max
+    after = jnp.where(difference > 0, difference, most)
+    before = jnp.where(difference < 0, jnp.maximum(difference, -most), -most)
+    return jnp.where(kv == q, 0, jnp.where(kv > q, after, before))
+
+
 @node
 class RelativeBias(ScoreFunction):
     """score + table[bucket(kv − q), h], by position: T5's learned relative bias.
@@ -167,8 +190,10 @@ class RelativeBias(ScoreFunction):
     max_distance: int = static(default=128)
 
     def __post_init__(self):
-        _check_float("RelativeBias", "table", self.table)
-        if self.table.ndim != 2:
+        check_array("RelativeBias: table", self.table, "[buckets, N]")
+        check_flag("RelativeBias: bidirectional", self.bidirectional)
+        check_size("RelativeBias: max_distance", self.max_distance)
+        if len(self.table.shape) != 2:
             raise ValueError(
                 f"RelativeBias: expected table [buckets, N], got {list(self.table.shape)}"
             )
@@ -191,7 +216,7 @@ class RelativeBias(ScoreFunction):
         table = _like(self.table, score)
         if rows.consecutive and columns.consecutive and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
-        distance = columns.positions[None, :] - rows.positions[:, None]
+        distance = _difference(columns.positions[None, :], rows.positions[:, None])
         return score + table[self._bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:
@@ -220,7 +245,7 @@ class Bias(ScoreFunction):
     array: Any = along("*#B #N #T #S")
 
     def __post_init__(self):
-        _check_float("Bias", "array", self.array)
+        check_array("Bias: array", self.array, "[*B, N, T, S]")
 
     def evaluate(self, score, b, h, rows, columns):
         return score + _like(self.array, score)
@@ -239,8 +264,8 @@ class Score(ScoreFunction):
     operands: tuple[Any, ...] = ()
 
     def __init__(self, fn: Callable[..., Any], *operands: Any):
-        if not callable(fn):
-            raise TypeError(f"Score: expected a function, got {type(fn).__name__}")
+        check_function("Score: fn", fn)
+        check_operands("Score", operands)
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
 

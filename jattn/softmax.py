@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn._types import LogSumExp, Output, Scores, accumulation
+from jattn.checks import check_array
 
 
 class Partial(NamedTuple):
@@ -143,17 +144,18 @@ def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, No
     are exact at any logits."""
     if len(out) == 1:
         return out[0], Normalizer(*(x[0] for x in normalizer))
-    top = jnp.max(normalizer.maximum, axis=0)
+    top = jnp.max(normalizer.maximum, axis=0, keepdims=True)
     shift = jnp.where(top == -jnp.inf, 0, top)
     shares = jnp.exp((normalizer.maximum - shift) + normalizer.log_total)
-    total = jnp.sum(shares, axis=0)
-    dead = total == 0
-    weighted = jnp.sum(shares[..., None] * out, axis=0)
-    log_total = jnp.log(jnp.where(dead, 1, total))
-    return weighted / jnp.where(dead, 1, total)[..., None], Normalizer(top, log_total)
+    total = jnp.sum(shares, axis=0, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    weighted = jnp.sum((shares / total)[..., None] * out, axis=0)
+    return weighted, Normalizer(top[0], jnp.log(total[0]))
 
 
-def _check_part(name: str, out: Output, lse: LogSumExp) -> None:
+def _check_part(name: str, out: Any, lse: Any) -> None:
+    check_array(f"{name}: out", out, "[*B, T, N, V]")
+    check_array(f"{name}: lse", lse, "[*B, N, T]")
     *batch, queries, heads, _ = out.shape if out.ndim >= 3 else (0, 0, 0)
     if out.ndim < 3 or lse.shape != (*batch, heads, queries):
         raise ValueError(
@@ -173,7 +175,11 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     """
     if not parts:
         raise ValueError("merge: expected at least one part (out, lse), got none")
-    for place, (out, lse) in enumerate(parts):
+    for place, part in enumerate(parts):
+        if not isinstance(part, tuple | list) or len(part) != 2:
+            kind = type(part).__name__
+            raise TypeError(f"merge: part {place}: expected a pair (out, lse), got {kind}")
+        out, lse = part
         _check_part(f"merge: part {place}", out, lse)
         if out.shape != parts[0][0].shape:
             raise ValueError(
@@ -207,9 +213,6 @@ def with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Ou
     Raises ValueError for shapes that do not fit.
     """
     _check_part("with_sink", out, lse)
-    if sink.shape != (out.shape[-2],):
-        raise ValueError(
-            f"with_sink: expected sink [N] = [{out.shape[-2]}], got {list(sink.shape)}"
-        )
+    check_array("with_sink: sink", sink, "[N]", shape=(out.shape[-2],))
     by_head = sink.astype(lse.dtype).reshape((1,) * (lse.ndim - 2) + (-1, 1))
     return merge((out, lse), (jnp.zeros_like(out), jnp.broadcast_to(by_head, lse.shape)))

@@ -13,9 +13,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn._types import Shape, accumulation, along, declared, is_static, node, number, static
+from jattn import integers
+from jattn._functions import frozen, holds_tracers
+from jattn._types import (
+    Shape,
+    Size,
+    accumulation,
+    along,
+    declared,
+    is_static,
+    node,
+    number,
+    static,
+)
+from jattn.checks import (
+    check_array,
+    check_flag,
+    check_like,
+    check_number,
+    check_precision,
+    check_rate,
+    shown,
+)
 from jattn.masks import Blocks, Full, Mask, Predicate, as_mask, flatten_batch
-from jattn.scores import Score, ScoreFunction
+from jattn.scores import Score, ScoreFunction, check_score
 
 
 Shaped = Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
@@ -37,6 +58,7 @@ class Spec:
     dropout_rate: float = static(default=0.0)
     precision: Any = static(default=None)
     lse: bool = static(default=False)  # whether the log of the denominator is asked for too
+    lost: Any = None  # traced: whether positions do not fit 32 bits, for results to be NaN
 
 
 class Tiling(NamedTuple):
@@ -65,7 +87,7 @@ class Shapes(NamedTuple):
         return cls((B,), T, S, N, K, H, V, query.dtype)
 
     @property
-    def B(self) -> int:
+    def B(self) -> Size:
         """The number of batch rows, all leading axes together."""
         return math.prod(self.batch)
 
@@ -75,22 +97,13 @@ class Shapes(NamedTuple):
         return self.N // self.K
 
 
-def _check_array(name: str, letters: str, value: Any) -> None:
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"{name}: expected an array {letters}, got {type(value).__name__}")
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"{name}: expected a floating-point array {letters}, got {value.dtype}")
-    if value.ndim < 3:
-        raise ValueError(f"{name}: expected {letters}, got shape {list(value.shape)}")
-
-
 def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Shapes:
     """The sizes of `query [*B, T, N, H]`, `key [*B, S, K, H]`, `value [*B, S, K, V]`.
 
     Raises TypeError for dtypes and ValueError for shapes that do not fit together.
     """
-    _check_array("query", "[*B, T, N, H]", query)
-    _check_array("key", "[*B, S, K, H]", key)
+    check_array("query", query, "[*B, T, N, H]", ndim=3)
+    check_array("key", key, "[*B, S, K, H]", ndim=3)
     *batch, T, N, H = query.shape
     *key_batch, S, K, key_H = key.shape
     if key_batch != batch or key_H != H:
@@ -107,7 +120,7 @@ def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Sha
         raise ValueError(f"query: expected a head size H >= 1, got {list(query.shape)}")
     V = H
     if value is not None:
-        _check_array("value", "[*B, S, K, V]", value)
+        check_array("value", value, "[*B, S, K, V]", ndim=3)
         V = value.shape[-1]
         if value.shape[:-1] != key.shape[:-1]:
             raise ValueError(
@@ -115,19 +128,14 @@ def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Sha
                 f"key, got {list(value.shape)}"
             )
     for name, array in (("key", key), ("value", value)):
-        if array is not None and array.dtype != query.dtype:
-            raise TypeError(
-                f"{name}: expected the query's dtype {query.dtype}, got {array.dtype}; cast first"
-            )
+        if array is not None:
+            check_like(name, array, query)
     return Shapes(tuple(batch), T, S, N, K, H, V, query.dtype)
 
 
 def _check_dropout(rate: Any, key: Any) -> float:
-    if not isinstance(rate, int | float | np.floating):
-        raise TypeError(f"dropout_rate: expected a Python float, got {type(rate).__name__}")
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate: expected 0 <= rate < 1, got {rate}")
-    if rate > 0:
+    check_rate("dropout_rate", rate)
+    if rate > 0 or key is not None:
         _check_key(float(rate), key)
     return float(rate)
 
@@ -148,24 +156,13 @@ def _check_key(rate: float, key: Any) -> None:
 def _check_scale(scale: Any, H: int) -> Any:
     if scale is None:
         return 1 / math.sqrt(H)
-    if isinstance(scale, int | float):
-        if not math.isfinite(scale):
-            raise ValueError(f"scale: expected a finite number, got {scale}")
-        return float(scale)
-    if getattr(scale, "shape", None) != () or not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise TypeError(f"scale: expected a number or a float scalar, got {scale!r}")
-    return scale
+    if np.shape(scale):
+        raise TypeError(f"scale: expected a number or a float scalar, got {shown(scale)}")
+    check_number("scale", scale)
+    return float(scale) if isinstance(scale, int | float | np.number) else scale
 
 
-def _check_positions(name: str, value: Any) -> None:
-    if value is None:
-        return
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"{name}: expected an integer array, got {dtype or type(value).__name__}")
-
-
-def _fits(declared_letter: str, size: int, wanted: int | None) -> bool:
+def _fits(declared_letter: str, size: Size, wanted: Size | None) -> bool:
     return wanted is None or size == wanted or (declared_letter.startswith("#") and size == 1)
 
 
@@ -205,6 +202,14 @@ def check_leaves(spec: Spec, shapes: Shapes) -> None:
             mask.check_covers(shapes.T, shapes.S)
 
 
+def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
+    """Positions in int32, and whether some are known to the program alone not to fit."""
+    if value is None:
+        return None, None
+    check_array(name, value, letters, "integer")
+    return integers.positions(name, value)
+
+
 def make_spec(
     shapes: Shapes,
     *,
@@ -223,14 +228,12 @@ def make_spec(
     Raises TypeError and ValueError, naming the argument.
     """
     mask = as_mask(mask)
-    if score is not None and not isinstance(score, ScoreFunction):
-        raise TypeError(
-            f"score: expected a jattn score function or None, got {type(score).__name__}; "
-            f"wrap a function in scores.Score and an array in scores.Bias"
-        )
-    _check_positions("q_positions", q_positions)
-    _check_positions("kv_positions", kv_positions)
+    check_score(score)
+    q_positions, q_lost = _positions("q_positions", "[*B, T]", q_positions)
+    kv_positions, kv_lost = _positions("kv_positions", "[*B, S]", kv_positions)
     rate = _check_dropout(dropout_rate, dropout_key)
+    check_precision("precision", precision)
+    check_flag("return_lse", lse)
     spec = Spec(
         mask=mask,
         score=score,
@@ -241,9 +244,32 @@ def make_spec(
         dropout_rate=rate,
         precision=precision,
         lse=bool(lse),
+        lost=q_lost if kv_lost is None else kv_lost if q_lost is None else q_lost | kv_lost,
     )
     check_leaves(spec, shapes)
-    return spec
+    return _with_lasting_functions(spec, shapes)
+
+
+def _is_function(x: Any) -> bool:
+    return isinstance(x, Predicate | Score)
+
+
+def _with_lasting_functions(spec: Spec, shapes: Shapes) -> Spec:
+    """The spec as a key of compiled programs: of users' functions that compute the same one stands
+    for all, and none holds arrays of the trace around this call."""
+
+    def lasting(x: Any) -> Any:
+        if isinstance(x, Score):
+            own = x.opened(accumulation(shapes.dtype)) if holds_tracers(x.fn) else x
+            return Score(frozen(own.fn), *own.operands)
+        if isinstance(x, Predicate):
+            own = x.opened() if holds_tracers(x.fn) else x
+            # Without its bounds it is evaluated, which is the same.
+            bounds = None if holds_tracers(x.bounds_fn) else x.bounds_fn
+            return Predicate(frozen(own.fn), *own.operands, bounds=bounds and frozen(bounds))
+        return x
+
+    return jax.tree.map(lasting, spec, is_leaf=_is_function)
 
 
 def has_mask(spec: Spec) -> bool:
@@ -257,9 +283,6 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
     gradients are summed in it)."""
     dtype = accumulation(shapes.dtype)
 
-    def is_function(x: Any) -> bool:
-        return isinstance(x, Predicate | Score)
-
     def open_(x: Any) -> Any:
         if isinstance(x, Predicate):
             return x.opened()
@@ -268,15 +291,22 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
     def cast(leaf: Any) -> Any:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    spec = jax.tree.map(open_, spec, is_leaf=is_function)
+    spec = jax.tree.map(open_, spec, is_leaf=_is_function)
     learned = jax.tree.map(cast, _learned(spec))
-    spec = dataclasses.replace(spec, score=learned[0], scale=learned[1])
+    spec = dataclasses.replace(spec, score=learned[0], scale=learned[1], lost=None)
     return flatten_batch(spec, shapes.batch)
 
 
 def _learned(spec: Spec) -> tuple[Any, Any]:
     """The parts of a spec whose float arrays are differentiable."""
     return spec.score, spec.scale
+
+
+def nan_if_lost(spec: Spec, *results: Array) -> tuple[Array, ...]:
+    """The results, or NaN where the positions did not fit."""
+    if spec.lost is None:
+        return results
+    return tuple(jnp.where(spec.lost, jnp.nan, x) for x in results)
 
 
 def _is_param(leaf: Any) -> bool:

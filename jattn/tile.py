@@ -10,6 +10,7 @@ What is masked does not exist. In sums over rows of q, k or v a masked row has w
 that does attend to one gets its NaN through the scores, which the mask selects.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,9 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
+_FEW = 16  # channels; tiles of matrix products have at least as many
+
+
 def product(
     q: Float[Array, "t H"], k: Float[Array, "s H"], precision: Any = None
 ) -> Float[Array, "t s"]:
@@ -43,9 +47,9 @@ def product(
     @jax.custom_jvp
     def dot(q: Array, k: Array) -> Array:
         found = jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)
-        # Of one channel XLA makes a multiplication, and of that and the subtraction of the maximum
+        # Of few channels XLA makes multiplications, and of these and the subtraction of the maximum
         # one operation without rounding between: at large logits the maximum minus itself is not 0.
-        return jax.lax.optimization_barrier(found) if q.shape[-1] == 1 else found
+        return jax.lax.optimization_barrier(found) if q.shape[-1] < _FEW else found
 
     @dot.defjvp
     def dot_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
@@ -134,7 +138,11 @@ def scores(
     products = product(q, k, spec.precision)
     if v is not None:
         products = products + lost(v)[None, :]
-    return modify(spec, products, b, h, rows, columns)
+    # A selection, so that this product and the subtraction of the maximum do not become one
+    # operation, see `product`.
+    scaled = products * jnp.asarray(number(spec.scale), products.dtype)
+    scaled = jnp.where(jnp.isnan(scaled), jnp.nan, scaled)
+    return modify(dataclasses.replace(spec, scale=1.0), scaled, b, h, rows, columns)
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -240,7 +248,7 @@ def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
             return function(*along(lambda a, x, y: x if a is None else y, arguments, part))
 
         parts = along(lambda a, x: None if a is None else x, arguments)
-        if all(len(x) == 1 for x in jax.tree.leaves(parts)):
+        if all(x.shape[0] == 1 for x in jax.tree.leaves(parts)):
             # Nothing to gain, and XLA might round otherwise than in the program of all at once.
             return jax.vmap(one)(parts)
         return jax.lax.map(one, parts)

@@ -333,9 +333,7 @@ def _later_than(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
 
 def _upper_half_of_tile(tile: Any) -> tuple[Any, Any]:
     """For `_three_back`: certain where the whole tile is below or above the line."""
-    column = np.atleast_1d(np.asarray(tile.rows.hi))[:, None], np.atleast_1d(tile.rows.lo)[:, None]
-    row = np.atleast_1d(np.asarray(tile.columns.lo)), np.atleast_1d(tile.columns.hi)
-    return row[0] <= column[0] - 3, row[1] <= column[1] - 3
+    return tile.columns.lo <= tile.rows.hi - 3, tile.columns.hi <= tile.rows.lo - 3
 
 
 def _three_back(b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -427,7 +427,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(NotImplementedError, match=r"dropout of more tokens .* takes \(1\)"):
         options = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
         jattn.cached_attention(query, key, value, rolling, **options)
-    with pytest.raises(ValueError, match="expected S >= 1, got 0"):
+    with pytest.raises(ValueError, match="length: expected length >= 1, got 0"):
         DenseCache.create(B, 0, K, H)
 
 

@@ -338,7 +338,7 @@ def writes_in_place(patch: pytest.MonkeyPatch) -> None:
         path.write_text(text[: len(text) // 2])
         path.write_text(text)
 
-    patch.setattr(checkpoints, "_replace", write)
+    patch.setattr(checkpoints, "replace", write)
 
 
 def takes_all_for_runs(patch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.translation import __main__ as cli
+from experiments.translation import pictures
 from experiments.translation.checkpoints import Run
-from experiments.translation.console import Console, listening
+from experiments.translation.console import Console, listening, progress, visible_controls
 from tests.test_translation import as_users_run_it, bench, plain_jax
 
 
@@ -201,6 +202,57 @@ def test_words_are_utf8_whatever_the_platform_says():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, check=True)
     assert done.stdout.decode("utf-8") == "ü ☃\n" and done.stderr.decode("utf-8") == "é\n"
+
+
+HOSTILE = "a\tb\x1b]0;title\x07\r\x9b2J\x7f\u202eesrever\u2066\u2028größe ☃\n"
+SHOWN = (
+    r"a~b\x1b]0;title\x07\x0d\x9b2J\x7f\u202eesrever\u2066\u2028größe ☃".replace("~", "\t") + "\n"
+)
+
+
+def test_a_terminal_is_shown_control_characters_and_obeys_none(monkeypatch):
+    for name in ("stdout", "stderr"):
+        stream = Terminal()
+        monkeypatch.setattr(sys, name, stream)
+        with visible_controls():
+            print(HOSTILE, end="", file=getattr(sys, name))
+            getattr(sys, name).writelines([HOSTILE])
+        assert stream.getvalue() == 2 * SHOWN
+        assert getattr(sys, name) is stream
+
+
+def test_what_is_no_terminal_gets_the_text_as_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with visible_controls():
+        print(HOSTILE, end="")
+    assert sys.stdout.getvalue() == HOSTILE  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_bar_still_moves_the_cursor(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with visible_controls(), progress(3, unit="step") as bar:
+        bar.update(3)
+        bar.refresh()
+    assert "\r" in stream.getvalue() and "\\x0d" not in stream.getvalue()
+
+
+def test_a_sentence_cannot_command_the_terminal(trained, monkeypatch):
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    arguments = ["translate", "--run", str(trained.directory), "ein \x1b[2J\x07 bellt"]
+    with plain_jax():
+        assert cli.main(arguments) == 0
+        with pytest.raises(SystemExit):
+            cli.main([*arguments, "--\x1b[2J"])
+    assert r"unknown characters: \x1b, [, 2, \x07" in err.getvalue()
+    assert r"unrecognized arguments: --\x1b[2J" in err.getvalue()
+    assert "\x1b" not in err.getvalue() + out.getvalue() and len(out.getvalue()) > 1
+
+
+def test_pictures_have_labels_without_control_characters():
+    assert pictures._visible(["\x1b[2J", " a"]) == [r"\x1b[2J", "\u2581a"]
 
 
 def test_while_a_program_listens_stdout_is_its_own(capsys):

@@ -10,9 +10,10 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -168,6 +169,47 @@ def test_damaged_gzip_is_one_clear_error(tmp_path, damage):
         data.read_tsv(path)
 
 
+def test_more_text_than_the_limit_in_a_gzip_file_is_refused_and_the_limit_can_be_raised(tmp_path):
+    write_split(tmp_path, "val", "eins\n", "one\n")
+    write(tmp_path / "train.de.gz", "ein hund\n" * 100)
+    write(tmp_path / "train.en", "the same dog again\n" * 100)
+    message = r"train\.de\.gz: it unpacks to more than the limit of 899 bytes; --max-unpacked BYTES"
+    with pytest.raises(ValueError, match=message):
+        data.read_dataset(tmp_path, most_unpacked=899)
+    assert len(data.read_dataset(tmp_path, most_unpacked=900).train) == 100
+    table = write(tmp_path / "all.tsv.gz", "".join(f"{n}\t{n}\n" for n in range(100)))
+    with pytest.raises(ValueError, match=r"all\.tsv\.gz: .* more than the limit of 100 bytes"):
+        data.read_dataset(table, most_unpacked=100)
+
+
+def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path):
+    """Of lines and of a single line; a thousandth of either is on the disk."""
+    for content, most, message in (
+        (b"hund " * 200 + b"\n", 2**22, "more than the limit of 4,194,304 bytes"),
+        (b"hund " * 200, 2**30, ":1: expected a line of at most 1,048,576 bytes"),
+    ):
+        path = tmp_path / "bomb.gz"
+        path.write_bytes(gzip.compress(content * 1000) * 200)
+        assert path.stat().st_size < 2**21
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=message):
+            data.read_lines(path, most_unpacked=most)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+        tracemalloc.stop()
+
+
+def test_a_line_without_end_is_refused_wherever_it_comes_from(tmp_path):
+    most = 2**20
+    good = b"a\n" + b"b" * (most - 1) + b"\n"
+    assert len(data.read_lines(write(tmp_path / "good", good))[1]) == most - 1
+    for name in ("text", "text.gz"):
+        path = write(tmp_path / name, good + b"c" * (most + 1))
+        with pytest.raises(ValueError, match=rf"{name}:3: expected a line of at most 1,048,576"):
+            data.read_lines(path)
+    with pytest.raises(ValueError, match=r"stdin:1: expected a line of at most 1,048,576"):
+        data.lines_of(io.BytesIO(b"c" * (most + 1)), "stdin")
+
+
 @pytest.mark.parametrize(("row", "columns"), [("nur eine", 1), ("a\tb\tc", 3), ("a\tb\t", 3)])
 def test_malformed_tsv_gives_file_and_line(tmp_path, row, columns):
     path = write(tmp_path / "train.tsv", f"a\tA\n{row}\nc\tC\n")
@@ -248,33 +290,33 @@ def test_report_blocks_begin_at_line_one_and_end_with_the_file(tmp_path):
     assert data.read_split(tmp_path, "train")[1].unusual_block == (1, 100, 1)
 
 
-def splits_like_python(content: bytes, name: str) -> list[str]:
-    return content.decode("utf-8-sig").splitlines()
+def splits_like_python(file: BinaryIO, name: str) -> list[str]:
+    return file.read().decode("utf-8-sig").splitlines()
 
 
-def reads_in_text_mode(content: bytes, name: str) -> list[str]:
-    return list(io.TextIOWrapper(io.BytesIO(content), "utf-8-sig"))
+def reads_in_text_mode(file: BinaryIO, name: str) -> list[str]:
+    return list(io.TextIOWrapper(io.BytesIO(file.read()), "utf-8-sig"))
 
 
-def keeps_the_mark(content: bytes, name: str) -> list[str]:
-    return content.decode("utf-8").split("\n")[:-1]
+def keeps_the_mark(file: BinaryIO, name: str) -> list[str]:
+    return file.read().decode("utf-8").split("\n")[:-1]
 
 
-def replaces_what_is_no_text(content: bytes, name: str) -> list[str]:
-    return content.decode("utf-8", "replace").split("\n")[:-1]
+def replaces_what_is_no_text(file: BinaryIO, name: str) -> list[str]:
+    return file.read().decode("utf-8", "replace").split("\n")[:-1]
 
 
-def pairs_what_there_is(source: Path, target: Path) -> Any:
+def pairs_what_there_is(source: Path, target: Path, **_: int) -> Any:
     left, right = data.read_lines(source), data.read_lines(target)
     return data._pair_up("", zip(left, right, strict=False))
 
 
-def drops_empty_lines_alone(source: Path, target: Path) -> Any:
+def drops_empty_lines_alone(source: Path, target: Path, **_: int) -> Any:
     left, right = (list(filter(str.strip, data.read_lines(path))) for path in (source, target))
     return data._pair_up("", zip(left, right, strict=False))
 
 
-def reads_as_csv(path: Path) -> Any:
+def reads_as_csv(path: Path, *_: int) -> Any:
     with path.open(encoding="utf-8", newline="") as file:
         rows = [row or ["", ""] for row in csv.reader(file, delimiter="\t")]
     return ((row[0], row[1]) for row in rows if len(row) > 1)

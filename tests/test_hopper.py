@@ -161,8 +161,8 @@ def test_the_tile_map_decides():
     """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
 
     def lie(tile: Any) -> Any:
-        first = np.asarray(tile.columns.start)[None, :] < 128
-        rows = np.ones_like(np.asarray(tile.rows.start)[:, None], bool)
+        first = np.asarray(tile.columns.start) < 128
+        rows = np.ones_like(np.asarray(tile.rows.start), bool)
         return rows & first, rows & first
 
     call = CALLS["full"]

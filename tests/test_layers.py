@@ -35,7 +35,8 @@ LAYERS = {
     "kernels.passes": 4.2,
     "kernels.walks": 4.2,  # goes over the tiles of `tiles`
     "kernels.registers": 4,
-    "kernels.native_library": 4,
+    "kernels.native_build": 4,
+    "kernels.native_library": 4.1,
     "kernels.native_rules": 4,
     "kernels.native": 4.3,
     "kernels.blockwise": 4.5,  # goes by `whole` for short sequences, by `tiles` for long ones
@@ -49,6 +50,7 @@ LAYERS = {
     "kernels.pallas_hopper": 4.8,  # leaves gradients of parameters to pallas_gpu
     "attention": 5,
     "mechanisms": 5.5,  # shares its row in the design with attention, and builds on it
+    "build": 6,
     "parallel": 6,
     "viz": 6,
     "compat": 6,

@@ -480,11 +480,8 @@ def _sum_below(limit: int):
         return q_idx + kv_idx < limit
 
     def bounds(tile):
-        def total(side):
-            rows, columns = (np.reshape(getattr(extent, side), -1) for extent in tile)
-            return rows[:, None] + columns[None, :]
-
-        return total("lo") < limit, total("hi") < limit
+        rows, columns = tile
+        return rows.lo + columns.lo < limit, rows.hi + columns.hi < limit
 
     return rule, bounds
 
@@ -781,7 +778,7 @@ def test_bounds_of_many_tiles_are_those_of_each(name):
     mask = SHARP[name]()
     rows, columns = masks.extents(24, 7), masks.extents(24, 9)
     together = [
-        np.broadcast_to(x, (4, 3)) for x in masks.pick(mask, 0, 0).bounds(Tile(rows, columns))
+        np.broadcast_to(x, (4, 3)) for x in masks.pick(mask, 0, 0).bounds(Tile.grid(rows, columns))
     ]
     for n, m in ((0, 0), (1, 0), (2, 1), (3, 0), (3, 2)):
         one = Tile(

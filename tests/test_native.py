@@ -1,12 +1,8 @@
-"""The contract for the kernel in C++, with tiles so small that each case walks over several; what
-it does on the tiles that users get; and how its library comes to be."""
+"""The contract for the kernel in C++, with tiles so small that each case walks over several; and
+what it does on the tiles that users get."""
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -219,81 +215,6 @@ def test_memory_is_that_of_the_results():
     used = jax.jit(both).lower(*[shape] * 4).compile().memory_analysis()
     assert used is not None
     assert used.temp_size_in_bytes <= 24 * 2**20
-
-
-# --- the library --------------------------------------------------------------------------------
-
-
-_sizes = itertools.count(2)
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """No library loaded or built yet, a cache folder of one's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # XLA knows a function by its name for good, which tells the sizes of tiles.
-    monkeypatch.setattr(native_library, "TILES", f"16, 8, {16 * next(_sizes)}")
-    jax.clear_caches()
-    for function in (native_library._loaded, native_library._registered):
-        function.cache_clear()
-    yield tmp_path / "jattn"
-    for function in (native_library._loaded, native_library._registered):
-        function.cache_clear()
-    jax.clear_caches()
-
-
-def test_without_a_compiler_others_run(fresh, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    x = on_device(inputs(CASES["causal"], "float32"))
-    reason = jattn.explain(x.q, x.k, x.v)["native"]
-    assert reason == "there is no C++ compiler: no-such-compiler not found"
-    with pytest.raises(NotImplementedError, match="'native': there is no C"):
-        attend("native", CASES["causal"], x)
-    contract.assert_same(
-        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
-        attend("blockwise", CASES["causal"], x),
-    )
-    assert list(fresh.glob("*")) == []
-
-
-def test_a_compiler_that_fails_says_why(fresh, monkeypatch, tmp_path):
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\ncase "$*" in *-dM*) exit 0;; esac\necho "error: no" >&2; exit 3\n'
-    )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    x = on_device(inputs(CASES["causal"], "float32"))
-    assert jattn.explain(x.q, x.k, x.v)["native"] == f"{compiler} failed: error: no"
-    assert list(fresh.glob("*")) == []  # nothing half-built stays
-
-
-def test_it_is_built_once(fresh):
-    """By whoever comes first; another process finds it, without a compiler's work."""
-    x = on_device(inputs(CASES["causal"], "float32"))
-    attend("native", CASES["causal"], x)
-    (built,) = fresh.glob("*.so")
-    before = built.stat()
-    script = (
-        "import jax, jattn, jax.numpy as jnp\n"
-        "x = jnp.ones((1, 4, 1, 8))\n"
-        "assert jattn.explain(x, x, x)['native'] is None\n"
-    )
-    environment = {"XDG_CACHE_HOME": str(fresh.parent)}
-    subprocess.run(
-        [sys.executable, "-c", script],
-        check=True,
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parent.parent,
-    )
-    assert (built.stat().st_mtime_ns, built.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
-    assert len(list(fresh.glob("*.so"))) == 2  # other tiles, another library
-
-
-def test_where_nothing_may_be_written_a_process_keeps_its_own(fresh, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    x = on_device(inputs(CASES["causal"], "float32"))
-    assert jattn.explain(x.q, x.k, x.v)["native"] is None
 
 
 def test_an_exported_program_needs_no_library():

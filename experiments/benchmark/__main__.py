@@ -14,6 +14,7 @@ faster). Results go to `<out>/results.jsonl` and, as plots, to `<out>/*.png`.
 import argparse
 import importlib
 import importlib.util
+import io
 import json
 import pathlib
 import sys
@@ -26,6 +27,8 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.benchmark import cases, peers, timing, training, tune
+from experiments.ending import UserError, exit_status
+from experiments.files import append, replace
 
 
 def available(names: list[str] | None) -> dict[str, peers.Peer]:
@@ -132,7 +135,9 @@ def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
         axes[0].legend()
         figure.suptitle(f"causal, 8 heads of 64, {which}")
         written.append(out / f"{which.replace('+', '-')}.png")
-        figure.savefig(written[-1], dpi=120)
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=120)
+        replace(written[-1], content.getvalue())
     return written
 
 
@@ -162,24 +167,28 @@ _COMMANDS = {"training": training.main, "tune": tune.main}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, prints a table, writes JSON lines and plots."""
+    """Runs a command and returns its exit status."""
     given = sys.argv[1:] if argv is None else argv
     command = _COMMANDS.get(given[0]) if given else None
     if command:
-        return command(given[1:])
-    arguments = _arguments(given)
+        return exit_status(lambda: command(given[1:]))
+    return exit_status(lambda: _measure_all(_arguments(given)))
+
+
+def _measure_all(arguments: argparse.Namespace) -> None:
+    """Measures, prints a table, writes JSON lines and plots."""
     if arguments.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
     try:
         competitors = available(arguments.peers)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise UserError(str(error)) from error
     chosen = cases.growing(tuple(arguments.lengths)) if arguments.growing else cases.CASES
     if arguments.cases:
         chosen = tuple(case for case in chosen if case.name in arguments.cases)
     passes = {"forward": [False], "backward": [True]}.get(arguments.which, [False, True])
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    results = arguments.out / "results.jsonl"
+    replace(results, "")
     names = list(competitors)
     heads = " ".join(f"{name:>11}" for name in names if name != "jattn")
     titles = f"{'jattn ms':>9} {'GFLOP/s':>8} {'of peak':>7} {'temp MiB':>8}"
@@ -190,27 +199,24 @@ def main(argv: list[str] | None = None) -> int:
         (case, backward) for case in chosen for backward in passes if not (case.S and backward)
     ]
     bandwidth = copy_bandwidth()
-    with (arguments.out / "results.jsonl").open("w", encoding="utf-8") as file:
-        for case, backward in tqdm(steps, disable=None, leave=False):
-            row: dict[str, Any] = measure(case, backward, competitors, arguments.seconds, peak) | {
-                "T": case.T
-            }
-            if case.S:
-                row["gigabytes_per_second"] = case.bytes_held() / row["milliseconds"]["jattn"] / 1e6
-                row["copy_gigabytes_per_second"] = bandwidth
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-            file.flush()
-            rows.append(row)
-            tqdm.write(_line(row, names))
-            if case.S:
-                rate = row["gigabytes_per_second"]
-                share = rate / bandwidth
-                tqdm.write(f"  reads {rate:.1f} GB/s, {share:.0%} of the {bandwidth:.1f} of a copy")
+    for case, backward in tqdm(steps, disable=None, leave=False):
+        row: dict[str, Any] = measure(case, backward, competitors, arguments.seconds, peak) | {
+            "T": case.T
+        }
+        if case.S:
+            row["gigabytes_per_second"] = case.bytes_held() / row["milliseconds"]["jattn"] / 1e6
+            row["copy_gigabytes_per_second"] = bandwidth
+        append(results, json.dumps(row, allow_nan=False))
+        rows.append(row)
+        tqdm.write(_line(row, names))
+        if case.S:
+            rate = row["gigabytes_per_second"]
+            share = rate / bandwidth
+            tqdm.write(f"  reads {rate:.1f} GB/s, {share:.0%} of the {bandwidth:.1f} of a copy")
     if arguments.growing:
         for path in _plot(rows, arguments.out):
             print(f"plot: {path}")
-    print(f"results: {arguments.out / 'results.jsonl'}")
-    return 0
+    print(f"results: {results}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments.files import replace
 from experiments.translation.batches import (
     AnyBatch,
     Batch,
@@ -126,10 +127,9 @@ def main(argv: list[str] | None = None) -> int:
     keep_freed_memory()  # as the command that trains
     trainers = competitors()
     seconds = _in_turn(trainers, arguments.rounds)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, trainers[name], seconds) for name in trainers]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (arguments.out / "training.jsonl").write_text(lines, "utf-8")
+    replace(arguments.out / "training.jsonl", lines)
     for row in rows:
         print(_line(row))
     return 0

@@ -24,11 +24,19 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.ending import UserError, exit_status, one_line
+from experiments.files import Unwritten, replace
 from experiments.translation import checkpoints, pictures, reporting, stopping
 from experiments.translation.batches import Epochs
 from experiments.translation.checkpoints import Run, TextOrigin, fingerprint
 from experiments.translation.command_line import make_parser, make_search
-from experiments.translation.console import Console, listening, progress, speak_utf8
+from experiments.translation.console import (
+    Console,
+    listening,
+    progress,
+    speak_utf8,
+    visible_controls,
+)
 from experiments.translation.corpus import Pair
 from experiments.translation.data import LANGUAGES, clean, lines_of, read_lines
 from experiments.translation.decoding import (
@@ -40,6 +48,7 @@ from experiments.translation.decoding import (
     translations,
 )
 from experiments.translation.evaluation import Examined, Examiner, read_tests, table
+from experiments.translation.locking import locked
 from experiments.translation.memory import keep_freed_memory
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
@@ -59,17 +68,15 @@ from experiments.translation.training import (
 )
 
 
-class UserError(Exception):
-    """What the user can put right; its message is shown in one line."""
-
-
 @contextlib.contextmanager
 def _users_part() -> Iterator[None]:
     """Around what can only fail because of what the user gave."""
     try:
         yield
+    except Unwritten:
+        raise
     except (ValueError, OSError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(one_line(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,20 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "demo")
     speak_utf8()
-    options = make_parser(__doc__ or "").parse_args(given)
-    try:
-        with listening(getattr(options, "json", False)) as console:
-            _COMMANDS[options.command](options, console)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except NonFiniteLoss as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; training goes on with: train --run DIR --resume", file=sys.stderr)
-        return 130
-    return 0
+
+    with visible_controls():
+        options = make_parser(__doc__ or "").parse_args(given)
+
+        def command() -> None:
+            with listening(getattr(options, "json", False)) as console:
+                _COMMANDS[options.command](options, console)
+
+        return exit_status(command)
 
 
 # --------------------------------------------------------------------------------------- commands
@@ -100,13 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _demo(options: argparse.Namespace, console: Console) -> None:
     began = time.perf_counter()
     options.resume = False
-    trained = _trained(options, console)
-    tests = _tests(options, trained.run)
-    examined = _examined(trained, tests, GREEDY, console)
-    print("translations:")
-    for pair, translation in _shown(examined):
-        _print_beside_reference(trained.run, pair, translation)
-    files = _drawn(trained, _sentence_to_draw(tests))
+    with _trained(options, console) as trained:
+        tests = _tests(options, trained.run)
+        examined = _examined(trained, tests, GREEDY, console)
+        print("translations:")
+        for pair, translation in _shown(examined):
+            _print_beside_reference(trained.run, pair, translation)
+        files = _drawn(trained, _sentence_to_draw(tests))
     print("pictures:", *files, sep="\n  ")
     console.emit("pictures", files=list(map(str, files)))
     for name, result in examined.items():
@@ -117,7 +119,8 @@ def _demo(options: argparse.Namespace, console: Console) -> None:
 
 
 def _train(options: argparse.Namespace, console: Console) -> None:
-    _advise(_trained(options, console).run)
+    with _trained(options, console) as trained:
+        _advise(trained.run)
 
 
 def _evaluate(options: argparse.Namespace, console: Console) -> None:
@@ -141,9 +144,7 @@ def _translate(options: argparse.Namespace, _: Console) -> None:
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
         return
-    lines = _translated_lines(trained, list(map(clean, sentences)), search, options)
-    with _users_part():
-        _write(lines, options)
+    _write(_translated_lines(trained, list(map(clean, sentences)), search, options), options)
 
 
 def _plot(options: argparse.Namespace, _: Console) -> None:
@@ -185,25 +186,36 @@ class _Trained:
     steps: list[int]
 
 
-def _trained(options: argparse.Namespace, console: Console) -> _Trained:
-    """Trains as the options say, from the beginning or from the last checkpoint."""
+@contextlib.contextmanager
+def _trained(options: argparse.Namespace, console: Console) -> Iterator[_Trained]:
+    """Trains as the options say, from the beginning or from the last checkpoint. While it lasts, no
+    other process trains in the run's directory."""
     keep_freed_memory()
-    with _users_part():
-        saved = _to_resume(options) if options.resume else None
-        plan = _planned(options, saved, console)
-        if saved:
-            saved.check_same(plan.run)
-        else:
-            if options.overwrite and plan.run.directory.exists():
-                checkpoints.remove(plan.run.directory)
-            plan.run.create()
-    return _fitted(plan, console, resume=saved is not None)
+    with contextlib.ExitStack() as held:
+        with _users_part():
+            saved = _to_resume(options, held) if options.resume else None
+            plan = _planned(options, saved, console)
+            if saved:
+                saved.check_same(plan.run)
+            else:
+                _begin(plan.run, held, overwrite=options.overwrite)
+        yield _fitted(plan, console, resume=saved is not None)
 
 
-def _to_resume(options: argparse.Namespace) -> Run:
+def _to_resume(options: argparse.Namespace, held: contextlib.ExitStack) -> Run:
     if options.run is None or options.overwrite:
         raise ValueError("--resume: expected --run DIR with it, and no --overwrite")
+    checkpoints.check_is_run(options.run)
+    held.enter_context(locked(options.run))
     return Run.open(options.run)
+
+
+def _begin(run: Run, held: contextlib.ExitStack, *, overwrite: bool) -> None:
+    """Makes the run's directory, or clears that of the run to overwrite."""
+    held.enter_context(locked(run.directory))
+    if overwrite and not checkpoints.is_vacant(run.directory):
+        checkpoints.remove(run.directory)
+    run.create()
 
 
 def _config(options: argparse.Namespace, saved: Run | None) -> Config:
@@ -217,10 +229,12 @@ def _new_directory(options: argparse.Namespace) -> Path:
     if options.run is None and not options.overwrite:
         return checkpoints.free_directory(usual)
     directory = options.run or usual
-    if directory.is_dir() and any(directory.iterdir()) and not options.overwrite:
-        raise FileExistsError(
-            f"{directory} exists already: expected another --run, --resume or --overwrite"
-        )
+    if not checkpoints.is_vacant(directory):
+        if not options.overwrite:
+            raise FileExistsError(
+                f"{directory} exists already: expected another --run, --resume or --overwrite"
+            )
+        checkpoints.check_removable(directory)
     return directory
 
 
@@ -230,7 +244,7 @@ def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -
     path = options.data or (saved.origin.path if saved else None)
     first, second = options.languages or (saved.origin.languages if saved else LANGUAGES)
     languages = (first, second)
-    texts = read_texts(config, path, languages)
+    texts = read_texts(config, path, languages, most_unpacked=options.max_unpacked)
     source, target = learn_vocabularies(config, texts.train)
     pairs, report = encode_pairs(texts.train, source, target, max_length=config.max_length)
     reporting.tell_of_text(console, texts.reports, report)
@@ -261,14 +275,34 @@ def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
     reporting.announce(console, run, model, loop)
     if examiner.cut:
         print(f"{examiner.cut} validation sides are cut to {config.max_length} tokens")
-    try:
+    with _told_what_remains(run):
         loop.run(state)
-    except NonFiniteLoss as error:
-        kept = f"that after step {run.steps()[-1]}" if run.steps() else "none"
-        raise NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
     params, steps = run.parameters(model.shapes)
     reporting.sum_up(console, run, steps)
     return _Trained(run, model, params, steps)
+
+
+@contextlib.contextmanager
+def _told_what_remains(run: Run) -> Iterator[None]:
+    """Around training: what ends it early says where it can go on."""
+    try:
+        yield
+    except NonFiniteLoss as error:
+        step = run.last_whole_step()
+        kept = "none" if step is None else f"that after step {step}"
+        raise NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        step = run.last_whole_step()
+        kept = "there is no checkpoint yet" if step is None else f"checkpoint {step} is whole"
+        raise Unwritten(f"{error}; {kept}; {_how_to_go_on(run)}") from error
+    except KeyboardInterrupt as end:
+        raise type(end)(_how_to_go_on(run)) from None
+
+
+def _how_to_go_on(run: Run) -> str:
+    return f"training goes on with: train --run {run.directory} --resume"
 
 
 def _resumed(run: Run, state: State, total: int) -> State:
@@ -316,12 +350,12 @@ def _sentences(options: argparse.Namespace) -> list[str] | None:
     if options.file is not None:
         if options.sentences:
             raise ValueError("--file: expected no SENTENCE with it")
-        return read_lines(options.file)
+        return read_lines(options.file, most_unpacked=options.max_unpacked)
     if options.sentences:
         return options.sentences
     if sys.stdin.isatty() and options.output is None:
         return None
-    return lines_of(sys.stdin.buffer.read(), "stdin")
+    return lines_of(sys.stdin.buffer, "stdin")
 
 
 def _translated_lines(
@@ -372,8 +406,9 @@ def _write(lines: Sequence[str], options: argparse.Namespace) -> None:
     if options.output is None:
         print(text, end="", flush=True)
         return
-    with options.output.open("w" if options.overwrite else "x", encoding="utf-8") as file:
-        file.write(text)
+    with _users_part():
+        _check_output(options)  # once more: to translate takes its time
+    replace(options.output, text)
 
 
 # ------------------------------------------------------------------------------------ examining
@@ -381,10 +416,13 @@ def _write(lines: Sequence[str], options: argparse.Namespace) -> None:
 
 def _tests(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
     """The pairs that the options name to examine on, or else those held out for the run."""
+    most = options.max_unpacked
     with _users_part():
         if options.data is not None and str(options.data.resolve()) != run.origin.path:
-            return read_tests(options.data, options.languages or run.origin.languages)
-        return read_texts(run.config, run.origin.path, run.origin.languages, training=False).tests
+            languages = options.languages or run.origin.languages
+            return read_tests(options.data, languages, most_unpacked=most)
+        path, languages = run.origin.path, run.origin.languages
+        return read_texts(run.config, path, languages, training=False, most_unpacked=most).tests
 
 
 def _examined(
@@ -404,7 +442,7 @@ def _examined(
         figures[name] = how | results[name].scores.to_json()
         console.emit("evaluation", set=name, **figures[name])
     text = json.dumps(figures, indent=2, allow_nan=False) + "\n"
-    (run.directory / "evaluation.json").write_text(text, "utf-8")
+    replace(run.directory / "evaluation.json", text)
     return results
 
 

@@ -7,6 +7,7 @@
     checkpoints/N    the state after N steps, written by orbax
     digests/N.json   the SHA-256 of each file of that checkpoint, written last
     pictures/        what `pictures` draws
+    lock             who trains, or did last (`locking`)
 
 All of it is data: nothing is unpickled or executed. A checkpoint whose files do not give their
 digests is incomplete or damaged; it is not read, and the one before it is taken. Shapes are looked
@@ -17,7 +18,9 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import shutil
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +31,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments.translation import stopping
+from experiments.files import append, replace, sync_folder, writing
+from experiments.translation import locking, stopping
 from experiments.translation.console import json_line
 from experiments.translation.presets import Config, differences
 from experiments.translation.text import EncodedPairs, Vocabulary
@@ -36,6 +40,7 @@ from experiments.translation.text import EncodedPairs, Vocabulary
 
 _FORMAT = "jattn-translation-run"
 _KEPT = 3  # checkpoints: enough to go back behind a damaged one
+_WRITTEN_FIRST = ("source.json", "target.json")
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,7 @@ class Run:
             ValueError: its files are not what `create` writes.
         """
         directory = Path(directory)
-        if not is_run(directory):
-            raise FileNotFoundError(f"run: expected a run's directory, found none at {directory}")
+        check_is_run(directory)
         about = _read_json(directory / "config.json")
         if not isinstance(about, dict) or set(about) != {"format", "config", "text"}:
             raise ValueError(f"{directory / 'config.json'}: expected what training writes there")
@@ -99,16 +103,14 @@ class Run:
 
         Raises:
             FileExistsError: there is something already.
+            Unwritten: the system refuses it.
         """
-        if self.directory.exists() and (
-            not self.directory.is_dir() or any(self.directory.iterdir())
-        ):
+        if not is_vacant(self.directory):
             raise FileExistsError(f"run: {self.directory} exists already and is not empty")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "source.json").write_text(self.source.to_json(), "utf-8")
-        (self.directory / "target.json").write_text(self.target.to_json(), "utf-8")
+        replace(self.directory / "source.json", self.source.to_json())
+        replace(self.directory / "target.json", self.target.to_json())
         about = {"format": _FORMAT, "config": self.config.to_json(), "text": asdict(self.origin)}
-        (self.directory / "config.json").write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+        replace(self.directory / "config.json", json.dumps(about, indent=2) + "\n")
 
     def check_same(self, other: "Run") -> None:
         """Makes sure that another run has the configuration and the text of this one.
@@ -127,9 +129,12 @@ class Run:
     # ---------------------------------------------------------------------------------- metrics
 
     def report(self, record: dict[str, Any]) -> None:
-        """Appends a line to the metrics; a number that JSON has not got becomes null."""
-        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json_line(record) + "\n")
+        """Appends a line to the metrics; a number that JSON has not got becomes null.
+
+        Raises:
+            Unwritten: the system refuses it.
+        """
+        append(self.directory / "metrics.jsonl", json_line(record))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The records reported so far, without a last line cut short."""
@@ -138,10 +143,10 @@ class Run:
         return [_record(line, f"{path}:{at}") for at, line in enumerate(lines[:-1], start=1)]
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drops the records of steps that will be made again."""
+        """Drops the records of steps that will be made again, and a last line cut short."""
         kept = [record for record in self.metrics() if record["step"] <= step]
         lines = "".join(json_line(record) + "\n" for record in kept)
-        _replace(self.directory / "metrics.jsonl", lines)
+        replace(self.directory / "metrics.jsonl", lines)
 
     # ------------------------------------------------------------------------------ checkpoints
 
@@ -161,16 +166,24 @@ class Run:
         """Writes a checkpoint of a tree of arrays, and drops all but the latest few and the best.
 
         Later ones are dropped first: a run that has gone back before them found them damaged.
+
+        Raises:
+            Unwritten: the system refuses it. Those before it are as they were.
         """
-        self._drop(later for later in self.steps() if later >= step)
         named = {name: np.asarray(array) for name, array in _named(state).items()}
-        with _manager(self._checkpoints) as manager:
-            if not manager.save(step, args=ocp.args.PyTreeSave(named)):
-                raise OSError(f"{self._checkpoints}: checkpoint {step} was not written")
-        self._digests.mkdir(exist_ok=True)
-        _replace(self._digest(step), json.dumps(_digests(self._checkpoints / str(step))))
+        with writing(f"{self.directory}: checkpoint {step}"):
+            self._write(named, step)
         latest = self.steps()[-max(_KEPT, self.config.average) :]
         self._drop(set(self.steps()).difference(latest, [self._best_step()]))
+
+    def _write(self, named: Mapping[str, np.ndarray], step: int) -> None:
+        self._drop(later for later in self.steps() if later >= step)
+        self._drop_unfinished()
+        with _manager(self._checkpoints) as manager:
+            if not manager.save(step, args=ocp.args.PyTreeSave(named)):
+                raise OSError("it was not saved")
+        sync_folder(self._checkpoints / str(step))
+        replace(self._digest(step), json.dumps(_digests(self._checkpoints / str(step))))
 
     def restore(self, like: Any, *, prefix: str = "") -> tuple[Any, int]:
         """The latest checkpoint that is whole, and its step.
@@ -202,6 +215,10 @@ class Run:
         steps = self._whole(preferred, self.config.average)
         return _mean([self._read(step, like, "params/") for step in steps]), sorted(steps)
 
+    def last_whole_step(self) -> int | None:
+        """The step of the latest checkpoint that is whole."""
+        return next(filter(self._has_digests, reversed(self.steps())), None)
+
     def _best_step(self) -> int | None:
         """The step of the lowest validation loss, where that is what counts."""
         found = stopping.best(self.metrics()) if self.config.patience > 0 else None
@@ -219,7 +236,7 @@ class Run:
     def _read(self, step: int, like: Any, prefix: str) -> Any:
         """The tree `like` with the saved arrays in place of its own."""
         wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
-        with _as_written(step), _manager(self._checkpoints) as manager:
+        with _as_written(step), _manager(self._checkpoints, read_only=True) as manager:
             saved = manager.item_metadata(step).tree
             _check_kinds({n: kind for n, kind in saved.items() if n.startswith(prefix)}, wanted)
             as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
@@ -233,6 +250,12 @@ class Run:
             self._digest(step).unlink(missing_ok=True)
             shutil.rmtree(self._checkpoints / str(step))
 
+    def _drop_unfinished(self) -> None:
+        """Deletes what a save that did not come to its end has left in its place."""
+        if self._checkpoints.is_dir():
+            for path in self._checkpoints.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path)
+
     @property
     def _checkpoints(self) -> Path:
         return (self.directory / "checkpoints").resolve()
@@ -244,12 +267,16 @@ class Run:
     def _digest(self, step: int) -> Path:
         return self._digests / f"{step}.json"
 
-    def _is_whole(self, step: int) -> bool:
+    def _has_digests(self, step: int) -> bool:
+        """Whether the files of a checkpoint are those that were written."""
         try:
             expected = _read_json(self._digest(step))
+            return expected == _digests(self._checkpoints / str(step))
         except (OSError, ValueError):
-            expected = None
-        if expected == _digests(self._checkpoints / str(step)):
+            return False
+
+    def _is_whole(self, step: int) -> bool:
+        if self._has_digests(step):
             return True
         warnings.warn(f"checkpoint {step} is incomplete or damaged: left out", stacklevel=2)
         return False
@@ -264,15 +291,47 @@ def is_run(directory: Path) -> bool:
     return isinstance(about, dict) and about.get("format") == _FORMAT
 
 
+def check_is_run(directory: Path) -> None:
+    """Makes sure that there is a run in this directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if not is_run(directory):
+        raise FileNotFoundError(f"run: expected a run's directory, found none at {directory}")
+
+
+def is_vacant(directory: Path) -> bool:
+    """Whether a run can begin in this directory: it does not exist, or is empty, or holds what is
+    left of a run that did not come to begin. Such a one has a lock, which only vacant directories
+    and runs are given."""
+    if not directory.is_dir():
+        return not directory.exists()
+    found = {path.name for path in directory.iterdir()}
+    ours = {name for name in found if name.endswith(".draft")} | {locking.NAME, *_WRITTEN_FIRST}
+    return not found or (locking.NAME in found and found <= ours)
+
+
+def check_removable(directory: Path) -> None:
+    """Makes sure that a directory holds a run and not something else.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if not is_run(directory):
+        raise ValueError(f"run: {directory} is not a run's directory, so it is not overwritten")
+
+
 def remove(directory: Path) -> None:
-    """Deletes a run with all that is in its directory.
+    """Deletes a run with all that is in its directory but its lock, which may be held.
 
     Raises:
         ValueError: the directory holds something else than a run.
     """
-    if not is_run(directory):
-        raise ValueError(f"run: {directory} is not a run's directory, so it is not overwritten")
-    shutil.rmtree(directory)
+    check_removable(directory)
+    last = directory / "config.json"  # until then it is a run, and can be deleted once more
+    for path in [*(set(directory.iterdir()) - {last, directory / locking.NAME}), last]:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def free_directory(directory: Path) -> Path:
@@ -288,15 +347,41 @@ def free_directory(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _manager(directory: Path) -> Iterator[ocp.CheckpointManager]:
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    manager = ocp.CheckpointManager(
-        directory, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
-    )
+def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.CheckpointManager]:
+    with _without_tracebacks():
+        options = ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=False, read_only=read_only, create=not read_only
+        )
+        manager = ocp.CheckpointManager(
+            directory, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
+        )
+        try:
+            yield manager
+        finally:
+            manager.close()
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """What fails in orbax's threads is raised here as well; there it would be told at length.
+
+    Where one array fails, the writes of others call back too late, some when all is over: that is
+    not told from then on.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    before = logger.level
+
+    def without_late_calls(told: Any) -> None:
+        if str(told.exc_value) != "Event loop is closed":
+            hook(told)
+
+    logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = without_late_calls
     try:
-        yield manager
+        yield
+        sys.unraisablehook = hook
     finally:
-        manager.close()
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager
@@ -346,13 +431,6 @@ def _digests(directory: Path) -> dict[str, str]:
         for file in sorted(directory.rglob("*"))
         if file.is_file()
     }
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file such that its name never stands for half of it."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(text, "utf-8")
-    draft.replace(path)
 
 
 def _record(line: str, place: str) -> dict[str, Any]:

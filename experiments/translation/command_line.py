@@ -2,18 +2,38 @@
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from experiments.translation.data import MOST_UNPACKED
 from experiments.translation.decoding import Search
-from experiments.translation.presets import PRESETS
+from experiments.translation.names import nearest
+from experiments.translation.presets import PRESETS, SETTINGS
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, with what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> Any:
+        namespace, rest = super().parse_known_args(args, namespace)
+        unknown = next((text for text in rest if text.startswith("-")), None)
+        if unknown is not None:
+            near = nearest(unknown.partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+        return namespace, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = nearest(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, error.message + near) from None
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -58,7 +78,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="change a field of the preset, such as steps=500 or dropout_rate=0.2",
+        help="change a field of the preset, such as steps=500 or dropout_rate=0.2: "
+        + ", ".join(SETTINGS),
     )
     parser.add_argument("--seed", type=int, help="decides everything that is random")
     parser.add_argument(
@@ -74,14 +95,26 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="a folder with train and val (and test) as .de and .en or .tsv, each plain or .gz, "
         "or one TSV file; without it the built-in corpus",
     )
+    _add_limit(parser)
     parser.add_argument(
         "--languages", nargs=2, metavar=("SOURCE", "TARGET"), help="suffixes of the files (de en)"
+    )
+
+
+def _add_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-unpacked",
+        type=int,
+        default=MOST_UNPACKED,
+        metavar="BYTES",
+        help=f"the most that a .gz file may hold ({MOST_UNPACKED})",
     )
 
 
 def _add_translation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", type=_utf8)
     parser.add_argument("--file", type=Path, metavar="PATH", help="translate the lines of a file")
+    _add_limit(parser)
     parser.add_argument("--output", type=Path, metavar="PATH", help="a new file (stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace the output that is there")
     parser.add_argument(

@@ -4,6 +4,9 @@ What the reader promises:
 
 - A file is bytes, decoded as strict UTF-8 whatever the platform's default is. A byte-order mark is
   removed. Invalid UTF-8 and NUL characters are errors that name file and line.
+- A `.gz` file may hold as many bytes of text as `most_unpacked` says, by default a gibibyte; a few
+  megabytes can unpack to any number. A line has at most a mebibyte. More of either is an error as
+  soon as it is met.
 - A line ends at LF and nowhere else; one CR before the LF is dropped. U+2028, U+0085, VT, FS and a
   CR inside a line are ordinary white space, because splitting there would shift all pairs after it.
 - Two files of unequal length are an error. A pair with an empty side is dropped as a pair.
@@ -16,12 +19,13 @@ Nothing is dropped without being counted in the `ReadReport`.
 
 import gzip
 import hashlib
+import math
 import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +33,9 @@ from experiments.translation.corpus import Pair
 
 
 LANGUAGES = ("de", "en")
+MOST_UNPACKED = 2**30  # bytes of text in a .gz file
+
+_LONGEST_LINE = 2**20  # bytes, its end counted
 
 _BLOCK = 100  # lines in a block of the report on lengths
 _HELD_OUT_SHARE = 0.05
@@ -72,6 +79,10 @@ class ReadReport:
         return line
 
 
+class _Lines(Protocol):
+    def readline(self, size: int, /) -> bytes: ...
+
+
 class Dataset(NamedTuple):
     """The splits and, under the same names, what reading them met. `test` may be empty."""
 
@@ -81,7 +92,9 @@ class Dataset(NamedTuple):
     reports: dict[str, ReadReport]
 
 
-def read_dataset(path: str | Path, *, languages: Sequence[str] = LANGUAGES) -> Dataset:
+def read_dataset(
+    path: str | Path, *, languages: Sequence[str] = LANGUAGES, most_unpacked: int = MOST_UNPACKED
+) -> Dataset:
     """Reads training, validation and, where there is one, test text.
 
     Args:
@@ -91,6 +104,7 @@ def read_dataset(path: str | Path, *, languages: Sequence[str] = LANGUAGES) -> D
             validation: by a hash of the source sentence, so that a sentence given twice is never
             on both sides.
         languages: the suffixes of source and target.
+        most_unpacked: the most bytes of text that a `.gz` file may hold.
 
     Raises:
         FileNotFoundError: a file is missing; the message lists what was looked for.
@@ -100,18 +114,23 @@ def read_dataset(path: str | Path, *, languages: Sequence[str] = LANGUAGES) -> D
     if not path.exists():
         raise FileNotFoundError(f"data: expected a folder or a TSV file, found nothing at {path}")
     if not path.is_dir():
-        return _read_single(path)
-    train, train_report = read_split(path, "train", languages=languages)
-    validation, validation_report = read_split(path, "val", languages=languages)
+        return _read_single(path, most_unpacked)
+    how = {"languages": languages, "most_unpacked": most_unpacked}
+    train, train_report = read_split(path, "train", **how)
+    validation, validation_report = read_split(path, "val", **how)
     reports = {"train": train_report, "validation": validation_report}
     test: list[Pair] = []
     if _has_split(path, "test", languages):
-        test, reports["test"] = read_split(path, "test", languages=languages)
+        test, reports["test"] = read_split(path, "test", **how)
     return Dataset(train, validation, test, reports)
 
 
 def read_split(
-    folder: str | Path, name: str, *, languages: Sequence[str] = LANGUAGES
+    folder: str | Path,
+    name: str,
+    *,
+    languages: Sequence[str] = LANGUAGES,
+    most_unpacked: int = MOST_UNPACKED,
 ) -> tuple[list[Pair], ReadReport]:
     """Reads one split of a folder: `NAME.SOURCE` and `NAME.TARGET`, or `NAME.tsv`; plain or `.gz`.
 
@@ -128,15 +147,17 @@ def read_split(
         if any(sides):
             other = next(side for side in sides if side)
             raise ValueError(f"{table} and {other} both hold the split {name!r}: remove one")
-        return read_tsv(table)
+        return read_tsv(table, most_unpacked=most_unpacked)
     if sides[0] is None or sides[1] is None:
         wanted = [f"{name}.{end}" for end, file in found.items() if file is None and end != "tsv"]
         or_tsv = "" if any(sides) else f", or {name}.tsv"
         raise FileNotFoundError(f"no {' and no '.join(wanted)} (plain or .gz){or_tsv}, in {folder}")
-    return read_parallel(sides[0], sides[1])
+    return read_parallel(sides[0], sides[1], most_unpacked=most_unpacked)
 
 
-def read_parallel(source: str | Path, target: str | Path) -> tuple[list[Pair], ReadReport]:
+def read_parallel(
+    source: str | Path, target: str | Path, *, most_unpacked: int = MOST_UNPACKED
+) -> tuple[list[Pair], ReadReport]:
     """Reads two files of which line n of the one translates line n of the other.
 
     Raises:
@@ -144,7 +165,7 @@ def read_parallel(source: str | Path, target: str | Path) -> tuple[list[Pair], R
         ValueError: unequal numbers of lines, or a file that is not UTF-8 text.
     """
     source, target = Path(source), Path(target)
-    left, right = read_lines(source), read_lines(target)
+    left, right = (read_lines(path, most_unpacked=most_unpacked) for path in (source, target))
     if len(left) != len(right):
         raise ValueError(
             f"source and target must have the same number of lines, "
@@ -153,7 +174,9 @@ def read_parallel(source: str | Path, target: str | Path) -> tuple[list[Pair], R
     return _pair_up(f"{source} + {target.name}", zip(left, right, strict=True))
 
 
-def read_tsv(path: str | Path) -> tuple[list[Pair], ReadReport]:
+def read_tsv(
+    path: str | Path, *, most_unpacked: int = MOST_UNPACKED
+) -> tuple[list[Pair], ReadReport]:
     """Reads rows of two columns, source TAB target, without a heading.
 
     Raises:
@@ -161,54 +184,62 @@ def read_tsv(path: str | Path) -> tuple[list[Pair], ReadReport]:
         ValueError: a row with another number of columns, or a file that is not UTF-8 text.
     """
     path = Path(path)
-    return _pair_up(str(path), _columns(path))
+    return _pair_up(str(path), _columns(path, most_unpacked))
 
 
-def read_lines(path: str | Path) -> list[str]:
+def read_lines(path: str | Path, *, most_unpacked: int = MOST_UNPACKED) -> list[str]:
     """The lines of a plain or gzip file, by the rules at the head of this module.
 
     Raises:
         FileNotFoundError: the file is missing.
-        ValueError: NUL, invalid UTF-8 or a damaged gzip file.
+        ValueError: NUL, invalid UTF-8, a damaged gzip file, or more text than there may be.
     """
     path = Path(path)
-    return lines_of(_read_bytes(path), str(path))
-
-
-def lines_of(data: bytes, name: str) -> list[str]:
-    """The lines of a text that was read from somewhere, by the rules at the head of this module.
-
-    Raises:
-        ValueError: NUL or invalid UTF-8.
-    """
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        byte = error.object[error.start]
-        raise ValueError(
-            f"{name}:{line}: expected UTF-8 text, got the byte 0x{byte:02x} ({error.reason})"
-        ) from None
-    nul = text.find("\0")
-    if nul >= 0:
-        line = text.count("\n", 0, nul) + 1
-        raise ValueError(f"{name}:{line}: expected UTF-8 text, got a NUL character")
-    lines = text.split("\n")
-    if lines[-1] == "":
-        lines.pop()  # the end of the last line, not one more line
-    return [line.removesuffix("\r") for line in lines]
-
-
-def _read_bytes(path: Path) -> bytes:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     if path.suffix != ".gz":
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return lines_of(file, str(path))
     try:
         with gzip.open(path, "rb") as file:
-            return file.read()
+            return lines_of(file, str(path), most=most_unpacked)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: expected a gzip file, but {error}") from None
+
+
+def lines_of(file: _Lines, name: str, *, most: float = math.inf) -> list[str]:
+    """The lines of a text that is read from somewhere, by the rules at the head of this module.
+
+    Raises:
+        ValueError: NUL, invalid UTF-8, a line that is too long, or more than `most` bytes.
+    """
+    lines: list[str] = []
+    read = 0
+    while raw := file.readline(_LONGEST_LINE + 1):
+        read += len(raw)
+        if read > most:
+            raise ValueError(
+                f"{name}: it unpacks to more than the limit of {most:,} bytes; "
+                "--max-unpacked BYTES raises it"
+            )
+        lines.append(_decoded(raw, name, len(lines) + 1))
+    return lines
+
+
+def _decoded(raw: bytes, name: str, number: int) -> str:
+    """A line as text, without its end and, in the first, without a byte-order mark."""
+    wrong = None
+    if len(raw) > _LONGEST_LINE:
+        wrong = f"a line of at most {_LONGEST_LINE:,} bytes, got a longer one"
+    elif 0 in raw:
+        wrong = "UTF-8 text, got a NUL character"
+    else:
+        try:
+            text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            return text.removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            wrong = f"UTF-8 text, got the byte 0x{error.object[error.start]:02x} ({error.reason})"
+    raise ValueError(f"{name}:{number}: expected {wrong}")
 
 
 def _check_languages(languages: Sequence[str]) -> tuple[str, str]:
@@ -228,8 +259,8 @@ def _has_split(folder: Path, name: str, languages: Sequence[str]) -> bool:
     return any(_existing(folder, f"{name}.{suffix}") for suffix in (*languages, "tsv"))
 
 
-def _columns(path: Path) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(read_lines(path), start=1):
+def _columns(path: Path, most_unpacked: int) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(read_lines(path, most_unpacked=most_unpacked), start=1):
         columns = line.split("\t") if line.strip() else ["", ""]
         if len(columns) != 2:
             raise ValueError(
@@ -285,10 +316,10 @@ def _densest_block(lines: np.ndarray, read: int) -> tuple[int, int, int] | None:
     return block * _BLOCK + 1, min((block + 1) * _BLOCK, read), int(counts[block])
 
 
-def _read_single(path: Path) -> Dataset:
+def _read_single(path: Path, most_unpacked: int) -> Dataset:
     if not path.name.endswith((".tsv", ".tsv.gz")):
         raise ValueError(f"data must be a folder, a .tsv or a .tsv.gz file, got {path}")
-    pairs, report = read_tsv(path)
+    pairs, report = read_tsv(path, most_unpacked=most_unpacked)
     held_out = _held_out(pairs)
     train = [pair for pair in pairs if pair.source not in held_out]
     validation = [pair for pair in pairs if pair.source in held_out]

@@ -26,7 +26,9 @@ _ROWS = 128  # sentences in a batch
 _total_loss = jax.jit(total_loss, static_argnames="model")
 
 
-def read_tests(path: str | Path, languages: Sequence[str]) -> dict[str, list[Pair]]:
+def read_tests(
+    path: str | Path, languages: Sequence[str], *, most_unpacked: int = data.MOST_UNPACKED
+) -> dict[str, list[Pair]]:
     """Pairs to examine a model on: `test` of a folder, or else `val`; or the rows of a TSV file.
 
     Raises:
@@ -34,11 +36,12 @@ def read_tests(path: str | Path, languages: Sequence[str]) -> dict[str, list[Pai
     """
     path = Path(path)
     if not path.is_dir():
-        return {path.name: data.read_tsv(path)[0]}
+        return {path.name: data.read_tsv(path, most_unpacked=most_unpacked)[0]}
+    how = {"languages": languages, "most_unpacked": most_unpacked}
     try:
-        return {"test": data.read_split(path, "test", languages=languages)[0]}
+        return {"test": data.read_split(path, "test", **how)[0]}
     except FileNotFoundError:
-        return {"validation": data.read_split(path, "val", languages=languages)[0]}
+        return {"validation": data.read_split(path, "val", **how)[0]}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Pictures of a run: where its attention looks, how its loss fell and its BLEU rose. PNG, without a
 screen."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from experiments.files import replace
+from experiments.translation.console import visible
 
 
 _TOKEN = 0.24  # inches for a row or column, so that its label can be read
@@ -47,7 +51,7 @@ def draw_attention(
     if image is not None:
         figure.colorbar(image, ax=panels, shrink=0.6, label="weight")
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=_DPI)
+    _save(figure, path)
 
 
 def draw_sentence(
@@ -66,7 +70,6 @@ def draw_sentence(
         target_out: the tokens that it says at their places.
         directory: where the files go.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     tokens = {
         "encoder self-attention": (source, source, "each word of the source reads the source"),
         "decoder self-attention": (target_in, target_in, "each word reads those before it"),
@@ -130,7 +133,7 @@ def _draw_curves(
     axes.grid(alpha=0.3)
     if axes.get_lines():
         axes.legend()
-    figure.savefig(path, dpi=_DPI)
+    _save(figure, path)
 
 
 def _panels_across(heads: int) -> int:
@@ -149,7 +152,13 @@ def _label(panel: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:
 
 def _visible(tokens: Sequence[str]) -> list[str]:
     """Tokens with their spaces as low blocks: where they are pieces, that is where words begin."""
-    return [token.replace(" ", "\u2581") for token in tokens]
+    return [visible(token.replace(" ", "\u2581")) for token in tokens]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=_DPI)
+    replace(path, content.getvalue())
 
 
 def _attentions(weights: Mapping[str, np.ndarray]) -> list[tuple[str, int, np.ndarray]]:

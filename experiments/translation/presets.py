@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from experiments.translation.names import nearest
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -193,6 +195,7 @@ def differences(saved: Config, given: Config) -> list[str]:
 
 
 _TYPES = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+SETTINGS = tuple(_TYPES)
 
 
 def _positive(value: float) -> bool:
@@ -246,7 +249,8 @@ _RULES = _rules()
 def _parse(name: str, value: str) -> Any:
     kind = _TYPES.get(name)
     if kind is None:
-        raise ValueError(f"unknown setting {name!r}; expected one of {', '.join(_TYPES)}")
+        near = nearest(name, _TYPES) or "; `train --help` lists them"
+        raise ValueError(f"unknown setting {name!r}{near}")
     try:
         return {"true": True, "false": False}[value] if kind is bool else kind(value)
     except (KeyError, ValueError):

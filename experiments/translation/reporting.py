@@ -125,7 +125,6 @@ def used(steps: Sequence[int]) -> str:
 def draw_curves(run: Run) -> list[Path]:
     """Draws loss and BLEU of a run over its steps, and returns the files."""
     folder = run.directory / "pictures"
-    folder.mkdir(exist_ok=True)
     files = [folder / "loss.png", folder / "bleu.png"]
     pictures.draw_losses(run.metrics(), files[0])
     pictures.draw_bleu(run.metrics(), files[1])

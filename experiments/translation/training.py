@@ -21,6 +21,7 @@ import optax
 from jax import Array
 from tqdm import tqdm
 
+from experiments.ending import Failure
 from experiments.translation import corpus, data
 from experiments.translation.batches import (
     AnyBatch,
@@ -63,6 +64,7 @@ def read_texts(
     languages: Sequence[str] = data.LANGUAGES,
     *,
     training: bool = True,
+    most_unpacked: int = data.MOST_UNPACKED,
 ) -> Texts:
     """The text in a folder or file, or where `path` is None the built-in corpus.
 
@@ -81,7 +83,7 @@ def read_texts(
             seed=config.seed,
         )
         return Texts(made.train, made.validation, {"test": made.test, "deeper": made.deeper})
-    read = data.read_dataset(path, languages=languages)
+    read = data.read_dataset(path, languages=languages, most_unpacked=most_unpacked)
     tests = {"test": read.test} if read.test else {"validation": read.validation}
     return Texts(read.train, read.validation, tests, list(read.reports.values()))
 
@@ -257,7 +259,7 @@ def _norm(slopes: Params) -> Array:
 # ------------------------------------------------------------------------------------------- loop
 
 
-class NonFiniteLoss(Exception):
+class NonFiniteLoss(Failure):
     """The loss or its gradient is not a number any more; the message names the step."""
 
 

@@ -215,7 +215,8 @@ def _forward_rows(
         b, *arrays = operands
         return one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
 
-    rows = (jnp.arange(len(query), dtype=jnp.int32), *(x[:, :, 0] for x in (query, key, value)))
+    B, arrays = query.shape[0], (query, key, value)
+    rows = (jnp.arange(B, dtype=jnp.int32), *(x[:, :, 0] for x in arrays))
     return jax.tree.map(lambda x: x[:, :, None], jax.lax.map(row, rows))
 
 
@@ -246,7 +247,10 @@ def _backward_rows(
         return (params, total[1] + part.w_score), (part.query, part.key, part.value.T)
 
     total = jax.tree.map(jnp.zeros_like, (parameters(spec), w_score))
-    rows = (jnp.arange(len(key), dtype=jnp.int32), *(x[:, :, 0] for x in (*per_query, key, value)))
+    rows = (
+        jnp.arange(key.shape[0], dtype=jnp.int32),
+        *(x[:, :, 0] for x in (*per_query, key, value)),
+    )
     (params, d_score), by_row = jax.lax.scan(row, total, rows)
     return params, *(x[:, :, None] for x in by_row), d_score
 
@@ -294,9 +298,10 @@ def _over_tiles(
         jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
         for x, size in zip((query, key, value), sizes, strict=True)
     ]
-    *arrays, w_score = map(reverse.only, (*arrays, w_score))
-    params = [reverse.only(x) for x in parameters(spec)]
-    return run(params, spec, *arrays, w_score)[:, :T]
+    query, key, value, w_score, *params = reverse.inputs(
+        (*arrays, w_score, *parameters(spec)), spec
+    )
+    return run(params, spec, query, key, value, w_score)[:, :T]
 
 
 def choose_tiling(T: int, S: int) -> Tiling:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Int
 
-from jattn import masks, scores
+from jattn import integers, masks, scores
 from jattn._types import LogSumExp, Output, is_static, number
 from jattn.kernels import blockwise
 from jattn.kernels.lowering import default_settings
@@ -213,7 +213,9 @@ def _within(
     lengths: tuple[Any, ...], B: int, size: int
 ) -> tuple[Int[Array, " B"], Bool[Array, "B t"]]:
     """For each row the least of the lengths, and which places are within it."""
-    rows = [jnp.broadcast_to(jnp.asarray(number(x), jnp.int32), (B,)) for x in lengths]
+    rows = [
+        jnp.broadcast_to(jnp.asarray(integers.clamped(number(x)), jnp.int32), (B,)) for x in lengths
+    ]
     length = functools.reduce(jnp.minimum, rows, jnp.full((B,), size, jnp.int32))
     return length, jnp.arange(size, dtype=jnp.int32)[None, :] < length[:, None]
 
@@ -233,7 +235,7 @@ def _attend(spec: Spec, params: list[Array], query: Array, key: Array, value: Ar
     flags, B = as_cudnn(spec.mask), len(query)
     options: dict[str, Any] = {}
     if flags.left is not None:
-        options["local_window_size"] = (flags.left, 0)
+        options["local_window_size"] = (min(flags.left, 2**31 - 1), 0)
     if flags.q_lengths or flags.kv_lengths:
         # Of no keys at all cuDNN says nothing: one is left, and the row taken as empty elsewhere.
         for name, lengths, size in (

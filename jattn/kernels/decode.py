@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jattn import masks, softmax, tile
-from jattn._types import LogSumExp, Output, accumulation
+from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels import (
     blockwise,
@@ -103,7 +103,7 @@ def _modified(spec: Spec, products: Float[Array, "B K R s"], run: tiles.Run) -> 
     return tile.over_heads(modify, spec, (by_query,), (), out_axes=0).reshape(B, K, R, s)
 
 
-def _visited(spec: Spec, shape: tuple[int, int], T: int, S: int, size: int) -> Bool[Array, " n"]:
+def _visited(spec: Spec, shape: Shape, T: int, S: int, size: int) -> Bool[Array, " n"]:
     """Which blocks of keys any of `[B, N]` heads sees."""
 
     def kinds(spec: Spec, b: Any, h: Any, _: Array) -> Array:
@@ -235,7 +235,7 @@ def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
         return *pull(tuple(cast)), None
 
     run.defvjp(forward, backward)
-    operands = map(reverse.only, (query, cache.keys, cache.values))
-    params = [reverse.only(x) for x in parameters(spec)]
-    out, lse = run(params, *operands, (spec, cache))
+    differentiable = (query, cache.keys, cache.values, *parameters(spec))
+    query, keys, values, *params = reverse.inputs(differentiable, (spec, cache))
+    out, lse = run(params, query, keys, values, (spec, cache))
     return out.astype(query.dtype), lse

@@ -122,9 +122,8 @@ def _types(*operands: Any, like: Any, **_: Any) -> list[Any]:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return [ShapedArray(x.shape, x.dtype) for x in like]
-    varying = [x.manual_axis_type for x in operands]
-    axes = frozenset[str]().union(*(x.varying for x in varying))
-    over = type(varying[0])(varying=axes)
+    axes = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
+    over = type(operands[0].manual_axis_type)(varying=axes)
 
     def one(x: Any) -> Any:
         everywhere = NamedSharding(mesh, PartitionSpec(*[None] * len(x.shape)))
@@ -148,9 +147,13 @@ def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> A
     return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
 
 
-_operation.def_impl(
-    lambda *operands, **how: jax.jit(functools.partial(_operation.bind, **how))(*operands)
-)
+def _eager(*operands: Any, **how: Any) -> Any:
+    """Compiled also where users have switched that off: there is no platform but in a program."""
+    with jax.disable_jit(False):
+        return jax.jit(functools.partial(_operation.bind, **how))(*operands)
+
+
+_operation.def_impl(_eager)
 batching.primitive_batchers[_operation] = _batch
 ad.primitive_jvps[_operation] = reverse.refuse
 for _platform in PLATFORMS:

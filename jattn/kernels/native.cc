@@ -147,31 +147,38 @@ struct Head {
 };
 
 // Some keys and values side by side; heads lie between those of the arrays, too far apart for the
-// caches. What is not finite is 0 in them, and those who attend to it get NaN from `lost`.
+// caches. Values that are not finite are 0, and those who attend to them get NaN from `lost`.
 struct Tile {
   Index H, V;
-  T *k, *v, *memory;
+  T *k, *v, *finite_k, *memory;  // finite_k: k with 0 for what is not finite
   T down = 1;               // what values are multiplied with, so that sums do not overflow
   const T* lost = nullptr;  // null if all is finite
 
-  static Index size(Index H, Index V, Index keys) { return keys * (H + V + 1); }
+  static Index size(Index H, Index V, Index keys) { return keys * (2 * H + V + 1); }
 
   Tile(Index H, Index V, Index keys, Bench& bench)
-      : H(H), V(V), k(bench.take(keys * H)), v(bench.take(keys * V)), memory(bench.take(keys)) {}
+      : H(H), V(V), k(bench.take(keys * H)), v(bench.take(keys * V)), memory(bench.take(keys)) {
+    spare_ = bench.take(keys * H);
+  }
 
   void read(const Head& head, Index j, Index keys) {
-    const bool finite_k = copy(head.k.from(j), keys, k, H);
-    const bool finite_v = copy(head.v.from(j), keys, v, V);
+    finite_k = k;
+    if (!copy(head.k.from(j), keys, k, H)) {
+      finite_k = std::copy(k, k + keys * H, spare_) - keys * H;
+      clean(finite_k, keys, H, nullptr);
+    }
     lost = nullptr;
-    if (!finite_k || !finite_v) {
+    if (!copy(head.v.from(j), keys, v, V)) {
       std::fill(memory, memory + keys, T{0});
-      clean(k, keys, H, memory);
       clean(v, keys, V, memory);
       lost = memory;
     }
     if (down != 1)
       for (Index i = 0; i < keys * V; i += kLanes) store(v + i, load(v + i) * down);
   }
+
+ private:
+  T* spare_;
 };
 
 constexpr Index kTogether = 16;  // blocks of queries that share a tile, at most
@@ -439,7 +446,8 @@ struct BackWalk {
       product(keys, V, block.count, p, t, 1, d_out, V, sums.d_v + at * V, V, true);
       product(keys, H, block.count, ds, t, 1, q, H, sums.d_k + at * H, H, true);
     }
-    if constexpr (kQuery) product(block.count, H, keys, ds, 1, t, k, H, d_query, H, true);
+    if constexpr (kQuery)
+      product(block.count, H, keys, ds, 1, t, tile.finite_k + at * H, H, d_query, H, true);
   }
 
   // Products q k become weights p after dropout, and products d_out v the cotangent of products
@@ -728,8 +736,9 @@ ffi::Error run_forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffe
                        Out out, Out most, Out log_sum, double scale, double cap, double grown,
                        int64_t threshold) {
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
-  forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false));
-  return ffi::Error::Success();
+  return reported([&] {
+    forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false));
+  });
 }
 
 ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
@@ -740,11 +749,10 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
   T* sums = static_cast<T*>(d_bias->untyped_data());
   const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
-  backward_all(pool, call,
-               {heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
-                heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
-                axis(*d_bias, 1), how});
-  return ffi::Error::Success();
+  const Gradients all{heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
+                      heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
+                      axis(*d_bias, 1), how};
+  return reported([&] { backward_all(pool, call, all); });
 }
 
 }  // namespace

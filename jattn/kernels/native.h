@@ -10,6 +10,8 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -345,7 +347,10 @@ class Bench {
   explicit Bench(Index size) {
     thread_local std::vector<char> memory;
     const Index bytes = (size + 64 * kBytes) * sizeof(T);
-    if (static_cast<Index>(memory.size()) < bytes) memory.resize(bytes);
+    if (static_cast<Index>(memory.size()) < bytes) {
+      std::vector<char>().swap(memory);  // what is too small is given back first
+      memory.resize(bytes);
+    }
     next_ = reinterpret_cast<T*>(up(reinterpret_cast<uintptr_t>(memory.data()), kBytes));
   }
   T* take(Index size) {
@@ -360,11 +365,14 @@ class Bench {
 
 // Does work(i) for all i < n on the threads of XLA, some that follow one another by the same: heads
 // that do lie side by side. Towards the end it is fewer, so that all threads end together. The caller
-// works too, so that it never waits for a thread that has not begun.
+// works too, so that it never waits for a thread that has not begun. Threads that cannot allocate
+// what they need go on counting, without working, and the caller throws when all is counted: no
+// exception may leave a thread of XLA.
 template <typename Work>
 void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
   struct Count {
     std::atomic<Index> next{0}, done{0};
+    std::atomic<bool> failed{false};
   };
   const Index threads = std::max<Index>(1, pool.num_threads());
   auto count = std::make_shared<Count>();
@@ -372,14 +380,21 @@ void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
     for (Index i = count->next.load(); i < n;) {
       const Index end = i + std::clamp<Index>((n - i) / (2 * threads), 1, 8);
       if (!count->next.compare_exchange_weak(i, end)) continue;
-      for (Index at = i; at < end; ++at) work(at);
+      try {
+        for (Index at = i; at < end && !count->failed; ++at) work(at);
+      } catch (...) {
+        count->failed = true;
+      }
       fence();
       count->done.fetch_add(end - i, std::memory_order_release);
       i = count->next.load();
     }
   };
   const Index helpers = std::min(threads, n) - 1;
-  for (Index i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
+  try {
+    for (Index i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
+  } catch (...) {
+  }  // those that could be scheduled help
   run();
   while (count->done.load(std::memory_order_acquire) < n)
 #if defined(__x86_64__)
@@ -387,6 +402,20 @@ void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
 #else
     std::atomic_signal_fence(std::memory_order_seq_cst);
 #endif
+  if (count->failed) throw std::bad_alloc();
+}
+
+// What XLA is told of a call: an exception that reached it would end the process.
+template <typename Run>
+ffi::Error reported(const Run& run) {
+  try {
+    run();
+    return ffi::Error::Success();
+  } catch (const std::bad_alloc&) {
+    return {ffi::ErrorCode::kResourceExhausted, "jattn: no memory for the tiles of its kernel in C++"};
+  } catch (const std::exception& error) {
+    return {ffi::ErrorCode::kInternal, std::string("jattn: ") + error.what()};
+  }
 }
 
 }  // namespace

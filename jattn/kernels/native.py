@@ -39,11 +39,11 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def unavailable(shapes: Shapes) -> str | None:
-    """Why it cannot run on this machine, or in a program for any."""
+def unavailable(shapes: Shapes, named: bool) -> str | None:
+    """Why it cannot run on this machine, or in a program for any; who names it waits for it."""
     if lowering.exported():
         return "an exported program may run where its library is not"
-    return native_library.unavailable("forward", accumulation(shapes.dtype))
+    return native_library.unavailable("forward", accumulation(shapes.dtype), named=named)
 
 
 def _runs(spec: Spec, shapes: Shapes) -> Runs:

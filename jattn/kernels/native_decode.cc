@@ -546,13 +546,13 @@ ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values
   const Results results{static_cast<T*>(out->untyped_data()),
                         static_cast<T*>(most->untyped_data()),
                         static_cast<T*>(log_sum->untyped_data())};
+  return reported([&] {
 #if JATTN_SINGLE
-  if (keys.element_type() == ffi::BF16)
-    run<Half>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
-  else
+    if (keys.element_type() == ffi::BF16)
+      return run<Half>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
 #endif
     run<T>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
-  return ffi::Error::Success();
+  });
 }
 
 }  // namespace

@@ -1,121 +1,118 @@
-"""The libraries that `native*.cc` become: built where they are first needed, then kept.
+"""The functions of `native*.cc` in this process: XLA knows them once their library is loaded.
 
-A compiler on the spot knows the processor's own vectors, which a wheel for all could not use. What
-it builds is kept in the user's cache folder, under a name that changes with everything that went
-into it.
+Each library is loaded once, and built before if it is not there, by a thread of its own. Whoever
+needs it waits: a program keeps what it was lowered with, so a wait of seconds is soon earned, and
+runs of the same script agree to the bit. Only where building takes longer than `PATIENCE` do
+programs that are lowered meanwhile go without; they keep that. Those that name the kernel wait to
+the end. What went wrong is remembered: a process asks for each library once.
 """
 
-import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from importlib.metadata import version
+import atexit
+import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jattn.kernels import native_build
 
-_HERE = Path(__file__).parent
-_SINGLE = {"float32": 1, "float64": 0}
+
 _SOURCES = {"forward": "native.cc", "backward": "native.cc", "decode": "native_decode.cc"}
 
 TILES = "64, 128, 512"
 """Queries and keys of a tile, and of how many keys gradients are summed at once; queries come in
 whole vectors, at most 16 numbers each, and the last is a multiple of the second."""
 
+PATIENCE = 60.0
+"""Seconds from its beginning that programs wait for a library."""
 
-def unavailable(function: str, dtype: Any) -> str | None:
-    """Why there is no such function for float32 or float64; None where there is."""
+
+class _Outcome(NamedTuple):
+    """Of loading: why it failed, or None; and where the library is kept, if anywhere."""
+
+    reason: str | None
+    kept: Path | None
+
+
+class _Library(NamedTuple):
+    """One that is being loaded, and since when; one that is loaded."""
+
+    outcome: Future[_Outcome]
+    began: float
+
+
+_libraries: dict[tuple[str, str, str], _Library] = {}
+_lock = threading.Lock()
+
+
+def unavailable(function: str, dtype: Any, *, named: bool = False) -> str | None:
+    """Why there is no such function for float32 or float64; None where there is, then for good.
+
+    With `named` it waits until that is known.
+    """
+    library = _library(function, dtype)
+    left = library.began + PATIENCE - time.monotonic()
     try:
-        target(function, dtype)
-    except OSError as reason:
-        return str(reason)
-    return None
+        return library.outcome.result(None if named else max(0.0, left)).reason
+    except TimeoutError:
+        return f"its library is still being built, after {PATIENCE:g} s"
 
 
 def target(function: str, dtype: Any) -> str:
     """The name under which XLA finds a function; OSError where its library cannot be built."""
-    return _registered(function, np.dtype(dtype).name, TILES)
+    if reason := unavailable(function, dtype, named=True):
+        raise OSError(reason)
+    return _name(function, np.dtype(dtype).name, TILES)
 
 
-@functools.cache
-def _registered(function: str, dtype: str, tiles: str) -> str:
-    library = _loaded(_SOURCES[function], dtype, tiles)
-    name = f"jattn_{function}_{dtype}_{tiles.replace(', ', '_')}"
-    capsule = jax.ffi.pycapsule(getattr(library, f"jattn_{function}"))
-    jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    return name
+def kept(function: str, dtype: Any) -> Path | None:
+    """The file from which other processes will load it; None if they must build it again."""
+    return _library(function, dtype).outcome.result().kept
 
 
-@functools.cache
-def _loaded(source: str, dtype: str, tiles: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(_built(_HERE / source, dtype, tiles)))
+def _name(function: str, dtype: str, tiles: str) -> str:
+    return f"jattn_{function}_{dtype}_{tiles.replace(', ', '_')}"
 
 
-def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    names = [wanted] if wanted else ["c++", "g++", "clang++"]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        raise OSError(f"there is no C++ compiler: {' and '.join(names)} not found")
-    return found
+def _library(function: str, dtype: Any) -> _Library:
+    """The library of a function, whose loading begins with the first who asks."""
+    key = (_SOURCES[function], np.dtype(dtype).name, TILES)
+    with _lock:
+        if key not in _libraries:
+            library = _libraries[key] = _Library(Future(), time.monotonic())
+            thread = threading.Thread(target=_settle, args=(library.outcome, *key), daemon=True)
+            try:
+                thread.start()
+            except Exception as error:  # where there may be no more threads
+                library.outcome.set_result(_Outcome(_words(error), None))
+        return _libraries[key]
 
 
-def _flags(dtype: str, tiles: str) -> list[str]:
-    own = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
-    macros = [f"-DJATTN_SINGLE={_SINGLE[dtype]}", f"-DJATTN_TILES={tiles}"]
-    return ["-std=c++17", "-O2", own, "-ffp-contract=fast", "-fPIC", "-shared", *macros]
-
-
-def _built(source: Path, dtype: str, tiles: str) -> Path:
-    """A library's file, built if it is not there yet."""
-    compiler, flags = _compiler(), _flags(dtype, tiles)
-    # The compiler's own macros tell its version and the processor.
-    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
-    texts = [path.read_text(encoding="utf-8") for path in (_HERE / "native.h", source)]
-    parts = [*texts, " ".join(flags), macros, version("jaxlib")]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    path = _folder() / f"{source.stem}-{dtype}-{digest}.so"
-    if not path.exists():
-        # Whoever builds at the same time writes the same; a reader sees all of it or nothing.
-        handle, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
-        os.close(handle)
-        try:
-            headers = ["-isystem", jax.ffi.include_dir()]
-            _run([compiler, *flags, *headers, str(source), "-o", unfinished])
-            Path(unfinished).replace(path)
-        finally:
-            Path(unfinished).unlink(missing_ok=True)
-    return path
-
-
-def _folder() -> Path:
-    """Where libraries are kept: the user's cache folder, or one for this process alone."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "jattn"
+def _settle(outcome: Future[_Outcome], source: str, dtype: str, tiles: str) -> None:
+    """Loads a library and tells XLA of its functions. Whatever goes wrong is a reason."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    except OSError:
-        pass
-    return _own_folder()
+        library, file = native_build.load(source, dtype, tiles)
+        for function in (name for name, of in _SOURCES.items() if of == source):
+            capsule = jax.ffi.pycapsule(getattr(library, f"jattn_{function}"))
+            jax.ffi.register_ffi_target(_name(function, dtype, tiles), capsule, platform="cpu")
+        outcome.set_result(_Outcome(None, file))
+    except Exception as error:
+        outcome.set_result(_Outcome(_words(error), None))
 
 
-@functools.cache
-def _own_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="jattn-"))
+def _words(error: Exception) -> str:
+    return str(error).strip() or repr(error)
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line]
-        raise OSError(f"{command[0]} failed: {(errors or [done.stderr.strip()])[0]}")
-    return done.stdout
+@atexit.register
+def _stop() -> None:
+    """Ends compilers that nobody waits for, and lets who called them clean up."""
+    native_build.stop()
+    for library in _libraries.values():
+        try:
+            library.outcome.result(2)
+        except TimeoutError:
+            pass

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jattn import masks, scores
+from jattn import integers, masks, scores
 from jattn._types import is_static, number
 from jattn.masks import Span
 
@@ -64,7 +63,8 @@ def _(mask: masks.Empty, place: Place) -> Runs:
 
 def _until(positions: Int[Array, "b T"], right: int, S: int) -> Int[Array, "b T"]:
     """The end of the keys up to `right` after a query; no sum overflows."""
-    return jnp.where(positions >= S - 1 - right, S, positions + right + 1)
+    last = masks.shifted(positions, right)
+    return jnp.where(last >= S - 1, S, last + 1)
 
 
 @as_runs.register
@@ -75,12 +75,13 @@ def _(mask: masks.Causal, place: Place) -> Runs:
 @as_runs.register
 def _(mask: masks.Window, place: Place) -> Runs:
     q, S = place.positions, place.S
-    start = 0 if mask.left is None else jnp.maximum(q, 0) - mask.left
+    start = 0 if mask.left is None else masks.shifted(jnp.maximum(q, 0), -mask.left)
     return Runs(start, S if mask.right is None else _until(q, mask.right, S))
 
 
 def _by_row(length: Any) -> Any:
-    return number(length) if is_static(length) else length.astype(np.int32).reshape(length.size, 1)
+    length = integers.clamped(number(length))  # no place is beyond
+    return length if is_static(length) else length.reshape(length.size, 1)
 
 
 @as_runs.register

@@ -115,7 +115,7 @@ def attention(
         return d_params, None, *cast
 
     run.defvjp(run_forward, run_backward)
-    query, key, value, *params = map(reverse.only, (query, key, value, *parameters(spec)))
+    query, key, value, *params = reverse.inputs((query, key, value, *parameters(spec)), spec)
     out, lse = run(params, spec, query, key, value)
     return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
 

@@ -1,10 +1,10 @@
 """Reverse mode only: kernels with a derivative rule of their own say so, wherever they are used.
 
 JAX notices forward mode through such a kernel late, when an enclosing `jit` is compiled, and names
-functions that a user has never heard of. Inputs that pass through `only` raise with the way out.
+functions that a user has never heard of. What passes through `inputs` raises with the way out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import jax
@@ -42,9 +42,27 @@ mlir.register_lowering(_tangent, refuse)
 batching.primitive_batchers[_tangent] = refuse
 
 
-def only(x: Array) -> Array:
-    """x, whose tangents raise NotImplementedError when they are computed."""
-    return _input.bind(x)
+def inputs(arrays: Iterable[Array], others: Any = ()) -> list[Array]:
+    """The arrays that a kernel's own derivative rule is for; it reads a tree of `others` beside.
+
+    Their tangents raise NotImplementedError when they are computed. Within `shard_map` each comes
+    back as one that varies over every axis of the mesh over which any operand does: so do the
+    results and the cotangents, and what was the same on several devices gets the sum of theirs.
+    """
+    every = list(arrays)
+    axes = frozenset[str]().union(*map(varying, jax.tree.leaves((every, others))))
+    return [_input.bind(vary(axes, x)) for x in every]
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The axes of a mesh over which an array varies, within `shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(axes: frozenset[str], x: Array) -> Array:
+    """x as one that varies over these axes of a mesh, too."""
+    missing = tuple(sorted(axes - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def sealed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ def _mask_reason(spec: Spec, shapes: Shapes) -> str | None:
     except NotImplementedError as reason:
         return str(reason)
     size = max(512, shapes.T // 64, shapes.S // 64)
-    tile = masks.Tile(masks.extents(shapes.T, size), masks.extents(shapes.S, size))
+    tile = masks.Tile.grid(masks.extents(shapes.T, size), masks.extents(shapes.S, size))
     return None if np.any(masks.kinds(static, tile)) else "the mask leaves nothing"
 
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as lazy
 from jaxtyping import Array, Float, Int
 
-from jattn import masks
+from jattn import integers, masks
 from jattn._types import number
 from jattn.kernels import blockwise
 from jattn.kernels.lowering import default_settings
@@ -57,7 +57,7 @@ class _Tiles(lazy.Mask):
             for x, size in zip(place, self._shape, strict=True)
         ]
         shape = (len(runs[0]), len(runs[1]))
-        tile = masks.Tile(*(masks.Extent(x[:1], x[-1:], x[:1], len(x)) for x in runs))
+        tile = masks.Tile.grid(*(masks.Extent(x[:1], x[-1:], x[:1], len(x)) for x in runs))
         kind = int(masks.kinds(self._mask, tile)[0, 0])
         if kind != masks.MIXED:
             return np.full(shape, kind == masks.FULL)
@@ -76,18 +76,20 @@ def _ids(fed: Fed, T: int, S: int) -> tuple[Array, Array] | None:
         q_ids, kv_ids = (
             jnp.atleast_2d(x).astype(jnp.int32) for x in (fed.segments.q_ids, fed.segments.kv_ids)
         )
-    unused = jnp.maximum(q_ids.max(), kv_ids.max()) + 1
+        if fed.lengths:  # so that there are two that no token has
+            q_ids, kv_ids = integers.numbered(q_ids, kv_ids)
+    unused = T + S
     for one in fed.lengths:
         q_ids = _outside(q_ids, one.q, unused)
         kv_ids = _outside(kv_ids, one.kv, unused + 1)
     return q_ids, kv_ids
 
 
-def _outside(ids: Int[Array, "_ t"], length: Any, other: Array) -> Int[Array, "_ t"]:
+def _outside(ids: Int[Array, "_ t"], length: Any, other: int) -> Int[Array, "_ t"]:
     """The ids, with another one from `length` on (a number or one for each row)."""
     if length is None:
         return ids
-    length = jnp.reshape(jnp.asarray(number(length), jnp.int32), (-1, 1))
+    length = jnp.reshape(jnp.asarray(integers.clamped(number(length))), (-1, 1))
     return jnp.where(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < length, ids, other)
 
 

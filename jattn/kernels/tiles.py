@@ -16,14 +16,14 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import masks, tile
-from jattn._types import axis_along, declared
+from jattn._types import Shape, Size, axis_along, declared
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 
 def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
     """The tile map of one head."""
-    box = masks.Tile(
+    box = masks.Tile.grid(
         masks.extents(T, tiling.block_q, spec.q_positions),
         masks.extents(S, tiling.block_kv, spec.kv_positions),
     )
@@ -254,11 +254,11 @@ def cut(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
     return jax.tree.map(one, declared(spec), spec)
 
 
-def cut_rows(spec: Spec, first: Any, rows: int) -> Spec:
+def cut_rows(spec: Spec, first: Any, rows: Size) -> Spec:
     """The spec with its arrays along B cut to some batch rows."""
 
     def one(letters: str, leaf: Any) -> Any:
-        batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] > 1
+        batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] != 1
         return take(leaf, first, rows) if batched else leaf
 
     return jax.tree.map(one, declared(spec), spec)
@@ -329,7 +329,7 @@ class Call(NamedTuple):
         )
 
 
-def unpadded(x: Array, shape: tuple[int, ...]) -> Array:
+def unpadded(x: Array, shape: Shape) -> Array:
     """x without what was padded behind."""
     return x[tuple(map(slice, shape))]
 
@@ -343,7 +343,7 @@ def pad_to(x: Array, size: int) -> Array:
     return x if len(x) == size else jnp.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def take(x: Array, start: Any, size: int, axis: int = 0) -> Array:
+def take(x: Array, start: Any, size: Size, axis: int = 0) -> Array:
     """A run of `size` along an axis; the array itself if it is no longer than that."""
     if x.shape[axis] == size:
         return x
@@ -402,6 +402,6 @@ def _put_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array
         if name in named:
             axis = named.index(name)
             part = jnp.expand_dims(part, axis)
-            start[axis] = index if total.shape[axis] > 1 else np.int32(0)
+            start[axis] = index if total.shape[axis] != 1 else np.int32(0)
     old = lax.dynamic_slice(total, start, part.shape)
     return lax.dynamic_update_slice(total, old + part, start)

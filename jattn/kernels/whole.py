@@ -22,7 +22,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from jattn import softmax, tile
-from jattn._types import accumulation
+from jattn._types import Size, accumulation, closure_converted
 from jattn.kernels import tiles
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, has_mask, parameters, scaled, with_parameters
@@ -186,17 +186,29 @@ def _backward_safely(
 
 
 def agreed(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
-    """`lax.cond` that stays a branch under `vmap`: one decision, `yes` only where all are ok."""
+    """`lax.cond` that stays a branch under `vmap`: one decision, `yes` only where all are ok.
+
+    The branches may close over traced arrays; those are operands too, as `vmap` may come after the
+    trace in which this is called.
+    """
+    (run_yes, own_yes), (run_no, own_no) = (closure_converted(f, *arguments) for f in (yes, no))
+    own = (own_yes, own_no)
+    yes, no = lambda own, *x: run_yes(own[0], *x), lambda own, *x: run_no(own[1], *x)
+    return _decided(ok, yes, no, own, *arguments)
+
+
+def _decided(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
+    """`agreed` for branches that close over nothing traced."""
 
     @custom_vmap
     def decide(ok: Array, arguments: Any) -> Any:
         return lax.cond(ok, yes, no, *arguments)
 
     @decide.def_vmap
-    def decide_for_all(size: int, mapped: Any, ok: Array, arguments: Any) -> Any:
+    def decide_for_all(size: Size, mapped: Any, ok: Array, arguments: Any) -> Any:
         axes = jax.tree.map(lambda one: 0 if one else None, mapped[1])
         every_yes, every_no = (jax.vmap(f, axes, axis_size=size) for f in (yes, no))
-        results = agreed(jnp.all(ok), every_yes, every_no, *arguments)
+        results = _decided(jnp.all(ok), every_yes, every_no, *arguments)
         return results, jax.tree.map(lambda _: True, results)
 
     return decide(ok, arguments)
@@ -269,10 +281,12 @@ def _by_token(results: Any) -> tuple[Any, ...]:
     return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), tuple(results))
 
 
-def _rows(shapes: Shapes, together: int) -> int:
+def _rows(shapes: Shapes, together: int) -> Size:
     """How many batch rows to take at a time, of which one reads and writes as many numbers as its
     operands, results and scores have; if possible a number that divides them all."""
     _, T, S, N, _, H, V, _ = shapes
+    if not isinstance(shapes.B, int):  # a dimension of an exported program, known when it runs
+        return shapes.B
     most = max(1, together // (N * (T * S + (T + S) * (H + V))))
     if shapes.B <= 2 * most:  # taking groups out and putting them back must be worth its time
         return shapes.B
@@ -281,7 +295,7 @@ def _rows(shapes: Shapes, together: int) -> int:
 
 
 def _in_groups(
-    run: Callable[..., Any], rows: int, spec: Spec, start: Any, operands: tuple[Array, ...]
+    run: Callable[..., Any], rows: Size, spec: Spec, start: Any, operands: tuple[Array, ...]
 ) -> tuple[Any, Any]:
     """Folds `run(total, size, first, spec, *operands) -> (total, results)` over groups of batch
     rows, which it cuts out with `_group`.
@@ -290,7 +304,7 @@ def _in_groups(
     the caches, and in memory that is not asked for anew in every call. A single group has no total
     before it: None.
     """
-    B = len(operands[0])
+    B = operands[0].shape[0]
     if rows == B:
         return run(None, B, jnp.int32(0), spec, *operands)
     steps, rest = divmod(B, rows)
@@ -305,7 +319,7 @@ def _in_groups(
     return total, results
 
 
-def _group(size: int, first: Any, spec: Spec, *operands: Array) -> Any:
+def _group(size: Size, first: Any, spec: Spec, *operands: Array) -> Any:
     """Some batch rows of everything. Cut where they are used: a branch would copy them."""
     return tiles.cut_rows(spec, first, size), *(tiles.take(x, first, size) for x in operands)
 
@@ -323,7 +337,7 @@ def forward(
     `[B, N, T, S]`, which go with `plain` to `backward`. Batch rows are taken in groups of about
     `together` numbers."""
 
-    def some(total: Any, size: int, *operands: Any) -> Any:
+    def some(total: Any, size: Size, *operands: Any) -> Any:
         def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Any:
             def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
                 return head(spec, b, h, tile.spans(spec, len(q), len(k)), q, k, v)
@@ -360,7 +374,7 @@ def backward(
     plain, *weights = kept
     plain = plain & jnp.all(jnp.isfinite(delta))
 
-    def some(total: Any, size: int, *operands: Any) -> Any:
+    def some(total: Any, size: Size, *operands: Any) -> Any:
         def enough(found: Any) -> Array:
             # Where a masked value overflows in a product with d_out, its row of d_key is NaN.
             return plain & jnp.isfinite(jnp.sum(found[1]))

@@ -23,11 +23,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn import tile
 from jattn._types import Keys, Output, Queries, Values, Weights
-from jattn.attention import attention, attention_weights, cached_attention
+from jattn.attention import IMPLEMENTATIONS, attention, attention_weights, cached_attention
 from jattn.cache import Cache, DenseCache
+from jattn.checks import (
+    check_array,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_function,
+    check_precision,
+    check_rate,
+    check_size,
+    check_sizes,
+    shown,
+)
+from jattn.integers import is_integer
 from jattn.masks import Mask, as_mask
 from jattn.mechanisms import additive_attention, additive_keys
 from jattn.positions import rotary as rotate
+from jattn.scores import check_score
 
 
 LOGICAL_AXES = (
@@ -70,10 +84,33 @@ def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = Tru
     return cast
 
 
+def check_module(
+    rngs: Any,
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    functions: dict[str, Any] | None = None,
+    **sizes: Any,
+) -> None:
+    """What every module is made from: random numbers, dtypes, initialisers and sizes.
+
+    Raises TypeError and ValueError, naming the argument.
+    """
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs: expected an nnx.Rngs, got {type(rngs).__name__}")
+    if dtype is not None:
+        check_dtype("dtype", dtype)
+    check_dtype("param_dtype", param_dtype)
+    for name, function in (functions or {}).items():
+        check_function(name, function)
+    check_sizes(**sizes)
+
+
 class LayerNorm(nnx.LayerNorm):
     """Flax's layer normalisation over the last axis, also under strict dtype promotion."""
 
     def __init__(self, num_features: int, *, axis: str = "embed", **options: Any):
+        check_module(options.get("rngs"), num_features=num_features)
         metadata = {"scale_metadata": sharded(axis), "bias_metadata": sharded(axis)}
         super().__init__(num_features, promote_dtype=promote, **metadata, **options)
 
@@ -88,6 +125,7 @@ class RMSNorm(nnx.RMSNorm):
     """Flax's root mean square normalisation over the last axis, also under strict promotion."""
 
     def __init__(self, num_features: int, *, axis: str = "embed", **options: Any):
+        check_module(options.get("rngs"), num_features=num_features)
         metadata = {"scale_metadata": sharded(axis)}
         super().__init__(num_features, promote_dtype=promote, **metadata, **options)
 
@@ -107,12 +145,16 @@ class Dropout(nnx.Dropout):
     """
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs):
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"dropout_rate: expected 0 <= rate < 1, got {rate}")
+        check_rate("dropout_rate", rate)
+        check_module(rngs)
         super().__init__(rate, rngs=rngs["dropout"] if rate > 0 and "dropout" in rngs else None)
 
     def key(self, deterministic: bool | None, rngs: RandomSource) -> Any:
         """A fresh key, or None where nothing is dropped."""
+        if deterministic is not None:
+            check_flag("deterministic", deterministic)
+        if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream):
+            raise TypeError(f"rngs: expected an nnx.Rngs or None, got {type(rngs).__name__}")
         if self.rate == 0.0 or (self.deterministic if deterministic is None else deterministic):
             return None
         source = self.rngs if rngs is None else rngs
@@ -135,6 +177,7 @@ class Dropout(nnx.Dropout):
         deterministic: bool | None = None,
         rngs: RandomSource = None,
     ) -> Float[Array, "*shape"]:
+        check_array("inputs", inputs, "[...]", ndim=1)
         key = self.key(deterministic, rngs)
         if key is None:
             return inputs
@@ -176,6 +219,9 @@ class LearnedScore(Held):
     """
 
     def __init__(self, score: Any):
+        if score is None:
+            raise TypeError("score: expected a jattn score function, got None")
+        check_score(score)
         super().__init__(score, trained=True)
 
 
@@ -246,13 +292,23 @@ def capture_weights(model: Any, *args: Any, **kwargs: Any) -> dict[str, Weights]
 
 
 def _check_divides(name: str, value: int, of: str, total: int) -> None:
+    if not is_integer(value):
+        check_size(name, value)
     if value < 1 or total % value:
-        raise ValueError(f"{name}: expected a positive divisor of {of}={total}, got {value}")
+        raise ValueError(f"{name}: expected a positive divisor of {of}={total}, got {shown(value)}")
+
+
+def check_integers(name: str, x: Any) -> None:
+    """Raises TypeError unless `x` is an integer array."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name}: expected integers, got {dtype or type(x).__name__}")
 
 
 def check_features(name: str, x: Array, letters: str, features: str, size: int) -> None:
-    """Raises ValueError unless `x` is `[*B, letters]` and its last axis has this size."""
-    if x.ndim < 2 or x.shape[-1] != size:
+    """Raises unless `x` is a float array `[*B, letters]` and its last axis has this size."""
+    check_array(name, x, f"[*B, {letters}]")
+    if len(x.shape) < 2 or x.shape[-1] != size:
         raise ValueError(f"{name}: expected [*B, {letters}] with {features}={size}, got {x.shape}")
 
 
@@ -307,12 +363,30 @@ class MultiHeadAttention(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
+        check_flag("use_bias", use_bias)
+        check_precision("precision", precision)
+        check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+        check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
+        if not isinstance(rotary, bool | Rotary):
+            raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
+        if not isinstance(score, nnx.Module):
+            check_score(score)
         self.num_heads = num_heads
         self.in_features = in_features
         self.qkv_features = in_features if qkv_features is None else qkv_features
         self.out_features = in_features if out_features is None else out_features
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
+        check_module(
+            rngs,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            functions={"kernel_init": kernel_init, "bias_init": bias_init},
+            in_features=in_features,
+            qkv_features=self.qkv_features,
+            out_features=self.out_features,
+            in_kv_features=self.in_kv_features,
+        )
         _check_divides("num_heads", num_heads, "qkv_features", self.qkv_features)
         _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
         self.head_dim = self.qkv_features // num_heads
@@ -380,9 +454,7 @@ class MultiHeadAttention(nnx.Module):
                 return LayerNorm(self.head_dim, axis="head_size", use_bias=False, **options)
             case "rms":
                 return RMSNorm(self.head_dim, axis="head_size", **options)
-        raise ValueError(
-            f"normalize_qk: expected False, True, 'layer' or 'rms', got {self.normalize_qk!r}"
-        )
+        raise AssertionError(self.normalize_qk)
 
     def project_queries(
         self, inputs_q: Float[Array, "..."], positions: Positions = None
@@ -499,6 +571,7 @@ class MultiHeadAttention(nnx.Module):
         what does not go with a cache.
         """
         if cache is not None:
+            _check_is_cache("cache", cache)
             others = {"inputs_k": inputs_k, "inputs_v": inputs_v}
             _check_with_cache(others | {"positions": positions, "kv_positions": kv_positions})
             run = {"deterministic": deterministic, "rngs": rngs}
@@ -534,6 +607,8 @@ class MultiHeadAttention(nnx.Module):
         the length is that of its window.
         """
         dtype = (self.param_dtype if self.dtype is None else self.dtype) if dtype is None else dtype
+        if not (isinstance(kind, type) and issubclass(kind, Cache)):
+            raise TypeError(f"kind: expected a class of jattn.cache, got {kind!r}")
         return kind.create(batch, length, self.num_kv_heads, self.head_dim, dtype=dtype, **options)
 
     def _extend(
@@ -549,6 +624,7 @@ class MultiHeadAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T out"], Cache]:
         """Self-attention of further tokens, and the cache that holds them too."""
         self._check_tap()
+        check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
         positions = cache.next_positions(inputs_q.shape[1], valid)
         query = self.project_queries(inputs_q, positions)
         key, value = self.project_keys_values(inputs_q, None, positions)
@@ -578,6 +654,7 @@ class MultiHeadAttention(nnx.Module):
     ) -> Float[Array, "B T out"]:
         """Attends to what `remember` has projected, as the call does to `inputs_k`."""
         self._check_tap()
+        _check_is_cache("memory", memory)
         query = self.project_queries(inputs_q, positions)
         places = jnp.arange(query.shape[1], dtype=jnp.int32) if positions is None else positions
         options = self._options(mask, score, deterministic, rngs)
@@ -586,6 +663,11 @@ class MultiHeadAttention(nnx.Module):
     def _check_tap(self) -> None:
         if self.weights_tap.is_open:
             raise NotImplementedError("attention weights cannot be captured through a cache")
+
+
+def _check_is_cache(name: str, value: Any) -> None:
+    if not isinstance(value, Cache):
+        raise TypeError(f"{name}: expected a cache of jattn.cache, got {type(value).__name__}")
 
 
 def _check_with_cache(arguments: dict[str, Any]) -> None:
@@ -604,6 +686,9 @@ class SingleHeads(nnx.Module):
     """
 
     def __init__(self, packed: MultiHeadAttention):
+        if not isinstance(packed, MultiHeadAttention):
+            kind = type(packed).__name__
+            raise TypeError(f"packed: expected a MultiHeadAttention, got {kind}")
         streams = nnx.clone(packed.dropout.rngs)
         self.heads = nnx.List(_single_head(packed, n) for n in range(packed.num_heads))
         if streams is not None:
@@ -666,6 +751,16 @@ class AdditiveAttention(nnx.Module):
         kernel_init: Initializer = LECUN,
         rngs: nnx.Rngs,
     ):
+        check_module(
+            rngs,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            functions={"kernel_init": kernel_init},
+            query_features=query_features,
+            key_features=key_features,
+            alignment_features=alignment_features,
+        )
+
         def parameter(*shape: int, names: tuple[str | None, ...]) -> nnx.Param[Array]:
             return nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **sharded(*names))
 
@@ -694,6 +789,7 @@ class AdditiveAttention(nnx.Module):
     ) -> Float[Array, "*B T V"]:
         """As the call, with keys from `project_keys`."""
         check_features("query", query, "T, D", "query_features", self.query_features)
+        check_array("value", value, "[*B, S, V]", ndim=2)
         arrays = (query, projected_key, value, self.query[...], self.score[...])
         query, key, value, w_query, w_score = promote(arrays, dtype=self.dtype)
         if self.weights_tap.is_open:

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from jattn.checks import check_dtype, check_flag, check_number, check_size
+from jattn.integers import known_range
+from jattn.nn.attention import check_features, check_integers, check_module
 from jattn.positions import learned, sinusoidal
 
 
@@ -25,12 +27,8 @@ def _table(axis: str, value: Float[Array, "rows D"]) -> nnx.Param[Array]:
 
 def _check_range(name: str, indices: Indices, letters: str, size: int) -> None:
     """Known indices are checked at once; traced ones give NaN where they are out of range."""
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{name}: expected integers, got {indices.dtype}")
-    if isinstance(indices, Tracer) or indices.size == 0:
-        return
-    known = np.asarray(indices)  # NumPy's, as jnp's minimum would be traced along
-    least, greatest = known.min(), known.max()
+    check_integers(name, indices)
+    least, greatest = known_range(indices) or (0, 0)
     if least < 0 or greatest >= size:
         raise ValueError(
             f"{name}: expected 0 <= {name} < {letters}={size}, got {least} to {greatest}"
@@ -54,6 +52,14 @@ class TokenEmbedding(nnx.Module):
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
     ):
+        check_module(
+            rngs,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            functions={"embedding_init": embedding_init},
+            vocabulary=vocabulary,
+            features=features,
+        )
         self.vocabulary = vocabulary
         self.features = features
         self.dtype = param_dtype if dtype is None else dtype
@@ -73,6 +79,7 @@ class TokenEmbedding(nnx.Module):
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
         """Logits `[*B, T, vocabulary]`: products of `[*B, T, D]` with the unscaled vectors."""
+        check_features("x", x, "T, D", "features", self.features)
         return _logits(x, self.embedding[...], self.dtype)
 
 
@@ -93,6 +100,16 @@ class OutputProjection(nnx.Module):
         kernel_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
     ):
+        check_module(
+            rngs,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            functions={"kernel_init": kernel_init},
+            features=features,
+            vocabulary=vocabulary,
+        )
+        check_flag("use_bias", use_bias)
+        self.features = features
         self.dtype = param_dtype if dtype is None else dtype
         self.kernel = _table(
             "vocabulary", kernel_init(rngs.params(), (vocabulary, features), param_dtype)
@@ -110,6 +127,7 @@ class OutputProjection(nnx.Module):
         return self.kernel[...], None if self.bias is None else self.bias[...]
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
+        check_features("x", x, "T, D", "features", self.features)
         kernel, bias = self.arrays
         logits = _logits(x, kernel, self.dtype)
         if bias is None:
@@ -137,6 +155,14 @@ class LearnedPositions(nnx.Module):
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
     ):
+        check_module(
+            rngs,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            functions={"embedding_init": embedding_init},
+            max_length=max_length,
+            features=features,
+        )
         self.max_length = max_length
         self.dtype = param_dtype if dtype is None else dtype
         self.embedding = _table(
@@ -156,10 +182,13 @@ class SinusoidalPositions(nnx.Module):
     """The sines and cosines of Vaswani et al. 2017, section 3.5: no parameters, any length."""
 
     def __init__(self, features: int, *, base: float = 10000.0, dtype: Any = jnp.float32):
+        check_size("features", features)
+        check_number("base", base, positive=True)
+        check_dtype("dtype", dtype)
         self.features = features
         self.base = base
         self.dtype = dtype
 
     def __call__(self, positions: Indices) -> Float[Array, "... D"]:
         """Positions `[*B, T]` or `[T]` to vectors with an axis D at the end."""
-        return sinusoidal(jnp.asarray(positions), self.features, base=self.base, dtype=self.dtype)
+        return sinusoidal(positions, self.features, base=self.base, dtype=self.dtype)

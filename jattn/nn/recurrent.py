@@ -18,7 +18,11 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn import integers
 from jattn._types import accumulation
+from jattn.cache import picked_rows
+from jattn.checks import check_array, check_flag, check_function, check_rate, check_size
+from jattn.integers import is_integer
 from jattn.masks import Lengths
 from jattn.mechanisms import additive_attention
 from jattn.nn.attention import (
@@ -28,6 +32,8 @@ from jattn.nn.attention import (
     Dropout,
     RandomSource,
     check_features,
+    check_integers,
+    check_module,
     promote,
     sharded,
 )
@@ -56,6 +62,10 @@ class RecurrentOptions:
     bias_init: Initializer = ZEROS
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
+
+    def __post_init__(self):
+        for name in ("kernel_init", "recurrent_init", "bias_init"):
+            check_function(name, getattr(self, name))
 
     @property
     def dtypes(self) -> dict[str, Any]:
@@ -98,6 +108,7 @@ class GRU(nnx.Module):
 
     def __init__(self, in_features: int, features: int, *, rngs: nnx.Rngs, **options: Any):
         given = RecurrentOptions(**options)
+        check_module(rngs, in_features=in_features, features=features, **given.dtypes)
         self.in_features = in_features
         self.features = features
         self.dtype = given.dtype
@@ -139,6 +150,7 @@ class GRU(nnx.Module):
             reverse: read from each row's last real place to its first.
         """
         check_features("x", x, "T, E", "in_features", self.in_features)
+        check_flag("reverse", reverse)
         x = jnp.moveaxis(x, -2, 0)
         real = None if lengths is None else _real(lengths, x)
         if real is not None:
@@ -160,16 +172,14 @@ def _real(lengths: Ids, x: Array) -> Bool[Array, "..."]:
     """Which places of `x [T, *B, E]` are within the lengths `[*B]`: `[T, *B]`."""
     _check_lengths("lengths", lengths, x.shape[1:-1])
     places = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], 0)
-    return places < jnp.asarray(lengths, jnp.int32)[None]
+    return places < jnp.asarray(integers.clamped(lengths))[None]
 
 
 def _check_lengths(name: str, lengths: RowLengths, batch: tuple[int, ...]) -> None:
     if lengths is None:
         return
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"{name}: expected integers, got {lengths.dtype}")
-    if lengths.shape != batch:
-        raise ValueError(f"{name}: expected [*B] = {list(batch)}, got {list(lengths.shape)}")
+    check_integers(name, lengths)
+    check_array(name, lengths, "[*B]", "integer", shape=batch)
 
 
 class RecurrentEncoder(nnx.Module):
@@ -203,8 +213,13 @@ class RecurrentState(NamedTuple):
     lengths: RowLengths
 
     def reorder(self, indices: Int[Array, " R"], *, memory: bool = True) -> "RecurrentState":
-        """Rows picked by index; `memory=False` for rows that change places with equal ones."""
-        picked = self._replace(hidden=self.hidden[indices])
+        """Rows picked by index; `memory=False` for rows that change places with equal ones.
+
+        Raises ValueError for rows that are known not to be there; the state of others is NaN.
+        """
+        indices, missing = picked_rows(indices, len(self.hidden))
+        lost = missing.reshape(-1, *(1,) * (self.hidden.ndim - 1))
+        picked = self._replace(hidden=jnp.where(lost, jnp.nan, self.hidden[indices]))
         if not memory:
             return picked
         lengths = None if self.lengths is None else jnp.asarray(self.lengths)[indices]
@@ -230,6 +245,10 @@ class Maxout(nnx.Module):
         **options: Any,
     ):
         given = RecurrentOptions(**options)
+        widths = {"state_features": state_features, "token_features": token_features}
+        widths |= {"context_features": context_features, "features": features}
+        check_module(rngs, **widths, **given.dtypes)
+        self.widths = tuple(widths.values())
         self.state = given.linear(state_features, 2, features, use_bias=False, rngs=rngs)
         self.token = given.linear(token_features, 2, features, rngs=rngs)
         self.context = given.linear(context_features, 2, features, use_bias=False, rngs=rngs)
@@ -240,6 +259,9 @@ class Maxout(nnx.Module):
         token: Float[Array, "*B T E"],
         context: Float[Array, "*B T C"],
     ) -> Float[Array, "*B T D"]:
+        arrays = {"state": state, "token": token, "context": context}
+        for (name, x), width in zip(arrays.items(), self.widths, strict=False):
+            check_features(name, x, "T, width", "width", width)
         sums = promote((self.state(state), self.token(token), self.context(context)))
         return jnp.max(sum(sums), axis=-2)
 
@@ -273,6 +295,9 @@ class RecurrentDecoder(nnx.Module):
         **options: Any,
     ):
         given = RecurrentOptions(**options)
+        widths = {"in_features": in_features, "features": features, "out_features": out_features}
+        widths |= {"memory_features": memory_features, "alignment_features": alignment_features}
+        check_module(rngs, **widths, **given.dtypes)
         self.memory_features = memory_features
         self.unit = GRU(in_features, features, rngs=rngs, **options)
         self.context = given.linear(memory_features, 3, features, use_bias=False, rngs=rngs)
@@ -368,13 +393,19 @@ class RNNsearch(nnx.Module):
         **options: Any,
     ):
         given = RecurrentOptions(**options)
+        if not is_integer(hidden):
+            check_size("hidden", hidden)
         alignment = hidden if alignment_features is None else alignment_features
         maxout = -(-hidden // 2) if maxout_features is None else maxout_features
         widths = {"features": features, "hidden": hidden}
         widths |= {"alignment_features": alignment, "maxout_features": maxout}
         for name, width in widths.items():
-            if width < 1:
+            if is_integer(width) and width < 1:
                 raise ValueError(f"{name}: expected a width above 0, got {width}")
+        widths |= {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
+        functions = {"embedding_init": embedding_init}
+        check_module(rngs, functions=functions, **widths, **given.dtypes)
+        check_rate("dropout_rate", dropout_rate)
         tables = {"embedding_init": embedding_init, "rngs": rngs, **given.dtypes}
         self.source_tokens = TokenEmbedding(source_vocabulary, features, **tables)
         self.target_tokens = TokenEmbedding(target_vocabulary, features, **tables)
@@ -431,8 +462,8 @@ class RNNsearch(nnx.Module):
         rngs: RandomSource = None,
     ) -> Float[Array, "*B S C"]:
         """Source ids `[*B, S]` to the memory `[*B, S, 2H]` that `decode` reads."""
-        _check_lengths("source_lengths", source_lengths, source_ids.shape[:-1])
         x = self.source_tokens(source_ids)
+        _check_lengths("source_lengths", source_lengths, source_ids.shape[:-1])
         x = self.dropout(x, deterministic=deterministic, rngs=rngs)
         return self.encoder(x, lengths=source_lengths)
 

@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
 from jattn.cache import Cache, DenseCache
+from jattn.checks import check_array, check_choice, check_function, check_rate, check_size
 from jattn.masks import Causal
 from jattn.nn.attention import (
     Dropout,
@@ -20,6 +21,8 @@ from jattn.nn.attention import (
     Positions,
     RandomSource,
     Valid,
+    check_features,
+    check_module,
     promote,
     sharded,
 )
@@ -63,8 +66,10 @@ class LayerOptions:
     param_dtype: Dtype = jnp.float32
 
     def __post_init__(self):
-        if self.norm not in ("post", "pre"):
-            raise ValueError(f"norm: expected 'post' or 'pre', got {self.norm!r}")
+        check_choice("norm", self.norm, ("post", "pre"))
+        check_rate("dropout_rate", self.dropout_rate)
+        for name in ("activation", "self_attention", "cross_attention", "kernel_init"):
+            check_function(name, getattr(self, name))
 
     @property
     def dtypes(self) -> dict[str, Any]:
@@ -93,6 +98,11 @@ class FeedForward(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        functions = {"activation": activation, "kernel_init": kernel_init}
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        check_module(rngs, functions=functions, features=features, hidden=hidden, **dtypes)
+        self.features = features
+
         def linear(inputs: int, outputs: int, names: tuple[str, str]) -> nnx.Linear:
             return nnx.Linear(
                 inputs,
@@ -118,6 +128,7 @@ class FeedForward(nnx.Module):
         deterministic: bool | None = None,
         rngs: RandomSource = None,
     ) -> Float[Array, "*B T D"]:
+        check_features("x", x, "T, D", "features", self.features)
         hidden = self.activation(self.hidden(x))
         return self.out(self.dropout(hidden, deterministic=deterministic, rngs=rngs))
 
@@ -165,6 +176,8 @@ class EncoderLayer(nnx.Module):
         self, features: int, num_heads: int, feed_forward: int, *, rngs: nnx.Rngs, **options: Any
     ):
         given = LayerOptions(**options)
+        check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
+        self.features = features
         attention = {"dropout_rate": given.dropout_rate, "rngs": rngs, **given.matrices}
         self.self_attention = given.self_attention(num_heads, features, **attention)
         self.self_attention_residual = Residual(features, given, rngs=rngs)
@@ -180,6 +193,7 @@ class EncoderLayer(nnx.Module):
         deterministic: bool | None = None,
         rngs: RandomSource = None,
     ) -> Float[Array, "*B S D"]:
+        check_features("x", x, "S, D", "features", self.features)
         run = {"deterministic": deterministic, "rngs": rngs}
         around = self.self_attention_residual
         y = self.self_attention(around.enter(x), mask=mask, positions=positions, **run)
@@ -210,6 +224,8 @@ class DecoderLayer(nnx.Module):
         self, features: int, num_heads: int, feed_forward: int, *, rngs: nnx.Rngs, **options: Any
     ):
         given = LayerOptions(**options)
+        check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
+        self.features = features
         attention = {"dropout_rate": given.dropout_rate, "rngs": rngs, **given.matrices}
         self.self_attention = given.self_attention(num_heads, features, **attention)
         self.self_attention_residual = Residual(features, given, rngs=rngs)
@@ -231,6 +247,8 @@ class DecoderLayer(nnx.Module):
         rngs: RandomSource = None,
     ) -> Float[Array, "*B T D"]:
         """`mask` is for the self-attention, which is causal in any case."""
+        check_features("x", x, "T, D", "features", self.features)
+        check_features("memory", memory, "S, D", "features", self.features)
         run = {"deterministic": deterministic, "rngs": rngs}
         places = {"positions": positions, "kv_positions": memory_positions}
 
@@ -254,6 +272,9 @@ class DecoderLayer(nnx.Module):
         rngs: RandomSource = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """As the call, for T further tokens; masks see the cache's slots."""
+        check_features("x", x, "T, D", "features", self.features)
+        if not isinstance(cache, LayerCache):
+            raise TypeError(f"cache: expected a LayerCache, got {type(cache).__name__}")
         run = {"deterministic": deterministic, "rngs": rngs}
         positions = cache.tokens.next_positions(x.shape[1], valid)
         tokens = cache.tokens
@@ -302,6 +323,7 @@ class _Stack(nnx.Module):
         **options: Any,
     ):
         given = LayerOptions(**options)
+        check_size("num_layers", num_layers, 0)
         sizes = (features, num_heads, feed_forward)
         self.layers = nnx.List(
             type(self).layer(*sizes, rngs=rngs, **options) for _ in range(num_layers)
@@ -415,6 +437,21 @@ class Transformer(nnx.Module):
         **options: Any,
     ):
         given = LayerOptions(**options)
+        check_module(
+            rngs,
+            **given.dtypes,
+            functions={"embedding_init": embedding_init},
+            source_vocabulary=source_vocabulary,
+            target_vocabulary=target_vocabulary,
+            features=features,
+            num_heads=num_heads,
+            feed_forward=feed_forward,
+            max_length=max_length,
+        )
+        check_choice("positions", positions, ("sinusoidal", "learned", None))
+        check_size("encoder_layers", encoder_layers, 0)
+        check_size("decoder_layers", decoder_layers, 0)
+        check_choice("tie_embeddings", tie_embeddings, (False, True, "all"))
         if tie_embeddings == "all" and source_vocabulary != target_vocabulary:
             raise ValueError(
                 "tie_embeddings: 'all' expects source_vocabulary == target_vocabulary, got "
@@ -574,7 +611,7 @@ def _positions(
         case "sinusoidal":
             dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
             return SinusoidalPositions(features, dtype=dtype)
-    raise ValueError(f"positions: expected 'sinusoidal', 'learned' or None, got {kind!r}")
+    raise AssertionError(kind)
 
 
 def _embed(
@@ -588,4 +625,8 @@ def _embed(
         return x
     # NumPy's arange stays known under jit, so that a length past max_length raises
     places = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
+    check_array("positions", places, "[*B, T]", "integer")
+    if places.shape not in (ids.shape, ids.shape[-1:]):
+        got = list(places.shape)
+        raise ValueError(f"positions: expected [*B, T] = {list(ids.shape)} or [T], got {got}")
     return x + jnp.broadcast_to(encoding(places), x.shape)

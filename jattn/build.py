@@ -1,0 +1,64 @@
+"""Builds the CPU kernel's libraries ahead of time, for images and clusters.
+
+    python -m jattn.build               for float32, in which float16 and bfloat16 are computed too
+    python -m jattn.build --float64     for float64 as well
+
+They are kept in `$XDG_CACHE_HOME/jattn`, by default `~/.cache/jattn`, for processes with the same
+compiler, kind of processor and versions. The exit status is 0 if all of them work and are kept.
+"""
+
+import argparse
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.attention import attention
+from jattn.cache import DenseCache
+from jattn.kernels import native_library
+
+
+def build(dtype: str) -> str | None:
+    """Builds and tries the libraries for a dtype, prints where they are; returns what is wrong."""
+    for function in ("forward", "decode"):
+        if reason := native_library.unavailable(function, dtype, named=True):
+            return f"cannot be built: {reason}"
+        file = native_library.kept(function, dtype)
+        if file is None:
+            return "cannot be kept: the cache folder cannot be written, or others may write it"
+        print(f"{dtype}: {file}")
+    return None if _works(dtype) else "gives other numbers than the formula"
+
+
+def _works(dtype: str) -> bool:
+    """Whether both kernels give what the formula gives."""
+    with jax.enable_x64(dtype == "float64"):
+        rng = np.random.default_rng(0)
+        q, k, v = (jnp.asarray(rng.normal(size=(1, 70, 2, 24)), dtype) for _ in range(3))
+        want = attention(q, k, v, implementation="reference")
+        cache = DenseCache.of(k, v)
+        found = [attention(q, k, v, implementation="native"), attention(q[:, -2:], cache)]
+        close = 100 * float(np.finfo(dtype).eps)
+        pairs = zip(found, (want, want[:, -2:]), strict=True)
+        return all(bool(np.allclose(x, y, rtol=0, atol=close)) for x, y in pairs)
+
+
+def main() -> int:
+    """Builds what is asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jattn.build",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--float64", action="store_true", help="for float64 as well")
+    dtypes = ["float32", "float64"] if parser.parse_args().float64 else ["float32"]
+    problems = {dtype: build(dtype) for dtype in dtypes}
+    for dtype, problem in problems.items():
+        if problem:
+            print(f"{dtype}: {problem}", file=sys.stderr)
+    return 1 if any(problems.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The checks of users' arguments that more than one file makes.
+
+Each raises TypeError for the wrong kind of thing and ValueError for a wrong value or shape, with
+the argument's name, what was expected and what came.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from jattn._types import Shape, number
+from jattn.integers import MOST, is_integer, is_known, known_range
+
+
+KINDS = {
+    "floating-point": (jnp.floating,),
+    "integer": (jnp.integer,),
+    "boolean": (jnp.bool_,),
+    "real": (jnp.floating, jnp.integer),
+}
+
+
+def check_array(
+    name: str,
+    value: Any,
+    letters: str,
+    kind: str = "floating-point",
+    *,
+    ndim: int | None = None,
+    shape: Shape | None = None,
+) -> None:
+    """An array of a kind of dtype, of at least `ndim` axes, or of a shape."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not hasattr(value, "shape"):
+        article = "an" if kind == "integer" else "a"
+        raise TypeError(f"{name}: expected {article} {kind} array {letters}, got {_type(value)}")
+    if not any(jnp.issubdtype(dtype, x) for x in KINDS[kind]):
+        article = "an" if kind == "integer" else "a"
+        raise TypeError(f"{name}: expected {article} {kind} array {letters}, got {dtype}")
+    if shape is not None and tuple(value.shape) != shape:
+        raise ValueError(f"{name}: expected {letters} = {list(shape)}, got {list(value.shape)}")
+    if ndim is not None and len(value.shape) < ndim:
+        raise ValueError(f"{name}: expected {letters}, got shape {list(value.shape)}")
+
+
+def check_like(name: str, value: Any, other: Any) -> None:
+    """An array of the dtype of another, which is called the query."""
+    if value.dtype != other.dtype:
+        raise TypeError(
+            f"{name}: expected the query's dtype {other.dtype}, got {value.dtype}; cast first"
+        )
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Several of `check_size`, by name."""
+    for name, size in sizes.items():
+        check_size(name, size)
+
+
+def check_size(name: str, value: Any, least: int = 1) -> None:
+    """An integer that an axis can have, or a dimension of a program that is exported for any."""
+    if jax.export.is_symbolic_dim(value):
+        return
+    if not is_integer(value):
+        raise TypeError(f"{name}: expected an integer >= {least}, got {_type(value)}")
+    if not least <= value <= MOST:
+        limit = f">= {least}" if value < least else "< 2^31"
+        raise ValueError(f"{name}: expected {name} {limit}, got {shown(value)}")
+
+
+def check_number(name: str, value: Any, *, positive: bool = False) -> None:
+    """A finite number, or a float array without axes; its value where it is known."""
+    real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
+    if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
+        raise TypeError(f"{name}: expected a number or a float scalar, got {shown(value)}")
+    if np.shape(value):
+        raise ValueError(f"{name}: expected a number or a scalar, got shape {list(value.shape)}")
+    if not (isinstance(value, int | float) or is_known(value)):
+        return
+    if not _is_finite(value) or (positive and not float(value) > 0):
+        wanted = "finite number > 0" if positive else "finite number"
+        raise ValueError(f"{name}: expected a {wanted}, got {shown(number(value))}")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def check_operands(owner: str, operands: Any) -> None:
+    """What a function takes beside its indices: numbers and arrays that nothing narrows."""
+    for path, x in jax.tree_util.tree_leaves_with_path(operands):
+        name = f"{owner}: operand {jax.tree_util.keystr(path)}"
+        dtype = getattr(x, "dtype", None)
+        if not isinstance(x, bool | int | float | complex) and (
+            dtype is None or not _is_known_to_jax(dtype)
+        ):
+            raise TypeError(f"{name}: expected numbers or arrays, got {shown(x)}")
+        wide = isinstance(x, int) or (isinstance(x, np.ndarray) and x.dtype.kind in "iu")
+        least, most = (known_range(x) if wide else None) or (0, 0)
+        bits = 64 if jax.config.read("jax_enable_x64") else 32
+        if least < -(2 ** (bits - 1)) or most >= 2 ** (bits - (dtype is None or dtype.kind == "i")):
+            raise ValueError(f"{name}: expected integers of {bits} bits, got {shown(x)}")
+
+
+def _is_known_to_jax(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or any(
+        jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)
+    )
+
+
+def check_function(name: str, value: Any) -> None:
+    """Something to call."""
+    if not callable(value):
+        raise TypeError(f"{name}: expected a function, got {_type(value)}")
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """A floating-point dtype."""
+    try:
+        is_dtype = value is not None and not isinstance(value, np.generic | np.ndarray | jax.Array)
+        right = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise TypeError(f"{name}: expected a floating-point dtype, got {shown(value)}")
+
+
+def check_rate(name: str, value: Any) -> None:
+    """A share that is dropped."""
+    if not isinstance(value, int | float | np.floating) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a Python float, got {_type(value)}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}: expected 0 <= rate < 1, got {shown(value)}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """True or False, known while tracing."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}: expected True or False, got {_type(value)}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """One of a few strings, truth values and None."""
+    if not isinstance(value, str | bool | None) or value not in choices:
+        *first, last = map(repr, choices)
+        names = f"{', '.join(first)} or {last}" if first else last
+        raise ValueError(f"{name}: expected {names}, got {shown(value)}")
+
+
+def check_precision(name: str, value: Any) -> None:
+    """What `jax.lax.Precision` and its relatives allow."""
+    if value is not None and not _is_precision(value):
+        raise ValueError(
+            f"{name}: expected None, a jax.lax.Precision or one of its names, got {shown(value)}"
+        )
+
+
+def _is_precision(value: Any) -> bool:
+    try:
+        return _multiplies(value)
+    except TypeError:  # what has no hash
+        return False
+
+
+@functools.lru_cache(maxsize=64)
+def _multiplies(precision: Any) -> bool:
+    vector = jax.ShapeDtypeStruct((1,), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: jnp.dot(x, x, precision=precision), vector)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _type(value: Any) -> str:
+    return str(getattr(value, "dtype", type(value).__name__))
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: in one line, and short."""
+    if isinstance(value, int) and abs(value) > 10**20:
+        return f"an integer of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

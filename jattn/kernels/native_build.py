@@ -1,0 +1,247 @@
+"""The libraries that `native*.cc` become: built by the machine's compiler, kept, and loaded.
+
+A compiler on the spot knows the processor's own vectors, which a wheel for all could not use. What
+it builds is kept in the user's cache folder, under a name that changes with everything that went
+into it, together with a digest. A file that is damaged is built again, and one that others could
+have written is not looked at. What is loaded is a copy of the contents that were checked, in a
+folder of this process alone, deleted as soon as it is loaded.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+
+
+LIMIT = 300.0
+"""Seconds that a compiler may take; one that takes longer hangs."""
+
+_HERE = Path(__file__).parent
+_SINGLE = {"float32": 1, "float64": 0}
+_log = logging.getLogger("jattn")
+_X = TypeVar("_X")
+
+
+class BuildError(Exception):
+    """Why there is no library."""
+
+
+def load(source: str, dtype: str, tiles: str) -> tuple[ctypes.CDLL, Path | None]:
+    """A library and the file where it is kept, built if it is not there; None: it cannot be kept.
+
+    Raises BuildError and OSError, and whatever else goes wrong in a strange environment.
+    """
+    if os.name != "posix":
+        raise BuildError(f"it is not built on {platform.system()}")
+    command = [*compiler(), *_flags(dtype, tiles)]
+    name = f"{Path(source).stem}-{dtype}-{_digest(command, source)}.so"
+    folder = _folder()
+    kept = folder / name if folder else None
+    contents = _read(kept) if kept else None
+    if contents is None:
+        whom = "once for this machine" if kept else "for this process: no cache folder is its own"
+        _tell(f"jattn: building {source} for {dtype}, {whom}; some seconds")
+        headers = ["-isystem", jax.ffi.include_dir()]
+        compile_it = [*command, *headers, str(_HERE / source)]
+        contents = _in_private_folder(lambda path: _compiled(compile_it, path), folder)
+        kept = kept if kept and _keep(kept, contents) else None
+
+    def from_copy(path: Path) -> ctypes.CDLL:
+        path.write_bytes(contents)
+        return ctypes.CDLL(str(path))
+
+    return _in_private_folder(from_copy, folder), kept
+
+
+# --- the compiler -------------------------------------------------------------------------------
+
+
+def compiler() -> list[str]:
+    """The words that start the compiler: those of `CXX`, or what there is."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    candidates = [wanted] if wanted else [["c++"], ["g++"], ["clang++"]]
+    for first, *rest in candidates:
+        if found := shutil.which(first):
+            return [found, *rest]
+    names = " and ".join(first for first, *_ in candidates)
+    raise BuildError(f"there is no C++ compiler: {names} not found")
+
+
+def _flags(dtype: str, tiles: str) -> list[str]:
+    own = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+    macros = [f"-DJATTN_SINGLE={_SINGLE[dtype]}", f"-DJATTN_TILES={tiles}"]
+    return ["-std=c++17", "-O2", own, "-ffp-contract=fast", "-fPIC", "-shared", *macros]
+
+
+def _digest(command: list[str], source: str) -> str:
+    """Of all that a library depends on."""
+    # The compiler's own macros tell its version and the processor.
+    macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+    texts = [(_HERE / name).read_text(encoding="utf-8") for name in ("native.h", source)]
+    parts = [*texts, shlex.join(command), macros, version("jaxlib")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _compiled(command: list[str], path: Path) -> bytes:
+    """What the compiler writes, once another process has loaded it and lived."""
+    _run([*command, "-o", str(path)])
+    if not path.exists() or not path.stat().st_size:
+        raise BuildError(f"{command[0]} wrote no library")
+    if "python" in Path(sys.executable or "").name:  # not a program that Python is embedded in
+        script = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+        try:
+            _run([sys.executable, "-I", "-S", "-c", script, str(path)])
+        except BuildError as reason:
+            # Elsewhere it may be loaded: a file system may forbid to execute what lies on it.
+            raise OSError(f"what {command[0]} wrote cannot be loaded: {reason}") from reason
+    return path.read_bytes()
+
+
+_running: set[subprocess.Popen] = set()
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints; BuildError with what it complains about, or after `LIMIT`."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C"},
+        start_new_session=True,
+    ) as process:
+        _running.add(process)
+        try:
+            printed, complaints = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired as reason:
+            raise BuildError(f"{command[0]} did not end within {LIMIT:g} s") from reason
+        finally:
+            _running.discard(process)
+            _kill(process)
+    if process.returncode:
+        lines = [line.strip() for line in complaints.splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()]
+        status = f"exit status {process.returncode}"
+        raise BuildError(f"{command[0]} failed: {(errors or lines[-1:] or [status])[0]}")
+    return printed
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Ends a command and all that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except OSError:
+        pass
+
+
+def stop() -> None:
+    """Ends all compilers, so that who waits for them is told."""
+    for process in tuple(_running):
+        _kill(process)
+
+
+def _tell(line: str) -> None:
+    """By `logging`, and on a terminal where no logger shows it."""
+    _log.info(line)
+    shown = _log.isEnabledFor(logging.INFO) and _log.hasHandlers()
+    if not shown and sys.stderr and sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def _folder() -> Path | None:
+    """The cache folder; None where there is none that only this user, or root, may write."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(home) / "jattn"
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        return folder if _is_safe(folder.stat()) else None
+    except (OSError, RuntimeError):  # the latter where there is no home
+        return None
+
+
+def _is_safe(status: os.stat_result) -> bool:
+    """Whether nobody but this user and root can have written it."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o022
+
+
+def _seal(name: str, contents: bytes) -> bytes:
+    """What stands after the contents of a file."""
+    return hashlib.sha256(name.encode() + contents).digest()
+
+
+def _read(path: Path) -> bytes | None:
+    """The contents of a file; None where there is none that is safe and whole."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(path, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
+                return None
+            sealed = file.read()
+    except OSError:
+        return None
+    contents, seal = sealed[:-32], sealed[-32:]
+    return contents if contents and seal == _seal(path.name, contents) else None
+
+
+def _keep(path: Path, contents: bytes) -> bool:
+    """Writes a file for later; whether it could."""
+    unfinished = None
+    try:
+        # Whoever builds at the same time writes the same; a reader sees all of it or nothing.
+        handle, unfinished = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(contents + _seal(path.name, contents))
+            file.flush()
+            os.fchmod(handle, 0o644)  # an image may be built by root and run by others
+            os.fsync(handle)
+        Path(unfinished).replace(path)
+        return True
+    except OSError:
+        if unfinished:
+            Path(unfinished).unlink(missing_ok=True)
+        return False
+
+
+def _in_private_folder(work: Callable[[Path], _X], also: Path | None) -> _X:
+    """`work(path)` for a file in a folder of this process alone, which is deleted afterwards.
+
+    It lies with temporary files, or else, as where these cannot be written or executed, in `also`.
+    """
+    failure: OSError = FileNotFoundError("there is no folder for temporary files that is safe")
+    for place in filter(None, (_temporary(), also)):
+        try:
+            with tempfile.TemporaryDirectory(prefix="jattn-", dir=place) as folder:
+                return work(Path(folder) / "library.so")
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def _temporary() -> Path | None:
+    """The folder of temporary files; None where others could put a file in place of ours."""
+    try:
+        folder = Path(tempfile.gettempdir())
+        status = folder.stat()
+    except OSError:
+        return None
+    return folder if status.st_mode & stat.S_ISVTX or _is_safe(status) else None

@@ -1,0 +1,203 @@
+// The kernel without XLA, on random shapes, masks and score functions, beside the plain formula in
+// double precision: for the sanitizers.
+
+#include "../../jattn/kernels/native.cc"
+
+#include "common.h"
+
+namespace {
+
+struct Problem {
+  Index B, t, S, K, group, N, H, V;
+  double scale, cap, grown = 1;
+  uint32_t threshold = 0;
+  Array<T> q, k, v;
+  Array<int32_t> from, until, q_ids, kv_ids;
+  Array<T> bias;
+  Array<uint32_t> seeds;
+
+  // An operand has a row for each of the batch, or one for all.
+  static Index rows(Index B) { return once_in(2) ? B : 1; }
+
+  Problem(Index B, Index t, Index S, Index K, Index group, Index H, Index V, Index diagonals,
+          bool ids, bool drops)
+      : B(B), t(t), S(S), K(K), group(group), N(K * group), H(H), V(V),
+        scale(1 / std::sqrt(H)), cap(diagonals || once_in(2) ? 0 : 1.5),
+        q({B, t, N, H}, 2), k({B, S, K, H}, 2), v({B, S, K, V}, 1),
+        from({rows(B), 1, t}), until({rows(B), 1, t}),
+        q_ids({ids ? rows(B) : 1, 1, ids ? t : 0}), kv_ids({ids ? rows(B) : 1, 1, ids ? S : 0}),
+        bias({1, diagonals ? N : 1, diagonals}, 1),
+        seeds({drops ? B : 1, drops ? N : 1, drops ? 1 : 0}) {
+    const Index kind = below(5), width = between(0, 12);
+    for (Index r = 0; r < from.count(); ++r) {
+      const Index i = r % t;
+      from[r] = kind == 0 ? 0 : kind == 1 ? std::clamp<Index>(i - width, 0, S) : below(S + 1);
+      if (kind == 2) from[r] = 0;
+    }
+    for (Index r = 0; r < until.count(); ++r) {
+      const Index i = r % t;
+      until[r] = kind == 0 ? S : kind == 1 ? std::min(i + 1, S) : below(S + 1);
+      if (kind == 3) until[r] = S;
+    }
+    const Index together = between(1, 20);
+    for (Index r = 0; r < q_ids.count(); ++r) q_ids[r] = r % t / together;
+    for (Index r = 0; r < kv_ids.count(); ++r) kv_ids[r] = once_in(9) ? -1 : r % S / together;
+    for (Index r = 0; r < seeds.count(); ++r) seeds[r] = generator();
+    if (drops) threshold = 1u << 30, grown = 1 / 0.75;
+    if (once_in(2)) poison();
+  }
+
+  bool sees(Index b, Index i, Index j) const {
+    auto at = [&](const Array<int32_t>& x, Index size, Index place) {
+      return x[x.count() == size ? place : b * size + place];
+    };
+    if (j < at(from, t, i) || j >= at(until, t, i)) return false;
+    return !q_ids.count() || at(q_ids, t, i) == at(kv_ids, S, j);
+  }
+
+  // What nobody sees is NaN.
+  void poison() {
+    for (Index b = 0; b < B; ++b)
+      for (Index j = 0; j < S; ++j) {
+        bool seen = false;
+        for (Index i = 0; i < t; ++i) seen |= sees(b, i, j);
+        if (seen) continue;
+        for (Index h = 0; h < K * H; ++h) k[(b * S + j) * K * H + h] = NAN;
+        for (Index h = 0; h < K * V; ++h) v[(b * S + j) * K * V + h] = NAN;
+      }
+  }
+
+  static uint32_t hash(uint32_t x) {
+    x ^= x >> 16, x *= 0x7FEB352Du, x ^= x >> 15, x *= 0x846CA68Bu;
+    return x ^ x >> 16;
+  }
+  // What a weight is multiplied with.
+  double kept(Index b, Index n, Index i, Index j) const {
+    if (!threshold) return 1;
+    const uint32_t row = hash(seeds[b * N + n] ^ hash(i)), column = hash(j + 0x85EBCA6Bu);
+    return hash(row + column) >= threshold ? grown : 0;
+  }
+};
+
+struct Answer {
+  std::vector<double> out, lse, delta, d_q, d_k, d_v, d_bias;
+};
+
+// The formula, and its derivative.
+Answer formula(const Problem& p, const Array<T>& d_out, const std::vector<double>& d_lse,
+               Index diagonals) {
+  const Index B = p.B, t = p.t, S = p.S, K = p.K, N = p.N, H = p.H, V = p.V;
+  const std::vector<double> nothing(B * t * N);
+  Answer a{std::vector<double>(B * t * N * V), nothing, nothing, std::vector<double>(p.q.count()),
+           std::vector<double>(p.k.count()), std::vector<double>(p.v.count()),
+           std::vector<double>(B * N * diagonals)};
+  std::vector<double> weights(S), slopes(S), d_weights(S);
+  for (Index b = 0; b < B; ++b)
+    for (Index n = 0; n < N; ++n)
+      for (Index i = 0; i < t; ++i) {
+        const Index row = (b * t + i) * N + n, g = n / p.group;
+        double most = -INFINITY, sum = 0;
+        for (Index j = 0; j < S; ++j) {
+          weights[j] = -INFINITY;
+          if (!p.sees(b, i, j)) continue;
+          double score = 0;
+          for (Index h = 0; h < H; ++h)
+            score += double{p.q[row * H + h]} * p.k[((b * S + j) * K + g) * H + h];
+          score *= p.scale, slopes[j] = 1;
+          if (p.cap != 0) {
+            const double bent = std::tanh(score / p.cap);
+            score = p.cap * bent, slopes[j] = 1 - bent * bent;
+          }
+          if (diagonals) score += p.bias[n * diagonals + i - j + S - 1];
+          weights[j] = score, most = std::max(most, score);
+        }
+        for (Index j = 0; j < S; ++j) sum += p.sees(b, i, j) ? std::exp(weights[j] - most) : 0;
+        a.lse[row] = most + std::log(sum);
+        for (Index j = 0; j < S; ++j) {
+          if (!p.sees(b, i, j)) continue;
+          weights[j] = std::exp(weights[j] - most) / sum, d_weights[j] = 0;
+          const Index at = ((b * S + j) * K + g) * V;
+          const double kept = p.kept(b, n, i, j);
+          for (Index h = 0; h < V; ++h) {
+            const double d = d_out[row * V + h];
+            a.out[row * V + h] += weights[j] * kept * p.v[at + h];
+            d_weights[j] += d * kept * p.v[at + h];
+            a.d_v[at + h] += weights[j] * kept * d;
+          }
+        }
+        for (Index h = 0; h < V; ++h) a.delta[row] += a.out[row * V + h] * d_out[row * V + h];
+        a.delta[row] -= d_lse[row];
+        for (Index j = 0; j < S; ++j) {
+          if (!p.sees(b, i, j)) continue;
+          const double d_score = weights[j] * (d_weights[j] - a.delta[row]);
+          if (diagonals) a.d_bias[(b * N + n) * diagonals + i - j + S - 1] += d_score;
+          const double d_product = d_score * slopes[j] * p.scale;
+          for (Index h = 0; h < H; ++h) {
+            const Index at = ((b * S + j) * K + g) * H + h;
+            a.d_q[row * H + h] += d_product * p.k[at];
+            a.d_k[at] += d_product * p.q[row * H + h];
+          }
+        }
+      }
+  return a;
+}
+
+bool one_call(ffi::ThreadPool& pool, bool limited) {
+  const bool large = once_in(40);  // results that go past the caches
+  const Index t = large ? 1100 : between(1, 3 * kQueries);
+  const Index S = large ? 20 : between(1, 3 * kRun), N = large ? 6 : between(1, 4);
+  const Index H = between(1, 40), V = large ? 64 : between(1, 40);
+  const Index diagonals = once_in(3) ? (t + S) / 64 * 64 + 128 : 0;
+  Problem p(large ? 1 : between(1, 3), t, S, N, large ? 1 : between(1, 3), H, V, diagonals,
+            once_in(2), once_in(3));
+  // Sums of values overflow, their means do not.
+  const bool huge = once_in(8);
+  const T unit = huge ? std::numeric_limits<T>::max() / 8 : 1;
+  for (Index i = 0; i < p.v.count(); ++i) p.v[i] *= unit;
+
+  const Sizes rows = {p.B, p.t, p.N};
+  const Array<T> d_out({p.B, p.t, p.N, p.V}, 1);
+  std::vector<double> d_lse(p.B * p.t * p.N);
+  for (double& d : d_lse) d = normal();
+  Answer want = formula(p, d_out, d_lse, diagonals);
+
+  Array<T> out({p.B, p.t, p.N, p.V}), lse(rows), most(rows), log_sum(rows);
+  {
+    Shortage shortage(limited);
+    const ffi::Error error = run_forward(
+        pool, p.q.buffer(), p.k.buffer(), p.v.buffer(), p.from.buffer(), p.until.buffer(),
+        p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), out.result(),
+        most.result(), log_sum.result(), p.scale, p.cap, p.grown, p.threshold);
+    if (!went_well(error, limited)) return false;
+  }
+  for (Index i = 0; i < lse.count(); ++i) lse[i] = most[i] + log_sum[i];
+  for (Index i = 0; i < out.count(); ++i) out[i] /= unit, want.out[i] /= unit;
+  expect("out", out, want.out);
+  expect("lse", lse, want.lse);
+  if (huge) return true;
+
+  Array<T> delta(rows), d_q({p.B, p.t, p.N, p.H}), d_k({p.B, p.S, p.K, p.H});
+  Array<T> d_v({p.B, p.S, p.K, p.V}), d_bias({p.B, p.N, diagonals});
+  for (Index i = 0; i < delta.count(); ++i) delta[i] = want.delta[i];
+  {
+    Shortage shortage(limited);
+    const ffi::Error error = run_backward(
+        pool, p.q.buffer(), p.k.buffer(), p.v.buffer(), p.from.buffer(), p.until.buffer(),
+        p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), d_out.buffer(),
+        most.buffer(), log_sum.buffer(), delta.buffer(), d_q.result(), d_k.result(), d_v.result(),
+        d_bias.result(), p.scale, p.cap, p.grown, p.threshold);
+    if (!went_well(error, limited)) return false;
+  }
+  expect("d_q", d_q, want.d_q);
+  expect("d_k", d_k, want.d_k);
+  expect("d_v", d_v, want.d_v);
+  // Beyond the diagonals that there are stands what nobody looks at.
+  for (Index head = 0; head < p.B * p.N; ++head)
+    for (Index x = p.t + p.S - 1; x < diagonals; ++x) d_bias[head * diagonals + x] = 0;
+  expect("d_bias", d_bias, want.d_bias);
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return rounds(argc, argv, one_call); }

@@ -1,0 +1,76 @@
+"""Builds the kernels in C++ with sanitizers and runs them over random calls beside the formula.
+
+    python -m tests.sanitizers                  all of it, some minutes
+    python -m tests.sanitizers thread 1000      one sanitizer, 1,000 calls of each kernel
+
+Memory runs short in some of the calls. Exit status 1 where a sanitizer finds anything or a number
+is wrong.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jattn.kernels.native_build import compiler
+
+
+SOURCES = Path(__file__).parent / "sanitized"
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+TINY, USERS = "16, 8, 16", "64, 128, 512"
+PROGRAMS = [
+    ("attention", 1, TINY),
+    ("attention", 0, TINY),
+    ("attention", 1, USERS),
+    ("decoding", 1, TINY),
+    ("decoding", 0, TINY),
+]
+
+
+def command(sanitizer: str, name: str, single: int, tiles: str, program: Path) -> list[str]:
+    """What builds one of them."""
+    macros = [f"-DJATTN_SINGLE={single}", f"-DJATTN_TILES={tiles}"]
+    how = f"-std=c++17 -O1 -g -march=native -ffp-contract=fast -pthread -fsanitize={sanitizer}"
+    flags = [*how.split(), "-fno-sanitize-recover=all", *macros, f"-I{SOURCES}"]
+    return [*compiler(), *flags, str(SOURCES / f"{name}.cc"), "-o", str(program)]
+
+
+def runs(sanitizer: str, calls: int, programs: list | None = None) -> Iterator[tuple[str, bool]]:
+    """What each program said, and whether all was well."""
+    with tempfile.TemporaryDirectory(prefix="jattn-sanitizers-") as folder:
+        program = Path(folder) / "program"
+        for name, single, tiles in programs or PROGRAMS:
+            subprocess.run(command(SANITIZERS[sanitizer], name, single, tiles, program), check=True)
+            # The tiles of users take larger calls, and so longer.
+            count = calls if tiles == TINY else max(1, calls // 20)
+            # Without randomised addresses, which the thread sanitizer cannot always have.
+            ran = subprocess.run(
+                ["setarch", "-R", program, str(count)],
+                capture_output=True,
+                text=True,
+                check=False,
+                env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
+            )
+            label = f"{sanitizer}: {name}, {'float' if single else 'double'}, tiles of {tiles}"
+            yield f"{label}: {(ran.stdout + ran.stderr).strip()}", ran.returncode == 0
+
+
+def main() -> int:
+    """Prints what the sanitizers say."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitizers", description=__doc__)
+    parser.add_argument("sanitizer", nargs="?", choices=[*SANITIZERS, "all"], default="all")
+    parser.add_argument("calls", nargs="?", type=int, default=300)
+    asked = parser.parse_args()
+    well = True
+    for sanitizer in SANITIZERS if asked.sanitizer == "all" else [asked.sanitizer]:
+        for said, fine in runs(sanitizer, asked.calls):
+            print(said, flush=True)
+            well &= fine
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Which masks, scores and functions are the same: as keys, static arguments, compiled programs."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores
+from jattn._functions import frozen, holds_tracers
+from jattn.cache import DenseCache
+
+
+def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return kv <= q
+
+
+SAME = {
+    "Causal": masks.Causal,
+    "Window": lambda: masks.Window(3, 1),
+    "nested": lambda: ~(masks.Causal() & masks.Window(left=2)) | masks.Global(1),
+    "Prefix": lambda: masks.Prefix(3),
+    "Lengths": lambda: masks.Lengths(kv=4),
+    "Dilated": lambda: masks.Dilated(2),
+    "Predicate": lambda: masks.Predicate(rule),
+    "SoftCap": lambda: scores.SoftCap(2.0),
+    "chain": lambda: scores.SoftCap(2.0) >> scores.Temperature(1.5),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_ones_are_equal_and_hash_alike(name):
+    one, other = SAME[name](), SAME[name]()
+    assert one == other
+    assert hash(one) == hash(other)
+    assert {one: 1}[other] == 1
+
+
+def test_different_ones_are_different():
+    different = [make() for make in SAME.values()]
+    different += [masks.Window(3, 2), masks.Prefix(4), scores.SoftCap(3.0), masks.Full()]
+    for one, other in itertools.combinations(different, 2):
+        assert one != other
+    assert masks.Prefix(1) != scores.SoftCap(1.0)
+    assert masks.Causal() != "Causal()"
+
+
+def test_arrays_are_equal_to_themselves_alone():
+    ids = jnp.array([1, 2])
+    assert masks.Segments(ids) & masks.Causal() == masks.Segments(ids) & masks.Causal()
+    assert hash(masks.Segments(ids)) == hash(masks.Segments(ids))
+    assert masks.Segments(ids) != masks.Segments(jnp.array([1, 2]))
+    cache = DenseCache.create(1, 2, 1, 1)
+    assert cache == cache  # noqa: PLR0124
+    assert cache != DenseCache.create(1, 2, 1, 1)
+
+
+def test_a_mask_as_a_static_argument_is_traced_once():
+    traced = []
+
+    @functools.partial(jax.jit, static_argnames=("mask", "score"))
+    def call(q: Any, mask: Any, score: Any) -> Any:
+        traced.append(mask)
+        return jattn.attention(q, q, q, mask=mask, score=score)
+
+    q = jnp.ones((2, 3, 1, 4))
+    for _ in range(3):
+        call(q, masks.Causal() & masks.Window(left=2), scores.SoftCap(2.0))
+    call(q, masks.Causal() & masks.Window(left=1), scores.SoftCap(2.0))
+    assert len(traced) == 2
+
+
+# --- users' functions ---------------------------------------------------------------------------
+
+
+def written_again(source: str, **names: Any) -> Any:
+    """A function made by executing its source in a namespace of its own, as a notebook does."""
+    space = {"jnp": jnp, "functools": functools, "masks": masks, **names}
+    exec(source, space)
+    return space["f"]
+
+
+SOURCE = """
+def f(b, h, q, kv):
+    return (kv <= q) & (q - kv < width)
+"""
+table = jnp.arange(4.0)
+unknown: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (SOURCE, {"width": 3}),
+        (SOURCE, {"width": np.int32(3)}),
+        ("f = lambda b, h, q, kv, n=2: jnp.where(kv < n, True, kv <= q)", {}),
+        ("def g(x): return jnp.abs(x)\ndef f(b, h, q, kv): return g(q - kv) < 2", {}),
+        ("def make(n):\n return lambda b, h, q, kv: q - kv < n\nf = make(2)", {}),
+        ("def g(n, b, h, q, kv): return q - kv < n\nf = functools.partial(g, 3)", {}),
+        ("f = lambda s, b, h, q, kv: s + table[kv]", {"table": table}),
+    ],
+)
+def test_a_function_written_again_is_the_same(source, names):
+    one, other = written_again(source, **names), written_again("\n\n" + source, **names)
+    assert one is not other
+    assert frozen(one) is frozen(other)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("f = lambda b, h, q, kv: kv <= q", "f = lambda b, h, q, kv: kv < q"),
+        ("f = lambda s, b, h, q, kv: s * 1", "f = lambda s, b, h, q, kv: s * 1.0"),
+        ("f = lambda s, b, h, q, kv: s * 0.0", "f = lambda s, b, h, q, kv: s * -0.0"),
+        ("f = lambda s, b, h, q, kv: s * 1", "f = lambda s, b, h, q, kv: s * True"),
+        ("w = 2\nf = lambda b, h, q, kv: q - kv < w", "w = 3\nf = lambda b, h, q, kv: q - kv < w"),
+        ("f = lambda b, h, q, kv, n=2: q < n", "f = lambda b, h, q, kv, n=3: q < n"),
+        ("f = lambda b, h, q, kv, *, n=2: q < n", "f = lambda b, h, q, kv, *, n=3: q < n"),
+        (
+            "g = lambda x: x + 1\nf = lambda s, b, h, q, kv: g(s)",
+            "g = lambda x: x + 2\nf = lambda s, b, h, q, kv: g(s)",
+        ),
+        (
+            "f = lambda s, b, h, q, kv: (lambda x: x + 1)(s)",
+            "f = lambda s, b, h, q, kv: (lambda x: x + 2)(s)",
+        ),
+        (
+            "t = jnp.zeros(3)\nf = lambda s, b, h, q, kv: s + t[kv]",
+            "t = jnp.zeros(3)\nf = lambda s, b, h, q, kv: s + t[kv]",
+        ),
+    ],
+)
+def test_functions_that_differ_are_not_the_same(first, second):
+    assert frozen(written_again(first)) is not frozen(written_again(second))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"x": [1]}, {"x": {}}, {"x": np.arange(3)}, {"x": object()}, {"x": masks.Causal()}],
+    ids=["list", "dict", "numpy", "object", "mask"],
+)
+def test_what_may_change_stays_what_it_is(names):
+    for source in ("f = lambda b, h, q, kv: kv <= q + len(x)", "f = lambda b, h, q, kv: x"):
+        function = written_again(source, **names)
+        assert frozen(function) is function
+
+
+def test_functions_that_do_something_stay_what_they_are():
+    for source in ("f = lambda b, h, q, kv: print(q)", "f = lambda b, h, q, kv: globals()['w']"):
+        function = written_again(source)
+        assert frozen(function) is function
+    recursive = written_again("def f(n): return n and f(n - 1)")
+    assert frozen(recursive) is recursive
+    bound = table.__getitem__
+    assert frozen(bound) is bound
+
+
+def test_a_frozen_function_is_what_it_was():
+    """Also where variables that it reads are assigned to, and then assigned back."""
+    function = written_again("w = 2\nf = lambda b, h, q, kv: q - kv < w")
+    two = frozen(function)
+    function.__globals__["w"] = 3
+    three = frozen(function)
+    assert (two(0, 0, 2, 0), three(0, 0, 2, 0)) == (False, True)
+    function.__globals__["w"] = 2
+    assert frozen(function) is two
+
+
+def test_a_predicate_written_again_runs_what_is_compiled():
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 40, 2, 8)))
+    call = lambda f, impl: jattn.attention(q, q, q, mask=masks.Predicate(f), implementation=impl)  # noqa: E731
+    source = "f = lambda b, h, q, kv: (kv <= q) & (q - kv < width)"
+    for implementation in ("blockwise", "reference"):
+        first = call(written_again(source, width=3), implementation)
+        with jax.log_compiles(False), jax.no_tracing():
+            again = call(written_again(source, width=3), implementation)
+        np.testing.assert_array_equal(first, again)
+        other = call(written_again(source, width=7), implementation)
+        want = jattn.attention(q, q, q, mask=masks.Causal() & masks.Window(left=6))
+        np.testing.assert_allclose(other, want, atol=1e-13)
+
+
+def test_functions_in_a_loop_read_what_is_true_when_called():
+    """Python binds late: each call sees the loop's variable as it is then."""
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 2, 8)))
+    found = []
+    for width in (1, 3, 1):
+        mask = masks.Predicate(lambda b, h, q, kv: (kv <= q) & (q - kv < width))  # noqa: B023
+        found.append(jattn.attention(q, q, q, mask=mask))
+        want = jattn.attention(q, q, q, mask=masks.Causal() & masks.Window(left=width - 1))
+        np.testing.assert_allclose(found[-1], want, atol=1e-13)
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_tracers_are_seen_wherever_a_function_holds_them():
+    class Rule:
+        def __init__(self, x: Any):
+            self.x = x
+
+        def ask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return kv < self.x
+
+    def inner(x: Any) -> Any:
+        found = {"x": [x]}
+        held = [
+            lambda b, h, q, kv: kv < x,
+            lambda b, h, q, kv, n=x: kv < n,
+            functools.partial(lambda x, b, h, q, kv: kv < x, x),
+            lambda b, h, q, kv: kv < found["x"][0],
+            Rule(x).ask,
+            jax.jit(lambda b, h, q, kv: kv < x),
+        ]
+        assert all(map(holds_tracers, held))
+        return x
+
+    jax.jit(inner)(1)
+    assert not any(map(holds_tracers, (rule, Rule(1).ask, Rule(jnp.ones(3)).ask, None)))

@@ -1,0 +1,307 @@
+"""Integers of users mean what Python's do, at and beyond the edges of 32 bits.
+
+Ids, lengths and positions of every dtype, known and traced, with 64-bit types and without: an
+answer is the oracle's, which counts with Python's integers, or there is an error or NaN.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import cache, integers, masks, nn, positions, scores
+from tests import oracle
+from tests.cases import GENERAL, IMPLEMENTATIONS
+
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # NumPy's arrays too, where users have them
+
+MOST = 2**31 - 1
+LEAST = -(2**31)
+EDGES = np.array([LEAST, LEAST + 1, -1, 0, 1, MOST - 1, MOST])
+FAR = np.array([7, 7 + 2**32, -(2**31) - 1, MOST, 2**40, 2**63 - 1, 7])
+OURS = ("reference", "blockwise", "native", "pallas", "splash")
+T = S = len(EDGES)
+B, N, H = 2, 1, 16
+
+every_implementation = pytest.mark.parametrize("implementation", OURS)
+with_and_without_64_bits = pytest.mark.parametrize("bits", [32, 64])
+
+
+def arrays(T: int = T, S: int = S) -> Any:
+    """Query, key and value in float32."""
+    rng = np.random.default_rng(T)
+    shapes = ((B, T, N, H), (B, S, N, H), (B, S, N, H))
+    return tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+
+def meant(allowed: Any, given: Any) -> np.ndarray:
+    """What attention gives where `allowed(at)` says who attends."""
+    query, key, value = (np.asarray(x, np.float64) for x in given)
+    problem = oracle.Problem(query, key, value, allowed=allowed)
+    return oracle.attend(problem).out
+
+
+def attend(implementation: str, mask: Any, given: Any, **options: Any) -> np.ndarray:
+    """The library's answer; a test is skipped where the implementation says it cannot."""
+    try:
+        out = jattn.attention(*given, mask=mask, implementation=implementation, **options)
+    except NotImplementedError as reason:
+        assert implementation not in GENERAL, reason
+        pytest.skip(str(reason))
+    return np.asarray(out)
+
+
+def assert_close(got: np.ndarray, want: np.ndarray) -> None:
+    """Equal to a few roundings of float32; a wrong key would be told from a right one."""
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def same_id(q_ids: Any, kv_ids: Any) -> Any:
+    """The rule of `Segments`, on Python's integers."""
+    q, kv = (np.broadcast_to(np.asarray(x, object), (B, len(x))) for x in (q_ids, kv_ids))
+    return lambda at: int(q[at.b, at.i]) == int(kv[at.b, at.j])
+
+
+ID_DTYPES = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+
+
+def of_dtype(dtype: Any) -> np.ndarray:
+    """Ids at the edges of a dtype and of those below it, some of them equal."""
+    limits, kinds = np.iinfo(dtype), (np.int8, np.int32, np.uint32, dtype)
+    edges = [x for kind in kinds for x in (np.iinfo(kind).min, np.iinfo(kind).max)]
+    inside = [x for x in (*edges, 7, 7 + 2**32, 7 + 2**8) if limits.min <= x <= limits.max]
+    return np.array((inside + inside[::-1])[:14], dtype)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ID_DTYPES)
+@with_and_without_64_bits
+def test_segments_tell_known_ids_of_every_dtype_apart(implementation, dtype, bits):
+    ids = of_dtype(dtype)
+    given = arrays(len(ids), len(ids))
+    with jax.enable_x64(bits == 64):
+        got = attend(implementation, masks.Segments(ids), given)
+    assert_close(got, meant(same_id(ids, ids), given))
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ID_DTYPES)
+def test_segments_tell_traced_ids_of_every_dtype_apart(implementation, dtype):
+    ids = of_dtype(dtype)
+    given = arrays(len(ids), len(ids))
+    traced = jax.jit(lambda ids: attend_traced(implementation, masks.Segments(ids), given))
+    assert_close(np.asarray(traced(jnp.asarray(ids))), meant(same_id(ids, ids), given))
+
+
+def attend_traced(implementation: str, mask: Any, given: Any, **options: Any) -> Any:
+    """As `attend`, inside a program."""
+    try:
+        return jattn.attention(*given, mask=mask, implementation=implementation, **options)
+    except NotImplementedError as reason:
+        assert implementation not in GENERAL, reason
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ids_of_queries_and_keys_and_of_rows_are_compared_exactly(implementation):
+    """Ids `[T]` for all and `[B, S]` for each, and lengths beside, for which splash makes ids."""
+    q_ids, kv_ids = FAR, np.stack([FAR[::-1], FAR ^ 2**33])
+    given, lengths = arrays(), np.array([6, 5])
+    rule = lambda at: int(q_ids[at.i]) == int(kv_ids[at.b, at.j]) and at.j < lengths[at.b]  # noqa: E731
+    mask = lambda q, kv: masks.Segments(q, kv) & masks.Lengths(kv=jnp.asarray(lengths))  # noqa: E731
+    assert_close(attend(implementation, mask(q_ids, kv_ids), given), meant(rule, given))
+    traced = jax.jit(lambda q, kv: attend_traced(implementation, mask(q, kv), given))
+    assert_close(np.asarray(traced(q_ids, kv_ids)), meant(rule, given))
+
+
+LENGTHS = (0, 3, MOST, MOST + 1, 2**40, 10**30, -1, LEAST - 1)
+
+
+@every_implementation
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths_of_any_size_are_numbers(implementation, length):
+    given, rule = arrays(), lambda at: at.j < length
+    for mask in (masks.Lengths(kv=length), masks.Prefix(length)):
+        assert_close(attend(implementation, mask, given), meant(rule, given))
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.uint32, np.uint64])
+@with_and_without_64_bits
+def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
+    given, lengths = arrays(), np.array([3, np.iinfo(dtype).max], dtype)
+    rule = lambda at: at.j < int(lengths[at.b])  # noqa: E731
+    with jax.enable_x64(bits == 64):
+        for make in (lambda x: masks.Lengths(kv=x), masks.Prefix):
+            traced = jax.jit(lambda x, make=make: attend_traced(implementation, make(x), given))
+            assert_close(attend(implementation, make(lengths), given), meant(rule, given))
+            if bits == 64 or lengths.itemsize <= 4:  # or else JAX itself narrows the argument
+                assert_close(np.asarray(traced(lengths)), meant(rule, given))
+
+
+POSITIONED = {
+    "causal": (masks.Causal, lambda at: at.kv <= at.q),
+    "prefix": (lambda: masks.Prefix(MOST), lambda at: at.kv < MOST),
+    "prefix of all": (lambda: masks.Prefix(MOST + 1), lambda at: True),
+    "prefix of more": (lambda: masks.Prefix(2**70), lambda at: True),
+    "prefix of none": (lambda: masks.Prefix(LEAST), lambda at: False),
+    "prefixes": (
+        lambda: masks.Prefix(np.array([MOST, 2**40])),
+        lambda at: at.kv < (MOST, 2**40)[at.b],
+    ),
+    "global": (lambda: masks.Global(MOST), lambda at: at.q < MOST or at.kv < MOST),
+    "global of all": (lambda: masks.Global(2**70), lambda at: True),
+    "function": (
+        lambda: masks.Predicate(lambda b, h, q, kv: (q <= -1) | (kv == 2**31 - 1)),
+        lambda at: at.q <= -1 or at.kv == MOST,
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", POSITIONED)
+def test_positions_at_the_edges_of_32_bits(implementation, name):
+    build, rule = POSITIONED[name]
+    given, kv = arrays(), EDGES[::-1]
+    want = meant(lambda at: rule(at._replace(q=int(EDGES[at.i]), kv=int(kv[at.j]))), given)
+    places = {"q_positions": EDGES, "kv_positions": kv}
+    assert_close(attend(implementation, build(), given, **places), want)
+    traced = jax.jit(
+        lambda q, kv: attend_traced(implementation, build(), given, q_positions=q, kv_positions=kv)
+    )
+    assert_close(np.asarray(traced(EDGES, kv)), want)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.uint64])
+def test_positions_of_any_dtype_count_alike(implementation, dtype):
+    """kv − q has more bits than the positions."""
+    top = np.iinfo(np.int8).max
+    q = np.array([0, 1, 2, 100, top - 1, top, 3], dtype)
+    mask = masks.Window(left=100)
+    rule = lambda at: int(q[at.j]) >= int(q[at.i]) - 100  # noqa: E731
+    given = arrays()
+    got = attend(implementation, mask, given, q_positions=q, kv_positions=q)
+    assert_close(got, meant(rule, given))
+
+
+@pytest.mark.parametrize("name", ["q_positions", "kv_positions"])
+@pytest.mark.parametrize("value", [MOST + 1, LEAST - 1, 2**40])
+@with_and_without_64_bits
+def test_known_positions_beyond_32_bits_are_refused(name, value, bits):
+    positions = np.arange(T)
+    positions[2] = value
+    with jax.enable_x64(bits == 64), pytest.raises(ValueError, match=f"{name}: .*{value}"):
+        jattn.attention(*arrays(), **{name: positions})
+
+
+@pytest.mark.parametrize("value", [MOST, MOST + 1, LEAST - 1, 2**40])
+def test_traced_positions_beyond_32_bits_give_nan(value):
+    given, where = arrays(), np.arange(T)
+    where[2] = value
+
+    @jax.jit
+    def traced(q: Any) -> Any:
+        lse = jattn.attention(*given, q_positions=q, return_lse=True)
+        return lse, jattn.attention_weights(*given[:2], q_positions=q)
+
+    assert all(
+        bool(jnp.isnan(x).all()) == (value > MOST or value < LEAST)
+        for x in jax.tree.leaves(traced(where))
+    )
+
+
+def test_a_dense_mask_keeps_traced_positions_of_64_bits():
+    q, kv = np.array([0, 2**40, 2**40 + 1]), np.array([0, 2**40, -(2**40)])
+    for mask, rule in (
+        (masks.Causal(), kv[None] <= q[:, None]),
+        (masks.Prefix(2**40), (kv < 2**40)[None] | np.zeros((3, 1), bool)),
+        (masks.Predicate(lambda b, h, q, kv: kv == q), kv[None] == q[:, None]),
+    ):
+        dense = jax.jit(lambda q, kv, m=mask: m.dense(3, 3, q_positions=q, kv_positions=kv))
+        np.testing.assert_array_equal(dense(q, kv), rule)
+
+
+def test_operands_of_functions_are_not_narrowed():
+    with jax.enable_x64(False):
+        for build in (masks.Predicate, scores.Score):
+            for wide in (np.array([1, 2**40]), 2**40, np.array([1, 2**32 + 1], np.uint64)):
+                with pytest.raises(ValueError, match=r"operand \[0\]: expected integers of 32"):
+                    build(lambda *_: True, wide)
+            build(lambda *_: True, np.array([1, 2]), 3, np.uint32(2**32 - 1))
+
+
+def test_rows_and_heads_that_are_not_there_are_refused():
+    mask = masks.Lengths(kv=np.array([1, 2])) & masks.Dense(np.ones((2, 3, 4, 4), bool))
+    for b, h, name in ((2, 0, "b"), (-1, 0, "b"), (0, 3, "h")):
+        with pytest.raises(ValueError, match=f"{name}: expected 0 <= {name}"):
+            mask(b, h, np.arange(4), np.arange(4))
+        with pytest.raises(ValueError, match=f"{name}: expected 0 <= {name}"):
+            masks.tile_map(mask, 4, 4, 2, 2, b=b, h=h)
+    with pytest.raises(ValueError, match=r"kv: expected|array: expected|mask.*expected T = 5"):
+        mask.dense(5, 4)
+
+
+CACHES = (cache.DenseCache, cache.RollingCache, cache.PagedCache)
+
+
+def filled(kind: Any) -> Any:
+    """Two rows of three tokens."""
+    keys = jnp.arange(2 * 3 * 4, dtype=jnp.float32).reshape(2, 3, 1, 4)
+    return kind.create(2, 8, 1, 4).append(keys, keys)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("rows", [[5, -1], [0, 2], [-1, 0], [2**32, 0]])
+@with_and_without_64_bits
+def test_rows_of_a_cache_that_are_not_there_are_refused(kind, rows, bits):
+    with jax.enable_x64(bits == 64):
+        held = filled(kind)
+        with pytest.raises(ValueError, match="indices: expected 0 <= indices < B = 2"):
+            held.reorder(np.array(rows))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_traced_rows_of_a_cache_that_are_not_there_give_nan(kind):
+    held, query = filled(kind), jnp.ones((3, 1, 1, 4))
+    picked = jax.jit(lambda cache, rows: cache.reorder(rows))(held, np.array([1, 5, -1]))
+    assert picked.overflowed.tolist() == [False, True, True]
+    out = np.asarray(jattn.attention(query, picked))
+    assert np.isnan(out[1:]).all() and np.isfinite(out[0]).all()
+
+
+def test_lengths_of_a_memory_are_of_what_it_holds():
+    keys = np.ones((2, 3, 1, 4), np.float32)
+    for wrong in ([4, 1], [1, -1], [2**32 + 1, 1]):
+        with pytest.raises(ValueError, match="lengths: expected 0 <= lengths <= S = 3"):
+            cache.DenseCache.of(keys, keys, np.array(wrong))
+    made = jax.jit(lambda x: cache.DenseCache.of(keys, keys, x))(np.array([2**32 + 1, 3]))
+    assert made.overflowed.tolist() == [True, False]
+
+
+def test_rows_of_a_recurrent_state_that_are_not_there():
+    hidden = jnp.ones((2, 4))
+    state = nn.RecurrentState(hidden, jnp.ones((2, 3, 5)), jnp.ones((2, 3, 6)), None)
+    with pytest.raises(ValueError, match="indices"):
+        state.reorder(np.array([0, 2]))
+    picked = jax.jit(lambda rows: state.reorder(rows).hidden)(np.array([1, 2]))
+    assert np.isfinite(picked[0]).all() and np.isnan(picked[1]).all()
+
+
+@with_and_without_64_bits
+def test_positions_of_tables_and_angles_are_not_narrowed(bits):
+    table = np.arange(8, dtype=np.float32).reshape(4, 2)
+    with jax.enable_x64(bits == 64):
+        rows = np.asarray(positions.learned(table, np.array([1, 2**32 + 1, -1, 3])))
+        angles = positions.sinusoidal(np.array([2**33]), 2, base=1.0)
+    np.testing.assert_array_equal(rows, [[2, 3], [np.nan] * 2, [np.nan] * 2, [6, 7]])
+    np.testing.assert_allclose(angles, [[np.sin(2.0**33), np.cos(2.0**33)]], atol=1e-2)
+
+
+@pytest.mark.parametrize("x", [np.array([], np.int64), np.array([LEAST, MOST])])
+def test_integers_that_fit_become_int32(x):
+    assert integers.fits(x) and integers.as_int32(x).dtype == np.int32

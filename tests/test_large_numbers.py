@@ -1,0 +1,282 @@
+"""Logits, biases and values so large that rounding, overflow or infinity could decide.
+
+The contract suite's inputs have logits of a few units. Here they go up to 1e8, biases to 1e4 and
+values to the largest float, in every implementation.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores
+from tests.cases import IMPLEMENTATIONS
+from tests.conftest import quick_jit
+
+
+KERNELS = [name for name in IMPLEMENTATIONS if name not in ("cudnn", "splash", "hopper")]
+
+every_kernel = pytest.mark.parametrize("implementation", KERNELS)
+
+
+def call(implementation: str, *qkv: Any, **options: Any) -> Any:
+    """`(out, lse)`."""
+    return jattn.attention(*qkv, implementation=implementation, return_lse=True, **options)
+
+
+def drawn(T: int = 5, S: int = 40, H: int = 8, seed: int = 0, N: int = 2) -> list[jax.Array]:
+    """q, k and v, float32, one batch row."""
+    rng = np.random.default_rng(seed)
+    shapes = ((1, T, N, H), (1, S, N, H), (1, S, N, 4))
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def summed_d_value(implementation: str, size: float, T: int, S: int, mask: Any) -> np.ndarray:
+    """With d_out of ones, the gradients of the values sum to the number of queries with keys."""
+    q, k, v = drawn(T=T, S=S)
+    # Logits of about `size` whose differences are a few units: rounding leaves several keys alive.
+    q, k = q * 0 + 1, jnp.round(k) + jnp.float32(size / 8)
+    if size == 1e8:
+        k = k * 0 + jnp.float32(size / 8)
+
+    @quick_jit
+    def d_value(q: Any, k: Any, v: Any) -> Any:
+        total = lambda v: jnp.sum(call(implementation, q, k, v, mask=mask, scale=1.0)[0])  # noqa: E731
+        return jax.grad(total)(v)
+
+    return np.asarray(d_value(q, k, v), np.float64).sum(axis=(0, 1))
+
+
+@every_kernel
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e6, 1e7, 1e8])
+@pytest.mark.parametrize("mask", [None, masks.Causal()], ids=["full", "causal"])
+def test_the_weights_of_the_backward_pass_sum_to_one(implementation, size, mask):
+    summed = summed_d_value(implementation, size, 37, 40, mask)
+    np.testing.assert_allclose(summed, 37, rtol=2e-6)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("implementation", ["blockwise", "native"])
+@pytest.mark.parametrize("size", [1e5, 1e7])
+def test_the_weights_of_the_backward_pass_sum_to_one_over_tiles(implementation, size):
+    summed = summed_d_value(implementation, size, 600, 700, masks.Window(left=300, right=300))
+    np.testing.assert_allclose(summed, 600, rtol=2e-6)
+
+
+@every_kernel
+@pytest.mark.parametrize("size", [1e4, 1e12, 1e30])
+@pytest.mark.parametrize("H", [1, 2, 16])
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_row_with_keys_is_alive_at_any_size_of_equal_logits(implementation, size, H, T):
+    """One product of two numbers rounds alike for all keys, so that they share the weight; sums of
+    several may differ by their last digit, which is all between them then."""
+    q = jnp.full((1, T, 1, H), 1.1 * math.sqrt(size) / H, jnp.float32)
+    k = jnp.full((1, 37, 1, H), 1.3 * math.sqrt(size), jnp.float32)
+    places = jnp.arange(37, dtype=jnp.float32)[:, None, None]
+    v = jnp.broadcast_to(jnp.concatenate([places, places * 0 + 1], axis=-1), (1, 37, 1, 2))
+    for mask in (None, masks.Lengths(kv=jnp.array([37]))):
+        out, lse = quick_jit(functools.partial(call, implementation, mask=mask))(q, k, v)
+        np.testing.assert_allclose(out[..., 1], 1, rtol=1e-6)
+        assert np.all((out[..., 0] >= 0) & (out[..., 0] <= 36))
+        if H == 1:
+            np.testing.assert_allclose(out[..., 0], 18, rtol=1e-6)
+        np.testing.assert_allclose(lse, 1.43 * size / math.sqrt(H) + math.log(37), rtol=1e-3)
+
+
+@every_kernel
+@pytest.mark.parametrize("mask", [None, masks.Causal()], ids=["full", "causal"])
+def test_a_mean_that_is_finite_is_finite(implementation, mask):
+    """Its sum is not."""
+    q, k, v = drawn(T=40)
+    v = v * 0 + jnp.float32(3e38)
+    out, _ = quick_jit(functools.partial(call, implementation, mask=mask))(q, k, v)
+    np.testing.assert_allclose(np.asarray(out, np.float64), 3e38, rtol=1e-5)
+
+
+@every_kernel
+@pytest.mark.parametrize("mask", [None, masks.Causal()], ids=["full", "causal"])
+def test_small_values_keep_their_digits_beside_no_large_ones(implementation, mask):
+    q, k, v = drawn(T=40)
+    run = quick_jit(functools.partial(call, implementation, mask=mask))
+    small = np.float32(2.0**-100)
+    np.testing.assert_array_equal(run(q, k, v * small)[0], run(q, k, v)[0] * small)
+
+
+def gradients_of(implementation: str, mask: Any, q: Any, k: Any, v: Any) -> Any:
+    """out, lse and the gradients of q, k and v, for cotangents of ones on out."""
+
+    @quick_jit
+    def everything(q: Any, k: Any, v: Any) -> Any:
+        (out, lse), pull = jax.vjp(functools.partial(call, implementation, mask=mask), q, k, v)
+        return out, lse, *pull((jnp.ones_like(out), jnp.zeros_like(lse)))
+
+    return [np.asarray(x) for x in everything(q, k, v)]
+
+
+KEY = 7  # the key that is changed
+# What a key may hold, and whether its score is NaN or +inf, so that all who attend to it are NaN.
+# q is positive: a key of infinities has an infinite score, and one of -inf has no weight.
+KEYS: dict[str, tuple[float, bool]] = {
+    "overflow": (3e38, True),
+    "underflow": (-3e38, False),
+    "inf": (math.inf, True),
+    "minus inf": (-math.inf, False),
+    "nan": (math.nan, True),
+}
+
+
+@every_kernel
+@pytest.mark.parametrize("what", KEYS)
+@pytest.mark.parametrize("mask", [None, masks.Causal()], ids=["full", "causal"])
+def test_one_meaning_of_scores_beyond_all_numbers(implementation, what, mask):
+    """+inf and NaN make the rows that attend to them NaN, −inf is as masked; other rows, and keys
+    that none of these rows attends to, are as they would be without it."""
+    q, k, v = drawn(T=20)
+    q, (poison, broken) = jnp.abs(q) + 2, KEYS[what]
+    out, lse, d_q, d_k, d_v = gradients_of(implementation, mask, q, k.at[:, KEY].set(poison), v)
+    without = jnp.arange(40)[None, None, None, :] != KEY
+    rest = masks.Dense(without) if mask is None else mask & masks.Dense(without)
+    want = gradients_of("reference", rest, q, k, v)
+    touched = np.ones(20, bool) if mask is None else np.arange(20) >= KEY
+    touched = touched & broken
+    seen = np.zeros(40, bool)  # by rows that are NaN
+    if broken:
+        seen = np.ones(40, bool) if mask is None else np.arange(40) < 20
+    for got, right in ((out, want[0]), (np.swapaxes(lse, 1, 2), np.swapaxes(want[1], 1, 2))):
+        assert np.all(np.isnan(got[:, touched]))
+        np.testing.assert_allclose(got[:, ~touched], right[:, ~touched], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(d_q[:, ~touched], want[2][:, ~touched], rtol=2e-4, atol=2e-5)
+    for got, right in ((d_k, want[3]), (d_v, want[4])):
+        np.testing.assert_allclose(got[:, ~seen], right[:, ~seen], rtol=2e-4, atol=2e-5)
+
+
+@every_kernel
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_who_attends_to_a_value_that_is_not_finite_is_nan(implementation, poison):
+    """In all channels, with a mask or without."""
+    q, k, v = drawn(T=20)
+    v = v.at[:, KEY, :, 1].set(poison)
+    for mask in (None, masks.Causal()):
+        out, lse, d_q, *_ = gradients_of(implementation, mask, q, k, v)
+        touched = np.arange(20) >= (0 if mask is None else KEY)
+        for got in (out, np.swapaxes(lse, 1, 2)):
+            assert np.all(np.isnan(got[:, touched]))
+            assert np.all(np.isfinite(got[:, ~touched]))
+        assert np.all(np.isfinite(d_q[:, ~touched]))
+
+
+def biases() -> dict[str, Any]:
+    """Score functions that add up to ±1e4, and what they add to score (i, j), in float64."""
+    slopes = np.array([-1.0, -0.5])
+    table = np.full((32, 2), 88.6)
+    distances = np.abs(np.arange(5)[:, None] - np.arange(200)[None, :])
+    large = 1e4 * np.cos(np.arange(200.0))[None, None, None, :]
+    return {
+        "alibi": (
+            scores.Alibi(jnp.asarray(slopes, jnp.float32)),
+            -slopes[:, None, None] * distances,
+        ),
+        "table": (scores.RelativeBias(jnp.asarray(table, jnp.float32)), np.full((2, 5, 200), 88.6)),
+        "bias": (
+            scores.Bias(jnp.asarray(large, jnp.float32)),
+            np.broadcast_to(np.float32(large[0]).astype(np.float64), (2, 5, 200)),
+        ),
+    }
+
+
+@every_kernel
+@pytest.mark.parametrize("what", ["alibi", "table", "bias"])
+@pytest.mark.parametrize("mask", [None, masks.Window(left=3, right=150)], ids=["full", "window"])
+def test_gradients_of_large_biases(implementation, what, mask):
+    """T is no whole number of vectors: lanes without a query see exp(bias) beyond all numbers."""
+    score, added = biases()[what]
+    if implementation == "native" and what == "bias":
+        pytest.skip("it has no Bias")
+    q, k, v = drawn(T=5, S=200)
+    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal((1, 5, 2, 4)), jnp.float32)
+
+    @quick_jit
+    def d_params(score: Any) -> Any:
+        total = lambda score: jnp.sum(  # noqa: E731
+            cotangent * call(implementation, q, k, v, mask=mask, score=score)[0]
+        )
+        return jax.grad(total)(score)
+
+    got = np.asarray(jax.tree.leaves(d_params(score))[0], np.float64)
+    # By the formula, in float64: the cotangent of scores, summed as the parameter is shared.
+    q64, k64, v64, c64 = (np.asarray(x[0], np.float64) for x in (q, k, v, cotangent))
+    s = np.einsum("tnh,snh->nts", q64, k64) / math.sqrt(8) + added
+    if mask is not None:
+        s = np.where(np.asarray(mask.dense(5, 200)), s, -np.inf)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    dp = np.einsum("tnv,snv->nts", c64, v64)
+    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
+    if what == "alibi":
+        distances = np.abs(np.arange(5)[:, None] - np.arange(200)[None, :])
+        want = -(ds * distances).sum(axis=(1, 2))
+    elif what == "table":
+        bucket = np.asarray(
+            scores.relative_bucket(
+                jnp.arange(200)[None, :] - jnp.arange(5)[:, None],
+                32,
+                bidirectional=True,
+                max_distance=128,
+            )
+        )
+        want = np.zeros((32, 2))
+        for n in range(2):
+            np.add.at(want[:, n], bucket.ravel(), ds[n].ravel())
+    else:
+        want = ds.sum(axis=(0, 1))[None, None, None, :]
+    assert np.all(np.isfinite(got))
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max() + 1e-6)
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_scale_that_is_an_array_rounds_nothing(implementation, dtype, jitted):
+    """It is multiplied with scores in the dtype of sums, whatever its own, and its gradient is that
+    of one number."""
+    if dtype == "float64" and implementation == "pallas":
+        pytest.skip("it has no float64")
+    q, k, v = (3 * x.astype(dtype) for x in drawn(T=20))
+    number = 0.4375  # the same in all dtypes
+    wrap = quick_jit if jitted else lambda f: f
+    scaled = wrap(lambda s: call(implementation, q, k, v, mask=masks.Causal(), scale=s))
+    fixed = wrap(lambda: call(implementation, q, k, v, mask=masks.Causal(), scale=number))()
+    limit = 1e-13 if dtype == "float64" else 1e-5
+    for kind in ("float32", "bfloat16", "float64"):
+        out, lse = scaled(jnp.asarray(number, kind))
+        np.testing.assert_allclose(lse, fixed[1], rtol=limit, atol=limit)
+        assert out.dtype == q.dtype
+    total = lambda s: jnp.sum(call(implementation, q, k, v, scale=s)[1])  # noqa: E731
+    slope = wrap(jax.grad(total))(jnp.float32(number))
+    s64 = np.einsum("btnh,bsnh->bnts", *(np.asarray(x, np.float64) for x in (q, k)))
+    p = np.exp(number * s64 - (number * s64).max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    assert slope.dtype == jnp.float32
+    np.testing.assert_allclose(slope, (p * s64).sum(), rtol=1e-5)
+
+
+@every_kernel
+def test_caps_that_are_no_numbers_of_the_scores_dtype(implementation):
+    """A cap near 0 leaves no difference between scores, one beyond all numbers leaves them."""
+    q, k, v = drawn(T=20)
+    q = q.at[:, 0].set(0)  # scores of exactly 0 as well
+    run = jattn.attention
+    options: dict[str, Any] = {"mask": masks.Causal(), "implementation": implementation}
+    if implementation == "native":
+        with pytest.raises(NotImplementedError, match="is no number of float32"):
+            run(q, k, v, score=scores.SoftCap(1e-50), **options)
+        return
+    nothing = run(q, k, v, score=scores.SoftCap(1e-50), **options)
+    np.testing.assert_allclose(nothing, run(q * 0, k, v, **options), rtol=1e-6, atol=1e-6)
+    everything = run(q, k, v, score=scores.SoftCap(1e50), **options)
+    np.testing.assert_allclose(everything, run(q, k, v, **options), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,133 @@
+"""The table of cases at sizes with several of the tiles that users get, under `vmap`.
+
+Arrays of a case are repeated along their axes of queries and keys. What an implementation gives
+must be what the reference gives for one example after another, which walks over no tiles.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from tests.cases import CASES, Case, Inputs, inputs
+from tests.conftest import quick_jit
+from tests.test_contract import Results, assert_close, attend, everything, on_device, random_key
+
+
+# Heads of more than 65,536 pairs are not one piece, and 128 is the smallest tile.
+SIZES, SQUARE = (260, 272), (264, 264)
+COUNTS = ("prefix", "q_lengths", "kv_lengths")  # arrays that hold numbers of tokens
+EXAMPLES = 2
+
+
+def grown(case: Case) -> Case:
+    """The case with many queries and keys, if it has more than one."""
+    old = case.sizes
+    T, S = SQUARE if old.T == old.S else SIZES
+    sizes = old._replace(T=T if old.T > 1 else old.T, S=S if old.S > 1 else old.S)
+    along = {old.T: sizes.T, old.S: sizes.S}
+
+    def repeated(array: Any, axis: int, size: int) -> Any:
+        return np.take(array, np.arange(size) % array.shape[axis], axis=axis)
+
+    def one(name: str, array: Any) -> Any:
+        if name in COUNTS:
+            return array * (sizes.S // max(1, old.S))
+        if name == "layout":
+            for axis, (few, many) in ((-2, (old.T, sizes.T)), (-1, (old.S, sizes.S))):
+                block = -(-few // array.shape[axis])
+                array = repeated(array, axis, -(-many // block))
+            return array
+        lead = len(old.batch) if array.shape[: len(old.batch)] == old.batch else 0
+        for axis in range(lead, array.ndim):
+            array = repeated(array, axis, along.get(array.shape[axis], array.shape[axis]))
+        return array
+
+    def all_of(arrays: Any) -> Any:
+        return {name: one(name, np.asarray(x)) for name, x in arrays.items()}
+
+    mask, score, q, kv = case.mask, case.score, case.q_positions, case.kv_positions
+    return dataclasses.replace(
+        case,
+        sizes=sizes,
+        mask=mask and dataclasses.replace(mask, operands=all_of(mask.operands)),
+        score=score and dataclasses.replace(score, parameters=all_of(score.parameters)),
+        q_positions=None if q is None else repeated(q, -1, sizes.T),
+        kv_positions=None if kv is None else repeated(kv, -1, sizes.S),
+    )
+
+
+def gradient_of_vmap(implementation: str, case: Case, x: Inputs) -> Results:
+    """Values and gradients of the mapped call; `x` holds examples along a new first axis."""
+
+    def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
+        one = lambda x: attend(implementation, case, x)  # noqa: E731
+        return jax.vmap(one)(x._replace(q=q, k=k, v=v, parameters=parameters))
+
+    (out, lse), pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
+    dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
+    return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
+
+
+def check(implementation: str, name: str) -> None:
+    """`vmap`, its gradient, and `vmap` of the gradient are a loop over the reference."""
+    case = grown(CASES[name])
+    several = [on_device(inputs(case, seed=seed)) for seed in range(EXAMPLES)]
+    rules = case.rules(several[0].operands, several[0].parameters)
+    rules |= {"dropout_rate": case.rate, "dropout_key": random_key() if case.rate else None}
+    reason = jattn.explain(*several[0][:3], **rules)[implementation]
+    if reason is not None:
+        with pytest.raises(NotImplementedError, match=implementation):
+            attend(implementation, case, several[0])
+        return
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *several)
+
+    @quick_jit
+    def both(x: Inputs) -> tuple[Results, Results]:
+        mapped = jax.vmap(lambda x: everything(implementation, case, x))(x)
+        return mapped, gradient_of_vmap(implementation, case, x)
+
+    single = quick_jit(lambda x: everything("reference", case, x))
+    for found in both(stacked):
+        for place, x in enumerate(several):
+            got = jax.tree.map(lambda a, place=place: np.asarray(a[place]), found)
+            assert_close(got, jax.tree.map(np.asarray, single(x)), 1e-12)
+
+
+# Between them every kind of array and of walk: bands, runs, lists of tiles, functions, dropout.
+SELECTED = (
+    "predicate",
+    "dilated",
+    "lengths_both",
+    "chain",
+    "dense_and_causal",
+    "places_and_positions",
+    "dropout_masked",
+    "tiles_band",
+)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("name", SELECTED)
+def test_vmap_over_several_tiles(name):
+    check("blockwise", name)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout_masked"])
+def test_vmap_of_the_kernel_for_cpus(name):
+    check("native", name)
+
+
+@pytest.mark.slow
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("implementation", ["blockwise", "native"])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if 0 not in case.sizes.batch]
+)
+def test_vmap_over_several_tiles_of_every_case(implementation, name):
+    check(implementation, name)

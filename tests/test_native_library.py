@@ -1,0 +1,502 @@
+"""The library of the kernel in C++: however it is built, damaged or planted, whatever the compiler
+and the disk do, a process lives and its numbers are right."""
+
+import errno
+import io
+import itertools
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import build
+from jattn.kernels import native_build, native_library
+from tests import sanitizers
+from tests import test_contract as contract
+from tests.cases import CASES, inputs
+from tests.test_contract import attend, on_device
+
+
+ROOT = Path(__file__).parent.parent
+COMPILER = os.environ.get("CXX", "c++")
+
+CALL = """
+import jax, jax.numpy as jnp, numpy as np, jattn
+x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 2, 8)), jnp.float32)
+want = jattn.attention(x, x, x, implementation="reference")
+assert np.allclose(jattn.attention(x, x, x), want, atol=1e-5, rtol=0)
+print(jattn.explain(x, x, x)["native"])
+"""
+"""What a process does: the default is right, and it says why the kernel was not it."""
+
+
+def script(path: Path, text: str) -> str:
+    """A program of a few lines of shell."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> str:
+    """A compiler in a hurry, which writes into `log` what it is asked."""
+    folder = tmp_path_factory.mktemp("compiler")
+    return script(folder / "c++", f'echo "$*" >> {folder}/log\nexec {COMPILER} "$@" -O0')
+
+
+def process(code: str, home: Path, compiler: str, **options: Any) -> subprocess.CompletedProcess:
+    """Runs Python with a cache folder and temporary files of its own, below `home`."""
+    temporary = home / "temporary"
+    temporary.mkdir(exist_ok=True)
+    own = {"XDG_CACHE_HOME": str(home), "TMPDIR": str(temporary), "CXX": compiler, "NPROC": "4"}
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, **own},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        **options,
+    )
+
+
+def said(code: str, home: Path, compiler: str, **options: Any) -> str:
+    """What a process printed that ended well, and left no file behind."""
+    done = process(code, home, compiler, **options)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert list((home / "temporary").iterdir()) == []
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, quick) -> Path:
+    """A folder with the library that `CALL` needs."""
+    home = tmp_path_factory.mktemp("built")
+    assert said(CALL, home, quick) == "None"
+    return home
+
+
+def copied(built: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of that folder, and the library in it."""
+    home = tmp_path / "home"
+    shutil.copytree(built, home)
+    (library,) = (home / "jattn").glob("*.so")
+    return home, library
+
+
+# --- files --------------------------------------------------------------------------------------
+
+DAMAGES = {
+    "cut short": lambda contents: contents[: len(contents) // 2],
+    "zeroed": lambda contents: bytes(len(contents)),
+    "emptied": lambda contents: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_built_again(built, quick, tmp_path, damage):
+    home, library = copied(built, tmp_path)
+    whole = library.read_bytes()
+    library.write_bytes(DAMAGES[damage](whole))
+    assert said(CALL, home, quick) == "None"
+    assert len(library.read_bytes()) == len(whole)
+    assert [x.name for x in library.parent.iterdir()] == [library.name]
+
+
+def test_only_what_is_whole_and_safe_is_read(built, tmp_path):
+    """Every byte counts, and the name; links and files that others may write are not read."""
+    _, library = copied(built, tmp_path)
+    whole = library.read_bytes()
+    contents = native_build._read(library)
+    assert contents is not None
+    assert whole.startswith(contents)
+    for place in (0, len(whole) // 2, len(whole) - 40, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        library.write_bytes(changed)
+        assert native_build._read(library) is None, place
+    library.write_bytes(whole)
+    assert native_build._read(library.rename(library.with_name("other.so"))) is None
+    library.write_bytes(whole)
+    assert native_build._read(library) == contents
+    for mode in (0o666, 0o664, 0o646):
+        library.chmod(mode)
+        assert native_build._read(library) is None, mode
+    library.chmod(0o644)
+    moved = library.rename(tmp_path / library.name)
+    library.symlink_to(moved)
+    assert native_build._read(library) is None
+    assert native_build._read(tmp_path) is None
+    os.mkfifo(tmp_path / "pipe")
+    assert native_build._read(tmp_path / "pipe") is None
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> tuple[bytes, Path]:
+    """A library that leaves a mark when it is loaded, and where."""
+    folder = tmp_path_factory.mktemp("planted")
+    source, library, mark = folder / "x.c", folder / "x.so", folder / "mark"
+    source.write_text(
+        "#include <stdio.h>\n__attribute__((constructor)) static void run(void) {"
+        f' fclose(fopen("{mark}", "w")); }}\n'
+    )
+    command = [*COMPILER.split(), "-x", "c", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library.read_bytes(), mark
+
+
+@pytest.mark.parametrize("where", ["folder for all", "folder of another", "file of another"])
+def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, where):
+    """Others cannot have us load what they wrote where they may write, sealed or not."""
+    contents, mark = planted
+    home, library = copied(built, tmp_path)
+    library.write_bytes(contents + native_build._seal(library.name, contents))
+    if where == "folder for all":
+        library.parent.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(library.parent if where.startswith("folder") else library, 65534, 65534)
+    else:
+        pytest.skip("only root can give files away")
+    assert said(CALL, home, quick) == "None"
+    assert not mark.exists()
+
+
+def test_without_a_folder_each_process_has_its_own(quick, tmp_path):
+    """Of which nothing is left; neither without a home, nor where nothing may be written."""
+    (tmp_path / "jattn").write_text("a file where the folder should be")
+    assert said(CALL, tmp_path, quick) == "None"
+
+
+def test_temporary_files_lie_where_nobody_can_replace_them(monkeypatch, tmp_path):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir()
+    shared.mkdir()
+    for mode, safe in ((0o777, False), (0o1777, True), (0o755, True)):
+        shared.chmod(mode)
+        monkeypatch.setattr(native_build.tempfile, "tempdir", str(shared))
+        where = native_build._in_private_folder(lambda path: path.parent.parent, own)
+        assert where == (shared if safe else own)
+    shared.chmod(0o777)
+    with pytest.raises(OSError, match="no folder for temporary files"):
+        native_build._in_private_folder(lambda path: path, None)
+
+
+def test_who_has_no_home_has_a_kernel(monkeypatch, tmp_path):
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert native_build._folder() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0)
+    try:
+        assert native_build._folder() == tmp_path / "jattn"
+    finally:
+        os.umask(before)
+    assert native_build._folder() == tmp_path / "jattn"
+
+
+def test_a_kept_file_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(list(tmp_path.glob("*.so"))))
+    assert native_build._keep(tmp_path / "x.so", b"contents")
+    assert synced == [[]]
+    assert native_build._read(tmp_path / "x.so") == b"contents"
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert not native_build._keep(tmp_path / "y.so", b"contents")
+    assert [x.name for x in tmp_path.iterdir()] == ["x.so"]
+
+
+def test_on_a_full_disk_blockwise_runs(quick, tmp_path):
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    reason = said(CALL, tmp_path, quick, preexec_fn=full)
+    assert reason not in ("None", "")
+    assert list((tmp_path / "jattn").iterdir()) == []
+
+
+# --- compilers ----------------------------------------------------------------------------------
+
+_sizes = itertools.count(2)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No library loaded or built yet, a cache folder of one's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # XLA knows a function by its name for good, which tells the sizes of tiles.
+    monkeypatch.setattr(native_library, "TILES", f"16, 8, {16 * next(_sizes)}")
+    monkeypatch.setattr(native_library, "_libraries", {})
+    jax.clear_caches()
+    yield tmp_path / "jattn"
+    jax.clear_caches()
+
+
+def reason() -> Any:
+    """Why the kernel does not run."""
+    x = on_device(inputs(CASES["causal"], "float32"))
+    return jattn.explain(x.q, x.k, x.v)["native"]
+
+
+def check_that_blockwise_runs() -> None:
+    x = on_device(inputs(CASES["causal"], "float32"))
+    contract.assert_same(
+        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
+        attend("blockwise", CASES["causal"], x),
+    )
+
+
+ANSWERS = 'case "$*" in *-dM*) exit 0;; esac\n'
+FAILING = {
+    "no such": ("/no/such compiler", "there is no C++ compiler: /no/such not found"),
+    "odd words": ("'", "No closing quotation"),
+    "of the machine": (ANSWERS + "echo 'x: error: no' >&2; exit 3", "failed: x: error: no"),
+    "of few words": (ANSWERS + "echo no >&2; exit 3", "failed: no"),
+    "silent": (ANSWERS + "exit 3", "failed: exit status 3"),
+    "killed": (ANSWERS + "kill -9 $$", "failed: exit status -9"),
+    "not UTF-8": (ANSWERS + r"printf 'error: \374\n' >&2; exit 1", "failed: error: �"),
+    "writes nothing": ("exit 0", "wrote no library"),
+    "writes anything": (
+        ANSWERS + 'for to; do :; done; echo anything > "$to"',
+        "cannot be loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_compiler_that_fails_says_why(fresh, monkeypatch, tmp_path, kind):
+    """Once for a process; blockwise runs, and the named kernel raises."""
+    text, expected = FAILING[kind]
+    count = tmp_path / "count"
+    if "no such" not in kind and "odd" not in kind:
+        text = script(tmp_path / "compiler", f"echo >> {count}\n{text}")
+    monkeypatch.setenv("CXX", text)
+    assert expected in reason()
+    asked = count.read_text() if count.exists() else ""
+    x = on_device(inputs(CASES["causal"], "float32"))
+    with pytest.raises(NotImplementedError, match="'native': "):
+        attend("native", CASES["causal"], x)
+    check_that_blockwise_runs()
+    assert reason()
+    assert (count.read_text() if count.exists() else "") == asked
+    assert list(fresh.glob("*")) == []
+
+
+def test_what_kills_who_loads_it_is_not_loaded(monkeypatch, tmp_path, built):
+    """A compiler may say that all is well and have written half a library."""
+    half = tmp_path / "half"
+    (library,) = (built / "jattn").glob("*.so")
+    half.write_bytes(library.read_bytes()[:30000])
+    odd = script(tmp_path / "c++", f'for to; do :; done; [ "$to" = /dev/null ] || cp {half} "$to"')
+    text = said(CALL, tmp_path, odd)
+    assert "cannot be loaded" in text
+    assert list((tmp_path / "jattn").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("can't start new thread"), ValueError(), OSError(), KeyError("x")],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", ["load", "start"])
+def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, where):
+    def fail(*_: Any) -> None:
+        raise error
+
+    at = native_build if where == "load" else native_library.threading.Thread
+    monkeypatch.setattr(at, where, fail)
+    assert reason() == (str(error) or repr(error))
+
+
+@pytest.mark.parametrize("words", ["{0} -O1", "env {0}", "{1} {0} -g0"])
+def test_a_compiler_may_be_several_words(monkeypatch, tmp_path, words, quick):
+    wrapper = script(tmp_path / "my cache", 'exec "$@"')
+    monkeypatch.setenv("CXX", words.format(quick, f"'{wrapper}'"))
+    first, *rest = native_build.compiler()
+    assert Path(first).is_absolute()
+    assert "2" in native_build._run([first, *rest, "-dM", "-E", "-x", "c++", os.devnull])
+
+
+def test_compilers_that_differ_build_libraries_that_differ(monkeypatch, quick):
+    names = set()
+    for words in (quick, f"{quick} -O1", f"env {quick}"):
+        monkeypatch.setenv("CXX", words)
+        flags = native_build._flags("float32", native_library.TILES)
+        names.add(native_build._digest([*native_build.compiler(), *flags], "native.cc"))
+    assert len(names) == 3
+
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
+    """With all that it has started."""
+    pid = tmp_path / "pid"
+    hanging = script(tmp_path / "compiler", f"sleep 1000 & echo $! > {pid}; wait")
+    monkeypatch.setenv("CXX", hanging)
+    monkeypatch.setattr(native_build, "LIMIT", 0.5)
+    assert reason() == f"{hanging} did not end within 0.5 s"
+    check_that_blockwise_runs()
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not state.exists() or " Z " in state.read_text()
+
+
+def test_who_ends_does_not_wait_for_a_compiler(tmp_path):
+    """Neither the compiler nor its files are left."""
+    pid = tmp_path / "pid"
+    hanging = script(
+        tmp_path / "c++",
+        ANSWERS + f"for to; do :; done; echo > $to; echo $$ > {pid}; exec sleep 1000",
+    )
+    code = "from jattn.kernels import native_library\nnative_library.PATIENCE = 1.0\n" + CALL
+    began = time.monotonic()
+    assert "still being built" in said(code, tmp_path, hanging)
+    assert time.monotonic() - began < 60
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_path, quick):
+    """Those that do not name it go without after a while, and keep that; who names it waits."""
+    go = tmp_path / "go"
+    slow = script(tmp_path / "slow", f'while [ ! -e {go} ]; do sleep 0.05; done; exec {quick} "$@"')
+    monkeypatch.setenv("CXX", slow)
+    monkeypatch.setattr(native_library, "PATIENCE", 0.3)
+    x = on_device(inputs(CASES["causal"], "float32"))
+    early = jax.jit(lambda q, k, v: jattn.attention(q, k, v, mask=jattn.masks.Causal()))
+    lowered = early.lower(x.q, x.k, x.v)
+    assert "jattn_forward" not in lowered.as_text()
+    first = early(x.q, x.k, x.v)
+    assert "still being built" in reason()
+    go.touch()
+    named = attend("native", CASES["causal"], x)
+    assert reason() is None
+    np.testing.assert_array_equal(early(x.q, x.k, x.v), first)
+    jax.clear_caches()
+    contract.assert_same(
+        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
+        named,
+    )
+    assert "jattn_forward" in early.lower(x.q, x.k, x.v).as_text()
+
+
+def test_who_has_to_wait_is_told_once(fresh, monkeypatch, caplog, quick):
+    """By logging; on a terminal where no logger shows it."""
+    monkeypatch.setenv("CXX", quick)
+    with caplog.at_level(logging.INFO, logger="jattn"):
+        assert reason() is None
+        assert reason() is None
+        (line,) = (record.getMessage() for record in caplog.records if record.name == "jattn")
+        assert line.startswith("jattn: building native.cc for float32")
+        monkeypatch.setattr(native_library, "_libraries", {})
+        monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
+        assert reason() is None  # found
+        assert len([record for record in caplog.records if record.name == "jattn"]) == 1
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    native_build._tell("one line")
+    assert terminal.getvalue() == "one line\n"
+    with caplog.at_level(logging.INFO, logger="jattn"):
+        native_build._tell("another")
+    assert terminal.getvalue() == "one line\n"
+
+
+def test_another_process_finds_it(built, quick, tmp_path):
+    """The compiler only says which it is."""
+    home, library = copied(built, tmp_path)
+    before, log = library.stat(), Path(quick).with_name("log")
+    asked = len(log.read_text().splitlines())
+    assert said(CALL, home, quick) == "None"
+    (only,) = log.read_text().splitlines()[asked:]
+    assert "-dM" in only
+    assert (library.stat().st_mtime_ns, library.stat().st_ino) == (
+        before.st_mtime_ns,
+        before.st_ino,
+    )
+
+
+def test_the_command_builds_ahead(fresh, monkeypatch, capsys, quick):
+    """And says where, and whether it works."""
+    monkeypatch.setenv("CXX", quick)
+    monkeypatch.setattr(sys, "argv", ["build"])
+    assert build.main() == 0
+    paths = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(paths) == sorted(str(x) for x in fresh.iterdir())
+    assert len(paths) == 2
+    monkeypatch.setattr(build, "attention", lambda q, *x, **_: jnp.full(q.shape, len(x)))
+    assert build.main() == 1
+    assert "other numbers" in capsys.readouterr().err
+
+
+def test_the_command_fails_where_nothing_works(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["build", "--float64"])
+    monkeypatch.setattr(native_library, "_libraries", {})
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.main() == 1
+    assert "float64: cannot be built: there is no C++ compiler" in capsys.readouterr().err
+
+
+# --- memory and sanitizers ----------------------------------------------------------------------
+
+WITH_LITTLE_MEMORY = """
+import resource, jax, jax.numpy as jnp, numpy as np, jattn
+wide = jnp.ones((1, 1, 8, 200_000))
+small = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 2, 8)), jnp.float32)
+def grads(x, **how):
+    return jax.grad(lambda x: jattn.attention(x, x, x, **how).sum())(x)
+calls = [lambda **how: jattn.attention(wide, wide, wide, **how), lambda **how: grads(wide, **how)]
+named = [dict(implementation="native"), dict(implementation="blockwise")]
+for call in calls:
+    jax.block_until_ready(call(**named[1]))
+for call in (jattn.attention, grads):
+    call(*[small] * (1 if call is grads else 3), **named[0])
+used = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (used + 290_000_000,) * 2)
+for call in calls:
+    jax.block_until_ready(call(**named[1]))
+    try:
+        jax.block_until_ready(call(**named[0]))
+    except jax.errors.JaxRuntimeError as error:
+        print(str(error))
+want = jattn.attention(small, small, small, implementation="blockwise")
+got = jattn.attention(small, small, small, **named[0])
+assert np.allclose(got, want, atol=1e-5, rtol=0)
+"""
+
+
+def test_a_call_without_memory_is_an_error_and_no_end(built, quick, tmp_path):
+    """Heads so wide that tiles do not fit, where blockwise does; afterwards others run."""
+    home, _ = copied(built, tmp_path)
+    first, second = said(WITH_LITTLE_MEMORY, home, quick).splitlines()
+    assert "jattn: no memory for the tiles" in first
+    assert "jattn: no memory for the tiles" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", sanitizers.SANITIZERS)
+def test_sanitizers_find_nothing(sanitizer):
+    """Neither in memory nor in arithmetic nor between threads; and all numbers are right."""
+    for what, well in sanitizers.runs(sanitizer, 300):
+        assert well, what

@@ -1,0 +1,412 @@
+"""What happens to a run from outside: other processes, a full disk, signals."""
+
+import contextlib
+import dataclasses
+import errno
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from experiments import ending, files
+from experiments.files import Unwritten
+from experiments.translation import __main__ as cli
+from experiments.translation import checkpoints, locking
+from experiments.translation.checkpoints import Run
+from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of, unwarned
+from tests.test_translation import (
+    as_users_run_it,
+    assert_same_run,
+    plain_jax,
+    small_tree,
+)
+
+
+assert as_users_run_it and _watching
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, text=True, **options)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    found = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+# ------------------------------------------------------------------------------------------- locks
+
+HOLDS_A_LOCK = """
+import pathlib, sys, time
+from experiments.translation.locking import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def held_elsewhere(directory: Path) -> Iterator[int]:
+    """While it lasts, another process has the lock; it ends by SIGKILL."""
+    with python(HOLDS_A_LOCK, str(directory), stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+def test_a_second_process_in_a_run_is_refused_in_one_line_and_changes_nothing(tmp_path, capsys):
+    run = a_run(tmp_path / "run", 1)
+    run.report({"step": 1})
+    vacant = tmp_path / "vacant"
+    with held_elsewhere(run.directory) as pid, held_elsewhere(vacant):
+        before = contents(run.directory)
+        for directory, *more in (
+            (run.directory, "--resume"),
+            (run.directory, "--overwrite", "--preset", "tiny"),
+            (vacant, "--preset", "tiny"),
+        ):
+            assert cli.main(["train", "--run", str(directory), *more]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith(f"error: {directory} is in use: process ")
+            assert error.count("\n") == 1
+            assert (f"process {pid} on " in error) == (directory == run.directory)
+        assert contents(run.directory) == before
+        assert [path.name for path in vacant.iterdir()] == ["lock"]
+
+
+def test_a_lock_left_by_a_killed_process_blocks_nobody(tmp_path):
+    with held_elsewhere(tmp_path):
+        with pytest.raises(BlockingIOError), locking.locked(tmp_path):
+            pass
+    with locking.locked(tmp_path), pytest.raises(BlockingIOError, match=f"process {os.getpid()} "):
+        with locking.locked(tmp_path):
+            pass
+    with locking.locked(tmp_path):
+        pass
+
+
+def test_what_is_no_run_is_given_no_lock(tmp_path, capsys):
+    for more in ("--resume", "--overwrite"):
+        (tmp_path / "thesis.txt").touch()
+        assert cli.main(["train", "--run", str(tmp_path), "--preset", "tiny", more]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_run_is_deleted_under_its_lock(tmp_path):
+    run = a_run(tmp_path / "run", 1)
+    with locking.locked(run.directory):
+        checkpoints.remove(run.directory)
+        assert checkpoints.is_vacant(run.directory)
+        with pytest.raises(BlockingIOError), locking.locked(run.directory):
+            pass
+        run.create()
+    assert Run.open(run.directory) == run
+
+
+def test_a_kill_while_deleting_leaves_a_run_that_can_be_deleted(tmp_path):
+    run = a_run(tmp_path / "run", 1)
+    with locking.locked(run.directory):
+        left = left_by_kills(run, lambda: checkpoints.remove(run.directory), tmp_path)
+    assert len(left) > 10
+    for each in left:
+        checkpoints.remove(each.directory)
+        each.create()
+        assert Run.open(each.directory) == each
+
+
+def test_a_kill_while_beginning_leaves_a_run_or_room_for_one(tmp_path):
+    run = dataclasses.replace(a_run(tmp_path / "other"), directory=tmp_path / "run")
+
+    def begin() -> None:
+        with locking.locked(run.directory):
+            run.create()
+
+    left = left_by_kills(run, begin, tmp_path)
+    assert len(left) > 5
+    for each in left:
+        assert checkpoints.is_run(each.directory) or checkpoints.is_vacant(each.directory)
+
+
+# --------------------------------------------------------------------------------------- full disk
+
+
+@contextlib.contextmanager
+def full_after(size: int) -> Iterator[None]:
+    """No file can be longer than this, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_those_before(tmp_path, capfd):
+    run = a_run(tmp_path / "run", 1, 2, 3)
+    before = contents(run.directory)
+    sizes = sorted({len(content) for content in before.values()})
+    assert len(sizes) > 5
+    refused = 0
+    for size in (0, *sizes):
+        left = dataclasses.replace(run, directory=tmp_path / str(size))
+        shutil.copytree(run.directory, left.directory)
+        try:
+            with full_after(size):
+                left.save(tree_of(4), 4)
+        except Unwritten as error:
+            refused += 1
+            expected = f"{left.directory}: checkpoint 4 could not be written: File too large"
+            assert str(error) == expected
+            assert before.items() <= contents(left.directory).items()
+            assert left.last_whole_step() == 3
+    assert refused >= 4
+    assert capfd.readouterr().err == ""
+
+
+SAVES_MUCH = """
+import pathlib, resource, sys, time
+import numpy as np
+from experiments.ending import exit_status
+from experiments.translation.checkpoints import Run
+run = Run.open(sys.argv[1])
+state = {str(n): np.random.default_rng(n).random(5000) for n in range(200)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+status = exit_status(lambda: run.save(state, 2))
+time.sleep(0.5)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_many_arrays_that_cannot_be_written_are_one_line(size, tmp_path):
+    """Of which other threads tell, some of them when all is over."""
+    run = a_run(tmp_path / "run", 1)
+    process = python(SAVES_MUCH, str(run.directory), str(size), stderr=subprocess.PIPE)
+    error = process.communicate()[1]
+    assert error == f"error: {run.directory}: checkpoint 2 could not be written: File too large\n"
+    assert process.returncode == 1 and run.last_whole_step() == 1
+
+
+def test_what_a_killed_save_left_is_deleted_by_the_next(tmp_path):
+    run = a_run(tmp_path / "run", 1)
+    names = set()
+    for left in left_by_kills(run, lambda: run.save(tree_of(2), 2), tmp_path):
+        names |= {path.name for path in (left.directory / "checkpoints").iterdir()}
+        with unwarned():
+            left.save(tree_of(2), 2)
+        assert {path.name for path in (left.directory / "checkpoints").iterdir()} == {"1", "2"}
+    assert any("tmp" in name for name in names)
+
+
+def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):
+    path = tmp_path / "file.json"
+    files.replace(path, "before")
+    path.chmod(0o640)
+    (tmp_path / "link").symlink_to(path)
+    with full_after(100), pytest.raises(Unwritten, match=f"{path} could not be written: File too"):
+        files.replace(path, "x" * 101)
+    assert contents(tmp_path) == {"file.json": b"before", "link": b"before"}
+    files.replace(tmp_path / "link", "größer")
+    assert path.read_text("utf-8") == "größer" and path.stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(Unwritten, match="inside could not be written: File exists"):
+        files.replace(path / "inside", "")
+
+
+def test_a_file_and_its_folder_are_on_the_disk_when_the_name_is_given(tmp_path, monkeypatch):
+    """Its content before it has its name, the name before `replace` returns."""
+    told: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def fsync(handle: int) -> None:
+        kind = "folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file"  # noqa: PTH112
+        told.append(f"{kind} synced")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", lambda *a: (told.append("renamed"), rename(*a)))
+    files.replace(tmp_path / "a", "text")
+    assert told == ["file synced", "renamed", "folder synced"]
+    told.clear()
+    files.append(tmp_path / "a", "more")
+    assert told == ["file synced"]
+    assert (tmp_path / "a").read_text() == "textmore\n"
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_digests(tmp_path, monkeypatch):
+    run = a_run(tmp_path / "run")
+    synced: set[str] = set()
+    sync = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.add(str(Path(f"/proc/self/fd/{handle}").readlink()))
+        sync(handle)
+
+    def replace(path: Path, content: str) -> None:
+        if path.parent.name == "digests":
+            folder = (run.directory / "checkpoints").resolve()
+            assert {str(folder / "1" / name) for name in json.loads(content)} <= synced
+            assert str(folder) in synced
+        files.replace(path, content)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoints, "replace", replace)
+    run.save(tree_of(1), 1)
+    assert run.last_whole_step() == 1
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Run:
+    """A tiny run that nothing happened to."""
+    return trained(tmp_path_factory.mktemp("whole") / "run", "--preset", "tiny")
+
+
+def trained(directory: Path, *arguments: str, status: int = 0) -> Run:
+    jax.clear_caches()
+    with plain_jax(), contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(["train", "--run", str(directory), *arguments]) == status
+    return Run.open(directory)
+
+
+@pytest.mark.default_tiles
+def test_a_run_that_is_terminated_and_out_of_space_ends_like_the_uninterrupted_one(
+    whole, tmp_path, capsys, monkeypatch
+):
+    """Terminated after the checkpoint at step 6; out of space in the metrics of step 8, of which
+    half is written; out of space in the checkpoint of step 12. Each is told in one line."""
+    directory = tmp_path / "run"
+    how = f"training goes on with: train --run {directory} --resume\n"
+    save, report = Run.save, Run.report
+
+    def terminated(run: Run, state: Any, step: int) -> None:
+        save(run, state, step)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def torn(run: Run, record: dict[str, Any]) -> None:
+        size = (run.directory / "metrics.jsonl").stat().st_size
+        with full_after(size + 20 if record["step"] == 8 else 2**30):
+            report(run, record)
+
+    def full(run: Run, state: Any, step: int) -> None:
+        with full_after(300):
+            save(run, state, step)
+
+    def run_with(name: str, instead: Callable[..., None], status: int, *arguments: str) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, name, instead)
+            trained(directory, *arguments, status=status)
+        return capsys.readouterr().err
+
+    begin = ("--preset", "tiny")
+    assert run_with("save", terminated, 143, *begin) == f"interrupted; {how}"
+    error = run_with("report", torn, 1, "--resume")
+    unwritten = "could not be written: File too large; checkpoint 6 is whole; "
+    assert error == f"error: {directory}/metrics.jsonl {unwritten}{how}"
+    assert not (directory / "metrics.jsonl").read_text().endswith("\n")
+    error = run_with("save", full, 1, "--resume")
+    assert error == f"error: {directory}: checkpoint 12 {unwritten}{how}"
+    assert_same_run(whole, trained(directory, "--resume"))
+    told = [(record["step"], "validation_loss" in record) for record in whole.metrics()]
+    assert len(set(told)) == len(told)
+
+
+def test_a_vocabulary_that_cannot_be_written_is_one_line_and_can_be_tried_again(tmp_path, capsys):
+    directory = tmp_path / "run"
+    with full_after(100), plain_jax():
+        assert cli.main(["train", "--preset", "tiny", "--run", str(directory)]) == 1
+    error = capsys.readouterr().err
+    assert error == f"error: {directory}/source.json could not be written: File too large\n"
+    assert checkpoints.is_vacant(directory)
+
+
+def test_an_evaluation_and_pictures_that_cannot_be_written_are_one_line(
+    whole, tmp_path, capsys, monkeypatch
+):
+    shutil.copytree(whole.directory, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    run = ["--run", str(tmp_path / "run")]
+    sync = os.fsync
+
+    def refuse(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").readlink().suffix == ".draft":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for arguments, name in (
+        (["evaluate", *run], "evaluation.json"),
+        (["plot", *run, "--sentence", "der hund schläft ."], "pictures/.*.png"),
+        (["translate", *run, "der hund schläft .", "--output", str(tmp_path / "out")], "out"),
+    ):
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert cli.main(arguments) == 1
+        error = capsys.readouterr().err
+        message = rf"error: \S*/{name} could not be written: No space left on device\n"
+        assert re.fullmatch(message, error)
+    assert contents(tmp_path / "run") == before and not (tmp_path / "out").exists()
+
+
+def test_reading_a_checkpoint_writes_nothing(tmp_path):
+    run = a_run(tmp_path / "run", 1)
+    assert not left_by_kills(run, lambda: run.restore(small_tree()), tmp_path)
+
+
+# --------------------------------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_a_command_alike(number, status, capsys):
+    def interrupted() -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    handler = signal.getsignal(number)
+    assert ending.exit_status(interrupted) == status
+    assert capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(number) is handler
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert ending.exit_status(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 0
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+PRINTS = """
+import sys
+from experiments.ending import exit_status
+sys.exit(exit_status(lambda: [print("x" * 100) for _ in range(2000)]))
+"""
+
+
+def test_output_that_nobody_takes_ends_a_command_without_a_traceback():
+    with Path("/dev/full").open("w") as full:
+        process = python(PRINTS, stdout=full, stderr=subprocess.PIPE)
+        assert process.communicate()[1] == "error: [Errno 28] No space left on device\n"
+        assert process.returncode == 1
+    here, there = os.pipe()
+    os.close(here)
+    process = python(PRINTS, stdout=there, stderr=subprocess.PIPE)
+    os.close(there)
+    assert process.communicate()[1] == "" and process.returncode == 141

@@ -1,0 +1,234 @@
+"""Under `shard_map` with its default checks: what is the same on several devices, and what differs.
+
+The truth is a loop over the devices, without any mesh: an array that all share has the sum of the
+gradients that each finds.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, mechanisms, scores
+from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests.conftest import quick_jit
+
+
+DEVICES = 8
+IMPLEMENTATIONS = (None, "native", "blockwise", "reference")
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+MESHES = {"one_axis": {"x": 8}, "two_axes": {"x": 4, "y": 2}}
+every_mesh = pytest.mark.parametrize("mesh", MESHES)
+
+
+class Problem(NamedTuple):
+    """A call, and by name its arrays for each device, `[8, ...]`."""
+
+    call: Callable[..., Any]
+    arrays: dict[str, np.ndarray]
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(shape).standard_normal((DEVICES, *shape))
+
+
+def attention(implementation: str | None, T: int = 6) -> Problem:
+    """A mask and two scores with arrays."""
+
+    def call(q: Any, k: Any, v: Any, slopes: Any, table: Any, ids: Any, scale: Any) -> Any:
+        return jattn.attention(
+            q,
+            k,
+            v,
+            mask=masks.Segments(ids) & masks.Causal(),
+            score=scores.Alibi(slopes) >> scores.RelativeBias(table, max_distance=7),
+            scale=scale,
+            implementation=implementation,
+        )
+
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (DEVICES, T)))
+    arrays = {name: normal(1, T, 2, 4) for name in "qkv"}
+    arrays |= {"slopes": normal(2), "table": normal(8, 2), "ids": ids, "scale": 1 + normal() ** 2}
+    if implementation is None or implementation == "native":
+        del arrays["table"]
+
+        def native(q: Any, k: Any, v: Any, slopes: Any, ids: Any, scale: Any) -> Any:
+            mask = masks.Segments(ids) & masks.Causal()
+            options = {"score": scores.Alibi(slopes), "scale": scale}
+            return jattn.attention(q, k, v, mask=mask, implementation=implementation, **options)
+
+        return Problem(native, arrays)
+    return Problem(call, arrays)
+
+
+def additive(T: int) -> Problem:
+    """Bahdanau's attention, whose weights are usually the same everywhere."""
+
+    def call(q: Any, k: Any, v: Any, w_query: Any, w_key: Any, w_score: Any, lengths: Any) -> Any:
+        mask = masks.Lengths(kv=lengths)
+        return mechanisms.additive_attention(q, k, v, w_query, w_key, w_score, mask=mask)
+
+    lengths = 1 + np.random.default_rng(0).integers(0, T, (DEVICES, 1))
+    arrays = {"q": normal(1, T, 3), "k": normal(1, T, 4), "v": normal(1, T, 2)}
+    weights = {"w_query": normal(3, 5), "w_key": normal(4, 5), "w_score": normal(5)}
+    return Problem(call, arrays | weights | {"lengths": lengths})
+
+
+def cached(kind: Any, implementation: str | None) -> Problem:
+    """Two steps on a cache."""
+
+    def call(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        cache = kind.create(1, 12, 2, 4, dtype=q.dtype)
+        options = {"mask": masks.Causal(), "score": scores.Alibi(slopes)}
+        first, cache = jattn.cached_attention(
+            q, k, v, cache, implementation=implementation, **options
+        )
+        last, _ = jattn.cached_attention(
+            q[:, :1], k[:, :1], v[:, :1], cache, implementation=implementation, **options
+        )
+        return jnp.concatenate([first, last], axis=1)
+
+    return Problem(call, {**{name: normal(1, 4, 2, 4) for name in "qkv"}, "slopes": normal(2)})
+
+
+def one_head(problem: str) -> Problem:
+    """Other functions of the library, by name."""
+    if problem == "self_attention":
+        call = lambda x, q, k, v: mechanisms.self_attention(x, q, k, v, mask=masks.Causal())  # noqa: E731
+        weights = {name: normal(3, 3) for name in "qkv"}
+        return Problem(call, {"x": normal(1, 5, 3), **weights})
+    return Problem(
+        _multiplicative, {**{name: normal(1, 5, 3) for name in "qkv"}, "w": normal(3, 3)}
+    )
+
+
+def _multiplicative(q: Any, k: Any, v: Any, w: Any) -> Any:
+    return mechanisms.multiplicative_attention(q, k, v, w)
+
+
+def run_check(problem: Problem, mesh: str, shared: tuple[str, ...]) -> None:
+    """Values and gradients, taken within `shard_map` and around it, are those of a loop."""
+    arrays = {n: x[0] if n in shared else x for n, x in problem.arrays.items()}
+    floats = [n for n, x in arrays.items() if x.dtype == np.float64]
+    shape = MESHES[mesh]
+    devices = Mesh(np.array(jax.devices()[:DEVICES]).reshape(*shape.values()), tuple(shape))
+    split = P(tuple(shape))
+    specs = {n: P() if n in shared else split for n in arrays}
+
+    def with_gradients(call: Any, arrays: Any, cotangent: Any) -> Any:
+        rest = {n: x for n, x in arrays.items() if n not in floats}
+        own = {n: arrays[n] for n in floats}
+        out, pull = jax.vjp(lambda own: call(**own, **rest), own)
+        return out, *pull(cotangent)
+
+    def local(arrays: Any) -> Any:  # of one device: what is split has an axis of size 1
+        own = {n: x if n in shared else x[0] for n, x in arrays.items()}
+        return problem.call(**own)[None]
+
+    each = [{n: x if n in shared else x[i] for n, x in arrays.items()} for i in range(DEVICES)]
+    shape_of_one = jax.eval_shape(lambda own: problem.call(**own), each[0]).shape
+    cotangent = np.random.default_rng(1).standard_normal((DEVICES, *shape_of_one))
+    single = quick_jit(functools.partial(with_gradients, problem.call))
+    every = [single(own, d) for own, d in zip(each, cotangent, strict=True)]
+    want = np.stack([out for out, _ in every])
+    wanted = {
+        n: sum(d[n] for _, d in every) if n in shared else np.stack([d[n] for _, d in every])
+        for n in floats
+    }
+    names = {n: specs[n] for n in floats}
+    within = jax.shard_map(
+        lambda arrays, d: with_gradients(lambda **own: local(own), arrays, d),
+        mesh=devices,
+        in_specs=(specs, split),
+        out_specs=(split, names),
+    )
+    mapped = jax.shard_map(local, mesh=devices, in_specs=(specs,), out_specs=split)
+    around = functools.partial(with_gradients, lambda **own: mapped(own))
+    both = quick_jit(lambda *x: (within(*x), around(*x)))(arrays, cotangent)
+    for out, gradients in both:
+        np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-13)
+        for name, d in gradients.items():
+            np.testing.assert_allclose(d, wanted[name], rtol=1e-11, atol=1e-12, err_msg=name)
+
+
+def one_shared(arrays: Any) -> list[tuple[str, ...]]:
+    """Each in turn the same on all devices; and each in turn the only one that is not."""
+    names = tuple(arrays)
+    alone = [(name,) for name in names]
+    return alone + [tuple(x for x in names if x != name) for name in names]
+
+
+@every_mesh
+@every_implementation
+def test_keys_values_and_parameters_are_shared(implementation, mesh):
+    """Ordinary data parallelism; and the other way round."""
+    problem = attention(implementation)
+    run_check(problem, mesh, ("k", "v", "slopes", "table", "scale"))
+    run_check(problem, mesh, ("q", "ids"))
+
+
+@pytest.mark.parametrize("implementation", ["native", "blockwise"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "slopes", "ids", "scale"])
+def test_one_array_is_shared_or_all_others_are(implementation, name):
+    problem = attention(implementation)
+    run_check(problem, "one_axis", (name,))
+    run_check(problem, "one_axis", tuple(x for x in problem.arrays if x != name))
+
+
+@pytest.mark.slow
+@every_mesh
+@every_implementation
+def test_every_combination(implementation, mesh):
+    problem = attention(implementation)
+    names = tuple(problem.arrays)
+    for size in range(len(names)):
+        for shared in itertools.combinations(names, size):
+            run_check(problem, mesh, shared)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("implementation", [None, "blockwise"])
+def test_with_several_tiles(implementation):
+    run_check(attention(implementation, T=272), "two_axes", ("k", "slopes", "table"))
+
+
+@pytest.mark.parametrize(("T", "mesh"), [(5, "one_axis"), (140, "two_axes")])
+def test_additive_attention(T, mesh):
+    """Whole, and over several tiles."""
+    problem = additive(T)
+    run_check(problem, mesh, ("w_query", "w_key", "w_score"))
+    run_check(problem, mesh, ("k", "v"))
+    run_check(problem, mesh, ("q", "lengths"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation", "mesh"),
+    [(DenseCache, None, "two_axes"), (PagedCache, "blockwise", "one_axis")],
+)
+def test_caches(kind, implementation, mesh):
+    run_check(cached(kind, implementation), mesh, ("k", "v", "slopes"))
+
+
+@pytest.mark.slow
+@every_mesh
+@pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
+@pytest.mark.parametrize("kind", [DenseCache, RollingCache, PagedCache])
+def test_all_caches(kind, implementation, mesh):
+    problem = cached(kind, implementation)
+    for shared in one_shared(problem.arrays):
+        run_check(problem, mesh, shared)
+
+
+@pytest.mark.parametrize("name", ["self_attention", "multiplicative"])
+def test_mechanisms(name):
+    problem = one_head(name)
+    *_, last = problem.arrays
+    run_check(problem, "two_axes", (last,))

@@ -1,0 +1,264 @@
+"""Under JAX's own tools, with functions as users write them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn import masks, mechanisms, scores
+from jattn.cache import DenseCache, PagedCache, RollingCache
+
+
+B = 4
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(shape).standard_normal(shape)
+
+
+class Problem(NamedTuple):
+    """A function of float arrays, of which some have the batch in front."""
+
+    call: Callable[..., Any]
+    batched: tuple[Any, ...]
+    shared: tuple[Any, ...] = ()
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return (*self.batched, *self.shared)
+
+    def gradients(self, *arrays: Any) -> Any:
+        """Of the sum of squares, so that they depend on the values."""
+
+        def total(*arrays: Any) -> Any:
+            return jnp.sum(self.call(*arrays) ** 2)
+
+        return jax.grad(total, tuple(range(len(arrays))))(*arrays)
+
+    def both(self, *arrays: Any) -> Any:
+        return self.call(*arrays), self.gradients(*arrays)
+
+
+def attention(implementation: str | None, T: int) -> Problem:
+    """With a row that sees nothing."""
+
+    def call(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        rows = jnp.arange(q.shape[0], dtype=jnp.int32)
+        mask = masks.Causal() & masks.Lengths(q=T - 1, kv=T - 2 - rows % 2)
+        score = scores.Alibi(slopes)
+        return jattn.attention(q, k, v, mask=mask, score=score, implementation=implementation)
+
+    return Problem(call, tuple(normal(B, T, 2, 8) for _ in range(3)), (normal(2),))
+
+
+def additive(T: int) -> Problem:
+    call = functools.partial(mechanisms.additive_attention, mask=masks.Causal())
+    batched = (normal(B, T, 3), normal(B, T, 4), normal(B, T, 2))
+    return Problem(call, batched, (normal(3, 5), normal(4, 5), normal(5)))
+
+
+def cached(kind: Any, implementation: str | None) -> Problem:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        cache = kind.create(q.shape[0], 16, 2, 4, dtype=q.dtype)
+        options = {"mask": masks.Causal(), "implementation": implementation}
+        first, cache = jattn.cached_attention(q, k, v, cache, **options)
+        last, _ = jattn.cached_attention(q[:, :1], k[:, :1], v[:, :1], cache, **options)
+        return jnp.concatenate([first, last], axis=1)
+
+    return Problem(call, tuple(normal(B, 4, 2, 4) for _ in range(3)))
+
+
+def module() -> Problem:
+    from jattn import nn  # noqa: PLC0415
+
+    layer = nn.MultiHeadAttention(
+        num_heads=2, in_features=8, mask=masks.Causal(), rngs=nnx.Rngs(0), param_dtype=jnp.float64
+    )
+    graph, state = nnx.split(layer)
+    leaves, structure = jax.tree.flatten(state)
+
+    def call(x: Any, *leaves: Any) -> Any:
+        return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(x)
+
+    return Problem(call, (normal(B, 5, 8),), tuple(leaves))
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    **{
+        f"{name}_{T}": functools.partial(attention, name, T)
+        for name in (None, "native", "blockwise", "reference")
+        for T in (6, 264)
+    },
+    "additive": functools.partial(additive, 5),
+    "additive_tiles": functools.partial(additive, 140),
+    **{
+        f"{kind.__name__}_{name}": functools.partial(cached, kind, name)
+        for kind in (DenseCache, RollingCache, PagedCache)
+        for name in (None, "blockwise")
+    },
+    "module": module,
+}
+EXPORTED = [name for name in PROBLEMS if not name.startswith("native")]
+every_problem = pytest.mark.parametrize("name", PROBLEMS)
+
+
+@functools.cache
+def prepared(name: str) -> tuple[Problem, Any, Any]:
+    """A problem, its arrays, and what the compiled program gives."""
+    problem = PROBLEMS[name]()
+    arrays = tuple(map(jnp.asarray, problem.arrays))
+    return problem, arrays, jax.jit(problem.both)(*arrays)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.default_tiles
+@every_problem
+def test_without_jit(name):
+    problem, arrays, want = prepared(name)
+    with jax.disable_jit():
+        assert_same(problem.both(*arrays), want)
+
+
+@pytest.mark.default_tiles
+@every_problem
+def test_no_tracer_leaks(name):
+    problem, arrays, want = prepared(name)
+    with jax.checking_leaks():
+        assert_same(problem.both(*arrays), want)
+        assert_same(jax.jit(problem.both)(*arrays), want)
+
+
+@pytest.mark.default_tiles
+@every_problem
+def test_dead_rows_make_no_nan(name):
+    problem, arrays, want = prepared(name)
+    with jax.debug_nans(True):
+        assert_same(problem.both(*arrays), want)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+def test_exported(name, symbolic):
+    problem, arrays, want = prepared(name)
+    b = jax.export.symbolic_shape("b")[0] if symbolic else B
+    like = [
+        jax.ShapeDtypeStruct(
+            (b, *x.shape[1:]) if place < len(problem.batched) else x.shape, x.dtype
+        )
+        for place, x in enumerate(arrays)
+    ]
+    for function, expected in zip((problem.call, problem.gradients), want, strict=True):
+        exported = jax.export.export(jax.jit(lambda *x, f=function: f(*x)))(*like)
+        assert_same(exported.call(*arrays), expected)
+
+
+# --- functions as users write them --------------------------------------------------------------
+
+
+def written_out(x: Any, table: Any, gate: Any) -> Any:
+    """The formula for `closures`, by NumPy's rules."""
+    q, k, v = (x * (i + 1) for i in range(3))
+    place = jnp.arange(x.shape[1])
+    score = jnp.einsum("btnh,bsnh->bnts", q, k) * gate + table[None, None, None, :]
+    allowed = (place[None, :] <= place[:, None]) & (table[None, :] <= table[:, None] + 1)
+    weights = jax.nn.softmax(jnp.where(allowed[None, None], score, -jnp.inf), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def closures(implementation: str | None, x: Any, table: Any, gate: Any) -> Any:
+    """Both functions close over traced arrays, NumPy's, and Python's numbers."""
+    one, steps = 1, np.arange(x.shape[1], dtype=np.int32)
+
+    def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + one)
+
+    score = scores.Score(lambda s, b, h, q, kv: s * gate + table[kv])
+    return jattn.attention(
+        x,
+        2 * x,
+        3 * x,
+        mask=masks.Predicate(allowed),
+        score=score,
+        scale=1.0,
+        implementation=implementation,
+    )
+
+
+def checkpointed(f: Any) -> Any:
+    return jax.checkpoint(f)
+
+
+def scanned(f: Any) -> Any:
+    def run(*arrays: Any) -> Any:
+        return jax.lax.scan(lambda carry, _: (carry, f(*arrays)), 0.0, None, length=2)[1][1]
+
+    return run
+
+
+def mapped(f: Any) -> Any:
+    def run(x: Any, table: Any, gate: Any) -> Any:
+        return jax.vmap(f)(x[None], table[None], gate[None])[0]
+
+    return run
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, checkpointed, scanned, mapped])
+@pytest.mark.parametrize("T", [6, 33])
+@pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
+def test_functions_close_over_what_they_like(implementation, T, wrap):
+    arrays = tuple(map(jnp.asarray, (normal(2, T, 2, 4), normal(T), normal())))
+    want = Problem(written_out, arrays).both(*arrays)
+    call = wrap(functools.partial(closures, implementation))
+    with jax.checking_leaks():
+        assert_same(Problem(call, arrays).both(*arrays), want)
+        assert_same(jax.jit(Problem(call, arrays).both)(*arrays), want)
+    with jax.disable_jit():
+        assert_same(Problem(call, arrays).both(*arrays), want)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "reference"])
+def test_functions_written_in_a_loop_over_traced_layers(implementation):
+    x, tables = jnp.asarray(normal(2, 6, 2, 4)), jnp.asarray(normal(3, 6))
+
+    def stack(x: Any, tables: Any) -> Any:
+        for table in tables:
+            score = scores.Score(lambda s, b, h, q, kv: s + table[kv])  # noqa: B023
+            x = x + jattn.attention(x, x, x, score=score, implementation=implementation)
+        return x
+
+    def want(x: Any, tables: Any) -> Any:
+        for table in tables:
+            logits = jnp.einsum("btnh,bsnh->bnts", x, x) / 2 + table[None, None, None, :]
+            x = x + jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), x)
+        return x
+
+    arrays = (x, tables)
+    assert_same(jax.jit(Problem(stack, arrays).both)(*arrays), Problem(want, arrays).both(*arrays))
+
+
+def test_bounds_may_close_over_traced_arrays():
+    x = jnp.asarray(normal(1, 40, 1, 4))
+
+    @jax.jit
+    def call(x: Any, least: Any) -> Any:
+        def bounds(tile: Any) -> Any:
+            lo, hi = (jnp.atleast_1d(jnp.asarray(a))[None, :] for a in tile.columns[:2])
+            return hi >= least, lo >= least
+
+        mask = masks.Predicate(lambda b, h, q, kv: kv >= least, bounds=bounds)
+        return jattn.attention(x, x, x, mask=mask, implementation="blockwise")
+
+    want = jattn.attention(x, x, x, mask=~masks.Prefix(17), implementation="reference")
+    with jax.checking_leaks():
+        np.testing.assert_allclose(call(x, 17), want, atol=1e-13)
