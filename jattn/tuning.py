@@ -44,6 +44,10 @@ TABLE: dict[str, Sizes] = {
 }
 """By device kind as JAX spells it ("NVIDIA H200", "TPU v5 lite", "cpu"); `DEFAULT` for others."""
 
+MANY_KEYS = 512
+"""From how many keys on a few queries go to the kernel on CPUs that is for them, whose time is that
+of reading the keys."""
+
 _tried: list[Sizes] = []
 
 

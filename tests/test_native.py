@@ -302,6 +302,6 @@ def test_decoding_reads_nothing_that_is_masked():
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
-def test_a_cache_in_half_precision_goes_without_the_library():
-    q, cache = cached("dense", 2, 16, 16, jnp.bfloat16)
+def test_a_cache_of_float16_goes_without_the_library():
+    q, cache = cached("dense", 2, 16, 16, jnp.float16)
     assert "jattn_decode" not in jax.jit(jattn.attention).lower(q, cache).as_text()

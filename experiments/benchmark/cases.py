@@ -16,7 +16,7 @@ from jattn import masks, scores
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Self-attention of `B` sequences of `T` positions, `N` heads on `K` key heads of size `H`; or
-    with `S` a step of decoding, in which T queries attend to S keys of a cache."""
+    with `S` T queries on S other keys: a step of decoding from a cache, or `plain` arrays."""
 
     name: str
     B: int
@@ -29,6 +29,7 @@ class Case:
     window: int = 256
     documents: int = 8
     S: int | None = None
+    plain: bool = False
 
     @property
     def key_heads(self) -> int:
@@ -118,6 +119,8 @@ CASES = (
     Case("t5", 1, 8, 4096, 64, modifier="t5"),
     Case("decode", 8, 8, 1, 64, S=4096),
     Case("decode-grouped", 8, 8, 1, 64, K=1, S=4096),
+    Case("query-arrays", 8, 8, 1, 64, S=4096, plain=True),
+    Case("queries-arrays", 8, 8, 8, 64, S=4096, plain=True),
 )
 
 

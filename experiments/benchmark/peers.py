@@ -53,7 +53,7 @@ def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Run
 
 def ours(case: Case, backward: bool, implementation: str | None = None) -> Runnable:
     """`jattn.attention`, with the implementation that it chooses; in decoding, of a cache."""
-    if case.S:
+    if case.S and not case.plain:
         query, *held = map(jnp.asarray, case.inputs())
         cache = jax.block_until_ready(jattn.cache.DenseCache.of(*held))
         return _compiled(jattn.attention, query, cache)
@@ -67,7 +67,7 @@ def ours(case: Case, backward: bool, implementation: str | None = None) -> Runna
 
 def blockwise(case: Case, backward: bool) -> Runnable | None:
     """`jattn.attention` in XLA alone; it does not read caches."""
-    return None if case.S else ours(case, backward, "blockwise")
+    return None if case.S and not case.plain else ours(case, backward, "blockwise")
 
 
 def dense_bias(case: Case, parameter: Any) -> Any:

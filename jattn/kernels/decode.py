@@ -16,21 +16,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jattn import masks, scores, softmax, tile
-from jattn._types import LogSumExp, Output, Shape, accumulation, is_static, number
+from jattn import masks, softmax, tile
+from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
-from jattn.kernels import blockwise, lowering, native_library, reverse, tiles, whole
-from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters, scaled, with_parameters
+from jattn.kernels import (
+    blockwise,
+    lowering,
+    native_decode,
+    native_library,
+    reverse,
+    tiles,
+    whole,
+)
+from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 
-MAX_QUERIES = 8
 _BLOCK = 512  # keys of a block at most
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Few queries without dropout, of a cache; the derivative is that of blockwise."""
-    if shapes.T > MAX_QUERIES:
-        return f"expected at most {MAX_QUERIES} queries at a time, got {shapes.T}"
+    if shapes.T > native_decode.MAX_QUERIES:
+        return f"expected at most {native_decode.MAX_QUERIES} queries at a time, got {shapes.T}"
     if spec.dropout_rate:
         return "dropout is for training"
     return None
@@ -157,72 +164,43 @@ def _by_token(query: Array, out: Array, lse: Array) -> tuple[Array, Array]:
     return jnp.swapaxes(out.reshape(B, N, T, out.shape[-1]), 1, 2), lse.reshape(B, N, T)
 
 
-def _is_added(score: Any) -> bool:
-    kinds = (scores.Alibi, scores.RelativeBias, scores.Bias)
-    return all(isinstance(one, kinds) for one in scores.in_order(score))
+def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> bool:
+    """Whether `native_decode.cc` can: its cache holds what it reads, its scores are sums."""
+    if platform != "cpu" or lowering.exported() or native_decode.unsupported(spec, shapes):
+        return False
+    if cache.keys.dtype != cache.values.dtype:
+        return False
+    if not native_decode.readable(cache.keys.dtype, shapes.dtype):
+        return False
+    return native_library.unavailable("decode", accumulation(shapes.dtype)) is None
 
 
-def _by_head(mask: Any) -> bool:
-    """Whether heads may see different keys."""
-    every = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Predicate))
-    return masks.leading(mask)[1] > 1 or any(isinstance(x, masks.Predicate) for x in every)
-
-
-def _runs_native(platform: str, spec: Spec, query: Array, cache: Cache) -> bool:
-    """Whether `native_decode.cc` can: its cache holds what is summed in, its scores are sums."""
-    dtype = accumulation(query.dtype)
-    ours = platform == "cpu" and not lowering.exported() and _is_added(spec.score)
-    ours = ours and is_static(spec.scale)
-    ours = ours and cache.keys.dtype == cache.values.dtype == dtype
-    return ours and native_library.unavailable("decode", dtype) is None
-
-
-def _native(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
-    """As `_portable`, by `native_decode.cc`."""
-    B, T, N, _ = query.shape
-    S, dtype = cache.capacity, accumulation(query.dtype)
-
-    def of_heads(spec: Spec, n: int, kind: Any, one: Callable[[tiles.Tile], Array]) -> Array:
-        def head(spec: Spec, b: Any, h: Any, _: Array) -> Array:
-            here = tiles.Tile.at(spec, b, h, 0, T, tiles.Run(0, S, True))
-            return jnp.broadcast_to(one(here), (T, S))
-
-        if not n:
-            return jnp.zeros((1, 1, 1, 0), kind)
-        nothing = jnp.zeros((B, T, n, 1), kind)
-        return tile.over_heads(head, spec, (nothing,), (), out_axes=0)
-
-    def allowed(here: tiles.Tile) -> Array:
-        return jnp.asarray(here.spec.mask.evaluate(here.b, here.h, here.rows, here.columns))
-
-    heads = (N if _by_head(spec.mask) else 1) if has_mask(spec) else 0
-    zeros = jnp.zeros((T, S), dtype)
-    bias = of_heads(
-        spec, 0 if spec.score is None else N, dtype, lambda here: here.modify(zeros, False)
-    )
-    rule = of_heads(dataclasses.replace(spec, score=None), heads, bool, allowed)
-    like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, cache.values.shape[-1]), (B, N, T))]
-    name = native_library.target("decode", dtype)
-    run = jax.ffi.ffi_call(name, like, vmap_method="sequential")
-    operands = (query.astype(dtype), *cache.pages(), rule, bias)
-    out, lse = run(*operands, scale=float(number(spec.scale)))
-    return out, lse
+def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+    """By XLA, and again with `exact` where the result is not finite."""
+    found = _portable(False, spec, query, cache)
+    first = lambda found, spec, query, cache: found  # noqa: E731
+    again = lambda found, spec, query, cache: _portable(True, spec, query, cache)  # noqa: E731
+    return whole.agreed(jnp.isfinite(jnp.sum(found[0])), first, again, found, spec, query, cache)
 
 
 def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
-    if _runs_native(platform, spec, query, cache):
-        return _native(spec, query, cache)
-    return _portable(False, spec, query, cache)
+    held = native_decode.Held(*cache.pages())
+    if not _runs_native(platform, spec, _shapes(query, cache), cache):
+        return _guarded(spec, query, cache)
+    out, normalizer = native_decode.attend(spec, query, held)
+    return out, jnp.swapaxes(normalizer.lse, 1, 2)
+
+
+def _shapes(query: Array, cache: Cache) -> Shapes:
+    B, T, N, H = query.shape
+    K, S, V = cache.num_kv_heads, cache.capacity, cache.values.shape[-1]
+    return Shapes((B,), T, S, N, K, H, V, query.dtype)
 
 
 def _attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
     """As `attend`, in the dtype of sums and without a derivative."""
     like = jax.eval_shape(functools.partial(_portable, False), spec, query, cache)
-    out, lse = lowering.by_platform(_forward, like, spec, query, cache)
-    finite = jnp.isfinite(jnp.sum(out))
-    first = lambda spec, query, cache, out, lse: (out, lse)  # noqa: E731
-    again = lambda spec, query, cache, out, lse: _portable(True, spec, query, cache)  # noqa: E731
-    return whole.agreed(finite, first, again, spec, query, cache, out, lse)
+    return lowering.by_platform(_forward, like, spec, query, cache)
 
 
 def _as_arrays(

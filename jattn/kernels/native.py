@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jattn import tile
 from jattn._types import accumulation, is_static, number
-from jattn.kernels import lowering, native_library, native_rules
+from jattn.kernels import lowering, native_decode, native_library, native_rules
 from jattn.kernels.native_rules import Place, Runs
 from jattn.kernels.passes import Passes, PerQuery
 from jattn.masks import flatten_batch
@@ -107,7 +107,11 @@ def _static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
 
 
 def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Normalizer, Array]:
-    operands, attributes = _operands(*_static_scale(spec, query), key, value)
+    own, wide = _static_scale(spec, query)
+    if native_decode.pays(own, Shapes.of(query, value)):
+        out, normalizer = native_decode.attend(own, wide, native_decode.as_held(key, value))
+        return out, normalizer, jnp.zeros((), bool)
+    operands, attributes = _operands(own, wide, key, value)
     rows, dtype = query.shape[:3], operands[0].dtype
     like = [jax.ShapeDtypeStruct(x, dtype) for x in ((*rows, value.shape[-1]), rows, rows)]
     out, *normalizer = _call("forward", like, operands, attributes)

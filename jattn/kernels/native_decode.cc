@@ -1,20 +1,83 @@
-// A few queries against a cache, called from XLA: every key and value is read once, at several places
-// of the memory in turn, which answers faster then than to one who reads on and on.
+// A few queries against many keys, called from XLA: every key and value is read once, in the order in
+// which they lie in the memory.
 //
-// A step of decoding does two operations for each number that it reads, so reading is all that
-// counts. The rows of one key head, its group's heads × tokens, go together; a tile of keys is
-// transposed on the way, so that lanes are keys and a row's maximum and sum are nearly free. Long
-// caches are cut into parts, put together by their sums (Dao et al. 2023, Flash-Decoding). Tiles
-// that nobody sees are not read.
+// There are two operations for each number that is read, so reading is all that counts. Heads whose
+// keys lie side by side go together, and so do the rows of a key head, its group's heads × tokens.
+// While the keys of a tile are computed with, its values are asked for, and the other way round, so
+// that the memory never waits. Long runs of keys are cut into parts, put together by their sums (Dao
+// et al. 2023, Flash-Decoding). Tiles that nobody sees are not read.
 
 #include "native.h"
 
 namespace {
 
-constexpr Index kKeys = 512;   // of a tile
-constexpr Index kTurned = 64;  // keys that are transposed at a time
-constexpr Index kFewRows = 6;  // for which sums across lanes are cheaper than transposing keys
-constexpr Index kStreams = 8;  // places of a tile that are read in turn: memory is faster at several
+constexpr Index kTile = 1 << 17;      // bytes of a tile's keys: with its values, part of a second cache
+constexpr Index kMostKeys = 512;      // of a tile
+constexpr Index kPart = 1 << 20;      // bytes of keys in a part at least
+constexpr Index kTogether = 1 << 14;  // sums of heads that go together, at most
+constexpr Index kTurned = 64;         // keys that are transposed at a time
+constexpr Index kFewRows = 16;        // for which sums across lanes are cheaper than transposing keys
+constexpr Index kPair = 2;            // keys that are multiplied side by side
+constexpr Index kLine = 64;           // bytes
+
+// bfloat16, which is widened on the way in.
+struct Half {
+  uint16_t bits;
+};
+
+#if JATTN_SINGLE
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
+
+inline Vector widened(const Half* from) {
+  return (Vector)(__builtin_convertvector(load<Shorts>(from), Words) << 16);
+}
+inline T widened(Half x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  T wide;
+  std::memcpy(&wide, &bits, sizeof(T));
+  return wide;
+}
+
+// Rows as numbers to compute with: those of 16 bits go through `memory`.
+inline Rows<const T> widened(Rows<const Half> from, Index count, T* memory) {
+  for (Index i = 0; i < count; ++i) {
+    T* to = memory + i * from.size;
+    Index h = 0;
+    for (; h + kLanes <= from.size; h += kLanes) store(to + h, widened(from[i] + h));
+    for (; h < from.size; ++h) to[h] = widened(from[i][h]);
+  }
+  return {memory, from.size, from.size};
+}
+#endif
+inline Rows<const T> widened(Rows<const T> from, Index, T*) { return from; }
+
+// Asks for the rows of some tokens before they are needed, a few lines at each of `steps`: the memory
+// has work all the time, and never so much that loads wait behind it.
+class Ahead {
+ public:
+  template <typename E>
+  Ahead(Rows<const E> rows, Index heads, Index count, Index steps)
+      : at_(reinterpret_cast<const char*>(rows.start)),
+        row_(heads * rows.size * sizeof(E)),
+        gap_(rows.stride * sizeof(E) - row_),
+        left_(rows.start ? count : 0) {
+    if (gap_ == 0) row_ *= left_, left_ = std::min<Index>(left_, 1);  // one long row
+    end_ = at_ + row_;
+    each_ = (left_ * (up(row_, kLine) / kLine) + steps - 1) / steps;
+  }
+
+  void step() {
+    for (Index i = 0; i < each_ && left_; ++i) {
+      __builtin_prefetch(at_, 0, 2);
+      if ((at_ += kLine) < end_) continue;
+      at_ = end_ + gap_, end_ += row_ + gap_, --left_;
+    }
+  }
+
+ private:
+  const char *at_, *end_;
+  Index row_, gap_, left_, each_;
+};
 
 // One vector of the lanes' sums of each of `kLanes` vectors: halves of pairs are added at each step.
 template <int s, int... l>
@@ -28,152 +91,302 @@ inline Vector add_lanes(Vector* x, std::integer_sequence<int, l...> lanes) {
   return x[0];
 }
 
+// scores[r, :] = q[r] · each of `kLanes` keys, M rows at a time and then the others.
+template <int M>
+void multiply_rows(Index rows, const T* q, Rows<const T> keys, T* scores, Index stride,
+                   Ahead& ahead) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+  const Index H = keys.size;
+  for (; rows >= M; rows -= M, q += M * H, scores += M * stride) {
+    Vector sums[M][kLanes];
+    for (Index s = 0; s < kLanes; s += kPair) {
+      Vector sum[M][kPair] = {};
+      ahead.step();
+      for (Index h = 0; h < H; h += kLanes)
+#pragma GCC unroll 4
+        for (Index m = 0; m < M; ++m)
+#pragma GCC unroll 2
+          for (Index i = 0; i < kPair; ++i)
+            sum[m][i] += load(keys[s + i] + h) * load(q + m * H + h);
+#pragma GCC unroll 4
+      for (Index m = 0; m < M; ++m)
+#pragma GCC unroll 2
+        for (Index i = 0; i < kPair; ++i) sums[m][s + i] = sum[m][i];
+    }
+    for (Index m = 0; m < M; ++m) store(scores + m * stride, add_lanes<1>(sums[m], lanes));
+  }
+  if constexpr (M > 1)
+    if (rows) multiply_rows<M / 2>(rows, q, keys, scores, stride, ahead);
+}
+
+// out[r, :] += sum over keys of weights[r, key] values[key, :], for N vectors of M rows at a time.
+template <int M, int N>
+void weigh_rows(Index rows, Index keys, const T* weights, Index stride, Rows<const T> values,
+                T* out, Index width, Ahead& ahead) {
+  for (; rows >= M; rows -= M, weights += M * stride, out += M * width) {
+    Vector sums[M][N];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[m][n] = load(out + m * width + n * kLanes);
+    for (Index s = 0; s < keys; ++s) {
+      ahead.step();
+      Vector value[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) value[n] = load(values[s] + n * kLanes);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const T weight = weights[m * stride + s];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[m][n] += weight * value[n];
+      }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) store(out + m * width + n * kLanes, sums[m][n]);
+  }
+  if constexpr (M > 1)
+    if (rows) weigh_rows<M / 2, N>(rows, keys, weights, stride, values, out, width, ahead);
+}
+
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// Keys and values [P, K, page, size], found by a table [B, M].
+// Keys or values of E: tokens of a page and its heads, in one order or the other. Which page a row's
+// tokens are in is said by a table [B, M]; without one, row b has page b.
+template <typename E>
 struct Pages {
-  const T* start;
+  const E* start;
   const int32_t* table;
-  Index pages, K, page, size, M;
+  Index pages, rows;  // of each group of rows, which have pages and a table of their own
+  Index K, page, size, M;
+  Index by_head, by_token;
 
   // Token j of row b and those after it in its page; nothing where the row has no such page.
-  Rows<const T> at(Index b, Index k, Index j) const {
-    const Index p = table[b * M + j / page];
-    if (p < 0 || p >= pages) return {nullptr, size, size};
-    return {start + ((p * K + k) * page + j % page) * size, size, size};
+  Rows<const E> at(Index b, Index k, Index j) const {
+    const Index group = b / rows, p = table ? table[b * M + j / page] : b % rows;
+    if (p < 0 || p >= pages) return {nullptr, by_token, size};
+    const Index first = (group * pages + p) * K * page * size;
+    return {start + first + k * by_head + j % page * by_token, by_token, size};
   }
 };
 
-// An operand [b, n, T, S] whose first two axes may be 1.
+// An operand [b, n, T, S] whose first two axes may be shorter than the call's.
 template <typename E>
 struct Scores {
   const E* start;  // null: there is none
-  Index B, N, T_, S;
+  Index same, N, T_, S;
 
   const E* at(Index b, Index n, Index t) const {
-    return start + (((B > 1 ? b : 0) * N + (N > 1 ? n : 0)) * T_ + t) * S;
+    return start + ((b / same * N + (N > 1 ? n : 0)) * T_ + t) * S;
   }
 };
 
+template <typename E>
 struct Call {
   const T* q;  // [B, T, N, H]
-  Pages keys, values;
+  Pages<E> keys, values;
   Scores<uint8_t> allowed;
   Scores<T> bias;
   Index B, T_, N, K, S;
   T scale;
+
+  Index group() const { return N / K; }
 };
 
-// What some keys contribute to the R = G × T rows of a key head.
+// What some keys contribute to some rows.
 struct Part {
   T *most, *sum, *out;  // [R], [R], [R, V]
+  T* down;              // what values were multiplied with, so that sums do not overflow
 
-  static Index size(Index R, Index V) { return R * (V + 2); }
-  Part(T* memory, Index R) : most(memory), sum(memory + R), out(memory + 2 * R) {}
+  static Index size(Index R, Index V) { return R * (V + 2) + 1; }
+  Part(T* memory, Index R, Index V)
+      : most(memory), sum(memory + R), out(memory + 2 * R), down(out + R * V) {}
 };
 
+inline bool all_finite(const T* x, Index size) {
+  Ints odd = {};  // the bits of x - x: 0, or those of NaN
+  for (Index i = 0; i < size; i += kLanes) odd |= (Ints)(load(x + i) - load(x + i));
+  bool finite = true;
+  for (int l = 0; l < kLanes; ++l) finite &= odd[l] == 0;
+  return finite;
+}
+
+// The rows of some key heads of a batch row, on their way over the keys.
+template <typename E>
 class Walk {
  public:
-  Walk(const Call& call, Index b, Index k, Part part)
+  Walk(const Call<E>& call, Index b, Index k, Index heads, Index tile, Part part)
       : call_(call),
         b_(b),
         k_(k),
-        group_(call.N / call.K),
-        R_(group_ * call.T_),
+        heads_(heads),
+        R_(call.group() * call.T_),
         H_(call.keys.size),
         V_(up(call.values.size, kLanes)),
-        bench_(R_ * (H_ + kKeys) + kTurned * H_ + kKeys * V_),
+        tile_(tile),
+        bench_(heads * R_ * (H_ + tile) + kTurned * (2 * H_ + V_) + tile * (V_ + 1)),
         part_(part) {
-    q_ = bench_.take(R_ * H_), scores_ = bench_.take(R_ * kKeys);
-    turned_ = bench_.take(H_ * kTurned), values_ = bench_.take(kKeys * V_);
-    for (Index r = 0; r < R_; ++r) {
-      const T* from = call.q + ((b * call.T_ + r % call.T_) * call.N + head(r)) * H_;
+    *part.down = 1;
+    q_ = bench_.take(heads * R_ * H_), scores_ = bench_.take(heads * R_ * tile);
+    turned_ = bench_.take(H_ * kTurned), wide_ = bench_.take(kTurned * std::max(H_, V_));
+    values_ = bench_.take(tile * V_), lost_ = bench_.take(tile);
+    for (Index r = 0; r < heads * R_; ++r) {
+      const T* from = call.q + ((b * call.T_ + token(r)) * call.N + head(r)) * H_;
       for (Index h = 0; h < H_; ++h) q_[r * H_ + h] = from[h] * call.scale;
     }
-    std::fill(part.most, part.most + R_, -kInfinity);
-    std::fill(part.sum, part.sum + R_, T{0});
-    std::fill(part.out, part.out + R_ * V_, T{0});
   }
 
-  void run(Index from, Index until) {
-    for (Index j = from; j < until;) {
-      const Index in_page = call_.keys.page - j % call_.keys.page;
-      const Index keys = std::min({kKeys, until - j, in_page});
-      if (seen(j, keys)) visit(j, keys);
-      j += keys;
-    }
+  // What is masked has weight 0, and 0 × NaN is NaN: if that was met, all again with values that are
+  // not finite taken as 0, and NaN for those who attend to them. Then what is still not finite has
+  // overflowed, and values are multiplied with `down`.
+  void run(Index from, Index until, T down) {
+    walk(from, until);
+    if (finite()) return;
+    exact_ = true;
+    walk(from, until);
+    if (finite()) return;
+    *part_.down = down_ = down;
+    walk(from, until);
   }
 
  private:
-  Index head(Index r) const { return k_ * group_ + r / call_.T_; }
+  struct Keys {
+    Index j, count;
+  };
 
-  bool seen(Index j, Index keys) const {
+  // Whether all rows are that are not NaN for another reason than a sum of values.
+  bool finite() const {
+    for (Index r = 0; r < heads_ * R_; ++r)
+      if (!all_finite(part_.out + r * V_, V_) && (!exact_ || std::isfinite(part_.sum[r])))
+        return false;
+    return true;
+  }
+
+  void walk(Index from, Index until) {
+    const Index rows = heads_ * R_;
+    std::fill(part_.most, part_.most + rows, -kInfinity);
+    std::fill(part_.sum, part_.sum + rows, T{0});
+    std::fill(part_.out, part_.out + rows * V_, T{0});
+    Keys now = next(from, until);
+    while (now.count) {
+      const Keys then = next(now.j + now.count, until);
+      visit(now, then);
+      now = then;
+    }
+  }
+
+  Index head(Index r) const { return k_ * call_.group() + r / call_.T_; }
+  Index token(Index r) const { return r % call_.T_; }
+
+  // The first tile from j on that anybody sees; whole vectors but for the last of a run.
+  Keys next(Index j, Index until) const {
+    for (Index count; j < until; j += count) {
+      count = std::min({tile_, until - j, call_.keys.page - j % call_.keys.page});
+      if (count > kLanes) count -= count % kLanes;
+      if (seen(j, count)) return {j, count};
+    }
+    return {j, 0};
+  }
+
+  bool seen(Index j, Index count) const {
     if (!call_.keys.at(b_, k_, j).start) return false;
     if (!call_.allowed.start) return true;
-    for (Index r = 0; r < (call_.allowed.N > 1 ? R_ : call_.T_); ++r)
-      if (std::memchr(call_.allowed.at(b_, head(r), r % call_.T_) + j, 1, keys)) return true;
+    for (Index r = 0; r < (call_.allowed.N > 1 ? heads_ * R_ : call_.T_); ++r)
+      if (std::memchr(call_.allowed.at(b_, head(r), token(r)) + j, 1, count)) return true;
     return false;
   }
 
-  void visit(Index j, Index keys) {
-    const Rows<const T> rows = call_.keys.at(b_, k_, j);
-    const Index width = up(keys, kLanes);
-    if (R_ <= kFewRows && H_ % kLanes == 0 && keys % kLanes == 0) {
-      multiply(rows, keys);
-    } else {
-      for (Index s = 0; s < keys; s += kTurned) {
-        const Index here = std::min(kTurned, keys - s), wide = up(here, kLanes);
-        turn(rows.from(s), here, wide, turned_, T{1});
-        product(R_, wide, H_, q_, H_, 1, turned_, wide, scores_ + s, kKeys, false);
-      }
-    }
-    for (Index r = 0; r < R_; ++r) soften(r, j, keys, width);
-    weigh(call_.values.at(b_, k_, j), keys);
-  }
-
-  // In how many equal runs a tile is read side by side.
-  static Index streams(Index keys) {
-    Index n = kStreams;
-    while (keys % (n * kLanes)) n /= 2;
+  // How often rows are gone through, `each` at a time and then by halves.
+  static Index times(Index rows, Index each) {
+    Index n = rows / each;
+    for (Index left = rows % each; left; left &= left - 1) ++n;
     return n;
   }
 
-  // q k for few rows: keys as they lie.
-  void multiply(Rows<const T> rows, Index keys) {
-    constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
-    const Index n = streams(keys), run = keys / n;
-    for (Index j = 0; j < run; j += kLanes)
-      for (Index r = 0; r < R_; ++r) {
-        Vector sums[kStreams][kLanes];
-        for (Index s = 0; s < kLanes; ++s)
-          for (Index i = 0; i < n; ++i) {
-            const T* row = rows[i * run + j + s];
-            sums[i][s] = load(row) * load(q_ + r * H_);
-            for (Index h = kLanes; h < H_; h += kLanes)
-              sums[i][s] += load(row + h) * load(q_ + r * H_ + h);
-          }
-        for (Index i = 0; i < n; ++i)
-          store(scores_ + r * kKeys + i * run + j, add_lanes<1>(sums[i], lanes));
+  void visit(Keys now, Keys then) {
+    const bool few = R_ <= kFewRows && H_ % kLanes == 0 && now.count % kLanes == 0;
+    const Rows<const E> values = call_.values.at(b_, k_, now.j);
+    const Index each = few ? now.count / kPair * times(R_, 4) : up(now.count, kTurned) / kTurned;
+    Ahead for_values(values, heads_, now.count, heads_ * each);
+    few ? multiply(now, for_values) : multiply_turned(now, for_values);
+    if (exact_ || V_ != call_.values.size) return weigh_copies(now);
+    for (Index r = 0; r < heads_ * R_; ++r) soften(r, now);
+    const Index columns = V_ / kLanes, blocks = times(columns, kWide) * times(R_, 4);
+    const Index place = then.count ? then.j : now.j;  // past the last page there is no other
+    const Rows<const E> keys = call_.keys.at(b_, k_, place);
+    Ahead for_keys(keys, heads_, then.count, heads_ * now.count * blocks);
+    for (Index s = 0; s < now.count; s += kLanes)
+      for (Index h = 0; h < heads_; ++h) {
+        const Index count = std::min<Index>(kLanes, now.count - s);
+        const Rows<const E> rows = call_.values.at(b_, k_ + h, now.j + s);
+        weigh(h, s, count, widened(rows, count, wide_), for_keys);
       }
   }
 
-  void weigh(Rows<const T> rows, Index keys) {
-    const bool straight = rows.size == V_;
-    if (!straight) copy(rows, keys, values_, V_);
-    if (R_ > kFewRows || !straight || keys % kLanes) {
-      const T* values = straight ? rows.start : values_;
-      product(R_, V_, keys, scores_, kKeys, 1, values, V_, part_.out, V_, true);
-      return;
+  // q k for few rows: keys as they lie.
+  void multiply(Keys now, Ahead& ahead) {
+    for (Index s = 0; s < now.count; s += kLanes)
+      for (Index h = 0; h < heads_; ++h) {
+        const Rows<const E> rows = call_.keys.at(b_, k_ + h, now.j + s);
+        multiply_rows<4>(R_, q_ + h * R_ * H_, widened(rows, kLanes, wide_),
+                         scores_ + h * R_ * tile_ + s, tile_, ahead);
+      }
+  }
+
+  void multiply_turned(Keys now, Ahead& ahead) {
+    for (Index s = 0; s < now.count; s += kTurned)
+      for (Index h = 0; h < heads_; ++h) {
+        ahead.step();
+        const Index count = std::min(kTurned, now.count - s), width = up(count, kLanes);
+        const Rows<const E> rows = call_.keys.at(b_, k_ + h, now.j + s);
+        turn(widened(rows, count, wide_), count, width, turned_, T{1});
+        product(R_, width, H_, q_ + h * R_ * H_, H_, 1, turned_, width,
+                scores_ + h * R_ * tile_ + s, tile_, false);
+      }
+  }
+
+  // Weights times values for keys s .. s + count - 1 of the tile.
+  void weigh(Index h, Index s, Index count, Rows<const T> values, Ahead& ahead) {
+    const T* weights = scores_ + h * R_ * tile_ + s;
+    T* out = part_.out + h * R_ * V_;
+    Index left = V_ / kLanes;
+    for (; left >= kWide; left -= kWide, values.start += kWide * kLanes, out += kWide * kLanes)
+      weigh_rows<4, kWide>(R_, count, weights, tile_, values, out, V_, ahead);
+    for (; left >= 2; left -= 2, values.start += 2 * kLanes, out += 2 * kLanes)
+      weigh_rows<4, 2>(R_, count, weights, tile_, values, out, V_, ahead);
+    if (left) weigh_rows<4, 1>(R_, count, weights, tile_, values, out, V_, ahead);
+  }
+
+  // The same by copies as wide as whole vectors, and finite if need be.
+  void weigh_copies(Keys now) {
+    Ahead nothing(Rows<const T>{nullptr, 0, 0}, 0, 0, 1);
+    for (Index h = 0; h < heads_; ++h) {
+      for (Index s = 0; s < now.count; s += kLanes) {
+        const Index count = std::min<Index>(kLanes, now.count - s);
+        const Rows<const E> rows = call_.values.at(b_, k_ + h, now.j + s);
+        copy(widened(rows, count, wide_), count, values_ + s * V_, V_);
+      }
+      std::fill(lost_, lost_ + now.count, T{0});
+      if (exact_) clean(values_, now.count, V_, lost_);
+      if (down_ != 1)
+        for (Index i = 0; i < now.count * V_; i += kLanes)
+          store(values_ + i, load(values_ + i) * down_);
+      for (Index r = h * R_; r < (h + 1) * R_; ++r) {
+        for (Index s = 0; s < now.count; ++s) scores_[r * tile_ + s] += lost_[s];
+        soften(r, now);
+      }
+      for (Index s = 0; s < now.count; s += kLanes)
+        weigh(h, s, std::min<Index>(kLanes, now.count - s), {values_ + s * V_, V_, V_},
+              nothing);
     }
-    const Index n = streams(keys), run = keys / n;
-    for (Index j = 0; j < run; ++j)
-      product(R_, V_, n, scores_ + j, kKeys, run, rows[j], run * V_, part_.out, V_, true);
   }
 
   // Products of one row become weights.
-  void soften(Index r, Index j, Index keys, Index width) {
-    T* scores = scores_ + r * kKeys;
-    const Index n = head(r), t = r % call_.T_;
+  void soften(Index r, Keys run) {
+    const Index j = run.j, keys = run.count, width = up(keys, kLanes);
+    T* scores = scores_ + r * tile_;
+    const Index n = head(r), t = token(r);
     std::fill(scores + keys, scores + width, -kInfinity);
     if (call_.bias.start) {
       const T* bias = call_.bias.at(b_, n, t) + j;
@@ -212,80 +425,134 @@ class Walk {
     part_.most[r] = now;
   }
 
-  const Call& call_;
-  Index b_, k_, group_, R_, H_, V_;
+  const Call<E>& call_;
+  Index b_, k_, heads_, R_, H_, V_, tile_;
   Bench bench_;
   Part part_;
-  T *q_, *scores_, *turned_, *values_;
+  bool exact_ = false;
+  T down_ = 1;
+  T *q_, *scores_, *turned_, *wide_, *values_, *lost_;
 };
 
-// Row r of all parts as one: out and lse.
-void merge(const std::vector<Part>& parts, Index r, Index V, Rows<T> out, T* lse) {
-  T most = -kInfinity, sum = 0;
-  for (const Part& part : parts) most = part.most[r] > most ? part.most[r] : most;
-  const T shift = most == -kInfinity ? T{0} : most;
-  std::fill(out[0], out[0] + out.size, T{0});
-  for (const Part& part : parts) {
-    const T factor = std::exp(part.most[r] - shift);
-    sum += part.sum[r] * factor;
-    put_row(out[0], part.out + r * V, out.size, factor, Put::kAdd);
+// Where results go: out [B, T, N, V], and of each row the largest score and the log of the sum of
+// weights relative to it, [B, T, N].
+struct Results {
+  T *out, *most, *log_sum;
+};
+
+// Row r of all parts as one, by way of `sums [V]`.
+void merge(const std::vector<Part>& parts, Index r, Index V, T down, T* sums, Rows<T> out, T* most,
+           T* log_sum) {
+  T top = -kInfinity, sum = 0;
+  for (const Part& part : parts) top = part.most[r] > top ? part.most[r] : top;
+  const T shift = top == -kInfinity ? T{0} : top;
+  for (const Part& part : parts) sum += part.sum[r] * std::exp(part.most[r] - shift);
+  for (const T scale : {T{1}, down}) {
+    std::fill(sums, sums + V, T{0});
+    for (const Part& part : parts) {
+      const T factor = std::exp(part.most[r] - shift) * (scale / *part.down);
+      put_row(sums, part.out + r * V, V, factor, Put::kAdd);
+    }
+    put_row(out[0], sums, out.size, sum == 0 ? T{0} : 1 / (sum * scale), Put::kOver);
+    if (all_finite(sums, V) || !std::isfinite(sum)) break;
   }
-  const T share = sum == 0 ? T{0} : 1 / sum;
-  for (Index h = 0; h < out.size; ++h) out[0][h] *= share;
-  *lse = sum == 0 ? -kInfinity : shift + std::log(sum);
+  *most = std::isnan(sum) ? sum : top;
+  *log_sum = sum == 0 || std::isnan(sum) ? T{0} : std::log(sum);
 }
 
-void decode(ffi::ThreadPool& pool, const Call& call, T* out, T* lse) {
-  const Index units = call.B * call.K, threads = std::max<Index>(1, pool.num_threads());
-  const Index group = call.N / call.K, R = group * call.T_, V = up(call.values.size, kLanes);
+template <typename E>
+void decode(ffi::ThreadPool& pool, const Call<E>& call, const Results& results) {
+  const Index threads = std::max<Index>(1, pool.num_threads());
+  const Index R = call.group() * call.T_, H = call.keys.size, V = up(call.values.size, kLanes);
+  if (call.B * R == 0) return;
+  // Heads go together where they lie side by side.
+  const bool together = call.keys.by_head < call.keys.by_token;
+  const Index most = together ? kTogether / (R * std::max(H, V)) : 1;
+  const Index heads = std::clamp<Index>(most, 1, call.K), runs = (call.K + heads - 1) / heads;
+  const Index row = heads * H * sizeof(E), units = call.B * runs;
+  const Index tile = std::min(kMostKeys, std::max<Index>(kTile / row / kLanes, 1) * kLanes);
   // Enough parts for all threads to end together, none of them small.
-  const Index wanted = units % threads == 0 ? 1 : (4 * threads + units - 1) / units;
-  const Index length = std::max(8 * kKeys, up((call.S + wanted - 1) / wanted, kKeys));
-  const Index parts = (call.S + length - 1) / length;
-  std::vector<T> memory(units * parts * Part::size(R, V));
-  const auto part = [&](Index i) { return Part(memory.data() + i * Part::size(R, V), R); };
+  const Index wanted = (8 * threads + units - 1) / units;
+  const Index length = up(std::max(kPart / row, (call.S + wanted - 1) / wanted), tile);
+  const Index parts = (call.S + length - 1) / length, size = Part::size(heads * R, V);
+  std::vector<T> memory(units * parts * size);
+  const auto part = [&](Index i) { return Part(memory.data() + i * size, heads * R, V); };
+  const T down = std::exp2(-std::ceil(std::log2(T(call.S))) - 1);
   parallel(pool, units * parts, [&](Index i) {
-    const Index unit = i / parts, from = i % parts * length;
-    Walk(call, unit / call.K, unit % call.K, part(i)).run(from, std::min(call.S, from + length));
+    const Index unit = i / parts, k = unit % runs * heads, from = i % parts * length;
+    Walk<E>(call, unit / runs, k, std::min(heads, call.K - k), tile, part(i))
+        .run(from, std::min(call.S, from + length), down);
   });
-  for (Index unit = 0; unit < units; ++unit) {
+  parallel(pool, units, [&](Index unit) {
+    const Index b = unit / runs, k = unit % runs * heads;
+    std::vector<T> sums(V);
     std::vector<Part> own;
     for (Index i = 0; i < parts; ++i) own.push_back(part(unit * parts + i));
-    for (Index r = 0; r < R; ++r) {
-      const Index b = unit / call.K, n = unit % call.K * group + r / call.T_, t = r % call.T_;
-      const Index size = call.values.size;
-      merge(own, r, V, {out + ((b * call.T_ + t) * call.N + n) * size, size, size},
-            lse + (b * call.N + n) * call.T_ + t);
+    for (Index r = 0; r < std::min(heads, call.K - k) * R; ++r) {
+      const Index n = k * call.group() + r / call.T_, t = r % call.T_;
+      const Index place = (b * call.T_ + t) * call.N + n, size = call.values.size;
+      merge(own, r, V, down, sums.data(), {results.out + place * size, size, size},
+            results.most + place, results.log_sum + place);
     }
-  }
+  });
 }
 
 using Buffer = ffi::AnyBuffer;
 using Out = ffi::Result<ffi::AnyBuffer>;
 
-Pages pages(const Buffer& x, const Buffer& table) {
-  const auto size = x.dimensions(), held = table.dimensions();
-  return {static_cast<const T*>(x.untyped_data()),
-          static_cast<const int32_t*>(table.untyped_data()),
-          size[0], size[1], size[2], size[3], held[1]};
+Index axis(const Buffer& x, int from_end) {
+  return x.dimensions()[x.dimensions().size() - from_end];
+}
+
+// The axes before the last `own`, as one.
+Index leading(const Buffer& x, int own) {
+  Index size = 1;
+  for (size_t a = 0; a + own < x.dimensions().size(); ++a) size *= x.dimensions()[a];
+  return size;
 }
 
 template <typename E>
-Scores<E> scores(const Buffer& x) {
-  const auto size = x.dimensions();
+Pages<E> pages(const Buffer& x, const Buffer& table, Index B, bool by_token) {
+  const Index P = axis(x, 4), size = axis(x, 1), M = axis(table, 1);
+  const Index K = axis(x, by_token ? 2 : 3), page = axis(x, by_token ? 3 : 2);
+  const bool found = table.element_count() > 0;
+  return {static_cast<const E*>(x.untyped_data()),
+          found ? static_cast<const int32_t*>(table.untyped_data()) : nullptr,
+          P, B / leading(x, 4), K, page, size, found ? M : 1,
+          by_token ? size : page * size, by_token ? K * size : size};
+}
+
+template <typename E>
+Scores<E> scores(const Buffer& x, Index B) {
   const E* start = x.element_count() ? static_cast<const E*>(x.untyped_data()) : nullptr;
-  return {start, size[0], size[1], size[2], size[3]};
+  return {start, start ? B / leading(x, 3) : 1, axis(x, 3), axis(x, 2), axis(x, 1)};
+}
+
+template <typename E>
+void run(ffi::ThreadPool& pool, const Buffer& q, const Buffer& keys, const Buffer& values,
+         const Buffer& table, const Buffer& allowed, const Buffer& bias, const Results& results,
+         double scale, bool by_token) {
+  const Index B = leading(q, 3);
+  const Pages<E> k = pages<E>(keys, table, B, by_token), v = pages<E>(values, table, B, by_token);
+  const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, scores<uint8_t>(allowed, B),
+                     scores<T>(bias, B), B, axis(q, 3), axis(q, 2), k.K, k.M * k.page,
+                     static_cast<T>(scale)};
+  decode(pool, call, results);
 }
 
 ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values, Buffer table,
-                      Buffer allowed, Buffer bias, Out out, Out lse, double scale) {
-  const auto size = q.dimensions();
-  const Pages k = pages(keys, table), v = pages(values, table);
-  const Call call{static_cast<const T*>(q.untyped_data()), k, v, scores<uint8_t>(allowed),
-                  scores<T>(bias), size[0], size[1], size[2], k.K, k.M * k.page,
-                  static_cast<T>(scale)};
-  T *to = static_cast<T*>(out->untyped_data()), *sums = static_cast<T*>(lse->untyped_data());
-  return reported([&] { decode(pool, call, to, sums); });
+                      Buffer allowed, Buffer bias, Out out, Out most, Out log_sum, double scale,
+                      bool by_token) {
+  const Results results{static_cast<T*>(out->untyped_data()),
+                        static_cast<T*>(most->untyped_data()),
+                        static_cast<T*>(log_sum->untyped_data())};
+  return reported([&] {
+#if JATTN_SINGLE
+    if (keys.element_type() == ffi::BF16)
+      return run<Half>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
+#endif
+    run<T>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
+  });
 }
 
 }  // namespace
@@ -294,5 +561,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_decode, run_decode,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
-                                  .Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>()
-                                  .Attr<double>("scale"));
+                                  .Arg<Buffer>().Arg<Buffer>()
+                                  .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
+                                  .Attr<double>("scale").Attr<bool>("by_token"));

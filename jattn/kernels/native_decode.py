@@ -1,0 +1,134 @@
+"""A few queries against many keys on CPUs by a kernel in C++, `native_decode.cc`, called from XLA.
+
+It reads every key and value once, as fast as the memory gives them, whether heads lie before tokens
+as in a cache or tokens before heads as in arrays. What a mask allows, and what a score function
+adds, it is handed as arrays `[B, N, T, S]`, computed by XLA: next to the keys they are small.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn import masks, scores, tile, tuning
+from jattn._types import accumulation, is_static, number
+from jattn.kernels import native_library, tiles
+from jattn.softmax import Normalizer
+from jattn.spec import Shapes, Spec, has_mask
+
+
+MAX_QUERIES = 8
+
+
+def unsupported(spec: Spec, shapes: Shapes) -> str | None:
+    """Why not: it knows few queries, scores that are sums, and no dropout."""
+    if shapes.T > MAX_QUERIES:
+        return f"expected at most {MAX_QUERIES} queries at a time, got {shapes.T}"
+    if spec.dropout_rate:
+        return "dropout is for training"
+    if not is_static(spec.scale):
+        return "the scale is an array, expected a number"
+    kinds = (scores.Alibi, scores.RelativeBias, scores.Bias)
+    unknown = [x for x in scores.in_order(spec.score) if not isinstance(x, kinds)]
+    return f"it has no {type(unknown[0]).__name__}" if unknown else None
+
+
+def pays(spec: Spec, shapes: Shapes) -> bool:
+    """Whether it is what plain arrays are faster with, and there is such a library."""
+    if shapes.S < tuning.MANY_KEYS or unsupported(spec, shapes):
+        return False
+    return native_library.unavailable("decode", accumulation(shapes.dtype)) is None
+
+
+class Held(NamedTuple):
+    """Keys and values in pages, `[P, K, page, H]` or `by_token` `[P, page, K, H]`, and in which of
+    them row b's are; without a table page b."""
+
+    keys: Float[Array, "P _ _ H"]
+    values: Float[Array, "P _ _ V"]
+    table: Int[Array, "B M"] | None = None
+    by_token: bool = False
+
+
+def _functions(tree: Any, kind: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return any(isinstance(x, kind) for x in leaves)
+
+
+def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[tiles.Tile], Array]) -> Array:
+    """`one` of all heads, `[1 or B, 1 or N, T, S]`: of one where all are alike."""
+    _, T, S, N, *_ = shapes
+    batch, heads = masks.leading(spec)
+    by_any = _functions(spec.mask, masks.Predicate)
+    B = shapes.B if by_any or math.prod(batch) > 1 else 1
+    N = N if by_any or heads > 1 or spec.score is not None else 1
+
+    def head(spec: Spec, b: Any, h: Any, _: Array) -> Array:
+        here = tiles.Tile.at(spec, b, h, 0, T, tiles.Run(0, S, True))
+        return jnp.broadcast_to(one(here), (T, S))
+
+    return tile.over_heads(head, spec, (jnp.zeros((B, T, N, 1), kind),), (), out_axes=0)
+
+
+def _allowed(spec: Spec, shapes: Shapes) -> Bool[Array, "b n T S"]:
+    """What the mask allows; of size 0 if everything."""
+    if not has_mask(spec):
+        return jnp.zeros((1, 1, 1, 0), bool)
+
+    def one(here: tiles.Tile) -> Array:
+        return jnp.asarray(here.spec.mask.evaluate(here.b, here.h, here.rows, here.columns))
+
+    return _over_all(dataclasses.replace(spec, score=None), shapes, bool, one)
+
+
+def _added(spec: Spec, shapes: Shapes, dtype: Any) -> Float[Array, "b n T S"]:
+    """What the score function adds; of size 0 if nothing."""
+    if spec.score is None:
+        return jnp.zeros((1, 1, 1, 0), dtype)
+    zeros = jnp.zeros((shapes.T, shapes.S), dtype)
+    spec = dataclasses.replace(spec, mask=masks.Full())
+    return _over_all(spec, shapes, dtype, lambda here: here.modify(zeros, False))
+
+
+def attend(
+    spec: Spec, query: Float[Array, "B T N H"], held: Held
+) -> tuple[Float[Array, "B T N V"], Normalizer]:
+    """The output in the dtype of sums, and the normalizers `[B, T, N]`."""
+    (B, T, N, _), dtype = query.shape, accumulation(query.dtype)
+    table = jnp.zeros((B, 0), jnp.int32) if held.table is None else held.table
+    page = held.keys.shape[1 if held.by_token else 2]
+    S, K = page * max(1, table.shape[1]), held.keys.shape[2 if held.by_token else 1]
+    H, V = held.keys.shape[-1], held.values.shape[-1]
+    shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
+    rows = jax.ShapeDtypeStruct((B, T, N), dtype)
+    like = [jax.ShapeDtypeStruct((B, T, N, V), dtype), rows, rows]
+    name = native_library.target("decode", dtype)
+    run = jax.ffi.ffi_call(name, like, vmap_method="broadcast_all")
+    out, maximum, log_total = run(
+        query.astype(dtype),
+        held.keys,
+        held.values,
+        table,
+        _allowed(spec, shapes),
+        _added(spec, shapes, dtype),
+        scale=float(number(spec.scale)),
+        by_token=held.by_token,
+    )
+    return out, Normalizer(maximum, log_total)
+
+
+def as_held(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]) -> Held:
+    """Arrays as they are handed to `attention`."""
+    if not readable(key.dtype, key.dtype):
+        key, value = (x.astype(accumulation(x.dtype)) for x in (key, value))
+    return Held(key, value, by_token=True)
+
+
+def readable(dtype: Any, query_dtype: Any) -> bool:
+    """Whether it reads keys of a dtype: that of sums, or bfloat16 for sums in float32."""
+    sums = accumulation(query_dtype)
+    return dtype == sums or (dtype == jnp.bfloat16 and sums == jnp.float32)

@@ -1,0 +1,245 @@
+"""A few queries on many keys that are arrays: read by the kernel in C++ that is for caches too."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores, tuning
+from jattn.cache import DenseCache, PagedCache
+from tests.oracle import error
+
+
+S = tuning.MANY_KEYS + 77  # whole tiles, and a rest that is no whole vector
+SIZES = {  # T, N, K, H, V: heads that lie side by side, groups, many rows, odd widths
+    "heads": (1, 8, 8, 16, 32),
+    "grouped": (4, 6, 2, 32, 16),
+    "many rows": (8, 8, 2, 16, 16),
+    "one key head": (1, 8, 1, 64, 64),
+    "odd sizes": (3, 4, 4, 5, 7),
+    "wide": (8, 4, 4, 144, 96),
+}
+
+
+def arrays(size: str, dtype: str = "float32", B: int = 2) -> list[jax.Array]:
+    T, N, K, H, V = SIZES[size]
+    rng = np.random.default_rng(5)
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, V))
+    return [jnp.asarray(rng.normal(size=shape)).astype(dtype) for shape in shapes]
+
+
+def rules(name: str, T: int, N: int) -> dict[str, Any]:
+    at_end = jnp.arange(S - T, S, dtype=jnp.int32)
+    by_row = at_end[None] - jnp.asarray([[0], [300]], jnp.int32)
+    ids = jnp.arange(S, dtype=jnp.int32) // 100
+    table = jnp.asarray(np.random.default_rng(1).normal(size=(32, N)))
+    window = masks.Causal() & masks.Window(left=40)
+
+    def lengths(*real: int) -> masks.Lengths:
+        return masks.Lengths(kv=jnp.asarray(real, jnp.int32))
+
+    return {
+        "full": {},
+        "causal": {"mask": masks.Causal(), "q_positions": at_end},
+        "window": {"mask": window, "q_positions": at_end},
+        "rows of positions": {"mask": masks.Causal(), "q_positions": by_row},
+        "lengths": {"mask": lengths(S // 2, 3)},
+        "dead row": {"mask": lengths(0, 200)},
+        "segments": {"mask": masks.Segments(ids[:T] + 2, ids)},
+        "relative": {"score": scores.RelativeBias(table)},
+        "alibi": {"score": scores.Alibi(jnp.linspace(0.01, 0.05, N)), "mask": masks.Prefix(500)},
+    }[name]
+
+
+RULES = ("full", "causal", "window", "rows of positions", "lengths", "dead row", "segments")
+RULES += ("relative", "alibi")
+
+
+def truth(q: Any, k: Any, v: Any, **rules: Any) -> Any:
+    """In float64 and as the formula stands, S keys at once."""
+    spelled = [np.asarray(x, np.float64) for x in (q, k, v)]
+    (B, T, N, H), K = spelled[0].shape, spelled[1].shape[2]
+    q, k, v = (np.moveaxis(x, 2, 1) for x in spelled)
+    k, v = (np.repeat(x, N // K, axis=1) for x in (k, v))
+    products = q @ np.swapaxes(k, -1, -2) * rules.pop("scale", 1 / math.sqrt(H))
+    if "score" in rules:
+        zeros = jnp.zeros((B, T, N, 1)), jnp.zeros((B, k.shape[2], N, 1))
+        products += jattn.attention_scores(*zeros, score=rules["score"])
+    wide = {name: x for name, x in rules.items() if name != "score"}
+    ones = jnp.zeros((B, T, N, 1)), jnp.zeros((B, k.shape[2], N, 1))
+    products = np.where(jattn.attention_scores(*ones, **wide) == 0, products, -np.inf)
+    top = np.max(products, axis=-1, keepdims=True)
+    weights = np.exp(products - np.where(np.isinf(top), 0, top))
+    total = weights.sum(axis=-1)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + np.where(np.isinf(top), 0, top)[..., 0]
+    out = weights @ v / np.where(total == 0, 1, total)[..., None]
+    return np.moveaxis(out, 1, 2), lse
+
+
+def runs_short(call: Any, *operands: Any) -> bool:
+    return "jattn_decode" in jax.jit(call).lower(*operands).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("size", SIZES)
+def test_short_queries_are_what_the_formula_says(size, name, dtype):
+    q, k, v = arrays(size, dtype)
+    given = rules(name, q.shape[1], q.shape[2])
+    call = functools.partial(jattn.attention, return_lse=True, **given)
+    assert runs_short(call, q, k, v)
+    out, lse = call(q, k, v)
+    want_out, want_lse = truth(q, k, v, **given)
+    sums = "float64" if dtype == "float64" else "float32"
+    assert (out.dtype, lse.dtype) == (dtype, sums)
+    rounding = float(jnp.finfo(dtype).eps) + 40 * float(jnp.finfo(sums).eps)
+    assert error(out, want_out) <= rounding
+    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=80 * float(jnp.finfo(sums).eps))
+    if name == "dead row":
+        assert not out[0].any()
+        assert (lse[0] == -jnp.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "limit"), [("float32", 0.3, 2e-5), ("float64", 30, 1e-10)]
+)
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_of_short_queries_are_those_of_the_formula(size, dtype, scale, limit):
+    """Forward by one kernel and backward by another: what goes between them fits."""
+    q, k, v = arrays(size, dtype)
+    given = rules("lengths", q.shape[1], q.shape[2])
+
+    def loss(implementation: str | None, scale: Any, *qkv: Any) -> Any:
+        attend = functools.partial(jattn.attention, implementation=implementation, **given)
+        out, lse = attend(*qkv, scale=scale, return_lse=True)
+        return jnp.sum(jnp.sin(3 * out)) + jnp.sum(lse)
+
+    def gradients(implementation: str | None, dtype: str) -> Any:
+        operands = [x.astype(dtype) for x in (jnp.asarray(scale, "float64"), q, k, v)]
+        return jax.grad(functools.partial(loss, implementation), (0, 1, 2, 3))(*operands)
+
+    for x, y in zip(gradients(None, dtype), gradients("reference", "float64"), strict=True):
+        assert error(x, y) <= limit
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", ["heads", "many rows", "odd sizes"])
+def test_masked_keys_do_not_reach_short_queries(size, dtype, poison):
+    q, k, v = arrays(size, dtype)
+    given = rules("lengths", q.shape[1], q.shape[2])
+    call = functools.partial(jattn.attention, return_lse=True, **given)
+    masked = (jnp.arange(S)[None] >= jnp.asarray([S // 2, 3])[:, None])[:, :, None, None]
+    bad = jnp.asarray(poison).astype(dtype)
+    for x, y in zip(
+        call(q, jnp.where(masked, bad, k), jnp.where(masked, bad, v)), call(q, k, v), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_those_who_attend_to_it(poison):
+    """Rows of one tile, of which some see it: the others stay as they are, bit for bit."""
+    q, k, v = arrays("grouped")
+    T = q.shape[1]
+    given = rules("causal", T, q.shape[2])
+    place = S - T + 1  # seen from the second query on
+    bad = v.at[0, place, 1, 3].set(poison)
+    out, lse = jattn.attention(q, k, bad, return_lse=True, **given)
+    want, want_lse = jattn.attention(q, k, v, return_lse=True, **given)
+    group = q.shape[2] // k.shape[2]
+    lost = np.zeros(out.shape[:3], bool)
+    lost[0, 1:, group:] = True
+    assert np.isnan(out[lost]).all()
+    assert np.isnan(np.swapaxes(lse, 1, 2)[lost]).all()
+    np.testing.assert_array_equal(out[~lost], want[~lost])
+    np.testing.assert_array_equal(np.swapaxes(lse, 1, 2)[~lost], np.swapaxes(want_lse, 1, 2)[~lost])
+
+
+def test_a_mean_of_large_values_is_finite():
+    q, k, v = arrays("heads")
+    large = 0.9 * float(jnp.finfo("float32").max)
+    out = jattn.attention(q, k, jnp.full_like(v, large))
+    np.testing.assert_allclose(out, large, rtol=1e-5)
+    cache = DenseCache.of(k, jnp.full_like(v, large))
+    np.testing.assert_allclose(jattn.attention(q, cache), large, rtol=1e-5)
+
+
+def test_large_logits_keep_their_digits():
+    q, k, v = arrays("heads")
+    out = jattn.attention(1e4 * q, k, v)
+    assert error(out, truth(1e4 * q, k, v)[0]) <= 1e-2  # rounding of scores around 4e4
+
+
+def test_many_parts_are_one():
+    """A single row of the batch is cut into parts for all threads."""
+    rng = np.random.default_rng(3)
+    q = jnp.asarray(rng.normal(size=(1, 2, 2, 64)), "float32")
+    k, v = (jnp.asarray(rng.normal(size=(1, 30_001, 2, 64)), "float32") for _ in range(2))
+    k = k * (1 + jnp.cos(jnp.arange(30_001) / 700)).astype("float32")[:, None, None]
+    out, lse = jattn.attention(q, k, v, return_lse=True)
+    want = truth(q, k, v)
+    assert error(out, want[0]) <= 1e-5
+    np.testing.assert_allclose(lse, want[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0)])
+def test_vmap_of_short_queries_is_a_loop(axes):
+    q, k, v = arrays("grouped", B=6)
+    split = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k, v)]
+    given = [x if axis == 0 else x[0] for x, axis in zip(split, axes, strict=True)]
+    call = functools.partial(jattn.attention, **rules("lengths", 4, 6))
+    got = jax.vmap(call, axes)(*given)
+    for i in range(3):
+        one = [x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
+        np.testing.assert_array_equal(got[i], call(*one))
+
+
+def test_vmap_of_caches_is_a_loop():
+    """Also of pages, whose tables belong to each mapped cache."""
+    q, k, v = arrays("grouped", B=6)
+    split = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k[:, :90], v[:, :90])]
+    empty = PagedCache.create(2, 96, 2, 32, 16, page_size=8)
+
+    def call(q: Any, k: Any, v: Any, valid: Any) -> Any:
+        return jattn.attention(q, empty.append(k, v, valid))
+
+    valid = jnp.arange(90)[None, None] < jnp.asarray([[90, 3], [41, 60], [7, 8]])[..., None]
+    got = jax.jit(jax.vmap(call))(*split, valid)
+    for i in range(3):
+        one = [x[i] for x in split]
+        np.testing.assert_allclose(got[i], call(*one, valid[i]), rtol=0, atol=1e-6)
+
+
+def test_other_calls_go_where_they_went():
+    q, k, v = arrays("grouped")
+    key = jax.random.key(0)
+    dropped = functools.partial(jattn.attention, dropout_rate=0.1, dropout_key=key)
+    capped = functools.partial(jattn.attention, score=scores.SoftCap(3.0))
+    long = jnp.concatenate([q, q, q], axis=1)
+    short = tuning.MANY_KEYS - 1
+    for call, operands in (
+        (dropped, (q, k, v)),
+        (capped, (q, k, v)),
+        (jattn.attention, (long, k, v)),
+        (jattn.attention, (q, k[:, :short], v[:, :short])),
+    ):
+        assert not runs_short(call, *operands)
+    assert jattn.explain(q, k, v)["native"] is None
+
+
+@pytest.mark.parametrize("query", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_cache_of_bfloat16_is_widened_on_the_way(size, query):
+    q, k, v = arrays(size, "bfloat16")
+    q = q.astype(query)
+    cache = DenseCache.of(k, v, jnp.asarray([S, 111]))
+    assert runs_short(jattn.attention, q, cache)
+    want = truth(q, k, v, mask=masks.Lengths(kv=jnp.asarray([S, 111], jnp.int32)))[0]
+    assert error(jattn.attention(q, cache), want) <= float(jnp.finfo(query).eps) + 1e-5
