@@ -79,7 +79,8 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> None:
     if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
         raise TypeError(f"{name}: expected a number or a float scalar, got {shown(value)}")
     if np.shape(value):
-        raise ValueError(f"{name}: expected a number or a scalar, got shape {list(value.shape)}")
+        shape = list(np.shape(value))
+        raise ValueError(f"{name}: expected a number or a scalar, got shape {shape}")
     if not (isinstance(value, int | float) or is_known(value)):
         return
     if not _is_finite(value) or (positive and not float(value) > 0):
@@ -111,7 +112,7 @@ def check_operands(owner: str, operands: Any) -> None:
 
 
 def _is_known_to_jax(dtype: Any) -> bool:
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or any(
+    return jnp.issubdtype(dtype, jax.dtypes.extended) or any(
         jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)
     )
 

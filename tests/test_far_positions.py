@@ -54,7 +54,7 @@ def test_bounds_never_lie_at_any_position(rule, known):
     mask, allowed = RULES[rule]
     for rows, columns in itertools.product([1, 2, 3], repeat=2):
         given: Any = [FAR.astype(np.int32)] * 2
-        kinds = lambda q, kv, r=rows, c=columns: masks.tile_map(  # noqa: E731
+        kinds: Any = lambda q, kv, r=rows, c=columns: masks.tile_map(  # noqa: E731
             mask, len(FAR), len(FAR), r, c, q_positions=q, kv_positions=kv
         )
         found = np.asarray(kinds(*given) if known else jax.jit(kinds)(*given))

@@ -287,14 +287,14 @@ def test_rows_of_a_recurrent_state_that_are_not_there():
     hidden = jnp.ones((2, 4))
     state = nn.RecurrentState(hidden, jnp.ones((2, 3, 5)), jnp.ones((2, 3, 6)), None)
     with pytest.raises(ValueError, match="indices"):
-        state.reorder(np.array([0, 2]))
+        state.reorder(jnp.array([0, 2]))
     picked = jax.jit(lambda rows: state.reorder(rows).hidden)(np.array([1, 2]))
     assert np.isfinite(picked[0]).all() and np.isnan(picked[1]).all()
 
 
 @with_and_without_64_bits
 def test_positions_of_tables_and_angles_are_not_narrowed(bits):
-    table = np.arange(8, dtype=np.float32).reshape(4, 2)
+    table: Any = np.arange(8, dtype=np.float32).reshape(4, 2)
     with jax.enable_x64(bits == 64):
         rows = np.asarray(positions.learned(table, np.array([1, 2**32 + 1, -1, 3])))
         angles = positions.sinusoidal(np.array([2**33]), 2, base=1.0)

@@ -203,11 +203,12 @@ class _Operands(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array) -> "_Operands":
-        q, *others = per_query
+        q, d_out, maximum, log_total, delta = per_query
         dtype = accumulation(q.dtype)
         q_clean, k_clean = (tile.finite(x.astype(dtype)) for x in (q, k))
         values = _Values.of(spec, v)
-        return cls(spec, b, h, q, q_clean, *others, k, k_clean, values)
+        rows = (q, q_clean, d_out, maximum, log_total, delta)
+        return cls(spec, b, h, *rows, k, k_clean, values)
 
     def at(self, row: Any, rows: int, run: tiles.Run) -> tuple[Array, Array, Any]:
         """Of a tile: the cotangent of its products, its weights, its parameters' gradients.

@@ -609,7 +609,10 @@ class MultiHeadAttention(nnx.Module):
         dtype = (self.param_dtype if self.dtype is None else self.dtype) if dtype is None else dtype
         if not (isinstance(kind, type) and issubclass(kind, Cache)):
             raise TypeError(f"kind: expected a class of jattn.cache, got {kind!r}")
-        return kind.create(batch, length, self.num_kv_heads, self.head_dim, dtype=dtype, **options)
+        chosen: Any = kind
+        return chosen.create(
+            batch, length, self.num_kv_heads, self.head_dim, dtype=dtype, **options
+        )
 
     def _extend(
         self,
