@@ -200,7 +200,7 @@ def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> 
     return keys, values
 
 
-def _no_tokens(batch: int) -> tuple[Array, Array]:
+def _no_tokens(batch: Size) -> tuple[Array, Array]:
     """Lengths and overflows of empty rows."""
     return jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
 

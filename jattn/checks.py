@@ -77,7 +77,8 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> None:
     """A finite number, or a float array without axes; its value where it is known."""
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
     if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
-        raise TypeError(f"{name}: expected a number or a float scalar, got {shown(value)}")
+        got = _type(value) if hasattr(value, "dtype") else shown(value)
+        raise TypeError(f"{name}: expected a number or a float scalar, got {got}")
     if np.shape(value):
         shape = list(np.shape(value))
         raise ValueError(f"{name}: expected a number or a scalar, got shape {shape}")

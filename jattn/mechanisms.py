@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn import softmax, tile
-from jattn._types import AnyArray
+from jattn._types import AnyArray, Shape
 from jattn.attention import attention
 from jattn.checks import check_array, check_dtype, check_like
 from jattn.kernels import additive
@@ -44,7 +44,7 @@ def _check_matrix(name: str, array: Any, letters: str) -> None:
         raise ValueError(f"{name}: expected {letters}, got {list(array.shape)}")
 
 
-def _check_inner(name: str, shape: str, got: tuple[int, ...], ok: bool) -> None:
+def _check_inner(name: str, shape: str, got: Shape, ok: bool) -> None:
     if not ok:
         raise ValueError(f"{name}: expected {shape}, got {list(got)}")
 

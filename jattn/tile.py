@@ -277,7 +277,7 @@ def over_heads(
     group = (N // K,) if N > K else ()
     leaves = _Leaves(spec, (K, *group))
 
-    def call(arrays: list[Array], b: Any, h: Any, *operands: Array) -> Any:
+    def call(arrays: list[Any], b: Any, h: Any, *operands: Array) -> Any:
         return one_head(jax.tree.unflatten(leaves.treedef, arrays), b, h, *operands)
 
     # Heads go before tokens up front, once: a product over heads that stand in the middle would

@@ -182,7 +182,7 @@ def test_many_parts_are_one():
     rng = np.random.default_rng(3)
     q = jnp.asarray(rng.normal(size=(1, 2, 2, 64)), "float32")
     k, v = (jnp.asarray(rng.normal(size=(1, 30_001, 2, 64)), "float32") for _ in range(2))
-    k = k * (1 + jnp.cos(jnp.arange(30_001) / 700)).astype("float32")[:, None, None]
+    k = k * (1 + jnp.cos(jnp.arange(30_001) / 700)).astype("float32")[None, :, None, None]
     out, lse = jattn.attention(q, k, v, return_lse=True)
     want = truth(q, k, v)
     assert error(out, want[0]) <= 1e-5

@@ -104,8 +104,26 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     },
     "module": module,
 }
-EXPORTED = [name for name in PROBLEMS if not name.startswith("native")]
-every_problem = pytest.mark.parametrize("name", PROBLEMS)
+# One of each kind before every commit.
+QUICK = (
+    "None_6",
+    "native_264",
+    "blockwise_264",
+    "reference_6",
+    "additive_tiles",
+    "DenseCache_None",
+)
+QUICK = (*QUICK, "module")
+
+
+def problems(names: Any) -> Any:
+    """The names as parameters, most of them slow."""
+    slow = pytest.mark.slow
+    given = [name if name in QUICK else pytest.param(name, marks=slow) for name in names]
+    return pytest.mark.parametrize("name", given)
+
+
+every_problem = problems(PROBLEMS)
 
 
 @functools.cache
@@ -147,7 +165,7 @@ def test_dead_rows_make_no_nan(name):
 
 
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("name", EXPORTED)
+@problems(name for name in PROBLEMS if not name.startswith("native"))
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_exported(name, symbolic):
     problem, arrays, want = prepared(name)
@@ -213,9 +231,22 @@ def mapped(f: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, checkpointed, scanned, mapped])
-@pytest.mark.parametrize("T", [6, 33])
-@pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
+WRAPPED = {
+    f"{implementation}-{T}-{wrap.__name__}": (implementation, T, wrap)
+    for implementation in (None, "blockwise", "reference")
+    for T in (6, 33)
+    for wrap in (functools.partial, jax.jit, checkpointed, scanned, mapped)
+}
+WRAPPED_QUICK = ("None-33-jit", "None-6-mapped", "blockwise-6-scanned", "reference-6-checkpointed")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "T", "wrap"),
+    [
+        pytest.param(*how, id=name, marks=() if name in WRAPPED_QUICK else pytest.mark.slow)
+        for name, how in WRAPPED.items()
+    ],
+)
 def test_functions_close_over_what_they_like(implementation, T, wrap):
     arrays = tuple(map(jnp.asarray, (normal(2, T, 2, 4), normal(T), normal())))
     want = Problem(written_out, arrays).both(*arrays)

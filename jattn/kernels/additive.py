@@ -259,14 +259,14 @@ def _over_tiles(
     tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, w_score: Array
 ) -> Float[Array, "B T 1 V"]:
     """Tile by tile, with the derivative by formula: the backward pass walks as the forward one."""
-    (B, T, _, _), S = query.shape, key.shape[1]
+    (B, T, _, _), (_, S, _, V) = query.shape, value.shape
     padded = tuple(-(-size // block) * block for size, block in zip((T, S), tiling, strict=True))
     dtype = accumulation(query.dtype)
 
     def forward(params: list[Array], spec: Spec, *arrays: Array) -> Any:
         rows = jax.ShapeDtypeStruct((B, padded[0], 1), dtype)
         like = (
-            jax.ShapeDtypeStruct((*rows.shape, value.shape[-1]), dtype),
+            jax.ShapeDtypeStruct((*rows.shape, V), dtype),
             softmax.Normalizer(rows, rows),  # pyright: ignore[reportArgumentType]
         )
         function = functools.partial(_forward_rows, tiling)
