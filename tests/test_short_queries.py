@@ -213,8 +213,8 @@ def test_vmap_of_caches_is_a_loop():
     valid = jnp.arange(90)[None, None] < jnp.asarray([[90, 3], [41, 60], [7, 8]])[..., None]
     got = jax.jit(jax.vmap(call))(*split, valid)
     for i in range(3):
-        one = [x[i] for x in split]
-        np.testing.assert_allclose(got[i], call(*one, valid[i]), rtol=0, atol=1e-6)
+        q, k, v = (x[i] for x in split)
+        np.testing.assert_allclose(got[i], call(q, k, v, valid[i]), rtol=0, atol=1e-6)
 
 
 def test_other_calls_go_where_they_went():
