@@ -65,9 +65,9 @@ def clamped(x: Any) -> Any:
     if is_narrow(x):
         return as_int32(x)
     xp = jnp if isinstance(x, jax.Array) else np
-    x = xp.minimum(x, xp.asarray(MOST, x.dtype))
+    x = xp.minimum(x, MOST)
     if jnp.issubdtype(x.dtype, jnp.signedinteger):
-        x = xp.maximum(x, xp.asarray(LEAST, x.dtype))
+        x = xp.maximum(x, LEAST)
     return as_int32(x)
 
 

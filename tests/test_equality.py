@@ -50,10 +50,10 @@ def test_different_ones_are_different():
 
 
 def test_arrays_are_equal_to_themselves_alone():
-    ids = jnp.array([1, 2])
+    ids = jnp.array([1, 2], jnp.int32)
     assert masks.Segments(ids) & masks.Causal() == masks.Segments(ids) & masks.Causal()
     assert hash(masks.Segments(ids)) == hash(masks.Segments(ids))
-    assert masks.Segments(ids) != masks.Segments(jnp.array([1, 2]))
+    assert masks.Segments(ids) != masks.Segments(jnp.array([1, 2], jnp.int32))
     cache = DenseCache.create(1, 2, 1, 1)
     assert cache == cache  # noqa: PLR0124
     assert cache != DenseCache.create(1, 2, 1, 1)

@@ -17,6 +17,9 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experi
 # A file imports only from files with a lower number. A new file takes its place here.
 LAYERS = {
     "_types": 0,
+    "_functions": 0,
+    "integers": 0.1,
+    "checks": 0.2,
     "softmax": 1,
     "masks": 1,
     "scores": 1,
@@ -38,6 +41,7 @@ LAYERS = {
     "kernels.native_build": 4,
     "kernels.native_library": 4.1,
     "kernels.native_rules": 4,
+    "kernels.native_decode": 4.2,
     "kernels.native": 4.3,
     "kernels.blockwise": 4.5,  # goes by `whole` for short sequences, by `tiles` for long ones
     "kernels.additive": 4.5,
