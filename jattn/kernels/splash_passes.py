@@ -224,7 +224,8 @@ def _run_forward(call: _Call, lse: bool, query: Array, key: Array, value: Array)
         query = query.astype(jnp.float32)
 
     def one(ids: Any, *qkv: Array) -> Any:
-        return kernel._splash_attention_forward(made.fwd_mask_info, *qkv, ids, None, **made.kwargs)
+        forward: Any = kernel._splash_attention_forward
+        return forward(made.fwd_mask_info, *qkv, ids, None, **made.kwargs)
 
     products = (_Product(_reached(call.scale), ahead=True), _Product(_finite_times(1)))
     run = _edited(one, products, exchange)
@@ -250,8 +251,11 @@ def _backward(
         one = functools.partial(_gradients, call.made(backward=True), call.scale)
         found = call.over_rows(one, *map(_padded, operands))
     inputs = (query, key, value)
-    cut = [_cut(d, x.shape[1], x.shape[3]) for d, x in zip(found, inputs, strict=True)]
-    return [], *(x.astype(jnp.float32) for x in cut)
+    d_query, d_key, d_value = (
+        _cut(d, x.shape[1], x.shape[3]).astype(jnp.float32)
+        for d, x in zip(found, inputs, strict=True)
+    )
+    return [], d_query, d_key, d_value
 
 
 def _gradients(
