@@ -215,10 +215,12 @@ def test_who_attends_to_a_value_that_is_not_finite_is_nan(poison):
 
 
 @pytest.mark.parametrize("lse", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_whose_scores_are_all_minus_infinity_is_zero(dtype, lse):
-    q, k = jnp.full((1, 3, 1, 4), 1e30, dtype), jnp.full((1, 3, 1, 4), -1e30, dtype)
-    got = jattn.attention(q, k, q * 0 + 1, implementation="splash", return_lse=lse)
+@pytest.mark.parametrize("mask", [None, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("T", [3, 128])
+def test_a_row_whose_scores_are_all_minus_infinity_is_zero(T, mask, lse):
+    q, k = jnp.full((1, T, 1, 4), 1e30), jnp.full((1, T, 1, 4), -1e30)
+    q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
+    got = jattn.attention(q, k, q * 0 + 1, mask=mask, implementation="splash", return_lse=lse)
     out, sums = got if lse else (got, -np.inf)
     assert np.all(np.asarray(out) == 0)
     assert np.all(np.asarray(sums) == -np.inf)

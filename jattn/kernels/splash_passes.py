@@ -228,7 +228,7 @@ def _run_forward(call: _Call, lse: bool, query: Array, key: Array, value: Array)
         return forward(made.fwd_mask_info, *qkv, ids, None, **made.kwargs)
 
     products = (_Product(_reached(call.scale), ahead=True), _Product(_finite_times(1)))
-    run = _edited(one, products, exchange)
+    run = _edited(one, products, exchange, values=not lse)
     with default_settings():
         found = jax.tree.leaves(call.over_rows(run, *map(_padded, (query, key, value))))
     if exchange:
@@ -352,13 +352,17 @@ def _scores(scale: float, capped: bool) -> Any:
 
 
 def _edited(
-    function: Callable[..., Any], products: tuple[_Product, ...], exchange: bool = False
+    function: Callable[..., Any],
+    products: tuple[_Product, ...],
+    exchange: bool = False,
+    values: bool = False,
 ) -> Callable[..., Any]:
     """A function that calls a kernel, with these in place of the kernel's matrix products, in the
     order in which they stand there.
 
     The forward kernel stores out in the dtype of the queries, and as many copies of lse in float32.
     With `exchange` the first are lse in parts, and the second out; both come as they are stored.
+    With `values` out is 0 for rows whose scores are all −inf, which lse tells otherwise.
     """
 
     def run(*arguments: Any) -> Any:
@@ -366,7 +370,9 @@ def _edited(
         flat = lambda *leaves: function(*jax.tree.unflatten(structure, leaves))  # noqa: E731
         program, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         left = list(products)
-        edited = _everywhere(_divided, _with_products(program, left))
+        edited = _with_products(program, left)
+        for edit in (_weighed, _divided) if values else ():
+            edited = _everywhere(edit, edited)
         assert not left, "this version's kernel has fewer matrix products"
         if exchange:
             edited = _as_stored(_everywhere(_exchanged, edited))
@@ -429,6 +435,18 @@ def _hoisted(equations: list[Any], before: Any, wanted: Any) -> list[Any]:
         needed |= {x for x in equation.invars if ahead and not hasattr(x, "val")}
         (first if ahead else rest).insert(0, equation)
     return [*equations[:at], *first, *rest]
+
+
+def _weighed(equations: list[Any]) -> list[Any]:
+    """Where the forward kernel computes weights: 0 for what is masked, also in rows of −inf."""
+    if not any(x.primitive is lax.dot_general_p for x in equations):
+        return equations
+    at = next(i for i, x in enumerate(equations) if x.primitive is lax.exp_p)
+    (shifted,) = equations[at].invars
+    scores = next(x.invars[0] for x in equations if shifted in x.outvars)
+    new, _ = _traced(lambda s, x: jnp.where(s > _DEAD, jnp.exp(x), 0), [scores, shifted])
+    new[-1] = new[-1].replace(outvars=equations[at].outvars)
+    return [*equations[:at], *new, *equations[at + 1 :]]
 
 
 def _divided(equations: list[Any]) -> list[Any]:
