@@ -214,6 +214,20 @@ def test_who_attends_to_a_value_that_is_not_finite_is_nan(poison):
     large.test_who_attends_to_a_value_that_is_not_finite_is_nan("splash", poison)
 
 
+def test_a_cotangent_that_is_nan_reaches_no_key_that_is_masked():
+    """That of a row that is NaN, in a loss that is not linear."""
+    q, k, v = large.drawn(T=20)
+    v = v.at[:, large.KEY].set(jnp.nan)
+
+    def total(*qkv: Any) -> Any:
+        return jnp.sum(jattn.attention(*qkv, mask=CAUSAL, implementation="splash") ** 2)
+
+    d_query, *others = contract.quick_jit(jax.grad(total, (0, 1, 2)))(q, k, v)
+    assert np.all(np.isfinite(d_query[:, : large.KEY]))
+    for found in others:
+        assert not np.any(np.asarray(found[:, 20:]))
+
+
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("mask", [None, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("T", [3, 128])
