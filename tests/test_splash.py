@@ -2,12 +2,14 @@
 
 import functools
 import importlib
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import jattn
 from jattn import masks, scores
@@ -15,6 +17,7 @@ from jattn._types import along, node, static
 from jattn.kernels import splash, splash_masks
 from jattn.spec import check_shapes, make_spec
 from tests import test_contract as contract
+from tests import test_large_numbers as large
 from tests.cases import CASES, inputs
 
 
@@ -126,6 +129,8 @@ REASONS = {
     "dropout": ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "no dropout"),
     "precision": ({"precision": "highest"}, "no precision"),
     "alibi": ({"score": scores.Alibi(jnp.ones(4))}, "has SoftCap only, got Alibi"),
+    "tiny_cap": ({"score": scores.SoftCap(1e-50)}, "cap 1e-50 is no number of float32"),
+    "huge_cap": ({"score": scores.SoftCap(1e50)}, "cap 1e+50 is no number of float32"),
     "learned_cap": ({"score": scores.SoftCap(jnp.float32(2.0))}, "cap is an array"),
     "mask": ({"mask": masks.Prefix(jnp.array([1, 2]))}, "array of Prefix"),
     "empty": ({"mask": masks.Empty()}, "leaves nothing"),
@@ -156,12 +161,6 @@ def supported() -> list[str]:
     return [name for name in CASES if can(name)]
 
 
-@pytest.fixture
-def unguarded(monkeypatch):
-    """Programs without the blockwise passes beside the kernel, half as long to compile."""
-    monkeypatch.setattr(passes, "guarded", lambda fast, exact: fast)
-
-
 def check(name: str, dtype: str) -> None:
     """Values and gradients as exact as the contract wants them, with a rounding more: the queries
     are scaled before the product."""
@@ -174,21 +173,22 @@ def check(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", supported())
-@pytest.mark.usefixtures("unguarded")
 def test_values_and_gradients(name):
     check(name, "float32")
 
 
-@pytest.mark.parametrize("name", ["wide_values", "given_scale", "lengths_both", "soft_cap_causal"])
-@pytest.mark.usefixtures("unguarded")
+HALF = ["wide_values", "given_scale", "lengths_both", "soft_cap_causal", "one_kv_head", "segments"]
+
+
+@pytest.mark.parametrize("name", HALF)
 def test_values_and_gradients_in_half_precision(name):
     check(name, "bfloat16")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["lengths_both", "window_tall", "soft_cap_causal"])
-def test_poison_in_what_is_masked_changes_nothing(name):
-    """To rounding, as another kernel then computes it."""
-    case, x = CASES[name], inputs(CASES[name], "float32")
+def test_poison_in_what_is_masked_changes_nothing(name, dtype):
+    case, x = CASES[name], inputs(CASES[name], dtype)
     rows, columns = contract.dead_places(name)
     program = contract.quick_jit(functools.partial(contract.everything, "splash", case))
     clean = jax.tree.map(np.asarray, program(contract.on_device(x)))
@@ -196,14 +196,135 @@ def test_poison_in_what_is_masked_changes_nothing(name):
         q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
         q[rows], k[columns], v[columns] = poison, poison, poison
         got = program(contract.on_device(x._replace(q=q, k=k, v=v)))
-        contract.assert_close(jax.tree.map(np.asarray, got), clean, 4e-6)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, got), clean)
         for letter, dead in (("q", rows), ("k", columns), ("v", columns)):
             assert not np.asarray(got.gradients[letter])[dead].any()
     assert not clean.out[rows].any()
     assert np.all(np.swapaxes(clean.lse, -1, -2)[rows] == -np.inf)
 
 
-@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("mask", [None, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("what", large.KEYS)
+def test_one_meaning_of_scores_beyond_all_numbers(what, mask):
+    large.test_one_meaning_of_scores_beyond_all_numbers("splash", what, mask)
+
+
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
+def test_who_attends_to_a_value_that_is_not_finite_is_nan(poison):
+    large.test_who_attends_to_a_value_that_is_not_finite_is_nan("splash", poison)
+
+
+def test_a_cotangent_that_is_nan_reaches_no_key_that_is_masked():
+    """That of a row that is NaN, in a loss that is not linear."""
+    q, k, v = large.drawn(T=20)
+    v = v.at[:, large.KEY].set(jnp.nan)
+
+    def total(*qkv: Any) -> Any:
+        return jnp.sum(jattn.attention(*qkv, mask=CAUSAL, implementation="splash") ** 2)
+
+    d_query, *others = contract.quick_jit(jax.grad(total, (0, 1, 2)))(q, k, v)
+    assert np.all(np.isfinite(d_query[:, : large.KEY]))
+    for found in others:
+        assert not np.any(np.asarray(found[:, 20:]))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("mask", [None, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("T", [3, 128])
+def test_a_row_whose_scores_are_all_minus_infinity_is_zero(T, mask, lse):
+    q, k = jnp.full((1, T, 1, 4), 1e30), jnp.full((1, T, 1, 4), -1e30)
+    q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
+    got = jattn.attention(q, k, q * 0 + 1, mask=mask, implementation="splash", return_lse=lse)
+    out, sums = got if lse else (got, -np.inf)
+    assert np.all(np.asarray(out) == 0)
+    assert np.all(np.asarray(sums) == -np.inf)
+
+
+@pytest.mark.parametrize("V", [4, 130])
+def test_half_precision_rounds_out_only_at_the_end(V):
+    """Gradients of rows with one key are 0 for q and k: out there is the value, whose digits they
+    need; and lse has those of float32."""
+    rng = np.random.default_rng(0)
+    q, k, v, weights = (
+        jnp.asarray(4 * rng.normal(size=(1, 7, 2, n)), jnp.bfloat16) for n in (8, 8, V, V)
+    )
+
+    def total(q: Any, k: Any, v: Any) -> Any:
+        window = masks.Window(left=1, right=0)
+        out, lse = jattn.attention(q, k, v, mask=window, implementation="splash", return_lse=True)
+        return jnp.sum((out * weights).astype(jnp.float32)), lse
+
+    found, lse = contract.quick_jit(jax.grad(total, (0, 1), has_aux=True))(q, k, v)
+    exact = (np.asarray(x, np.float64) for x in (q, k, v, weights))
+    d_q, d_k, sums = two_keys(*exact)
+    np.testing.assert_allclose(lse, sums, rtol=2e-6)
+    for got, want in ((found[0], d_q), (found[1], d_k)):
+        error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+        assert error < 5e-3
+
+
+def two_keys(q: Any, k: Any, v: Any, weights: Any) -> Any:
+    """d_q, d_k and lse where a query sees its own key and the one before, in float64."""
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    near = np.subtract.outer(np.arange(7), np.arange(7))
+    scores = np.where((near == 0) | (near == 1), scores, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    p = np.exp(scores - lse[..., None])
+    dp = np.einsum("btnv,bsnv->bnts", weights, v)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
+    return np.einsum("bnts,bsnh->btnh", ds, k), np.einsum("bnts,btnh->bsnh", ds, q), lse
+
+
+# --- the program --------------------------------------------------------------------------------
+
+
+def program_for_tpus(dtype: str, gradients: bool = False, **rules: Any) -> str:
+    x = jax.ShapeDtypeStruct((2, 256, 2, 128), dtype)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return jattn.attention(q, k, v, implementation="splash", **rules)
+
+    total = lambda *qkv: call(*qkv).astype(jnp.float32).sum()  # noqa: E731
+    function = jax.grad(total, (0, 1, 2)) if gradients else call
+    return export.export(jax.jit(function), platforms=["tpu"])(x, x, x).mlir_module()
+
+
+@pytest.fixture
+def compiled_kernels(monkeypatch):
+    monkeypatch.setattr(splash, "INTERPRET", False)
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.parametrize("mask", [None, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_program_is_the_kernels_and_holds_no_other(mask, gradients):
+    program = program_for_tpus("bfloat16", gradients, mask=mask)
+    calls = [x for x in program.splitlines() if "@tpu_custom_call" in x]
+    assert len(calls) == (3 if gradients else 1)
+    for one in calls:  # q, k and v as they are
+        types = one.rsplit(" : ", 1)[1].split("->")[0]
+        assert types.count("2x2x256x128xbf16") == (3 if "fwd" in one else 4)
+        assert "2x2x256x128xf32" not in types
+    for other in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
+        assert other not in program
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+def test_the_log_of_the_sum_is_stored_where_it_is_used():
+    def stored(**rules: Any) -> bool:
+        return not re.search(r"fwd\w*_no_residuals", program_for_tpus("float32", **rules))
+
+    assert not stored(mask=CAUSAL)
+    assert not stored(mask=masks.Window(left=200, right=0))
+    assert stored(mask=CAUSAL, gradients=True)
+    # Queries without keys are found by it.
+    assert stored(mask=CAUSAL & ~masks.Dilated(1) | CAUSAL & masks.Lengths(q=200))
+    assert stored(mask=masks.Lengths(kv=jnp.array([0, 3])))
+
+
+# --- transformations ----------------------------------------------------------------------------
+
+
 def test_under_the_transformations():
     """vmap, checkpoint, scan and shard_map at once, against the plain formula."""
     rng = np.random.default_rng(0)

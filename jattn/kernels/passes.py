@@ -51,11 +51,15 @@ class Passes(NamedTuple):
     keeping(spec, query, key, value) -> (out, normalizer, plain, weights [B, N, T, S])
         As `forward`, for where a derivative is taken and `keeps_weights`: those before dropout are
         then the last operand of `backward`. A kernel without it computes them again.
+    values(spec, query, key, value) -> (out, normalizer, plain)
+        As `forward`, for where neither a derivative is taken nor lse asked for: nobody will look at
+        the normalizer.
     """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     keeping: Callable[..., Any] | None = None
+    values: Callable[..., Any] | None = None
 
 
 def keeps_weights(shapes: Shapes) -> bool:
@@ -94,7 +98,8 @@ def attention(
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
         operands = (with_parameters(spec, params), *qkv)
-        out, normalizer, _ = run_pass("forward", tuple(results[:3]), *operands)
+        which = "forward" if spec.lse else "values"
+        out, normalizer, _ = run_pass(which, tuple(results[:3]), *operands)
         return out, normalizer.lse
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
@@ -147,6 +152,8 @@ def _pass_for(passes: Callable[[str], Passes], which: str, platform: str, *opera
 
 def _run_one(passes: Passes, which: str, *operands: Any) -> Any:
     """A pass of one kernel; one that keeps no weights gives and gets none."""
+    if which == "values":
+        return (passes.values or passes.forward)(*operands)
     if passes.keeping is not None or which == "forward":
         return getattr(passes, which)(*operands)
     if which == "backward":

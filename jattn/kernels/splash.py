@@ -42,7 +42,11 @@ def _score_reason(spec: Spec) -> str | None:
         return None
     if not isinstance(spec.score, scores.SoftCap):
         return f"of score functions it has SoftCap only, got {type(spec.score).__name__}"
-    return None if is_static(spec.score.cap) else "the cap is an array, not known while tracing"
+    if not is_static(spec.score.cap):
+        return "the cap is an array, not known while tracing"
+    with np.errstate(over="ignore", under="ignore"):
+        cap = np.float32(spec.score.cap)
+    return None if 0 < cap < np.inf else f"the cap {spec.score.cap} is no number of float32"
 
 
 def _mask_reason(spec: Spec, shapes: Shapes) -> str | None:
@@ -56,5 +60,5 @@ def _mask_reason(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def passes(platform: str) -> Passes:
-    """Those of the kernel; the blockwise ones where something masked is not finite."""
-    return importlib.import_module("jattn.kernels.splash_passes").passes(platform, INTERPRET)
+    """Those of the kernel, the same for every platform."""
+    return importlib.import_module("jattn.kernels.splash_passes").passes(INTERPRET)

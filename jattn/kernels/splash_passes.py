@@ -2,33 +2,39 @@
 
 The kernel asks for a mask tile by tile when it is made: `_Tiles` answers from the mask's bounds and
 evaluates only what those leave open. It takes sizes that are whole multiples of 128, which inputs
-are padded to, and float32: in half precision it would round weights and results from which it then
-computes gradients.
+are padded to. Operands and results have the dtype of the inputs.
 
-Its backward pass takes delta = rowsum(d_out · out) as an argument only inside, where its own
-derivative rule calls two functions; these are called here, because − d_lse belongs to delta, and
-because out and lse are there already.
+The kernel knows no scale: queries times the scale would be rounded, and so would gradients. It
+multiplies what is masked with 0, but 0 × NaN is NaN. And it rounds out to the dtype of the inputs,
+where the backward pass needs the digits. So the traced kernel is edited: around its matrix products
+stand factors, in float32, and what keeps numbers finite, and what it stores is exchanged, without
+more memory or traffic. A key whose value is not finite becomes NaN there, and with it who attends
+to it; rows that are NaN take no part in the backward pass.
 
-It multiplies masked values with 0. So programs with a mask also hold the blockwise passes, for
-inputs in which something masked is not finite.
+Two things differ from other implementations. Of the softmax it keeps one number, maximum + log of
+the sum, as float32: at logits of size x the weights of the backward pass have a relative error of
+x · 2⁻²⁴, all of a row the same. And values that overflow when summed give infinite means.
 """
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as lazy
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
-from jattn import integers, masks
+from jattn import integers, masks, tile
 from jattn._types import number
-from jattn.kernels import blockwise
 from jattn.kernels.lowering import default_settings
-from jattn.kernels.passes import Passes, guarded
+from jattn.kernels.passes import Passes, PerQuery, narrowed
 from jattn.kernels.splash_masks import Fed, as_splash
 from jattn.masks import Mask
 from jattn.scores import SoftCap
@@ -38,6 +44,7 @@ from jattn.spec import Spec
 
 _LANES = 128  # sizes are whole multiples of it
 _BLOCK = 512  # queries and keys of a tile at most
+_SMALL = 2.0**-32  # times d_out: so its products with masked values do not overflow
 _DEAD = 0.5 * kernel.DEFAULT_MASK_VALUE  # the lse of a query without keys is below
 
 
@@ -97,13 +104,17 @@ def _whole(size: int) -> int:
     return -(-size // _LANES) * _LANES
 
 
+def _slices(size: int) -> list[slice]:
+    return [slice(i, min(i + _BLOCK, size)) for i in range(0, size, _BLOCK)]
+
+
 def _block(size: int) -> int:
     """The largest block that divides a padded length."""
     return math.gcd(size, _BLOCK)
 
 
 class _Call(NamedTuple):
-    """A call in the kernel's terms: sizes padded, queries scaled, heads before tokens."""
+    """A call in the kernel's terms: sizes padded, heads before tokens."""
 
     spec: Spec
     fed: Fed
@@ -117,9 +128,9 @@ class _Call(NamedTuple):
         (_, T, N, _), S = query.shape, key.shape[1]
         return cls(spec, as_splash(spec.mask), T, S, N, interpret)
 
-    def scaled(self, query: Array) -> Array:
-        """Queries as the kernel takes them, times the scale."""
-        return _padded(query) * jnp.float32(number(self.spec.scale))
+    @property
+    def scale(self) -> float:
+        return float(number(self.spec.scale))
 
     @property
     def ids(self) -> Any:
@@ -131,7 +142,20 @@ class _Call(NamedTuple):
         padded = (jnp.pad(x, ((0, 0), (0, n))) for x, n in zip(found, sizes, strict=True))
         return kernel.SegmentIds(*padded)
 
-    def made(self, backward: bool) -> kernel.SplashAttentionKernel:
+    @property
+    def every_query_has_keys(self) -> bool:
+        """Whether that is known while tracing."""
+        if self.fed.segments is not None or self.fed.lengths:
+            return False
+        tiles = _Tiles(self.fed.static, self.T, self.S)
+        columns = _slices(self.S)
+        for rows in _slices(self.T):
+            found = itertools.accumulate((tiles[rows, x].any(1) for x in columns), np.logical_or)
+            if not any(x.all() for x in found):
+                return False
+        return True
+
+    def made(self, backward: bool = False, lse: bool = True) -> kernel.SplashAttentionKernel:
         """JAX's kernel for this mask; with `backward` it knows the tiles of both passes."""
         T, S = _whole(self.T), _whole(self.S)
         static = self.fed.static
@@ -144,7 +168,7 @@ class _Call(NamedTuple):
         return kernel.make_splash_mha(
             lazy.MultiHeadMask([_Tiles(static, T, S)] * self.N),
             block_sizes=blocks,
-            save_residuals=True,
+            save_residuals=lse,
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=float(score.cap) if isinstance(score, SoftCap) else None,
@@ -159,8 +183,8 @@ class _Call(NamedTuple):
 
 
 def _padded(x: Array) -> Array:
-    """`[B, T, N, ...]` as float32 `[B, N, T, ...]`, filled up with zeros behind the heads."""
-    x = jnp.moveaxis(x, 2, 1).astype(jnp.float32)
+    """`[B, T, N, ...]` as `[B, N, T, ...]`, filled up with zeros behind the heads."""
+    x = jnp.moveaxis(x, 2, 1)
     return jnp.pad(x, [(0, 0), (0, 0)] + [(0, _whole(size) - size) for size in x.shape[2:]])
 
 
@@ -173,40 +197,70 @@ def _forward(
     interpret: bool, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Normalizer, Array]:
     call = _Call.of(interpret, spec, query, key)
-    operands = (call.scaled(query), _padded(key), _padded(value))
-    with default_settings():
-        one = functools.partial(_values, call.made(backward=False))
-        out, (lse,) = call.over_rows(one, *operands)
-    out, lse = _cut(out, call.T, value.shape[-1]), _cut(lse, call.T)
+    out, lse = _run_forward(call, True, query, key, value)
     dead = lse < _DEAD
-    out, lse = jnp.where(dead[..., None], 0, out), jnp.where(dead, -jnp.inf, lse)
-    # The kernel keeps no maximum apart.
-    return out, Normalizer(lse, jnp.zeros_like(lse)), jnp.ones((), bool)
+    out = jnp.where(dead[..., None], 0, out.astype(jnp.float32))
+    lse = jnp.where(dead, -jnp.inf, lse)
+    # The kernel keeps no maximum apart; a log of −inf tells the backward pass who has no keys.
+    log_total = jnp.where(dead, -jnp.inf, jnp.zeros_like(lse))
+    return out, Normalizer(lse, log_total), jnp.zeros((), bool)
+
+
+def _values(interpret: bool, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+    """As `_forward`; where every query has keys, without the normalizer."""
+    call = _Call.of(interpret, spec, query, key)
+    if not call.every_query_has_keys:
+        return _forward(interpret, spec, query, key, value)
+    (out,) = _run_forward(call, False, query, key, value)
+    nothing = jnp.zeros(query.shape[:3], jnp.float32)
+    return out.astype(jnp.float32), Normalizer(nothing, nothing), jnp.zeros((), bool)
+
+
+def _run_forward(call: _Call, lse: bool, query: Array, key: Array, value: Array) -> list[Array]:
+    """out `[B, T, N, V]` in the dtype of sums and, if wanted, lse `[B, T, N]`."""
+    made, V = call.made(lse=lse), value.shape[-1]
+    exchange = lse and query.dtype != jnp.float32 and _whole(V) == _LANES
+    if lse and not exchange:  # that out be float32, as the queries are
+        query = query.astype(jnp.float32)
+
+    def one(ids: Any, *qkv: Array) -> Any:
+        forward: Any = kernel._splash_attention_forward
+        return forward(made.fwd_mask_info, *qkv, ids, None, **made.kwargs)
+
+    products = (_Product(_reached(call.scale), ahead=True), _Product(_finite_times(1)))
+    run = _edited(one, products, exchange, values=not lse)
+    with default_settings():
+        found = jax.tree.leaves(call.over_rows(run, *map(_padded, (query, key, value))))
+    if exchange:
+        parts, out = found
+        found = [out, _joined(parts)]
+    return [_cut(x, call.T, *sizes) for x, sizes in zip(found, ((V,), ()), strict=False)]
 
 
 def _backward(
-    interpret: bool, spec: Spec, per_query: Any, key: Array, value: Array, _: Array
+    interpret: bool, spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array
 ) -> tuple[Any, Array, Array, Array]:
-    query, d_out, lse, _, delta = per_query
+    query, d_out, maximum, log_total, delta = narrowed(per_query)
     call = _Call.of(interpret, spec, query, key)
-    operands = (call.scaled(query), _padded(key), _padded(value))
-    operands = (*operands, _padded(lse), _padded(d_out), _padded(delta))
+    lse = maximum + log_total
+    alive = jnp.isfinite(lse)  # others attend to NaN, or to nothing
+    lse, delta = jnp.where(alive, lse, jnp.inf), jnp.where(alive, delta * _SMALL, 0)
+    d_out = jnp.where(alive[..., None], d_out * jnp.asarray(_SMALL, d_out.dtype), 0)
+    operands = (query, key, value, lse, d_out, delta)
     with default_settings():
-        one = functools.partial(_gradients, call.made(backward=True))
-        found = call.over_rows(one, *operands)
+        one = functools.partial(_gradients, call.made(backward=True), call.scale)
+        found = call.over_rows(one, *map(_padded, operands))
+    inputs = (query, key, value)
     d_query, d_key, d_value = (
-        _cut(d, x.shape[1], x.shape[3]) for d, x in zip(found, (query, key, value), strict=True)
+        _cut(d, x.shape[1], x.shape[3]).astype(jnp.float32)
+        for d, x in zip(found, inputs, strict=True)
     )
-    return [], d_query * number(spec.scale), d_key, d_value
-
-
-def _values(made: kernel.SplashAttentionKernel, ids: Any, *qkv: Array) -> Any:
-    """`(out [N, T, V], (lse [N, T],))` of one batch row."""
-    return made(*qkv, ids)
+    return [], d_query, d_key, d_value
 
 
 def _gradients(
     made: kernel.SplashAttentionKernel,
+    scale: float,
     ids: Any,
     q: Float[Array, "N T H"],
     k: Float[Array, "K S H"],
@@ -215,14 +269,13 @@ def _gradients(
     d_out: Float[Array, "N T V"],
     delta: Float[Array, "N T"],
 ) -> tuple[Array, Array, Array]:
-    """Those of q, k and v of one batch row."""
+    """Those of q, k and v of one batch row; d_out and delta come times `_SMALL`."""
     sizes, names = made.kwargs["block_sizes"], ("is_mqa", "mask_value", "mask_function")
     common = {name: made.kwargs[name] for name in (*names, "attn_logits_soft_cap", "interpret")}
     common |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
     operands = (q, k, v, ids, None, lse, d_out, delta)
-    by_key: Any = kernel._splash_attention_bwd_dkv
-    _, d_k, d_v = by_key(
-        *operands,
+    by_key: Any = functools.partial(
+        kernel._splash_attention_bwd_dkv,
         bq=sizes.block_q_dkv,
         bkv=sizes.block_kv_dkv,
         bkv_compute=sizes.block_kv_dkv_compute,
@@ -230,18 +283,242 @@ def _gradients(
         use_fused_bwd_kernel=False,  # which holds a part of d_q for each block of keys
         **common,
     )
-    by_query: Any = kernel._splash_attention_bwd_dq
-    d_q = by_query(
-        *operands,
+    by_query: Any = functools.partial(
+        kernel._splash_attention_bwd_dq,
         bq=sizes.block_q_dq,
         bkv=sizes.block_kv_dq,
         mask_info=made.dq_mask_info,
         **common,
     )
-    return d_q, d_k, d_v
+    scores = _Product(_scores(scale, made.kwargs["attn_logits_soft_cap"] is not None))
+    d_value, d_left = _Product(_finite_times(None, 1 / _SMALL)), _finite_times(1, scale / _SMALL)
+    by_key = _edited(by_key, (scores, d_value, _Product(_finite_times(0)), _Product(d_left)))
+    by_query = _edited(by_query, (scores, _Product(_finite_times(1)), _Product(d_left)))
+    _, d_k, d_v = by_key(*operands)
+    return by_query(*operands), d_k, d_v
 
 
-def passes(platform: str, interpret: bool) -> Passes:
-    """Those of the kernel; the blockwise ones where something masked is not finite."""
-    forward, backward = (functools.partial(f, interpret) for f in (_forward, _backward))
-    return guarded(Passes(forward, backward), blockwise.passes(platform))
+# ---------------------------------------------------------------------------------------------
+# What is written into the kernel
+# ---------------------------------------------------------------------------------------------
+
+
+class _Product(NamedTuple):
+    """What stands in place of a matrix product: run(dot, x, y), where dot(x, y) is the product.
+
+    With `ahead` it is also given the right side of the next one, loaded before.
+    """
+
+    run: Callable[..., Any]
+    ahead: bool = False
+
+
+def _finite(x: Array) -> Array:
+    """`tile.finite` by way of float32, the only dtype that older TPUs compare."""
+    return tile.finite(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _finite_times(side: int | None, factor: float = 1.0) -> Any:
+    """A product with the finite entries of one side, times a factor."""
+
+    def run(dot: Any, *sides: Array) -> Array:
+        found = dot(*(_finite(x) if place == side else x for place, x in enumerate(sides)))
+        return found if factor == 1 else found * jnp.float32(factor)
+
+    return run
+
+
+def _reached(scale: float) -> Any:
+    """Scores, of keys that are NaN where their values are not finite."""
+
+    def run(dot: Any, q: Array, k: Array, v: Array) -> Array:
+        lost = tile.lost(v.astype(jnp.float32))[:, None]
+        return dot(q, (k.astype(jnp.float32) + lost).astype(k.dtype)) * jnp.float32(scale)
+
+    return run
+
+
+def _scores(scale: float, capped: bool) -> Any:
+    """Scores as the backward pass may have them where they are masked, or their row takes no part:
+    so that weights are 0. Capped ones are differentiated there, too."""
+
+    def run(dot: Any, x: Array, y: Array) -> Array:
+        found = dot(x, y) * jnp.float32(scale)
+        if capped:
+            return jnp.where(jnp.isnan(found), 0, found)
+        return jnp.where(found < jnp.inf, found, -jnp.inf)
+
+    return run
+
+
+def _edited(
+    function: Callable[..., Any],
+    products: tuple[_Product, ...],
+    exchange: bool = False,
+    values: bool = False,
+) -> Callable[..., Any]:
+    """A function that calls a kernel, with these in place of the kernel's matrix products, in the
+    order in which they stand there.
+
+    The forward kernel stores out in the dtype of the queries, and as many copies of lse in float32.
+    With `exchange` the first are lse in parts, and the second out; both come as they are stored.
+    With `values` out is 0 for rows whose scores are all −inf, which lse tells otherwise.
+    """
+
+    def run(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        flat = lambda *leaves: function(*jax.tree.unflatten(structure, leaves))  # noqa: E731
+        program, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        left = list(products)
+        edited = _with_products(program, left)
+        for edit in (_weighed, _divided) if values else ():
+            edited = _everywhere(edit, edited)
+        assert not left, "this version's kernel has fewer matrix products"
+        if exchange:
+            edited = _as_stored(_everywhere(_exchanged, edited))
+        return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(edited)(*leaves))
+
+    return run
+
+
+def _everywhere(edit: Callable[[Any], Any], program: Any) -> Any:
+    """A program, all of whose lists of operations went through `edit`, inner ones first."""
+    if isinstance(program, Jaxpr):
+        equations = []
+        for equation in program.eqns:
+            params = {
+                name: tuple(_everywhere(edit, one) for one in x)
+                if name == "branches"
+                else _everywhere(edit, x)
+                for name, x in equation.params.items()
+            }
+            equations.append(equation.replace(params=params))
+        return program.replace(eqns=edit(equations))
+    if isinstance(program, ClosedJaxpr):
+        return program.replace(jaxpr=_everywhere(edit, program.jaxpr))
+    return program
+
+
+def _with_products(program: Any, left: list[_Product]) -> Any:
+    """A program with what is left of products in place of its own."""
+
+    def edit(equations: list[Any]) -> list[Any]:
+        dots = [x for x in equations if x.primitive is lax.dot_general_p]
+        for place, equation in enumerate(dots):
+            product, operands = left.pop(0), list(equation.invars)
+            if product.ahead:
+                operands.append(dots[place + 1].invars[1])
+                equations = _hoisted(equations, equation, operands[-1])
+            narrow = any(x.aval.dtype != jnp.float32 for x in equation.invars)
+            # The compiler takes a precision for float32 only, and others lose nothing.
+            params = equation.params | ({"precision": None} if narrow else {})
+            dot = functools.partial(lax.dot_general_p.bind, **params)
+            new, _ = _traced(functools.partial(product.run, dot), operands)
+            new[-1] = new[-1].replace(outvars=equation.outvars)
+            at = _place(equations, equation)
+            equations = [*equations[:at], *new, *equations[at + 1 :]]
+        return equations
+
+    return _everywhere(edit, program)
+
+
+def _place(equations: list[Any], one: Any) -> int:
+    return next(place for place, equation in enumerate(equations) if equation is one)
+
+
+def _hoisted(equations: list[Any], before: Any, wanted: Any) -> list[Any]:
+    """With what computes a variable before another operation."""
+    at = _place(equations, before)
+    needed, first, rest = {wanted}, [], []
+    for equation in reversed(equations[at:]):
+        ahead = not needed.isdisjoint(equation.outvars)
+        needed |= {x for x in equation.invars if ahead and not hasattr(x, "val")}
+        (first if ahead else rest).insert(0, equation)
+    return [*equations[:at], *first, *rest]
+
+
+def _weighed(equations: list[Any]) -> list[Any]:
+    """Where the forward kernel computes weights: 0 for what is masked, also in rows of −inf."""
+    if not any(x.primitive is lax.dot_general_p for x in equations):
+        return equations
+    at = next(i for i, x in enumerate(equations) if x.primitive is lax.exp_p)
+    (shifted,) = equations[at].invars
+    scores = next(x.invars[0] for x in equations if shifted in x.outvars)
+    new, _ = _traced(lambda s, x: jnp.where(s > _DEAD, jnp.exp(x), 0), [scores, shifted])
+    new[-1] = new[-1].replace(outvars=equations[at].outvars)
+    return [*equations[:at], *new, *equations[at + 1 :]]
+
+
+def _divided(equations: list[Any]) -> list[Any]:
+    """Where the kernel divides by the sum of weights: out is 0 where that is 0."""
+    found = []
+    for equation in equations:
+        one, *total = equation.invars if equation.primitive is lax.div_p else (None,)
+        if not hasattr(one, "val"):
+            found.append(equation)
+            continue
+        new, _ = _traced(lambda x: 1 / (x + jnp.finfo(jnp.float32).tiny), total)
+        found += [*new[:-1], new[-1].replace(outvars=equation.outvars)]
+    return found
+
+
+def _exchanged(equations: list[Any]) -> list[Any]:
+    """Where the kernel stores out and lse: lse in parts where out was, and out in float32."""
+    if not any(x.primitive is lax.log_p for x in equations):
+        return equations
+    first, second = [i for i, x in enumerate(equations) if x.primitive.name == "swap"][:2]
+    stores = [equations[i] for i in (first, second)]
+    out, lse = (x.invars[1] for x in stores)
+    (rounded,) = (x for x in equations if out in x.outvars)
+    new, found = _traced(lambda out, lse: (_parts(lse), out), [rounded.invars[0], lse])
+    for one, (store, x) in enumerate(zip(stores, found, strict=True)):
+        stores[one] = store.replace(invars=[store.invars[0], x, *store.invars[2:]])
+    between, after = equations[first + 1 : second], equations[second + 1 :]
+    return [*equations[:first], *between, *new, *stores, *after]
+
+
+def _as_stored(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program whose two results are the kernel's."""
+    names = [x.primitive.name for x in program.eqns]
+    to = names.index("pallas_call") + 1
+    kept = program.eqns[:to]
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=kept, outvars=kept[-1].outvars[-2:]))
+
+
+def _parts(x: Array) -> Array:
+    """float32 `[t, 128]` of equal entries as bfloat16, 8 bits each in the first three of a row."""
+
+    def top(x: Array) -> Array:
+        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16))
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    first, second = top(x), top(x - top(x))
+    third = x - first - second
+    return jnp.where(lane == 0, first, jnp.where(lane == 1, second, third)).astype(jnp.bfloat16)
+
+
+def _joined(parts: Array) -> Array:
+    """The inverse, of `[..., 128]`."""
+    first, second, third = (parts[..., i].astype(jnp.float32) for i in range(3))
+    return jnp.where(jnp.isfinite(first), (first + second) + third, first)
+
+
+def _traced(function: Callable[..., Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The operations of a function of variables of a program, and its results."""
+    traced = jax.make_jaxpr(function)(*(x.aval for x in operands)).jaxpr
+    names = dict(zip(traced.invars, operands, strict=True))
+
+    def renamed(variables: Any) -> list[Any]:
+        return [x if hasattr(x, "val") else names.get(x, x) for x in variables]
+
+    equations = [x.replace(invars=renamed(x.invars)) for x in traced.eqns]
+    return equations, renamed(traced.outvars)
+
+
+def passes(interpret: bool) -> Passes:
+    """Those of the kernel."""
+    forward, backward, values = (
+        functools.partial(f, interpret) for f in (_forward, _backward, _values)
+    )
+    return Passes(forward, backward, values=values)
