@@ -58,6 +58,7 @@ LAYERS = {
     "parallel": 6,
     "viz": 6,
     "compat": 6,
+    "nn.checks": 6.9,
     "nn.attention": 7,
     "nn.embedding": 7,
     "nn.transformer": 8,

@@ -399,8 +399,8 @@ def kernels_of(program: str) -> dict[str, str]:
 def test_translated_kernels_are_valid(name, bits):
     """With and without 64-bit types, which decide what numbers in kernels are."""
     case = CASES[name]
-    x = on_device(inputs(case, "bfloat16"))
     with jax.enable_x64(bits == 64):
+        x = on_device(inputs(case, "bfloat16"))
         call = functools.partial(everything, "pallas", case)
         assert "jattn_d_parameter" in kernels_of(translated(call, (x,), "cuda"))
 

@@ -28,18 +28,16 @@ from jattn.cache import Cache, DenseCache
 from jattn.checks import (
     check_array,
     check_choice,
-    check_dtype,
     check_flag,
-    check_function,
     check_precision,
     check_rate,
     check_size,
-    check_sizes,
     shown,
 )
 from jattn.integers import is_integer
 from jattn.masks import Mask, as_mask
 from jattn.mechanisms import additive_attention, additive_keys
+from jattn.nn.checks import check_features, check_module
 from jattn.positions import rotary as rotate
 from jattn.scores import check_score
 
@@ -82,28 +80,6 @@ def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = Tru
             dtype = jnp.result_type(*(array for array in args if array is not None))
     cast: Any = tuple(None if array is None else jnp.asarray(array, dtype) for array in args)
     return cast
-
-
-def check_module(
-    rngs: Any,
-    *,
-    dtype: Any = None,
-    param_dtype: Any = jnp.float32,
-    functions: dict[str, Any] | None = None,
-    **sizes: Any,
-) -> None:
-    """What every module is made from: random numbers, dtypes, initialisers and sizes.
-
-    Raises TypeError and ValueError, naming the argument.
-    """
-    if not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"rngs: expected an nnx.Rngs, got {type(rngs).__name__}")
-    if dtype is not None:
-        check_dtype("dtype", dtype)
-    check_dtype("param_dtype", param_dtype)
-    for name, function in (functions or {}).items():
-        check_function(name, function)
-    check_sizes(**sizes)
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -296,20 +272,6 @@ def _check_divides(name: str, value: int, of: str, total: int) -> None:
         check_size(name, value)
     if value < 1 or total % value:
         raise ValueError(f"{name}: expected a positive divisor of {of}={total}, got {shown(value)}")
-
-
-def check_integers(name: str, x: Any) -> None:
-    """Raises TypeError unless `x` is an integer array."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"{name}: expected integers, got {dtype or type(x).__name__}")
-
-
-def check_features(name: str, x: Array, letters: str, features: str, size: int) -> None:
-    """Raises unless `x` is a float array `[*B, letters]` and its last axis has this size."""
-    check_array(name, x, f"[*B, {letters}]")
-    if len(x.shape) < 2 or x.shape[-1] != size:
-        raise ValueError(f"{name}: expected [*B, {letters}] with {features}={size}, got {x.shape}")
 
 
 class MultiHeadAttention(nnx.Module):

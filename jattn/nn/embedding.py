@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.checks import check_dtype, check_flag, check_number, check_size
 from jattn.integers import known_range
-from jattn.nn.attention import check_features, check_integers, check_module
+from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.positions import learned, sinusoidal
 
 

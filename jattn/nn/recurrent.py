@@ -31,12 +31,10 @@ from jattn.nn.attention import (
     AdditiveAttention,
     Dropout,
     RandomSource,
-    check_features,
-    check_integers,
-    check_module,
     promote,
     sharded,
 )
+from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import DEFAULT_INIT, OutputProjection, TokenEmbedding
 
 

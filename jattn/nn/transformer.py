@@ -21,11 +21,10 @@ from jattn.nn.attention import (
     Positions,
     RandomSource,
     Valid,
-    check_features,
-    check_module,
     promote,
     sharded,
 )
+from jattn.nn.checks import check_features, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
     LearnedPositions,
