@@ -54,7 +54,7 @@ def grown(case: Case) -> Case:
     return dataclasses.replace(
         case,
         sizes=sizes,
-        mask=mask and dataclasses.replace(mask, operands=all_of(mask.operands)),
+        mask=mask if mask is None else dataclasses.replace(mask, operands=all_of(mask.operands)),
         score=score and dataclasses.replace(score, parameters=all_of(score.parameters)),
         q_positions=None if q is None else repeated(q, -1, sizes.T),
         kv_positions=None if kv is None else repeated(kv, -1, sizes.S),

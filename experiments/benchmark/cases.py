@@ -86,7 +86,7 @@ class Case:
         """Pairs of query and key that attend, over batch and heads: the work that is needed."""
         if self.S:
             return self.B * self.N * self.T * self.S
-        mask = self.mask(jnp.asarray(self.ids())) or masks.Full()
+        mask = masks.as_mask(self.mask(jnp.asarray(self.ids())))
         block = min(self.T, 512)
         kinds = np.asarray(masks.tile_map(mask, self.T, self.T, block, block))
         pairs = int((kinds == masks.FULL).sum()) * block * block
