@@ -297,16 +297,9 @@ struct Walk {
 
   // Whether a sum of values has overflowed in a row that is not NaN for another reason.
   bool overflowed(Index V) const {
-    if (fresh) return false;
-    for (Index i = 0; i < block.count; ++i) {
-      Ints odd = {};
-      for (Index h = 0; h < V; h += L) {
-        const Vector x = load(out + i * V + h);
-        odd |= (Ints)(x - x);
-      }
-      for (int l = 0; l < L; ++l)
-        if (odd[l] && std::isfinite(sum[i])) return true;
-    }
+    if (fresh || all_finite(out, block.count * V)) return false;
+    for (Index i = 0; i < block.count; ++i)
+      if (std::isfinite(sum[i]) && !all_finite(out + i * V, V)) return true;
     return false;
   }
 

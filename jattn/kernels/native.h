@@ -250,6 +250,18 @@ JATTN_APART bool copy(Rows<const T> from, Index count, T* to, Index width) {
   return finite;
 }
 
+// Whether all of so many numbers, whole vectors, are finite.
+inline bool all_finite(const T* x, Index size) {
+  Ints odd = {};  // the bits of x - x: 0, or those of NaN
+  for (Index i = 0; i < size; i += kLanes) {
+    const Vector one = load(x + i);
+    odd |= (Ints)(one - one);
+  }
+  bool finite = true;
+  for (int l = 0; l < kLanes; ++l) finite &= odd[l] == 0;
+  return finite;
+}
+
 // Takes what is not finite as 0, and adds NaN to `lost` for rows that hold such, if it is given.
 inline void clean(T* x, Index count, Index width, T* lost) {
   for (Index i = 0; i < count; ++i) {
