@@ -204,14 +204,6 @@ struct Part {
       : most(memory), sum(memory + R), out(memory + 2 * R), down(out + R * V) {}
 };
 
-inline bool all_finite(const T* x, Index size) {
-  Ints odd = {};  // the bits of x - x: 0, or those of NaN
-  for (Index i = 0; i < size; i += kLanes) odd |= (Ints)(load(x + i) - load(x + i));
-  bool finite = true;
-  for (int l = 0; l < kLanes; ++l) finite &= odd[l] == 0;
-  return finite;
-}
-
 // The rows of some key heads of a batch row, on their way over the keys.
 template <typename E>
 class Walk {
