@@ -937,7 +937,7 @@ def check_bounds(
                 for m, kind in enumerate(kinds_of_row):
                     part = allowed[:, m * block_kv : (m + 1) * block_kv]
                     if part.any() if kind == EMPTY else kind == FULL and not part.all():
-                        _raise_wrong(kind, part, (b, h), (n * block_q, m * block_kv))
+                        _raise_wrong(int(kind), part, (b, h), (n * block_q, m * block_kv))
 
 
 def _raise_wrong(

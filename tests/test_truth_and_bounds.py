@@ -1,0 +1,54 @@
+"""What users write about masks that looks right and is not: `and` between them, and bounds."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores
+from tests.oracle import error
+
+
+@pytest.mark.parametrize("rule", [masks.Causal(), ~masks.Full(), scores.SoftCap(2.0)])
+def test_rules_are_neither_true_nor_false(rule):
+    for write in (lambda: rule and rule, lambda: rule or rule, lambda: not rule):
+        with pytest.raises(TypeError, match="is None"):
+            write()
+
+
+def later(b, h, q, kv):
+    return kv > q + 200
+
+
+RIGHT = masks.Predicate(
+    later, bounds=lambda t: (t.columns.hi > t.rows.lo + 200, t.columns.lo > t.rows.hi + 200)
+)
+
+
+@pytest.mark.default_tiles
+def test_bounds_that_look_right_are_right():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 300, 1, 8))) for _ in range(3))
+    got = jattn.attention(q, k, v, mask=RIGHT, implementation="blockwise")
+    want = jattn.attention(q, k, v, mask=masks.Predicate(later), implementation="reference")
+    assert error(got, want) <= 1e-14
+    masks.check_bounds(RIGHT, 300, 300)
+
+
+def test_bounds_that_lie_are_found():
+    lying = masks.Predicate(later, bounds=lambda t: (t.columns.hi < 0, t.columns.hi < 0))
+    with pytest.raises(ValueError, match="bounds"):
+        masks.check_bounds(lying, 300, 300)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kind"),
+    [
+        (lambda t: t.columns.hi > 0, TypeError),
+        (lambda t: (t.columns.hi, t.columns.hi), TypeError),
+        (lambda t: (np.ones(7, bool), np.ones(7, bool)), ValueError),
+    ],
+)
+def test_what_bounds_return_is_checked(bounds, kind):
+    with pytest.raises(kind, match="bounds must return"):
+        masks.tile_map(masks.Predicate(later, bounds=bounds), 300, 300, 100, 100)
