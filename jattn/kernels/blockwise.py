@@ -96,7 +96,6 @@ class _Blocks(NamedTuple):
 
 
 _IN_TURN = _Blocks(1, written_out=True)
-_LEAN = _Blocks(1, written_out=False)
 
 
 class _Values(NamedTuple):
@@ -343,7 +342,7 @@ def _head(x: Array, b: Any, h: Any, size: int) -> Array:
 def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
     """`[B, T, N, ...]` with the rows x `[t, ...]` of head (b, h) written from `row` on."""
     start = (b, jnp.int32(row), h) + (np.int32(0),) * (total.ndim - 3)
-    one = x[: total.shape[1], ...].astype(total.dtype)
+    one = x[: total.shape[1], ...]
     return lax.dynamic_update_slice(total, one[None, :, None], start)
 
 
@@ -372,11 +371,7 @@ class _Problem(NamedTuple):
         """How those of a head are run."""
         if self.way == "vmap":
             return _Blocks.beside(self.shapes.B * self.shapes.N, self.tiling)
-        return _LEAN if self.way == "lean" else _IN_TURN
-
-    def dtype(self, given: Any) -> Any:
-        """That of results that belong to inputs of dtype `given`."""
-        return given if self.way == "lean" else accumulation(given)
+        return _IN_TURN
 
     def pad(self, spec: Spec) -> Spec:
         """The spec for whole tiles."""
@@ -398,7 +393,7 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
         results = _forward_head(picked, b, h, q, k, v, problem.tiling, problem.blocks)
         return jax.tree.map(lambda x, y: _put_head(x, y, b, h), total, results)
 
-    total = _no_results(shapes, shapes.T, problem.dtype(query.dtype))
+    total = _no_results(shapes, shapes.T, accumulation(query.dtype))
     return tiles.repeat(0, shapes.B * shapes.N, body, total)
 
 
@@ -485,8 +480,7 @@ def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem:
         def of_head(g: Any, state: Any) -> Any:
             params, d_query, *sums = state
             h = kv * shapes.G + g
-            q, *others = (_head(x, b, h, T) for x in per_head)
-            per_query = (q, *(x.astype(accumulation(x.dtype)) for x in others))
+            per_query = tuple(_head(x, b, h, T) for x in per_head)
             picked = masks.pick(spec, b, h)
             part = _backward_head(picked, b, h, per_query, k, v, problem.tiling, problem.blocks)
             params = tiles.put_params(params, part.params, letters, b, h)
@@ -500,7 +494,7 @@ def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem:
 
     total = (
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],
-        *(jnp.zeros(x.shape, problem.dtype(x.dtype)) for x in inputs),
+        *(jnp.zeros(x.shape, accumulation(x.dtype)) for x in inputs),
     )
     return tiles.repeat(0, shapes.B * shapes.K, body, total)
 
@@ -576,28 +570,6 @@ def passes(platform: str) -> Passes:
     """Forward and backward, for short sequences in one piece, else tile by tile."""
     forward, backward = (functools.partial(f, platform) for f in (_forward, _backward))
     return Passes(forward, backward, functools.partial(forward, keep=True))
-
-
-def in_turn() -> Passes:
-    """Passes in the least memory, for programs that hold them beside those of another kernel: head
-    after head on any platform, with results in the dtypes of the inputs."""
-
-    def problem_of(spec: Spec, query: Array, value: Array) -> tuple[_Problem, Spec]:
-        shapes, size = Shapes.of(query, value), tuning.DEFAULT.large
-        tiling = Tiling(tiles.even(shapes.T, size), tiles.even(shapes.S, size))
-        problem = _Problem(shapes, tiling, "lean")
-        return problem, problem.pad(spec)
-
-    def forward(spec: Spec, query: Array, key: Array, value: Array) -> Any:
-        problem, spec = problem_of(spec, query, value)
-        return *_forward_loop(spec, query, key, value, problem), jnp.zeros((), bool)
-
-    def backward(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
-        problem, padded = problem_of(spec, per_query[0], value)
-        d_params, *found = _backward_loop(padded, per_query, key, value, problem)
-        return tiles.unpadded_parameters(d_params, spec), *found
-
-    return Passes(forward, backward)
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
