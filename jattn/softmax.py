@@ -130,13 +130,20 @@ def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
     return partial.weighted / total[:, None], Normalizer(maximum, log_total)
 
 
-def headroom(values: Float[Array, "..."], terms: int) -> Float[Array, ""]:
+def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
+    """The greatest magnitude, in the dtype of sums; NaN if a value is NaN. No derivative flows
+    through it."""
+    most = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), initial=0)
+    return most.astype(accumulation(values.dtype))
+
+
+def headroom(greatest: Float[Array, ""], terms: int) -> Float[Array, ""]:
     """What to multiply values with so that a sum of so many does not overflow: a power of two, and
-    1 where it does not anyhow. No derivative flows through it."""
-    dtype, terms = accumulation(values.dtype), max(1, terms)
-    most = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), initial=0).astype(dtype)
-    limit = float(jnp.finfo(dtype).max) / (2 * terms)
-    return jnp.where(most > limit, 2.0 ** -math.ceil(math.log2(2 * terms)), 1).astype(values.dtype)
+    1 where it does not anyhow."""
+    terms = max(1, terms)
+    limit = float(jnp.finfo(greatest.dtype).max) / (2 * terms)
+    factor = 2.0 ** -math.ceil(math.log2(2 * terms))
+    return jnp.where(greatest > limit, factor, 1).astype(greatest.dtype)
 
 
 def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, Normalizer]:

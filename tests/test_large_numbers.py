@@ -159,13 +159,14 @@ def test_one_meaning_of_scores_beyond_all_numbers(implementation, what, mask):
 
 @every_kernel
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
-def test_who_attends_to_a_value_that_is_not_finite_is_nan(implementation, poison):
+@pytest.mark.parametrize(("T", "S"), [(12, 12), (20, 40)], ids=["one-tile", "tiles"])
+def test_who_attends_to_a_value_that_is_not_finite_is_nan(implementation, poison, T, S):
     """In all channels, with a mask or without."""
-    q, k, v = drawn(T=20)
+    q, k, v = drawn(T=T, S=S)
     v = v.at[:, KEY, :, 1].set(poison)
     for mask in (None, masks.Causal()):
         out, lse, d_q, *_ = gradients_of(implementation, mask, q, k, v)
-        touched = np.arange(20) >= (0 if mask is None else KEY)
+        touched = np.arange(T) >= (0 if mask is None else KEY)
         for got in (out, np.swapaxes(lse, 1, 2)):
             assert np.all(np.isnan(got[:, touched]))
             assert np.all(np.isfinite(got[:, ~touched]))

@@ -327,8 +327,8 @@ def attend(
         return jnp.zeros((*shapes.batch, T, shapes.V), query.dtype)
     q, k, v = (x.reshape(B, -1, 1, x.shape[-1]) for x in (query, key, value))
     w_score = w_score.astype(accumulation(query.dtype))
-    spec, factor = prepare(spec, shapes), softmax.headroom(v, S)
-    v = v * factor
+    spec, factor = prepare(spec, shapes), softmax.headroom(softmax.greatest(v), S)
+    v = v * factor.astype(v.dtype)
     if tiling == (T, S):
         one = functools.partial(_whole, w_score=w_score)
         out = tile.over_heads(one, spec, (q,), (k, v), out_axes=1)

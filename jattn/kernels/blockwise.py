@@ -141,7 +141,7 @@ def _forward_head(
     walk = tiles.plan(spec, len(q), len(k), tiling, written_out=blocks.written_out)
     rows = tiling.block_q
     values = _Values.of(spec, v)
-    factor = softmax.headroom(values.clean, len(v))
+    factor = softmax.headroom(softmax.greatest(values.clean), len(v))
     values = values._replace(clean=values.clean * factor)
     spec, q, _ = scaled(spec, q)
 

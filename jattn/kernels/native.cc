@@ -188,9 +188,10 @@ constexpr Index kTogether = 16;  // blocks of queries that share a tile, at most
 constexpr T kSlack = 8;
 
 // Where results go. Weights are e^(score - most - log_sum): two numbers, as their sum would have no
-// digits left for the second where scores are large.
+// digits left for the second where scores are large. They are written if somebody asks for them.
 struct Results {
   Rows<T> out, most, log_sum;
+  bool sums;
   Put how;
 };
 
@@ -309,10 +310,12 @@ struct Walk {
       const Vector total = load(sum + i);
       const Ints dead = total == T{0};
       store(shrink + i, dead ? Vector{} : 1 / (total * down));
-      store(sum + i, dead ? Vector{} : logarithm(total));
+      if (to.sums) store(sum + i, dead ? Vector{} : logarithm(total));
     }
-    for (Index i = 0; i < block.count; ++i) {
+    for (Index i = 0; i < block.count; ++i)
       put_row(to.out[block.first + i], out + i * V, to.out.size, shrink[i], to.how);
+    if (!to.sums) return;
+    for (Index i = 0; i < block.count; ++i) {
       *to.most[block.first + i] = most[i];
       *to.log_sum[block.first + i] = sum[i];
     }
@@ -607,7 +610,7 @@ struct Call {
 };
 
 void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T> most,
-                 Heads<T> log_sum) {
+                 Heads<T> log_sum, bool sums) {
   const Index N = call.N, enough = 4 * std::max<Index>(1, pool.num_threads());
   auto pieces_of = [&](Index size) { return (call.t + size - 1) / size; };
   Index size = kTogether * kQueries;
@@ -620,7 +623,7 @@ void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T>
     const Index first = piece * size;
     const Index count = std::min(size, call.t - first);
     forward(call.head(b, n), first, count,
-            {out.at(b, n), most.at(b, n), log_sum.at(b, n), how});
+            {out.at(b, n), most.at(b, n), log_sum.at(b, n), sums, how});
   });
 }
 
@@ -730,7 +733,8 @@ ffi::Error run_forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffe
                        int64_t threshold) {
   const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
   return reported([&] {
-    forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false));
+    forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false),
+                most->element_count() > 0);
   });
 }
 

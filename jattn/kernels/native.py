@@ -8,6 +8,7 @@ thread, about a megabyte with heads of 64.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -106,15 +107,21 @@ def _static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
     return dataclasses.replace(spec, scale=1.0), wide * spec.scale
 
 
-def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Normalizer, Array]:
+def _forward(
+    spec: Spec, query: Array, key: Array, value: Array, *, normalized: bool = True
+) -> tuple[Array, Normalizer, Array]:
+    """Both results; without `normalized` the normalizer is zeros, which cost nothing."""
     own, wide = _static_scale(spec, query)
     if native_decode.pays(own, Shapes.of(query, value)):
         out, normalizer = native_decode.attend(own, wide, native_decode.as_held(key, value))
         return out, normalizer, jnp.zeros((), bool)
     operands, attributes = _operands(own, wide, key, value)
-    rows, dtype = query.shape[:3], operands[0].dtype
-    like = [jax.ShapeDtypeStruct(x, dtype) for x in ((*rows, value.shape[-1]), rows, rows)]
+    (B, T, N), dtype = query.shape[:3], operands[0].dtype
+    rows = (B, T, N) if normalized else (0, T, N)
+    like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, value.shape[-1]), rows, rows)]
     out, *normalizer = _call("forward", like, operands, attributes)
+    if not normalized:
+        normalizer = [jnp.zeros((B, T, N), dtype)] * 2
     return out, Normalizer(*normalizer), jnp.zeros((), bool)
 
 
@@ -142,4 +149,5 @@ def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Arra
 
 def passes(platform: str) -> Passes:
     """Forward and backward, each one call."""
-    return Passes(_forward, _backward)
+    values = functools.partial(_forward, normalized=False)
+    return Passes(_forward, _backward, values=values)

@@ -177,8 +177,8 @@ def with_headroom(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward pass in which no sum of weighted values overflows whose mean does not."""
 
     def run(spec: Spec, query: Array, key: Array, value: Array) -> Any:
-        factor = softmax.headroom(value, key.shape[1])
-        out, *rest = forward(spec, query, key, value * factor)
+        factor = softmax.headroom(softmax.greatest(value), key.shape[1])
+        out, *rest = forward(spec, query, key, value * factor.astype(value.dtype))
         return out / factor.astype(out.dtype), *rest
 
     return run

@@ -69,10 +69,11 @@ def _forward_head(
 ) -> tuple[Any, ...]:
     """Output `[T, V]` and normalizer `[T]`, and if wanted the weights `[T, S]`."""
     spec, q, _ = scaled(spec, q)
-    score, _ = _scores(exact, spec, b, h, spans, q, k, v)
     (values,) = _clean(exact, v)
-    factor = softmax.headroom(values, len(v))
+    greatest = softmax.greatest(values)
+    factor = softmax.headroom(greatest, len(v))
     values = values * factor
+    score, _ = _scores(exact, spec, b, h, spans, q, k, v)
 
     def weigh(weights: Array) -> Array:
         dropped = tile.drop(spec, weights, b, h, *spans)
@@ -80,11 +81,14 @@ def _forward_head(
 
     if keep:
         weights, normalizer = lax.optimization_barrier(_weights(exact, score))
-        out, *rest = weigh(weights), normalizer, weights
+        out, *rest = weigh(weights), weights
     else:
-        out, *rest = softmax.quotient(softmax.of(score, weigh, differentiable=False))
-    out = tile.reach_all(spec, v, out / factor)
-    return tuple(map(lax.optimization_barrier, (out, *rest)))
+        out, normalizer, *rest = softmax.quotient(softmax.of(score, weigh, differentiable=False))
+    out = out / factor
+    if not has_mask(spec):  # all attend to what is not finite, and get NaN from it
+        reach = greatest - greatest
+        out, normalizer = out + reach, normalizer._replace(maximum=normalizer.maximum + reach)
+    return tuple(map(lax.optimization_barrier, (out, normalizer, *rest)))
 
 
 def _weights(exact: bool, score: Array) -> tuple[Array, softmax.Normalizer]:
@@ -118,7 +122,7 @@ def _backward_head(
     dropped = tile.drop(spec, weights, b, h, *spans)
     d_q = contract("ts,sh->th", d_products, keys) * scale
     d_k = contract("st,th->sh", _turned(d_products), queries)
-    d_v = tile.reach_all(spec, v, contract("st,tv->sv", _turned(dropped), d_out))
+    d_v = contract("st,tv->sv", _turned(dropped), d_out)
     d_q, d_k, d_v = (lax.optimization_barrier(x) for x in (d_q, d_k, d_v))
     return d_q, d_k, d_v, d_params
 
