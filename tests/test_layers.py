@@ -29,7 +29,7 @@ LAYERS = {
     "cache": 2,
     "tile": 3,
     "kernels": 4,
-    "kernels.reference": 4,
+    "kernels.reference": 4.1,
     "kernels.reverse": 4,
     "kernels.whole": 4.1,  # cuts batch rows as `tiles` cuts tiles
     "kernels.tiles": 4,

@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, mechanisms, scores
 from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests.cases import CASES, Case, inputs
 from tests.conftest import quick_jit
+from tests.test_contract import on_device, random_key
 
 
 DEVICES = 8
@@ -192,6 +194,38 @@ def test_every_combination(implementation, mesh):
     for size in range(len(names)):
         for shared in itertools.combinations(names, size):
             run_check(problem, mesh, shared)
+
+
+def of_case(implementation: str, case: Case) -> Problem:
+    """A row of the table, with other queries, keys, values and parameters on each device."""
+    x = [inputs(case, seed=seed) for seed in range(DEVICES)]
+    arrays = {name: np.stack([getattr(one, name) for one in x]) for name in "qkv"}
+    own = {name: x[0].parameters[name] for name in case.parameters}
+    arrays |= {n: np.stack([p * (1 + i / 16) for i in range(DEVICES)]) for n, p in own.items()}
+    arrays |= {n: np.stack([operand] * DEVICES) for n, operand in x[0].operands.items()}
+
+    def call(q: Any, k: Any, v: Any, **rest: Any) -> Any:
+        parameters, operands = ({n: rest[n] for n in of} for of in (own, case.operands))
+        options = {"dropout_key": random_key()} if case.rate else {}
+        out, _ = case.attend(
+            q, k, v, parameters, operands, implementation=implementation, **options
+        )
+        return out
+
+    return Problem(call, arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["native", "blockwise", "reference"])
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if 0 not in case.sizes.batch])
+def test_every_case_of_the_table_with_each_array_shared(implementation, name):
+    case, problem = CASES[name], of_case(implementation, CASES[name])
+    x = on_device(inputs(case))
+    rules = case.rules(x.operands, x.parameters)
+    rules |= {"dropout_rate": case.rate, "dropout_key": random_key() if case.rate else None}
+    if jattn.explain(x.q, x.k, x.v, **rules)[implementation] is None:
+        for shared in problem.arrays:
+            run_check(problem, "one_axis", (shared,))
 
 
 @pytest.mark.default_tiles

@@ -324,7 +324,8 @@ def attend(
     `w_score [A]`."""
     B, T, S = shapes.B, shapes.T, shapes.S
     if 0 in (B, T, S):
-        return jnp.zeros((*shapes.batch, T, shapes.V), query.dtype)
+        nothing = jnp.zeros((*shapes.batch, T, shapes.V), query.dtype)
+        return reverse.varied_like(nothing, (query, key, value, w_score, spec))
     q, k, v = (x.reshape(B, -1, 1, x.shape[-1]) for x in (query, key, value))
     w_score = w_score.astype(accumulation(query.dtype))
     spec, factor = prepare(spec, shapes), softmax.headroom(softmax.greatest(v), S)

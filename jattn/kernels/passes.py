@@ -84,7 +84,8 @@ def attention(
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
     if 0 in (B, T, S):
-        return jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, dtype)
+        nothing = jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, dtype)
+        return reverse.varied_like(nothing, (query, key, value, spec))
     keep = keeps_weights(Shapes.of(query, value))
     row = jax.ShapeDtypeStruct((B, T, N), dtype)
     results = [

@@ -50,8 +50,15 @@ def inputs(arrays: Iterable[Array], others: Any = ()) -> list[Array]:
     results and the cotangents, and what was the same on several devices gets the sum of theirs.
     """
     every = list(arrays)
-    axes = frozenset[str]().union(*map(varying, jax.tree.leaves((every, others))))
-    return [_input.bind(vary(axes, x)) for x in every]
+    return [_input.bind(x) for x in varied_like(every, others)]
+
+
+def varied_like(results: Any, operands: Any) -> Any:
+    """A tree of results, of which each varies over every axis of the mesh over which one of them or
+    an operand does."""
+    leaves = jax.tree.leaves((results, operands))
+    axes = frozenset[str]().union(*map(varying, leaves))
+    return jax.tree.map(lambda x: vary(axes, x), results)
 
 
 def varying(x: Any) -> frozenset[str]:
