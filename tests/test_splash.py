@@ -211,7 +211,7 @@ def test_one_meaning_of_scores_beyond_all_numbers(what, mask):
 
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 def test_who_attends_to_a_value_that_is_not_finite_is_nan(poison):
-    large.test_who_attends_to_a_value_that_is_not_finite_is_nan("splash", poison)
+    large.test_who_attends_to_a_value_that_is_not_finite_is_nan("splash", poison, 20, 40)
 
 
 def test_a_cotangent_that_is_nan_reaches_no_key_that_is_masked():
