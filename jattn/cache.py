@@ -40,7 +40,7 @@ class Cache:
     overflowed: Bool[Array, " B"]
 
     @property
-    def capacity(self) -> int:
+    def capacity(self) -> Size:
         """S: how many slots attention reads."""
         return self.keys.shape[2]
 
@@ -382,12 +382,12 @@ class PagedCache(Cache):
         return self.keys.shape[2]
 
     @property
-    def num_pages(self) -> int:
+    def num_pages(self) -> Size:
         """P: pages in the pool."""
         return self.keys.shape[0]
 
     @property
-    def capacity(self) -> int:
+    def capacity(self) -> Size:
         return self.table.shape[1] * self.page_size
 
     def pages_held(self) -> Int[Array, " P"]:
