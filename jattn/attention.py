@@ -1,9 +1,12 @@
-"""Attention: arguments checked, an implementation chosen, one compiled pure function run."""
+"""Attention: arguments are checked, an implementation is chosen, one compiled pure function runs.
+
+`attention` checks its arguments and makes a `Spec` of them, which says what is computed. `_attend`
+is compiled once for each kind of call. `_run` prepares the spec and hands it to the reference, or
+with the kernels that can compute it to `vjp.attention`, whose derivative rule all kernels share.
+"""
 
 import functools
-from collections.abc import Iterable
-from types import ModuleType
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,144 +27,16 @@ from jattn._types import (
 )
 from jattn.cache import Cache
 from jattn.checks import check_array, check_choice
-from jattn.kernels import (
-    blockwise,
-    cudnn,
-    decode,
-    lowering,
-    native,
-    pallas_gpu,
-    pallas_hopper,
-    passes,
-    reference,
-    splash,
-)
-from jattn.kernels.passes import Passes
+from jattn.kernels import registry
+from jattn.kernels.common import lowering, vjp
+from jattn.kernels.xla import decode, reference
 from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_lost, prepare
 
 
-class Implementation(NamedTuple):
-    """A file of `jattn.kernels`, and the platforms that it is for; None: all.
-
-    It is traced when a program is lowered; with `at_once` before, as for calls of cuDNN, of which
-    JAX must know to lower for the devices at hand.
-    """
-
-    kernel: ModuleType
-    platforms: tuple[str, ...] | None = None
-    at_once: bool = False
-
-
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cudnn": Implementation(cudnn, ("cuda",), at_once=True),
-    "splash": Implementation(splash, ("tpu",)),
-    "native": Implementation(native, ("cpu",)),
-    "blockwise": Implementation(blockwise),
-    "pallas": Implementation(pallas_gpu, ("cpu", "cuda", "rocm")),
-    "hopper": Implementation(pallas_hopper, ("cpu", "cuda")),
-    "reference": Implementation(reference),
-}
-"""By name, in the order in which `implementation=None` tries them on their platforms.
-
-A kernel has `supports(spec, shapes) -> reason | None` and `passes(platform)`, see
-`jattn.kernels.passes`; or else `attend(spec, query, key, value) -> (out, lse)`, differentiable as
-it stands, which runs only where it is named. One that not every machine has says why by
-`unavailable(shapes, named)`, in which it may wait longer where it was named.
-"""
-
-
-def _cannot_run(name: str, platform: str, shapes: Shapes, named: bool = False) -> str | None:
-    """Why not on this platform, or this machine; asked when a program is lowered for it."""
-    kernel, platforms, _ = IMPLEMENTATIONS[name]
-    if platforms and platform not in platforms and not getattr(kernel, "INTERPRET", False):
-        return f"is for {' and '.join(platforms)}, the program is for {platform}"
-    return kernel.unavailable(shapes, named) if hasattr(kernel, "unavailable") else None
-
-
-def _check_name(implementation: str | None, known: Iterable[str]) -> None:
-    check_choice("implementation", implementation, (None, *known))
-
-
-def _refuse(name: str, reason: str | None) -> None:
-    if reason:
-        raise NotImplementedError(f"implementation {name!r}: {reason}")
-
-
-def _candidates(spec: Spec, shapes: Shapes) -> list[str]:
-    """Those that can by what is asked of them, in order."""
-    return [
-        name
-        for name, row in IMPLEMENTATIONS.items()
-        if hasattr(row.kernel, "passes") and not row.kernel.supports(spec, shapes)
-    ]
-
-
-def _passes(names: list[str], shapes: Shapes, platform: str) -> Passes:
-    """Those of the first implementation that is for the platform and can run on this machine."""
-    for name in names:
-        row = IMPLEMENTATIONS[name]
-        if platform in (row.platforms or [platform]) and not _cannot_run(name, platform, shapes):
-            return row.kernel.passes(platform)
-    raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
-
-
-def _named_passes(name: str, shapes: Shapes, platform: str) -> Passes:
-    _refuse(name, _cannot_run(name, platform, shapes, named=True))
-    return IMPLEMENTATIONS[name].kernel.passes(platform)
-
-
-def _run(
-    implementation: str | None, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes
-) -> tuple[Array, Array]:
-    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    if implementation is None:
-        names = _candidates(spec, shapes)
-        by_platform = functools.partial(_passes, names, shapes)
-    else:
-        names = [implementation]
-        by_platform = functools.partial(_named_passes, implementation, shapes)
-    spec, first = prepare(spec, shapes), IMPLEMENTATIONS[names[0]]
-    if not hasattr(first.kernel, "passes"):
-        return first.kernel.attend(spec, query, key, value)
-    platforms = (first.platforms or lowering.PLATFORMS) if first.at_once else ()
-    at_once = {platform: first.kernel.passes(platform) for platform in platforms}
-    return passes.attention(by_platform, spec, query, key, value, at_once)
-
-
-@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
-def _attend(
-    spec: Spec,
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    implementation: str | None,
-    shapes: Shapes,
-) -> Any:
-    query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
-    results = _run(implementation, spec, query, key, value, shapes)
-    out, lse = nan_if_lost(spec, *results)
-    out = out.reshape(*shapes.batch, *out.shape[1:])
-    return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
-
-
-@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
-def _attend_cache(
-    spec: Spec, query: Array, cache: Cache, *, implementation: str | None, shapes: Shapes
-) -> Any:
-    if implementation is None and not decode.supports(spec, shapes):
-        implementation = "decode"
-    if implementation == "decode":
-        out, lse = decode.attend(prepare(spec, shapes), query, cache)
-    else:
-        key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
-        out, lse = _run(implementation, spec, query, key, value, shapes)
-    lost = cache.overflowed
-    out, lse = nan_if_lost(spec, out, lse)
-    out = jnp.where(lost[:, None, None, None], jnp.nan, out)
-    return (out, jnp.where(lost[:, None, None], jnp.nan, lse)) if spec.lse else out
+IMPLEMENTATIONS = registry.NAMES
+"""What `implementation` may name."""
 
 
 @overload
@@ -261,22 +136,76 @@ def attention(
         "lse": return_lse,
     }
     if isinstance(key, Cache):
-        shapes, spec = _check_cache(query, key, value, meaning)
-        _check_name(implementation, ("decode", *IMPLEMENTATIONS))
-        if implementation is not None:
-            kernel = (
-                decode if implementation == "decode" else IMPLEMENTATIONS[implementation].kernel
-            )
-            _refuse(implementation, kernel.supports(spec, shapes))
-        return _attend_cache(spec, query, key, implementation=implementation, shapes=shapes)
+        return _attention_to_cache(query, key, value, meaning, implementation)
     if value is None:
         raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
     shapes = check_shapes(query, key, value)
     spec = make_spec(shapes, **meaning)
-    _check_name(implementation, IMPLEMENTATIONS)
+    registry.check_name(implementation)
     if implementation is not None:
-        _refuse(implementation, IMPLEMENTATIONS[implementation].kernel.supports(spec, shapes))
+        registry.check_supported(implementation, spec, shapes)
     return _attend(spec, query, key, value, implementation=implementation, shapes=shapes)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
+def _attend(
+    spec: Spec,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    implementation: str | None,
+    shapes: Shapes,
+) -> Any:
+    """`out`, or `(out, lse)` if the spec asks for it."""
+    query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
+    results = _run(implementation, spec, query, key, value, shapes)
+    out, lse = nan_if_lost(spec, *results)
+    out = out.reshape(*shapes.batch, *out.shape[1:])
+    return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
+
+
+def _run(
+    implementation: str | None, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes
+) -> tuple[Array, Array]:
+    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
+    named = implementation is not None
+    names = [implementation] if named else registry.candidates(spec, shapes)
+    spec = prepare(spec, shapes)
+    if implementation == "reference":
+        return reference.attend(spec, query, key, value)
+    functions, traced = registry.functions(names, shapes, named=named)
+    return vjp.attention(functions, spec, query, key, value, traced)
+
+
+def _attention_to_cache(
+    query: Queries, cache: Cache, value: Any, meaning: dict[str, Any], implementation: str | None
+) -> Any:
+    """`attention` where a cache takes the place of key and value."""
+    shapes, spec = _check_cache(query, cache, value, meaning)
+    registry.check_name(implementation, "decode")
+    if implementation == "decode":
+        registry.refuse(implementation, decode.supports(spec, shapes))
+    elif implementation is not None:
+        registry.check_supported(implementation, spec, shapes)
+    return _attend_cache(spec, query, cache, implementation=implementation, shapes=shapes)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
+def _attend_cache(
+    spec: Spec, query: Array, cache: Cache, *, implementation: str | None, shapes: Shapes
+) -> Any:
+    if implementation is None and not decode.supports(spec, shapes):
+        implementation = "decode"
+    if implementation == "decode":
+        out, lse = decode.attend(prepare(spec, shapes), query, cache)
+    else:
+        key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
+        out, lse = _run(implementation, spec, query, key, value, shapes)
+    lost = cache.overflowed
+    out, lse = nan_if_lost(spec, out, lse)
+    out = jnp.where(lost[:, None, None, None], jnp.nan, out)
+    return (out, jnp.where(lost[:, None, None], jnp.nan, lse)) if spec.lse else out
 
 
 def _check_cache(
@@ -402,10 +331,7 @@ def explain(
     else:
         shapes = check_shapes(query, key, value)
         spec = make_spec(shapes, **arguments)
-    platform = platform or _platform_of(query)
-    for name, row in IMPLEMENTATIONS.items():
-        reasons[name] = row.kernel.supports(spec, shapes) or _cannot_run(name, platform, shapes)
-    return reasons
+    return reasons | registry.reasons(spec, shapes, platform or _platform_of(query))
 
 
 def _platform_of(x: Any) -> str:

@@ -16,15 +16,15 @@ import numpy as np
 
 from jattn.attention import attention
 from jattn.cache import DenseCache
-from jattn.kernels import native_library
+from jattn.kernels.cpu import library
 
 
 def build(dtype: str) -> str | None:
     """Builds and tries the libraries for a dtype, prints where they are; returns what is wrong."""
     for function in ("forward", "decode"):
-        if reason := native_library.unavailable(function, dtype, named=True):
+        if reason := library.unavailable(function, dtype, named=True):
             return f"cannot be built: {reason}"
-        file = native_library.kept(function, dtype)
+        file = library.kept(function, dtype)
         if file is None:
             return "cannot be kept: the cache folder cannot be written, or others may write it"
         print(f"{dtype}: {file}")

@@ -16,7 +16,7 @@ from jattn import softmax, tile
 from jattn._types import AnyArray, Shape
 from jattn.attention import attention
 from jattn.checks import check_array, check_dtype, check_like
-from jattn.kernels import additive
+from jattn.kernels.xla import additive
 from jattn.masks import Causal, Full, Mask, as_mask
 from jattn.spec import Shapes, make_spec
 

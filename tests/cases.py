@@ -7,7 +7,6 @@ they may be, so that no two axes can be mistaken for each other.
 
 import dataclasses
 import functools
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,18 +17,21 @@ import numpy as np
 
 import jattn
 from jattn import masks, scores
+from jattn.kernels import registry
 from tests import oracle
 from tests.oracle import At, Modifier
 
 
 Arrays = Mapping[str, Any]
 
-_TABLE: dict[str, Any] = importlib.import_module("jattn.attention").IMPLEMENTATIONS
-
-IMPLEMENTATIONS: tuple[str, ...] = tuple(_TABLE)
+IMPLEMENTATIONS = registry.NAMES
 """A new implementation is a row in the library's own table."""
 
-GENERAL = tuple(name for name, row in _TABLE.items() if row.platforms is None)
+GENERAL = tuple(
+    name
+    for name in IMPLEMENTATIONS
+    if name not in registry.KERNELS or registry.KERNELS[name].platforms is None
+)
 """Those for every platform, which compute everything; the whole suite runs through them."""
 
 

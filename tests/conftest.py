@@ -74,7 +74,7 @@ def quick_jit(function: Any, **options: Any) -> Any:
 
 def pytest_collection() -> None:
     """Tests wait for the kernel in C++, however busy the machine that builds it."""
-    library: Any = importlib.import_module("jattn.kernels.native_library")
+    library: Any = importlib.import_module("jattn.kernels.cpu.library")
     library.PATIENCE = 600.0
 
 
@@ -111,19 +111,20 @@ def _small_tiles(request):
         jax.clear_caches()
         return
     # Imported here because jaxtyping's hook must be in place first.
-    blockwise: Any = importlib.import_module("jattn.kernels.blockwise")
-    pallas_gpu: Any = importlib.import_module("jattn.kernels.pallas_gpu")
-    tiles: Any = importlib.import_module("jattn.kernels.tiles")
-    splash: Any = importlib.import_module("jattn.kernels.splash")
-    whole: Any = importlib.import_module("jattn.kernels.whole")
+    blockwise: Any = importlib.import_module("jattn.kernels.xla.blockwise")
+    triton: Any = importlib.import_module("jattn.kernels.gpu.triton")
+    tile_schedule: Any = importlib.import_module("jattn.kernels.common.tile_schedule")
+    single_tile: Any = importlib.import_module("jattn.kernels.xla.single_tile")
+    registry: Any = importlib.import_module("jattn.kernels.registry")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise, "choose_tiling", _tiles_of_16)
         patch.setattr(blockwise, "choose_way", _every_way)
-        patch.setattr(whole, "_rows", _all_rows_but_one)
-        patch.setattr(pallas_gpu, "choose_tiling", lambda shapes: _tiling(16, 16))
-        patch.setattr(tiles, "_WIDE", 32)
-        patch.setattr(tiles, "_RUNS", 5)
-        patch.setattr(splash, "INTERPRET", True)
+        patch.setattr(single_tile, "_rows", _all_rows_but_one)
+        patch.setattr(triton, "choose_tiling", lambda shapes: _tiling(16, 16))
+        patch.setattr(tile_schedule, "_WIDE", 32)
+        patch.setattr(tile_schedule, "_RUNS", 5)
+        splash = registry.KERNELS["splash"]._replace(interpreted=("cpu",))
+        patch.setitem(registry.KERNELS, "splash", splash)
         yield
 
 

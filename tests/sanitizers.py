@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jattn.kernels.native_build import compiler
+from jattn.kernels.cpu.compiler import compiler
 
 
 SOURCES = Path(__file__).parent / "sanitized"

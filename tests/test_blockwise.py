@@ -14,11 +14,11 @@ import pytest
 
 import jattn
 from jattn import masks, tuning
-from jattn.kernels import blockwise, whole
+from jattn.kernels.xla import blockwise, single_tile
 from jattn.spec import Shapes, Spec, Tiling
 
 
-ROWS_AT_ONCE = whole._rows  # before tests get another one
+ROWS_AT_ONCE = single_tile._rows  # before tests get another one
 
 
 def compiled(T: int, mask: masks.Mask, N: int = 8) -> Any:
@@ -185,6 +185,6 @@ def test_tilings_agree_with_the_formula(monkeypatch, block_q, block_kv):
     spec = jattn.spec.prepare(spec, jattn.spec.check_shapes(q, k, v))
     out, lse = jax.jit(functools.partial(blockwise.attend))(spec, q, k, v)
     assert choose.called
-    want, want_lse = jattn.kernels.reference.attend(spec, q, k, v)
+    want, want_lse = jattn.kernels.xla.reference.attend(spec, q, k, v)
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-13)
     np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-13)

@@ -12,11 +12,15 @@ from jax import export
 import jattn
 from jattn import masks, scores, tuning
 from jattn.attention import IMPLEMENTATIONS
-from jattn.kernels import blockwise, lowering, splash
+from jattn.kernels import registry
+from jattn.kernels.common import lowering
+from jattn.kernels.tpu import splash
+from jattn.kernels.xla import blockwise
 from tests.conftest import quick_jit
 
 
 PLATFORMS = (["cpu"], ["cuda"], ["rocm"], ["tpu"], ["cpu", "cuda"], ["cpu", "cuda", "tpu"])
+ON_TPUS = registry.KERNELS["splash"]  # before tests may run it interpreted
 every_platform = pytest.mark.parametrize("platforms", PLATFORMS, ids="+".join)
 
 
@@ -47,12 +51,12 @@ def traced(monkeypatch):
     """The platforms for which the blockwise implementation has been traced so far."""
     found: list[str] = []
 
-    def passes(platform: str, *options: Any) -> Any:
+    def functions(platform: str, *options: Any) -> Any:
         found.append(platform)
         return original(platform, *options)
 
-    original = blockwise.passes
-    monkeypatch.setattr(blockwise, "passes", passes)
+    original = blockwise.functions
+    monkeypatch.setattr(blockwise, "functions", functions)
     jax.clear_caches()
     yield found
     jax.clear_caches()
@@ -82,7 +86,7 @@ def test_only_what_is_lowered_is_traced(traced, platforms, monkeypatch):
 
 
 def test_each_platform_gets_the_first_that_can(monkeypatch):
-    monkeypatch.setattr(splash, "INTERPRET", False)
+    monkeypatch.setitem(registry.KERNELS, "splash", ON_TPUS)
 
     def kernels(*platforms: str, **options: Any) -> int:
         call = jax.jit(functools.partial(causal, **options))
@@ -111,7 +115,7 @@ choose_way = blockwise.choose_way  # before the fixture that sends cases every w
 
 
 def test_a_kernel_named_for_another_platform_gives_its_reason(monkeypatch):
-    monkeypatch.setattr(splash, "INTERPRET", False)
+    monkeypatch.setitem(registry.KERNELS, "splash", ON_TPUS)
     jax.clear_caches()
     call = functools.partial(causal, implementation="splash")
     for one in (call, jax.jit(call), gradients(call)):
@@ -120,7 +124,7 @@ def test_a_kernel_named_for_another_platform_gives_its_reason(monkeypatch):
 
 
 def test_explain_says_so_for_each_platform(monkeypatch):
-    monkeypatch.setattr(splash, "INTERPRET", False)
+    monkeypatch.setitem(registry.KERNELS, "splash", ON_TPUS)
     q, k, v = arrays()
     here = jattn.explain(q, k, v)
     assert here == jattn.explain(q, k, v, platform="cpu")
@@ -184,7 +188,7 @@ def _scaled(platform: str, x: Any, y: Any) -> tuple[Any, Any]:
 
 def by_platform(x: Any, y: Any) -> Any:
     """x times 2 on a CPU, 3 on a TPU, 5 elsewhere; and y."""
-    return lowering.by_platform(_scaled, (x, y), x, y)
+    return lowering.platform_dependent(_scaled, (x, y), x, y)
 
 
 def test_one_operation_under_the_transformations():

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
-from jattn.kernels import registers
+from jattn.kernels.gpu import mosaic_interpreter
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
@@ -316,7 +316,7 @@ def test_arrays_in_registers_lack_axes_of_size_one(transposed):
     tile, one = jnp.asarray(RNG.normal(size=(4, 6))), jnp.ones((1, 1))
     shapes = jax.tree.map(jax.typeof, (row, column, tile, one))
     lying = tile.T if transposed else tile
-    got = registers.run(
+    got = mosaic_interpreter.run(
         function, row, column, lying, one.reshape(()), shapes=shapes, transposed=transposed
     )
     chosen, *sums = function(row, column, tile, one)

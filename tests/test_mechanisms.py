@@ -16,7 +16,7 @@ import pytest
 
 import jattn
 from jattn import masks, scores, tile
-from jattn.kernels import additive as kernel
+from jattn.kernels.xla import additive as kernel
 from tests.conftest import quick_jit
 
 

@@ -20,7 +20,7 @@ import pytest
 
 import jattn
 from jattn import build
-from jattn.kernels import native_build, native_library
+from jattn.kernels.cpu import compiler, library
 from tests import sanitizers
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
@@ -119,28 +119,28 @@ def test_only_what_is_whole_and_safe_is_read(built, tmp_path):
     """Every byte counts, and the name; links and files that others may write are not read."""
     _, library = copied(built, tmp_path)
     whole = library.read_bytes()
-    contents = native_build._read(library)
+    contents = compiler._read(library)
     assert contents is not None
     assert whole.startswith(contents)
     for place in (0, len(whole) // 2, len(whole) - 40, len(whole) - 1):
         changed = bytearray(whole)
         changed[place] ^= 1
         library.write_bytes(changed)
-        assert native_build._read(library) is None, place
+        assert compiler._read(library) is None, place
     library.write_bytes(whole)
-    assert native_build._read(library.rename(library.with_name("other.so"))) is None
+    assert compiler._read(library.rename(library.with_name("other.so"))) is None
     library.write_bytes(whole)
-    assert native_build._read(library) == contents
+    assert compiler._read(library) == contents
     for mode in (0o666, 0o664, 0o646):
         library.chmod(mode)
-        assert native_build._read(library) is None, mode
+        assert compiler._read(library) is None, mode
     library.chmod(0o644)
     moved = library.rename(tmp_path / library.name)
     library.symlink_to(moved)
-    assert native_build._read(library) is None
-    assert native_build._read(tmp_path) is None
+    assert compiler._read(library) is None
+    assert compiler._read(tmp_path) is None
     os.mkfifo(tmp_path / "pipe")
-    assert native_build._read(tmp_path / "pipe") is None
+    assert compiler._read(tmp_path / "pipe") is None
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, wher
     """Others cannot have us load what they wrote where they may write, sealed or not."""
     contents, mark = planted
     home, library = copied(built, tmp_path)
-    library.write_bytes(contents + native_build._seal(library.name, contents))
+    library.write_bytes(contents + compiler._seal(library.name, contents))
     if where == "folder for all":
         library.parent.chmod(0o777)
     elif os.geteuid() == 0:
@@ -185,12 +185,12 @@ def test_temporary_files_lie_where_nobody_can_replace_them(monkeypatch, tmp_path
     shared.mkdir()
     for mode, safe in ((0o777, False), (0o1777, True), (0o755, True)):
         shared.chmod(mode)
-        monkeypatch.setattr(native_build.tempfile, "tempdir", str(shared))
-        where = native_build._in_private_folder(lambda path: path.parent.parent, own)
+        monkeypatch.setattr(compiler.tempfile, "tempdir", str(shared))
+        where = compiler._in_private_folder(lambda path: path.parent.parent, own)
         assert where == (shared if safe else own)
     shared.chmod(0o777)
     with pytest.raises(OSError, match="no folder for temporary files"):
-        native_build._in_private_folder(lambda path: path, None)
+        compiler._in_private_folder(lambda path: path, None)
 
 
 def test_who_has_no_home_has_a_kernel(monkeypatch, tmp_path):
@@ -199,28 +199,28 @@ def test_who_has_no_home_has_a_kernel(monkeypatch, tmp_path):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nowhere)
-    assert native_build._folder() is None
+    assert compiler._folder() is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = os.umask(0)
     try:
-        assert native_build._folder() == tmp_path / "jattn"
+        assert compiler._folder() == tmp_path / "jattn"
     finally:
         os.umask(before)
-    assert native_build._folder() == tmp_path / "jattn"
+    assert compiler._folder() == tmp_path / "jattn"
 
 
 def test_a_kept_file_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(list(tmp_path.glob("*.so"))))
-    assert native_build._keep(tmp_path / "x.so", b"contents")
+    assert compiler._keep(tmp_path / "x.so", b"contents")
     assert synced == [[]]
-    assert native_build._read(tmp_path / "x.so") == b"contents"
+    assert compiler._read(tmp_path / "x.so") == b"contents"
 
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert not native_build._keep(tmp_path / "y.so", b"contents")
+    assert not compiler._keep(tmp_path / "y.so", b"contents")
     assert [x.name for x in tmp_path.iterdir()] == ["x.so"]
 
 
@@ -241,8 +241,8 @@ def fresh(monkeypatch, tmp_path):
     """No library loaded or built yet, a cache folder of one's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # XLA knows a function by its name for good, which tells the sizes of tiles.
-    monkeypatch.setattr(native_library, "TILES", f"16, 8, {16 * next(_sizes)}")
-    monkeypatch.setattr(native_library, "_libraries", {})
+    monkeypatch.setattr(library, "TILES", f"16, 8, {16 * next(_sizes)}")
+    monkeypatch.setattr(library, "_libraries", {})
     jax.clear_caches()
     yield tmp_path / "jattn"
     jax.clear_caches()
@@ -319,7 +319,7 @@ def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, where):
     def fail(*_: Any) -> None:
         raise error
 
-    at = native_build if where == "load" else native_library.threading.Thread
+    at = compiler if where == "load" else library.threading.Thread
     monkeypatch.setattr(at, where, fail)
     assert reason() == (str(error) or repr(error))
 
@@ -328,17 +328,17 @@ def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, where):
 def test_a_compiler_may_be_several_words(monkeypatch, tmp_path, words, quick):
     wrapper = script(tmp_path / "my cache", 'exec "$@"')
     monkeypatch.setenv("CXX", words.format(quick, f"'{wrapper}'"))
-    first, *rest = native_build.compiler()
+    first, *rest = compiler.compiler()
     assert Path(first).is_absolute()
-    assert "2" in native_build._run([first, *rest, "-dM", "-E", "-x", "c++", os.devnull])
+    assert "2" in compiler._run([first, *rest, "-dM", "-E", "-x", "c++", os.devnull])
 
 
 def test_compilers_that_differ_build_libraries_that_differ(monkeypatch, quick):
     names = set()
     for words in (quick, f"{quick} -O1", f"env {quick}"):
         monkeypatch.setenv("CXX", words)
-        flags = native_build._flags("float32", native_library.TILES)
-        names.add(native_build._digest([*native_build.compiler(), *flags], "native.cc"))
+        flags = compiler._flags("float32", library.TILES)
+        names.add(compiler._digest([*compiler.compiler(), *flags], "attention.cc"))
     assert len(names) == 3
 
 
@@ -350,7 +350,7 @@ def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
     pid = tmp_path / "pid"
     hanging = script(tmp_path / "compiler", f"sleep 1000 & echo $! > {pid}; wait")
     monkeypatch.setenv("CXX", hanging)
-    monkeypatch.setattr(native_build, "LIMIT", 0.5)
+    monkeypatch.setattr(compiler, "LIMIT", 0.5)
     assert reason() == f"{hanging} did not end within 0.5 s"
     check_that_blockwise_runs()
     state = Path(f"/proc/{pid.read_text().strip()}/stat")
@@ -364,7 +364,7 @@ def test_who_ends_does_not_wait_for_a_compiler(tmp_path):
         tmp_path / "c++",
         ANSWERS + f"for to; do :; done; echo > $to; echo $$ > {pid}; exec sleep 1000",
     )
-    code = "from jattn.kernels import native_library\nnative_library.PATIENCE = 1.0\n" + CALL
+    code = "from jattn.kernels.cpu import library\nlibrary.PATIENCE = 1.0\n" + CALL
     began = time.monotonic()
     assert "still being built" in said(code, tmp_path, hanging)
     assert time.monotonic() - began < 60
@@ -376,7 +376,7 @@ def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_pa
     go = tmp_path / "go"
     slow = script(tmp_path / "slow", f'while [ ! -e {go} ]; do sleep 0.05; done; exec {quick} "$@"')
     monkeypatch.setenv("CXX", slow)
-    monkeypatch.setattr(native_library, "PATIENCE", 0.3)
+    monkeypatch.setattr(library, "PATIENCE", 0.3)
     x = on_device(inputs(CASES["causal"], "float32"))
     early = jax.jit(lambda q, k, v: jattn.attention(q, k, v, mask=jattn.masks.Causal()))
     lowered = early.lower(x.q, x.k, x.v)
@@ -402,8 +402,8 @@ def test_who_has_to_wait_is_told_once(fresh, monkeypatch, caplog, quick):
         assert reason() is None
         assert reason() is None
         (line,) = (record.getMessage() for record in caplog.records if record.name == "jattn")
-        assert line.startswith("jattn: building native.cc for float32")
-        monkeypatch.setattr(native_library, "_libraries", {})
+        assert line.startswith("jattn: building attention.cc for float32")
+        monkeypatch.setattr(library, "_libraries", {})
         monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
         assert reason() is None  # found
         assert len([record for record in caplog.records if record.name == "jattn"]) == 1
@@ -413,10 +413,10 @@ def test_who_has_to_wait_is_told_once(fresh, monkeypatch, caplog, quick):
             return True
 
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    native_build._tell("one line")
+    compiler._tell("one line")
     assert terminal.getvalue() == "one line\n"
     with caplog.at_level(logging.INFO, logger="jattn"):
-        native_build._tell("another")
+        compiler._tell("another")
     assert terminal.getvalue() == "one line\n"
 
 
@@ -449,7 +449,7 @@ def test_the_command_builds_ahead(fresh, monkeypatch, capsys, quick):
 
 def test_the_command_fails_where_nothing_works(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["build", "--float64"])
-    monkeypatch.setattr(native_library, "_libraries", {})
+    monkeypatch.setattr(library, "_libraries", {})
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.main() == 1
     assert "float64: cannot be built: there is no C++ compiler" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
-from jattn.kernels import pallas_gpu, walks
+from jattn.kernels.gpu import block_mask, triton
 from jattn.spec import Tiling
 from tests import test_contract as contract
 from tests.cases import CASES, Inputs, inputs
@@ -122,8 +122,8 @@ def test_the_tile_map_decides():
 @pytest.mark.parametrize("by_key", [False, True])
 def test_a_walk_visits_what_is_not_empty_and_full_tiles_first(static, by_key):
     kinds = np.random.default_rng(0).integers(0, 3, (2, 1, 5, 4)).astype(np.int8)
-    walk = walks.walk(kinds if static else jnp.asarray(kinds), by_key=by_key)
-    order, ends = map(np.asarray, walk.arrays)
+    visits = block_mask.of(kinds if static else jnp.asarray(kinds), by_key=by_key)
+    order, ends = map(np.asarray, visits.arrays)
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
     for b, i in np.ndindex(2, kinds.shape[2]):
         full, visited = ends[b, 0, i]
@@ -133,7 +133,7 @@ def test_a_walk_visits_what_is_not_empty_and_full_tiles_first(static, by_key):
 
 
 def test_tiles_need_not_be_square(monkeypatch):
-    monkeypatch.setattr(pallas_gpu, "choose_tiling", lambda shapes: Tiling(32, 16))
+    monkeypatch.setattr(triton, "choose_tiling", lambda shapes: Tiling(32, 16))
     case = CASES["tiles_bias"]
     x = on_device(inputs(case, "float32"))
     got = quick_jit(functools.partial(everything, "pallas", case))(x)
@@ -142,7 +142,7 @@ def test_tiles_need_not_be_square(monkeypatch):
 
 def test_parameters_with_many_entries(monkeypatch):
     """These gradients are summed by XLA."""
-    monkeypatch.setattr(pallas_gpu, "_ENTRIES", 1)
+    monkeypatch.setattr(triton, "_ENTRIES", 1)
     case = CASES["function_operands"]
     got = quick_jit(functools.partial(everything, "pallas", case))(
         on_device(inputs(case, "float32"))
@@ -152,8 +152,8 @@ def test_parameters_with_many_entries(monkeypatch):
 
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch):
     counted = []
-    parts = pallas_gpu._parts
-    monkeypatch.setattr(pallas_gpu, "_parts", lambda x: counted.append(parts(x)) or counted[-1])
+    parts = triton._parts
+    monkeypatch.setattr(triton, "_parts", lambda x: counted.append(parts(x)) or counted[-1])
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 8)), jnp.float32) for n in (2, 230, 230))
     mask = masks.Lengths(kv=jnp.array([230, 17])) & masks.Window(left=200)

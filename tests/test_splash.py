@@ -14,14 +14,16 @@ from jax import export
 import jattn
 from jattn import masks, scores
 from jattn._types import along, node, static
-from jattn.kernels import splash, splash_masks
+from jattn.kernels import registry
+from jattn.kernels.tpu import splash, splash_masks
 from jattn.spec import check_shapes, make_spec
 from tests import test_contract as contract
 from tests import test_large_numbers as large
 from tests.cases import CASES, inputs
 
 
-passes: Any = importlib.import_module("jattn.kernels.splash_passes")
+ON_TPUS = registry.KERNELS["splash"]
+splash_vjp: Any = importlib.import_module("jattn.kernels.tpu.splash_vjp")
 
 CAUSAL = masks.Causal()
 IDS = jnp.array([[0, 0, 1, 1, 1], [3, 2, 2, 2, 3]])
@@ -47,7 +49,7 @@ def test_static_masks_are_fed_as_they_are(name):
     fed = splash_masks.as_splash(STATIC[name])
     assert fed.segments is None
     assert fed.lengths == ()
-    tiles = passes._Tiles(fed.static, 40, 48)
+    tiles = splash_vjp._Tiles(fed.static, 40, 48)
     got = [[tiles[i : i + 8, j : j + 16] for j in range(0, 48, 16)] for i in range(0, 40, 8)]
     np.testing.assert_array_equal(np.block(got), STATIC[name].dense(40, 48))
 
@@ -61,17 +63,17 @@ def test_only_mixed_tiles_are_evaluated(monkeypatch):
         return original(self, *arguments)
 
     monkeypatch.setattr(masks.Causal, "evaluate", evaluate)
-    monkeypatch.setattr(passes, "_BLOCK", 128)
+    monkeypatch.setattr(splash_vjp, "_BLOCK", 128)
     q = jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)
     spec = make_spec(check_shapes(q, q, q), mask=CAUSAL)
-    jax.eval_shape(functools.partial(passes._forward, True, spec), q, q, q)
+    jax.eval_shape(functools.partial(splash_vjp._forward, True, spec), q, q, q)
     assert len(evaluated) == 2 * 8  # of 64; the kernel asks twice
 
 
 def test_arrays_become_ids():
     mask = CAUSAL & masks.Segments(IDS) & masks.Lengths(q=4, kv=jnp.array([5, 2]))
     fed = splash_masks.as_splash(mask)
-    q_ids, kv_ids = passes._ids(fed, 5, 5)
+    q_ids, kv_ids = splash_vjp._ids(fed, 5, 5)
     allowed = (q_ids[:, :, None] == kv_ids[:, None, :]) & fed.static.dense(5, 5)[None]
     np.testing.assert_array_equal(allowed, mask.dense(5, 5, batch=(2,))[:, 0])
 
@@ -291,7 +293,7 @@ def program_for_tpus(dtype: str, gradients: bool = False, **rules: Any) -> str:
 
 @pytest.fixture
 def compiled_kernels(monkeypatch):
-    monkeypatch.setattr(splash, "INTERPRET", False)
+    monkeypatch.setitem(registry.KERNELS, "splash", ON_TPUS)
 
 
 @pytest.mark.usefixtures("compiled_kernels")

@@ -1,7 +1,7 @@
 // The kernel without XLA, on random shapes, masks and score functions, beside the plain formula in
 // double precision: for the sanitizers.
 
-#include "../../jattn/kernels/native.cc"
+#include "../../jattn/kernels/cpu/src/attention.cc"
 
 #include "common.h"
 

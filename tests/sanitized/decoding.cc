@@ -1,7 +1,7 @@
 // The kernel for decoding without XLA, on random caches, beside the plain formula in double
 // precision: for the sanitizers.
 
-#include "../../jattn/kernels/native_decode.cc"
+#include "../../jattn/kernels/cpu/src/decode.cc"
 
 #include "common.h"
 

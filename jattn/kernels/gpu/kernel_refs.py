@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jattn import masks
 from jattn._types import declared
-from jattn.kernels import tiles
+from jattn.kernels.common import slicing, tile_schedule
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, prepare
 
@@ -94,7 +94,7 @@ class Rules:
         self.arrays = [x.reshape(1) if x.ndim == 0 else x for x in leaves]
         self.sizes = dict(zip("TS", tiling, strict=True))
 
-    def tile(self, memory: list[Any], place: Place) -> tiles.Tile:
+    def tile(self, memory: list[Any], place: Place) -> slicing.Tile:
         """The tile at a place, with the spec cut to it."""
         leaves = [_read(*part) for part in self.parts(memory, place)]
         rows, columns = (
@@ -121,11 +121,11 @@ class Rules:
             index.append(start)
         return tuple(index)
 
-    def assembled(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> tiles.Tile:
+    def assembled(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
         """The tile of these parts of the arrays, at these places."""
         spec = jax.tree.unflatten(self.treedef, leaves)
         spans = _span(spec.q_positions, rows), _span(spec.kv_positions, columns)
-        return tiles.Tile(spec, b, h, *spans)
+        return slicing.Tile(spec, b, h, *spans)
 
 
 def _read(memory: Any, index: tuple[Any, ...]) -> Any:
@@ -165,11 +165,11 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Ti
     def padded(leaves: Any) -> Spec:
         spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
         T, S = shapes.T, shapes.S
-        return tiles.pad_spec(spec, T, S, *tiles.whole(T, S, tiling))
+        return slicing.pad_spec(spec, T, S, *slicing.whole(T, S, tiling))
 
     def outside(leaves: Any, products: Array) -> Array:
-        run = tiles.Run(0, tiling.block_kv, True)
-        here = tiles.Tile.at(masks.pick(padded(leaves), 0, 0), 0, 0, 0, tiling.block_q, run)
+        run = tile_schedule.Run(0, tiling.block_kv, True)
+        here = slicing.Tile.at(masks.pick(padded(leaves), 0, 0), 0, 0, 0, tiling.block_q, run)
         return here.modify(products, True)
 
     def inside(leaves: Any, products: Array) -> Array:

@@ -72,7 +72,7 @@ def vary(axes: frozenset[str], x: Array) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def sealed(function: Callable[..., Any]) -> Callable[..., Any]:
+def nondifferentiable(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, whose derivatives raise NotImplementedError: for a backward pass."""
     run = jax.custom_vjp(function)
     run.defvjp(lambda *arguments: (function(*arguments), None), refuse)

@@ -33,9 +33,9 @@ from jaxtyping import Array, Float, Int
 
 from jattn import integers, masks, tile
 from jattn._types import number
-from jattn.kernels.lowering import default_settings
-from jattn.kernels.passes import Passes, PerQuery, narrowed
-from jattn.kernels.splash_masks import Fed, as_splash
+from jattn.kernels.common.lowering import default_settings
+from jattn.kernels.common.vjp import AttentionVJP, PerQuery, cast_cotangent
+from jattn.kernels.tpu.splash_masks import Fed, as_splash
 from jattn.masks import Mask
 from jattn.scores import SoftCap
 from jattn.softmax import Normalizer
@@ -240,7 +240,7 @@ def _run_forward(call: _Call, lse: bool, query: Array, key: Array, value: Array)
 def _backward(
     interpret: bool, spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array
 ) -> tuple[Any, Array, Array, Array]:
-    query, d_out, maximum, log_total, delta = narrowed(per_query)
+    query, d_out, maximum, log_total, delta = cast_cotangent(per_query)
     call = _Call.of(interpret, spec, query, key)
     lse = maximum + log_total
     alive = jnp.isfinite(lse)  # others attend to NaN, or to nothing
@@ -516,9 +516,9 @@ def _traced(function: Callable[..., Any], operands: list[Any]) -> tuple[list[Any
     return equations, renamed(traced.outvars)
 
 
-def passes(interpret: bool) -> Passes:
+def functions(interpret: bool) -> AttentionVJP:
     """Those of the kernel."""
     forward, backward, values = (
         functools.partial(f, interpret) for f in (_forward, _backward, _values)
     )
-    return Passes(forward, backward, values=values)
+    return AttentionVJP(forward, backward, forward_alone=values)

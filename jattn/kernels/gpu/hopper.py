@@ -26,9 +26,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax, tile
-from jattn._types import LogSumExp, Output, axis_along, declared
-from jattn.kernels import lookup, pallas_gpu, registers, tiles, walks
-from jattn.kernels.passes import Passes, attention, narrowed, with_headroom
+from jattn._types import axis_along, declared
+from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
+from jattn.kernels.gpu import block_mask, kernel_refs, mosaic_interpreter, triton
 from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
 
 
@@ -44,10 +45,8 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"expected bfloat16 or float16, got {shapes.dtype}"
-    if max(shapes.H, shapes.V) > pallas_gpu.MAX_HEAD_SIZE:
-        return (
-            f"expected head sizes up to {pallas_gpu.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
-        )
+    if max(shapes.H, shapes.V) > triton.MAX_HEAD_SIZE:
+        return f"expected head sizes up to {triton.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
     leaves, structure = jax.tree.flatten(dataclasses.replace(spec, dropout_key=None))
@@ -72,11 +71,13 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | N
     def one_tile(leaves: Any) -> Any:
         spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
         spec = dataclasses.replace(spec, dropout_rate=0.0)
-        spec = tiles.pad_spec(spec, shapes.T, shapes.S, *tiles.whole(shapes.T, shapes.S, tiling))
+        spec = slicing.pad_spec(
+            spec, shapes.T, shapes.S, *slicing.whole(shapes.T, shapes.S, tiling)
+        )
         rules = _Rules(spec, Tiling(_ROWS, tiling.block_kv))
         rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in rules.sizes.values())
         zero = jnp.zeros((), jnp.int32)
-        place = lookup.Place(zero, zero, zero, zero)
+        place = kernel_refs.Place(zero, zero, zero, zero)
         parts = [_part(x, index) for x, index in rules.parts(rules.arrays, place)]
         products = jnp.zeros((_ROWS, tiling.block_kv), jnp.float32)
 
@@ -86,7 +87,9 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | N
             return score, pull(score)
 
         operands = parts, zero, zero, rows, columns, products
-        return registers.run(modify, *jax.tree.map(jnp.squeeze, operands), shapes=_types(operands))
+        return mosaic_interpreter.run(
+            modify, *jax.tree.map(jnp.squeeze, operands), shapes=_types(operands)
+        )
 
     try:
         jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
@@ -110,7 +113,7 @@ def choose_tiling(shapes: Shapes) -> Tiling:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Rules(lookup.Rules):
+class _Rules(kernel_refs.Rules):
     """A spec as a warpgroup reads it. Booleans are bytes, as they are in memory."""
 
     def __init__(self, spec: Spec, tiling: Tiling):
@@ -118,7 +121,7 @@ class _Rules(lookup.Rules):
         self.boolean = [x.dtype == bool for x in self.arrays]
         self.arrays = [x.astype(jnp.int8) if x.dtype == bool else x for x in self.arrays]
 
-    def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> tiles.Tile:
+    def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
         """The tile of these parts of the arrays, at these places."""
         pairs = zip(leaves, self.boolean, strict=True)
         return self.assembled(
@@ -238,9 +241,9 @@ class _Problem(NamedTuple):
 
     def kinds(self, spec: Spec) -> Any:
         """The tile maps `[B or 1, N or 1, n, m]`."""
-        return walks.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
+        return block_mask.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
 
-    def tile(self, leaves: list[Any], place: lookup.Place) -> "_Tile":
+    def tile(self, leaves: list[Any], place: kernel_refs.Place) -> "_Tile":
         """What a tile needs, read before the products that are waited for."""
         unit = self.unit
         parts = zip(self.rules.parts(leaves, place), self.rules.letters, strict=True)
@@ -267,7 +270,7 @@ class _Tile(NamedTuple):
         given = [x.value for x in self.leaves], self.at, operands
         turned = self.unit.transposed
         expected = [x.expected for x in self.leaves], *_types(given[1:], turned)
-        return registers.run(here, *given, shapes=expected, transposed=turned)
+        return mosaic_interpreter.run(here, *given, shapes=expected, transposed=turned)
 
 
 def _launch(
@@ -275,7 +278,7 @@ def _launch(
 ) -> list[Array]:
     """`kernel(place, operands, results, scratch)` in programs (b, h, i) of three warpgroups,
     interpreted on a CPU."""
-    operands, over = walks.varying(jax.tree.map(jnp.asarray, operands))
+    operands, over = block_mask.varying(jax.tree.map(jnp.asarray, operands))
     flat, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:
@@ -299,7 +302,7 @@ def _launch(
             lowering_semantics=_mosaic().LoweringSemantics.Lane,
         ),
     )
-    return [walks.vary(over, x) for x in call(*flat)]
+    return [block_mask.vary(over, x) for x in call(*flat)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -366,7 +369,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # times log₂ e it is finite
 
 
 def _online(
-    masked: bool, here: tiles.Tile, products: Array, part: softmax.Partial
+    masked: bool, here: slicing.Tile, products: Array, part: softmax.Partial
 ) -> tuple[Array, softmax.Partial]:
     """The weights of more keys, and what there is so far, both relative to a new maximum."""
     score = here.modify(products, masked)
@@ -432,10 +435,10 @@ def _by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 128 queries."""
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
-    walk = walks.walk(problem.kinds(spec))
+    visits = block_mask.of(problem.kinds(spec))
 
     def kernel(at: Any, operands: Any, results: Any, scratch: Any) -> None:
-        (query, key, value, leaves, walked), memory = operands, _Memory(*scratch)
+        (query, key, value, leaves, visits_ref), memory = operands, _Memory(*scratch)
         (b, h, i), kv = at, lax.div(at[1], np.int32(shapes.G))
 
         def copy() -> None:
@@ -445,7 +448,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
                 memory.streams[1].fill(turn, value.at[b, run, kv])
                 return turn + 1
 
-            memory.drain(walk.fold(walked, at, step, jnp.int32(0)))
+            memory.drain(visits.fold(visits_ref, at, step, jnp.int32(0)))
 
         def compute(group: Any) -> None:
             row = i * rows + group * _ROWS
@@ -454,7 +457,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
 
             def step(j: Any, masked: bool, state: Any) -> Any:
                 turn, part = state
-                here = problem.tile(leaves, lookup.Place(b, h, row, j * columns))
+                here = problem.tile(leaves, kernel_refs.Place(b, h, row, j * columns))
                 by_key = lambda k: unit.product(q, k, transposed=True)  # noqa: E731
                 products = memory.streams[0].use(turn, by_key)
                 weights, part = here.run(functools.partial(_online, masked), products, part)
@@ -464,8 +467,8 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
 
             laid = map(unit.lay, _nothing(shapes.V), ("t", "t", "ts"))
             state = jnp.int32(0), softmax.Partial(*laid)
-            _, found = walk.fold(walked, at, step, state)
-            out, normalizer = registers.run(softmax.finish, found)
+            _, found = visits.fold(visits_ref, at, step, state)
+            out, normalizer = mosaic_interpreter.run(softmax.finish, found)
             q[...] = out.astype(shapes.dtype)
             rows_of = list(zip(memory.own[1:], results[1:], strict=True))
             for (place, _), x in zip(rows_of, normalizer, strict=True):
@@ -475,7 +478,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
 
         _by_group(copy, compute)
 
-    operands = query, key, value, problem.rules.arrays, walk.arrays
+    operands = query, key, value, problem.rules.arrays, visits.arrays
     out = (shapes.B, shapes.T, shapes.N, shapes.V), shapes.dtype
     along = (shapes.B, shapes.N, shapes.T), jnp.float32
     queries = _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype)
@@ -494,7 +497,7 @@ def _nothing(width: int) -> softmax.Partial:
 
 def _d_products(
     masked: bool,
-    here: tiles.Tile,
+    here: slicing.Tile,
     products: Array,
     d_weights: Array,
     maximum: Array,
@@ -520,13 +523,13 @@ class _Backward(NamedTuple):
     """
 
     problem: _Problem
-    walk: walks.Walk
+    visits: block_mask.BlockMask
     at: Any
     per_query: Any
     per_key: Any
     rows: Any
     leaves: list[Any]
-    walked: Any
+    visits_ref: Any
 
     @property
     def kept(self) -> Any:
@@ -544,9 +547,9 @@ class _Backward(NamedTuple):
         def of_head(g: Any, state: Any) -> Any:
             h = self.at[1] * heads + g
             place = self.at[0], h, self.at[2]
-            return self.walk.fold(self.walked, place, functools.partial(step, h), state)
+            return self.visits.fold(self.visits_ref, place, functools.partial(step, h), state)
 
-        return tiles.repeat(0, heads, of_head, state)
+        return tile_schedule.repeat(0, heads, of_head, state)
 
     def copy(self, memory: _Memory) -> None:
         """What the warpgroup does that only copies."""
@@ -585,7 +588,7 @@ class _Backward(NamedTuple):
     def tile(self, h: Any, start: Any, other: Any) -> Callable[..., list[Array]]:
         """From `(masked, kept, totals, *streamed)` of a tile the totals with what it adds."""
         row, column = (other, start) if self.problem.by_key else (start, other)
-        here = self.problem.tile(self.leaves, lookup.Place(self.at[0], h, row, column))
+        here = self.problem.tile(self.leaves, kernel_refs.Place(self.at[0], h, row, column))
         index = self.at[0], h, pl.ds(row, _ROWS)
         rows = [self.problem.unit.read(x, index, ["", "", "t"]).value for x in self.rows]
 
@@ -604,10 +607,10 @@ def _gradients(
 ) -> list[Array]:
     """Those of queries, or of keys and values where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
-    walk = walks.walk(problem.kinds(spec), by_key=by_key)
+    visits = block_mask.of(problem.kinds(spec), by_key=by_key)
 
     def kernel(at: Any, operands: Any, results: Any, scratch: Any) -> None:
-        program = _Backward(problem, walk, at, *operands)
+        program = _Backward(problem, visits, at, *operands)
         memory = _Memory(*scratch)
         _by_group(
             functools.partial(program.copy, memory),
@@ -616,7 +619,7 @@ def _gradients(
 
     query, d_out, *rows = per_head
     rows = [jnp.swapaxes(x, 1, 2) for x in rows]
-    operands = (query, d_out), (key, value), rows, problem.rules.arrays, walk.arrays
+    operands = (query, d_out), (key, value), rows, problem.rules.arrays, visits.arrays
     results = [(x.shape, shapes.dtype) for x in ((key, value) if by_key else (query,))]
     kept = [_tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype) for _ in range(2)]
     scratch = _Memory.scratch(_ROWS, shapes, tuple(kept))
@@ -637,13 +640,13 @@ def _width(H: int, V: int) -> int:
 
 def _padded(
     tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
-) -> tiles.Call:
+) -> slicing.Call:
     width = _width(key.shape[3], value.shape[3])
-    return tiles.Call.of(tiling, lambda _: width, spec, rows, key, value)
+    return slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
 
 
 def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
-    return tiles.unpadded(x, shape).astype(jnp.float32)
+    return slicing.unpadded(x, shape).astype(jnp.float32)
 
 
 def _forward_pass(
@@ -668,10 +671,10 @@ def _backward_pass(
     """Those of parameters by `pallas_gpu`, and all where heads are too wide for shared memory or
     arrays along T and S would have to be transposed."""
     if _width(key.shape[3], value.shape[3]) > _WIDEST_BACKWARD or _runs_along_both(spec):
-        return pallas_gpu.passes(platform).backward(spec, per_query, key, value, plain)
-    d_params = pallas_gpu.parameter_gradients(platform, spec, per_query, key, value)
+        return triton.functions(platform).backward(spec, per_query, key, value, plain)
+    d_params = triton.parameter_gradients(platform, spec, per_query, key, value)
     small, wide = _ROWS, _GROUPS * _ROWS
-    call = _padded(Tiling(wide, wide), spec, narrowed(per_query), key, value)
+    call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
         # Rows with NaN in them reach who attends to them through maximum and delta.
@@ -696,20 +699,7 @@ def _runs_along_both(spec: Spec) -> bool:
     return any(jax.tree.leaves(jax.tree.map(one, declared(spec), spec)))
 
 
-def _passes(platform: str) -> Passes:
+def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
     forward, backward = (functools.partial(f, platform) for f in (_forward_pass, _backward_pass))
-    return Passes(with_headroom(forward), backward)
-
-
-def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis.
-
-    The platform is settled while tracing: JAX's interpreter has effects, which a program cannot
-    take on when it is lowered. On a machine without GPU an abstract device in the mesh says that
-    there will be one.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    backend = jax.default_backend() if device is None else device.platform
-    settled = "cpu" if backend == "cpu" else "cuda"
-    return attention(_passes(settled), spec, query, key, value)
+    return AttentionVJP(with_headroom(forward), backward)

@@ -1,4 +1,4 @@
-"""Attention on CPUs by a kernel in C++, `native.cc`, called from XLA.
+"""Attention on CPUs by a kernel in C++, `src/attention.cc`, called from XLA.
 
 XLA's products on CPUs are fast for large matrices and far from it for those of attention, and it
 does not keep the scores of a tile in the caches between the products and the softmax. The kernel
@@ -18,9 +18,10 @@ from jaxtyping import Array
 
 from jattn import tile
 from jattn._types import accumulation, is_static, number
-from jattn.kernels import lowering, native_decode, native_library, native_rules
-from jattn.kernels.native_rules import Place, Runs
-from jattn.kernels.passes import Passes, PerQuery
+from jattn.kernels.common import lowering
+from jattn.kernels.common.vjp import AttentionVJP, PerQuery
+from jattn.kernels.cpu import decode, library, rules
+from jattn.kernels.cpu.rules import Place, Runs
 from jattn.masks import flatten_batch
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters, with_parameters
@@ -32,7 +33,7 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
         return "positions of keys are given, it knows those of queries only"
     try:
         jax.eval_shape(lambda spec: _runs(flatten_batch(spec, shapes.batch), shapes), spec)
-        terms = native_rules.as_terms(spec.score)
+        terms = rules.as_terms(spec.score)
     except NotImplementedError as reason:
         return str(reason)
     if terms.by_distance and spec.q_positions is not None:
@@ -44,13 +45,13 @@ def unavailable(shapes: Shapes, named: bool) -> str | None:
     """Why it cannot run on this machine, or in a program for any; who names it waits for it."""
     if lowering.exported():
         return "an exported program may run where its library is not"
-    return native_library.unavailable("forward", accumulation(shapes.dtype), named=named)
+    return library.unavailable("forward", accumulation(shapes.dtype), named=named)
 
 
 def _runs(spec: Spec, shapes: Shapes) -> Runs:
     positions = jnp.arange(shapes.T) if spec.q_positions is None else spec.q_positions
     place = Place(jnp.atleast_2d(positions.astype(jnp.int32)), shapes.S)
-    return native_rules.as_runs(spec.mask, place)
+    return rules.as_runs(spec.mask, place)
 
 
 def _distances(shapes: Shapes) -> Array:
@@ -62,10 +63,10 @@ def _distances(shapes: Shapes) -> Array:
 
 def _diagonals(spec: Spec, shapes: Shapes, dtype: Any) -> Array:
     """What is added to scores, `[1, N, d]`; of size 0 if nothing."""
-    if not native_rules.as_terms(spec.score).by_distance:
+    if not rules.as_terms(spec.score).by_distance:
         return jnp.zeros((1, 1, 0), dtype)
     distances = _distances(shapes)
-    return native_rules.along_diagonals(spec.score, shapes.N, distances, dtype)[None]
+    return rules.along_diagonals(spec.score, shapes.N, distances, dtype)[None]
 
 
 def _operands(spec: Spec, query: Array, key: Array, value: Array) -> tuple[list[Array], dict]:
@@ -85,7 +86,7 @@ def _operands(spec: Spec, query: Array, key: Array, value: Array) -> tuple[list[
     wide = (x.astype(dtype) for x in (query, key, value))
     attributes = {
         "scale": float(number(spec.scale)),
-        "cap": native_rules.as_terms(spec.score).cap,
+        "cap": rules.as_terms(spec.score).cap,
         "grown": 1 / (1 - spec.dropout_rate),
         "threshold": np.int64(threshold),
     }
@@ -93,7 +94,7 @@ def _operands(spec: Spec, query: Array, key: Array, value: Array) -> tuple[list[
 
 
 def _call(which: str, results: Any, operands: list[Array], attributes: dict[str, Any]) -> Any:
-    name = native_library.target(which, operands[0].dtype)
+    name = library.target(which, operands[0].dtype)
     run = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
     return run(*operands, **attributes)
 
@@ -112,8 +113,8 @@ def _forward(
 ) -> tuple[Array, Normalizer, Array]:
     """Both results; without `normalized` the normalizer is zeros, which cost nothing."""
     own, wide = _static_scale(spec, query)
-    if native_decode.pays(own, Shapes.of(query, value)):
-        out, normalizer = native_decode.attend(own, wide, native_decode.as_held(key, value))
+    if decode.pays(own, Shapes.of(query, value)):
+        out, normalizer = decode.attend(own, wide, decode.as_held(key, value))
         return out, normalizer, jnp.zeros((), bool)
     operands, attributes = _operands(own, wide, key, value)
     (B, T, N), dtype = query.shape[:3], operands[0].dtype
@@ -147,7 +148,7 @@ def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Arra
     return d_params, d_query, *found
 
 
-def passes(platform: str) -> Passes:
+def functions(platform: str) -> AttentionVJP:
     """Forward and backward, each one call."""
-    values = functools.partial(_forward, normalized=False)
-    return Passes(_forward, _backward, values=values)
+    alone = functools.partial(_forward, normalized=False)
+    return AttentionVJP(_forward, _backward, forward_alone=alone)

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from jattn import softmax, tile
-from jattn._types import Size, accumulation, closure_converted
-from jattn.kernels import tiles
+from jattn._types import Size, accumulation
+from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common.branches import unbatched_cond
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, has_mask, parameters, scaled, with_parameters
 
@@ -189,35 +189,6 @@ def _backward_safely(
     return d_q, d_k, d_v, []
 
 
-def agreed(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
-    """`lax.cond` that stays a branch under `vmap`: one decision, `yes` only where all are ok.
-
-    The branches may close over traced arrays; those are operands too, as `vmap` may come after the
-    trace in which this is called.
-    """
-    (run_yes, own_yes), (run_no, own_no) = (closure_converted(f, *arguments) for f in (yes, no))
-    own = (own_yes, own_no)
-    yes, no = lambda own, *x: run_yes(own[0], *x), lambda own, *x: run_no(own[1], *x)
-    return _decided(ok, yes, no, own, *arguments)
-
-
-def _decided(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
-    """`agreed` for branches that close over nothing traced."""
-
-    @custom_vmap
-    def decide(ok: Array, arguments: Any) -> Any:
-        return lax.cond(ok, yes, no, *arguments)
-
-    @decide.def_vmap
-    def decide_for_all(size: Size, mapped: Any, ok: Array, arguments: Any) -> Any:
-        axes = jax.tree.map(lambda one: 0 if one else None, mapped[1])
-        every_yes, every_no = (jax.vmap(f, axes, axis_size=size) for f in (yes, no))
-        results = _decided(jnp.all(ok), every_yes, every_no, *arguments)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return decide(ok, arguments)
-
-
 def _unless(
     ok: Array, found: Any, finish: Callable[..., Any], again: Callable[..., Any], *operands: Any
 ) -> Any:
@@ -231,7 +202,7 @@ def _unless(
         return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), finish(results))
 
     yes, no = lambda one, *_: joined(one), lambda _, *x: joined(again(*x))
-    results = agreed(ok, yes, no, found, *operands)
+    results = unbatched_cond(ok, yes, no, found, *operands)
     return jax.tree.map(lambda x, y: x.reshape(y.shape), results, jax.eval_shape(finish, found))
 
 
@@ -316,7 +287,7 @@ def _in_groups(
     total, results = lax.scan(
         lambda total, first: run(total, rows, first, spec, *operands), start, starts
     )
-    results = jax.tree.map(tiles.join, results)
+    results = jax.tree.map(tile_schedule.join, results)
     if rest:
         total, last = run(total, rest, jnp.int32(B - rest), spec, *operands)
         results = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), results, last)
@@ -325,7 +296,7 @@ def _in_groups(
 
 def _group(size: Size, first: Any, spec: Spec, *operands: Array) -> Any:
     """Some batch rows of everything. Cut where they are used: a branch would copy them."""
-    return tiles.cut_rows(spec, first, size), *(tiles.take(x, first, size) for x in operands)
+    return slicing.cut_rows(spec, first, size), *(slicing.take(x, first, size) for x in operands)
 
 
 def forward(
@@ -337,8 +308,8 @@ def forward(
     together: int,
     keep: bool,
 ) -> tuple[Any, ...]:
-    """`(out [B, T, N, V], normalizer of [B, T, N], plain)`, and if wanted the weights
-    `[B, N, T, S]`, which go with `plain` to `backward`. Batch rows are taken in groups of about
+    """`(out [B, T, N, V], normalizer of [B, T, N], all_finite)`, and if wanted the weights
+    `[B, N, T, S]`, which go with `all_finite` to `backward`. Groups of batch rows hold about
     `together` numbers."""
 
     def some(total: Any, size: Size, *operands: Any) -> Any:
@@ -350,12 +321,12 @@ def forward(
             return tile.over_heads(one, spec, (query,), tuple(keys), 0, first=first, **how)
 
         which = _KEEPING if keep else FORWARD
-        results, plain = attempt(which, run, _by_token, operands, spec, optimistic)
-        return (plain if total is None else total & plain), results
+        results, all_finite = attempt(which, run, _by_token, operands, spec, optimistic)
+        return (all_finite if total is None else total & all_finite), results
 
     rows = _rows(Shapes.of(query, value), together)
-    plain, found = _in_groups(some, rows, spec, jnp.ones((), bool), (query, key, value))
-    return *found[:2], jnp.asarray(plain), *found[2:]
+    all_finite, found = _in_groups(some, rows, spec, jnp.ones((), bool), (query, key, value))
+    return *found[:2], jnp.asarray(all_finite), *found[2:]
 
 
 def backward(
@@ -375,13 +346,13 @@ def backward(
     rows as there, as each holds twice as much.
     """
     query, d_out, _, _, delta = per_head
-    plain, *weights = kept
-    plain = plain & jnp.all(jnp.isfinite(delta))
+    all_finite, *weights = kept
+    all_finite = all_finite & jnp.all(jnp.isfinite(delta))
 
     def some(total: Any, size: Size, *operands: Any) -> Any:
         def enough(found: Any) -> Array:
             # Where a masked value overflows in a product with d_out, its row of d_key is NaN.
-            return plain & jnp.isfinite(jnp.sum(found[1]))
+            return all_finite & jnp.isfinite(jnp.sum(found[1]))
 
         def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Any:
             def one(spec: Spec, b: Any, h: Any, *own: Array) -> Any:
@@ -399,7 +370,7 @@ def backward(
             return tile.gather_gradients(spec, key.shape[2], d_query, d_key, d_value, d_params)
 
         first, spec, *_ = operands
-        spec = tiles.cut_rows(spec, first, size)
+        spec = slicing.cut_rows(spec, first, size)
         which = Pass(_backward_head, _backward_safely, enough)
         (d_params, *found), _ = attempt(which, run, finish, operands, spec, optimistic)
         return _add_rows(total, d_params, first), found
@@ -416,4 +387,4 @@ def _add_rows(total: Any, parts: list[Array], first: Any) -> list[Array]:
     if total is None:
         return parts
     pairs = zip(total, parts, strict=True)
-    return [tiles.put(x, y, first, 0) if x.ndim else x + y for x, y in pairs]
+    return [slicing.put(x, y, first, 0) if x.ndim else x + y for x, y in pairs]

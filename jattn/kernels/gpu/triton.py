@@ -28,8 +28,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jattn import softmax, tile
-from jattn.kernels import blockwise, lookup, tiles, walks
-from jattn.kernels.passes import Passes, narrowed, with_headroom
+from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
+from jattn.kernels.gpu import block_mask, kernel_refs
+from jattn.kernels.xla import blockwise
 from jattn.spec import (
     Shapes,
     Spec,
@@ -52,7 +54,7 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     if max(shapes.H, shapes.V) > MAX_HEAD_SIZE:
         return f"expected head sizes up to {MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
     nothing = 0 in (shapes.B, shapes.T, shapes.S)
-    return None if nothing else lookup.obstacle(spec, shapes, choose_tiling(shapes))
+    return None if nothing else kernel_refs.obstacle(spec, shapes, choose_tiling(shapes))
 
 
 def choose_tiling(shapes: Shapes) -> Tiling:
@@ -101,7 +103,7 @@ class _Problem(NamedTuple):
 
     shapes: Shapes
     tiling: Tiling
-    rules: lookup.Rules
+    rules: kernel_refs.Rules
     interpret: bool
 
     @property
@@ -113,14 +115,14 @@ class _Problem(NamedTuple):
     def warps(self) -> int:
         return 4 if max(self.shapes.H, self.shapes.V) <= 64 else 8
 
-    def tile(self, memory: _Operands, b: Any, h: Any, i: Any, j: Any) -> tiles.Tile:
+    def tile(self, memory: _Operands, b: Any, h: Any, i: Any, j: Any) -> slicing.Tile:
         """Block i of queries and j of keys."""
         row, column = i * self.tiling.block_q, j * self.tiling.block_kv
-        return self.rules.tile(memory.leaves, lookup.Place(b, h, row, column))
+        return self.rules.tile(memory.leaves, kernel_refs.Place(b, h, row, column))
 
     def kinds(self, spec: Spec) -> Any:
         """The tile maps `[B or 1, N or 1, n, m]`."""
-        return walks.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
+        return block_mask.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
 
     def rows(self, memory: _Operands, b: Any, h: Any, i: Any) -> _Rows:
         """Block i of queries of head h."""
@@ -164,7 +166,7 @@ def _run(
 
     Each program sees all operands and its own blocks of the results.
     """
-    operands, over = walks.varying(jax.tree.map(jnp.asarray, tuple(operands)))
+    operands, over = block_mask.varying(jax.tree.map(jnp.asarray, tuple(operands)))
     # Not with the library: this takes longer to import than all of it.
     triton = importlib.import_module("jax.experimental.pallas.triton")
     call = pl.pallas_call(
@@ -193,7 +195,7 @@ def _clean(spec: Spec, x: Array) -> Array:
     return tile.finite(x) if has_mask(spec) else x
 
 
-def _products(here: tiles.Tile, q: Array, k: Array, v: Array) -> Float[Array, "t s"]:
+def _products(here: slicing.Tile, q: Array, k: Array, v: Array) -> Float[Array, "t s"]:
     """q kᵀ, NaN for keys whose values are not finite."""
     products = tile.product(q, k, here.spec.precision)
     return products + tile.lost(v)[None, :] if has_mask(here.spec) else products
@@ -207,7 +209,7 @@ def _dot(a: Array, b: Array, spec: Spec) -> Array:
 
 
 def _d_scores(
-    here: tiles.Tile, rows: _Rows, score: Array, v: Array, masked: bool
+    here: slicing.Tile, rows: _Rows, score: Array, v: Array, masked: bool
 ) -> tuple[Array, Array]:
     """The cotangent of the scores, and the weights after dropout.
 
@@ -219,7 +221,7 @@ def _d_scores(
 
 
 def _d_products(
-    here: tiles.Tile, rows: _Rows, k: Array, v: Array, masked: bool
+    here: slicing.Tile, rows: _Rows, k: Array, v: Array, masked: bool
 ) -> tuple[Array, Array]:
     """The cotangent of q kᵀ, and the weights after dropout."""
     products = _products(here, rows.q, k, v)
@@ -228,7 +230,7 @@ def _d_products(
     return pull(d_score)[0], weights
 
 
-def _d_leaf(here: tiles.Tile, which: int, rows: _Rows, k: Array, v: Array, masked: bool) -> Array:
+def _d_leaf(here: slicing.Tile, which: int, rows: _Rows, k: Array, v: Array, masked: bool) -> Array:
     """What a tile adds to the gradient of a parameter, in the shape of its part at the tile; for
     one that is looked up, to all its entries `[E]`."""
     products, values = _products(here, rows.q, k, v), parameters(here.spec)
@@ -238,14 +240,14 @@ def _d_leaf(here: tiles.Tile, which: int, rows: _Rows, k: Array, v: Array, maske
         return here._replace(spec=replaced).modify(products, masked)
 
     own = values[which]
-    if not isinstance(own, lookup.Lookup):
+    if not isinstance(own, kernel_refs.Lookup):
         score, pull = jax.vjp(scores, own)
         return pull(_d_scores(here, rows, score, v, masked)[0])[0]
     d_score, _ = _d_scores(here, rows, scores(own), v, masked)
     return _d_entries(own, scores, d_score)
 
 
-def _d_entries(own: lookup.Lookup, scores: Callable[..., Array], d_score: Array) -> Array:
+def _d_entries(own: kernel_refs.Lookup, scores: Callable[..., Array], d_score: Array) -> Array:
     """The gradient of all entries of an array that is looked up, one after another: that of a
     number added to it wherever it is read. Scattering to memory would have no fixed order."""
     numbers = jnp.arange(pl.next_power_of_2(own.size), dtype=jnp.int32)
@@ -257,7 +259,7 @@ def _d_entries(own: lookup.Lookup, scores: Callable[..., Array], d_score: Array)
         _, pull = jax.vjp(nudged, jnp.zeros((), jnp.float32))
         return total + jnp.where(numbers == entry, pull(d_score)[0], 0)
 
-    return tiles.repeat(0, own.size, one, jnp.zeros(numbers.shape, jnp.float32))
+    return tile_schedule.repeat(0, own.size, one, jnp.zeros(numbers.shape, jnp.float32))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -292,9 +294,9 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for each block of queries, or for
     each of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (n, _), parts = problem.shapes, problem.blocks, _parts(problem)
-    walk = walks.walk(problem.kinds(spec))
+    visits = block_mask.of(problem.kinds(spec))
 
-    def kernel(memory: _Operands, walked: Any, out_ref: Any, *rows_refs: Any) -> None:
+    def kernel(memory: _Operands, visits_ref: Any, out_ref: Any, *rows_refs: Any) -> None:
         part, b, h, i = _coordinates(pl.program_id(0), parts, shapes.B, shapes.N, n)
         q = problem.rows(memory, b, h, i).q
 
@@ -305,7 +307,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
             return softmax.combine(state, softmax.of(score, weigh, differentiable=False))
 
         first = softmax.empty(problem.tiling.block_q, shapes.V, jnp.float32)
-        found = walk.fold(walked, (b, h, i), step, first, (part, parts))
+        found = visits.fold(visits_ref, (b, h, i), step, first, (part, parts))
         out_ref[...], normalizer = softmax.finish(found)
         for rows_ref, x in zip(rows_refs, normalizer, strict=True):
             rows_ref[...] = x[:, None]
@@ -314,16 +316,16 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     memory = _Operands(rows, key, value, problem.rules.arrays)
     programs = parts * shapes.B * shapes.N * n
     results = [_by_block(problem, width, parts) for width in (shapes.V, 1, 1)]
-    found = _run("jattn_forward", problem, programs, kernel, (memory, walk.arrays), results)
+    found = _run("jattn_forward", problem, programs, kernel, (memory, visits.arrays), results)
     out, *normalizer = (x.reshape(parts, shapes.B, *x.shape[1:]) for x in found)
     return softmax.join(out, softmax.Normalizer(*(x[..., 0] for x in normalizer)))
 
 
 def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
     """The gradient `[B, T, N, H]`; a program for each block of queries."""
-    shapes, (n, _), walk = problem.shapes, problem.blocks, walks.walk(kinds)
+    shapes, (n, _), visits = problem.shapes, problem.blocks, block_mask.of(kinds)
 
-    def kernel(memory: _Operands, walked: Any, result: Any) -> None:
+    def kernel(memory: _Operands, visits_ref: Any, result: Any) -> None:
         b, h, i = _coordinates(pl.program_id(0), shapes.B, shapes.N, n)
         rows = problem.rows(memory, b, h, i)
 
@@ -333,19 +335,19 @@ def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
             return total + _dot(d_products, _clean(here.spec, k), here.spec)
 
         zeros = jnp.zeros((problem.tiling.block_q, shapes.H), jnp.float32)
-        result[...] = walk.fold(walked, (b, h, i), step, zeros)
+        result[...] = visits.fold(visits_ref, (b, h, i), step, zeros)
 
     results = [_by_block(problem, shapes.H)]
     programs = shapes.B * shapes.N * n
-    return _run("jattn_d_queries", problem, programs, kernel, (memory, walk.arrays), results)[0]
+    return _run("jattn_d_queries", problem, programs, kernel, (memory, visits.arrays), results)[0]
 
 
 def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
     """The gradients `[B, S, K, H]` and `[B, S, K, V]`; a program for each block of keys, which goes
     through the heads of its group."""
-    shapes, (_, m), walk = problem.shapes, problem.blocks, walks.walk(kinds, by_key=True)
+    shapes, (_, m), visits = problem.shapes, problem.blocks, block_mask.of(kinds, by_key=True)
 
-    def kernel(memory: _Operands, walked: Any, *results: Any) -> None:
+    def kernel(memory: _Operands, visits_ref: Any, *results: Any) -> None:
         b, kv, j = _coordinates(pl.program_id(0), shapes.B, shapes.K, m)
         k, v = problem.keys(memory, b, kv * shapes.G, j)
 
@@ -358,16 +360,16 @@ def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
                 d_k = _dot(d_products.T, _clean(here.spec, rows.q), here.spec)
                 return total[0] + d_k, total[1] + _dot(weights.T, rows.d_out, here.spec)
 
-            return walk.fold(walked, (b, h, j), step, total)
+            return visits.fold(visits_ref, (b, h, j), step, total)
 
         zeros = [jnp.zeros((problem.tiling.block_kv, x), jnp.float32) for x in (shapes.H, shapes.V)]
-        found = tiles.repeat(0, shapes.G, of_head, tuple(zeros))
+        found = tile_schedule.repeat(0, shapes.G, of_head, tuple(zeros))
         for result, total in zip(results, found, strict=True):
             result[...] = total
 
     results = [_by_block(problem, width, keys=True) for width in (shapes.H, shapes.V)]
     programs = shapes.B * shapes.K * m
-    return _run("jattn_d_keys", problem, programs, kernel, (memory, walk.arrays), results)
+    return _run("jattn_d_keys", problem, programs, kernel, (memory, visits.arrays), results)
 
 
 class _Parameter(NamedTuple):
@@ -438,10 +440,10 @@ def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kin
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for each block of queries, or of keys where it runs along S."""
     shapes, by_key = problem.shapes, parameter.runs_along("S") and not parameter.looked_up
-    n, walk = problem.blocks[by_key], walks.walk(kinds, by_key=by_key)
+    n, visits = problem.blocks[by_key], block_mask.of(kinds, by_key=by_key)
     block = parameter.block(problem.tiling)
 
-    def kernel(memory: _Operands, walked: Any, result: Any) -> None:
+    def kernel(memory: _Operands, visits_ref: Any, result: Any) -> None:
         b, h, x = _coordinates(pl.program_id(0), shapes.B, shapes.N, n)
 
         def step(y: Any, masked: bool, total: Array) -> Array:
@@ -450,11 +452,13 @@ def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kin
             k, v = problem.keys(memory, b, h, j)
             return total + _d_leaf(here, parameter.which, rows, k, v, masked)
 
-        result[...] = walk.fold(walked, (b, h, x), step, jnp.zeros(block, jnp.float32))
+        result[...] = visits.fold(visits_ref, (b, h, x), step, jnp.zeros(block, jnp.float32))
 
     programs = shapes.B * shapes.N * n
     results = [_Result.stacked(programs, block)]
-    (parts,) = _run("jattn_d_parameter", problem, programs, kernel, (memory, walk.arrays), results)
+    (parts,) = _run(
+        "jattn_d_parameter", problem, programs, kernel, (memory, visits.arrays), results
+    )
     return parameter.joined(parts.reshape(shapes.B, shapes.N, n, *block))
 
 
@@ -476,12 +480,12 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
                 k, v = problem.keys(memory, b, h, j)
                 return total + _d_leaf(here, parameter.which, rows, k, v, masked=True)
 
-            kind = kinds_ref[(*walks.clamped(kinds_ref, b, h), i, j)]
+            kind = kinds_ref[(*block_mask.clamped(kinds_ref, b, h), i, j)]
             # Not by comparing: a bound that is a converted boolean is folded to one bit.
-            return tiles.repeat(0, jnp.minimum(kind, np.int32(1)), add, total)
+            return tile_schedule.repeat(0, jnp.minimum(kind, np.int32(1)), add, total)
 
         zeros = jnp.zeros((rows, columns), jnp.float32)
-        result[...] = tiles.repeat(0, math.prod(shared), of_head, zeros)
+        result[...] = tile_schedule.repeat(0, math.prod(shared), of_head, zeros)
 
     def at(program: Any) -> tuple[Any, ...]:
         return tuple(_coordinates(program, *own, n, m))
@@ -499,11 +503,11 @@ def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kind
 
 def _padded(
     platform: str, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
-) -> tuple[tiles.Call, _Problem]:
+) -> tuple[slicing.Call, _Problem]:
     """A call with head sizes that are powers of two, interpreted on a CPU."""
     tiling = choose_tiling(Shapes.of(rows[0], value))
-    call = tiles.Call.of(tiling, _power, spec, rows, key, value)
-    rules = lookup.Rules(call.spec, tiling)
+    call = slicing.Call.of(tiling, _power, spec, rows, key, value)
+    rules = kernel_refs.Rules(call.spec, tiling)
     return call, _Problem(call.shapes, tiling, rules, interpret=platform == "cpu")
 
 
@@ -513,8 +517,8 @@ def _forward_pass(
     call, problem = _padded(platform, spec, (query,), key, value)
     out, normalizer = _forward(problem, call.spec, call.rows[0], call.key, call.value)
     rows = query.shape[:3]
-    normalizer = jax.tree.map(lambda x: tiles.unpadded(x, rows), normalizer)
-    return tiles.unpadded(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
+    normalizer = jax.tree.map(lambda x: slicing.unpadded(x, rows), normalizer)
+    return slicing.unpadded(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
 
 
 class _Reverse(NamedTuple):
@@ -527,7 +531,7 @@ class _Reverse(NamedTuple):
 
     @classmethod
     def of(cls, platform: str, spec: Spec, per_query: Any, key: Array, value: Array) -> "_Reverse":
-        call, problem = _padded(platform, spec, narrowed(per_query), key, value)
+        call, problem = _padded(platform, spec, cast_cotangent(per_query), key, value)
         memory = _Operands(_Rows(*call.rows), call.key, call.value, problem.rules.arrays)
         return cls(problem, call.spec, memory, problem.kinds(call.spec))
 
@@ -538,10 +542,10 @@ def _backward_pass(
     problem, padded_spec, memory, kinds = _Reverse.of(platform, spec, per_query, key, value)
     d_key, d_value = _d_keys(problem, memory, kinds)
     return (
-        tiles.unpadded_parameters(_d_parameters(problem, padded_spec, memory, kinds), spec),
-        tiles.unpadded(_d_queries(problem, memory, kinds), per_query[0].shape),
-        tiles.unpadded(d_key, key.shape),
-        tiles.unpadded(d_value, value.shape),
+        slicing.unpadded_parameters(_d_parameters(problem, padded_spec, memory, kinds), spec),
+        slicing.unpadded(_d_queries(problem, memory, kinds), per_query[0].shape),
+        slicing.unpadded(d_key, key.shape),
+        slicing.unpadded(d_value, value.shape),
     )
 
 
@@ -552,10 +556,10 @@ def parameter_gradients(
     if not parameters(spec):
         return []
     problem, padded_spec, memory, kinds = _Reverse.of(platform, spec, per_query, key, value)
-    return tiles.unpadded_parameters(_d_parameters(problem, padded_spec, memory, kinds), spec)
+    return slicing.unpadded_parameters(_d_parameters(problem, padded_spec, memory, kinds), spec)
 
 
-def passes(platform: str) -> Passes:
+def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
     forward, backward = (functools.partial(f, platform) for f in (_forward_pass, _backward_pass))
-    return Passes(with_headroom(forward), backward)
+    return AttentionVJP(with_headroom(forward), backward)

@@ -1,8 +1,8 @@
 """Additive attention of one head: w · tanh(query + key) for all pairs, never T × S × A at once.
 
-The walk over tiles is that of `jattn.kernels.tiles`; forward by the online softmax, backward again
-from the inputs, out and normalizer, as in `jattn.kernels.blockwise`. Inputs of one tile are written
-as the formula.
+Which tiles are visited says `tile_schedule`. Forward goes by the online softmax, backward again
+from the inputs, out and normalizer, as in `blockwise`. Inputs of one tile are written as the
+formula.
 """
 
 import functools
@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile
 from jattn._types import accumulation
-from jattn.kernels import lowering, reverse, tiles
-from jattn.kernels.passes import PerQuery
+from jattn.kernels.common import lowering, reverse_mode, slicing, tile_schedule
+from jattn.kernels.common.vjp import PerQuery
 from jattn.spec import (
     Shapes,
     Spec,
@@ -68,23 +68,25 @@ class _Pieces(NamedTuple):
         q, k, v = (tile.finite(x.astype(accumulation(x.dtype))) for x in (query, key, value))
         return cls(q, tile.lost(query), k, v, tile.lost(key) + tile.lost(value))
 
-    def at(self, row: Any, rows: int, run: tiles.Run, carried: Any) -> "_Pieces":
+    def at(self, row: Any, rows: int, run: tile_schedule.Run, carried: Any) -> "_Pieces":
         """Those of a tile; `carried` is something that changes from one step to the next."""
-        queries = (tiles.take(x, row, rows) for x in self[:2])
-        keys = tuple(tiles.take(x, run.start, run.size) for x in self[2:])
+        queries = (slicing.take(x, row, rows) for x in self[:2])
+        keys = tuple(slicing.take(x, run.start, run.size) for x in self[2:])
         if carried is not None and run.size == len(self.key):
             # Does not depend on the step of the walk: XLA would take the tile's work out of the
             # loop, and so do it also where the loop visits nothing.
             keys, _ = jax.lax.optimization_barrier((keys, carried))
         return _Pieces(*queries, *keys)
 
-    def scores(self, here: tiles.Tile, w_score: Array, masked: bool = True) -> Float[Array, "t s"]:
+    def scores(
+        self, here: slicing.Tile, w_score: Array, masked: bool = True
+    ) -> Float[Array, "t s"]:
         """Scores after score functions and mask."""
         products = _scores(self.query, self.key, w_score)
         products = products + (self.lost_query[:, None] + self.lost_key[None, :])
         return tile.modify(here.spec, products, here.b, here.h, here.rows, here.columns, masked)
 
-    def pulled(self, here: tiles.Tile, w_score: Array, masked: bool) -> tuple[Array, Any]:
+    def pulled(self, here: slicing.Tile, w_score: Array, masked: bool) -> tuple[Array, Any]:
         """Scores, and the function from their cotangent to those of the query, key and w_score and
         of the score function's parameters."""
 
@@ -100,7 +102,7 @@ def _whole(
     spec: Spec, b: Any, h: Any, query: Array, key: Array, value: Array, w_score: Array
 ) -> Float[Array, "T V"]:
     """One head in one tile, differentiable as it stands."""
-    here = tiles.Tile(spec, b, h, *tile.spans(spec, len(query), len(key)))
+    here = slicing.Tile(spec, b, h, *tile.spans(spec, len(query), len(key)))
     pieces = _Pieces.of(query, key, value)
     score = pieces.scores(here, w_score)
     return softmax.finish(softmax.of(score, lambda w: here.drop(w) @ pieces.value))[0]
@@ -117,21 +119,23 @@ def _forward_head(
     w_score: Array,
 ) -> tuple[Float[Array, "T V"], softmax.Normalizer]:
     """Output and normalizer of one head, tile by tile; sizes are whole tiles."""
-    walk, rows = tiles.plan(spec, len(query), len(key), tiling), tiling.block_q
+    schedule, rows = tile_schedule.schedule(spec, len(query), len(key), tiling), tiling.block_q
     pieces = _Pieces.of(query, key, value)
 
     def block(i: Any) -> tuple[Array, softmax.Normalizer]:
-        def step(run: tiles.Run, state: softmax.Partial | None) -> softmax.Partial:
-            here = tiles.Tile.at(spec, b, h, i * rows, rows, run)
+        def step(run: tile_schedule.Run, state: softmax.Partial | None) -> softmax.Partial:
+            here = slicing.Tile.at(spec, b, h, i * rows, rows, run)
             piece = pieces.at(i * rows, rows, run, None if state is None else state.total)
             score = piece.scores(here, w_score, run.masked)
             part = softmax.of(score, lambda w: here.drop(w) @ piece.value, differentiable=False)
             return part if state is None else softmax.combine(state, part)
 
-        first = None if walk.of(i) else softmax.empty(rows, value.shape[1], pieces.value.dtype)
-        return softmax.quotient(tiles.visit(walk, i, step, first))
+        first = None if schedule.of(i) else softmax.empty(rows, value.shape[1], pieces.value.dtype)
+        return softmax.quotient(tile_schedule.visit(schedule, i, step, first))
 
-    return jax.tree.map(tiles.join, tiles.map_blocks(walk, len(query) // rows, block))
+    return jax.tree.map(
+        tile_schedule.join, tile_schedule.map_blocks(schedule, len(query) // rows, block)
+    )
 
 
 class _Gradients(NamedTuple):
@@ -159,17 +163,17 @@ def _backward_head(
     w_score: Array,
 ) -> _Gradients:
     """Gradients of one head; what stands along the queries are the fields of `PerQuery`."""
-    walk, rows = tiles.plan(spec, len(query), len(key), tiling), tiling.block_q
+    schedule, rows = tile_schedule.schedule(spec, len(query), len(key), tiling), tiling.block_q
     pieces = _Pieces.of(query, key, value)
     letters = parameter_letters(spec)
 
     def block(i: Any, total: _Gradients) -> _Gradients:
         d_i, maximum_i, log_total_i, delta_i = (
-            tiles.take(x, i * rows, rows) for x in (d_out, maximum, log_total, delta)
+            slicing.take(x, i * rows, rows) for x in (d_out, maximum, log_total, delta)
         )
 
-        def step(run: tiles.Run, total: _Gradients) -> _Gradients:
-            here = tiles.Tile.at(spec, b, h, i * rows, rows, run)
+        def step(run: tile_schedule.Run, total: _Gradients) -> _Gradients:
+            here = slicing.Tile.at(spec, b, h, i * rows, rows, run)
             piece = pieces.at(i * rows, rows, run, total.w_score)
             score, pull = piece.pulled(here, w_score, run.masked)
             weights = softmax.weights(score, maximum_i, log_total_i, run.masked)
@@ -177,18 +181,18 @@ def _backward_head(
             d_query, d_key, d_score, d_params = pull(weights * (d_weights - delta_i[:, None]))
             starts = {"T": i * rows, "S": run.start}
             return _Gradients(
-                tiles.put(total.query, d_query, starts["T"], 0),
-                tiles.put(total.key, d_key, starts["S"], 0),
-                tiles.put(total.value, d_i.T @ here.drop(weights), starts["S"], 1),
+                slicing.put(total.query, d_query, starts["T"], 0),
+                slicing.put(total.key, d_key, starts["S"], 0),
+                slicing.put(total.value, d_i.T @ here.drop(weights), starts["S"], 1),
                 total.w_score + d_score,
-                tiles.put_leaves(total.params, d_params, letters, starts),
+                slicing.put_leaves(total.params, d_params, letters, starts),
             )
 
-        return tiles.visit(walk, i, step, total)
+        return tile_schedule.visit(schedule, i, step, total)
 
     zeros = (pieces.query, pieces.key, pieces.value.T, w_score, parameters(spec))
     total = _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
-    return tiles.fold_blocks(walk, len(query) // rows, block, total)
+    return tile_schedule.fold_blocks(schedule, len(query) // rows, block, total)
 
 
 def _in_turn(platform: str) -> bool:
@@ -243,7 +247,7 @@ def _backward_rows(
     def row(total: Any, operands: Any) -> tuple[Any, Any]:
         b, *arrays = operands
         part = one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
-        params = tiles.put_params(total[0], part.params, letters, b, np.int32(0))
+        params = slicing.put_params(total[0], part.params, letters, b, np.int32(0))
         return (params, total[1] + part.w_score), (part.query, part.key, part.value.T)
 
     total = jax.tree.map(jnp.zeros_like, (parameters(spec), w_score))
@@ -270,7 +274,7 @@ def _over_tiles(
             softmax.Normalizer(rows, rows),  # pyright: ignore[reportArgumentType]
         )
         function = functools.partial(_forward_rows, tiling)
-        return lowering.by_platform(function, like, with_parameters(spec, params), *arrays)
+        return lowering.platform_dependent(function, like, with_parameters(spec, params), *arrays)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *arrays: Array) -> Array:
@@ -285,20 +289,20 @@ def _over_tiles(
         per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(d_out * out, axis=-1))
         like = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, *arrays)))
         function = functools.partial(_backward_rows, tiling)
-        d_params, *found = lowering.by_platform(
+        d_params, *found = lowering.platform_dependent(
             function, like, with_parameters(spec, params), per_query, *arrays
         )
         cast = [x.astype(y.dtype) for x, y in zip(found, (query, *arrays), strict=True)]
         return d_params, None, *cast
 
     run.defvjp(run_forward, run_backward)
-    spec = tiles.pad_spec(spec, T, S, *padded)
+    spec = slicing.pad_spec(spec, T, S, *padded)
     sizes = (padded[0], padded[1], padded[1])
     arrays = [
         jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
         for x, size in zip((query, key, value), sizes, strict=True)
     ]
-    query, key, value, w_score, *params = reverse.inputs(
+    query, key, value, w_score, *params = reverse_mode.inputs(
         (*arrays, w_score, *parameters(spec)), spec
     )
     return run(params, spec, query, key, value, w_score)[:, :T]
@@ -306,7 +310,7 @@ def _over_tiles(
 
 def choose_tiling(T: int, S: int) -> Tiling:
     """Tiles of about the size that measured fastest on CPUs; short inputs are one."""
-    return Tiling(*(tiles.even(max(1, size), _TILE) for size in (T, S)))
+    return Tiling(*(tile_schedule.even(max(1, size), _TILE) for size in (T, S)))
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "tiling"))
@@ -325,7 +329,7 @@ def attend(
     B, T, S = shapes.B, shapes.T, shapes.S
     if 0 in (B, T, S):
         nothing = jnp.zeros((*shapes.batch, T, shapes.V), query.dtype)
-        return reverse.varied_like(nothing, (query, key, value, w_score, spec))
+        return reverse_mode.varied_like(nothing, (query, key, value, w_score, spec))
     q, k, v = (x.reshape(B, -1, 1, x.shape[-1]) for x in (query, key, value))
     w_score = w_score.astype(accumulation(query.dtype))
     spec, factor = prepare(spec, shapes), softmax.headroom(softmax.greatest(v), S)

@@ -1,4 +1,4 @@
-"""The libraries that `native*.cc` become: built by the machine's compiler, kept, and loaded.
+"""The libraries that `src/*.cc` become: built by the machine's compiler, kept, and loaded.
 
 A compiler on the spot knows the processor's own vectors, which a wheel for all could not use. What
 it builds is kept in the user's cache folder, under a name that changes with everything that went
@@ -30,7 +30,7 @@ import jax
 LIMIT = 300.0
 """Seconds that a compiler may take; one that takes longer hangs."""
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parent / "src"
 _SINGLE = {"float32": 1, "float64": 0}
 _log = logging.getLogger("jattn")
 _X = TypeVar("_X")

@@ -2,8 +2,8 @@
 
 While a program is traced nobody knows yet where it will run: its arrays may lie on a CPU in a
 process with a GPU, and `jax.export` lowers for machines that are elsewhere. So attention is staged
-out as one operation, `by_platform`, whose function is traced when the program is lowered, and only
-for the platforms that it is lowered for.
+out as one operation, `platform_dependent`. Its function is traced when the program is lowered, and
+only for the platforms that it is lowered for.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.kernels import reverse
+from jattn.kernels.common import reverse_mode
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
-"""As `by_platform` names them; "other" are all that have no name here."""
+"""As `platform_dependent` names them; "other" are all that have no name here."""
 
 
 class _Settings(NamedTuple):
@@ -69,11 +69,11 @@ def exported() -> bool:
     return _exported.get()
 
 
-_operation = Primitive("by_platform")
+_operation = Primitive("platform_dependent")
 _operation.multiple_results = True
 
 
-def by_platform(function: Callable[..., Any], like: Any, *operands: Any) -> Any:
+def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) -> Any:
     """`function(platform, *operands)`, for the platform that the program is lowered for.
 
     Args:
@@ -155,7 +155,7 @@ def _eager(*operands: Any, **how: Any) -> Any:
 
 _operation.def_impl(_eager)
 batching.primitive_batchers[_operation] = _batch
-ad.primitive_jvps[_operation] = reverse.refuse
+ad.primitive_jvps[_operation] = reverse_mode.refuse
 for _platform in PLATFORMS:
     _only = None if _platform == "other" else _platform
     mlir.register_lowering(_operation, functools.partial(_lower, _platform), platform=_only)

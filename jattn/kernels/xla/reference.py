@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from jattn import softmax, tile
 from jattn._types import LogSumExp, Output, Weights
-from jattn.kernels import reverse
+from jattn.kernels.common import reverse_mode
 from jattn.spec import Shapes, Spec
 
 
@@ -37,7 +37,9 @@ def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
     found = tile.over_heads(_one_head, spec, (query,), (key, value), out_axes=(1, 0))
-    return reverse.varied_like(found, (spec, query, key, value))  # without keys it reads nothing
+    return reverse_mode.varied_like(
+        found, (spec, query, key, value)
+    )  # without keys it reads nothing
 
 
 def _one_head_scores(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:

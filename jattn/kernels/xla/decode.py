@@ -19,15 +19,11 @@ from jaxtyping import Array, Bool, Float
 from jattn import masks, softmax, tile
 from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
-from jattn.kernels import (
-    blockwise,
-    lowering,
-    native_decode,
-    native_library,
-    reverse,
-    tiles,
-    whole,
-)
+from jattn.kernels.common import lowering, reverse_mode, slicing, tile_schedule
+from jattn.kernels.common.branches import unbatched_cond
+from jattn.kernels.cpu import decode as cpu_decode
+from jattn.kernels.cpu import library
+from jattn.kernels.xla import blockwise
 from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 
@@ -36,8 +32,8 @@ _BLOCK = 512  # keys of a block at most
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Few queries without dropout, of a cache; the derivative is that of blockwise."""
-    if shapes.T > native_decode.MAX_QUERIES:
-        return f"expected at most {native_decode.MAX_QUERIES} queries at a time, got {shapes.T}"
+    if shapes.T > cpu_decode.MAX_QUERIES:
+        return f"expected at most {cpu_decode.MAX_QUERIES} queries at a time, got {shapes.T}"
     if spec.dropout_rate:
         return "dropout is for training"
     return None
@@ -68,7 +64,7 @@ def _part(
     queries: Float[Array, "B K R H"],
     key: Float[Array, "B K s H"],
     value: Float[Array, "B K s V"],
-    run: tiles.Run,
+    run: tile_schedule.Run,
     exact: bool,
 ) -> softmax.Partial:
     """What a run of keys contributes to R = G × T queries of each key head.
@@ -90,13 +86,13 @@ def _part(
     return _over_heads(part)(_modified(spec, products, run), value)
 
 
-def _modified(spec: Spec, products: Float[Array, "B K R s"], run: tiles.Run) -> Array:
+def _modified(spec: Spec, products: Float[Array, "B K R s"], run: tile_schedule.Run) -> Array:
     """Scores after scale, score functions and mask, which may differ between a group's heads."""
     B, K, R, s = products.shape
     T = spec.q_positions.shape[-1]
 
     def modify(spec: Spec, b: Any, h: Any, products: Array) -> Array:
-        here = tiles.Tile.at(spec, b, h, 0, T, run)
+        here = slicing.Tile.at(spec, b, h, 0, T, run)
         return tile.modify(here.spec, products, b, h, here.rows, here.columns)
 
     by_query = jnp.swapaxes(products.reshape(B, K * R // T, T, s), 1, 2)
@@ -107,7 +103,7 @@ def _visited(spec: Spec, shape: Shape, T: int, S: int, size: int) -> Bool[Array,
     """Which blocks of keys any of `[B, N]` heads sees."""
 
     def kinds(spec: Spec, b: Any, h: Any, _: Array) -> Array:
-        return jnp.asarray(tiles.kinds(spec, T, S, Tiling(T, size)))[0]
+        return jnp.asarray(tile_schedule.kinds(spec, T, S, Tiling(T, size)))[0]
 
     B, N = shape
     found = tile.over_heads(kinds, spec, (jnp.zeros((B, 1, N, 1)),), (), out_axes=0)
@@ -134,28 +130,30 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
         return out, normalizer.lse
 
     def at_once(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
-        part = _part(spec, queries, *cache.read(), tiles.Run(0, S, True), exact)
+        part = _part(spec, queries, *cache.read(), tile_schedule.Run(0, S, True), exact)
         return finished(part)
 
     def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
         def step(place: Any, state: softmax.Partial) -> softmax.Partial:
-            run = tiles.Run(order[place] * size, size, True)
+            run = tile_schedule.Run(order[place] * size, size, True)
             part = _part(spec, queries, *cache.block(run.start, size), run, exact)
             return _over_heads(softmax.combine)(state, part)
 
         V = cache.values.shape[-1]
         nothing = softmax.empty(queries.shape[2], V, accumulation(queries.dtype))
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), nothing)
-        return finished(tiles.repeat(0, count, step, state))
+        return finished(tile_schedule.repeat(0, count, step, state))
 
     if size == S or (size < _BLOCK // 4 and not isinstance(cache, PagedCache)):
         return _by_token(query, *at_once(spec, queries, cache))
-    order, count = (x[0] for x in tiles.where_true(jnp, _visited(spec, (B, N), T, S, size)[None]))
+    order, count = (
+        x[0] for x in tile_schedule.where_true(jnp, _visited(spec, (B, N), T, S, size)[None])
+    )
     if exact or isinstance(cache, PagedCache):  # exact takes copies, which blocks keep small
         return _by_token(query, *in_blocks(spec, queries, cache))
     # A block is copied before it is read, which takes as long again.
     enough = 2 * count > S // size
-    return _by_token(query, *whole.agreed(enough, at_once, in_blocks, spec, queries, cache))
+    return _by_token(query, *unbatched_cond(enough, at_once, in_blocks, spec, queries, cache))
 
 
 def _by_token(query: Array, out: Array, lse: Array) -> tuple[Array, Array]:
@@ -165,14 +163,14 @@ def _by_token(query: Array, out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> bool:
-    """Whether `native_decode.cc` can: its cache holds what it reads, its scores are sums."""
-    if platform != "cpu" or lowering.exported() or native_decode.unsupported(spec, shapes):
+    """Whether `decode.cc` can: its cache holds what it reads, its scores are sums."""
+    if platform != "cpu" or lowering.exported() or cpu_decode.unsupported(spec, shapes):
         return False
     if cache.keys.dtype != cache.values.dtype:
         return False
-    if not native_decode.readable(cache.keys.dtype, shapes.dtype):
+    if not cpu_decode.readable(cache.keys.dtype, shapes.dtype):
         return False
-    return native_library.unavailable("decode", accumulation(shapes.dtype)) is None
+    return library.unavailable("decode", accumulation(shapes.dtype)) is None
 
 
 def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
@@ -180,14 +178,14 @@ def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
     found = _portable(False, spec, query, cache)
     first = lambda found, spec, query, cache: found  # noqa: E731
     again = lambda found, spec, query, cache: _portable(True, spec, query, cache)  # noqa: E731
-    return whole.agreed(jnp.isfinite(jnp.sum(found[0])), first, again, found, spec, query, cache)
+    return unbatched_cond(jnp.isfinite(jnp.sum(found[0])), first, again, found, spec, query, cache)
 
 
 def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
-    held = native_decode.Held(*cache.pages())
+    held = cpu_decode.Held(*cache.pages())
     if not _runs_native(platform, spec, _shapes(query, cache), cache):
         return _guarded(spec, query, cache)
-    out, normalizer = native_decode.attend(spec, query, held)
+    out, normalizer = cpu_decode.attend(spec, query, held)
     return out, jnp.swapaxes(normalizer.lse, 1, 2)
 
 
@@ -200,7 +198,7 @@ def _shapes(query: Array, cache: Cache) -> Shapes:
 def _attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
     """As `attend`, in the dtype of sums and without a derivative."""
     like = jax.eval_shape(functools.partial(_portable, False), spec, query, cache)
-    return lowering.by_platform(_forward, like, spec, query, cache)
+    return lowering.platform_dependent(_forward, like, spec, query, cache)
 
 
 def _as_arrays(
@@ -222,7 +220,7 @@ def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
     def run(params: Any, query: Array, keys: Array, values: Array, rest: Any) -> Any:
         spec, cache = rest
         cache = dataclasses.replace(cache, keys=keys, values=values)
-        return reverse.sealed(_attend)(with_parameters(spec, params), query, cache)
+        return reverse_mode.nondifferentiable(_attend)(with_parameters(spec, params), query, cache)
 
     def forward(*operands: Any) -> Any:
         out, lse = run(*operands)
@@ -236,6 +234,6 @@ def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
 
     run.defvjp(forward, backward)
     differentiable = (query, cache.keys, cache.values, *parameters(spec))
-    query, keys, values, *params = reverse.inputs(differentiable, (spec, cache))
+    query, keys, values, *params = reverse_mode.inputs(differentiable, (spec, cache))
     out, lse = run(params, query, keys, values, (spec, cache))
     return out.astype(query.dtype), lse

@@ -1,4 +1,4 @@
-"""Masks and score functions in the terms of `native.cc`.
+"""Masks and score functions in the terms of `src/attention.cc`.
 
 What a mask becomes is said by `as_runs`, what a score function by `as_terms`: open functions, with
 which a class of your own can be registered to run there.

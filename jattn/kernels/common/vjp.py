@@ -1,11 +1,12 @@
 """The derivative rule of attention, written once for all kernels.
 
-A kernel is two passes: forward from q, k and v to out and lse, backward from these and the
-cotangents to the gradients. Which kernel's passes a program holds is settled when it is lowered.
+A kernel is two functions: forward from q, k and v to out and lse, backward from these and the
+cotangents to the gradients. Which kernel's functions a program holds is settled when it is lowered.
 """
 
 import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +15,8 @@ from jaxtyping import Array
 
 from jattn import softmax, tuning
 from jattn._types import LogSumExp, Output, accumulation
-from jattn.kernels import lowering, reverse
-from jattn.kernels.whole import agreed
+from jattn.kernels.common import lowering, reverse_mode
+from jattn.kernels.common.branches import unbatched_cond
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters, with_parameters
 
@@ -40,26 +41,43 @@ class PerQuery(NamedTuple):
         return cls(query, d_out, jnp.where(maximum == -jnp.inf, 0, maximum), log_total, delta)
 
 
-class Passes(NamedTuple):
-    """Forward and backward for one flat batch axis, in the dtype of sums.
+class AttentionVJP(NamedTuple):
+    """The forward and the backward function of a kernel, for one flat batch axis, in the dtype of
+    sums.
 
-    forward(spec, query, key, value) -> (out [B, T, N, V], normalizer of [B, T, N], plain [])
-        `plain` is a boolean for the backward pass: nothing was found that is not finite. A kernel
-        that has no use for it says False.
-    backward(spec, per_query, key, value, plain) -> (d_parameters, d_query, d_key, d_value)
+    forward(spec, query, key, value) -> (out [B, T, N, V], normalizer of [B, T, N], all_finite [])
+        `all_finite` is a boolean for the backward function: nothing was found that is not finite. A
+        kernel that has no use for it says False.
+    backward(spec, per_query, key, value, all_finite) -> (d_parameters, d_query, d_key, d_value)
         `per_query` is a `PerQuery`.
-    keeping(spec, query, key, value) -> (out, normalizer, plain, weights [B, N, T, S])
-        As `forward`, for where a derivative is taken and `keeps_weights`: those before dropout are
-        then the last operand of `backward`. A kernel without it computes them again.
-    values(spec, query, key, value) -> (out, normalizer, plain)
+    forward_with_weights(spec, query, key, value) -> (out, normalizer, all_finite, weights)
+        As `forward`, for where a derivative is taken and `keeps_weights`: the weights before
+        dropout `[B, N, T, S]` are then the last operand of `backward`. A kernel without it computes
+        them again.
+    forward_alone(spec, query, key, value) -> (out, normalizer, all_finite)
         As `forward`, for where neither a derivative is taken nor lse asked for: nobody will look at
         the normalizer.
     """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    keeping: Callable[..., Any] | None = None
-    values: Callable[..., Any] | None = None
+    forward_with_weights: Callable[..., Any] | None = None
+    forward_alone: Callable[..., Any] | None = None
+
+    def run(self, which: str, *operands: Any) -> Any:
+        """One of the functions by its name; a kernel that keeps no weights gives and gets none."""
+        match which:
+            case "forward":
+                return self.forward(*operands)
+            case "forward_alone":
+                return (self.forward_alone or self.forward)(*operands)
+            case "forward_with_weights" if self.forward_with_weights:
+                return self.forward_with_weights(*operands)
+            case "forward_with_weights":
+                return *self.forward(*operands), no_weights(*operands[1:])
+            case "backward":
+                return self.backward(*(operands if self.forward_with_weights else operands[:5]))
+        raise ValueError(f"no function {which!r}")
 
 
 def keeps_weights(shapes: Shapes) -> bool:
@@ -69,23 +87,24 @@ def keeps_weights(shapes: Shapes) -> bool:
 
 
 def attention(
-    passes: Passes | Callable[[str], Passes],
+    functions: AttentionVJP | Callable[[str], AttentionVJP],
     spec: Spec,
     query: Array,
     key: Array,
     value: Array,
-    at_once: Mapping[str, Passes] | None = None,
+    traced: Mapping[str, AttentionVJP] = MappingProxyType({}),
 ) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])`, differentiable, by `passes(platform)`.
+    """`(out [B, T, N, V], lse [B, N, T])`, differentiable, by `functions(platform)`.
 
-    The spec's `parameters` take part in derivatives. Passes in `at_once` are traced with the
-    program, in place of those of their platform; and so are `passes` that are the same for all.
+    The spec's `parameters` take part in derivatives. Functions of a platform in `traced` are traced
+    with the program, in place of those by `functions(platform)`; and so are `functions` that are
+    the same for all platforms.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
     if 0 in (B, T, S):
         nothing = jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, dtype)
-        return reverse.varied_like(nothing, (query, key, value, spec))
+        return reverse_mode.varied_like(nothing, (query, key, value, spec))
     keep = keeps_weights(Shapes.of(query, value))
     row = jax.ShapeDtypeStruct((B, T, N), dtype)
     results = [
@@ -94,19 +113,19 @@ def attention(
         jax.ShapeDtypeStruct((), jnp.bool_),
         jax.ShapeDtypeStruct((B, N, T, S), dtype),
     ]
-    run_pass = functools.partial(_run_pass, passes, at_once or {})
+    run_one = functools.partial(_run_one, functions, traced)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
         operands = (with_parameters(spec, params), *qkv)
-        which = "forward" if spec.lse else "values"
-        out, normalizer, _ = run_pass(which, tuple(results[:3]), *operands)
+        which = "forward" if spec.lse else "forward_alone"
+        out, normalizer, _ = run_one(which, tuple(results[:3]), *operands)
         return out, normalizer.lse
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        which, types = ("keeping", results) if keep else ("forward", results[:3])
+        which, types = ("forward_with_weights", results) if keep else ("forward", results[:3])
         operands = (with_parameters(spec, params), *qkv)
-        out, normalizer, *kept = run_pass(which, tuple(types), *operands)
+        out, normalizer, *kept = run_one(which, tuple(types), *operands)
         return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, kept)
 
     def run_backward(residuals: Any, cotangents: Any) -> Any:
@@ -116,50 +135,41 @@ def attention(
         per_query = PerQuery.of(query, d_out, normalizer, delta)
         gradients = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, key, value)))
         operands = (with_parameters(spec, params), per_query, key, value, *kept)
-        d_params, *found = run_pass("backward", gradients, *operands)
+        d_params, *found = run_one("backward", gradients, *operands)
         cast = [x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True)]
         return d_params, None, *cast
 
     run.defvjp(run_forward, run_backward)
-    query, key, value, *params = reverse.inputs((query, key, value, *parameters(spec)), spec)
+    query, key, value, *params = reverse_mode.inputs((query, key, value, *parameters(spec)), spec)
     out, lse = run(params, spec, query, key, value)
     return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
 
 
-def _run_pass(
-    passes: Passes | Callable[[str], Passes],
-    at_once: Mapping[str, Passes],
+def _run_one(
+    functions: AttentionVJP | Callable[[str], AttentionVJP],
+    traced: Mapping[str, AttentionVJP],
     which: str,
     like: Any,
     *operands: Any,
 ) -> Any:
-    """One of the passes, that of the platform."""
-    if isinstance(passes, Passes):
-        return reverse.sealed(functools.partial(_run_one, passes, which))(*operands)
+    """One of the functions, by name: that of the platform."""
+    if isinstance(functions, AttentionVJP):
+        return reverse_mode.nondifferentiable(functools.partial(functions.run, which))(*operands)
 
     def when_lowered(*operands: Any) -> Any:
-        function = functools.partial(_pass_for, passes, which)
-        return lowering.by_platform(function, like, *operands)
+        function = functools.partial(_run_on, functions, which)
+        return lowering.platform_dependent(function, like, *operands)
 
-    if not at_once:
+    if not traced:
         return when_lowered(*operands)
-    others = {name: functools.partial(_run_one, pair, which) for name, pair in at_once.items()}
+    others = {name: functools.partial(one.run, which) for name, one in traced.items()}
     return jax.lax.platform_dependent(*operands, default=when_lowered, **others)
 
 
-def _pass_for(passes: Callable[[str], Passes], which: str, platform: str, *operands: Any) -> Any:
-    return _run_one(passes(platform), which, *operands)
-
-
-def _run_one(passes: Passes, which: str, *operands: Any) -> Any:
-    """A pass of one kernel; one that keeps no weights gives and gets none."""
-    if which == "values":
-        return (passes.values or passes.forward)(*operands)
-    if passes.keeping is not None or which == "forward":
-        return getattr(passes, which)(*operands)
-    if which == "backward":
-        return passes.backward(*operands[:5])
-    return *passes.forward(*operands), no_weights(*operands[1:])
+def _run_on(
+    functions: Callable[[str], AttentionVJP], which: str, platform: str, *operands: Any
+) -> Any:
+    return functions(platform).run(which, *operands)
 
 
 def no_weights(query: Array, key: Array, value: Array) -> Array:
@@ -168,7 +178,7 @@ def no_weights(query: Array, key: Array, value: Array) -> Array:
     return jnp.zeros((B, N, T, S), accumulation(query.dtype))
 
 
-def narrowed(per_query: PerQuery) -> PerQuery:
+def cast_cotangent(per_query: PerQuery) -> PerQuery:
     """`per_query` with d_out in the dtype of the query, in which it came: nothing is lost, and
     matrix units take it."""
     return per_query._replace(d_out=per_query.d_out.astype(per_query.query.dtype))
@@ -185,8 +195,8 @@ def with_headroom(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def guarded(fast: Passes, exact: Passes) -> Passes:
-    """Passes by `fast`, and again by `exact` where their results are not finite.
+def fallback_if_nonfinite(fast: AttentionVJP, exact: AttentionVJP) -> AttentionVJP:
+    """The functions `fast`, and `exact` after them where their results are not finite.
 
     For kernels that multiply what is masked with 0: 0 × NaN and 0 × inf are NaN, so that whatever
     something masked has reached tells by itself. One decision for the whole call, also under
@@ -194,12 +204,12 @@ def guarded(fast: Passes, exact: Passes) -> Passes:
     """
 
     def forward(spec: Spec, *qkv: Array) -> tuple[Array, Normalizer, Array]:
-        out, normalizer, plain = fast.forward(spec, *qkv)
+        out, normalizer, all_finite = fast.forward(spec, *qkv)
         if not has_mask(spec):
-            return out, normalizer, plain
-        plain = jnp.isfinite(jnp.sum(out))
+            return out, normalizer, all_finite
+        all_finite = jnp.isfinite(jnp.sum(out))
         again = lambda found, *operands: exact.forward(*operands)[:2]  # noqa: E731
-        return *agreed(plain, _first, again, (out, normalizer), spec, *qkv), plain
+        return *unbatched_cond(all_finite, _first, again, (out, normalizer), spec, *qkv), all_finite
 
     def backward(spec: Spec, per_query: Any, *rest: Any) -> Any:
         found = fast.backward(spec, per_query, *rest)
@@ -208,9 +218,9 @@ def guarded(fast: Passes, exact: Passes) -> Passes:
         again = lambda found, *operands: tuple(exact.backward(*operands))  # noqa: E731
         finite = [jnp.isfinite(jnp.sum(x)) for x in jax.tree.leaves(found)]
         enough = functools.reduce(jnp.logical_and, finite, rest[-1])
-        return agreed(enough, _first, again, tuple(found), spec, per_query, *rest)
+        return unbatched_cond(enough, _first, again, tuple(found), spec, per_query, *rest)
 
-    return Passes(forward, backward)
+    return AttentionVJP(forward, backward)
 
 
 def _first(found: Any, *_: Any) -> Any:

@@ -3,11 +3,11 @@
 Forward, a block of queries walks over its tiles of keys with the online softmax of
 `jattn.softmax`; backward, the walk is repeated from q, k, v, out and normalizer alone, and the
 weights of each tile are computed again (Rabe and Staats 2021; Dao et al. 2022, FlashAttention;
-gradients as in Dao et al., appendix B.2). The walk is that of `jattn.kernels.tiles`.
+gradients as in Dao et al., appendix B.2). Which tiles are visited says `tile_schedule`.
 
 Heads run one after another on a CPU, where one head's tile fills the cores and stays in their
-caches, and all at once elsewhere. Short sequences go by `jattn.kernels.whole`. Sizes of tiles are
-those of `jattn.tuning`.
+caches, and all at once elsewhere. Short sequences go by `single_tile`. Sizes of tiles are those of
+`jattn.tuning`.
 """
 
 import functools
@@ -22,8 +22,9 @@ from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile, tuning
 from jattn._types import LogSumExp, Output, accumulation
-from jattn.kernels import tiles, whole
-from jattn.kernels.passes import Passes, attention, no_weights
+from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common.vjp import AttentionVJP, attention, no_weights
+from jattn.kernels.xla import single_tile
 from jattn.softmax import Normalizer
 from jattn.spec import (
     Shapes,
@@ -49,14 +50,14 @@ def choose_tiling(spec: Spec, T: int, S: int, sizes: Sizes) -> Tiling:
     size = sizes.small if most <= sizes.narrow else sizes.large
     if least >= sizes.wide:
         size = sizes.largest
-    return Tiling(tiles.even(T, size), tiles.even(S, size))
+    return Tiling(tile_schedule.even(T, size), tile_schedule.even(S, size))
 
 
 def _visited(spec: Spec, T: int, S: int) -> tuple[float, float]:
     """How many keys a block of queries visits on average, at least and at most: what a mask with
     arrays empties is not known yet."""
     block = max(128, max(T, S) // 1024)
-    kinds = tiles.kinds(masks.pick(spec, 0, 0), T, S, Tiling(block, block))
+    kinds = tile_schedule.kinds(masks.pick(spec, 0, 0), T, S, Tiling(block, block))
     if not isinstance(kinds, np.ndarray):
         return 0.0, float(S)
     visited = float(np.mean(np.sum(kinds > 0, axis=1)) * block)
@@ -84,7 +85,7 @@ class _Blocks(NamedTuple):
     def beside(cls, heads: int, tiling: Tiling) -> "_Blocks":
         """For so many heads that run together. What is written out, a compiler for their devices
         runs side by side, which takes memory for the scores of all keys."""
-        return cls(max(1, _AT_ONCE // (heads * tiles.widest(tiling))), False)
+        return cls(max(1, _AT_ONCE // (heads * tile_schedule.widest(tiling))), False)
 
     def map(self, function: Callable[[Any], Any], indices: Array) -> Any:
         """As `lax.map`. A single block is not mapped, so that its loops end when it is done."""
@@ -112,14 +113,14 @@ class _Values(NamedTuple):
         wide = v.astype(accumulation(v.dtype))
         return cls(tile.finite(wide), tile.lost(wide) if has_mask(spec) else None)
 
-    def at(self, run: tiles.Run) -> "_Values":
+    def at(self, run: tile_schedule.Run) -> "_Values":
         """Those of a run of keys."""
-        clean = tiles.take(self.clean, run.start, run.size)
-        lost = None if self.lost is None else tiles.take(self.lost, run.start, run.size)
+        clean = slicing.take(self.clean, run.start, run.size)
+        lost = None if self.lost is None else slicing.take(self.lost, run.start, run.size)
         return _Values(clean, lost)
 
 
-def _scores(here: tiles.Tile, q: Array, k: Array, values: _Values, masked: bool) -> Any:
+def _scores(here: slicing.Tile, q: Array, k: Array, values: _Values, masked: bool) -> Any:
     """Scores of a tile, and their cotangent's way to products and parameters."""
     products = tile.product(q, k, here.spec.precision)
     if values.lost is not None:
@@ -138,7 +139,7 @@ def _forward_head(
     blocks: _Blocks = _IN_TURN,
 ) -> tuple[Float[Array, "T V"], Normalizer]:
     """Output and normalizer of one head; sizes are whole tiles."""
-    walk = tiles.plan(spec, len(q), len(k), tiling, written_out=blocks.written_out)
+    schedule = tile_schedule.schedule(spec, len(q), len(k), tiling, written_out=blocks.written_out)
     rows = tiling.block_q
     values = _Values.of(spec, v)
     factor = softmax.headroom(softmax.greatest(values.clean), len(v))
@@ -146,22 +147,22 @@ def _forward_head(
     spec, q, _ = scaled(spec, q)
 
     def block(i: Any) -> tuple[Array, Normalizer]:
-        q_i = tiles.take(q, i * rows, rows)
+        q_i = slicing.take(q, i * rows, rows)
 
-        def step(run: tiles.Run, state: softmax.Partial | None) -> softmax.Partial:
-            here = tiles.Tile.at(spec, b, h, i * rows, rows, run)
-            k_j, v_j = tiles.take(k, run.start, run.size), values.at(run)
+        def step(run: tile_schedule.Run, state: softmax.Partial | None) -> softmax.Partial:
+            here = slicing.Tile.at(spec, b, h, i * rows, rows, run)
+            k_j, v_j = slicing.take(k, run.start, run.size), values.at(run)
             score, _ = _scores(here, q_i, k_j, v_j, run.masked)
             part = softmax.of(
                 score, lambda w: _dot(here.drop(w), v_j.clean, spec), differentiable=False
             )
             return part if state is None else softmax.combine(state, part)
 
-        first = None if walk.of(i) else softmax.empty(rows, v.shape[1], values.clean.dtype)
-        return softmax.quotient(tiles.visit(walk, i, step, first))
+        first = None if schedule.of(i) else softmax.empty(rows, v.shape[1], values.clean.dtype)
+        return softmax.quotient(tile_schedule.visit(schedule, i, step, first))
 
-    found = tiles.map_blocks(walk, len(q) // rows, block, blocks.map)
-    out, (maximum, log_total) = jax.tree.map(tiles.join, found)
+    found = tile_schedule.map_blocks(schedule, len(q) // rows, block, blocks.map)
+    out, (maximum, log_total) = jax.tree.map(tile_schedule.join, found)
     return tile.reach_all(spec, v, out / factor), Normalizer(
         tile.reach_all(spec, v, maximum), log_total
     )
@@ -209,15 +210,15 @@ class _Operands(NamedTuple):
         rows = (q, q_clean, d_out, maximum, log_total, delta)
         return cls(spec, b, h, *rows, k, k_clean, values)
 
-    def at(self, row: Any, rows: int, run: tiles.Run) -> tuple[Array, Array, Any]:
+    def at(self, row: Any, rows: int, run: tile_schedule.Run) -> tuple[Array, Array, Any]:
         """Of a tile: the cotangent of its products, its weights, its parameters' gradients.
 
         With weights p and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
         """
-        here = tiles.Tile.at(self.spec, self.b, self.h, row, rows, run)
+        here = slicing.Tile.at(self.spec, self.b, self.h, row, rows, run)
         along = (self.q, self.d_out, self.maximum, self.log_total, self.delta)
-        q, d_out, maximum, log_total, delta = (tiles.take(x, row, rows) for x in along)
-        k, values = tiles.take(self.k, run.start, run.size), self.values.at(run)
+        q, d_out, maximum, log_total, delta = (slicing.take(x, row, rows) for x in along)
+        k, values = slicing.take(self.k, run.start, run.size), self.values.at(run)
         score, pull = _scores(here, q, k, values, run.masked)
         weights = softmax.weights(score, maximum, log_total, run.masked)
         d_weights = here.drop(_dot(d_out, values.clean.T, self.spec))
@@ -241,7 +242,7 @@ def _backward_head(
     transposed runs at a third of the speed on CPUs.
     """
     q, d_out, *_ = per_query
-    walk = tiles.plan(spec, len(q), len(k), tiling, written_out=blocks.written_out)
+    schedule = tile_schedule.schedule(spec, len(q), len(k), tiling, written_out=blocks.written_out)
     rows = tiling.block_q
     spec, q, scale = scaled(spec, q)
     head = _Operands.of(spec, b, h, (q, *per_query[1:]), k, v)
@@ -249,25 +250,25 @@ def _backward_head(
     letters = parameter_letters(spec)
 
     def block(i: Any, total: _Gradients) -> _Gradients:
-        qt_i, dt_i = (tiles.take(x, i * rows, rows, 1) for x in (q_turned, d_turned))
+        qt_i, dt_i = (slicing.take(x, i * rows, rows, 1) for x in (q_turned, d_turned))
 
-        def step(run: tiles.Run, state: Any) -> Any:
+        def step(run: tile_schedule.Run, state: Any) -> Any:
             dq_i, dk, dv, d_params = state
             d_products, weights, d_here = head.at(i * rows, rows, run)
-            dq_i += _dot(d_products, tiles.take(head.k_clean, run.start, run.size), spec)
-            dk = tiles.put(dk, _dot(qt_i, d_products, spec), run.start, 1)
-            dv = tiles.put(dv, _dot(dt_i, weights, spec), run.start, 1)
+            dq_i += _dot(d_products, slicing.take(head.k_clean, run.start, run.size), spec)
+            dk = slicing.put(dk, _dot(qt_i, d_products, spec), run.start, 1)
+            dv = slicing.put(dv, _dot(dt_i, weights, spec), run.start, 1)
             starts = {"T": i * rows, "S": run.start}
-            d_params = tiles.put_leaves(d_params, d_here, letters, starts)
+            d_params = slicing.put_leaves(d_params, d_here, letters, starts)
             return dq_i, dk, dv, d_params
 
         state = (jnp.zeros_like(head.q_clean[:rows]), total.key, total.value, total.params)
-        dq_i, *rest = tiles.visit(walk, i, step, state)
-        return _Gradients(tiles.put(total.query, dq_i, i * rows, 0), *rest)
+        dq_i, *rest = tile_schedule.visit(schedule, i, step, state)
+        return _Gradients(slicing.put(total.query, dq_i, i * rows, 0), *rest)
 
     zeros = (head.q_clean, head.k_clean.T, head.values.clean.T, parameters(spec))
-    total = tiles.fold_blocks(
-        walk, len(q) // rows, block, _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
+    total = tile_schedule.fold_blocks(
+        schedule, len(q) // rows, block, _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
     )
     return total._replace(query=total.query * scale)
 
@@ -290,7 +291,7 @@ def _backward_blocks(
     q, *_ = per_query
     (rows, columns), T, S = tiling, len(q), len(k)
     by_query, by_key = (
-        tiles.plan(spec, T, S, tiling, by_key=x, written_out=blocks.written_out)
+        tile_schedule.schedule(spec, T, S, tiling, by_key=x, written_out=blocks.written_out)
         for x in (False, True)
     )
     spec, q, scale = scaled(spec, q)
@@ -298,32 +299,32 @@ def _backward_blocks(
     letters = parameter_letters(spec)
 
     def of_queries(i: Any) -> tuple[Array, Any]:
-        def step(run: tiles.Run, state: Any) -> Any:
+        def step(run: tile_schedule.Run, state: Any) -> Any:
             dq_i, d_params = state
             d_products, _, d_here = head.at(i * rows, rows, run)
-            dq_i += _dot(d_products, tiles.take(head.k_clean, run.start, run.size), spec)
+            dq_i += _dot(d_products, slicing.take(head.k_clean, run.start, run.size), spec)
             starts = {"T": 0, "S": run.start}
-            return dq_i, tiles.put_leaves(d_params, d_here, letters, starts)
+            return dq_i, slicing.put_leaves(d_params, d_here, letters, starts)
 
-        own = parameters(tiles.cut(spec, i * rows, rows, 0, S))
+        own = parameters(slicing.cut(spec, i * rows, rows, 0, S))
         state = jax.tree.map(jnp.zeros_like, (head.q_clean[:rows], own))
-        return tiles.visit(by_query, i, step, state)
+        return tile_schedule.visit(by_query, i, step, state)
 
     def of_keys(j: Any) -> tuple[Array, Array]:
-        def step(run: tiles.Run, state: Any) -> Any:
+        def step(run: tile_schedule.Run, state: Any) -> Any:
             dk_j, dv_j = state
-            keys = tiles.Run(j * columns, columns, run.masked)
+            keys = tile_schedule.Run(j * columns, columns, run.masked)
             d_products, weights, _ = head.at(run.start, run.size, keys)
-            q_i, d_i = (tiles.take(x, run.start, run.size) for x in (head.q_clean, head.d_out))
+            q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_clean, head.d_out))
             return dk_j + _dot(d_products.T, q_i, spec), dv_j + _dot(weights.T, d_i, spec)
 
         zeros = (head.k_clean[:columns], head.values.clean[:columns])
-        return tiles.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
+        return tile_schedule.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
 
-    d_query, d_params = tiles.map_blocks(by_query, T // rows, of_queries, blocks.map)
-    d_key, d_value = tiles.map_blocks(by_key, S // columns, of_keys, blocks.map)
-    d_params = tiles.join_leaves(d_params, parameters(spec), letters)
-    d_query, d_key, d_value = map(tiles.join, (d_query, d_key, d_value))
+    d_query, d_params = tile_schedule.map_blocks(by_query, T // rows, of_queries, blocks.map)
+    d_key, d_value = tile_schedule.map_blocks(by_key, S // columns, of_keys, blocks.map)
+    d_params = slicing.join_leaves(d_params, parameters(spec), letters)
+    d_query, d_key, d_value = map(tile_schedule.join, (d_query, d_key, d_value))
     return _Gradients(d_query * scale, d_key.T, d_value.T, d_params)
 
 
@@ -336,7 +337,7 @@ def _head(x: Array, b: Any, h: Any, size: int) -> Array:
     """Head (b, h) of `[B, T, N, ...]`, padded to whole tiles."""
     start = (b, np.int32(0), h) + (np.int32(0),) * (x.ndim - 3)
     one = lax.dynamic_slice(x, start, (1, x.shape[1], 1, *x.shape[3:]))
-    return tiles.pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
+    return slicing.pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
 
 
 def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
@@ -364,7 +365,7 @@ class _Problem(NamedTuple):
     @property
     def padded(self) -> tuple[int, int]:
         """T and S as whole tiles."""
-        return tiles.whole(self.shapes.T, self.shapes.S, self.tiling)
+        return slicing.whole(self.shapes.T, self.shapes.S, self.tiling)
 
     @property
     def blocks(self) -> _Blocks:
@@ -375,13 +376,13 @@ class _Problem(NamedTuple):
 
     def pad(self, spec: Spec) -> Spec:
         """The spec for whole tiles."""
-        return tiles.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
+        return slicing.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
 
 
 def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
-    band = tiles.band(masks.pick(spec, 0, 0), T, S, problem.tiling)
+    band = tile_schedule.band(masks.pick(spec, 0, 0), T, S, problem.tiling)
     if band and problem.way == "loop":
         return _forward_band(spec, query, key, value, problem, band)
 
@@ -394,7 +395,7 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
         return jax.tree.map(lambda x, y: _put_head(x, y, b, h), total, results)
 
     total = _no_results(shapes, shapes.T, accumulation(query.dtype))
-    return tiles.repeat(0, shapes.B * shapes.N, body, total)
+    return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
 
 
 def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
@@ -404,7 +405,7 @@ def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
 
 
 def _forward_band(
-    spec: Spec, query: Array, key: Array, value: Array, problem: _Problem, band: tiles.Band
+    spec: Spec, query: Array, key: Array, value: Array, problem: _Problem, band: tile_schedule.Band
 ) -> Any:
     """As `_forward_loop` for a mask that leaves a band: a few pieces of one head at once."""
     shapes, (T, S) = problem.shapes, problem.padded
@@ -417,8 +418,8 @@ def _forward_band(
     turns = -(-n // at_once)
 
     def piece(head: Callable[..., Any], i: Any, spec: Spec, b: Any, h: Any, *qkv: Array) -> Any:
-        run = tiles.Run(starts[i], band.width, True)
-        here = tiles.Tile.at(spec, b, h, i * band.rows, band.rows, run)
+        run = tile_schedule.Run(starts[i], band.width, True)
+        here = slicing.Tile.at(spec, b, h, i * band.rows, band.rows, run)
         return head(here.spec, b, h, (here.rows, here.columns), *qkv)
 
     def run(head: Callable[..., Any], *operands: Any, over_batch: Any = jax.vmap) -> Any:
@@ -433,7 +434,9 @@ def _forward_band(
         q = _pieces(query, b, i * band.rows, h, band.rows)
         k, v = (_pieces(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
         operands = (i, masks.pick(spec, b, h), b, h, q, k, v)
-        results, _ = whole.attempt(whole.FORWARD, run, tuple, operands, spec, optimistic=True)
+        results, _ = single_tile.attempt(
+            single_tile.FORWARD, run, tuple, operands, spec, optimistic=True
+        )
 
         def put(total: Array, x: Array) -> Array:
             joined = x.reshape(at_once * band.rows, *x.shape[2:])
@@ -442,7 +445,7 @@ def _forward_band(
         return jax.tree.map(put, total, results)
 
     total = _no_results(shapes, T, accumulation(query.dtype))
-    found = tiles.repeat(0, shapes.B * shapes.N * turns, body, total)
+    found = tile_schedule.repeat(0, shapes.B * shapes.N * turns, body, total)
     return jax.tree.map(lambda x: x[:, : shapes.T], found)
 
 
@@ -460,7 +463,7 @@ def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _
     shapes, (T, S), blocks = problem.shapes, problem.padded, problem.blocks
 
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
-        q, k, v = tiles.pad_to(q, T), tiles.pad_to(k, S), tiles.pad_to(v, S)
+        q, k, v = slicing.pad_to(q, T), slicing.pad_to(k, S), slicing.pad_to(v, S)
         results = _forward_head(spec, b, h, q, k, v, problem.tiling, blocks)
         return jax.tree.map(lambda x: x[: shapes.T], results)
 
@@ -483,12 +486,14 @@ def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem:
             per_query = tuple(_head(x, b, h, T) for x in per_head)
             picked = masks.pick(spec, b, h)
             part = _backward_head(picked, b, h, per_query, k, v, problem.tiling, problem.blocks)
-            params = tiles.put_params(params, part.params, letters, b, h)
+            params = slicing.put_params(params, part.params, letters, b, h)
             sums = [x + y for x, y in zip(sums, (part.key, part.value), strict=True)]
             return params, _put_head(d_query, part.query, b, h), *sums
 
         zeros = (jnp.zeros(x.shape[::-1], accumulation(x.dtype)) for x in (k, v))
-        params, d_query, *sums = tiles.repeat(0, shapes.G, of_head, (params, d_query, *zeros))
+        params, d_query, *sums = tile_schedule.repeat(
+            0, shapes.G, of_head, (params, d_query, *zeros)
+        )
         each = zip((d_key, d_value), sums, strict=True)
         return params, d_query, *(_put_head(x, y.T, b, kv) for x, y in each)
 
@@ -496,7 +501,7 @@ def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem:
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],
         *(jnp.zeros(x.shape, accumulation(x.dtype)) for x in inputs),
     )
-    return tiles.repeat(0, shapes.B * shapes.K, body, total)
+    return tile_schedule.repeat(0, shapes.B * shapes.K, body, total)
 
 
 def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
@@ -505,8 +510,8 @@ def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem:
 
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
         *per_query, k, v = operands
-        per_query = tuple(tiles.pad_to(x, T) for x in per_query)
-        k, v = (tiles.pad_to(x, S) for x in (k, v))
+        per_query = tuple(slicing.pad_to(x, T) for x in per_query)
+        k, v = (slicing.pad_to(x, S) for x in (k, v))
         part = _backward_blocks(spec, b, h, per_query, k, v, problem.tiling, blocks)
         return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
 
@@ -548,7 +553,7 @@ def _forward(
 ) -> tuple[Any, ...]:
     problem = _Problem.of(platform, spec, query, value)
     if problem.way == "whole":
-        return whole.forward(spec, query, key, value, *_care(platform), keep)
+        return single_tile.forward(spec, query, key, value, *_care(platform), keep)
     run = _forward_loop if problem.way == "loop" else _forward_vmap
     found = run(problem.pad(spec), query, key, value, problem)
     kept = (no_weights(query, key, value),) if keep else ()
@@ -560,18 +565,18 @@ def _backward(
 ) -> tuple[Any, Array, Array, Array]:
     problem = _Problem.of(platform, spec, per_query[0], value)
     if problem.way == "whole":
-        return whole.backward(spec, per_query, key, value, kept, *_care(platform))
+        return single_tile.backward(spec, per_query, key, value, kept, *_care(platform))
     run = _backward_loop if problem.way == "loop" else _backward_vmap
     d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
-    return tiles.unpadded_parameters(d_params, spec), *found
+    return slicing.unpadded_parameters(d_params, spec), *found
 
 
-def passes(platform: str) -> Passes:
+def functions(platform: str) -> AttentionVJP:
     """Forward and backward, for short sequences in one piece, else tile by tile."""
     forward, backward = (functools.partial(f, platform) for f in (_forward, _backward))
-    return Passes(forward, backward, functools.partial(forward, keep=True))
+    return AttentionVJP(forward, backward, functools.partial(forward, keep=True))
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    return attention(passes, spec, query, key, value)
+    return attention(functions, spec, query, key, value)

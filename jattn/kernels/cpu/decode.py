@@ -1,4 +1,4 @@
-"""A few queries against many keys on CPUs by a kernel in C++, `native_decode.cc`, called from XLA.
+"""A few queries against many keys on CPUs by a kernel in C++, `src/decode.cc`, called from XLA.
 
 It reads every key and value once, as fast as the memory gives them, whether heads lie before tokens
 as in a cache or tokens before heads as in arrays. What a mask allows, and what a score function
@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn import masks, scores, tile, tuning
 from jattn._types import accumulation, is_static, number
-from jattn.kernels import native_library, tiles
+from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.cpu import library
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask
 
@@ -41,7 +42,7 @@ def pays(spec: Spec, shapes: Shapes) -> bool:
     """Whether it is what plain arrays are faster with, and there is such a library."""
     if shapes.S < tuning.MANY_KEYS or unsupported(spec, shapes):
         return False
-    return native_library.unavailable("decode", accumulation(shapes.dtype)) is None
+    return library.unavailable("decode", accumulation(shapes.dtype)) is None
 
 
 class Held(NamedTuple):
@@ -59,7 +60,7 @@ def _functions(tree: Any, kind: Any) -> bool:
     return any(isinstance(x, kind) for x in leaves)
 
 
-def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[tiles.Tile], Array]) -> Array:
+def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[slicing.Tile], Array]) -> Array:
     """`one` of all heads, `[1 or B, 1 or N, T, S]`: of one where all are alike."""
     _, T, S, N, *_ = shapes
     batch, heads = masks.leading(spec)
@@ -68,7 +69,7 @@ def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[tiles.Tile],
     N = N if by_any or heads > 1 or spec.score is not None else 1
 
     def head(spec: Spec, b: Any, h: Any, _: Array) -> Array:
-        here = tiles.Tile.at(spec, b, h, 0, T, tiles.Run(0, S, True))
+        here = slicing.Tile.at(spec, b, h, 0, T, tile_schedule.Run(0, S, True))
         return jnp.broadcast_to(one(here), (T, S))
 
     return tile.over_heads(head, spec, (jnp.zeros((B, T, N, 1), kind),), (), out_axes=0)
@@ -79,7 +80,7 @@ def _allowed(spec: Spec, shapes: Shapes) -> Bool[Array, "b n T S"]:
     if not has_mask(spec):
         return jnp.zeros((1, 1, 1, 0), bool)
 
-    def one(here: tiles.Tile) -> Array:
+    def one(here: slicing.Tile) -> Array:
         return jnp.asarray(here.spec.mask.evaluate(here.b, here.h, here.rows, here.columns))
 
     return _over_all(dataclasses.replace(spec, score=None), shapes, bool, one)
@@ -106,7 +107,7 @@ def attend(
     shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
     rows = jax.ShapeDtypeStruct((B, T, N), dtype)
     like = [jax.ShapeDtypeStruct((B, T, N, V), dtype), rows, rows]
-    name = native_library.target("decode", dtype)
+    name = library.target("decode", dtype)
     run = jax.ffi.ffi_call(name, like, vmap_method="broadcast_all")
     out, maximum, log_total = run(
         query.astype(dtype),

@@ -1,8 +1,8 @@
 """JAX's own kernel for TPUs, "splash attention", fed from the mask algebra: what it can do.
 
-What it is fed for a mask is said in `jattn.kernels.splash_masks`. The passes stand in
-`jattn.kernels.splash_passes`, which imports the kernel and with it much of JAX's compiler for TPUs;
-so that is done when a program is lowered for one.
+What it is fed for a mask is said in `splash_masks`. The forward and backward functions stand in
+`splash_vjp`, which imports the kernel and with it much of JAX's compiler for TPUs; so that is done
+when a program is lowered for one.
 """
 
 import importlib
@@ -13,13 +13,12 @@ import numpy as np
 
 from jattn import masks, scores
 from jattn._types import is_static
-from jattn.kernels.passes import Passes
-from jattn.kernels.splash_masks import as_splash
+from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.tpu.splash_masks import as_splash
 from jattn.spec import Shapes, Spec
 
 
 _KNOWN = ("0.10.2", "0.12.0", "0.12.0.1")
-INTERPRET = False  # runs the kernel step by step on any platform, for tests
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -33,7 +32,7 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def _version_reason() -> str | None:
-    """`splash_passes` edits the kernel, whose inside another version of JAX may order otherwise."""
+    """`splash_vjp` edits the kernel, whose inside another version of JAX may order otherwise."""
     if jax.__version__ in _KNOWN:
         return None
     return f"its kernel is known as in JAX {' and '.join(_KNOWN)}, this is {jax.__version__}"
@@ -73,6 +72,7 @@ def _mask_reason(spec: Spec, shapes: Shapes) -> str | None:
     return None if np.any(masks.kinds(static, tile)) else "the mask leaves nothing"
 
 
-def passes(platform: str) -> Passes:
-    """Those of the kernel, the same for every platform."""
-    return importlib.import_module("jattn.kernels.splash_passes").passes(INTERPRET)
+def functions(platform: str) -> AttentionVJP:
+    """Forward and backward; interpreted where there is no TPU."""
+    splash_vjp = importlib.import_module("jattn.kernels.tpu.splash_vjp")
+    return splash_vjp.functions(interpret=platform != "tpu")

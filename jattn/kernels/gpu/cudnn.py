@@ -21,10 +21,10 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Int
 
 from jattn import integers, masks, scores
-from jattn._types import LogSumExp, Output, is_static, number
-from jattn.kernels import blockwise
-from jattn.kernels.lowering import default_settings
-from jattn.kernels.passes import Passes, PerQuery, attention, guarded
+from jattn._types import is_static, number
+from jattn.kernels.common.lowering import default_settings
+from jattn.kernels.common.vjp import AttentionVJP, PerQuery, fallback_if_nonfinite
+from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters
 
@@ -195,10 +195,12 @@ def _refusal(shapes: Shapes) -> str | None:
         jax.ShapeDtypeStruct((1, tokens, heads, shapes.H), shapes.dtype)
         for tokens, heads in sizes.values()
     )
-    plain = Spec(masks.Full(), None, 1.0, None, None)
+    all_finite = Spec(masks.Full(), None, 1.0, None, None)
     try:
         with default_settings():
-            jax.eval_shape(jax.grad(lambda *qkv: _attend(plain, [], *qkv).sum()), query, key, key)
+            jax.eval_shape(
+                jax.grad(lambda *qkv: _attend(all_finite, [], *qkv).sum()), query, key, key
+            )
     except (NotImplementedError, RuntimeError, ValueError) as reason:
         return str(reason)
     return None
@@ -272,7 +274,7 @@ def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array,
 
 @sequential_vmap
 def _backward(
-    spec: Spec, per_query: Any, key: Array, value: Array, plain: Array
+    spec: Spec, per_query: Any, key: Array, value: Array, all_finite: Array
 ) -> tuple[list[Array], Array, Array, Array]:
     query, d_out, *_ = per_query
     rows, columns = _alive(spec, query, key)
@@ -287,24 +289,19 @@ def _backward(
     return d_params, d_query, d_key, d_value
 
 
-def _again(platform: str) -> Passes:
+def _again(platform: str) -> AttentionVJP:
     """The blockwise passes, of which the backward one needs a normalizer."""
-    forward, backward = blockwise.passes(platform)[:2]
+    forward, backward = blockwise.functions(platform)[:2]
 
     def backward_from_inputs(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
         query, d_out, _, _, delta = per_query
-        _, normalizer, plain = forward(spec, query, key, value)
+        _, normalizer, all_finite = forward(spec, query, key, value)
         per_query = PerQuery.of(query, d_out, normalizer, delta)
-        return backward(spec, per_query, key, value, plain)
+        return backward(spec, per_query, key, value, all_finite)
 
-    return Passes(forward, backward_from_inputs)
+    return AttentionVJP(forward, backward_from_inputs)
 
 
-def passes(platform: str) -> Passes:
+def functions(platform: str) -> AttentionVJP:
     """Those of cuDNN; the blockwise ones where something masked is not finite."""
-    return guarded(Passes(_forward, _backward), _again(platform))
-
-
-def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis; lse is NaN."""
-    return attention(passes, spec, query, key, value, {"cuda": passes("cuda")})
+    return fallback_if_nonfinite(AttentionVJP(_forward, _backward), _again(platform))

@@ -1,4 +1,4 @@
-"""The functions of `native*.cc` in this process: XLA knows them once their library is loaded.
+"""The functions of `src/*.cc` in this process: XLA knows them once their library is loaded.
 
 Each library is loaded once, and built before if it is not there, by a thread of its own. Whoever
 needs it waits: a program keeps what it was lowered with, so a wait of seconds is soon earned, and
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jattn.kernels import native_build
+from jattn.kernels.cpu import compiler
 
 
-_SOURCES = {"forward": "native.cc", "backward": "native.cc", "decode": "native_decode.cc"}
+_SOURCES = {"forward": "attention.cc", "backward": "attention.cc", "decode": "decode.cc"}
 
 TILES = "64, 128, 512"
 """Queries and keys of a tile, and of how many keys gradients are summed at once; queries come in
@@ -94,7 +94,7 @@ def _library(function: str, dtype: Any) -> _Library:
 def _settle(outcome: Future[_Outcome], source: str, dtype: str, tiles: str) -> None:
     """Loads a library and tells XLA of its functions. Whatever goes wrong is a reason."""
     try:
-        library, file = native_build.load(source, dtype, tiles)
+        library, file = compiler.load(source, dtype, tiles)
         for function in (name for name, of in _SOURCES.items() if of == source):
             capsule = jax.ffi.pycapsule(getattr(library, f"jattn_{function}"))
             jax.ffi.register_ffi_target(_name(function, dtype, tiles), capsule, platform="cpu")
@@ -110,7 +110,7 @@ def _words(error: Exception) -> str:
 @atexit.register
 def _stop() -> None:
     """Ends compilers that nobody waits for, and lets who called them clean up."""
-    native_build.stop()
+    compiler.stop()
     for library in _libraries.values():
         try:
             library.outcome.result(2)

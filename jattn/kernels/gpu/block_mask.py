@@ -16,11 +16,11 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import masks
-from jattn.kernels import tiles
+from jattn.kernels.common import tile_schedule
 from jattn.spec import Spec, Tiling
 
 
-class Walk(NamedTuple):
+class BlockMask(NamedTuple):
     """Which tiles each block visits: `order [B, N, n, m]` lists them, those without need of a mask
     first; `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N
     have size 1 where all are alike. `kinds` are the kinds of tile that may occur.
@@ -59,10 +59,10 @@ class Walk(NamedTuple):
 
         if masks.FULL in self.kinds:
             run = jnp.minimum(start, full), jnp.minimum(stop, full)
-            state = tiles.repeat(*run, functools.partial(visit, False), state)
+            state = tile_schedule.repeat(*run, functools.partial(visit, False), state)
         if masks.MIXED in self.kinds:
             run = jnp.maximum(start, full), jnp.maximum(stop, full)
-            state = tiles.repeat(*run, functools.partial(visit, True), state)
+            state = tile_schedule.repeat(*run, functools.partial(visit, True), state)
         return state
 
 
@@ -71,7 +71,7 @@ def clamped(x: Any, *index: Any) -> tuple[Any, ...]:
     return tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))
 
 
-def walk(kinds: Any, *, by_key: bool = False) -> Walk:
+def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
     """From tile maps `[B, N, n, m]`: for each block of queries the keys, or the other way round."""
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
     static = isinstance(kinds, np.ndarray)
@@ -81,7 +81,7 @@ def walk(kinds: Any, *, by_key: bool = False) -> Walk:
     if static:
         order = order[..., : max(1, ends.max())]
     occurring = tuple(np.unique(kinds).tolist()) if static else (masks.MIXED, masks.FULL)
-    return Walk(order.astype(np.int32), ends.astype(np.int32), occurring)
+    return BlockMask(order.astype(np.int32), ends.astype(np.int32), occurring)
 
 
 def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
@@ -91,7 +91,7 @@ def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
     B, N = max((1, *batch)), max(1, heads)
 
     def one(b: Any, h: Any) -> Any:
-        return tiles.kinds(masks.pick(spec, b, h), T, S, tiling)
+        return tile_schedule.kinds(masks.pick(spec, b, h), T, S, tiling)
 
     if B == N == 1:
         return one(0, 0)[None, None]

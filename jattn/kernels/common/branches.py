@@ -1,0 +1,43 @@
+"""A condition that stays a branch of the program where a call is mapped over a batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array
+
+from jattn._types import Size, closure_converted
+
+
+def unbatched_cond(
+    ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any
+) -> Any:
+    """`lax.cond` that stays a branch under `vmap`: one decision, `yes` only where all are ok.
+
+    The branches may close over traced arrays; those are operands too, as `vmap` may come after the
+    trace in which this is called.
+    """
+    (run_yes, own_yes), (run_no, own_no) = (closure_converted(f, *arguments) for f in (yes, no))
+    own = (own_yes, own_no)
+    yes, no = lambda own, *x: run_yes(own[0], *x), lambda own, *x: run_no(own[1], *x)
+    return _decided(ok, yes, no, own, *arguments)
+
+
+def _decided(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
+    """`unbatched_cond` for branches that close over nothing traced."""
+
+    @custom_vmap
+    def decide(ok: Array, arguments: Any) -> Any:
+        return lax.cond(ok, yes, no, *arguments)
+
+    @decide.def_vmap
+    def decide_for_all(size: Size, mapped: Any, ok: Array, arguments: Any) -> Any:
+        axes = jax.tree.map(lambda one: 0 if one else None, mapped[1])
+        every_yes, every_no = (jax.vmap(f, axes, axis_size=size) for f in (yes, no))
+        results = _decided(jnp.all(ok), every_yes, every_no, *arguments)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return decide(ok, arguments)

@@ -1,0 +1,207 @@
+"""How a head is walked tile by tile: which tiles there are, which are visited, and what each sees.
+
+The tile map decides the walk through loop bounds: empty tiles are not visited, full ones leave the
+mask out. Kernels say what is done at a tile; here stands nothing about softmax or products.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jattn import masks
+from jattn.spec import Spec, Tiling
+
+
+def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
+    """The tile map of one head."""
+    box = masks.Tile.grid(
+        masks.extents(T, tiling.block_q, spec.q_positions),
+        masks.extents(S, tiling.block_kv, spec.kv_positions),
+    )
+    return masks.kinds(spec.mask, box)
+
+
+class Run(NamedTuple):
+    """Consecutive tiles of keys of one kind, taken together as one wide tile."""
+
+    start: Any
+    size: int
+    masked: bool
+
+
+class Schedule(NamedTuple):
+    """Which keys each block of queries visits, or the other way round.
+
+    `runs[i]` lists them where the tile map is known while tracing and the program stays short; a
+    single list is for all. Otherwise `tiles` holds, by width in tiles and kind, the columns
+    `[n, m]` to visit and how many of them each block of queries visits `[n]`.
+    """
+
+    block: int
+    runs: list[list[Run]] | None
+    tiles: list[tuple[int, bool, Any, Any]]
+
+    def of(self, i: Any) -> list[Run]:
+        """The runs of query block i; none where they are not known."""
+        return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
+
+    def unrolled(self, blocks: int) -> bool:
+        """Whether the program is written out block by block."""
+        return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
+
+
+_RUNS = 8  # longest program written out run by run: side by side, more of them take memory and time
+_WIDE = 1024  # keys in a run or a wide tile at most: they bound the memory
+
+
+def widest(tiling: Tiling) -> int:
+    """The most scores that a step of a walk computes."""
+    rows, columns = tiling
+    return max(rows * max(_WIDE, columns), columns * max(_WIDE, rows))
+
+
+def schedule(
+    spec: Spec, T: int, S: int, tiling: Tiling, *, by_key: bool = False, written_out: bool = True
+) -> Schedule:
+    """The walk of one head; known while tracing if the mask is static. `by_key` walks over the
+    queries of each block of keys. `written_out` tells whether several runs may be, or are a loop.
+    """
+    kinds_of_tiles, block = kinds(spec, T, S, tiling), tiling.block_kv
+    if by_key:
+        kinds_of_tiles, block = kinds_of_tiles.T, tiling.block_q
+    columns = kinds_of_tiles.shape[1]
+    if isinstance(kinds_of_tiles, np.ndarray):
+        runs = [_runs_of(row, block) for row in kinds_of_tiles]
+        if all(row == runs[0] for row in runs):
+            runs = runs[:1]
+        if sum(map(len, runs)) <= (_RUNS if written_out else 1):
+            return Schedule(block, runs, [])
+    if columns == 1:
+        return Schedule(block, [[Run(0, block, True)]], [])  # looking is no cheaper than computing
+    xp = np if isinstance(kinds_of_tiles, np.ndarray) else jnp
+    full = kinds_of_tiles == masks.FULL
+    wanted = [(1, True, kinds_of_tiles == masks.MIXED)]
+    # Never all columns: what does not depend on the loop is moved out of it, and always computed.
+    wide = min(_WIDE // block, columns - 1)
+    if wide > 1:
+        groups = columns // wide
+        grouped = xp.all(full[:, : groups * wide].reshape(-1, groups, wide), axis=2)
+        rest = columns - groups * wide
+        full = full & ~xp.pad(xp.repeat(grouped, wide, axis=1), ((0, 0), (0, rest)))
+        wanted.append((wide, False, grouped))
+    wanted.append((1, False, full))
+    return Schedule(
+        block, None, [(size, masked, *where_true(xp, which)) for size, masked, which in wanted]
+    )
+
+
+def _runs_of(kinds: np.ndarray, block: int) -> list[Run]:
+    """The runs of one block of queries, of at most `_WIDE` keys each."""
+    runs: list[Run] = []
+    for j, kind in enumerate(kinds):
+        here = Run(j * block, block, bool(kind == masks.MIXED))
+        last = runs[-1] if runs else Run(-1, 0, False)
+        joins = last.start + last.size == here.start and last.masked == here.masked
+        if kind != masks.EMPTY and joins and last.size + block <= _WIDE:
+            runs[-1] = last._replace(size=last.size + block)
+        elif kind != masks.EMPTY:
+            runs.append(here)
+    return runs
+
+
+def where_true(xp: Any, which: Any) -> tuple[Any, Any]:
+    """Of bool `[n, m]`: the columns that are True, first in each row, and how many they are."""
+    order = xp.argsort(~which, axis=1, stable=True).astype(np.int32)
+    count = which.sum(axis=1).astype(np.int32)
+    return (order if xp is jnp else order[:, : max(1, count.max(initial=0))]), count
+
+
+def visit(schedule: Schedule, i: Any, step: Callable[[Run, Any], Any], state: Any) -> Any:
+    """Folds `step(run, state)` over what block i visits."""
+    state = functools.reduce(lambda state, run: step(run, state), schedule.of(i), state)
+    for width, masked, order, count in schedule.tiles:
+        if not isinstance(count, np.ndarray) or count.any():
+            size = width * schedule.block
+            body = functools.partial(_visit_one, step, jnp.asarray(order)[i], size, masked)
+            state = repeat(0, jnp.asarray(count)[i], body, state)
+    return state
+
+
+def _visit_one(step: Any, order: Array, size: int, masked: bool, place: Any, state: Any) -> Any:
+    return step(Run(order[place] * size, size, masked), state)
+
+
+class Band(NamedTuple):
+    """A walk in which each block of `rows` queries sees one run of `width` keys, at `starts[i]`."""
+
+    rows: int
+    width: int
+    starts: np.ndarray
+
+
+_BAND = 256 * 1280  # T × S of a piece of a band at most
+
+
+def band(spec: Spec, T: int, S: int, tiling: Tiling) -> Band | None:
+    """The band, if what the mask leaves is one and fills most of it.
+
+    Then each block of queries is a short sequence: one fused kernel, no online softmax.
+    """
+    double = 2 * tiling.block_q <= 256 and T % (2 * tiling.block_q) == 0
+    rows = tiling.block_q * (1 + double)
+    found = kinds(spec, T, S, Tiling(rows, tiling.block_kv))
+    if spec.score is not None or spec.dropout_rate or not isinstance(found, np.ndarray):
+        return None
+    visited = found != masks.EMPTY
+    seen = visited.any(axis=1)
+    first = np.where(seen, visited.argmax(axis=1), 0)
+    last = np.where(seen, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0)
+    tiles = int(max(1, (last - first).max()))
+    width = tiles * tiling.block_kv
+    if rows * width > _BAND or visited.sum() <= 0.75 * len(found) * tiles:
+        return None
+    starts = np.minimum(first, visited.shape[1] - tiles) * tiling.block_kv
+    return Band(rows, width, starts.astype(np.int32))
+
+
+def map_blocks(
+    schedule: Schedule,
+    n: int,
+    block: Callable[[Any], Any],
+    over_blocks: Callable[..., Any] = lax.map,
+) -> Any:
+    """`block(i)` for all n blocks, stacked: one after another, or by `over_blocks`."""
+    if schedule.unrolled(n):
+        parts = [block(np.int32(i)) for i in range(n)]
+        return jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    return over_blocks(block, jnp.arange(n, dtype=jnp.int32))
+
+
+def join(x: Array) -> Array:
+    """`[n, t, ...]`, stacked blocks, as `[T, ...]`."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def fold_blocks(schedule: Schedule, n: int, block: Callable[[Any, Any], Any], total: Any) -> Any:
+    """Folds `block(i, total)` over all n blocks of queries."""
+    if schedule.unrolled(n):
+        return functools.reduce(lambda total, i: block(np.int32(i), total), range(n), total)
+    return repeat(0, n, block, total)
+
+
+def repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    """`lax.fori_loop` whose index is int32, also with 64-bit types enabled."""
+    as_int32 = lambda i, state: body(lax.convert_element_type(i, jnp.int32), state)  # noqa: E731
+    return lax.fori_loop(jnp.int32(start), jnp.int32(stop), as_int32, state)
+
+
+def even(size: int, target: int) -> int:
+    """The size of blocks near the target that split an axis evenly; a multiple of 8 if several."""
+    blocks = -(-size // target)
+    return size if blocks == 1 else -(-size // (8 * blocks)) * 8

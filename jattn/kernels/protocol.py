@@ -1,0 +1,18 @@
+"""What a kernel is: a file of `jattn.kernels` with the two functions of `Kernel`."""
+
+from typing import Protocol
+
+from jattn.kernels.common.vjp import AttentionVJP
+from jattn.spec import Shapes, Spec
+
+
+class Kernel(Protocol):
+    """One way of computing attention. A module is one if it has these functions."""
+
+    def supports(self, spec: Spec, shapes: Shapes) -> str | None:
+        """None, or why it cannot compute this call anywhere. Asked while the call is traced."""
+        ...
+
+    def functions(self, platform: str) -> AttentionVJP:
+        """Its forward and backward function for one of the platforms of its row."""
+        ...

@@ -1,0 +1,129 @@
+"""The table of kernels, and which of them runs."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+
+from jattn.checks import check_choice
+from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.cpu import native
+from jattn.kernels.gpu import cudnn, hopper, triton
+from jattn.kernels.protocol import Kernel
+from jattn.kernels.tpu import splash
+from jattn.kernels.xla import blockwise
+from jattn.spec import Shapes, Spec
+
+
+class Row(NamedTuple):
+    """A kernel, where it runs, and when it is traced.
+
+    platforms: those that it is for; None for all.
+    interpreted: those on which JAX's interpreter runs it, slowly, for who names it.
+    when: "lowered", when the program is lowered, for the platforms that it is lowered for.
+        "traced", with the program, for all its platforms: JAX must see calls of cuDNN then, to
+        lower for the devices at hand. "settled", with the program, for the platform that JAX runs
+        on by default; such a kernel is for who names it.
+    unavailable: why it cannot run on this machine, or in this program, if that is so; asked when a
+        program is lowered. A kernel that was named may wait for what it needs.
+    """
+
+    kernel: Kernel
+    platforms: tuple[str, ...] | None = None
+    interpreted: tuple[str, ...] = ()
+    when: Literal["lowered", "traced", "settled"] = "lowered"
+    unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, named: None
+
+
+KERNELS: dict[str, Row] = {
+    "cudnn": Row(cudnn, ("cuda",), when="traced"),
+    "splash": Row(splash, ("tpu",)),
+    "native": Row(native, ("cpu",), unavailable=native.unavailable),
+    "blockwise": Row(blockwise),
+    "pallas": Row(triton, ("cuda", "rocm"), interpreted=("cpu",)),
+    "hopper": Row(hopper, ("cuda",), interpreted=("cpu",), when="settled"),
+}
+"""By name, in the order in which `implementation=None` tries them on their platforms."""
+
+NAMES: tuple[str, ...] = (*KERNELS, "reference")
+"""What `implementation` may name. The reference is the formula, which JAX itself differentiates: it
+is no kernel, computes everything, and runs only where it is named."""
+
+
+def check_name(implementation: str | None, *others: str) -> None:
+    """Raises ValueError for a name that is neither in `NAMES` nor one of the `others`."""
+    check_choice("implementation", implementation, (None, *others, *NAMES))
+
+
+def refuse(name: str, reason: str | None) -> None:
+    """Raises NotImplementedError if there is a reason."""
+    if reason:
+        raise NotImplementedError(f"implementation {name!r}: {reason}")
+
+
+def check_supported(name: str, spec: Spec, shapes: Shapes) -> None:
+    """Raises NotImplementedError if the implementation cannot compute the call anywhere."""
+    if name in KERNELS:
+        refuse(name, KERNELS[name].kernel.supports(spec, shapes))
+
+
+def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
+    """For each name None, or why it cannot run the call on a platform."""
+    found = {
+        name: row.kernel.supports(spec, shapes) or _cannot_run(name, platform, shapes, named=True)
+        for name, row in KERNELS.items()
+    }
+    return {**found, "reference": None}
+
+
+def candidates(spec: Spec, shapes: Shapes) -> list[str]:
+    """The kernels that can compute a call, in order. Those whose platform is settled while tracing
+    are for who names them."""
+    return [
+        name
+        for name, row in KERNELS.items()
+        if row.when != "settled" and not row.kernel.supports(spec, shapes)
+    ]
+
+
+def functions(
+    names: Sequence[str], shapes: Shapes, *, named: bool
+) -> tuple[AttentionVJP | Callable[[str], AttentionVJP], dict[str, AttentionVJP]]:
+    """What `vjp.attention` takes: the functions of the first of these kernels that can run on a
+    platform, and by platform those that are traced with the program."""
+    row = KERNELS[names[0]]
+    if row.when == "settled":
+        return row.kernel.functions(_settled_platform()), {}
+    traced = (row.platforms or ()) if row.when == "traced" else ()
+    choose = functools.partial(_first_that_can, tuple(names), shapes, named)
+    return choose, {platform: row.kernel.functions(platform) for platform in traced}
+
+
+def _first_that_can(
+    names: Sequence[str], shapes: Shapes, named: bool, platform: str
+) -> AttentionVJP:
+    """The functions of the first kernel that can run on this platform and machine."""
+    for name in names:
+        reason = _cannot_run(name, platform, shapes, named=named)
+        if named:
+            refuse(name, reason)
+        if not reason:
+            return KERNELS[name].kernel.functions(platform)
+    raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
+
+
+def _cannot_run(name: str, platform: str, shapes: Shapes, *, named: bool) -> str | None:
+    """Why not on this platform or machine; None if it can. Only who names it has it interpreted."""
+    row = KERNELS[name]
+    if row.platforms and platform not in (*row.platforms, *(row.interpreted if named else ())):
+        return f"is for {' and '.join(row.platforms)}, the program is for {platform}"
+    return row.unavailable(shapes, named)
+
+
+def _settled_platform() -> str:
+    """The platform of an abstract device in the mesh, else of JAX's default backend: JAX's
+    interpreter has effects, which a program cannot take on when it is lowered."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    backend = jax.default_backend() if device is None else device.platform
+    return "cpu" if backend == "cpu" else "cuda"
