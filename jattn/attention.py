@@ -14,17 +14,8 @@ from jax.core import Tracer
 from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
-from jattn._types import (
-    AnyArray,
-    Keys,
-    LogSumExp,
-    Output,
-    Queries,
-    Values,
-    Weights,
-    axis_along,
-    declared,
-)
+from jattn._pytree import axis_names, axis_of
+from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
 from jattn.checks import check_array, check_choice
 from jattn.kernels import registry
@@ -288,8 +279,8 @@ def _in_pieces(
     # Arrays of mask and score along T are split with the queries.
     rules = {"mask": as_mask(arguments.get("mask")), "score": arguments.get("score")}
     leaves, structure = jax.tree.flatten(rules)
-    letters = jax.tree.leaves([declared(rule) for rule in rules.values()])
-    axes = [axis_along("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
+    letters = jax.tree.leaves([axis_names(rule) for rule in rules.values()])
+    axes = [axis_of("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
     own = [
         None if axis is None or x.shape[axis] == 1 else split(x, axis)
         for axis, x in zip(axes, leaves, strict=True)

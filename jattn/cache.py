@@ -22,7 +22,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn import integers
-from jattn._types import Shape, Size, node, static
+from jattn._pytree import pytree_dataclass, static_field
+from jattn._types import Shape, Size
 from jattn.checks import check_array, check_dtype, check_size, check_sizes
 from jattn.masks import Lengths, Mask, Window
 
@@ -205,7 +206,7 @@ def _no_tokens(batch: Size) -> tuple[Array, Array]:
     return jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
 
 
-@node
+@pytree_dataclass
 class DenseCache(Cache):
     """Every token at the slot of its position: `keys [B, K, S, H]`, `values [B, K, S, V]`."""
 
@@ -268,7 +269,7 @@ class DenseCache(Cache):
         )
 
 
-@node
+@pytree_dataclass
 class RollingCache(Cache):
     """The last tokens only, for attention under `Window(left=window)`: old ones are overwritten.
 
@@ -280,7 +281,7 @@ class RollingCache(Cache):
     values: Any
     lengths: Any  # tokens ever appended
     overflowed: Any
-    window: int = static()
+    window: int = static_field()
 
     @classmethod
     def create(
@@ -336,7 +337,7 @@ class RollingCache(Cache):
         )
 
 
-@node
+@pytree_dataclass
 class PagedCache(Cache):
     """Tokens in pages of a common pool, found by a table (Kwon et al. 2023, PagedAttention).
 

@@ -13,7 +13,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jattn._types import Shape, number
+from jattn._pytree import number
+from jattn._types import Shape
 from jattn.integers import MOST, is_integer, is_known, known_range
 
 

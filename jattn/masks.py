@@ -23,18 +23,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jattn import integers
-from jattn._types import (
-    Allowed,
-    Indices,
-    Shape,
-    along,
-    axis_along,
-    declared,
-    node,
+from jattn._pytree import (
+    array_field,
+    axis_names,
+    axis_of,
+    flatten_batch,
+    hoist_closure,
+    leading,
     number,
-    opened,
-    static,
+    pytree_dataclass,
+    select_head,
+    static_field,
+    take_tile,
 )
+from jattn._types import Allowed, Indices, Shape
 from jattn.checks import check_array, check_function, check_operands, check_size, check_sizes, shown
 from jattn.integers import is_below, is_integer
 
@@ -113,7 +115,7 @@ class Mask:
     __array_ufunc__ = None  # so that `array & mask` asks the mask, not NumPy
 
     def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
-        """The truth where arrays are already picked for (b, h) and cut to rows and columns.
+        """The truth where arrays are already selected for (b, h) and cut to rows and columns.
 
         Sizes of 1 broadcast.
         """
@@ -121,7 +123,7 @@ class Mask:
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
         """`(maybe_any, surely_all)`: False in the first means nothing in the tile is allowed,
-        True in the second that everything is. Arrays must be picked for one (b, h)."""
+        True in the second that everything is. Arrays must be selected for one (b, h)."""
         raise NotImplementedError
 
     def __call__(
@@ -134,7 +136,7 @@ class Mask:
         i, j = _alike(as_span(rows), as_span(columns))
         _check_head(*leading(self), b, h)
         flat = flatten_batch(self, leading(self)[0])
-        allowed = cut(pick(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
+        allowed = take_tile(select_head(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
         return jnp.broadcast_to(allowed, (len(i.places), len(j.places)))
 
     def __and__(self, other: Any) -> "Mask":
@@ -181,7 +183,7 @@ class Mask:
         i, j = span(T, q_positions), span(S, kv_positions)
 
         def one(b: Any, h: Any) -> Array:
-            allowed = cut(pick(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
+            allowed = take_tile(select_head(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
             return jnp.broadcast_to(allowed, (T, S))
 
         if not lead and not N:
@@ -265,9 +267,9 @@ def _of_formula(name: str, x: Any, size: int) -> Any:
 def _check_covers(mask: Mask, T: int, S: int) -> None:
     """Raises ValueError where an array along T or S is not as long; indexing would make do."""
     leaves = jax.tree_util.tree_leaves_with_path(mask)
-    for (path, leaf), letters in zip(leaves, jax.tree.leaves(declared(mask)), strict=True):
+    for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(mask)), strict=True):
         for letter, size in (("T", T), ("S", S)):
-            axis = axis_along(letter, letters, leaf.ndim)
+            axis = axis_of(letter, letters, leaf.ndim)
             got = size if axis is None else leaf.shape[axis]
             if got != size and not (got == 1 and f"#{letter}" in letters.split()):
                 name = f"mask{jax.tree_util.keystr(path)}"
@@ -289,71 +291,7 @@ def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
             raise ValueError(f"{name}: expected 0 <= {name} < {end}, got {shown(index)}")
 
 
-def leading(tree: Any) -> tuple[Shape, int]:
-    """The batch axes and the number of heads that the arrays of a mask or a spec show."""
-    batch: Shape = ()
-    heads = 0
-    for leaf, letters in zip(jax.tree.leaves(tree), jax.tree.leaves(declared(tree)), strict=True):
-        named, lead = _split(letters, leaf)
-        batch = jnp.broadcast_shapes(batch, leaf.shape[:lead])
-        if "N" in named and leaf.shape[lead + named.index("N")] > 1:
-            heads = leaf.shape[lead + named.index("N")]
-    return batch, heads
-
-
-def _split(letters: str, leaf: Any) -> tuple[list[str], int]:
-    """The letters of an array's own axes, and how many batch axes stand before them."""
-    named = [x for x in letters.replace("#", "").split() if x != "*B"]
-    return named, leaf.ndim - len(named) if "*B" in letters.replace("#", "") else 0
-
-
-def flatten_batch(tree: Any, batch: Shape) -> Any:
-    """The tree with the batch axes of its arrays as one leading axis, of size B or 1."""
-
-    def one(letters: str, leaf: Any) -> Any:
-        if "B" not in letters:
-            return leaf
-        _, lead = _split(letters, leaf)
-        own, rest = leaf.shape[:lead], leaf.shape[lead:]
-        if math.prod(own) == 1:
-            return leaf.reshape(1, *rest)
-        return jnp.broadcast_to(leaf, (*batch, *rest)).reshape(math.prod(batch), *rest)
-
-    return jax.tree.map(one, declared(tree), tree)
-
-
-def pick(tree: Any, b: Any, h: Any) -> Any:
-    """The tree for one (b, h): batch and head axes of its arrays indexed away.
-
-    Its arrays have one batch axis, see `flatten_batch`, or none.
-    """
-
-    def one(letters: str, leaf: Any) -> Any:
-        named, lead = _split(letters, leaf)
-        if lead:
-            leaf = leaf[b if leaf.shape[0] != 1 else 0]
-        if "N" in named:
-            axis = named.index("N")
-            leaf = jnp.take(leaf, h if leaf.shape[axis] > 1 else 0, axis=axis)
-        return leaf
-
-    return jax.tree.map(one, declared(tree), tree)
-
-
-def cut(tree: Any, rows: Indices, columns: Indices) -> Any:
-    """The picked tree with arrays along T and S taken at these places."""
-
-    def one(letters: str, leaf: Any) -> Any:
-        named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
-        for letter, places in (("T", rows), ("S", columns)):
-            if letter in named and leaf.shape[named.index(letter)] > 1:
-                leaf = jnp.take(leaf, places, axis=named.index(letter))
-        return leaf
-
-    return jax.tree.map(one, declared(tree), tree)
-
-
-@node
+@pytree_dataclass
 class And(Mask):
     """Both allow."""
 
@@ -368,7 +306,7 @@ class And(Mask):
         return any_l & any_r, all_l & all_r
 
 
-@node
+@pytree_dataclass
 class Or(Mask):
     """One of the two allows."""
 
@@ -383,7 +321,7 @@ class Or(Mask):
         return any_l | any_r, all_l | all_r
 
 
-@node
+@pytree_dataclass
 class Not(Mask):
     """The other does not allow."""
 
@@ -397,7 +335,7 @@ class Not(Mask):
         return ~surely_all, ~maybe_any
 
 
-@node
+@pytree_dataclass
 class Full(Mask):
     """Every query attends to every key."""
 
@@ -408,7 +346,7 @@ class Full(Mask):
         return np.True_, np.True_
 
 
-@node
+@pytree_dataclass
 class Empty(Mask):
     """No query attends to any key."""
 
@@ -438,15 +376,15 @@ def shifted(positions: Any, by: int) -> Any:
     return positions
 
 
-@node
+@pytree_dataclass
 class Window(Mask):
     """q − left ≤ kv ≤ q + right by position, both inclusive; None is unbounded.
 
     Raises ValueError for negative or non-integer distances.
     """
 
-    left: int | None = static(default=None)
-    right: int | None = static(default=None)
+    left: int | None = static_field(default=None)
+    right: int | None = static_field(default=None)
 
     def __post_init__(self):
         for name in ("left", "right"):
@@ -477,7 +415,7 @@ class Window(Mask):
         return maybe_any, surely_all
 
 
-@node
+@pytree_dataclass
 class Causal(Mask):
     """kv ≤ q by position: no query sees the future.
 
@@ -493,14 +431,14 @@ class Causal(Mask):
         return _as_truth(kv_lo <= q_hi), _as_truth(kv_hi <= q_lo)
 
 
-@node
+@pytree_dataclass
 class Prefix(Mask):
     """kv < length by position: everybody sees the prefix. `Causal() | Prefix(n)` is a prefix LM.
 
     `length` is an integer or an integer array, scalar or `[*B]`.
     """
 
-    length: Any = along("*B")
+    length: Any = array_field("*B")
 
     def __post_init__(self):
         _check_lengths("Prefix", "length", self.length)
@@ -514,11 +452,11 @@ class Prefix(Mask):
         return _as_truth(some), _as_truth(every)
 
 
-@node
+@pytree_dataclass
 class Dilated(Mask):
     """(q − kv) is a multiple of `step`, by position (Child et al. 2019, strided pattern)."""
 
-    step: int = static()
+    step: int = static_field()
 
     def __post_init__(self):
         if not (is_integer(self.step) and self.step >= 1):
@@ -544,11 +482,11 @@ class Dilated(Mask):
         return _as_truth(some), _as_truth((self.step == 1) | alone)
 
 
-@node
+@pytree_dataclass
 class Global(Mask):
     """The first `n` positions attend to all and are attended by all (Beltagy et al. 2020)."""
 
-    n: int = static()
+    n: int = static_field()
 
     def __post_init__(self):
         if not (is_integer(self.n) and self.n >= 0):
@@ -572,15 +510,15 @@ def _check_lengths(owner: str, name: str, value: Any) -> None:
         raise TypeError(f"{owner}: {name} must be an integer or an integer array, got {kind}")
 
 
-@node
+@pytree_dataclass
 class Lengths(Mask):
     """Place < length, for queries, keys or both: what padding leaves.
 
     `q` and `kv` are integers or integer arrays, scalar or `[*B]`; None is unbounded.
     """
 
-    q: Any = along("*B", default=None)
-    kv: Any = along("*B", default=None)
+    q: Any = array_field("*B", default=None)
+    kv: Any = array_field("*B", default=None)
 
     def __post_init__(self):
         for name in ("q", "kv"):
@@ -621,15 +559,15 @@ def _range_of(ids: Array, extent: Extent) -> tuple[Any, Any]:
     return taken.min(axis=1).reshape(shape), taken.max(axis=1).reshape(shape)
 
 
-@node
+@pytree_dataclass
 class Segments(Mask):
     """Equal ids attend: several documents or sentences packed in one row.
 
     `q_ids` is an integer array `[*B, T]` (or `[T]` for all), `kv_ids` `[*B, S]`; None: the same.
     """
 
-    q_ids: Any = along("*B T")
-    kv_ids: Any = along("*B S", default=None)
+    q_ids: Any = array_field("*B T")
+    kv_ids: Any = array_field("*B S", default=None)
 
     def __post_init__(self):
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
@@ -651,14 +589,14 @@ class Segments(Mask):
         return (q_lo <= kv_hi) & (kv_lo <= q_hi), same
 
 
-@node
+@pytree_dataclass
 class Dense(Mask):
     """Any mask, as a boolean array of full rank `[*B, N, T, S]`; axes of size 1 broadcast.
 
     Raises TypeError for arrays that are not boolean.
     """
 
-    array: Any = along("*#B #N #T #S")
+    array: Any = array_field("*#B #N #T #S")
 
     def __post_init__(self):
         _check_bool("Dense", "mask", self.array)
@@ -691,7 +629,7 @@ def _check_bool(owner: str, name: str, value: Any) -> None:
         )
 
 
-@node
+@pytree_dataclass
 class Blocks(Mask):
     """A coarse mask: `layout[q_place // block, kv_place // block]`.
 
@@ -700,7 +638,7 @@ class Blocks(Mask):
     """
 
     layout: Any
-    block: int | tuple[int, int] = static()
+    block: int | tuple[int, int] = static_field()
 
     def __post_init__(self):
         _check_bool("Blocks", "layout", self.layout)
@@ -713,7 +651,7 @@ class Blocks(Mask):
         if len(block) != 2 or not all(is_integer(x) and x >= 1 for x in block):
             raise ValueError(f"Blocks: block must be an integer >= 1 or two, got {self.block!r}")
 
-    def declared_letters(self) -> dict[str, str]:
+    def axis_names_by_value(self) -> dict[str, str]:
         """A layout without leading axes is shared by all; any other has full rank."""
         return {"layout": "Tb Sb" if self.layout.ndim == 2 else "*#B #N Tb Sb"}
 
@@ -756,7 +694,7 @@ def _cells(extent: Extent, block: int, cells: int) -> tuple[Array, Array]:
     return jnp.minimum(start // block, stop), stop
 
 
-@node
+@pytree_dataclass
 class Predicate(Mask):
     """Any rule: `fn(b, h, q_idx, kv_idx, *operands) -> bool`, on scalars, as in FlexAttention.
 
@@ -775,9 +713,9 @@ class Predicate(Mask):
     `check_bounds` compares them with the function.
     """
 
-    fn: Callable[..., Any] = static()
+    fn: Callable[..., Any] = static_field()
     operands: tuple[Any, ...] = ()
-    bounds_fn: Callable[[Tile], tuple[Truth, Truth]] | None = static(default=None)
+    bounds_fn: Callable[[Tile], tuple[Truth, Truth]] | None = static_field(default=None)
 
     def __init__(
         self,
@@ -793,9 +731,9 @@ class Predicate(Mask):
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "bounds_fn", bounds)
 
-    def opened(self) -> "Predicate":
+    def hoist_closure(self) -> "Predicate":
         """The same mask; traced arrays that its function closes over are operands."""
-        fn, operands = opened(self.fn, self.operands, *[jnp.int32(0)] * 4)
+        fn, operands = hoist_closure(self.fn, self.operands, *[jnp.int32(0)] * 4)
         return Predicate(fn, *operands, bounds=self.bounds_fn)
 
     def _scalar(self, b: Any, h: Any, q: Any, kv: Any) -> Bool[Array, ""]:
@@ -865,7 +803,7 @@ def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
 
 
 def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
-    """EMPTY, MIXED or FULL for each tile; arrays of the mask must be picked for one (b, h)."""
+    """EMPTY, MIXED or FULL for each tile; arrays of the mask must be selected for one (b, h)."""
     maybe_any, surely_all = mask.bounds(tile)
     kind = maybe_any.astype(np.int8) + (maybe_any & surely_all).astype(np.int8)
     return (jnp if isinstance(kind, jax.Array) else np).broadcast_to(kind, tile.shape)
@@ -896,7 +834,7 @@ def tile_map(
     _check_head(*leading(mask), b, h)
     q, kv = _given(T, S, q_positions, kv_positions)
     tile = Tile.grid(extents(T, block_q, q), extents(S, block_kv, kv))
-    return kinds(pick(flatten_batch(mask, leading(mask)[0]), b, h), tile)
+    return kinds(select_head(flatten_batch(mask, leading(mask)[0]), b, h), tile)
 
 
 def check_bounds(

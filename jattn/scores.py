@@ -15,7 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jattn._types import Scores, along, is_static, node, number, opened, static
+from jattn._pytree import (
+    array_field,
+    hoist_closure,
+    is_static,
+    number,
+    pytree_dataclass,
+    static_field,
+)
+from jattn._types import Scores
 from jattn.checks import (
     check_array,
     check_flag,
@@ -30,7 +38,7 @@ class ScoreFunction:
     """The base of all score functions."""
 
     def evaluate(self, score: Scores, b: Any, h: Any, rows: Any, columns: Any) -> Scores:
-        """`[t, s] -> [t, s]`, arrays picked for (b, h) and cut to the spans `rows`, `columns`."""
+        """`[t, s] -> [t, s]`, arrays selected for (b, h) and cut to the spans `rows`, `columns`."""
         raise NotImplementedError
 
     def __rshift__(self, other: "ScoreFunction") -> "ScoreFunction":
@@ -45,7 +53,7 @@ class ScoreFunction:
         )
 
 
-@node
+@pytree_dataclass
 class Then(ScoreFunction):
     """`first`, then `second`."""
 
@@ -77,7 +85,7 @@ def _like(value: Any, score: Scores) -> Any:
     return number(value) if is_static(value) else value.astype(score.dtype)
 
 
-@node
+@pytree_dataclass
 class SoftCap(ScoreFunction):
     """cap × tanh(score / cap): keeps scores within ±cap (Gemma 2, 2024). `cap` is a scalar."""
 
@@ -97,7 +105,7 @@ class SoftCap(ScoreFunction):
         return cap * jnp.tanh(score / cap)
 
 
-@node
+@pytree_dataclass
 class Temperature(ScoreFunction):
     """score / t. `t` is a scalar: above 1 flattens the softmax, below 1 sharpens it."""
 
@@ -123,11 +131,11 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
     return jnp.asarray(slopes, jnp.float32)
 
 
-@node
+@pytree_dataclass
 class Alibi(ScoreFunction):
     """score − slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`."""
 
-    slopes: Any = along("N")
+    slopes: Any = array_field("N")
 
     def __post_init__(self):
         if isinstance(self.slopes, list | tuple):
@@ -178,16 +186,16 @@ def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "
     return jnp.where(kv == q, 0, jnp.where(kv > q, after, before))
 
 
-@node
+@pytree_dataclass
 class RelativeBias(ScoreFunction):
     """score + table[bucket(kv − q), h], by position: T5's learned relative bias.
 
     `table` is `[buckets, N]`; see `relative_bucket` for `bidirectional` and `max_distance`.
     """
 
-    table: Any = along("buckets N")
-    bidirectional: bool = static(default=True)
-    max_distance: int = static(default=128)
+    table: Any = array_field("buckets N")
+    bidirectional: bool = static_field(default=True)
+    max_distance: int = static_field(default=128)
 
     def __post_init__(self):
         check_array("RelativeBias: table", self.table, "[buckets, N]")
@@ -238,11 +246,11 @@ def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
     return rows.reshape(t, t + s - 1)[:, t - 1 :]
 
 
-@node
+@pytree_dataclass
 class Bias(ScoreFunction):
     """score + array, by place. `array` has full rank `[*B, N, T, S]`; axes of size 1 broadcast."""
 
-    array: Any = along("*#B #N #T #S")
+    array: Any = array_field("*#B #N #T #S")
 
     def __post_init__(self):
         check_array("Bias: array", self.array, "[*B, N, T, S]")
@@ -251,7 +259,7 @@ class Bias(ScoreFunction):
         return score + _like(self.array, score)
 
 
-@node
+@pytree_dataclass
 class Score(ScoreFunction):
     """Any function: `fn(score, b, h, q_idx, kv_idx, *operands)`, on scalars, as in FlexAttention.
 
@@ -260,7 +268,7 @@ class Score(ScoreFunction):
     object: define the function once, outside the call.
     """
 
-    fn: Callable[..., Any] = static()
+    fn: Callable[..., Any] = static_field()
     operands: tuple[Any, ...] = ()
 
     def __init__(self, fn: Callable[..., Any], *operands: Any):
@@ -269,10 +277,10 @@ class Score(ScoreFunction):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
 
-    def opened(self, dtype: Any) -> "Score":
+    def hoist_closure(self, dtype: Any) -> "Score":
         """The same function of scores of a dtype; traced arrays it closes over are operands."""
         score = jnp.zeros((), dtype)
-        fn, operands = opened(self.fn, self.operands, score, *[jnp.int32(0)] * 4)
+        fn, operands = hoist_closure(self.fn, self.operands, score, *[jnp.int32(0)] * 4)
         return Score(fn, *operands)
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -15,17 +15,16 @@ from jaxtyping import Array
 
 from jattn import integers
 from jattn._functions import frozen, holds_tracers
-from jattn._types import (
-    Shape,
-    Size,
-    accumulation,
-    along,
-    declared,
+from jattn._pytree import (
+    array_field,
+    axis_names,
+    flatten_batch,
     is_static,
-    node,
     number,
-    static,
+    pytree_dataclass,
+    static_field,
 )
+from jattn._types import Shape, Size, accumulation
 from jattn.checks import (
     check_array,
     check_flag,
@@ -35,14 +34,14 @@ from jattn.checks import (
     check_rate,
     shown,
 )
-from jattn.masks import Blocks, Full, Mask, Predicate, as_mask, flatten_batch
+from jattn.masks import Blocks, Full, Mask, Predicate, as_mask
 from jattn.scores import Score, ScoreFunction, check_score
 
 
 Shaped = Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
 
 
-@node
+@pytree_dataclass
 class Spec:
     """What attention computes: everything but query, key and value. One head's formula is
 
@@ -52,12 +51,12 @@ class Spec:
     mask: Mask
     score: ScoreFunction | None
     scale: Any
-    q_positions: Any = along("*B T")
-    kv_positions: Any = along("*B S")
+    q_positions: Any = array_field("*B T")
+    kv_positions: Any = array_field("*B S")
     dropout_key: Any = None
-    dropout_rate: float = static(default=0.0)
-    precision: Any = static(default=None)
-    lse: bool = static(default=False)  # whether the log of the denominator is asked for too
+    dropout_rate: float = static_field(default=0.0)
+    precision: Any = static_field(default=None)
+    lse: bool = static_field(default=False)  # whether the log of the denominator is asked for too
     lost: Any = None  # traced: whether positions do not fit 32 bits, for results to be NaN
 
 
@@ -193,7 +192,7 @@ def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes) -> Non
 def check_leaves(spec: Spec, shapes: Shapes) -> None:
     """Raises ValueError where an array of mask, score or positions does not fit the call."""
     leaves = jax.tree_util.tree_leaves_with_path(spec)
-    for (path, leaf), letters in zip(leaves, jax.tree.leaves(declared(spec)), strict=True):
+    for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(spec)), strict=True):
         if letters:
             name = jax.tree_util.keystr(path).lstrip(".")
             _check_letters(name, letters, np.shape(leaf), shapes)
@@ -260,10 +259,10 @@ def _with_lasting_functions(spec: Spec, shapes: Shapes) -> Spec:
 
     def lasting(x: Any) -> Any:
         if isinstance(x, Score):
-            own = x.opened(accumulation(shapes.dtype)) if holds_tracers(x.fn) else x
+            own = x.hoist_closure(accumulation(shapes.dtype)) if holds_tracers(x.fn) else x
             return Score(frozen(own.fn), *own.operands)
         if isinstance(x, Predicate):
-            own = x.opened() if holds_tracers(x.fn) else x
+            own = x.hoist_closure() if holds_tracers(x.fn) else x
             # Without its bounds it is evaluated, which is the same.
             bounds = None if holds_tracers(x.bounds_fn) else x.bounds_fn
             return Predicate(frozen(own.fn), *own.operands, bounds=bounds and frozen(bounds))
@@ -285,8 +284,8 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
 
     def open_(x: Any) -> Any:
         if isinstance(x, Predicate):
-            return x.opened()
-        return x.opened(dtype) if isinstance(x, Score) else x
+            return x.hoist_closure()
+        return x.hoist_closure(dtype) if isinstance(x, Score) else x
 
     def cast(leaf: Any) -> Any:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -322,7 +321,7 @@ def parameters(spec: Spec) -> list[Any]:
 def parameter_letters(spec: Spec) -> list[str]:
     """Along which letters each of `parameters` runs."""
     learned = _learned(spec)
-    letters = jax.tree.leaves([declared(x) for x in learned])
+    letters = jax.tree.leaves([axis_names(x) for x in learned])
     return [x for x, leaf in zip(letters, jax.tree.leaves(learned), strict=True) if _is_param(leaf)]
 
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jattn._types import Indices, Scores, accumulation, declared, number
+from jattn._pytree import axis_names, number
+from jattn._types import Indices, Scores, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
 from jattn.spec import Spec, has_mask, parameter_letters, parameters
@@ -95,7 +96,7 @@ def modify(
 ) -> Scores:
     """scale → score functions → mask; −inf where masked.
 
-    Arrays of the spec are picked for (b, h) and cut to rows and columns. `masked=False` leaves the
+    Arrays of the spec are selected for (b, h) and cut to rows and columns. `masked=False` leaves the
     mask out, for tiles that are known to be full. `select=False` adds it, which is the same where
     all is finite.
     """
@@ -206,7 +207,7 @@ class _Leaves:
     """The arrays of a spec, and along which letters each still runs."""
 
     def __init__(self, spec: Spec, groups: tuple[int, ...]):
-        letters, self.treedef = jax.tree.flatten(declared(spec))
+        letters, self.treedef = jax.tree.flatten(axis_names(spec))
         self.arrays: list[Array] = []
         self.letters: list[tuple[str, ...]] = []
         for name, leaf in zip(letters, jax.tree.leaves(spec), strict=True):
@@ -241,13 +242,13 @@ def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
     """As `jax.vmap` along leading axes, but one after another, in the memory of one."""
 
     def mapped(*arguments: Any) -> Any:
-        def along(where: Any, *trees: Any) -> Any:
+        def by_axis(where: Any, *trees: Any) -> Any:
             return jax.tree.map(where, in_axes, *trees, is_leaf=lambda x: x is None)
 
         def one(part: Any) -> Any:
-            return function(*along(lambda a, x, y: x if a is None else y, arguments, part))
+            return function(*by_axis(lambda a, x, y: x if a is None else y, arguments, part))
 
-        parts = along(lambda a, x: None if a is None else x, arguments)
+        parts = by_axis(lambda a, x: None if a is None else x, arguments)
         if all(x.shape[0] == 1 for x in jax.tree.leaves(parts)):
             # Nothing to gain, and XLA might round otherwise than in the program of all at once.
             return jax.vmap(one)(parts)

@@ -15,7 +15,7 @@ import pytest
 
 import jattn
 from jattn import masks, scores
-from jattn._types import along, node
+from jattn._pytree import array_field, pytree_dataclass
 from jattn.kernels.common import lowering, vjp
 from jattn.kernels.gpu import cudnn
 from jattn.kernels.xla import blockwise
@@ -72,9 +72,9 @@ def test_masks_that_it_has_none_for(mask, says):
 
 
 def test_other_masks_may_be_registered():
-    @node
+    @pytree_dataclass
     class UpTo(masks.Mask):
-        length: Any = along("*B")
+        length: Any = array_field("*B")
 
     mask = CAUSAL & UpTo(jnp.array([3, 4]))
     with pytest.raises(NotImplementedError, match="UpTo"):

@@ -18,6 +18,7 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experi
 # may import one another as long as none comes back to itself. A new file takes its place here.
 ROOMS = (
     ("_types", "_functions"),
+    ("_pytree",),
     ("integers",),
     ("checks",),
     ("softmax", "masks", "scores", "positions"),

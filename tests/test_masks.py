@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks
+from jattn._pytree import select_head
 from jattn.masks import Extent, Span, Tile
 
 
@@ -688,7 +689,7 @@ def test_bounds_never_lie(data):
     b, h = data.draw(st.integers(0, TREE_B - 1)), data.draw(st.integers(0, TREE_N - 1))
     block_q, block_kv = data.draw(st.sampled_from([(3, 4), (16, 16)]))
 
-    picked = masks.pick(ruled.mask, b, h)
+    picked = select_head(ruled.mask, b, h)
     for sizes in ((1, 1), (3, 4)):
         i, rows = data.draw(boxes(positions[0], sizes[0]))
         j, columns = data.draw(boxes(positions[1], sizes[1]))
@@ -778,14 +779,14 @@ def test_bounds_of_many_tiles_are_those_of_each(name):
     mask = SHARP[name]()
     rows, columns = masks.extents(24, 7), masks.extents(24, 9)
     together = [
-        np.broadcast_to(x, (4, 3)) for x in masks.pick(mask, 0, 0).bounds(Tile.grid(rows, columns))
+        np.broadcast_to(x, (4, 3)) for x in select_head(mask, 0, 0).bounds(Tile.grid(rows, columns))
     ]
     for n, m in ((0, 0), (1, 0), (2, 1), (3, 0), (3, 2)):
         one = Tile(
             Extent(int(rows.lo[n]), int(rows.hi[n]), int(rows.start[n]), rows.size),
             Extent(int(columns.lo[m]), int(columns.hi[m]), int(columns.start[m]), columns.size),
         )
-        alone = [bool(np.all(x)) for x in masks.pick(mask, 0, 0).bounds(one)]
+        alone = [bool(np.all(x)) for x in select_head(mask, 0, 0).bounds(one)]
         assert alone == [bool(x[n, m]) for x in together]
 
 

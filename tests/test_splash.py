@@ -13,7 +13,7 @@ from jax import export
 
 import jattn
 from jattn import masks, scores
-from jattn._types import along, node, static
+from jattn._pytree import array_field, pytree_dataclass, static_field
 from jattn.kernels import registry
 from jattn.kernels.tpu import splash, splash_masks
 from jattn.spec import check_shapes, make_spec
@@ -97,10 +97,10 @@ def test_masks_that_it_cannot_be_fed(mask, says):
 
 
 def test_other_masks_may_be_registered():
-    @node
+    @pytree_dataclass
     class Odd(masks.Mask):
-        which: int = static(default=1)
-        unused: Any = along("*B", default=None)
+        which: int = static_field(default=1)
+        unused: Any = array_field("*B", default=None)
 
         def evaluate(self, b, h, rows, columns):
             return (columns.positions[None, :] + rows.positions[:, None]) % 2 == self.which

@@ -9,7 +9,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
-from jattn._types import Size, closure_converted
+from jattn._pytree import closure_converted
+from jattn._types import Size
 
 
 def unbatched_cond(

@@ -15,13 +15,14 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import masks, tile
-from jattn._types import Shape, Size, axis_along, declared
+from jattn._pytree import axis_names, axis_of
+from jattn._types import Shape, Size
 from jattn.kernels.common.tile_schedule import Run
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 
-def whole(T: int, S: int, tiling: Tiling) -> tuple[int, int]:
+def round_up(T: int, S: int, tiling: Tiling) -> tuple[int, int]:
     """T and S as whole tiles."""
     block_q, block_kv = tiling
     return -(-T // block_q) * block_q, -(-S // block_kv) * block_kv
@@ -38,7 +39,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def at(cls, spec: Spec, b: Any, h: Any, row: Any, rows: int, run: Run) -> "Tile":
-        own = cut(spec, row, rows, run.start, run.size)
+        own = slice_tile(spec, row, rows, run.start, run.size)
         span = _span(own.q_positions, row, rows)
         return cls(own, b, h, span, _span(own.kv_positions, run.start, run.size))
 
@@ -60,13 +61,13 @@ class Tile(NamedTuple):
 
 
 def _axes(letters: str, leaf: Any) -> list[tuple[int, str]]:
-    """The axes of a picked array along T and S, unless they broadcast."""
+    """The axes of an array of one head along T and S, unless they broadcast."""
     named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
     return [(a, x) for a, x in enumerate(named) if x in ("T", "S") and leaf.shape[a] > 1]
 
 
-def cut(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
-    """The picked spec with its arrays along T and S cut to a tile."""
+def slice_tile(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
+    """The spec of one head with its arrays along T and S cut to a tile."""
 
     def one(letters: str, leaf: Any) -> Any:
         for axis, letter in _axes(letters, leaf):
@@ -74,17 +75,17 @@ def cut(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
             leaf = take(leaf, start, size, axis)
         return leaf
 
-    return jax.tree.map(one, declared(spec), spec)
+    return jax.tree.map(one, axis_names(spec), spec)
 
 
-def cut_rows(spec: Spec, first: Any, rows: Size) -> Spec:
+def slice_batch(spec: Spec, first: Any, rows: Size) -> Spec:
     """The spec with its arrays along B cut to some batch rows."""
 
     def one(letters: str, leaf: Any) -> Any:
         batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] != 1
         return take(leaf, first, rows) if batched else leaf
 
-    return jax.tree.map(one, declared(spec), spec)
+    return jax.tree.map(one, axis_names(spec), spec)
 
 
 def _span(positions: Any, start: Any, size: int) -> Span:
@@ -97,14 +98,14 @@ def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
 
     def one(letters: str, leaf: Any) -> Any:
         for letter, size in (("T", T_padded), ("S", S_padded)):
-            axis = axis_along(letter, letters, leaf.ndim)
+            axis = axis_of(letter, letters, leaf.ndim)
             if axis is not None and 1 < leaf.shape[axis] < size:
                 widths = [(0, 0)] * leaf.ndim
                 widths[axis] = (0, size - leaf.shape[axis])
                 leaf = jnp.pad(leaf, widths, mode="edge")
         return leaf
 
-    spec = jax.tree.map(one, declared(spec), spec)
+    spec = jax.tree.map(one, axis_names(spec), spec)
     if T_padded > T or S_padded > S:
         exist = masks.Lengths(T if T_padded > T else None, S if S_padded > S else None)
         spec = dataclasses.replace(spec, mask=spec.mask & exist)
@@ -135,7 +136,7 @@ class Call(NamedTuple):
     ) -> "Call":
         """Pads a call; `width` gives what a head size becomes."""
         shapes = Shapes.of(rows[0], value)
-        T, S = whole(shapes.T, shapes.S, tiling)
+        T, S = round_up(shapes.T, shapes.S, tiling)
 
         def padded(x: Array, length: int) -> Array:
             wide = [(0, width(size) - size) for size in x.shape[3:]]

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn import masks, scores, tile, tuning
-from jattn._types import accumulation, is_static, number
+from jattn._pytree import is_static, leading, number
+from jattn._types import accumulation
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.cpu import library
 from jattn.softmax import Normalizer
@@ -63,7 +64,7 @@ def _functions(tree: Any, kind: Any) -> bool:
 def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[slicing.Tile], Array]) -> Array:
     """`one` of all heads, `[1 or B, 1 or N, T, S]`: of one where all are alike."""
     _, T, S, N, *_ = shapes
-    batch, heads = masks.leading(spec)
+    batch, heads = leading(spec)
     by_any = _functions(spec.mask, masks.Predicate)
     B = shapes.B if by_any or math.prod(batch) > 1 else 1
     N = N if by_any or heads > 1 or spec.score is not None else 1

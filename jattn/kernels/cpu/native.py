@@ -17,12 +17,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn import tile
-from jattn._types import accumulation, is_static, number
+from jattn._pytree import flatten_batch, is_static, number
+from jattn._types import accumulation
 from jattn.kernels.common import lowering
 from jattn.kernels.common.vjp import AttentionVJP, PerQuery
 from jattn.kernels.cpu import decode, library, rules
 from jattn.kernels.cpu.rules import Place, Runs
-from jattn.masks import flatten_batch
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters, with_parameters
 

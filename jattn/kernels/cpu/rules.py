@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn import integers, masks, scores
-from jattn._types import is_static, number
+from jattn._pytree import is_static, number, select_head
 from jattn.masks import Span
 
 
@@ -167,9 +167,9 @@ def along_diagonals(score: Any, N: int, distances: Any, dtype: Any) -> Array:
     zero = jnp.zeros(1, jnp.int32)
 
     def one(score: Any, h: Any, distances: Any) -> Float[Array, " d"]:
-        picked = masks.pick(score, 0, h)
+        selected = select_head(score, 0, h)
         rows, columns = Span(zero, zero + 0), Span(distances, distances + 0)
-        return picked.evaluate(jnp.zeros((1, _CHUNK), dtype), 0, h, rows, columns)[0]
+        return selected.evaluate(jnp.zeros((1, _CHUNK), dtype), 0, h, rows, columns)[0]
 
     chunks = distances.reshape(-1, _CHUNK)
     scores = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(chunks), *x.shape)), score)

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import masks
+from jattn._pytree import leading, select_head
 from jattn.kernels.common import tile_schedule
 from jattn.spec import Spec, Tiling
 
@@ -87,11 +88,11 @@ def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
 def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
     """The tile maps `[B or 1, N or 1, n, m]`; NumPy's if the mask is static."""
     spec = dataclasses.replace(spec, score=None, dropout_key=None)
-    batch, heads = masks.leading(spec)
+    batch, heads = leading(spec)
     B, N = max((1, *batch)), max(1, heads)
 
     def one(b: Any, h: Any) -> Any:
-        return tile_schedule.kinds(masks.pick(spec, b, h), T, S, tiling)
+        return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling)
 
     if B == N == 1:
         return one(0, 0)[None, None]

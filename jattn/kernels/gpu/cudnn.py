@@ -21,7 +21,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Int
 
 from jattn import integers, masks, scores
-from jattn._types import is_static, number
+from jattn._pytree import is_static, number
 from jattn.kernels.common.lowering import default_settings
 from jattn.kernels.common.vjp import AttentionVJP, PerQuery, fallback_if_nonfinite
 from jattn.kernels.xla import blockwise

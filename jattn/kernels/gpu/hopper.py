@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax, tile
-from jattn._types import axis_along, declared
+from jattn._pytree import axis_names, axis_of
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import block_mask, kernel_refs, mosaic_interpreter, triton
@@ -72,7 +72,7 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | N
         spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
         spec = dataclasses.replace(spec, dropout_rate=0.0)
         spec = slicing.pad_spec(
-            spec, shapes.T, shapes.S, *slicing.whole(shapes.T, shapes.S, tiling)
+            spec, shapes.T, shapes.S, *slicing.round_up(shapes.T, shapes.S, tiling)
         )
         rules = _Rules(spec, Tiling(_ROWS, tiling.block_kv))
         rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in rules.sizes.values())
@@ -693,10 +693,10 @@ def _backward_pass(
 
 def _runs_along_both(spec: Spec) -> bool:
     def one(letters: str, leaf: Any) -> bool:
-        axes = [axis_along(x, letters, leaf.ndim) for x in "TS"]
+        axes = [axis_of(x, letters, leaf.ndim) for x in "TS"]
         return all(axis is not None and leaf.shape[axis] > 1 for axis in axes)
 
-    return any(jax.tree.leaves(jax.tree.map(one, declared(spec), spec)))
+    return any(jax.tree.leaves(jax.tree.map(one, axis_names(spec), spec)))
 
 
 def functions(platform: str) -> AttentionVJP:

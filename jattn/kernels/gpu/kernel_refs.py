@@ -18,8 +18,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array
 
-from jattn import masks
-from jattn._types import declared
+from jattn._pytree import axis_names, select_head
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, prepare
@@ -29,15 +28,15 @@ class Lookup:
     """An array in memory, as functions in a kernel see it: `array[i, j]` reads these entries.
 
     One integer or array of integers for each axis; from the end if negative, clamped if outside,
-    as for any array. `picked` gives the indices of axes that are already picked, None for others.
+    as for any array. `selected` gives the indices of axes that are already selected, None for others.
     """
 
     def __init__(
-        self, memory: Any, picked: tuple[Any, ...], wrap: Callable[..., Any] | None = None
+        self, memory: Any, selected: tuple[Any, ...], wrap: Callable[..., Any] | None = None
     ):
-        self.memory, self.picked = memory, picked
+        self.memory, self.selected = memory, selected
         self.wrap = wrap or (lambda entry, place: entry)
-        left = [size for size, x in zip(memory.shape, picked, strict=True) if x is None]
+        left = [size for size, x in zip(memory.shape, selected, strict=True) if x is None]
         self.shape, self.dtype, self.ndim = tuple(left), memory.dtype, len(left)
         self.size = math.prod(left)
 
@@ -48,7 +47,7 @@ class Lookup:
         inside = [_inside(x, size) for x, size in zip(index, self.shape, strict=True)]
         inside = list(jnp.broadcast_arrays(*inside))
         places = iter(inside)
-        entry = self.memory[tuple(next(places) if x is None else x for x in self.picked)]
+        entry = self.memory[tuple(next(places) if x is None else x for x in self.selected)]
         flat = jnp.zeros((), jnp.int32)
         for x, size in zip(inside, self.shape, strict=True):
             flat = flat * np.int32(size) + x
@@ -63,7 +62,7 @@ class Lookup:
     def wrapped(self, wrap: Callable[..., Any]) -> "Lookup":
         """The same with `wrap(entry, place)` of each entry; places count row-major."""
         inner = self.wrap
-        return Lookup(self.memory, self.picked, lambda entry, x: wrap(inner(entry, x), x))
+        return Lookup(self.memory, self.selected, lambda entry, x: wrap(inner(entry, x), x))
 
 
 def _is_index(x: Any) -> bool:
@@ -89,7 +88,7 @@ class Rules:
 
     def __init__(self, spec: Spec, tiling: Tiling):
         leaves, self.treedef = jax.tree.flatten(spec)
-        self.letters = [x.replace("#", "").split() for x in jax.tree.leaves(declared(spec))]
+        self.letters = [x.replace("#", "").split() for x in jax.tree.leaves(axis_names(spec))]
         self.scalar = [x.ndim == 0 for x in leaves]
         self.arrays = [x.reshape(1) if x.ndim == 0 else x for x in leaves]
         self.sizes = dict(zip("TS", tiling, strict=True))
@@ -165,11 +164,11 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Ti
     def padded(leaves: Any) -> Spec:
         spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
         T, S = shapes.T, shapes.S
-        return slicing.pad_spec(spec, T, S, *slicing.whole(T, S, tiling))
+        return slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
 
     def outside(leaves: Any, products: Array) -> Array:
         run = tile_schedule.Run(0, tiling.block_kv, True)
-        here = slicing.Tile.at(masks.pick(padded(leaves), 0, 0), 0, 0, 0, tiling.block_q, run)
+        here = slicing.Tile.at(select_head(padded(leaves), 0, 0), 0, 0, 0, tiling.block_q, run)
         return here.modify(products, True)
 
     def inside(leaves: Any, products: Array) -> Array:

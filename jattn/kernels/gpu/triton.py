@@ -373,7 +373,7 @@ def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
 
 
 class _Parameter(NamedTuple):
-    """A parameter of the score function: which one, its sizes by letter once a head is picked, and
+    """A parameter of the score function: which one, its sizes by letter once a head is selected, and
     how many batch rows and heads have one of their own."""
 
     which: int

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import masks, scores
-from jattn._types import is_static
+from jattn._pytree import is_static
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.tpu.splash_masks import as_splash
 from jattn.spec import Shapes, Spec

@@ -32,7 +32,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
 from jattn import integers, masks, tile
-from jattn._types import number
+from jattn._pytree import number
 from jattn.kernels.common.lowering import default_settings
 from jattn.kernels.common.vjp import AttentionVJP, PerQuery, cast_cotangent
 from jattn.kernels.tpu.splash_masks import Fed, as_splash

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jattn import masks, softmax, tile
+from jattn import softmax, tile
+from jattn._pytree import select_head
 from jattn._types import accumulation
 from jattn.kernels.common import lowering, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.vjp import PerQuery
@@ -217,7 +218,7 @@ def _forward_rows(
 
     def row(operands: Any) -> Any:
         b, *arrays = operands
-        return one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
+        return one(select_head(spec, b, 0), b, np.int32(0), *arrays)
 
     B, arrays = query.shape[0], (query, key, value)
     rows = (jnp.arange(B, dtype=jnp.int32), *(x[:, :, 0] for x in arrays))
@@ -246,7 +247,7 @@ def _backward_rows(
 
     def row(total: Any, operands: Any) -> tuple[Any, Any]:
         b, *arrays = operands
-        part = one(masks.pick(spec, b, 0), b, np.int32(0), *arrays)
+        part = one(select_head(spec, b, 0), b, np.int32(0), *arrays)
         params = slicing.put_params(total[0], part.params, letters, b, np.int32(0))
         return (params, total[1] + part.w_score), (part.query, part.key, part.value.T)
 

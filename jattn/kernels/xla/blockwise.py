@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn import masks, softmax, tile, tuning
+from jattn import softmax, tile, tuning
+from jattn._pytree import select_head
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, attention, no_weights
@@ -57,7 +58,7 @@ def _visited(spec: Spec, T: int, S: int) -> tuple[float, float]:
     """How many keys a block of queries visits on average, at least and at most: what a mask with
     arrays empties is not known yet."""
     block = max(128, max(T, S) // 1024)
-    kinds = tile_schedule.kinds(masks.pick(spec, 0, 0), T, S, Tiling(block, block))
+    kinds = tile_schedule.kinds(select_head(spec, 0, 0), T, S, Tiling(block, block))
     if not isinstance(kinds, np.ndarray):
         return 0.0, float(S)
     visited = float(np.mean(np.sum(kinds > 0, axis=1)) * block)
@@ -306,7 +307,7 @@ def _backward_blocks(
             starts = {"T": 0, "S": run.start}
             return dq_i, slicing.put_leaves(d_params, d_here, letters, starts)
 
-        own = parameters(slicing.cut(spec, i * rows, rows, 0, S))
+        own = parameters(slicing.slice_tile(spec, i * rows, rows, 0, S))
         state = jax.tree.map(jnp.zeros_like, (head.q_clean[:rows], own))
         return tile_schedule.visit(by_query, i, step, state)
 
@@ -365,7 +366,7 @@ class _Problem(NamedTuple):
     @property
     def padded(self) -> tuple[int, int]:
         """T and S as whole tiles."""
-        return slicing.whole(self.shapes.T, self.shapes.S, self.tiling)
+        return slicing.round_up(self.shapes.T, self.shapes.S, self.tiling)
 
     @property
     def blocks(self) -> _Blocks:
@@ -382,7 +383,7 @@ class _Problem(NamedTuple):
 def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
-    band = tile_schedule.band(masks.pick(spec, 0, 0), T, S, problem.tiling)
+    band = tile_schedule.band(select_head(spec, 0, 0), T, S, problem.tiling)
     if band and problem.way == "loop":
         return _forward_band(spec, query, key, value, problem, band)
 
@@ -390,8 +391,8 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
         q = _head(query, b, h, T)
         k, v = (_head(x, b, h // shapes.G, S) for x in (key, value))
-        picked = masks.pick(spec, b, h)
-        results = _forward_head(picked, b, h, q, k, v, problem.tiling, problem.blocks)
+        selected = select_head(spec, b, h)
+        results = _forward_head(selected, b, h, q, k, v, problem.tiling, problem.blocks)
         return jax.tree.map(lambda x, y: _put_head(x, y, b, h), total, results)
 
     total = _no_results(shapes, shapes.T, accumulation(query.dtype))
@@ -433,7 +434,7 @@ def _forward_band(
         i = jnp.minimum(turn * at_once, n - at_once) + jnp.arange(at_once, dtype=jnp.int32)
         q = _pieces(query, b, i * band.rows, h, band.rows)
         k, v = (_pieces(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
-        operands = (i, masks.pick(spec, b, h), b, h, q, k, v)
+        operands = (i, select_head(spec, b, h), b, h, q, k, v)
         results, _ = single_tile.attempt(
             single_tile.FORWARD, run, tuple, operands, spec, optimistic=True
         )
@@ -484,8 +485,8 @@ def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem:
             params, d_query, *sums = state
             h = kv * shapes.G + g
             per_query = tuple(_head(x, b, h, T) for x in per_head)
-            picked = masks.pick(spec, b, h)
-            part = _backward_head(picked, b, h, per_query, k, v, problem.tiling, problem.blocks)
+            selected = select_head(spec, b, h)
+            part = _backward_head(selected, b, h, per_query, k, v, problem.tiling, problem.blocks)
             params = slicing.put_params(params, part.params, letters, b, h)
             sums = [x + y for x, y in zip(sums, (part.key, part.value), strict=True)]
             return params, _put_head(d_query, part.query, b, h), *sums

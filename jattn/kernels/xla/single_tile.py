@@ -296,7 +296,7 @@ def _in_groups(
 
 def _group(size: Size, first: Any, spec: Spec, *operands: Array) -> Any:
     """Some batch rows of everything. Cut where they are used: a branch would copy them."""
-    return slicing.cut_rows(spec, first, size), *(slicing.take(x, first, size) for x in operands)
+    return slicing.slice_batch(spec, first, size), *(slicing.take(x, first, size) for x in operands)
 
 
 def forward(
@@ -370,7 +370,7 @@ def backward(
             return tile.gather_gradients(spec, key.shape[2], d_query, d_key, d_value, d_params)
 
         first, spec, *_ = operands
-        spec = slicing.cut_rows(spec, first, size)
+        spec = slicing.slice_batch(spec, first, size)
         which = Pass(_backward_head, _backward_safely, enough)
         (d_params, *found), _ = attempt(which, run, finish, operands, spec, optimistic)
         return _add_rows(total, d_params, first), found
