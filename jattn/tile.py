@@ -96,7 +96,7 @@ def modify(
 ) -> Scores:
     """scale → score functions → mask; −inf where masked.
 
-    Arrays of the spec are selected for (b, h) and cut to rows and columns. `masked=False` leaves the
+    Arrays of the spec are those of (b, h), cut to rows and columns. `masked=False` leaves the
     mask out, for tiles that are known to be full. `select=False` adds it, which is the same where
     all is finite.
     """

@@ -44,9 +44,59 @@ TABLE: dict[str, Sizes] = {
 }
 """By device kind as JAX spells it ("NVIDIA H200", "TPU v5 lite", "cpu"); `DEFAULT` for others."""
 
+# Sizes below are the same for all devices. They are looked up when a program is lowered.
+
+WIDEST = 1024
+"""Keys in a run of tiles or in a wide tile at most: they bound the memory."""
+
+WRITTEN_OUT = 8
+"""The longest program that is written out run by run. Side by side, more runs take memory and
+time."""
+
+BAND = 256 * 1280
+"""Scores of a block of queries in a band, at most."""
+
+BAND_BLOCKS = 8
+"""Blocks of a band that run together: enough for the cores, few enough for their caches."""
+
+SCORES_TOGETHER = 2**24
+"""Scores that are computed together where heads are not run one after another."""
+
+ADDITIVE_TILE = 128
+"""Queries and keys of a tile of additive attention, about; shorter inputs are one tile."""
+
+ADDITIVE_KEYS = 16
+"""Keys scored at a time in additive attention: t × 16 × A floats live at once."""
+
+ADDITIVE_PAIRS = 512
+"""Pairs scored at a time there, if those are fewer because queries are few."""
+
+DECODE_BLOCK = 512
+"""Keys of a cache that are read together, at most."""
+
+CPU_TILES = "64, 128, 512"
+"""In the C++ of the kernel for CPUs: queries of a tile, keys of a tile, and keys whose gradients
+are summed together. Queries come in whole vectors of at most 16 numbers; the last is a multiple of
+the second."""
+
+FEW_QUERIES = 8
+"""At most so many queries go to the kernel on CPUs that reads each key once for all of them."""
+
 MANY_KEYS = 512
-"""From how many keys on a few queries go to the kernel on CPUs that is for them, whose time is that
-of reading the keys."""
+"""At least so many keys, too: the time of that kernel is that of reading the keys."""
+
+SPLASH_BLOCK = 512
+"""Queries and keys of a tile of the kernel for TPUs, at most."""
+
+GPU_PROGRAMS = 256
+"""Programs that keep a GPU busy."""
+
+GPU_TILES_EACH = 4
+"""Tiles of keys that are worth a program of their own on a GPU."""
+
+GPU_LOOKUP_ENTRIES = 512
+"""Entries of a parameter that is looked up on a GPU, at most: its gradient's kernel goes over a
+tile once for each. XLA sums those of larger ones."""
 
 _tried: list[Sizes] = []
 

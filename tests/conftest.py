@@ -113,7 +113,7 @@ def _small_tiles(request):
     # Imported here because jaxtyping's hook must be in place first.
     blockwise: Any = importlib.import_module("jattn.kernels.xla.blockwise")
     triton: Any = importlib.import_module("jattn.kernels.gpu.triton")
-    tile_schedule: Any = importlib.import_module("jattn.kernels.common.tile_schedule")
+    tuning: Any = importlib.import_module("jattn.tuning")
     single_tile: Any = importlib.import_module("jattn.kernels.xla.single_tile")
     registry: Any = importlib.import_module("jattn.kernels.registry")
     with pytest.MonkeyPatch.context() as patch:
@@ -121,8 +121,8 @@ def _small_tiles(request):
         patch.setattr(blockwise, "choose_way", _every_way)
         patch.setattr(single_tile, "_rows", _all_rows_but_one)
         patch.setattr(triton, "choose_tiling", lambda shapes: _tiling(16, 16))
-        patch.setattr(tile_schedule, "_WIDE", 32)
-        patch.setattr(tile_schedule, "_RUNS", 5)
+        patch.setattr(tuning, "WIDEST", 32)
+        patch.setattr(tuning, "WRITTEN_OUT", 5)
         splash = registry.KERNELS["splash"]._replace(interpreted=("cpu",))
         patch.setitem(registry.KERNELS, "splash", splash)
         yield

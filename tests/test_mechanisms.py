@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, scores, tile
+from jattn import masks, scores, tile, tuning
 from jattn.kernels.xla import additive as kernel
 from tests.conftest import quick_jit
 
@@ -572,7 +572,7 @@ LONG = [(150, 190, 128, True), (40, 70, 16, True), (44, 72, 24, False)]
     ],
 )
 def test_additive_attention_over_tiles(monkeypatch, queries, keys, block, in_turn, mask):
-    monkeypatch.setattr(kernel, "_TILE", block)
+    monkeypatch.setattr(tuning, "ADDITIVE_TILE", block)
     monkeypatch.setattr(kernel, "_in_turn", lambda platform: in_turn)
     build, allowed = _long_mask(mask, queries, keys)
     arrays = on_device(long_inputs(queries, keys))
@@ -591,7 +591,7 @@ def test_additive_attention_over_tiles(monkeypatch, queries, keys, block, in_tur
 def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
     monkeypatch, queries, keys, block, in_turn
 ):
-    monkeypatch.setattr(kernel, "_TILE", block)
+    monkeypatch.setattr(tuning, "ADDITIVE_TILE", block)
     monkeypatch.setattr(kernel, "_in_turn", lambda platform: in_turn)
     build, allowed = _long_mask("lengths", queries, keys)
     rng = np.random.default_rng(9)
@@ -626,7 +626,7 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 def test_what_is_masked_does_not_exist_in_any_tile(monkeypatch, poison):
-    monkeypatch.setattr(kernel, "_TILE", 16)
+    monkeypatch.setattr(tuning, "ADDITIVE_TILE", 16)
     clean = long_inputs(40, 70)
     mask = masks.Lengths(q=jnp.array([20, 33]), kv=jnp.array([35, 64]))
     dirty = {name: np.array(x) for name, x in clean.items()}
@@ -645,7 +645,7 @@ def test_what_is_masked_does_not_exist_in_any_tile(monkeypatch, poison):
 
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_nan_reaches_those_who_attend_to_it_in_any_tile(monkeypatch, where):
-    monkeypatch.setattr(kernel, "_TILE", 16)
+    monkeypatch.setattr(tuning, "ADDITIVE_TILE", 16)
     clean = long_inputs(40, 40)
     dirty = {name: np.array(x) for name, x in clean.items()}
     dirty[where][:, 20] = np.nan
@@ -673,7 +673,7 @@ def test_additive_attention_over_tiles_keeps_the_dtype(monkeypatch):
     whole: list[Any] = []
     tiled: list[Any] = []
     for block, found in ((128, whole), (16, tiled)):
-        monkeypatch.setattr(kernel, "_TILE", block)
+        monkeypatch.setattr(tuning, "ADDITIVE_TILE", block)
         out, gradients = quick_jit(functools.partial(_pulled.__wrapped__))(
             inputs, masks.Causal(), d_out
         )
@@ -685,7 +685,7 @@ def test_additive_attention_over_tiles_keeps_the_dtype(monkeypatch):
 
 
 def test_additive_attention_over_tiles_is_mapped_and_differentiated_in_reverse(monkeypatch):
-    monkeypatch.setattr(kernel, "_TILE", 16)
+    monkeypatch.setattr(tuning, "ADDITIVE_TILE", 16)
     arrays = on_device(long_inputs(40, 70))
     lengths = jnp.array([23, 64])
     names = ["query", "key", "value"]

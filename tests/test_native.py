@@ -12,9 +12,8 @@ import pytest
 from jax import export
 
 import jattn
-from jattn import masks, scores
+from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
-from jattn.kernels.cpu import library
 from jattn.kernels.xla import decode
 from tests import test_contract as contract
 from tests.cases import CASES, DTYPES, Inputs, inputs
@@ -38,7 +37,7 @@ HIDING = [name for name in contract.WITH_HIDDEN_KEYS if name in TAKEN]
 def _tiny_tiles(request, monkeypatch):
     """Tiles of 16 queries and 8 keys, sums over runs of 16."""
     if not request.node.get_closest_marker("default_tiles"):
-        monkeypatch.setattr(library, "TILES", "16, 8, 16")
+        monkeypatch.setattr(tuning, "CPU_TILES", "16, 8, 16")
 
 
 def test_what_it_takes():

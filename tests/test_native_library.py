@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import build
+from jattn import build, tuning
 from jattn.kernels.cpu import compiler, library
 from tests import sanitizers
 from tests import test_contract as contract
@@ -241,7 +241,7 @@ def fresh(monkeypatch, tmp_path):
     """No library loaded or built yet, a cache folder of one's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # XLA knows a function by its name for good, which tells the sizes of tiles.
-    monkeypatch.setattr(library, "TILES", f"16, 8, {16 * next(_sizes)}")
+    monkeypatch.setattr(tuning, "CPU_TILES", f"16, 8, {16 * next(_sizes)}")
     monkeypatch.setattr(library, "_libraries", {})
     jax.clear_caches()
     yield tmp_path / "jattn"
@@ -337,7 +337,7 @@ def test_compilers_that_differ_build_libraries_that_differ(monkeypatch, quick):
     names = set()
     for words in (quick, f"{quick} -O1", f"env {quick}"):
         monkeypatch.setenv("CXX", words)
-        flags = compiler._flags("float32", library.TILES)
+        flags = compiler._flags("float32", tuning.CPU_TILES)
         names.add(compiler._digest([*compiler.compiler(), *flags], "attention.cc"))
     assert len(names) == 3
 

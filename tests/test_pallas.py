@@ -17,7 +17,7 @@ from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores
+from jattn import masks, scores, tuning
 from jattn.kernels.gpu import block_mask, triton
 from jattn.spec import Tiling
 from tests import test_contract as contract
@@ -142,7 +142,7 @@ def test_tiles_need_not_be_square(monkeypatch):
 
 def test_parameters_with_many_entries(monkeypatch):
     """These gradients are summed by XLA."""
-    monkeypatch.setattr(triton, "_ENTRIES", 1)
+    monkeypatch.setattr(tuning, "GPU_LOOKUP_ENTRIES", 1)
     case = CASES["function_operands"]
     got = quick_jit(functools.partial(everything, "pallas", case))(
         on_device(inputs(case, "float32"))

@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 import jattn
-from jattn import masks, scores
+from jattn import masks, scores, tuning
 from jattn._pytree import array_field, pytree_dataclass, static_field
 from jattn.kernels import registry
 from jattn.kernels.tpu import splash, splash_masks
@@ -63,7 +63,7 @@ def test_only_mixed_tiles_are_evaluated(monkeypatch):
         return original(self, *arguments)
 
     monkeypatch.setattr(masks.Causal, "evaluate", evaluate)
-    monkeypatch.setattr(splash_vjp, "_BLOCK", 128)
+    monkeypatch.setattr(tuning, "SPLASH_BLOCK", 128)
     q = jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)
     spec = make_spec(check_shapes(q, q, q), mask=CAUSAL)
     jax.eval_shape(functools.partial(splash_vjp._forward, True, spec), q, q, q)

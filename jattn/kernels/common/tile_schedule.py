@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import masks
+from jattn import masks, tuning
 from jattn.spec import Spec, Tiling
 
 
@@ -56,14 +56,10 @@ class Schedule(NamedTuple):
         return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
 
 
-_RUNS = 8  # longest program written out run by run: side by side, more of them take memory and time
-_WIDE = 1024  # keys in a run or a wide tile at most: they bound the memory
-
-
 def widest(tiling: Tiling) -> int:
     """The most scores that a step of a walk computes."""
     rows, columns = tiling
-    return max(rows * max(_WIDE, columns), columns * max(_WIDE, rows))
+    return max(rows * max(tuning.WIDEST, columns), columns * max(tuning.WIDEST, rows))
 
 
 def schedule(
@@ -80,7 +76,7 @@ def schedule(
         runs = [_runs_of(row, block) for row in kinds_of_tiles]
         if all(row == runs[0] for row in runs):
             runs = runs[:1]
-        if sum(map(len, runs)) <= (_RUNS if written_out else 1):
+        if sum(map(len, runs)) <= (tuning.WRITTEN_OUT if written_out else 1):
             return Schedule(block, runs, [])
     if columns == 1:
         return Schedule(block, [[Run(0, block, True)]], [])  # looking is no cheaper than computing
@@ -88,7 +84,7 @@ def schedule(
     full = kinds_of_tiles == masks.FULL
     wanted = [(1, True, kinds_of_tiles == masks.MIXED)]
     # Never all columns: what does not depend on the loop is moved out of it, and always computed.
-    wide = min(_WIDE // block, columns - 1)
+    wide = min(tuning.WIDEST // block, columns - 1)
     if wide > 1:
         groups = columns // wide
         grouped = xp.all(full[:, : groups * wide].reshape(-1, groups, wide), axis=2)
@@ -102,13 +98,13 @@ def schedule(
 
 
 def _runs_of(kinds: np.ndarray, block: int) -> list[Run]:
-    """The runs of one block of queries, of at most `_WIDE` keys each."""
+    """The runs of one block of queries, of at most `tuning.WIDEST` keys each."""
     runs: list[Run] = []
     for j, kind in enumerate(kinds):
         here = Run(j * block, block, bool(kind == masks.MIXED))
         last = runs[-1] if runs else Run(-1, 0, False)
         joins = last.start + last.size == here.start and last.masked == here.masked
-        if kind != masks.EMPTY and joins and last.size + block <= _WIDE:
+        if kind != masks.EMPTY and joins and last.size + block <= tuning.WIDEST:
             runs[-1] = last._replace(size=last.size + block)
         elif kind != masks.EMPTY:
             runs.append(here)
@@ -145,9 +141,6 @@ class Band(NamedTuple):
     starts: np.ndarray
 
 
-_BAND = 256 * 1280  # T × S of a piece of a band at most
-
-
 def band(spec: Spec, T: int, S: int, tiling: Tiling) -> Band | None:
     """The band, if what the mask leaves is one and fills most of it.
 
@@ -164,7 +157,7 @@ def band(spec: Spec, T: int, S: int, tiling: Tiling) -> Band | None:
     last = np.where(seen, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0)
     tiles = int(max(1, (last - first).max()))
     width = tiles * tiling.block_kv
-    if rows * width > _BAND or visited.sum() <= 0.75 * len(found) * tiles:
+    if rows * width > tuning.BAND or visited.sum() <= 0.75 * len(found) * tiles:
         return None
     starts = np.minimum(first, visited.shape[1] - tiles) * tiling.block_kv
     return Band(rows, width, starts.astype(np.int32))

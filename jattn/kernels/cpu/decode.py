@@ -23,13 +23,10 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask
 
 
-MAX_QUERIES = 8
-
-
 def unsupported(spec: Spec, shapes: Shapes) -> str | None:
     """Why not: it knows few queries, scores that are sums, and no dropout."""
-    if shapes.T > MAX_QUERIES:
-        return f"expected at most {MAX_QUERIES} queries at a time, got {shapes.T}"
+    if shapes.T > tuning.FEW_QUERIES:
+        return f"expected at most {tuning.FEW_QUERIES} queries at a time, got {shapes.T}"
     if spec.dropout_rate:
         return "dropout is for training"
     if not is_static(spec.scale):

@@ -17,14 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jattn import tuning
 from jattn.kernels.cpu import compiler
 
 
 _SOURCES = {"forward": "attention.cc", "backward": "attention.cc", "decode": "decode.cc"}
-
-TILES = "64, 128, 512"
-"""Queries and keys of a tile, and of how many keys gradients are summed at once; queries come in
-whole vectors, at most 16 numbers each, and the last is a multiple of the second."""
 
 PATIENCE = 60.0
 """Seconds from its beginning that programs wait for a library."""
@@ -65,7 +62,7 @@ def target(function: str, dtype: Any) -> str:
     """The name under which XLA finds a function; OSError where its library cannot be built."""
     if reason := unavailable(function, dtype, named=True):
         raise OSError(reason)
-    return _name(function, np.dtype(dtype).name, TILES)
+    return _name(function, np.dtype(dtype).name, tuning.CPU_TILES)
 
 
 def kept(function: str, dtype: Any) -> Path | None:
@@ -79,7 +76,7 @@ def _name(function: str, dtype: str, tiles: str) -> str:
 
 def _library(function: str, dtype: Any) -> _Library:
     """The library of a function, whose loading begins with the first who asks."""
-    key = (_SOURCES[function], np.dtype(dtype).name, TILES)
+    key = (_SOURCES[function], np.dtype(dtype).name, tuning.CPU_TILES)
     with _lock:
         if key not in _libraries:
             library = _libraries[key] = _Library(Future(), time.monotonic())

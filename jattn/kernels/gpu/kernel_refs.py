@@ -28,7 +28,7 @@ class Lookup:
     """An array in memory, as functions in a kernel see it: `array[i, j]` reads these entries.
 
     One integer or array of integers for each axis; from the end if negative, clamped if outside,
-    as for any array. `selected` gives the indices of axes that are already selected, None for others.
+    as for any array. `selected` gives the index of each axis that is already selected, else None.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jattn import softmax, tile
+from jattn import softmax, tile, tuning
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import block_mask, kernel_refs
@@ -44,7 +44,6 @@ from jattn.spec import (
 
 
 MAX_HEAD_SIZE = 256
-_ENTRIES = 512  # of a parameter that is looked up: a kernel goes over a tile for each of them
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -280,14 +279,10 @@ def _by_block(problem: _Problem, width: int, parts: int = 1, *, keys: bool = Fal
     return _Result(whole, (None, block, None, width), at)
 
 
-_PROGRAMS = 256  # keep a GPU busy
-_LEAST = 4  # tiles of keys that are worth a program of their own
-
-
 def _parts(problem: _Problem) -> int:
     """Into how many parts the keys are split where there are few queries, as in decoding."""
     programs = problem.shapes.B * problem.shapes.N * problem.blocks[0]
-    return max(1, min(_PROGRAMS // programs, problem.blocks[1] // _LEAST))
+    return max(1, min(tuning.GPU_PROGRAMS // programs, problem.blocks[1] // tuning.GPU_TILES_EACH))
 
 
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
@@ -373,7 +368,7 @@ def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
 
 
 class _Parameter(NamedTuple):
-    """A parameter of the score function: which one, its sizes by letter once a head is selected, and
+    """A parameter of the score function: which one, its sizes by letter for one head, and
     how many batch rows and heads have one of their own."""
 
     which: int
@@ -424,7 +419,7 @@ def _d_parameters(problem: _Problem, spec: Spec, memory: _Operands, kinds: Any) 
     found = []
     for which, leaf in enumerate(parameters(spec)):
         parameter = _Parameter.of(spec, which)
-        if parameter.looked_up and parameter.entries > _ENTRIES:
+        if parameter.looked_up and parameter.entries > tuning.GPU_LOOKUP_ENTRIES:
             rows, keys, values, _ = memory
             every = blockwise.parameter_gradients(spec, rows, keys, values, problem.tiling)
             found.append(every[which])

@@ -31,7 +31,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
-from jattn import integers, masks, tile
+from jattn import integers, masks, tile, tuning
 from jattn._pytree import number
 from jattn.kernels.common.lowering import default_settings
 from jattn.kernels.common.vjp import AttentionVJP, PerQuery, cast_cotangent
@@ -43,7 +43,6 @@ from jattn.spec import Spec
 
 
 _LANES = 128  # sizes are whole multiples of it
-_BLOCK = 512  # queries and keys of a tile at most
 _SMALL = 2.0**-32  # times d_out: so its products with masked values do not overflow
 _DEAD = 0.5 * kernel.DEFAULT_MASK_VALUE  # the lse of a query without keys is below
 
@@ -105,12 +104,14 @@ def _whole(size: int) -> int:
 
 
 def _slices(size: int) -> list[slice]:
-    return [slice(i, min(i + _BLOCK, size)) for i in range(0, size, _BLOCK)]
+    return [
+        slice(i, min(i + tuning.SPLASH_BLOCK, size)) for i in range(0, size, tuning.SPLASH_BLOCK)
+    ]
 
 
 def _block(size: int) -> int:
     """The largest block that divides a padded length."""
-    return math.gcd(size, _BLOCK)
+    return math.gcd(size, tuning.SPLASH_BLOCK)
 
 
 class _Call(NamedTuple):

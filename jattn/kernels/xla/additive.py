@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jattn import softmax, tile
+from jattn import softmax, tile, tuning
 from jattn._pytree import select_head
 from jattn._types import accumulation
 from jattn.kernels.common import lowering, reverse_mode, slicing, tile_schedule
@@ -29,17 +29,12 @@ from jattn.spec import (
 )
 
 
-_TILE = 128  # queries and keys of a tile, about; inputs no longer than that are one tile
-_KEYS = 16  # keys scored at a time; t × 16 × A floats live at once
-_PAIRS = 512  # pairs scored at a time, where those are fewer for few queries
-
-
 def _scores(
     query: Float[Array, "t A"], key: Float[Array, "s A"], w_score: Float[Array, " A"]
 ) -> Float[Array, "t s"]:
     """w · tanh(query_i + key_j) for all pairs, a block of keys at a time."""
     (t, A), s = query.shape, len(key)
-    size = min(s, max(_KEYS, _PAIRS // t))
+    size = min(s, max(tuning.ADDITIVE_KEYS, tuning.ADDITIVE_PAIRS // t))
     blocks = -(-s // size)
     padded = jnp.pad(key, ((0, blocks * size - s), (0, 0)))
 
@@ -311,7 +306,7 @@ def _over_tiles(
 
 def choose_tiling(T: int, S: int) -> Tiling:
     """Tiles of about the size that measured fastest on CPUs; short inputs are one."""
-    return Tiling(*(tile_schedule.even(max(1, size), _TILE) for size in (T, S)))
+    return Tiling(*(tile_schedule.even(max(1, size), tuning.ADDITIVE_TILE) for size in (T, S)))
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "tiling"))

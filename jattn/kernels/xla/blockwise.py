@@ -65,33 +65,27 @@ def _visited(spec: Spec, T: int, S: int) -> tuple[float, float]:
     return visited, visited
 
 
-_PIECES = 8  # of a band at once: enough for the cores, few enough for their caches
-
-
 # ---------------------------------------------------------------------------------------------
 # One head
 # ---------------------------------------------------------------------------------------------
 
 
-_AT_ONCE = 2**24  # scores that are computed together where heads are not run in turn
-
-
 class _Blocks(NamedTuple):
-    """How the blocks of a head are run: so many `at_once`, and whether walks are `written_out`."""
+    """How the blocks of a head are run: so many `batched`, and whether walks are `written_out`."""
 
-    at_once: int
+    batched: int
     written_out: bool
 
     @classmethod
     def beside(cls, heads: int, tiling: Tiling) -> "_Blocks":
         """For so many heads that run together. What is written out, a compiler for their devices
         runs side by side, which takes memory for the scores of all keys."""
-        return cls(max(1, _AT_ONCE // (heads * tile_schedule.widest(tiling))), False)
+        return cls(max(1, tuning.SCORES_TOGETHER // (heads * tile_schedule.widest(tiling))), False)
 
     def map(self, function: Callable[[Any], Any], indices: Array) -> Any:
         """As `lax.map`. A single block is not mapped, so that its loops end when it is done."""
         n = len(indices)
-        together = max(x for x in range(1, min(self.at_once, n) + 1) if n % x == 0)
+        together = max(x for x in range(1, min(self.batched, n) + 1) if n % x == 0)
         if together == n > 1:
             return jax.vmap(function)(indices)
         return lax.map(function, indices, batch_size=together if together > 1 else None)
@@ -415,8 +409,8 @@ def _forward_band(
         for x, size in ((query, T), (key, S), (value, S))
     )
     n, starts = len(band.starts), jnp.asarray(band.starts)
-    at_once = min(n, _PIECES)
-    turns = -(-n // at_once)
+    batched = min(n, tuning.BAND_BLOCKS)
+    turns = -(-n // batched)
 
     def piece(head: Callable[..., Any], i: Any, spec: Spec, b: Any, h: Any, *qkv: Array) -> Any:
         run = tile_schedule.Run(starts[i], band.width, True)
@@ -431,7 +425,7 @@ def _forward_band(
         head, turn = divmod(step, turns)
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(head, shapes.N))
         # The last turn starts early enough to be as long as the others.
-        i = jnp.minimum(turn * at_once, n - at_once) + jnp.arange(at_once, dtype=jnp.int32)
+        i = jnp.minimum(turn * batched, n - batched) + jnp.arange(batched, dtype=jnp.int32)
         q = _pieces(query, b, i * band.rows, h, band.rows)
         k, v = (_pieces(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
         operands = (i, select_head(spec, b, h), b, h, q, k, v)
@@ -440,7 +434,7 @@ def _forward_band(
         )
 
         def put(total: Array, x: Array) -> Array:
-            joined = x.reshape(at_once * band.rows, *x.shape[2:])
+            joined = x.reshape(batched * band.rows, *x.shape[2:])
             return _put_head(total, joined, b, h, i[0] * band.rows)
 
         return jax.tree.map(put, total, results)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jattn import masks, softmax, tile
+from jattn import masks, softmax, tile, tuning
 from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels.common import lowering, reverse_mode, slicing, tile_schedule
@@ -27,13 +27,10 @@ from jattn.kernels.xla import blockwise
 from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 
-_BLOCK = 512  # keys of a block at most
-
-
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Few queries without dropout, of a cache; the derivative is that of blockwise."""
-    if shapes.T > cpu_decode.MAX_QUERIES:
-        return f"expected at most {cpu_decode.MAX_QUERIES} queries at a time, got {shapes.T}"
+    if shapes.T > tuning.FEW_QUERIES:
+        return f"expected at most {tuning.FEW_QUERIES} queries at a time, got {shapes.T}"
     if spec.dropout_rate:
         return "dropout is for training"
     return None
@@ -114,7 +111,7 @@ def _block_size(cache: Cache) -> int:
     """The most keys of a block that divides the cache, in whole pages."""
     page = cache.page_size if isinstance(cache, PagedCache) else 1
     pages = cache.capacity // page
-    most = max(1, _BLOCK // page)
+    most = max(1, tuning.DECODE_BLOCK // page)
     return page * max(d for d in range(1, min(most, pages) + 1) if pages % d == 0)
 
 
@@ -129,7 +126,7 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
         out, normalizer = _over_heads(softmax.quotient)(part)
         return out, normalizer.lse
 
-    def at_once(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
+    def batched(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
         part = _part(spec, queries, *cache.read(), tile_schedule.Run(0, S, True), exact)
         return finished(part)
 
@@ -144,8 +141,8 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), nothing)
         return finished(tile_schedule.repeat(0, count, step, state))
 
-    if size == S or (size < _BLOCK // 4 and not isinstance(cache, PagedCache)):
-        return _by_token(query, *at_once(spec, queries, cache))
+    if size == S or (size < tuning.DECODE_BLOCK // 4 and not isinstance(cache, PagedCache)):
+        return _by_token(query, *batched(spec, queries, cache))
     order, count = (
         x[0] for x in tile_schedule.where_true(jnp, _visited(spec, (B, N), T, S, size)[None])
     )
@@ -153,7 +150,7 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
         return _by_token(query, *in_blocks(spec, queries, cache))
     # A block is copied before it is read, which takes as long again.
     enough = 2 * count > S // size
-    return _by_token(query, *unbatched_cond(enough, at_once, in_blocks, spec, queries, cache))
+    return _by_token(query, *unbatched_cond(enough, batched, in_blocks, spec, queries, cache))
 
 
 def _by_token(query: Array, out: Array, lse: Array) -> tuple[Array, Array]:
