@@ -6,37 +6,67 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jattn import cache as cache
-from jattn import masks as masks
-from jattn import positions as positions
-from jattn import scores as scores
-from jattn.attention import attention as attention
-from jattn.attention import attention_scores as attention_scores
-from jattn.attention import attention_weights as attention_weights
-from jattn.attention import cached_attention as cached_attention
-from jattn.attention import explain as explain
-from jattn.mechanisms import additive_attention as additive_attention
-from jattn.mechanisms import additive_keys as additive_keys
-from jattn.mechanisms import causal_interaction as causal_interaction
-from jattn.mechanisms import interaction as interaction
-from jattn.mechanisms import multiplicative as multiplicative
-from jattn.mechanisms import multiplicative_attention as multiplicative_attention
-from jattn.mechanisms import normalised_interaction as normalised_interaction
-from jattn.mechanisms import renormalised_causal as renormalised_causal
-from jattn.mechanisms import self_attention as self_attention
-from jattn.mechanisms import simple_self_attention as simple_self_attention
-from jattn.softmax import merge as merge
-from jattn.softmax import with_sink as with_sink
+from jattn import cache, masks, positions, scores
+from jattn.attention import (
+    attention,
+    attention_scores,
+    attention_weights,
+    cached_attention,
+    explain,
+)
+from jattn.mechanisms import (
+    additive_attention,
+    additive_keys,
+    causal_interaction,
+    interaction,
+    multiplicative,
+    multiplicative_attention,
+    normalised_interaction,
+    renormalised_causal,
+    self_attention,
+    simple_self_attention,
+)
+from jattn.softmax import merge, with_sink
 
 
 if TYPE_CHECKING:
-    from jattn import nn as nn
+    from jattn import nn
 
+__all__ = [
+    "additive_attention",
+    "additive_keys",
+    "attention",
+    "attention_scores",
+    "attention_weights",
+    "cache",
+    "cached_attention",
+    "causal_interaction",
+    "explain",
+    "interaction",
+    "masks",
+    "merge",
+    "multiplicative",
+    "multiplicative_attention",
+    "nn",
+    "normalised_interaction",
+    "positions",
+    "renormalised_causal",
+    "scores",
+    "self_attention",
+    "simple_self_attention",
+    "with_sink",
+]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """`jattn.nn` is imported when it is first used: the functions alone do not need Flax."""
-    if name == "nn":
-        return importlib.import_module("jattn.nn")
-    raise AttributeError(f"module 'jattn' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__
+
+
+if not TYPE_CHECKING:  # for a type checker there are the names above and no others
+
+    def __getattr__(name: str) -> Any:
+        """`jattn.nn` is imported when it is first used: the functions alone do not need Flax."""
+        if name == "nn":
+            return importlib.import_module("jattn.nn")
+        raise AttributeError(f"module 'jattn' has no attribute {name!r}")

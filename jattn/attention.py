@@ -6,7 +6,7 @@ with the kernels that can compute it to `vjp.attention`, whose derivative rule a
 """
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_lost, prepare
 
+
+SomeCache = TypeVar("SomeCache", bound=Cache)
 
 IMPLEMENTATIONS = registry.NAMES
 """What `implementation` may name."""
@@ -224,11 +226,17 @@ def cached_attention(
     query: Queries,
     key: Keys,
     value: Values,
-    cache: Any,
+    cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
-    **arguments: Any,
-) -> tuple[Output, Any]:
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+) -> tuple[Output, SomeCache]:
     """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
 
     Any number of tokens; what a `RollingCache` cannot take at once goes in pieces.
@@ -240,13 +248,20 @@ def cached_attention(
         cache: a cache of `jattn.cache` for B rows.
         valid: bool `[B, T]`, False for padding, which is not appended and whose `out` means
             nothing.
-        arguments: those of `attention` but positions, which the cache knows, and `return_lse`.
+        mask, score, scale, dropout_rate, dropout_key, precision, implementation: as in `attention`.
+            The cache knows the positions.
 
     Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
     """
-    for name in ("q_positions", "kv_positions", "return_lse"):
-        if name in arguments:
-            raise TypeError(f"{name}: cached_attention does not take it")
+    arguments: dict[str, Any] = {
+        "mask": mask,
+        "score": score,
+        "scale": scale,
+        "dropout_rate": dropout_rate,
+        "dropout_key": dropout_key,
+        "precision": precision,
+        "implementation": implementation,
+    }
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
     check_array("query", query, "[B, T, N, H]")
@@ -256,8 +271,8 @@ def cached_attention(
     if T > chunk:
         return _in_pieces(query, key, value, cache, valid, arguments)
     positions = cache.next_positions(T, valid)
-    cache = cache.append(key, value, valid)
-    return attention(query, cache, q_positions=positions, **arguments), cache
+    grown: Any = cache.append(key, value, valid)
+    return attention(query, grown, q_positions=positions, **arguments), grown
 
 
 def _in_pieces(
@@ -304,16 +319,35 @@ def explain(
     value: Values | None = None,
     *,
     platform: str | None = None,
-    **arguments: Any,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
 ) -> dict[str, str | None]:
-    """Which implementations can run `attention(query, key, value, **arguments)` on a platform.
+    """Which implementations can run `attention` with these arguments on a platform.
 
     Maps each name to None where it can, else to its reason. `implementation=None` takes the first
     that can. `platform` is "cpu", "cuda", "rocm" or "tpu": what the program is lowered for; by
-    default where the query lies or, while tracing, where JAX puts arrays.
+    default where the query lies or, while tracing, where JAX puts arrays. The other arguments are
+    those of `attention`; `implementation` changes nothing.
     """
-    arguments.pop("implementation", None)
-    arguments["lse"] = arguments.pop("return_lse", False)
+    arguments = {
+        "mask": mask,
+        "score": score,
+        "scale": scale,
+        "q_positions": q_positions,
+        "kv_positions": kv_positions,
+        "dropout_rate": dropout_rate,
+        "dropout_key": dropout_key,
+        "precision": precision,
+        "lse": return_lse,
+    }
     check_choice("platform", platform, (None, *lowering.PLATFORMS))
     reasons: dict[str, str | None] = {}
     if isinstance(key, Cache):

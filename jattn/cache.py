@@ -28,6 +28,13 @@ from jattn.checks import check_array, check_dtype, check_size, check_sizes
 from jattn.masks import Lengths, Mask, Window
 
 
+__all__ = ["Cache", "DenseCache", "PagedCache", "RollingCache"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Valid = Bool[Array | np.ndarray, "B T"] | None
 Same = TypeVar("Same", bound="Cache")
 

@@ -41,6 +41,39 @@ from jattn.checks import check_array, check_function, check_operands, check_size
 from jattn.integers import is_below, is_integer
 
 
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "MIXED",
+    "And",
+    "Blocks",
+    "Causal",
+    "Dense",
+    "Dilated",
+    "Empty",
+    "Extent",
+    "Full",
+    "Global",
+    "Lengths",
+    "Mask",
+    "Not",
+    "Or",
+    "Predicate",
+    "Prefix",
+    "Segments",
+    "Span",
+    "Tile",
+    "Window",
+    "as_mask",
+    "check_bounds",
+    "tile_map",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Truth = Any  # bool [n_rows, n_columns], NumPy's where all is known while tracing
 
 

@@ -10,7 +10,7 @@ additive score's hidden layer. All take any number of leading batch axes.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jattn import softmax, tile
 from jattn._types import AnyArray, Shape
@@ -18,7 +18,26 @@ from jattn.attention import attention
 from jattn.checks import check_array, check_dtype, check_like
 from jattn.kernels.xla import additive
 from jattn.masks import Causal, Full, Mask, as_mask
+from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, make_spec
+
+
+__all__ = [
+    "additive_attention",
+    "additive_keys",
+    "causal_interaction",
+    "interaction",
+    "multiplicative",
+    "multiplicative_attention",
+    "normalised_interaction",
+    "renormalised_causal",
+    "self_attention",
+    "simple_self_attention",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def _single_head(
@@ -188,12 +207,21 @@ def multiplicative_attention(
     key: Float[Array, "*B S Dk"],
     value: Float[Array, "*B S V"],
     weight: Float[Array, "Dq Dk"],
-    **arguments: Any,
+    *,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = 1.0,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
 ) -> Float[Array, "*B T V"]:
     """Luong et al. 2015, section 3.1, "general": softmax(query W keyᵀ) value.
 
     `query [*B, T, Dq]`, `key [*B, S, Dk]`, `value [*B, S, V]`, `weight [Dq, Dk]`. Not scaled, as in
-    the paper, unless `scale` is given; other arguments as in `attention`.
+    the paper, unless `scale` is given (None: 1/√Dk); other arguments as in `attention`.
 
     Raises ValueError if the weight does not fit, and what `attention` raises.
     """
@@ -202,7 +230,20 @@ def multiplicative_attention(
     wanted = (query.shape[-1], key.shape[-1])
     _check_inner("weight", f"[Dq, Dk] = {list(wanted)}", weight.shape, weight.shape == wanted)
     folded = multiplicative(query, weight)
-    return _single_head(folded, key, value, **{"scale": 1.0, **arguments})
+    return _single_head(
+        folded,
+        key,
+        value,
+        mask=mask,
+        score=score,
+        scale=scale,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        precision=precision,
+        implementation=implementation,
+    )
 
 
 def additive_keys(

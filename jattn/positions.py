@@ -15,6 +15,13 @@ from jattn._types import AnyArray, accumulation
 from jattn.checks import check_array, check_choice, check_dtype, check_number, check_size
 
 
+__all__ = ["learned", "rotary", "sinusoidal"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _frequencies(size: int, base: float, dtype: Any) -> Float[Array, " half"]:
     return jnp.asarray(base, dtype) ** (-jnp.arange(0, size, 2, dtype=dtype) / size)
 

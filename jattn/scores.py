@@ -34,6 +34,24 @@ from jattn.checks import (
 )
 
 
+__all__ = [
+    "Alibi",
+    "Bias",
+    "RelativeBias",
+    "Score",
+    "ScoreFunction",
+    "SoftCap",
+    "Temperature",
+    "Then",
+    "alibi_slopes",
+    "relative_bucket",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 class ScoreFunction:
     """The base of all score functions."""
 

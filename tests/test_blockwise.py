@@ -14,8 +14,8 @@ import pytest
 
 import jattn
 from jattn import masks, tuning
-from jattn.kernels.xla import blockwise, single_tile
-from jattn.spec import Shapes, Spec, Tiling
+from jattn.kernels.xla import blockwise, reference, single_tile
+from jattn.spec import Shapes, Spec, Tiling, check_shapes, make_spec, prepare
 
 
 ROWS_AT_ONCE = single_tile._rows  # before tests get another one
@@ -179,12 +179,10 @@ def test_tilings_agree_with_the_formula(monkeypatch, block_q, block_kv):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, n, 2, 3))) for n in (37, 53, 53))
     ids = jnp.asarray(np.sort(rng.integers(0, 4, 53)))
-    spec = jattn.spec.make_spec(
-        jattn.spec.check_shapes(q, k, v), mask=masks.Segments(ids[:37], ids) | masks.Window(3, 3)
-    )
-    spec = jattn.spec.prepare(spec, jattn.spec.check_shapes(q, k, v))
+    spec = make_spec(check_shapes(q, k, v), mask=masks.Segments(ids[:37], ids) | masks.Window(3, 3))
+    spec = prepare(spec, check_shapes(q, k, v))
     out, lse = jax.jit(functools.partial(blockwise.attend))(spec, q, k, v)
     assert choose.called
-    want, want_lse = jattn.kernels.xla.reference.attend(spec, q, k, v)
+    want, want_lse = reference.attend(spec, q, k, v)
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-13)
     np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-13)

@@ -19,7 +19,7 @@ from jattn._pytree import array_field, pytree_dataclass
 from jattn.kernels.common import lowering, vjp
 from jattn.kernels.gpu import cudnn
 from jattn.kernels.xla import blockwise
-from jattn.spec import check_shapes, make_spec
+from jattn.spec import check_shapes, make_spec, prepare
 from tests.conftest import quick_jit
 
 
@@ -310,7 +310,7 @@ def test_around_it_the_contract_holds(monkeypatch, name):
     shapes = ((2, T, 4, 16), (2, S, 2, 16), (2, S, 2, 16), (2, T, 4, 16))
     q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
     sizes = check_shapes(q, k, v)
-    spec = jattn.spec.prepare(make_spec(sizes, **rules), sizes)
+    spec = prepare(make_spec(sizes, **rules), sizes)
 
     def everything(kernel: Any) -> Any:
         def both(q: Any, k: Any, v: Any) -> Any:

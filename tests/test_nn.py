@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 import jattn
 from jattn import masks, nn, scores
-from jattn.nn.attention import Constant
+from jattn.nn.variables import Constant
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -430,7 +430,8 @@ def test_captured_weights_are_those_of_the_output():
 
 def test_capture_names_every_attention_and_leaves_nothing_behind(small):
     model, source, target = small
-    weights = nnx.jit(nn.capture_weights)(model, source, target)
+    capture: Any = nnx.jit(nn.capture_weights)
+    weights = capture(model, source, target)
     shapes = {name: value.shape for name, value in weights.items()}
     assert shapes == {
         "encoder/layers/0/self_attention": (2, 3, 7, 7),
@@ -444,7 +445,7 @@ def test_capture_names_every_attention_and_leaves_nothing_behind(small):
     with pytest.raises(TypeError, match=r"model: expected an nnx\.Module or a method of one"):
         nn.capture_weights(lambda: None)
     for _, module in nnx.iter_modules(model):
-        assert not (isinstance(module, nn.Tap) and module.is_open)
+        assert not (isinstance(module, nn.WeightsTap) and module.is_open)
         assert not hasattr(module, "__captures__")
 
 
@@ -490,7 +491,8 @@ def test_additive_attention():
     np.testing.assert_allclose(out, weights @ np.asarray(value), rtol=0, atol=1e-12)
     reused = nnx.jit(lambda m: m.attend(query, m.project_keys(key), value, mask=mask))
     np.testing.assert_array_equal(reused(module), out)
-    captured = nnx.jit(nn.capture_weights)(module, query, key, value, mask=mask)
+    capture: Any = nnx.jit(nn.capture_weights)
+    captured = capture(module, query, key, value, mask=mask)
     assert captured.keys() == {""} and captured[""].shape == (2, 1, 3, 7)
     np.testing.assert_allclose(captured[""][:, 0], weights, rtol=0, atol=1e-12)
     np.testing.assert_array_equal(call(module, query, key), call(module, query, key, key))
@@ -626,9 +628,8 @@ SIZES: dict[str, Any] = {
 
 
 def transformer(**options):
-    return nn.Transformer(
-        13, 11, **{"dropout_rate": 0.0, "rngs": nnx.Rngs(params=0), **SIZES, **options}
-    )
+    given: dict[str, Any] = {"dropout_rate": 0.0, "rngs": nnx.Rngs(params=0), **SIZES, **options}
+    return nn.Transformer(13, 11, **given)
 
 
 @pytest.fixture(scope="module")

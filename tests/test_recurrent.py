@@ -36,7 +36,8 @@ def quick_compilation():
 
 
 def rnnsearch(**options):
-    return nn.RNNsearch(SOURCE, TARGET, **{"rngs": nnx.Rngs(params=0), **SIZES, **options})
+    given: dict[str, Any] = {"rngs": nnx.Rngs(params=0), **SIZES, **options}
+    return nn.RNNsearch(SOURCE, TARGET, **given)
 
 
 def ids(seed: int, vocabulary: int, *shape: int) -> jax.Array:
@@ -240,7 +241,8 @@ def test_any_number_of_batch_axes(batch):
     rows = source.reshape(-1, S), target.reshape(-1, T), lengths.reshape(-1)
     expected, _ = formula(arrays(model), *rows)
     np.testing.assert_allclose(out.reshape(-1, T, TARGET), expected, rtol=0, atol=1e-12)
-    captured = nnx.jit(nn.capture_weights)(model, source, target)
+    capture: Any = nnx.jit(nn.capture_weights)
+    captured = capture(model, source, target)
     assert captured["decoder/attention"].shape == (*batch, 1, T, S)
 
 
@@ -249,7 +251,7 @@ def test_any_number_of_batch_axes(batch):
 
 def test_captured_weights_are_those_of_the_formula():
     model = exact()
-    weights_of = nnx.jit(nn.capture_weights)
+    weights_of: Any = nnx.jit(nn.capture_weights)
     captured = weights_of(model, SOURCE_IDS, TARGET_IDS, source_lengths=jnp.asarray(LENGTHS))
     assert captured.keys() == {"decoder/attention"}
     weights = np.asarray(captured["decoder/attention"])
@@ -273,7 +275,8 @@ def test_capturing_changes_no_logits_and_leaves_nothing_behind():
 
     logits = captured(model)
     np.testing.assert_array_equal(call(model, SOURCE_IDS, TARGET_IDS), logits)
-    nnx.jit(nn.capture_weights)(model, SOURCE_IDS, TARGET_IDS)
+    capture: Any = nnx.jit(nn.capture_weights)
+    capture(model, SOURCE_IDS, TARGET_IDS)
     assert not model.decoder.attention.weights_tap.is_open
 
 

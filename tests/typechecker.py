@@ -16,7 +16,11 @@ _wrapped: dict[Hashable, Any] = {}
 
 def check(function: Callable[..., Any]) -> Any:
     """As `beartype.beartype`, for a stand-in of jaxtyping's."""
-    types = function.__annotations__.items()
+    # Python 3.11 cannot hash `P.args` of a ParamSpec.
+    types = (
+        (name, kind if isinstance(kind, Hashable) else repr(kind))
+        for name, kind in function.__annotations__.items()
+    )
     key = (function.__module__, function.__qualname__, function.__code__, *types)
     if key not in _wrapped:
         _wrapped[key] = beartype(function)

@@ -1,34 +1,87 @@
 """Flax NNX modules on jattn's functions."""
 
-from jattn.nn.attention import LOGICAL_AXES as LOGICAL_AXES
-from jattn.nn.attention import AdditiveAttention as AdditiveAttention
-from jattn.nn.attention import AttentionWeights as AttentionWeights
-from jattn.nn.attention import Dropout as Dropout
-from jattn.nn.attention import LayerNorm as LayerNorm
-from jattn.nn.attention import LearnedScore as LearnedScore
-from jattn.nn.attention import MultiHeadAttention as MultiHeadAttention
-from jattn.nn.attention import RMSNorm as RMSNorm
-from jattn.nn.attention import Rotary as Rotary
-from jattn.nn.attention import SingleHeads as SingleHeads
-from jattn.nn.attention import Tap as Tap
-from jattn.nn.attention import capture_weights as capture_weights
-from jattn.nn.embedding import LearnedPositions as LearnedPositions
-from jattn.nn.embedding import OutputProjection as OutputProjection
-from jattn.nn.embedding import SinusoidalPositions as SinusoidalPositions
-from jattn.nn.embedding import TokenEmbedding as TokenEmbedding
-from jattn.nn.recurrent import GRU as GRU
-from jattn.nn.recurrent import Maxout as Maxout
-from jattn.nn.recurrent import RecurrentDecoder as RecurrentDecoder
-from jattn.nn.recurrent import RecurrentEncoder as RecurrentEncoder
-from jattn.nn.recurrent import RecurrentOptions as RecurrentOptions
-from jattn.nn.recurrent import RecurrentState as RecurrentState
-from jattn.nn.recurrent import RNNsearch as RNNsearch
-from jattn.nn.transformer import Decoder as Decoder
-from jattn.nn.transformer import DecoderLayer as DecoderLayer
-from jattn.nn.transformer import Encoder as Encoder
-from jattn.nn.transformer import EncoderLayer as EncoderLayer
-from jattn.nn.transformer import FeedForward as FeedForward
-from jattn.nn.transformer import LayerCache as LayerCache
-from jattn.nn.transformer import LayerOptions as LayerOptions
-from jattn.nn.transformer import Residual as Residual
-from jattn.nn.transformer import Transformer as Transformer
+from typing import TYPE_CHECKING, Any
+
+from jattn.nn.additive import AdditiveAttention
+from jattn.nn.attention import MultiHeadAttention
+from jattn.nn.capture import AttentionWeights, WeightsTap, capture_weights
+from jattn.nn.deprecation import warn_renamed
+from jattn.nn.embedding import (
+    LearnedPositions,
+    OutputProjection,
+    Rotary,
+    SinusoidalPositions,
+    TokenEmbedding,
+)
+from jattn.nn.layers import LOGICAL_AXES, Dropout, FeedForward, LayerNorm, RMSNorm
+from jattn.nn.recurrent import (
+    GRU,
+    Maxout,
+    RecurrentDecoder,
+    RecurrentEncoder,
+    RecurrentOptions,
+    RecurrentState,
+    RNNsearch,
+)
+from jattn.nn.single_heads import SingleHeads
+from jattn.nn.transformer import (
+    Decoder,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+    LayerCache,
+    LayerOptions,
+    Residual,
+    Transformer,
+)
+from jattn.nn.variables import LearnedScore
+
+
+__all__ = [
+    "GRU",
+    "LOGICAL_AXES",
+    "AdditiveAttention",
+    "AttentionWeights",
+    "Decoder",
+    "DecoderLayer",
+    "Dropout",
+    "Encoder",
+    "EncoderLayer",
+    "FeedForward",
+    "LayerCache",
+    "LayerNorm",
+    "LayerOptions",
+    "LearnedPositions",
+    "LearnedScore",
+    "Maxout",
+    "MultiHeadAttention",
+    "OutputProjection",
+    "RMSNorm",
+    "RNNsearch",
+    "RecurrentDecoder",
+    "RecurrentEncoder",
+    "RecurrentOptions",
+    "RecurrentState",
+    "Residual",
+    "Rotary",
+    "SingleHeads",
+    "SinusoidalPositions",
+    "TokenEmbedding",
+    "Transformer",
+    "WeightsTap",
+    "capture_weights",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if not TYPE_CHECKING:  # for a type checker there are the names above and no others
+
+    def __getattr__(name: str) -> Any:
+        """The former names."""
+        if name == "Tap":
+            warn_renamed("jattn.nn.Tap", "WeightsTap")
+            return WeightsTap
+        raise AttributeError(f"module 'jattn.nn' has no attribute {name!r}")

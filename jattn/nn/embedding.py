@@ -1,31 +1,32 @@
 """Tokens and positions as vectors, and vectors as logits over tokens."""
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
 from jattn.checks import check_dtype, check_flag, check_number, check_size
 from jattn.integers import known_range
+from jattn.nn._types import Ids
 from jattn.nn.checks import check_features, check_integers, check_module
-from jattn.positions import learned, sinusoidal
+from jattn.nn.layers import sharded
+from jattn.nn.module import Module
+from jattn.positions import learned, rotary, sinusoidal
 
-
-Indices = Int[Array | np.ndarray, "..."]
 
 # for tables [rows, D], entries of variance 1/D
 DEFAULT_INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
 
 
 def _table(axis: str, value: Float[Array, "rows D"]) -> nnx.Param[Array]:
-    return nnx.Param(value, out_sharding=(axis, "embed"), eager_sharding=False)
+    return nnx.Param(value, **sharded(axis, "embed"))
 
 
-def _check_range(name: str, indices: Indices, letters: str, size: int) -> None:
+def _check_range(name: str, indices: Ids, letters: str, size: int) -> None:
     """Known indices are checked at once; traced ones give NaN where they are out of range."""
     check_integers(name, indices)
     least, greatest = known_range(indices) or (0, 0)
@@ -35,7 +36,7 @@ def _check_range(name: str, indices: Indices, letters: str, size: int) -> None:
         )
 
 
-class TokenEmbedding(nnx.Module):
+class TokenEmbedding(Module):
     """A table of vectors `[vocabulary, D]`, read by token and multiplied by √D.
 
     The factor (Vaswani et al. 2017, section 3.4) lets one table serve both as embedding, with
@@ -67,7 +68,7 @@ class TokenEmbedding(nnx.Module):
             "vocabulary", embedding_init(rngs.params(), (vocabulary, features), param_dtype)
         )
 
-    def __call__(self, ids: Indices) -> Float[Array, "... D"]:
+    def __call__(self, ids: Ids) -> Float[Array, "... D"]:
         """Ids `[*B, T]` to vectors `[*B, T, D]`.
 
         Raises ValueError for ids outside the vocabulary where they are known; traced ids that
@@ -83,7 +84,7 @@ class TokenEmbedding(nnx.Module):
         return _logits(x, self.embedding[...], self.dtype)
 
 
-class OutputProjection(nnx.Module):
+class OutputProjection(Module):
     """Vectors `[*B, T, D]` to logits `[*B, T, vocabulary]`.
 
     The kernel is stored `[vocabulary, D]`, as embeddings are.
@@ -114,11 +115,7 @@ class OutputProjection(nnx.Module):
         self.kernel = _table(
             "vocabulary", kernel_init(rngs.params(), (vocabulary, features), param_dtype)
         )
-        bias = nnx.Param(
-            jnp.zeros((vocabulary,), param_dtype),
-            out_sharding=("vocabulary",),
-            eager_sharding=False,
-        )
+        bias = nnx.Param(jnp.zeros((vocabulary,), param_dtype), **sharded("vocabulary"))
         self.bias = bias if use_bias else None
 
     @property
@@ -142,7 +139,7 @@ def _logits(
     return jnp.einsum("...d,vd->...v", x.astype(dtype), table.astype(dtype))
 
 
-class LearnedPositions(nnx.Module):
+class LearnedPositions(Module):
     """A trained vector for each of the positions 0 .. max_length - 1 (Gehring et al. 2017)."""
 
     def __init__(
@@ -169,7 +166,7 @@ class LearnedPositions(nnx.Module):
             "positions", embedding_init(rngs.params(), (max_length, features), param_dtype)
         )
 
-    def __call__(self, positions: Indices) -> Float[Array, "... D"]:
+    def __call__(self, positions: Ids) -> Float[Array, "... D"]:
         """Positions `[*B, T]` or `[T]` to vectors with an axis D at the end.
 
         Raises ValueError for positions known to lie past `max_length`; traced ones give NaN.
@@ -178,7 +175,7 @@ class LearnedPositions(nnx.Module):
         return learned(self.embedding[...].astype(self.dtype), jnp.asarray(positions))
 
 
-class SinusoidalPositions(nnx.Module):
+class SinusoidalPositions(Module):
     """The sines and cosines of Vaswani et al. 2017, section 3.5: no parameters, any length."""
 
     def __init__(self, features: int, *, base: float = 10000.0, dtype: Any = jnp.float32):
@@ -189,6 +186,23 @@ class SinusoidalPositions(nnx.Module):
         self.base = base
         self.dtype = dtype
 
-    def __call__(self, positions: Indices) -> Float[Array, "... D"]:
+    def __call__(self, positions: Ids) -> Float[Array, "... D"]:
         """Positions `[*B, T]` or `[T]` to vectors with an axis D at the end."""
         return sinusoidal(positions, self.features, base=self.base, dtype=self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of queries and keys (Su et al. 2021), the first `size` channels.
+
+    `style` pairs channel i with i + size/2 ("half") or 2i with 2i + 1 ("interleaved").
+    """
+
+    style: Literal["half", "interleaved"] = "half"
+    base: float = 10000.0
+    size: int | None = None
+
+    def __call__(
+        self, x: Float[Array, "*B T N H"], positions: Int[Array, "..."]
+    ) -> Float[Array, "*B T N H"]:
+        return rotary(x, positions, style=self.style, base=self.base, rotary_dim=self.size)

@@ -1,7 +1,7 @@
 """RNNsearch (Bahdanau, Cho and Bengio 2014): recurrent layers with additive attention between.
 
 Equations are those of the paper's appendix A, with the biases that it leaves out. Whatever does not
-depend on the state before is computed for all places in one product, so that a step of the
+depend on the state before is computed for all positions in one product, so that a step of the
 recurrence has only what must wait for it.
 
 Letters beside those of `jattn._types`: E width of what a layer reads, H width of a recurrent state,
@@ -9,11 +9,10 @@ C of the memory that the decoder reads (2H), A of the alignment network.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Bool, Float, Int
@@ -25,23 +24,15 @@ from jattn.checks import check_array, check_flag, check_function, check_rate, ch
 from jattn.integers import is_integer
 from jattn.masks import Lengths
 from jattn.mechanisms import additive_attention
-from jattn.nn.attention import (
-    LECUN,
-    ZEROS,
-    AdditiveAttention,
-    Dropout,
-    RandomSource,
-    promote,
-    sharded,
-)
+from jattn.nn._types import Ids, RandomSource, RowLengths
+from jattn.nn.additive import AdditiveAttention
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import DEFAULT_INIT, OutputProjection, TokenEmbedding
+from jattn.nn.layers import LECUN, ZEROS, Dropout, promote, sharded
+from jattn.nn.module import ConstructorSignature, Module
 
 
 ORTHOGONAL = nnx.initializers.orthogonal()
-
-Ids = Int[Array | np.ndarray, "..."]
-RowLengths = Int[Array | np.ndarray, "*B"] | None  # None: every place is real
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +79,18 @@ class RecurrentOptions:
         )
 
 
-class GRU(nnx.Module):
-    """Gated recurrent unit (Cho et al. 2014; appendix A.1.1), over all places of a sequence.
+class RecurrentArguments(TypedDict, total=False):
+    """The fields of `RecurrentOptions` as keyword arguments."""
+
+    kernel_init: Initializer
+    recurrent_init: Initializer
+    bias_init: Initializer
+    dtype: Dtype | None
+    param_dtype: Dtype
+
+
+class GRU(Module):
+    """Gated recurrent unit (Cho et al. 2014; appendix A.1.1), over all positions of a sequence.
 
     With update gate z, reset gate r and candidate c, whose pre-activations from the input are x:
 
@@ -104,7 +105,16 @@ class GRU(nnx.Module):
         options: those of `RecurrentOptions`.
     """
 
-    def __init__(self, in_features: int, features: int, *, rngs: nnx.Rngs, **options: Any):
+    __signature__: Any = ConstructorSignature(RecurrentOptions)
+
+    def __init__(
+        self,
+        in_features: int,
+        features: int,
+        *,
+        rngs: nnx.Rngs,
+        **options: Unpack[RecurrentArguments],
+    ):
         given = RecurrentOptions(**options)
         check_module(rngs, in_features=in_features, features=features, **given.dtypes)
         self.in_features = in_features
@@ -140,37 +150,37 @@ class GRU(nnx.Module):
         lengths: RowLengths = None,
         reverse: bool = False,
     ) -> Float[Array, "*B T H"]:
-        """The state after each place of `x [*B, T, E]`, `[*B, T, H]`, from a state of 0 on.
+        """The state after each position of `x [*B, T, E]`, `[*B, T, H]`, from a state of 0 on.
 
         Args:
-            lengths: `[*B]`, how many places of each row are real. The state does not change at the
-                others, and nothing of what stands there is seen.
-            reverse: read from each row's last real place to its first.
+            lengths: `[*B]`, how many positions of each row are not padding. The state does not
+                change at padding, and what stands there is not seen.
+            reverse: read from each row's last position that is not padding to its first.
         """
         check_features("x", x, "T, E", "in_features", self.in_features)
         check_flag("reverse", reverse)
         x = jnp.moveaxis(x, -2, 0)
-        real = None if lengths is None else _real(lengths, x)
-        if real is not None:
-            x = jnp.where(real[..., None], x, 0)
+        valid = None if lengths is None else _within(lengths, x)
+        if valid is not None:
+            x = jnp.where(valid[..., None], x, 0)
         inputs = self.inputs(x)
 
-        def one(state: Array, place: tuple[Array, Array | None]) -> tuple[Array, Array]:
-            x, real = place
+        def step(state: Array, operands: tuple[Array, Array | None]) -> tuple[Array, Array]:
+            x, valid = operands
             after = self.step(x, state)
-            after = after if real is None else jnp.where(real[..., None], after, state)
+            after = after if valid is None else jnp.where(valid[..., None], after, state)
             return after, after
 
         first = jnp.zeros((*x.shape[1:-1], self.features), inputs.dtype)
-        _, states = jax.lax.scan(one, first, (inputs, real), reverse=reverse)
+        _, states = jax.lax.scan(step, first, (inputs, valid), reverse=reverse)
         return jnp.moveaxis(states, 0, -2)
 
 
-def _real(lengths: Ids, x: Array) -> Bool[Array, "..."]:
-    """Which places of `x [T, *B, E]` are within the lengths `[*B]`: `[T, *B]`."""
+def _within(lengths: Ids, x: Array) -> Bool[Array, "..."]:
+    """Which positions of `x [T, *B, E]` are within the lengths `[*B]`: `[T, *B]`."""
     _check_lengths("lengths", lengths, x.shape[1:-1])
-    places = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], 0)
-    return places < jnp.asarray(integers.clamped(lengths))[None]
+    positions = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], 0)
+    return positions < jnp.asarray(integers.clamped(lengths))[None]
 
 
 def _check_lengths(name: str, lengths: RowLengths, batch: tuple[int, ...]) -> None:
@@ -180,21 +190,30 @@ def _check_lengths(name: str, lengths: RowLengths, batch: tuple[int, ...]) -> No
     check_array(name, lengths, "[*B]", "integer", shape=batch)
 
 
-class RecurrentEncoder(nnx.Module):
+class RecurrentEncoder(Module):
     """A GRU in each direction, side by side (appendix A.2.1): `[*B, S, E]` to `[*B, S, 2H]`.
 
-    Annotation j is [state of the forward unit after places 0..j; state of the backward unit after
-    the row's last place down to j]. `options` are those of `RecurrentOptions`.
+    Annotation j is [state of the forward unit after positions 0..j; state of the backward unit
+    after the row's last position down to j]. `options` are those of `RecurrentOptions`.
     """
 
-    def __init__(self, in_features: int, features: int, *, rngs: nnx.Rngs, **options: Any):
+    __signature__: Any = ConstructorSignature(RecurrentOptions)
+
+    def __init__(
+        self,
+        in_features: int,
+        features: int,
+        *,
+        rngs: nnx.Rngs,
+        **options: Unpack[RecurrentArguments],
+    ):
         self.forward = GRU(in_features, features, rngs=rngs, **options)
         self.backward = GRU(in_features, features, rngs=rngs, **options)
 
     def __call__(
         self, x: Float[Array, "..."], *, lengths: RowLengths = None
     ) -> Float[Array, "*B S C"]:
-        """Places of `x [*B, S, E]` from `lengths [*B]` on change nothing at the others."""
+        """Positions of `x [*B, S, E]` from `lengths [*B]` on are padding: nothing there is seen."""
         both = (
             self.forward(x, lengths=lengths),
             self.backward(x, lengths=lengths, reverse=True),
@@ -211,13 +230,14 @@ class RecurrentState(NamedTuple):
     lengths: RowLengths
 
     def reorder(self, indices: Int[Array, " R"], *, memory: bool = True) -> "RecurrentState":
-        """Rows picked by index; `memory=False` for rows that change places with equal ones.
+        """Rows picked by index; `memory=False` keeps the memory, where rows that are picked have
+        the same as those that they replace.
 
         Raises ValueError for rows that are known not to be there; the state of others is NaN.
         """
         indices, missing = picked_rows(indices, len(self.hidden))
-        lost = missing.reshape(-1, *(1,) * (self.hidden.ndim - 1))
-        picked = self._replace(hidden=jnp.where(lost, jnp.nan, self.hidden[indices]))
+        missing = missing.reshape(-1, *(1,) * (self.hidden.ndim - 1))
+        picked = self._replace(hidden=jnp.where(missing, jnp.nan, self.hidden[indices]))
         if not memory:
             return picked
         lengths = None if self.lengths is None else jnp.asarray(self.lengths)[indices]
@@ -226,11 +246,13 @@ class RecurrentState(NamedTuple):
         )
 
 
-class Maxout(nnx.Module):
+class Maxout(Module):
     """Deep output (appendix A.2.2): the greater of each two sums of what is read, H to D.
 
     Reads the state, the token before and the context (U_o, V_o, C_o).
     """
+
+    __signature__: Any = ConstructorSignature(RecurrentOptions)
 
     def __init__(
         self,
@@ -240,7 +262,7 @@ class Maxout(nnx.Module):
         features: int,
         *,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[RecurrentArguments],
     ):
         given = RecurrentOptions(**options)
         widths = {"state_features": state_features, "token_features": token_features}
@@ -264,22 +286,24 @@ class Maxout(nnx.Module):
         return jnp.max(sum(sums), axis=-2)
 
 
-class RecurrentDecoder(nnx.Module):
+class RecurrentDecoder(Module):
     """A GRU that reads the token before and, by additive attention, a memory (appendix A.2.2).
 
-    At each place the state before asks the memory for a context. Token, context and that state make
-    the next state and, through `Maxout`, what is handed on; as in the appendix, this does not wait
-    for the next state.
+    At each position the state before attends to the memory, which gives a context. Token, context
+    and that state make the next state and, through `Maxout`, the output. As in the appendix, the
+    output does not depend on the next state.
 
     Args:
         in_features: E, the width of the tokens.
         features: H, the width of the state.
-        memory_features: C, the width of the memory, whose last H entries at place 0 make the first
-            state (of `RecurrentEncoder` the backward unit's last).
+        memory_features: C, the width of the memory, whose last H entries at position 0 make the
+            first state (of `RecurrentEncoder` the backward unit's last).
         alignment_features: A, the inner width of the attention.
         out_features: width of the output.
         options: those of `RecurrentOptions`.
     """
+
+    __signature__: Any = ConstructorSignature(RecurrentOptions)
 
     def __init__(
         self,
@@ -290,7 +314,7 @@ class RecurrentDecoder(nnx.Module):
         out_features: int,
         *,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[RecurrentArguments],
     ):
         given = RecurrentOptions(**options)
         widths = {"in_features": in_features, "features": features, "out_features": out_features}
@@ -318,7 +342,7 @@ class RecurrentDecoder(nnx.Module):
         """The state before the first token, from `memory [*B, S, C]`, projected once for `step`."""
         check_features("memory", memory, "S, C", "memory_features", self.memory_features)
         _check_lengths("memory_lengths", memory_lengths, memory.shape[:-2])
-        # A sum over at most one place: without any, 0.
+        # A sum over at most one position: without any, 0.
         last = jnp.sum(memory[..., :1, -self.unit.features :], axis=-2)
         hidden = jnp.tanh(self.first(last))
         return RecurrentState(hidden, self.attention.project_keys(memory), memory, memory_lengths)
@@ -326,23 +350,23 @@ class RecurrentDecoder(nnx.Module):
     def step(
         self, x: Float[Array, "*B T E"], state: RecurrentState
     ) -> tuple[Float[Array, "*B T D"], RecurrentState]:
-        """What is handed on after each of T further tokens, and the state after them."""
+        """The output after each of T further tokens, and the state after them."""
         check_features("x", x, "T, E", "in_features", self.unit.in_features)
         mask = None if state.lengths is None else Lengths(kv=state.lengths)
         arrays = (*state[:3], self.attention.query[...], self.attention.score[...])
         hidden, keys, memory, query, score = promote(arrays, dtype=self.attention.dtype)
 
-        def one(hidden: Array, x: Array) -> tuple[Array, tuple[Array, Array]]:
-            asked = hidden[..., None, :]
-            read = additive_attention(asked, keys, memory, query, None, score, mask=mask)
-            context = read[..., 0, :]
+        def step(hidden: Array, x: Array) -> tuple[Array, tuple[Array, Array]]:
+            state = hidden[..., None, :]
+            contexts = additive_attention(state, keys, memory, query, None, score, mask=mask)
+            context = contexts[..., 0, :]
             after = self.unit.step(x + self.context(context), hidden)
             return after, (hidden, context)
 
         inputs = self.unit.inputs(jnp.moveaxis(x, -2, 0))
-        last, (before, contexts) = jax.lax.scan(one, hidden, inputs)
+        last, (before, contexts) = jax.lax.scan(step, hidden, inputs)
         before, contexts = (jnp.moveaxis(y, 0, -2) for y in (before, contexts))
-        if self.attention.weights_tap.is_open:  # which nothing inside the loop could leave by
+        if self.attention.weights_tap.is_open:  # nothing inside the loop can be captured
             self.attention.attend(before, state.keys, state.memory, mask=mask)
         return self.output(before, x, contexts), state._replace(hidden=last)
 
@@ -356,14 +380,14 @@ class RecurrentDecoder(nnx.Module):
         return self.step(x, self.start(memory, memory_lengths=memory_lengths))[0]
 
 
-class RNNsearch(nnx.Module):
+class RNNsearch(Module):
     """The recurrent encoder-decoder with attention, from source and target tokens to logits.
 
         model = RNNsearch(8000, 6000, rngs=nnx.Rngs(params=0))
         logits = model(source, target, source_lengths=lengths, rngs=nnx.Rngs(dropout=1))
 
     Bahdanau, Cho and Bengio 2014, appendix A, with the paper's sizes. Position t of the logits has
-    seen target tokens 0..t and the first `source_lengths` places of the source.
+    seen target tokens 0..t and the first `source_lengths` tokens of the source.
 
     Args:
         source_vocabulary, target_vocabulary: numbers of tokens.
@@ -375,6 +399,8 @@ class RNNsearch(nnx.Module):
         embedding_init: of token embeddings, `[rows, D]`.
         options: those of `RecurrentOptions`.
     """
+
+    __signature__: Any = ConstructorSignature(RecurrentOptions)
 
     def __init__(
         self,
@@ -388,7 +414,7 @@ class RNNsearch(nnx.Module):
         dropout_rate: float = 0.0,
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[RecurrentArguments],
     ):
         given = RecurrentOptions(**options)
         if not is_integer(hidden):
@@ -415,11 +441,21 @@ class RNNsearch(nnx.Module):
         self.output = OutputProjection(maxout, target_vocabulary, rngs=rngs, **given.dtypes)
 
     def __call__(
-        self, source_ids: Ids, target_ids: Ids, **call: Any
+        self,
+        source_ids: Ids,
+        target_ids: Ids,
+        *,
+        source_lengths: RowLengths = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
     ) -> Float[Array, "*B T vocabulary"]:
-        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`;
-        `call` is what `features` takes."""
-        return self.logits(self.features(source_ids, target_ids, **call))
+        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`.
+
+        The other arguments are those of `features`.
+        """
+        run = {"deterministic": deterministic, "rngs": rngs}
+        features = self.features(source_ids, target_ids, source_lengths=source_lengths, **run)
+        return self.logits(features)
 
     def features(
         self,
@@ -433,7 +469,7 @@ class RNNsearch(nnx.Module):
         """What `logits` reads: `[*B, T, maxout_features]`.
 
         Args:
-            source_lengths: `[*B]`, how many source places of each row are not padding.
+            source_lengths: `[*B]`, how many source tokens of each row are not padding.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
             rngs: where dropout draws its keys, the stream `dropout`.
         """

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,17 +13,16 @@ from jaxtyping import Array, Float, Int
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_array, check_choice, check_function, check_rate, check_size
 from jattn.masks import Causal
-from jattn.nn.attention import (
-    Dropout,
-    LayerNorm,
+from jattn.nn._types import (
+    CacheOptions,
+    Ids,
     MaskLike,
-    MultiHeadAttention,
     Positions,
     RandomSource,
+    RowLengths,
     Valid,
-    promote,
-    sharded,
 )
+from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.checks import check_features, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
@@ -32,11 +31,8 @@ from jattn.nn.embedding import (
     SinusoidalPositions,
     TokenEmbedding,
 )
-
-
-GLOROT = nnx.initializers.xavier_uniform()
-
-Ids = Int[Array | np.ndarray, "..."]
+from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, promote
+from jattn.nn.module import ConstructorSignature, Module
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,60 +75,20 @@ class LayerOptions:
         return {"kernel_init": self.kernel_init, **self.dtypes}
 
 
-class FeedForward(nnx.Module):
-    """Two matrices with an activation between, for each position alike: `[*B, T, D]` to the same.
+class LayerArguments(TypedDict, total=False):
+    """The fields of `LayerOptions` as keyword arguments."""
 
-    `hidden` is the width between; dropout acts there.
-    """
-
-    def __init__(
-        self,
-        features: int,
-        hidden: int,
-        *,
-        activation: Callable[[Array], Array] = nnx.relu,
-        dropout_rate: float = 0.0,
-        kernel_init: Initializer = GLOROT,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        functions = {"activation": activation, "kernel_init": kernel_init}
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        check_module(rngs, functions=functions, features=features, hidden=hidden, **dtypes)
-        self.features = features
-
-        def linear(inputs: int, outputs: int, names: tuple[str, str]) -> nnx.Linear:
-            return nnx.Linear(
-                inputs,
-                outputs,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                promote_dtype=promote,
-                kernel_metadata=sharded(*names),
-                bias_metadata=sharded(names[1]),
-                rngs=rngs,
-            )
-
-        self.hidden = linear(features, hidden, ("embed", "mlp"))
-        self.out = linear(hidden, features, ("mlp", "embed"))
-        self.activation = activation
-        self.dropout = Dropout(dropout_rate, rngs=rngs)
-
-    def __call__(
-        self,
-        x: Float[Array, "*B T D"],
-        *,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
-    ) -> Float[Array, "*B T D"]:
-        check_features("x", x, "T, D", "features", self.features)
-        hidden = self.activation(self.hidden(x))
-        return self.out(self.dropout(hidden, deterministic=deterministic, rngs=rngs))
+    dropout_rate: float
+    norm: Literal["post", "pre"]
+    activation: Callable[[Array], Array]
+    self_attention: Callable[..., MultiHeadAttention]
+    cross_attention: Callable[..., MultiHeadAttention]
+    kernel_init: Initializer
+    dtype: Dtype | None
+    param_dtype: Dtype
 
 
-class Residual(nnx.Module):
+class Residual(Module):
     """The way around a sublayer: `leave(x, sublayer(enter(x)))`.
 
     Post-norm is `norm(x + dropout(sublayer(x)))`, pre-norm `x + dropout(sublayer(norm(x)))`.
@@ -147,9 +103,14 @@ class Residual(nnx.Module):
         return self.norm(x) if self.order == "pre" else x
 
     def leave(
-        self, x: Float[Array, "*B T D"], y: Float[Array, "*B T D"], **run: Any
+        self,
+        x: Float[Array, "*B T D"],
+        y: Float[Array, "*B T D"],
+        *,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
     ) -> Float[Array, "*B T D"]:
-        x, y = promote((x, self.dropout(y, **run)))
+        x, y = promote((x, self.dropout(y, deterministic=deterministic, rngs=rngs)))
         x = x + y
         return self.norm(x) if self.order == "post" else x
 
@@ -165,14 +126,22 @@ def _feed_forward(features: int, hidden: int, options: LayerOptions, rngs: nnx.R
     )
 
 
-class EncoderLayer(nnx.Module):
+class EncoderLayer(Module):
     """Self-attention and a feed-forward network, each with a way around it.
 
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
     """
 
+    __signature__: Any = ConstructorSignature(LayerOptions)
+
     def __init__(
-        self, features: int, num_heads: int, feed_forward: int, *, rngs: nnx.Rngs, **options: Any
+        self,
+        features: int,
+        num_heads: int,
+        feed_forward: int,
+        *,
+        rngs: nnx.Rngs,
+        **options: Unpack[LayerArguments],
     ):
         given = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
@@ -208,19 +177,28 @@ class LayerCache(NamedTuple):
     memory: DenseCache
 
     def reorder(self, indices: Int[Array, " R"], *, memory: bool = True) -> "LayerCache":
-        """Rows picked by index; `memory=False` for rows that change places with equal ones."""
+        """Rows picked by index; `memory=False` keeps the memory, where rows that are picked have
+        the same as those that they replace."""
         kept = self.memory.reorder(indices) if memory else self.memory
         return LayerCache(self.tokens.reorder(indices), kept)
 
 
-class DecoderLayer(nnx.Module):
+class DecoderLayer(Module):
     """Causal self-attention, attention to the memory, and a feed-forward network.
 
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
     """
 
+    __signature__: Any = ConstructorSignature(LayerOptions)
+
     def __init__(
-        self, features: int, num_heads: int, feed_forward: int, *, rngs: nnx.Rngs, **options: Any
+        self,
+        features: int,
+        num_heads: int,
+        feed_forward: int,
+        *,
+        rngs: nnx.Rngs,
+        **options: Unpack[LayerArguments],
     ):
         given = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
@@ -249,15 +227,15 @@ class DecoderLayer(nnx.Module):
         check_features("x", x, "T, D", "features", self.features)
         check_features("memory", memory, "S, D", "features", self.features)
         run = {"deterministic": deterministic, "rngs": rngs}
-        places = {"positions": positions, "kv_positions": memory_positions}
+        where = {"positions": positions, "kv_positions": memory_positions}
 
-        def attend(x: Array) -> Array:
+        def attend_tokens(x: Array) -> Array:
             return self.self_attention(x, mask=_causal(mask), positions=positions, **run)
 
-        def read(x: Array) -> Array:
-            return self.cross_attention(x, memory, mask=cross_mask, **places, **run)
+        def attend_memory(x: Array) -> Array:
+            return self.cross_attention(x, memory, mask=cross_mask, **where, **run)
 
-        return self._around(x, attend, read, **run)
+        return self._sublayers(x, attend_tokens, attend_memory, **run)
 
     def step(
         self,
@@ -278,26 +256,31 @@ class DecoderLayer(nnx.Module):
         positions = cache.tokens.next_positions(x.shape[1], valid)
         tokens = cache.tokens
 
-        def attend(x: Array) -> Array:
+        def attend_tokens(x: Array) -> Array:
             nonlocal tokens
             options = {"mask": _causal(mask), "valid": valid, **run}
             y, tokens = self.self_attention(x, cache=tokens, **options)
             return y
 
-        def read(x: Array) -> Array:
+        def attend_memory(x: Array) -> Array:
             options = {"mask": cross_mask, "positions": positions, **run}
-            return self.cross_attention.recall(x, cache.memory, **options)
+            return self.cross_attention.attend_memory(x, cache.memory, **options)
 
-        return self._around(x, attend, read, **run), LayerCache(tokens, cache.memory)
+        x = self._sublayers(x, attend_tokens, attend_memory, **run)
+        return x, LayerCache(tokens, cache.memory)
 
-    def _around(
-        self, x: Array, attend: Callable[..., Array], read: Callable[..., Array], **run: Any
+    def _sublayers(
+        self,
+        x: Array,
+        attend_tokens: Callable[[Array], Array],
+        attend_memory: Callable[[Array], Array],
+        **run: Any,
     ) -> Array:
         """The three sublayers with their ways around."""
         around = self.self_attention_residual
-        x = around.leave(x, attend(around.enter(x)), **run)
+        x = around.leave(x, attend_tokens(around.enter(x)), **run)
         around = self.cross_attention_residual
-        x = around.leave(x, read(around.enter(x)), **run)
+        x = around.leave(x, attend_memory(around.enter(x)), **run)
         around = self.feed_forward_residual
         return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
 
@@ -306,8 +289,10 @@ def _causal(mask: MaskLike) -> Any:
     return Causal() if mask is None else Causal() & mask
 
 
-class _Stack(nnx.Module):
+class _Stack(Module):
     """Layers one after another, with a last normalisation where the layers are pre-norm."""
+
+    __signature__: Any = ConstructorSignature(LayerOptions)
 
     layer: Callable[..., nnx.Module]
 
@@ -319,7 +304,7 @@ class _Stack(nnx.Module):
         feed_forward: int,
         *,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[LayerArguments],
     ):
         given = LayerOptions(**options)
         check_size("num_layers", num_layers, 0)
@@ -330,41 +315,66 @@ class _Stack(nnx.Module):
         last = given.norm == "pre"
         self.norm = LayerNorm(features, rngs=rngs, **given.dtypes) if last else None
 
-    def __call__(self, x: Float[Array, "*B T D"], *memory: Array, **call: Any) -> Array:
+    def _run(self, x: Array, *memory: Array, **call: Any) -> Array:
         for layer in self.layers:
             x = layer(x, *memory, **call)
         return x if self.norm is None else self.norm(x)
 
 
 class Encoder(_Stack):
-    """`num_layers` of `EncoderLayer`, called like one: `[*B, S, D]` to `[*B, S, D]`.
-
-    Made from `(num_layers, features, num_heads, feed_forward, *, rngs, **options)`, the options
-    being those of `LayerOptions`.
-    """
+    """`num_layers` of `EncoderLayer`, called like one: `[*B, S, D]` to `[*B, S, D]`."""
 
     layer = EncoderLayer
 
+    def __call__(
+        self,
+        x: Float[Array, "*B S D"],
+        *,
+        mask: MaskLike = None,
+        positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B S D"]:
+        run = {"deterministic": deterministic, "rngs": rngs}
+        return self._run(x, mask=mask, positions=positions, **run)
+
 
 class Decoder(_Stack):
-    """`num_layers` of `DecoderLayer`, called like one: `[*B, T, D]`, `[*B, S, D]` to `[*B, T, D]`.
+    """`num_layers` of `DecoderLayer`, called like one.
 
-    Made from `(num_layers, features, num_heads, feed_forward, *, rngs, **options)`, the options
-    being those of `LayerOptions`.
+    `[*B, T, D]` and the memory `[*B, S, D]` to `[*B, T, D]`.
     """
 
     layer = DecoderLayer
+
+    def __call__(
+        self,
+        x: Float[Array, "*B T D"],
+        memory: Float[Array, "*B S D"],
+        *,
+        mask: MaskLike = None,
+        cross_mask: MaskLike = None,
+        positions: Positions = None,
+        memory_positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B T D"]:
+        """`mask` is for the self-attention, which is causal in any case."""
+        masks = {"mask": mask, "cross_mask": cross_mask}
+        where = {"positions": positions, "memory_positions": memory_positions}
+        run = {"deterministic": deterministic, "rngs": rngs}
+        return self._run(x, memory, **masks, **where, **run)
 
     def start(
         self,
         memory: Float[Array, "B S D"],
         length: int,
         *,
-        memory_lengths: Any = None,
+        memory_lengths: RowLengths = None,
         memory_positions: Positions = None,
-        kind: Any = DenseCache,
-        dtype: Any = None,
-        **options: Any,
+        kind: type[Cache] = DenseCache,
+        dtype: Dtype | None = None,
+        **options: Unpack[CacheOptions],
     ) -> list[LayerCache]:
         """Caches for `step` over up to `length` tokens, with the memory projected once.
 
@@ -375,24 +385,34 @@ class Decoder(_Stack):
         return [
             LayerCache(
                 layer.self_attention.empty_cache(len(memory), length, kind, dtype, **options),
-                layer.cross_attention.remember(memory, memory_lengths, memory_positions),
+                layer.cross_attention.project_memory(memory, memory_lengths, memory_positions),
             )
             for layer in layers
         ]
 
     def step(
-        self, x: Float[Array, "B T D"], caches: list[LayerCache], **call: Any
+        self,
+        x: Float[Array, "B T D"],
+        caches: list[LayerCache],
+        *,
+        mask: MaskLike = None,
+        cross_mask: MaskLike = None,
+        valid: Valid = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
     ) -> tuple[Float[Array, "B T D"], list[LayerCache]]:
         """As the call, for T further tokens, with the caches grown by them."""
+        options = {"mask": mask, "cross_mask": cross_mask, "valid": valid}
+        run = {"deterministic": deterministic, "rngs": rngs}
         layers: Any = self.layers
         grown = []
         for layer, cache in zip(layers, caches, strict=True):
-            x, one = layer.step(x, cache, **call)
+            x, one = layer.step(x, cache, **options, **run)
             grown.append(one)
         return (x if self.norm is None else self.norm(x)), grown
 
 
-class Transformer(nnx.Module):
+class Transformer(Module):
     """The encoder-decoder Transformer, from source and target tokens to logits.
 
         model = Transformer(8000, 6000, rngs=nnx.Rngs(params=0))
@@ -418,6 +438,8 @@ class Transformer(nnx.Module):
     Raises ValueError for sizes that do not go together.
     """
 
+    __signature__: Any = ConstructorSignature(LayerOptions)
+
     def __init__(
         self,
         source_vocabulary: int,
@@ -433,7 +455,7 @@ class Transformer(nnx.Module):
         tie_embeddings: bool | Literal["all"] = False,
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[LayerArguments],
     ):
         given = LayerOptions(**options)
         check_module(
@@ -476,11 +498,34 @@ class Transformer(nnx.Module):
         )
 
     def __call__(
-        self, source_ids: Ids, target_ids: Ids, **call: Any
+        self,
+        source_ids: Ids,
+        target_ids: Ids,
+        *,
+        source_mask: MaskLike = None,
+        target_mask: MaskLike = None,
+        cross_mask: MaskLike = None,
+        source_positions: Positions = None,
+        target_positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
     ) -> Float[Array, "*B T vocabulary"]:
-        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`;
-        `call` is what `features` takes."""
-        return self.logits(self.features(source_ids, target_ids, **call))
+        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`.
+
+        The other arguments are those of `features`.
+        """
+        features = self.features(
+            source_ids,
+            target_ids,
+            source_mask=source_mask,
+            target_mask=target_mask,
+            cross_mask=cross_mask,
+            source_positions=source_positions,
+            target_positions=target_positions,
+            deterministic=deterministic,
+            rngs=rngs,
+        )
+        return self.logits(features)
 
     def features(
         self,
@@ -562,8 +607,8 @@ class Transformer(nnx.Module):
         """
         run = {"deterministic": deterministic, "rngs": rngs}
         masks = {"mask": mask, "cross_mask": cross_mask}
-        places = {"positions": positions, "memory_positions": memory_positions}
-        return self.logits(self._decoded(target_ids, memory, **masks, **places, **run))
+        where = {"positions": positions, "memory_positions": memory_positions}
+        return self.logits(self._decoded(target_ids, memory, **masks, **where, **run))
 
     def _decoded(
         self, target_ids: Ids, memory: Array, *, positions: Positions, **call: Any
@@ -622,10 +667,10 @@ def _embed(
     x = tokens(ids)
     if encoding is None:
         return x
-    # NumPy's arange stays known under jit, so that a length past max_length raises
-    places = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
-    check_array("positions", places, "[*B, T]", "integer")
-    if places.shape not in (ids.shape, ids.shape[-1:]):
-        got = list(places.shape)
+    # NumPy's arange stays known under jit, so that a length past max_length raises.
+    given = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
+    check_array("positions", given, "[*B, T]", "integer")
+    if given.shape not in (ids.shape, ids.shape[-1:]):
+        got = list(given.shape)
         raise ValueError(f"positions: expected [*B, T] = {list(ids.shape)} or [T], got {got}")
-    return x + jnp.broadcast_to(encoding(places), x.shape)
+    return x + jnp.broadcast_to(encoding(given), x.shape)

@@ -1,0 +1,99 @@
+"""Additive attention as a module."""
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, Initializer
+from jaxtyping import Array, Float
+
+from jattn.checks import check_array
+from jattn.mechanisms import additive_attention, additive_keys
+from jattn.nn._types import MaskLike
+from jattn.nn.capture import WeightsTap
+from jattn.nn.checks import check_features, check_module
+from jattn.nn.layers import LECUN, promote, sharded
+from jattn.nn.module import Module
+
+
+class AdditiveAttention(Module):
+    """Attention by a small network (Bahdanau, Cho and Bengio 2014), as in RNNsearch.
+
+    Scores are `score · tanh(query W + key U)`. Keys that stay the same while a decoder runs are
+    projected once: `attention.attend(state, attention.project_keys(memory), memory)`.
+
+    Args:
+        query_features, key_features: widths of the queries and of the keys.
+        alignment_features: A, the width of the network's hidden layer.
+    """
+
+    def __init__(
+        self,
+        query_features: int,
+        key_features: int,
+        alignment_features: int,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = LECUN,
+        rngs: nnx.Rngs,
+    ):
+        check_module(
+            rngs,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            functions={"kernel_init": kernel_init},
+            query_features=query_features,
+            key_features=key_features,
+            alignment_features=alignment_features,
+        )
+
+        def parameter(*shape: int, names: tuple[str | None, ...]) -> nnx.Param[Array]:
+            return nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **sharded(*names))
+
+        self.query_features = query_features
+        self.key_features = key_features
+        self.dtype = dtype
+        self.query = parameter(query_features, alignment_features, names=("embed", "alignment"))
+        self.key = parameter(key_features, alignment_features, names=("embed", "alignment"))
+        score = kernel_init(rngs.params(), (alignment_features, 1), param_dtype)[:, 0]
+        self.score = nnx.Param(score, **sharded("alignment"))
+        self.weights_tap = WeightsTap()
+
+    def project_keys(self, key: Float[Array, "..."]) -> Float[Array, "*B S A"]:
+        """`[*B, S, key_features]` to `[*B, S, A]`."""
+        check_features("key", key, "S, E", "key_features", self.key_features)
+        key, kernel = promote((key, self.key[...]), dtype=self.dtype)
+        return additive_keys(key, kernel)
+
+    def attend(
+        self,
+        query: Float[Array, "..."],
+        projected_key: Float[Array, "*B S A"],
+        value: Float[Array, "*B S V"],
+        *,
+        mask: MaskLike = None,
+    ) -> Float[Array, "*B T V"]:
+        """As the call, with keys from `project_keys`."""
+        check_features("query", query, "T, D", "query_features", self.query_features)
+        check_array("value", value, "[*B, S, V]", ndim=2)
+        arrays = (query, projected_key, value, self.query[...], self.score[...])
+        query, key, value, w_query, w_score = promote(arrays, dtype=self.dtype)
+        if self.weights_tap.is_open:
+            one_hot = jnp.broadcast_to(
+                jnp.eye(key.shape[-2], dtype=value.dtype), (*key.shape[:-1], key.shape[-2])
+            )
+            weights = additive_attention(query, key, one_hot, w_query, None, w_score, mask=mask)
+            self.weights_tap(weights[..., None, :, :])
+        return additive_attention(query, key, value, w_query, None, w_score, mask=mask)
+
+    def __call__(
+        self,
+        query: Float[Array, "..."],
+        key: Float[Array, "..."],
+        value: Float[Array, "..."] | None = None,
+        *,
+        mask: MaskLike = None,
+    ) -> Float[Array, "*B T V"]:
+        """`[*B, T, D]`, `[*B, S, E]` and `[*B, S, V]` (default: the keys) to `[*B, T, V]`."""
+        return self.attend(
+            query, self.project_keys(key), key if value is None else value, mask=mask
+        )

@@ -1,0 +1,277 @@
+"""What the modules are made of: norms, dropout, the feed-forward network, logical axes.
+
+Every parameter carries the logical names of its axes in its `out_sharding` metadata (the words
+of `LOGICAL_AXES`); `nnx.get_partition_spec` turns them into a mesh's axes under
+`nnx.logical_axis_rules`. Nothing is placed on a mesh at creation, so none is needed.
+
+Dropout draws from the stream `dropout` of the `rngs` given to the call. A stream of that very
+name among the `rngs` given to the constructor is forked, kept, and serves the calls that bring
+none; a default stream is not kept, so that a model owns random state only on request. A loss
+that is differentiated makes its streams itself, from a key: `rngs=nnx.Rngs(dropout=key)`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, Initializer
+from jaxtyping import Array, Float
+
+from jattn import tile
+from jattn.checks import check_array, check_flag, check_rate
+from jattn.nn._types import RandomSource
+from jattn.nn.checks import check_features, check_module
+from jattn.nn.module import ConstructorSignature, Module
+
+
+LOGICAL_AXES = (
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "mlp",
+    "vocabulary",
+    "positions",
+    "alignment",
+    "state",
+)
+
+LECUN = nnx.initializers.lecun_normal()
+GLOROT = nnx.initializers.xavier_uniform()
+ZEROS = nnx.initializers.zeros_init()
+ONES = nnx.initializers.ones_init()
+
+_Arrays = TypeVar("_Arrays", bound=tuple)
+
+
+def sharded(*names: str | None) -> dict[str, Any]:
+    """Metadata of a parameter whose axes have these logical names (None: never split)."""
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = True) -> _Arrays:
+    """The arrays in `dtype`, or in the dtype that NumPy's rules give them; None stays None.
+
+    Flax's own function obeys `jax_numpy_dtype_promotion="strict"`, under which bfloat16 inputs
+    could not meet float32 parameters.
+    """
+    if dtype is None:
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.result_type(*(array for array in args if array is not None))
+    cast: Any = tuple(None if array is None else jnp.asarray(array, dtype) for array in args)
+    return cast
+
+
+class LayerNorm(nnx.LayerNorm):
+    """Flax's layer normalisation over the last axis, also under strict dtype promotion.
+
+    `axis` is the logical name of the axis; the other arguments are those of `flax.nnx.LayerNorm`.
+    """
+
+    __signature__: Any = ConstructorSignature()
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        axis: str = "embed",
+        epsilon: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = ZEROS,
+        scale_init: Initializer = ONES,
+        reduction_axes: int | Sequence[int] = -1,
+        feature_axes: int | Sequence[int] = -1,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        check_module(rngs, num_features=num_features)
+        super().__init__(
+            num_features,
+            epsilon=epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_bias=use_bias,
+            use_scale=use_scale,
+            bias_init=bias_init,
+            scale_init=scale_init,
+            reduction_axes=reduction_axes,
+            feature_axes=feature_axes,
+            axis_name=axis_name,
+            axis_index_groups=axis_index_groups,
+            use_fast_variance=use_fast_variance,
+            promote_dtype=promote,
+            rngs=rngs,
+            bias_metadata=sharded(axis),
+            scale_metadata=sharded(axis),
+        )
+
+    def __call__(
+        self, x: Float[Array, "... D"], *, mask: Array | None = None
+    ) -> Float[Array, "... D"]:
+        with jax.numpy_dtype_promotion("standard"):
+            return super().__call__(x, mask=mask)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """Flax's root mean square normalisation over the last axis, also under strict promotion.
+
+    `axis` is the logical name of the axis; the other arguments are those of `flax.nnx.RMSNorm`.
+    """
+
+    __signature__: Any = ConstructorSignature()
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        axis: str = "embed",
+        epsilon: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        use_scale: bool = True,
+        scale_init: Initializer = ONES,
+        reduction_axes: int | Sequence[int] = -1,
+        feature_axes: int | Sequence[int] = -1,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        check_module(rngs, num_features=num_features)
+        super().__init__(
+            num_features,
+            epsilon=epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_scale=use_scale,
+            scale_init=scale_init,
+            reduction_axes=reduction_axes,
+            feature_axes=feature_axes,
+            axis_name=axis_name,
+            axis_index_groups=axis_index_groups,
+            use_fast_variance=use_fast_variance,
+            promote_dtype=promote,
+            rngs=rngs,
+            scale_metadata=sharded(axis),
+        )
+
+    def __call__(
+        self, x: Float[Array, "... D"], mask: Array | None = None
+    ) -> Float[Array, "... D"]:
+        with jax.numpy_dtype_promotion("standard"):
+            return super().__call__(x, mask=mask)
+
+
+class Dropout(nnx.Dropout):
+    """Flax's dropout, decided by the hash of `tile.keep`. Attention draws its key from here too.
+
+    Random bits that nobody could predict would take as long to make as the layers take.
+
+    Raises ValueError for a rate outside [0, 1), and at the call when there is something to drop
+    but no random stream to draw from.
+    """
+
+    __signature__: Any = ConstructorSignature()
+
+    def __init__(self, rate: float, *, rngs: nnx.Rngs):
+        check_rate("dropout_rate", rate)
+        check_module(rngs)
+        super().__init__(rate, rngs=rngs["dropout"] if rate > 0 and "dropout" in rngs else None)
+
+    def key(self, deterministic: bool | None, rngs: RandomSource) -> Any:
+        """A fresh key, or None where nothing is dropped."""
+        if deterministic is not None:
+            check_flag("deterministic", deterministic)
+        if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream):
+            raise TypeError(f"rngs: expected an nnx.Rngs or None, got {type(rngs).__name__}")
+        if self.rate == 0.0 or (self.deterministic if deterministic is None else deterministic):
+            return None
+        source = self.rngs if rngs is None else rngs
+        given = "none"
+        if isinstance(source, nnx.Rngs):
+            given = f"streams {list(source)}"
+            source = source["dropout"] if {"dropout", "default"} & set(source) else None
+        if source is None:
+            raise ValueError(
+                f"rngs: dropout at rate {self.rate} needs random numbers; expected "
+                "rngs=nnx.Rngs(dropout=...) in the call or at construction, or "
+                f"deterministic=True, got {given}"
+            )
+        return source()
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        inputs: Float[Array, "*shape"],
+        *,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*shape"]:
+        check_array("inputs", inputs, "[...]", ndim=1)
+        key = self.key(deterministic, rngs)
+        if key is None:
+            return inputs
+        rows, columns = math.prod(inputs.shape[:-1]), inputs.shape[-1]
+        indices = jnp.arange(rows, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
+        kept = tile.keep(key, self.rate, 0, 0, *indices).reshape(inputs.shape)
+        return jnp.where(kept, inputs / (1 - self.rate), 0).astype(inputs.dtype)
+
+
+class FeedForward(Module):
+    """Two matrices with an activation between, for each position alike: `[*B, T, D]` to the same.
+
+    `hidden` is the width between; dropout acts there.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: Callable[[Array], Array] = nnx.relu,
+        dropout_rate: float = 0.0,
+        kernel_init: Initializer = GLOROT,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        functions = {"activation": activation, "kernel_init": kernel_init}
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        check_module(rngs, functions=functions, features=features, hidden=hidden, **dtypes)
+        self.features = features
+
+        def linear(inputs: int, outputs: int, names: tuple[str, str]) -> nnx.Linear:
+            return nnx.Linear(
+                inputs,
+                outputs,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                promote_dtype=promote,
+                kernel_metadata=sharded(*names),
+                bias_metadata=sharded(names[1]),
+                rngs=rngs,
+            )
+
+        self.hidden = linear(features, hidden, ("embed", "mlp"))
+        self.out = linear(hidden, features, ("mlp", "embed"))
+        self.activation = activation
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B T D"],
+        *,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B T D"]:
+        check_features("x", x, "T, D", "features", self.features)
+        hidden = self.activation(self.hidden(x))
+        return self.out(self.dropout(hidden, deterministic=deterministic, rngs=rngs))

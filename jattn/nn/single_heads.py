@@ -1,0 +1,91 @@
+"""Multi-head attention as a list of heads."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jattn.nn._types import MaskLike, Positions, RandomSource
+from jattn.nn.attention import MultiHeadAttention
+from jattn.nn.module import Module
+from jattn.scores import ScoreFunction
+
+
+class SingleHeads(Module):
+    """Multi-head attention as textbooks draw it: a list of heads, put side by side and projected.
+
+    It is made from a `MultiHeadAttention` and holds copies of its weights. It maps `[*B, T, D]` to
+    `[*B, T, out_features]`, as that does. The results differ by rounding, and by dropout, which
+    each head draws for itself. It is slower: there is a product for each head where the packed form
+    has one. Masks and score functions cannot differ between heads. It does not take a cache.
+    """
+
+    def __init__(self, packed: MultiHeadAttention):
+        if not isinstance(packed, MultiHeadAttention):
+            kind = type(packed).__name__
+            raise TypeError(f"packed: expected a MultiHeadAttention, got {kind}")
+        streams = nnx.clone(packed.dropout.rngs)
+        self.heads = nnx.List(_single_head(packed, n) for n in range(packed.num_heads))
+        if streams is not None:
+            for head in self.heads:
+                head.dropout.rngs = streams.fork()
+        self.out = nnx.clone(packed.out)
+
+    def __call__(
+        self,
+        inputs_q: Float[Array, "..."],
+        inputs_k: Float[Array, "..."] | None = None,
+        inputs_v: Float[Array, "..."] | None = None,
+        *,
+        mask: MaskLike = None,
+        score: ScoreFunction | None = None,
+        positions: Positions = None,
+        kv_positions: Positions = None,
+        deterministic: bool | None = None,
+        rngs: RandomSource = None,
+    ) -> Float[Array, "*B T out"]:
+        """The arguments are those of `MultiHeadAttention`."""
+        heads: list[MultiHeadAttention] = list(self.heads)
+        results = [
+            head(
+                inputs_q,
+                inputs_k,
+                inputs_v,
+                mask=mask,
+                score=score,
+                positions=positions,
+                kv_positions=kv_positions,
+                deterministic=deterministic,
+                rngs=rngs,
+            )
+            for head in heads
+        ]
+        return self.out(jnp.concatenate(results, axis=-2))
+
+
+def _single_head(packed: MultiHeadAttention, n: int) -> MultiHeadAttention:
+    head = nnx.clone(packed)
+    head.query = _only_head(packed.query, n)
+    group = packed.num_heads // packed.num_kv_heads
+    head.key = _only_head(packed.key, n // group)
+    head.value = _only_head(packed.value, n // group)
+    head.num_heads = head.num_kv_heads = 1
+    head.qkv_features = head.head_dim
+    head.out = nnx.static(_as_is)  # pyright: ignore[reportAttributeAccessIssue]
+    return head
+
+
+def _only_head(projection: nnx.LinearGeneral, n: int) -> nnx.LinearGeneral:
+    part = nnx.clone(projection)
+    part.out_features = (1, projection.out_features[-1])
+    part.kernel = _like(projection.kernel, projection.kernel[..., n : n + 1, :])
+    if projection.bias is not None:
+        part.bias = _like(projection.bias, projection.bias[n : n + 1])
+    return part
+
+
+def _like(parameter: nnx.Param[Array], value: Array) -> nnx.Param[Array]:
+    return nnx.Param(value, **parameter.get_metadata())
+
+
+def _as_is(x: Array) -> Array:
+    return x

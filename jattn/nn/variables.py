@@ -1,0 +1,52 @@
+"""Masks and score functions as parts of a module: their arrays are its variables."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.nn.layers import sharded
+from jattn.nn.module import Module
+from jattn.scores import ScoreFunction, check_score
+
+
+class Constant(nnx.Variable):
+    """An array that a module owns and no optimiser trains."""
+
+
+class PytreeVariables(Module):
+    """The arrays of a pytree, such as a mask or a score function, as variables of a module.
+
+    Calling it gives the pytree back, with the present values of the variables.
+    """
+
+    def __init__(self, tree: Any, trained: bool = False):
+        arrays, self.structure = jax.tree.flatten(tree)
+        self.arrays = nnx.List(
+            (nnx.Param if trained and jnp.issubdtype(array.dtype, jnp.inexact) else Constant)(
+                jnp.asarray(array), **sharded(*(None,) * array.ndim)
+            )
+            for array in arrays
+        )
+
+    def __call__(self) -> Any:
+        return jax.tree.unflatten(self.structure, [array[...] for array in self.arrays])
+
+
+class LearnedScore(PytreeVariables):
+    """A score function whose float arrays are trained, as in T5's relative position bias.
+
+        MultiHeadAttention(8, 512, score=LearnedScore(scores.RelativeBias(table)), rngs=rngs)
+
+    A score function given without this wrapper keeps its arrays constant, as ALiBi wants it.
+    """
+
+    def __init__(self, score: ScoreFunction):
+        if score is None:
+            raise TypeError("score: expected a jattn score function, got None")
+        check_score(score)
+        super().__init__(score, trained=True)
+
+    def __call__(self) -> ScoreFunction:
+        return super().__call__()

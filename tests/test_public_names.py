@@ -1,0 +1,268 @@
+"""The public surface: which names there are, their documentation, and their signatures.
+
+pyright reads this file too. `assert_type` says what it must find there, and a comment that ignores
+an error is itself an error where pyright finds none.
+"""
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Literal, ParamSpecKwargs, Unpack, assert_type, get_origin
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import Array
+
+import jattn
+from jattn import cache, masks, mechanisms, nn, positions, scores
+from jattn.nn.recurrent import RecurrentArguments
+from jattn.nn.transformer import LayerArguments
+
+
+MODULES = [jattn, cache, masks, mechanisms, nn, positions, scores]
+NAMES = [(module, name) for module in MODULES for name in module.__all__]
+B, T, N, H, D = 2, 5, 3, 4, 12
+
+
+def label(value: Any) -> str:
+    return value.__name__ if isinstance(value, ModuleType) else str(value)
+
+
+# Names
+
+
+@pytest.mark.parametrize("module", MODULES, ids=label)
+def test_a_module_shows_its_public_names_only(module):
+    assert dir(module) == sorted(module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert not any(name.startswith("_") for name in module.__all__)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=label)
+def test_no_public_class_or_function_is_left_out(module):
+    """What a module defines is public, begins with an underscore, or is here."""
+    internal = {
+        masks: {"as_span", "extents", "kinds", "shifted", "span"},
+        scores: {"check_score", "in_order"},
+        cache: {"picked_rows"},
+    }
+    own = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        if isinstance(value, type) or inspect.isfunction(value)
+    }
+    assert own - set(module.__all__) <= internal.get(module, set())
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=label)
+def test_every_public_name_exists_and_is_documented(module, name):
+    value = getattr(module, name)
+    if isinstance(value, ModuleType | Callable):
+        inherited = {base.__doc__ for base in type.mro(value)[1:]} if inspect.isclass(value) else ()
+        assert value.__doc__ and value.__doc__ not in inherited
+        assert not value.__doc__.startswith(f"{name}(")  # what dataclasses write by themselves
+
+
+def test_a_name_that_is_not_there_raises():
+    with pytest.raises(AttributeError, match="'jattn' has no attribute 'typo'"):
+        _ = jattn.typo  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match=r"'jattn\.nn' has no attribute 'typo'"):
+        _ = nn.typo  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Former names
+
+
+def test_former_names_warn_and_do_the_same():
+    with pytest.warns(DeprecationWarning, match="jattn.nn.Tap is deprecated, use WeightsTap"):
+        assert nn.Tap is nn.WeightsTap  # pyright: ignore[reportAttributeAccessIssue]
+    assert "Tap" not in dir(nn)
+
+    def former():
+        layer = nn.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
+        x = jnp.ones((B, T, D))
+        with pytest.warns(DeprecationWarning, match="remember is deprecated, use project_memory"):
+            memory = layer.remember(x, positions=jnp.arange(T))
+        with pytest.warns(DeprecationWarning, match="recall is deprecated, use attend_memory"):
+            return assert_type(layer.recall(x, memory, mask=masks.Window(left=1)), Array)
+
+    assert nnx.eval_shape(former).shape == (B, T, D)
+    for old, new in (("remember", "project_memory"), ("recall", "attend_memory")):
+        methods = [inspect.unwrap(getattr(nn.MultiHeadAttention, name)) for name in (old, new)]
+        assert methods[0] is methods[1]
+
+
+# Signatures
+
+
+def callables() -> Iterator[tuple[str, Any]]:
+    """All public functions, classes and methods of classes that are written here."""
+    for module, name in NAMES:
+        value = getattr(module, name)
+        if value is nn.AttentionWeights or not callable(value):
+            continue  # a type of Flax's variables, which users only name
+        yield f"{module.__name__}.{name}", value
+        for member in dir(value) if inspect.isclass(value) else ():
+            method = inspect.getattr_static(value, member)
+            if isinstance(method, classmethod | staticmethod):
+                method = method.__func__
+            if inspect.isfunction(method) and is_ours(method) and is_public(member):
+                yield f"{module.__name__}.{name}.{member}", method
+
+
+def is_ours(function: Any) -> bool:
+    return function.__module__.startswith("jattn")
+
+
+def is_public(name: str) -> bool:
+    return name == "__call__" or not name.startswith("_")
+
+
+CALLABLES = dict(callables())
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_signatures_say_what_is_taken(name):
+    """Nothing is taken that the signature does not name: no `*args`, no `**kwargs`."""
+    taken = inspect.signature(CALLABLES[name]).parameters.values()
+    for parameter in taken:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            is_any = parameter.annotation in (parameter.empty, Any)
+            assert parameter.name == "operands" or not is_any
+        if parameter.kind is parameter.VAR_KEYWORD:
+            listed = get_origin(parameter.annotation) is Unpack
+            assert listed or isinstance(parameter.annotation, ParamSpecKwargs)
+
+
+LAYERS = [
+    name
+    for name, value in inspect.getmembers(nn, inspect.isclass)
+    if issubclass(value, nnx.Module) and value is not nn.Residual  # which is entered and left
+]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_call_of_a_layer_says_what_it_returns(name):
+    call = inspect.signature(getattr(nn, name).__call__)
+    assert call.return_annotation not in (call.empty, Any)
+
+
+def test_signatures_of_classes_are_those_of_their_constructors():
+    shown = inspect.signature(nn.FeedForward)
+    assert [*shown.parameters][:3] == ["features", "hidden", "activation"]
+    assert shown.parameters["dropout_rate"].default == 0.0
+    assert [*inspect.signature(nn.WeightsTap).parameters] == []
+    layer = nnx.eval_shape(lambda: nn.FeedForward(D, 7, rngs=nnx.Rngs(0)))
+    assert [*inspect.signature(layer).parameters] == ["x", "deterministic", "rngs"]
+
+
+def test_classes_of_users_show_their_own_constructors():
+    class Wider(nn.EncoderLayer):
+        def __init__(self, features: int, *, rngs: nnx.Rngs):
+            super().__init__(features, 1, 4 * features, rngs=rngs)
+
+    class Pre(nn.EncoderLayer):
+        def __init__(self, features: int, norm: Literal["pre"] = "pre", **options: Any):
+            super().__init__(features, 1, features, norm=norm, **options)
+
+    assert [*inspect.signature(Wider).parameters] == ["features", "rngs"]
+    assert [*inspect.signature(Pre).parameters][:3] == ["features", "norm", "dropout_rate"]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "users"),
+    [
+        (
+            nn.LayerOptions,
+            LayerArguments,
+            (nn.EncoderLayer, nn.DecoderLayer, nn.Encoder, nn.Decoder, nn.Transformer),
+        ),
+        (
+            nn.RecurrentOptions,
+            RecurrentArguments,
+            (nn.GRU, nn.RecurrentEncoder, nn.RecurrentDecoder, nn.Maxout, nn.RNNsearch),
+        ),
+    ],
+)
+def test_options_are_shown_one_by_one(options, arguments, users):
+    wanted = inspect.signature(options).parameters
+    assert {name: x.annotation for name, x in wanted.items()} == arguments.__annotations__
+    for user in users:
+        shown = inspect.signature(user).parameters
+        assert {name: shown[name] for name in wanted} == dict(wanted)
+
+
+# What a type checker sees
+
+
+def functions():
+    q = k = v = jnp.ones((B, T, N, H))
+    assert_type(jattn.attention(q, k, v, mask=masks.Causal()), Array)
+    assert_type(jattn.attention(q, k, v, return_lse=True), tuple[Array, Array])
+    assert_type(jattn.attention_weights(q, k, score=scores.SoftCap(2.0)), Array)
+    assert_type(jattn.explain(q, k, v, mask=masks.Causal()), dict[str, str | None])
+    assert_type(masks.Causal() & masks.Window(left=2), masks.Mask)
+    assert_type(positions.rotary(q, jnp.arange(T)), Array)
+    dense = cache.DenseCache.create(B, T, N, H)
+    out, grown = jattn.cached_attention(q, k, v, dense, mask=masks.Causal())
+    assert_type(out, Array)
+    assert_type(grown, cache.DenseCache)
+
+
+def layers():
+    rngs, x = nnx.Rngs(0), jnp.ones((B, T, D))
+    layer = nn.MultiHeadAttention(N, D, score=scores.SoftCap(2.0), rngs=rngs)
+    assert_type(layer(x), Array)
+    empty = layer.empty_cache(B, T)
+    assert_type(empty, cache.DenseCache)
+    out, grown = layer(x, cache=empty, mask=masks.Causal())
+    assert_type(out, Array)
+    assert_type(grown, cache.DenseCache)
+    assert_type(layer.empty_cache(B, T, cache.RollingCache, chunk=2), cache.RollingCache)
+    assert_type(layer.attend_memory(x, layer.project_memory(x)), Array)
+    assert_type(nn.SingleHeads(layer)(x), Array)
+    assert_type(nn.capture_weights(layer, x), dict[str, Array])
+    assert_type(nn.Encoder(1, D, N, 7, norm="pre", dropout_rate=0.0, rngs=rngs)(x), Array)
+    decoder = nn.Decoder(1, D, N, 7, dropout_rate=0.0, rngs=rngs)
+    assert_type(decoder(x, x, cross_mask=masks.Window(left=2)), Array)
+    assert_type(decoder.start(x, T), list[nn.LayerCache])
+
+
+def models():
+    rngs, ids = nnx.Rngs(0), jnp.ones((B, T), jnp.int32)
+    transformer = nn.Transformer(9, 8, features=D, num_heads=N, encoder_layers=1, rngs=rngs)
+    assert_type(transformer(ids, ids, source_mask=masks.Causal(), deterministic=True), Array)
+    rnnsearch = nn.RNNsearch(9, 8, features=5, hidden=6, rngs=rngs)
+    assert_type(rnnsearch(ids, ids, source_lengths=jnp.array([3, 5])), Array)
+
+
+@pytest.mark.parametrize("sample", [functions, layers, models], ids=lambda sample: sample.__name__)
+def test_what_has_types_also_runs(sample):
+    nnx.eval_shape(sample)
+
+
+def test_arguments_that_are_not_there_are_refused():
+    def wrong():
+        rngs, x, q = nnx.Rngs(0), jnp.ones((B, T, D)), jnp.ones((B, T, N, H))
+        layer = nn.MultiHeadAttention(N, D, rngs=rngs)
+        decoder = nn.Decoder(1, D, N, 7, rngs=rngs)
+        dense = cache.DenseCache.create(B, T, N, H)
+        yield lambda: jattn.cached_attention(q, q, q, dense, typo=0)  # pyright: ignore[reportCallIssue]
+        yield lambda: jattn.explain(q, q, q, typo=0)  # pyright: ignore[reportCallIssue]
+        yield lambda: jattn.multiplicative_attention(x, x, x, x, typo=0)  # pyright: ignore[reportCallIssue]
+        yield lambda: nn.LayerNorm(D, typo=0, rngs=rngs)  # pyright: ignore[reportCallIssue]
+        yield lambda: nn.Encoder(1, D, N, 7, typo=0, rngs=rngs)  # pyright: ignore[reportCallIssue]
+        yield lambda: nn.GRU(D, D, typo=0, rngs=rngs)  # pyright: ignore[reportCallIssue]
+        yield lambda: decoder(x, x, typo=0)  # pyright: ignore[reportCallIssue]
+        yield lambda: nn.SingleHeads(layer)(x, typo=0)  # pyright: ignore[reportCallIssue]
+        yield lambda: nn.capture_weights(layer, x, typo=0)  # pyright: ignore[reportCallIssue]
+
+    def refused():
+        for call in wrong():
+            with pytest.raises(TypeError, match="typo"):
+                call()
+
+    nnx.eval_shape(refused)
