@@ -22,7 +22,7 @@ from experiments.translation.checkpoints import Run
 from experiments.translation.decoding import Search
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.text import BOS, EOS, PAD
+from experiments.translation.vocabulary import BOS, EOS, PAD
 from tests.test_translation import (
     TINY,
     Batch,

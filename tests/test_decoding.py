@@ -18,7 +18,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation import decoding, searches
 from experiments.translation.batches import Batch
 from experiments.translation.decoding import Search
-from experiments.translation.text import BOS, EOS, PAD, UNK
+from experiments.translation.vocabulary import BOS, EOS, PAD, UNK
 from tests.conftest import quick_jit
 from tests.test_translation import bench, decided_params, padded, plain_jax
 

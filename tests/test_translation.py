@@ -32,15 +32,9 @@ from experiments.translation.corpus import Pair
 from experiments.translation.losses import Projection
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config, differences
-from experiments.translation.text import (
-    BOS,
-    EOS,
-    PAD,
-    Vocabulary,
-    encode_pairs,
-    learn_vocabularies,
-)
+from experiments.translation.text import encode_pairs
 from experiments.translation.training import State
+from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
 
 
 ROOT = Path(__file__).parents[1]

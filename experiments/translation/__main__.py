@@ -52,7 +52,7 @@ from experiments.translation.locking import locked
 from experiments.translation.memory import keep_freed_memory
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.text import BOS, encode_pairs, learn_vocabularies
+from experiments.translation.text import encode_pairs
 from experiments.translation.training import (
     Loop,
     NonFiniteLoss,
@@ -66,6 +66,7 @@ from experiments.translation.training import (
     read_texts,
     total_steps,
 )
+from experiments.translation.vocabulary import BOS, learn_vocabularies
 
 
 @contextlib.contextmanager
@@ -366,7 +367,7 @@ def _translated_lines(
     rows = [_encoded(run, sentence) for sentence in sentences if sentence]
     for sentence in sentences:
         if unknown := run.source.unknown(sentence):
-            unit = run.source.tokenizer.unit
+            unit = run.source.unit
             print(f"unknown {unit}: {', '.join(unknown)}", file=sys.stderr)
     with progress(len(rows), unit="sentence") as bar:
         found = translations(trained.model, trained.params, rows, search, report=bar.update)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.translation.text import BOS, PAD, EncodedPairs, Ragged
+from experiments.translation.text import EncodedPairs, Ragged
+from experiments.translation.vocabulary import BOS, PAD
 
 
 MAX_SHAPES = 4

@@ -35,7 +35,8 @@ from experiments.files import append, replace, sync_folder, writing
 from experiments.translation import locking, stopping
 from experiments.translation.console import json_line
 from experiments.translation.presets import Config, differences
-from experiments.translation.text import EncodedPairs, Vocabulary
+from experiments.translation.text import EncodedPairs
+from experiments.translation.vocabulary import Vocabulary
 
 
 _FORMAT = "jattn-translation-run"

@@ -18,7 +18,8 @@ from experiments.translation import searches
 from experiments.translation.batches import Batches
 from experiments.translation.model import Model, Params
 from experiments.translation.searches import Hypotheses
-from experiments.translation.text import EOS, PAD, EncodedPairs, Ragged
+from experiments.translation.text import EncodedPairs, Ragged
+from experiments.translation.vocabulary import EOS, PAD
 
 
 Kind = Literal["greedy", "sample", "beam"]

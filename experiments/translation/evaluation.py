@@ -17,8 +17,9 @@ from experiments.translation.batches import Batches
 from experiments.translation.corpus import Pair
 from experiments.translation.decoding import GREEDY, Search, translated
 from experiments.translation.model import Model, Params
-from experiments.translation.text import Vocabulary, encode_pairs
+from experiments.translation.text import encode_pairs
 from experiments.translation.training import check_batch, total_loss
+from experiments.translation.vocabulary import Vocabulary
 
 
 _ROWS = 128  # sentences in a batch
@@ -144,7 +145,7 @@ class Examiner:
     ) -> Scores:
         """The scores of these translations of the pairs and their words, at this loss per token."""
         references = [pair.target for pair in self.pairs]
-        lower = self._target.tokenizer.lower
+        lower = self._target.lower
         exact = [
             translation == self._target.normalize(reference)
             for translation, reference in zip(translations, references, strict=True)

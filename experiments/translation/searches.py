@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.translation.text import BOS, EOS, PAD
+from experiments.translation.vocabulary import BOS, EOS, PAD
 
 
 Step = Callable[[Any, Array], tuple[Array, Any]]

@@ -35,7 +35,8 @@ from experiments.translation.corpus import Pair
 from experiments.translation.losses import cross_entropy
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import Config
-from experiments.translation.text import EncodedPairs, check_ids
+from experiments.translation.text import EncodedPairs
+from experiments.translation.vocabulary import check_ids
 
 
 # ------------------------------------------------------------------------------------------- text
