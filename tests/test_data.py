@@ -441,14 +441,14 @@ def test_vocabulary_does_not_depend_on_hash_seed_or_platform_encoding(tmp_path):
         "pairs, _ = data.read_split(sys.argv[1], 'train');"
         "print(*[Vocabulary.build(p[side] for p in pairs).to_json() for side in (0, 1)])"
     )
-    runs = []
-    for seed in "01":
-        changes = {"PYTHONHASHSEED": seed, "LC_ALL": "C", "PYTHONUTF8": "0"}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        runs.append(subprocess.run(command, env=environment, capture_output=True, check=True))
-    assert runs[0].stdout == runs[1].stdout
-    assert b"gr\\u00fc\\u00dfe" in runs[0].stdout
+    changes = {"PYTHONHASHSEED": "1", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    elsewhere = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    pairs, _ = data.read_split(tmp_path, "train")
+    here = [Vocabulary.build(pair[side] for pair in pairs).to_json() for side in (0, 1)]
+    assert elsewhere.decode("ascii").strip() == " ".join(here)
+    assert b"gr\\u00fc\\u00dfe" in elsewhere
 
 
 def test_vocabulary_round_trip_through_json():
@@ -542,7 +542,7 @@ def test_ids_outside_the_vocabulary_are_refused_on_the_host(wrong):
 def test_ids_that_nobody_checks_are_noticed(monkeypatch):
     for module in (text, vocabulary):
         monkeypatch.setattr(module, "check_ids", lambda ids, size, name: np.asarray(ids))
-    with pytest.raises((AssertionError, pytest.fail.Exception, OverflowError)):
+    with pytest.raises((AssertionError, pytest.fail.Exception, IndexError)):
         test_ids_outside_the_vocabulary_are_refused_on_the_host(-1)
 
 
@@ -670,11 +670,11 @@ def expected_rows(pairs: text.EncodedPairs) -> list[tuple[list[int], list[int]]]
 
 OPTIONS = [
     {"tokens_per_batch": 200},
-    {"tokens_per_batch": 500, "devices": 4},
+    {"tokens_per_batch": 500, "row_multiple": 4},
     {"rows_per_batch": 7},
     {"tokens_per_batch": 10, "max_shapes": 2},
     {"rows_per_batch": 5, "max_shapes": 1, "multiple": 3},
-    {"tokens_per_batch": 100_000, "devices": 3},
+    {"tokens_per_batch": 100_000, "row_multiple": 3},
 ]
 
 
@@ -699,7 +699,7 @@ def test_shapes_are_few_and_as_promised(options):
     seen |= {(*b.source.shape, b.target_in.shape[1]) for b, _ in made.in_order()}
     assert seen <= set(made.shapes)
     assert len(made.shapes) <= options.get("max_shapes", 4)
-    devices = options.get("devices", 1)
+    devices = options.get("row_multiple", 1)
     for shape in made.shapes:
         assert shape.source_width % options.get("multiple", 8) == 0
         assert shape.target_width % options.get("multiple", 8) == 0
@@ -712,7 +712,7 @@ def test_shapes_are_few_and_as_promised(options):
 
 
 def test_at_most_one_batch_has_empty_rows():
-    made = batches.Batches(random_pairs(500, 41), tokens_per_batch=300, devices=2)
+    made = batches.Batches(random_pairs(500, 41), tokens_per_batch=300, row_multiple=2)
     assert len(made.shapes) == 4
     empty = [(batch.source_lengths == 0).any() for batch in made.epoch(0)]
     assert sum(empty) <= 1
@@ -794,7 +794,7 @@ def test_the_order_is_pinned():
 
 def test_evaluation_keeps_the_places():
     pairs = random_pairs(53, 41)
-    made = batches.Batches(pairs, tokens_per_batch=300, devices=2)
+    made = batches.Batches(pairs, tokens_per_batch=300, row_multiple=2)
     found = {}
     for batch, places in made.in_order():
         assert ((places == -1) == (batch.source_lengths == 0)).all()
@@ -823,9 +823,9 @@ def test_batches_of_one_short_pair():
         ({}, "exactly one of tokens_per_batch and rows_per_batch, got None and None"),
         ({"tokens_per_batch": 9, "rows_per_batch": 9}, "exactly one of tokens_per_batch"),
         ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1, got 0"),
-        ({"rows_per_batch": 6, "devices": 4}, "positive multiple of the 4 devices, got 6"),
-        ({"rows_per_batch": 0}, "positive multiple of the 1 devices, got 0"),
-        ({"rows_per_batch": 1, "devices": 0}, "devices must be at least 1, got 0"),
+        ({"rows_per_batch": 6, "row_multiple": 4}, "positive multiple of 4, got 6"),
+        ({"rows_per_batch": 0}, "positive multiple of 1, got 0"),
+        ({"rows_per_batch": 1, "row_multiple": 0}, "row_multiple must be at least 1, got 0"),
         ({"rows_per_batch": 1, "max_shapes": 0}, "max_shapes must be at least 1, got 0"),
         ({"rows_per_batch": 1, "multiple": -8}, "multiple must be at least 1, got -8"),
         ({"rows_per_batch": 1, "seed": -1}, "seed must not be negative, got -1"),
@@ -854,9 +854,11 @@ def pairs_in(batch: batches.Packed) -> list[tuple[list[int], list[int]]]:
     """The pairs of a packed batch, read off by their numbers; checks positions and padding."""
     found = []
     for row in range(len(batch.source)):
-        for number in range(max(batch.source_pairs[row].max(), batch.target_pairs[row].max()) + 1):
-            (source,) = np.nonzero(batch.source_pairs[row] == number)
-            (target,) = np.nonzero(batch.target_pairs[row] == number)
+        for number in range(
+            max(batch.source_segment_ids[row].max(), batch.target_segment_ids[row].max()) + 1
+        ):
+            (source,) = np.nonzero(batch.source_segment_ids[row] == number)
+            (target,) = np.nonzero(batch.target_segment_ids[row] == number)
             np.testing.assert_array_equal(source, np.arange(source[0], source[-1] + 1))
             np.testing.assert_array_equal(target, np.arange(target[0], target[-1] + 1))
             assert batch.source_positions[row][source].tolist() == list(range(len(source)))
@@ -864,15 +866,18 @@ def pairs_in(batch: batches.Packed) -> list[tuple[list[int], list[int]]]:
             said = batch.target_out[row][target].tolist()
             assert batch.target_in[row][target].tolist() == [BOS, *said[:-1]]
             found.append((batch.source[row][source].tolist(), said))
-    for ids in (batch.source[batch.source_pairs < 0], batch.target_out[batch.target_pairs < 0]):
+    for ids in (
+        batch.source[batch.source_segment_ids < 0],
+        batch.target_out[batch.target_segment_ids < 0],
+    ):
         assert (ids == PAD).all()
-    assert (batch.target_in[batch.target_pairs < 0] == PAD).all()
+    assert (batch.target_in[batch.target_segment_ids < 0] == PAD).all()
     return found
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"rows_per_batch": 4}, {"tokens_per_batch": 200, "devices": 2}, {"rows_per_batch": 1000}],
+    [{"rows_per_batch": 4}, {"tokens_per_batch": 200, "row_multiple": 2}, {"rows_per_batch": 1000}],
 )
 def test_packed_rows_hold_every_pair_once(options):
     pairs = random_pairs(157, 41)
@@ -887,9 +892,9 @@ def test_packed_rows_hold_every_pair_once(options):
         assert sorted(pair for batch in epoch_batches for pair in pairs_in(batch)) == sorted(
             expected
         )
-        total = sum(int(batches.counted_places(batch).sum()) for batch in epoch_batches)
+        total = sum(int(batches.loss_mask(batch).sum()) for batch in epoch_batches)
         assert total == len(pairs.target.values)
-    assert made.shapes[0].rows % options.get("devices", 1) == 0
+    assert made.shapes[0].rows % options.get("row_multiple", 1) == 0
 
 
 def test_packed_rows_are_nearly_full():

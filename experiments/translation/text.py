@@ -163,18 +163,7 @@ def encode_pairs(
     encoded = EncodedPairs(
         Ragged.of(rows[0]), Ragged.of(rows[1]), np.asarray(origin, int), len(source), len(target)
     )
-    return encoded, _report(len(pairs), encoded, truncated)
-
-
-def _report(pairs: int, encoded: EncodedPairs, truncated: Sequence[int]) -> EncodeReport:
-    return EncodeReport(
-        pairs=pairs,
-        kept=len(encoded),
-        dropped=pairs - len(encoded),
-        truncated_source=truncated[0],
-        truncated_target=truncated[1],
-        source_tokens=len(encoded.source.values),
-        target_tokens=len(encoded.target.values),
-        source_unknown=int((encoded.source.values == UNK).sum()),
-        target_unknown=int((encoded.target.values == UNK).sum()),
-    )
+    sides = encoded.source.values, encoded.target.values
+    tokens, unknown = map(len, sides), (int((side == UNK).sum()) for side in sides)
+    dropped = len(pairs) - len(encoded)
+    return encoded, EncodeReport(len(pairs), len(encoded), dropped, *truncated, *tokens, *unknown)

@@ -212,7 +212,8 @@ class Vocabulary:
         row = check_ids(ids, len(self), name="ids")
         if row.ndim != 1:
             raise ValueError(f"ids must have the shape [T], got {list(row.shape)}")
-        return [self._tokenizer.id_to_token(number) for number in row.tolist()]
+        specials = len(SPECIALS)
+        return [SPECIALS[n] if n < specials else self.words[n - specials] for n in row.tolist()]
 
     def decode(self, ids: Any) -> str:
         """The sentence that ids `[T]` stand for: up to the first `<eos>`, without `<pad>`, `<bos>`.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
+from experiments.translation.corpus import lexicon as lex
 from experiments.translation.corpus.clauses import (
     ER,
     PRONOUNS,
@@ -19,25 +20,6 @@ from experiments.translation.corpus.clauses import (
     predicates,
 )
 from experiments.translation.corpus.german import ambiguous, reversible, syncretic
-from experiments.translation.corpus.lexicon import (
-    ANY,
-    BE,
-    DEFINITE,
-    EVENTS,
-    FUTURE,
-    MAIN,
-    MODALS,
-    NO,
-    PERFECT,
-    PRESENT,
-    REPORTS,
-    SHORT,
-    TIMES,
-    Determiner,
-    Mode,
-    Time,
-    Verb,
-)
 from experiments.translation.corpus.sentences import with_relative
 
 
@@ -47,17 +29,19 @@ NOTHING: Mapping = {}
 
 
 @cache
-def times(mode: Mode, negated: bool) -> tuple[Time, ...]:
+def times(mode: lex.Mode, negated: bool) -> tuple[lex.Time, ...]:
     """Times that go with the mode; in the present these may be future, and English says "will"."""
-    wanted = {"modal" if mode.german else mode.name, "future" if mode is PRESENT else ""}
-    fitting = [time for time in TIMES.values() if wanted & time.fits]
+    wanted = {"modal" if mode.german else mode.name, "future" if mode is lex.PRESENT else ""}
+    fitting = [time for time in lex.TIMES.values() if wanted & time.fits]
     return tuple(time for time in fitting if not negated or "negated" in time.fits)
 
 
 @cache
-def openings(sort: str) -> tuple[tuple[Verb, str], ...]:
+def openings(sort: str) -> tuple[tuple[lex.Verb, str], ...]:
     """Verbs with a role for a noun of this sort: what a relative clause can say of it."""
-    return tuple((verb, r) for verb in (*EVENTS, BE) for r, s in verb.selects.items() if sort in s)
+    return tuple(
+        (verb, r) for verb in (*lex.EVENTS, lex.BE) for r, s in verb.selects.items() if sort in s
+    )
 
 
 class Draw:
@@ -73,16 +57,16 @@ class Draw:
     def chance(self, probability: float) -> bool:
         return self.random() < probability
 
-    def mode(self) -> Mode:
-        return self.pick((PRESENT, PRESENT, PERFECT, self.pick(MODALS)))
+    def mode(self) -> lex.Mode:
+        return self.pick((lex.PRESENT, lex.PRESENT, lex.PERFECT, self.pick(lex.MODALS)))
 
     def clause(
         self,
-        verbs: Sequence[Verb] = EVENTS,
-        mode: Mode = PRESENT,
+        verbs: Sequence[lex.Verb] = lex.EVENTS,
+        mode: lex.Mode = lex.PRESENT,
         *,
         given: Mapping[str, Phrase] = NOTHING,
-        determiners: Mapping[str, tuple[Determiner, ...]] = NOTHING,
+        determiners: Mapping[str, tuple[lex.Determiner, ...]] = NOTHING,
         pronouns: bool = True,
         negated: bool = False,
         timed: float = 0.0,
@@ -95,60 +79,62 @@ class Draw:
                 if role == "adj":
                     drawn = self.pick(predicates(arguments["nom"]))
                 else:
-                    allowed = determiners.get(role, DEFINITE if verb is BE and negated else ANY)
+                    allowed = determiners.get(
+                        role, lex.DEFINITE if verb is lex.BE and negated else lex.ANY
+                    )
                     drawn = self.argument(verb.selects[role], role, allowed, pronouns)
                 others = [phrase.reference for phrase in arguments.values()]
                 if drawn.reference is None or drawn.reference not in others:
                     arguments[role] = drawn
         time = None
-        if verb is BE:  # only plain tenses, and no particular time
-            mode = PRESENT if mode.german else mode
+        if verb is lex.BE:  # only plain tenses, and no particular time
+            mode = lex.PRESENT if mode.german else mode
         elif self.chance(timed):
             time = self.pick(times(mode, negated))
-            mode = FUTURE if mode is PRESENT and "future" in time.fits else mode
+            mode = lex.FUTURE if mode is lex.PRESENT and "future" in time.fits else mode
         clause = Clause(verb, arguments, mode, negated, time)
         if arguments["nom"] is SIE and reversible(clause) and syncretic(arguments["acc"].forms):
             arguments["nom"] = ER  # "weil sie die katze sieht" could be: because the cat sees her
         return clause
 
     def argument(
-        self, sorts: str, role: str, determiners: tuple[Determiner, ...], pronouns: bool
+        self, sorts: str, role: str, determiners: tuple[lex.Determiner, ...], pronouns: bool
     ) -> Phrase:
         """A phrase of one of the sorts, possibly a pronoun if it may be a person."""
-        if pronouns and "P" in sorts and NO not in determiners and self.chance(0.25):
+        if pronouns and "P" in sorts and lex.NO not in determiners and self.chance(0.25):
             return self.pick(PRONOUNS[role])
         return self.pick(phrases(sorts, determiners, self.chance(self.adjectives)))
 
-    def negated(self, verbs: Sequence[Verb], mode: Mode, *, timed: float = 0.0) -> Clause:
+    def negated(self, verbs: Sequence[lex.Verb], mode: lex.Mode, *, timed: float = 0.0) -> Clause:
         """A clause denied by "nicht", beside definite objects, or by "kein" at its last object."""
         verb = self.pick(verbs)
-        determiners: dict[str, tuple[Determiner, ...]] = dict.fromkeys(verb.slots, DEFINITE)
+        determiners: dict[str, tuple[lex.Determiner, ...]] = dict.fromkeys(verb.slots, lex.DEFINITE)
         if verb.slots and self.chance(0.5):
-            determiners[verb.slots[-1]] = (NO,)
+            determiners[verb.slots[-1]] = (lex.NO,)
         return self.clause((verb,), mode, determiners=determiners, negated=True, timed=timed)
 
-    def any_clause(self, mode: Mode, *, timed: float = 0.0) -> Clause:
+    def any_clause(self, mode: lex.Mode, *, timed: float = 0.0) -> Clause:
         """What stands in a subordinate clause: an event or a property, now and then denied."""
         if self.chance(0.15):
-            return self.negated(MAIN, mode, timed=timed)
-        return self.clause(MAIN, mode, timed=timed)
+            return self.negated(lex.MAIN, mode, timed=timed)
+        return self.clause(lex.MAIN, mode, timed=timed)
 
     def circumstance(self) -> tuple[Clause, str, Clause]:
         """A main clause, a conjunction, and a clause of reason, concession or condition."""
         word = self.pick(("weil", "obwohl", "wenn"))
         if word == "wenn":  # a condition: no past, and no future, which would not be "will" here
-            inner = self.any_clause(self.pick((PRESENT, PRESENT, *MODALS)))
+            inner = self.any_clause(self.pick((lex.PRESENT, lex.PRESENT, *lex.MODALS)))
         else:
             inner = self.any_clause(self.mode(), timed=0.2)
-        mode = PERFECT if inner.mode is PERFECT and self.chance(0.5) else PRESENT
+        mode = lex.PERFECT if inner.mode is lex.PERFECT and self.chance(0.5) else lex.PRESENT
         outer = inner
         while outer.verb is inner.verb:
-            outer = self.clause(SHORT, mode)
+            outer = self.clause(lex.SHORT, mode)
         return outer, word, inner
 
     def report(self) -> tuple[Clause, str]:
         """Somebody says or asks something, and the word that introduces it."""
-        verb, word = self.pick(REPORTS)
+        verb, word = self.pick(lex.REPORTS)
         return self.clause((verb,), negated=self.chance(0.2)), word
 
     def described(self, clause: Clause, role: str, *, nested: bool = False) -> Clause:
