@@ -546,6 +546,9 @@ def test_a_checkpoint_gives_back_every_array_and_its_dtype(tmp_path):
     assert tree.params["b"].dtype == jnp.bfloat16
     part, _ = run.restore({"a/kernel": jnp.zeros((2, 3)), "b": tree.params["b"]}, prefix="params/")
     assert_equal(part, small_tree(1.0).params)
+    # The name on the disk is the one that checkpoints of the first runs have.
+    state, _ = run.restore(small_tree().opt_state, prefix="optimiser/")
+    assert_equal(state, small_tree().opt_state)
 
 
 def test_the_latest_checkpoints_are_kept(tmp_path):
