@@ -271,7 +271,7 @@ class Loop:
             figures to report.
         save: takes the state at intervals and at the end, and with early stopping after each
             validation. What it is given is known to be good.
-        stops: asked after each validation, and what it was metrics by has been reported and saved,
+        stops: asked after each validation, and what it goes by has been reported and saved,
             whether training ends here.
     """
 
@@ -368,9 +368,8 @@ class _Window:
     def add(self, batch: AnyBatch, metrics: StepMetrics) -> None:
         self._tokens.append(int(np.sum(loss_mask(batch))))
         self._metrics.append(metrics)
-        if (
-            len(self._metrics) > 1
-        ):  # one step waits in the queue, not fifty: the bar tells the truth
+        # One step waits in the queue, not fifty: the bar tells the truth.
+        if len(self._metrics) > 1:
             self._metrics[-2].loss.block_until_ready()
 
     def close(self, rate: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Pairs for training and for three kinds of examination; no source is in two of them."""
+    """Pairs for training and for three kinds of evaluation; no source is in two of them."""
 
     train: list[Pair]
     validation: list[Pair]
@@ -68,7 +68,7 @@ def generate(
     if count < 0:
         raise ValueError(f"count: expected at least 0, got {count}")
     rng = random.Random(seed)
-    draw, brief = Draw(rng), Draw(rng, adjectives=0.1)  # examine depth, not length
+    draw, brief = Draw(rng), Draw(rng, adjectives=0.1)  # test depth, not length
     pairs, seen, repeats = [], set(exclude), 0
     while len(pairs) < count:
         name = draw.pick(constructions)
