@@ -22,7 +22,7 @@ from experiments.translation.checkpoints import Run
 from experiments.translation.decoding import Search
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.text import BOS, EOS, PAD
+from experiments.translation.vocabulary import BOS, EOS, PAD
 from tests.test_translation import (
     TINY,
     Batch,
@@ -60,7 +60,7 @@ def bench_of(architecture: str) -> Bench:
 
 
 def decided(parts: Bench) -> dict[str, jax.Array]:
-    """Random parameters, so large that what is said depends much on what was read."""
+    """Random parameters, so large that what is generated depends much on what was read."""
     params = {name: 3 * array for name, array in parts.model.init(4).items()}
     # What a maxout hands on is above 0 in the mean, and would say the same words always.
     output = params["output/kernel"]
@@ -145,32 +145,32 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
 def test_searches_find_what_the_model_gives_that_probability(parts, search):
     rows, params = sources(parts, 5), decided(parts)
     found = decoding.translations(parts.model, params, rows, search)
-    pairs = [(row, said) for row, best in zip(rows, found, strict=True) for said in best]
+    pairs = [(row, generated) for row, best in zip(rows, found, strict=True) for generated in best]
     assert len(pairs) == 5 * search.n_best
-    assert len({tuple(said.ids) for _, said in pairs}) > len(pairs) / 2
-    read = padded([[BOS, *said.ids[:-1]] for _, said in pairs], parts.config.max_length)
+    assert len({tuple(generated.ids) for _, generated in pairs}) > len(pairs) / 2
+    read = padded([[BOS, *generated.ids[:-1]] for _, generated in pairs], parts.config.max_length)
     lengths = np.array([len(row) for row, _ in pairs], np.int32)
     source = padded([row for row, _ in pairs], 24)
     batch = Batch(source, lengths, read, read, lengths)
     logits = np.array(jax.jit(parts.model.logits)(params, batch), np.float64)
     logits[..., [PAD, BOS]] = -np.inf
     log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    for (_, said), each in zip(pairs, log_probs, strict=True):
-        expected = sum(each[place, token] for place, token in enumerate(said.ids))
-        assert said.log_prob == pytest.approx(expected, rel=1e-4)
+    for (_, generated), each in zip(pairs, log_probs, strict=True):
+        expected = sum(each[place, token] for place, token in enumerate(generated.ids))
+        assert generated.log_prob == pytest.approx(expected, rel=1e-4)
 
 
 def test_alignments_are_the_attention_of_the_decoder_to_the_source(parts):
     rows, params = sources(parts, 5), decided(parts)
-    said = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]
-    links = decoding.alignments(parts.model, params, rows, said)
-    read = padded([[BOS, *target[:-1]] for target in said], 32)
+    generated = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]
+    links = decoding.alignments(parts.model, params, rows, generated)
+    read = padded([[BOS, *target[:-1]] for target in generated], 32)
     lengths = np.array([len(source) for source in rows], np.int32)
     captured = parts.model.weights(params, padded(rows, 24), lengths, read)
     weights = np.asarray(captured[parts.model.alignment])
     assert weights.shape[2:] == (32, 24)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
-    for source, target, heads, found in zip(rows, said, weights, links, strict=True):
+    for source, target, heads, found in zip(rows, generated, weights, links, strict=True):
         assert not heads[..., len(source) :].any()
         most = heads.mean(axis=0).argmax(axis=-1)
         expected = [

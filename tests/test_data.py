@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.translation import batches, data, text
+from experiments.translation import batches, data, text, vocabulary, words
 from experiments.translation.corpus import Pair
+from experiments.translation.vocabulary import BOS, EOS, PAD, SPECIALS, UNK, Vocabulary, check_ids
 
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +141,7 @@ def test_crlf_and_a_lone_carriage_return(tmp_path):
     pairs, _ = data.read_split(tmp_path, "train")
     assert sides(pairs) == [("a b", "A"), ("c\rd", "C"), ("e", "E")]
     assert data.read_lines(write(tmp_path / "all", "a b\r\nc\rd\r\r\n\r")) == ["a b", "c\rd\r", ""]
-    assert text.WordTokenizer().tokenize("c\rd") == ["c", "d"]
+    assert Vocabulary(()).split("c\rd") == ["c", "d"]
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1e"])
@@ -149,7 +150,7 @@ def test_only_a_newline_ends_a_line(tmp_path, mark):
     pairs, report = data.read_split(tmp_path, "train")
     assert sides(pairs) == [(f"a{mark}b", "A"), ("c", "C")]
     assert report.read == 2
-    assert text.WordTokenizer().tokenize(pairs[0].source) == ["a", "b"]
+    assert Vocabulary(()).split(pairs[0].source) == ["a", "b"]
 
 
 def test_invalid_utf8_and_nul_give_file_and_line(tmp_path):
@@ -378,146 +379,159 @@ SENTENCES = [
 
 @pytest.mark.parametrize(("sentence", "tokens"), SENTENCES)
 def test_words_and_punctuation(sentence, tokens):
-    tokenizer = text.WordTokenizer()
-    assert tokenizer.tokenize(sentence) == tokens.split()
-    assert tokenizer.detokenize(tokens.split()) == sentence.lower().replace("\u2028", " ")
+    split = Vocabulary(()).split
+    assert split(sentence) == tokens.split()
+    assert words.join(tokens.split()) == sentence.lower().replace("\u2028", " ")
     # Text that is cut already stays as it is, but for an ending that was cut off a word.
     if not {"'", "’"} & set(tokens):
-        assert tokenizer.tokenize(tokens) == tokens.split()
+        assert split(tokens) == tokens.split()
 
 
-def test_case_and_punctuation_can_be_left_alone():
-    sentence = "Der Hund, er bellt."
-    assert text.WordTokenizer(lower=False).tokenize(sentence)[:2] == ["Der", "Hund"]
-    plain = text.WordTokenizer(split_punctuation=False)
-    assert plain.tokenize(sentence) == ["der", "hund,", "er", "bellt."]
-    assert plain.detokenize(["a", ",", "b"]) == "a , b"
+def test_case_can_be_left_alone():
+    assert Vocabulary((), lower=False).split("Der Hund, er bellt.")[:2] == ["Der", "Hund"]
 
 
 @given(st.text())
 def test_tokens_keep_every_character_but_white_space(sentence):
-    tokens = text.WordTokenizer(lower=False).tokenize(sentence)
+    tokens = Vocabulary((), lower=False).split(sentence)
     assert "".join(tokens) == "".join(unicodedata.normalize("NFC", sentence).split())
     assert all(tokens)
 
 
 @given(st.text())
 def test_normal_forms_give_the_same_ids(sentence):
-    tokenizer = text.WordTokenizer()
-    decomposed = unicodedata.normalize("NFD", sentence)
-    assert tokenizer.tokenize(decomposed) == tokenizer.tokenize(sentence)
+    split = Vocabulary(()).split
+    assert split(unicodedata.normalize("NFD", sentence)) == split(sentence)
 
 
 def test_normal_forms_of_umlauts_give_the_same_ids_and_compatible_ones_do_not():
-    vocabulary = text.Vocabulary.build(["schöne Grüße"])
+    vocabulary = Vocabulary.build(["schöne Grüße"])
     decomposed = unicodedata.normalize("NFD", "Schöne Grüße")
-    assert vocabulary.encode(decomposed) == [5, 4, text.EOS]
-    assert text.WordTokenizer(lower=False).tokenize(decomposed) == ["Schöne", "Grüße"]
-    assert text.WordTokenizer().tokenize("½ ﬁ") == ["½", "ﬁ"]
+    assert vocabulary.encode(decomposed) == [5, 4, EOS]
+    assert Vocabulary((), lower=False).split(decomposed) == ["Schöne", "Grüße"]
+    assert Vocabulary(()).split("½ ﬁ") == ["½", "ﬁ"]
 
 
 def test_vocabulary_is_sorted_by_count_then_spelling():
-    vocabulary = text.Vocabulary.build(["b b c a", "d c a b", "e"], minimum_count=2)
+    vocabulary = Vocabulary.build(["b b c a", "d c a b", "e"], minimum_count=2)
     assert vocabulary.words == ("b", "a", "c")
     assert len(vocabulary) == 7
     assert vocabulary.tokens(range(7)) == ["<pad>", "<unk>", "<bos>", "<eos>", "b", "a", "c"]
-    assert vocabulary.encode("c B e a") == [6, 4, text.UNK, 5, text.EOS]
+    assert vocabulary.encode("c B e a") == [6, 4, UNK, 5, EOS]
     assert vocabulary.unknown("c B e a d") == ["e", "d"]
     with pytest.raises(ValueError, match="minimum_count must be at least 1, got 0"):
-        text.Vocabulary.build([], minimum_count=0)
+        Vocabulary.build([], minimum_count=0)
 
 
 def test_text_cannot_spell_a_special():
-    plain = text.WordTokenizer(split_punctuation=False)
-    vocabulary = text.Vocabulary.build(["a <eos> b <pad>", "<eos> <eos>"], tokenizer=plain)
-    assert vocabulary.words == ("a", "b")
-    assert vocabulary.encode("a <eos> b") == [4, text.UNK, 5, text.EOS]
+    vocabulary = Vocabulary.build(["a <eos> b <pad>", "<eos> <eos>", "a", "b b a"])
+    assert not set(SPECIALS) & set(vocabulary.words)
+    ids = vocabulary.encode("a <eos> b")
+    assert ids.count(EOS) == 1 and vocabulary.tokens(ids) == "a < eos > b <eos>".split()
+    assert Vocabulary(("a", "b")).encode("a <eos> b") == [4, UNK, UNK, UNK, 5, EOS]
     with pytest.raises(ValueError, match="'<eos>' cannot be a word"):
-        text.Vocabulary(("a", "<eos>"))
+        Vocabulary(("a", "<eos>"))
 
 
 def test_vocabulary_does_not_depend_on_hash_seed_or_platform_encoding(tmp_path):
     write_split(tmp_path, "train", "Grüße ä ö ü ß ñ\nß é\n", "one two three four\nfive\n")
     code = (
-        "import sys; from experiments.translation import data, text;"
+        "import sys; from experiments.translation import data;"
+        "from experiments.translation.vocabulary import Vocabulary;"
         "pairs, _ = data.read_split(sys.argv[1], 'train');"
-        "print(*[text.Vocabulary.build(p[side] for p in pairs).to_json() for side in (0, 1)])"
+        "print(*[Vocabulary.build(p[side] for p in pairs).to_json() for side in (0, 1)])"
     )
-    runs = []
-    for seed in "01":
-        changes = {"PYTHONHASHSEED": seed, "LC_ALL": "C", "PYTHONUTF8": "0"}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        runs.append(subprocess.run(command, env=environment, capture_output=True, check=True))
-    assert runs[0].stdout == runs[1].stdout
-    assert b"gr\\u00fc\\u00dfe" in runs[0].stdout
+    changes = {"PYTHONHASHSEED": "1", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    elsewhere = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    pairs, _ = data.read_split(tmp_path, "train")
+    here = [Vocabulary.build(pair[side] for pair in pairs).to_json() for side in (0, 1)]
+    assert elsewhere.decode("ascii").strip() == " ".join(here)
+    assert b"gr\\u00fc\\u00dfe" in elsewhere
 
 
 def test_vocabulary_round_trip_through_json():
-    tokenizer = text.WordTokenizer(lower=False)
-    vocabulary = text.Vocabulary.build(['Ein "Wort", ja: ü'], tokenizer=tokenizer)
-    again = text.Vocabulary.from_json(vocabulary.to_json())
+    vocabulary = Vocabulary.build(['Ein "Wort", ja: ü'], lower=False)
+    again = Vocabulary.from_json(vocabulary.to_json())
     assert again == vocabulary
     assert again.encode("Ein Wort ein") == vocabulary.encode("Ein Wort ein")
     assert vocabulary.to_json().isascii()
 
 
-GOOD = {
+FIRST = {  # how the file was written at first
     "format": "jattn-vocabulary",
     "tokenizer": {"kind": "words", "lower": True, "split_punctuation": True},
     "words": ["a"],
 }
+GOOD = json.loads(Vocabulary(("a",)).to_json())
+
+
+def model(vocab: Any, **more: Any) -> dict[str, Any]:
+    return {"model": GOOD["model"] | {"vocab": vocab} | more}
+
+
+def test_vocabularies_that_were_saved_at_first_are_read():
+    assert Vocabulary.from_json(json.dumps(FIRST)) == Vocabulary(("a",))
+    settings = FIRST["tokenizer"] | {"lower": False}
+    cased = Vocabulary.from_json(json.dumps(FIRST | {"tokenizer": settings}))
+    assert cased == Vocabulary(("a",), lower=False)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("good", "change", "message"),
     [
-        ({"words": ["a", "b", "a"]}, "expected different words, got 'a' twice"),
-        ({"words": ["<pad>"]}, "'<pad>' cannot be a word"),
-        ({"words": [""]}, "'' cannot be a word"),
-        ({"words": ["a", 3]}, "words must be a list of strings"),
-        ({"words": "ab"}, "words must be a list of strings"),
-        ({"format": "other"}, "expected the format 'jattn-vocabulary', got 'other'"),
-        ({"more": 1}, "expected an object with the keys"),
-        (
-            {"tokenizer": {"kind": "os.system"}},
-            "expected a tokenizer of kind words or bpe, got 'os.system'",
-        ),
-        ({"tokenizer": {"kind": "words", "lower": True}}, "tokenizer: expected an object with"),
-        (
-            {"tokenizer": {"kind": "words", "lower": 1, "split_punctuation": True}},
-            "must be true or false",
-        ),
+        (FIRST, {"words": ["a", "b", "a"]}, "expected different words, got 'a' twice"),
+        (FIRST, {"words": ["<pad>"]}, "'<pad>' cannot be a word"),
+        (FIRST, {"words": [""]}, "'' cannot be a word"),
+        (FIRST, {"words": ["a", 3]}, "words must be a list of strings"),
+        (FIRST, {"words": "ab"}, "words must be a list of strings"),
+        (FIRST, {"format": "other"}, "expected what training writes"),
+        (FIRST, {"more": 1}, "expected what training writes"),
+        (FIRST, {"tokenizer": {"kind": "os.system", "lower": True}}, "expected what training"),
+        (FIRST, {"tokenizer": {"kind": "words", "lower": True}}, "expected what training writes"),
+        (FIRST, {"tokenizer": {"kind": "words", "lower": 1}}, "must be true or false"),
+        (GOOD, model(GOOD["model"]["vocab"] | {"a": 5}), "expected what training writes"),
+        (GOOD, model(GOOD["model"]["vocab"] | {"b": 4}), "expected what training writes"),
+        (GOOD, model(GOOD["model"]["vocab"] | {"": 5}), "'' cannot be a word"),
+        (GOOD, model({"a": 0}), "expected what training writes"),
+        (GOOD, model({}), "expected what training writes"),
+        (GOOD, model([]), "expected what training writes"),
+        (GOOD, model(GOOD["model"]["vocab"], unk_token="a"), "expected what training writes"),
+        (GOOD, model(GOOD["model"]["vocab"], type="os.system"), "expected what training writes"),
+        (GOOD, {"pre_tokenizer": None}, "expected what training writes"),
+        (GOOD, {"normalizer": None}, "expected what training writes"),
+        (GOOD, {"post_processor": None}, "expected what training writes"),
     ],
 )
-def test_vocabulary_file_is_checked(change, message):
-    assert len(text.Vocabulary.from_json(json.dumps(GOOD))) == 5
-    with pytest.raises(ValueError, match=message):
-        text.Vocabulary.from_json(json.dumps(GOOD | change))
+def test_vocabulary_file_is_checked(good, change, message):
+    assert len(Vocabulary.from_json(json.dumps(good))) == 5
+    with pytest.raises(ValueError, match=f"^vocabulary: .*{message}"):
+        Vocabulary.from_json(json.dumps(good | change))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 100_000])
 def test_vocabulary_file_that_is_something_else(content):
     with pytest.raises(ValueError, match=r"^vocabulary: expected"):
-        text.Vocabulary.from_json(content)
+        Vocabulary.from_json(content)
 
 
 def test_decode_stops_at_eos_and_leaves_out_padding():
-    vocabulary = text.Vocabulary.build(["b b b a a ."])
-    ids = [text.BOS, 4, 5, text.UNK, 6, text.EOS, 4, text.PAD]
+    vocabulary = Vocabulary.build(["b b b a a ."])
+    ids = [BOS, 4, 5, UNK, 6, EOS, 4, PAD]
     assert vocabulary.decode(ids) == "b a <unk>."
-    assert vocabulary.decode(np.array([4, text.PAD, 5], np.int32)) == "b a"
+    assert vocabulary.decode(np.array([4, PAD, 5], np.int32)) == "b a"
     assert vocabulary.decode([]) == ""
     assert vocabulary.decode(vocabulary.encode("A b.")) == vocabulary.normalize("A  b.") == "a b."
 
 
 @pytest.mark.parametrize("wrong", [-1, -100, 7, 2**31])
 def test_ids_outside_the_vocabulary_are_refused_on_the_host(wrong):
-    vocabulary = text.Vocabulary.build(["a b c"])
+    vocabulary = Vocabulary.build(["a b c"])
     with pytest.raises(ValueError, match=rf"ids must be in 0\.\.6, got {wrong}"):
         vocabulary.decode([4, wrong, 5])
     with pytest.raises(ValueError, match=rf"logits must be in 0\.\.6, got {wrong}"):
-        text.check_ids(np.array([[6, wrong]]), 7, name="logits")
+        check_ids(np.array([[6, wrong]]), 7, name="logits")
     good, bad = text.Ragged.of([[4, 3]]), text.Ragged.of([[min(wrong, 7), 3]])
     with pytest.raises(ValueError, match=r"source ids must be in 0\.\.6"):
         text.EncodedPairs(bad, good, np.arange(1), 7, 7)
@@ -526,13 +540,14 @@ def test_ids_outside_the_vocabulary_are_refused_on_the_host(wrong):
 
 
 def test_ids_that_nobody_checks_are_noticed(monkeypatch):
-    monkeypatch.setattr(text, "check_ids", lambda ids, size, name: np.asarray(ids))
+    for module in (text, vocabulary):
+        monkeypatch.setattr(module, "check_ids", lambda ids, size, name: np.asarray(ids))
     with pytest.raises((AssertionError, pytest.fail.Exception, IndexError)):
         test_ids_outside_the_vocabulary_are_refused_on_the_host(-1)
 
 
 def test_ids_must_be_a_row_of_integers():
-    vocabulary = text.Vocabulary.build(["a b c"])
+    vocabulary = Vocabulary.build(["a b c"])
     with pytest.raises(TypeError, match="ids must be integers, got float64"):
         vocabulary.decode([4.0])
     with pytest.raises(ValueError, match=r"ids must have the shape \[T\], got \[1, 2\]"):
@@ -558,11 +573,11 @@ def test_ragged_rows_come_back():
 
 
 def test_one_sentence_longer_than_the_maximum():
-    vocabulary = text.Vocabulary.build(["a a a b b c"])
-    assert vocabulary.encode("a b c", max_length=4) == [4, 5, 6, text.EOS]
+    vocabulary = Vocabulary.build(["a a a b b c"])
+    assert vocabulary.encode("a b c", max_length=4) == [4, 5, 6, EOS]
     with pytest.raises(ValueError, match=r"at most 3 tokens .* got 4 in 'a b c'"):
         vocabulary.encode("a b c", max_length=3)
-    assert vocabulary.encode("a b c", max_length=3, too_long="truncate") == [4, 5, text.EOS]
+    assert vocabulary.encode("a b c", max_length=3, too_long="truncate") == [4, 5, EOS]
     with pytest.raises(ValueError, match="max_length must be at least 2, got 1"):
         vocabulary.encode("a", max_length=1)
     with pytest.raises(ValueError, match="too_long must be 'error' or 'truncate', got 'drop'"):
@@ -573,7 +588,7 @@ LONG = pairs_of(("a", "x"), ("a b c", "x"), ("b", "x y z y"), ("c b", "z y"))
 
 
 def test_too_long_pairs_are_dropped_as_pairs_and_counted():
-    source, target = (text.Vocabulary.build([s]) for s in ("a b c", "x y z"))
+    source, target = (Vocabulary.build([s]) for s in ("a b c", "x y z"))
     encoded, report = text.encode_pairs(LONG, source, target, max_length=3)
     assert encoded.origin.tolist() == [0, 3]
     assert [row.tolist() for row in (encoded.source[1], encoded.target[1])] == [
@@ -586,17 +601,17 @@ def test_too_long_pairs_are_dropped_as_pairs_and_counted():
 
 
 def test_too_long_sides_are_truncated_with_eos_and_counted():
-    source, target = (text.Vocabulary.build([s]) for s in ("a b c", "x y z"))
+    source, target = (Vocabulary.build([s]) for s in ("a b c", "x y z"))
     encoded, report = text.encode_pairs(LONG, source, target, max_length=3, too_long="truncate")
     assert encoded.origin.tolist() == [0, 1, 2, 3]
-    assert encoded.source[1].tolist() == [4, 5, text.EOS]
-    assert encoded.target[2].tolist() == [4, 5, text.EOS]
+    assert encoded.source[1].tolist() == [4, 5, EOS]
+    assert encoded.target[2].tolist() == [4, 5, EOS]
     assert (report.dropped, report.truncated_source, report.truncated_target) == (0, 1, 1)
     assert "0 too long and dropped, 1 source and 1 target sides truncated" in str(report)
 
 
 def test_too_long_pairs_can_be_an_error():
-    source, target = (text.Vocabulary.build([s]) for s in ("a b c", "x y z"))
+    source, target = (Vocabulary.build([s]) for s in ("a b c", "x y z"))
     with pytest.raises(ValueError, match=r"pair 1: expected at most 3 tokens .* got 4 in 'a b c'"):
         text.encode_pairs(LONG, source, target, max_length=3, too_long="error")
     with pytest.raises(
@@ -608,9 +623,9 @@ def test_too_long_pairs_can_be_an_error():
 
 
 def test_unknown_words_are_counted_on_each_side():
-    source, target = text.Vocabulary.build(["a b"]), text.Vocabulary.build(["x"])
+    source, target = Vocabulary.build(["a b"]), Vocabulary.build(["x"])
     encoded, report = text.encode_pairs(pairs_of(("a q b", "x y z")), source, target)
-    assert encoded.source[0].tolist() == [4, text.UNK, 5, text.EOS]
+    assert encoded.source[0].tolist() == [4, UNK, 5, EOS]
     assert (report.source_unknown, report.source_tokens) == (1, 4)
     assert (report.target_unknown, report.target_tokens) == (2, 4)
     assert "1 of 4 source and 2 of 4 target tokens" in str(report)
@@ -626,7 +641,7 @@ def random_pairs(count: int, longest: int, *, seed: int = 0) -> text.EncodedPair
     for pair, side in itertools.product(range(count), range(2)):
         length = int(random.integers(0, longest))
         words = [4 + (pair * 2 + side) * longest + place for place in range(length)]
-        rows[side].append([*words, text.EOS])
+        rows[side].append([*words, EOS])
     size = 4 + 2 * count * longest
     origin = 10 + 3 * np.arange(count)
     return text.EncodedPairs(text.Ragged.of(rows[0]), text.Ragged.of(rows[1]), origin, size, size)
@@ -644,7 +659,7 @@ def rows_of(batch: batches.Batch) -> list[tuple[list[int], list[int]]]:
         assert not batch.target_out[row, target:].any()
         if source:
             out = batch.target_out[row, :target].tolist()
-            assert batch.target_in[row, :target].tolist() == [text.BOS, *out[:-1]]
+            assert batch.target_in[row, :target].tolist() == [BOS, *out[:-1]]
             found.append((batch.source[row, :source].tolist(), out))
     return found
 
@@ -655,11 +670,11 @@ def expected_rows(pairs: text.EncodedPairs) -> list[tuple[list[int], list[int]]]
 
 OPTIONS = [
     {"tokens_per_batch": 200},
-    {"tokens_per_batch": 500, "devices": 4},
+    {"tokens_per_batch": 500, "row_multiple": 4},
     {"rows_per_batch": 7},
     {"tokens_per_batch": 10, "max_shapes": 2},
     {"rows_per_batch": 5, "max_shapes": 1, "multiple": 3},
-    {"tokens_per_batch": 100_000, "devices": 3},
+    {"tokens_per_batch": 100_000, "row_multiple": 3},
 ]
 
 
@@ -684,7 +699,7 @@ def test_shapes_are_few_and_as_promised(options):
     seen |= {(*b.source.shape, b.target_in.shape[1]) for b, _ in made.in_order()}
     assert seen <= set(made.shapes)
     assert len(made.shapes) <= options.get("max_shapes", 4)
-    devices = options.get("devices", 1)
+    devices = options.get("row_multiple", 1)
     for shape in made.shapes:
         assert shape.source_width % options.get("multiple", 8) == 0
         assert shape.target_width % options.get("multiple", 8) == 0
@@ -697,7 +712,7 @@ def test_shapes_are_few_and_as_promised(options):
 
 
 def test_at_most_one_batch_has_empty_rows():
-    made = batches.Batches(random_pairs(500, 41), tokens_per_batch=300, devices=2)
+    made = batches.Batches(random_pairs(500, 41), tokens_per_batch=300, row_multiple=2)
     assert len(made.shapes) == 4
     empty = [(batch.source_lengths == 0).any() for batch in made.epoch(0)]
     assert sum(empty) <= 1
@@ -779,7 +794,7 @@ def test_the_order_is_pinned():
 
 def test_evaluation_keeps_the_places():
     pairs = random_pairs(53, 41)
-    made = batches.Batches(pairs, tokens_per_batch=300, devices=2)
+    made = batches.Batches(pairs, tokens_per_batch=300, row_multiple=2)
     found = {}
     for batch, places in made.in_order():
         assert ((places == -1) == (batch.source_lengths == 0)).all()
@@ -791,7 +806,7 @@ def test_evaluation_keeps_the_places():
 
 
 def test_batches_of_one_short_pair():
-    source, target = text.Vocabulary.build(["ja"]), text.Vocabulary.build(["yes"])
+    source, target = Vocabulary.build(["ja"]), Vocabulary.build(["yes"])
     encoded, _ = text.encode_pairs(pairs_of(("ja", "yes")), source, target)
     made = batches.Batches(encoded, tokens_per_batch=4096)
     (batch,) = made.epoch(0)
@@ -808,9 +823,9 @@ def test_batches_of_one_short_pair():
         ({}, "exactly one of tokens_per_batch and rows_per_batch, got None and None"),
         ({"tokens_per_batch": 9, "rows_per_batch": 9}, "exactly one of tokens_per_batch"),
         ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1, got 0"),
-        ({"rows_per_batch": 6, "devices": 4}, "positive multiple of the 4 devices, got 6"),
-        ({"rows_per_batch": 0}, "positive multiple of the 1 devices, got 0"),
-        ({"rows_per_batch": 1, "devices": 0}, "devices must be at least 1, got 0"),
+        ({"rows_per_batch": 6, "row_multiple": 4}, "positive multiple of 4, got 6"),
+        ({"rows_per_batch": 0}, "positive multiple of 1, got 0"),
+        ({"rows_per_batch": 1, "row_multiple": 0}, "row_multiple must be at least 1, got 0"),
         ({"rows_per_batch": 1, "max_shapes": 0}, "max_shapes must be at least 1, got 0"),
         ({"rows_per_batch": 1, "multiple": -8}, "multiple must be at least 1, got -8"),
         ({"rows_per_batch": 1, "seed": -1}, "seed must not be negative, got -1"),
@@ -839,25 +854,30 @@ def pairs_in(batch: batches.Packed) -> list[tuple[list[int], list[int]]]:
     """The pairs of a packed batch, read off by their numbers; checks positions and padding."""
     found = []
     for row in range(len(batch.source)):
-        for number in range(max(batch.source_pairs[row].max(), batch.target_pairs[row].max()) + 1):
-            (source,) = np.nonzero(batch.source_pairs[row] == number)
-            (target,) = np.nonzero(batch.target_pairs[row] == number)
+        for number in range(
+            max(batch.source_segment_ids[row].max(), batch.target_segment_ids[row].max()) + 1
+        ):
+            (source,) = np.nonzero(batch.source_segment_ids[row] == number)
+            (target,) = np.nonzero(batch.target_segment_ids[row] == number)
             np.testing.assert_array_equal(source, np.arange(source[0], source[-1] + 1))
             np.testing.assert_array_equal(target, np.arange(target[0], target[-1] + 1))
             assert batch.source_positions[row][source].tolist() == list(range(len(source)))
             assert batch.target_positions[row][target].tolist() == list(range(len(target)))
             said = batch.target_out[row][target].tolist()
-            assert batch.target_in[row][target].tolist() == [text.BOS, *said[:-1]]
+            assert batch.target_in[row][target].tolist() == [BOS, *said[:-1]]
             found.append((batch.source[row][source].tolist(), said))
-    for ids in (batch.source[batch.source_pairs < 0], batch.target_out[batch.target_pairs < 0]):
-        assert (ids == text.PAD).all()
-    assert (batch.target_in[batch.target_pairs < 0] == text.PAD).all()
+    for ids in (
+        batch.source[batch.source_segment_ids < 0],
+        batch.target_out[batch.target_segment_ids < 0],
+    ):
+        assert (ids == PAD).all()
+    assert (batch.target_in[batch.target_segment_ids < 0] == PAD).all()
     return found
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"rows_per_batch": 4}, {"tokens_per_batch": 200, "devices": 2}, {"rows_per_batch": 1000}],
+    [{"rows_per_batch": 4}, {"tokens_per_batch": 200, "row_multiple": 2}, {"rows_per_batch": 1000}],
 )
 def test_packed_rows_hold_every_pair_once(options):
     pairs = random_pairs(157, 41)
@@ -872,9 +892,9 @@ def test_packed_rows_hold_every_pair_once(options):
         assert sorted(pair for batch in epoch_batches for pair in pairs_in(batch)) == sorted(
             expected
         )
-        total = sum(int(batches.counted_places(batch).sum()) for batch in epoch_batches)
+        total = sum(int(batches.loss_mask(batch).sum()) for batch in epoch_batches)
         assert total == len(pairs.target.values)
-    assert made.shapes[0].rows % options.get("devices", 1) == 0
+    assert made.shapes[0].rows % options.get("row_multiple", 1) == 0
 
 
 def test_packed_rows_are_nearly_full():

@@ -18,7 +18,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation import decoding, searches
 from experiments.translation.batches import Batch
 from experiments.translation.decoding import Search
-from experiments.translation.text import BOS, EOS, PAD, UNK
+from experiments.translation.vocabulary import BOS, EOS, PAD, UNK
 from tests.conftest import quick_jit
 from tests.test_translation import bench, decided_params, padded, plain_jax
 
@@ -26,8 +26,8 @@ from tests.test_translation import bench, decided_params, padded, plain_jax
 # ------------------------------------------------------------------------------------ table models
 
 
-V = 6  # <pad>, <unk>, <bos>, <eos> and two words: of these three symbols and <eos> can be said
-SAYABLE = (UNK, EOS, 4, 5)
+V = 6  # <pad>, <unk>, <bos>, <eos> and two words: of these three symbols and <eos> can be generated
+ALLOWED = (UNK, EOS, 4, 5)
 CODES = 997  # a prefix is known by a number below this: its own up to four tokens, hashed beyond
 
 
@@ -74,7 +74,7 @@ def made_table(continuations: dict[tuple[int, ...], dict[int, float]]) -> np.nda
         assert math.isclose(sum(probabilities.values()), 1)
         row = np.full(V, -np.inf)
         row[list(probabilities)] = np.log(list(probabilities.values()))
-        row[[PAD, BOS]] = 7.0  # likely, but not to be said
+        row[[PAD, BOS]] = 7.0  # likely, but not to be generated
         table[0, functools.reduce(longer, (BOS, *prefix), 0)] = row
     return table
 
@@ -104,10 +104,10 @@ def beamed(tables, active=None, **options) -> Any:
 
 
 def log_probs_after(table: np.ndarray, prefix: tuple[int, ...]) -> dict[int, float]:
-    """Of each token that can be said, in float64, of one sentence's table `[CODES, V]`."""
+    """Of each token that can be generated, in float64, of one sentence's table `[CODES, V]`."""
     row = table[functools.reduce(longer, (BOS, *prefix), 0)].astype(np.float64)
-    total = math.log(sum(math.exp(row[token]) for token in SAYABLE))
-    return {token: row[token] - total for token in SAYABLE}
+    total = math.log(sum(math.exp(row[token]) for token in ALLOWED))
+    return {token: row[token] - total for token in ALLOWED}
 
 
 def every_hypothesis(table, length, prefix=(), log_prob=0.0):
@@ -155,19 +155,19 @@ def assert_found(found, sentence, expected):
 # ------------------------------------------------------------------------------------------ greedy
 
 
-def path_table(*said: int) -> np.ndarray:
+def path_table(*generated: int) -> np.ndarray:
     """After each beginning of this sequence the next of its tokens has the probability 3/4."""
     return made_table(
         {
-            said[:place]: {token: 0.75, SAYABLE[SAYABLE.index(token) - 1]: 0.25}
-            for place, token in enumerate(said)
+            generated[:place]: {token: 0.75, ALLOWED[ALLOWED.index(token) - 1]: 0.25}
+            for place, token in enumerate(generated)
         }
     )
 
 
 def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
-    said = [(4, 5, EOS), (5, EOS), (4, UNK, 5, 4, 4), (EOS,)]
-    found = greedily(np.concatenate([path_table(*row) for row in said]), length=4)
+    generated = [(4, 5, EOS), (5, EOS), (4, UNK, 5, 4, 4), (EOS,)]
+    found = greedily(np.concatenate([path_table(*row) for row in generated]), length=4)
     np.testing.assert_array_equal(
         found.ids,
         [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]],
@@ -210,14 +210,16 @@ def test_of_equal_tokens_the_first_is_said_and_never_padding_or_the_beginning():
 def test_a_beam_of_one_is_greedy(alpha):
     tables = random_tables(7)
     active = np.arange(7) != 2
-    said = greedily(tables, active)
+    generated = greedily(tables, active)
     found = beamed(tables, active, length=8, beams=1, n_best=2, length_penalty=alpha)
-    np.testing.assert_array_equal(found.ids[:, 0], said.ids)
-    np.testing.assert_array_equal(found.log_probs[active, 0], said.log_probs[active])
-    lengths = (said.ids != PAD).sum(axis=1)[active]
+    np.testing.assert_array_equal(found.ids[:, 0], generated.ids)
+    np.testing.assert_array_equal(found.log_probs[active, 0], generated.log_probs[active])
+    lengths = (generated.ids != PAD).sum(axis=1)[active]
     assert len(set(lengths)) > 3
     np.testing.assert_allclose(
-        found.scores[active, 0], said.log_probs[active] / ((5 + lengths) / 6) ** alpha, rtol=1e-6
+        found.scores[active, 0],
+        generated.log_probs[active] / ((5 + lengths) / 6) ** alpha,
+        rtol=1e-6,
     )
     assert (found.scores[:, 1] == -np.inf).all() and (found.ids[:, 1] == PAD).all()
     assert (found.scores[2] == -np.inf).all() and (found.log_probs[2] == -np.inf).all()
@@ -251,8 +253,8 @@ def test_scores_worked_out_by_hand(alpha, expected):
     table = made_table({(): {EOS: 0.4, 4: 0.6}, (4,): {EOS: 0.6, 5: 0.4}, (4, 5): {EOS: 1.0}})
     found = beamed(table, length=4, beams=2, n_best=5, length_penalty=alpha)
     np.testing.assert_allclose(found.scores[0, :3], [score for score, _ in expected], atol=2e-5)
-    said = [tuple(row[row != PAD].tolist()) for row in found.ids[0]]
-    assert said == [*(tokens for _, tokens in expected), (), ()]
+    generated = [tuple(row[row != PAD].tolist()) for row in found.ids[0]]
+    assert generated == [*(tokens for _, tokens in expected), (), ()]
     assert (found.scores[0, 3:] == -np.inf).all()
     single = beamed(table, length=4, beams=2, length_penalty=alpha)
     np.testing.assert_array_equal(single.ids[0, 0], found.ids[0, 0])
@@ -457,9 +459,12 @@ def test_top_k_and_the_nucleus_keep_exactly_their_tokens(options, tokens):
 def test_sampling_without_chance_is_greedy(options):
     tables = jnp.asarray(20 * random_tables(7, seed=6))
     begin = table_step(tables), first_state(7), jnp.arange(7) != 2, 8
-    said, drawn = searches.greedy(*begin), searches.sample(*begin, jax.random.key(0), **options)
-    np.testing.assert_array_equal(drawn.ids, said.ids)
-    np.testing.assert_array_equal(drawn.log_probs, said.log_probs)
+    generated, drawn = (
+        searches.greedy(*begin),
+        searches.sample(*begin, jax.random.key(0), **options),
+    )
+    np.testing.assert_array_equal(drawn.ids, generated.ids)
+    np.testing.assert_array_equal(drawn.log_probs, generated.log_probs)
 
 
 def test_a_key_decides_and_more_rows_change_nothing():
@@ -577,22 +582,22 @@ def translations(count: int, **options):
 def test_translations_have_the_log_probabilities_that_the_model_gives_them(options):
     parts, rows = bench(), sources(5)
     found = translations(5, **options)
-    pairs = [(row, said) for row, best in zip(rows, found, strict=True) for said in best]
+    pairs = [(row, generated) for row, best in zip(rows, found, strict=True) for generated in best]
     assert len(pairs) == 5 * options.get("n_best", 1)
-    assert len({tuple(said.ids) for _, said in pairs}) > len(pairs) / 2
+    assert len({tuple(generated.ids) for _, generated in pairs}) > len(pairs) / 2
     width = parts.config.max_length
-    read = padded([[BOS, *said.ids[:-1]] for _, said in pairs], width)
+    read = padded([[BOS, *generated.ids[:-1]] for _, generated in pairs], width)
     lengths = np.array([len(row) for row, _ in pairs], np.int32)
     source = padded([row for row, _ in pairs], 24)
     batch = Batch(source, lengths, read, read, lengths)
     logits = np.array(jax.jit(parts.model.logits)(decided_params(), batch), np.float64)
     logits[..., [PAD, BOS]] = -np.inf
     log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    for (_, said), each in zip(pairs, log_probs, strict=True):
-        expected = sum(each[place, token] for place, token in enumerate(said.ids))
-        assert said.log_prob == pytest.approx(expected, rel=1e-4)
-        size = ((5 + len(said.ids)) / 6) ** (0.6 if options["kind"] == "beam" else 0)
-        assert said.score == pytest.approx(said.log_prob / size, rel=1e-6)
+    for (_, generated), each in zip(pairs, log_probs, strict=True):
+        expected = sum(each[place, token] for place, token in enumerate(generated.ids))
+        assert generated.log_prob == pytest.approx(expected, rel=1e-4)
+        size = ((5 + len(generated.ids)) / 6) ** (0.6 if options["kind"] == "beam" else 0)
+        assert generated.score == pytest.approx(generated.log_prob / size, rel=1e-6)
 
 
 @pytest.mark.usefixtures("as_users_run_it")
@@ -611,21 +616,23 @@ def test_nothing_is_compiled_after_the_first_batch_of_a_shape():
 def test_each_sentence_gets_its_own_best_translations():
     found = translations(5, kind="beam", beams=3, n_best=3)
     for best in found:
-        scores = [said.score for said in best]
+        scores = [generated.score for generated in best]
         assert scores == sorted(scores, reverse=True)
-        assert len({tuple(said.ids) for said in best}) == 3
+        assert len({tuple(generated.ids) for generated in best}) == 3
     (alone,) = decoding.translations(
         bench().model, decided_params(), [sources(5)[3]], Search(kind="beam", beams=3, n_best=3)
     )
-    assert [said.ids.tolist() for said in alone] == [said.ids.tolist() for said in found[3]]
+    assert [generated.ids.tolist() for generated in alone] == [
+        generated.ids.tolist() for generated in found[3]
+    ]
     params, rows = decided_params(), sources(5)
     best = decoding.translated(bench().model, params, rows, Search(kind="beam", beams=3))
     assert [ids.tolist() for ids in best] == [row[0].ids.tolist() for row in found]
     lengths = jnp.asarray([len(row) for row in rows])
     batch = jnp.asarray(padded(rows, 24)), lengths
     ids = decoding.search_batch(bench().model, params, *batch, length=9).ids[:, 0]
-    said = decoding.translated(bench().model, params, rows)
-    np.testing.assert_array_equal(ids, padded([row[:9] for row in said], 9))
+    generated = decoding.translated(bench().model, params, rows)
+    np.testing.assert_array_equal(ids, padded([row[:9] for row in generated], 9))
 
 
 @pytest.mark.usefixtures("as_users_run_it")
@@ -660,14 +667,14 @@ def test_samples_are_decided_by_seed_and_sentence_and_not_by_batches(monkeypatch
 @pytest.mark.usefixtures("as_users_run_it")
 def test_alignments_are_what_each_token_looks_at_most():
     parts, params, rows = bench(), decided_params(), sources(5)
-    said = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]
-    said[1] = said[1][:3]  # cut, without <eos>
-    links = decoding.alignments(parts.model, params, rows, said)
-    read = padded([[BOS, *target[:-1]] for target in said], 32)
+    generated = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]
+    generated[1] = generated[1][:3]  # cut, without <eos>
+    links = decoding.alignments(parts.model, params, rows, generated)
+    read = padded([[BOS, *target[:-1]] for target in generated], 32)
     lengths = np.array([len(source) for source in rows])
     captured = parts.model.weights(params, padded(rows, 24), lengths, read)
     weights = np.asarray(captured["decoder/layers/0/cross_attention"])
-    for source, target, heads, found in zip(rows, said, weights, links, strict=True):
+    for source, target, heads, found in zip(rows, generated, weights, links, strict=True):
         expected = []
         for place, token in enumerate(target):
             means = [sum(head[place, at] for head in heads) for at in range(len(source))]
@@ -725,9 +732,9 @@ def test_the_best_are_printed_with_their_scores(translate):
     lines = translate("--beam", 3, "--n-best", 2, "--scores", stdin=text(3))
     found = translations(3, kind="beam", beams=3, n_best=2)
     expected = [
-        f"{said.score:.4f}\t{said.log_prob:.4f}\t{bench().target.decode(said.ids)}"
+        f"{generated.score:.4f}\t{generated.log_prob:.4f}\t{bench().target.decode(generated.ids)}"
         for best in found
-        for said in best
+        for generated in best
     ]
     assert lines == [*expected[:2], "", "", *expected[2:], "", ""]
     other = translate("--beam", 3, "--length-penalty", -1, "--scores", stdin=text(3))
@@ -766,8 +773,8 @@ def test_alignments_are_a_last_field(translate):
     assert lines[2:4] == ["", ""]
     found = translations(2, kind="beam", beams=2, n_best=2)
     rows = [row for row in sources(2) for _ in range(2)]
-    said = [said.ids.tolist() for best in found for said in best]
-    links = decoding.alignments(bench().model, decided_params(), rows, said)
+    generated = [generated.ids.tolist() for best in found for generated in best]
+    links = decoding.alignments(bench().model, decided_params(), rows, generated)
     expected = [" ".join(f"{source}-{target}" for source, target in row) for row in links]
     assert any(expected)
     assert [line.split("\t")[1] for line in lines[:2] + lines[4:6]] == expected

@@ -17,13 +17,13 @@ from tests.test_translation import plain_jax
 PLACES, D, V = 13, 5, 7
 
 
-def by_hand(features, kernel, bias, labels, counted, smoothing):
+def by_hand(features, kernel, bias, labels, mask, smoothing):
     """The loss with the smoothed target written out, and its gradients; float64 loops."""
     features, kernel, bias = (np.asarray(x, np.float64) for x in (features, kernel, bias))
     total = 0.0
     gradients = [np.zeros_like(x) for x in (features, kernel, bias)]
     for place in range(len(labels)):
-        if not counted[place]:
+        if not mask[place]:
             continue
         target = np.full(len(kernel), smoothing / len(kernel))
         target[labels[place]] += 1 - smoothing
@@ -44,17 +44,15 @@ def case(places=PLACES, vocabulary=V, spread=3.0):
     kernel = random.standard_normal((vocabulary, D)).astype(np.float32)
     bias = random.standard_normal(vocabulary).astype(np.float32)
     labels = random.integers(0, vocabulary, places).astype(np.int32)
-    counted = np.arange(places) % 5 % 3 != 0
-    return features, kernel, bias, labels, counted
+    mask = np.arange(places) % 5 % 3 != 0
+    return features, kernel, bias, labels, mask
 
 
-def loss_and_gradients(features, kernel, bias, labels, counted, smoothing=0.0) -> Any:
+def loss_and_gradients(features, kernel, bias, labels, mask, smoothing=0.0) -> Any:
     @jax.jit
     def run(features, kernel, bias):
         return jax.value_and_grad(
-            lambda x, w, b: cross_entropy(
-                x, Projection(w, b), labels, counted, smoothing=smoothing
-            ),
+            lambda x, w, b: cross_entropy(x, Projection(w, b), labels, mask, smoothing=smoothing),
             (0, 1, 2),
         )(features, kernel, bias)
 
@@ -82,9 +80,9 @@ def test_the_loss_is_that_of_the_formula(smoothing, places, monkeypatch):
     chunks_of(places, monkeypatch)
     given = case()
     total, gradients = by_hand(*given, smoothing)
-    found, slopes = loss_and_gradients(*given, smoothing)
+    found, grads = loss_and_gradients(*given, smoothing)
     assert found.dtype == jnp.float32 and float(found) == pytest.approx(total, rel=2e-6)
-    for slope, gradient in zip(slopes, gradients, strict=True):
+    for slope, gradient in zip(grads, gradients, strict=True):
         np.testing.assert_allclose(slope, gradient, rtol=2e-5, atol=2e-5)
     alone = cross_entropy(
         jnp.asarray(given[0]),
@@ -96,57 +94,57 @@ def test_the_loss_is_that_of_the_formula(smoothing, places, monkeypatch):
 
 
 def test_the_loss_is_that_of_optax():
-    features, kernel, bias, labels, counted = case()
+    features, kernel, bias, labels, mask = case()
 
     def peer(x, w, b):
         rows = optax.softmax_cross_entropy_with_integer_labels(x @ w.T + b, labels)
-        return jnp.sum(rows * counted)
+        return jnp.sum(rows * mask)
 
     expected, gradients = jax.value_and_grad(peer, (0, 1, 2))(features, kernel, bias)
-    found, slopes = loss_and_gradients(features, kernel, bias, labels, counted)
+    found, grads = loss_and_gradients(features, kernel, bias, labels, mask)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    for slope, gradient in zip(slopes, gradients, strict=True):
+    for slope, gradient in zip(grads, gradients, strict=True):
         np.testing.assert_allclose(slope, gradient, rtol=1e-4, atol=2e-5)
 
 
 def test_large_logits_overflow_nowhere():
     given = case(spread=200.0)
     total, _ = by_hand(*given, 0.1)
-    found, slopes = loss_and_gradients(*given, 0.1)
+    found, grads = loss_and_gradients(*given, 0.1)
     assert float(found) == pytest.approx(total, rel=1e-5)
-    assert all(np.isfinite(slope).all() for slope in slopes)
+    assert all(np.isfinite(slope).all() for slope in grads)
 
 
 def test_narrow_features_are_accumulated_wide():
-    features, kernel, bias, labels, counted = case(places=400)
+    features, kernel, bias, labels, mask = case(places=400)
     narrow = jnp.asarray(features, jnp.bfloat16)
     kernel = np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float32)
-    total, gradients = by_hand(np.asarray(narrow, np.float32), kernel, bias, labels, counted, 0.1)
-    found, slopes = loss_and_gradients(narrow, kernel, bias, labels, counted, 0.1)
+    total, gradients = by_hand(np.asarray(narrow, np.float32), kernel, bias, labels, mask, 0.1)
+    found, grads = loss_and_gradients(narrow, kernel, bias, labels, mask, 0.1)
     assert found.dtype == jnp.float32 and float(found) == pytest.approx(total, rel=1e-5)
-    assert [slope.dtype.name for slope in slopes] == ["bfloat16", "float32", "float32"]
-    for slope, gradient in zip(slopes, gradients, strict=True):
+    assert [slope.dtype.name for slope in grads] == ["bfloat16", "float32", "float32"]
+    for slope, gradient in zip(grads, gradients, strict=True):
         worst = np.abs(np.asarray(slope, np.float64) - gradient).max() / np.abs(gradient).max()
         assert worst < 2**-7
 
 
 def test_what_does_not_count_does_not_exist():
-    features, kernel, bias, labels, counted = case()
-    clean = loss_and_gradients(features, kernel, bias, labels, counted, 0.1)
-    poisoned = np.where(counted[:, None], features, np.nan)
-    dirty = loss_and_gradients(poisoned, kernel, bias, labels, counted, 0.1)
+    features, kernel, bias, labels, mask = case()
+    clean = loss_and_gradients(features, kernel, bias, labels, mask, 0.1)
+    poisoned = np.where(mask[:, None], features, np.nan)
+    dirty = loss_and_gradients(poisoned, kernel, bias, labels, mask, 0.1)
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-    assert not np.any(np.asarray(clean[1][0])[~counted])
-    assert np.abs(np.asarray(clean[1][0])[counted]).min(axis=1).all()
-    nothing = loss_and_gradients(poisoned, kernel, bias, labels, np.zeros_like(counted), 0.1)
+    assert not np.any(np.asarray(clean[1][0])[~mask])
+    assert np.abs(np.asarray(clean[1][0])[mask]).min(axis=1).all()
+    nothing = loss_and_gradients(poisoned, kernel, bias, labels, np.zeros_like(mask), 0.1)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(nothing))
 
 
 def test_a_projection_without_bias_and_batch_axes():
-    features, kernel, bias, labels, counted = case(places=12)
-    shaped = (x.reshape(3, 4, *x.shape[1:]) for x in (features, labels, counted))
+    features, kernel, bias, labels, mask = case(places=12)
+    shaped = (x.reshape(3, 4, *x.shape[1:]) for x in (features, labels, mask))
     x, *places = map(jnp.asarray, shaped)
-    total, gradients = by_hand(features, kernel, 0 * bias, labels, counted, 0.1)
+    total, gradients = by_hand(features, kernel, 0 * bias, labels, mask, 0.1)
     found, slope = jax.value_and_grad(
         lambda x: cross_entropy(x, Projection(jnp.asarray(kernel), None), *places, smoothing=0.1)
     )(x)
@@ -158,9 +156,9 @@ def test_logits_are_never_whole():
     """Temporaries of loss and gradients: copies of what was given, and next to no logits."""
     places, vocabulary = 4096, 1000
 
-    def run(x, w, b, labels, counted):
+    def run(x, w, b, labels, mask):
         return jax.value_and_grad(
-            lambda x, w, b: cross_entropy(x, Projection(w, b), labels, counted), (0, 1, 2)
+            lambda x, w, b: cross_entropy(x, Projection(w, b), labels, mask), (0, 1, 2)
         )(x, w, b)
 
     kinds = ((places, D), (vocabulary, D), (vocabulary,))
@@ -173,12 +171,12 @@ def test_logits_are_never_whole():
 def test_chunks_of_padding_are_not_computed():
     """As many turns of the loop as the places that count need, not as there are places."""
     features, kernel, bias, labels, _ = case()
-    counted = np.arange(PLACES) == 3
+    mask = np.arange(PLACES) == 3
     rows, chunks = losses._sorted(
         jnp.asarray(features),
         Projection(jnp.asarray(kernel), jnp.asarray(bias)),
         jnp.asarray(labels),
-        jnp.asarray(counted),
+        jnp.asarray(mask),
     )
     assert int(chunks) == 1 and int(rows.labels[0, 0]) == labels[3]
     assert len(rows.labels) == 4

@@ -231,7 +231,7 @@ def test_without_patience_nothing_is_kept_and_no_training_stops(tmp_path):
 
 
 def averaged(directory: Path, average: int, *scales: float) -> Run:
-    run = bench().run(directory, dataclasses.replace(TINY, average=average))
+    run = bench().run(directory, dataclasses.replace(TINY, averaged_checkpoints=average))
     run.create()
     for step, scale in enumerate(scales, start=1):
         run.save(small_tree(scale), step)
@@ -313,7 +313,7 @@ def test_damaged_metrics_are_named(tmp_path, line):
 
 def test_early_stopping_from_the_command_line(tmp_path, capsys, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.25])
-    monkeypatch.setattr(evaluation.Examiner, "token_loss", lambda *_: next(losses))
+    monkeypatch.setattr(evaluation.Evaluator, "token_loss", lambda *_: next(losses))
     run = str(tmp_path / "run")
     settings = ("steps=0", "epochs=9", "patience=2", "sentences=40", "rows_per_batch=16")
     changes = [part for text in (*settings, "tokens_per_batch=0") for part in ("--set", text)]
@@ -327,11 +327,11 @@ def test_early_stopping_from_the_command_line(tmp_path, capsys, monkeypatch):
 
 
 def test_patience_and_average_are_checked():
-    assert Config.changed(TINY, ["average=4"]).average == 4
+    assert Config.changed(TINY, ["averaged_checkpoints=4"]).averaged_checkpoints == 4
     for settings, message in (
-        (["average=0"], "average: expected a number above 0"),
+        (["averaged_checkpoints=0"], "averaged_checkpoints: expected a number above 0"),
         (["patience=-1"], "patience: expected a number not below 0"),
-        (["patience=2", "average=2"], "at most one of patience above 0 and average above 1"),
+        (["patience=2", "averaged_checkpoints=2"], "at most one of patience above 0 and averaged"),
     ):
         with pytest.raises(ValueError, match=message):
             TINY.changed(settings)

@@ -25,22 +25,16 @@ from matplotlib.image import imread
 
 from experiments.translation import __main__ as cli
 from experiments.translation import checkpoints, decoding, evaluation, pictures, training
-from experiments.translation.batches import Batch, Batches, PackedBatches, counted_places
+from experiments.translation.batches import Batch, Batches, PackedBatches, loss_mask
 from experiments.translation.checkpoints import Run, TextOrigin
 from experiments.translation.command_line import make_parser
 from experiments.translation.corpus import Pair
 from experiments.translation.losses import Projection
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config, differences
-from experiments.translation.text import (
-    BOS,
-    EOS,
-    PAD,
-    Vocabulary,
-    encode_pairs,
-    learn_vocabularies,
-)
+from experiments.translation.text import encode_pairs
 from experiments.translation.training import State
+from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
 
 
 ROOT = Path(__file__).parents[1]
@@ -187,8 +181,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
     padded = next(Batches(pairs, rows_per_batch=8, max_shapes=1).epoch(0))
     packed = next(PackedBatches(pairs, width=48, rows_per_batch=4).epoch(0))
     assert (
-        packed.target_pairs.max() > 0
-        and counted_places(packed).sum() == counted_places(padded).sum()
+        packed.target_segment_ids.max() > 0 and loss_mask(packed).sum() == loss_mask(padded).sum()
     )
 
     @jax.jit
@@ -198,14 +191,16 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
         )
 
     expected, gradients = run(params, padded)
-    found, slopes = run(params, packed)
+    found, grads = run(params, packed)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     for name in gradients:
-        np.testing.assert_allclose(slopes[name], gradients[name], rtol=1e-4, atol=2e-5)
-    one = np.where(packed.target_pairs >= 0, 0, -1)
+        np.testing.assert_allclose(grads[name], gradients[name], rtol=1e-4, atol=2e-5)
+    one = np.where(packed.target_segment_ids >= 0, 0, -1)
     changes = {
-        "target_pairs": packed._replace(target_pairs=one),
-        "source_pairs": packed._replace(source_pairs=np.where(packed.source_pairs >= 0, 0, -1)),
+        "target_segment_ids": packed._replace(target_segment_ids=one),
+        "source_segment_ids": packed._replace(
+            source_segment_ids=np.where(packed.source_segment_ids >= 0, 0, -1)
+        ),
         "target_positions": packed._replace(
             target_positions=np.broadcast_to(np.arange(48, dtype=np.int32) % 31, one.shape)
         ),
@@ -236,7 +231,7 @@ class TwoTables:
 
 
 def in_parts(model: Any, parts: int, *, dropout_rate: float = 0.0) -> tuple[State, training.Step]:
-    config = dataclasses.replace(TINY, parts_per_batch=parts, dropout_rate=dropout_rate)
+    config = dataclasses.replace(TINY, accumulation_steps=parts, dropout_rate=dropout_rate)
     optimiser = training.make_optimiser(config, config.steps)
     state = training.first_state(model, optimiser, 0)
     return state, training.make_step(model, optimiser, config)
@@ -251,28 +246,28 @@ def uneven_batch() -> Batch:
 
 
 def mean_of_means(gradient, params, batch, key, tokens, config):
-    parts = config.parts_per_batch
+    parts = config.accumulation_steps
     cut = [jax.tree.map(lambda x, n=n: jnp.split(x, parts)[n], batch) for n in range(parts)]
-    found = [gradient(params, part, key, parts * jnp.sum(counted_places(part))) for part in cut]
+    found = [gradient(params, part, key, parts * jnp.sum(loss_mask(part))) for part in cut]
     return jax.tree.map(lambda *each: sum(each), *found)
 
 
 def last_part_alone(gradient, params, batch, key, tokens, config):
-    parts = config.parts_per_batch
+    parts = config.accumulation_steps
     last = jax.tree.map(lambda x: jnp.split(x, parts)[-1], batch)
     return gradient(params, last, key, tokens)
 
 
 @pytest.mark.parametrize("instead", [None, mean_of_means, last_part_alone])
-def test_a_batch_in_parts_gives_the_update_of_the_whole(instead, monkeypatch):
+def test_a_batch_accumulated_gives_the_update_of_the_whole(instead, monkeypatch):
     """Whatever tokens fall to each part; and not so where the parts are put together otherwise."""
     if instead:
-        monkeypatch.setattr(training, "_in_parts", instead)
+        monkeypatch.setattr(training, "_accumulated", instead)
     found = []
     for parts in (1, 4):
         state, step = in_parts(TwoTables(), parts)
         after, measured = jax.device_get(step(state, uneven_batch()))
-        found.append((after.optimiser[1][0].mu, measured.gradient_norm))
+        found.append((after.opt_state[1][0].mu, measured.gradient_norm))
     leaves = map(jax.tree.leaves, found)
     close = [np.allclose(*each, rtol=1e-4, atol=1e-7) for each in zip(*leaves, strict=True)]
     assert all(close) == (instead is None)
@@ -295,8 +290,8 @@ def test_every_part_of_every_batch_draws_its_own_dropout(alike, monkeypatch):
     assert len(set(model.dropped)) == {None: 8, "split": 2, "fold_in": 4}[alike]
 
 
-def test_rows_of_batches_in_parts_are_divisible():
-    config = dataclasses.replace(TINY, parts_per_batch=3)
+def test_rows_of_batches_accumulated_are_divisible():
+    config = dataclasses.replace(TINY, accumulation_steps=3)
     made = training.make_batches(config, bench().batches.pairs)
     assert all(shape.rows % 3 == 0 for shape in made.shapes)
 
@@ -356,9 +351,9 @@ def test_a_vocabulary_larger_than_the_models_is_noticed():
     parts = bench()
     more = Vocabulary((*parts.source.words, "ufo"))
     pairs = [Pair("ufo", "the", "")]
-    examiner = evaluation.Examiner(parts.model, pairs, more, parts.target)
+    evaluator = evaluation.Evaluator(parts.model, pairs, more, parts.target)
     with pytest.raises(ValueError, match="source ids must be in"):
-        examiner.token_loss({})
+        evaluator.token_loss({})
 
 
 def test_the_decoder_sees_no_later_word():
@@ -491,7 +486,7 @@ def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     assert anew.shapes == bench().batches.shapes
     fresh = bench().first_state()
     for forgets in (
-        {"first": halfway._replace(optimiser=fresh.optimiser)},
+        {"first": halfway._replace(opt_state=fresh.opt_state)},
         {"first": halfway._replace(params=fresh.params)},
         {"first": halfway, "batches": anew},
         {"first": halfway, "step": drops_anew},
@@ -530,7 +525,7 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
 def small_tree(scale=1.0):
     return State(
         params={"a/kernel": jnp.full((2, 3), scale), "b": jnp.ones((4,), jnp.bfloat16)},
-        optimiser=({"count": jnp.zeros((), jnp.int32)},),
+        opt_state=({"count": jnp.zeros((), jnp.int32)},),
         step=jnp.asarray(7, jnp.int32),
     )
 
@@ -551,6 +546,9 @@ def test_a_checkpoint_gives_back_every_array_and_its_dtype(tmp_path):
     assert tree.params["b"].dtype == jnp.bfloat16
     part, _ = run.restore({"a/kernel": jnp.zeros((2, 3)), "b": tree.params["b"]}, prefix="params/")
     assert_equal(part, small_tree(1.0).params)
+    # The name on the disk is the one that checkpoints of the first runs have.
+    state, _ = run.restore(small_tree().opt_state, prefix="optimiser/")
+    assert_equal(state, small_tree().opt_state)
 
 
 def test_the_latest_checkpoints_are_kept(tmp_path):
@@ -648,7 +646,7 @@ def test_settings_are_read_by_type_and_checked():
         ("architecture=gru", "architecture: expected 'transformer' or 'rnnsearch', got 'gru'"),
         ("hidden=0", "hidden: expected a number above 0, got 0"),
         ("packed_width=-1", "packed_width: expected a number not below 0"),
-        ("parts_per_batch=0", "parts_per_batch: expected a number above 0"),
+        ("accumulation_steps=0", "accumulation_steps: expected a number above 0"),
         ("norm=batch", "norm: expected 'pre' or 'post'"),
         ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),
         ("epochs=1", "exactly one of epochs and steps"),
@@ -656,6 +654,19 @@ def test_settings_are_read_by_type_and_checked():
     ):
         with pytest.raises(ValueError, match=message):
             TINY.changed([setting])
+
+
+def test_settings_of_former_names_are_taken_with_a_warning_and_read_without():
+    for former, name in (
+        ("parts_per_batch", "accumulation_steps"),
+        ("average", "averaged_checkpoints"),
+    ):
+        with pytest.warns(FutureWarning, match=f"^{former} is called {name} now$"):
+            config = TINY.changed([f"{former}=2"])
+        assert getattr(config, name) == 2
+        saved = config.to_json()
+        saved[former] = saved.pop(name)
+        assert Config.from_json(saved) == config
 
 
 def test_a_recurrent_state_takes_no_packed_rows():
@@ -696,7 +707,7 @@ def test_every_preset_describes_a_model():
 
 @functools.cache
 def decided_params():
-    """Random parameters, so large that what is said depends much on what was read."""
+    """Random parameters, so large that what is generated depends much on what was read."""
     return {name: 3 * array for name, array in bench().model.init(4).items()}
 
 
@@ -707,17 +718,17 @@ def padded(rows, width: int) -> np.ndarray:
 def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
     parts, params = bench(), decided_params()
     rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:6]]
-    said = decoding.translated(parts.model, params, rows)
-    read = padded([[BOS, *row[:-1]] for row in said], TINY.max_length)
+    generated = decoding.translated(parts.model, params, rows)
+    read = padded([[BOS, *row[:-1]] for row in generated], TINY.max_length)
     lengths = np.array([len(row) for row in rows], np.int32)
     batch = Batch(padded(rows, 24), lengths, read, read, lengths)
     logits = np.array(jax.jit(parts.model.logits)(params, batch))
     logits[..., [PAD, BOS]] = -np.inf
-    for row, scores in zip(said, logits, strict=True):
+    for row, scores in zip(generated, logits, strict=True):
         np.testing.assert_array_equal(scores.argmax(-1)[: len(row)], row)
         assert len(row) == TINY.max_length or row[-1] == EOS
         assert list(row).count(EOS) == (row[-1] == EOS)
-    assert len(set(map(tuple, said))) > 3
+    assert len(set(map(tuple, generated))) > 3
 
 
 def test_a_sentence_is_translated_alone_as_among_others():
@@ -745,12 +756,12 @@ def test_scores_of_identical_and_of_other_text():
     assert evaluation.chrf(other, words, lower=False) == sacrebleu.corpus_chrf(other, [words]).score
 
 
-def bleu_by_hand(said: list[list[str]], wanted: list[list[str]]) -> float:
+def bleu_by_hand(generated: list[list[str]], wanted: list[list[str]]) -> float:
     """The definition (Papineni et al. 2002) on words, up to four in a row, without smoothing."""
     precision = 0.0
     for order in range(1, 5):
         right = total = 0
-        for words, reference in zip(said, wanted, strict=True):
+        for words, reference in zip(generated, wanted, strict=True):
             ours, theirs = (
                 [tuple(side[at : at + order]) for at in range(len(side) - order + 1)]
                 for side in (words, reference)
@@ -760,18 +771,18 @@ def bleu_by_hand(said: list[list[str]], wanted: list[list[str]]) -> float:
         if right == 0:
             return 0.0
         precision += math.log(right / total) / 4
-    lengths = [sum(map(len, side)) for side in (said, wanted)]
+    lengths = [sum(map(len, side)) for side in (generated, wanted)]
     return 100 * math.exp(precision + min(0, 1 - lengths[1] / lengths[0]))
 
 
 def test_bleu_of_words_is_that_of_the_definition():
     random = np.random.default_rng(0)
     wanted = [[f"w{n}" for n in random.integers(0, 5, length)] for length in (9, 7, 12, 5, 3)]
-    said = [[*words[:-2], "!", "."] for words in wanted]
-    expected = bleu_by_hand(said, wanted)
+    generated = [[*words[:-2], "!", "."] for words in wanted]
+    expected = bleu_by_hand(generated, wanted)
     assert 20 < expected < 90
-    assert evaluation.word_bleu(said, wanted) == pytest.approx(expected)
-    shorter = [words[:-1] for words in said]
+    assert evaluation.word_bleu(generated, wanted) == pytest.approx(expected)
+    shorter = [words[:-1] for words in generated]
     assert evaluation.word_bleu(shorter, wanted) == pytest.approx(bleu_by_hand(shorter, wanted))
     assert evaluation.word_bleu(wanted, wanted) == pytest.approx(100)
     assert evaluation.word_bleu([["w1", "w2", "w3"]], [["w1", "w2", "w3"]]) == 0  # not smoothed
@@ -786,18 +797,20 @@ def test_bleu_of_words_is_counted_on_words_with_every_tokeniser(kind):
     words = [target.decode_words(target.encode(pair.target)) for pair in pairs]
     text = ["the dog does n't sleep , and it 's old .".split(), ["no", "!"]]
     assert words == text == [target.split_words(pair.target) for pair in pairs]
-    examiner = evaluation.Examiner(Model(config, len(source), len(target)), pairs, source, target)
-    said = [target.normalize(pair.target) for pair in pairs]
-    scores = examiner.score(said, words, loss=1.0)
+    evaluator = evaluation.Evaluator(Model(config, len(source), len(target)), pairs, source, target)
+    generated = [target.normalize(pair.target) for pair in pairs]
+    scores = evaluator.score(generated, words, loss=1.0)
     assert scores.word_bleu == pytest.approx(100) and scores.exact_match == 1
-    said[0], words[0] = "the dog does so .", ["the", "dog", "does", "so", "."]
-    scores = examiner.score(said, words, loss=1.0)
+    generated[0], words[0] = "the dog does so .", ["the", "dog", "does", "so", "."]
+    scores = evaluator.score(generated, words, loss=1.0)
     assert scores.word_bleu == 0 < scores.bleu
 
 
 def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     parts, params = bench(), decided_params()
-    examiner = evaluation.Examiner(parts.model, parts.texts.validation, parts.source, parts.target)
+    evaluator = evaluation.Evaluator(
+        parts.model, parts.texts.validation, parts.source, parts.target
+    )
     sources = [parts.source.encode(pair.source) for pair in parts.texts.validation]
     targets = [parts.target.encode(pair.target) for pair in parts.texts.validation]
     lengths = np.array([len(row) for row in sources], np.int32)
@@ -806,7 +819,7 @@ def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     logits = jax.jit(parts.model.logits)(params, batch)
     log_probs = scipy.special.log_softmax(np.asarray(logits, np.float64), axis=-1)
     loss = -np.take_along_axis(log_probs, labels[..., None], -1)[labels != PAD].mean()
-    result = examiner(params)
+    result = evaluator(params)
     assert result.scores.loss == pytest.approx(loss, rel=1e-5)
     assert result.scores.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
     assert result.scores.sentences == len(result.translations) == len(parts.texts.validation)
@@ -819,9 +832,9 @@ def test_exact_match_is_counted_by_construction():
         Pair("c", "the dog sleeps.", "x"),
     ]
     parts = bench()
-    examiner = evaluation.Examiner(parts.model, pairs, parts.source, parts.target)
-    said = ["the dog sleeps.", "a dog", "the dog sleeps."]
-    scores = examiner.score(said, [text.split() for text in said], loss=1.0)
+    evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target)
+    generated = ["the dog sleeps.", "a dog", "the dog sleeps."]
+    scores = evaluator.score(generated, [text.split() for text in generated], loss=1.0)
     assert scores.exact_match == pytest.approx(2 / 3)
     assert scores.constructions == {"x": (2, 2), "y": (0, 1)}
     assert "x" in evaluation.table("test", scores) and "66.7%" in evaluation.table("test", scores)
@@ -926,16 +939,16 @@ def test_beams_are_what_is_scored():
     parts, params = bench(), decided_params()
     pairs = parts.texts.validation[:6]
     search = decoding.Search(kind="beam", beams=3, length_penalty=1.0)
-    examiner = evaluation.Examiner(parts.model, pairs, parts.source, parts.target, search)
+    evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target, search)
     rows = [parts.source.encode(pair.source) for pair in pairs]
-    said = decoding.translated(parts.model, params, rows, search)
+    generated = decoding.translated(parts.model, params, rows, search)
     counts = []
-    assert examiner(params, report=counts.append).translations == list(
-        map(parts.target.decode, said)
+    assert evaluator(params, report=counts.append).translations == list(
+        map(parts.target.decode, generated)
     )
     assert sum(counts) == len(pairs)
     greedy = [parts.target.decode(ids) for ids in decoding.translated(parts.model, params, rows)]
-    assert greedy != list(map(parts.target.decode, said))
+    assert greedy != list(map(parts.target.decode, generated))
 
 
 def test_translate_takes_arguments_or_lines(demonstration, capsys, monkeypatch):
@@ -1000,7 +1013,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, cap
     whole, again = Run.open(directory), Run.open(tmp_path / "run")
     assert_same_run(whole, again)
     state, step = again.restore(jax.eval_shape(bench().first_state))
-    rate = state.optimiser[1][0].nu["output/kernel"]
+    rate = state.opt_state[1][0].nu["output/kernel"]
     rate.flat[-1] = np.nextafter(rate.flat[-1], np.float32(9))
     again.save(state, step)
     with pytest.raises(AssertionError, match="not equal"):
@@ -1016,27 +1029,26 @@ def kill(event, arguments):
         os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(kill)
-for run in ("whole", "killed"):
-    main(["train", "--preset", "tiny", "--run", run])
+main(["train", "--preset", "tiny", "--run", "killed"])
 """
 
 
-def test_a_run_killed_while_saving_is_resumed_bit_for_bit(tmp_path):
+@pytest.mark.default_tiles  # as in the demonstration
+def test_a_run_killed_while_saving_is_resumed_bit_for_bit(demonstration, tmp_path, capsys):
+    """By another process, and ends like one that was never interrupted."""
     changes = {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    resume = ["-m", "experiments.translation", "train", "--run", "killed", "--resume"]
-    first, second = (
-        subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=os.environ | changes,
-            capture_output=True,
-            check=False,
-        )
-        for command in (["-c", KILLED_WHILE_SAVING], resume)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_SAVING],
+        cwd=tmp_path,
+        env=os.environ | changes,
+        capture_output=True,
+        check=False,
     )
-    assert (first.returncode, second.returncode) == (-signal.SIGKILL, 0)
-    assert b"goes on from the checkpoint after step 6" in second.stdout
-    assert_same_run(Run.open(tmp_path / "whole"), Run.open(tmp_path / "killed"))
+    assert killed.returncode == -signal.SIGKILL
+    assert Run.open(tmp_path / "killed").steps() == [6]
+    assert cli.main(["train", "--run", str(tmp_path / "killed"), "--resume"]) == 0
+    assert "goes on from the checkpoint after step 6" in capsys.readouterr().out
+    assert_same_run(Run.open(demonstration[0]), Run.open(tmp_path / "killed"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn  # pyright: ignore[reportMissingImports]
 
 from experiments.translation.batches import Batch
 from experiments.translation.presets import Config
-from experiments.translation.text import PAD
+from experiments.translation.vocabulary import PAD
 
 
 class Translator(nn.Module):

@@ -30,13 +30,14 @@ from experiments.translation.batches import (
     Batches,
     Packed,
     PackedBatches,
-    counted_places,
+    loss_mask,
 )
 from experiments.translation.memory import keep_freed_memory
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.text import EOS, EncodedPairs, Ragged
+from experiments.translation.text import EncodedPairs, Ragged
 from experiments.translation.training import first_state, make_optimiser, make_step
+from experiments.translation.vocabulary import EOS
 
 
 VOCABULARY = 8000
@@ -84,7 +85,7 @@ def ours(config: Config, batch: AnyBatch) -> Trainer:
         state, measured = step(state, batch)
         jax.block_until_ready((state, measured))
 
-    return Trainer(run, int(np.sum(counted_places(batch))))
+    return Trainer(run, int(np.sum(loss_mask(batch))))
 
 
 def competitors() -> dict[str, Trainer]:
@@ -111,7 +112,7 @@ def _elsewhere(config: Config, batch: Batch) -> Trainer:
         here.send(None)
         here.recv()
 
-    return Trainer(run, int(np.sum(counted_places(batch))))
+    return Trainer(run, int(np.sum(loss_mask(batch))))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,12 +47,12 @@ from experiments.translation.decoding import (
     translated,
     translations,
 )
-from experiments.translation.evaluation import Examined, Examiner, read_tests, table
+from experiments.translation.evaluation import Evaluation, Evaluator, read_tests, table
 from experiments.translation.locking import locked
 from experiments.translation.memory import keep_freed_memory
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.text import BOS, encode_pairs, learn_vocabularies
+from experiments.translation.text import encode_pairs
 from experiments.translation.training import (
     Loop,
     NonFiniteLoss,
@@ -66,6 +66,7 @@ from experiments.translation.training import (
     read_texts,
     total_steps,
 )
+from experiments.translation.vocabulary import BOS, learn_vocabularies
 
 
 @contextlib.contextmanager
@@ -104,14 +105,14 @@ def _demo(options: argparse.Namespace, console: Console) -> None:
     options.resume = False
     with _trained(options, console) as trained:
         tests = _tests(options, trained.run)
-        examined = _examined(trained, tests, GREEDY, console)
+        evaluations = _evaluated(trained, tests, GREEDY, console)
         print("translations:")
-        for pair, translation in _shown(examined):
+        for pair, translation in _shown(evaluations):
             _print_beside_reference(trained.run, pair, translation)
         files = _drawn(trained, _sentence_to_draw(tests))
     print("pictures:", *files, sep="\n  ")
     console.emit("pictures", files=list(map(str, files)))
-    for name, result in examined.items():
+    for name, result in evaluations.items():
         scores = result.scores
         print(f"{name}: {scores.exact_match:.1%} of {scores.sentences:,} sentences exactly right")
     print(f"all in {time.perf_counter() - began:.0f} s")
@@ -127,7 +128,7 @@ def _evaluate(options: argparse.Namespace, console: Console) -> None:
     with _users_part():
         search = make_search(options)
     trained = _opened(options)
-    _examined(trained, _tests(options, trained.run), search, console)
+    _evaluated(trained, _tests(options, trained.run), search, console)
 
 
 def _translate(options: argparse.Namespace, _: Console) -> None:
@@ -256,7 +257,7 @@ def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -
 
 def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
     run, model, config = plan.run, plan.model, plan.run.config
-    examiner = Examiner(model, plan.texts.validation, run.source, run.target)
+    evaluator = Evaluator(model, plan.texts.validation, run.source, run.target)
     optimiser = make_optimiser(config, total_steps(config, plan.batches))
     loop = Loop(
         config,
@@ -264,7 +265,7 @@ def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
         step=make_step(model, optimiser, config),
         check=lambda batch: check_batch(batch, model),
         report=reporting.keep(console, run),
-        validate=lambda params: reporting.validated(run, examiner, params),
+        validate=lambda params: reporting.validated(run, evaluator, params),
         save=lambda state: run.save(state, int(state.step)),
         stops=lambda: stopping.has_stopped(run.metrics(), config.patience),
     )
@@ -273,8 +274,8 @@ def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
         with _users_part():
             state = _resumed(run, state, loop.total_steps)
     reporting.announce(console, run, model, loop)
-    if examiner.cut:
-        print(f"{examiner.cut} validation sides are cut to {config.max_length} tokens")
+    if evaluator.cut:
+        print(f"{evaluator.cut} validation sides are cut to {config.max_length} tokens")
     with _told_what_remains(run):
         loop.run(state)
     params, steps = run.parameters(model.shapes)
@@ -366,15 +367,15 @@ def _translated_lines(
     rows = [_encoded(run, sentence) for sentence in sentences if sentence]
     for sentence in sentences:
         if unknown := run.source.unknown(sentence):
-            unit = run.source.tokenizer.unit
+            unit = run.source.unit
             print(f"unknown {unit}: {', '.join(unknown)}", file=sys.stderr)
     with progress(len(rows), unit="sentence") as bar:
         found = translations(trained.model, trained.params, rows, search, report=bar.update)
     shown = _with_fields(trained, rows, found, options)
     lines: list[str] = []
     for sentence in sentences:
-        said = next(shown) if sentence else []
-        lines += said + [""] * (search.n_best - len(said))
+        found = next(shown) if sentence else []
+        lines += found + [""] * (search.n_best - len(found))
     return lines
 
 
@@ -388,13 +389,17 @@ def _with_fields(
     links = None
     if options.alignments:
         sources = [row for row, best in zip(rows, found, strict=True) for _ in best]
-        targets = [said.ids.tolist() for best in found for said in best]
+        targets = [translation.ids.tolist() for best in found for translation in best]
         links = iter(alignments(trained.model, trained.params, sources, targets))
     for best in found:
         lines = []
-        for said in best:
-            fields = [f"{said.score:.4f}", f"{said.log_prob:.4f}"] if options.scores else []
-            fields.append(trained.run.target.decode(said.ids))
+        for translation in best:
+            fields = (
+                [f"{translation.score:.4f}", f"{translation.log_prob:.4f}"]
+                if options.scores
+                else []
+            )
+            fields.append(trained.run.target.decode(translation.ids))
             if links is not None:
                 fields.append(" ".join(f"{source}-{target}" for source, target in next(links)))
             lines.append("\t".join(fields))
@@ -411,11 +416,11 @@ def _write(lines: Sequence[str], options: argparse.Namespace) -> None:
     replace(options.output, text)
 
 
-# ------------------------------------------------------------------------------------ examining
+# ------------------------------------------------------------------------------------ evaluating
 
 
 def _tests(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
-    """The pairs that the options name to examine on, or else those held out for the run."""
+    """The pairs that the options name to evaluate on, or else those held out for the run."""
     most = options.max_unpacked
     with _users_part():
         if options.data is not None and str(options.data.resolve()) != run.origin.path:
@@ -425,20 +430,20 @@ def _tests(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
         return read_texts(run.config, path, languages, training=False, most_unpacked=most).tests
 
 
-def _examined(
+def _evaluated(
     trained: _Trained, tests: Mapping[str, list[Pair]], search: Search, console: Console
-) -> dict[str, Examined]:
+) -> dict[str, Evaluation]:
     """The results on each set of pairs, printed and written to the run's directory."""
     run, results, figures = trained.run, {}, {}
     print(f"{run.directory}: {reporting.used(trained.steps)}; {search}")
     for name, pairs in tests.items():
-        examiner = Examiner(trained.model, pairs, run.source, run.target, search)
+        evaluator = Evaluator(trained.model, pairs, run.source, run.target, search)
         with progress(len(pairs), unit="sentence") as bar:
-            results[name] = examiner(trained.params, report=bar.update)
+            results[name] = evaluator(trained.params, report=bar.update)
         print(table(name, results[name].scores), flush=True)
-        if examiner.cut:
-            print(f"  {examiner.cut} sides were cut to max_length={run.config.max_length} tokens")
-        how = {"search": search.to_json(), "steps": trained.steps, "cut": examiner.cut}
+        if evaluator.cut:
+            print(f"  {evaluator.cut} sides were cut to max_length={run.config.max_length} tokens")
+        how = {"search": search.to_json(), "steps": trained.steps, "cut": evaluator.cut}
         figures[name] = how | results[name].scores.to_json()
         console.emit("evaluation", set=name, **figures[name])
     text = json.dumps(figures, indent=2, allow_nan=False) + "\n"
@@ -446,16 +451,16 @@ def _examined(
     return results
 
 
-def _shown(examined: Mapping[str, Examined]) -> list[tuple[Pair, str]]:
+def _shown(evaluations: Mapping[str, Evaluation]) -> list[tuple[Pair, str]]:
     """Five pairs with their translations: the longest of those that come first in their
     construction, one of them from the last set; or where there are no constructions, the first."""
-    first, *others = [_firsts(result) for result in examined.values()]
+    first, *others = [_firsts(result) for result in evaluations.values()]
     return [*first[:4], others[-1][0]] if others else first[:5]
 
 
-def _firsts(result: Examined) -> list[tuple[Pair, str]]:
+def _firsts(result: Evaluation) -> list[tuple[Pair, str]]:
     examples = list(zip(result.pairs, result.translations, strict=True))
-    firsts = {pair.construction: (pair, said) for pair, said in reversed(examples)}
+    firsts = {pair.construction: (pair, text) for pair, text in reversed(examples)}
     if len(firsts) == 1:
         return examples
     return sorted(firsts.values(), key=lambda example: -len(example[0].source))
@@ -478,8 +483,8 @@ def _drawn(trained: _Trained, sentence: str) -> list[Path]:
     """Draws the attention on a sentence and its translation, and returns the files."""
     run = trained.run
     source = _encoded(run, sentence)
-    said = translated(trained.model, trained.params, [source])[0]
-    read = np.concatenate([[BOS], said[:-1]])
+    generated = translated(trained.model, trained.params, [source])[0]
+    read = np.concatenate([[BOS], generated[:-1]])
     weights = trained.model.weights(
         trained.params, np.array([source]), np.array([len(source)]), read[None]
     )
@@ -487,7 +492,7 @@ def _drawn(trained: _Trained, sentence: str) -> list[Path]:
         {name: np.asarray(array[0]) for name, array in weights.items()},
         source=run.source.tokens(source),
         target_in=run.target.tokens(read),
-        target_out=run.target.tokens(said),
+        target_out=run.target.tokens(generated),
         directory=run.directory / "pictures",
     )
 

@@ -89,9 +89,9 @@ class _Transformer:
 
     def packing(self, batch: Packed) -> dict[str, Any]:
         return {
-            "source_mask": masks.Segments(batch.source_pairs),
-            "target_mask": masks.Segments(batch.target_pairs),
-            "cross_mask": masks.Segments(batch.target_pairs, batch.source_pairs),
+            "source_mask": masks.Segments(batch.source_segment_ids),
+            "target_mask": masks.Segments(batch.target_segment_ids),
+            "cross_mask": masks.Segments(batch.target_segment_ids, batch.source_segment_ids),
             "source_positions": batch.source_positions,
             "target_positions": batch.target_positions,
         }

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.translation.text import BOS, PAD, EncodedPairs, Ragged
+from experiments.translation.text import EncodedPairs, Ragged
+from experiments.translation.vocabulary import BOS, PAD
 
 
 MAX_SHAPES = 4
@@ -34,7 +35,7 @@ class Batch(NamedTuple):
         source: the source ids with `<eos>`, `[B, S]`.
         source_lengths: how many of them are not padding, `[B]`; 0 in an empty row.
         target_in: what the decoder reads, `<bos>` and then the target without `<eos>`, `[B, T]`.
-        target_out: what it has to say at each place, the target with `<eos>`, `[B, T]`.
+        target_out: what it has to generate at each place, the target with `<eos>`, `[B, T]`.
         target_lengths: how many places of either are not padding, `[B]`; 0 in an empty row.
     """
 
@@ -50,30 +51,30 @@ class Packed(NamedTuple):
 
     Attributes:
         source: the source ids, each sentence with its `<eos>`, `[B, S]`.
-        source_pairs: which of its row's pairs a place belongs to, `[B, S]`; -1 at padding.
+        source_segment_ids: which of its row's pairs a place belongs to, `[B, S]`; -1 at padding.
         source_positions: where in its sentence a place is, `[B, S]`.
         target_in: what the decoder reads, each sentence behind its `<bos>`, `[B, T]`.
-        target_out: what it has to say at each place, `[B, T]`.
-        target_pairs: as for the source, `[B, T]`.
+        target_out: what it has to generate at each place, `[B, T]`.
+        target_segment_ids: as for the source, `[B, T]`.
         target_positions: as for the source, `[B, T]`.
     """
 
     source: np.ndarray
-    source_pairs: np.ndarray
+    source_segment_ids: np.ndarray
     source_positions: np.ndarray
     target_in: np.ndarray
     target_out: np.ndarray
-    target_pairs: np.ndarray
+    target_segment_ids: np.ndarray
     target_positions: np.ndarray
 
 
 AnyBatch = Batch | Packed
 
 
-def counted_places(batch: AnyBatch) -> Any:
+def loss_mask(batch: AnyBatch) -> Any:
     """Which target places are tokens and not padding, bool `[B, T]`."""
     if isinstance(batch, Packed):
-        return batch.target_pairs >= 0
+        return batch.target_segment_ids >= 0
     return np.arange(batch.target_out.shape[1]) < batch.target_lengths[:, None]
 
 
@@ -157,7 +158,7 @@ class Batches(Epochs):
         *,
         tokens_per_batch: int | None = None,
         rows_per_batch: int | None = None,
-        devices: int = 1,
+        row_multiple: int = 1,
         seed: int = 0,
         max_shapes: int = MAX_SHAPES,
         multiple: int = MULTIPLE,
@@ -167,10 +168,10 @@ class Batches(Epochs):
         Args:
             pairs: what to batch; its ids have been checked against the vocabularies.
             tokens_per_batch: a batch gets as many rows as keep rows x max(S, T) within this
-                number, but at least one row per device.
-            rows_per_batch: the number of rows of every batch instead; a multiple of `devices`.
+                number, but at least `row_multiple` of them.
+            rows_per_batch: the number of rows of every batch instead; a multiple of `row_multiple`.
                 Either way there are no more rows than it takes to hold all pairs at once.
-            devices: rows are a multiple of this number, so that devices get equal shares.
+            row_multiple: rows are a multiple of this number, so that they can be dealt out equally.
             seed: with the epoch, decides the order.
             max_shapes: the most distinct shapes.
             multiple: widths are multiples of this number.
@@ -179,14 +180,14 @@ class Batches(Epochs):
             ValueError: no pairs, not exactly one of tokens_per_batch and rows_per_batch, or a
                 number that must be positive and is not.
         """
-        _check_numbers(devices=devices, max_shapes=max_shapes, multiple=multiple)
+        _check_numbers(row_multiple=row_multiple, max_shapes=max_shapes, multiple=multiple)
         _check_pairs(pairs, seed)
         self.pairs = pairs
         self._seed, self._units = seed, len(pairs)
         lengths = np.maximum(pairs.source.lengths, pairs.target.lengths)
         widths = _choose_widths(lengths, multiple, max_shapes)
         self._bucket = np.searchsorted(widths, lengths)
-        rows = _rows(widths, len(pairs), tokens_per_batch, rows_per_batch, devices)
+        rows = _rows(widths, len(pairs), tokens_per_batch, rows_per_batch, row_multiple)
         self.shapes = tuple(
             Shape(count, *sides)
             for count, sides in zip(rows, self._sides(len(widths), multiple), strict=True)
@@ -249,7 +250,7 @@ class PackedBatches(Epochs):
         width: int,
         tokens_per_batch: int | None = None,
         rows_per_batch: int | None = None,
-        devices: int = 1,
+        row_multiple: int = 1,
         seed: int = 0,
     ) -> None:
         """Packs the rows.
@@ -257,12 +258,12 @@ class PackedBatches(Epochs):
         Args:
             pairs: what to batch; its ids have been checked against the vocabularies.
             width: S and T, the places of a row on either side.
-            tokens_per_batch, rows_per_batch, devices, seed: as for `Batches`.
+            tokens_per_batch, rows_per_batch, row_multiple, seed: as for `Batches`.
 
         Raises:
             ValueError: as for `Batches`, or a sentence of more than `width` tokens.
         """
-        _check_numbers(devices=devices, width=width)
+        _check_numbers(row_multiple=row_multiple, width=width)
         _check_pairs(pairs, seed)
         longest = int(max(pairs.source.lengths.max(), pairs.target.lengths.max()))
         if longest > width:
@@ -274,7 +275,7 @@ class PackedBatches(Epochs):
         self._packed = _pack(pairs, width, _permutation(np.random.PCG64(seed), len(pairs)))
         self._units = len(self._packed)
         widths = np.array([width])
-        rows = _rows(widths, self._units, tokens_per_batch, rows_per_batch, devices)
+        rows = _rows(widths, self._units, tokens_per_batch, rows_per_batch, row_multiple)
         self.shapes = (Shape(rows[0], width, width),)
         self._steps = -(-self._units // rows[0])
 
@@ -285,16 +286,16 @@ class PackedBatches(Epochs):
 
     def _gather(self, shape: Shape, rows: np.ndarray) -> Packed:
         groups = [self._packed[row] if row >= 0 else self._packed[0][:0] for row in rows]
-        source, source_pairs, source_positions = _joined(
+        source, source_segment_ids, source_positions = _joined(
             self.pairs.source, groups, shape.source_width
         )
-        target, target_pairs, target_positions = _joined(
+        target, target_segment_ids, target_positions = _joined(
             self.pairs.target, groups, shape.target_width
         )
         shifted = np.where(target_positions == 0, BOS, np.roll(target, 1, axis=1))
-        shifted = np.where(target_pairs >= 0, shifted, PAD).astype(np.int32)
-        sides = source, source_pairs, source_positions
-        return Packed(*sides, shifted, target, target_pairs, target_positions)
+        shifted = np.where(target_segment_ids >= 0, shifted, PAD).astype(np.int32)
+        sides = source, source_segment_ids, source_positions
+        return Packed(*sides, shifted, target, target_segment_ids, target_positions)
 
 
 def _check_pairs(pairs: EncodedPairs, seed: int) -> None:
@@ -332,23 +333,25 @@ def _choose_widths(lengths: np.ndarray, multiple: int, most: int) -> np.ndarray:
 
 
 def _rows(
-    widths: np.ndarray, pairs: int, tokens: int | None, rows: int | None, devices: int
+    widths: np.ndarray, pairs: int, tokens: int | None, rows: int | None, row_multiple: int
 ) -> Sequence[int]:
     if (tokens is None) == (rows is None):
         raise ValueError(
             f"expected exactly one of tokens_per_batch and rows_per_batch, got {tokens} and {rows}"
         )
     # More rows than there are pairs would always be empty.
-    most = -(-pairs // devices) * devices
+    most = -(-pairs // row_multiple) * row_multiple
     if tokens is None:
         assert rows is not None
-        if rows < 1 or rows % devices:
+        if rows < 1 or rows % row_multiple:
             raise ValueError(
-                f"rows_per_batch must be a positive multiple of the {devices} devices, got {rows}"
+                f"rows_per_batch must be a positive multiple of {row_multiple}, got {rows}"
             )
         return [min(rows, most)] * len(widths)
     _check_numbers(tokens_per_batch=tokens)
-    return [min(max(tokens // int(width) // devices, 1) * devices, most) for width in widths]
+    return [
+        min(max(tokens // int(width) // row_multiple, 1) * row_multiple, most) for width in widths
+    ]
 
 
 def _filled_up(rows: np.ndarray, count: int) -> np.ndarray:

@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 import shutil
 import sys
 import warnings
@@ -35,7 +36,8 @@ from experiments.files import append, replace, sync_folder, writing
 from experiments.translation import locking, stopping
 from experiments.translation.console import json_line
 from experiments.translation.presets import Config, differences
-from experiments.translation.text import EncodedPairs, Vocabulary
+from experiments.translation.text import EncodedPairs
+from experiments.translation.vocabulary import Vocabulary
 
 
 _FORMAT = "jattn-translation-run"
@@ -173,12 +175,11 @@ class Run:
         named = {name: np.asarray(array) for name, array in _named(state).items()}
         with writing(f"{self.directory}: checkpoint {step}"):
             self._write(named, step)
-        latest = self.steps()[-max(_KEPT, self.config.average) :]
+        latest = self.steps()[-max(_KEPT, self.config.averaged_checkpoints) :]
         self._drop(set(self.steps()).difference(latest, [self._best_step()]))
 
     def _write(self, named: Mapping[str, np.ndarray], step: int) -> None:
         self._drop(later for later in self.steps() if later >= step)
-        self._drop_unfinished()
         with _manager(self._checkpoints) as manager:
             if not manager.save(step, args=ocp.args.PyTreeSave(named)):
                 raise OSError("it was not saved")
@@ -212,7 +213,7 @@ class Run:
         """
         best = self._best_step()
         preferred = sorted(self.steps(), key=lambda step: (step == best, step), reverse=True)
-        steps = self._whole(preferred, self.config.average)
+        steps = self._whole(preferred, self.config.averaged_checkpoints)
         return _mean([self._read(step, like, "params/") for step in steps]), sorted(steps)
 
     def last_whole_step(self) -> int | None:
@@ -249,12 +250,6 @@ class Run:
         for step in list(steps):
             self._digest(step).unlink(missing_ok=True)
             shutil.rmtree(self._checkpoints / str(step))
-
-    def _drop_unfinished(self) -> None:
-        """Deletes what a save that did not come to its end has left in its place."""
-        if self._checkpoints.is_dir():
-            for path in self._checkpoints.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(path)
 
     @property
     def _checkpoints(self) -> Path:
@@ -350,7 +345,10 @@ def free_directory(directory: Path) -> Path:
 def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.CheckpointManager]:
     with _without_tracebacks():
         options = ocp.CheckpointManagerOptions(
-            enable_async_checkpointing=False, read_only=read_only, create=not read_only
+            enable_async_checkpointing=False,
+            read_only=read_only,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,  # what saves that did not end have left
         )
         manager = ocp.CheckpointManager(
             directory, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
@@ -396,7 +394,10 @@ def _as_written(step: int) -> Iterator[None]:
 def _named(tree: Any) -> dict[str, Any]:
     """The arrays of a tree by their paths in it."""
     leaves, _ = jax.tree.flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    # On the disk the optimiser's state has the name that it had at first.
+    names = [re.sub("^opt_state/", "optimiser/", name) for name in names]
+    return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
 def _mean(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:

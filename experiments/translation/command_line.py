@@ -50,7 +50,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
     demo = command("demo", "train, evaluate, translate and plot (without a subcommand)")
     train = command("train", "train a model, or go on with --resume")
-    evaluate = command("evaluate", "examine a model on held-out sentences")
+    evaluate = command("evaluate", "evaluate a model on held-out sentences")
     translate = command("translate", "translate sentences, or the lines of stdin")
     plot = command("plot", "draw a model's attention and the loss of its training")
     for added in (demo, train):

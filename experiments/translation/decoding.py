@@ -18,7 +18,8 @@ from experiments.translation import searches
 from experiments.translation.batches import Batches
 from experiments.translation.model import Model, Params
 from experiments.translation.searches import Hypotheses
-from experiments.translation.text import EOS, PAD, EncodedPairs, Ragged
+from experiments.translation.text import EncodedPairs, Ragged
+from experiments.translation.vocabulary import EOS, PAD
 
 
 Kind = Literal["greedy", "sample", "beam"]
@@ -141,11 +142,11 @@ def search_batch(
     if search.kind == "sample":
         assert keys is not None
         options = {name: getattr(search, name) for name in ("temperature", "top_k", "top_p")}
-        said = searches.sample(*begin, keys, **options)
+        generated = searches.sample(*begin, keys, **options)
     else:
-        said = searches.greedy(*begin)
-    log_probs = said.log_probs[:, None]
-    return Hypotheses(said.ids[:, None], log_probs, log_probs)
+        generated = searches.greedy(*begin)
+    log_probs = generated.log_probs[:, None]
+    return Hypotheses(generated.ids[:, None], log_probs, log_probs)
 
 
 def translated(
@@ -234,9 +235,9 @@ def alignments(
 ) -> list[list[tuple[int, int]]]:
     """For each pair of rows of ids the links (source token, target token) of cross-attention.
 
-    A target token is linked to what it looks at most when it is said, in the mean over the heads
-    (those of a Transformer's last layer). `<eos>` has no links, nor has a token that looks at it
-    most.
+    A target token is linked to what it looks at most when it is generated, in the mean over the
+    heads (those of a Transformer's last layer). `<eos>` has no links, nor has a token that looks at
+    it most.
     """
     if not sources:
         return []

@@ -17,8 +17,9 @@ from experiments.translation.batches import Batches
 from experiments.translation.corpus import Pair
 from experiments.translation.decoding import GREEDY, Search, translated
 from experiments.translation.model import Model, Params
-from experiments.translation.text import Vocabulary, encode_pairs
+from experiments.translation.text import encode_pairs
 from experiments.translation.training import check_batch, total_loss
+from experiments.translation.vocabulary import Vocabulary
 
 
 _ROWS = 128  # sentences in a batch
@@ -29,7 +30,7 @@ _total_loss = jax.jit(total_loss, static_argnames="model")
 def read_tests(
     path: str | Path, languages: Sequence[str], *, most_unpacked: int = data.MOST_UNPACKED
 ) -> dict[str, list[Pair]]:
-    """Pairs to examine a model on: `test` of a folder, or else `val`; or the rows of a TSV file.
+    """Pairs to evaluate a model on: `test` of a folder, or else `val`; or the rows of a TSV file.
 
     Raises:
         FileNotFoundError, ValueError: as in `data`.
@@ -94,22 +95,22 @@ class Scores:
         )
 
 
-class Examined(NamedTuple):
-    """The pairs of an examination, what the model made of each source, and the scores."""
+class Evaluation(NamedTuple):
+    """The pairs of an evaluation, the translation of each source, and the scores."""
 
     pairs: Sequence[Pair]
     translations: list[str]
     scores: Scores
 
 
-class Examiner:
-    """Examines a model on the same pairs any number of times.
+class Evaluator:
+    """Evaluates a model on the same pairs any number of times.
 
     Sides longer than the maximum are cut for the model, and never in the references that
     translations are compared with.
 
     Attributes:
-        pairs: what the model is examined on.
+        pairs: what the model is evaluated on.
         cut: how many of their sides are too long for the model.
     """
 
@@ -132,19 +133,19 @@ class Examiner:
 
     def __call__(
         self, params: Params, *, report: Callable[[int], object] = lambda count: None
-    ) -> Examined:
+    ) -> Evaluation:
         """Translates and scores; `report` is told how many pairs are done with each batch."""
-        said = self._translate(params, report)
-        texts = [self._target.decode(ids) for ids in said]
-        words = [self._target.decode_words(ids) for ids in said]
-        return Examined(self.pairs, texts, self.score(texts, words, self.token_loss(params)))
+        found = self._translate(params, report)
+        texts = [self._target.decode(ids) for ids in found]
+        words = [self._target.decode_words(ids) for ids in found]
+        return Evaluation(self.pairs, texts, self.score(texts, words, self.token_loss(params)))
 
     def score(
         self, translations: Sequence[str], words: Sequence[Sequence[str]], loss: float
     ) -> Scores:
         """The scores of these translations of the pairs and their words, at this loss per token."""
         references = [pair.target for pair in self.pairs]
-        lower = self._target.tokenizer.lower
+        lower = self._target.lower
         exact = [
             translation == self._target.normalize(reference)
             for translation, reference in zip(translations, references, strict=True)
@@ -193,8 +194,10 @@ def bleu(translations: Sequence[str], references: Sequence[str], *, lower: bool)
 def word_bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
     """BLEU of a corpus of words, without smoothing: 0 where no four words in a row are right."""
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
-    said, wanted = ([" ".join(words) for words in side] for side in (translations, references))
-    return metric.corpus_score(said, [wanted]).score
+    hypotheses, wanted = (
+        [" ".join(words) for words in side] for side in (translations, references)
+    )
+    return metric.corpus_score(hypotheses, [wanted]).score
 
 
 def chrf(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:

@@ -40,24 +40,24 @@ class Projection(NamedTuple):
 
 
 def cross_entropy(
-    features: Array, projection: Projection, labels: Any, counted: Any, *, smoothing: float = 0.0
+    features: Array, projection: Projection, labels: Any, mask: Any, *, smoothing: float = 0.0
 ) -> Array:
-    """The cross-entropy of the counted places in nats, summed: `[]`, float32 at least.
+    """The cross-entropy of the places in the mask, in nats, summed: `[]`, float32 at least.
 
     The target distribution is `smoothing` spread over all V tokens in equal shares, and the rest on
-    the label (Szegedy et al. 2015); it sums to 1. What stands at places that are not counted does
+    the label (Szegedy et al. 2015); it sums to 1. What stands at the other places does
     not exist: its gradient is 0, and so is that of a loss over no place at all.
 
     Args:
         features: `[..., D]`, what is projected.
         projection: to logits over V tokens.
         labels: int32 `[...]`, in 0..V-1.
-        counted: bool `[...]`.
+        mask: which places count, bool `[...]`.
         smoothing: in [0, 1).
     """
     features = features.reshape(-1, features.shape[-1])
-    labels, counted = (jnp.asarray(x).reshape(-1) for x in (labels, counted))
-    return _total(smoothing, features, projection, labels, counted)
+    labels, mask = (jnp.asarray(x).reshape(-1) for x in (labels, mask))
+    return _total(smoothing, features, projection, labels, mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -76,36 +76,36 @@ class _Rows(NamedTuple):
 
     features: Array  # [chunks, C, D]; 0 where nothing counts
     labels: Array  # [chunks, C]
-    counted: Array  # [chunks, C]
+    mask: Array  # [chunks, C]
     order: Array  # [places]: where each came from
 
     def chunk(self, number: Array) -> tuple[Array, Array, Array]:
-        return self.features[number], self.labels[number], self.counted[number]
+        return self.features[number], self.labels[number], self.mask[number]
 
 
 def _sorted(
-    features: Array, projection: Projection, labels: Array, counted: Array
+    features: Array, projection: Projection, labels: Array, mask: Array
 ) -> tuple[_Rows, Array]:
     """The rows, and how many of their chunks hold something that counts."""
     most = _CHUNK.get(jax.default_backend(), _CHUNK_ELSEWHERE) // len(projection.kernel)
     size = max(1, min(max(most // _MULTIPLE, 1) * _MULTIPLE, len(labels)))
-    order = jnp.argsort(~counted, stable=True)
+    order = jnp.argsort(~mask, stable=True)
 
     def chunked(x: Array) -> Array:
         padding = ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1))
         return jnp.pad(x[order], padding).reshape(-1, size, *x.shape[1:])
 
     # Selected before the products, in which a NaN of padding would reach every gradient.
-    features = jnp.where(counted[:, None], features, 0)
-    rows = _Rows(chunked(features), chunked(labels), chunked(counted), order)
-    return rows, -(-jnp.sum(counted, dtype=jnp.int32) // size)
+    features = jnp.where(mask[:, None], features, 0)
+    rows = _Rows(chunked(features), chunked(labels), chunked(mask), order)
+    return rows, -(-jnp.sum(mask, dtype=jnp.int32) // size)
 
 
 def _chunk_losses(
     smoothing: float, projection: Projection, chunk: tuple[Array, Array, Array]
 ) -> tuple[Array, Array]:
     """The losses `[C]` of a chunk and their gradient by its logits, `[C, V]`."""
-    features, labels, counted = chunk
+    features, labels, mask = chunk
     logits = projection.logits(features)
     highest = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - highest)
@@ -115,7 +115,7 @@ def _chunk_losses(
     target = jnp.where(columns == labels[:, None], 1 - smoothing + share, share)
     losses = (highest + jnp.log(total))[:, 0] - jnp.sum(target * logits, axis=-1)
     gradient = exponentials / total - target
-    return jnp.where(counted, losses, 0), jnp.where(counted[:, None], gradient, 0)
+    return jnp.where(mask, losses, 0), jnp.where(mask[:, None], gradient, 0)
 
 
 def _total_forward(

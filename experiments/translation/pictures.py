@@ -67,13 +67,13 @@ def draw_sentence(
         weights: `[N, T, S]` for each attention, by the module's name.
         source: the tokens that the encoder reads.
         target_in: the tokens that the decoder reads.
-        target_out: the tokens that it says at their places.
+        target_out: the tokens that it generates there.
         directory: where the files go.
     """
     tokens = {
         "encoder self-attention": (source, source, "each word of the source reads the source"),
         "decoder self-attention": (target_in, target_in, "each word reads those before it"),
-        "cross-attention": (target_out, source, "each word, as it is said, reads the source"),
+        "cross-attention": (target_out, source, "each word, as it is generated, reads the source"),
     }
     files = []
     for name, layer, heads in _attentions(weights):

@@ -18,9 +18,11 @@ Every field can be changed on the command line with `--set NAME=VALUE`.
 """
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from experiments.translation.names import nearest
 
@@ -68,7 +70,7 @@ class Config:
         max_shapes: the most distinct shapes of batches, each of which is compiled.
         packed_width: places of a row that several sentence pairs share; 0 for a pair in each row,
             padded. A row of `rows_per_batch` is then one of these.
-        parts_per_batch: a batch is taken in so many equal parts, whose gradients are summed: the
+        accumulation_steps: a batch is taken in so many equal parts, whose gradients are summed: the
             same update in less memory.
         epochs: passes over the training text; 0 where `steps` is given.
         steps: updates; 0 where `epochs` is given.
@@ -84,8 +86,8 @@ class Config:
         checkpoint_every: steps between checkpoints.
         patience: epochs without a lower validation loss after which training stops; the parameters
             of the lowest are then those of the run. 0 trains to the end, and the last ones are.
-        average: checkpoints, counted back from the last, whose mean parameters are those of the
-            run. 1 takes the last alone.
+        averaged_checkpoints: checkpoints, counted back from the last, whose mean parameters are
+            those of the run. 1 takes the last alone.
     """
 
     seed: int = 0
@@ -117,7 +119,7 @@ class Config:
     rows_per_batch: int = 0
     max_shapes: int = 4
     packed_width: int = 0
-    parts_per_batch: int = 1
+    accumulation_steps: int = 1
 
     epochs: int = 0
     steps: int = 0
@@ -132,7 +134,7 @@ class Config:
     report_every: int = 50
     checkpoint_every: int = 500
     patience: int = 0
-    average: int = 1
+    averaged_checkpoints: int = 1
 
     def __post_init__(self) -> None:
         for name, (accepts, expected) in _RULES.items():
@@ -142,8 +144,10 @@ class Config:
         for one, other in (("epochs", "steps"), ("tokens_per_batch", "rows_per_batch")):
             if (getattr(self, one) > 0) == (getattr(self, other) > 0):
                 raise ValueError(f"expected exactly one of {one} and {other} above 0")
-        if self.patience > 0 and self.average > 1:
-            raise ValueError("expected at most one of patience above 0 and average above 1")
+        if self.patience > 0 and self.averaged_checkpoints > 1:
+            raise ValueError(
+                "expected at most one of patience above 0 and averaged_checkpoints above 1"
+            )
         if self.features % self.num_heads:
             raise ValueError(
                 f"num_heads: expected a divisor of features={self.features}, got {self.num_heads}"
@@ -163,6 +167,10 @@ class Config:
             name, separator, value = setting.partition("=")
             if not separator:
                 raise ValueError(f"expected NAME=VALUE, got {setting!r}")
+            if name in _FORMER:
+                new = _FORMER[name]
+                warnings.warn(f"{name} is called {new} now", FutureWarning, stacklevel=2)
+                name = new
             changes[name] = _parse(name, value)
         return dataclasses.replace(self, **changes)
 
@@ -177,15 +185,14 @@ class Config:
         Raises:
             ValueError: not exactly the fields of a configuration, or a value that does not fit.
         """
-        if not isinstance(fields, Mapping) or set(fields) != set(_TYPES):
-            got = set(fields) if isinstance(fields, Mapping) else set()
-            raise ValueError(
-                f"configuration: missing or unknown fields {sorted(got ^ set(_TYPES))}"
-            )
-        for name, value in fields.items():
+        pairs = fields.items() if isinstance(fields, Mapping) else ()
+        given: dict[str, Any] = {_FORMER.get(str(name), str(name)): value for name, value in pairs}
+        if wrong := given.keys() ^ _TYPES.keys():
+            raise ValueError(f"configuration: missing or unknown fields {sorted(wrong)}")
+        for name, value in given.items():
             if type(value) is not _TYPES[name]:
                 raise ValueError(f"{name}: expected {_TYPES[name].__name__}, got {value!r}")
-        return cls(**fields)
+        return cls(**given)
 
 
 def differences(saved: Config, given: Config) -> list[str]:
@@ -196,54 +203,29 @@ def differences(saved: Config, given: Config) -> list[str]:
 
 _TYPES = {field.name: type(field.default) for field in dataclasses.fields(Config)}
 SETTINGS = tuple(_TYPES)
+_FORMER = {"parts_per_batch": "accumulation_steps", "average": "averaged_checkpoints"}
+
+_MAY_BE_ZERO = frozenset(
+    "seed tokens_per_batch rows_per_batch epochs steps clip_norm packed_width patience".split()
+)
+_SHARES = frozenset(("dropout_rate", "label_smoothing", "beta2"))
 
 
-def _positive(value: float) -> bool:
-    return 0 < value < float("inf")
+def _rule(name: str, hint: Any) -> tuple[Callable[[Any], bool], str]:
+    """What a field accepts, and that in words."""
+    if choices := get_args(hint):
+        return choices.__contains__, " or ".join(map(repr, choices))
+    if hint is bool:
+        return (lambda value: isinstance(value, bool)), "true or false"
+    if name in _SHARES:
+        return (lambda value: 0 <= value < 1), "0 <= it < 1"
+    if name in _MAY_BE_ZERO:
+        return (lambda value: 0 <= value < math.inf), "a number not below 0"
+    least = 4 if name == "vocabulary_size" else 0
+    return (lambda value: least < value < math.inf), f"a number above {least}"
 
 
-def _at_least_zero(value: float) -> bool:
-    return 0 <= value < float("inf")
-
-
-def _share(value: float) -> bool:
-    return 0 <= value < 1
-
-
-def _truth(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _rules() -> dict[str, tuple[Callable[[Any], bool], str]]:
-    """For each field what it accepts, and that in words."""
-
-    def one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
-        return names.__contains__, " or ".join(map(repr, names))
-
-    may_be_zero = (
-        *("seed", "tokens_per_batch", "rows_per_batch", "epochs", "steps", "clip_norm"),
-        "packed_width",
-        "patience",
-    )
-    rules = dict.fromkeys(_TYPES, (_positive, "a number above 0"))
-    rules |= dict.fromkeys(may_be_zero, (_at_least_zero, "a number not below 0"))
-    rules |= dict.fromkeys(("dropout_rate", "label_smoothing", "beta2"), (_share, "0 <= it < 1"))
-    truths = ("rotary", "tie_embeddings", "joint_vocabulary", "lower")
-    rules |= dict.fromkeys(truths, (_truth, "true or false"))
-    rules |= {
-        "architecture": one_of("transformer", "rnnsearch"),
-        "tokenizer": one_of("words", "bpe"),
-        "vocabulary_size": (lambda size: 4 < size < float("inf"), "a number above 4"),
-        "dtype": one_of("float32", "bfloat16"),
-        "norm": one_of("pre", "post"),
-        "positions": one_of("sinusoidal", "learned"),
-        "embedding_init": one_of("normal", "glorot"),
-        "schedule": one_of("constant", "cosine", "inverse_sqrt"),
-    }
-    return rules
-
-
-_RULES = _rules()
+_RULES = {name: _rule(name, hint) for name, hint in get_type_hints(Config).items()}
 
 
 def _parse(name: str, value: str) -> Any:
@@ -273,7 +255,7 @@ _TUTORIAL = Config(
     epsilon=1e-8,
     report_every=10,
     checkpoint_every=100,
-    average=3,
+    averaged_checkpoints=3,
 )
 
 PRESETS = {

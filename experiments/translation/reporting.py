@@ -11,7 +11,7 @@ from experiments.translation import pictures, stopping
 from experiments.translation.checkpoints import Run
 from experiments.translation.console import Console
 from experiments.translation.data import ReadReport
-from experiments.translation.evaluation import Examiner, Scores
+from experiments.translation.evaluation import Evaluator, Scores
 from experiments.translation.model import Model, Params
 from experiments.translation.text import EncodeReport
 from experiments.translation.training import Loop
@@ -60,9 +60,9 @@ def keep(console: Console, run: Run) -> Callable[[dict[str, Any]], None]:
     return report
 
 
-def validated(run: Run, examiner: Examiner, params: Params) -> dict[str, Any]:
+def validated(run: Run, evaluator: Evaluator, params: Params) -> dict[str, Any]:
     """Prints the scores and some translations, and returns them as a record."""
-    result = examiner(params)
+    result = evaluator(params)
     print(f"validation: {result.scores}")
     samples = [
         {

@@ -6,8 +6,8 @@ for the next call. What the state is, and how it knows its place, is the step's 
 
 Every search is one loop over the whole batch, in which the step is traced once, whatever the
 length. A row stays as it is after its `<eos>`, with `<pad>` behind, and the loop ends with its last
-row. `<pad>` and `<bos>` are never said: log probabilities (natural, float32) are those of the other
-tokens among themselves. Of equally likely tokens the one of lower id comes first.
+row. `<pad>` and `<bos>` are never generated: log probabilities (natural, float32) are those of the
+other tokens among themselves. Of equally likely tokens the one of lower id comes first.
 
 Letters: B sentences, K beams, R rows of the state (B, or B·K with a beam), V tokens.
 """
@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.translation.text import BOS, EOS, PAD
+from experiments.translation.vocabulary import BOS, EOS, PAD
 
 
 Step = Callable[[Any, Array], tuple[Array, Any]]
 Reorder = Callable[[Any, Array], Any]
 
-_NEVER = -jnp.inf  # the log probability and the score of what there is not
+_ABSENT = -jnp.inf  # the log probability and the score of what there is not
 
 
 class Sequences(NamedTuple):
@@ -113,7 +113,7 @@ def sample(
         # Less the greatest, because at low temperatures all but differences would overflow.
         sharpened = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
         here = jax.vmap(jax.random.fold_in, (0, None))(keys, place)
-        return jax.vmap(jax.random.categorical)(here, _likeliest(sharpened, top_k, top_p))
+        return jax.vmap(jax.random.categorical)(here, _within_top(sharpened, top_k, top_p))
 
     return _each_token(step, state, active, length, drawn)
 
@@ -135,7 +135,7 @@ def _each_token(
     length: int,
     choose: Callable[[Array, Array], Array],
 ) -> Sequences:
-    """Says what `choose` takes from the logits `[B, V]` of each place, a token per row."""
+    """Generates what `choose` takes from the logits `[B, V]` of each place, a token per row."""
     _check_counts(length=length)
     rows = active.shape[0]
 
@@ -144,17 +144,17 @@ def _each_token(
         return (place < length) & jnp.any(active)
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        place, tokens, active, said, state = carry
+        place, tokens, active, generated, state = carry
         logits, state = step(state, tokens)
-        logits = _sayable(logits)
+        logits = _of_allowed_tokens(logits)
         chosen = choose(logits, place).astype(jnp.int32)
         log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), chosen[:, None], axis=-1)
         tokens = jnp.where(active, chosen, PAD)
-        said = Sequences(
-            said.ids.at[:, place].set(tokens),
-            said.log_probs + jnp.where(active, log_probs[:, 0], 0),
+        generated = Sequences(
+            generated.ids.at[:, place].set(tokens),
+            generated.log_probs + jnp.where(active, log_probs[:, 0], 0),
         )
-        return place + 1, tokens, active & (tokens != EOS), said, state
+        return place + 1, tokens, active & (tokens != EOS), generated, state
 
     nothing = Sequences(jnp.full((rows, length), PAD, jnp.int32), jnp.zeros((rows,), jnp.float32))
     first = jnp.full((rows,), BOS, jnp.int32)
@@ -162,12 +162,12 @@ def _each_token(
     return jax.lax.while_loop(unfinished, advance, start)[3]
 
 
-def _sayable(logits: Array) -> Array:
+def _of_allowed_tokens(logits: Array) -> Array:
     """The logits `[R, V]` in float32, without those of `<pad>` and `<bos>`."""
     return logits.astype(jnp.float32).at[:, jnp.asarray([PAD, BOS])].set(-jnp.inf)
 
 
-def _likeliest(logits: Array, top_k: int | None, top_p: float | None) -> Array:
+def _within_top(logits: Array, top_k: int | None, top_p: float | None) -> Array:
     """The logits `[R, V]` of the top k tokens, and of these the nucleus; -inf for the others."""
     if top_k is None and top_p is None:
         return logits
@@ -236,32 +236,32 @@ def beam(
     _check_counts(length=length)
     sentences = active.shape[0]
     if beams == 1:
-        said = _scored(greedy(step, state, active, length), active, length_penalty)
-        return _best(n_best, said, _no_hypotheses(sentences, n_best, length))
-    worth = functools.partial(penalty, alpha=length_penalty)
+        generated = _scored(greedy(step, state, active, length), active, length_penalty)
+        return _best(n_best, generated, _no_hypotheses(sentences, n_best, length))
+    divisor = functools.partial(penalty, alpha=length_penalty)
     pool = max(beams, n_best)
     first_rows = beams * jnp.arange(sentences, dtype=jnp.int32)[:, None]
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
         place, alive, *_ = carry
-        return (place < length) & jnp.any(alive.log_probs > _NEVER)
+        return (place < length) & jnp.any(alive.log_probs > _ABSENT)
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         place, alive, finished, state = carry
         logits, state = step(state, alive.tokens.reshape(-1))
-        parents, longer = _continued(alive, logits, place)
-        finished = _best(pool, finished, _ended(longer, worth(place + 1)))
-        kept, alive = _going_on(longer, beams)
-        state = reorder(state, (first_rows + _picked(parents, kept)).reshape(-1))
+        parents, longer = _expanded(alive, logits, place)
+        finished = _best(pool, finished, _finished(longer, divisor(place + 1)))
+        kept, alive = _next_beams(longer, beams)
+        state = reorder(state, (first_rows + _gathered(parents, kept)).reshape(-1))
         # A log probability only falls, so this is the most that the likeliest beam can come to.
-        reachable = alive.log_probs[:, :1] / jnp.maximum(worth(length), worth(place + 2))
-        alive = _where(reachable > finished.scores[:, -1:], alive)
+        reachable = alive.log_probs[:, :1] / jnp.maximum(divisor(length), divisor(place + 2))
+        alive = _still_open(reachable > finished.scores[:, -1:], alive)
         return place + 1, alive, finished, state
 
     nothing = _no_hypotheses(sentences, pool, length)
     start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), nothing, state)
     _, alive, finished, _ = jax.lax.while_loop(unfinished, advance, start)
-    cut = Hypotheses(alive.ids, alive.log_probs / worth(length), alive.log_probs)
+    cut = Hypotheses(alive.ids, alive.log_probs / divisor(length), alive.log_probs)
     return _best(n_best, finished, cut)
 
 
@@ -284,44 +284,44 @@ def _first_beams(active: Array, beams: int, length: int) -> _Beams:
     there = active[:, None] & (jnp.arange(beams) == 0)[None]
     return _Beams(
         jnp.full((sentences, beams, length), PAD, jnp.int32),
-        jnp.where(there, jnp.float32(0), _NEVER),
+        jnp.where(there, jnp.float32(0), _ABSENT),
         jnp.full((sentences, beams), BOS, jnp.int32),
     )
 
 
-def _continued(alive: _Beams, logits: Array, place: Array) -> tuple[Array, _Beams]:
+def _expanded(alive: _Beams, logits: Array, place: Array) -> tuple[Array, _Beams]:
     """The 2·K likeliest continuations at a place, and for each the number of its beam `[B, 2K]`."""
     sentences, beams = alive.log_probs.shape
-    log_probs = jax.nn.log_softmax(_sayable(logits))
+    log_probs = jax.nn.log_softmax(_of_allowed_tokens(logits))
     vocabulary = log_probs.shape[-1]
     totals = alive.log_probs[:, :, None] + log_probs.reshape(sentences, beams, vocabulary)
     # Whatever the step made of beams that are not there, such as NaN, is not there.
-    totals = jnp.where(alive.log_probs[:, :, None] > _NEVER, totals, _NEVER)
+    totals = jnp.where(alive.log_probs[:, :, None] > _ABSENT, totals, _ABSENT)
     totals, chosen = jax.lax.top_k(totals.reshape(sentences, beams * vocabulary), 2 * beams)
     parents, tokens = chosen // vocabulary, chosen % vocabulary
-    ids = _picked(alive.ids, parents).at[:, :, place].set(tokens)
+    ids = _gathered(alive.ids, parents).at[:, :, place].set(tokens)
     return parents, _Beams(ids, totals, tokens)
 
 
-def _ended(longer: _Beams, divisor: Array) -> Hypotheses:
+def _finished(longer: _Beams, divisor: Array) -> Hypotheses:
     """Those continuations `[B, 2K]` that end, by their score; the others are not there."""
-    log_probs = jnp.where(longer.tokens == EOS, longer.log_probs, _NEVER)
+    log_probs = jnp.where(longer.tokens == EOS, longer.log_probs, _ABSENT)
     return Hypotheses(longer.ids, log_probs / divisor, log_probs)
 
 
-def _going_on(longer: _Beams, beams: int) -> tuple[Array, _Beams]:
+def _next_beams(longer: _Beams, beams: int) -> tuple[Array, _Beams]:
     """The likeliest continuations that do not end, and their places among all `[B, K]`."""
-    log_probs = jnp.where(longer.tokens == EOS, _NEVER, longer.log_probs)
+    log_probs = jnp.where(longer.tokens == EOS, _ABSENT, longer.log_probs)
     _, kept = jax.lax.top_k(log_probs, beams)
     longer = longer._replace(log_probs=log_probs)
-    return kept, jax.tree.map(lambda array: _picked(array, kept), longer)
+    return kept, jax.tree.map(lambda array: _gathered(array, kept), longer)
 
 
-def _where(going_on: Array, alive: _Beams) -> _Beams:
+def _still_open(going_on: Array, alive: _Beams) -> _Beams:
     """No beams, and tokens `<pad>`, where a sentence does not go on, `[B, 1]`, or has no beam."""
-    there = going_on & (alive.log_probs > _NEVER)
+    there = going_on & (alive.log_probs > _ABSENT)
     return alive._replace(
-        log_probs=jnp.where(there, alive.log_probs, _NEVER),
+        log_probs=jnp.where(there, alive.log_probs, _ABSENT),
         tokens=jnp.where(there, alive.tokens, PAD),
     )
 
@@ -330,23 +330,23 @@ def _best(count: int, *pools: Hypotheses) -> Hypotheses:
     """The hypotheses of highest score in all pools; of equal ones those that come first."""
     together = jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *pools)
     chosen = jax.lax.top_k(together.scores, count)[1]
-    return jax.tree.map(lambda array: _picked(array, chosen), together)
+    return jax.tree.map(lambda array: _gathered(array, chosen), together)
 
 
-def _picked(array: Array, places: Array) -> Array:
+def _gathered(array: Array, places: Array) -> Array:
     """Of each sentence the entries of an array `[B, N, ...]` at its places `[B, M]`."""
     return jax.vmap(lambda entries, chosen: entries[chosen])(array, places)
 
 
-def _scored(said: Sequences, active: Array, alpha: float) -> Hypotheses:
+def _scored(generated: Sequences, active: Array, alpha: float) -> Hypotheses:
     """One hypothesis for each sentence that there is."""
-    log_probs = jnp.where(active, said.log_probs, _NEVER)
-    scores = log_probs / penalty(jnp.sum(said.ids != PAD, axis=-1), alpha)
-    return Hypotheses(said.ids[:, None], scores[:, None], log_probs[:, None])
+    log_probs = jnp.where(active, generated.log_probs, _ABSENT)
+    scores = log_probs / penalty(jnp.sum(generated.ids != PAD, axis=-1), alpha)
+    return Hypotheses(generated.ids[:, None], scores[:, None], log_probs[:, None])
 
 
 def _no_hypotheses(sentences: int, count: int, length: int) -> Hypotheses:
-    absent = jnp.full((sentences, count), _NEVER, jnp.float32)
+    absent = jnp.full((sentences, count), _ABSENT, jnp.float32)
     return Hypotheses(jnp.full((sentences, count, length), PAD, jnp.int32), absent, absent)
 
 

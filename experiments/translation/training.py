@@ -7,7 +7,6 @@ is to save, and a run that goes on from them ends where the uninterrupted one do
 
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,14 +27,15 @@ from experiments.translation.batches import (
     Batches,
     Epochs,
     PackedBatches,
-    counted_places,
+    loss_mask,
 )
 from experiments.translation.console import progress
 from experiments.translation.corpus import Pair
 from experiments.translation.losses import cross_entropy
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import Config
-from experiments.translation.text import EncodedPairs, check_ids
+from experiments.translation.text import EncodedPairs
+from experiments.translation.vocabulary import check_ids
 
 
 # ------------------------------------------------------------------------------------------- text
@@ -43,7 +43,7 @@ from experiments.translation.text import EncodedPairs, check_ids
 
 @dataclass(frozen=True)
 class Texts:
-    """Sentence pairs to train on, to watch while training, and to be examined on afterwards.
+    """Sentence pairs to train on, to watch while training, and to be evaluated on afterwards.
 
     Attributes:
         train: training pairs.
@@ -97,7 +97,7 @@ def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
     sizes: dict[str, Any] = {
         "tokens_per_batch": config.tokens_per_batch or None,
         "rows_per_batch": config.rows_per_batch or None,
-        "devices": config.parts_per_batch,
+        "row_multiple": config.accumulation_steps,
         "seed": config.seed,
     }
     if config.packed_width:
@@ -118,8 +118,8 @@ def total_loss(
 ) -> Array:
     """The losses of a batch's target tokens, summed."""
     features, projection = model.features(params, batch, dropout_key=dropout_key)
-    counted = counted_places(batch)
-    return cross_entropy(features, projection, batch.target_out, counted, smoothing=smoothing)
+    mask = loss_mask(batch)
+    return cross_entropy(features, projection, batch.target_out, mask, smoothing=smoothing)
 
 
 def check_batch(batch: AnyBatch, model: Model) -> None:
@@ -139,20 +139,14 @@ def check_batch(batch: AnyBatch, model: Model) -> None:
 def learning_rate(config: Config, total_steps: int) -> Callable[[Any], Any]:
     """The learning rate of each step 0, 1, ...: never 0 at the first."""
     warmup, peak = config.warmup_steps, config.learning_rate
-
-    def rate(step: Any) -> Any:
-        number = jnp.asarray(step, jnp.float32) + 1
-        rising = jnp.minimum(number / warmup, 1)
-        match config.schedule:
-            case "cosine":
-                done = jnp.clip((number - warmup) / max(total_steps + 1 - warmup, 1), 0, 1)
-                return peak * rising * (1 + jnp.cos(math.pi * done)) / 2
-            case "inverse_sqrt":
-                return peak * jnp.minimum(rising, jnp.sqrt(warmup / number))
-            case _:
-                return peak * rising
-
-    return rate
+    falling: dict[str, optax.Schedule] = {
+        "constant": optax.constant_schedule(peak),
+        "cosine": optax.cosine_decay_schedule(peak, max(total_steps + 1 - warmup, 1)),
+        "inverse_sqrt": lambda step: peak * jnp.sqrt(warmup / (warmup + step)),
+    }
+    rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)
+    rate = optax.join_schedules([rising, falling[config.schedule]], [warmup - 1])
+    return lambda step: rate(jnp.asarray(step, jnp.float32))
 
 
 def make_optimiser(config: Config, total_steps: int) -> optax.GradientTransformation:
@@ -171,23 +165,23 @@ class State(NamedTuple):
 
     Attributes:
         params: the model's parameters by name.
-        optimiser: what the optimiser remembers.
+        opt_state: what the optimiser remembers.
         step: how many steps have been made, int32 `[]`.
     """
 
     params: Params
-    optimiser: Any
+    opt_state: Any
     step: Array
 
 
-class Measured(NamedTuple):
+class StepMetrics(NamedTuple):
     """What a step is known by: its loss, summed over tokens, and the norm of its gradient."""
 
     loss: Array
     gradient_norm: Array
 
 
-Step = Callable[[State, AnyBatch], tuple[State, Measured]]
+Step = Callable[[State, AnyBatch], tuple[State, StepMetrics]]
 
 
 def first_state(model: Model, optimiser: optax.GradientTransformation, seed: int) -> State:
@@ -216,22 +210,22 @@ def make_step(model: Model, optimiser: optax.GradientTransformation, config: Con
         return jax.grad(share, has_aux=True)(params)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, batch: AnyBatch) -> tuple[State, Measured]:
+    def step(state: State, batch: AnyBatch) -> tuple[State, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        tokens = jnp.maximum(jnp.sum(counted_places(batch)), 1)
-        if config.parts_per_batch == 1:
-            slopes, total = gradient(state.params, batch, key, tokens)
+        tokens = jnp.maximum(jnp.sum(loss_mask(batch)), 1)
+        if config.accumulation_steps == 1:
+            grads, total = gradient(state.params, batch, key, tokens)
         else:
-            slopes, total = _in_parts(gradient, state.params, batch, key, tokens, config)
-        updates, memory = optimiser.update(slopes, state.optimiser, state.params)
+            grads, total = _accumulated(gradient, state.params, batch, key, tokens, config)
+        updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        measured = Measured(total, _norm(slopes))
-        return State(params, memory, state.step + 1), measured
+        metrics = StepMetrics(total, _norm(grads))
+        return State(params, opt_state, state.step + 1), metrics
 
     return step
 
 
-def _in_parts(
+def _accumulated(
     gradient: Callable[..., Any],
     params: Params,
     batch: AnyBatch,
@@ -239,21 +233,21 @@ def _in_parts(
     tokens: Array,
     config: Config,
 ) -> Any:
-    """The sum of the gradients of a batch's parts, of which one at a time is in memory."""
-    parts = config.parts_per_batch
-    cut = jax.tree.map(lambda x: jnp.reshape(x, (parts, -1, *x.shape[1:])), batch)
+    """The sum of the gradients of a batch's equal parts, of which one at a time is in memory."""
+    steps = config.accumulation_steps
+    parts = jax.tree.map(lambda x: jnp.reshape(x, (steps, -1, *x.shape[1:])), batch)
 
     def add(sums: Any, part: Any) -> tuple[Any, None]:
         batch, key = part
         return jax.tree.map(jnp.add, sums, gradient(params, batch, key, tokens)), None
 
-    none = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], cut), key, tokens)
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), none)
-    return jax.lax.scan(add, none, (cut, jax.random.split(key, parts)))[0]
+    zeros = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), key, tokens)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+    return jax.lax.scan(add, zeros, (parts, jax.random.split(key, steps)))[0]
 
 
-def _norm(slopes: Params) -> Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(array)) for array in slopes.values()))
+def _norm(grads: Params) -> Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(array)) for array in grads.values()))
 
 
 # ------------------------------------------------------------------------------------------- loop
@@ -277,7 +271,7 @@ class Loop:
             figures to report.
         save: takes the state at intervals and at the end, and with early stopping after each
             validation. What it is given is known to be good.
-        stops: asked after each validation, and what it was measured by has been reported and saved,
+        stops: asked after each validation, and what it goes by has been reported and saved,
             whether training ends here.
     """
 
@@ -317,8 +311,8 @@ class Loop:
             window = _Window(first)
             for number, batch in self._batches(first, last):
                 self.check(batch)
-                state, measured = self.step(state, batch)
-                window.add(batch, measured)
+                state, metrics = self.step(state, batch)
+                window.add(batch, metrics)
                 bar.update()
                 if self._due(number):
                     record = window.close(rate(number - 1))
@@ -369,19 +363,18 @@ class _Window:
         self._first = first
         self._began = time.perf_counter()
         self._tokens: list[int] = []
-        self._measured: list[Measured] = []
+        self._metrics: list[StepMetrics] = []
 
-    def add(self, batch: AnyBatch, measured: Measured) -> None:
-        self._tokens.append(int(np.sum(counted_places(batch))))
-        self._measured.append(measured)
-        if (
-            len(self._measured) > 1
-        ):  # one step waits in the queue, not fifty: the bar tells the truth
-            self._measured[-2].loss.block_until_ready()
+    def add(self, batch: AnyBatch, metrics: StepMetrics) -> None:
+        self._tokens.append(int(np.sum(loss_mask(batch))))
+        self._metrics.append(metrics)
+        # One step waits in the queue, not fifty: the bar tells the truth.
+        if len(self._metrics) > 1:
+            self._metrics[-2].loss.block_until_ready()
 
     def close(self, rate: Any) -> dict[str, Any]:
         """The record of these steps: losses per token, and real target tokens per second."""
-        losses, norms = np.asarray(jax.device_get(self._measured), np.float64).T
+        losses, norms = np.asarray(jax.device_get(self._metrics), np.float64).T
         bad = ~(np.isfinite(losses) & np.isfinite(norms))
         if bad.any():
             place = int(bad.argmax())
