@@ -37,11 +37,14 @@ ptxas warning : the first of two
 ptxas info    : Used 168 registers, used 16 barriers, 136 bytes cumulative stack size, 32 bytes smem
 ptxas warning : the first of two
 ptxas warning : the second
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
 """
+LOSS = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
 
 
 def test_resources_of_a_kernel():
-    expected = machine_code.Resources(168, 136, 120, 32, ("the first of two", "the second"))
+    said = ("the first of two", "the second", LOSS)
+    expected = machine_code.Resources(168, 136, 120, 32, said)
     assert machine_code.resources(SAID) == expected
 
 
@@ -182,6 +185,20 @@ def test_shared_memory_that_xla_asks_for(tmp_path, monkeypatch):
     assert (found["threads"], found["shared_bytes"], found["main_loop"]) == (128, 40960, None)
 
 
+def test_a_tool_that_fails_fails_the_job(monkeypatch):
+    def refusing(command: list[Any], **_: Any) -> Any:
+        if command[0] == sys.executable:
+            (Path(command[-1]) / "a.ptx").write_text(PTX)
+            return subprocess.CompletedProcess(command, 0, '{"status": "compiled"}', "")
+        return subprocess.CompletedProcess(command, 255, "", "ptxas fatal: no such thing")
+
+    monkeypatch.setattr(targets, "_find", Path)
+    monkeypatch.setattr(subprocess, "run", refusing)
+    row = job.run(JOB, 1.0)
+    expected = "failed", "ptxas ended with 255: ptxas fatal: no such thing"
+    assert (row["status"], row["message"]) == expected
+
+
 # --- a job --------------------------------------------------------------------------------------
 
 JOB = Job("h100", "causal", "hopper", 64, "bfloat16", "forward")
@@ -220,6 +237,7 @@ TPU_JOB = JOB._replace(target="v5e", implementation="splash")
     [
         (ended(-6, stderr="one\ntwo\nthree\nfour"), "killed by SIGABRT: two | three | four"),
         (ended(3, "no JSON", "why"), "exit status 3: why"),
+        (ended(3, "[1]", "why"), "exit status 3: why"),
         (ended(1), "exit status 1: "),
     ],
 )

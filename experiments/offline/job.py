@@ -50,7 +50,10 @@ def run(job: Job, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="jattn-offline-") as folder:
         row = _in_a_process(job, Path(folder), seconds)
         if job.target == targets.H100.name and row["status"] == COMPILED:
-            row["kernels"] = kernels(Path(folder))
+            try:
+                row["kernels"] = kernels(Path(folder))
+            except ValueError as error:
+                row |= {"status": FAILED, "message": one_line(error)[:_LONGEST]}
     names = ("target", "case", "implementation", "head", "dtype", "pass")
     return dict(zip(names, job, strict=True)) | row
 
@@ -69,7 +72,9 @@ def _in_a_process(job: Job, folder: Path, seconds: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"status": FAILED, "message": f"not ready after {seconds:g} seconds"}
     with contextlib.suppress(IndexError, json.JSONDecodeError):
-        return json.loads(done.stdout.splitlines()[-1])
+        row = json.loads(done.stdout.splitlines()[-1])
+        if isinstance(row, dict):
+            return row
     ended = f"exit status {done.returncode}"
     if done.returncode < 0:
         with contextlib.suppress(ValueError):
@@ -136,7 +141,11 @@ def _of_program(program: Any) -> dict[str, Any]:
 
 
 def kernels(folder: Path) -> list[dict[str, Any]]:
-    """The figures of each kernel of ours, or with matrix products, whose PTX lies in a folder."""
+    """The figures of each kernel of ours, or with matrix products, whose PTX lies in a folder.
+
+    Raises:
+        ValueError: ptxas or nvdisasm refuses one.
+    """
     shared = _shared_memory(folder)
     found = []
     for path in sorted(folder.glob("*.ptx")):
@@ -170,7 +179,10 @@ def _said(tool: str, *arguments: str) -> str:
     done = subprocess.run(
         [targets.tool(tool), *arguments], capture_output=True, text=True, check=False
     )
-    return done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise ValueError(f"{tool} ended with {done.returncode}: {said.strip()[-_LONGEST:]}")
+    return said
 
 
 def _shared_memory(folder: Path) -> dict[str, int]:

@@ -96,8 +96,14 @@ def resources(said: str) -> Resources:
 
 
 def warnings(said: str) -> tuple[str, ...]:
-    """What ptxas warns of, each once."""
-    found = re.findall(r"^.*?\b(?:warning|error)\b\s*:\s*(.*?)\s*$", said, re.MULTILINE)
+    """What ptxas warns of, each once; that it serialises matrix products, it calls information."""
+    found = re.findall(
+        r"^ptxas \w+\s*:\s*(.*Potential Performance Loss.*?)\s*$"
+        r"|^.*?\b(?:warning|error)\b\s*:\s*(.*?)\s*$",
+        said,
+        re.MULTILINE,
+    )
+    found = [loss or warning for loss, warning in found]
     return tuple(dict.fromkeys(found))
 
 
