@@ -5,6 +5,7 @@
     python -m experiments.benchmark --growing            time and memory over T, with plots
     python -m experiments.benchmark training             steps of the translation experiment
     python -m experiments.benchmark tune                 the row of `jattn.tuning` for this machine
+    python -m experiments.benchmark offline --target h100    kernels compiled without the device
 
 Competitors take turns in one process, round after round, so that a machine whose speed drifts
 drifts for all; figures are medians, and ratios are a peer's median over ours (above 1: jattn is
@@ -29,6 +30,7 @@ from tqdm import tqdm
 from experiments.benchmark import cases, peers, timing, training, tune
 from experiments.ending import UserError, exit_status
 from experiments.files import append, replace
+from experiments.offline import command as offline
 
 
 def available(names: list[str] | None) -> dict[str, peers.Peer]:
@@ -163,7 +165,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-_COMMANDS = {"training": training.main, "tune": tune.main}
+_COMMANDS = {"training": training.main, "tune": tune.main, "offline": offline.main}
 
 
 def main(argv: list[str] | None = None) -> int:

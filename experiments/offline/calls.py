@@ -1,0 +1,196 @@
+"""What is compiled: the benchmark's cases, and every mask and score function once.
+
+Nothing here has values: arrays are shapes and dtypes, and arguments of the program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jattn
+from experiments.benchmark import cases
+from jattn import masks, scores
+
+
+Shape = tuple[int, ...]
+Arrays = Mapping[str, Any]
+
+B, T, N, K = 2, 2048, 8, 2
+_BLOCK = 128
+
+
+def _nothing(arrays: Arrays) -> dict[str, Any]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of `jattn.attention`, by default self-attention of grouped heads.
+
+    `operands` are integer and boolean arrays of the rules, `parameters` shapes of float arrays in
+    the query's dtype, of which gradients are taken; `rules` turns both into keyword arguments.
+    """
+
+    name: str
+    rules: Callable[[Arrays], dict[str, Any]] = _nothing
+    operands: Mapping[str, tuple[Shape, str]] = dataclasses.field(default_factory=dict)
+    parameters: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
+    query: Shape = (B, T, N)
+    held: Shape = (B, T, K)  # keys and values
+
+    def arrays(self, head: int, dtype: str) -> tuple[Any, ...]:
+        """query, key, value, parameters, operands, and the gradient of the output."""
+        aval = jax.ShapeDtypeStruct
+        query, held = (aval((*shape, head), dtype) for shape in (self.query, self.held))
+        parameters = {name: aval(shape, dtype) for name, shape in self.parameters.items()}
+        operands = {name: aval(*described) for name, described in self.operands.items()}
+        return query, held, held, parameters, operands, query
+
+    def forward(self, implementation: str | None) -> Callable[..., Any]:
+        """A function of `arrays` that gives the output."""
+
+        def attend(q: Any, k: Any, v: Any, parameters: Arrays, operands: Arrays, _: Any) -> Any:
+            rules = self.rules({**parameters, **operands})
+            return jattn.attention(q, k, v, implementation=implementation, **rules)
+
+        return attend
+
+    def gradients(self, implementation: str | None) -> Callable[..., Any]:
+        """A function of `arrays` that gives the output and the gradients of all float arrays."""
+        attend = self.forward(implementation)
+
+        def both(q: Any, k: Any, v: Any, parameters: Arrays, operands: Arrays, d_out: Any) -> Any:
+            def of_floats(q: Any, k: Any, v: Any, parameters: Arrays) -> Any:
+                return attend(q, k, v, parameters, operands, d_out)
+
+            out, pull = jax.vjp(of_floats, q, k, v, parameters)
+            if isinstance(out, tuple):  # with lse
+                return out, pull((d_out, jnp.ones_like(out[1])))
+            return out, pull(d_out)
+
+        return both
+
+
+def _of_benchmark(case: cases.Case) -> Call:
+    """A case of the benchmark; a step of decoding as a query on arrays, without a cache."""
+    parameter = case.parameter()
+
+    def rules(arrays: Arrays) -> dict[str, Any]:
+        return {
+            "mask": case.mask(arrays.get("ids")),
+            "score": case.score(arrays.get("parameter")),
+        }
+
+    return Call(
+        case.name,
+        rules,
+        {"ids": ((case.B, case.T), "int32")} if case.pattern == "documents" else {},
+        {} if parameter is None else {"parameter": parameter.shape},
+        (case.B, case.T, case.N),
+        (case.B, case.S or case.T, case.key_heads),
+    )
+
+
+def _near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (abs(q - kv) <= 64) | ((q + kv + h) % 7 == 0)
+
+
+def _after_start(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    (starts,) = operands
+    return kv >= starts[b, h]
+
+
+def _fading(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score - 0.125 * score * jnp.asarray(kv % 3, score.dtype)
+
+
+def _gated(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    gate, by_key = operands
+    return score * gate[h].astype(score.dtype) + by_key[b, kv].astype(score.dtype)
+
+
+def _dropout(arrays: Arrays) -> dict[str, Any]:
+    key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32")
+    return {"mask": masks.Causal(), "dropout_rate": 0.1, "dropout_key": key}
+
+
+def _masked(build: Callable[[Arrays], Any]) -> Callable[[Arrays], dict[str, Any]]:
+    return lambda arrays: {"mask": build(arrays)}
+
+
+def _scored(build: Callable[[Arrays], Any]) -> Callable[[Arrays], dict[str, Any]]:
+    return lambda arrays: {"score": build(arrays)}
+
+
+_IDS = {"ids": ((B, T), "int32")}
+_LENGTHS = {"lengths": ((B,), "int32")}
+_STARTS = {"starts": ((B, N), "int32")}
+_KEY = {"key": ((2,), "uint32")}
+_POSITIONS = {"positions": ((B, T), "int32")}
+_CELLS = {"layout": ((T // _BLOCK, T // _BLOCK), "bool")}
+_PAIRS = {"pairs": ((B, 1, T, T), "bool")}
+
+MASKS = (
+    Call("full", _masked(lambda a: masks.Full())),
+    Call("causal", _masked(lambda a: masks.Causal())),
+    Call("window", _masked(lambda a: masks.Window(left=256, right=0))),
+    Call("prefix", _masked(lambda a: masks.Causal() | masks.Prefix(a["lengths"])), _LENGTHS),
+    Call("segments", _masked(lambda a: masks.Causal() & masks.Segments(a["ids"])), _IDS),
+    Call("lengths", _masked(lambda a: masks.Lengths(kv=a["lengths"])), _LENGTHS),
+    Call("dilated", _masked(lambda a: masks.Causal() & masks.Dilated(4))),
+    Call("global", _masked(lambda a: masks.Window(128, 128) | masks.Global(64))),
+    Call("blocks", _masked(lambda a: masks.Blocks(a["layout"], _BLOCK)), _CELLS),
+    Call("dense", _masked(lambda a: masks.Dense(a["pairs"])), _PAIRS),
+    Call("complement", _masked(lambda a: ~masks.Segments(a["ids"]) & masks.Causal()), _IDS),
+    Call("predicate", _masked(lambda a: masks.Predicate(_near))),
+    Call(
+        "predicate-operands", _masked(lambda a: masks.Predicate(_after_start, a["starts"])), _STARTS
+    ),
+    Call(
+        "positions",
+        lambda a: {
+            "mask": masks.Causal(),
+            "q_positions": a["positions"],
+            "kv_positions": a["positions"],
+        },
+        _POSITIONS,
+    ),
+)
+
+_GATES = {"gate": (N,), "by_key": (B, T)}
+SCORES = (
+    Call("soft-cap", _scored(lambda a: scores.SoftCap(30.0))),
+    Call("soft-cap-learned", _scored(lambda a: scores.SoftCap(a["cap"])), {}, {"cap": ()}),
+    Call("temperature", _scored(lambda a: scores.Temperature(a["t"])), {}, {"t": ()}),
+    Call("alibi-learned", _scored(lambda a: scores.Alibi(a["slopes"])), {}, {"slopes": (N,)}),
+    Call("t5-table", _scored(lambda a: scores.RelativeBias(a["table"])), {}, {"table": (32, N)}),
+    Call("bias", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (B, N, T, T)}),
+    Call("bias-by-head", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (1, N, T, T)}),
+    Call("bias-by-key", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (B, 1, 1, T)}),
+    Call("function", _scored(lambda a: scores.Score(_fading))),
+    Call(
+        "function-operands",
+        _scored(lambda a: scores.Score(_gated, a["gate"], a["by_key"])),
+        {},
+        _GATES,
+    ),
+    Call(
+        "cap-then-bias",
+        _scored(lambda a: scores.SoftCap(30.0) >> scores.Bias(a["bias"])),
+        {},
+        {"bias": (1, N, T, T)},
+    ),
+)
+
+OTHERS = (
+    Call("lse", lambda a: {"mask": masks.Causal(), "return_lse": True}),
+    Call("dropout", _dropout, _KEY),
+    Call("ungrouped", _masked(lambda a: masks.Causal()), held=(B, T, N)),
+    Call("ragged", _masked(lambda a: masks.Causal()), query=(B, 1000, N), held=(B, 1999, K)),
+)
+
+CALLS = {call.name: call for call in (*MASKS, *SCORES, *OTHERS, *map(_of_benchmark, cases.CASES))}
+assert len(CALLS) == len((*MASKS, *SCORES, *OTHERS, *cases.CASES)), "two cases of one name"

@@ -1,0 +1,165 @@
+"""Compiles attention for a GPU or TPU that is not here, and says what the compilers made of it.
+
+    python -m experiments.benchmark offline --target h100
+    python -m experiments.benchmark offline --target h100 --cases causal bias --head 64 128
+    python -m experiments.benchmark offline --target v5e --implementation splash --out v5e.jsonl
+
+It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For an H100 there
+is a line for each kernel: registers, bytes spilled, bytes of shared memory, and of the loop over
+tiles that need no mask the instructions and the cycles that matrix units and the special function
+unit (exp2) are kept busy. For a TPU there is a line for each program: temporary memory, bytes
+moved, kernels and loops. It shows what does not compile, does not fit, spills or is slow by its
+instructions; not wrong results, races or times. Rows go to `--out` as JSON lines.
+
+The exit status is 1 where a case does not compile without the implementation saying why, and 2
+where the command is wrong or the compilers are missing.
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.ending import Failure, UserError
+from experiments.files import append, replace
+from experiments.offline import calls, job, targets
+from experiments.offline.job import Job
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+_CASE = "{case:<18} {implementation:<9} {head:>4} {dtype:<8} {pass:<9}"
+_CASE_TITLES = f"{'case':<18} {'kernels':<9} {'H':>4} {'dtype':<8} {'pass':<9}"
+_KERNEL = "{:<22} {:>5} {:>6} {:>7} {:>6} {:>7} {:>7}"
+_KERNEL_TITLES = ("kernel", "regs", "spill", "shared", "instr", "matrix", "special")
+_PROGRAM = "{:>9} {:>9} {:>7} {:>6}"
+_PROGRAM_TITLES = ("temp MiB", "moved GB", "kernels", "loops")
+
+
+def main(argv: list[str]) -> None:
+    """Compiles what is asked for, prints a table and writes JSON lines.
+
+    Raises:
+        UserError: an unknown name, or the compilers are missing.
+        Failure: something does not compile.
+    """
+    given = arguments(argv)
+    target = targets.TARGETS[given.target]
+    jobs = chosen(given, target)
+    reason = targets.missing(target)
+    if reason:
+        raise UserError(reason)
+    replace(given.out, "")
+    print(titles(target))
+    failed = unsupported = spilled = 0
+    for each in tqdm(jobs, disable=None, leave=False):
+        row = job.run(each, given.seconds)
+        append(given.out, json.dumps(row, allow_nan=False))
+        tqdm.write("\n".join(lines(row)))
+        failed += row["status"] == job.FAILED
+        unsupported += row["status"] == job.UNSUPPORTED
+        spilled += any(kernel["spill_bytes"] for kernel in row.get("kernels", ()))
+    spills = f", {spilled} with spills" if target is targets.H100 else ""
+    print(f"{len(jobs)} programs: {failed} failed, {unsupported} not supported{spills}")
+    print(f"results: {given.out}")
+    if failed:
+        raise Failure(f"{failed} of {len(jobs)} programs do not compile for {target.name}")
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The command's arguments; what argparse refuses ends with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmark offline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = ", ".join(calls.CALLS)
+    parser.add_argument("--target", required=True, choices=list(targets.TARGETS))
+    parser.add_argument("--cases", nargs="+", choices=list(calls.CALLS), metavar="CASE", help=known)
+    kernels = "; ".join(f"{x.name}: {', '.join(x.implementations)}" for x in _targets())
+    usual = "; ".join(f"{x.name}: {' '.join(x.usual)}" for x in _targets())
+    parser.add_argument(
+        "--implementation", nargs="+", metavar="NAME", help=f"{kernels} (default {usual})"
+    )
+    parser.add_argument("--head", nargs="+", type=_head_size, default=[128], metavar="H")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[DTYPES[0]])
+    parser.add_argument(
+        "--pass",
+        dest="which",
+        choices=[*job.PASSES, "both"],
+        default="both",
+        help="gradients holds the forward kernel too",
+    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="at most, for one program")
+    parser.add_argument("--out", type=pathlib.Path, help="default: runs/offline/TARGET.jsonl")
+    given = parser.parse_args(argv)
+    given.out = given.out or pathlib.Path("runs/offline") / f"{given.target}.jsonl"
+    return given
+
+
+def _targets() -> tuple[targets.Target, ...]:
+    return tuple(targets.TARGETS.values())
+
+
+def _head_size(text: str) -> int:
+    size = int(text)
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"expected a head size of at least 1, got {size}")
+    return size
+
+
+def chosen(given: argparse.Namespace, target: targets.Target) -> list[Job]:
+    """What the arguments ask for.
+
+    Raises:
+        UserError: an implementation that the target has not.
+    """
+    implementations = given.implementation or target.usual
+    for name in implementations:
+        if name not in target.implementations:
+            there = ", ".join(target.implementations)
+            raise UserError(f"no implementation {name!r} for {target.name}; there are {there}")
+    passes = job.PASSES if given.which == "both" else (given.which,)
+    names = given.cases or calls.CALLS
+    return [
+        Job(target.name, name, implementation, head, dtype, which)
+        for implementation in implementations
+        for name in names
+        for head in given.head
+        for dtype in given.dtype
+        for which in passes
+    ]
+
+
+def titles(target: targets.Target) -> str:
+    """The table's first line."""
+    if target is targets.H100:
+        return f"{_CASE_TITLES} {_KERNEL.format(*_KERNEL_TITLES)}"
+    return f"{_CASE_TITLES} {_PROGRAM.format(*_PROGRAM_TITLES)}"
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """What the table says of a row: a line for each kernel of a GPU, or for a TPU's program."""
+    start = _CASE.format(**row)
+    if row["status"] != job.COMPILED:
+        return [f"{start} {row['status'].upper()} {row['message']}"]
+    if row["target"] == targets.H100.name:
+        said = [_of_kernel(kernel) for kernel in row["kernels"]]
+        return [f"{start} {line}" for line in said or ["no kernel of its own"]]
+    moved = "-" if row["bytes_moved"] is None else f"{row['bytes_moved'] / 1e9:.2f}"
+    memory = row["temporary_bytes"]
+    shown = "-" if memory is None else f"{memory / 2**20:.1f}"
+    return [f"{start} {_PROGRAM.format(shown, moved, row['custom_kernels'], row['loops'])}"]
+
+
+def _of_kernel(kernel: dict[str, Any]) -> str:
+    loop = kernel["main_loop"]
+    counts = (
+        ["-"] * 3
+        if loop is None
+        else [loop["instructions"], loop["matrix_cycles"], loop["special_cycles"]]
+    )
+    used = (kernel["kernel"], kernel["registers"], kernel["spill_bytes"], kernel["shared_bytes"])
+    warned = "".join(f" warning: {x}" for x in kernel["warnings"])
+    return _KERNEL.format(*used, *counts) + warned

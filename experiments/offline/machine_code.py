@@ -1,0 +1,183 @@
+"""What ptxas and nvdisasm say of a GPU kernel: registers, spills, and its innermost loops.
+
+Text in, numbers out: nothing here runs a tool. The cycles are a model, not a measurement. They say
+how long one warpgroup (four warps, one on each of a multiprocessor's four schedulers) keeps a unit
+busy during one round of the loop:
+
+- the matrix units multiply and add 2,048 pairs of 16-bit numbers a cycle, 1,024 of tf32 and 4,096
+  of 8-bit numbers; the older instructions of one warp (HMMA) reach half of that;
+- the special function unit, which computes exp2, takes 8 cycles for one instruction of a warp.
+"""
+
+import collections
+import re
+from typing import NamedTuple
+
+
+class Resources(NamedTuple):
+    """What a kernel takes, of one thread or one block, as `ptxas -v` says."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int  # stored; as many or more are loaded
+    shared_bytes: int  # static: what is asked for at launch is not in it
+    warnings: tuple[str, ...]
+
+
+class Instruction(NamedTuple):
+    """One line of machine code: `HGMMA.64x128x16.F32.BF16` and what follows it."""
+
+    name: str
+    operands: str
+
+    @property
+    def root(self) -> str:
+        """The name without its suffixes."""
+        return self.name.split(".")[0]
+
+
+class Loop(NamedTuple):
+    """An innermost loop with matrix products, during one round."""
+
+    instructions: int
+    matrix_cycles: int
+    special_cycles: int
+    by_kind: dict[str, int]  # instructions
+
+
+_ROOTS = {
+    "matrix": "HGMMA QGMMA IGMMA HMMA QMMA IMMA",
+    "special": "MUFU",
+    "float": "FADD FMUL FFMA FMNMX FSETP FSEL FSET FCHK HADD2 HMUL2 HFMA2 HMNMX2 HSETP2",
+    "convert": "F2F F2FP F2I I2F I2FP FRND",
+    "integer": "IADD3 IMAD IMNMX ISETP IABS LEA LOP3 SHF SEL PLOP3 PRMT SGXT BMSK VIADD VIMNMX "
+    "VIADDMNMX UIADD3 UIMAD UISETP ULEA ULOP3 USHF USEL UPRMT USGXT UPLOP3 P2R R2P POPC FLO",
+    "shuffle": "SHFL REDUX VOTE VOTEU",
+    "shared": "LDS STS LDSM STSM",
+    "global": "LD ST LDG STG LDC ULDC LDGSTS ATOM ATOMG RED UTMALDG UTMASTG UTMAREDG UBLKCP",
+    "local": "LDL STL",
+    "wait": "BAR SYNCS WARPGROUP WARPSYNC DEPBAR LDGDEPBAR ELECT FENCE MEMBAR NANOSLEEP "
+    "UTMACMDFLUSH UTMACCTL ACQBULK CCTL",
+    "move": "MOV UMOV R2UR S2R S2UR CS2R MOVM",
+    "jump": "BRA BRX JMP EXIT CALL RET BSSY BSYNC BREAK NOP",
+}
+_KINDS = {root: kind for kind, roots in _ROOTS.items() for root in roots.split()}
+
+_PRODUCTS_PER_CYCLE = {"HGMMA": 2048, "QGMMA": 4096, "IGMMA": 4096, "HMMA": 1024}
+_SPECIAL_CYCLES = 8
+_WARPS = 4  # of a warpgroup
+
+_LINE = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
+_LABEL = re.compile(r"\s*(\.L\w+):")
+_TARGET = re.compile(r"`\((\.L\w+)\)")
+
+
+def resources(said: str) -> Resources:
+    """What `ptxas -v` said of one kernel.
+
+    Raises:
+        ValueError: it says nothing of registers.
+    """
+    registers = re.search(r"Used (\d+) registers", said)
+    if registers is None:
+        raise ValueError(f"expected 'Used … registers' from ptxas -v, got {said.strip()!r}")
+
+    def first(pattern: str) -> int:
+        found = re.search(pattern, said)
+        return int(found[1]) if found else 0
+
+    return Resources(
+        registers=int(registers[1]),
+        stack_bytes=first(r"(\d+) bytes stack frame"),
+        spill_bytes=first(r"(\d+) bytes spill stores"),
+        shared_bytes=first(r"(\d+) bytes smem"),
+        warnings=warnings(said),
+    )
+
+
+def warnings(said: str) -> tuple[str, ...]:
+    """What ptxas warns of, each once; that it serialises matrix products, it calls information."""
+    found = re.findall(
+        r"^ptxas \w+\s*:\s*(.*Potential Performance Loss.*?)\s*$"
+        r"|^.*?\b(?:warning|error)\b\s*:\s*(.*?)\s*$",
+        said,
+        re.MULTILINE,
+    )
+    found = [loss or warning for loss, warning in found]
+    return tuple(dict.fromkeys(found))
+
+
+def kind(instruction: Instruction) -> str:
+    """What an instruction is for."""
+    return _KINDS.get(instruction.root, "other")
+
+
+def matrix_cycles(instruction: Instruction) -> float:
+    """Cycles for which a warpgroup's instruction keeps the matrix units; 0 for other instructions.
+
+    An HMMA is one warp's, so a warpgroup has four of them.
+    """
+    rate = _PRODUCTS_PER_CYCLE.get(instruction.root, 0)
+    if not rate:
+        return 0.0
+    if ".TF32" in instruction.name:
+        rate /= 2
+    wide = re.search(r"\.(\d+)x(\d+)x(\d+)", instruction.name)
+    if wide:
+        rows, columns, depth = map(int, wide.groups())
+        return rows * columns * depth / rate
+    narrow = re.search(r"\.(16)(8)(\d+)", instruction.name)  # 16816 is 16 × 8 × 16
+    if narrow:
+        rows, columns, depth = map(int, narrow.groups())
+        return _WARPS * rows * columns * depth / rate
+    return 0.0
+
+
+def instructions(sass: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The instructions that `nvdisasm -c` printed, and the place of each label among them."""
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        label = _LABEL.match(line)
+        if label:
+            labels[label[1]] = len(code)
+            continue
+        found = _LINE.match(line)
+        if found:
+            code.append(Instruction(found[1], found[2].strip()))
+    return code, labels
+
+
+def loops(sass: str) -> list[Loop]:
+    """The innermost loops with matrix products, in the code's order.
+
+    A loop is what lies between a label and a later jump back to it.
+    """
+    code, labels = instructions(sass)
+    spans = set()
+    for end, instruction in enumerate(code):
+        target = _TARGET.search(instruction.operands) if instruction.root == "BRA" else None
+        start = labels.get(target[1], end + 1) if target else end + 1
+        if start <= end and any(kind(x) == "matrix" for x in code[start : end + 1]):
+            spans.add((start, end))
+    innermost = [
+        (start, end)
+        for start, end in sorted(spans)
+        if not any((a, b) != (start, end) and start <= a and b <= end for a, b in spans)
+    ]
+    return [_loop(code[start : end + 1]) for start, end in innermost]
+
+
+def _loop(body: list[Instruction]) -> Loop:
+    by_kind = collections.Counter(map(kind, body))
+    return Loop(
+        instructions=len(body),
+        matrix_cycles=round(sum(map(matrix_cycles, body))),
+        special_cycles=_SPECIAL_CYCLES * by_kind["special"],
+        by_kind=dict(by_kind.most_common()),
+    )
+
+
+def main_loop(found: list[Loop]) -> Loop | None:
+    """The loop over tiles that need no mask: the most products in the fewest instructions."""
+    return max(found, key=lambda x: (x.matrix_cycles, -x.instructions), default=None)

@@ -1,0 +1,535 @@
+"""Kernels compiled for devices that are not here: what is read of them, and the whole table.
+
+What needs a compiler is marked `slow` and skips where it is not installed.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.benchmark import __main__ as benchmark
+from experiments.ending import Failure, UserError
+from experiments.offline import calls, command, job, machine_code, targets
+from experiments.offline.job import Job
+from experiments.offline.machine_code import Instruction
+from jattn import masks, scores
+from tests.cases import CASES, Case, Inputs, inputs
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# --- what ptxas says ----------------------------------------------------------------------------
+
+SAID = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'a_kernel' for 'sm_90a'
+ptxas info    : Function properties for a_kernel
+    136 bytes stack frame, 120 bytes spill stores, 148 bytes spill loads
+ptxas warning : the first of two
+ptxas info    : Used 168 registers, used 16 barriers, 136 bytes cumulative stack size, 32 bytes smem
+ptxas warning : the first of two
+ptxas warning : the second
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+"""
+LOSS = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+
+
+def test_resources_of_a_kernel():
+    said = ("the first of two", "the second", LOSS)
+    expected = machine_code.Resources(168, 136, 120, 32, said)
+    assert machine_code.resources(SAID) == expected
+
+
+def test_a_kernel_without_spills_and_shared_memory():
+    said = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers"
+    assert machine_code.resources(said) == machine_code.Resources(32, 0, 0, 0, ())
+
+
+def test_ptxas_that_failed_is_not_read_as_a_kernel_without_registers():
+    with pytest.raises(ValueError, match=r"expected 'Used … registers' .* got 'ptxas fatal"):
+        machine_code.resources("ptxas fatal   : nothing there\n")
+
+
+# --- what nvdisasm says -------------------------------------------------------------------------
+
+# An outer loop, in it two inner ones with products and one without; a jump forward.
+SASS = """\
+	.section	.text.a_kernel,"ax",@progbits
+a_kernel:
+.text.a_kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/               @P0 BRA `(.L_x_9) ;
+.L_x_1:
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR32], RZ, !UPT ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24 ;
+        /*0040*/              @!P1 MUFU.EX2 R14, R29 ;
+        /*0050*/                   FFMA R3, R4, R5, R6 ;
+        /*0060*/                   BRA.U UP0, `(.L_x_1) ;
+.L_x_2:
+.L_x_3:
+        /*0070*/                   LDS R3, [R4] ;
+        /*0080*/               @P2 BRA `(.L_x_2) ;
+.L_x_4:
+        /*0090*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR32], RZ, !UPT ;
+        /*00a0*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24 ;
+        /*00b0*/                   STL [R1], R3 ;
+        /*00c0*/                   FADD R3, R4, R5 ;
+        /*00d0*/                   ISETP.GE.AND P1, PT, R3, R4, PT ;
+        /*00e0*/               @P1 BRA `(.L_x_4) ;
+        /*00f0*/               @P3 BRA `(.L_x_0) ;
+.L_x_9:
+        /*0100*/                   EXIT ;
+"""
+
+
+def test_instructions_and_labels():
+    code, labels = machine_code.instructions(SASS)
+    assert len(code) == 17
+    assert code[0] == Instruction("LDC", "R1, c[0x0][0x28] ;")
+    assert code[2].root == "HGMMA"
+    assert {name: labels[name] for name in (".L_x_0", ".L_x_2", ".L_x_3", ".L_x_9")} == {
+        ".L_x_0": 1,
+        ".L_x_2": 7,
+        ".L_x_3": 7,
+        ".L_x_9": 16,
+    }
+
+
+def test_only_innermost_loops_with_products_count():
+    first, second = machine_code.loops(SASS)
+    assert first == machine_code.Loop(
+        5, 64 + 32, 8, {"matrix": 2, "special": 1, "float": 1, "jump": 1}
+    )
+    assert second.instructions == 6
+    assert second.by_kind == {"matrix": 2, "local": 1, "float": 1, "integer": 1, "jump": 1}
+    assert second.special_cycles == 0
+
+
+def test_the_main_loop_has_most_products_in_fewest_instructions():
+    found = machine_code.loops(SASS)
+    assert machine_code.main_loop(found) == found[0]
+    more = found[1]._replace(matrix_cycles=1000)
+    assert machine_code.main_loop([*found, more]) == more
+    assert machine_code.main_loop([]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "cycles"),
+    [
+        ("HGMMA.64x128x16.F32.BF16", 64 * 128 * 16 / 2048),
+        ("HGMMA.64x128x8.F32.TF32", 64 * 128 * 8 / 1024),
+        ("QGMMA.64x256x32.F32.E4M3.E4M3", 64 * 256 * 32 / 4096),
+        ("HMMA.16816.F32", 4 * 16 * 8 * 16 / 1024),
+        ("HMMA.1688.F32.TF32", 4 * 16 * 8 * 8 / 512),
+        ("HMMA.SOMETHING", 0),
+        ("FFMA", 0),
+    ],
+)
+def test_cycles_of_the_matrix_units(name, cycles):
+    assert machine_code.matrix_cycles(Instruction(name, "")) == cycles
+
+
+def test_kinds_of_instructions():
+    kinds = [machine_code.kind(Instruction(x, "")) for x in ("LDL.64", "IMAD.MOV.U32", "NEWOP")]
+    assert kinds == ["local", "integer", "other"]
+
+
+PTX = """\
+.version 8.6
+.target sm_90a
+.visible .entry jattn_forward_mosaic_gpu_kernel(
+.maxntid 384, 1, 1
+"""
+
+
+def test_kernels_of_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "a.ptx").write_text(PTX)
+    (tmp_path / "b.ptx").write_text(".visible .entry loop_fusion(")
+    log = (
+        "// ('builtin.module' operation: @jattn_forward)\n  dynamic_shared_memory_size %c1000_i32 {"
+    )
+    (tmp_path / "jattn_forward.mlir-passes.log").write_text(log)
+    asked = []
+
+    def said(tool: str, *arguments: str) -> str:
+        asked.append((tool, *arguments))
+        return {"ptxas": SAID, "nvdisasm": SASS}[tool]
+
+    monkeypatch.setattr(job, "_said", said)
+    (found,) = job.kernels(tmp_path)
+    assert (found["kernel"], found["threads"], found["spill_bytes"]) == ("jattn_forward", 384, 120)
+    assert found["shared_bytes"] == 1000 + 32
+    assert found["main_loop"]["instructions"] == 5
+    assert len(found["loops"]) == 2
+    assert asked[0][:3] == ("ptxas", "-arch=sm_90a", "-v")
+    assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, allow_nan=False))
+
+
+def test_shared_memory_that_xla_asks_for(tmp_path, monkeypatch):
+    (tmp_path / "a.ptx").write_text(".entry jattn_forward(\n.reqntid 128, 1, 1\n")
+    line = "005: kCustomKernel [prev=004] jattn_forward grid: [1, 1, 1] threads: [128, 1, 1]  "
+    (tmp_path / "m.thunk_sequence.txt").write_text(f"{line}shared_memory: 40960 bytes\n")
+    monkeypatch.setattr(
+        job, "_said", lambda tool, *_: "Used 9 registers" if tool == "ptxas" else ""
+    )
+    (found,) = job.kernels(tmp_path)
+    assert (found["threads"], found["shared_bytes"], found["main_loop"]) == (128, 40960, None)
+
+
+def test_a_tool_that_fails_fails_the_job(monkeypatch):
+    def refusing(command: list[Any], **_: Any) -> Any:
+        if command[0] == sys.executable:
+            (Path(command[-1]) / "a.ptx").write_text(PTX)
+            return subprocess.CompletedProcess(command, 0, '{"status": "compiled"}', "")
+        return subprocess.CompletedProcess(command, 255, "", "ptxas fatal: no such thing")
+
+    monkeypatch.setattr(targets, "_find", Path)
+    monkeypatch.setattr(subprocess, "run", refusing)
+    row = job.run(JOB, 1.0)
+    expected = "failed", "ptxas ended with 255: ptxas fatal: no such thing"
+    assert (row["status"], row["message"]) == expected
+
+
+# --- a job --------------------------------------------------------------------------------------
+
+JOB = Job("h100", "causal", "hopper", 64, "bfloat16", "forward")
+
+
+def raising(error: Exception) -> Any:
+    def compiled(*_: Any) -> Any:
+        raise error
+
+    return compiled
+
+
+def test_a_reason_of_jattn_is_no_failure(monkeypatch):
+    reason = NotImplementedError("implementation 'hopper': expected\n bfloat16")
+    monkeypatch.setattr(targets, "compiled", raising(reason))
+    expected = {"status": "unsupported", "message": "implementation 'hopper': expected bfloat16"}
+    assert job.outcome(JOB) == expected
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("sin in a kernel"), RuntimeError("a\nb")])
+def test_what_a_compiler_raises_is_a_failure(monkeypatch, error):
+    monkeypatch.setattr(targets, "compiled", raising(error))
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    assert job.outcome(JOB) == {"status": "failed", "message": message}
+
+
+def ended(returncode: int, stdout: str = "", stderr: str = "") -> Any:
+    return lambda *_, **__: subprocess.CompletedProcess([], returncode, stdout, stderr)
+
+
+TPU_JOB = JOB._replace(target="v5e", implementation="splash")
+
+
+@pytest.mark.parametrize(
+    ("done", "message"),
+    [
+        (ended(-6, stderr="one\ntwo\nthree\nfour"), "killed by SIGABRT: two | three | four"),
+        (ended(3, "no JSON", "why"), "exit status 3: why"),
+        (ended(3, "[1]", "why"), "exit status 3: why"),
+        (ended(1), "exit status 1: "),
+    ],
+)
+def test_a_compiler_that_dies_is_a_failure(monkeypatch, done, message):
+    monkeypatch.setattr(subprocess, "run", done)
+    row = job.run(TPU_JOB, 1.0)
+    assert (row["status"], row["message"]) == ("failed", message)
+
+
+def test_a_compiler_that_does_not_end_is_a_failure(monkeypatch):
+    def never(*_: Any, timeout: float, **__: Any) -> Any:
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(subprocess, "run", never)
+    assert job.run(TPU_JOB, 2.5)["message"] == "not ready after 2.5 seconds"
+
+
+def test_the_last_line_of_a_process_is_the_row(monkeypatch):
+    said = 'noise\n{"status": "compiled", "message": ""}\n'
+    monkeypatch.setattr(subprocess, "run", ended(0, said))
+    assert job.run(TPU_JOB, 1.0) == {
+        "target": "v5e",
+        "case": "causal",
+        "implementation": "splash",
+        "head": 64,
+        "dtype": "bfloat16",
+        "pass": "forward",
+        "status": "compiled",
+        "message": "",
+    }
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def given(*arguments: str, target: str = "h100") -> Any:
+    return command.arguments(["--target", target, *arguments])
+
+
+def test_jobs_are_the_product_of_the_arguments():
+    asked = given("--cases", "full", "bias", "--head", "64", "128", "--implementation", "pallas")
+    found = command.chosen(asked, targets.H100)
+    assert len(found) == len(set(found)) == 2 * 2 * 2
+    assert found[0] == Job("h100", "full", "pallas", 64, "bfloat16", "forward")
+    assert {x.which for x in found} == {"forward", "gradients"}
+
+
+def test_the_usual_jobs_are_every_case_of_the_kernels_for_the_target():
+    found = command.chosen(given("--pass", "gradients", target="v5e"), targets.V5E)
+    assert {x.implementation for x in found} == {"splash", "blockwise"}
+    assert {x.case for x in found} == set(calls.CALLS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--target", "h200"], ["--target", "h100", "--cases", "nothing"],
+     ["--target", "h100", "--head", "0"], ["--target", "h100", "--dtype", "int8"]],
+)  # fmt: skip
+def test_wrong_usage_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        benchmark.main(["offline", *arguments])
+    assert end.value.code == 2
+    assert "usage: python -m experiments.benchmark offline" in capsys.readouterr().err
+
+
+def test_an_implementation_that_the_target_has_not(capsys):
+    arguments = ["offline", "--target", "v5e", "--implementation", "hopper"]
+    assert benchmark.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: no implementation 'hopper' for v5e; there are splash")
+
+
+@pytest.mark.parametrize("target", targets.TARGETS.values(), ids=list(targets.TARGETS))
+def test_what_is_not_installed_is_said_in_one_line(monkeypatch, capsys, tmp_path, target):
+    monkeypatch.setattr(targets, "_exists", lambda _: False)
+    monkeypatch.setattr(targets, "_find", lambda _: None)
+    out = tmp_path / "rows.jsonl"
+    assert benchmark.main(["offline", "--target", target.name, "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    module, package = target.modules[0]
+    assert f"no module {module} (package {package})" in said
+    assert 'pip install -e ".[offline]"' in said
+    assert not out.exists()
+    with pytest.raises(UserError, match=f"no module {module}"):
+        targets.device.__wrapped__(target)
+
+
+def test_a_program_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(targets, "_exists", lambda _: True)
+    monkeypatch.setattr(targets, "_find", lambda name: None if name == "nvdisasm" else Path(name))
+    said = targets.missing(targets.H100)
+    assert said is not None
+    assert "no program nvdisasm (package nvidia-cuda-nvdisasm)" in said
+    assert targets.missing(targets.V5E) is None
+    with pytest.raises(UserError, match="no program nvdisasm"):
+        targets.tool("nvdisasm")
+
+
+LOOP = {"instructions": 519, "matrix_cycles": 1024, "special_cycles": 528, "by_kind": {}}
+KERNEL = {
+    "kernel": "jattn_forward",
+    "registers": 168,
+    "spill_bytes": 24,
+    "shared_bytes": 168033,
+    "warnings": ["be careful"],
+    "main_loop": LOOP,
+}
+
+
+def row(status: str, message: str = "", **more: Any) -> dict[str, Any]:
+    names = ("target", "case", "implementation", "head", "dtype", "pass")
+    return {**dict(zip(names, JOB, strict=True)), "status": status, "message": message, **more}
+
+
+def test_the_table_of_a_gpu():
+    one, two = command.lines(row("compiled", kernels=[KERNEL, {**KERNEL, "main_loop": None}]))
+    numbers = "jattn_forward 168 24 168033"
+    assert " ".join(one.split()).endswith(f"forward {numbers} 519 1024 528 warning: be careful")
+    assert " ".join(two.split()).endswith(f"{numbers} - - - warning: be careful")
+    (none,) = command.lines(row("compiled", kernels=[]))
+    assert none.endswith("no kernel of its own")
+    (why,) = command.lines(row("unsupported", "no reason"))
+    assert why.endswith("UNSUPPORTED no reason")
+    assert len(command.titles(targets.H100)) == len(one.split(" warning")[0])
+
+
+def test_the_table_of_a_tpu():
+    facts = {"temporary_bytes": 2**20, "bytes_moved": None, "custom_kernels": 3, "loops": 0}
+    (line,) = command.lines({**row("compiled", **facts), "target": "v5e"})
+    assert " ".join(line.split()).endswith("forward 1.0 - 3 0")
+    assert len(command.titles(targets.V5E)) == len(line)
+
+
+def test_the_status_is_1_where_something_does_not_compile(monkeypatch, tmp_path, capsys):
+    rows = {
+        "full": row("compiled", kernels=[KERNEL]),
+        "bias": row("unsupported", "a reason"),
+        "dropout": row("failed", "RuntimeError: boom"),
+    }
+    monkeypatch.setattr(targets, "missing", lambda _: None)
+    monkeypatch.setattr(job, "run", lambda each, seconds: rows[each.case])
+    out = tmp_path / "new" / "rows.jsonl"
+    options = ["--target", "h100", "--pass", "forward", "--implementation", "hopper"]
+    options += ["--out", str(out), "--cases"]
+    assert benchmark.main(["offline", *options, "full", "bias"]) == 0
+    said = capsys.readouterr().out
+    assert "2 programs: 0 failed, 1 not supported, 1 with spills" in said
+    assert benchmark.main(["offline", *options, *rows]) == 1
+    assert "FAILED RuntimeError: boom" in capsys.readouterr().out
+    assert [json.loads(line) for line in out.read_text().splitlines()] == list(rows.values())
+    with pytest.raises(Failure, match="1 of 1 programs do not compile for h100"):
+        command.main([*options, "dropout"])
+
+
+# --- the cases ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", calls.CALLS)
+def test_each_case_is_a_call_with_gradients(name):
+    call = calls.CALLS[name]
+    arrays = call.arrays(64, "float32")
+    out, gradients = jax.eval_shape(call.gradients("reference"), *arrays)
+    assert jax.tree.leaves(out)[0].shape == arrays[0].shape
+    assert [x.shape for x in jax.tree.leaves(gradients)] == [
+        x.shape for x in jax.tree.leaves(arrays[:4])
+    ]
+
+
+def nodes(value: Any) -> set[type]:
+    """The classes of a mask or a score function and of what it is made of."""
+    if not dataclasses.is_dataclass(value):
+        return set()
+    inner = (getattr(value, field.name) for field in dataclasses.fields(value))
+    return {type(value)}.union(*map(nodes, inner))
+
+
+def test_every_mask_and_every_score_function_is_there():
+    seen: set[type] = set()
+    for call in calls.CALLS.values():
+        *_, parameters, operands, _ = call.arrays(64, "float32")
+
+        def note(arrays: Any, call: calls.Call = call) -> None:
+            seen.update(*map(nodes, call.rules(arrays).values()))
+
+        jax.eval_shape(note, {**parameters, **operands})
+    known = {
+        x
+        for module, base in ((masks, masks.Mask), (scores, scores.ScoreFunction))
+        for x in vars(module).values()
+        if isinstance(x, type) and issubclass(x, base) and x is not base
+    }
+    assert known - seen <= {masks.Empty}
+
+
+# --- the compilers ------------------------------------------------------------------------------
+
+HEADS = (64, 128, 256, 80)
+DTYPES = ("bfloat16", "float16", "float32")
+COMPILED = [
+    (targets.H100, "pallas", DTYPES),
+    (targets.H100, "hopper", DTYPES[:2]),
+    (targets.V5E, "splash", ("bfloat16", "float32")),
+    (targets.V5E, "blockwise", DTYPES),
+]
+
+
+@pytest.fixture
+def compilers(request, monkeypatch):
+    target = request.getfixturevalue("target")
+    reason = targets.missing(target)
+    if reason:
+        pytest.skip(reason)
+    for name, _ in target.tools:
+        folder = str(targets.tool(name).parent)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    # Programs for devices that are not here can be written to the cache, but not read from it.
+    least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    with jax.enable_x64(False):
+        yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+
+
+def in_32_bits(array: Any) -> Any:
+    kinds = {"int64": "int32", "float64": "float32"}
+    return jax.ShapeDtypeStruct(np.shape(array), kinds.get(array.dtype.name, array.dtype))
+
+
+def everything(case: Case, implementation: str, given: Inputs, key: Any) -> Any:
+    """out, lse and all gradients."""
+    options = {"dropout_key": key} if case.rate else {}
+
+    def attend(q: Any, k: Any, v: Any, parameters: Any) -> Any:
+        return case.attend(
+            q, k, v, parameters, given.operands, implementation=implementation, **options
+        )
+
+    out, pull = jax.vjp(attend, given.q, given.k, given.v, given.parameters)
+    return out, pull((given.d_out, given.d_lse))
+
+
+@pytest.mark.slow
+@pytest.mark.default_tiles
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
+@pytest.mark.usefixtures("compilers")
+@pytest.mark.parametrize(
+    ("target", "implementation", "dtypes"), COMPILED, ids=[f"{x[0].name}-{x[1]}" for x in COMPILED]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_of_the_table_compiles(target, implementation, dtypes, name):
+    place = list(CASES).index(name)
+    head, dtype = HEADS[(place // 3 + place) % 4], dtypes[place % len(dtypes)]
+    sizes = CASES[name].sizes._replace(H=head, V=head if place % 2 else 64)
+    case = dataclasses.replace(CASES[name], sizes=sizes)
+    avals = jax.tree.map(in_32_bits, inputs(case, dtype))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def run(given: Inputs, key: Any) -> Any:
+        return everything(case, implementation, given, key)
+
+    try:
+        targets.compiled(target, run, avals, key)
+    except NotImplementedError as error:
+        if not job.is_reason(error, implementation):
+            raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [targets.H100, targets.V5E], ids=["h100", "v5e"])
+@pytest.mark.usefixtures("compilers")
+def test_the_command(tmp_path, target):
+    out = tmp_path / "rows.jsonl"
+    options = ["--target", target.name, "--cases", "causal", "--head", "64", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.benchmark", "offline", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [x["status"] for x in rows] == ["compiled"] * 4
+    assert all(x["temporary_bytes"] is not None for x in rows)
+    if target is targets.H100:
+        kernels = {kernel["kernel"] for x in rows for kernel in x["kernels"]}
+        assert {"jattn_hopper_forward", "jattn_hopper_d_keys", "jattn_forward"} <= kernels
+        hot = rows[0]["kernels"][0]["main_loop"]
+        assert hot["matrix_cycles"] > 0 and hot["special_cycles"] > 0
+    else:
+        assert rows[0]["custom_kernels"] == 1
