@@ -53,7 +53,7 @@ MASKS = {
 def test_memory_is_linear_where_heads_run_at_once(monkeypatch, name, backward):
     """As on GPUs and TPUs, whatever is masked; here as the compiler for CPUs sees it."""
     monkeypatch.setattr(blockwise, "choose_way", lambda *_: "vmap")
-    monkeypatch.setattr(blockwise, "_AT_ONCE", 2**20)  # a block of one head
+    monkeypatch.setattr(tuning, "SCORES_TOGETHER", 2**20)  # a block of one head
 
     def memory(T: int) -> int:
         def loss(q, k, v, ids):
@@ -153,7 +153,7 @@ def test_long_sequences_agree_with_the_formula(monkeypatch, name, way):
     way, *in_turn = way.split(", ")
     monkeypatch.setattr(blockwise, "choose_way", lambda *_: way)
     if in_turn:
-        monkeypatch.setattr(blockwise, "_AT_ONCE", 1)
+        monkeypatch.setattr(tuning, "SCORES_TOGETHER", 1)
     rng = np.random.default_rng(1)
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 1700)), axis=1))
     mask, T, S = LONG[name](ids)
