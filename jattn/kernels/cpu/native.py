@@ -3,7 +3,7 @@
 XLA's products on CPUs are fast for large matrices and far from it for those of attention, and it
 does not keep the scores of a tile in the caches between the products and the softmax. The kernel
 does, for the masks that leave each query one run of keys and the score functions that
-`native_rules` knows; blockwise takes the rest. Beside the results it needs a few tiles for each
+`rules` knows; blockwise takes the rest. Beside the results it needs a few tiles for each
 thread, about a megabyte with heads of 64.
 """
 

@@ -207,7 +207,7 @@ def _refusal(shapes: Shapes) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------
-# The two passes
+# Forward and backward
 # ---------------------------------------------------------------------------------------------
 
 
@@ -290,7 +290,7 @@ def _backward(
 
 
 def _again(platform: str) -> AttentionVJP:
-    """The blockwise passes, of which the backward one needs a normalizer."""
+    """Those of blockwise, of which the backward one needs a normalizer."""
     forward, backward = blockwise.functions(platform)[:2]
 
     def backward_from_inputs(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:

@@ -54,7 +54,7 @@ inline W mix(W x) {
   return x ^ (x >> 16);
 }
 
-// JATTN_TILES is given by `native_library`.
+// JATTN_TILES is given by `library.py`.
 constexpr Index kSizes[] = {JATTN_TILES};
 constexpr Index kQueries = kSizes[0], kKeys = kSizes[1];  // of a tile
 constexpr Index kRun = kSizes[2];  // keys whose gradients are summed before they are written
