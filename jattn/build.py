@@ -22,7 +22,7 @@ from jattn.kernels.cpu import library
 def build(dtype: str) -> str | None:
     """Builds and tries the libraries for a dtype, prints where they are; returns what is wrong."""
     for function in ("forward", "decode"):
-        if reason := library.unavailable(function, dtype, named=True):
+        if reason := library.unavailable(function, dtype, wait=True):
             return f"cannot be built: {reason}"
         file = library.kept(function, dtype)
         if file is None:

@@ -26,14 +26,14 @@ class Row(NamedTuple):
         lower for the devices at hand. "settled", with the program, for the platform that JAX runs
         on by default; such a kernel is for who names it.
     unavailable: why it cannot run on this machine, or in this program, if that is so; asked when a
-        program is lowered. A kernel that was named may wait for what it needs.
+        program is lowered. Where the second argument is True, it may wait for what it needs.
     """
 
     kernel: Kernel
     platforms: tuple[str, ...] | None = None
     interpreted: tuple[str, ...] = ()
     when: Literal["lowered", "traced", "settled"] = "lowered"
-    unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, named: None
+    unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
 
 
 KERNELS: dict[str, Row] = {
@@ -71,7 +71,9 @@ def check_supported(name: str, spec: Spec, shapes: Shapes) -> None:
 def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
     """For each name None, or why it cannot run the call on a platform."""
     found = {
-        name: row.kernel.supports(spec, shapes) or _cannot_run(name, platform, shapes, named=True)
+        name: row.kernel.supports(spec, shapes)
+        or _elsewhere(row, platform, named=True)
+        or row.unavailable(shapes, False)
         for name, row in KERNELS.items()
     }
     return {**found, "reference": None}
@@ -105,20 +107,20 @@ def _first_that_can(
 ) -> AttentionVJP:
     """The functions of the first kernel that can run on this platform and machine."""
     for name in names:
-        reason = _cannot_run(name, platform, shapes, named=named)
+        row = KERNELS[name]
+        reason = _elsewhere(row, platform, named=named) or row.unavailable(shapes, named)
         if named:
             refuse(name, reason)
         if not reason:
-            return KERNELS[name].kernel.functions(platform)
+            return row.kernel.functions(platform)
     raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
 
 
-def _cannot_run(name: str, platform: str, shapes: Shapes, *, named: bool) -> str | None:
-    """Why not on this platform or machine; None if it can. Only who names it has it interpreted."""
-    row = KERNELS[name]
+def _elsewhere(row: Row, platform: str, *, named: bool) -> str | None:
+    """Why a kernel is not for a platform; None if it is. It is interpreted for who names it."""
     if row.platforms and platform not in (*row.platforms, *(row.interpreted if named else ())):
         return f"is for {' and '.join(row.platforms)}, the program is for {platform}"
-    return row.unavailable(shapes, named)
+    return None
 
 
 def _settled_platform() -> str:

@@ -45,22 +45,22 @@ _libraries: dict[tuple[str, str, str], _Library] = {}
 _lock = threading.Lock()
 
 
-def unavailable(function: str, dtype: Any, *, named: bool = False) -> str | None:
+def unavailable(function: str, dtype: Any, *, wait: bool = False) -> str | None:
     """Why there is no such function for float32 or float64; None where there is, then for good.
 
-    With `named` it waits until that is known.
+    With `wait` it waits until that is known.
     """
     library = _library(function, dtype)
     left = library.began + PATIENCE - time.monotonic()
     try:
-        return library.outcome.result(None if named else max(0.0, left)).reason
+        return library.outcome.result(None if wait else max(0.0, left)).reason
     except TimeoutError:
         return f"its library is still being built, after {PATIENCE:g} s"
 
 
 def target(function: str, dtype: Any) -> str:
     """The name under which XLA finds a function; OSError where its library cannot be built."""
-    if reason := unavailable(function, dtype, named=True):
+    if reason := unavailable(function, dtype, wait=True):
         raise OSError(reason)
     return _name(function, np.dtype(dtype).name, tuning.CPU_TILES)
 

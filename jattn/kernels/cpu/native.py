@@ -41,11 +41,11 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def unavailable(shapes: Shapes, named: bool) -> str | None:
-    """Why it cannot run on this machine, or in a program for any; who names it waits for it."""
+def unavailable(shapes: Shapes, wait: bool) -> str | None:
+    """Why it cannot run on this machine, or in a program for any."""
     if lowering.exported():
         return "an exported program may run where its library is not"
-    return library.unavailable("forward", accumulation(shapes.dtype), named=named)
+    return library.unavailable("forward", accumulation(shapes.dtype), wait=wait)
 
 
 def _runs(spec: Spec, shapes: Shapes) -> Runs:
