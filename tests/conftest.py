@@ -1,35 +1,36 @@
 """A strict JAX for every test: no silent promotion, several devices, 64 bits to compare with."""
 
-import atexit
 import functools
 import gc
 import importlib
 import itertools
 import os
 import shutil
-import tempfile
+from pathlib import Path
 from typing import Any
 
 
-# One piece of code for each program instead of many: quicker for small programs, and a process may
-# hold only so many memory maps (65,530 by default on Linux), of which each piece takes some.
+# Programs are compiled in a hurry, with the same values to rounding, for most run once; users'
+# optimisations stand in `users_jit`. One piece of code for each program instead of many: a process
+# may hold only so many memory maps (65,530 by default on Linux), of which each piece takes some.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_backend_optimization_level=0",
     )
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# What takes long to compile is compiled once for all processes of a run, also those that tests
-# start, and once more only where a test asks for other options.
+# Compiled programs are kept, for all processes of a run, also those that tests start, and for the
+# next run, which takes half the time.
+PROGRAMS = Path(__file__).parent.parent / ".pytest_cache" / "programs"
+ROOM = 4e9  # bytes
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _programs = tempfile.mkdtemp(prefix="jattn-tests-")
-    atexit.register(shutil.rmtree, _programs, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import jaxtyping
@@ -58,18 +59,31 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @functools.cache
 def quick_options() -> dict[str, Any]:
-    """Compiler options that make small programs on CPU several times faster to compile."""
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    """Compiler options that make small programs on CPU quicker to compile still."""
+    options = {"xla_cpu_use_fusion_emitters": False}
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
     except jax.errors.JaxRuntimeError:  # newer versions have no such switch
-        del options["xla_cpu_use_fusion_emitters"]
+        return {}
     return options
 
 
 def quick_jit(function: Any, **options: Any) -> Any:
     """`jax.jit` for programs that run once: compiled in a hurry, same values to rounding."""
     return jax.jit(function, compiler_options=quick_options(), **options)
+
+
+def users_jit(function: Any, **options: Any) -> Any:
+    """`jax.jit` with all optimisations, as users' programs are compiled."""
+    level = {"xla_backend_optimization_level": 3}
+    return jax.jit(function, compiler_options=level, **options)
+
+
+def pytest_configure(config: Any) -> None:
+    """Programs of versions long gone do not fill the disk."""
+    if not hasattr(config, "workerinput") and PROGRAMS.is_dir():
+        if sum(file.stat().st_size for file in PROGRAMS.iterdir()) > ROOM:
+            shutil.rmtree(PROGRAMS, ignore_errors=True)
 
 
 def pytest_collection() -> None:

@@ -24,7 +24,7 @@ from jattn import masks, scores, tile
 from jattn.scores import ScoreFunction
 from tests import oracle
 from tests.cases import CASES, DTYPES, GENERAL, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
-from tests.conftest import quick_jit
+from tests.conftest import quick_jit, users_jit
 from tests.oracle import error
 
 
@@ -101,7 +101,7 @@ def everything(implementation: str, case: Case, x: Inputs, wrap: Any = lambda f:
 def compiled(implementation: str, name: str, how: str = "quick") -> Any:
     """`everything` for one case, compiled once for all tests that need it."""
     function = functools.partial(everything, implementation, CASES[name])
-    return quick_jit(function) if how == "quick" else jax.jit(function)
+    return quick_jit(function) if how == "quick" else users_jit(function)
 
 
 def run(implementation: str, name: str, x: Inputs) -> Results:
