@@ -23,7 +23,7 @@ from jattn.kernels.common import lowering, vjp
 from jattn.kernels.xla import decode, reference
 from jattn.masks import Mask, as_mask
 from jattn.scores import ScoreFunction
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_lost, prepare
+from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
 
 
 SomeCache = TypeVar("SomeCache", bound=Cache)
@@ -153,7 +153,7 @@ def _attend(
     """`out`, or `(out, lse)` if the spec asks for it."""
     query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
     results = _run(implementation, spec, query, key, value, shapes)
-    out, lse = nan_if_lost(spec, *results)
+    out, lse = nan_if_overflowed(spec, *results)
     out = out.reshape(*shapes.batch, *out.shape[1:])
     return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
 
@@ -195,10 +195,10 @@ def _attend_cache(
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         out, lse = _run(implementation, spec, query, key, value, shapes)
-    lost = cache.overflowed
-    out, lse = nan_if_lost(spec, out, lse)
-    out = jnp.where(lost[:, None, None, None], jnp.nan, out)
-    return (out, jnp.where(lost[:, None, None], jnp.nan, lse)) if spec.lse else out
+    overflowed = cache.overflowed
+    out, lse = nan_if_overflowed(spec, out, lse)
+    out = jnp.where(overflowed[:, None, None, None], jnp.nan, out)
+    return (out, jnp.where(overflowed[:, None, None], jnp.nan, lse)) if spec.lse else out
 
 
 def _check_cache(
@@ -376,7 +376,7 @@ def _platform_of(x: Any) -> str:
 def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) -> Array:
     flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key)]
     result = getattr(reference, what)(prepare(spec, shapes), *flat)
-    (result,) = nan_if_lost(spec, result)
+    (result,) = nan_if_overflowed(spec, result)
     return result.reshape(*shapes.batch, *result.shape[1:])
 
 

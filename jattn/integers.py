@@ -114,10 +114,10 @@ def positions(name: str, x: Any) -> tuple[Any, Bool[Array, ""] | None]:
         raise ValueError(
             f"{name}: expected positions of 32 bits, {_outside(x)}; subtract an offset"
         )
-    lost = x > MOST
+    outside = x > MOST
     if jnp.issubdtype(x.dtype, jnp.signedinteger):
-        lost = lost | (x < LEAST)
-    return clamped(x), jnp.any(lost)
+        outside = outside | (x < LEAST)
+    return clamped(x), jnp.any(outside)
 
 
 def of_formula(name: str, x: Any) -> Any:

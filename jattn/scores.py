@@ -143,9 +143,9 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
     above, as in the paper's code.
     """
     check_size("num_heads", num_heads)
-    whole = 2 ** int(math.log2(num_heads))
-    slopes = [2 ** (-8 * n / whole) for n in range(1, whole + 1)]
-    slopes += [2 ** (-4 * n / whole) for n in range(1, 2 * (num_heads - whole), 2)]
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * n / power) for n in range(1, power + 1)]
+    slopes += [2 ** (-4 * n / power) for n in range(1, 2 * (num_heads - power), 2)]
     return jnp.asarray(slopes, jnp.float32)
 
 

@@ -57,7 +57,7 @@ class Spec:
     dropout_rate: float = static_field(default=0.0)
     precision: Any = static_field(default=None)
     lse: bool = static_field(default=False)  # whether the log of the denominator is asked for too
-    lost: Any = None  # traced: whether positions do not fit 32 bits, for results to be NaN
+    overflowed: Any = None  # traced: whether positions do not fit 32 bits, for results to be NaN
 
 
 class Tiling(NamedTuple):
@@ -209,6 +209,10 @@ def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
     return integers.positions(name, value)
 
 
+def _either(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a | b
+
+
 def make_spec(
     shapes: Shapes,
     *,
@@ -228,8 +232,8 @@ def make_spec(
     """
     mask = as_mask(mask)
     check_score(score)
-    q_positions, q_lost = _positions("q_positions", "[*B, T]", q_positions)
-    kv_positions, kv_lost = _positions("kv_positions", "[*B, S]", kv_positions)
+    q_positions, q_outside = _positions("q_positions", "[*B, T]", q_positions)
+    kv_positions, kv_outside = _positions("kv_positions", "[*B, S]", kv_positions)
     rate = _check_dropout(dropout_rate, dropout_key)
     check_precision("precision", precision)
     check_flag("return_lse", lse)
@@ -243,7 +247,7 @@ def make_spec(
         dropout_rate=rate,
         precision=precision,
         lse=bool(lse),
-        lost=q_lost if kv_lost is None else kv_lost if q_lost is None else q_lost | kv_lost,
+        overflowed=_either(q_outside, kv_outside),
     )
     check_leaves(spec, shapes)
     return _with_lasting_functions(spec, shapes)
@@ -292,7 +296,7 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
 
     spec = jax.tree.map(open_, spec, is_leaf=_is_function)
     learned = jax.tree.map(cast, _learned(spec))
-    spec = dataclasses.replace(spec, score=learned[0], scale=learned[1], lost=None)
+    spec = dataclasses.replace(spec, score=learned[0], scale=learned[1], overflowed=None)
     return flatten_batch(spec, shapes.batch)
 
 
@@ -301,11 +305,11 @@ def _learned(spec: Spec) -> tuple[Any, Any]:
     return spec.score, spec.scale
 
 
-def nan_if_lost(spec: Spec, *results: Array) -> tuple[Array, ...]:
+def nan_if_overflowed(spec: Spec, *results: Array) -> tuple[Array, ...]:
     """The results, or NaN where the positions did not fit."""
-    if spec.lost is None:
+    if spec.overflowed is None:
         return results
-    return tuple(jnp.where(spec.lost, jnp.nan, x) for x in results)
+    return tuple(jnp.where(spec.overflowed, jnp.nan, x) for x in results)
 
 
 def _is_param(leaf: Any) -> bool:

@@ -65,12 +65,12 @@ def weigh(
 ) -> Float[Array, "t V"]:
     """weights · v, summed in float32 (float64 for float64), over the finite rows of v.
 
-    Rows with NaN or infinities reach the queries that attend to them through `lost`.
+    Rows with NaN or infinities reach the queries that attend to them through `nan_where_nonfinite`.
     """
     return jnp.einsum("ts,sv->tv", weights, finite(v).astype(weights.dtype), precision=precision)
 
 
-def lost(v: Float[Array, "s V"]) -> Float[Array, " s"]:
+def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
     """What a key's scores are added: NaN where its value is not finite, else 0.
 
     The mask selects it away like any score, so exactly the queries that attend become NaN.
@@ -81,7 +81,7 @@ def lost(v: Float[Array, "s V"]) -> Float[Array, " s"]:
 
 def reach_all(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
     """Without a mask x, or NaN if a value is not finite: all attend to it. With one x as it is."""
-    return x if has_mask(spec) else x + jnp.sum(lost(v))
+    return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 
 
 def modify(
@@ -138,7 +138,7 @@ def scores(
     """
     products = product(q, k, spec.precision)
     if v is not None:
-        products = products + lost(v)[None, :]
+        products = products + nan_where_nonfinite(v)[None, :]
     # A selection, so that this product and the subtraction of the maximum do not become one
     # operation, see `product`.
     scaled = products * jnp.asarray(number(spec.scale), products.dtype)

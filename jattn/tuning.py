@@ -14,13 +14,13 @@ import jax
 class Sizes(NamedTuple):
     """How the blockwise implementation cuts a head of T queries and S keys.
 
-    A head of at most `whole` pairs is one piece. Others are cut into blocks of `small` where one
-    block of queries visits at most `narrow` keys on average, of `largest` where it surely visits
-    `wide` or more, else of `large`. Heads in one piece are taken together, as many batch rows at a
-    time as hold about `together` numbers.
+    A head of at most `max_untiled` pairs is a single tile. Others are cut into blocks of `small`
+    where one block of queries visits at most `narrow` keys on average, of `largest` where it surely
+    visits `wide` or more, else of `large`. Heads of a single tile are taken together, as many batch
+    rows at a time as hold about `together` numbers.
     """
 
-    whole: int = 256 * 256
+    max_untiled: int = 256 * 256
     together: int = 2**28
     narrow: int = 1024
     small: int = 128
@@ -33,7 +33,7 @@ DEFAULT = Sizes()
 
 TABLE: dict[str, Sizes] = {
     "cpu": Sizes(
-        whole=256 * 256,
+        max_untiled=256 * 256,
         together=3_200_000,
         narrow=1024,
         small=128,

@@ -26,11 +26,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 # Compiled programs are kept, for all processes of a run, also those that tests start, and for the
 # next run, which takes half the time.
-PROGRAMS = Path(__file__).parent.parent / ".pytest_cache" / "programs"
-ROOM = 4e9  # bytes
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "programs")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import jaxtyping
@@ -81,9 +80,10 @@ def users_jit(function: Any, **options: Any) -> Any:
 
 def pytest_configure(config: Any) -> None:
     """Programs of versions long gone do not fill the disk."""
-    if not hasattr(config, "workerinput") and PROGRAMS.is_dir():
-        if sum(file.stat().st_size for file in PROGRAMS.iterdir()) > ROOM:
-            shutil.rmtree(PROGRAMS, ignore_errors=True)
+    programs = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    ours = programs.parent.name == ".pytest_cache" and not hasattr(config, "workerinput")
+    if ours and programs.is_dir() and sum(x.stat().st_size for x in programs.iterdir()) > 4e9:
+        shutil.rmtree(programs, ignore_errors=True)
 
 
 def pytest_collection() -> None:
@@ -147,7 +147,7 @@ def _every_way(shapes: Any, *_: Any) -> str:
     if shapes.T > 16:
         return "vmap" if shapes.dtype.name == "float16" else "loop"
     in_one_piece = shapes.S < 16 and shapes.dtype.name in ("float32", "bfloat16")
-    return "whole" if in_one_piece else "vmap"
+    return "single tile" if in_one_piece else "vmap"
 
 
 def _all_rows_but_one(shapes: Any, _: int) -> int:

@@ -102,7 +102,7 @@ def test_each_platform_gets_the_first_that_can(monkeypatch):
 
 def test_heads_are_looped_over_on_a_cpu_only(monkeypatch):
     monkeypatch.setattr(blockwise, "choose_way", choose_way)
-    monkeypatch.setattr(tuning, "sizes", lambda platform: tuning.Sizes(whole=0))
+    monkeypatch.setattr(tuning, "sizes", lambda platform: tuning.Sizes(max_untiled=0))
 
     def loops(platform: str) -> int:
         call = jax.jit(jattn.attention)
@@ -229,7 +229,10 @@ def test_sizes_are_those_of_the_device():
 @pytest.mark.default_tiles
 def test_other_sizes_make_another_program():
     q, k, v = arrays(600, 600)
-    whole, tiled = tuning.Sizes(whole=600 * 600), tuning.Sizes(whole=0, large=64, small=64)
+    whole, tiled = (
+        tuning.Sizes(max_untiled=600 * 600),
+        tuning.Sizes(max_untiled=0, large=64, small=64),
+    )
 
     def length(row: tuning.Sizes) -> int:
         with tuning.trying(row):

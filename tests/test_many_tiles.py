@@ -123,7 +123,7 @@ def test_vmap_of_the_kernel_for_cpus(name):
     check("native", name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("implementation", ["blockwise", "native"])
 @pytest.mark.parametrize(

@@ -481,7 +481,7 @@ def everything(case: Case, implementation: str, given: Inputs, key: Any) -> Any:
     return out, pull((given.d_out, given.d_lse))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.default_tiles
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
@@ -508,7 +508,7 @@ def test_every_case_of_the_table_compiles(target, implementation, dtypes, name):
             raise
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", [targets.H100, targets.V5E], ids=["h100", "v5e"])
 @pytest.mark.usefixtures("compilers")
 def test_the_command(tmp_path, target):

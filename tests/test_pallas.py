@@ -24,6 +24,7 @@ from tests import test_contract as contract
 from tests.cases import CASES, Inputs, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
+from tests.selection import one_in
 from tests.test_contract import attend, everything, on_device
 
 
@@ -50,7 +51,7 @@ def assert_accurate(name: str, dtype: str, got: Any) -> None:
         assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
 
 
-@pytest.mark.parametrize("name", CASES)
+@one_in(3, name=CASES)
 def test_contract(name):
     """Values and gradients; the same again, bit for bit; masked places poisoned, the same again."""
     x = inputs(CASES[name], "float32")

@@ -185,7 +185,7 @@ def test_one_array_is_shared_or_all_others_are(implementation, name):
     run_check(problem, "one_axis", tuple(x for x in problem.arrays if x != name))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_mesh
 @every_implementation
 def test_every_combination(implementation, mesh):
@@ -215,7 +215,7 @@ def of_case(implementation: str, case: Case) -> Problem:
     return Problem(call, arrays)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("implementation", ["native", "blockwise", "reference"])
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if 0 not in case.sizes.batch])
 def test_every_case_of_the_table_with_each_array_shared(implementation, name):
@@ -251,7 +251,7 @@ def test_caches(kind, implementation, mesh):
     run_check(cached(kind, implementation), mesh, ("k", "v", "slopes"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_mesh
 @pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
 @pytest.mark.parametrize("kind", [DenseCache, RollingCache, PagedCache])

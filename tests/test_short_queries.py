@@ -13,6 +13,7 @@ import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
 from tests.oracle import error
+from tests.selection import one_in
 
 
 S = tuning.MANY_KEYS + 77  # whole tiles, and a rest that is no whole vector
@@ -86,9 +87,7 @@ def runs_short(call: Any, *operands: Any) -> bool:
     return "jattn_decode" in jax.jit(call).lower(*operands).as_text()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("size", SIZES)
+@one_in(3, size=SIZES, name=RULES, dtype=["float32", "float64", "bfloat16"])
 def test_short_queries_are_what_the_formula_says(size, name, dtype):
     q, k, v = arrays(size, dtype)
     given = rules(name, q.shape[1], q.shape[2])

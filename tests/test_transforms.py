@@ -117,9 +117,9 @@ QUICK = (*QUICK, "module")
 
 
 def problems(names: Any) -> Any:
-    """The names as parameters, most of them slow."""
-    slow = pytest.mark.slow
-    given = [name if name in QUICK else pytest.param(name, marks=slow) for name in names]
+    """The names as parameters, most of them exhaustive."""
+    exhaustive = pytest.mark.exhaustive
+    given = [name if name in QUICK else pytest.param(name, marks=exhaustive) for name in names]
     return pytest.mark.parametrize("name", given)
 
 
@@ -243,7 +243,7 @@ WRAPPED_QUICK = ("None-33-jit", "None-6-mapped", "blockwise-6-scanned", "referen
 @pytest.mark.parametrize(
     ("implementation", "T", "wrap"),
     [
-        pytest.param(*how, id=name, marks=() if name in WRAPPED_QUICK else pytest.mark.slow)
+        pytest.param(*how, id=name, marks=() if name in WRAPPED_QUICK else pytest.mark.exhaustive)
         for name, how in WRAPPED.items()
     ],
 )

@@ -53,7 +53,7 @@ QUESTIONS = (
         (*(_window(8192, w) for w in (256, 512, 1024)), _causal(2048)),
     ),
     Question(
-        "whole",
+        "max_untiled",
         tuple(T * T for T in (128, 256, 512, 1024)),
         tuple(_causal(T, B=2) for T in (256, 512, 1024)),
     ),

@@ -1,7 +1,7 @@
-"""How a head is walked tile by tile: which tiles there are, which are visited, and what each sees.
+"""The schedule of a head's tiles: which there are, which are visited, and what each sees.
 
-The tile map decides the walk through loop bounds: empty tiles are not visited, full ones leave the
-mask out. Kernels say what is done at a tile; here stands nothing about softmax or products.
+The tile map decides it through loop bounds: empty tiles are not visited, full ones leave the mask
+out. Kernels say what is done at a tile; here stands nothing about softmax or products.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Schedule(NamedTuple):
 
 
 def widest(tiling: Tiling) -> int:
-    """The most scores that a step of a walk computes."""
+    """The most scores that a step of a schedule computes."""
     rows, columns = tiling
     return max(rows * max(tuning.WIDEST, columns), columns * max(tuning.WIDEST, rows))
 
@@ -65,7 +65,7 @@ def widest(tiling: Tiling) -> int:
 def schedule(
     spec: Spec, T: int, S: int, tiling: Tiling, *, by_key: bool = False, written_out: bool = True
 ) -> Schedule:
-    """The walk of one head; known while tracing if the mask is static. `by_key` walks over the
+    """The schedule of one head; known while tracing if the mask is static. `by_key` walks over the
     queries of each block of keys. `written_out` tells whether several runs may be, or are a loop.
     """
     kinds_of_tiles, block = kinds(spec, T, S, tiling), tiling.block_kv
@@ -134,7 +134,7 @@ def _visit_one(step: Any, order: Array, size: int, masked: bool, place: Any, sta
 
 
 class Band(NamedTuple):
-    """A walk in which each block of `rows` queries sees one run of `width` keys, at `starts[i]`."""
+    """A schedule in which block i of `rows` queries sees `width` keys, from `starts[i]` on."""
 
     rows: int
     width: int

@@ -83,7 +83,7 @@ class AttentionVJP(NamedTuple):
 def keeps_weights(shapes: Shapes) -> bool:
     """Whether the backward pass may be handed the weights: those of short sequences, which take no
     more memory than the queries."""
-    return shapes.S <= shapes.H and shapes.T * shapes.S <= tuning.DEFAULT.whole
+    return shapes.S <= shapes.H and shapes.T * shapes.S <= tuning.DEFAULT.max_untiled
 
 
 def attention(

@@ -22,7 +22,7 @@ from jattn._types import accumulation
 from jattn.kernels.common import lowering
 from jattn.kernels.common.vjp import AttentionVJP, PerQuery
 from jattn.kernels.cpu import decode, library, rules
-from jattn.kernels.cpu.rules import Place, Runs
+from jattn.kernels.cpu.rules import QueryBlock, Runs
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters, with_parameters
 
@@ -50,7 +50,7 @@ def unavailable(shapes: Shapes, wait: bool) -> str | None:
 
 def _runs(spec: Spec, shapes: Shapes) -> Runs:
     positions = jnp.arange(shapes.T) if spec.q_positions is None else spec.q_positions
-    place = Place(jnp.atleast_2d(positions.astype(jnp.int32)), shapes.S)
+    place = QueryBlock(jnp.atleast_2d(positions.astype(jnp.int32)), shapes.S)
     return rules.as_runs(spec.mask, place)
 
 

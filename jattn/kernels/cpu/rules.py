@@ -4,7 +4,7 @@ What a mask becomes is said by `as_runs`, what a score function by `as_terms`: o
 which a class of your own can be registered to run there.
 
     @as_runs.register
-    def _(mask: MyMask, place: Place) -> Runs: ...
+    def _(mask: MyMask, place: QueryBlock) -> Runs: ...
 """
 
 import functools
@@ -19,7 +19,7 @@ from jattn._pytree import is_static, number, select_head
 from jattn.masks import Span
 
 
-class Place(NamedTuple):
+class QueryBlock(NamedTuple):
     """The queries that masks are asked about, and how many keys there are.
 
     Positions `[1, T]` or `[B, T]`; those of keys are their places.
@@ -46,18 +46,18 @@ class Runs(NamedTuple):
 
 
 @functools.singledispatch
-def as_runs(mask: Any, place: Place) -> Runs:
+def as_runs(mask: Any, place: QueryBlock) -> Runs:
     """What a mask leaves; raises NotImplementedError with the reason."""
     raise NotImplementedError(f"{type(mask).__name__} does not leave one run of keys to a query")
 
 
 @as_runs.register
-def _(mask: masks.Full, place: Place) -> Runs:
+def _(mask: masks.Full, place: QueryBlock) -> Runs:
     return Runs(0, place.S)
 
 
 @as_runs.register
-def _(mask: masks.Empty, place: Place) -> Runs:
+def _(mask: masks.Empty, place: QueryBlock) -> Runs:
     return Runs(0, 0)
 
 
@@ -68,12 +68,12 @@ def _until(positions: Int[Array, "b T"], right: int, S: int) -> Int[Array, "b T"
 
 
 @as_runs.register
-def _(mask: masks.Causal, place: Place) -> Runs:
+def _(mask: masks.Causal, place: QueryBlock) -> Runs:
     return Runs(0, _until(place.positions, 0, place.S))
 
 
 @as_runs.register
-def _(mask: masks.Window, place: Place) -> Runs:
+def _(mask: masks.Window, place: QueryBlock) -> Runs:
     q, S = place.positions, place.S
     start = 0 if mask.left is None else masks.shifted(jnp.maximum(q, 0), -mask.left)
     return Runs(start, S if mask.right is None else _until(q, mask.right, S))
@@ -85,12 +85,12 @@ def _by_row(length: Any) -> Any:
 
 
 @as_runs.register
-def _(mask: masks.Prefix, place: Place) -> Runs:
+def _(mask: masks.Prefix, place: QueryBlock) -> Runs:
     return Runs(0, _by_row(mask.length))
 
 
 @as_runs.register
-def _(mask: masks.Lengths, place: Place) -> Runs:
+def _(mask: masks.Lengths, place: QueryBlock) -> Runs:
     stop = place.S if mask.kv is None else _by_row(mask.kv)
     if mask.q is not None:
         places = jnp.arange(place.T, dtype=jnp.int32)[None, :]
@@ -99,13 +99,13 @@ def _(mask: masks.Lengths, place: Place) -> Runs:
 
 
 @as_runs.register
-def _(mask: masks.Segments, place: Place) -> Runs:
+def _(mask: masks.Segments, place: QueryBlock) -> Runs:
     q_ids, kv_ids = (jnp.atleast_2d(jnp.asarray(x, jnp.int32)) for x in (mask.q_ids, mask.kv_ids))
     return Runs(0, place.S, (q_ids, kv_ids))
 
 
 @as_runs.register
-def _(mask: masks.And, place: Place) -> Runs:
+def _(mask: masks.And, place: QueryBlock) -> Runs:
     left, right = as_runs(mask.left, place), as_runs(mask.right, place)
     if left.ids and right.ids:
         raise NotImplementedError("it compares one pair of ids, not two")
@@ -116,7 +116,7 @@ def _(mask: masks.And, place: Place) -> Runs:
 
 
 @as_runs.register
-def _(mask: masks.Or, place: Place) -> Runs:
+def _(mask: masks.Or, place: QueryBlock) -> Runs:
     left, right = as_runs(mask.left, place), as_runs(mask.right, place)
     if left.ids or right.ids or not all(isinstance(x.start, int) for x in (left, right)):
         raise NotImplementedError("of two masks one of which must allow, it knows prefixes only")

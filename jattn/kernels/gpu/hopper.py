@@ -50,7 +50,9 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
     leaves, structure = jax.tree.flatten(dataclasses.replace(spec, dropout_key=None))
-    return _other_gpu() or _obstacle(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
+    return _other_gpu() or _unsupported_reason(
+        structure, tuple((x.shape, x.dtype) for x in leaves), shapes
+    )
 
 
 def _other_gpu() -> str | None:
@@ -64,7 +66,7 @@ def _other_gpu() -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
+def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
     """What mask or score function do that registers cannot, found by tracing them for one tile."""
     tiling = choose_tiling(shapes)
 
@@ -74,10 +76,10 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | N
         spec = slicing.pad_spec(
             spec, shapes.T, shapes.S, *slicing.round_up(shapes.T, shapes.S, tiling)
         )
-        rules = _Rules(spec, Tiling(_ROWS, tiling.block_kv))
+        rules = _SpecRefs(spec, Tiling(_ROWS, tiling.block_kv))
         rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in rules.sizes.values())
         zero = jnp.zeros((), jnp.int32)
-        place = kernel_refs.Place(zero, zero, zero, zero)
+        place = kernel_refs.TileIndex(zero, zero, zero, zero)
         parts = [_part(x, index) for x, index in rules.parts(rules.arrays, place)]
         products = jnp.zeros((_ROWS, tiling.block_kv), jnp.float32)
 
@@ -113,7 +115,7 @@ def choose_tiling(shapes: Shapes) -> Tiling:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Rules(kernel_refs.Rules):
+class _SpecRefs(kernel_refs.SpecRefs):
     """A spec as a warpgroup reads it. Booleans are bytes, as they are in memory."""
 
     def __init__(self, spec: Spec, tiling: Tiling):
@@ -155,9 +157,9 @@ class _Unit(NamedTuple):
     def lay(self, x: Any, axes: str) -> Any:
         if self.interpreted or not axes:
             return x
-        whole, along_rows = _mosaic().Layout.WGMMA, "s" if self.transposed else "t"
-        one = whole.reduce(1 if axes == along_rows else 0)
-        return _mosaic().layout_cast(x, whole if axes == "ts" else one)
+        tile_layout, along_rows = _mosaic().Layout.WGMMA, "s" if self.transposed else "t"
+        one = tile_layout.reduce(1 if axes == along_rows else 0)
+        return _mosaic().layout_cast(x, tile_layout if axes == "ts" else one)
 
     def places(self, start: Any, size: int, axis: str) -> Array:
         return start + self.lay(lax.iota(jnp.int32, size), axis)
@@ -213,9 +215,9 @@ class _Problem(NamedTuple):
 
     shapes: Shapes
     tiling: Tiling
-    rules: _Rules
+    rules: _SpecRefs
     unit: _Unit
-    plain: bool  # without score function
+    has_score: bool
 
     @classmethod
     def of(
@@ -223,7 +225,7 @@ class _Problem(NamedTuple):
     ) -> "_Problem":
         own = Tiling(tiling.block_q, _ROWS) if by_key else Tiling(_ROWS, tiling.block_kv)
         unit = _Unit(interpreted, transposed=by_key)
-        return cls(shapes, tiling, _Rules(spec, own), unit, spec.score is None)
+        return cls(shapes, tiling, _SpecRefs(spec, own), unit, spec.score is not None)
 
     @property
     def by_key(self) -> bool:
@@ -243,7 +245,7 @@ class _Problem(NamedTuple):
         """The tile maps `[B or 1, N or 1, n, m]`."""
         return block_mask.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
 
-    def tile(self, leaves: list[Any], place: kernel_refs.Place) -> "_Tile":
+    def tile(self, leaves: list[Any], place: kernel_refs.TileIndex) -> "_Tile":
         """What a tile needs, read before the products that are waited for."""
         unit = self.unit
         parts = zip(self.rules.parts(leaves, place), self.rules.letters, strict=True)
@@ -257,7 +259,7 @@ class _Tile(NamedTuple):
     """A spec in registers."""
 
     unit: _Unit
-    rules: _Rules
+    rules: _SpecRefs
     leaves: list[_Value]
     at: tuple[Any, Any, Any, Any]
 
@@ -268,9 +270,9 @@ class _Tile(NamedTuple):
             return function(self.rules.at(leaves, *at), *operands)
 
         given = [x.value for x in self.leaves], self.at, operands
-        turned = self.unit.transposed
-        expected = [x.expected for x in self.leaves], *_types(given[1:], turned)
-        return mosaic_interpreter.run(here, *given, shapes=expected, transposed=turned)
+        transposed = self.unit.transposed
+        expected = [x.expected for x in self.leaves], *_types(given[1:], transposed)
+        return mosaic_interpreter.run(here, *given, shapes=expected, transposed=transposed)
 
 
 def _launch(
@@ -298,7 +300,7 @@ def _launch(
         interpret=_interpreter() if problem.unit.interpreted else False,
         compiler_params=_mosaic().CompilerParams(
             # The approximate exp2 is as good as others; the approximate tanh is off by 5e-4.
-            approx_math=problem.plain,
+            approx_math=not problem.has_score,
             lowering_semantics=_mosaic().LoweringSemantics.Lane,
         ),
     )
@@ -457,7 +459,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
 
             def step(j: Any, masked: bool, state: Any) -> Any:
                 turn, part = state
-                here = problem.tile(leaves, kernel_refs.Place(b, h, row, j * columns))
+                here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns))
                 by_key = lambda k: unit.product(q, k, transposed=True)  # noqa: E731
                 products = memory.streams[0].use(turn, by_key)
                 weights, part = here.run(functools.partial(_online, masked), products, part)
@@ -588,7 +590,7 @@ class _Backward(NamedTuple):
     def tile(self, h: Any, start: Any, other: Any) -> Callable[..., list[Array]]:
         """From `(masked, kept, totals, *streamed)` of a tile the totals with what it adds."""
         row, column = (other, start) if self.problem.by_key else (start, other)
-        here = self.problem.tile(self.leaves, kernel_refs.Place(self.at[0], h, row, column))
+        here = self.problem.tile(self.leaves, kernel_refs.TileIndex(self.at[0], h, row, column))
         index = self.at[0], h, pl.ds(row, _ROWS)
         rows = [self.problem.unit.read(x, index, ["", "", "t"]).value for x in self.rows]
 
@@ -656,8 +658,8 @@ def _forward_pass(
     spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
     if has_mask(spec):
         # What is masked does not exist: NaN reaches who attends to it through the scores.
-        lost = jax.vmap(jax.vmap(tile.lost))(v)[..., None]
-        k, v = k + lost.astype(k.dtype), tile.finite(v)
+        marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
+        k, v = k + marks.astype(k.dtype), tile.finite(v)
     problem = _Problem.of(spec, shapes, tiling, platform == "cpu")
     out, normalizer = _forward(problem, spec, q, k, v)
     rows = query.shape[:3]
@@ -666,12 +668,12 @@ def _forward_pass(
 
 
 def _backward_pass(
-    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, plain: Array
+    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, all_finite: Array
 ) -> tuple[list[Array], Array, Array, Array]:
     """Those of parameters by `pallas_gpu`, and all where heads are too wide for shared memory or
     arrays along T and S would have to be transposed."""
     if _width(key.shape[3], value.shape[3]) > _WIDEST_BACKWARD or _runs_along_both(spec):
-        return triton.functions(platform).backward(spec, per_query, key, value, plain)
+        return triton.functions(platform).backward(spec, per_query, key, value, all_finite)
     d_params = triton.parameter_gradients(platform, spec, per_query, key, value)
     small, wide = _ROWS, _GROUPS * _ROWS
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
@@ -681,8 +683,8 @@ def _backward_pass(
         query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
     operands = (query, d_out, *rows), *keys
     by_query, by_key = (
-        _Problem.of(call.spec, call.shapes, Tiling(*sizes), platform == "cpu", turned)
-        for sizes, turned in (((wide, small), False), ((small, wide), True))
+        _Problem.of(call.spec, call.shapes, Tiling(*sizes), platform == "cpu", transposed)
+        for sizes, transposed in (((wide, small), False), ((small, wide), True))
     )
     (d_query,) = _gradients(by_query, call.spec, *operands)
     d_key, d_value = _gradients(by_key, call.spec, *operands)

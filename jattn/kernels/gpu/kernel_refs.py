@@ -24,7 +24,7 @@ from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, prepare
 
 
-class Lookup:
+class GatherRef:
     """An array in memory, as functions in a kernel see it: `array[i, j]` reads these entries.
 
     One integer or array of integers for each axis; from the end if negative, clamped if outside,
@@ -53,16 +53,16 @@ class Lookup:
             flat = flat * np.int32(size) + x
         return self.wrap(entry, flat)
 
-    def astype(self, dtype: Any) -> "Lookup":
+    def astype(self, dtype: Any) -> "GatherRef":
         """The same with entries of another dtype."""
         converted = self.wrapped(lambda entry, place: entry.astype(dtype))
         converted.dtype = jnp.dtype(dtype)
         return converted
 
-    def wrapped(self, wrap: Callable[..., Any]) -> "Lookup":
+    def wrapped(self, wrap: Callable[..., Any]) -> "GatherRef":
         """The same with `wrap(entry, place)` of each entry; places count row-major."""
         inner = self.wrap
-        return Lookup(self.memory, self.selected, lambda entry, x: wrap(inner(entry, x), x))
+        return GatherRef(self.memory, self.selected, lambda entry, x: wrap(inner(entry, x), x))
 
 
 def _is_index(x: Any) -> bool:
@@ -74,7 +74,7 @@ def _inside(x: Any, size: int) -> Array:
     return jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1)
 
 
-class Place(NamedTuple):
+class TileIndex(NamedTuple):
     """Where a tile is: batch row, head, first query and first key."""
 
     b: Any
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     column: Any
 
 
-class Rules:
+class SpecRefs:
     """A spec as a kernel takes it: `arrays` to pass, and `tile` to read them there."""
 
     def __init__(self, spec: Spec, tiling: Tiling):
@@ -93,7 +93,7 @@ class Rules:
         self.arrays = [x.reshape(1) if x.ndim == 0 else x for x in leaves]
         self.sizes = dict(zip("TS", tiling, strict=True))
 
-    def tile(self, memory: list[Any], place: Place) -> slicing.Tile:
+    def tile(self, memory: list[Any], place: TileIndex) -> slicing.Tile:
         """The tile at a place, with the spec cut to it."""
         leaves = [_read(*part) for part in self.parts(memory, place)]
         rows, columns = (
@@ -102,13 +102,13 @@ class Rules:
         )
         return self.assembled(leaves, place.b, place.h, rows, columns)
 
-    def parts(self, memory: list[Any], place: Place) -> list[tuple[Any, tuple[Any, ...]]]:
+    def parts(self, memory: list[Any], place: TileIndex) -> list[tuple[Any, tuple[Any, ...]]]:
         """Each array and the index of its part at a place: None for axes that are looked up."""
         pairs = zip(memory, self.letters, self.scalar, strict=True)
         return [(x, (0,) if scalar else self._index(x, y, place)) for x, y, scalar in pairs]
 
-    def _index(self, memory: Any, names: list[str], place: Place) -> tuple[Any, ...]:
-        names = names or ["whole"] * len(memory.shape)
+    def _index(self, memory: Any, names: list[str], place: TileIndex) -> tuple[Any, ...]:
+        names = names or ["captured"] * len(memory.shape)
         starts = {"*B": place.b, "N": place.h, "T": place.row, "S": place.column}
         index: list[Any] = []
         for name, size in zip(names, memory.shape, strict=True):
@@ -129,7 +129,7 @@ class Rules:
 
 def _read(memory: Any, index: tuple[Any, ...]) -> Any:
     """A part of an array, or a way to look entries up."""
-    return Lookup(memory, index) if any(x is None for x in index) else memory[index]
+    return GatherRef(memory, index) if any(x is None for x in index) else memory[index]
 
 
 def _span(positions: Any, places: Any) -> Span:
@@ -151,16 +151,18 @@ _PRIMITIVES = frozenset(
 )
 
 
-def obstacle(spec: Spec, shapes: Shapes, tiling: Tiling) -> str | None:
+def unsupported_reason(spec: Spec, shapes: Shapes, tiling: Tiling) -> str | None:
     """What mask or score function do that a kernel cannot, found by tracing them for one tile."""
     leaves, structure = jax.tree.flatten(
         dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
     )
-    return _obstacle(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)
+    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)
 
 
 @functools.lru_cache(maxsize=1024)
-def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Tiling) -> str | None:
+def _unsupported_reason(
+    structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Tiling
+) -> str | None:
     def padded(leaves: Any) -> Spec:
         spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
         T, S = shapes.T, shapes.S
@@ -172,10 +174,10 @@ def _obstacle(structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Ti
         return here.modify(products, True)
 
     def inside(leaves: Any, products: Array) -> Array:
-        rules = Rules(padded(leaves), tiling)
+        rules = SpecRefs(padded(leaves), tiling)
 
         def kernel(memory: Any, products: Any, result: Any) -> None:
-            here = rules.tile(memory, Place(0, 0, 0, 0))
+            here = rules.tile(memory, TileIndex(0, 0, 0, 0))
             score, pull = jax.vjp(lambda x: here.modify(x, True), products[...])
             result[...] = pull(score)[0]
 

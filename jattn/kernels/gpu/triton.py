@@ -53,7 +53,7 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     if max(shapes.H, shapes.V) > MAX_HEAD_SIZE:
         return f"expected head sizes up to {MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
     nothing = 0 in (shapes.B, shapes.T, shapes.S)
-    return None if nothing else kernel_refs.obstacle(spec, shapes, choose_tiling(shapes))
+    return None if nothing else kernel_refs.unsupported_reason(spec, shapes, choose_tiling(shapes))
 
 
 def choose_tiling(shapes: Shapes) -> Tiling:
@@ -102,7 +102,7 @@ class _Problem(NamedTuple):
 
     shapes: Shapes
     tiling: Tiling
-    rules: kernel_refs.Rules
+    rules: kernel_refs.SpecRefs
     interpret: bool
 
     @property
@@ -117,7 +117,7 @@ class _Problem(NamedTuple):
     def tile(self, memory: _Operands, b: Any, h: Any, i: Any, j: Any) -> slicing.Tile:
         """Block i of queries and j of keys."""
         row, column = i * self.tiling.block_q, j * self.tiling.block_kv
-        return self.rules.tile(memory.leaves, kernel_refs.Place(b, h, row, column))
+        return self.rules.tile(memory.leaves, kernel_refs.TileIndex(b, h, row, column))
 
     def kinds(self, spec: Spec) -> Any:
         """The tile maps `[B or 1, N or 1, n, m]`."""
@@ -197,7 +197,7 @@ def _clean(spec: Spec, x: Array) -> Array:
 def _products(here: slicing.Tile, q: Array, k: Array, v: Array) -> Float[Array, "t s"]:
     """q kᵀ, NaN for keys whose values are not finite."""
     products = tile.product(q, k, here.spec.precision)
-    return products + tile.lost(v)[None, :] if has_mask(here.spec) else products
+    return products + tile.nan_where_nonfinite(v)[None, :] if has_mask(here.spec) else products
 
 
 def _dot(a: Array, b: Array, spec: Spec) -> Array:
@@ -239,14 +239,14 @@ def _d_leaf(here: slicing.Tile, which: int, rows: _Rows, k: Array, v: Array, mas
         return here._replace(spec=replaced).modify(products, masked)
 
     own = values[which]
-    if not isinstance(own, kernel_refs.Lookup):
+    if not isinstance(own, kernel_refs.GatherRef):
         score, pull = jax.vjp(scores, own)
         return pull(_d_scores(here, rows, score, v, masked)[0])[0]
     d_score, _ = _d_scores(here, rows, scores(own), v, masked)
     return _d_entries(own, scores, d_score)
 
 
-def _d_entries(own: kernel_refs.Lookup, scores: Callable[..., Array], d_score: Array) -> Array:
+def _d_entries(own: kernel_refs.GatherRef, scores: Callable[..., Array], d_score: Array) -> Array:
     """The gradient of all entries of an array that is looked up, one after another: that of a
     number added to it wherever it is read. Scattering to memory would have no fixed order."""
     numbers = jnp.arange(pl.next_power_of_2(own.size), dtype=jnp.int32)
@@ -275,8 +275,8 @@ def _by_block(problem: _Problem, width: int, parts: int = 1, *, keys: bool = Fal
         b, h, i = _coordinates(program, parts * shapes.B, heads, length // block)
         return b, i, h, 0
 
-    whole = (parts * shapes.B, length, heads, width)
-    return _Result(whole, (None, block, None, width), at)
+    shape = (parts * shapes.B, length, heads, width)
+    return _Result(shape, (None, block, None, width), at)
 
 
 def _parts(problem: _Problem) -> int:
@@ -502,7 +502,7 @@ def _padded(
     """A call with head sizes that are powers of two, interpreted on a CPU."""
     tiling = choose_tiling(Shapes.of(rows[0], value))
     call = slicing.Call.of(tiling, _power, spec, rows, key, value)
-    rules = kernel_refs.Rules(call.spec, tiling)
+    rules = kernel_refs.SpecRefs(call.spec, tiling)
     return call, _Problem(call.shapes, tiling, rules, interpret=platform == "cpu")
 
 

@@ -1,6 +1,6 @@
-"""JAX's own kernel for TPUs, "splash attention", fed from the mask algebra: what it can do.
+"""JAX's own kernel for TPUs, "splash attention", for the masks of the algebra: what it can do.
 
-What it is fed for a mask is said in `splash_masks`. The forward and backward functions stand in
+What it is given for a mask is said in `splash_masks`. The forward and backward functions stand in
 `splash_vjp`, which imports the kernel and with it much of JAX's compiler for TPUs; so that is done
 when a program is lowered for one.
 """

@@ -35,7 +35,7 @@ from jattn import integers, masks, tile, tuning
 from jattn._pytree import number
 from jattn.kernels.common.lowering import default_settings
 from jattn.kernels.common.vjp import AttentionVJP, PerQuery, cast_cotangent
-from jattn.kernels.tpu.splash_masks import Fed, as_splash
+from jattn.kernels.tpu.splash_masks import KernelMask, as_splash
 from jattn.masks import Mask
 from jattn.scores import SoftCap
 from jattn.softmax import Normalizer
@@ -73,19 +73,19 @@ class _Tiles(lazy.Mask):
             return np.array(np.broadcast_to(np.asarray(allowed), shape))
 
 
-def _ids(fed: Fed, T: int, S: int) -> tuple[Array, Array] | None:
+def _ids(mask: KernelMask, T: int, S: int) -> tuple[Array, Array] | None:
     """Ids `[B or 1, T]`, `[B or 1, S]` that are equal where segments and lengths allow."""
-    if fed.segments is None and not fed.lengths:
+    if mask.segments is None and not mask.lengths:
         return None
     q_ids, kv_ids = jnp.zeros((1, T), jnp.int32), jnp.zeros((1, S), jnp.int32)
-    if fed.segments is not None:
+    if mask.segments is not None:
         q_ids, kv_ids = (
-            jnp.atleast_2d(x).astype(jnp.int32) for x in (fed.segments.q_ids, fed.segments.kv_ids)
+            jnp.atleast_2d(x).astype(jnp.int32) for x in (mask.segments.q_ids, mask.segments.kv_ids)
         )
-        if fed.lengths:  # so that there are two that no token has
+        if mask.lengths:  # so that there are two that no token has
             q_ids, kv_ids = integers.numbered(q_ids, kv_ids)
     unused = T + S
-    for one in fed.lengths:
+    for one in mask.lengths:
         q_ids = _outside(q_ids, one.q, unused)
         kv_ids = _outside(kv_ids, one.kv, unused + 1)
     return q_ids, kv_ids
@@ -118,7 +118,7 @@ class _Call(NamedTuple):
     """A call in the kernel's terms: sizes padded, heads before tokens."""
 
     spec: Spec
-    fed: Fed
+    mask: KernelMask
     T: int
     S: int
     N: int
@@ -136,7 +136,7 @@ class _Call(NamedTuple):
     @property
     def ids(self) -> Any:
         """Padded ids `[B or 1, ·]` of queries and keys, or None."""
-        found = _ids(self.fed, self.T, self.S)
+        found = _ids(self.mask, self.T, self.S)
         if found is None:
             return None
         sizes = (_whole(x.shape[1]) - x.shape[1] for x in found)
@@ -146,9 +146,9 @@ class _Call(NamedTuple):
     @property
     def every_query_has_keys(self) -> bool:
         """Whether that is known while tracing."""
-        if self.fed.segments is not None or self.fed.lengths:
+        if self.mask.segments is not None or self.mask.lengths:
             return False
-        tiles = _Tiles(self.fed.static, self.T, self.S)
+        tiles = _Tiles(self.mask.static, self.T, self.S)
         columns = _slices(self.S)
         for rows in _slices(self.T):
             found = itertools.accumulate((tiles[rows, x].any(1) for x in columns), np.logical_or)
@@ -159,7 +159,7 @@ class _Call(NamedTuple):
     def made(self, backward: bool = False, lse: bool = True) -> kernel.SplashAttentionKernel:
         """JAX's kernel for this mask; with `backward` it knows the tiles of both passes."""
         T, S = _whole(self.T), _whole(self.S)
-        static = self.fed.static
+        static = self.mask.static
         if self.S < S:
             static = static & masks.Lengths(kv=self.S)
         q, kv, score = _block(T), _block(S), self.spec.score
@@ -333,8 +333,8 @@ def _reached(scale: float) -> Any:
     """Scores, of keys that are NaN where their values are not finite."""
 
     def run(dot: Any, q: Array, k: Array, v: Array) -> Array:
-        lost = tile.lost(v.astype(jnp.float32))[:, None]
-        return dot(q, (k.astype(jnp.float32) + lost).astype(k.dtype)) * jnp.float32(scale)
+        marks = tile.nan_where_nonfinite(v.astype(jnp.float32))[:, None]
+        return dot(q, (k.astype(jnp.float32) + marks).astype(k.dtype)) * jnp.float32(scale)
 
     return run
 

@@ -62,14 +62,20 @@ class _Pieces(NamedTuple):
     @classmethod
     def of(cls, query: Array, key: Array, value: Array) -> "_Pieces":
         q, k, v = (tile.finite(x.astype(accumulation(x.dtype))) for x in (query, key, value))
-        return cls(q, tile.lost(query), k, v, tile.lost(key) + tile.lost(value))
+        return cls(
+            q,
+            tile.nan_where_nonfinite(query),
+            k,
+            v,
+            tile.nan_where_nonfinite(key) + tile.nan_where_nonfinite(value),
+        )
 
     def at(self, row: Any, rows: int, run: tile_schedule.Run, carried: Any) -> "_Pieces":
         """Those of a tile; `carried` is something that changes from one step to the next."""
         queries = (slicing.take(x, row, rows) for x in self[:2])
         keys = tuple(slicing.take(x, run.start, run.size) for x in self[2:])
         if carried is not None and run.size == len(self.key):
-            # Does not depend on the step of the walk: XLA would take the tile's work out of the
+            # Does not depend on the step of the loop: XLA would take the tile's work out of the
             # loop, and so do it also where the loop visits nothing.
             keys, _ = jax.lax.optimization_barrier((keys, carried))
         return _Pieces(*queries, *keys)

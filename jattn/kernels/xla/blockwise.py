@@ -1,9 +1,9 @@
 """Exact attention in memory linear in T and S: tile by tile, skipping what the mask empties.
 
-Forward, a block of queries walks over its tiles of keys with the online softmax of
-`jattn.softmax`; backward, the walk is repeated from q, k, v, out and normalizer alone, and the
-weights of each tile are computed again (Rabe and Staats 2021; Dao et al. 2022, FlashAttention;
-gradients as in Dao et al., appendix B.2). Which tiles are visited says `tile_schedule`.
+Forward, a block of queries visits its tiles of keys with the online softmax of `jattn.softmax`.
+Backward, the tiles are visited again from q, k, v, out and normalizer alone, and the weights of
+each are computed again (Rabe and Staats 2021; Dao et al. 2022, FlashAttention; gradients as in Dao
+et al., appendix B.2). Which tiles are visited says `tile_schedule`.
 
 Heads run one after another on a CPU, where one head's tile fills the cores and stays in their
 caches, and all at once elsewhere. Short sequences go by `single_tile`. Sizes of tiles are those of
@@ -100,26 +100,28 @@ class _Values(NamedTuple):
     Without a mask nothing needs telling apart: what is not finite is attended by all.
     """
 
-    clean: Float[Array, "S V"]
-    lost: Float[Array, " S"] | None
+    finite: Float[Array, "S V"]
+    nonfinite: Float[Array, " S"] | None
 
     @classmethod
     def of(cls, spec: Spec, v: Array) -> "_Values":
         wide = v.astype(accumulation(v.dtype))
-        return cls(tile.finite(wide), tile.lost(wide) if has_mask(spec) else None)
+        return cls(tile.finite(wide), tile.nan_where_nonfinite(wide) if has_mask(spec) else None)
 
     def at(self, run: tile_schedule.Run) -> "_Values":
         """Those of a run of keys."""
-        clean = slicing.take(self.clean, run.start, run.size)
-        lost = None if self.lost is None else slicing.take(self.lost, run.start, run.size)
-        return _Values(clean, lost)
+        finite = slicing.take(self.finite, run.start, run.size)
+        nonfinite = (
+            None if self.nonfinite is None else slicing.take(self.nonfinite, run.start, run.size)
+        )
+        return _Values(finite, nonfinite)
 
 
 def _scores(here: slicing.Tile, q: Array, k: Array, values: _Values, masked: bool) -> Any:
     """Scores of a tile, and their cotangent's way to products and parameters."""
     products = tile.product(q, k, here.spec.precision)
-    if values.lost is not None:
-        products = products + values.lost[None, :]
+    if values.nonfinite is not None:
+        products = products + values.nonfinite[None, :]
     return here.modified(products, masked)
 
 
@@ -137,8 +139,8 @@ def _forward_head(
     schedule = tile_schedule.schedule(spec, len(q), len(k), tiling, written_out=blocks.written_out)
     rows = tiling.block_q
     values = _Values.of(spec, v)
-    factor = softmax.headroom(softmax.greatest(values.clean), len(v))
-    values = values._replace(clean=values.clean * factor)
+    factor = softmax.headroom(softmax.greatest(values.finite), len(v))
+    values = values._replace(finite=values.finite * factor)
     spec, q, _ = scaled(spec, q)
 
     def block(i: Any) -> tuple[Array, Normalizer]:
@@ -149,11 +151,11 @@ def _forward_head(
             k_j, v_j = slicing.take(k, run.start, run.size), values.at(run)
             score, _ = _scores(here, q_i, k_j, v_j, run.masked)
             part = softmax.of(
-                score, lambda w: _dot(here.drop(w), v_j.clean, spec), differentiable=False
+                score, lambda w: _dot(here.drop(w), v_j.finite, spec), differentiable=False
             )
             return part if state is None else softmax.combine(state, part)
 
-        first = None if schedule.of(i) else softmax.empty(rows, v.shape[1], values.clean.dtype)
+        first = None if schedule.of(i) else softmax.empty(rows, v.shape[1], values.finite.dtype)
         return softmax.quotient(tile_schedule.visit(schedule, i, step, first))
 
     found = tile_schedule.map_blocks(schedule, len(q) // rows, block, blocks.map)
@@ -180,30 +182,30 @@ class _Operands(NamedTuple):
     """What the backward pass of one head reads, in the dtype of sums; sizes are whole tiles.
 
     What stands along the queries are the fields of `PerQuery`. Sums over queries or keys run over
-    `q_clean` and `k_clean`, in which everything is finite: 0 × NaN and 0 × inf are NaN.
+    `q_finite` and `k_finite`, in which everything is finite: 0 × NaN and 0 × inf are NaN.
     """
 
     spec: Spec
     b: Any
     h: Any
     q: Float[Array, "T H"]
-    q_clean: Float[Array, "T H"]
+    q_finite: Float[Array, "T H"]
     d_out: Float[Array, "T V"]
     maximum: Float[Array, " T"]
     log_total: Float[Array, " T"]
     delta: Float[Array, " T"]
     k: Float[Array, "S H"]
-    k_clean: Float[Array, "S H"]
+    k_finite: Float[Array, "S H"]
     values: _Values
 
     @classmethod
     def of(cls, spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array) -> "_Operands":
         q, d_out, maximum, log_total, delta = per_query
         dtype = accumulation(q.dtype)
-        q_clean, k_clean = (tile.finite(x.astype(dtype)) for x in (q, k))
+        q_finite, k_finite = (tile.finite(x.astype(dtype)) for x in (q, k))
         values = _Values.of(spec, v)
-        rows = (q, q_clean, d_out, maximum, log_total, delta)
-        return cls(spec, b, h, *rows, k, k_clean, values)
+        rows = (q, q_finite, d_out, maximum, log_total, delta)
+        return cls(spec, b, h, *rows, k, k_finite, values)
 
     def at(self, row: Any, rows: int, run: tile_schedule.Run) -> tuple[Array, Array, Any]:
         """Of a tile: the cotangent of its products, its weights, its parameters' gradients.
@@ -216,7 +218,7 @@ class _Operands(NamedTuple):
         k, values = slicing.take(self.k, run.start, run.size), self.values.at(run)
         score, pull = _scores(here, q, k, values, run.masked)
         weights = softmax.weights(score, maximum, log_total, run.masked)
-        d_weights = here.drop(_dot(d_out, values.clean.T, self.spec))
+        d_weights = here.drop(_dot(d_out, values.finite.T, self.spec))
         d_products, d_params = pull(weights * (d_weights - delta[:, None]))
         return d_products, here.drop(weights), d_params
 
@@ -241,27 +243,27 @@ def _backward_head(
     rows = tiling.block_q
     spec, q, scale = scaled(spec, q)
     head = _Operands.of(spec, b, h, (q, *per_query[1:]), k, v)
-    q_turned, d_turned = head.q_clean.T, d_out.T
+    q_transposed, d_transposed = head.q_finite.T, d_out.T
     letters = parameter_letters(spec)
 
     def block(i: Any, total: _Gradients) -> _Gradients:
-        qt_i, dt_i = (slicing.take(x, i * rows, rows, 1) for x in (q_turned, d_turned))
+        qt_i, dt_i = (slicing.take(x, i * rows, rows, 1) for x in (q_transposed, d_transposed))
 
         def step(run: tile_schedule.Run, state: Any) -> Any:
             dq_i, dk, dv, d_params = state
             d_products, weights, d_here = head.at(i * rows, rows, run)
-            dq_i += _dot(d_products, slicing.take(head.k_clean, run.start, run.size), spec)
+            dq_i += _dot(d_products, slicing.take(head.k_finite, run.start, run.size), spec)
             dk = slicing.put(dk, _dot(qt_i, d_products, spec), run.start, 1)
             dv = slicing.put(dv, _dot(dt_i, weights, spec), run.start, 1)
             starts = {"T": i * rows, "S": run.start}
             d_params = slicing.put_leaves(d_params, d_here, letters, starts)
             return dq_i, dk, dv, d_params
 
-        state = (jnp.zeros_like(head.q_clean[:rows]), total.key, total.value, total.params)
+        state = (jnp.zeros_like(head.q_finite[:rows]), total.key, total.value, total.params)
         dq_i, *rest = tile_schedule.visit(schedule, i, step, state)
         return _Gradients(slicing.put(total.query, dq_i, i * rows, 0), *rest)
 
-    zeros = (head.q_clean, head.k_clean.T, head.values.clean.T, parameters(spec))
+    zeros = (head.q_finite, head.k_finite.T, head.values.finite.T, parameters(spec))
     total = tile_schedule.fold_blocks(
         schedule, len(q) // rows, block, _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
     )
@@ -297,12 +299,12 @@ def _backward_blocks(
         def step(run: tile_schedule.Run, state: Any) -> Any:
             dq_i, d_params = state
             d_products, _, d_here = head.at(i * rows, rows, run)
-            dq_i += _dot(d_products, slicing.take(head.k_clean, run.start, run.size), spec)
+            dq_i += _dot(d_products, slicing.take(head.k_finite, run.start, run.size), spec)
             starts = {"T": 0, "S": run.start}
             return dq_i, slicing.put_leaves(d_params, d_here, letters, starts)
 
         own = parameters(slicing.slice_tile(spec, i * rows, rows, 0, S))
-        state = jax.tree.map(jnp.zeros_like, (head.q_clean[:rows], own))
+        state = jax.tree.map(jnp.zeros_like, (head.q_finite[:rows], own))
         return tile_schedule.visit(by_query, i, step, state)
 
     def of_keys(j: Any) -> tuple[Array, Array]:
@@ -310,10 +312,10 @@ def _backward_blocks(
             dk_j, dv_j = state
             keys = tile_schedule.Run(j * columns, columns, run.masked)
             d_products, weights, _ = head.at(run.start, run.size, keys)
-            q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_clean, head.d_out))
+            q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_finite, head.d_out))
             return dk_j + _dot(d_products.T, q_i, spec), dv_j + _dot(weights.T, d_i, spec)
 
-        zeros = (head.k_clean[:columns], head.values.clean[:columns])
+        zeros = (head.k_finite[:columns], head.values.finite[:columns])
         return tile_schedule.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
 
     d_query, d_params = tile_schedule.map_blocks(by_query, T // rows, of_queries, blocks.map)
@@ -354,7 +356,7 @@ class _Problem(NamedTuple):
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S, way = shapes.T, shapes.S, choose_way(shapes, platform, sizes)
         return cls(
-            shapes, Tiling(T, S) if way == "whole" else choose_tiling(spec, T, S, sizes), way
+            shapes, Tiling(T, S) if way == "single tile" else choose_tiling(spec, T, S, sizes), way
         )
 
     @property
@@ -529,12 +531,12 @@ def parameter_gradients(
 def choose_way(shapes: Shapes, platform: str, sizes: Sizes) -> str:
     """How heads are run.
 
-    "whole" takes short sequences in one piece, all heads at once; "loop" runs heads one after
+    "single tile" takes short sequences in one piece, all heads at once; "loop" runs heads one after
     another, where on a CPU one head alone fills the cores and stays in their caches; "vmap" walks
     over tiles with all heads at once.
     """
-    if shapes.T * shapes.S <= sizes.whole:
-        return "whole"
+    if shapes.T * shapes.S <= sizes.max_untiled:
+        return "single tile"
     return "loop" if platform == "cpu" else "vmap"
 
 
@@ -547,7 +549,7 @@ def _forward(
     platform: str, spec: Spec, query: Array, key: Array, value: Array, keep: bool = False
 ) -> tuple[Any, ...]:
     problem = _Problem.of(platform, spec, query, value)
-    if problem.way == "whole":
+    if problem.way == "single tile":
         return single_tile.forward(spec, query, key, value, *_care(platform), keep)
     run = _forward_loop if problem.way == "loop" else _forward_vmap
     found = run(problem.pad(spec), query, key, value, problem)
@@ -559,7 +561,7 @@ def _backward(
     platform: str, spec: Spec, per_query: Any, key: Array, value: Array, *kept: Array
 ) -> tuple[Any, Array, Array, Array]:
     problem = _Problem.of(platform, spec, per_query[0], value)
-    if problem.way == "whole":
+    if problem.way == "single tile":
         return single_tile.backward(spec, per_query, key, value, kept, *_care(platform))
     run = _backward_loop if problem.way == "loop" else _backward_vmap
     d_params, *found = run(problem.pad(spec), per_query, key, value, problem)

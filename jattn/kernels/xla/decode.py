@@ -73,7 +73,7 @@ def _part(
     key, value = key.astype(queries.dtype), value.astype(dtype)
     products = _over_heads(functools.partial(_product, spec))(queries, key)
     if exact:
-        products = products + _over_heads(tile.lost)(value)[:, :, None, :]
+        products = products + _over_heads(tile.nan_where_nonfinite)(value)[:, :, None, :]
         value = tile.finite(value)
 
     def part(scores: Array, value: Array) -> softmax.Partial:

@@ -33,31 +33,31 @@ Rows = tuple[Array, ...]  # of the query and what goes with it
 
 
 def _scores(
-    exact: bool, spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
+    select: bool, spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
 ) -> tuple[Array, Any]:
     """Scores of a head, and the function from their cotangent to those of products and parameters.
 
-    `exact` selects what is masked, and lets keys reach those who attend to them if their values
-    are not finite; otherwise the mask is added.
+    With `select` the mask selects scores, and keys whose values are not finite reach those who
+    attend to them; otherwise the mask is added.
     """
     products = tile.product(q, k, spec.precision)
-    if exact:
-        products = products + tile.lost(v)[None, :]
+    if select:
+        products = products + tile.nan_where_nonfinite(v)[None, :]
 
     def modify(products: Array, values: Any) -> Array:
         replaced = with_parameters(spec, values)
-        return tile.modify(replaced, products, b, h, *spans, select=exact)
+        return tile.modify(replaced, products, b, h, *spans, select=select)
 
     return jax.vjp(modify, products, parameters(spec))
 
 
-def _clean(exact: bool, *arrays: Array) -> list[Array]:
+def _widened(select: bool, *arrays: Array) -> list[Array]:
     wide = [x.astype(accumulation(x.dtype)) for x in arrays]
-    return [tile.finite(x) for x in wide] if exact else wide
+    return [tile.finite(x) for x in wide] if select else wide
 
 
 def _forward_head(
-    exact: bool,
+    select: bool,
     spec: Spec,
     b: Any,
     h: Any,
@@ -69,18 +69,18 @@ def _forward_head(
 ) -> tuple[Any, ...]:
     """Output `[T, V]` and normalizer `[T]`, and if wanted the weights `[T, S]`."""
     spec, q, _ = scaled(spec, q)
-    (values,) = _clean(exact, v)
+    (values,) = _widened(select, v)
     greatest = softmax.greatest(values)
     factor = softmax.headroom(greatest, len(v))
     values = values * factor
-    score, _ = _scores(exact, spec, b, h, spans, q, k, v)
+    score, _ = _scores(select, spec, b, h, spans, q, k, v)
 
     def weigh(weights: Array) -> Array:
         dropped = tile.drop(spec, weights, b, h, *spans)
         return jnp.dot(dropped, values, precision=spec.precision)
 
     if keep:
-        weights, normalizer = lax.optimization_barrier(_weights(exact, score))
+        weights, normalizer = lax.optimization_barrier(_weights(select, score))
         out, *rest = weigh(weights), weights
     else:
         out, normalizer, *rest = softmax.quotient(softmax.of(score, weigh, differentiable=False))
@@ -91,17 +91,17 @@ def _forward_head(
     return tuple(map(lax.optimization_barrier, (out, normalizer, *rest)))
 
 
-def _weights(exact: bool, score: Array) -> tuple[Array, softmax.Normalizer]:
+def _weights(select: bool, score: Array) -> tuple[Array, softmax.Normalizer]:
     """The weights `[T, S]` and the normalizer `[T]`."""
-    part = softmax.of(score, lambda weights: weights, differentiable=exact)
+    part = softmax.of(score, lambda weights: weights, differentiable=select)
     weights, normalizer = softmax.quotient(part)
-    if exact:  # NaN in a row must not reach the keys that are masked for it
+    if select:  # NaN in a row must not reach the keys that are masked for it
         weights = part.weighted / softmax.denominator(part)[:, None]
     return weights, normalizer
 
 
 def _backward_head(
-    exact: bool, spec: Spec, b: Any, h: Any, spans: Spans, rows: Rows, k: Array, v: Array
+    select: bool, spec: Spec, b: Any, h: Any, spans: Spans, rows: Rows, k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
     """Gradients of q, k, v and parameters, with p = softmax(s) and ds = p (d_out vᵀ − delta).
 
@@ -109,61 +109,62 @@ def _backward_head(
     """
     q, d_out, delta, *kept = rows
     spec, q, scale = scaled(spec, q)
-    score, pull = _scores(exact, spec, b, h, spans, q, k, v)
-    queries, keys, values = _clean(exact or not has_mask(spec), q, k, v)
+    score, pull = _scores(select, spec, b, h, spans, q, k, v)
+    queries, keys, values = _widened(select or not has_mask(spec), q, k, v)
 
     def contract(pattern: str, x: Array, y: Array) -> Array:
         return jnp.einsum(pattern, x, y, precision=spec.precision)
 
-    weights = kept[0] if kept else _weights(exact, score)[0]
+    weights = kept[0] if kept else _weights(select, score)[0]
     d_dropped = contract("tv,sv->ts", d_out, values)
     d_weights = tile.drop(spec, d_dropped, b, h, *spans)
     d_products, d_params = pull(weights * (d_weights - delta[:, None]))
     dropped = tile.drop(spec, weights, b, h, *spans)
     d_q = contract("ts,sh->th", d_products, keys) * scale
-    d_k = contract("st,th->sh", _turned(d_products), queries)
-    d_v = contract("st,tv->sv", _turned(dropped), d_out)
+    d_k = contract("st,th->sh", _transposed(d_products), queries)
+    d_v = contract("st,tv->sv", _transposed(dropped), d_out)
     d_q, d_k, d_v = (lax.optimization_barrier(x) for x in (d_q, d_k, d_v))
     return d_q, d_k, d_v, d_params
 
 
-def _turned(x: Array) -> Array:
+def _transposed(x: Array) -> Array:
     """x transposed in memory: products with a transposed left side run at half the speed on CPUs,
     and without the barrier XLA would make such products of these."""
     return lax.optimization_barrier(x.T)
 
 
-def _odd(x: Array) -> Array:
+def _overflow_rows(x: Array) -> Array:
     """Which rows of x hold NaN, infinities, or numbers whose products may overflow."""
     largest = jnp.max(jnp.abs(x.astype(accumulation(x.dtype))), axis=-1, initial=0)
     # A maximum may pass NaN over, a sum does not.
-    return jnp.isnan(tile.lost(x)) | (largest >= jnp.finfo(largest.dtype).max ** 0.5 / x.shape[-1])
+    overflows = largest >= jnp.finfo(largest.dtype).max ** 0.5 / x.shape[-1]
+    return jnp.isnan(tile.nan_where_nonfinite(x)) | overflows
 
 
-def _blank(odd: Array, x: Array) -> Array:
-    """x with 0 in its odd rows; behind a barrier, so that XLA makes the same of it, to the last
-    bit, as of x."""
-    return lax.optimization_barrier(jnp.where(odd.reshape(-1, *[1] * (x.ndim - 1)), 0, x))
+def _zeroed(rows: Array, x: Array) -> Array:
+    """x with 0 in these rows. By a barrier XLA makes the same of it as of x, to the last bit."""
+    return lax.optimization_barrier(jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), 0, x))
 
 
-def _touched(
+def _affected(
     spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
 ) -> tuple[Array, ...]:
-    """`(allowed [T, S], rows [T], keys [S])`: which keys are odd, and which rows see odd ones."""
+    """`(allowed [T, S], rows [T], keys [S])`: of the keys those that
+    `_overflow_rows` finds, and the rows that see one of them."""
     allowed = spec.mask.evaluate(b, h, *spans)
     allowed = jnp.broadcast_to(allowed, (q.shape[0], k.shape[0]))
-    keys = _odd(k) | _odd(v)
-    return allowed, _odd(q) | jnp.any(allowed & keys[None, :], axis=1), keys
+    keys = _overflow_rows(k) | _overflow_rows(v)
+    return allowed, _overflow_rows(q) | jnp.any(allowed & keys[None, :], axis=1), keys
 
 
-def _forward_safely(
+def _forward_fallback(
     spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array, keep: bool = False
 ) -> tuple[Any, ...]:
     """As `_forward_head` without the weights, whatever is masked."""
-    _, rows, keys = _touched(spec, b, h, spans, q, k, v)
+    _, rows, keys = _affected(spec, b, h, spans, q, k, v)
     selected = _forward_head(True, spec, b, h, spans, q, k, v, keep)
-    blank = _blank(rows, q), _blank(keys, k), _blank(keys, v)
-    added = _forward_head(False, spec, b, h, spans, *blank, keep)
+    zeroed = _zeroed(rows, q), _zeroed(keys, k), _zeroed(keys, v)
+    added = _forward_head(False, spec, b, h, spans, *zeroed, keep)
 
     def choose(x: Array, y: Array) -> Array:
         return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
@@ -171,20 +172,22 @@ def _forward_safely(
     return jax.tree.map(choose, selected[:2], added[:2])
 
 
-def _backward_safely(
+def _backward_fallback(
     spec: Spec, b: Any, h: Any, spans: Spans, rows: Rows, k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
     """As `_backward_head` for no score function, whatever is masked."""
     q, d_out, delta, *_ = rows
-    allowed, touched, odd = _touched(spec, b, h, spans, q, k, v)
-    touched = touched | ~jnp.isfinite(delta)
-    keys = odd | jnp.any(allowed & touched[:, None], axis=0)
+    allowed, affected, overflow = _affected(spec, b, h, spans, q, k, v)
+    affected = affected | ~jnp.isfinite(delta)
+    keys = overflow | jnp.any(allowed & affected[:, None], axis=0)
     selected = _backward_head(True, spec, b, h, spans, (q, d_out, delta), k, v)
-    blank = tuple(_blank(touched, x) for x in (q, d_out, delta))
-    added = _backward_head(False, spec, b, h, spans, blank, _blank(odd, k), _blank(odd, v))
+    zeroed = tuple(_zeroed(affected, x) for x in (q, d_out, delta))
+    added = _backward_head(
+        False, spec, b, h, spans, zeroed, _zeroed(overflow, k), _zeroed(overflow, v)
+    )
     d_q, d_k, d_v = (
         jnp.where(which[:, None], x, y)
-        for which, x, y in zip((touched, keys, keys), selected, added, strict=False)
+        for which, x, y in zip((affected, keys, keys), selected, added, strict=False)
     )
     return d_q, d_k, d_v, []
 
@@ -206,18 +209,18 @@ def _unless(
     return jax.tree.map(lambda x, y: x.reshape(y.shape), results, jax.eval_shape(finish, found))
 
 
-class Pass(NamedTuple):
-    """Forward or backward of one head: `head(exact, spec, ...)`, the same whatever is masked, and
+class OneHead(NamedTuple):
+    """Forward or backward of one head: `head(select, spec, ...)`, the same whatever is masked, and
     what tells from the results that adding the mask was enough."""
 
     head: Callable[..., Any]
-    safely: Callable[..., Any]
+    fallback: Callable[..., Any]
     enough: Callable[[Any], Any]
     extra: int = 0  # last results that are of use only where it was enough, and left as they are
 
 
 def attempt(
-    which: Pass,
+    which: OneHead,
     run: Callable[..., Any],
     finish: Callable[..., Any],
     operands: tuple[Any, ...],
@@ -230,22 +233,22 @@ def attempt(
     is wanted; where memory counts more than time `run` is told `over_batch=tile.in_turn`.
     `optimistic=False` selects from the start.
     """
-    adding, selecting = (functools.partial(which.head, exact) for exact in (False, True))
+    adding, selecting = (functools.partial(which.head, select) for select in (False, True))
     optimistic = optimistic and spec.score is None and not parameters(spec)
     found = run(selecting if has_mask(spec) and not optimistic else adding, *operands)
     last = len(found) - which.extra
     if not has_mask(spec) or not optimistic:
         return (*finish(found[:last]), *found[last:]), np.bool_(not has_mask(spec))
     enough = which.enough(found)
-    again = functools.partial(run, which.safely, over_batch=tile.in_turn)
+    again = functools.partial(run, which.fallback, over_batch=tile.in_turn)
     return (*_unless(enough, found[:last], finish, again, *operands), *found[last:]), enough
 
 
 # Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
-FORWARD = Pass(_forward_head, _forward_safely, lambda found: jnp.isfinite(jnp.sum(found[0])))
-_KEEPING = Pass(
+FORWARD = OneHead(_forward_head, _forward_fallback, lambda found: jnp.isfinite(jnp.sum(found[0])))
+_KEEPING = OneHead(
     functools.partial(_forward_head, keep=True),
-    functools.partial(_forward_safely, keep=True),
+    functools.partial(_forward_fallback, keep=True),
     FORWARD.enough,
     extra=1,
 )
@@ -371,7 +374,7 @@ def backward(
 
         first, spec, *_ = operands
         spec = slicing.slice_batch(spec, first, size)
-        which = Pass(_backward_head, _backward_safely, enough)
+        which = OneHead(_backward_head, _backward_fallback, enough)
         (d_params, *found), _ = attempt(which, run, finish, operands, spec, optimistic)
         return _add_rows(total, d_params, first), found
 

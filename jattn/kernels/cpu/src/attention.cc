@@ -1,8 +1,8 @@
 // Attention on CPUs: one head by tiles, forward and backward, called from XLA.
 //
-// A block of queries walks over its tiles of keys with the online softmax (Milakov and Gimelshein
+// A block of queries visits its tiles of keys with the online softmax (Milakov and Gimelshein
 // 2018; Dao et al. 2022, FlashAttention, algorithms 1 and 4). A tile of scores lies in the first
-// cache and is turned: rows are keys, and the lanes of a vector are queries. So each query's
+// cache and is transposed: rows are keys, and the lanes of a vector are queries. So each query's
 // maximum, sum and bounds are lanes as well, nothing is ever summed across a vector, and of all
 // operands only the block of queries (and of d_out) has to be transposed:
 //
@@ -147,12 +147,12 @@ struct Head {
 };
 
 // Some keys and values side by side; heads lie between those of the arrays, too far apart for the
-// caches. Values that are not finite are 0, and those who attend to them get NaN from `lost`.
+// caches. Values that are not finite are 0, and those who attend to them get NaN from `nonfinite`.
 struct Tile {
   Index H, V;
   T *k, *v, *finite_k, *memory;  // finite_k: k with 0 for what is not finite
   T down = 1;               // what values are multiplied with, so that sums do not overflow
-  const T* lost = nullptr;  // null if all is finite
+  const T* nonfinite = nullptr;  // null if all is finite
 
   static Index size(Index H, Index V, Index keys) { return keys * (2 * H + V + 1); }
 
@@ -165,13 +165,13 @@ struct Tile {
     finite_k = k;
     if (!copy(head.k.from(j), keys, k, H)) {
       finite_k = std::copy(k, k + keys * H, spare_) - keys * H;
-      clean(finite_k, keys, H, nullptr);
+      zero_nonfinite(finite_k, keys, H, nullptr);
     }
-    lost = nullptr;
+    nonfinite = nullptr;
     if (!copy(head.v.from(j), keys, v, V)) {
       std::fill(memory, memory + keys, T{0});
-      clean(v, keys, V, memory);
-      lost = memory;
+      zero_nonfinite(v, keys, V, memory);
+      nonfinite = memory;
     }
     if (down != 1)
       for (Index i = 0; i < keys * V; i += kLanes) store(v + i, load(v + i) * down);
@@ -196,21 +196,21 @@ struct Results {
 };
 
 // A block of queries on its way over the keys: the online softmax.
-struct Walk {
+struct ForwardBlock {
   static constexpr Index L = kLanes;
 
   Block block;
-  T* turned;  // scale q, [H, width]
+  T* transposed;  // scale q, [H, width]
   T* out;     // [width, V], times the sum
   bool fresh = true;             // nothing is in out yet
   alignas(64) T most[kQueries];  // the largest score up to kSlack, which weights are relative to
   alignas(64) T sum[kQueries], shrink[kQueries];
 
-  Walk(const Head& head, Index first, Index count, Index H, Index V, Bench& bench)
+  ForwardBlock(const Head& head, Index first, Index count, Index H, Index V, Bench& bench)
       : block(head.rules, first, count) {
-    turned = bench.take(H * block.width);
+    transposed = bench.take(H * block.width);
     out = bench.take(block.width * V);
-    turn(head.q.from(first), count, block.width, turned, head.scale);
+    transpose(head.q.from(first), count, block.width, transposed, head.scale);
     std::fill(most, most + block.width, -kInfinity);
     std::fill(sum, sum + block.width, T{0});
   }
@@ -219,12 +219,13 @@ struct Walk {
   void visit(const Head& head, const Keys& seen, Index at, const Tile& tile, T* scores) {
     const auto [kind, j, keys] = seen;
     const Index t = block.width, H = tile.H, V = tile.V;
-    product(keys, t, head.k.size, tile.k + at * H, H, 1, turned, t, scores, t, false);
-    const T* lost = tile.lost ? tile.lost + at : nullptr;
-    const bool plain = head.rules.cap == 0 && !head.rules.bias && !lost;
-    const bool grows = kind == Kind::kMixed ? soften<true, true>(head.rules, j, keys, lost, scores)
-                       : plain ? soften<false, false>(head.rules, j, keys, lost, scores)
-                               : soften<false, true>(head.rules, j, keys, lost, scores);
+    product(keys, t, head.k.size, tile.k + at * H, H, 1, transposed, t, scores, t, false);
+    const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
+    const Rules& rules = head.rules;
+    const bool modified = rules.cap != 0 || rules.bias || nonfinite;
+    const bool grows = kind == Kind::kMixed ? soften<true, true>(rules, j, keys, nonfinite, scores)
+                       : modified ? soften<false, true>(rules, j, keys, nonfinite, scores)
+                                  : soften<false, false>(rules, j, keys, nonfinite, scores);
     if (grows && !fresh) rescale(V);
     product(block.count, V, keys, scores, 1, t, tile.v + at * V, V, out, V, !fresh);
     fresh = false;
@@ -232,21 +233,21 @@ struct Walk {
 
   // Products become weights. Whether what they are relative to has grown.
   template <bool kMasked, bool kModified>
-  JATTN_APART bool soften(const Rules& rules, Index j, Index keys, const T* lost, T* scores) {
+  JATTN_APART bool soften(const Rules& rules, Index j, Index keys, const T* nonfinite, T* scores) {
     bool grows = false;
     Index i = 0;
     for (; i + kWide * L <= block.width; i += kWide * L)
-      grows |= soften_lanes<kMasked, kModified, kWide>(rules, i, j, keys, lost, scores);
+      grows |= soften_lanes<kMasked, kModified, kWide>(rules, i, j, keys, nonfinite, scores);
     for (; i + 2 * L <= block.width; i += 2 * L)
-      grows |= soften_lanes<kMasked, kModified, 2>(rules, i, j, keys, lost, scores);
+      grows |= soften_lanes<kMasked, kModified, 2>(rules, i, j, keys, nonfinite, scores);
     for (; i < block.width; i += L)
-      grows |= soften_lanes<kMasked, kModified, 1>(rules, i, j, keys, lost, scores);
+      grows |= soften_lanes<kMasked, kModified, 1>(rules, i, j, keys, nonfinite, scores);
     return grows;
   }
 
   // For N vectors of lanes side by side, so that none waits for its own last sum.
   template <bool kMasked, bool kModified, int N>
-  bool soften_lanes(const Rules& rules, Index first, Index j, Index keys, const T* lost,
+  bool soften_lanes(const Rules& rules, Index first, Index j, Index keys, const T* nonfinite,
                     T* scores) {
     const Index t = block.width;
     Vector now[N], shift[N], total[N];
@@ -257,7 +258,7 @@ struct Walk {
         const Index i = first + n * L;
         Vector x = load(scores + s * t + i);
         if constexpr (kModified) {
-          if (lost) x += lost[s];
+          if (nonfinite) x += nonfinite[s];
           x = block.template modified<kMasked>(rules, x, i, j + s);
           store(scores + s * t + i, x);
         }
@@ -330,33 +331,33 @@ void forward(const Head& head, Index first, Index count, const Results& results,
   Tile tile(H, V, kKeys, bench);
   tile.down = down;
   T* scores = bench.take(kKeys * kQueries);
-  thread_local std::vector<Walk> walks;
-  walks.clear();
-  walks.reserve(kTogether);
+  thread_local std::vector<ForwardBlock> blocks;
+  blocks.clear();
+  blocks.reserve(kTogether);
   Index from = S, until = 0;
   for (Index i = 0; i < count; i += kQueries) {
-    walks.emplace_back(head, first + i, std::min(kQueries, count - i), H, V, bench);
-    from = std::min(from, walks.back().block.least_from);
-    until = std::max(until, walks.back().block.most_until);
+    blocks.emplace_back(head, first + i, std::min(kQueries, count - i), H, V, bench);
+    from = std::min(from, blocks.back().block.least_from);
+    until = std::max(until, blocks.back().block.most_until);
   }
   for (Index j = from / kKeys * kKeys; j < until; j += kKeys) {
     const Index keys = std::min(kKeys, S - j);
     bool there = false;
-    for (Walk& walk : walks) {
-      const Keys seen = walk.block.seen(head.rules, j, keys);
+    for (ForwardBlock& one : blocks) {
+      const Keys seen = one.block.seen(head.rules, j, keys);
       if (seen.kind == Kind::kEmpty) continue;
       if (!there) tile.read(head, j, keys);
       there = true;
-      walk.visit(head, seen, seen.j - j, tile, scores);
+      one.visit(head, seen, seen.j - j, tile, scores);
     }
   }
-  const auto overflowed = [V](const Walk& walk) { return walk.overflowed(V); };
-  if (down == 1 && std::any_of(walks.begin(), walks.end(), overflowed)) {
+  const auto overflowed = [V](const ForwardBlock& one) { return one.overflowed(V); };
+  if (down == 1 && std::any_of(blocks.begin(), blocks.end(), overflowed)) {
     // Weights are at most e^kSlack.
     down = std::exp2(-std::ceil(std::log2(T(S)) + kSlack * T(1.5)));
     return forward(head, first, count, results, down);
   }
-  for (Walk& walk : walks) walk.finish(results, V, down);
+  for (ForwardBlock& one : blocks) one.finish(results, V, down);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -387,31 +388,31 @@ struct Sums {
 };
 
 // A block of queries in the backward pass.
-struct BackWalk {
+struct BackwardBlock {
   static constexpr Index L = kLanes;
 
   Block block;
   Index H, V;
   T *q, *d_out;            // [width, H], [width, V]
-  T *q_turned, *d_turned;  // scale q, d_out: [H, width], [V, width]
+  T *q_transposed, *d_transposed;  // scale q, d_out: [H, width], [V, width]
   T* d_query;              // [width, H]
   alignas(64) T most[kQueries], log_sum[kQueries], delta[kQueries];
 
   static Index size(Index H, Index V) { return kQueries * (3 * H + 2 * V); }
 
-  BackWalk(const Head& head, Index first, Index count, Index H, Index V, Bench bench)
+  BackwardBlock(const Head& head, Index first, Index count, Index H, Index V, Bench bench)
       : block(head.rules, first, count), H(H), V(V) {
     const Index t = block.width;
     q = bench.take(t * H), d_out = bench.take(t * V), d_query = bench.take(t * H);
-    q_turned = bench.take(t * H), d_turned = bench.take(t * V);
+    q_transposed = bench.take(t * H), d_transposed = bench.take(t * V);
   }
 
   void read(const Head& head, const Back& back) {
     const Index t = block.width, first = block.first, count = block.count;
-    if (!copy(head.q.from(first), count, q, H)) clean(q, count, H, nullptr);
+    if (!copy(head.q.from(first), count, q, H)) zero_nonfinite(q, count, H, nullptr);
     copy(back.d_out.from(first), count, d_out, V);
-    turn(head.q.from(first), count, t, q_turned, head.scale);
-    turn(back.d_out.from(first), count, t, d_turned, T{1});
+    transpose(head.q.from(first), count, t, q_transposed, head.scale);
+    transpose(back.d_out.from(first), count, t, d_transposed, T{1});
     std::fill(d_query, d_query + t * H, T{0});
     for (Index i = 0; i < t; ++i) {
       most[i] = i < count ? *back.most[first + i] : T{0};
@@ -428,16 +429,16 @@ struct BackWalk {
     const Tile& tile = sums.tile;
     const T *k = tile.k + at * H, *v = tile.v + at * V;
     T *p = sums.scores, *ds = sums.d_scores;
-    product(keys, t, head.k.size, k, H, 1, q_turned, t, p, t, false);
-    product(keys, t, head.v.size, v, V, 1, d_turned, t, ds, t, false);
-    const T* lost = tile.lost ? tile.lost + at : nullptr;
+    product(keys, t, head.k.size, k, H, 1, q_transposed, t, p, t, false);
+    product(keys, t, head.v.size, v, V, 1, d_transposed, t, ds, t, false);
+    const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
     if (kind == Kind::kMixed)
-      derive<true, true>(rules, j, keys, lost, p, ds);
-    else if (lost || rules.cap != 0 || rules.bias || rules.threshold)
-      derive<false, true>(rules, j, keys, lost, p, ds);
+      derive<true, true>(rules, j, keys, nonfinite, p, ds);
+    else if (nonfinite || rules.cap != 0 || rules.bias || rules.threshold)
+      derive<false, true>(rules, j, keys, nonfinite, p, ds);
     else
-      derive<false, false>(rules, j, keys, lost, p, ds);
+      derive<false, false>(rules, j, keys, nonfinite, p, ds);
     if constexpr (kOfKeys) {
       product(keys, V, block.count, p, t, 1, d_out, V, sums.d_v + at * V, V, true);
       product(keys, H, block.count, ds, t, 1, q, H, sums.d_k + at * H, H, true);
@@ -449,7 +450,7 @@ struct BackWalk {
   // Products q k become weights p after dropout, and products d_out v the cotangent of products
   // q k; that of scores is p (dp - delta), with p before dropout.
   template <bool kMasked, bool kModified>
-  JATTN_APART void derive(const Rules& rules, Index j, Index keys, const T* lost, T* products,
+  JATTN_APART void derive(const Rules& rules, Index j, Index keys, const T* nonfinite, T* products,
                           T* d_weights) {
     T along[kModified ? kQueries + kKeys : 1] = {};  // a tile's diagonals: short sums round less
     for (Index s = 0; s < keys; ++s)
@@ -457,7 +458,7 @@ struct BackWalk {
         const Index here = s * block.width + i;
         Vector score = load(products + here), dp = load(d_weights + here);
         if constexpr (kModified) {
-          if (lost) score += lost[s];
+          if (nonfinite) score += nonfinite[s];
           score = block.template modified<kMasked>(rules, score, i, j + s);
           if (rules.threshold) dp = block.dropped(rules, dp, i, j + s);
         }
@@ -492,20 +493,20 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
               Index until, const Sums& sums, const Bench& bench) {
   const Index H = sums.tile.H, V = sums.tile.V;
   for (Index i = first; i < last; i += kQueries) {
-    BackWalk walk(head, i, std::min(kQueries, last - i), H, V, bench);
-    const Index end = std::min(until, walk.block.most_until);
+    BackwardBlock one(head, i, std::min(kQueries, last - i), H, V, bench);
+    const Index end = std::min(until, one.block.most_until);
     bool there = false;
-    for (Index j = std::max(from, walk.block.least_from / kKeys * kKeys); j < end; j += kKeys) {
-      const Keys seen = walk.block.seen(head.rules, j, std::min(kKeys, until - j));
+    for (Index j = std::max(from, one.block.least_from / kKeys * kKeys); j < end; j += kKeys) {
+      const Keys seen = one.block.seen(head.rules, j, std::min(kKeys, until - j));
       if (seen.kind == Kind::kEmpty) continue;
-      if (!there) walk.read(head, back);
+      if (!there) one.read(head, back);
       there = true;
-      walk.template visit<kQuery, kOfKeys>(head, seen, seen.j - from, sums);
+      one.template visit<kQuery, kOfKeys>(head, seen, seen.j - from, sums);
     }
-    if (!there) std::fill(walk.d_query, walk.d_query + walk.block.width * H, T{0});
+    if (!there) std::fill(one.d_query, one.d_query + one.block.width * H, T{0});
     const Put how = from ? Put::kAdd : head.rules.S > kRun ? Put::kOver : back.how;
     if (kQuery && (there || from == 0))
-      put(back.d_q.from(i), walk.d_query, walk.block.count, H, head.scale, how);
+      put(back.d_q.from(i), one.d_query, one.block.count, H, head.scale, how);
   }
 }
 
@@ -655,7 +656,7 @@ struct Worker {
         H(up(call.q.size, kLanes)),
         V(up(call.v.size, kLanes)),
         group(call.N / call.K),
-        bench(Sums::size(H, V) + BackWalk::size(H, V)),
+        bench(Sums::size(H, V) + BackwardBlock::size(H, V)),
         sums(H, V, bench) {}
 
   Head head(Index b, Index n) const {

@@ -206,9 +206,9 @@ struct Part {
 
 // The rows of some key heads of a batch row, on their way over the keys.
 template <typename E>
-class Walk {
+class Reader {
  public:
-  Walk(const Call<E>& call, Index b, Index k, Index heads, Index tile, Part part)
+  Reader(const Call<E>& call, Index b, Index k, Index heads, Index tile, Part part)
       : call_(call),
         b_(b),
         k_(k),
@@ -221,8 +221,8 @@ class Walk {
         part_(part) {
     *part.down = 1;
     q_ = bench_.take(heads * R_ * H_), scores_ = bench_.take(heads * R_ * tile);
-    turned_ = bench_.take(H_ * kTurned), wide_ = bench_.take(kTurned * std::max(H_, V_));
-    values_ = bench_.take(tile * V_), lost_ = bench_.take(tile);
+    transposed_ = bench_.take(H_ * kTurned), wide_ = bench_.take(kTurned * std::max(H_, V_));
+    values_ = bench_.take(tile * V_), nonfinite_ = bench_.take(tile);
     for (Index r = 0; r < heads * R_; ++r) {
       const T* from = call.q + ((b * call.T_ + token(r)) * call.N + head(r)) * H_;
       for (Index h = 0; h < H_; ++h) q_[r * H_ + h] = from[h] * call.scale;
@@ -233,13 +233,13 @@ class Walk {
   // not finite taken as 0, and NaN for those who attend to them. Then what is still not finite has
   // overflowed, and values are multiplied with `down`.
   void run(Index from, Index until, T down) {
-    walk(from, until);
+    read(from, until);
     if (finite()) return;
     exact_ = true;
-    walk(from, until);
+    read(from, until);
     if (finite()) return;
     *part_.down = down_ = down;
-    walk(from, until);
+    read(from, until);
   }
 
  private:
@@ -255,7 +255,7 @@ class Walk {
     return true;
   }
 
-  void walk(Index from, Index until) {
+  void read(Index from, Index until) {
     const Index rows = heads_ * R_;
     std::fill(part_.most, part_.most + rows, -kInfinity);
     std::fill(part_.sum, part_.sum + rows, T{0});
@@ -332,8 +332,8 @@ class Walk {
         ahead.step();
         const Index count = std::min(kTurned, now.count - s), width = up(count, kLanes);
         const Rows<const E> rows = call_.keys.at(b_, k_ + h, now.j + s);
-        turn(widened(rows, count, wide_), count, width, turned_, T{1});
-        product(R_, width, H_, q_ + h * R_ * H_, H_, 1, turned_, width,
+        transpose(widened(rows, count, wide_), count, width, transposed_, T{1});
+        product(R_, width, H_, q_ + h * R_ * H_, H_, 1, transposed_, width,
                 scores_ + h * R_ * tile_ + s, tile_, false);
       }
   }
@@ -359,13 +359,13 @@ class Walk {
         const Rows<const E> rows = call_.values.at(b_, k_ + h, now.j + s);
         copy(widened(rows, count, wide_), count, values_ + s * V_, V_);
       }
-      std::fill(lost_, lost_ + now.count, T{0});
-      if (exact_) clean(values_, now.count, V_, lost_);
+      std::fill(nonfinite_, nonfinite_ + now.count, T{0});
+      if (exact_) zero_nonfinite(values_, now.count, V_, nonfinite_);
       if (down_ != 1)
         for (Index i = 0; i < now.count * V_; i += kLanes)
           store(values_ + i, load(values_ + i) * down_);
       for (Index r = h * R_; r < (h + 1) * R_; ++r) {
-        for (Index s = 0; s < now.count; ++s) scores_[r * tile_ + s] += lost_[s];
+        for (Index s = 0; s < now.count; ++s) scores_[r * tile_ + s] += nonfinite_[s];
         soften(r, now);
       }
       for (Index s = 0; s < now.count; s += kLanes)
@@ -423,7 +423,7 @@ class Walk {
   Part part_;
   bool exact_ = false;
   T down_ = 1;
-  T *q_, *scores_, *turned_, *wide_, *values_, *lost_;
+  T *q_, *scores_, *transposed_, *wide_, *values_, *nonfinite_;
 };
 
 // Where results go: out [B, T, N, V], and of each row the largest score and the log of the sum of
@@ -472,7 +472,7 @@ void decode(ffi::ThreadPool& pool, const Call<E>& call, const Results& results) 
   const T down = std::exp2(-std::ceil(std::log2(T(call.S))) - 1);
   parallel(pool, units * parts, [&](Index i) {
     const Index unit = i / parts, k = unit % runs * heads, from = i % parts * length;
-    Walk<E>(call, unit / runs, k, std::min(heads, call.K - k), tile, part(i))
+    Reader<E>(call, unit / runs, k, std::min(heads, call.K - k), tile, part(i))
         .run(from, std::min(call.S, from + length), down);
   });
   parallel(pool, units, [&](Index unit) {

@@ -229,46 +229,46 @@ struct Rows {
 // Copies rows to the width of whole vectors, and says whether all of them are finite.
 JATTN_APART bool copy(Rows<const T> from, Index count, T* to, Index width) {
   constexpr int L = kLanes;
-  Ints odd = {};  // the bits of x - x: 0, or those of NaN
+  Ints bits = {};  // the bits of x - x: 0, or those of NaN
   for (Index i = 0; i < count; ++i, to += width) {
     const T* row = from[i];
     Index h = 0;
     for (; h + L <= from.size; h += L) {
       Vector x = load(row + h);
-      odd |= (Ints)(x - x);
+      bits |= (Ints)(x - x);
       store(to + h, x);
     }
     if (h < width) {
       Vector x = {};
       std::memcpy(&x, row + h, (from.size - h) * sizeof(T));
-      odd |= (Ints)(x - x);
+      bits |= (Ints)(x - x);
       store(to + h, x);
     }
   }
   bool finite = true;
-  for (int l = 0; l < L; ++l) finite &= odd[l] == 0;
+  for (int l = 0; l < L; ++l) finite &= bits[l] == 0;
   return finite;
 }
 
 // Whether all of so many numbers, whole vectors, are finite.
 inline bool all_finite(const T* x, Index size) {
-  Ints odd = {};  // the bits of x - x: 0, or those of NaN
+  Ints bits = {};  // the bits of x - x: 0, or those of NaN
   for (Index i = 0; i < size; i += kLanes) {
     const Vector one = load(x + i);
-    odd |= (Ints)(one - one);
+    bits |= (Ints)(one - one);
   }
   bool finite = true;
-  for (int l = 0; l < kLanes; ++l) finite &= odd[l] == 0;
+  for (int l = 0; l < kLanes; ++l) finite &= bits[l] == 0;
   return finite;
 }
 
-// Takes what is not finite as 0, and adds NaN to `lost` for rows that hold such, if it is given.
-inline void clean(T* x, Index count, Index width, T* lost) {
+// Takes what is not finite as 0, and adds NaN to `nonfinite`, if given, for rows that hold such.
+inline void zero_nonfinite(T* x, Index count, Index width, T* nonfinite) {
   for (Index i = 0; i < count; ++i) {
     for (Index h = 0; h < width; ++h) {
       T& one = x[i * width + h];
       if (std::isfinite(one)) continue;
-      if (lost) lost[i] = std::numeric_limits<T>::quiet_NaN();
+      if (nonfinite) nonfinite[i] = std::numeric_limits<T>::quiet_NaN();
       one = 0;
     }
   }
@@ -328,7 +328,7 @@ inline void turn_square(Vector* rows) {
 }
 
 // [count, size] as [size, t] times a factor; t is whole vectors, and filled up with 0.
-JATTN_APART void turn(Rows<const T> from, Index count, Index t, T* to, T factor) {
+JATTN_APART void transpose(Rows<const T> from, Index count, Index t, T* to, T factor) {
   constexpr int L = kLanes;
   for (Index i = 0; i < t; i += L)
     for (Index h = 0; h < from.size; h += L) {

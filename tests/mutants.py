@@ -1,0 +1,381 @@
+"""Mutants: mistakes that attention libraries have made, each of which the quick suite must notice.
+
+    python -m tests.mutants            # all of them
+    python -m tests.mutants tile key-reuse
+
+Each is made in a temporary copy of the project. The tests in whose files it should be noticed run
+first, the rest of the quick suite only if these pass. It prints which test failed first, and ends
+with 1 if a mutant was not noticed by any.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("jattn", "experiments", "tests", "pyproject.toml", "README.md")
+
+
+class Change(NamedTuple):
+    """A text that stands once in a file, and what it becomes."""
+
+    file: str
+    old: str
+    new: str
+
+
+class Mutant(NamedTuple):
+    """Changes, and the files of the tests that should notice them."""
+
+    changes: tuple[Change, ...]
+    noticed_by: tuple[str, ...]
+
+
+def mutant(file: str, old: str, new: str, *noticed_by: str) -> Mutant:
+    """One change; tests are named without `test_`."""
+    return Mutant((Change(file, old, new),), noticed_by)
+
+
+SPEC, TILE, SOFTMAX = "jattn/spec.py", "jattn/tile.py", "jattn/softmax.py"
+MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
+BLOCKWISE, SINGLE = "jattn/kernels/xla/blockwise.py", "jattn/kernels/xla/single_tile.py"
+RULE, C = "jattn/kernels/common/vjp.py", "jattn/kernels/cpu/src/attention.cc"
+RULES = "jattn/kernels/cpu/rules.py"
+LOSSES, TRAINING = "experiments/translation/losses.py", "experiments/translation/training.py"
+DATA = "experiments/translation/data.py"
+
+CAUSAL = "return columns.positions[None, :] <= rows.positions[:, None]"
+CAUSAL_BOUNDS = "return _as_truth(kv_lo <= q_hi), _as_truth(kv_hi <= q_lo)"
+
+
+def causal(by: int) -> Mutant:
+    """Formula, bounds and the kernel's runs agree on the wrong diagonal."""
+    return Mutant(
+        (
+            Change(MASKS, CAUSAL, CAUSAL.replace("[:, None]", f"[:, None] + {by}")),
+            Change(
+                MASKS,
+                CAUSAL_BOUNDS,
+                f"return _as_truth(kv_lo <= q_hi + {by}), _as_truth(kv_hi <= q_lo + {by})",
+            ),
+            Change(
+                RULES,
+                "return Runs(0, _until(place.positions, 0, place.S))",
+                f"return Runs(0, _until(place.positions, 0, place.S) + {by})",
+            ),
+        ),
+        ("masks", "relations"),
+    )
+
+
+MUTANTS: dict[str, Mutant] = {
+    # Which keys and values a query meets.
+    "tile": mutant(
+        TILE,
+        "grouped = [x.reshape(B, K, *group, *x.shape[2:]) for x in grouped]",
+        "grouped = [x.reshape(B, *group, K, *x.shape[2:]) for x in grouped]\n"
+        "    grouped = [x.swapaxes(1, 2) if group else x for x in grouped]",
+        "contract",
+    ),
+    "tile-in-turn": mutant(
+        BLOCKWISE,
+        "k, v = (_head(x, b, h // shapes.G, S) for x in (key, value))",
+        "k, v = (_head(x, b, h % shapes.K, S) for x in (key, value))",
+        "contract",
+    ),
+    "tile-in-c": mutant(C, "const Index g = n / (N / K);", "const Index g = n % K;", "native"),
+    # The scale.
+    "scale-of-values": mutant(
+        SPEC,
+        "scale=_check_scale(scale, shapes.H)",
+        "scale=_check_scale(scale, shapes.V)",
+        "contract",
+    ),
+    "scale-of-the-model": mutant(
+        SPEC,
+        "scale=_check_scale(scale, shapes.H)",
+        "scale=_check_scale(scale, shapes.N * shapes.H)",
+        "contract",
+    ),
+    "no-scale": mutant(SPEC, "return 1 / math.sqrt(H)", "return 1.0", "contract"),
+    # Masks.
+    "mask-inverted": mutant(
+        TILE,
+        "        allowed = spec.mask.evaluate(b, h, rows, columns)",
+        "        allowed = ~spec.mask.evaluate(b, h, rows, columns)",
+        "contract",
+    ),
+    "causal-one-more": causal(1),
+    "causal-one-less": causal(-1),
+    "bottom-right": mutant(
+        TILE,
+        "return span(T, spec.q_positions), span(S, spec.kv_positions)",
+        "q = jnp.arange(T) + S - T if spec.q_positions is None else spec.q_positions\n"
+        "    return span(T, q), span(S, spec.kv_positions)",
+        "contract",
+    ),
+    "window-one-more": mutant(
+        MASKS,
+        "allowed = allowed & (kv >= shifted(q, -self.left)[:, None])",
+        "allowed = allowed & (kv >= shifted(q, -self.left - 1)[:, None])",
+        "masks",
+    ),
+    "window-one-less": mutant(
+        MASKS,
+        "allowed = allowed & (kv <= shifted(q, self.right)[:, None])",
+        "allowed = allowed & (kv < shifted(q, self.right)[:, None])",
+        "masks",
+    ),
+    "window-bounds": mutant(
+        MASKS,
+        "maybe_any = maybe_any & (kv_hi >= shifted(q_lo, -self.left))",
+        "maybe_any = maybe_any & (kv_hi > shifted(q_lo, -self.left))",
+        "masks",
+    ),
+    "window-in-c": mutant(
+        RULES,
+        "masks.shifted(jnp.maximum(q, 0), -mask.left)",
+        "masks.shifted(jnp.maximum(q, 0), 1 - mask.left)",
+        "native",
+    ),
+    "soft-cap-after-mask": mutant(
+        TILE,
+        "        score = function.evaluate(score, b, h, rows, columns)\n    if allowed is None:",
+        "        score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)\n"
+        "        score = function.evaluate(score, b, h, rows, columns)\n"
+        "        allowed = None\n    if allowed is None:",
+        "contract",
+    ),
+    "fill-with-a-constant": mutant(
+        TILE,
+        "    return jnp.where(allowed, score, -jnp.inf)",
+        "    return jnp.where(allowed, score, -1e4)",
+        "contract",
+    ),
+    # The softmax.
+    "no-maximum": mutant(
+        SOFTMAX,
+        "exponential = jnp.exp(scores - maximum[:, None])",
+        "maximum = maximum * 0\n    exponential = jnp.exp(scores - maximum[:, None])",
+        "large_numbers",
+        "contract",
+    ),
+    "sums-in-bfloat16": mutant(
+        TILE,
+        '"th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)',
+        '"th,sh->ts", q, k, precision=precision).astype(dtype)',
+        "contract",
+    ),
+    "weights-in-bfloat16": mutant(
+        TILE,
+        'jnp.einsum("ts,sv->tv", weights, finite(v).astype(weights.dtype), precision=precision)',
+        'jnp.einsum("ts,sv->tv", weights.astype(v.dtype), finite(v), precision=precision'
+        ").astype(weights.dtype)",
+        "contract",
+    ),
+    "lse-in-bfloat16": mutant(
+        RULE,
+        "    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)",
+        "    lse = lse.astype(query.dtype).astype(lse.dtype)\n"
+        "    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)",
+        "contract",
+    ),
+    "merged-without-weights": mutant(
+        SOFTMAX,
+        "weights = [jnp.exp(lse - top) for lse in lses]",
+        "weights = [jnp.ones_like(lse) for lse in lses]",
+        "softmax",
+    ),
+    "lse-of-the-first-part": mutant(
+        SOFTMAX,
+        "merged = jnp.where(dead, -jnp.inf, top + jnp.log(total))",
+        "merged = lses[0]",
+        "softmax",
+    ),
+    # Dropout.
+    "dropout-before-softmax": mutant(
+        TILE,
+        "    return jnp.where(allowed, score, -jnp.inf)",
+        "    score = drop(spec, score, b, h, rows, columns)\n"
+        "    return jnp.where(allowed, score, -jnp.inf)",
+        "contract",
+        "dropout",
+    ),
+    "dropout-not-scaled": mutant(
+        TILE,
+        "jnp.where(kept, 1 / (1 - spec.dropout_rate), 0)",
+        "jnp.where(kept, 1, 0)",
+        "dropout",
+        "contract",
+    ),
+    "dropout-of-all-heads": mutant(
+        TILE, "for word in (*rest, b, h):", "for word in (*rest, b, 0 * h):", "dropout"
+    ),
+    "dropout-of-all-rows": mutant(
+        TILE, "for word in (*rest, b, h):", "for word in (*rest, 0 * b, h):", "dropout"
+    ),
+    "key-reuse": mutant(
+        TRAINING,
+        "key = jax.random.fold_in(jax.random.key(config.seed), state.step)",
+        "key = jax.random.key(config.seed)",
+        "translation",
+    ),
+    # Caches and positions.
+    "cache-write-clamped": mutant(
+        CACHE,
+        "slots = jnp.where(self._kept(slots, valid), slots, self.capacity)\n"
+        "        return DenseCache(",
+        "slots = jnp.minimum(slots, self.capacity - 1)\n        return DenseCache(",
+        "cache",
+    ),
+    "rotary-offset-dropped": mutant(
+        "jattn/nn/attention.py",
+        "        return self.rotary(x, positions)",
+        "        return self.rotary(x, jnp.arange(x.shape[-3], dtype=jnp.int32))",
+        "nn",
+    ),
+    "rotary-halves-swapped": mutant(
+        POSITIONS,
+        "return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)",
+        "return jnp.concatenate([b * cos + a * sin, a * cos - b * sin], axis=-1)",
+        "positions",
+    ),
+    # Training.
+    "loss-over-padding": mutant(
+        TRAINING,
+        "tokens = jnp.maximum(jnp.sum(loss_mask(batch)), 1)",
+        "tokens = jnp.asarray(loss_mask(batch).size)",
+        "translation",
+        "losses",
+    ),
+    "smoothing-over-padding": mutant(
+        LOSSES,
+        "return jnp.where(mask, losses, 0), jnp.where(mask[:, None], gradient, 0)",
+        "return losses, gradient",
+        "losses",
+    ),
+    "mean-of-means": mutant(
+        TRAINING,
+        "return jax.tree.map(jnp.add, sums, gradient(params, batch, key, tokens)), None",
+        "own = jnp.maximum(jnp.sum(loss_mask(batch)), 1) * steps\n"
+        "        return jax.tree.map(jnp.add, sums, gradient(params, batch, key, own)), None",
+        "translation",
+    ),
+    "zip-truncates": Mutant(
+        (
+            Change(DATA, "    if len(left) != len(right):", "    if False:"),
+            Change(DATA, "zip(left, right, strict=True)", "zip(left, right)"),
+        ),
+        ("data",),
+    ),
+    # Gradients.
+    "gradient-twice": mutant(
+        RULE,
+        "return d_params, None, *cast",
+        "return d_params, None, *(2 * x for x in cast)",
+        "contract",
+    ),
+    "gradient-of-values-twice-in-c": mutant(
+        C,
+        "put(to.d_v.from(from), sums.d_v, until - from, V, T{1}, all.how);",
+        "put(to.d_v.from(from), sums.d_v, until - from, V, T{2}, all.how);",
+        "native",
+    ),
+    "no-delta": mutant(
+        RULE,
+        "delta = jnp.sum(d_out * out, axis=-1) - d_lse",
+        "delta = jnp.sum(d_out * out, axis=-1)",
+        "contract",
+    ),
+    "parameters-forgotten": mutant(
+        RULE,
+        "return d_params, None, *cast",
+        "return [x * 0 for x in d_params], None, *cast",
+        "contract",
+        "scores",
+    ),
+}
+
+
+def apply(name: str, root: Path) -> None:
+    """Changes a copy of the project; ValueError where a text does not stand there just once."""
+    for file, old, new in MUTANTS[name].changes:
+        path = root / file
+        text = path.read_text(encoding="utf-8")
+        if text.count(old) != 1 or old == new:
+            raise ValueError(f"{name}: stands {text.count(old)} times in {file}: {old!r}")
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def copy(root: Path) -> None:
+    """The project, and the programs that its tests have compiled."""
+    for name in COPIED:
+        source = ROOT / name
+        ignore = shutil.ignore_patterns("__pycache__")
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=ignore)
+        else:
+            shutil.copy(source, root / name)
+
+
+def first_failure(root: Path, tests: list[str]) -> str | None:
+    """The first test that fails, or None."""
+    programs = str(ROOT / ".pytest_cache" / "programs")
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": programs,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        **os.environ,
+        "PYTHONPATH": str(root),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *tests],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return None
+    failed = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+    if not failed:
+        raise RuntimeError(f"the tests did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return failed[0].split(" - ")[0]
+
+
+def noticed(name: str) -> str | None:
+    """The test that notices a mutant, if one does."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        root = Path(folder)
+        copy(root)
+        apply(name, root)
+        likely = [f"tests/test_{x}.py" for x in MUTANTS[name].noticed_by]
+        return first_failure(root, likely) or first_failure(root, [])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each mutant; how many were not noticed decides about the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MUTANTS))
+    names = parser.parse_args(arguments).names or list(MUTANTS)
+    if unknown := [name for name in names if name not in MUTANTS]:
+        parser.error(f"no mutant {unknown[0]!r}; there are {', '.join(MUTANTS)}")
+    alive = 0
+    for name in names:
+        began = time.monotonic()
+        test = noticed(name)
+        alive += test is None
+        print(f"{name:32} {time.monotonic() - began:6.0f} s  {test or 'NOT NOTICED'}", flush=True)
+    print(f"{len(names) - alive} of {len(names)} noticed")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
