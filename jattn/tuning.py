@@ -1,23 +1,29 @@
-"""Sizes that measured fastest, by kind of device.
+"""Sizes that were measured: how programs are cut, never what they give.
 
-The rows are made by `python -m experiments.benchmark tune`, which measures on the machine it runs
-on and prints its row.
+`current()` is what programs are traced and lowered with, and a part of JAX's keys of what it has
+compiled. `using` changes it within a context, to measure other sizes or to test small ones. Rows by
+device are made by `python -m experiments.benchmark tune`, which prints that of the machine.
 """
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 
+__all__ = ["DEFAULT", "TABLE", "Sizes", "Tuning", "current", "device_kind", "sizes", "using"]
+
+
 class Sizes(NamedTuple):
-    """How the blockwise implementation cuts a head of T queries and S keys.
+    """How the implementations in pure JAX cut a head of T queries and S keys on a kind of device.
 
     A head of at most `max_untiled` pairs is a single tile. Others are cut into blocks of `small`
     where one block of queries visits at most `narrow` keys on average, of `largest` where it surely
     visits `wide` or more, else of `large`. Heads of a single tile are taken together, as many batch
-    rows at a time as hold about `together` numbers.
+    rows at a time as hold about `together` numbers; with `add_masks` their masks are first added,
+    where XLA cannot fuse selections with products. With `in_turn` heads of several tiles run one
+    after another, where one alone fills the cores and stays in their caches.
     """
 
     max_untiled: int = 256 * 256
@@ -27,6 +33,8 @@ class Sizes(NamedTuple):
     large: int = 512
     wide: int = 2048
     largest: int = 512
+    add_masks: bool = False
+    in_turn: bool = False
 
 
 DEFAULT = Sizes()
@@ -40,65 +48,74 @@ TABLE: dict[str, Sizes] = {
         large=512,
         wide=2048,
         largest=1024,
+        add_masks=True,
+        in_turn=True,
     ),
 }
 """By device kind as JAX spells it ("NVIDIA H200", "TPU v5 lite", "cpu"); `DEFAULT` for others."""
 
-# Sizes below are the same for all devices. They are looked up when a program is lowered.
 
-WIDEST = 1024
-"""Keys in a run of tiles or in a wide tile at most: they bound the memory."""
+class Tuning(NamedTuple):
+    """The sizes of all devices, and a row for all devices in place of the table's.
 
-WRITTEN_OUT = 8
-"""The longest program that is written out run by run. Side by side, more runs take memory and
-time."""
+    row: in place of `TABLE`.
+    max_width: keys in a run of tiles or in a wide tile, at most: they bound the memory.
+    max_written_out: the longest program that is written out run by run, in runs. Side by side, more
+        of them take memory and time.
+    max_band: scores of a block of queries in a band, at most.
+    band_blocks: blocks of a band that run together: enough for the cores, few enough for their
+        caches.
+    scores_together: scores that are computed together where heads are not run in turn.
+    additive_tile: queries and keys of a tile of additive attention, about; shorter inputs are one.
+    additive_keys: keys scored at a time in additive attention: t × 16 × A floats live at once.
+    additive_pairs: pairs scored at a time there, if those are fewer because queries are few.
+    decode_block: keys of a cache that are read together, at most.
+    cpu_tiles: in the C++ of the kernel for CPUs, the queries of a tile, the keys of a tile, and the
+        keys whose gradients are summed together. Queries come in whole vectors of at most 16
+        numbers; the last is a multiple of the second.
+    few_queries: at most so many queries go to the kernel on CPUs that reads each key once for all.
+    many_keys: at least so many keys, too: the time of that kernel is that of reading the keys.
+    splash_block: queries and keys of a tile of the kernel for TPUs, at most.
+    gpu_tile: queries and keys of a tile of the kernels by Triton, at most.
+    gpu_programs: programs that keep a GPU busy.
+    gpu_tiles_each: tiles of keys that are worth a program of their own on a GPU.
+    gpu_gathered_entries: entries of a parameter that functions index on a GPU, at most: its
+        gradient's kernel goes over a tile once for each. XLA sums those of larger ones.
+    """
 
-BAND = 256 * 1280
-"""Scores of a block of queries in a band, at most."""
+    row: Sizes | None = None
+    max_width: int = 1024
+    max_written_out: int = 8
+    max_band: int = 256 * 1280
+    band_blocks: int = 8
+    scores_together: int = 2**24
+    additive_tile: int = 128
+    additive_keys: int = 16
+    additive_pairs: int = 512
+    decode_block: int = 512
+    cpu_tiles: str = "64, 128, 512"
+    few_queries: int = 8
+    many_keys: int = 512
+    splash_block: int = 512
+    gpu_tile: tuple[int, int] = (64, 64)
+    gpu_programs: int = 256
+    gpu_tiles_each: int = 4
+    gpu_gathered_entries: int = 512
 
-BAND_BLOCKS = 8
-"""Blocks of a band that run together: enough for the cores, few enough for their caches."""
 
-SCORES_TOGETHER = 2**24
-"""Scores that are computed together where heads are not run one after another."""
+_current = jax.make_user_context(Tuning())
 
-ADDITIVE_TILE = 128
-"""Queries and keys of a tile of additive attention, about; shorter inputs are one tile."""
 
-ADDITIVE_KEYS = 16
-"""Keys scored at a time in additive attention: t × 16 × A floats live at once."""
+def current() -> Tuning:
+    """What programs are traced and lowered with now."""
+    return _current.value
 
-ADDITIVE_PAIRS = 512
-"""Pairs scored at a time there, if those are fewer because queries are few."""
 
-DECODE_BLOCK = 512
-"""Keys of a cache that are read together, at most."""
-
-CPU_TILES = "64, 128, 512"
-"""In the C++ of the kernel for CPUs: queries of a tile, keys of a tile, and keys whose gradients
-are summed together. Queries come in whole vectors of at most 16 numbers; the last is a multiple of
-the second."""
-
-FEW_QUERIES = 8
-"""At most so many queries go to the kernel on CPUs that reads each key once for all of them."""
-
-MANY_KEYS = 512
-"""At least so many keys, too: the time of that kernel is that of reading the keys."""
-
-SPLASH_BLOCK = 512
-"""Queries and keys of a tile of the kernel for TPUs, at most."""
-
-GPU_PROGRAMS = 256
-"""Programs that keep a GPU busy."""
-
-GPU_TILES_EACH = 4
-"""Tiles of keys that are worth a program of their own on a GPU."""
-
-GPU_LOOKUP_ENTRIES = 512
-"""Entries of a parameter that is looked up on a GPU, at most: its gradient's kernel goes over a
-tile once for each. XLA sums those of larger ones."""
-
-_tried: list[Sizes] = []
+@contextlib.contextmanager
+def using(**changes: Any) -> Iterator[None]:
+    """A context in which programs are traced and lowered with other sizes: fields of `Tuning`."""
+    with _current(current()._replace(**changes)):
+        yield
 
 
 def device_kind(platform: str) -> str:
@@ -111,14 +128,4 @@ def device_kind(platform: str) -> str:
 
 def sizes(platform: str) -> Sizes:
     """The row for the devices of a platform that a program is lowered for."""
-    return _tried[-1] if _tried else TABLE.get(device_kind(platform), DEFAULT)
-
-
-@contextlib.contextmanager
-def trying(row: Sizes) -> Iterator[None]:
-    """A context in which programs are lowered with the sizes of this row; for measuring it."""
-    _tried.append(row)
-    try:
-        yield
-    finally:
-        _tried.pop()
+    return current().row or TABLE.get(device_kind(platform), DEFAULT)

@@ -115,52 +115,30 @@ def _forget_compiled_programs():
 
 @pytest.fixture(autouse=True)
 def _small_tiles(request):
-    """Cases of a few dozen keys walk over several tiles, and cases of all sizes go every way.
+    """Cases of a few dozen keys go over several tiles, and by the dtype of a test every way: head
+    by head, all heads at once, or short ones as single tiles.
 
     Tests marked `default_tiles` get the tiles that users get.
     """
     if request.node.get_closest_marker("default_tiles"):
-        jax.clear_caches()
         yield
-        jax.clear_caches()
         return
     # Imported here because jaxtyping's hook must be in place first.
-    blockwise: Any = importlib.import_module("jattn.kernels.xla.blockwise")
-    triton: Any = importlib.import_module("jattn.kernels.gpu.triton")
     tuning: Any = importlib.import_module("jattn.tuning")
-    single_tile: Any = importlib.import_module("jattn.kernels.xla.single_tile")
     registry: Any = importlib.import_module("jattn.kernels.registry")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "choose_tiling", _tiles_of_16)
-        patch.setattr(blockwise, "choose_way", _every_way)
-        patch.setattr(single_tile, "_rows", _all_rows_but_one)
-        patch.setattr(triton, "choose_tiling", lambda shapes: _tiling(16, 16))
-        patch.setattr(tuning, "WIDEST", 32)
-        patch.setattr(tuning, "WRITTEN_OUT", 5)
+    dtype = request.node.callspec.params.get("dtype") if hasattr(request.node, "callspec") else None
+    row = tuning.TABLE["cpu"]._replace(
+        max_untiled=15 * 16 if dtype in (None, "float32") else 0,
+        small=16,
+        large=16,
+        largest=16,
+        in_turn=dtype not in ("bfloat16", "float16"),
+    )
+    sizes = {"row": row, "max_width": 32, "max_written_out": 5, "gpu_tile": (16, 16)}
+    with tuning.using(**sizes), pytest.MonkeyPatch.context() as patch:
         splash = registry.KERNELS["splash"]._replace(interpreted=("cpu",))
         patch.setitem(registry.KERNELS, "splash", splash)
         yield
-
-
-def _every_way(shapes: Any, *_: Any) -> str:
-    """Long cases head by head or all at once, short ones in one piece or over tiles, by dtype."""
-    if shapes.T > 16:
-        return "vmap" if shapes.dtype.name == "float16" else "loop"
-    in_one_piece = shapes.S < 16 and shapes.dtype.name in ("float32", "bfloat16")
-    return "single tile" if in_one_piece else "vmap"
-
-
-def _all_rows_but_one(shapes: Any, _: int) -> int:
-    """Of short cases all but one batch row, and then the last one; or all at once, by dtype."""
-    return max(1, shapes.B - 1) if shapes.dtype.name == "float32" else shapes.B
-
-
-def _tiles_of_16(spec: Any, T: int, S: int, *_: Any) -> Any:
-    return _tiling(min(T, 16), min(S, 16))
-
-
-def _tiling(block_q: int, block_kv: int) -> Any:
-    return importlib.import_module("jattn.spec").Tiling(block_q, block_kv)
 
 
 @pytest.fixture

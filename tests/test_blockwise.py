@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, tuning
+from jattn import masks, scores, tuning
 from jattn.kernels.xla import blockwise, reference, single_tile
 from jattn.spec import Shapes, Spec, Tiling, check_shapes, make_spec, prepare
-
-
-ROWS_AT_ONCE = single_tile._rows  # before tests get another one
+from tests.selection import one_in
 
 
 def compiled(T: int, mask: masks.Mask, N: int = 8) -> Any:
@@ -50,10 +48,9 @@ MASKS = {
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_memory_is_linear_where_heads_run_at_once(monkeypatch, name, backward):
+def test_memory_is_linear_where_heads_run_at_once(name, backward):
     """As on GPUs and TPUs, whatever is masked; here as the compiler for CPUs sees it."""
-    monkeypatch.setattr(blockwise, "choose_way", lambda *_: "vmap")
-    monkeypatch.setattr(tuning, "SCORES_TOGETHER", 2**20)  # a block of one head
+    row = tuning.TABLE["cpu"]._replace(in_turn=False)
 
     def memory(T: int) -> int:
         def loss(q, k, v, ids):
@@ -63,7 +60,8 @@ def test_memory_is_linear_where_heads_run_at_once(monkeypatch, name, backward):
         shape = jax.ShapeDtypeStruct((1, T, 2, 8), jnp.float32)
         ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
         call = jax.grad(loss, (0, 1, 2)) if backward else loss
-        program: Any = jax.jit(call).lower(shape, shape, shape, ids).compile()
+        with tuning.using(row=row, scores_together=2**20):  # a block of one head
+            program: Any = jax.jit(call).lower(shape, shape, shape, ids).compile()
         return program.memory_analysis().temp_size_in_bytes
 
     short, long = memory(4096), memory(16_384)
@@ -104,7 +102,7 @@ def test_groups_of_batch_rows(B, together, rows):
     """A row here is 12 numbers. All at once up to twice `together`; else groups that are even, if
     that does not make them less than half as large."""
     shapes = Shapes((B,), T=2, S=2, N=1, K=1, H=1, V=1, dtype=jnp.float32)
-    assert ROWS_AT_ONCE(shapes, together) == rows
+    assert single_tile._rows(shapes, together) == rows
 
 
 @pytest.mark.default_tiles
@@ -146,14 +144,19 @@ LONG = {
 }
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "loop": {},
+    "vmap": {"row": tuning.TABLE["cpu"]._replace(in_turn=False)},
+    "block after block": {
+        "row": tuning.TABLE["cpu"]._replace(in_turn=False),
+        "scores_together": 1,
+    },
+}
+
+
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("way", ["loop", "vmap", "vmap, block after block"])
-@pytest.mark.parametrize("name", LONG)
-def test_long_sequences_agree_with_the_formula(monkeypatch, name, way):
-    way, *in_turn = way.split(", ")
-    monkeypatch.setattr(blockwise, "choose_way", lambda *_: way)
-    if in_turn:
-        monkeypatch.setattr(tuning, "SCORES_TOGETHER", 1)
+@one_in(3, way=WAYS, name=LONG)
+def test_long_sequences_agree_with_the_formula(name, way):
     rng = np.random.default_rng(1)
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 1700)), axis=1))
     mask, T, S = LONG[name](ids)
@@ -167,9 +170,34 @@ def test_long_sequences_agree_with_the_formula(monkeypatch, name, way):
         out, pull = jax.vjp(call, q, k, v)
         return out, *pull(d_out)
 
-    got, want = (everything(name, q, k, v) for name in ("blockwise", "reference"))
-    for x, y in zip(got, want, strict=True):
+    with tuning.using(**WAYS[way]):
+        got = everything("blockwise", q, k, v)
+    for x, y in zip(got, everything("reference", q, k, v), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("B", [6, 7])  # in even groups, and with a row left over
+def test_groups_of_batch_rows_are_all_rows(B):
+    rng = np.random.default_rng(1)
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=(B, 5, 2, 3))) for _ in range(4))
+    slopes = jnp.asarray([0.3, 0.7])
+    numbers = 2 * (5 * 5 + 10 * 6)  # of a row
+    row = tuning.TABLE["cpu"]._replace(together=4 * numbers)
+    assert 1 < single_tile._rows(Shapes.of(q, v), 2 * numbers) < B
+
+    def everything(implementation):
+        def call(q, k, v, slopes):
+            given = {"score": scores.Alibi(slopes), "implementation": implementation}
+            return jattn.attention(q, k, v, mask=masks.Lengths(kv=jnp.arange(B)), **given)
+
+        out, pull = jax.vjp(call, q, k, v, slopes)
+        return out, *pull(d_out)
+
+    with tuning.using(row=row):
+        got = everything("blockwise")
+    for x, y in zip(got, everything("reference"), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("block_q, block_kv", [(16, 16), (37, 16), (8, 53)])

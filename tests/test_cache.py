@@ -18,6 +18,7 @@ import jattn.nn
 from jattn import masks, positions, scores
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 from tests.conftest import quick_jit
+from tests.selection import one_in
 
 
 B, T, N, K, H, V = 3, 13, 6, 3, 4, 5
@@ -126,10 +127,9 @@ def chunks_of(size: int) -> list[int]:
 SIZES = (1, 2, 3, W, W + 1, T)
 
 
-@every_cache
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("encoding", ["rotary, alibi, learned"])
-def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask, encoding):
+@one_in(2, kind=CACHES, mask=MASKS)
+def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask):
+    encoding = "rotary, alibi, learned"
     want = formula(mask, encoding, kind)
     real = np.arange(T) < LENGTHS[:, None]
     for size in SIZES if mask == "causal" else (2, W + 1, T):

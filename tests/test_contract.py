@@ -27,6 +27,7 @@ from tests import oracle
 from tests.cases import CASES, DTYPES, GENERAL, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
 from tests.conftest import quick_jit, users_jit
 from tests.oracle import error
+from tests.selection import one_in
 
 
 # Worst errors measured over all cases: 2.2e-15, 1.1e-6, 3.6e-3, 4.7e-4 (see `error`).
@@ -636,20 +637,22 @@ def stacked(
     return several[0]._replace(**merged), axes
 
 
-@every_implementation
-@pytest.mark.parametrize(
-    "fields",
-    [
-        Inputs._fields,
-        ("q",),
-        ("k", "v"),
-        ("parameters",),
-        ("operands",),
-        ("q", "operands", "d_lse"),
-    ],
-    ids="+".join,
+MAPPED = [
+    Inputs._fields,
+    ("q",),
+    ("k", "v"),
+    ("parameters",),
+    ("operands",),
+    ("q", "operands", "d_lse"),
+]
+
+
+@one_in(
+    2,
+    implementation=GENERAL,
+    fields=MAPPED,
+    name=["chain", "places_and_positions", "dropout_masked"],
 )
-@pytest.mark.parametrize("name", ["chain", "places_and_positions", "dropout_masked"])
 def test_vmap_is_a_loop(implementation, name, fields):
     case = CASES[name]
     x, axes = stacked(case, tuple(fields))

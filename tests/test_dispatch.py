@@ -100,18 +100,17 @@ def test_each_platform_gets_the_first_that_can(monkeypatch):
     assert kernels("cpu", "cuda", "tpu") == 1
 
 
+@pytest.mark.default_tiles
 def test_heads_are_looped_over_on_a_cpu_only(monkeypatch):
-    monkeypatch.setattr(blockwise, "choose_way", choose_way)
-    monkeypatch.setattr(tuning, "sizes", lambda platform: tuning.Sizes(max_untiled=0))
+    rows = {"cpu": tuning.TABLE["cpu"]._replace(max_untiled=0)}
+    monkeypatch.setattr(tuning, "TABLE", rows)
+    monkeypatch.setattr(tuning, "DEFAULT", tuning.Sizes(max_untiled=0))
 
     def loops(platform: str) -> int:
         call = jax.jit(jattn.attention)
         return export.export(call, platforms=[platform])(*arrays()).mlir_module().count("while")
 
     assert loops("cpu") > loops("cuda") == 0
-
-
-choose_way = blockwise.choose_way  # before the fixture that sends cases every way
 
 
 def test_a_kernel_named_for_another_platform_gives_its_reason(monkeypatch):
@@ -221,7 +220,7 @@ def test_one_operation_for_several_platforms():
 def test_sizes_are_those_of_the_device():
     assert tuning.sizes("cpu") == tuning.TABLE["cpu"]
     assert tuning.sizes("tpu") == tuning.DEFAULT  # none here
-    with tuning.trying(tuning.Sizes(small=32)):
+    with tuning.using(row=tuning.Sizes(small=32)):
         assert tuning.sizes("cpu").small == tuning.sizes("tpu").small == 32
     assert tuning.sizes("cpu") == tuning.TABLE["cpu"]
 
@@ -235,7 +234,7 @@ def test_other_sizes_make_another_program():
     )
 
     def length(row: tuning.Sizes) -> int:
-        with tuning.trying(row):
+        with tuning.using(row=row):
             call = functools.partial(causal, implementation="blockwise")
             return len(jax.jit(call).lower(q, k, v).as_text())
 

@@ -27,6 +27,7 @@ from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
+from tests.selection import one_in
 from tests.test_contract import assert_same
 from tests.test_pallas import assert_accurate
 
@@ -121,7 +122,7 @@ def everything(call: Call, implementation: str, q: Any, k: Any, v: Any, *cotange
 LIMITS = (1e-2, 2e-6, 2e-2)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@one_in(2, name=CALLS)
 def test_values_and_gradients(name):
     """Also the same again bit for bit, with NaN in what does not exist."""
     call = CALLS[name]
@@ -144,7 +145,7 @@ def test_values_and_gradients(name):
 CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions"
 
 
-@pytest.mark.parametrize("name", CASES_OF_TABLE)
+@one_in(2, name=CASES_OF_TABLE)
 def test_contract(name):
     case = CASES[name]
     run = quick_jit(functools.partial(contract.everything, "hopper", case))

@@ -15,6 +15,7 @@ import jattn
 from jattn import cache, integers, masks, nn, positions, scores
 from tests import oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
+from tests.selection import one_in
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # NumPy's arrays too, where users have them
@@ -77,9 +78,7 @@ def of_dtype(dtype: Any) -> np.ndarray:
     return np.array((inside + inside[::-1])[:14], dtype)
 
 
-@every_implementation
-@pytest.mark.parametrize("dtype", ID_DTYPES)
-@with_and_without_64_bits
+@one_in(2, implementation=OURS, dtype=ID_DTYPES, bits=[32, 64])
 def test_segments_tell_known_ids_of_every_dtype_apart(implementation, dtype, bits):
     ids = of_dtype(dtype)
     given = arrays(len(ids), len(ids))
@@ -88,8 +87,7 @@ def test_segments_tell_known_ids_of_every_dtype_apart(implementation, dtype, bit
     assert_close(got, meant(same_id(ids, ids), given))
 
 
-@every_implementation
-@pytest.mark.parametrize("dtype", ID_DTYPES)
+@one_in(2, implementation=OURS, dtype=ID_DTYPES)
 def test_segments_tell_traced_ids_of_every_dtype_apart(implementation, dtype):
     ids = of_dtype(dtype)
     given = arrays(len(ids), len(ids))
@@ -121,17 +119,14 @@ def test_ids_of_queries_and_keys_and_of_rows_are_compared_exactly(implementation
 LENGTHS = (0, 3, MOST, MOST + 1, 2**40, 10**30, -1, LEAST - 1)
 
 
-@every_implementation
-@pytest.mark.parametrize("length", LENGTHS)
+@one_in(2, implementation=OURS, length=LENGTHS)
 def test_lengths_of_any_size_are_numbers(implementation, length):
     given, rule = arrays(), lambda at: at.j < length
     for mask in (masks.Lengths(kv=length), masks.Prefix(length)):
         assert_close(attend(implementation, mask, given), meant(rule, given))
 
 
-@every_implementation
-@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.uint32, np.uint64])
-@with_and_without_64_bits
+@one_in(2, implementation=OURS, dtype=[np.uint8, np.int64, np.uint32, np.uint64], bits=[32, 64])
 def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
     given, lengths = arrays(), np.array([3, np.iinfo(dtype).max], dtype)
     rule = lambda at: at.j < int(lengths[at.b])  # noqa: E731
@@ -162,8 +157,7 @@ POSITIONED = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", POSITIONED)
+@one_in(2, implementation=IMPLEMENTATIONS, name=POSITIONED)
 def test_positions_at_the_edges_of_32_bits(implementation, name):
     build, rule = POSITIONED[name]
     given, kv = arrays(), EDGES[::-1]

@@ -15,6 +15,7 @@ import pytest
 import jattn
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.conftest import quick_jit
+from tests.selection import one_in
 from tests.test_contract import Results, assert_close, attend, everything, on_device, random_key
 
 
@@ -112,7 +113,7 @@ SELECTED = (
 
 
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("name", SELECTED)
+@one_in(2, name=SELECTED)
 def test_vmap_over_several_tiles(name):
     check("blockwise", name)
 

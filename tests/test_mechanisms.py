@@ -16,7 +16,6 @@ import pytest
 
 import jattn
 from jattn import masks, scores, tile, tuning
-from jattn.kernels.xla import additive as kernel
 from tests.conftest import quick_jit
 
 
@@ -561,23 +560,37 @@ def _long_mask(mask: str, queries: int, keys: int) -> Any:
 LONG = [(150, 190, 128, True), (40, 70, 16, True), (44, 72, 24, False)]
 
 
+def in_tiles(block: int, in_turn: bool = True) -> Any:
+    """A context with tiles of about `block`, batch rows one after another or all at once."""
+    row = tuning.TABLE["cpu"]._replace(in_turn=in_turn)
+    return tuning.using(additive_tile=block, row=row)
+
+
+@pytest.fixture
+def tiles_of_16():
+    with in_tiles(16):
+        yield
+
+
 @pytest.mark.parametrize(
     "queries, keys, block, in_turn, mask",
     [
-        *((*LONG[0], mask) for mask in ("causal", "lengths")),
-        *((*LONG[1], mask) for mask in ("full", "causal", "lengths", "dead rows", "array")),
-        *((*LONG[2], mask) for mask in ("causal", "lengths")),
+        (*LONG[0], "causal"),
+        pytest.param(*LONG[0], "lengths", marks=pytest.mark.slow),
+        *((*LONG[1], mask) for mask in ("lengths", "dead rows", "array")),
+        *(pytest.param(*LONG[1], mask, marks=pytest.mark.slow) for mask in ("full", "causal")),
+        pytest.param(*LONG[2], "causal", marks=pytest.mark.slow),
+        (*LONG[2], "lengths"),
         (1, 70, 16, True, "lengths"),
         (40, 3, 16, True, "full"),
     ],
 )
-def test_additive_attention_over_tiles(monkeypatch, queries, keys, block, in_turn, mask):
-    monkeypatch.setattr(tuning, "ADDITIVE_TILE", block)
-    monkeypatch.setattr(kernel, "_in_turn", lambda platform: in_turn)
+def test_additive_attention_over_tiles(queries, keys, block, in_turn, mask):
     build, allowed = _long_mask(mask, queries, keys)
     arrays = on_device(long_inputs(queries, keys))
     d_out = jnp.asarray(np.random.default_rng(8).normal(size=(B, queries, 3)))
-    got, gradients = _pulled(arrays, build(), d_out)
+    with in_tiles(block, in_turn):
+        got, gradients = _pulled(arrays, build(), d_out)
     want, pull = jax.vjp(lambda arrays: additive_formula(arrays, allowed), arrays)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
     for name, gradient in pull(d_out)[0].items():
@@ -589,10 +602,8 @@ def test_additive_attention_over_tiles(monkeypatch, queries, keys, block, in_tur
 
 @pytest.mark.parametrize("queries, keys, block, in_turn", LONG)
 def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
-    monkeypatch, queries, keys, block, in_turn
+    queries, keys, block, in_turn
 ):
-    monkeypatch.setattr(tuning, "ADDITIVE_TILE", block)
-    monkeypatch.setattr(kernel, "_in_turn", lambda platform: in_turn)
     build, allowed = _long_mask("lengths", queries, keys)
     rng = np.random.default_rng(9)
     bias = jnp.asarray(rng.normal(size=(1, 1, queries, keys)))
@@ -620,13 +631,13 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
         out, pull = jax.vjp(function, arrays, learned)
         return out, pull(d_out)
 
-    got, want = (quick_jit(functools.partial(both, f))() for f in (attend, formula))
+    with in_tiles(block, in_turn):
+        got, want = (quick_jit(functools.partial(both, f))() for f in (attend, formula))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-12), got, want)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
-def test_what_is_masked_does_not_exist_in_any_tile(monkeypatch, poison):
-    monkeypatch.setattr(tuning, "ADDITIVE_TILE", 16)
+def test_what_is_masked_does_not_exist_in_any_tile(tiles_of_16, poison):
     clean = long_inputs(40, 70)
     mask = masks.Lengths(q=jnp.array([20, 33]), kv=jnp.array([35, 64]))
     dirty = {name: np.array(x) for name, x in clean.items()}
@@ -644,8 +655,7 @@ def test_what_is_masked_does_not_exist_in_any_tile(monkeypatch, poison):
 
 
 @pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_nan_reaches_those_who_attend_to_it_in_any_tile(monkeypatch, where):
-    monkeypatch.setattr(tuning, "ADDITIVE_TILE", 16)
+def test_nan_reaches_those_who_attend_to_it_in_any_tile(tiles_of_16, where):
     clean = long_inputs(40, 40)
     dirty = {name: np.array(x) for name, x in clean.items()}
     dirty[where][:, 20] = np.nan
@@ -667,16 +677,16 @@ def test_nan_reaches_those_who_attend_to_it_in_any_tile(monkeypatch, where):
             np.testing.assert_allclose(near, there, rtol=0, atol=1e-13, err_msg=name)
 
 
-def test_additive_attention_over_tiles_keeps_the_dtype(monkeypatch):
+def test_additive_attention_over_tiles_keeps_the_dtype():
     inputs = on_device(long_inputs(40, 70), jnp.bfloat16)
     d_out = jnp.ones((B, 40, 3), jnp.bfloat16)
     whole: list[Any] = []
     tiled: list[Any] = []
     for block, found in ((128, whole), (16, tiled)):
-        monkeypatch.setattr(tuning, "ADDITIVE_TILE", block)
-        out, gradients = quick_jit(functools.partial(_pulled.__wrapped__))(
-            inputs, masks.Causal(), d_out
-        )
+        with tuning.using(additive_tile=block):
+            out, gradients = quick_jit(functools.partial(_pulled.__wrapped__))(
+                inputs, masks.Causal(), d_out
+            )
         found += [out, *gradients.values()]
     for got, want in zip(tiled, whole, strict=True):
         assert got.dtype == jnp.bfloat16
@@ -684,8 +694,7 @@ def test_additive_attention_over_tiles_keeps_the_dtype(monkeypatch):
         assert np.abs(x - y).max() < 1e-2 * np.abs(y).max()
 
 
-def test_additive_attention_over_tiles_is_mapped_and_differentiated_in_reverse(monkeypatch):
-    monkeypatch.setattr(tuning, "ADDITIVE_TILE", 16)
+def test_additive_attention_over_tiles_is_mapped_and_differentiated_in_reverse(tiles_of_16):
     arrays = on_device(long_inputs(40, 70))
     lengths = jnp.array([23, 64])
     names = ["query", "key", "value"]

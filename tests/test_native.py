@@ -3,6 +3,7 @@ what it does on the tiles that users get."""
 
 import functools
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -41,10 +42,11 @@ def refused(name: str) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _tiny_tiles(request, monkeypatch):
+def _tiny_tiles(request):
     """Tiles of 16 queries and 8 keys, sums over runs of 16."""
-    if not request.node.get_closest_marker("default_tiles"):
-        monkeypatch.setattr(tuning, "CPU_TILES", "16, 8, 16")
+    default = request.node.get_closest_marker("default_tiles")
+    with nullcontext() if default else tuning.using(cpu_tiles="16, 8, 16"):
+        yield
 
 
 def test_what_it_takes():

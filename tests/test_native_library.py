@@ -241,11 +241,9 @@ def fresh(monkeypatch, tmp_path):
     """No library loaded or built yet, a cache folder of one's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # XLA knows a function by its name for good, which tells the sizes of tiles.
-    monkeypatch.setattr(tuning, "CPU_TILES", f"16, 8, {16 * next(_sizes)}")
     monkeypatch.setattr(library, "_libraries", {})
-    jax.clear_caches()
-    yield tmp_path / "jattn"
-    jax.clear_caches()
+    with tuning.using(cpu_tiles=f"16, 8, {16 * next(_sizes)}"):
+        yield tmp_path / "jattn"
 
 
 def reason() -> Any:
@@ -337,7 +335,7 @@ def test_compilers_that_differ_build_libraries_that_differ(monkeypatch, quick):
     names = set()
     for words in (quick, f"{quick} -O1", f"env {quick}"):
         monkeypatch.setenv("CXX", words)
-        flags = compiler._flags("float32", tuning.CPU_TILES)
+        flags = compiler._flags("float32", tuning.current().cpu_tiles)
         names.add(compiler._digest([*compiler.compiler(), *flags], "attention.cc"))
     assert len(names) == 3
 

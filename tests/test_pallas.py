@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.gpu import block_mask, triton
-from jattn.spec import Tiling
 from tests import test_contract as contract
 from tests.cases import CASES, Inputs, inputs
 from tests.conftest import quick_jit
@@ -133,21 +132,21 @@ def test_a_walk_visits_what_is_not_empty_and_full_tiles_first(static, by_key):
         assert sorted(row[full:visited]) == np.flatnonzero(kinds[b, 0, i] == masks.MIXED).tolist()
 
 
-def test_tiles_need_not_be_square(monkeypatch):
-    monkeypatch.setattr(triton, "choose_tiling", lambda shapes: Tiling(32, 16))
+def test_tiles_need_not_be_square():
     case = CASES["tiles_bias"]
     x = on_device(inputs(case, "float32"))
-    got = quick_jit(functools.partial(everything, "pallas", case))(x)
+    with tuning.using(gpu_tile=(32, 16)):
+        got = quick_jit(functools.partial(everything, "pallas", case))(x)
     assert_accurate("tiles_bias", "float32", jax.tree.map(np.asarray, got))
 
 
-def test_parameters_with_many_entries(monkeypatch):
+def test_parameters_with_many_entries():
     """These gradients are summed by XLA."""
-    monkeypatch.setattr(tuning, "GPU_LOOKUP_ENTRIES", 1)
     case = CASES["function_operands"]
-    got = quick_jit(functools.partial(everything, "pallas", case))(
-        on_device(inputs(case, "float32"))
-    )
+    with tuning.using(gpu_gathered_entries=1):
+        got = quick_jit(functools.partial(everything, "pallas", case))(
+            on_device(inputs(case, "float32"))
+        )
     assert_accurate("function_operands", "float32", jax.tree.map(np.asarray, got))
 
 

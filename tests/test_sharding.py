@@ -21,6 +21,7 @@ from jattn import masks, mechanisms, scores
 from jattn.cache import DenseCache, PagedCache, RollingCache
 from tests.cases import CASES, Case, inputs
 from tests.conftest import quick_jit
+from tests.selection import one_in
 from tests.test_contract import on_device, random_key
 
 
@@ -177,8 +178,7 @@ def test_keys_values_and_parameters_are_shared(implementation, mesh):
     run_check(problem, mesh, ("q", "ids"))
 
 
-@pytest.mark.parametrize("implementation", ["native", "blockwise"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "slopes", "ids", "scale"])
+@one_in(2, implementation=["native", "blockwise"], name=["q", "k", "v", "slopes", "ids", "scale"])
 def test_one_array_is_shared_or_all_others_are(implementation, name):
     problem = attention(implementation)
     run_check(problem, "one_axis", (name,))

@@ -64,10 +64,10 @@ def test_only_mixed_tiles_are_evaluated(monkeypatch):
         return original(self, *arguments)
 
     monkeypatch.setattr(masks.Causal, "evaluate", evaluate)
-    monkeypatch.setattr(tuning, "SPLASH_BLOCK", 128)
     q = jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)
     spec = make_spec(check_shapes(q, q, q), mask=CAUSAL)
-    jax.eval_shape(functools.partial(splash_vjp._forward, True, spec), q, q, q)
+    with tuning.using(splash_block=128):
+        jax.eval_shape(functools.partial(splash_vjp._forward, True, spec), q, q, q)
     assert len(evaluated) == 2 * 8  # of 64; the kernel asks twice
 
 

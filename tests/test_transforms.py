@@ -104,23 +104,29 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     },
     "module": module,
 }
-# One of each kind before every commit.
-QUICK = (
+# One of each kind.
+SELECTED = (
     "None_6",
     "native_264",
     "blockwise_264",
     "reference_6",
     "additive_tiles",
     "DenseCache_None",
+    "module",
 )
-QUICK = (*QUICK, "module")
+# Those that compile each operation for itself take long.
+LONG = ("blockwise_264", "additive_tiles", "DenseCache_None")
 
 
-def problems(names: Any) -> Any:
-    """The names as parameters, most of them exhaustive."""
-    exhaustive = pytest.mark.exhaustive
-    given = [name if name in QUICK else pytest.param(name, marks=exhaustive) for name in names]
-    return pytest.mark.parametrize("name", given)
+def problems(names: Any, slow: Any = ()) -> Any:
+    """The names as parameters, most of them exhaustive, some of them slow."""
+
+    def marks(name: str) -> Any:
+        if name not in SELECTED:
+            return pytest.mark.exhaustive
+        return pytest.mark.slow if name in slow else ()
+
+    return pytest.mark.parametrize("name", [pytest.param(x, marks=marks(x)) for x in names])
 
 
 every_problem = problems(PROBLEMS)
@@ -140,7 +146,7 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 @pytest.mark.default_tiles
-@every_problem
+@problems(PROBLEMS, slow=LONG)
 def test_without_jit(name):
     problem, arrays, want = prepared(name)
     with jax.disable_jit():
@@ -148,7 +154,7 @@ def test_without_jit(name):
 
 
 @pytest.mark.default_tiles
-@every_problem
+@problems(PROBLEMS, slow=LONG)
 def test_no_tracer_leaks(name):
     problem, arrays, want = prepared(name)
     with jax.checking_leaks():
@@ -165,7 +171,7 @@ def test_dead_rows_make_no_nan(name):
 
 
 @pytest.mark.default_tiles
-@problems(name for name in PROBLEMS if not name.startswith("native"))
+@problems((name for name in PROBLEMS if not name.startswith("native")), slow=LONG)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_exported(name, symbolic):
     problem, arrays, want = prepared(name)
@@ -237,13 +243,18 @@ WRAPPED = {
     for T in (6, 33)
     for wrap in (functools.partial, jax.jit, checkpointed, scanned, mapped)
 }
-WRAPPED_QUICK = ("None-33-jit", "None-6-mapped", "blockwise-6-scanned", "reference-6-checkpointed")
+WRAPPED_MARKS = {
+    "None-6-mapped": (),
+    **dict.fromkeys(
+        ("None-33-jit", "blockwise-6-scanned", "reference-6-checkpointed"), pytest.mark.slow
+    ),
+}
 
 
 @pytest.mark.parametrize(
     ("implementation", "T", "wrap"),
     [
-        pytest.param(*how, id=name, marks=() if name in WRAPPED_QUICK else pytest.mark.exhaustive)
+        pytest.param(*how, id=name, marks=WRAPPED_MARKS.get(name, pytest.mark.exhaustive))
         for name, how in WRAPPED.items()
     ],
 )

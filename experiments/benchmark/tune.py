@@ -66,7 +66,7 @@ QUESTIONS = (
 
 
 def _compiled(row: Sizes, case: Case, backward: bool) -> peers.Runnable:
-    with tuning.trying(row):
+    with tuning.using(row=row):
         return peers.ours(case, backward, "blockwise")
 
 

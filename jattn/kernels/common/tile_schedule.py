@@ -59,7 +59,8 @@ class Schedule(NamedTuple):
 def widest(tiling: Tiling) -> int:
     """The most scores that a step of a schedule computes."""
     rows, columns = tiling
-    return max(rows * max(tuning.WIDEST, columns), columns * max(tuning.WIDEST, rows))
+    width = tuning.current().max_width
+    return max(rows * max(width, columns), columns * max(width, rows))
 
 
 def schedule(
@@ -76,7 +77,7 @@ def schedule(
         runs = [_runs_of(row, block) for row in kinds_of_tiles]
         if all(row == runs[0] for row in runs):
             runs = runs[:1]
-        if sum(map(len, runs)) <= (tuning.WRITTEN_OUT if written_out else 1):
+        if sum(map(len, runs)) <= (tuning.current().max_written_out if written_out else 1):
             return Schedule(block, runs, [])
     if columns == 1:
         return Schedule(block, [[Run(0, block, True)]], [])  # looking is no cheaper than computing
@@ -84,7 +85,7 @@ def schedule(
     full = kinds_of_tiles == masks.FULL
     wanted = [(1, True, kinds_of_tiles == masks.MIXED)]
     # Never all columns: what does not depend on the loop is moved out of it, and always computed.
-    wide = min(tuning.WIDEST // block, columns - 1)
+    wide = min(tuning.current().max_width // block, columns - 1)
     if wide > 1:
         groups = columns // wide
         grouped = xp.all(full[:, : groups * wide].reshape(-1, groups, wide), axis=2)
@@ -98,13 +99,13 @@ def schedule(
 
 
 def _runs_of(kinds: np.ndarray, block: int) -> list[Run]:
-    """The runs of one block of queries, of at most `tuning.WIDEST` keys each."""
+    """The runs of one block of queries, of at most `tuning.max_width` keys each."""
     runs: list[Run] = []
     for j, kind in enumerate(kinds):
         here = Run(j * block, block, bool(kind == masks.MIXED))
         last = runs[-1] if runs else Run(-1, 0, False)
         joins = last.start + last.size == here.start and last.masked == here.masked
-        if kind != masks.EMPTY and joins and last.size + block <= tuning.WIDEST:
+        if kind != masks.EMPTY and joins and last.size + block <= tuning.current().max_width:
             runs[-1] = last._replace(size=last.size + block)
         elif kind != masks.EMPTY:
             runs.append(here)
@@ -157,7 +158,7 @@ def band(spec: Spec, T: int, S: int, tiling: Tiling) -> Band | None:
     last = np.where(seen, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0)
     tiles = int(max(1, (last - first).max()))
     width = tiles * tiling.block_kv
-    if rows * width > tuning.BAND or visited.sum() <= 0.75 * len(found) * tiles:
+    if rows * width > tuning.current().max_band or visited.sum() <= 0.75 * len(found) * tiles:
         return None
     starts = np.minimum(first, visited.shape[1] - tiles) * tiling.block_kv
     return Band(rows, width, starts.astype(np.int32))

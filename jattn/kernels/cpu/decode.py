@@ -25,8 +25,8 @@ from jattn.spec import Shapes, Spec, has_mask
 
 def unsupported(spec: Spec, shapes: Shapes) -> str | None:
     """Why not: it knows few queries, scores that are sums, and no dropout."""
-    if shapes.T > tuning.FEW_QUERIES:
-        return f"expected at most {tuning.FEW_QUERIES} queries at a time, got {shapes.T}"
+    if shapes.T > tuning.current().few_queries:
+        return f"expected at most {tuning.current().few_queries} queries at a time, got {shapes.T}"
     if spec.dropout_rate:
         return "dropout is for training"
     if not is_static(spec.scale):
@@ -38,7 +38,7 @@ def unsupported(spec: Spec, shapes: Shapes) -> str | None:
 
 def pays(spec: Spec, shapes: Shapes) -> bool:
     """Whether it is what plain arrays are faster with, and there is such a library."""
-    if shapes.S < tuning.MANY_KEYS or unsupported(spec, shapes):
+    if shapes.S < tuning.current().many_keys or unsupported(spec, shapes):
         return False
     return library.unavailable("decode", accumulation(shapes.dtype)) is None
 

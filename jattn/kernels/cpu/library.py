@@ -62,7 +62,7 @@ def target(function: str, dtype: Any) -> str:
     """The name under which XLA finds a function; OSError where its library cannot be built."""
     if reason := unavailable(function, dtype, wait=True):
         raise OSError(reason)
-    return _name(function, np.dtype(dtype).name, tuning.CPU_TILES)
+    return _name(function, np.dtype(dtype).name, tuning.current().cpu_tiles)
 
 
 def kept(function: str, dtype: Any) -> Path | None:
@@ -76,7 +76,7 @@ def _name(function: str, dtype: str, tiles: str) -> str:
 
 def _library(function: str, dtype: Any) -> _Library:
     """The library of a function, whose loading begins with the first who asks."""
-    key = (_SOURCES[function], np.dtype(dtype).name, tuning.CPU_TILES)
+    key = (_SOURCES[function], np.dtype(dtype).name, tuning.current().cpu_tiles)
     with _lock:
         if key not in _libraries:
             library = _libraries[key] = _Library(Future(), time.monotonic())

@@ -60,8 +60,9 @@ def choose_tiling(shapes: Shapes) -> Tiling:
     """Tiles that fit registers and shared memory (160 KiB at most, as on an A100): powers of two of
     at least 16, as matrix units take them. Chosen by what the compiler reports, not by speed."""
     row_bytes = max(shapes.H, shapes.V) * shapes.dtype.itemsize
-    size = 64 if row_bytes <= 256 else 32
-    return Tiling(min(size, _power(shapes.T)), min(size, _power(shapes.S)))
+    fits = 64 if row_bytes <= 256 else 32
+    most_q, most_kv = tuning.current().gpu_tile
+    return Tiling(min(fits, most_q, _power(shapes.T)), min(fits, most_kv, _power(shapes.S)))
 
 
 def _power(size: int) -> int:
@@ -282,7 +283,8 @@ def _by_block(problem: _Problem, width: int, parts: int = 1, *, keys: bool = Fal
 def _parts(problem: _Problem) -> int:
     """Into how many parts the keys are split where there are few queries, as in decoding."""
     programs = problem.shapes.B * problem.shapes.N * problem.blocks[0]
-    return max(1, min(tuning.GPU_PROGRAMS // programs, problem.blocks[1] // tuning.GPU_TILES_EACH))
+    sizes = tuning.current()
+    return max(1, min(sizes.gpu_programs // programs, problem.blocks[1] // sizes.gpu_tiles_each))
 
 
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
@@ -419,7 +421,7 @@ def _d_parameters(problem: _Problem, spec: Spec, memory: _Operands, kinds: Any) 
     found = []
     for which, leaf in enumerate(parameters(spec)):
         parameter = _Parameter.of(spec, which)
-        if parameter.looked_up and parameter.entries > tuning.GPU_LOOKUP_ENTRIES:
+        if parameter.looked_up and parameter.entries > tuning.current().gpu_gathered_entries:
             rows, keys, values, _ = memory
             every = blockwise.parameter_gradients(spec, rows, keys, values, problem.tiling)
             found.append(every[which])

@@ -99,19 +99,18 @@ def _outside(ids: Int[Array, "_ t"], length: Any, other: int) -> Int[Array, "_ t
     return jnp.where(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < length, ids, other)
 
 
-def _whole(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // _LANES) * _LANES
 
 
 def _slices(size: int) -> list[slice]:
-    return [
-        slice(i, min(i + tuning.SPLASH_BLOCK, size)) for i in range(0, size, tuning.SPLASH_BLOCK)
-    ]
+    block = tuning.current().splash_block
+    return [slice(i, min(i + block, size)) for i in range(0, size, block)]
 
 
 def _block(size: int) -> int:
     """The largest block that divides a padded length."""
-    return math.gcd(size, tuning.SPLASH_BLOCK)
+    return math.gcd(size, tuning.current().splash_block)
 
 
 class _Call(NamedTuple):
@@ -139,7 +138,7 @@ class _Call(NamedTuple):
         found = _ids(self.mask, self.T, self.S)
         if found is None:
             return None
-        sizes = (_whole(x.shape[1]) - x.shape[1] for x in found)
+        sizes = (_round_up(x.shape[1]) - x.shape[1] for x in found)
         padded = (jnp.pad(x, ((0, 0), (0, n))) for x, n in zip(found, sizes, strict=True))
         return kernel.SegmentIds(*padded)
 
@@ -158,7 +157,7 @@ class _Call(NamedTuple):
 
     def made(self, backward: bool = False, lse: bool = True) -> kernel.SplashAttentionKernel:
         """JAX's kernel for this mask; with `backward` it knows the tiles of both passes."""
-        T, S = _whole(self.T), _whole(self.S)
+        T, S = _round_up(self.T), _round_up(self.S)
         static = self.mask.static
         if self.S < S:
             static = static & masks.Lengths(kv=self.S)
@@ -186,7 +185,7 @@ class _Call(NamedTuple):
 def _padded(x: Array) -> Array:
     """`[B, T, N, ...]` as `[B, N, T, ...]`, filled up with zeros behind the heads."""
     x = jnp.moveaxis(x, 2, 1)
-    return jnp.pad(x, [(0, 0), (0, 0)] + [(0, _whole(size) - size) for size in x.shape[2:]])
+    return jnp.pad(x, [(0, 0), (0, 0)] + [(0, _round_up(size) - size) for size in x.shape[2:]])
 
 
 def _cut(x: Array, *sizes: int) -> Array:
@@ -220,7 +219,7 @@ def _values(interpret: bool, spec: Spec, query: Array, key: Array, value: Array)
 def _run_forward(call: _Call, lse: bool, query: Array, key: Array, value: Array) -> list[Array]:
     """out `[B, T, N, V]` in the dtype of sums and, if wanted, lse `[B, T, N]`."""
     made, V = call.made(lse=lse), value.shape[-1]
-    exchange = lse and query.dtype != jnp.float32 and _whole(V) == _LANES
+    exchange = lse and query.dtype != jnp.float32 and _round_up(V) == _LANES
     if lse and not exchange:  # that out be float32, as the queries are
         query = query.astype(jnp.float32)
 

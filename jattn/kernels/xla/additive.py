@@ -34,7 +34,7 @@ def _scores(
 ) -> Float[Array, "t s"]:
     """w · tanh(query_i + key_j) for all pairs, a block of keys at a time."""
     (t, A), s = query.shape, len(key)
-    size = min(s, max(tuning.ADDITIVE_KEYS, tuning.ADDITIVE_PAIRS // t))
+    size = min(s, max(tuning.current().additive_keys, tuning.current().additive_pairs // t))
     blocks = -(-s // size)
     padded = jnp.pad(key, ((0, blocks * size - s), (0, 0)))
 
@@ -100,7 +100,7 @@ class _Pieces(NamedTuple):
         return jax.vjp(scores, self.query, self.key, w_score, parameters(here.spec))
 
 
-def _whole(
+def _single_tile(
     spec: Spec, b: Any, h: Any, query: Array, key: Array, value: Array, w_score: Array
 ) -> Float[Array, "T V"]:
     """One head in one tile, differentiable as it stands."""
@@ -197,12 +197,6 @@ def _backward_head(
     return tile_schedule.fold_blocks(schedule, len(query) // rows, block, total)
 
 
-def _in_turn(platform: str) -> bool:
-    """Whether batch rows go one after another: on a CPU one row's tile fills the cores, and each
-    row's mask decides alone which tiles are visited."""
-    return platform == "cpu"
-
-
 def _forward_rows(
     tiling: Tiling,
     platform: str,
@@ -214,7 +208,7 @@ def _forward_rows(
 ) -> tuple[Float[Array, "B T 1 V"], softmax.Normalizer]:
     """Output and normalizer `[B, T, 1]` of all batch rows."""
     one = functools.partial(_forward_head, tiling, w_score=w_score)
-    if not _in_turn(platform):
+    if not tuning.sizes(platform).in_turn:
         return tile.over_heads(one, spec, (query,), (key, value), out_axes=1)
 
     def row(operands: Any) -> Any:
@@ -239,7 +233,7 @@ def _backward_rows(
     shared; `per_query` is a `PerQuery`."""
     one = functools.partial(_backward_head, tiling, w_score=w_score)
     letters = parameter_letters(spec)
-    if not _in_turn(platform):
+    if not tuning.sizes(platform).in_turn:
         axes = _Gradients._make((1, 1, 2, 0, [0] * len(letters)))
         found = tile.over_heads(one, spec, tuple(per_query), (key, value), axes)
         d_value = jnp.moveaxis(found.value, 1, 3)
@@ -312,7 +306,8 @@ def _over_tiles(
 
 def choose_tiling(T: int, S: int) -> Tiling:
     """Tiles of about the size that measured fastest on CPUs; short inputs are one."""
-    return Tiling(*(tile_schedule.even(max(1, size), tuning.ADDITIVE_TILE) for size in (T, S)))
+    about = tuning.current().additive_tile
+    return Tiling(*(tile_schedule.even(max(1, size), about) for size in (T, S)))
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "tiling"))
@@ -337,7 +332,7 @@ def attend(
     spec, factor = prepare(spec, shapes), softmax.headroom(softmax.greatest(v), S)
     v = v * factor.astype(v.dtype)
     if tiling == (T, S):
-        one = functools.partial(_whole, w_score=w_score)
+        one = functools.partial(_single_tile, w_score=w_score)
         out = tile.over_heads(one, spec, (q,), (k, v), out_axes=1)
     else:
         out = _over_tiles(tiling, spec, q, k, v, w_score)

@@ -80,7 +80,8 @@ class _Blocks(NamedTuple):
     def beside(cls, heads: int, tiling: Tiling) -> "_Blocks":
         """For so many heads that run together. What is written out, a compiler for their devices
         runs side by side, which takes memory for the scores of all keys."""
-        return cls(max(1, tuning.SCORES_TOGETHER // (heads * tile_schedule.widest(tiling))), False)
+        scores = heads * tile_schedule.widest(tiling)
+        return cls(max(1, tuning.current().scores_together // scores), False)
 
     def map(self, function: Callable[[Any], Any], indices: Array) -> Any:
         """As `lax.map`. A single block is not mapped, so that its loops end when it is done."""
@@ -345,7 +346,8 @@ def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
 
 
 class _Problem(NamedTuple):
-    """The sizes of a call, its tiles, and how heads are run."""
+    """The sizes of a call, its tiles, and how heads are run: each a "single tile", all at once; or
+    over their tiles, one head after another ("loop") or all at once ("vmap")."""
 
     shapes: Shapes
     tiling: Tiling
@@ -354,10 +356,11 @@ class _Problem(NamedTuple):
     @classmethod
     def of(cls, platform: str, spec: Spec, query: Array, value: Array) -> "_Problem":
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
-        T, S, way = shapes.T, shapes.S, choose_way(shapes, platform, sizes)
-        return cls(
-            shapes, Tiling(T, S) if way == "single tile" else choose_tiling(spec, T, S, sizes), way
-        )
+        T, S = shapes.T, shapes.S
+        if T * S <= sizes.max_untiled:
+            return cls(shapes, Tiling(T, S), "single tile")
+        way = "loop" if sizes.in_turn else "vmap"
+        return cls(shapes, choose_tiling(spec, T, S, sizes), way)
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -411,7 +414,7 @@ def _forward_band(
         for x, size in ((query, T), (key, S), (value, S))
     )
     n, starts = len(band.starts), jnp.asarray(band.starts)
-    batched = min(n, tuning.BAND_BLOCKS)
+    batched = min(n, tuning.current().band_blocks)
     turns = -(-n // batched)
 
     def piece(head: Callable[..., Any], i: Any, spec: Spec, b: Any, h: Any, *qkv: Array) -> Any:
@@ -528,29 +531,13 @@ def parameter_gradients(
     return _backward_vmap(spec, (query, *wide), key, value, problem)[0]
 
 
-def choose_way(shapes: Shapes, platform: str, sizes: Sizes) -> str:
-    """How heads are run.
-
-    "single tile" takes short sequences in one piece, all heads at once; "loop" runs heads one after
-    another, where on a CPU one head alone fills the cores and stays in their caches; "vmap" walks
-    over tiles with all heads at once.
-    """
-    if shapes.T * shapes.S <= sizes.max_untiled:
-        return "single tile"
-    return "loop" if platform == "cpu" else "vmap"
-
-
-def _care(platform: str) -> tuple[bool, int]:
-    """For short sequences: whether to add masks first, and how many numbers to take together."""
-    return platform == "cpu", tuning.sizes(platform).together
-
-
 def _forward(
     platform: str, spec: Spec, query: Array, key: Array, value: Array, keep: bool = False
 ) -> tuple[Any, ...]:
     problem = _Problem.of(platform, spec, query, value)
     if problem.way == "single tile":
-        return single_tile.forward(spec, query, key, value, *_care(platform), keep)
+        sizes = tuning.sizes(platform)
+        return single_tile.forward(spec, query, key, value, sizes, keep)
     run = _forward_loop if problem.way == "loop" else _forward_vmap
     found = run(problem.pad(spec), query, key, value, problem)
     kept = (no_weights(query, key, value),) if keep else ()
@@ -562,7 +549,7 @@ def _backward(
 ) -> tuple[Any, Array, Array, Array]:
     problem = _Problem.of(platform, spec, per_query[0], value)
     if problem.way == "single tile":
-        return single_tile.backward(spec, per_query, key, value, kept, *_care(platform))
+        return single_tile.backward(spec, per_query, key, value, kept, tuning.sizes(platform))
     run = _backward_loop if problem.way == "loop" else _backward_vmap
     d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
     return slicing.unpadded_parameters(d_params, spec), *found

@@ -29,8 +29,8 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Few queries without dropout, of a cache; the derivative is that of blockwise."""
-    if shapes.T > tuning.FEW_QUERIES:
-        return f"expected at most {tuning.FEW_QUERIES} queries at a time, got {shapes.T}"
+    if shapes.T > tuning.current().few_queries:
+        return f"expected at most {tuning.current().few_queries} queries at a time, got {shapes.T}"
     if spec.dropout_rate:
         return "dropout is for training"
     return None
@@ -111,7 +111,7 @@ def _block_size(cache: Cache) -> int:
     """The most keys of a block that divides the cache, in whole pages."""
     page = cache.page_size if isinstance(cache, PagedCache) else 1
     pages = cache.capacity // page
-    most = max(1, tuning.DECODE_BLOCK // page)
+    most = max(1, tuning.current().decode_block // page)
     return page * max(d for d in range(1, min(most, pages) + 1) if pages % d == 0)
 
 
@@ -141,7 +141,8 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), nothing)
         return finished(tile_schedule.repeat(0, count, step, state))
 
-    if size == S or (size < tuning.DECODE_BLOCK // 4 and not isinstance(cache, PagedCache)):
+    small = size < tuning.current().decode_block // 4
+    if size == S or (small and not isinstance(cache, PagedCache)):
         return _by_token(query, *batched(spec, queries, cache))
     order, count = (
         x[0] for x in tile_schedule.where_true(jnp, _visited(spec, (B, N), T, S, size)[None])

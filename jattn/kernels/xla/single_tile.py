@@ -26,6 +26,7 @@ from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, has_mask, parameters, scaled, with_parameters
+from jattn.tuning import Sizes
 
 
 Spans = tuple[Span, Span]  # of queries and keys
@@ -307,13 +308,12 @@ def forward(
     query: Array,
     key: Array,
     value: Array,
-    optimistic: bool,
-    together: int,
+    sizes: Sizes,
     keep: bool,
 ) -> tuple[Any, ...]:
     """`(out [B, T, N, V], normalizer of [B, T, N], all_finite)`, and if wanted the weights
     `[B, N, T, S]`, which go with `all_finite` to `backward`. Groups of batch rows hold about
-    `together` numbers."""
+    `sizes.together` numbers."""
 
     def some(total: Any, size: Size, *operands: Any) -> Any:
         def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Any:
@@ -324,10 +324,10 @@ def forward(
             return tile.over_heads(one, spec, (query,), tuple(keys), 0, first=first, **how)
 
         which = _KEEPING if keep else FORWARD
-        results, all_finite = attempt(which, run, _by_token, operands, spec, optimistic)
+        results, all_finite = attempt(which, run, _by_token, operands, spec, sizes.add_masks)
         return (all_finite if total is None else total & all_finite), results
 
-    rows = _rows(Shapes.of(query, value), together)
+    rows = _rows(Shapes.of(query, value), sizes.together)
     all_finite, found = _in_groups(some, rows, spec, jnp.ones((), bool), (query, key, value))
     return *found[:2], jnp.asarray(all_finite), *found[2:]
 
@@ -338,8 +338,7 @@ def backward(
     key: Array,
     value: Array,
     kept: tuple[Array, ...],
-    optimistic: bool,
-    together: int,
+    sizes: Sizes,
 ) -> Any:
     """Gradients of parameters, query, key and value; `per_head` is a `PerQuery`, and what was kept
     comes from `forward`.
@@ -375,10 +374,10 @@ def backward(
         first, spec, *_ = operands
         spec = slicing.slice_batch(spec, first, size)
         which = OneHead(_backward_head, _backward_fallback, enough)
-        (d_params, *found), _ = attempt(which, run, finish, operands, spec, optimistic)
+        (d_params, *found), _ = attempt(which, run, finish, operands, spec, sizes.add_masks)
         return _add_rows(total, d_params, first), found
 
-    rows = _rows(Shapes.of(query, value), together // 2)
+    rows = _rows(Shapes.of(query, value), sizes.together // 2)
     zeros = jax.tree.map(jnp.zeros_like, parameters(spec))
     operands = (query, d_out, delta, key, value, *weights)
     d_params, found = _in_groups(some, rows, spec, zeros, operands)
