@@ -47,17 +47,18 @@ def product(
 
     @jax.custom_jvp
     def dot(q: Array, k: Array) -> Array:
-        found = jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)
-        # Of few channels XLA makes multiplications, and of these and the subtraction of the maximum
-        # one operation without rounding between: at large logits the maximum minus itself is not 0.
-        return jax.lax.optimization_barrier(found) if q.shape[-1] < _FEW else found
+        return jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)
 
     @dot.defjvp
     def dot_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
         (q, k), (dq, dk) = primals, tangents
         return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
 
-    return dot(q, k)
+    found = dot(q, k)
+    # Of few channels XLA makes multiplications, and of these and the subtraction of the maximum one
+    # operation without rounding between: at large logits the maximum minus itself is not 0. A
+    # selection stays between them, a barrier does not.
+    return jnp.where(jnp.isnan(found), jnp.nan, found) if q.shape[-1] < _FEW else found
 
 
 def weigh(

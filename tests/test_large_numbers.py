@@ -69,7 +69,7 @@ def test_the_weights_of_the_backward_pass_sum_to_one_over_tiles(implementation, 
     np.testing.assert_allclose(summed, 600, rtol=2e-6)
 
 
-@one_in(3, implementation=KERNELS, size=[1e4, 1e12, 1e30], H=[1, 2, 16], T=[1, 3])
+@one_in(3, implementation=KERNELS, size=[1e4, 1e12, 1e30], H=[1, 2, 16], T=[1, 9])
 def test_a_row_with_keys_is_alive_at_any_size_of_equal_logits(implementation, size, H, T):
     """One product of two numbers rounds alike for all keys, so that they share the weight; sums of
     several may differ by their last digit, which is all between them then."""
