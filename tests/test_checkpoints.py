@@ -129,6 +129,7 @@ def test_a_kill_while_saving_for_the_first_time_leaves_no_checkpoint(tmp_path):
     check_kills_in_saving(a_run(tmp_path / "run"), 1, tmp_path, {None})
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_anew_leaves_the_checkpoint_before(tmp_path):
     run = a_run(tmp_path / "run", 1, 2)
     (run.directory / "digests" / "2.json").unlink()

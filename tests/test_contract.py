@@ -322,7 +322,7 @@ def test_values_and_gradients(implementation, name, dtype):
         assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
 
 
-@every_case
+@one_in(2, name=CASES)
 def test_weights_and_scores(name):
     case = CASES[name]
     x = inputs(case)
@@ -347,9 +347,7 @@ def test_weights_and_scores_are_not_rounded_to_the_inputs_dtype(dtype):
         assert function(x.q, x.k, mask=masks.Causal()).dtype == jnp.float32
 
 
-@every_implementation
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parameter_dtype", DTYPES)
+@one_in(2, implementation=GENERAL, dtype=DTYPES, parameter_dtype=DTYPES)
 def test_parameters_may_have_another_dtype(implementation, dtype, parameter_dtype):
     case = CASES["bias_by_head"]
     x = inputs(case, dtype)
@@ -456,8 +454,7 @@ WITH_DEAD_PLACES = [name for name in CASES if any(x.any() for x in dead_places(n
 WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 
 
-@every_implementation
-@pytest.mark.parametrize("name", WITH_DEAD_PLACES)
+@one_in(2, implementation=GENERAL, name=WITH_DEAD_PLACES)
 def test_poison_in_what_is_masked_changes_nothing(implementation, name):
     x = inputs(CASES[name], "float32")
     clean = run(implementation, name, x)
@@ -472,8 +469,7 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
         assert not got.gradients["v"][columns].any()
 
 
-@every_implementation
-@pytest.mark.parametrize("name", WITH_HIDDEN_KEYS)
+@one_in(2, implementation=GENERAL, name=WITH_HIDDEN_KEYS)
 def test_poison_reaches_only_who_attends_to_it(implementation, name):
     x = inputs(CASES[name], "float32")
     clean = run(implementation, name, x)

@@ -291,6 +291,7 @@ def trained(directory: Path, *arguments: str, status: int = 0) -> Run:
     return Run.open(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.default_tiles
 def test_a_run_that_is_terminated_and_out_of_space_ends_like_the_uninterrupted_one(
     whole, tmp_path, capsys, monkeypatch

@@ -18,6 +18,7 @@ from experiments.translation.batches import Batches
 from experiments.translation.checkpoints import Run
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.text import encode_pairs
+from tests.selection import one_in
 from tests.test_translation import (
     Bench,
     Killed,
@@ -163,7 +164,7 @@ def test_training_stops_when_it_has_waited_and_the_best_parameters_count(uninter
     assert uninterrupted.steps() == [9, 15, 16, 18]  # the best, and the last three
 
 
-@pytest.mark.parametrize("calls", [1, 9, 14, 15, 22])
+@one_in(3, calls=[1, 9, 14, 15, 22])
 def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tmp_path, calls):
     run = begun(tmp_path / "run")
     with pytest.raises(Killed):

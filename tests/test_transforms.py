@@ -289,6 +289,7 @@ def test_functions_written_in_a_loop_over_traced_layers(implementation):
     assert_same(jax.jit(Problem(stack, arrays).both)(*arrays), Problem(want, arrays).both(*arrays))
 
 
+@pytest.mark.slow
 def test_bounds_may_close_over_traced_arrays():
     x = jnp.asarray(normal(1, 40, 1, 4))
 

@@ -1033,6 +1033,7 @@ main(["train", "--preset", "tiny", "--run", "killed"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.default_tiles  # as in the demonstration
 def test_a_run_killed_while_saving_is_resumed_bit_for_bit(demonstration, tmp_path, capsys):
     """By another process, and ends like one that was never interrupted."""
