@@ -6,7 +6,7 @@ in letters and in numbers and the shape that came.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,23 @@ from jattn.scores import Score, ScoreFunction, check_score
 Shaped = Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
 
 
+class PairScore(Protocol):
+    """What makes a score of a query and a key in place of their product: a pytree whose float
+    arrays are differentiable."""
+
+    def products(self, query: Array, key: Array) -> Array:
+        """`[t, s]` of queries `[t, H]` and keys `[s, H]`, in the dtype of sums. What is not finite
+        makes its row or column NaN, and has no part in gradients."""
+        ...
+
+
 @pytree_dataclass
 class Spec:
     """What attention computes: everything but query, key and value. One head's formula is
 
     dropout(softmax(mask(score(q kᵀ × scale)))) v
+
+    with the products of `pair` in place of q kᵀ where it is given.
     """
 
     mask: Mask
@@ -57,6 +69,7 @@ class Spec:
     dropout_rate: float = static_field(default=0.0)
     precision: Any = static_field(default=None)
     lse: bool = static_field(default=False)  # whether the log of the denominator is asked for too
+    pair: Any = None  # a PairScore
     overflowed: Any = None  # traced: whether positions do not fit 32 bits, for results to be NaN
 
 
@@ -296,13 +309,17 @@ def prepare(spec: Spec, shapes: Shapes) -> Spec:
 
     spec = jax.tree.map(open_, spec, is_leaf=_is_function)
     learned = jax.tree.map(cast, _learned(spec))
-    spec = dataclasses.replace(spec, score=learned[0], scale=learned[1], overflowed=None)
+    spec = dataclasses.replace(_with_learned(spec, learned), overflowed=None)
     return flatten_batch(spec, shapes.batch)
 
 
-def _learned(spec: Spec) -> tuple[Any, Any]:
+def _learned(spec: Spec) -> tuple[Any, Any, Any]:
     """The parts of a spec whose float arrays are differentiable."""
-    return spec.score, spec.scale
+    return spec.score, spec.scale, spec.pair
+
+
+def _with_learned(spec: Spec, learned: tuple[Any, Any, Any]) -> Spec:
+    return dataclasses.replace(spec, **dict(zip(("score", "scale", "pair"), learned, strict=True)))
 
 
 def nan_if_overflowed(spec: Spec, *results: Array) -> tuple[Array, ...]:
@@ -317,8 +334,8 @@ def _is_param(leaf: Any) -> bool:
 
 
 def parameters(spec: Spec) -> list[Any]:
-    """The differentiable arrays of a spec: the float ones of its score function, and its scale
-    where that is an array."""
+    """The differentiable arrays of a spec: the float ones of its score function, its scale where
+    that is an array, and those of its pair score."""
     return [leaf for leaf in jax.tree.leaves(_learned(spec)) if _is_param(leaf)]
 
 
@@ -334,8 +351,7 @@ def with_parameters(spec: Spec, values: list[Any]) -> Spec:
     leaves, treedef = jax.tree.flatten(_learned(spec))
     new = iter(values)
     replaced = [next(new) if _is_param(x) else x for x in leaves]
-    score, scale = jax.tree.unflatten(treedef, replaced)
-    return dataclasses.replace(spec, score=score, scale=scale)
+    return _with_learned(spec, jax.tree.unflatten(treedef, replaced))
 
 
 def scaled(spec: Spec, query: Array) -> tuple[Spec, Array, float]:

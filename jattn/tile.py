@@ -61,6 +61,11 @@ def product(
     return jnp.where(jnp.isnan(found), jnp.nan, found) if q.shape[-1] < _FEW else found
 
 
+def products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) -> Float[Array, "t s"]:
+    """What scores are made of: q kᵀ, or what the spec's pair score makes of each pair."""
+    return product(q, k, spec.precision) if spec.pair is None else spec.pair.products(q, k)
+
+
 def weigh(
     weights: Float[Array, "t s"], v: Float[Array, "s V"], precision: Any = None
 ) -> Float[Array, "t V"]:
@@ -137,12 +142,12 @@ def scores(
 
     With values, scores of keys whose value is not finite are NaN.
     """
-    products = product(q, k, spec.precision)
+    found = products(spec, q, k)
     if v is not None:
-        products = products + nan_where_nonfinite(v)[None, :]
+        found = found + nan_where_nonfinite(v)[None, :]
     # A selection, so that this product and the subtraction of the maximum do not become one
     # operation, see `product`.
-    scaled = products * jnp.asarray(number(spec.scale), products.dtype)
+    scaled = found * jnp.asarray(number(spec.scale), found.dtype)
     scaled = jnp.where(jnp.isnan(scaled), jnp.nan, scaled)
     return modify(dataclasses.replace(spec, scale=1.0), scaled, b, h, rows, columns)
 

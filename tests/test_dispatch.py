@@ -217,6 +217,7 @@ def test_one_operation_for_several_platforms():
 # --- sizes by kind of device --------------------------------------------------------------------
 
 
+@pytest.mark.default_tiles
 def test_sizes_are_those_of_the_device():
     assert tuning.sizes("cpu") == tuning.TABLE["cpu"]
     assert tuning.sizes("tpu") == tuning.DEFAULT  # none here

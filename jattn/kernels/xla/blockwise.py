@@ -120,7 +120,7 @@ class _Values(NamedTuple):
 
 def _scores(here: slicing.Tile, q: Array, k: Array, values: _Values, masked: bool) -> Any:
     """Scores of a tile, and their cotangent's way to products and parameters."""
-    products = tile.product(q, k, here.spec.precision)
+    products = tile.products(here.spec, q, k)
     if values.nonfinite is not None:
         products = products + values.nonfinite[None, :]
     return here.modified(products, masked)
@@ -253,8 +253,13 @@ def _backward_head(
         def step(run: tile_schedule.Run, state: Any) -> Any:
             dq_i, dk, dv, d_params = state
             d_products, weights, d_here = head.at(i * rows, rows, run)
-            dq_i += _dot(d_products, slicing.take(head.k_finite, run.start, run.size), spec)
-            dk = slicing.put(dk, _dot(qt_i, d_products, spec), run.start, 1)
+            k_j = slicing.take(head.k_finite, run.start, run.size)
+            if spec.pair is None:
+                dq, dkt = _dot(d_products, k_j, spec), _dot(qt_i, d_products, spec)
+            else:
+                dq, dk_j, d_here = _of_pairs(spec, qt_i.T, k_j, d_products, d_here)
+                dkt = dk_j.T
+            dq_i, dk = dq_i + dq, slicing.put(dk, dkt, run.start, 1)
             dv = slicing.put(dv, _dot(dt_i, weights, spec), run.start, 1)
             starts = {"T": i * rows, "S": run.start}
             d_params = slicing.put_leaves(d_params, d_here, letters, starts)
@@ -269,6 +274,17 @@ def _backward_head(
         schedule, len(q) // rows, block, _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
     )
     return total._replace(query=total.query * scale)
+
+
+def _of_pairs(
+    spec: Spec, q: Array, k: Array, d_products: Array, d_params: list[Array]
+) -> tuple[Array, Array, list[Array]]:
+    """Gradients of the queries and keys of a tile by the spec's pair score, and those of the
+    parameters with its own, which are the last."""
+    _, pull = jax.vjp(lambda pair, q, k: pair.products(q, k), spec.pair, q, k)
+    d_pair, dq, dk = pull(d_products)
+    own = jax.tree.leaves(d_pair)
+    return dq, dk, [*d_params[: -len(own)], *own]
 
 
 def _backward_blocks(
@@ -300,9 +316,14 @@ def _backward_blocks(
         def step(run: tile_schedule.Run, state: Any) -> Any:
             dq_i, d_params = state
             d_products, _, d_here = head.at(i * rows, rows, run)
-            dq_i += _dot(d_products, slicing.take(head.k_finite, run.start, run.size), spec)
+            k_j = slicing.take(head.k_finite, run.start, run.size)
+            if spec.pair is None:
+                dq = _dot(d_products, k_j, spec)
+            else:
+                q_i = slicing.take(head.q_finite, i * rows, rows)
+                dq, _, d_here = _of_pairs(spec, q_i, k_j, d_products, d_here)
             starts = {"T": 0, "S": run.start}
-            return dq_i, slicing.put_leaves(d_params, d_here, letters, starts)
+            return dq_i + dq, slicing.put_leaves(d_params, d_here, letters, starts)
 
         own = parameters(slicing.slice_tile(spec, i * rows, rows, 0, S))
         state = jax.tree.map(jnp.zeros_like, (head.q_finite[:rows], own))
@@ -314,7 +335,12 @@ def _backward_blocks(
             keys = tile_schedule.Run(j * columns, columns, run.masked)
             d_products, weights, _ = head.at(run.start, run.size, keys)
             q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_finite, head.d_out))
-            return dk_j + _dot(d_products.T, q_i, spec), dv_j + _dot(weights.T, d_i, spec)
+            if spec.pair is None:
+                dk = _dot(d_products.T, q_i, spec)
+            else:
+                k_j = slicing.take(head.k_finite, j * columns, columns)
+                _, dk, _ = _of_pairs(spec, q_i, k_j, d_products, parameters(spec))
+            return dk_j + dk, dv_j + _dot(weights.T, d_i, spec)
 
         zeros = (head.k_finite[:columns], head.values.finite[:columns])
         return tile_schedule.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
@@ -354,13 +380,15 @@ class _Problem(NamedTuple):
     way: str
 
     @classmethod
-    def of(cls, platform: str, spec: Spec, query: Array, value: Array) -> "_Problem":
+    def of(
+        cls, platform: str, spec: Spec, query: Array, value: Array, tiling: Tiling | None
+    ) -> "_Problem":
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
-        if T * S <= sizes.max_untiled:
+        if tiling is None and T * S <= sizes.max_untiled:
             return cls(shapes, Tiling(T, S), "single tile")
         way = "loop" if sizes.in_turn else "vmap"
-        return cls(shapes, choose_tiling(spec, T, S, sizes), way)
+        return cls(shapes, tiling or choose_tiling(spec, T, S, sizes), way)
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -383,7 +411,7 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
     """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
     band = tile_schedule.band(select_head(spec, 0, 0), T, S, problem.tiling)
-    if band and problem.way == "loop":
+    if band and problem.way == "loop" and spec.pair is None:
         return _forward_band(spec, query, key, value, problem, band)
 
     def body(n: Any, total: Any) -> Any:
@@ -532,9 +560,15 @@ def parameter_gradients(
 
 
 def _forward(
-    platform: str, spec: Spec, query: Array, key: Array, value: Array, keep: bool = False
+    platform: str,
+    tiling: Tiling | None,
+    spec: Spec,
+    query: Array,
+    key: Array,
+    value: Array,
+    keep: bool = False,
 ) -> tuple[Any, ...]:
-    problem = _Problem.of(platform, spec, query, value)
+    problem = _Problem.of(platform, spec, query, value, tiling)
     if problem.way == "single tile":
         sizes = tuning.sizes(platform)
         return single_tile.forward(spec, query, key, value, sizes, keep)
@@ -545,9 +579,15 @@ def _forward(
 
 
 def _backward(
-    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, *kept: Array
+    platform: str,
+    tiling: Tiling | None,
+    spec: Spec,
+    per_query: Any,
+    key: Array,
+    value: Array,
+    *kept: Array,
 ) -> tuple[Any, Array, Array, Array]:
-    problem = _Problem.of(platform, spec, per_query[0], value)
+    problem = _Problem.of(platform, spec, per_query[0], value, tiling)
     if problem.way == "single tile":
         return single_tile.backward(spec, per_query, key, value, kept, tuning.sizes(platform))
     run = _backward_loop if problem.way == "loop" else _backward_vmap
@@ -555,9 +595,10 @@ def _backward(
     return slicing.unpadded_parameters(d_params, spec), *found
 
 
-def functions(platform: str) -> AttentionVJP:
-    """Forward and backward, for short sequences in one piece, else tile by tile."""
-    forward, backward = (functools.partial(f, platform) for f in (_forward, _backward))
+def functions(platform: str, tiling: Tiling | None = None) -> AttentionVJP:
+    """Forward and backward: tile by tile, short sequences as a single tile unless `tiling` cuts
+    them."""
+    forward, backward = (functools.partial(f, platform, tiling) for f in (_forward, _backward))
     return AttentionVJP(forward, backward, functools.partial(forward, keep=True))
 
 
