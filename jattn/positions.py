@@ -68,8 +68,8 @@ def rotary(
 
     `x` is `[*B, T, N, H]`, `positions` `[T]` or `[*B, T]`. Pairs are (i, i + r/2) in style "half"
     (GPT-NeoX, Llama) and (2i, 2i + 1) in style "interleaved" (RoFormer, GPT-J), with r =
-    `rotary_dim` (default H) channels turned and the rest left alone; the frequency of pair i is
-    base^(−2i/r). The inner product of two turned vectors depends on the difference of their
+    `rotary_dim` (default H) channels rotated and the rest left alone; the frequency of pair i is
+    base^(−2i/r). The inner product of two rotated vectors depends on the difference of their
     positions only. Keeps the dtype.
 
     Raises ValueError for an odd or too large rotary size, an unknown style, or positions that
@@ -96,11 +96,11 @@ def rotary(
         _frequencies(size, base, compute), positions.ndim
     )
     angle = angle.reshape((1,) * (x.ndim - angle.ndim - 1) + angle.shape)[..., None, :]
-    turned = _turn(x[..., :size].astype(compute), jnp.cos(angle), jnp.sin(angle), style)
-    return jnp.concatenate([turned.astype(x.dtype), x[..., size:]], axis=-1)
+    rotated = _rotate_pairs(x[..., :size].astype(compute), jnp.cos(angle), jnp.sin(angle), style)
+    return jnp.concatenate([rotated.astype(x.dtype), x[..., size:]], axis=-1)
 
 
-def _turn(x: Array, cos: Array, sin: Array, style: str) -> Array:
+def _rotate_pairs(x: Array, cos: Array, sin: Array, style: str) -> Array:
     if style == "half":
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -74,7 +74,7 @@ class Spec:
 
 
 class Tiling(NamedTuple):
-    """How an implementation walks over queries and keys: the sizes of a tile."""
+    """How an implementation cuts queries and keys: the sizes of a tile."""
 
     block_q: int
     block_kv: int

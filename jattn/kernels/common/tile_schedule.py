@@ -66,7 +66,7 @@ def widest(tiling: Tiling) -> int:
 def schedule(
     spec: Spec, T: int, S: int, tiling: Tiling, *, by_key: bool = False, written_out: bool = True
 ) -> Schedule:
-    """The schedule of one head; known while tracing if the mask is static. `by_key` walks over the
+    """The schedule of one head; known while tracing if the mask is static. `by_key` goes over the
     queries of each block of keys. `written_out` tells whether several runs may be, or are a loop.
     """
     kinds_of_tiles, block = kinds(spec, T, S, tiling), tiling.block_kv

@@ -1,4 +1,4 @@
-"""A spec's arrays inside of a kernel: what a tile needs is read, what is captured whole looked up.
+"""A spec's arrays inside of a kernel: what a tile needs is read, what is captured is indexed.
 
 Masks and score functions do not know where they run. In a kernel their arrays are references to
 memory: those declared along B, N, T or S are read for one head and cut to the tile; what a

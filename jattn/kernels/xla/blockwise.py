@@ -71,7 +71,8 @@ def _visited(spec: Spec, T: int, S: int) -> tuple[float, float]:
 
 
 class _Blocks(NamedTuple):
-    """How the blocks of a head are run: so many `batched`, and whether walks are `written_out`."""
+    """How the blocks of a head are run: so many `batched`, and whether schedules are
+    `written_out`."""
 
     batched: int
     written_out: bool
