@@ -46,8 +46,7 @@ MASKS = {
 
 
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("name", MASKS)
+@one_in(2, backward=[False, True], name=MASKS)
 def test_memory_is_linear_where_heads_run_at_once(name, backward):
     """As on GPUs and TPUs, whatever is masked; here as the compiler for CPUs sees it."""
     row = tuning.TABLE["cpu"]._replace(in_turn=False)

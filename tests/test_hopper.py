@@ -122,7 +122,7 @@ def everything(call: Call, implementation: str, q: Any, k: Any, v: Any, *cotange
 LIMITS = (1e-2, 2e-6, 2e-2)
 
 
-@one_in(2, name=CALLS)
+@one_in(4, name=CALLS)
 def test_values_and_gradients(name):
     """Also the same again bit for bit, with NaN in what does not exist."""
     call = CALLS[name]
@@ -145,7 +145,7 @@ def test_values_and_gradients(name):
 CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions"
 
 
-@one_in(2, name=CASES_OF_TABLE)
+@one_in(3, name=CASES_OF_TABLE)
 def test_contract(name):
     case = CASES[name]
     run = quick_jit(functools.partial(contract.everything, "hopper", case))

@@ -83,7 +83,13 @@ def run(name: str, x: Inputs) -> contract.Results:
 TYPED = [(name, x) for name in CASES for x in DTYPES if name == "causal" or "float16" not in x]
 
 
-@pytest.mark.parametrize(("name", "dtype"), TYPED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*x, marks=() if place % 2 == 0 else pytest.mark.slow)
+        for place, x in enumerate(TYPED)
+    ],
+)
 def test_contract(name, dtype):
     """Values and gradients; the same again, bit for bit; masked places poisoned, the same again."""
     if refused(name):

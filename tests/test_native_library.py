@@ -106,7 +106,7 @@ DAMAGES = {
 }
 
 
-@one_in(2, damage=DAMAGES)
+@one_in(3, damage=DAMAGES)
 def test_a_damaged_library_is_built_again(built, quick, tmp_path, damage):
     home, library = copied(built, tmp_path)
     whole = library.read_bytes()
@@ -158,7 +158,7 @@ def planted(tmp_path_factory) -> tuple[bytes, Path]:
     return library.read_bytes(), mark
 
 
-@one_in(2, where=["folder for all", "folder of another", "file of another"])
+@one_in(3, where=["folder for all", "folder of another", "file of another"])
 def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, where):
     """Others cannot have us load what they wrote where they may write, sealed or not."""
     contents, mark = planted

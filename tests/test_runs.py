@@ -343,6 +343,7 @@ def test_a_vocabulary_that_cannot_be_written_is_one_line_and_can_be_tried_again(
     assert checkpoints.is_vacant(directory)
 
 
+@pytest.mark.slow
 def test_an_evaluation_and_pictures_that_cannot_be_written_are_one_line(
     whole, tmp_path, capsys, monkeypatch
 ):

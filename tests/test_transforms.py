@@ -129,9 +129,6 @@ def problems(names: Any, slow: Any = ()) -> Any:
     return pytest.mark.parametrize("name", [pytest.param(x, marks=marks(x)) for x in names])
 
 
-every_problem = problems(PROBLEMS)
-
-
 @functools.cache
 def prepared(name: str) -> tuple[Problem, Any, Any]:
     """A problem, its arrays, and what the compiled program gives."""
@@ -154,7 +151,7 @@ def test_without_jit(name):
 
 
 @pytest.mark.default_tiles
-@problems(PROBLEMS, slow=LONG)
+@problems(name for name in PROBLEMS if name not in LONG)
 def test_no_tracer_leaks(name):
     problem, arrays, want = prepared(name)
     with jax.checking_leaks():
@@ -163,7 +160,7 @@ def test_no_tracer_leaks(name):
 
 
 @pytest.mark.default_tiles
-@every_problem
+@problems(PROBLEMS, slow=LONG)
 def test_dead_rows_make_no_nan(name):
     problem, arrays, want = prepared(name)
     with jax.debug_nans(True):
@@ -244,10 +241,8 @@ WRAPPED = {
     for wrap in (functools.partial, jax.jit, checkpointed, scanned, mapped)
 }
 WRAPPED_MARKS = {
-    "None-6-mapped": (),
-    **dict.fromkeys(
-        ("None-33-jit", "blockwise-6-scanned", "reference-6-checkpointed"), pytest.mark.slow
-    ),
+    "None-6-mapped": pytest.mark.slow,
+    "reference-6-checkpointed": pytest.mark.slow,
 }
 
 

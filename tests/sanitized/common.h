@@ -54,7 +54,11 @@ class Array {
   E operator[](Index i) const { return data_[i]; }
   E* data() const { return data_; }
   Index count() const { return count_; }
-  xla::ffi::AnyBuffer buffer() const { return {data_, sizes_}; }
+  xla::ffi::AnyBuffer buffer() const {
+    using xla::ffi::DataType;
+    const auto wide = sizeof(E) == 8 ? DataType::F64 : DataType::F32;
+    return {data_, sizes_, sizeof(E) == 2 ? DataType::BF16 : wide};
+  }
   xla::ffi::Result<xla::ffi::AnyBuffer> result() const {
     return xla::ffi::Result<xla::ffi::AnyBuffer>(buffer());
   }

@@ -32,9 +32,14 @@ class Error {
   std::string message_;
 };
 
+enum class DataType { F32, F64, BF16 };
+constexpr DataType BF16 = DataType::BF16;
+
 class AnyBuffer {
  public:
-  AnyBuffer(void* data, std::vector<int64_t> sizes) : data_(data), sizes_(std::move(sizes)) {}
+  AnyBuffer(void* data, std::vector<int64_t> sizes, DataType type)
+      : data_(data), sizes_(std::move(sizes)), type_(type) {}
+  DataType element_type() const { return type_; }
   void* untyped_data() const { return data_; }
   const std::vector<int64_t>& dimensions() const { return sizes_; }
   size_t element_count() const {
@@ -46,6 +51,7 @@ class AnyBuffer {
  private:
   void* data_;
   std::vector<int64_t> sizes_;
+  DataType type_;
 };
 
 template <typename X>
