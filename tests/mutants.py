@@ -117,7 +117,8 @@ MUTANTS: dict[str, Mutant] = {
     "bottom-right": mutant(
         TILE,
         "return span(T, spec.q_positions), span(S, spec.kv_positions)",
-        "q = jnp.arange(T, dtype=jnp.int32) + S - T if spec.q_positions is None else spec.q_positions\n"
+        "last = jnp.arange(T, dtype=jnp.int32) + S - T\n"
+        "    q = last if spec.q_positions is None else spec.q_positions\n"
         "    return span(T, q), span(S, spec.kv_positions)",
         "contract",
     ),
