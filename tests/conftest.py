@@ -92,8 +92,11 @@ def pytest_collection() -> None:
     library.PATIENCE = 600.0
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Within a file, tests of one case after one another: what they share is compiled once."""
+    selection: Any = importlib.import_module("tests.selection")
+    selection.thin(items)
 
     def group(item: Any) -> tuple[str, ...]:
         params = item.callspec.params if hasattr(item, "callspec") else {}

@@ -1,27 +1,29 @@
-"""Which of many combinations run before every commit."""
+"""Which of a test's cases run before every commit: `@pytest.mark.one_in(n)` over `parametrize`."""
 
-import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 
-def one_in(n: int, **axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrises a test with all combinations, of which one in n is quick and the rest slow.
+def thin(items: list[Any]) -> None:
+    """Marks as slow all but one in n of the cases of tests marked `one_in(n)`.
 
-    They are chosen along diagonals. If an axis has n values, each pair of values of the others is
-    quick just once, and if each of three axes has at least n, every pair of values is.
+    They are chosen along diagonals: the places of a case's values on their axes sum to a multiple
+    of n. If an axis has n values, each pair of values of the others is chosen just once, and if
+    each of three axes has at least n, every pair of values is. The first case is always chosen.
     """
-    values = {name: tuple(given) for name, given in axes.items()}
-    places = itertools.product(*(range(len(x)) for x in values.values()))
-    return pytest.mark.parametrize(
-        tuple(values),
-        [
-            pytest.param(
-                *(x[i] for x, i in zip(values.values(), place, strict=True)),
-                marks=() if sum(place) % n == 0 else pytest.mark.slow,
-            )
-            for place in places
-        ],
-    )
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None and sum(_places(item)) % mark.args[0]:
+            item.add_marker(pytest.mark.slow)
+
+
+def _places(item: Any) -> list[int]:
+    """Where its values stand, one number for each axis; what is parametrised together is one."""
+    indices = dict(item.callspec.indices)
+    for mark in item.iter_markers("parametrize"):
+        first, *others = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        for name in others:
+            indices.pop(name.strip(), None)
+        assert first.strip() in indices
+    return list(indices.values())

@@ -71,6 +71,7 @@ def sources(parts: Bench, count: int) -> list[list[int]]:
     return [parts.source.encode(pair.source) for pair in parts.texts.train[:count]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_configuration_decides_the_module(name):
     config = dataclasses.replace(TINY, architecture=name, hidden=7, features=10)
@@ -87,6 +88,7 @@ def test_the_configuration_decides_the_module(name):
         assert np.std(glorot[table]) == pytest.approx(math.sqrt(2 / 910), rel=0.05)
 
 
+@pytest.mark.slow
 def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
     params = parts.model.init(3)
 
@@ -104,6 +106,7 @@ def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
         np.testing.assert_allclose(other[name], gradient[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_half_the_bits_give_nearly_the_loss_and_gradients_of_all(name):
     config = dataclasses.replace(TINY, architecture=name, hidden=24, dropout_rate=0.0)
@@ -127,6 +130,7 @@ def test_half_the_bits_give_nearly_the_loss_and_gradients_of_all(name):
         assert wrong < 0.1 * max(size, 0.1), one
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     state, records = trained(parts)
     losses = [record["loss"] for record in records if "loss" in record]
@@ -141,6 +145,7 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     assert_equal(after.params, before)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.kind)
 def test_searches_find_what_the_model_gives_that_probability(parts, search):
     rows, params = sources(parts, 5), decided(parts)
@@ -200,6 +205,7 @@ def run_directory(request, tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
     given = io.TextIOWrapper(io.BytesIO("der hund schläft .".encode()))
     monkeypatch.setattr("sys.stdin", given)

@@ -16,7 +16,6 @@ import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.xla import blockwise, reference, single_tile
 from jattn.spec import Shapes, Spec, Tiling, check_shapes, make_spec, prepare
-from tests.selection import one_in
 
 
 def compiled(T: int, mask: masks.Mask, N: int = 8) -> Any:
@@ -46,7 +45,9 @@ MASKS = {
 
 
 @pytest.mark.default_tiles
-@one_in(2, backward=[False, True], name=MASKS)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("backward", [False, True])
 def test_memory_is_linear_where_heads_run_at_once(name, backward):
     """As on GPUs and TPUs, whatever is masked; here as the compiler for CPUs sees it."""
     row = tuning.TABLE["cpu"]._replace(in_turn=False)
@@ -74,6 +75,7 @@ def test_a_long_sequence_under_a_window_fits():
     assert program.memory_analysis().temp_size_in_bytes < 2e9
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.Causal() & masks.Window(left=256)])
 def test_the_program_does_not_grow_with_the_length(mask):
@@ -81,6 +83,7 @@ def test_the_program_does_not_grow_with_the_length(mask):
     assert long <= 1.1 * short
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("B", [128, 97])  # in even groups, and with a row left over
 def test_short_sequences_do_not_take_memory_for_all_scores(B):
@@ -153,8 +156,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.default_tiles
-@one_in(3, way=WAYS, name=LONG)
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("way", WAYS)
 def test_long_sequences_agree_with_the_formula(name, way):
     rng = np.random.default_rng(1)
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 1700)), axis=1))
@@ -175,6 +180,7 @@ def test_long_sequences_agree_with_the_formula(name, way):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("B", [6, 7])  # in even groups, and with a row left over
 def test_groups_of_batch_rows_are_all_rows(B):
@@ -199,6 +205,7 @@ def test_groups_of_batch_rows_are_all_rows(B):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-13)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block_q, block_kv", [(16, 16), (37, 16), (8, 53)])
 def test_tilings_agree_with_the_formula(monkeypatch, block_q, block_kv):
     choose = mock.Mock(return_value=Tiling(block_q, block_kv))

@@ -18,7 +18,6 @@ import jattn.nn
 from jattn import masks, positions, scores
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 from tests.conftest import quick_jit
-from tests.selection import one_in
 
 
 B, T, N, K, H, V = 3, 13, 6, 3, 4, 5
@@ -127,7 +126,9 @@ def chunks_of(size: int) -> list[int]:
 SIZES = (1, 2, 3, W, W + 1, T)
 
 
-@one_in(2, kind=CACHES, mask=MASKS)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", CACHES)
 def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask):
     encoding = "rotary, alibi, learned"
     want = formula(mask, encoding, kind)
@@ -149,6 +150,7 @@ def test_prompts_of_different_lengths_are_padded_on_either_side(kind, left):
     np.testing.assert_allclose(got[real], want[real], rtol=0, atol=2e-6)
 
 
+@pytest.mark.one_in(3)
 @every_cache
 def test_more_than_a_chunk_goes_in_pieces(kind):
     """13 tokens through a rolling cache that takes 3 at a time, with a mask that is an array."""
@@ -211,6 +213,7 @@ def test_a_write_past_the_end_raises_where_lengths_are_known(kind):
     assert cache.append(key[:, :1], value[:, :1], only_others).lengths.tolist() == [16, 11, 5]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("new", [1, 2, 5, 9])
 def test_a_compiled_write_past_the_end_is_seen(kind, new):
@@ -307,6 +310,7 @@ def test_no_free_page_is_an_overflow():
     np.testing.assert_array_equal(held[1, :4], np.asarray(key)[1, :4])
 
 
+@pytest.mark.one_in(3)
 @every_cache
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_cache_may_have_a_dtype_of_its_own(kind, dtype):
@@ -353,6 +357,7 @@ def test_inside_scan(kind):
     np.testing.assert_allclose(got, formula("causal", "none", kind), rtol=0, atol=2e-6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", ["decode", "blockwise"])
 @pytest.mark.parametrize("kind", CACHES)
 def test_implementations_agree_on_a_cache(implementation, kind):
@@ -377,6 +382,7 @@ def test_implementations_agree_on_a_cache(implementation, kind):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("held", [(1, 2), (900, 40), (2048, 2047)])
@@ -444,6 +450,7 @@ def test_explain_knows_caches():
 # --- modules ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @every_cache
 def test_a_module_token_by_token_is_the_module_at_once(kind):
     """With everything that depends on positions: rotation, a learned bias, the module's mask."""
@@ -479,6 +486,7 @@ def test_a_module_token_by_token_is_the_module_at_once(kind):
     np.testing.assert_allclose(got[1, 1:], want[1, :-1], rtol=0, atol=2e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "places, norm", [("learned", "post"), ("sinusoidal", "pre"), (None, "post")]
 )

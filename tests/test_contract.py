@@ -27,7 +27,6 @@ from tests import oracle
 from tests.cases import CASES, DTYPES, GENERAL, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
 from tests.conftest import quick_jit, users_jit
 from tests.oracle import error
-from tests.selection import one_in
 
 
 # Worst errors measured over all cases: 2.2e-15, 1.1e-6, 3.6e-3, 4.7e-4 (see `error`).
@@ -176,6 +175,7 @@ def assert_same(got: Any, want: Any) -> None:
 # --- the oracle itself --------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @every_case
 def test_the_oracles_gradients_agree_with_a_complex_step(name):
     case = CASES[name]
@@ -238,6 +238,7 @@ NOTHING_TO_GET_WRONG = ("empty_batch", "no_keys", "no_keys_in_arrays", "no_queri
 POWER = {"float64": 100, "float32": 100, "bfloat16": 20, "float16": 100}
 
 
+@pytest.mark.one_in(2)
 @every_dtype
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOTHING_TO_GET_WRONG])
 def test_the_inputs_tell_wrong_answers_from_the_right_one(name, dtype):
@@ -327,7 +328,8 @@ def test_values_and_gradients(implementation, name, dtype):
         assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
 
 
-@one_in(3, name=CASES)
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("name", CASES)
 def test_weights_and_scores(name):
     case = CASES[name]
     x = inputs(case)
@@ -352,7 +354,10 @@ def test_weights_and_scores_are_not_rounded_to_the_inputs_dtype(dtype):
         assert function(x.q, x.k, mask=masks.Causal()).dtype == jnp.float32
 
 
-@one_in(2, implementation=GENERAL, dtype=DTYPES, parameter_dtype=DTYPES)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("parameter_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", GENERAL)
 def test_parameters_may_have_another_dtype(implementation, dtype, parameter_dtype):
     case = CASES["bias_by_head"]
     x = inputs(case, dtype)
@@ -375,6 +380,7 @@ def test_lse_is_returned_only_on_request(implementation):
     assert error(alone, out) <= 1e-15
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 def test_constant_operands_mean_the_same_as_traced_ones(implementation):
     for name in ("segments", "prefix_per_row", "predicate_operands", "blocks_ragged"):
@@ -386,6 +392,7 @@ def test_constant_operands_mean_the_same_as_traced_ones(implementation):
         assert error(lse, traced.lse) <= 1e-14
 
 
+@pytest.mark.one_in(3)
 @every_implementation
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "int32", "int64", "uint32"])
 def test_integers_of_any_width(implementation, kind):
@@ -459,7 +466,9 @@ WITH_DEAD_PLACES = [name for name in CASES if any(x.any() for x in dead_places(n
 WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 
 
-@one_in(4, implementation=GENERAL, name=WITH_DEAD_PLACES)
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", WITH_DEAD_PLACES)
+@pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_in_what_is_masked_changes_nothing(implementation, name):
     """Not a bit, as users' programs are compiled."""
     program = compiled(implementation, name, "full")
@@ -480,7 +489,9 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
         assert not got.gradients["v"][columns].any()
 
 
-@one_in(4, implementation=GENERAL, name=WITH_HIDDEN_KEYS)
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", WITH_HIDDEN_KEYS)
+@pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_reaches_only_who_attends_to_it(implementation, name):
     x = inputs(CASES[name], "float32")
     clean = run(implementation, name, x)
@@ -498,6 +509,7 @@ def test_poison_reaches_only_who_attends_to_it(implementation, name):
         np.testing.assert_array_equal(dq[by_query], clean_dq[by_query])
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @pytest.mark.parametrize("name", ["bias_dead_rows", "cap_then_bias", "bias_then_cap"])
 def test_poison_in_a_bias_where_it_is_masked(implementation, name):
@@ -511,6 +523,7 @@ def test_poison_in_a_bias_where_it_is_masked(implementation, name):
         assert not got.gradients["bias"][hidden].any()
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @pytest.mark.parametrize("name", WITH_DEAD_ROWS)
 def test_rows_without_keys_are_zero(implementation, name):
@@ -549,6 +562,7 @@ def test_masking_keys_is_removing_them(implementation):
     assert not np.any(masked[4][:, gone])
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_no_fill_constant_decides(implementation, dtype):
@@ -566,6 +580,7 @@ def test_no_fill_constant_decides(implementation, dtype):
         np.testing.assert_allclose(np.asarray(out, np.float64), 1, atol=CEILINGS[dtype])
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_logits_stay_finite(implementation, dtype):
@@ -579,6 +594,7 @@ def test_large_logits_stay_finite(implementation, dtype):
     assert error(out, want.out) <= CEILINGS[dtype] + (0.01 if dtype == "float32" else 0.0)
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_over_many_keys_do_not_stall(implementation, dtype):
@@ -600,14 +616,18 @@ def test_sums_over_many_keys_do_not_stall(implementation, dtype):
 # --- under the transformations ------------------------------------------------------------------
 
 
-@one_in(2, implementation=GENERAL, name=VARIED)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("implementation", GENERAL)
 def test_eager_is_jitted(implementation, name):
     x = inputs(CASES[name])
     eager = everything(implementation, CASES[name], on_device(x))
     assert_close(eager, run(implementation, name, x), 1e-14)
 
 
-@one_in(2, implementation=GENERAL, name=VARIED)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("implementation", GENERAL)
 def test_the_same_call_twice_is_bitwise_equal(implementation, name):
     for dtype in ("float32", "bfloat16"):
         x = inputs(CASES[name], dtype)
@@ -616,6 +636,7 @@ def test_the_same_call_twice_is_bitwise_equal(implementation, name):
         assert_same(once, again)
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @varied_cases
 def test_checkpoint_changes_nothing(implementation, name):
@@ -652,12 +673,10 @@ MAPPED = [
 ]
 
 
-@one_in(
-    2,
-    implementation=GENERAL,
-    fields=MAPPED,
-    name=["chain", "places_and_positions", "dropout_masked"],
-)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", ["chain", "places_and_positions", "dropout_masked"])
+@pytest.mark.parametrize("fields", MAPPED)
+@pytest.mark.parametrize("implementation", GENERAL)
 def test_vmap_is_a_loop(implementation, name, fields):
     case = CASES[name]
     x, axes = stacked(case, tuple(fields))
@@ -672,6 +691,7 @@ def test_vmap_is_a_loop(implementation, name, fields):
         assert_close(pick(mapped), want, 1e-14)
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 def test_nested_vmap_is_a_loop_in_a_loop(implementation):
     """Queries over the outer axis, keys, values and lengths over the inner one, from the back."""
@@ -710,6 +730,7 @@ def test_vmap_over_keys_of_dropout_is_a_loop(implementation):
     assert error(together[0], together[1]) > 0.01
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 def test_inside_scan(implementation):
     case = CASES["lengths_both"]
@@ -750,6 +771,7 @@ def mesh(*names: str) -> Mesh:
 SHARDED = Case("sharded", Sizes(batch=(4,), N=4, K=4), CASES["causal"].mask)
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @pytest.mark.parametrize(
     "spec", [P("x"), P(None, None, "x"), P("x", None, "y")], ids=["batch", "heads", "both"]
@@ -818,6 +840,7 @@ def test_traced_once(implementation):
     assert len(traces) == differentiated_once
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 def test_nothing_is_remembered_between_calls(implementation):
     """Other shapes, then another scale, then the first ones again."""
@@ -828,6 +851,7 @@ def test_nothing_is_remembered_between_calls(implementation):
         assert error(out, oracle.attend(case.problem(x)).out) <= 1e-14
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 def test_no_tracer_leaks(implementation):
     with jax.checking_leaks():
@@ -920,6 +944,7 @@ def change_of_gradients(problem: oracle.Problem, along: dict[str, Any], x: Input
 # --- which implementation -----------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @every_case
 def test_runs_or_gives_its_reason(implementation, name):

@@ -245,6 +245,7 @@ CONFIGURED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_cudnn_gets_the_flags(monkeypatch, name):
     on(monkeypatch, "9.0")
@@ -300,6 +301,7 @@ def formula(query: Any, key: Any, value: Any, bias: Any = None, **options: Any) 
 original = jax.nn.dot_product_attention
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["odd_sizes", "window", "lengths", "bias"])
 def test_around_it_the_contract_holds(monkeypatch, name):
     """Rows without keys and poison behind masks, where a formula stands in for cuDNN."""

@@ -425,6 +425,7 @@ def test_a_temperature_sharpens_and_the_log_probability_stays_the_models():
     np.testing.assert_allclose(found.log_probs, expected, rtol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
@@ -483,6 +484,7 @@ def test_a_key_decides_and_more_rows_change_nothing():
 # ---------------------------------------------------------------------------------- every search
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["greedy", "sample", "beam"])
 def test_a_step_is_traced_as_often_for_a_long_search_as_for_a_short_one(kind):
     inner, calls = table_step(jnp.asarray(random_tables(2))), []
@@ -569,6 +571,7 @@ def translations(count: int, **options):
     return decoding.translations(bench().model, decided_params(), rows, Search(**options))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize(
     "options",

@@ -65,6 +65,7 @@ def traced(monkeypatch):
 # --- the platform of the program ----------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @every_platform
 def test_a_program_lowers_for_any_platform(platforms):
     exported = export.export(jax.jit(gradients(causal)), platforms=platforms)(*arrays())
@@ -75,6 +76,7 @@ def test_a_program_lowers_for_any_platform(platforms):
             np.testing.assert_allclose(x, y, atol=3e-6)
 
 
+@pytest.mark.one_in(2)
 @every_platform
 def test_only_what_is_lowered_is_traced(traced, platforms, monkeypatch):
     monkeypatch.setattr(splash, "supports", lambda *_: "not now")

@@ -119,6 +119,7 @@ def test_the_mean_over_keys_is_the_output_without_dropout(implementation):
 # --- which weights ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap", "checkpoint"])
 def test_forward_and_backward_drop_what_the_hash_says(implementation, how):

@@ -48,6 +48,7 @@ def test_masks_are_right_at_all_positions(rule):
     np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
 
 
+@pytest.mark.one_in(2)
 @every_rule
 @pytest.mark.parametrize("known", [True, False], ids=["static", "traced"])
 def test_bounds_never_lie_at_any_position(rule, known):
@@ -72,6 +73,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / np.where(total == 0, 1, total)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", GENERAL)
 @pytest.mark.parametrize("rule", ["causal", "window", "window_33_bits", "dilated"])
 def test_attention_at_far_positions(implementation, rule):

@@ -27,7 +27,6 @@ from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
-from tests.selection import one_in
 from tests.test_contract import assert_same
 from tests.test_pallas import assert_accurate
 
@@ -122,7 +121,8 @@ def everything(call: Call, implementation: str, q: Any, k: Any, v: Any, *cotange
 LIMITS = (1e-2, 2e-6, 2e-2)
 
 
-@one_in(4, name=CALLS)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name):
     """Also the same again bit for bit, with NaN in what does not exist."""
     call = CALLS[name]
@@ -145,7 +145,8 @@ def test_values_and_gradients(name):
 CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions"
 
 
-@one_in(3, name=CASES_OF_TABLE)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", CASES_OF_TABLE)
 def test_contract(name):
     case = CASES[name]
     run = quick_jit(functools.partial(contract.everything, "hopper", case))
@@ -235,6 +236,7 @@ HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
 KERNELS |= HOPPER
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_it_is_translated_for_cuda(name):

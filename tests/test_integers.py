@@ -15,7 +15,6 @@ import jattn
 from jattn import cache, integers, masks, nn, positions, scores
 from tests import oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
-from tests.selection import one_in
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # NumPy's arrays too, where users have them
@@ -78,7 +77,10 @@ def of_dtype(dtype: Any) -> np.ndarray:
     return np.array((inside + inside[::-1])[:14], dtype)
 
 
-@one_in(2, implementation=OURS, dtype=ID_DTYPES, bits=[32, 64])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("dtype", ID_DTYPES)
+@pytest.mark.parametrize("implementation", OURS)
 def test_segments_tell_known_ids_of_every_dtype_apart(implementation, dtype, bits):
     ids = of_dtype(dtype)
     given = arrays(len(ids), len(ids))
@@ -87,7 +89,9 @@ def test_segments_tell_known_ids_of_every_dtype_apart(implementation, dtype, bit
     assert_close(got, meant(same_id(ids, ids), given))
 
 
-@one_in(2, implementation=OURS, dtype=ID_DTYPES)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", ID_DTYPES)
+@pytest.mark.parametrize("implementation", OURS)
 def test_segments_tell_traced_ids_of_every_dtype_apart(implementation, dtype):
     ids = of_dtype(dtype)
     given = arrays(len(ids), len(ids))
@@ -104,6 +108,7 @@ def attend_traced(implementation: str, mask: Any, given: Any, **options: Any) ->
         pytest.skip(str(reason))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ids_of_queries_and_keys_and_of_rows_are_compared_exactly(implementation):
     """Ids `[T]` for all and `[B, S]` for each, and lengths beside, for which splash makes ids."""
@@ -119,14 +124,19 @@ def test_ids_of_queries_and_keys_and_of_rows_are_compared_exactly(implementation
 LENGTHS = (0, 3, MOST, MOST + 1, 2**40, 10**30, -1, LEAST - 1)
 
 
-@one_in(2, implementation=OURS, length=LENGTHS)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("implementation", OURS)
 def test_lengths_of_any_size_are_numbers(implementation, length):
     given, rule = arrays(), lambda at: at.j < length
     for mask in (masks.Lengths(kv=length), masks.Prefix(length)):
         assert_close(attend(implementation, mask, given), meant(rule, given))
 
 
-@one_in(2, implementation=OURS, dtype=[np.uint8, np.int64, np.uint32, np.uint64], bits=[32, 64])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.uint32, np.uint64])
+@pytest.mark.parametrize("implementation", OURS)
 def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
     given, lengths = arrays(), np.array([3, np.iinfo(dtype).max], dtype)
     rule = lambda at: at.j < int(lengths[at.b])  # noqa: E731
@@ -157,7 +167,9 @@ POSITIONED = {
 }
 
 
-@one_in(2, implementation=IMPLEMENTATIONS, name=POSITIONED)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", POSITIONED)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_positions_at_the_edges_of_32_bits(implementation, name):
     build, rule = POSITIONED[name]
     given, kv = arrays(), EDGES[::-1]

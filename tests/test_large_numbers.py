@@ -17,7 +17,6 @@ import jattn
 from jattn import masks, scores
 from tests.cases import IMPLEMENTATIONS
 from tests.conftest import quick_jit
-from tests.selection import one_in
 
 
 # cuDNN and hopper need a GPU. Splash keeps one number of the softmax, whose digits large logits use
@@ -55,7 +54,10 @@ def summed_d_value(implementation: str, size: float, T: int, S: int, mask: Any) 
     return np.asarray(d_value(q, k, v), np.float64).sum(axis=(0, 1))
 
 
-@one_in(2, implementation=KERNELS, size=[1e3, 1e5, 1e6, 1e7, 1e8], mask=[None, masks.Causal()])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mask", [None, masks.Causal()])
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e6, 1e7, 1e8])
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_the_weights_of_the_backward_pass_sum_to_one(implementation, size, mask):
     summed = summed_d_value(implementation, size, 37, 40, mask)
     np.testing.assert_allclose(summed, 37, rtol=2e-6)
@@ -69,7 +71,11 @@ def test_the_weights_of_the_backward_pass_sum_to_one_over_tiles(implementation, 
     np.testing.assert_allclose(summed, 600, rtol=2e-6)
 
 
-@one_in(3, implementation=KERNELS, size=[1e4, 1e12, 1e30], H=[1, 2, 16], T=[1, 9])
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("T", [1, 9])
+@pytest.mark.parametrize("H", [1, 2, 16])
+@pytest.mark.parametrize("size", [1e4, 1e12, 1e30])
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_a_row_with_keys_is_alive_at_any_size_of_equal_logits(implementation, size, H, T):
     """One product of two numbers rounds alike for all keys, so that they share the weight; sums of
     several may differ by their last digit, which is all between them then."""
@@ -128,7 +134,10 @@ KEYS: dict[str, tuple[float, bool]] = {
 }
 
 
-@one_in(2, implementation=KERNELS, what=KEYS, mask=[None, masks.Causal()])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mask", [None, masks.Causal()])
+@pytest.mark.parametrize("what", KEYS)
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_one_meaning_of_scores_beyond_all_numbers(implementation, what, mask):
     """+inf and NaN make the rows that attend to them NaN, −inf is as masked; other rows, and keys
     that none of these rows attends to, are as they would be without it."""
@@ -151,6 +160,7 @@ def test_one_meaning_of_scores_beyond_all_numbers(implementation, what, mask):
         np.testing.assert_allclose(got[:, ~seen], right[:, ~seen], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.one_in(3)
 @every_kernel
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(("T", "S"), [(12, 12), (20, 40)], ids=["one-tile", "tiles"])
@@ -186,12 +196,10 @@ def biases() -> dict[str, Any]:
     }
 
 
-@one_in(
-    2,
-    implementation=KERNELS,
-    what=["alibi", "table", "bias"],
-    mask=[None, masks.Window(left=3, right=150)],
-)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mask", [None, masks.Window(left=3, right=150)])
+@pytest.mark.parametrize("what", ["alibi", "table", "bias"])
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_gradients_of_large_biases(implementation, what, mask):
     """T is no whole number of vectors: lanes without a query see exp(bias) beyond all numbers."""
     score, added = biases()[what]
@@ -238,7 +246,10 @@ def test_gradients_of_large_biases(implementation, what, mask):
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max() + 1e-6)
 
 
-@one_in(4, implementation=KERNELS, dtype=["float64", "bfloat16"], jitted=[False, True])
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_a_scale_that_is_an_array_rounds_nothing(implementation, dtype, jitted):
     """It is multiplied with scores in the dtype of sums, whatever its own, and its gradient is that
     of one number."""
@@ -263,6 +274,7 @@ def test_a_scale_that_is_an_array_rounds_nothing(implementation, dtype, jitted):
     np.testing.assert_allclose(slope, (p * s64).sum(), rtol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @every_kernel
 def test_caps_that_are_no_numbers_of_the_scores_dtype(implementation):
     """A cap near 0 leaves no difference between scores, one beyond all numbers leaves them."""

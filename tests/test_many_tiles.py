@@ -15,7 +15,6 @@ import pytest
 import jattn
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.conftest import quick_jit
-from tests.selection import one_in
 from tests.test_contract import Results, assert_close, attend, everything, on_device, random_key
 
 
@@ -112,8 +111,9 @@ SELECTED = (
 )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.default_tiles
-@one_in(2, name=SELECTED)
+@pytest.mark.parametrize("name", SELECTED)
 def test_vmap_over_several_tiles(name):
     check("blockwise", name)
 

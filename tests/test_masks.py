@@ -426,6 +426,7 @@ def test_blocks_per_batch_and_head():
         assert dense[b, h, i, j] == layout[b, h, i // 2, j // 2]
 
 
+@pytest.mark.one_in(2)
 @every_leaf
 def test_a_block_of_a_mask_is_that_block_of_its_dense_form(name):
     mask = LEAVES[name][0]()
@@ -681,7 +682,7 @@ def boxes(draw: Any, positions: np.ndarray, size: int) -> tuple[np.ndarray, Exte
     return places, Extent(int(lo), int(hi), start, size)
 
 
-@settings(max_examples=max(300, settings().max_examples))
+@settings(max_examples=max(150, settings().max_examples))
 @given(st.data())
 def test_bounds_never_lie(data):
     ruled = data.draw(trees())
@@ -720,6 +721,7 @@ def test_random_trees_mean_what_their_rules_say(ruled, q, kv, b, h):
 # Tile maps
 
 
+@pytest.mark.one_in(2)
 @every_leaf
 @every_coordinate
 def test_tile_map_of_a_leaf_never_lies(name, positions):
@@ -755,6 +757,7 @@ SHARP: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SHARP)
 @pytest.mark.parametrize("blocks", [(4, 3), (1, 1)])
 def test_tile_map_is_exact_for_plain_leaves(name, blocks):
@@ -763,6 +766,7 @@ def test_tile_map_is_exact_for_plain_leaves(name, blocks):
     np.testing.assert_array_equal(kinds, true_kinds(np.asarray(mask.dense(24, 24)), *blocks))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SHARP)
 def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name):
     mask, blocks = SHARP[name](), (5, 7)
@@ -774,6 +778,7 @@ def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name):
     assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SHARP)
 def test_bounds_of_many_tiles_are_those_of_each(name):
     mask = SHARP[name]()

@@ -286,6 +286,7 @@ def test_normalised_interaction_of_entries_that_are_large_or_forbidden():
 # Multiplicative attention
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mask", MASKS)
 def test_multiplicative_attention(mask):
     build, allowed = MASKS[mask]
@@ -346,6 +347,7 @@ def additive_loops(query, key, value, w_query, w_key, w_score, allowed=lambda b,
     return attend(query, key, value, scored, allowed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mask", MASKS)
 def test_additive_attention(mask):
     build, allowed = MASKS[mask]
@@ -572,6 +574,7 @@ def tiles_of_16():
         yield
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "queries, keys, block, in_turn, mask",
     [
@@ -600,6 +603,7 @@ def test_additive_attention_over_tiles(queries, keys, block, in_turn, mask):
     assert not np.any(np.asarray(gradients["query"])[dead])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("queries, keys, block, in_turn", LONG)
 def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
     queries, keys, block, in_turn
@@ -716,6 +720,7 @@ def test_additive_attention_over_tiles_is_mapped_and_differentiated_in_reverse(t
         jax.jvp(lambda q: attend(q, *operands[1:]), (operands[0],), (operands[0],))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 def test_additive_attention_takes_memory_linear_in_queries_and_keys(mask):

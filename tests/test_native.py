@@ -20,7 +20,6 @@ from tests import test_contract as contract
 from tests.cases import CASES, DTYPES, Inputs, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
-from tests.selection import one_in
 from tests.test_contract import attend, everything, on_device
 
 
@@ -136,6 +135,7 @@ def test_poison_reaches_only_who_attends_to_it(name):
         assert np.isnan(got.out[~by_query]).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout", "causal_segments"])
 def test_vmap_is_a_loop(name):
     """Over everything, and over the queries or the keys alone."""
@@ -173,8 +173,10 @@ RULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.default_tiles
-@one_in(3, heads=[1, 2, 6], label=RULES)
+@pytest.mark.parametrize("label", RULES)
+@pytest.mark.parametrize("heads", [1, 2, 6])
 def test_several_tiles_by_several_threads(label, heads):
     """One key head, which threads share, or more heads than threads; head sizes in whole vectors
     and others."""
@@ -266,6 +268,7 @@ DECODED: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("K", "H", "V", "dtype"),
     [(6, 16, 16, "float32"), (1, 16, 32, "float32"), (3, 5, 7, "float64"), (1, 8, 3, "float32")],
@@ -293,6 +296,7 @@ def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, 
             assert error(x, y) <= 8 * jnp.finfo(dtype).eps, label
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("N", "K"), [(2, 1), (3, 3), (8, 1)])
 def test_long_caches_are_read_in_parts(N, K, dtype):

@@ -24,7 +24,6 @@ from jattn.kernels.cpu import compiler, library
 from tests import sanitizers
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
-from tests.selection import one_in
 from tests.test_contract import attend, on_device
 
 
@@ -106,7 +105,8 @@ DAMAGES = {
 }
 
 
-@one_in(3, damage=DAMAGES)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_library_is_built_again(built, quick, tmp_path, damage):
     home, library = copied(built, tmp_path)
     whole = library.read_bytes()
@@ -158,7 +158,8 @@ def planted(tmp_path_factory) -> tuple[bytes, Path]:
     return library.read_bytes(), mark
 
 
-@one_in(3, where=["folder for all", "folder of another", "file of another"])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("where", ["folder for all", "folder of another", "file of another"])
 def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, where):
     """Others cannot have us load what they wrote where they may write, sealed or not."""
     contents, mark = planted
@@ -278,6 +279,7 @@ FAILING = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_compiler_that_fails_says_why(fresh, monkeypatch, tmp_path, kind):
     """Once for a process; blockwise runs, and the named kernel raises."""

@@ -135,6 +135,7 @@ SELF_MASKS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "kv_heads, dtype, tolerance", [(6, jnp.float32, 2e-6), (3, jnp.float64, 1e-14)]
 )
@@ -192,6 +193,7 @@ def test_grouped_heads_are_repeated_ones():
     np.testing.assert_allclose(call(grouped, x), call(full, x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "norm, rotary", [(False, False), (False, True), (True, False), ("layer", True), ("rms", True)]
 )
@@ -853,6 +855,7 @@ def test_traced_once(small):
     assert len(traces) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
 def test_graph_and_tree_mode(small, graph):
     model, source, target = small

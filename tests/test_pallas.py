@@ -23,7 +23,6 @@ from tests import test_contract as contract
 from tests.cases import CASES, Inputs, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
-from tests.selection import one_in
 from tests.test_contract import attend, everything, on_device
 
 
@@ -50,7 +49,8 @@ def assert_accurate(name: str, dtype: str, got: Any) -> None:
         assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
 
 
-@one_in(5, name=CASES)
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("name", CASES)
 def test_contract(name):
     """Values and gradients; the same again, bit for bit; masked places poisoned, the same again."""
     x = inputs(CASES[name], "float32")
@@ -69,6 +69,7 @@ def test_contract(name):
         contract.assert_same(got, results)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype, name", [(x, name) for x in IN_16_BITS for name in IN_16_BITS[x]])
 def test_16_bits(dtype, name):
     run = quick_jit(functools.partial(everything, "pallas", CASES[name]))
@@ -348,6 +349,7 @@ def translated(call: Any, operands: Any, *platforms: str) -> str:
 for_a_gpu = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
+@pytest.mark.one_in(2)
 @for_a_gpu
 @pytest.mark.parametrize(
     "name", ["plain", "chain", "places_and_positions", "tiles_bias", "tiles_relative_bias"]
@@ -393,6 +395,7 @@ def kernels_of(program: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.one_in(3)
 @for_a_gpu
 @pytest.mark.parametrize("name", ["bias", "bias_by_head", "bias_by_key", "chain", "tiles_bias"])
 @pytest.mark.parametrize("bits", [32, 64])

@@ -232,6 +232,7 @@ def test_without_places_on_either_side():
     assert call(model, SOURCE_IDS, TARGET_IDS[:, :0]).shape == (B, 0, TARGET)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_any_number_of_batch_axes(batch):
     model = exact()
@@ -293,6 +294,7 @@ def stepped(model, target, state):
     return model.step(target, state)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3), (4, 0, 1)])
 def test_step_by_step_is_at_once(parts):
     model, lengths = exact(), jnp.asarray(LENGTHS)

@@ -133,6 +133,7 @@ def test_queries_do_not_see_each_other(implementation, sizes, seed):
     same(moved, (out[..., order, :, :], lse[..., order]))
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @given(shapes, seeds)
 def test_masked_keys_are_as_good_as_removed(implementation, sizes, seed):
@@ -208,6 +209,7 @@ def test_a_key_twice_is_a_key_with_more_weight(implementation, sizes, seed):
     same(doubled, attend(x.q, x.k, x.v, x.mask, heavier))
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @given(shapes, seeds)
 def test_padding_changes_nothing(implementation, sizes, seed):
@@ -286,6 +288,7 @@ def test_values_of_one_give_one_and_one_hot_values_give_the_weights(implementati
     same(np.swapaxes(shown, -3, -2), weights_of(x.q, x.k, x.mask, x.bias))
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @given(shapes, seeds, st.sampled_from([-2.0, 0.1, 30.0]))
 def test_scale_multiplies_queries(implementation, sizes, seed, factor):
@@ -471,6 +474,7 @@ def test_gradients_reach_exactly_the_past(implementation):
         np.testing.assert_array_equal(reached, expected)
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @given(seeds, st.integers(0, 6))
 def test_decoding_gives_the_rows_of_prefilling(implementation, seed, prefix):
@@ -499,6 +503,7 @@ def allowed_by(implementation: str, mask: Any, T: int, S: int, **options: Any) -
     return np.asarray(out[:, 0] > 0)
 
 
+@pytest.mark.one_in(3)
 @every_implementation
 @pytest.mark.parametrize("width", [0, 1, 2, 5, 50])
 def test_a_window_holds_exactly_its_keys(implementation, width):
@@ -514,6 +519,7 @@ def test_a_window_holds_exactly_its_keys(implementation, width):
     np.testing.assert_array_equal(behind, (distance <= 0) & (distance >= -width))
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 def test_causal_alignment_follows_positions(implementation):
     """Top-left by default, whatever T and S; bottom-right for queries at the end of the keys."""
@@ -577,6 +583,7 @@ def rotated(implementation: str, style: Any) -> Any:
     return quick_jit(turned)
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 @pytest.mark.parametrize("S", [1, 2, 3, 7, 17, 31, 32, 33, 64, 65, 129])
 def test_no_key_beyond_the_end_is_counted(implementation, S):

@@ -21,7 +21,6 @@ from jattn import masks, mechanisms, scores
 from jattn.cache import DenseCache, PagedCache, RollingCache
 from tests.cases import CASES, Case, inputs
 from tests.conftest import quick_jit
-from tests.selection import one_in
 from tests.test_contract import on_device, random_key
 
 
@@ -169,6 +168,7 @@ def one_shared(arrays: Any) -> list[tuple[str, ...]]:
     return alone + [tuple(x for x in names if x != name) for name in names]
 
 
+@pytest.mark.one_in(2)
 @every_mesh
 @every_implementation
 def test_keys_values_and_parameters_are_shared(implementation, mesh):
@@ -178,7 +178,9 @@ def test_keys_values_and_parameters_are_shared(implementation, mesh):
     run_check(problem, mesh, ("q", "ids"))
 
 
-@one_in(2, implementation=["native", "blockwise"], name=["q", "k", "v", "slopes", "ids", "scale"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["q", "k", "v", "slopes", "ids", "scale"])
+@pytest.mark.parametrize("implementation", ["native", "blockwise"])
 def test_one_array_is_shared_or_all_others_are(implementation, name):
     problem = attention(implementation)
     run_check(problem, "one_axis", (name,))
@@ -228,12 +230,14 @@ def test_every_case_of_the_table_with_each_array_shared(implementation, name):
             run_check(problem, "one_axis", (shared,))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("implementation", [None, "blockwise"])
 def test_with_several_tiles(implementation):
     run_check(attention(implementation, T=272), "two_axes", ("k", "slopes", "table"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("T", "mesh"), [(5, "one_axis"), (140, "two_axes")])
 def test_additive_attention(T, mesh):
     """Whole, and over several tiles."""
@@ -243,6 +247,7 @@ def test_additive_attention(T, mesh):
     run_check(problem, mesh, ("q", "lengths"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "implementation", "mesh"),
     [(DenseCache, None, "two_axes"), (PagedCache, "blockwise", "one_axis")],

@@ -13,7 +13,6 @@ import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
 from tests.oracle import error
-from tests.selection import one_in
 
 
 S = tuning.current().many_keys + 77  # whole tiles, and a rest that is no whole vector
@@ -87,7 +86,10 @@ def runs_short(call: Any, *operands: Any) -> bool:
     return "jattn_decode" in jax.jit(call).lower(*operands).as_text()
 
 
-@one_in(3, size=SIZES, name=RULES, dtype=["float32", "float64", "bfloat16"])
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("size", SIZES)
 def test_short_queries_are_what_the_formula_says(size, name, dtype):
     q, k, v = arrays(size, dtype)
     given = rules(name, q.shape[1], q.shape[2])
@@ -105,7 +107,9 @@ def test_short_queries_are_what_the_formula_says(size, name, dtype):
         assert (lse[0] == -jnp.inf).all()
 
 
-@one_in(2, size=SIZES, given=[("float32", 0.3, 2e-5), ("float64", 30, 1e-10)])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("given", [("float32", 0.3, 2e-5), ("float64", 30, 1e-10)])
+@pytest.mark.parametrize("size", SIZES)
 def test_gradients_of_short_queries_are_those_of_the_formula(size, given):
     """Forward by one kernel and backward by another: what goes between them fits."""
     dtype, scale, limit = given
@@ -125,6 +129,7 @@ def test_gradients_of_short_queries_are_those_of_the_formula(size, given):
         assert error(x, y) <= limit
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", ["heads", "many rows", "odd sizes"])
@@ -231,6 +236,7 @@ def test_other_calls_go_where_they_went():
     assert jattn.explain(q, k, v)["native"] is None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("query", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_cache_of_bfloat16_is_widened_on_the_way(size, query):

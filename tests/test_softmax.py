@@ -15,7 +15,6 @@ import jattn
 from jattn import masks, scores, softmax
 from tests.conftest import quick_jit
 from tests.oracle import error
-from tests.selection import one_in
 
 
 T, S, N, K, H, V = 5, 7, 4, 2, 3, 6
@@ -126,7 +125,9 @@ def test_shares_follow_the_lse():
 CUTS = [(0,), (1,), (3,), (6,), (7,), (2, 2, 5), (1, 2, 3, 4, 5, 6)]
 
 
-@one_in(2, cuts=CUTS, dtype=["float64", "float32"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("cuts", CUTS)
 def test_parts_merge_to_the_whole_with_their_gradients(cuts, dtype):
     """The whole is computed in float64 from the same inputs.
 

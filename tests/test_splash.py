@@ -20,7 +20,6 @@ from jattn.spec import check_shapes, make_spec
 from tests import test_contract as contract
 from tests import test_large_numbers as large
 from tests.cases import CASES, inputs
-from tests.selection import one_in
 
 
 ON_TPUS = registry.KERNELS["splash"]
@@ -171,7 +170,8 @@ def check(name: str, dtype: str) -> None:
         assert measured[what] <= limit, (what, measured, plain)
 
 
-@one_in(4, name=CASES)
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
     if takes(name):
         check(name, "float32")
@@ -183,11 +183,13 @@ def test_values_and_gradients(name):
 HALF = ["wide_values", "given_scale", "lengths_both", "soft_cap_causal", "one_kv_head", "segments"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", HALF)
 def test_values_and_gradients_in_half_precision(name):
     check(name, "bfloat16")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["lengths_both", "window_tall", "soft_cap_causal"])
 def test_poison_in_what_is_masked_changes_nothing(name, dtype):
@@ -206,6 +208,7 @@ def test_poison_in_what_is_masked_changes_nothing(name, dtype):
     assert np.all(np.swapaxes(clean.lse, -1, -2)[rows] == -np.inf)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mask", [None, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("what", large.KEYS)
 def test_one_meaning_of_scores_beyond_all_numbers(what, mask):
@@ -231,6 +234,7 @@ def test_a_cotangent_that_is_nan_reaches_no_key_that_is_masked():
         assert not np.any(np.asarray(found[:, 20:]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("mask", [None, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("T", [3, 128])

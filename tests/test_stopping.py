@@ -18,7 +18,6 @@ from experiments.translation.batches import Batches
 from experiments.translation.checkpoints import Run
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.text import encode_pairs
-from tests.selection import one_in
 from tests.test_translation import (
     Bench,
     Killed,
@@ -164,7 +163,8 @@ def test_training_stops_when_it_has_waited_and_the_best_parameters_count(uninter
     assert uninterrupted.steps() == [9, 15, 16, 18]  # the best, and the last three
 
 
-@one_in(3, calls=[1, 9, 14, 15, 22])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("calls", [1, 9, 14, 15, 22])
 def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tmp_path, calls):
     run = begun(tmp_path / "run")
     with pytest.raises(Killed):
@@ -312,6 +312,7 @@ def test_damaged_metrics_are_named(tmp_path, line):
 # ----------------------------------------------------------------------------------- command line
 
 
+@pytest.mark.slow
 def test_early_stopping_from_the_command_line(tmp_path, capsys, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.25])
     monkeypatch.setattr(evaluation.Evaluator, "token_loss", lambda *_: next(losses))

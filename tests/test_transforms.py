@@ -142,6 +142,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @problems(PROBLEMS, slow=LONG)
 def test_without_jit(name):
@@ -150,6 +151,7 @@ def test_without_jit(name):
         assert_same(problem.both(*arrays), want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @problems(name for name in PROBLEMS if name not in LONG)
 def test_no_tracer_leaks(name):
@@ -167,6 +169,7 @@ def test_dead_rows_make_no_nan(name):
         assert_same(problem.both(*arrays), want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @problems((name for name in PROBLEMS if not name.startswith("native")), slow=LONG)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])

@@ -168,6 +168,7 @@ def test_more_padding_changes_neither_loss_nor_gradients():
     assert max(float(jnp.abs(array).max()) for array in gradient.values()) > 0.1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal, rotary"])
 def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
     """Of the same sentences; and not so if what keeps the pairs apart is left out."""
@@ -999,6 +1000,7 @@ def assert_same_run(one: Run, other: Run) -> None:
     assert told[0] == told[1]
 
 
+@pytest.mark.slow
 @pytest.mark.default_tiles  # as in the demonstration
 def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, capsys):
     """As if its digests were not written yet; and what is a bit different at the end is noticed."""
