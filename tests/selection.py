@@ -20,10 +20,19 @@ def thin(items: list[Any]) -> None:
 
 def _places(item: Any) -> list[int]:
     """Where its values stand, one number for each axis; what is parametrised together is one."""
-    indices = dict(item.callspec.indices)
+    places = []
     for mark in item.iter_markers("parametrize"):
-        first, *others = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        for name in others:
-            indices.pop(name.strip(), None)
-        assert first.strip() in indices
-    return list(indices.values())
+        names, rows = mark.args
+        names = [x.strip() for x in names.split(",")] if isinstance(names, str) else names
+        given = [item.callspec.params[name] for name in names]
+        places.append(next(n for n, row in enumerate(rows) if _is_row(row, given)))
+    return places
+
+
+def _is_row(row: Any, given: list[Any]) -> bool:
+    """Whether these are the very values of a row that a test is parametrised with."""
+    if isinstance(row, type(pytest.param())):
+        row = row.values
+    elif len(given) == 1:
+        row = (row,)
+    return all(x is y for x, y in zip(row, given, strict=True))

@@ -145,7 +145,7 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     assert_equal(after.params, before)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.kind)
 def test_searches_find_what_the_model_gives_that_probability(parts, search):
     rows, params = sources(parts, 5), decided(parts)
@@ -165,6 +165,7 @@ def test_searches_find_what_the_model_gives_that_probability(parts, search):
         assert generated.log_prob == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_alignments_are_the_attention_of_the_decoder_to_the_source(parts):
     rows, params = sources(parts, 5), decided(parts)
     generated = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]

@@ -126,7 +126,7 @@ def chunks_of(size: int) -> list[int]:
 SIZES = (1, 2, 3, W, W + 1, T)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", CACHES)
 def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask):
@@ -273,6 +273,7 @@ def test_pages_are_shared_until_they_are_written_to():
     assert int((alone.pages_held() > 0).sum()) == 2
 
 
+@pytest.mark.slow
 def test_one_of_two_sharers_goes_on_while_the_other_waits():
     cache = PagedCache.create(2, 8, K, H, V, page_size=4, num_pages=4)
     _, key, value = (x[:2] for x in tokens())
@@ -297,6 +298,7 @@ def test_a_page_is_copied_and_another_begun_in_one_append():
         np.testing.assert_array_equal(held[b, :7], wanted)
 
 
+@pytest.mark.slow
 def test_no_free_page_is_an_overflow():
     cache = PagedCache.create(2, 8, K, H, V, page_size=4, num_pages=3)
     _, key, value = (x[:2] for x in tokens())
@@ -450,7 +452,7 @@ def test_explain_knows_caches():
 # --- modules ------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @every_cache
 def test_a_module_token_by_token_is_the_module_at_once(kind):
     """With everything that depends on positions: rotation, a learned bias, the module's mask."""

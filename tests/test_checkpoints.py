@@ -378,7 +378,7 @@ unpickles = reading_otherwise(lambda text: pickle.loads(text.encode()))
 evaluates = reading_otherwise(eval)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("test", "break_it"),
     [

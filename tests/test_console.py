@@ -73,6 +73,7 @@ def trained(tmp_path_factory) -> Said:
     return run(directory, "train", "--json", *arguments)
 
 
+@pytest.mark.slow
 def test_training_tells_programs_everything_in_order(trained):
     events = [record["event"] for record in trained.records]
     assert events == [
@@ -140,6 +141,7 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_remaining_time(monkeypatch):
         assert part in drawn
 
 
+@pytest.mark.slow
 def test_evaluation_is_told_to_programs(trained):
     said = run(trained.directory, "evaluate", "--run", trained.directory, "--json", "--beam", 2)
     (told,) = said.records
@@ -149,6 +151,7 @@ def test_evaluation_is_told_to_programs(trained):
     assert "validation: 21 sentences" in said.err
 
 
+@pytest.mark.slow
 def test_every_command_knows_pieces_of_words(trained):
     said = run(trained.directory, "plot", "--run", trained.directory)
     assert len(said.out.splitlines()) == 5

@@ -294,6 +294,7 @@ def test_a_beam_is_that_of_plain_python(beams, alpha):
     assert len({int((row != PAD).sum()) for row in found.ids[:, 0]}) > 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("alpha", [-0.5, 0.0, 1.3])
 def test_the_best_does_not_depend_on_how_many_are_asked_for(alpha):
     tables = random_tables(11, seed=3)
@@ -331,6 +332,7 @@ def test_a_sentence_is_searched_alone_as_among_others():
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("alpha", "steps"), [(0.0, 2), (0.6, 4), (-0.6, 2)])
 def test_a_beam_ends_when_nothing_can_become_better(alpha, steps):
     # <eos> has 0.94 everywhere, each other token 0.02. After <eos> (-0.06) and a second hypothesis
@@ -448,6 +450,7 @@ def test_top_k_and_the_nucleus_keep_exactly_their_tokens(options, tokens):
     assert_drawn_from(found, normalised({token: kept[token] for token in tokens}))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -571,7 +574,7 @@ def translations(count: int, **options):
     return decoding.translations(bench().model, decided_params(), rows, Search(**options))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize(
     "options",
@@ -615,6 +618,7 @@ def test_nothing_is_compiled_after_the_first_batch_of_a_shape():
     assert counted._cache_size() == compiled > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_run_it")
 def test_each_sentence_gets_its_own_best_translations():
     found = translations(5, kind="beam", beams=3, n_best=3)
@@ -649,6 +653,7 @@ def test_hypotheses_that_there_are_not_are_left_out(monkeypatch):
     assert (best.ids.tolist(), best.score, best.log_prob) == ([4, EOS], -1.0, -2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_run_it")
 def test_samples_are_decided_by_seed_and_sentence_and_not_by_batches(monkeypatch):
     def drawn(count, seed):
@@ -667,6 +672,7 @@ def test_samples_are_decided_by_seed_and_sentence_and_not_by_batches(monkeypatch
     assert len({tuple(ids) for ids in twice}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_run_it")
 def test_alignments_are_what_each_token_looks_at_most():
     parts, params, rows = bench(), decided_params(), sources(5)
@@ -731,6 +737,7 @@ def test_the_order_of_lines_is_kept_and_empty_ones_stay_empty(translate):
     assert translate(stdin="") == [] and translate(stdin="\n") == [""]
 
 
+@pytest.mark.slow
 def test_the_best_are_printed_with_their_scores(translate):
     lines = translate("--beam", 3, "--n-best", 2, "--scores", stdin=text(3))
     found = translations(3, kind="beam", beams=3, n_best=2)
@@ -745,6 +752,7 @@ def test_the_best_are_printed_with_their_scores(translate):
     assert float(score) < float(log_prob)
 
 
+@pytest.mark.slow
 def test_a_file_is_translated_as_stdin_is(translate, tmp_path):
     expected = translate(stdin=text(4))
     (tmp_path / "in").write_bytes(b"\xef\xbb\xbf" + text(4).encode().replace(b"\n", b"\r\n"))
@@ -754,6 +762,7 @@ def test_a_file_is_translated_as_stdin_is(translate, tmp_path):
     assert output.read_text("utf-8") == "".join(line + "\n" for line in expected)
 
 
+@pytest.mark.slow
 def test_an_output_is_not_overwritten_unless_asked(translate, tmp_path):
     output = tmp_path / "out"
     output.write_text("kept")
@@ -771,6 +780,7 @@ def test_samples_follow_their_seed(translate):
     assert translate("--sample", "--top-k", 1, "--top-p", 0.5, stdin=text(4)) == greedy
 
 
+@pytest.mark.slow
 def test_alignments_are_a_last_field(translate):
     lines = translate("--beam", 2, "--n-best", 2, "--alignments", stdin=text(2))
     assert lines[2:4] == ["", ""]

@@ -101,6 +101,7 @@ def test_rate_zero_is_no_dropout_and_needs_no_key(implementation):
     assert not np.array_equal(call(), call(dropout_rate=0.5, dropout_key=KEY))
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 def test_the_mean_over_keys_is_the_output_without_dropout(implementation):
     first, second, third = jax.random.split(KEY, 3)
@@ -119,7 +120,7 @@ def test_the_mean_over_keys_is_the_output_without_dropout(implementation):
 # --- which weights ------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_implementation
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap", "checkpoint"])
 def test_forward_and_backward_drop_what_the_hash_says(implementation, how):
@@ -321,6 +322,7 @@ def test_the_key_is_an_argument_of_what_is_compiled(implementation):
     np.testing.assert_array_equal(step(first), step(first))
 
 
+@pytest.mark.one_in(2)
 @every_implementation
 def test_gradients_of_queries_and_keys_come_through_the_kept_weights(implementation):
     """A query of which every key is dropped gets no gradient, and neither do keys nobody keeps."""

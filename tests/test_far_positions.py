@@ -48,7 +48,7 @@ def test_masks_are_right_at_all_positions(rule):
     np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_rule
 @pytest.mark.parametrize("known", [True, False], ids=["static", "traced"])
 def test_bounds_never_lie_at_any_position(rule, known):

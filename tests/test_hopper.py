@@ -159,6 +159,7 @@ def forward(call: Call, given: Any, **rules: Any) -> Any:
     return quick_jit(functools.partial(attend, **call.rules(call.dtype), **rules))(*given[:3])
 
 
+@pytest.mark.slow
 def test_the_tile_map_decides():
     """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
 
@@ -236,7 +237,7 @@ HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
 KERNELS |= HOPPER
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_it_is_translated_for_cuda(name):

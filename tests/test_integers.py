@@ -167,7 +167,7 @@ POSITIONED = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", POSITIONED)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_positions_at_the_edges_of_32_bits(implementation, name):
@@ -261,6 +261,7 @@ def filled(kind: Any) -> Any:
     return kind.create(2, 8, 1, 4).append(keys, keys)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("rows", [[5, -1], [0, 2], [-1, 0], [2**32, 0]])
 @with_and_without_64_bits

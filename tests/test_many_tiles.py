@@ -118,6 +118,7 @@ def test_vmap_over_several_tiles(name):
     check("blockwise", name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout_masked"])
 def test_vmap_of_the_kernel_for_cpus(name):

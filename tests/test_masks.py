@@ -288,6 +288,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("first, second", PAIRS)
 @every_coordinate
 def test_laws(first, second, positions):
@@ -426,7 +427,7 @@ def test_blocks_per_batch_and_head():
         assert dense[b, h, i, j] == layout[b, h, i // 2, j // 2]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_leaf
 def test_a_block_of_a_mask_is_that_block_of_its_dense_form(name):
     mask = LEAVES[name][0]()
@@ -682,7 +683,7 @@ def boxes(draw: Any, positions: np.ndarray, size: int) -> tuple[np.ndarray, Exte
     return places, Extent(int(lo), int(hi), start, size)
 
 
-@settings(max_examples=max(150, settings().max_examples))
+@settings(max_examples=max(100, settings().max_examples))
 @given(st.data())
 def test_bounds_never_lie(data):
     ruled = data.draw(trees())
@@ -721,7 +722,7 @@ def test_random_trees_mean_what_their_rules_say(ruled, q, kv, b, h):
 # Tile maps
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_leaf
 @every_coordinate
 def test_tile_map_of_a_leaf_never_lies(name, positions):
@@ -757,7 +758,7 @@ SHARP: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SHARP)
 @pytest.mark.parametrize("blocks", [(4, 3), (1, 1)])
 def test_tile_map_is_exact_for_plain_leaves(name, blocks):
@@ -849,6 +850,7 @@ TRACED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_masks_give_the_same_map(name):
     mask = TRACED[name]()
@@ -930,6 +932,7 @@ def test_a_traced_map_never_holds_all_points(name):
 # Pytrees
 
 
+@pytest.mark.one_in(4)
 @every_leaf
 def test_leaves_are_pytrees_that_take_any_leaf(name):
     mask = LEAVES[name][0]()

@@ -148,6 +148,7 @@ def _rows(vector: Any, matrix: Any) -> Any:
     return sum(number * row for number, row in zip(vector, matrix, strict=True))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mask", SQUARE_MASKS)
 @pytest.mark.parametrize("scale", [None, 0.6])
 def test_self_attention_of_three_sizes(mask, scale):
@@ -262,6 +263,7 @@ def test_interactions_that_have_names():
     assert jattn.causal_interaction(S).dtype == jnp.float32
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [(4, 4), (3, 5), (2, 5, 3)])
 @pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Window(1, 1)])
 def test_normalised_interaction(shape, mask):
@@ -603,7 +605,7 @@ def test_additive_attention_over_tiles(queries, keys, block, in_turn, mask):
     assert not np.any(np.asarray(gradients["query"])[dead])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys, block, in_turn", LONG)
 def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
     queries, keys, block, in_turn
@@ -681,6 +683,7 @@ def test_nan_reaches_those_who_attend_to_it_in_any_tile(tiles_of_16, where):
             np.testing.assert_allclose(near, there, rtol=0, atol=1e-13, err_msg=name)
 
 
+@pytest.mark.slow
 def test_additive_attention_over_tiles_keeps_the_dtype():
     inputs = on_device(long_inputs(40, 70), jnp.bfloat16)
     d_out = jnp.ones((B, 40, 3), jnp.bfloat16)
@@ -720,7 +723,7 @@ def test_additive_attention_over_tiles_is_mapped_and_differentiated_in_reverse(t
         jax.jvp(lambda q: attend(q, *operands[1:]), (operands[0],), (operands[0],))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 def test_additive_attention_takes_memory_linear_in_queries_and_keys(mask):

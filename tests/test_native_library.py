@@ -175,6 +175,7 @@ def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, wher
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_without_a_folder_each_process_has_its_own(quick, tmp_path):
     """Of which nothing is left; neither without a home, nor where nothing may be written."""
     (tmp_path / "jattn").write_text("a file where the folder should be")
@@ -358,6 +359,7 @@ def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
     assert not state.exists() or " Z " in state.read_text()
 
 
+@pytest.mark.slow
 def test_who_ends_does_not_wait_for_a_compiler(tmp_path):
     """Neither the compiler nor its files are left."""
     pid = tmp_path / "pid"
@@ -372,6 +374,7 @@ def test_who_ends_does_not_wait_for_a_compiler(tmp_path):
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
 
 
+@pytest.mark.slow
 def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_path, quick):
     """Those that do not name it go without after a while, and keep that; who names it waits."""
     go = tmp_path / "go"
@@ -396,6 +399,7 @@ def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_pa
     assert "jattn_forward" in early.lower(x.q, x.k, x.v).as_text()
 
 
+@pytest.mark.slow
 def test_who_has_to_wait_is_told_once(fresh, monkeypatch, caplog, quick):
     """By logging; on a terminal where no logger shows it."""
     monkeypatch.setenv("CXX", quick)
@@ -435,6 +439,7 @@ def test_another_process_finds_it(built, quick, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command_builds_ahead(fresh, monkeypatch, capsys, quick):
     """And says where, and whether it works."""
     monkeypatch.setenv("CXX", quick)

@@ -133,6 +133,7 @@ def test_a_walk_visits_what_is_not_empty_and_full_tiles_first(static, by_key):
         assert sorted(row[full:visited]) == np.flatnonzero(kinds[b, 0, i] == masks.MIXED).tolist()
 
 
+@pytest.mark.slow
 def test_tiles_need_not_be_square():
     case = CASES["tiles_bias"]
     x = on_device(inputs(case, "float32"))
@@ -141,6 +142,7 @@ def test_tiles_need_not_be_square():
     assert_accurate("tiles_bias", "float32", jax.tree.map(np.asarray, got))
 
 
+@pytest.mark.slow
 def test_parameters_with_many_entries():
     """These gradients are summed by XLA."""
     case = CASES["function_operands"]
@@ -204,6 +206,7 @@ def largest(jaxpr: Any) -> int:
 # --- under the transformations ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_vmap_is_a_loop():
     case = CASES["places_and_positions"]
     x, axes = contract.stacked(case, Inputs._fields, size=2, dtype="float32")
@@ -228,6 +231,7 @@ def sharded(x: Inputs, spec: Any, **options: Any) -> Any:
     return split, local
 
 
+@pytest.mark.slow
 def test_under_shard_map():
     x = on_device(inputs(contract.SHARDED, "float32"))
     operands = (x.q, x.k, x.v, x.d_out)

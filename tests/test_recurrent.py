@@ -195,6 +195,7 @@ def test_logits_do_not_see_later_tokens():
         assert (np.abs(changed[:, place:] - logits[:, place:]).max(-1) > 1e-4).all()
 
 
+@pytest.mark.slow
 def test_empty_rows_are_finite_and_teach_nothing():
     model = exact()
     lengths = jnp.array([0, 7], jnp.int32)
@@ -232,7 +233,7 @@ def test_without_places_on_either_side():
     assert call(model, SOURCE_IDS, TARGET_IDS[:, :0]).shape == (B, 0, TARGET)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_any_number_of_batch_axes(batch):
     model = exact()
@@ -267,6 +268,7 @@ def test_captured_weights_are_those_of_the_formula():
     assert not np.asarray(empty["decoder/attention"])[0].any()
 
 
+@pytest.mark.slow
 def test_capturing_changes_no_logits_and_leaves_nothing_behind():
     model = exact()
 
@@ -307,6 +309,7 @@ def test_step_by_step_is_at_once(parts):
     np.testing.assert_allclose(jnp.concatenate(logits, 1), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_rows_are_reordered_with_all_that_belongs_to_them():
     model, rows = exact(), jnp.array([1, 1, 0], jnp.int32)
     _, state = stepped(model, TARGET_IDS[:, :2], started(model, SOURCE_IDS, jnp.asarray(LENGTHS)))
@@ -425,6 +428,7 @@ def test_golden_parameter_tree():
         assert len(split) == len(set(split)), name
 
 
+@pytest.mark.slow
 def test_no_array_of_all_pairs_and_the_alignment_network():
     queries, keys, width = 48, 64, 256
     decoder = nnx.eval_shape(lambda: nn.RecurrentDecoder(3, 5, 10, width, 7, rngs=nnx.Rngs(0)))
@@ -449,6 +453,7 @@ def test_no_array_of_all_pairs_and_the_alignment_network():
 # Flax's machinery
 
 
+@pytest.mark.slow
 def test_half_precision():
     exactly, model = made(rnnsearch), made(rnnsearch, dtype=jnp.bfloat16)
     logits, expected = (call(one, SOURCE_IDS, TARGET_IDS) for one in (model, exactly))

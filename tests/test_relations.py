@@ -503,7 +503,7 @@ def allowed_by(implementation: str, mask: Any, T: int, S: int, **options: Any) -
     return np.asarray(out[:, 0] > 0)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @every_implementation
 @pytest.mark.parametrize("width", [0, 1, 2, 5, 50])
 def test_a_window_holds_exactly_its_keys(implementation, width):
@@ -583,7 +583,7 @@ def rotated(implementation: str, style: Any) -> Any:
     return quick_jit(turned)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_implementation
 @pytest.mark.parametrize("S", [1, 2, 3, 7, 17, 31, 32, 33, 64, 65, 129])
 def test_no_key_beyond_the_end_is_counted(implementation, S):

@@ -197,6 +197,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.slow
 def test_many_arrays_that_cannot_be_written_are_one_line(tmp_path):
     """Of which other threads tell, some of them when all is over."""
     run = a_run(tmp_path / "run", 1)

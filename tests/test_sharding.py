@@ -168,7 +168,7 @@ def one_shared(arrays: Any) -> list[tuple[str, ...]]:
     return alone + [tuple(x for x in names if x != name) for name in names]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_mesh
 @every_implementation
 def test_keys_values_and_parameters_are_shared(implementation, mesh):
@@ -178,7 +178,7 @@ def test_keys_values_and_parameters_are_shared(implementation, mesh):
     run_check(problem, mesh, ("q", "ids"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["q", "k", "v", "slopes", "ids", "scale"])
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
 def test_one_array_is_shared_or_all_others_are(implementation, name):
@@ -247,7 +247,7 @@ def test_additive_attention(T, mesh):
     run_check(problem, mesh, ("q", "lengths"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "implementation", "mesh"),
     [(DenseCache, None, "two_axes"), (PagedCache, "blockwise", "one_axis")],

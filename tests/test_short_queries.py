@@ -203,6 +203,7 @@ def test_vmap_of_short_queries_is_a_loop(axes):
         np.testing.assert_array_equal(got[i], call(*one))
 
 
+@pytest.mark.slow
 def test_vmap_of_caches_is_a_loop():
     """Also of pages, whose tables belong to each mapped cache."""
     q, k, v = arrays("grouped", B=6)

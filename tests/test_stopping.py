@@ -163,7 +163,7 @@ def test_training_stops_when_it_has_waited_and_the_best_parameters_count(uninter
     assert uninterrupted.steps() == [9, 15, 16, 18]  # the best, and the last three
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("calls", [1, 9, 14, 15, 22])
 def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tmp_path, calls):
     run = begun(tmp_path / "run")
@@ -181,6 +181,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_remembers_what_it_makes_again_is_noticed(uninterrupted, tmp_path, monkeypatch):
     run = begun(tmp_path / "run")
     with pytest.raises(Killed):
@@ -190,6 +191,7 @@ def test_a_run_that_remembers_what_it_makes_again_is_noticed(uninterrupted, tmp_
     assert told(run) != told(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp_path, monkeypatch):
     """And where the damaged one is believed, comes to parameters that no other run has."""
     shutil.copytree(uninterrupted.directory, tmp_path / "run")

@@ -142,7 +142,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.default_tiles
 @problems(PROBLEMS, slow=LONG)
 def test_without_jit(name):
@@ -267,6 +267,7 @@ def test_functions_close_over_what_they_like(implementation, T, wrap):
         assert_same(Problem(call, arrays).both(*arrays), want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_functions_written_in_a_loop_over_traced_layers(implementation):
     x, tables = jnp.asarray(normal(2, 6, 2, 4)), jnp.asarray(normal(3, 6))

@@ -259,6 +259,7 @@ def last_part_alone(gradient, params, batch, key, tokens, config):
     return gradient(params, last, key, tokens)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("instead", [None, mean_of_means, last_part_alone])
 def test_a_batch_accumulated_gives_the_update_of_the_whole(instead, monkeypatch):
     """Whatever tokens fall to each part; and not so where the parts are put together otherwise."""
@@ -275,6 +276,7 @@ def test_a_batch_accumulated_gives_the_update_of_the_whole(instead, monkeypatch)
     assert max(np.abs(moment).max() for moment in found[0][0].values()) > 1e-3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("alike", [None, "split", "fold_in"])
 def test_every_part_of_every_batch_draws_its_own_dropout(alike, monkeypatch):
     """And is seen not to where all parts have one key, or all steps."""
@@ -807,6 +809,7 @@ def test_bleu_of_words_is_counted_on_words_with_every_tokeniser(kind):
     assert scores.word_bleu == 0 < scores.bleu
 
 
+@pytest.mark.slow
 def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     parts, params = bench(), decided_params()
     evaluator = evaluation.Evaluator(
@@ -918,6 +921,7 @@ def test_evaluate_and_plot_read_the_run(demonstration, capsys):
     assert all(str(file) in printed for file in png_files(directory))
 
 
+@pytest.mark.slow
 def test_evaluate_with_beams_says_so(demonstration, tmp_path, capsys):
     directory, _ = demonstration
     shutil.copytree(directory, tmp_path / "run")
@@ -936,6 +940,7 @@ def test_evaluate_with_beams_says_so(demonstration, tmp_path, capsys):
     assert "--length-penalty: expected --beam with it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_beams_are_what_is_scored():
     parts, params = bench(), decided_params()
     pairs = parts.texts.validation[:6]
@@ -965,6 +970,7 @@ def test_translate_takes_arguments_or_lines(demonstration, capsys, monkeypatch):
     assert [first, last] == output.out.splitlines() and empty == ""
 
 
+@pytest.mark.slow
 def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
     parts = bench()
     for name, pairs in (("train", parts.texts.train), ("val", parts.texts.validation)):
@@ -1112,6 +1118,7 @@ def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monke
     assert cli._new_directory(options) == Path("runs/tiny-2")
 
 
+@pytest.mark.slow
 def test_training_that_diverges_ends_with_one_line(tmp_path, capsys):
     run = str(tmp_path / "run")
     settings = ["--set", "learning_rate=1e30", "--set", "report_every=1", "--set", "norm=post"]
