@@ -12,6 +12,7 @@ There are two coordinates, equal by default. *Positions* are what formulas see (
 Prefix, Dilated, Global, Predicate). *Places* index the arrays (Segments, Lengths, Dense, Blocks).
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn import integers
+from jattn import bounds, expressions, integers
 from jattn._pytree import (
     array_field,
     axis_names,
@@ -37,6 +38,7 @@ from jattn._pytree import (
     take_tile,
 )
 from jattn._types import Allowed, Indices, Shape
+from jattn.bounds import Interval
 from jattn.checks import check_array, check_function, check_operands, check_size, check_sizes, shown
 from jattn.integers import is_below, is_integer
 
@@ -101,24 +103,31 @@ class Extent(NamedTuple):
     size: int
 
 
-class Tile(NamedTuple):
-    """A box of queries × keys, or n × m of them at once.
-
-    Extents of rows are then `[n, 1]` and those of columns `[1, m]`: formulas of both broadcast to
-    `[n, m]` as they stand.
-    """
-
+class _Box(NamedTuple):
     rows: Extent
     columns: Extent
 
+
+class Tile(_Box):
+    """A box of queries × keys, or n × m of them at once: `(rows, columns)`.
+
+    Extents of rows are then `[n, 1]` and those of columns `[1, m]`: formulas of both broadcast to
+    `[n, m]` as they stand. `b` and `h` are the batch row and the head; None: any.
+    """
+
+    b: Any = None
+    h: Any = None
+
     @classmethod
-    def grid(cls, rows: Extent, columns: Extent) -> "Tile":
+    def grid(cls, rows: Extent, columns: Extent, b: Any = None, h: Any = None) -> "Tile":
         """Each of n extents `[n]` of queries with each of m extents `[m]` of keys."""
         q, kv = (np.s_[:, None], np.s_[None, :])
-        return cls(
+        tile = cls(
             rows._replace(lo=rows.lo[q], hi=rows.hi[q], start=rows.start[q]),
             columns._replace(lo=columns.lo[kv], hi=columns.hi[kv], start=columns.start[kv]),
         )
+        tile.b, tile.h = b, h
+        return tile
 
     @property
     def shape(self) -> Shape:
@@ -129,8 +138,7 @@ class Tile(NamedTuple):
 
 def _ends(tile: Tile) -> tuple[Any, Any, Any, Any]:
     """Least and greatest position of the rows, then of the columns."""
-    rows, columns = tile
-    return rows.lo, rows.hi, columns.lo, columns.hi
+    return tile.rows.lo, tile.rows.hi, tile.columns.lo, tile.columns.hi
 
 
 def _far_apart(a: Any, b: Any) -> Any:
@@ -735,9 +743,11 @@ class Predicate(Mask):
     whole and may be indexed. Compiled once per function object: define the function once, outside
     the call.
 
-    `bounds(tile) -> (maybe_any, surely_all)` is optional and lets tiles be skipped. It is asked
-    about n × m tiles at once, with rows `[n, 1]` and columns `[1, m]` (see `Tile`), and both
-    answers are booleans that broadcast to `[n, m]`: for `kv_idx > q_idx + 200`
+    Which tiles it empties is read off the function itself, by interval arithmetic (see
+    `jattn.bounds`), as far as its operations are known there. `bounds(tile) -> (maybe_any,
+    surely_all)` takes the place of that. It is asked about n × m tiles at once, with rows `[n, 1]`
+    and columns `[1, m]` (see `Tile`), and both answers are booleans that broadcast to `[n, m]`: for
+    `kv_idx > q_idx + 200`
 
         lambda tile: (
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
@@ -782,14 +792,25 @@ class Predicate(Mask):
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
         per_key = jax.vmap(functools.partial(self._scalar), (None, None, None, 0))
         every = jax.vmap(per_key, (None, None, 0, None))
-        if integers.is_narrow(rows.positions):
+        with _promotion(rows.positions.dtype):
             return every(b, h, rows.positions, columns.positions)
-        with jax.numpy_dtype_promotion("standard"):  # functions are written for int32
-            return every(b, h, rows.positions, columns.positions)
+
+    def _read_bounds(self, tile: Tile) -> tuple[Truth, Truth]:
+        """What the function itself says about a tile."""
+        q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
+        dtypes = np.int32, np.int32, q_lo.dtype, kv_lo.dtype
+        given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
+
+        def scalar(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Array:
+            return Predicate(self.fn, *operands)._scalar(b, h, q, kv)
+
+        with _promotion(q_lo.dtype):
+            found = bounds.of(expressions.read(scalar, dtypes, self.operands), given)
+        return found.hi, found.lo
 
     def bounds(self, tile):
         if self.bounds_fn is None:
-            return np.True_, np.False_
+            return self._read_bounds(tile)
         found = self.bounds_fn(tile)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
@@ -798,6 +819,31 @@ class Predicate(Mask):
         names = ("maybe_any", "surely_all")
         maybe_any, surely_all = map(_checked_truth, names, found, [tile.shape] * 2)
         return maybe_any, surely_all
+
+
+def _of_one_dtype(ends: tuple[Any, ...]) -> list[Any]:
+    """Ends of positions as arrays of 32 bits, or of 64 where some need them."""
+    ends = tuple(x if isinstance(x, jax.Array) else np.asarray(x) for x in ends)
+    narrow = all(integers.is_narrow(x) or _is_small(x) for x in ends)
+    return [x.astype(np.int32 if narrow else np.int64) for x in ends]
+
+
+def _is_small(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and bool(np.all((x >= _LEAST) & (x <= _GREATEST)))
+
+
+def _promotion(dtype: Any) -> Any:
+    """Functions are written for int32: for wider positions numbers in them may become wider."""
+    narrow = np.dtype(dtype).itemsize <= 4
+    return contextlib.nullcontext() if narrow else jax.numpy_dtype_promotion("standard")
+
+
+def _index(place: Any) -> Interval:
+    """A batch row or a head; None: any."""
+    if place is None:
+        return Interval(np.int32(0), np.int32(_GREATEST))
+    place = place.astype(jnp.int32) if isinstance(place, jax.Array) else np.int32(place)
+    return Interval(place, place)
 
 
 def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
@@ -866,7 +912,7 @@ def tile_map(
     _check_covers(mask, T, S)
     _check_head(*leading(mask), b, h)
     q, kv = _given(T, S, q_positions, kv_positions)
-    tile = Tile.grid(extents(T, block_q, q), extents(S, block_kv, kv))
+    tile = Tile.grid(extents(T, block_q, q), extents(S, block_kv, kv), b, h)
     return kinds(select_head(flatten_batch(mask, leading(mask)[0]), b, h), tile)
 
 

@@ -73,6 +73,8 @@ class Tuning(NamedTuple):
     cpu_tiles: in the C++ of the kernel for CPUs, the queries of a tile, the keys of a tile, and the
         keys whose gradients are summed together. Queries come in whole vectors of at most 16
         numbers; the last is a multiple of the second.
+    generated_pairs: so many pairs of queries and keys, in all heads, are worth compiling a mask or
+        a score function for the kernel for CPUs.
     few_queries: at most so many queries go to the kernel on CPUs that reads each key once for all.
     many_keys: at least so many keys, too: the time of that kernel is that of reading the keys.
     splash_block: queries and keys of a tile of the kernel for TPUs, at most.
@@ -94,6 +96,7 @@ class Tuning(NamedTuple):
     additive_pairs: int = 512
     decode_block: int = 512
     cpu_tiles: str = "64, 128, 512"
+    generated_pairs: int = 2**20
     few_queries: int = 8
     many_keys: int = 512
     splash_block: int = 512

@@ -253,6 +253,7 @@ def test_reordered_rows_go_on_as_the_rows_they_were(kind):
     np.testing.assert_allclose(want, got[picked], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_pages_are_shared_until_they_are_written_to():
     page = 4
     one = PagedCache.create(1, 16, K, H, V, page_size=page, num_pages=8)

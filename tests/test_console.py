@@ -133,6 +133,7 @@ def test_nothing_moves_where_there_is_no_terminal(trained):
         assert not any(ord(character) < 32 and character != "\n" for character in text)
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_with_loss_speed_and_remaining_time(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     bench().loop().run(bench().first_state())
@@ -170,6 +171,7 @@ def test_vocabularies_are_learned_from_training_text_alone(trained):
     assert opened.source.unknown("☃") == opened.target.unknown("☃") == ["☃"]
 
 
+@pytest.mark.slow
 def test_stdin_is_read_as_files_are(trained):
     sentence, other = (pair.source for pair in bench().texts.train[:2])
     run_ = ["--run", trained.directory]

@@ -466,7 +466,7 @@ WITH_DEAD_PLACES = [name for name in CASES if any(x.any() for x in dead_places(n
 WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", WITH_DEAD_PLACES)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_in_what_is_masked_changes_nothing(implementation, name):
@@ -489,7 +489,7 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
         assert not got.gradients["v"][columns].any()
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", WITH_HIDDEN_KEYS)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_reaches_only_who_attends_to_it(implementation, name):
@@ -523,7 +523,7 @@ def test_poison_in_a_bias_where_it_is_masked(implementation, name):
         assert not got.gradients["bias"][hidden].any()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_implementation
 @pytest.mark.parametrize("name", WITH_DEAD_ROWS)
 def test_rows_without_keys_are_zero(implementation, name):
@@ -616,7 +616,7 @@ def test_sums_over_many_keys_do_not_stall(implementation, dtype):
 # --- under the transformations ------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", VARIED)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_eager_is_jitted(implementation, name):
@@ -625,7 +625,7 @@ def test_eager_is_jitted(implementation, name):
     assert_close(eager, run(implementation, name, x), 1e-14)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", VARIED)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_the_same_call_twice_is_bitwise_equal(implementation, name):

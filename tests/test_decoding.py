@@ -574,7 +574,7 @@ def translations(count: int, **options):
     return decoding.translations(bench().model, decided_params(), rows, Search(**options))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize(
     "options",
@@ -772,6 +772,7 @@ def test_an_output_is_not_overwritten_unless_asked(translate, tmp_path):
     assert output.read_text("utf-8") == "".join(line + "\n" for line in translate(stdin=text(1)))
 
 
+@pytest.mark.slow
 def test_samples_follow_their_seed(translate):
     one, same, other = (translate("--sample", "--seed", n, stdin=text(4)) for n in (1, 1, 2))
     assert one == same != other

@@ -121,7 +121,7 @@ def everything(call: Call, implementation: str, q: Any, k: Any, v: Any, *cotange
 LIMITS = (1e-2, 2e-6, 2e-2)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name):
     """Also the same again bit for bit, with NaN in what does not exist."""

@@ -19,8 +19,8 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experi
 ROOMS = (
     ("_types", "_functions"),
     ("_pytree",),
-    ("integers",),
-    ("checks",),
+    ("integers", "expressions"),
+    ("checks", "bounds"),
     ("softmax", "masks", "scores", "positions"),
     ("spec", "tuning", "cache"),
     ("tile",),

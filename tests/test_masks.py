@@ -683,7 +683,7 @@ def boxes(draw: Any, positions: np.ndarray, size: int) -> tuple[np.ndarray, Exte
     return places, Extent(int(lo), int(hi), start, size)
 
 
-@settings(max_examples=max(100, settings().max_examples))
+@settings(max_examples=max(60, settings().max_examples))
 @given(st.data())
 def test_bounds_never_lie(data):
     ruled = data.draw(trees())

@@ -480,6 +480,7 @@ def test_keys_masked_for_some_queries_touch_the_others_only(where):
             np.testing.assert_allclose(near, there, rtol=0, atol=1e-13, err_msg=name)
 
 
+@pytest.mark.slow
 def test_additive_attention_takes_memory_linear_in_the_keys():
     queries, hidden = 64, 128
 
@@ -576,7 +577,7 @@ def tiles_of_16():
         yield
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "queries, keys, block, in_turn, mask",
     [

@@ -477,6 +477,7 @@ def test_traced_once_whatever_the_lengths():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_dropout():
     model = made(rnnsearch, dropout_rate=0.5)
     ids = SOURCE_IDS, TARGET_IDS

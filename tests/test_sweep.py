@@ -708,7 +708,7 @@ TAKES |= {"positions?": {"None", "integers"}}
 ARGUMENTS = [(name, argument) for name, call in FUNCTIONS.items() for argument in call.kinds]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_call_is_right_as_it_stands(name):
     call = FUNCTIONS[name]
@@ -716,7 +716,7 @@ def test_each_call_is_right_as_it_stands(name):
     assert set(call.kinds) <= set(call.right) | set(call.names)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_what_is_no_argument_raises_and_is_named(name, argument):
     call = FUNCTIONS[name]

@@ -25,6 +25,7 @@ class Row(NamedTuple):
         "traced", with the program, for all its platforms: JAX must see calls of cuDNN then, to
         lower for the devices at hand. "settled", with the program, for the platform that JAX runs
         on by default; such a kernel is for who names it.
+    too_small: why a call that names no kernel goes elsewhere, if it does.
     unavailable: why it cannot run on this machine, or in this program, if that is so; asked when a
         program is lowered. Where the second argument is True, it may wait for what it needs.
     """
@@ -33,13 +34,14 @@ class Row(NamedTuple):
     platforms: tuple[str, ...] | None = None
     interpreted: tuple[str, ...] = ()
     when: Literal["lowered", "traced", "settled"] = "lowered"
+    too_small: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
     unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
 
 
 KERNELS: dict[str, Row] = {
     "cudnn": Row(cudnn, ("cuda",), when="traced"),
     "splash": Row(splash, ("tpu",)),
-    "native": Row(native, ("cpu",), unavailable=native.unavailable),
+    "native": Row(native, ("cpu",), too_small=native.too_small, unavailable=native.unavailable),
     "blockwise": Row(blockwise),
     "pallas": Row(triton, ("cuda", "rocm"), interpreted=("cpu",)),
     "hopper": Row(hopper, ("cuda",), interpreted=("cpu",), when="settled"),
@@ -73,6 +75,7 @@ def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
     found = {
         name: row.kernel.supports(spec, shapes)
         or _elsewhere(row, platform, named=True)
+        or row.too_small(spec, shapes)
         or row.unavailable(shapes, False)
         for name, row in KERNELS.items()
     }
@@ -85,7 +88,9 @@ def candidates(spec: Spec, shapes: Shapes) -> list[str]:
     return [
         name
         for name, row in KERNELS.items()
-        if row.when != "settled" and not row.kernel.supports(spec, shapes)
+        if row.when != "settled"
+        and not row.too_small(spec, shapes)
+        and not row.kernel.supports(spec, shapes)
     ]
 
 

@@ -166,8 +166,8 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
     Shortage shortage(limited);
     const ffi::Error error = run_forward(
         pool, p.q.buffer(), p.k.buffer(), p.v.buffer(), p.from.buffer(), p.until.buffer(),
-        p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), out.result(),
-        most.result(), log_sum.result(), p.scale, p.cap, p.grown, p.threshold);
+        p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), {}, out.result(),
+        most.result(), log_sum.result(), p.scale, p.cap, p.grown, p.threshold, 0, 0);
     if (!went_well(error, limited)) return false;
   }
   for (Index i = 0; i < lse.count(); ++i) lse[i] = most[i] + log_sum[i];
@@ -184,8 +184,8 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
     const ffi::Error error = run_backward(
         pool, p.q.buffer(), p.k.buffer(), p.v.buffer(), p.from.buffer(), p.until.buffer(),
         p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), d_out.buffer(),
-        most.buffer(), log_sum.buffer(), delta.buffer(), d_q.result(), d_k.result(), d_v.result(),
-        d_bias.result(), p.scale, p.cap, p.grown, p.threshold);
+        most.buffer(), log_sum.buffer(), delta.buffer(), {}, d_q.result(), d_k.result(),
+        d_v.result(), d_bias.result(), {}, p.scale, p.cap, p.grown, p.threshold, 0, 0, 0);
     if (!went_well(error, limited)) return false;
   }
   expect("d_q", d_q, want.d_q);

@@ -18,11 +18,13 @@ from jattn import masks, tuning
 from jattn.spec import Spec, Tiling
 
 
-def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
-    """The tile map of one head."""
+def kinds(spec: Spec, T: int, S: int, tiling: Tiling, b: Any = None, h: Any = None) -> Any:
+    """The tile map of one head, or what holds for all: b and h are None."""
     box = masks.Tile.grid(
         masks.extents(T, tiling.block_q, spec.q_positions),
         masks.extents(S, tiling.block_kv, spec.kv_positions),
+        b,
+        h,
     )
     return masks.kinds(spec.mask, box)
 
@@ -64,12 +66,21 @@ def widest(tiling: Tiling) -> int:
 
 
 def schedule(
-    spec: Spec, T: int, S: int, tiling: Tiling, *, by_key: bool = False, written_out: bool = True
+    spec: Spec,
+    b: Any,
+    h: Any,
+    T: int,
+    S: int,
+    tiling: Tiling,
+    *,
+    by_key: bool = False,
+    written_out: bool = True,
 ) -> Schedule:
-    """The schedule of one head; known while tracing if the mask is static. `by_key` goes over the
-    queries of each block of keys. `written_out` tells whether several runs may be, or are a loop.
+    """The schedule of head (b, h); known while tracing if the mask is static. `by_key` goes over
+    the queries of each block of keys. `written_out` tells whether several runs may be, or are a
+    loop.
     """
-    kinds_of_tiles, block = kinds(spec, T, S, tiling), tiling.block_kv
+    kinds_of_tiles, block = kinds(spec, T, S, tiling, b, h), tiling.block_kv
     if by_key:
         kinds_of_tiles, block = kinds_of_tiles.T, tiling.block_q
     columns = kinds_of_tiles.shape[1]

@@ -8,6 +8,7 @@ folder of this process alone, deleted as soon as it is loaded.
 """
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -45,19 +46,56 @@ def load(source: str, dtype: str, tiles: str) -> tuple[ctypes.CDLL, Path | None]
 
     Raises BuildError and OSError, and whatever else goes wrong in a strange environment.
     """
+    texts = [(_HERE / name).read_text(encoding="utf-8") for name in (*_HEADERS, source)]
+    stem = f"{Path(source).stem}-{dtype}"
+    said = f"jattn: building {source} for {dtype}"
+    flags = [*_flags(dtype, tiles), "-isystem", jax.ffi.include_dir()]
+
+    def compiled(command: list[str], path: Path) -> bytes:
+        return _compiled([*command, str(_HERE / source)], path)
+
+    return _load(stem, texts, flags, compiled, said)
+
+
+def load_rule(text: str, dtype: str) -> ctypes.CDLL:
+    """The library of a rule that was generated, see `generator`; raises as `load`."""
+    texts = [(_HERE / name).read_text(encoding="utf-8") for name in ("vector.h", "rule.h")]
+    # Integers wrap around in users' functions, as they do in JAX.
+    flags = [*_flags(dtype, ""), "-O3", "-fwrapv", "-fno-math-errno", f"-I{_HERE}"]
+
+    def compiled(command: list[str], path: Path) -> bytes:
+        source = path.with_suffix(".cc")
+        source.write_text(f'#include "rule.h"\n{text}', encoding="utf-8")
+        return _compiled([*command, str(source)], path)
+
+    library, _ = _load(f"rule-{dtype}", [*texts, text], flags, compiled, None)
+    return library
+
+
+_HEADERS = ("native.h", "vector.h", "rule.h")
+
+
+def _load(
+    stem: str,
+    texts: list[str],
+    flags: list[str],
+    compiled: Callable[[list[str], Path], bytes],
+    said: str | None,
+) -> tuple[ctypes.CDLL, Path | None]:
+    """A library of these texts, and where it is kept: there already, or `compiled` by a command to
+    a path. `said` is told to users beforehand."""
     if os.name != "posix":
         raise BuildError(f"it is not built on {platform.system()}")
-    command = [*compiler(), *_flags(dtype, tiles)]
-    name = f"{Path(source).stem}-{dtype}-{_digest(command, source)}.so"
+    command = [*compiler(), *flags]
     folder = _folder()
+    name = f"{stem}-{_digest(command, texts)}.so"
     kept = folder / name if folder else None
     contents = _read(kept) if kept else None
     if contents is None:
         whom = "once for this machine" if kept else "for this process: no cache folder is its own"
-        _tell(f"jattn: building {source} for {dtype}, {whom}; some seconds")
-        headers = ["-isystem", jax.ffi.include_dir()]
-        compile_it = [*command, *headers, str(_HERE / source)]
-        contents = _in_private_folder(lambda path: _compiled(compile_it, path), folder)
+        if said:
+            _tell(f"{said}, {whom}; some seconds")
+        contents = _in_private_folder(lambda path: compiled(command, path), folder)
         kept = kept if kept and _keep(kept, contents) else None
 
     def from_copy(path: Path) -> ctypes.CDLL:
@@ -87,13 +125,16 @@ def _flags(dtype: str, tiles: str) -> list[str]:
     return ["-std=c++17", "-O2", own, "-ffp-contract=fast", "-fPIC", "-shared", *macros]
 
 
-def _digest(command: list[str], source: str) -> str:
+def _digest(command: list[str], texts: list[str]) -> str:
     """Of all that a library depends on."""
-    # The compiler's own macros tell its version and the processor.
-    macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
-    texts = [(_HERE / name).read_text(encoding="utf-8") for name in ("native.h", source)]
-    parts = [*texts, shlex.join(command), macros, version("jaxlib")]
+    parts = [*texts, shlex.join(command), _macros(tuple(command)), version("jaxlib")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _macros(command: tuple[str, ...]) -> str:
+    """The compiler's own macros, which tell its version and the processor."""
+    return _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
 
 
 def _compiled(command: list[str], path: Path) -> bytes:

@@ -8,6 +8,8 @@ the end. What went wrong is remembered: a process asks for each library once.
 """
 
 import atexit
+import ctypes
+import hashlib
 import threading
 import time
 from concurrent.futures import Future
@@ -28,10 +30,11 @@ PATIENCE = 60.0
 
 
 class _Outcome(NamedTuple):
-    """Of loading: why it failed, or None; and where the library is kept, if anywhere."""
+    """Of loading: why it failed, or None; where the library is kept, if anywhere; and itself."""
 
     reason: str | None
-    kept: Path | None
+    kept: Path | None = None
+    library: Any = None
 
 
 class _Library(NamedTuple):
@@ -43,6 +46,7 @@ class _Library(NamedTuple):
 
 _libraries: dict[tuple[str, str, str], _Library] = {}
 _lock = threading.Lock()
+_lock_of_rules = threading.Lock()
 
 
 def unavailable(function: str, dtype: Any, *, wait: bool = False) -> str | None:
@@ -70,6 +74,31 @@ def kept(function: str, dtype: Any) -> Path | None:
     return _library(function, dtype).outcome.result().kept
 
 
+_rules: dict[tuple[str, str], Any] = {}  # their libraries, by text and dtype
+
+
+def add_rule(text: str, dtype: Any, modifies: bool, keeps: bool) -> int:
+    """The number of a rule that was generated, for the kernel's attribute `rule`. It is compiled
+    where this machine has not done so yet, in about a second; raises OSError where it cannot be."""
+    name = np.dtype(dtype).name
+    with _lock_of_rules:
+        if (text, name) not in _rules:
+            try:
+                _rules[text, name] = compiler.load_rule(text, name)
+            except compiler.BuildError as error:
+                raise OSError(str(error)) from error
+        own = _rules[text, name]
+    digest = hashlib.sha256(f"{name} {modifies} {keeps} {text}".encode()).digest()
+    number = int.from_bytes(digest[:8]) >> 1 or 1
+    functions = [getattr(own, f"jattn_rule_{x}", None) for x in ("forward", "backward")]
+    places = [x and ctypes.cast(x, ctypes.c_void_p) for x in functions]
+    add = _library("forward", dtype).outcome.result().library.jattn_add_rule
+    add.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    add.restype = None
+    add(number, *places, modifies, keeps)
+    return number
+
+
 def _name(function: str, dtype: str, tiles: str) -> str:
     return f"jattn_{function}_{dtype}_{tiles.replace(', ', '_')}"
 
@@ -84,7 +113,7 @@ def _library(function: str, dtype: Any) -> _Library:
             try:
                 thread.start()
             except Exception as error:  # where there may be no more threads
-                library.outcome.set_result(_Outcome(_words(error), None))
+                library.outcome.set_result(_Outcome(_words(error)))
         return _libraries[key]
 
 
@@ -95,9 +124,9 @@ def _settle(outcome: Future[_Outcome], source: str, dtype: str, tiles: str) -> N
         for function in (name for name, of in _SOURCES.items() if of == source):
             capsule = jax.ffi.pycapsule(getattr(library, f"jattn_{function}"))
             jax.ffi.register_ffi_target(_name(function, dtype, tiles), capsule, platform="cpu")
-        outcome.set_result(_Outcome(None, file))
+        outcome.set_result(_Outcome(None, file, library))
     except Exception as error:
-        outcome.set_result(_Outcome(_words(error), None))
+        outcome.set_result(_Outcome(_words(error)))
 
 
 def _words(error: Exception) -> str:

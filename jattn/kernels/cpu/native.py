@@ -9,26 +9,60 @@ thread, about a megabyte with heads of 64.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn import tile
-from jattn._pytree import flatten_batch, is_static, number
+from jattn import tile, tuning
+from jattn._pytree import flatten_batch, is_static, number, select_head
 from jattn._types import accumulation
-from jattn.kernels.common import lowering
+from jattn.kernels.common import lowering, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, PerQuery
-from jattn.kernels.cpu import decode, library, rules
+from jattn.kernels.cpu import decode, generator, library, rules
+from jattn.kernels.cpu.generator import Rule
 from jattn.kernels.cpu.rules import QueryBlock, Runs
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, parameters, with_parameters
+from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Masks that are runs of keys, by place or by position of the queries, and a few scores."""
+    if not by_hand(spec, shapes):
+        return None
+    if spec.pair is not None:
+        return "it computes products of queries and keys"
+    if shapes.T == 0 or shapes.S == 0:
+        return "there are no pairs of queries and keys to compile functions for"
+    try:
+        dtype = accumulation(shapes.dtype)
+        jax.eval_shape(
+            lambda spec: _check_generated(flatten_batch(spec, shapes.batch), dtype), spec
+        )
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def too_small(spec: Spec, shapes: Shapes) -> str | None:
+    """Where a rule would have to be generated: calls that compiling it does not pay for."""
+    if not isinstance(shapes.B, int):  # of an exported program, which goes without
+        return None
+    pairs, least = shapes.B * shapes.N * shapes.T * shapes.S, tuning.current().generated_pairs
+    if pairs >= least or not by_hand(spec, shapes):
+        return None
+    return (
+        f"{pairs:,} pairs of queries and keys are too few to compile its functions for: it takes "
+        f"{least:,} unless it is named"
+    )
+
+
+def by_hand(spec: Spec, shapes: Shapes) -> str | None:
+    """Why the rules that stand in `attention.cc` itself are not enough, if that is so."""
+    if spec.pair is not None:
+        return "it computes products of queries and keys"
     if spec.kv_positions is not None:
         return "positions of keys are given, it knows those of queries only"
     try:
@@ -39,6 +73,11 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     if terms.by_distance and spec.q_positions is not None:
         return "positions are given, it counts distances from 0"
     return None
+
+
+def _check_generated(spec: Spec, dtype: Any) -> None:
+    """Raises NotImplementedError where no rule can be generated."""
+    generator.rule_of(spec, dtype, gradients=bool(parameters(spec)))
 
 
 def unavailable(shapes: Shapes, wait: bool) -> str | None:
@@ -69,28 +108,86 @@ def _diagonals(spec: Spec, shapes: Shapes, dtype: Any) -> Array:
     return rules.along_diagonals(spec.score, shapes.N, distances, dtype)[None]
 
 
-def _operands(spec: Spec, query: Array, key: Array, value: Array) -> tuple[list[Array], dict]:
-    """What both functions of the kernel take, and its numbers."""
+class _Operands(NamedTuple):
+    """What both functions of the kernel take, and its numbers; `rule` if one was generated, with
+    what it reads."""
+
+    arrays: list[Array]
+    attributes: dict[str, Any]
+    rule: Rule | None = None
+    read: tuple[Array, ...] = ()
+
+    @property
+    def dtype(self) -> Any:
+        return self.arrays[0].dtype
+
+    @property
+    def diagonals(self) -> Array:
+        return self.arrays[7]
+
+
+def _operands(spec: Spec, query: Array, key: Array, value: Array) -> _Operands:
     shapes, dtype = Shapes.of(query, value), accumulation(query.dtype)
     nothing = jnp.zeros((1, 1, 0), jnp.int32)
-    runs = _runs(spec, shapes)
-    ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
-    ends = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
-    ids = (x[:, None, :] for x in runs.ids) if runs.ids else (nothing, nothing)
     seeds, threshold = jnp.zeros((1, 1, 0), jnp.uint32), 0
     if spec.dropout_rate:
         threshold = tile.threshold(spec.dropout_rate)
         each = jax.vmap(lambda b, h: tile.seed(spec.dropout_key, b, h), (None, 0))
         every = jax.vmap(each, (0, None))
         seeds = every(jnp.arange(shapes.B), jnp.arange(shapes.N))[..., None]
-    wide = (x.astype(dtype) for x in (query, key, value))
+    wide = [x.astype(dtype) for x in (query, key, value)]
     attributes = {
         "scale": float(number(spec.scale)),
-        "cap": rules.as_terms(spec.score).cap,
+        "cap": 0.0,
         "grown": 1 / (1 - spec.dropout_rate),
         "threshold": np.int64(threshold),
+        "rule": np.int64(0),
+        "chunk": np.int64(0),
     }
-    return [*wide, *ends, *ids, _diagonals(spec, shapes, dtype), seeds], attributes
+    if by_hand(spec, shapes):
+        arrays = [*wide, *[nothing] * 4, jnp.zeros((1, 1, 0), dtype), seeds]
+        rule = generator.rule_of(spec, dtype, gradients=bool(parameters(spec)))
+        chunk, tile_map = _tile_map(spec, shapes, rule)
+        attributes |= {"rule": np.int64(_number(rule, dtype)), "chunk": np.int64(chunk)}
+        return _Operands(arrays, attributes, rule, (tile_map, *_read(spec, shapes, dtype)))
+    runs = _runs(spec, shapes)
+    ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
+    ends = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
+    ids = (x[:, None, :] for x in runs.ids) if runs.ids else (nothing, nothing)
+    attributes["cap"] = rules.as_terms(spec.score).cap
+    return _Operands([*wide, *ends, *ids, _diagonals(spec, shapes, dtype), seeds], attributes)
+
+
+def _number(rule: Rule, dtype: Any) -> int:
+    return library.add_rule(rule.text, dtype, rule.modifies, rule.keeps)
+
+
+def _read(spec: Spec, shapes: Shapes, dtype: Any) -> tuple[Array, ...]:
+    """The operands of a spec's rule in the kernel's own types."""
+    whole = jnp.int32 if dtype == jnp.float32 else jnp.int64
+    found = generator.arrays(spec, shapes, dtype)
+    return tuple(x if x.dtype == dtype else x.astype(whole) for x in found)
+
+
+def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[int, Array]:
+    """Keys in a chunk, and what the mask leaves of each block of queries and chunk of keys:
+    `[B or 1, N or 1, n m]`."""
+    block, keys, _ = (int(x) for x in tuning.current().cpu_tiles.split(","))
+    blocks, chunk = -(-shapes.T // block), keys
+    while chunk > 16 and keys % (chunk // 2) == 0 and blocks * -(-shapes.S // chunk) < 2**18:
+        chunk //= 2
+
+    def one(b: Any, h: Any) -> Any:
+        own = b if rule.by_row else None, h if rule.by_head else None
+        found = select_head(spec, *(0 if x is None else x for x in own))
+        kinds = tile_schedule.kinds(found, shapes.T, shapes.S, Tiling(block, chunk), *own)
+        return kinds.reshape(-1).astype(np.int8)
+
+    if not rule.by_row and not rule.by_head:
+        return chunk, jnp.asarray(one(None, None))[None, None]
+    every = jax.vmap(jax.vmap(lambda b, h: jnp.asarray(one(b, h)), (None, 0)), (0, None))
+    rows, heads = shapes.B if rule.by_row else 1, shapes.N if rule.by_head else 1
+    return chunk, every(jnp.arange(rows, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32))
 
 
 def _call(which: str, results: Any, operands: list[Array], attributes: dict[str, Any]) -> Any:
@@ -116,11 +213,12 @@ def _forward(
     if decode.pays(own, Shapes.of(query, value)):
         out, normalizer = decode.attend(own, wide, decode.as_held(key, value))
         return out, normalizer, jnp.zeros((), bool)
-    operands, attributes = _operands(own, wide, key, value)
-    (B, T, N), dtype = query.shape[:3], operands[0].dtype
+    operands = _operands(own, wide, key, value)
+    (B, T, N), dtype = query.shape[:3], operands.dtype
     rows = (B, T, N) if normalized else (0, T, N)
     like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, value.shape[-1]), rows, rows)]
-    out, *normalizer = _call("forward", like, operands, attributes)
+    given = [*operands.arrays, *operands.read]
+    out, *normalizer = _call("forward", like, given, operands.attributes)
     if not normalized:
         normalizer = [jnp.zeros((B, T, N), dtype)] * 2
     return out, Normalizer(*normalizer), jnp.zeros((), bool)
@@ -130,22 +228,41 @@ def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Arra
     given, scale = per_query.query, spec.scale
     spec, query = _static_scale(spec, given)
     shapes = Shapes.of(query, value)
-    operands, attributes = _operands(spec, query, key, value)
-    dtype, diagonals = operands[0].dtype, operands[7]
-    sums = (shapes.B, shapes.N, diagonals.shape[-1])
-    like = [jax.ShapeDtypeStruct(x, dtype) for x in (query.shape, key.shape, value.shape, sums)]
-    d_query, *found, d_diagonals = _call("backward", like, [*operands, *per_query[1:]], attributes)
+    operands = _operands(spec, query, key, value)
+    dtype, rule = operands.dtype, operands.rule
+    differentiated = rule.differentiated if rule else ()
+    sums = [(shapes.B, shapes.N, operands.diagonals.shape[-1])]
+    sums += [(shapes.B, shapes.N, operands.read[1 + n].shape[-1]) for n in differentiated]
+    shapes_of = (query.shape, key.shape, value.shape, *sums)
+    like = [jax.ShapeDtypeStruct(x, dtype) for x in shapes_of]
+    attributes = operands.attributes | {
+        "differentiated": np.int64(sum(1 << n for n in differentiated))
+    }
+    arrays = [*operands.arrays, *per_query[1:], *operands.read]
+    d_query, d_key, d_value, *d_sums = _call("backward", like, arrays, attributes)
 
-    def again(params: list[Array]) -> Array:
-        return _diagonals(with_parameters(spec, params), shapes, dtype)
+    def again(params: list[Array]) -> list[Array]:
+        own = with_parameters(spec, params)
+        if not rule:
+            return [_diagonals(own, shapes, dtype)]
+        read = _read(own, shapes, dtype)
+        return [read[n] for n in differentiated]
 
-    _, pull = jax.vjp(again, parameters(spec))
-    total = d_diagonals.sum(axis=0, keepdims=True) if diagonals.size else diagonals
-    (d_params,) = pull(total)
+    read, pull = jax.vjp(again, parameters(spec))
+    totals = [_summed(x, like) for x, like in zip(d_sums[bool(rule) :], read, strict=True)]
+    (d_params,) = pull(totals)
     if not is_static(scale):
         d_params = [*d_params, jnp.sum(d_query * tile.finite(given.astype(dtype)))]
         d_query = d_query * scale
-    return d_params, d_query, *found
+    return d_params, d_query, d_key, d_value
+
+
+def _summed(x: Array, like: Array) -> Array:
+    """Gradients `[B, N, size]` of an operand, in which axes of size 1 stand for all."""
+    if not like.size:
+        return like
+    axes = tuple(axis for axis in (0, 1) if like.shape[axis] == 1)
+    return x.sum(axis=axes, keepdims=True)
 
 
 def functions(platform: str) -> AttentionVJP:

@@ -92,7 +92,8 @@ def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
     B, N = max((1, *batch)), max(1, heads)
 
     def one(b: Any, h: Any) -> Any:
-        return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling)
+        own = b if B > 1 else None, h if N > 1 else None  # one map for all must hold for all
+        return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling, *own)
 
     if B == N == 1:
         return one(0, 0)[None, None]

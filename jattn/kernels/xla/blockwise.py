@@ -138,7 +138,9 @@ def _forward_head(
     blocks: _Blocks = _IN_TURN,
 ) -> tuple[Float[Array, "T V"], Normalizer]:
     """Output and normalizer of one head; sizes are whole tiles."""
-    schedule = tile_schedule.schedule(spec, len(q), len(k), tiling, written_out=blocks.written_out)
+    schedule = tile_schedule.schedule(
+        spec, b, h, len(q), len(k), tiling, written_out=blocks.written_out
+    )
     rows = tiling.block_q
     values = _Values.of(spec, v)
     factor = softmax.headroom(softmax.greatest(values.finite), len(v))
@@ -241,7 +243,9 @@ def _backward_head(
     transposed runs at a third of the speed on CPUs.
     """
     q, d_out, *_ = per_query
-    schedule = tile_schedule.schedule(spec, len(q), len(k), tiling, written_out=blocks.written_out)
+    schedule = tile_schedule.schedule(
+        spec, b, h, len(q), len(k), tiling, written_out=blocks.written_out
+    )
     rows = tiling.block_q
     spec, q, scale = scaled(spec, q)
     head = _Operands.of(spec, b, h, (q, *per_query[1:]), k, v)
@@ -306,7 +310,7 @@ def _backward_blocks(
     q, *_ = per_query
     (rows, columns), T, S = tiling, len(q), len(k)
     by_query, by_key = (
-        tile_schedule.schedule(spec, T, S, tiling, by_key=x, written_out=blocks.written_out)
+        tile_schedule.schedule(spec, b, h, T, S, tiling, by_key=x, written_out=blocks.written_out)
         for x in (False, True)
     )
     spec, q, scale = scaled(spec, q)

@@ -100,7 +100,7 @@ def _visited(spec: Spec, shape: Shape, T: int, S: int, size: int) -> Bool[Array,
     """Which blocks of keys any of `[B, N]` heads sees."""
 
     def kinds(spec: Spec, b: Any, h: Any, _: Array) -> Array:
-        return jnp.asarray(tile_schedule.kinds(spec, T, S, Tiling(T, size)))[0]
+        return jnp.asarray(tile_schedule.kinds(spec, T, S, Tiling(T, size), b, h))[0]
 
     B, N = shape
     found = tile.over_heads(kinds, spec, (jnp.zeros((B, 1, N, 1)),), (), out_axes=0)

@@ -12,10 +12,16 @@
 //
 // Which keys a query sees is a run of places, `from <= j < until`, and equality of ids where there
 // are some. Tiles that this empties are skipped, and those that it leaves whole are not masked.
+// Other masks and score functions are rules that are compiled apart (rule.h): they change a tile of
+// scores in place, and a tile map says which tiles are empty and which need no masking.
 // What is masked is selected away; in sums over keys or queries it has weight 0, and there numbers
 // that are not finite count as 0, so that 0 × NaN does not reach anybody.
 
+#include <map>
+#include <mutex>
+
 #include "native.h"
+#include "rule.h"
 
 namespace {
 
@@ -31,6 +37,29 @@ struct Keys {
   Index j, count;
 };
 
+// A rule that was generated, see rule.h.
+struct Generated {
+  void (*forward)(const Place&, T* scores, bool masked);
+  void (*backward)(const Place&, const T* before, T* d_scores);
+  bool modifies, keeps;  // whether it changes more than masks, and needs scores before the change
+};
+
+constexpr Index kMostOperands = 32;
+
+// A rule for one head: its operands, their gradients, and the tile map.
+struct HeadRule {
+  const Generated* rule = nullptr;
+  const void* operands[kMostOperands];
+  void* gradients[kMostOperands];
+  const int8_t* map = nullptr;  // [blocks of queries, chunks of keys]: 0 empty, 1 mixed, 2 full
+  Index chunk, chunks, t, S;
+
+  bool changes(Kind kind) const { return rule && (rule->modifies || kind == Kind::kMixed); }
+  Place at(Index first, Index count, Index width, Index j, Index keys) const {
+    return {first, count, width, j, keys, t, S, operands, gradients};
+  }
+};
+
 // What a head's mask, score function and dropout are.
 struct Rules {
   const int32_t* from;   // [T]: query i sees keys from[i] <= j < until[i]
@@ -44,6 +73,7 @@ struct Rules {
   uint32_t threshold;    // weights whose hash is less are dropped; 0: none
   T grown;               // what the others are multiplied with
   Index S;
+  HeadRule own;          // in place of runs, ids, bias and cap, if there is one
 };
 
 // As `jattn.tile`: Wellons's "lowbias32".
@@ -73,6 +103,11 @@ struct Block {
     most_from = most_until = 0;
     least_id = std::numeric_limits<int32_t>::max();
     most_id = std::numeric_limits<int32_t>::min();
+    if (rules.own.map) {
+      read_map(rules.own);
+      if (rules.threshold) hash(rules);
+      return;
+    }
     for (Index i = 0; i < width; ++i) {
       const bool real = i < count;
       from[i] = real ? rules.from[first + i] : 0;
@@ -86,8 +121,35 @@ struct Block {
         least_id = std::min<int32_t>(least_id, ids[i]);
         most_id = std::max<int32_t>(most_id, ids[i]);
       }
-      if (rules.threshold) hashes[i] = mix(rules.seed ^ mix(static_cast<uint32_t>(first + i)));
     }
+    if (rules.threshold) hash(rules);
+  }
+
+  void hash(const Rules& rules) {
+    for (Index i = 0; i < width; ++i)
+      hashes[i] = mix(rules.seed ^ mix(static_cast<uint32_t>(first + i)));
+  }
+
+  // The first and the last key that the map leaves.
+  void read_map(const HeadRule& own) {
+    const int8_t* row = own.map + first / kQueries * own.chunks;
+    Index low = 0, high = own.chunks;
+    while (low < high && !row[low]) ++low;
+    while (high > low && !row[high - 1]) --high;
+    least_from = low < high ? low * own.chunk : own.S;
+    most_until = low < high ? std::min(high * own.chunk, own.S) : 0;
+  }
+
+  // As `seen`, by the map: chunks of the tile from the first to the last that is not empty.
+  Keys seen_in_map(const HeadRule& own, Index j, Index end) const {
+    const int8_t* row = own.map + first / kQueries * own.chunks;
+    Index low = j / own.chunk, high = (end - 1) / own.chunk + 1;
+    while (low < high && !row[low]) ++low;
+    while (high > low && !row[high - 1]) --high;
+    if (low == high) return {Kind::kEmpty, j, 0};
+    const bool full = std::all_of(row + low, row + high, [](int8_t kind) { return kind == 2; });
+    j = std::max(j, low * own.chunk), end = std::min(end, high * own.chunk);
+    return {full ? Kind::kFull : Kind::kMixed, j, end - j};
   }
 
   // Those of `keys` keys from j on that are between the first and the last that anybody sees.
@@ -96,6 +158,7 @@ struct Block {
     const Index end = std::min(j + keys, most_until);
     j = std::max(j, least_from);
     if (j >= end) return {Kind::kEmpty, j, 0};
+    if (rules.own.map) return seen_in_map(rules.own, j, end);
     // Lanes without a query must add nothing to the sums along diagonals.
     bool full = most_from <= j && least_until >= end && (count == width || !rules.d_bias);
     if (rules.q_ids) {
@@ -195,6 +258,16 @@ struct Results {
   Put how;
 };
 
+// Products become scores by a rule.
+void apply(const HeadRule& own, const Block& block, const Keys& seen, const T* nonfinite, T* scores) {
+  const Index t = block.width;
+  if (nonfinite)
+    for (Index s = 0; s < seen.count; ++s)
+      for (Index i = 0; i < t; i += kLanes) add_to(scores + s * t + i, all(nonfinite[s]));
+  own.rule->forward(own.at(block.first, block.count, t, seen.j, seen.count), scores,
+                    seen.kind == Kind::kMixed);
+}
+
 // A block of queries on its way over the keys: the online softmax.
 struct ForwardBlock {
   static constexpr Index L = kLanes;
@@ -222,8 +295,11 @@ struct ForwardBlock {
     product(keys, t, head.k.size, tile.k + at * H, H, 1, transposed, t, scores, t, false);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
+    const bool by_rule = rules.own.changes(kind);
+    if (by_rule) apply(rules.own, block, seen, nonfinite, scores);
     const bool modified = rules.cap != 0 || rules.bias || nonfinite;
-    const bool grows = kind == Kind::kMixed ? soften<true, true>(rules, j, keys, nonfinite, scores)
+    const bool grows = by_rule ? soften<false, false>(rules, j, keys, nullptr, scores)
+                       : kind == Kind::kMixed ? soften<true, true>(rules, j, keys, nonfinite, scores)
                        : modified ? soften<false, true>(rules, j, keys, nonfinite, scores)
                                   : soften<false, false>(rules, j, keys, nonfinite, scores);
     if (grows && !fresh) rescale(V);
@@ -375,15 +451,16 @@ struct Back {
 struct Sums {
   Tile tile;
   T *d_k, *d_v;          // [keys, H], [keys, V]
-  T *scores, *d_scores;  // [kKeys, width]
+  T *scores, *d_scores, *before;  // [kKeys, width]
 
   static Index size(Index H, Index V) {
-    return Tile::size(H, V, kRun) + kRun * (H + V) + 2 * kKeys * kQueries;
+    return Tile::size(H, V, kRun) + kRun * (H + V) + 3 * kKeys * kQueries;
   }
 
   Sums(Index H, Index V, Bench& bench) : tile(H, V, kRun, bench) {
     d_k = bench.take(kRun * H), d_v = bench.take(kRun * V);
     scores = bench.take(kKeys * kQueries), d_scores = bench.take(kKeys * kQueries);
+    before = bench.take(kKeys * kQueries);
   }
 };
 
@@ -433,7 +510,15 @@ struct BackwardBlock {
     product(keys, t, head.v.size, v, V, 1, d_transposed, t, ds, t, false);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
-    if (kind == Kind::kMixed)
+    if (rules.own.changes(kind)) {
+      const bool keeps = rules.own.rule->keeps;
+      if (keeps) std::copy(p, p + keys * t, sums.before);
+      apply(rules.own, block, seen, nonfinite, p);
+      derive<true, true, true>(rules, j, keys, nullptr, p, ds);
+      if (rules.own.rule->modifies)
+        rules.own.rule->backward(rules.own.at(block.first, block.count, t, j, keys),
+                                 keeps ? sums.before : nullptr, ds);
+    } else if (kind == Kind::kMixed)
       derive<true, true>(rules, j, keys, nonfinite, p, ds);
     else if (nonfinite || rules.cap != 0 || rules.bias || rules.threshold)
       derive<false, true>(rules, j, keys, nonfinite, p, ds);
@@ -449,7 +534,7 @@ struct BackwardBlock {
 
   // Products q k become weights p after dropout, and products d_out v the cotangent of products
   // q k; that of scores is p (dp - delta), with p before dropout.
-  template <bool kMasked, bool kModified>
+  template <bool kMasked, bool kModified, bool kByRule = false>
   JATTN_APART void derive(const Rules& rules, Index j, Index keys, const T* nonfinite, T* products,
                           T* d_weights) {
     T along[kModified ? kQueries + kKeys : 1] = {};  // a tile's diagonals: short sums round less
@@ -458,20 +543,23 @@ struct BackwardBlock {
         const Index here = s * block.width + i;
         Vector score = load(products + here), dp = load(d_weights + here);
         if constexpr (kModified) {
-          if (nonfinite) score += nonfinite[s];
-          score = block.template modified<kMasked>(rules, score, i, j + s);
+          if constexpr (!kByRule) {
+            if (nonfinite) score += nonfinite[s];
+            score = block.template modified<kMasked>(rules, score, i, j + s);
+          }
           if (rules.threshold) dp = block.dropped(rules, dp, i, j + s);
         }
         Vector p = exponential(score - load(most + i) - load(log_sum + i));
         Vector ds = p * (dp - load(delta + i));
         if constexpr (kModified) {
-          if (rules.cap != 0) ds *= 1 - (score / rules.cap) * (score / rules.cap);
+          if (!kByRule && rules.cap != 0) ds *= 1 - (score / rules.cap) * (score / rules.cap);
           if constexpr (kMasked) {  // in a row that is NaN as well
-            const Ints allowed = block.allowed(rules, i, j + s);
+            const Ints allowed =
+                kByRule ? score != all(-kInfinity) : block.allowed(rules, i, j + s);
             p = allowed ? p : Vector{};
             ds = allowed ? ds : Vector{};
           }
-          if (rules.bias) {
+          if (!kByRule && rules.bias) {
             T* sum = along + i - s + keys - 1;
             store(sum, load(sum) + ds);
           }
@@ -480,7 +568,7 @@ struct BackwardBlock {
         store(products + here, p);
         store(d_weights + here, ds);
       }
-    if (!kModified || !rules.bias) return;
+    if (!kModified || kByRule || !rules.bias) return;
     T* sums = rules.d_bias + block.first - (j + keys - 1) + rules.S - 1;
     for (Index i = 0; i < block.width + keys - 1; ++i) sums[i] += along[i];
   }
@@ -554,7 +642,8 @@ struct Shared {
   const E* start;  // null if there is none
   Index same, heads, size;
 
-  Shared(const ffi::AnyBuffer& x, Index B) : heads(axis(x, 2)), size(axis(x, 1)) {
+  Shared(const ffi::AnyBuffer& x, Index B, Index bytes = 1)
+      : heads(axis(x, 2)), size(axis(x, 1) * bytes) {
     const Index rows = leading(x, 2);
     start = rows && heads && size ? static_cast<const E*>(x.untyped_data()) : nullptr;
     same = rows ? B / rows : 1;
@@ -567,6 +656,40 @@ struct Shared {
 // Results of as many numbers do not all stay in the caches until somebody reads them.
 Put put_of(Index size) { return size * sizeof(T) >= 1 << 20 ? Put::kPast : Put::kOver; }
 
+// Rules by number, for as long as the process lives.
+struct Known {
+  std::mutex lock;
+  std::map<int64_t, Generated> rules;
+};
+Known& known() {
+  static Known* all = new Known;  // never destroyed: threads of XLA may outlive `main`
+  return *all;
+}
+
+// The rule of a call: `map`, then its operands; and the gradients of those that have one.
+struct CallRule {
+  const Generated* rule = nullptr;
+  Index chunk = 0;
+  std::vector<Shared<char>> operands;  // in bytes
+  std::vector<char*> gradients;        // [B, N, size] or null
+  std::vector<Index> sizes;            // of gradients, in bytes for each head
+
+  bool has_gradients() const {
+    return std::any_of(gradients.begin(), gradients.end(), [](char* x) { return x != nullptr; });
+  }
+  HeadRule head(Index b, Index n, Index N, Index t, Index S) const {
+    HeadRule own;
+    if (!rule) return own;
+    own.rule = rule;
+    own.map = reinterpret_cast<const int8_t*>(operands[0].at(b, n));
+    own.chunk = chunk, own.chunks = (S + chunk - 1) / chunk, own.t = t, own.S = S;
+    for (size_t i = 1; i < operands.size(); ++i) own.operands[i - 1] = operands[i].at(b, n);
+    for (size_t i = 0; i < gradients.size(); ++i)
+      own.gradients[i] = gradients[i] ? gradients[i] + (b * N + n) * sizes[i] : nullptr;
+    return own;
+  }
+};
+
 // A call: everything but what goes in and comes out per query.
 struct Call {
   Heads<const T> q, k, v;
@@ -576,6 +699,7 @@ struct Call {
   Shared<uint32_t> seeds;
   T scale, cap, grown;
   uint32_t threshold;
+  CallRule own;
 
   Call(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v,
        const ffi::AnyBuffer& from, const ffi::AnyBuffer& until, const ffi::AnyBuffer& q_ids,
@@ -604,7 +728,8 @@ struct Call {
     const uint32_t* seed = seeds.at(b, n);
     const Rules rules = {from.at(b, n), until.at(b, n), q_ids.at(b, n),  kv_ids.at(b, n),
                          bias.at(b, n), nullptr,        cap,             seed ? *seed : 0,
-                         threshold,     grown,          S};
+                         threshold,     grown,          S,
+                         own.head(b, n, N, t, S)};
     const Index g = n / (N / K);
     return {q.at(b, n), k.at(b, g), v.at(b, g), rules, scale};
   }
@@ -683,6 +808,9 @@ struct Worker {
   // All gradients of key head k and its query heads.
   void heads(Index b, Index k) {
     for (Index n = k * group; n < (k + 1) * group; ++n) {
+      for (size_t i = 0; i < call.own.gradients.size(); ++i)
+        if (char* sums = call.own.gradients[i])
+          std::memset(sums + (b * call.N + n) * call.own.sizes[i], 0, call.own.sizes[i]);
       T* d_bias = head(b, n).rules.d_bias;
       if (d_bias) std::fill(d_bias, d_bias + all.diagonals, T{0});
     }
@@ -704,7 +832,7 @@ struct Worker {
 void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all) {
   const Index K = call.K, units = call.B * K, t = call.t, S = call.S;
   const Index threads = std::max<Index>(1, pool.num_threads());
-  if (units >= 4 * threads || units % threads == 0 || all.diagonals) {
+  if (units >= 4 * threads || units % threads == 0 || all.diagonals || call.own.has_gradients()) {
     parallel(pool, units, [&](Index i) { Worker(call, all).heads(i / K, i % K); });
     return;
   }
@@ -728,29 +856,70 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
 using Buffer = ffi::AnyBuffer;
 using Out = ffi::Result<ffi::AnyBuffer>;
 
+Index bytes_of(const Buffer& x) { return static_cast<Index>(ffi::ByteWidth(x.element_type())); }
+
+// The rule of this number, which was added when the program was lowered; 0: none. `differentiated`
+// has a bit for each operand that has a gradient.
+ffi::Error find_rule(int64_t number, int64_t chunk, int64_t differentiated, Call& call,
+                     ffi::RemainingArgs operands, ffi::RemainingRets* gradients) {
+  if (!number) return ffi::Error::Success();
+  {
+    const std::lock_guard<std::mutex> guard(known().lock);
+    const auto found = known().rules.find(number);
+    if (found == known().rules.end())
+      return {ffi::ErrorCode::kFailedPrecondition, "jattn: this process has not compiled the rule"};
+    call.own.rule = &found->second;
+  }
+  call.own.chunk = chunk;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const auto x = operands.get<Buffer>(i);
+    if (x.has_error()) return x.error();
+    call.own.operands.emplace_back(*x, call.B, bytes_of(*x));
+  }
+  if (!gradients) return ffi::Error::Success();
+  for (size_t i = 0, next = 0; i + 1 < operands.size(); ++i) {
+    call.own.gradients.push_back(nullptr), call.own.sizes.push_back(0);
+    if (!(differentiated >> i & 1)) continue;
+    auto x = gradients->get<Buffer>(next++);
+    if (x.has_error()) return x.error();
+    call.own.gradients.back() = static_cast<char*>((*x)->untyped_data());
+    call.own.sizes.back() = axis(**x, 1) * bytes_of(**x);
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error run_forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
                        Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
-                       Out out, Out most, Out log_sum, double scale, double cap, double grown,
-                       int64_t threshold) {
-  const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
+                       ffi::RemainingArgs operands, Out out, Out most, Out log_sum, double scale,
+                       double cap, double grown, int64_t threshold, int64_t rule, int64_t chunk) {
   return reported([&] {
+    Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
+    const ffi::Error error = find_rule(rule, chunk, 0, call, operands, nullptr);
+    if (!error.success()) return error;
     forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false),
                 most->element_count() > 0);
+    return ffi::Error::Success();
   });
 }
 
 ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
                         Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
-                        Buffer d_out, Buffer most, Buffer log_sum, Buffer delta, Out d_q, Out d_k,
-                        Out d_v, Out d_bias, double scale, double cap, double grown,
-                        int64_t threshold) {
-  const Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
-  T* sums = static_cast<T*>(d_bias->untyped_data());
-  const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
-  const Gradients all{heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
-                      heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
-                      axis(*d_bias, 1), how};
-  return reported([&] { backward_all(pool, call, all); });
+                        Buffer d_out, Buffer most, Buffer log_sum, Buffer delta,
+                        ffi::RemainingArgs operands, Out d_q, Out d_k, Out d_v, Out d_bias,
+                        ffi::RemainingRets gradients, double scale, double cap, double grown,
+                        int64_t threshold, int64_t rule, int64_t chunk, int64_t differentiated) {
+  return reported([&] {
+    Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
+    const ffi::Error error = find_rule(rule, chunk, differentiated, call, operands, &gradients);
+    if (!error.success()) return error;
+    T* sums = static_cast<T*>(d_bias->untyped_data());
+    const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
+    const Gradients all{heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
+                        heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
+                        axis(*d_bias, 1), how};
+    backward_all(pool, call, all);
+    return ffi::Error::Success();
+  });
 }
 
 }  // namespace
@@ -760,13 +929,24 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
       .Ctx<xla::ffi::ThreadPool>()                                                            \
       .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()    \
       .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
-#define JATTN_ATTRIBUTES \
-  .Attr<double>("scale").Attr<double>("cap").Attr<double>("grown").Attr<int64_t>("threshold")
+#define JATTN_ATTRIBUTES                                                                  \
+  .Attr<double>("scale").Attr<double>("cap").Attr<double>("grown").Attr<int64_t>("threshold") \
+      .Attr<int64_t>("rule").Attr<int64_t>("chunk")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_forward, run_forward,
-                              JATTN_OPERANDS.Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
-                                  JATTN_ATTRIBUTES);
+                              JATTN_OPERANDS.RemainingArgs().Ret<Buffer>().Ret<Buffer>()
+                                  .Ret<Buffer>() JATTN_ATTRIBUTES);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_backward, run_backward,
                               JATTN_OPERANDS.Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
-                                  .Arg<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
-                                      JATTN_ATTRIBUTES);
+                                  .Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>()
+                                  .Ret<Buffer>().Ret<Buffer>().RemainingRets() JATTN_ATTRIBUTES
+                                  .Attr<int64_t>("differentiated"));
+
+// Adds a rule that was compiled; its library stays loaded.
+extern "C" void jattn_add_rule(int64_t number, void* forward, void* backward, int modifies,
+                               int keeps) {
+  const std::lock_guard<std::mutex> guard(known().lock);
+  known().rules[number] = {reinterpret_cast<void (*)(const Place&, T*, bool)>(forward),
+                           reinterpret_cast<void (*)(const Place&, const T*, T*)>(backward),
+                           modifies != 0, keeps != 0};
+}

@@ -540,10 +540,13 @@ ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values
                         static_cast<T*>(log_sum->untyped_data())};
   return reported([&] {
 #if JATTN_SINGLE
-    if (keys.element_type() == ffi::BF16)
-      return run<Half>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
+    if (keys.element_type() == ffi::BF16) {
+      run<Half>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
+      return ffi::Error::Success();
+    }
 #endif
     run<T>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
+    return ffi::Error::Success();
   });
 }
 

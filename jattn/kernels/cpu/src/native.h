@@ -5,158 +5,18 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
 #include <memory>
 #include <new>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
+#include "vector.h"
 #include "xla/ffi/api/ffi.h"
-
-// What is called for a whole tile: compiled once, not into everyone who calls it.
-#define JATTN_APART __attribute__((noinline, unused))
 
 namespace {
 
 namespace ffi = xla::ffi;
-using Index = std::ptrdiff_t;
-
-// ------------------------------------------------------------------------------------------------
-// Vectors
-// ------------------------------------------------------------------------------------------------
-
-#if defined(__AVX512F__)
-constexpr int kBytes = 64, kWide = 4;  // of a vector; vectors side by side in a product
-#elif defined(__AVX__)
-constexpr int kBytes = 32, kWide = 2;
-#else
-constexpr int kBytes = 16, kWide = 4;
-#endif
-constexpr int kHigh = 6;  // rows of a product; its sums stay in registers
-
-// What is computed in, float or double: each is a library of its own.
-#if JATTN_SINGLE
-using T = float;
-#else
-using T = double;
-#endif
-using Int = std::conditional_t<JATTN_SINGLE, int32_t, int64_t>;  // as wide as T
-constexpr int kLanes = kBytes / sizeof(T);
-constexpr T kInfinity = std::numeric_limits<T>::infinity();
-
-typedef T Vector __attribute__((vector_size(kBytes)));
-typedef Int Ints __attribute__((vector_size(kBytes)));
-typedef uint32_t Words __attribute__((vector_size(kBytes)));
-
-template <typename V = Vector, typename E>
-inline V load(const E* from) {
-  V x;
-  std::memcpy(&x, from, sizeof(V));
-  return x;
-}
-inline void store(T* to, Vector x) {
-  std::memcpy(to, &x, sizeof(x));
-}
-// Past the caches, which would first read what is then overwritten; `fence` makes it seen by all.
-#if defined(__x86_64__)
-inline void store_past(T* to, Vector x) {
-#if defined(__AVX512F__)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)x);
-#elif defined(__AVX__)
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)x);
-#else
-  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)x);
-#endif
-}
-inline void fence() { _mm_sfence(); }
-#else
-inline void store_past(T* to, Vector x) { store(to, x); }
-inline void fence() {}
-#endif
-inline Vector all(T x) { return x - Vector{}; }
-
-inline Index up(Index size, Index multiple) { return (size + multiple - 1) / multiple * multiple; }
-
-#if JATTN_SINGLE
-
-// e^x within a unit of rounding for x < 88, and 0 below -87: 2^n times a polynomial in what is left
-// of x, the minimax one (3e-9) whose first two terms are 1 + x. NaN for NaN.
-inline Vector exponential(Vector x) {
-  const Vector magic = all(12583039.0f);  // 1.5 × 2^23 + 127: adding it rounds, and biases exponents
-  const Vector shifted = x * 1.44269504088896341f + magic;
-  const Vector n = shifted - magic;
-  Vector r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  Vector p = all(1.3814538252e-03f);
-  p = p * r + 8.3687454462e-03f;
-  p = p * r + 4.1668388993e-02f;
-  p = p * r + 1.6666521132e-01f;
-  p = p * r + 4.9999994040e-01f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const Vector power = (Vector)((Ints)shifted << 23);
-  return x < -87.0f ? Vector{} : p * power;
-}
-
-// log x for x >= 1: of x = 2^n (1 + y) with y around 0 (Cephes, logf). NaN for NaN.
-inline Vector logarithm(Vector x) {
-  const Ints bits = (Ints)x;
-  const Vector half = (Vector)((bits & 0x007FFFFF) | 0x3F000000);  // in [0.5, 1)
-  const Ints low = half < 0.707106781f;                            // -1 where true
-  const Vector n = __builtin_convertvector((bits >> 23) - 126 + low, Vector);
-  const Vector y = half - 1.0f + (low ? half : Vector{}), square = y * y;
-  Vector p = all(7.0376836292e-2f);
-  p = p * y - 1.1514610310e-1f;
-  p = p * y + 1.1676998740e-1f;
-  p = p * y - 1.2420140846e-1f;
-  p = p * y + 1.4249322787e-1f;
-  p = p * y - 1.6668057665e-1f;
-  p = p * y + 2.0000714765e-1f;
-  p = p * y - 2.4999993993e-1f;
-  p = p * y + 3.3333331174e-1f;
-  p = p * y * square - n * 2.12194440e-4f - 0.5f * square;
-  return x - x + (y + p + n * 0.693359375f);
-}
-
-// tanh: an odd polynomial near 0 (Cephes, tanhf), elsewhere by e^-2|x|.
-inline Vector tangent(Vector x) {
-  const Vector size = x < 0.0f ? -x : x, square = x * x;
-  Vector p = all(-5.70498872745e-3f);
-  p = p * square + 2.06390887954e-2f;
-  p = p * square - 5.37397155531e-2f;
-  p = p * square + 1.33314422036e-1f;
-  p = p * square - 3.33332819422e-1f;
-  const Vector near = p * square * x + x;
-  const Vector e = exponential(-2.0f * size);
-  const Vector far = (1.0f - e) / (1.0f + e);
-  return size < 0.625f ? near : (x < 0.0f ? -far : far);
-}
-
-#else
-
-inline Vector exponential(Vector x) {
-  for (int i = 0; i < kLanes; ++i) x[i] = std::exp(x[i]);
-  return x;
-}
-inline Vector logarithm(Vector x) {
-  for (int i = 0; i < kLanes; ++i) x[i] = std::log(x[i]);
-  return x;
-}
-inline Vector tangent(Vector x) {
-  for (int i = 0; i < kLanes; ++i) x[i] = std::tanh(x[i]);
-  return x;
-}
-
-#endif
 
 // ------------------------------------------------------------------------------------------------
 // Products
@@ -421,8 +281,7 @@ void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
 template <typename Run>
 ffi::Error reported(const Run& run) {
   try {
-    run();
-    return ffi::Error::Success();
+    return run();
   } catch (const std::bad_alloc&) {
     return {ffi::ErrorCode::kResourceExhausted, "jattn: no memory for the tiles of its kernel in C++"};
   } catch (const std::exception& error) {

@@ -17,7 +17,7 @@
 
 namespace xla::ffi {
 
-enum class ErrorCode { kOk, kResourceExhausted, kInternal };
+enum class ErrorCode { kOk, kResourceExhausted, kInternal, kFailedPrecondition };
 
 class Error {
  public:
@@ -32,7 +32,7 @@ class Error {
   std::string message_;
 };
 
-enum class DataType { F32, F64, BF16 };
+enum class DataType { F32, F64, BF16, S8 };
 constexpr DataType BF16 = DataType::BF16;
 
 class AnyBuffer {
@@ -63,6 +63,45 @@ class Result {
 
  private:
   X x_;
+};
+
+inline size_t ByteWidth(DataType type) {
+  return type == DataType::F64 ? 8 : type == DataType::F32 ? 4 : type == DataType::S8 ? 1 : 2;
+}
+
+// A value or an error; here always a value.
+template <typename X>
+class ErrorOr {
+ public:
+  explicit ErrorOr(X x) : x_(std::move(x)) {}
+  bool has_error() const { return false; }
+  Error error() const { return {}; }
+  X& operator*() { return x_; }
+  const X& operator*() const { return x_; }
+
+ private:
+  X x_;
+};
+
+class RemainingArgs {
+ public:
+  RemainingArgs(std::vector<AnyBuffer> all = {}) : all_(std::move(all)) {}
+  size_t size() const { return all_.size(); }
+  template <typename X>
+  ErrorOr<X> get(size_t i) const { return ErrorOr<X>(all_[i]); }
+
+ private:
+  std::vector<AnyBuffer> all_;
+};
+
+class RemainingRets {
+ public:
+  RemainingRets(std::vector<AnyBuffer> all = {}) : all_(std::move(all)) {}
+  template <typename X>
+  ErrorOr<Result<X>> get(size_t i) const { return ErrorOr<Result<X>>(Result<X>(all_[i])); }
+
+ private:
+  std::vector<AnyBuffer> all_;
 };
 
 // Threads that end with the pool; copies are the same pool, as XLA's.

@@ -1,0 +1,548 @@
+"""A function of scalars, read off its jaxpr: an expression whose operations anybody may interpret.
+
+Masks and score functions are programs for one query and one key. `read` traces such a program and
+gives its result as a graph of `Node`s on scalars, with arrays left outside as tables in which the
+expression looks numbers up. Nothing is evaluated for arrays: an array within the program is a
+function from places in it to nodes, and only places that are asked for become nodes. What the
+program computes from its operands alone, and what is not a matter of single entries (a sorted or
+summed array), JAX evaluates, and that is a table as well.
+
+An operation that is not known here becomes a node `unknown`, so that the rest can still be read.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from jattn._types import Shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """One scalar: an operation, the nodes that it takes, the dtype of its result.
+
+    Operations have the names of JAX's primitives, and besides these there are
+
+    * `input`, with its number as `param`, and `const`, with its value;
+    * `look_up`: the entry of table `param` at the places `args`, which are held within its sizes;
+    * `floor_divide` and `remainder` of integers, as Python has them;
+    * `unknown`, with the name of what it was.
+    """
+
+    op: str
+    args: tuple["Node", ...]
+    dtype: Any
+    param: Hashable = None
+
+
+class Expression(NamedTuple):
+    """The results of a program, and the arrays in which it looks numbers up."""
+
+    results: list[Node]
+    tables: list[Any]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes of the results, each after those that it takes."""
+        return in_order(self.results)
+
+
+def in_order(roots: Sequence[Node]) -> list[Node]:
+    """All nodes that these are made of, each once and after those that it takes."""
+    found: dict[int, Node] = {}
+    left = [(node, False) for node in reversed(roots)]
+    while left:
+        node, is_ready = left.pop()
+        if id(node) in found:
+            continue
+        if is_ready:
+            found[id(node)] = node
+        else:
+            left.append((node, True))
+            left.extend((x, False) for x in reversed(node.args))
+    return list(found.values())
+
+
+def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = ()) -> Expression:
+    """`function(*scalars, *operands)` as an expression of its scalars, given by their dtypes.
+
+    The function returns numbers; arrays that it closes over are operands too.
+    """
+    like = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for dtype in scalars]
+    program = jax.make_jaxpr(function)(*like, *operands)
+    reader = _Reader()
+    inputs = [
+        _scalar(Node("input", (), np.dtype(dtype), number)) for number, dtype in enumerate(scalars)
+    ]
+    held = [reader.table(x) for x in jax.tree.leaves(operands)]
+    results = reader.run(program.jaxpr, program.consts, [*inputs, *held])
+    nodes = [reader.shared(x.at((0,) * len(x.shape))) for x in results]
+    return Expression(nodes, reader.tables)
+
+
+def apply(node: Node, args: Sequence[Any]) -> Any:
+    """An operation on arrays that broadcast, by JAX.
+
+    Raises NotImplementedError for one that is not known.
+    """
+    if node.op == "unknown":
+        raise NotImplementedError(f"functions of pairs have no operation {node.param}")
+    shape = np.broadcast_shapes(*map(np.shape, args))
+    args = [jax.numpy.broadcast_to(x, shape) for x in args]
+    special: dict[str, Callable[..., Any]] = {
+        "convert_element_type": lambda x: x.astype(node.dtype),
+        "integer_pow": lambda x: lax.integer_pow(x, node.param),  # pyright: ignore
+        "round": lambda x: lax.round(x, node.param),  # pyright: ignore
+        "floor_divide": jax.numpy.floor_divide,
+        "remainder": jax.numpy.remainder,
+        "select_n": lax.select_n,
+        "and": lax.bitwise_and,
+        "or": lax.bitwise_or,
+        "xor": lax.bitwise_xor,
+        "not": lax.bitwise_not,
+    }
+    return special.get(node.op, getattr(lax, node.op, None))(*args)  # pyright: ignore
+
+
+# --- arrays as functions ------------------------------------------------------------------------
+
+Place = int | Node  # where something stands along an axis
+
+
+class _Array(NamedTuple):
+    """An array within a program: which node stands at a place, and where it does not depend on the
+    scalars, how JAX evaluates it."""
+
+    shape: Shape
+    dtype: Any
+    at: Callable[[tuple[Place, ...]], Node]
+    evaluate: Callable[[], Any] | None = None
+
+
+def _scalar(node: Node) -> _Array:
+    return _Array((), node.dtype, lambda _: node)
+
+
+def const(value: Any, dtype: Any) -> Node:
+    """A number that is known."""
+    return Node("const", (), np.dtype(dtype), np.asarray(value, dtype).item())
+
+
+def _as_node(place: Place) -> Node:
+    return place if isinstance(place, Node) else const(place, np.int32)
+
+
+def _plus(a: Place, b: Place) -> Place:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    if a == 0 or b == 0:
+        return a if b == 0 else b
+    a, b = _alike(_as_node(a), _as_node(b))
+    return Node("add", (a, b), a.dtype)
+
+
+def _alike(a: Node, b: Node) -> tuple[Node, Node]:
+    """Both in the dtype of the one that is not a constant."""
+    dtype = b.dtype if a.op == "const" else a.dtype
+    return _converted(a, dtype), _converted(b, dtype)
+
+
+def _converted(node: Node, dtype: Any) -> Node:
+    if node.dtype == dtype:
+        return node
+    if node.op == "const":
+        return const(node.param, dtype)
+    return Node("convert_element_type", (node,), np.dtype(dtype))
+
+
+def _held(place: Place, last: int) -> Place:
+    """A place held within 0..last."""
+    if isinstance(place, Node) and place.op == "const" and isinstance(place.param, int):
+        place = place.param
+    if isinstance(place, int):
+        return min(max(place, 0), last)
+    if last == 0:
+        return const(0, place.dtype)
+    if place.op == "clamp" and [x.param for x in place.args[::2]] == [0, last]:
+        return place
+    ends = (const(0, place.dtype), place, const(last, place.dtype))
+    return Node("clamp", ends, place.dtype)
+
+
+_MOST_UNROLLED = 64  # entries of an array that depends on the scalars, of which a sum is taken
+
+_ELEMENTWISE = {
+    name: name
+    for name in """
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh
+    div eq erf erfc erf_inv exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic
+    lt max min mul ne neg nextafter not or pow rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+    """.split()
+} | {"add_any": "add"}
+_SAME = ("copy", "copy_p", "optimization_barrier", "reduce_precision", "pvary", "pcast")
+_FOLDED = {
+    "reduce_sum": "add",
+    "reduce_prod": "mul",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+_PARAMS = {"integer_pow": "y", "round": "rounding_method"}
+_DIVISIONS = ("floor_divide", "remainder")
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+@functools.cache
+def _division(name: str, *operands: tuple[Any, bool]) -> str:
+    """The program of `x // y` or `x % y` of scalars, as it stands in other programs; operands are
+    dtypes, and whether they are weak."""
+    like = [jax.ShapeDtypeStruct((), dtype, weak_type=weak) for dtype, weak in operands]
+    function = {"floor_divide": jax.numpy.floor_divide, "remainder": jax.numpy.remainder}[name]
+    with jax.numpy_dtype_promotion("standard"):
+        (equation,) = jax.make_jaxpr(function)(*like).jaxpr.eqns
+    return str(equation.params["jaxpr"])
+
+
+def _is_division(equation: Any, program: Any) -> bool:
+    """Whether it calls JAX's own floor division or remainder of integers."""
+    name, avals = equation.params.get("name"), [x.aval for x in equation.invars]
+    if name not in _DIVISIONS or not all(np.issubdtype(x.dtype, np.integer) for x in avals):
+        return False
+    operands = [(x.dtype, x.weak_type) for x in avals]
+    if any(x.shape for x in avals) or len(operands) != 2:
+        return False
+    return str(program) == _division(name, *operands)
+
+
+class _Reader:
+    """Makes nodes of equations. Equal nodes are one."""
+
+    def __init__(self) -> None:
+        self.tables: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._nodes: dict[Hashable, Node] = {}
+        self._known: set[int] = set()  # ids of these nodes
+
+    def table(self, value: Any) -> _Array:
+        """An array from outside."""
+        shape, dtype = np.shape(value), np.dtype(getattr(value, "dtype", type(value)))
+        if not shape and not isinstance(value, Tracer):
+            return _scalar(const(value, dtype))._replace(evaluate=lambda: value)
+
+        def at(places: tuple[Place, ...]) -> Node:
+            if id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self.tables)
+                self.tables.append(value)
+            held = (_held(place, size - 1) for place, size in zip(places, shape, strict=True))
+            return self.node("look_up", map(_as_node, held), dtype, self._numbers[id(value)])
+
+        return _Array(shape, dtype, at, lambda: value)
+
+    def node(self, op: str, args: Any, dtype: Any, param: Hashable = None) -> Node:
+        """The node, or the one that is equal."""
+        return self.shared(Node(op, tuple(args), _dtype(dtype), param))
+
+    def shared(self, node: Node) -> Node:
+        """The node that is equal to this one."""
+        if id(node) in self._known:
+            return node
+        args = tuple(map(self.shared, node.args))
+        node = _simplified(dataclasses.replace(node, args=args))
+        if id(node) in self._known:
+            return node
+        args = node.args
+        # 0, 0.0 and False are equal, as are 0.0 and −0.0; NaN is equal to nothing.
+        key = node.op, tuple(map(id, args)), node.dtype, repr(node.param)
+        if key not in self._nodes:
+            self._nodes[key] = dataclasses.replace(node, args=args)
+            self._known.add(id(self._nodes[key]))
+        return self._nodes[key]
+
+    def run(self, program: Any, consts: Any, values: Sequence[_Array]) -> list[_Array]:
+        """The results of a jaxpr."""
+        known = dict(zip(program.constvars, map(self.table, consts), strict=True))
+        known |= dict(zip(program.invars, values, strict=True))
+
+        def value(x: Any) -> _Array:
+            return self.table(x.val) if hasattr(x, "val") else known[x]
+
+        for equation in program.eqns:
+            found = self.apply(equation, [value(x) for x in equation.invars])
+            known |= dict(zip(equation.outvars, found, strict=True))
+        return [value(x) for x in program.outvars]
+
+    def apply(self, equation: Any, values: list[_Array]) -> list[_Array]:
+        """The results of an equation, which JAX can evaluate where its operands are known."""
+        found = self.interpret(equation, values)
+        if all(x.evaluate for x in values):
+
+            @functools.cache
+            def evaluated() -> list[Any]:
+                operands = [x.evaluate() for x in values if x.evaluate]
+                return _evaluated(equation, operands)
+
+            def again(place: int) -> _Array:
+                aval = equation.outvars[place].aval
+                evaluate = lambda: evaluated()[place]  # noqa: E731
+                looked_up = lambda places: self.table(evaluate()).at(places)  # noqa: E731
+                at = found[place].at if found else looked_up
+                return _Array(aval.shape, _dtype(aval.dtype), at, evaluate)
+
+            return [again(place) for place in range(len(equation.outvars))]
+        if found is None:
+            name = equation.primitive.name
+            return [self.unknown(x.aval, name) for x in equation.outvars]
+        return found
+
+    def unknown(self, aval: Any, name: str) -> _Array:
+        dtype = _dtype(aval.dtype)
+        return _Array(aval.shape, dtype, lambda _: Node("unknown", (), dtype, name))
+
+    def interpret(self, equation: Any, values: list[_Array]) -> list[_Array] | None:
+        """The results of an equation; None if it is not known."""
+        name, params = equation.primitive.name, equation.params
+        called = next((params[x] for x in _CALLS if x in params), None)
+        if name == "cond":
+            return self.cond(params["branches"], values)
+        if called is not None and name not in ("scan", "while"):
+            if _is_division(equation, called):
+                return [self.entries(params["name"], values, equation.outvars[0].aval, None)]
+            program = getattr(called, "jaxpr", called)
+            return self.run(program, getattr(called, "consts", ()), values)
+        if len(equation.outvars) > 1:
+            return None
+        return self.array(name, params, values, equation.outvars[0].aval)
+
+    def array(
+        self, name: str, params: Any, values: list[_Array], result: Any
+    ) -> list[_Array] | None:
+        """The one result of an operation; None if it is not known."""
+        if name in _ELEMENTWISE:
+            param = params[_PARAMS[name]] if name in _PARAMS else None
+            return [self.entries(_ELEMENTWISE[name], values, result, param)]
+        if name in _SAME:
+            return values[:1]
+        if name in _FOLDED:
+            return self.folded(_FOLDED[name], values[0], params["axes"], result)
+        moved = getattr(self, f"_{name}", None)
+        at = moved and moved(values, params, result)
+        return at and [_Array(result.shape, _dtype(result.dtype), at)]
+
+    def entries(self, op: str, values: list[_Array], result: Any, param: Any) -> _Array:
+        """An operation entry by entry; numbers go with arrays."""
+
+        def at(places: tuple[Place, ...]) -> Node:
+            args = (x.at(places if x.shape else ()) for x in values)
+            if op in _DIVISIONS:
+                args = (_converted(x, _dtype(result.dtype)) for x in args)
+            return self.node(op, args, result.dtype, param)
+
+        return _Array(result.shape, _dtype(result.dtype), at)
+
+    def cond(self, branches: Any, values: list[_Array]) -> list[_Array]:
+        """Both branches, of which one is selected."""
+        which, *operands = values
+        found = [self.run(x.jaxpr, x.consts, operands) for x in branches]
+        last = _scalar(_held(which.at(()), len(branches) - 1))  # pyright: ignore[reportArgumentType]
+        if len(branches) == 2:
+            last = _scalar(self.node("ne", (last.at(()), const(0, last.dtype)), bool))
+        return [
+            self.entries("select_n", [last, *each], each[0], None)
+            for each in zip(*found, strict=True)
+        ]
+
+    def folded(self, op: str, x: _Array, axes: Any, result: Any) -> list[_Array] | None:
+        """A sum or the like of few entries, written out."""
+        sizes = [x.shape[axis] for axis in axes]
+        if not 0 < math.prod(sizes) <= _MOST_UNROLLED:
+            return None
+
+        def at(places: tuple[Place, ...]) -> Node:
+            def entry(inner: tuple[int, ...]) -> Node:
+                own, rest = dict(zip(axes, inner, strict=True)), iter(places)
+                return x.at(tuple(own[a] if a in own else next(rest) for a in range(len(x.shape))))
+
+            each = map(entry, np.ndindex(*sizes))
+            return functools.reduce(lambda a, b: self.node(op, (a, b), result.dtype), each)
+
+        return [_Array(result.shape, _dtype(result.dtype), at)]
+
+    # Each `_name` says where an entry of the result of that primitive comes from.
+
+    def _broadcast_in_dim(self, values: Any, params: Any, result: Any) -> Any:
+        axes, x = params["broadcast_dimensions"], values[0]
+        return lambda places: x.at(
+            tuple(0 if n == 1 else places[a] for a, n in zip(axes, x.shape, strict=True))
+        )
+
+    def _squeeze(self, values: Any, params: Any, result: Any) -> Any:
+        return _of_same_order(values[0], result.shape)
+
+    def _reshape(self, values: Any, params: Any, result: Any) -> Any:
+        narrow = [[n for n in shape if n != 1] for shape in (values[0].shape, result.shape)]
+        return _of_same_order(values[0], result.shape) if narrow[0] == narrow[1] else None
+
+    def _transpose(self, values: Any, params: Any, result: Any) -> Any:
+        order = params["permutation"]
+        return lambda places: values[0].at(tuple(places[order.index(a)] for a in range(len(order))))
+
+    def _iota(self, values: Any, params: Any, result: Any) -> Any:
+        axis = params["dimension"]
+        return lambda places: _converted(_as_node(places[axis]), _dtype(result.dtype))
+
+    def _slice(self, values: Any, params: Any, result: Any) -> Any:
+        starts, strides = params["start_indices"], params["strides"]
+        if strides and any(x != 1 for x in strides):
+            return None
+        return lambda places: values[0].at(tuple(map(_plus, places, starts)))
+
+    def _dynamic_slice(self, values: Any, params: Any, result: Any) -> Any:
+        x, *starts = values
+        room = [n - size for n, size in zip(x.shape, params["slice_sizes"], strict=True)]
+
+        def at(places: tuple[Place, ...]) -> Node:
+            first = (_held(start.at(()), last) for start, last in zip(starts, room, strict=True))
+            return x.at(tuple(map(_plus, places, first)))
+
+        return at
+
+    def _concatenate(self, values: Any, params: Any, result: Any) -> Any:
+        axis, starts = (
+            params["dimension"],
+            np.cumsum([0, *(x.shape[params["dimension"]] for x in values)]),
+        )
+
+        def at(places: tuple[Place, ...]) -> Node:
+            place = places[axis]
+
+            def part(x: _Array, start: int) -> Node:
+                own = _held(_plus(place, -int(start)), x.shape[axis] - 1)
+                return x.at((*places[:axis], own, *places[axis + 1 :]))
+
+            if isinstance(place, int):
+                which = int(np.searchsorted(starts, place, side="right")) - 1
+                return part(values[which], starts[which])
+            found = part(values[-1], starts[-2])
+            for x, start, end in reversed(
+                list(zip(values[:-1], starts, starts[1:-1], strict=False))
+            ):
+                inside = self.node("lt", (place, const(end, place.dtype)), bool)
+                found = self.node("select_n", (inside, found, part(x, start)), result.dtype)
+            return found
+
+        return at if all(x.shape[axis] for x in values) else None
+
+    def _gather(self, values: Any, params: Any, result: Any) -> Any:
+        x, indices = values
+        how, sizes = params["dimension_numbers"], params["slice_sizes"]
+        if how.operand_batching_dims or not all(x.shape):
+            return None
+        room = [n - size for n, size in zip(x.shape, sizes, strict=True)]
+        kept = [a for a in range(len(x.shape)) if a not in how.collapsed_slice_dims]
+        fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+
+        def at(places: tuple[Place, ...]) -> Node:
+            batch = tuple(p for a, p in enumerate(places) if a not in how.offset_dims)
+            offsets = dict(zip(kept, (places[a] for a in how.offset_dims), strict=True))
+            starts = {a: indices.at((*batch, n)) for n, a in enumerate(how.start_index_map)}
+            inside = [
+                _plus(_held(starts.get(a, 0), room[a]), offsets.get(a, 0))
+                for a in range(len(x.shape))
+            ]
+            found = x.at(tuple(inside))
+            if not fills:
+                return found
+            for a, start in starts.items():
+                low = self.node("ge", (start, const(0, start.dtype)), bool)
+                high = self.node("le", (start, const(room[a], start.dtype)), bool)
+                there = self.node("and", (low, high), bool)
+                missing = const(_fill(params["fill_value"], result.dtype), result.dtype)
+                found = self.node("select_n", (there, missing, found), result.dtype)
+            return found
+
+        return at
+
+
+def _fill(value: Any, dtype: Any) -> Any:
+    """What stands where an index is beyond an array, as JAX has it."""
+    dtype = np.dtype(dtype)
+    if value is not None:
+        return value
+    if dtype == np.bool_:
+        return True
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        return limits.max if limits.min == 0 else limits.min
+    return math.nan
+
+
+def _of_same_order(x: _Array, shape: Shape) -> Any:
+    """The entries of x in a shape with other axes of size 1."""
+
+    def at(places: tuple[Place, ...]) -> Node:
+        wide = iter(place for place, size in zip(places, shape, strict=True) if size != 1)
+        return x.at(tuple(0 if size == 1 else next(wide) for size in x.shape))
+
+    return at
+
+
+def _simplified(node: Node) -> Node:
+    """The same number by fewer operations, where that is plain: programs are full of sums with 0
+    and of constants in another dtype."""
+    args = node.args
+    values = [x.param if x.op == "const" else None for x in args]
+    if node.op == "convert_element_type":
+        (x,) = args
+        safe = isinstance(x.param, bool | int) or np.issubdtype(_plain(node.dtype), np.floating)
+        return (
+            x
+            if x.dtype == node.dtype
+            else const(x.param, node.dtype)
+            if (x.op == "const" and safe and _fits(x.param, node.dtype))
+            else node
+        )
+    if node.op == "sub" and values[1] == 0:  # in floats too: −0.0 − 0 is −0.0
+        return args[0]
+    if not np.issubdtype(_plain(node.dtype), np.integer):
+        return node
+    if node.op == "add" and 0 in values:
+        return args[1 - values.index(0)]
+    if node.op == "mul" and 1 in values:
+        return args[1 - values.index(1)]
+    return node
+
+
+def _plain(dtype: Any) -> Any:
+    return dtype if isinstance(dtype, np.dtype) else np.dtype(object)
+
+
+def _fits(value: Any, dtype: Any) -> bool:
+    """Whether a constant is the same number in a dtype, or rounded once."""
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        return limits.min <= value <= limits.max
+    return True
+
+
+def _dtype(dtype: Any) -> Any:
+    """NumPy's name for a dtype; those of JAX alone, such as random keys, as they are."""
+    return dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+
+
+def _evaluated(equation: Any, operands: list[Any]) -> list[Any]:
+    """The results of an equation, at once where all operands are known while tracing."""
+    functions, params = equation.primitive.get_bind_params(equation.params)
+    traced = any(isinstance(x, Tracer) for x in operands)
+    with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
+        found = equation.primitive.bind(*functions, *operands, **params)
+    return list(found) if equation.primitive.multiple_results else [found]

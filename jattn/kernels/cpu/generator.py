@@ -1,0 +1,362 @@
+"""Masks and score functions as C++ for the kernel's own vectors, with their derivatives.
+
+A spec is one function of scalars: `(score, b, h, i, j) -> (modified score, allowed)`, in the one
+order of `jattn.tile`. It is read as an expression (`jattn.expressions`), and cut in two. What
+depends on the query alone, on the key alone, on their distance or on the head becomes an array that
+JAX computes once per call; for these T + S numbers any operation will do, and their derivative is
+JAX's. The rest, the core, is what each pair needs, and becomes vector code: lanes are queries.
+
+The derivative of the core is that of JAX too: the core is a function again, whose pullback is read
+like it. Only operations, numbers and names of ours stand in the text that is compiled.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import expressions
+from jattn._pytree import select_head, take_tile
+from jattn._types import Shape
+from jattn.expressions import Node
+from jattn.kernels.cpu.text import COTANGENT, FIRST, KEY, QUERY, SCORE, B, H, function_of
+from jattn.masks import Span
+from jattn.scores import in_order
+from jattn.spec import Shapes, Spec
+
+
+class Operand(NamedTuple):
+    """An array that the core reads: `[B or 1, N or 1, size]`.
+
+    Of kind `lane` it has an entry for each query, `key` for each key, `diagonal` for each distance
+    (entry i − j + S − 1), `head` one, and of kind `table` the core says which.
+    """
+
+    kind: str
+    dtype: Any  # bool, an integer or a float dtype
+    shape: Shape = ()  # of a table
+
+
+class Rule(NamedTuple):
+    """What a spec is for the kernel: the text of its core, and what goes with it."""
+
+    text: str
+    operands: tuple[Operand, ...]
+    differentiated: tuple[int, ...]  # operands whose gradients the core gives
+    modifies: bool  # whether scores change other than by the mask
+    keeps: bool  # whether its derivative needs the scores before
+    by_row: bool  # whether the mask depends on the batch row
+    by_head: bool  # and on the head
+
+
+def spec_function(spec: Spec) -> tuple[Callable[..., Any], list[Any]]:
+    """`(run, leaves)`: `run(score, b, h, i, j, *leaves)` gives the modified score of a pair, and
+    whether it is allowed."""
+    own = dataclasses.replace(
+        spec, scale=1.0, dropout_key=None, dropout_rate=0.0, precision=None, lse=False
+    )
+    leaves, structure = jax.tree.flatten(own)
+
+    def run(score: Any, b: Any, h: Any, i: Any, j: Any, *leaves: Any) -> Any:
+        places = i[None], j[None]
+        here = take_tile(select_head(jax.tree.unflatten(structure, leaves), b, h), *places)
+        rows, columns = (
+            Span((place + 0 if given is None else given).astype(jnp.int32), place)
+            for place, given in zip(places, (here.q_positions, here.kv_positions), strict=True)
+        )
+        modified = score[None, None]
+        for function in in_order(here.score):
+            modified = function.evaluate(modified, b, h, rows, columns)
+        allowed = jnp.broadcast_to(here.mask.evaluate(b, h, rows, columns), (1, 1))
+        return modified[0, 0], allowed[0, 0]
+
+    return run, leaves
+
+
+# --- what depends on what -----------------------------------------------------------------------
+
+_LETTERS = {SCORE: "s", B: "b", H: "h", QUERY: "i", KEY: "j"}
+_OF_DISTANCE = ("sub", "lt", "le", "gt", "ge", "eq", "ne")
+
+
+def _dependences(nodes: Sequence[Node]) -> dict[int, str]:
+    """On which inputs each node depends; "d" where on i and j by their distance alone."""
+    found: dict[int, str] = {}
+    for node in nodes:
+        if node.op == "unknown":
+            raise NotImplementedError(f"functions of pairs have no operation {node.param}")
+        if node.op == "input":
+            found[id(node)] = _LETTERS[node.param]  # pyright: ignore[reportArgumentType]
+        elif node.op in _OF_DISTANCE and {x.param for x in node.args if x.op == "input"} == {
+            QUERY,
+            KEY,
+        }:
+            found[id(node)] = "d"
+        else:
+            found[id(node)] = "".join(sorted(set().union(*(found[id(x)] for x in node.args))))
+    return found
+
+
+_KINDS = {"": "head", "i": "lane", "j": "key", "d": "diagonal"}
+
+
+def _kind_of(depends: str) -> str | None:
+    """The kind of operand that a node may become; None where each pair needs its own."""
+    return _KINDS.get(depends.replace("b", "").replace("h", ""))
+
+
+# --- cutting ------------------------------------------------------------------------------------
+
+
+class _Core(NamedTuple):
+    """The part for each pair: `results` in terms of inputs, of which those from `first` on are
+    operands, one for each of `cuts`: a node to be computed outside, or a table."""
+
+    results: list[Node]
+    cuts: list[tuple[Operand, Any]]
+    depends: list[str]  # of each result
+
+
+class _Cutter:
+    """Replaces what is computed outside with inputs."""
+
+    def __init__(self, nodes: Sequence[Node], tables: list[Any]):
+        self.depends = _dependences(nodes)
+        self.tables = tables
+        self.cuts: list[tuple[Operand, Any]] = []
+        self._new: dict[int, Node] = {}
+        self._table_cuts: dict[Any, Node] = {}
+
+    def replaced(self, node: Node) -> Node:
+        if id(node) not in self._new:
+            self._new[id(node)] = self._replace(node)
+        return self._new[id(node)]
+
+    def _replace(self, node: Node) -> Node:
+        depends = self.depends[id(node)]
+        if node.op == "const" or (node.op == "input" and node.param in (SCORE, QUERY, KEY)):
+            return node
+        kind = _kind_of(depends)
+        if kind is not None:
+            return self._operand(Operand(kind, node.dtype), node)
+        if node.op == "look_up":
+            return self._look_up(node)
+        return dataclasses.replace(node, args=tuple(map(self.replaced, node.args)))
+
+    def _operand(self, operand: Operand, cut: Any) -> Node:
+        self.cuts.append((operand, cut))
+        return Node("input", (), operand.dtype, FIRST + len(self.cuts) - 1)
+
+    def _look_up(self, node: Node) -> Node:
+        """An entry of a table that each pair chooses; places that the head chooses come first."""
+        outer = 0
+        while _kind_of(self.depends[id(node.args[outer])]) == "head":
+            outer += 1
+        head, inner = node.args[:outer], node.args[outer:]
+        shape = np.shape(self.tables[node.param])[outer:]  # pyright: ignore
+        key = node.param, tuple(map(id, head))
+        if key not in self._table_cuts:
+            operand = Operand("table", node.dtype, shape)
+            self._table_cuts[key] = self._operand(operand, (node.param, head))
+        table = self._table_cuts[key]
+        return Node("entry", (table, *map(self.replaced, inner)), node.dtype, shape)
+
+
+def _cut(results: list[Node], tables: list[Any]) -> _Core:
+    cutter = _Cutter(expressions.in_order(results), tables)
+    depends = [cutter.depends[id(x)] for x in results]
+    return _Core([cutter.replaced(x) for x in results], cutter.cuts, depends)
+
+
+# --- evaluation by JAX --------------------------------------------------------------------------
+
+
+def _evaluated(roots: Sequence[Node], inputs: dict[Any, Any], tables: list[Any]) -> dict[int, Any]:
+    """The nodes as arrays, which broadcast; `inputs` by number, or nodes that are given by id."""
+    found: dict[int, Any] = {}
+    for node in expressions.in_order(roots):
+        args = [found[id(x)] for x in node.args]
+        if node.op == "input":
+            found[id(node)] = inputs[node.param]
+        elif node.op == "const":
+            found[id(node)] = jnp.asarray(node.param, node.dtype)
+        elif node.op == "look_up":
+            table = jnp.asarray(tables[node.param])  # pyright: ignore
+            found[id(node)] = table.at[tuple(args)].get(mode="clip") if args else table
+        elif node.op == "entry":
+            found[id(node)] = args[0]  # of the place that was looked up
+        else:
+            found[id(node)] = expressions.apply(node, args)
+    return found
+
+
+def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
+    """What a spec's rule reads, in the order of its operands; a function of the spec's arrays."""
+    core, tables = _core_of(spec, dtype)
+    T, S = shapes.T, shapes.S
+    along = {
+        "head": (0, 0, 1),
+        "lane": (jnp.arange(T), 0, T),
+        "key": (0, jnp.arange(S), S),
+        # Of a place on a diagonal: any query and key that lie on it.
+        "diagonal": (
+            jnp.maximum(jnp.arange(T + S - 1) - (S - 1), 0),
+            jnp.maximum((S - 1) - jnp.arange(T + S - 1), 0),
+            T + S - 1,
+        ),
+    }
+    found = []
+    for operand, cut in core.cuts:
+        if operand.kind == "table":
+            number, head = cut
+            found.append(_table_of(tables, number, head, shapes, operand))
+            continue
+        i, j, size = along[operand.kind]
+        inputs = _places(i, j, shapes)
+        value = _evaluated([cut], inputs, tables)[id(cut)]
+        lead = (1,) * (3 - value.ndim) + value.shape
+        value = jnp.broadcast_to(value.reshape(lead), (*lead[:2], size))
+        found.append(_padded(value, operand.kind))
+    return found
+
+
+def _places(i: Any, j: Any, shapes: Shapes) -> dict[Any, Any]:
+    """Inputs that broadcast to `[B, N, size]`."""
+    as_row = lambda x: jnp.asarray(x, jnp.int32).reshape(1, 1, -1)  # noqa: E731
+    return {
+        B: jnp.arange(shapes.B, dtype=jnp.int32)[:, None, None],
+        H: jnp.arange(shapes.N, dtype=jnp.int32)[None, :, None],
+        QUERY: as_row(i),
+        KEY: as_row(j),
+    }
+
+
+_MARGIN = 64  # more entries than any vector has lanes, for lanes without a query
+
+
+def _padded(x: Any, kind: str) -> Any:
+    if kind in ("head", "key"):
+        return x
+    return jnp.pad(x, ((0, 0), (0, 0), (0, _MARGIN)), mode="edge" if x.shape[-1] else "constant")
+
+
+def _table_of(tables: list[Any], number: int, head: Any, shapes: Shapes, operand: Operand) -> Any:
+    """The entries of a table that heads choose, `[B or 1, N or 1, size]`."""
+    table = jnp.asarray(tables[number])
+    if not head:
+        return table.reshape(1, 1, -1)
+    found = _evaluated(list(head), _places(0, 0, shapes), tables)
+    places = [found[id(x)] for x in head]
+    shape = np.broadcast_shapes(*map(np.shape, places), (1, 1, 1))
+    places = [jnp.broadcast_to(x, shape)[..., 0] for x in places]
+    chosen = table.at[tuple(places)].get(mode="clip")
+    return chosen.reshape(*chosen.shape[:2], -1)
+
+
+# --- the rule -----------------------------------------------------------------------------------
+
+
+def _core_of(spec: Spec, dtype: Any) -> tuple[_Core, list[Any]]:
+    run, leaves = spec_function(spec)
+    with jax.numpy_dtype_promotion("standard"):
+        expression = expressions.read(run, (dtype, *[np.int32] * 4), leaves)
+    return _cut(expression.results, expression.tables), expression.tables
+
+
+def rule_of(spec: Spec, dtype: Any, gradients: bool) -> Rule:
+    """The rule of a spec whose arrays have one batch axis.
+
+    Raises NotImplementedError with the reason for what vector code does not know.
+    """
+    core, _ = _core_of(spec, dtype)
+    operands = tuple(operand for operand, _ in core.cuts)
+    score, _ = core.results
+    modifies = not (score.op == "input" and score.param == SCORE)
+    pull = _pullback(core, operands, np.dtype(dtype)) if modifies else None
+    float_operands = tuple(n for n, x in enumerate(operands) if x.dtype == dtype and gradients)
+    text = function_of(core.results, operands, dtype)
+    keeps = False
+    differentiated: tuple[int, ...] = ()
+    if pull is not None:
+        d_score, d_operands = pull
+        differentiated = tuple(n for n in float_operands if n in d_operands)
+        backward = [d_score, *(d_operands[n] for n in differentiated)]
+        keeps = any(x.op == "input" and x.param == SCORE for x in expressions.in_order(backward))
+        gradients_of = [(n, operands[n]) for n in differentiated]
+        text += function_of(backward, operands, dtype, gradients_of)
+    if len(operands) > MOST_OPERANDS:
+        raise NotImplementedError(f"its functions read {len(operands)} arrays, at most 32 fit")
+    by_row, by_head = (letter in core.depends[1] for letter in "bh")
+    return Rule(text, operands, differentiated, modifies, keeps, by_row, by_head)
+
+
+MOST_OPERANDS = 31
+
+
+def _pullback(
+    core: _Core, operands: tuple[Operand, ...], dtype: Any
+) -> tuple[Node, dict[int, Node]]:
+    """Nodes of the cotangents of the score and of float operands, given that of the result."""
+    score = core.results[0]
+    nodes = expressions.in_order([score])
+    entries = [x for x in nodes if x.op == "entry"]
+    floats = [n for n, x in enumerate(operands) if x.dtype == dtype and x.kind != "table"]
+    looked_up = [x for x in entries if x.dtype == dtype]
+    others = [x for x in nodes if x.op == "input" and x.dtype != dtype]
+    given = [x for x in entries if x.dtype != dtype]
+
+    # What is differentiated comes first, then what is not, as scalars.
+    def value(own: Sequence[Any], rest: Sequence[Any]) -> Any:
+        inputs = {SCORE: own[0]}
+        inputs |= {FIRST + n: x for n, x in zip(floats, own[1:], strict=False)}
+        inputs |= {node.param: x for node, x in zip(others, rest, strict=False)}
+        found: dict[int, Any] = {}
+        known = dict(zip(map(id, looked_up), own[1 + len(floats) :], strict=True))
+        known |= dict(zip(map(id, given), rest[len(others) :], strict=True))
+        for node in nodes:
+            if id(node) in known:
+                found[id(node)] = known[id(node)]
+            elif node.op == "input":
+                found[id(node)] = inputs.get(node.param)
+            elif node.op == "const":
+                found[id(node)] = jnp.asarray(node.param, node.dtype)
+            else:
+                found[id(node)] = expressions.apply(node, [found[id(x)] for x in node.args])
+        return found[id(score)]
+
+    count = 1 + len(floats) + len(looked_up)
+
+    def pullback(*scalars: Any) -> Any:
+        own, rest, cotangent = scalars[:count], scalars[count:-1], scalars[-1]
+        _, pull = jax.vjp(lambda *own: value(own, rest), *own)
+        return pull(cotangent)
+
+    dtypes = [dtype] * count + [x.dtype for x in (*others, *given)] + [dtype]
+    read = expressions.read(pullback, dtypes)
+    if read.tables:
+        raise NotImplementedError("the derivative of a score function needs an array of its own")
+    numbers: list[Any] = [Node("input", (), dtype, SCORE)]
+    numbers += [Node("input", (), dtype, FIRST + n) for n in floats]
+    numbers += [*looked_up, *others, *given, Node("input", (), dtype, COTANGENT)]
+    renamed = _renamed(read.results, numbers)
+    found = {n: renamed[1 + k] for k, n in enumerate(floats)}
+    for node, d_node in zip(looked_up, renamed[1 + len(floats) :], strict=True):
+        number = node.args[0].param - FIRST  # pyright: ignore
+        if number in found:
+            raise NotImplementedError("a score function reads two entries of a table")
+        found[number] = Node("scatter", (d_node, *node.args[1:]), dtype, node.param)
+    return renamed[0], found
+
+
+def _renamed(results: list[Node], inputs: list[Node]) -> list[Node]:
+    """The nodes with others in place of their inputs."""
+    found: dict[int, Node] = {}
+    for node in expressions.in_order(results):
+        if node.op == "input":
+            found[id(node)] = inputs[node.param]  # pyright: ignore
+        else:
+            found[id(node)] = dataclasses.replace(node, args=tuple(found[id(x)] for x in node.args))
+    return [found[id(x)] for x in results]

@@ -1,0 +1,252 @@
+// What rules that are generated for a mask and a score function are made of.
+//
+// A rule changes a tile of scores in place, `[keys, width]` as in attention.cc: lanes are queries. It
+// reads operands of one head, by query, by key, by their distance, or as a table. Backward it makes
+// the cotangent of scores that of products, and adds to gradients of operands.
+
+#pragma once
+
+#include "vector.h"
+
+// A tile of one head: queries first .. first + count - 1 in `width` lanes, keys j .. j + keys - 1.
+struct Place {
+  Index first, count, width, j, keys, T, S;
+  const void* const* operands;
+  void* const* gradients;
+};
+
+namespace {
+
+constexpr T kNaN = std::numeric_limits<T>::quiet_NaN();
+
+inline Ints whole(Index x) { return Ints{} + static_cast<Int>(x); }
+inline Ints truth(bool x) { return whole(x ? -1 : 0); }
+inline Ints load_truth(const Int* from) { return load<Ints>(from) != 0; }
+inline Ints truth(Int x) { return truth(x != 0); }
+
+inline Ints lanes() {
+  Ints x;
+  for (int l = 0; l < kLanes; ++l) x[l] = l;
+  return x;
+}
+// The queries of a vector; lanes without one stand for the last.
+inline Ints queries(const Place& at, Index i) {
+  const Ints x = lanes() + whole(at.first + i), last = whole(at.T - 1);
+  return x > last ? last : x;
+}
+
+inline Vector pick(Ints which, Vector x, Vector y) { return which ? x : y; }
+inline Ints pick(Ints which, Ints x, Ints y) { return (which & x) | (~which & y); }
+
+// Integers of 32 bits in lanes that may be wider.
+inline Ints wrap(Ints x) {
+  if constexpr (sizeof(Int) == 4) return x;
+  return (x << (sizeof(Int) * 8 - 32)) >> (sizeof(Int) * 8 - 32);
+}
+
+// By way of memory, so that the compiler finds the loop.
+template <typename F>
+inline Vector each(Vector x, F f) {
+  T all[kLanes];
+  std::memcpy(all, &x, sizeof(x));
+  for (int l = 0; l < kLanes; ++l) all[l] = f(all[l]);
+  return load(all);
+}
+template <typename V, typename F>
+inline V each(V x, V y, F f) {
+  for (int l = 0; l < kLanes; ++l) x[l] = f(x[l], y[l]);
+  return x;
+}
+
+// NaN for NaN on either side, as in JAX.
+inline Vector greatest(Vector x, Vector y) { return pick((x > y) | (x != x), x, y); }
+inline Vector least(Vector x, Vector y) { return pick((x < y) | (x != x), x, y); }
+inline Ints greatest(Ints x, Ints y) { return pick(x > y, x, y); }
+inline Ints least(Ints x, Ints y) { return pick(x < y, x, y); }
+
+inline Vector abs_of(Vector x) { return (Vector)((Ints)x & std::numeric_limits<Int>::max()); }
+inline Ints abs_of(Ints x) { return pick(x < 0, wrap(-x), x); }
+inline Vector sign_of(Vector x) { return x > 0 ? all(1) : (x < 0 ? all(-1) : x); }
+inline Ints sign_of(Ints x) { return (x < 0) - (x > 0); }
+
+inline Int divided(Int x, Int y) {
+  if (y == 0) return -1;
+  return y == -1 ? -static_cast<std::make_unsigned_t<Int>>(x) : x / y;
+}
+inline Int rest(Int x, Int y) { return y == 0 ? x : y == -1 ? 0 : x % y; }
+inline Int sign(Int x) { return (x > 0) - (x < 0); }
+inline Ints div_of(Ints x, Ints y) { return wrap(each(x, y, divided)); }
+inline Ints rem_of(Ints x, Ints y) { return each(x, y, rest); }
+inline Ints floor_divide_of(Ints x, Ints y) {
+  return wrap(each(x, y, [](Int x, Int y) {
+    return divided(x, y) - (sign(x) != sign(y) && rest(x, y) != 0);
+  }));
+}
+inline Ints remainder_of(Ints x, Ints y) {
+  return each(x, y, [](Int x, Int y) {
+    y = y == 0 ? 1 : y;
+    const Int r = rest(x, y);
+    return r != 0 && (r < 0) != (y < 0) ? r + y : r;
+  });
+}
+
+inline Ints shift_left_of(Ints x, Ints by, int bits) {
+  return each(x, by, [bits](Int x, Int by) {
+    return by < 0 || by >= bits ? Int{0}
+                                : static_cast<Int>(static_cast<std::make_unsigned_t<Int>>(x) << by);
+  });
+}
+constexpr int kBits = 32;
+inline Ints shift_left(Ints x, Ints by) { return shift_left_of(x, by, kBits); }
+inline Ints shift_right_arithmetic(Ints x, Ints by) {
+  return each(x, by, [](Int x, Int by) { return x >> (by < 0 || by >= kBits ? kBits - 1 : by); });
+}
+inline Ints shift_right_logical(Ints x, Ints by) {
+  return each(x, by, [](Int x, Int by) {
+    return by < 0 || by >= kBits ? Int{0} : static_cast<Int>(static_cast<uint32_t>(x) >> by);
+  });
+}
+
+// Conversions go by way of the kind that something is of.
+inline Vector from_f(Vector x) { return x; }
+inline Ints from_i(Ints x) { return x; }
+struct Truths {
+  Ints x;
+};
+inline Truths from_b(Ints x) { return {x}; }
+inline Vector as_f(Ints x) { return __builtin_convertvector(x, Vector); }
+inline Vector as_f(Truths t) { return t.x ? all(1) : Vector{}; }
+inline Ints as_i(Truths t) { return t.x & 1; }
+// Towards 0, held within 32 bits; NaN is 0.
+inline Ints as_i(Vector x) {
+  Ints found;
+  for (int l = 0; l < kLanes; ++l)
+    found[l] = x[l] != x[l]                 ? 0
+               : x[l] >= T(2147483648.0)    ? std::numeric_limits<int32_t>::max()
+               : x[l] <= T(-2147483648.0)   ? std::numeric_limits<int32_t>::min()
+                                            : static_cast<Int>(x[l]);
+  return found;
+}
+inline Ints as_b(Vector x) { return x != all(0); }
+inline Ints as_b(Ints x) { return x != 0; }
+
+template <int N, typename V>
+inline V power(V x) {
+  if constexpr (N < 0) {
+    return 1 / power<-N>(x);
+  } else if constexpr (N == 0) {
+    return x - x + 1;
+  } else {
+    V found = x;
+    for (int n = 1; n < N; ++n) found = found * x;
+    return found;
+  }
+}
+// Halves away from 0, or to even.
+template <int kMethod>
+inline Vector rounded(Vector x) {
+  return each(x, [](T x) { return kMethod == 0 ? std::round(x) : std::nearbyint(x); });
+}
+
+#if JATTN_SINGLE
+// e^x for all x: `exponential` ends where a weight is 0, and before infinity.
+inline Vector exp_of(Vector x) {
+  const Vector half = exponential(x * 0.5f);
+  const Vector usual = exponential(x);
+  const Ints far = (x > 80.0f) | (x < -80.0f);
+  const Vector squared = half * half;
+  return x > 89.0f ? all(kInfinity) : (far ? squared : usual);
+}
+inline Vector tanh_of(Vector x) { return tangent(x); }
+inline Vector logistic_of(Vector x) { return 1.0f / (1.0f + exp_of(-x)); }
+// log x for all x: `logarithm` takes numbers that are not denormal.
+inline Vector log_of(Vector x) {
+  const Ints small = x < 1.17549435e-38f;
+  const Vector usual = logarithm(small ? x * 8388608.0f : x);
+  const Vector found = small ? usual - 15.9423847f : usual;
+  const Vector end = x == 0.0f ? all(-kInfinity) : (x == kInfinity ? x : all(kNaN));
+  return (x > 0.0f) & (x < kInfinity) ? found : end;
+}
+// Kahan's: what is rounded away in 1 + x is made up for.
+inline Vector log1p_of(Vector x) {
+  const Vector u = 1.0f + x, known = u - 1.0f;
+  const Vector found = log_of(u) * (x / (known == 0.0f ? all(1) : known));
+  return known == 0.0f ? x : (u == kInfinity ? u : found);
+}
+inline Vector expm1_of(Vector x) {
+  const Vector u = exp_of(x), less = u - 1.0f;
+  const Vector found = less * (x / log_of(u));
+  return u == 1.0f ? x : ((less == -1.0f) | (u == kInfinity) ? less : found);
+}
+#else
+inline Vector exp_of(Vector x) { return exponential(x); }
+inline Vector tanh_of(Vector x) { return tangent(x); }
+inline Vector logistic_of(Vector x) { return 1.0 / (1.0 + exp_of(-x)); }
+#endif
+
+#define JATTN_EACH(name, function) \
+  inline Vector name##_of(Vector x) { return each(x, [](T x) -> T { return function(x); }); }
+JATTN_EACH(ceil, std::ceil)
+JATTN_EACH(floor, std::floor)
+JATTN_EACH(sqrt, std::sqrt)
+JATTN_EACH(cbrt, std::cbrt)
+JATTN_EACH(exp2, std::exp2)
+#if !JATTN_SINGLE
+JATTN_EACH(expm1, std::expm1)
+JATTN_EACH(log, std::log)
+JATTN_EACH(log1p, std::log1p)
+#endif
+JATTN_EACH(erf, std::erf)
+JATTN_EACH(erfc, std::erfc)
+JATTN_EACH(sin, std::sin)
+JATTN_EACH(cos, std::cos)
+JATTN_EACH(tan, std::tan)
+JATTN_EACH(asin, std::asin)
+JATTN_EACH(acos, std::acos)
+JATTN_EACH(atan, std::atan)
+JATTN_EACH(sinh, std::sinh)
+JATTN_EACH(cosh, std::cosh)
+JATTN_EACH(asinh, std::asinh)
+JATTN_EACH(acosh, std::acosh)
+JATTN_EACH(atanh, std::atanh)
+inline Vector rsqrt_of(Vector x) { return 1 / sqrt_of(x); }
+inline Vector div_of(Vector x, Vector y) { return x / y; }
+inline Vector rem_of(Vector x, Vector y) {
+  return each(x, y, [](T x, T y) { return std::fmod(x, y); });
+}
+inline Vector pow_of(Vector x, Vector y) {
+  return each(x, y, [](T x, T y) { return std::pow(x, y); });
+}
+inline Vector atan2_of(Vector x, Vector y) {
+  return each(x, y, [](T x, T y) { return std::atan2(x, y); });
+}
+
+// Entries of a table.
+#if defined(__AVX512F__) && JATTN_SINGLE
+inline Vector gather(const T* table, Ints at) {
+  return (Vector)_mm512_i32gather_ps((__m512i)at, table, 4);
+}
+inline Ints gather(const Int* table, Ints at) {
+  return (Ints)_mm512_i32gather_epi32((__m512i)at, table, 4);
+}
+#else
+template <typename E>
+inline auto gather(const E* table, Ints at) {
+  std::conditional_t<std::is_same_v<E, T>, Vector, Ints> found;
+  for (int l = 0; l < kLanes; ++l) found[l] = table[at[l]];
+  return found;
+}
+#endif
+inline Ints gather_truth(const Int* table, Ints at) { return gather(table, at) != 0; }
+inline void scatter(T* table, Ints at, Vector x, Index count) {
+  for (int l = 0; l < kLanes && l < count; ++l) table[at[l]] += x[l];
+}
+
+inline void add_to(T* to, Vector x) { store(to, load(to) + x); }
+inline T total(Vector x) {
+  T sum = 0;
+  for (int l = 0; l < kLanes; ++l) sum += x[l];
+  return sum;
+}
+
+}  // namespace

@@ -1,0 +1,300 @@
+"""What interval arithmetic says of a function holds for every pair in every tile."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import jattn
+from jattn import bounds, expressions, masks, scores
+from jattn.bounds import Interval
+from jattn.masks import EMPTY, FULL, Predicate
+from tests.conftest import quick_jit
+
+
+# --- functions that people write ----------------------------------------------------------------
+
+T = 96
+WIDTH, HEIGHT = 16, 6
+DOCUMENTS = np.sort(np.random.default_rng(0).integers(0, 5, (2, T)), axis=1)
+SLOPES = np.array([0.1, 2.0, 30.0], np.float32)
+
+
+def neighbourhood(b, h, q, kv):
+    """A square around each query of an image, moved inwards at its edges (NATTEN)."""
+    (q_row, q_column), (row, column) = ((x // WIDTH, x % WIDTH) for x in (q, kv))
+    middle = jnp.clip(q_row, 1, HEIGHT - 2), jnp.clip(q_column, 2, WIDTH - 3)
+    return (abs(middle[0] - row) <= 1) & (abs(middle[1] - column) <= 2)
+
+
+def jagged(offsets: Any) -> Callable[..., Any]:
+    """Sequences of several lengths one after another, causal within each."""
+
+    def rule(b, h, q, kv):
+        own = jnp.sum(jnp.asarray(offsets) <= q) == jnp.sum(jnp.asarray(offsets) <= kv)
+        return own & (q >= kv)
+
+    return rule
+
+
+DOCS = jnp.asarray(DOCUMENTS)
+RULES: dict[str, Callable[..., Any]] = {
+    "causal": lambda b, h, q, kv: q >= kv,
+    "window": lambda b, h, q, kv: (q >= kv) & (q - kv <= 20),
+    "both sides": lambda b, h, q, kv: jnp.abs(q - kv) < 17,
+    "prefix": lambda b, h, q, kv: (kv < 30) | (q >= kv),
+    "documents": lambda b, h, q, kv: DOCS[0][q] == DOCS[0][kv],
+    "causal documents": lambda b, h, q, kv: (DOCS[1, q] == DOCS[1, kv]) & (kv <= q),
+    "documents of rows": lambda b, h, q, kv: DOCS[b, q] == DOCS[b, kv],
+    "taken": lambda b, h, q, kv: jnp.take(DOCS[0], q) == jnp.take(DOCS[0], kv, mode="clip"),
+    "neighbourhood": neighbourhood,
+    "dilated window": lambda b, h, q, kv: (q >= kv) & (q - kv < 40) & ((q - kv) % 4 == 0),
+    "global": lambda b, h, q, kv: (q < 16) | (kv < 16) | (abs(q - kv) < 10),
+    "blocks": lambda b, h, q, kv: (q & ~15) == (kv & ~15),
+    "shifted": lambda b, h, q, kv: (q >> 4) == (kv >> 4),
+    "a window for each head": lambda b, h, q, kv: q - kv < (h + 1) * 10,
+    "far by slope": lambda b, h, q, kv: jnp.asarray(SLOPES)[h] * (q - kv).astype(jnp.float32) < 25,
+    "a choice": lambda b, h, q, kv: jnp.where(q < 40, kv < 8, kv > 80),
+    "jagged": jagged(np.array([20, 50, 51, 80], np.int32)),
+    "a power": lambda b, h, q, kv: (q - kv) ** 2 < 300,
+    "reversed": lambda b, h, q, kv: (T - 1 - q) <= kv,
+    "a branch": lambda b, h, q, kv: jax.lax.cond(q < 32, lambda x: x < 5, lambda x: x > 60, kv),
+}
+
+
+def dense(rule: Callable[..., Any], b: int, h: int, q: Any, kv: Any) -> np.ndarray:
+    """The rule for each pair."""
+    per_key = jax.vmap(rule, (None, None, None, 0))
+    every = quick_jit(jax.vmap(per_key, (None, None, 0, None)))
+    q, kv = (jnp.asarray(x, jnp.int32) for x in (q, kv))
+    return np.asarray(every(jnp.int32(b), jnp.int32(h), q, kv))
+
+
+def true_kinds(allowed: np.ndarray, block: int) -> np.ndarray:
+    """What each tile is."""
+    tiles = allowed.reshape(len(allowed) // block, block, -1, block)
+    return np.asarray(tiles.any(axis=(1, 3)).astype(np.int8) + tiles.all(axis=(1, 3)))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_tiles_of_a_pasted_function_are_known(name):
+    """As exactly as if each pair had been looked at."""
+    head = (1, 2)
+    allowed = dense(RULES[name], *head, np.arange(T), np.arange(T))
+    found = masks.tile_map(Predicate(RULES[name]), T, T, 16, 16, b=head[0], h=head[1])
+    assert isinstance(found, np.ndarray)  # known while tracing
+    np.testing.assert_array_equal(found, true_kinds(allowed, 16))
+
+
+@pytest.mark.parametrize("name", ["causal documents", "documents of rows", "neighbourhood"])
+def test_tiles_are_known_in_a_program_too(name):
+    """Of operands, rows and positions that are traced."""
+
+    def rule(b, h, q, kv, docs):
+        return RULES[name](b, h, q, kv) if name == "neighbourhood" else docs[b, q] == docs[b, kv]
+
+    @jax.jit
+    def found(docs, positions):
+        mask = Predicate(rule, docs)
+        given = {"q_positions": positions, "kv_positions": positions}
+        return masks.tile_map(mask, T, T, 16, 16, b=1, **given)
+
+    positions = np.arange(T, dtype=np.int32)[::-1].copy()
+    docs = jnp.asarray(DOCUMENTS)
+    closed = lambda b, h, q, kv: rule(b, h, q, kv, docs)  # noqa: E731
+    want = true_kinds(dense(closed, 1, 0, positions, positions), 16)
+    np.testing.assert_array_equal(found(docs, jnp.asarray(positions)), want)
+
+
+def test_what_is_not_known_may_be_anything():
+    def rule(b, h, q, kv):
+        return jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q) == 0
+
+    assert np.all(masks.tile_map(Predicate(rule), 32, 32, 8, 8) == masks.MIXED)
+    both = Predicate(rule) & masks.Causal()
+    found = masks.tile_map(both, 32, 32, 8, 8)
+    np.testing.assert_array_equal(found == EMPTY, np.triu(np.ones((4, 4), bool), 1))
+
+
+def test_tiles_without_keys_are_skipped():
+    """NaN in keys that no tile needs reaches nobody, and takes no time: it is never read."""
+    x = jnp.ones((1, 2048, 1, 8))
+    program = jax.jit(
+        lambda x: jattn.attention(
+            x, x, x, mask=Predicate(lambda b, h, q, kv: kv < 128), implementation="blockwise"
+        )
+    )
+    full = jax.jit(lambda x: jattn.attention(x, x, x, implementation="blockwise"))
+    costs: list[Any] = [f.lower(x).compile().cost_analysis() for f in (program, full)]
+    flops = [cost["flops"] for cost in costs]
+    assert flops[0] < flops[1] / 8
+
+
+# --- random expressions -------------------------------------------------------------------------
+
+S, BLOCK = 24, 6
+EDGES = (0, -7, 2**31 - S, -(2**31), 2**30 - 9)
+
+
+class Tables(NamedTuple):
+    """What expressions look numbers up in."""
+
+    ids: Any
+    floats: Any
+    square: Any
+    truths: Any
+
+
+def tables() -> Tables:
+    rng = np.random.default_rng(1)
+    floats = rng.normal(size=S).astype(np.float32) * 8
+    floats[3] = np.nan
+    floats[7] = np.inf
+    return Tables(
+        jnp.asarray(rng.integers(-3, 40, S), jnp.int32),
+        jnp.asarray(floats),
+        jnp.asarray(rng.integers(-9, 9, (5, S)), jnp.int32),
+        jnp.asarray(rng.random(S) < 0.3),
+    )
+
+
+TABLES = tables()
+Function = Callable[..., Any]  # of arrays that broadcast: q, kv and maybe a score
+
+
+def _binary(operation: Callable[..., Any]) -> Callable[[Function, Function], Function]:
+    return lambda f, g: lambda *at: operation(f(*at), g(*at))
+
+
+def _unary(operation: Callable[..., Any]) -> Callable[[Function], Function]:
+    return lambda f: lambda *at: operation(f(*at))
+
+
+def _constant(value: Any) -> Function:
+    return lambda *at: value + at[0] * 0
+
+
+NUMBERS = st.integers(-40, 40) | st.sampled_from([1, 2, 8, 2**30, -(2**31), 2**31 - 1])
+INT_OPERATIONS = [
+    jnp.add, jnp.subtract, jnp.multiply, jnp.minimum, jnp.maximum, jnp.bitwise_and,
+    jnp.bitwise_or, jnp.bitwise_xor, jnp.floor_divide, jnp.remainder, jax.lax.div, jax.lax.rem,
+]  # fmt: skip
+INT_UNARY = [
+    jnp.abs, jnp.negative, jnp.sign, jnp.invert, lambda x: x >> 3, lambda x: x << 2, jnp.square,
+    lambda x: x % 7, lambda x: x // 5, lambda x: x // -3, lambda x: x % 8, lambda x: x & 15,
+    lambda x: x & ~7, lambda x: jnp.clip(x, -5, 11), lambda x: x**3,
+    lambda x: TABLES.ids[x], lambda x: jnp.take(TABLES.ids, x, mode="clip"),
+    lambda x: TABLES.truths[x].astype(jnp.int32), lambda x: x.astype(jnp.int8).astype(jnp.int32),
+    lambda x: TABLES.ids.at[x].get(mode="fill", fill_value=3),
+]  # fmt: skip
+FLOAT_OPERATIONS = [jnp.add, jnp.subtract, jnp.multiply, jnp.divide, jnp.minimum, jnp.maximum]
+FLOAT_UNARY = [
+    jnp.abs, jnp.negative, jnp.tanh, jnp.exp, jnp.log, jnp.sqrt, jnp.floor, jnp.ceil, jnp.round,
+    jnp.square, lambda x: x**3, jax.nn.sigmoid, jnp.sign, jax.lax.rsqrt, jnp.sin, jnp.expm1,
+    lambda x: jnp.where(jnp.isfinite(x), x, 1), lambda x: x * 0.37,
+]  # fmt: skip
+SMOOTH_UNARY = [
+    jnp.abs, jnp.negative, jnp.tanh, lambda x: jnp.exp(-jnp.abs(x)), lambda x: jnp.log1p(x * x),
+    lambda x: jnp.sqrt(x * x + 1), jax.nn.sigmoid, jnp.sin, lambda x: x * 0.37, jax.nn.softplus,
+    lambda x: jnp.tanh(x / 9) ** 3, lambda x: 1 / (1 + x * x), jnp.square,
+]  # fmt: skip
+COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+def _floats(score: bool) -> Any:
+    """For scores in float64, and finite."""
+    return jnp.nan_to_num(TABLES.floats, posinf=3).astype(jnp.float64) if score else TABLES.floats
+
+
+@st.composite
+def expressions_of(draw: Any, kind: str, depth: int, score: bool = False) -> Function:
+    """A random function of positions, and of a score if wanted: integers, floats or truths."""
+    down = lambda kind: draw(expressions_of(kind, depth - 1, score))  # noqa: E731
+    return {"int": _integer, "float": _float, "truth": _truth}[kind](draw, down, depth, score)
+
+
+def _integer(draw: Any, down: Any, depth: int, score: bool) -> Function:
+    if depth <= 0 or draw(st.integers(0, 5)) == 0:
+        leaves = [lambda *at: at[0] + 0 * at[1], lambda *at: at[1] + 0 * at[0]]
+        which = draw(st.integers(0, 2))
+        return leaves[which] if which < 2 else _constant(draw(NUMBERS))
+    way = draw(st.integers(0, 4))
+    if way == 0:
+        return _unary(draw(st.sampled_from(INT_UNARY)))(down("int"))
+    if way == 1:
+        f, g, h = down("truth"), down("int"), down("int")
+        return lambda *at: jnp.where(f(*at), g(*at), h(*at))
+    if way == 2:
+        f, g = down("int"), down("int")
+        return lambda *at: TABLES.square[f(*at), g(*at)]
+    return _binary(draw(st.sampled_from(INT_OPERATIONS)))(down("int"), down("int"))
+
+
+def _float(draw: Any, down: Any, depth: int, score: bool) -> Function:
+    way = draw(st.integers(0, 5)) if depth > 0 else 0
+    if score and (way == 5 or depth <= 0):
+        return lambda *at: at[2]
+    if way == 0:
+        f = down("int")
+        return lambda *at: f(*at).astype(at[2].dtype if score else jnp.float32)
+    if way == 1:
+        own = SMOOTH_UNARY if score else FLOAT_UNARY
+        return _unary(draw(st.sampled_from(own)))(down("float"))
+    if way == 2:
+        f = down("int")
+        return lambda *at: _floats(score)[f(*at)]
+    return _binary(draw(st.sampled_from(FLOAT_OPERATIONS)))(down("float"), down("float"))
+
+
+def _truth(draw: Any, down: Any, depth: int, score: bool) -> Function:
+    way = draw(st.integers(0, 5))
+    if depth > 0 and way == 0:
+        logic = draw(st.sampled_from([jnp.logical_and, jnp.logical_or, jnp.logical_xor]))
+        return _binary(logic)(down("truth"), down("truth"))
+    if depth > 0 and way == 1:
+        return _unary(jnp.logical_not)(down("truth"))
+    of = "float" if way in (2, 3) else "int"
+    return _binary(draw(st.sampled_from(COMPARISONS)))(down(of), down(of))
+
+
+@settings(max_examples=max(200, settings().max_examples))
+@given(expressions_of("truth", 4), st.sampled_from(EDGES), st.sampled_from(EDGES), st.booleans())
+def test_bounds_of_random_functions_never_lie(function, q_first, kv_first, traced):
+    q, kv = (first + np.arange(S, dtype=np.int64) for first in (q_first, kv_first))
+    q, kv = q.astype(np.int32), kv.astype(np.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        true = np.asarray(function(q[:, None] + jnp.int32(0), kv[None, :] + jnp.int32(0)))
+        expression = expressions.read(function, (np.int32, np.int32))
+        lo, hi = (x.reshape(-1, BLOCK) for x in (q, kv))
+        rows = Interval(lo.min(axis=1)[:, None], lo.max(axis=1)[:, None])
+        columns = Interval(hi.min(axis=1)[None, :], hi.max(axis=1)[None, :])
+        if traced:
+            rows, columns = jax.tree.map(jnp.asarray, (rows, columns))
+        found = bounds.of(expression, (rows, columns))
+    true = np.broadcast_to(true, (S, S)).reshape(S // BLOCK, BLOCK, S // BLOCK, BLOCK)
+    maybe = np.broadcast_to(found.hi, (S // BLOCK, S // BLOCK))
+    surely = np.broadcast_to(found.lo, (S // BLOCK, S // BLOCK))
+    assert not np.any(true.any(axis=(1, 3)) & ~maybe)
+    assert not np.any(surely & ~true.all(axis=(1, 3)))
+
+
+def test_the_program_of_a_score_is_read_too():
+    """Its operands are tables, and what it closes over."""
+    table = jnp.arange(12.0).reshape(3, 4)
+
+    def chain(score, b, h, q, kv, slopes):
+        return jnp.tanh(score / 20) * 20 + slopes[h] * (q - kv) + table[h, kv % 4]
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = expressions.read(chain, (np.float32, *[np.int32] * 4), (jnp.ones(3),))
+    names = {node.op for node in found.nodes}
+    assert "unknown" not in names and {"tanh", "look_up", "remainder"} <= names
+    assert len(found.tables) == 2
+    assert isinstance(scores.Score(chain, jnp.ones(3)), scores.ScoreFunction)
+    assert FULL == 2

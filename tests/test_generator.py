@@ -1,0 +1,289 @@
+"""Masks and score functions of any kind in the kernel for CPUs: what is generated for them is what
+they say, and so are its derivatives."""
+
+import ctypes
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+
+import jattn
+from jattn import masks, scores
+from jattn.kernels.cpu import compiler, generator, library
+from jattn.masks import Predicate
+from jattn.scores import Score
+from jattn.spec import Shapes, make_spec, prepare
+from tests.conftest import users_jit
+from tests.test_bounds import expressions_of, neighbourhood
+
+
+pytestmark = pytest.mark.skipif(
+    library.unavailable("forward", np.float32, wait=True) is not None, reason="no compiler"
+)
+
+
+# --- through attention --------------------------------------------------------------------------
+
+B, T, S, N, K, H = 2, 150, 170, 4, 2, 24
+RNG = np.random.default_rng(0)
+DOCS = jnp.asarray(np.sort(RNG.integers(0, 5, (B, 200)), axis=1), jnp.int32)
+SLOPES = jnp.asarray(RNG.normal(size=N), jnp.float32)
+TABLE = jnp.asarray(RNG.normal(size=(N, 64)), jnp.float32)
+BIAS = jnp.asarray(RNG.normal(size=(1, N, T, S)), jnp.float32)
+CAUSAL = Predicate(lambda b, h, q, kv: q >= kv)
+
+CALLS: dict[str, tuple[Any, Any]] = {
+    "causal": (CAUSAL, None),
+    "documents": (Predicate(lambda b, h, q, kv: (DOCS[b, q] == DOCS[b, kv]) & (q >= kv)), None),
+    "documents given": (Predicate(lambda b, h, q, kv, d: d[b, q] == d[b, kv], DOCS), None),
+    "neighbourhood": (Predicate(neighbourhood), None),
+    "a window for each head": (Predicate(lambda b, h, q, kv: abs(q - kv) < (h + 1) * 20), None),
+    "nothing left": (Predicate(lambda b, h, q, kv: (q > 70) & (kv < 20)), None),
+    "slopes": (CAUSAL, Score(lambda s, b, h, q, kv, m: s + m[h] * (kv - q), SLOPES)),
+    "cap": (masks.Causal(), Score(lambda s, b, h, q, kv: 5 * jnp.tanh(s / 5))),
+    "temperature of heads": (None, Score(lambda s, b, h, q, kv, t: s / t[h], 1 + SLOPES**2)),
+    "table by distance": (
+        masks.Causal(),
+        Score(lambda s, b, h, q, kv, t: s + t[h, abs(q - kv) % 64], TABLE),
+    ),
+    "table by pair": (
+        None,
+        Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE),
+    ),
+    "bias": (masks.Causal(), Score(lambda s, b, h, q, kv, t: s + t[0, h, q, kv], BIAS)),
+    "by key": (
+        masks.Causal(),
+        Score(lambda s, b, h, q, kv, t: s * t[h, kv % 64] + jnp.exp(-s * s), TABLE),
+    ),
+    "by query": (None, Score(lambda s, b, h, q, kv, t: s + t[h, q % 64] ** 2, TABLE)),
+    "stick-breaking": (masks.Causal(), Score(lambda s, b, h, q, kv: -jax.nn.softplus(-s))),
+    "classes": (
+        (masks.Causal() | masks.Dilated(3)) & masks.Global(4),
+        scores.SoftCap(3.0) >> scores.Alibi(SLOPES),
+    ),
+    "segments or causal": (
+        masks.Segments(DOCS[:, :T], DOCS[:, :S]) | masks.Causal(),
+        scores.SoftCap(4.0),
+    ),
+    "buckets": (masks.Dilated(2), scores.RelativeBias(TABLE[:, :16].T)),
+    "array": (masks.Dilated(2) | masks.Causal(), scores.Bias(BIAS)),
+}
+
+
+def drawn(dtype: Any) -> tuple[Any, ...]:
+    rng = np.random.default_rng(1)
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def everything(mask: Any, score: Any, implementation: str, given: Any, **options: Any) -> Any:
+    """Output, lse and all gradients."""
+    q, k, v, d_out = given
+
+    def loss(q: Any, k: Any, v: Any, score: Any) -> Any:
+        out, lse = jattn.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            score=score,
+            implementation=implementation,
+            return_lse=True,
+            **options,
+        )
+        return (out * d_out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
+
+    run = users_jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True))
+    gradients, (out, lse) = run(q, k, v, score)
+    floats = [x for x in jax.tree.leaves(gradients) if x.dtype != jax.dtypes.float0]
+    return [np.asarray(x) for x in (out, lse, *floats)]
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def assert_close(got: Any, want: Any, rtol: float) -> None:
+    for x, y in zip(got, want, strict=True):
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        size = np.abs(y[finite]).max(initial=1e-3)
+        np.testing.assert_allclose(x[finite], y[finite], rtol=0, atol=rtol * size)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.default_tiles
+def test_it_is_what_the_function_says(name, dtype):
+    mask, score = CALLS[name]
+    given, score = drawn(dtype), cast(score, dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        got = everything(mask, score, "native", given)
+        want = everything(mask, score, "reference", given)
+    assert_close(got, want, 1e-12 if dtype == "float64" else 2e-5)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_masked_poison_reaches_nobody(poison):
+    mask = Predicate(lambda b, h, q, kv: (q >= kv) & (kv != 7) & (q != 9))
+    score = Score(lambda s, b, h, q, kv: 5 * jnp.tanh(s / 5))
+    q, k, v, d_out = drawn("float32")
+    clean = everything(mask, score, "native", (q, k, v, d_out))
+    bad = (q.at[:, 9].set(poison), k.at[:, 7].set(poison), v.at[:, 7].set(poison), d_out)
+    for x, y in zip(everything(mask, score, "native", bad), clean, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.default_tiles
+def test_dropout_positions_and_maps():
+    """Dropout decides as elsewhere; positions of both sides; and under vmap."""
+    mask, score = CALLS["documents given"][0] & CAUSAL, CALLS["slopes"][1]
+    q, k, v, d_out = drawn("float32")
+    options = {
+        "dropout_rate": 0.3,
+        "dropout_key": jax.random.key(3),
+        "q_positions": jnp.arange(T, dtype=jnp.int32)[::-1],
+        "kv_positions": (jnp.arange(S, dtype=jnp.int32) * 7) % 190,
+    }
+    with jax.numpy_dtype_promotion("standard"):
+        got, want = (
+            everything(mask, score, name, (q, k, v, d_out), **options)
+            for name in ("native", "reference")
+        )
+        assert_close(got, want, 2e-5)
+
+        def run(name: str) -> Any:
+            one = lambda q, k, v, m: jattn.attention(  # noqa: E731
+                q, k, v, mask=mask, score=Score(score.fn, m), implementation=name
+            )
+            stacked = (jnp.stack([x, 2 * x]) for x in (q, k, v, SLOPES))
+            return np.asarray(users_jit(jax.vmap(one))(*stacked))
+
+        np.testing.assert_allclose(run("native"), run("reference"), atol=2e-5)
+
+
+@pytest.mark.default_tiles
+def test_long_sequences_skip_what_is_empty():
+    """NaN in queries and keys of tiles that nobody visits is never read; and many tiles agree."""
+    q, k, v = (jnp.asarray(RNG.normal(size=(1, 2300, 2, 16)), jnp.float32) for _ in range(3))
+    mask = Predicate(lambda b, h, q, kv: (q >= kv) & (q - kv < 200))
+    whole = masks.Causal() & masks.Window(left=199)
+    run = lambda mask: users_jit(  # noqa: E731
+        lambda q, k, v: jattn.attention(q, k, v, mask=mask, implementation="native")
+    )(q, k, v)
+    np.testing.assert_allclose(run(mask), run(whole), atol=2e-6)
+    assert jattn.explain(q, k, v, mask=mask)["native"] is None
+
+
+def test_what_it_does_not_know_has_a_reason():
+    q = jnp.ones((1, 1200, 1, 8))
+    loop = Predicate(
+        lambda b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q) == kv
+    )
+    assert "while" in str(jattn.explain(q, q, q, mask=loop)["native"])
+    few = jattn.explain(q[:, :32], q[:, :32], q[:, :32], mask=CAUSAL)["native"]
+    assert few is not None and "too few" in few
+
+
+# --- random functions ---------------------------------------------------------------------------
+
+
+class _Place(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_ssize_t) for name in ("first", "count", "width", "j", "keys", "T", "S")),
+        ("operands", ctypes.POINTER(ctypes.c_void_p)),
+        ("gradients", ctypes.POINTER(ctypes.c_void_p)),
+    ]
+
+
+SIDE, WIDTH = 21, 24
+
+
+def compiled(texts: list[str]) -> Any:
+    """Many rules in one library: functions of rule n have names that end in n."""
+    own = [
+        f"namespace rule{n} {{\n"
+        + text.replace("jattn_rule_forward", f"forward_{n}").replace(
+            "jattn_rule_backward", f"backward_{n}"
+        )
+        + "}\n"
+        for n, text in enumerate(texts)
+    ]
+    return compiler.load_rule("\n".join(own), "float64")
+
+
+def drawn_functions(count: int) -> list[Any]:
+    """Random functions of scores and positions."""
+    found = []
+
+    @settings(max_examples=count, phases=[Phase.generate])
+    @given(expressions_of("float", 4, True))
+    def collect(function: Any) -> None:
+        found.append(function)
+
+    collect()
+    return found
+
+
+def test_random_score_functions():
+    """Values and derivatives of many functions, which are compiled together."""
+    functions = drawn_functions(max(200, settings().max_examples))
+    rng = np.random.default_rng(0)
+    score = rng.normal(size=(SIDE, SIDE)) * 3
+    cotangent = rng.normal(size=(SIDE, SIDE))
+    shapes = Shapes((1,), SIDE, SIDE, 1, 1, 4, 4, jnp.dtype("float64"))
+    places = jnp.arange(SIDE, dtype=jnp.int32)
+    texts, want = [], []
+    with jax.numpy_dtype_promotion("standard"):
+        for function in functions:
+            at = places[:, None], places[None, :]
+            whole = lambda s, f=function, at=at: f(*at, s) + 0 * s  # noqa: E731
+            true, pull = jax.vjp(whole, jnp.asarray(score))
+            (d_score,) = pull(jnp.asarray(cotangent))
+            fn = lambda s, b, h, q, kv, f=function: f(q, kv, s) + 0 * s  # noqa: E731
+            spec = prepare(make_spec(shapes, score=Score(fn)), shapes)
+            try:
+                rule = generator.rule_of(spec, np.dtype("float64"), gradients=False)
+            except NotImplementedError:
+                continue
+            operands = [np.asarray(y) for y in generator.arrays(spec, shapes, np.dtype("float64"))]
+            operands = [y if y.dtype == np.float64 else y.astype(np.int64) for y in operands]
+            texts.append(rule.text)
+            want.append(
+                (rule, operands, np.asarray(true), np.asarray(pull(jnp.asarray(cotangent))[0]))
+            )
+    assert len(texts) > len(functions) / 2
+    found = compiled(texts)
+    for n, (rule, operands, true, d_score) in enumerate(want):
+        lanes = np.zeros((SIDE, WIDTH))
+        pointers = (ctypes.c_void_p * 40)(*(y.ctypes.data for y in operands))
+        place = _Place(0, SIDE, WIDTH, 0, SIDE, SIDE, SIDE, pointers, pointers)
+        lanes[:, :SIDE] = score.T
+        got = lanes.copy()
+        getattr(found, f"forward_{n}")(
+            ctypes.byref(place), ctypes.c_void_p(got.ctypes.data), ctypes.c_bool(False)
+        )
+        assert_alike(got[:, :SIDE].T, true, rule.text)
+        if not rule.modifies:
+            continue
+        back = np.zeros_like(lanes)
+        back[:, :SIDE] = cotangent.T
+        getattr(found, f"backward_{n}")(
+            ctypes.byref(place),
+            ctypes.c_void_p(lanes.ctypes.data),
+            ctypes.c_void_p(back.ctypes.data),
+        )
+        assert_alike(back[:, :SIDE].T, d_score, rule.text)
+
+
+def assert_alike(got: np.ndarray, want: np.ndarray, text: str) -> None:
+    usual = np.abs(want) < 1e100
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=text)
+    np.testing.assert_allclose(got[usual], want[usual], rtol=1e-9, atol=1e-9, err_msg=text)
