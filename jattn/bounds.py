@@ -554,16 +554,16 @@ def _rising(name: str, roundings: int, absolute: float, function: Callable[..., 
     _RULES[name] = rule
 
 
-_rising("floor", 0, 0, lambda xp, x: xp.floor(x))
-_rising("ceil", 0, 0, lambda xp, x: xp.ceil(x))
-_rising("sqrt", 4, 0, lambda xp, x: xp.sqrt(x))
-_rising("exp", 32, 0, lambda xp, x: xp.exp(x))
-_rising("exp2", 32, 0, lambda xp, x: xp.exp2(x))
-_rising("expm1", 32, 32, lambda xp, x: xp.expm1(x))
-_rising("log", 32, 32, lambda xp, x: xp.log(x))
-_rising("log1p", 32, 32, lambda xp, x: xp.log1p(x))
-_rising("tanh", 32, 32, lambda xp, x: xp.tanh(x))
-_rising("logistic", 32, 32, lambda xp, x: 1 / (1 + xp.exp(-x)))
+_rising("floor", 0, 0.0, lambda xp, x: xp.floor(x))
+_rising("ceil", 0, 0.0, lambda xp, x: xp.ceil(x))
+_rising("sqrt", 4, 0.0, lambda xp, x: xp.sqrt(x))
+_rising("exp", 32, 0.0, lambda xp, x: xp.exp(x))
+_rising("exp2", 32, 0.0, lambda xp, x: xp.exp2(x))
+_rising("expm1", 32, 32.0, lambda xp, x: xp.expm1(x))
+_rising("log", 32, 32.0, lambda xp, x: xp.log(x))
+_rising("log1p", 32, 32.0, lambda xp, x: xp.log1p(x))
+_rising("tanh", 32, 32.0, lambda xp, x: xp.tanh(x))
+_rising("logistic", 32, 32.0, lambda xp, x: 1 / (1 + xp.exp(-x)))
 
 
 @_rule("round")

@@ -10,9 +10,11 @@ summed array), JAX evaluates, and that is a table as well.
 An operation that is not known here becomes a node `unknown`, so that the rest can still be read.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -417,20 +419,18 @@ class _Reader:
         return at
 
     def _concatenate(self, values: Any, params: Any, result: Any) -> Any:
-        axis, starts = (
-            params["dimension"],
-            np.cumsum([0, *(x.shape[params["dimension"]] for x in values)]),
-        )
+        axis = params["dimension"]
+        starts = [0, *itertools.accumulate(x.shape[axis] for x in values)]
 
         def at(places: tuple[Place, ...]) -> Node:
             place = places[axis]
 
             def part(x: _Array, start: int) -> Node:
-                own = _held(_plus(place, -int(start)), x.shape[axis] - 1)
+                own = _held(_plus(place, -start), x.shape[axis] - 1)
                 return x.at((*places[:axis], own, *places[axis + 1 :]))
 
             if isinstance(place, int):
-                which = int(np.searchsorted(starts, place, side="right")) - 1
+                which = bisect.bisect_right(starts, place) - 1
                 return part(values[which], starts[which])
             found = part(values[-1], starts[-2])
             for x, start, end in reversed(

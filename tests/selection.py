@@ -6,7 +6,8 @@ import pytest
 
 
 def thin(items: list[Any]) -> None:
-    """Marks as slow all but one in n of the cases of tests marked `one_in(n)`.
+    """Marks as slow all but one in n of the cases of tests marked `one_in(n)`, and of many such
+    cases every other one as exhaustive.
 
     They are chosen along diagonals: the places of a case's values on their axes sum to a multiple
     of n. If an axis has n values, each pair of values of the others is chosen just once, and if
@@ -14,8 +15,13 @@ def thin(items: list[Any]) -> None:
     """
     for item in items:
         mark = item.get_closest_marker("one_in")
-        if mark is not None and sum(_places(item)) % mark.args[0]:
-            item.add_marker(pytest.mark.slow)
+        if mark is None:
+            continue
+        (n,) = mark.args
+        rest = sum(_places(item)) % n
+        if rest:
+            seldom = n >= 4 and rest % 2 == 1
+            item.add_marker(pytest.mark.exhaustive if seldom else pytest.mark.slow)
 
 
 def _places(item: Any) -> list[int]:
