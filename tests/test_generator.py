@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
+from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
@@ -167,6 +168,35 @@ def test_dropout_positions_and_maps():
             return np.asarray(users_jit(jax.vmap(one))(*stacked))
 
         np.testing.assert_allclose(run("native"), run("reference"), atol=2e-5)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("shared", ["none", "keys", "queries"])
+def test_under_shard_map(shared):
+    """Parameters are replicated, and keys or queries may be: their gradients are summed."""
+    mesh = jax.make_mesh((4, 2), ("rows", "spare"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng = np.random.default_rng(2)
+    size = {"q": 2 if shared == "queries" else 8, "k": 2 if shared == "keys" else 8}
+    q, k, v, d_out = (
+        jnp.asarray(rng.normal(size=(n, 90, N, 16)), jnp.float32)
+        for n in (size["q"], size["k"], size["k"], 8)
+    )
+    over = {n: P() if n == 2 else P("rows") for n in (2, 8)}
+    specs = over[size["q"]], over[size["k"]], over[size["k"]], P()
+
+    def gradients(implementation: str) -> Any:
+        def local(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+            bent = Score(lambda s, b, h, q, kv, m: s + m[h] * (kv - q) + jnp.tanh(s * m[0]), slopes)
+            mask = Predicate(lambda b, h, q, kv: (q >= kv) & (q - kv < 40))
+            return jattn.attention(q, k, v, mask=mask, score=bent, implementation=implementation)
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("rows"))
+        loss = lambda *given: (mapped(*given) * d_out).sum()  # noqa: E731
+        found = users_jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, SLOPES)
+        return [np.asarray(x) for x in found]
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert_close(gradients("native"), gradients("blockwise"), 2e-5)
 
 
 @pytest.mark.default_tiles
