@@ -54,6 +54,10 @@ CALLS: dict[str, tuple[Any, Any]] = {
         None,
         Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE),
     ),
+    "two entries of a table": (
+        None,
+        Score(lambda s, b, h, q, kv, t: s + t[h, (q + kv) % 64] * t[h, (q * kv) % 64], TABLE),
+    ),
     "bias": (masks.Causal(), Score(lambda s, b, h, q, kv, t: s + t[0, h, q, kv], BIAS)),
     "by key": (
         masks.Causal(),
@@ -236,7 +240,7 @@ class _Place(ctypes.Structure):
 SIDE, WIDTH = 21, 24
 
 
-def compiled(texts: list[str]) -> Any:
+def compiled(texts: list[str], dtype: str = "float64") -> Any:
     """Many rules in one library: functions of rule n have names that end in n."""
     own = [
         f"namespace rule{n} {{\n"
@@ -246,7 +250,7 @@ def compiled(texts: list[str]) -> Any:
         + "}\n"
         for n, text in enumerate(texts)
     ]
-    return compiler.load_rule("\n".join(own), "float64")
+    return compiler.load_rule("\n".join(own), dtype)
 
 
 def drawn_functions(count: int) -> list[Any]:
@@ -317,3 +321,55 @@ def assert_alike(got: np.ndarray, want: np.ndarray, text: str) -> None:
     usual = np.abs(want) < 1e100
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=text)
     np.testing.assert_allclose(got[usual], want[usual], rtol=1e-9, atol=1e-9, err_msg=text)
+
+
+FUNCTIONS = {
+    "exp": (jnp.exp, np.exp),
+    "log": (jnp.log, np.log),
+    "log1p": (jnp.log1p, np.log1p),
+    "expm1": (jnp.expm1, np.expm1),
+    "tanh": (jnp.tanh, np.tanh),
+    "logistic": (jax.nn.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
+    "sqrt": (jnp.sqrt, np.sqrt),
+    "rsqrt": (jax.lax.rsqrt, lambda x: 1 / np.sqrt(x)),
+    "abs": (jnp.abs, np.abs),
+    "sign": (jnp.sign, np.sign),
+    "floor": (jnp.floor, np.floor),
+    "ceil": (jnp.ceil, np.ceil),
+    "square": (jnp.square, np.square),
+    "cube": (lambda x: x**3, lambda x: x**3),
+    "exp2": (jnp.exp2, np.exp2),
+    "sin": (jnp.sin, np.sin),
+}
+
+
+def test_functions_of_float32():
+    """A few roundings from what they are, for numbers of every size, 0, infinities and NaN."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 48)) * 10.0 ** rng.uniform(-9, 4, (40, 48))
+    x[0, :8] = [0.0, -0.0, np.inf, -np.inf, np.nan, 88.6, -103.0, 1.0]
+    x = x.astype(np.float32)
+    shapes = Shapes((1,), 48, 40, 1, 1, 4, 4, jnp.dtype("float32"))
+    texts = []
+    for function, _ in FUNCTIONS.values():
+        score = Score(lambda s, b, h, q, kv, f=function: f(s))
+        spec = prepare(make_spec(shapes, score=score), shapes)
+        texts.append(generator.rule_of(spec, np.dtype("float32"), gradients=False).text)
+    found = compiled(texts, "float32")
+    nothing = (ctypes.c_void_p * 40)()
+    for n, (name, (_, true)) in enumerate(FUNCTIONS.items()):
+        got = x.copy()
+        place = _Place(0, 48, 48, 0, 40, 48, 40, nothing, nothing)
+        getattr(found, f"forward_{n}")(
+            ctypes.byref(place), ctypes.c_void_p(got.ctypes.data), ctypes.c_bool(False)
+        )
+        with np.errstate(all="ignore"):
+            want = true(x.astype(np.float64)).astype(np.float32)
+        usual = np.isfinite(want) & (np.abs(want) > 1e-37)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=name)
+        inf = np.isinf(want)
+        np.testing.assert_array_equal(got[inf], want[inf], err_msg=name)
+        np.testing.assert_allclose(got[usual], want[usual], rtol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            got[~usual & ~inf], want[~usual & ~inf], atol=1e-37, err_msg=name
+        )

@@ -276,16 +276,16 @@ def rule_of(spec: Spec, dtype: Any, gradients: bool) -> Rule:
     score, _ = core.results
     modifies = not (score.op == "input" and score.param == SCORE)
     pull = _pullback(core, operands, np.dtype(dtype)) if modifies else None
-    float_operands = tuple(n for n, x in enumerate(operands) if x.dtype == dtype and gradients)
     text = function_of(core.results, operands, dtype)
     keeps = False
     differentiated: tuple[int, ...] = ()
     if pull is not None:
         d_score, d_operands = pull
-        differentiated = tuple(n for n in float_operands if n in d_operands)
-        backward = [d_score, *(d_operands[n] for n in differentiated)]
+        d_operands = d_operands if gradients else []
+        differentiated = tuple(sorted({n for n, _ in d_operands}))
+        backward = [d_score, *(node for _, node in d_operands)]
         keeps = any(x.op == "input" and x.param == SCORE for x in expressions.in_order(backward))
-        gradients_of = [(n, operands[n]) for n in differentiated]
+        gradients_of = [(n, operands[n]) for n, _ in d_operands]
         text += function_of(backward, operands, dtype, gradients_of)
     if len(operands) > MOST_OPERANDS:
         raise NotImplementedError(f"its functions read {len(operands)} arrays, at most 32 fit")
@@ -298,8 +298,9 @@ MOST_OPERANDS = 31
 
 def _pullback(
     core: _Core, operands: tuple[Operand, ...], dtype: Any
-) -> tuple[Node, dict[int, Node]]:
-    """Nodes of the cotangents of the score and of float operands, given that of the result."""
+) -> tuple[Node, list[tuple[int, Node]]]:
+    """Nodes of the cotangents of the score and of float operands, given that of the result; of a
+    table there may be several."""
     score = core.results[0]
     nodes = expressions.in_order([score])
     entries = [x for x in nodes if x.op == "entry"]
@@ -342,12 +343,11 @@ def _pullback(
     numbers += [Node("input", (), dtype, FIRST + n) for n in floats]
     numbers += [*looked_up, *others, *given, Node("input", (), dtype, COTANGENT)]
     renamed = _renamed(read.results, numbers)
-    found = {n: renamed[1 + k] for k, n in enumerate(floats)}
+    found = list(zip(floats, renamed[1:], strict=False))
     for node, d_node in zip(looked_up, renamed[1 + len(floats) :], strict=True):
-        number = node.args[0].param - FIRST  # pyright: ignore
-        if number in found:
-            raise NotImplementedError("a score function reads two entries of a table")
-        found[number] = Node("scatter", (d_node, *node.args[1:]), dtype, node.param)
+        number: Any = node.args[0].param
+        scattered = Node("scatter", (d_node, *node.args[1:]), dtype, node.param)
+        found.append((number - FIRST, scattered))
     return renamed[0], found
 
 

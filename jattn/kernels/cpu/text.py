@@ -250,7 +250,9 @@ def _backward_body(
 ) -> str:
     declared, per_query, per_pair, after_queries, after_all = [], [], [], [], []
     for name, node, (n, operand) in zip(names[1:], results[1:], gradients, strict=True):
-        declared.append(f"T* g{n} = static_cast<T*>(at.gradients[{n}]);")
+        pointer = f"T* g{n} = static_cast<T*>(at.gradients[{n}]);"
+        if pointer not in declared:
+            declared.append(pointer)
         live = f"pick(live, {name}, Vector{{{{}}}})"
         if operand.kind == "lane":
             per_query.append(f"Vector sum{n} = Vector{{{{}}}};")
