@@ -74,18 +74,22 @@ def check_size(name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{name}: expected {name} {limit}, got {shown(value)}")
 
 
-def check_number(name: str, value: Any, *, positive: bool = False) -> None:
-    """A finite number, or a float array without axes; its value where it is known."""
+def check_number(name: str, value: Any, *, positive: bool = False, per_head: bool = False) -> None:
+    """A finite number, or a float array without axes, or `[N]` if there may be one for each head;
+    its value where it is known."""
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
     if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
         got = _type(value) if hasattr(value, "dtype") else shown(value)
         raise TypeError(f"{name}: expected a number or a float scalar, got {got}")
-    if np.shape(value):
-        shape = list(np.shape(value))
-        raise ValueError(f"{name}: expected a number or a scalar, got shape {shape}")
+    if len(np.shape(value)) > per_head:
+        shape, wanted = list(np.shape(value)), " or [N]" if per_head else ""
+        raise ValueError(f"{name}: expected a number or a scalar{wanted}, got shape {shape}")
     if not (isinstance(value, int | float) or is_known(value)):
         return
-    if not _is_finite(value) or (positive and not float(value) > 0):
+    if np.shape(value):
+        for one in np.asarray(value):
+            check_number(name, one.astype(np.float32), positive=positive)
+    elif not _is_finite(value) or (positive and not float(value) > 0):
         wanted = "finite number > 0" if positive else "finite number"
         raise ValueError(f"{name}: expected a {wanted}, got {shown(number(value))}")
 

@@ -99,18 +99,30 @@ def check_score(value: Any) -> None:
         )
 
 
+def _by_head(value: Any) -> str:
+    """The letters of a parameter that may be one number for all heads."""
+    return "N" if len(np.shape(value)) == 1 else ""
+
+
 def _like(value: Any, score: Scores) -> Any:
     return number(value) if is_static(value) else value.astype(score.dtype)
 
 
 @pytree_dataclass
 class SoftCap(ScoreFunction):
-    """cap × tanh(score / cap): keeps scores within ±cap (Gemma 2, 2024). `cap` is a scalar."""
+    """cap × tanh(score / cap): keeps scores within ±cap (Gemma 2, 2024).
+
+    `cap` is a scalar, or `[N]`: one for each head.
+    """
 
     cap: Any
 
     def __post_init__(self):
-        check_number("SoftCap: cap", self.cap, positive=True)
+        check_number("SoftCap: cap", self.cap, positive=True, per_head=True)
+
+    def axis_names_by_value(self) -> dict[str, str]:
+        """A scalar, or one for each head."""
+        return {"cap": _by_head(self.cap)}
 
     def evaluate(self, score, b, h, rows, columns):
         cap = _like(self.cap, score)
@@ -125,12 +137,19 @@ class SoftCap(ScoreFunction):
 
 @pytree_dataclass
 class Temperature(ScoreFunction):
-    """score / t. `t` is a scalar: above 1 flattens the softmax, below 1 sharpens it."""
+    """score / t: above 1 flattens the softmax, below 1 sharpens it.
+
+    `t` is a scalar, or `[N]`: one for each head.
+    """
 
     t: Any
 
     def __post_init__(self):
-        check_number("Temperature: t", self.t, positive=True)
+        check_number("Temperature: t", self.t, positive=True, per_head=True)
+
+    def axis_names_by_value(self) -> dict[str, str]:
+        """A scalar, or one for each head."""
+        return {"t": _by_head(self.t)}
 
     def evaluate(self, score, b, h, rows, columns):
         return score / _like(self.t, score)

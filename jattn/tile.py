@@ -1,6 +1,6 @@
 """The unit of meaning: the masked scores of one head for a block of queries and keys.
 
-`scores` is the one place where scale, score functions and mask are put in order. The reference
+`modify` is the one place where scale, score functions and mask are put in order. The reference
 calls it once with everything, other implementations tile by tile; gradients of score functions are
 derivatives of this same function. Here too are the two products around the softmax, dropout, and
 the mapping of a one-head function over heads and batch.

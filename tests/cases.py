@@ -413,6 +413,34 @@ def learned_temperature(t: float) -> ScoreRule:
     )
 
 
+def soft_cap_by_head(caps: tuple[float, ...]) -> ScoreRule:
+    """A cap for each head."""
+
+    def modifier(p: Arrays) -> Modifier:
+        c = lambda at: p["cap"][at.h]  # noqa: E731
+        bend = lambda s, at: s / c(at) / np.cosh(s / c(at)) ** 2  # noqa: E731
+        return Modifier(
+            value=lambda s, at: c(at) * np.tanh(s / c(at)),
+            by_score=lambda s, at: 1 / np.cosh(s / c(at)) ** 2,
+            by_parameter={"cap": lambda s, at: ((at.h,), np.tanh(s / c(at)) - bend(s, at))},
+        )
+
+    return ScoreRule(lambda p: scores.SoftCap(p["cap"]), modifier, {"cap": np.array(caps)})
+
+
+def temperature_by_head(ts: tuple[float, ...]) -> ScoreRule:
+    """A temperature for each head."""
+    return ScoreRule(
+        lambda p: scores.Temperature(p["t"]),
+        lambda p: Modifier(
+            value=lambda s, at: s / p["t"][at.h],
+            by_score=lambda s, at: 1 / p["t"][at.h],
+            by_parameter={"t": lambda s, at: ((at.h,), -s / p["t"][at.h] ** 2)},
+        ),
+        {"t": np.array(ts)},
+    )
+
+
 def alibi(slopes: tuple[float, ...]) -> ScoreRule:
     """A penalty per head that grows with the distance, slopes as an array and so learned."""
     return ScoreRule(
@@ -616,6 +644,8 @@ SCORES = [
     Case("soft_cap_learned", score=learned_soft_cap(2.5)),
     Case("temperature", score=temperature(1.75)),
     Case("temperature_learned", mask=window(2, 1), score=learned_temperature(0.8)),
+    Case("soft_cap_by_head", mask=CAUSAL, score=soft_cap_by_head((1.5, 2.0, 2.5, 3.0, 4.0, 9.0))),
+    Case("temperature_by_head", score=temperature_by_head((0.5, 0.8, 1.0, 1.5, 2.0, 4.0))),
     Case("alibi", score=alibi(SLOPES)),
     Case("alibi_causal", mask=CAUSAL, score=alibi(SLOPES)),
     Case(

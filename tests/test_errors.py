@@ -284,8 +284,8 @@ SCORES = {
     "negative_temperature": Mistake(
         lambda: {"score": scores.Temperature(-1.0)}, ValueError, ("Temperature", "t", "-1")
     ),
-    "caps_of_heads": Mistake(
-        lambda: {"score": scores.SoftCap(array(N))}, ValueError, ("cap", "scalar", "[6]")
+    "caps_of_rows": Mistake(
+        lambda: {"score": scores.SoftCap(array(2, N))}, ValueError, ("cap", "[N]", "[2, 6]")
     ),
     "integer_slopes": Mistake(
         lambda: {"score": scores.Alibi(jnp.arange(N))}, TypeError, ("Alibi", "slopes", "int")

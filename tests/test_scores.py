@@ -408,9 +408,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "NaN cap": (lambda: scores.SoftCap(math.nan), ValueError, "SoftCap: cap.* got nan"),
     "infinite cap": (lambda: scores.SoftCap(math.inf), ValueError, "SoftCap: cap.* got inf"),
     "int cap": (lambda: scores.SoftCap(jnp.asarray(2)), TypeError, "SoftCap: cap.*float.* int64"),
-    "wide cap": (lambda: scores.SoftCap(jnp.ones(S)), ValueError, r"SoftCap: cap.*\[7\]"),
+    "wide cap": (lambda: scores.SoftCap(jnp.ones((2, S))), ValueError, r"SoftCap: cap.*\[2, 7\]"),
     "text": (lambda: scores.Temperature("1"), TypeError, "Temperature: t.* got '1'"),
-    "wide t": (lambda: scores.Temperature(jnp.ones(S)), ValueError, r"Temperature: t.*\[7\]"),
+    "wide t": (lambda: scores.Temperature(jnp.ones((S, 1))), ValueError, r"t.*\[7, 1\]"),
     "no temperature": (lambda: scores.Temperature(0), ValueError, "Temperature: t.* got 0"),
     "int slopes": (lambda: scores.Alibi(jnp.arange(N)), TypeError, "Alibi: slopes.*float.* int64"),
     "five slopes": (

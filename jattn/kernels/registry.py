@@ -46,7 +46,9 @@ KERNELS: dict[str, Row] = {
     "pallas": Row(triton, ("cuda", "rocm"), interpreted=("cpu",)),
     "hopper": Row(hopper, ("cuda",), interpreted=("cpu",), when="settled"),
 }
-"""By name, in the order in which `implementation=None` tries them on their platforms."""
+"""By name, in the order in which `implementation=None` tries them on their platforms. Blockwise can
+compute every call, so what stands behind it is for who names it: on CUDA None gives cuDNN or, where
+that cannot, blockwise."""
 
 NAMES: tuple[str, ...] = (*KERNELS, "reference")
 """What `implementation` may name. The reference is the formula, which JAX itself differentiates: it

@@ -2,9 +2,9 @@
 
 XLA's products on CPUs are fast for large matrices and far from it for those of attention, and it
 does not keep the scores of a tile in the caches between the products and the softmax. The kernel
-does, for the masks that leave each query one run of keys and the score functions that
-`rules` knows; blockwise takes the rest. Beside the results it needs a few tiles for each
-thread, about a megabyte with heads of 64.
+does, for the masks that leave each query one run of keys and the score functions that `rules`
+knows, and for others by a rule that `generator` writes for them. Beside the results it needs a few
+tiles for each thread, about a megabyte with heads of 64.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
-    """Masks that are runs of keys, by place or by position of the queries, and a few scores."""
+    """Whatever stands in the kernel, see `by_hand`, or can be generated for it."""
     if not by_hand(spec, shapes):
         return None
     if spec.pair is not None:

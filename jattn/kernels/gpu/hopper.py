@@ -6,8 +6,9 @@ only copies tiles of keys and values to shared memory, a few ahead of their use;
 64 queries each and compute, so that the matrix units have products of one while the other is at
 its softmax. Barriers say which place in shared memory is filled, and which is free again.
 
-What is visited, and what needs no mask, comes from index arrays as in `pallas_gpu`; the scores of a
-tile from `jattn.tile`, through `registers`. On a CPU the same kernels run in JAX's interpreter.
+What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
+tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
+interpreter.
 """
 
 import dataclasses
@@ -670,7 +671,7 @@ def _forward_pass(
 def _backward_pass(
     platform: str, spec: Spec, per_query: Any, key: Array, value: Array, all_finite: Array
 ) -> tuple[list[Array], Array, Array, Array]:
-    """Those of parameters by `pallas_gpu`, and all where heads are too wide for shared memory or
+    """Those of parameters by `triton`, and all where heads are too wide for shared memory or
     arrays along T and S would have to be transposed."""
     if _width(key.shape[3], value.shape[3]) > _WIDEST_BACKWARD or _runs_along_both(spec):
         return triton.functions(platform).backward(spec, per_query, key, value, all_finite)
