@@ -613,6 +613,16 @@ def test_sums_over_many_keys_do_not_stall(implementation, dtype):
     np.testing.assert_array_equal(np.asarray(dv, np.float64), keys / 4)
 
 
+@every_implementation
+def test_weights_keep_their_digits(implementation):
+    """In 16 bits the weights of most keys would be 0.4 % less, and so the mean of ones."""
+    q, k = jnp.zeros((1, 20, 1, 4), jnp.bfloat16), jnp.zeros((1, 60, 1, 4), jnp.bfloat16)
+    bias = jnp.full((1, 1, 1, 60), math.log(0.5 * 1.0038), jnp.float32).at[..., ::5].set(0)
+    run = functools.partial(jattn.attention, implementation=implementation)
+    out = run(q, k, k + 1, score=jattn.scores.Bias(bias))
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
+
+
 # --- under the transformations ------------------------------------------------------------------
 
 
