@@ -332,6 +332,10 @@ class _Reader:
         if name in _ELEMENTWISE:
             param = params[_PARAMS[name]] if name in _PARAMS else None
             return [self.entries(_ELEMENTWISE[name], values, result, param)]
+        if name == "one_minus_square":  # of newer versions of JAX
+            one = _scalar(const(1, result.dtype))
+            square = self.entries("square", values, result, None)
+            return [self.entries("sub", [one, square], result, None)]
         if name in _SAME:
             return values[:1]
         if name in _FOLDED:

@@ -156,7 +156,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("way", WAYS)

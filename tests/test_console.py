@@ -97,6 +97,7 @@ def test_training_tells_programs_everything_in_order(trained):
     assert all(Path(file).stat().st_size > 5000 for file in end["pictures"])
 
 
+@pytest.mark.slow
 def test_what_programs_are_told_is_what_the_metrics_say(trained):
     told = [*trained.of("progress"), *trained.of("validation")]
     without = [{k: v for k, v in record.items() if k != "event"} for record in told]

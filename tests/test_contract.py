@@ -646,7 +646,7 @@ def test_the_same_call_twice_is_bitwise_equal(implementation, name):
         assert_same(once, again)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_implementation
 @varied_cases
 def test_checkpoint_changes_nothing(implementation, name):
@@ -683,7 +683,7 @@ MAPPED = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["chain", "places_and_positions", "dropout_masked"])
 @pytest.mark.parametrize("fields", MAPPED)
 @pytest.mark.parametrize("implementation", GENERAL)

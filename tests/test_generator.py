@@ -121,7 +121,7 @@ def assert_close(got: Any, want: Any, rtol: float) -> None:
         np.testing.assert_allclose(x[finite], y[finite], rtol=0, atol=rtol * size)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.default_tiles
@@ -174,6 +174,7 @@ def test_dropout_positions_and_maps():
         np.testing.assert_allclose(run("native"), run("reference"), atol=2e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("shared", ["none", "keys", "queries"])
 def test_under_shard_map(shared):

@@ -71,7 +71,7 @@ def test_the_weights_of_the_backward_pass_sum_to_one_over_tiles(implementation, 
     np.testing.assert_allclose(summed, 600, rtol=2e-6)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("T", [1, 9])
 @pytest.mark.parametrize("H", [1, 2, 16])
 @pytest.mark.parametrize("size", [1e4, 1e12, 1e30])
@@ -134,7 +134,7 @@ KEYS: dict[str, tuple[float, bool]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 @pytest.mark.parametrize("what", KEYS)
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -196,7 +196,7 @@ def biases() -> dict[str, Any]:
     }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mask", [None, masks.Window(left=3, right=150)])
 @pytest.mark.parametrize("what", ["alibi", "table", "bias"])
 @pytest.mark.parametrize("implementation", KERNELS)

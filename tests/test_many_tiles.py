@@ -111,7 +111,7 @@ SELECTED = (
 )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("name", SELECTED)
 def test_vmap_over_several_tiles(name):

@@ -82,7 +82,7 @@ TYPED = [(name, x) for name in CASES for x in DTYPES if name == "causal" or "flo
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(*x, marks=() if place % 5 == 0 else pytest.mark.slow)
+        pytest.param(*x, marks=() if place % 10 == 0 else pytest.mark.slow)
         for place, x in enumerate(TYPED)
     ],
 )
@@ -114,7 +114,7 @@ def test_contract(name, dtype):
         contract.assert_same(run(name, x._replace(q=q, k=k, v=v)), got)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", contract.WITH_HIDDEN_KEYS)
 def test_poison_reaches_only_who_attends_to_it(name):
     if refused(name):
@@ -295,7 +295,7 @@ def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, 
             assert error(x, y) <= 8 * jnp.finfo(dtype).eps, label
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("N", "K"), [(2, 1), (3, 3), (8, 1)])
 def test_long_caches_are_read_in_parts(N, K, dtype):

@@ -158,7 +158,7 @@ def planted(tmp_path_factory) -> tuple[bytes, Path]:
     return library.read_bytes(), mark
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["folder for all", "folder of another", "file of another"])
 def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, where):
     """Others cannot have us load what they wrote where they may write, sealed or not."""

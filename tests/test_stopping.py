@@ -152,6 +152,7 @@ def uninterrupted(tmp_path_factory) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_training_stops_when_it_has_waited_and_the_best_parameters_count(uninterrupted):
     per_epoch = len(small_bench().batches)
     assert per_epoch == 3

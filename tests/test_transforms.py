@@ -169,7 +169,7 @@ def test_dead_rows_make_no_nan(name):
         assert_same(problem.both(*arrays), want)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.default_tiles
 @problems((name for name in PROBLEMS if not name.startswith("native")), slow=LONG)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])

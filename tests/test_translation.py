@@ -168,7 +168,7 @@ def test_more_padding_changes_neither_loss_nor_gradients():
     assert max(float(jnp.abs(array).max()) for array in gradient.values()) > 0.1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal, rotary"])
 def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
     """Of the same sentences; and not so if what keeps the pairs apart is left out."""
@@ -908,6 +908,7 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     assert set(scores) == {"test", "deeper"} and scores["test"]["sentences"] == 20
 
 
+@pytest.mark.slow
 def test_evaluate_and_plot_read_the_run(demonstration, capsys):
     directory, _ = demonstration
     scores = json.loads((directory / "evaluation.json").read_text("utf-8"))

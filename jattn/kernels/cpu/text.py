@@ -147,7 +147,8 @@ class _Writer:
             return f"as_{what}(from_{of}({args[0]}))" if what != of else args[0]
         written = _WRITTEN[of].get(node.op)
         if written is None:
-            raise NotImplementedError(f"functions of pairs have no {node.op} of {node.dtype}")
+            name = node.param if node.op == "unknown" else node.op
+            raise NotImplementedError(f"functions of pairs have no {name} of {node.dtype}")
         found = written.format(*args, all=", ".join(args), param=node.param)
         wraps = node.op in _WRAPPED and what == "i" and node.dtype == np.int32
         return f"wrap({found})" if wraps else found
