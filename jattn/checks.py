@@ -81,14 +81,14 @@ def check_number(name: str, value: Any, *, positive: bool = False, per_head: boo
     if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
         got = _type(value) if hasattr(value, "dtype") else shown(value)
         raise TypeError(f"{name}: expected a number or a float scalar, got {got}")
-    if len(np.shape(value)) > per_head:
+    if len(np.shape(value)) > per_head or 0 in np.shape(value):
         shape, wanted = list(np.shape(value)), " or [N]" if per_head else ""
         raise ValueError(f"{name}: expected a number or a scalar{wanted}, got shape {shape}")
     if not (isinstance(value, int | float) or is_known(value)):
         return
     if np.shape(value):
         for one in np.asarray(value):
-            check_number(name, one.astype(np.float32), positive=positive)
+            check_number(name, float(one), positive=positive)
     elif not _is_finite(value) or (positive and not float(value) > 0):
         wanted = "finite number > 0" if positive else "finite number"
         raise ValueError(f"{name}: expected a {wanted}, got {shown(number(value))}")

@@ -287,6 +287,9 @@ SCORES = {
     "caps_of_rows": Mistake(
         lambda: {"score": scores.SoftCap(array(2, N))}, ValueError, ("cap", "[N]", "[2, 6]")
     ),
+    "caps_of_no_head": Mistake(
+        lambda: {"score": scores.SoftCap(array(0))}, ValueError, ("cap", "[N]", "[0]")
+    ),
     "integer_slopes": Mistake(
         lambda: {"score": scores.Alibi(jnp.arange(N))}, TypeError, ("Alibi", "slopes", "int")
     ),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import tuning
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.conftest import quick_jit
 from tests.test_contract import Results, assert_close, attend, everything, on_device, random_key
@@ -79,7 +80,8 @@ def check(implementation: str, name: str) -> None:
     several = [on_device(inputs(case, seed=seed)) for seed in range(EXAMPLES)]
     rules = case.rules(several[0].operands, several[0].parameters)
     rules |= {"dropout_rate": case.rate, "dropout_key": random_key() if case.rate else None}
-    reason = jattn.explain(*several[0][:3], **rules)[implementation]
+    with tuning.using(generated_pairs=0):  # few pairs do not keep a named one from running
+        reason = jattn.explain(*several[0][:3], **rules)[implementation]
     if reason is not None:
         with pytest.raises(NotImplementedError, match=implementation):
             attend(implementation, case, several[0])

@@ -66,6 +66,12 @@ def test_temperature(t):
     assert_equal(scored(scores.Temperature(jnp.asarray(float(t)))), RAW / float(t))
 
 
+def test_caps_of_heads_may_be_beyond_float32():
+    assert_equal(scored(scores.SoftCap(np.full(N, 1e300))), RAW)
+    with pytest.raises(ValueError, match="cap: expected a finite number > 0"):
+        scores.SoftCap(np.full(N, np.inf))
+
+
 def test_alibi_is_linear_in_the_distance_of_positions():
     distance = np.abs(Q_POSITIONS[:, None] - KV_POSITIONS[None, :])
     want = RAW - SLOPES[None, :, None, None] * distance

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, mechanisms, scores
+from jattn import masks, mechanisms, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
 from tests.cases import CASES, Case, inputs
 from tests.conftest import quick_jit
@@ -225,7 +225,9 @@ def test_every_case_of_the_table_with_each_array_shared(implementation, name):
     x = on_device(inputs(case))
     rules = case.rules(x.operands, x.parameters)
     rules |= {"dropout_rate": case.rate, "dropout_key": random_key() if case.rate else None}
-    if jattn.explain(x.q, x.k, x.v, **rules)[implementation] is None:
+    with tuning.using(generated_pairs=0):  # few pairs do not keep a named one from running
+        reason = jattn.explain(x.q, x.k, x.v, **rules)[implementation]
+    if reason is None:
         for shared in problem.arrays:
             run_check(problem, "one_axis", (shared,))
 
