@@ -363,21 +363,30 @@ def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.Checkp
 def _without_tracebacks() -> Iterator[None]:
     """What fails in orbax's threads is raised here as well; there it would be told at length.
 
-    Where one array fails, the writes of others call back too late, some when all is over: that is
-    not told from then on.
+    Where one array fails, the writes of others fail or call back too late, some when all is over:
+    that is not told from then on.
     """
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    logger, loops, hook = (
+        logging.getLogger("absl"),
+        logging.getLogger("asyncio"),
+        sys.unraisablehook,
+    )
     before = logger.level
+
+    def is_awaited(record: logging.LogRecord) -> bool:
+        return "exception was never retrieved" not in record.getMessage()
 
     def without_late_calls(told: Any) -> None:
         if str(told.exc_value) != "Event loop is closed":
             hook(told)
 
     logger.setLevel(logging.CRITICAL)
+    loops.addFilter(is_awaited)
     sys.unraisablehook = without_late_calls
     try:
         yield
         sys.unraisablehook = hook
+        loops.removeFilter(is_awaited)
     finally:
         logger.setLevel(before)
 
