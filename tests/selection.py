@@ -6,8 +6,9 @@ import pytest
 
 
 def thin(items: list[Any]) -> None:
-    """Marks as slow all but one in n of the cases of tests marked `one_in(n)`, and of many such
-    cases every other one as exhaustive.
+    """Marks as slow all but one in n of the cases of tests marked `one_in(n)`; where n is at least
+    4, only every other of these is slow, and where n is at least 8 every fourth: others exhaustive.
+    `one_in(n, slow=True)` makes one in n slow and the others exhaustive.
 
     They are chosen along diagonals: the places of a case's values on their axes sum to a multiple
     of n. If an axis has n values, each pair of values of the others is chosen just once, and if
@@ -19,9 +20,11 @@ def thin(items: list[Any]) -> None:
             continue
         (n,) = mark.args
         rest = sum(_places(item)) % n
-        if rest:
-            seldom = n >= 4 and rest % 2 == 1
-            item.add_marker(pytest.mark.exhaustive if seldom else pytest.mark.slow)
+        if mark.kwargs.get("slow"):
+            item.add_marker(pytest.mark.exhaustive if rest else pytest.mark.slow)
+        elif rest:
+            often = rest % (4 if n >= 8 else 2 if n >= 4 else 1) == 0
+            item.add_marker(pytest.mark.slow if often else pytest.mark.exhaustive)
 
 
 def _places(item: Any) -> list[int]:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTION = "## Adding a mask, a score, a kernel"
@@ -18,6 +20,7 @@ def snippets() -> list[str]:
     return re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_a_mask_and_a_score_are_a_class_and_a_row(tmp_path):
     mask, score, rows = snippets()
     for name in ("jattn", "tests"):

@@ -119,6 +119,7 @@ def check_kills_in_saving(run: Run, step: int, folder: Path, good: set[int | Non
     assert found == good
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
     run = a_run(tmp_path / "run", 1, 2, 3)
     check_kills_in_saving(run, 4, tmp_path, {3, 4})

@@ -104,6 +104,7 @@ def test_what_programs_are_told_is_what_the_metrics_say(trained):
     assert without == Run.open(trained.directory).metrics()
 
 
+@pytest.mark.slow
 def test_people_are_told_the_same_in_words_elsewhere(trained):
     for words in (
         "read 301 pairs, kept 300, dropped 1 with an empty side",

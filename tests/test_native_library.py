@@ -105,7 +105,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_library_is_built_again(built, quick, tmp_path, damage):
     home, library = copied(built, tmp_path)

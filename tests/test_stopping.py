@@ -164,7 +164,7 @@ def test_training_stops_when_it_has_waited_and_the_best_parameters_count(uninter
     assert uninterrupted.steps() == [9, 15, 16, 18]  # the best, and the last three
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(5, slow=True)
 @pytest.mark.parametrize("calls", [1, 9, 14, 15, 22])
 def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tmp_path, calls):
     run = begun(tmp_path / "run")
