@@ -70,6 +70,11 @@ def axis_of(letter: str, letters: str, ndim: int) -> int | None:
     return ndim - len(named) + named.index(letter) if letter in named else None
 
 
+def letters_by_head(value: Any) -> str:
+    """The letters of a parameter that is one number for all heads or an array with one for each."""
+    return "N" if len(np.shape(value)) == 1 else ""
+
+
 def static_field(**kwargs: Any) -> Any:
     """A hashable field that is part of the structure."""
     return dataclasses.field(metadata={"static": True}, **kwargs)

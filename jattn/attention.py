@@ -95,7 +95,8 @@ def attention(
         mask: a mask of `jattn.masks`, or a boolean array `[*B, N, T, S]` in which True attends and
             axes of size 1 broadcast.
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
-        scale: what query·key is multiplied with, by default 1/√H.
+        scale: what query·key is multiplied with, by default 1/√H; a number, or a float array, a
+            scalar or `[N]` with one for each head, which is then a parameter.
         q_positions: integer `[T]` or `[*B, T]`, by default arange(T): what formulas in masks and
             scores see. T and S are unrelated; with the default, Causal is top-left aligned.
         kv_positions: integer `[S]` or `[*B, S]`, by default arange(S).

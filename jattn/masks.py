@@ -31,6 +31,7 @@ from jattn._pytree import (
     flatten_batch,
     hoist_closure,
     leading,
+    letters_by_head,
     number,
     pytree_dataclass,
     select_head,
@@ -40,7 +41,7 @@ from jattn._pytree import (
 from jattn._types import Allowed, Indices, Shape
 from jattn.bounds import Interval
 from jattn.checks import check_array, check_function, check_operands, check_size, check_sizes, shown
-from jattn.integers import is_below, is_integer
+from jattn.integers import is_below, is_integer, is_known
 
 
 __all__ = [
@@ -401,8 +402,10 @@ class Empty(Mask):
 _LEAST, _GREATEST = -(2**31), 2**31 - 1  # positions have 32 bits, their differences 33
 
 
-def shifted(positions: Any, by: int) -> Any:
-    """positions + by, held within 32 bits."""
+def shifted(positions: Any, by: Any) -> Any:
+    """positions + by, held within 32 bits; by an integer, or an array that broadcasts."""
+    if not isinstance(by, int):
+        return _shifted_by_array(positions, by)
     if not isinstance(positions, jax.Array):
         wide = np.asarray(positions, np.int64) + by
         return np.clip(wide, _LEAST, _GREATEST).astype(np.int32)
@@ -417,42 +420,91 @@ def shifted(positions: Any, by: int) -> Any:
     return positions
 
 
+def _shifted_by_array(positions: Any, by: Any) -> Any:
+    if not integers.is_narrow(positions):
+        return positions + by.astype(positions.dtype)
+    for _ in range(1 if integers.is_narrow(by) else 3):
+        step = integers.clamped(by)
+        moved = jnp.asarray(positions, jnp.int32) + step
+        over, under = (step > 0) & (moved < positions), (step < 0) & (moved > positions)
+        moved = jnp.where(over, np.int32(_GREATEST), moved)
+        positions = jnp.where(under, np.int32(_LEAST), moved)
+        by = by - step.astype(by.dtype)
+    return positions
+
+
+def _checked_distance(name: str, value: Any) -> Any:
+    """A side of a window: None, an integer, or an array of int32."""
+    if value is None or is_integer(value):
+        if value is not None and value < 0:
+            raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
+        # No two positions are further apart than that.
+        return value if value is None or value < 2**32 else None
+    wanted = "None, an integer >= 0 or an integer array, scalar or [N]"
+    if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
+        raise ValueError(f"Window: {name} must be {wanted}, got {shown(value)}")
+    if len(np.shape(value)) > 1 or 0 in np.shape(value):
+        raise ValueError(f"Window: {name} must be {wanted}, got shape {list(np.shape(value))}")
+    least, most = integers.known_range(value) or (0, 0)
+    if integers.fits(value) and least >= 0:
+        return integers.as_int32(value)
+    if is_known(value) or not jax.config.read("jax_enable_x64"):
+        found = value.dtype if not is_known(value) else least if least < 0 else most
+        raise ValueError(f"Window: {name} must be >= 0 and of 32 bits, got {found}")
+    if value.dtype == np.uint64:
+        value = jnp.minimum(value, np.uint64(2**33))
+    return jnp.minimum(value.astype(jnp.int64), 2**33)
+
+
 @pytree_dataclass
 class Window(Mask):
     """q − left ≤ kv ≤ q + right by position, both inclusive; None is unbounded.
 
+    Each side is an integer, or an integer array, which may be traced: a scalar, or `[N]` with one
+    for each head.
+
     Raises ValueError for negative or non-integer distances.
     """
 
-    left: int | None = static_field(default=None)
-    right: int | None = static_field(default=None)
+    left: Any = None
+    right: Any = None
 
     def __post_init__(self):
         for name in ("left", "right"):
-            value = getattr(self, name)
-            if value is not None and not (is_integer(value) and value >= 0):
-                raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
-            if value is not None and value >= 2**32:  # no two positions are further apart
-                object.__setattr__(self, name, None)
+            object.__setattr__(self, name, _checked_distance(name, getattr(self, name)))
+
+    def axis_names_by_value(self) -> dict[str, str]:
+        """A scalar, or one for each head."""
+        return {name: letters_by_head(getattr(self, name)) for name in ("left", "right")}
+
+    def _ends(self, least: Any, greatest: Any) -> tuple[Any, Any]:
+        """The first key that a query at `least` sees and the last that one at `greatest` sees;
+        None where there is no end."""
+        left, right = number(self.left), number(self.right)
+        first = None if left is None else shifted(least, -left)
+        return first, None if right is None else shifted(greatest, right)
 
     def evaluate(self, b, h, rows, columns):
         q, kv = rows.positions, columns.positions[None, :]
         allowed = jnp.ones((1, 1), bool)
-        if self.left is not None:
-            allowed = allowed & (kv >= shifted(q, -self.left)[:, None])
-        if self.right is not None:
-            allowed = allowed & (kv <= shifted(q, self.right)[:, None])
+        first, last = self._ends(q, q)
+        if first is not None:
+            allowed = allowed & (kv >= first[:, None])
+        if last is not None:
+            allowed = allowed & (kv <= last[:, None])
         return allowed
 
     def bounds(self, tile):
         q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
+        first, last = self._ends(q_lo, q_hi)  # seen by some
+        last_first, first_last = self._ends(q_hi, q_lo)
         maybe_any, surely_all = np.True_, np.True_
-        if self.left is not None:
-            maybe_any = maybe_any & (kv_hi >= shifted(q_lo, -self.left))
-            surely_all = surely_all & (kv_lo >= shifted(q_hi, -self.left))
-        if self.right is not None:
-            maybe_any = maybe_any & (kv_lo <= shifted(q_hi, self.right))
-            surely_all = surely_all & (kv_hi <= shifted(q_lo, self.right))
+        if first is not None:
+            maybe_any = maybe_any & (kv_hi >= first)
+            surely_all = surely_all & (kv_lo >= last_first)
+        if last is not None:
+            maybe_any = maybe_any & (kv_lo <= last)
+            surely_all = surely_all & (kv_hi <= first_last)
         return maybe_any, surely_all
 
 

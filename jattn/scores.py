@@ -19,6 +19,7 @@ from jattn._pytree import (
     array_field,
     hoist_closure,
     is_static,
+    letters_by_head,
     number,
     pytree_dataclass,
     static_field,
@@ -99,11 +100,6 @@ def check_score(value: Any) -> None:
         )
 
 
-def _by_head(value: Any) -> str:
-    """The letters of a parameter that may be one number for all heads."""
-    return "N" if len(np.shape(value)) == 1 else ""
-
-
 def _like(value: Any, score: Scores) -> Any:
     return number(value) if is_static(value) else value.astype(score.dtype)
 
@@ -122,7 +118,7 @@ class SoftCap(ScoreFunction):
 
     def axis_names_by_value(self) -> dict[str, str]:
         """A scalar, or one for each head."""
-        return {"cap": _by_head(self.cap)}
+        return {"cap": letters_by_head(self.cap)}
 
     def evaluate(self, score, b, h, rows, columns):
         cap = _like(self.cap, score)
@@ -149,7 +145,7 @@ class Temperature(ScoreFunction):
 
     def axis_names_by_value(self) -> dict[str, str]:
         """A scalar, or one for each head."""
-        return {"t": _by_head(self.t)}
+        return {"t": letters_by_head(self.t)}
 
     def evaluate(self, score, b, h, rows, columns):
         return score / _like(self.t, score)

@@ -20,6 +20,7 @@ from jattn._pytree import (
     axis_names,
     flatten_batch,
     is_static,
+    letters_by_head,
     number,
     pytree_dataclass,
     static_field,
@@ -71,6 +72,10 @@ class Spec:
     lse: bool = static_field(default=False)  # whether the log of the denominator is asked for too
     pair: Any = None  # a PairScore
     overflowed: Any = None  # traced: whether positions do not fit 32 bits, for results to be NaN
+
+    def axis_names_by_value(self) -> dict[str, str]:
+        """A scale is one number, or one for each head."""
+        return {"scale": letters_by_head(self.scale)}
 
 
 class Tiling(NamedTuple):
@@ -168,9 +173,10 @@ def _check_key(rate: float, key: Any) -> None:
 def _check_scale(scale: Any, H: int) -> Any:
     if scale is None:
         return 1 / math.sqrt(H)
-    if np.shape(scale):
-        raise TypeError(f"scale: expected a number or a float scalar, got {shown(scale)}")
-    check_number("scale", scale)
+    if hasattr(scale, "dtype") or is_static(scale):
+        check_number("scale", scale, per_head=True)
+    else:
+        raise TypeError(f"scale: expected a number or a float array, got {shown(scale)}")
     return float(scale) if isinstance(scale, int | float | np.number) else scale
 
 
@@ -341,9 +347,9 @@ def parameters(spec: Spec) -> list[Any]:
 
 def parameter_letters(spec: Spec) -> list[str]:
     """Along which letters each of `parameters` runs."""
-    learned = _learned(spec)
-    letters = jax.tree.leaves([axis_names(x) for x in learned])
-    return [x for x, leaf in zip(letters, jax.tree.leaves(learned), strict=True) if _is_param(leaf)]
+    letters = jax.tree.leaves(_learned(axis_names(spec)))
+    leaves = jax.tree.leaves(_learned(spec))
+    return [x for x, leaf in zip(letters, leaves, strict=True) if _is_param(leaf)]
 
 
 def with_parameters(spec: Spec, values: list[Any]) -> Spec:

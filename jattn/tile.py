@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jattn._pytree import axis_names, number
+from jattn._pytree import axis_names, is_static, number
 from jattn._types import Indices, Scores, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
@@ -106,19 +106,23 @@ def modify(
     mask out, for tiles that are known to be full. `select=False` adds it, which is the same where
     all is finite.
     """
-    scale = number(spec.scale)
-    score = products
-    if not (isinstance(scale, float) and scale == 1):
-        score = score * jnp.asarray(scale, score.dtype)
     allowed = None
     if masked and has_mask(spec):
         allowed = spec.mask.evaluate(b, h, rows, columns)
+
+    def selected(score: Scores) -> Scores:
+        # Selected before as well as after: the derivative of a score function, or of a scale, at
+        # what a masked key holds may be NaN, and 0 × NaN would reach the gradients.
+        return score if allowed is None or not select else jnp.where(allowed, score, 0)
+
+    scale = number(spec.scale)
+    score = products
+    if not isinstance(scale, float):
+        score = _times(selected(score), scale)
+    elif scale != 1:
+        score = score * jnp.asarray(scale, score.dtype)
     for function in in_order(spec.score):
-        if allowed is not None and select:
-            # Selected before as well as after: a score function's derivative at what a masked
-            # key holds may be NaN, and 0 × NaN would reach the gradients.
-            score = jnp.where(allowed, score, 0)
-        score = function.evaluate(score, b, h, rows, columns)
+        score = function.evaluate(selected(score), b, h, rows, columns)
     if allowed is None:
         return score
     if not select:
@@ -145,11 +149,17 @@ def scores(
     found = products(spec, q, k)
     if v is not None:
         found = found + nan_where_nonfinite(v)[None, :]
-    # A selection, so that this product and the subtraction of the maximum do not become one
-    # operation, see `product`.
-    scaled = found * jnp.asarray(number(spec.scale), found.dtype)
-    scaled = jnp.where(jnp.isnan(scaled), jnp.nan, scaled)
-    return modify(dataclasses.replace(spec, scale=1.0), scaled, b, h, rows, columns)
+    if is_static(spec.scale):
+        found = _times(found, number(spec.scale))
+        spec = dataclasses.replace(spec, scale=1.0)
+    return modify(spec, found, b, h, rows, columns)
+
+
+def _times(score: Scores, scale: Any) -> Scores:
+    """The scores times a scale, apart from what follows: a selection, so that this product and the
+    subtraction of the maximum do not become one operation, see `product`."""
+    found = score * jnp.asarray(scale, score.dtype)
+    return jnp.where(jnp.isnan(found), jnp.nan, found)
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

@@ -141,7 +141,7 @@ class Case:
         return {
             "mask": None if self.mask is None else self.mask.build(operands),
             "score": None if self.score is None else self.score.build(parameters),
-            "scale": self.scale,
+            "scale": parameters.get("scale", self.scale),
             "q_positions": None if self.q_positions is None else jnp.asarray(self.q_positions),
             "kv_positions": None if self.kv_positions is None else jnp.asarray(self.kv_positions),
         }
@@ -229,6 +229,20 @@ def window(left: int | None, right: int | None) -> MaskRule:
     lo, hi = -math.inf if left is None else -left, math.inf if right is None else right
     return MaskRule(
         lambda a: masks.Window(left=left, right=right), lambda a, at: lo <= at.kv - at.q <= hi
+    )
+
+
+def window_of_arrays(left: Any, right: Any) -> MaskRule:
+    """The same with sides that are arrays, scalars or one for each head."""
+
+    def allowed(a: Arrays, at: At) -> bool:
+        lo, hi = (x if x.ndim == 0 else x[at.h] for x in (a["left"], a["right"]))
+        return -lo <= at.kv - at.q <= hi
+
+    return MaskRule(
+        lambda a: masks.Window(a["left"], a["right"]),
+        allowed,
+        {"left": np.array(left, np.int32), "right": np.array(right, np.int32)},
     )
 
 
@@ -428,6 +442,19 @@ def soft_cap_by_head(caps: tuple[float, ...]) -> ScoreRule:
     return ScoreRule(lambda p: scores.SoftCap(p["cap"]), modifier, {"cap": np.array(caps)})
 
 
+def scale_by_head(by: tuple[float, ...]) -> ScoreRule:
+    """A scale for each head, given as the argument of that name."""
+    return ScoreRule(
+        lambda p: None,
+        lambda p: Modifier(
+            value=lambda s, at: s * p["scale"][at.h],
+            by_score=lambda s, at: p["scale"][at.h],
+            by_parameter={"scale": lambda s, at: ((at.h,), s)},
+        ),
+        {"scale": np.array(by)},
+    )
+
+
 def temperature_by_head(ts: tuple[float, ...]) -> ScoreRule:
     """A temperature for each head."""
     return ScoreRule(
@@ -597,6 +624,8 @@ MASKS = [
         Sizes(batch=(2, 3), T=2, S=3, N=4, K=2, H=5, V=1),
         lengths(kv=[[3, 1, 0], [2, 2, 3]]),
     ),
+    Case("window_by_head", mask=window_of_arrays([0, 1, 2, 3, 5, 100], [1, 0, 2, 0, 0, 2])),
+    Case("window_traced", mask=window_of_arrays(2, [0, 1, 1, 0, 6, 2]) | CAUSAL),
     Case(
         "segments",
         mask=segments(
@@ -645,6 +674,12 @@ SCORES = [
     Case("temperature", score=temperature(1.75)),
     Case("temperature_learned", mask=window(2, 1), score=learned_temperature(0.8)),
     Case("soft_cap_by_head", mask=CAUSAL, score=soft_cap_by_head((1.5, 2.0, 2.5, 3.0, 4.0, 9.0))),
+    Case(
+        "scale_by_head",
+        mask=CAUSAL,
+        score=scale_by_head((0.5, 0.8, -1.0, 1.5, 2.0, 0.0)),
+        scale=1.0,
+    ),
     Case("temperature_by_head", score=temperature_by_head((0.5, 0.8, 1.0, 1.5, 2.0, 4.0))),
     Case("alibi", score=alibi(SLOPES)),
     Case("alibi_causal", mask=CAUSAL, score=alibi(SLOPES)),

@@ -220,6 +220,18 @@ MASKS = {
     "negative_window": Mistake(
         lambda: {"mask": masks.Window(left=-1)}, ValueError, ("Window", "left", "-1")
     ),
+    "window_of_a_negative_side": Mistake(
+        lambda: {"mask": masks.Window(left=np.array([3, -2]))}, ValueError, ("left", "-2")
+    ),
+    "window_of_rows": Mistake(
+        lambda: {"mask": masks.Window(right=np.ones((2, N), int))}, ValueError, ("right", "[2, 6]")
+    ),
+    "window_of_wide_sides": Mistake(
+        lambda: {"mask": masks.Window(right=np.array([2**40]))}, ValueError, ("right", str(2**40))
+    ),
+    "window_of_wrong_heads": Mistake(
+        lambda: {"mask": masks.Window(left=jnp.arange(K))}, ValueError, ("mask.left", "[N] = [6]")
+    ),
     "fractional_window": Mistake(
         lambda: {"mask": masks.Window(right=1.5)},  # pyright: ignore[reportArgumentType]
         ValueError,
@@ -378,7 +390,13 @@ REST = {
         lambda: {"q_positions": jnp.int32(3)}, ValueError, ("q_positions", "[*B, T]", "[]")
     ),
     "scale_of_nan": Mistake(lambda: {"scale": float("nan")}, ValueError, ("scale", "nan")),
-    "scale_per_head": Mistake(lambda: {"scale": array(N)}, TypeError, ("scale", "scalar")),
+    "scale_per_key_head": Mistake(lambda: {"scale": array(K)}, ValueError, ("scale", "[N]", "[3]")),
+    "scale_per_row": Mistake(lambda: {"scale": array(2, N)}, ValueError, ("scale", "[2, 6]")),
+    "scale_in_a_list": Mistake(
+        lambda: {"scale": [1.0] * N},  # pyright: ignore[reportArgumentType]
+        TypeError,
+        ("scale", "array"),
+    ),
     "scale_as_text": Mistake(lambda: {"scale": "1"}, TypeError, ("scale",)),
 }
 

@@ -148,6 +148,24 @@ def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
                 assert_close(np.asarray(traced(lengths)), meant(rule, given))
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.uint32, np.uint64])
+def test_sides_of_windows_may_be_traced_in_any_dtype(dtype, side):
+    """At distances that 32 bits do not hold, for pairs and for tiles of one pair."""
+    distance = EDGES[:, None].astype(object) - EDGES[None, :]
+    given: Any = {"q_positions": EDGES, "kv_positions": EDGES}
+    sizes = (0, 1, 255, MOST, MOST + 1, 2**32 - 2, 2**32 - 1, 2**40)
+    with jax.enable_x64(True):
+        for size in (x for x in sizes if x <= np.iinfo(dtype).max):
+            make = lambda x: masks.Window(**{side: x})  # noqa: E731
+            allowed = jax.jit(lambda x, make=make: make(x).dense(T, S, **given))
+            kinds = jax.jit(lambda x, make=make: masks.tile_map(make(x), T, S, 1, 1, **given))
+            want = (distance if side == "left" else -distance) <= size
+            np.testing.assert_array_equal(allowed(dtype(size)), want)
+            np.testing.assert_array_equal(kinds(dtype(size)), np.where(want, masks.FULL, 0))
+
+
 POSITIONED = {
     "causal": (masks.Causal, lambda at: at.kv <= at.q),
     "prefix": (lambda: masks.Prefix(MOST), lambda at: at.kv < MOST),

@@ -197,12 +197,17 @@ def _call(which: str, results: Any, operands: list[Array], attributes: dict[str,
 
 
 def _static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
-    """A call whose scale is a number, as the kernel takes it: an array is multiplied with the
-    queries, in the dtype of sums."""
+    """A call whose scale is a number, as the kernel takes it: an array, a scalar or `[N]`, is
+    multiplied with the queries, in the dtype of sums."""
     wide = query.astype(accumulation(query.dtype))
     if is_static(spec.scale):
         return spec, wide
-    return dataclasses.replace(spec, scale=1.0), wide * spec.scale
+    return dataclasses.replace(spec, scale=1.0), wide * _by_head(spec.scale)
+
+
+def _by_head(scale: Array) -> Array:
+    """A scale, a scalar or `[N]`, as it is multiplied with queries `[B, T, N, H]`."""
+    return scale.reshape(1, 1, -1, 1) if scale.ndim else scale
 
 
 def _forward(
@@ -252,8 +257,9 @@ def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Arra
     totals = [_summed(x, like) for x, like in zip(d_sums[bool(rule) :], read, strict=True)]
     (d_params,) = pull(totals)
     if not is_static(scale):
-        d_params = [*d_params, jnp.sum(d_query * tile.finite(given.astype(dtype)))]
-        d_query = d_query * scale
+        by_head = jnp.einsum("btnh,btnh->n", d_query, tile.finite(given.astype(dtype)))
+        d_params = [*d_params, by_head if scale.ndim else by_head.sum()]
+        d_query = d_query * _by_head(scale)
     return d_params, d_query, d_key, d_value
 
 

@@ -75,8 +75,11 @@ def _(mask: masks.Causal, place: QueryBlock) -> Runs:
 @as_runs.register
 def _(mask: masks.Window, place: QueryBlock) -> Runs:
     q, S = place.positions, place.S
-    start = 0 if mask.left is None else masks.shifted(jnp.maximum(q, 0), -mask.left)
-    return Runs(start, S if mask.right is None else _until(q, mask.right, S))
+    left, right = number(mask.left), number(mask.right)
+    if not all(x is None or isinstance(x, int) for x in (left, right)):
+        raise NotImplementedError("the sides of Window are arrays")
+    start = 0 if left is None else masks.shifted(jnp.maximum(q, 0), -left)
+    return Runs(start, S if right is None else _until(q, right, S))
 
 
 def _by_row(length: Any) -> Any:

@@ -65,9 +65,12 @@ def _(mask: masks.Causal) -> Flags:
 
 @as_cudnn.register
 def _(mask: masks.Window) -> Flags:
-    if mask.right:
-        raise NotImplementedError(f"cuDNN has no window to the right, got right={mask.right}")
-    return Flags(causal=mask.right == 0, left=mask.left)
+    left, right = number(mask.left), number(mask.right)
+    if not all(x is None or isinstance(x, int) for x in (left, right)):
+        raise NotImplementedError("cuDNN has no windows whose sides are arrays")
+    if right:
+        raise NotImplementedError(f"cuDNN has no window to the right, got right={right}")
+    return Flags(causal=right == 0, left=left)
 
 
 @as_cudnn.register
