@@ -471,8 +471,8 @@ WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 @pytest.mark.parametrize("name", WITH_DEAD_PLACES)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_in_what_is_masked_changes_nothing(implementation, name):
-    """Not a bit, as users' programs are compiled; with jax 0.12, whose compiler rounds the two ways of
-    a single tile differently, nothing but rounding."""
+    """Not a bit, as users' programs are compiled; with jax 0.12, whose compiler rounds the two ways
+    of a single tile differently, nothing but rounding."""
     rounds_apart = implementation == "blockwise" and jax.__version_info__ >= (0, 12)
     program = compiled(implementation, name, "full")
 
@@ -487,7 +487,7 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
         q[rows], k[columns], v[columns] = poison, poison, poison
         got = run(x._replace(q=q, k=k, v=v))
         if rounds_apart:
-            assert_close(got, jax.tree.map(np.float64, clean), 4 * float(np.finfo(np.float32).eps))
+            assert_close(got, jax.tree.map(np.float64, clean), 8 * float(np.finfo(np.float32).eps))
         else:
             assert_same(got, clean)
         assert not got.gradients["q"][rows].any()

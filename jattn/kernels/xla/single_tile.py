@@ -4,8 +4,8 @@ Where a mask selects scores one by one, XLA cannot fuse the products with the so
 So without a score function a mask is first *added*, 0 or −inf, which is the same unless something
 masked is not finite or overflows; that makes every row NaN that it reaches. Only then all is
 computed again: as before with such queries and keys set to 0, which is right for all rows that do
-not attend to them, and with selection for the others. (With jax 0.12 the two ways differ by rounding,
-as XLA compiles them apart; apart in the same way, they took up to twice the time.)
+not attend to them, and with selection for the others. With jax 0.12 both ways differ by rounding:
+XLA compiles them apart, and made to compile them alike it takes up to twice the time.
 
 Many batch rows go in groups that fit into the caches. Weights that are no larger than the queries
 are kept for the backward pass, which computes others again.
