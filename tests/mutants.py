@@ -124,31 +124,32 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "window-one-more": mutant(
         MASKS,
-        "allowed = allowed & (kv >= shifted(q, -self.left)[:, None])",
-        "allowed = allowed & (kv >= shifted(q, -self.left - 1)[:, None])",
+        "allowed = allowed & (kv >= first[:, None])",
+        "allowed = allowed & (kv >= first[:, None] - 1)",
         "masks",
     ),
     "window-one-less": mutant(
         MASKS,
-        "allowed = allowed & (kv <= shifted(q, self.right)[:, None])",
-        "allowed = allowed & (kv < shifted(q, self.right)[:, None])",
+        "allowed = allowed & (kv <= last[:, None])",
+        "allowed = allowed & (kv < last[:, None])",
         "masks",
     ),
     "window-bounds": mutant(
         MASKS,
-        "maybe_any = maybe_any & (kv_hi >= shifted(q_lo, -self.left))",
-        "maybe_any = maybe_any & (kv_hi > shifted(q_lo, -self.left))",
+        "maybe_any = maybe_any & (kv_hi >= first)",
+        "maybe_any = maybe_any & (kv_hi > first)",
         "masks",
     ),
     "window-in-c": mutant(
         RULES,
-        "masks.shifted(jnp.maximum(q, 0), -mask.left)",
-        "masks.shifted(jnp.maximum(q, 0), 1 - mask.left)",
+        "masks.shifted(jnp.maximum(q, 0), -left)",
+        "masks.shifted(jnp.maximum(q, 0), 1 - left)",
         "native",
     ),
     "soft-cap-after-mask": mutant(
         TILE,
-        "        score = function.evaluate(score, b, h, rows, columns)\n    if allowed is None:",
+        "        score = function.evaluate(selected(score), b, h, rows, columns)\n"
+        "    if allowed is None:",
         "        score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)\n"
         "        score = function.evaluate(score, b, h, rows, columns)\n"
         "        allowed = None\n    if allowed is None:",
