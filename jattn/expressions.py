@@ -321,7 +321,7 @@ class _Reader:
                 return [self.entries(params["name"], values, equation.outvars[0].aval, None)]
             program = getattr(called, "jaxpr", called)
             return self.run(program, getattr(called, "consts", ()), values)
-        if len(equation.outvars) > 1:
+        if len(equation.outvars) != 1:
             return None
         return self.array(name, params, values, equation.outvars[0].aval)
 

@@ -38,7 +38,7 @@ from jattn._pytree import (
     static_field,
     take_tile,
 )
-from jattn._types import Allowed, Indices, Shape
+from jattn._types import Allowed, AnyArray, Indices, Shape
 from jattn.bounds import Interval
 from jattn.checks import check_array, check_function, check_operands, check_size, check_sizes, shown
 from jattn.integers import is_below, is_integer, is_known
@@ -645,7 +645,7 @@ def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
     return jnp.clip(start[:, None] + offsets[None, :], 0, size - 1)
 
 
-def _range_of(ids: Array, extent: Extent) -> tuple[Any, Any]:
+def _range_of(ids: AnyArray, extent: Extent) -> tuple[Any, Any]:
     """Least and greatest of ids over each extent; places past the end repeat the last."""
     taken = ids[_places(extent, ids.shape[0])]
     shape = np.shape(extent.start)

@@ -2,6 +2,7 @@
 they say, and so are its derivatives."""
 
 import ctypes
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import Phase, given, settings
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores
+from jattn import masks, scores, tuning
 from jattn.kernels.cpu import compiler, generator, library
 from jattn.masks import Predicate
 from jattn.scores import Score
@@ -225,6 +226,32 @@ def test_what_it_does_not_know_has_a_reason():
     assert "while" in str(jattn.explain(q, q, q, mask=loop)["native"])
     few = jattn.explain(q[:, :32], q[:, :32], q[:, :32], mask=CAUSAL)["native"]
     assert few is not None and "too few" in few
+
+
+def test_a_rule_that_cannot_be_compiled_leaves_the_call_to_the_next(monkeypatch):
+    """Forward and backward; the reason is told; who names the kernel is refused; tried once."""
+    tries = []
+
+    def failing(text: str, dtype: str) -> Any:
+        tries.append(text)
+        raise compiler.BuildError("the compiler is on strike")
+
+    monkeypatch.setattr(compiler, "load_rule", failing)
+    q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
+    mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 11 != 5))
+
+    def loss(implementation: str | None) -> Any:
+        attend = functools.partial(jattn.attention, mask=mask, implementation=implementation)
+        return users_jit(jax.value_and_grad(lambda q: (attend(q, q, q) ** 2).sum()))(q)
+
+    with tuning.using(generated_pairs=0):
+        assert jattn.explain(q, q, q, mask=mask)["native"] is None
+        got, want = loss(None), loss("blockwise")
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert jattn.explain(q, q, q, mask=mask)["native"] == "the compiler is on strike"
+        with pytest.raises(NotImplementedError, match="'native': the compiler is on strike"):
+            loss("native")
+    assert len(tries) == 1
 
 
 # --- random functions ---------------------------------------------------------------------------

@@ -30,6 +30,7 @@ ROOMS = (
     ("kernels.xla",),  # a few queries on a cache go to the kernel for CPUs
     ("kernels.gpu", "kernels.tpu"),  # what they cannot do is left to XLA
     ("kernels.registry",),
+    ("explanation",),
     ("attention",),
     ("mechanisms", "build"),
     ("parallel", "statistics"),

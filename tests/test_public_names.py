@@ -17,6 +17,7 @@ from jax import Array
 
 import jattn
 from jattn import cache, masks, mechanisms, nn, positions, scores
+from jattn.explanation import Explanation
 from jattn.nn.recurrent import RecurrentArguments
 from jattn.nn.transformer import LayerArguments
 
@@ -203,7 +204,7 @@ def functions():
     assert_type(jattn.attention(q, k, v, mask=masks.Causal()), Array)
     assert_type(jattn.attention(q, k, v, return_lse=True), tuple[Array, Array])
     assert_type(jattn.attention_weights(q, k, score=scores.SoftCap(2.0)), Array)
-    assert_type(jattn.explain(q, k, v, mask=masks.Causal()), dict[str, str | None])
+    assert_type(jattn.explain(q, k, v, mask=masks.Causal()), Explanation)
     assert_type(masks.Causal() & masks.Window(left=2), masks.Mask)
     assert_type(positions.rotary(q, jnp.arange(T)), Array)
     dense = cache.DenseCache.create(B, T, N, H)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -10,7 +10,7 @@ from jattn.checks import check_choice
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.cpu import native
 from jattn.kernels.gpu import cudnn, hopper, triton
-from jattn.kernels.protocol import Kernel
+from jattn.kernels.protocol import Kernel, Unbuilt
 from jattn.kernels.tpu import splash
 from jattn.kernels.xla import blockwise
 from jattn.spec import Shapes, Spec
@@ -28,6 +28,8 @@ class Row(NamedTuple):
     too_small: why a call that names no kernel goes elsewhere, if it does.
     unavailable: why it cannot run on this machine, or in this program, if that is so; asked when a
         program is lowered. Where the second argument is True, it may wait for what it needs.
+    unbuilt: why what is compiled for such calls alone could not be, if that was tried: the kernel's
+        functions raise `Unbuilt` then, and a call that names no kernel takes the next.
     """
 
     kernel: Kernel
@@ -36,12 +38,19 @@ class Row(NamedTuple):
     when: Literal["lowered", "traced", "settled"] = "lowered"
     too_small: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
     unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
+    unbuilt: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
 
 
 KERNELS: dict[str, Row] = {
     "cudnn": Row(cudnn, ("cuda",), when="traced"),
     "splash": Row(splash, ("tpu",)),
-    "native": Row(native, ("cpu",), too_small=native.too_small, unavailable=native.unavailable),
+    "native": Row(
+        native,
+        ("cpu",),
+        too_small=native.too_small,
+        unavailable=native.unavailable,
+        unbuilt=native.unbuilt,
+    ),
     "blockwise": Row(blockwise),
     "pallas": Row(triton, ("cuda", "rocm"), interpreted=("cpu",)),
     "hopper": Row(hopper, ("cuda",), interpreted=("cpu",), when="settled"),
@@ -79,6 +88,7 @@ def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
         or _elsewhere(row, platform, named=True)
         or row.too_small(spec, shapes)
         or row.unavailable(shapes, False)
+        or row.unbuilt(spec, shapes)
         for name, row in KERNELS.items()
     }
     return {**found, "reference": None}
@@ -113,14 +123,36 @@ def _first_that_can(
     names: Sequence[str], shapes: Shapes, named: bool, platform: str
 ) -> AttentionVJP:
     """The functions of the first kernel that can run on this platform and machine."""
-    for name in names:
+    for place, name in enumerate(names):
         row = KERNELS[name]
         reason = _elsewhere(row, platform, named=named) or row.unavailable(shapes, named)
         if named:
             refuse(name, reason)
         if not reason:
-            return row.kernel.functions(platform)
+            rest = functools.partial(_first_that_can, names[place + 1 :], shapes, False, platform)
+            return _or_else(name, row.kernel.functions(platform), None if named else rest)
     raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
+
+
+def _or_else(
+    name: str, functions: AttentionVJP, rest: Callable[[], AttentionVJP] | None
+) -> AttentionVJP:
+    """The functions of a kernel, or, where what they need cannot be built, those of the `rest`."""
+
+    def tried(which: str) -> Callable[..., Any]:
+        def run(*operands: Any) -> Any:
+            try:
+                return functions.run(which, *operands)
+            except Unbuilt as error:
+                if rest is None:
+                    refuse(name, str(error))
+                    raise
+                return rest().run(which, *operands)
+
+        return run
+
+    weights = tried("forward_with_weights") if functions.forward_with_weights else None
+    return AttentionVJP(tried("forward"), tried("backward"), weights, tried("forward_alone"))
 
 
 def _elsewhere(row: Row, platform: str, *, named: bool) -> str | None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from jattn import tuning
 from jattn.kernels.cpu import compiler
+from jattn.kernels.protocol import Unbuilt
 
 
 _SOURCES = {"forward": "attention.cc", "backward": "attention.cc", "decode": "decode.cc"}
@@ -63,9 +64,9 @@ def unavailable(function: str, dtype: Any, *, wait: bool = False) -> str | None:
 
 
 def target(function: str, dtype: Any) -> str:
-    """The name under which XLA finds a function; OSError where its library cannot be built."""
+    """The name under which XLA finds a function; Unbuilt where its library cannot be built."""
     if reason := unavailable(function, dtype, wait=True):
-        raise OSError(reason)
+        raise Unbuilt(reason)
     return _name(function, np.dtype(dtype).name, tuning.current().cpu_tiles)
 
 
@@ -74,20 +75,32 @@ def kept(function: str, dtype: Any) -> Path | None:
     return _library(function, dtype).outcome.result().kept
 
 
-_rules: dict[tuple[str, str], Any] = {}  # their libraries, by text and dtype
+_rules: dict[tuple[str, str], Any] = {}  # their libraries, or why not, by text and dtype
+
+
+def rule_unavailable(text: str, dtype: Any) -> str | None:
+    """Why a rule could not be compiled, if that was tried."""
+    found = _rules.get((text, np.dtype(dtype).name))
+    return found if isinstance(found, str) else None
 
 
 def add_rule(text: str, dtype: Any, modifies: bool, keeps: bool) -> int:
     """The number of a rule that was generated, for the kernel's attribute `rule`. It is compiled
-    where this machine has not done so yet, in about a second; raises OSError where it cannot be."""
+    where this machine has not done so yet, in about a second.
+
+    Raises:
+        Unbuilt: it cannot be; a process tries once.
+    """
     name = np.dtype(dtype).name
     with _lock_of_rules:
         if (text, name) not in _rules:
             try:
                 _rules[text, name] = compiler.load_rule(text, name)
-            except compiler.BuildError as error:
-                raise OSError(str(error)) from error
+            except Exception as error:
+                _rules[text, name] = _words(error)
         own = _rules[text, name]
+    if isinstance(own, str):
+        raise Unbuilt(own)
     digest = hashlib.sha256(f"{name} {modifies} {keeps} {text}".encode()).digest()
     number = int.from_bytes(digest[:8]) >> 1 or 1
     functions = [getattr(own, f"jattn_rule_{x}", None) for x in ("forward", "backward")]

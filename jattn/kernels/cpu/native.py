@@ -87,6 +87,20 @@ def unavailable(shapes: Shapes, wait: bool) -> str | None:
     return library.unavailable("forward", accumulation(shapes.dtype), wait=wait)
 
 
+def unbuilt(spec: Spec, shapes: Shapes) -> str | None:
+    """Why the rule of a call could not be compiled, if that was tried."""
+    if not by_hand(spec, shapes):
+        return None
+    dtype, found = accumulation(shapes.dtype), list[str]()
+
+    def look(spec: Spec) -> None:
+        own = flatten_batch(spec, shapes.batch)
+        found.append(generator.rule_of(own, dtype, gradients=bool(parameters(own))).text)
+
+    jax.eval_shape(look, spec)
+    return library.rule_unavailable(found[0], dtype)
+
+
 def _runs(spec: Spec, shapes: Shapes) -> Runs:
     positions = jnp.arange(shapes.T) if spec.q_positions is None else spec.q_positions
     place = QueryBlock(jnp.atleast_2d(positions.astype(jnp.int32)), shapes.S)

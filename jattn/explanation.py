@@ -1,0 +1,215 @@
+"""What `explain` tells of a call: which kernel runs and why not the others, how many of the scores
+it computes, and what would skip more or have more kernels.
+
+The share of tiles comes from the mask's own tile map. A function that allows the same pairs as
+`Causal`, `Window` or `Prefix` is recognised by comparing pairs, for these are known to kernels that
+have no functions.
+"""
+
+import dataclasses
+import functools
+import html
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jattn import masks
+from jattn._pytree import flatten_batch, leading
+from jattn.kernels import registry
+from jattn.masks import Mask, Predicate, Span
+from jattn.spec import Shapes, Spec
+
+
+__all__ = ["Explanation", "Tiles"]
+
+_BLOCK = 128  # queries and keys of a tile
+_MAPS = 64  # heads whose tile maps are drawn, at most
+_ROWS = 64  # queries whose keys are compared, at most
+
+
+class Tiles(NamedTuple):
+    """The shares of tiles of `block` × `block` that are empty, mixed and full; they sum to 1."""
+
+    block: int
+    empty: float
+    mixed: float
+    full: float
+
+    def __str__(self) -> str:
+        shares = f"{self.empty:.1%} empty and skipped, {self.full:.1%} full, {self.mixed:.1%} mixed"
+        return f"{shares} (tiles of {self.block} × {self.block})"
+
+
+class Explanation(dict[str, str | None]):
+    """For each implementation None where it can run a call, else its reason; and about the call:
+
+    runs: the one that `implementation=None` takes.
+    tiles: the `Tiles` of its mask; None without pairs, or where only the program knows them.
+    flops: floating-point operations of the forward pass's two products, without empty tiles.
+    advice: what would skip more or have more implementations; None where nothing is known.
+
+    Printed, or shown by a notebook, it is a table. Tiles are counted when they are first asked for.
+    """
+
+    def __init__(
+        self, spec: Spec, shapes: Shapes, platform: str, more: dict[str, str | None] | None = None
+    ):
+        """About a call on a platform; `more` reasons come first."""
+        super().__init__({**(more or {}), **registry.reasons(spec, shapes, platform)})
+        self.runs = next(name for name, reason in self.items() if reason is None)
+        self._spec = None if _is_traced(spec) else spec  # what is kept must not hold tracers
+        self._shapes, self._platform = shapes, platform
+
+    @functools.cached_property
+    def tiles(self) -> Tiles | None:
+        return self._spec and tiles_of(self._spec, self._shapes)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        B, N, T, S = self._shapes.B, self._shapes.N, self._shapes.T, self._shapes.S
+        visited = 1 - self.tiles.empty if self.tiles else 1.0
+        return 2.0 * B * N * T * S * (self._shapes.H + self._shapes.V) * visited
+
+    @functools.cached_property
+    def advice(self) -> str | None:
+        if not self._spec or not self.tiles:
+            return None
+        return _advice(self._spec, self._shapes, self._platform, self.tiles, self)
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        x = self._shapes
+        sizes = f"B {x.B}, T {x.T}, S {x.S}, N {x.N}, K {x.K}, H {x.H}, V {x.V}"
+        yield "call", f"{sizes}, {x.dtype}, on {self._platform}"
+        yield "runs", self.runs
+        if self.tiles:
+            yield "tiles", str(self.tiles)
+        yield "products", f"{self.flops / 1e9:.3g} GFLOP forward"
+        for name, reason in self.items():
+            yield name, reason or "can run it"
+        if self.advice:
+            yield "advice", self.advice
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self._lines())
+        return "\n".join(f"{name:{width}}  {text}" for name, text in self._lines())
+
+    def _repr_html_(self) -> str:
+        rows = (
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for name, text in self._lines()
+        )
+        return f"<table>{''.join(rows)}</table>"
+
+
+# --- tiles --------------------------------------------------------------------------------------
+
+
+def _is_traced(spec: Spec) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(spec))
+
+
+def tiles_of(spec: Spec, shapes: Shapes) -> Tiles | None:
+    """The shares of tiles, over a few of the heads where they differ; None where there are none, or
+    their number is not known."""
+    if not isinstance(shapes.B, int) or 0 in (shapes.B, shapes.T, shapes.S):
+        return None
+    with jax.ensure_compile_time_eval():
+        counts = np.sum([_counts(spec, shapes, b, h) for b, h in _some_heads(spec, shapes)], axis=0)
+    empty, mixed, full = (float(x) for x in counts / counts.sum())
+    return Tiles(_BLOCK, empty, mixed, full)
+
+
+def _some_heads(spec: Spec, shapes: Shapes) -> list[tuple[int, int]]:
+    """Batch rows and heads, `_MAPS` at most and evenly spread, that stand for all."""
+    rows, heads = leading(spec)
+    functions = _has_function(spec.mask)
+    B = shapes.B if functions or math.prod(rows) > 1 else 1
+    N = shapes.N if functions or heads > 1 else 1
+    step = -(-B * N // _MAPS)
+    return [divmod(place, N) for place in range(0, B * N, step)]
+
+
+def _counts(spec: Spec, shapes: Shapes, b: int, h: int) -> np.ndarray:
+    """How many tiles of a head are empty, mixed and full."""
+    q, kv = (
+        None if x is None else np.asarray(x).reshape(-1, x.shape[-1])[min(b, x.size // n - 1)]
+        for x, n in ((spec.q_positions, shapes.T), (spec.kv_positions, shapes.S))
+    )
+    flat = flatten_batch(spec.mask, shapes.batch)
+    found = masks.tile_map(
+        flat, shapes.T, shapes.S, _BLOCK, _BLOCK, b=b, h=h, q_positions=q, kv_positions=kv
+    )
+    return np.bincount(np.asarray(found).ravel(), minlength=3)
+
+
+# --- advice -------------------------------------------------------------------------------------
+
+
+def _has_function(mask: Mask) -> bool:
+    leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Predicate))
+    return any(isinstance(x, Predicate) for x in leaves)
+
+
+def _advice(
+    spec: Spec, shapes: Shapes, platform: str, tiles: Tiles, found: dict[str, str | None]
+) -> str | None:
+    """What a named mask in place of a function would change."""
+    positions = (spec.q_positions, spec.kv_positions)
+    if jax.tree.leaves((spec.mask, positions)) or not _has_function(spec.mask):
+        return None
+    with jax.ensure_compile_time_eval():
+        same = _recognised(spec.mask, shapes)
+    if same is None:
+        return None
+    shown, mask = same
+    own = dataclasses.replace(spec, mask=mask)
+    left, reasons = tiles_of(own, shapes), registry.reasons(own, shapes, platform)
+    more = [name for name, reason in found.items() if reason and not reasons.get(name, reason)]
+    gains = []
+    if left and left.empty > tiles.empty + 0.005:
+        times = (1 - tiles.empty) / max(1 - left.empty, 1e-9)
+        gains.append(f"it leaves {times:.3g} × fewer tiles")
+    if more:
+        gains.append(f"{', '.join(more)} can run it")
+    return f"{shown} allows the same pairs, and {', and '.join(gains)}" if gains else None
+
+
+def _recognised(mask: Mask, shapes: Shapes) -> tuple[str, Mask] | None:
+    """A named mask that allows the same keys to all queries that are looked at, and its text."""
+    T, S = shapes.T, shapes.S
+    rows = np.unique(np.linspace(0, T - 1, min(T, _ROWS)).astype(np.int32))
+    columns = np.arange(S, dtype=np.int32)
+    allowed = _rows_of(mask, 0, 0, rows, columns)
+    if shapes.B * shapes.N > 1:
+        others = _rows_of(mask, shapes.B - 1, shapes.N - 1, rows, columns)
+        if not np.array_equal(allowed, others):
+            return None
+    for shown, one in _candidates(rows, allowed):
+        if np.array_equal(_rows_of(one, 0, 0, rows, columns), allowed):
+            return shown, one
+    return None
+
+
+def _rows_of(mask: Mask, b: int, h: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    return np.asarray(mask(b, h, Span(jnp.asarray(rows), jnp.asarray(rows)), jnp.asarray(columns)))
+
+
+def _candidates(rows: np.ndarray, allowed: np.ndarray) -> Iterator[tuple[str, Mask]]:
+    """Masks that the allowed keys `[n, S]` of some queries suggest, plainest first."""
+    S = allowed.shape[1]
+    first = allowed.argmax(axis=1)
+    last = S - 1 - allowed[:, ::-1].argmax(axis=1)
+    yield "Full()", masks.Full()
+    yield "Causal()", masks.Causal()
+    left = int((rows - first)[first > 0].max(initial=0))
+    right = int((last - rows)[last < S - 1].max(initial=0))
+    yield f"Causal() & Window(left={left})", masks.Causal() & masks.Window(left=left)
+    yield f"Window(left={left}, right={right})", masks.Window(left=left, right=right)
+    prefix = int(last[0]) + 1
+    yield f"Causal() | Prefix({prefix})", masks.Causal() | masks.Prefix(prefix)

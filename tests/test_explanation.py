@@ -1,0 +1,114 @@
+"""What `explain` tells beside reasons: tiles, operations, advice, and how it is shown."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks
+from jattn.explanation import Explanation
+from jattn.masks import Predicate
+
+
+T, N, H = 512, 4, 64
+X = jnp.zeros((2, T, N, H), jnp.bfloat16)
+
+
+def explained(mask: Any, **options: Any) -> Explanation:
+    return jattn.explain(X, X, X, mask=mask, **options)
+
+
+def test_tiles_are_counted():
+    found = explained(masks.Causal())
+    assert found.tiles == (128, 6 / 16, 4 / 16, 6 / 16)
+    assert found.flops == 2 * 2 * N * T * T * (H + H) * 10 / 16
+    assert explained(None).tiles == (128, 0, 0, 1)
+    ids = np.repeat(np.arange(4), 128)
+    assert explained(masks.Segments(ids)).tiles == (128, 12 / 16, 0, 4 / 16)
+
+
+def test_heads_that_differ_are_averaged():
+    """Two heads see all keys, one sees its own block or the one before, one its own block alone."""
+    sides = np.array([T, T, 1, 0])
+    found = explained(masks.Window(sides, np.array([T, T, 0, 0])))
+    empty = (0, 0, 16 - 7, 16 - 4)
+    assert found.tiles is not None and found.tiles.empty == sum(empty) / 64
+    by_head = Predicate(lambda b, h, q, kv: (h > 1) | (kv <= q))
+    assert explained(by_head).tiles == (128, 3 / 16, 2 / 16, 11 / 16)
+
+
+def test_positions_count():
+    found = explained(masks.Causal(), q_positions=jnp.arange(T) + T)
+    assert found.tiles == (128, 0, 0, 1)
+
+
+def test_what_only_the_program_knows_is_not_told():
+    def look(lengths: jax.Array) -> jax.Array:
+        found = explained(masks.Lengths(kv=lengths))
+        assert found.tiles is None and found.advice is None
+        assert "tiles" not in str(found)
+        return lengths
+
+    jax.eval_shape(look, jnp.array([3, 4]))
+    empty = jnp.zeros((0, T, N, H))
+    found = jattn.explain(empty, empty, empty)
+    assert found.tiles is None and found.flops == 0
+
+
+SAME = {
+    "Causal()": lambda b, h, q, kv: q >= kv,
+    "Causal() & Window(left=99)": lambda b, h, q, kv: (q >= kv) & (q - kv < 100),
+    "Full()": lambda b, h, q, kv: kv >= 0,
+}
+
+
+@pytest.mark.parametrize("shown", SAME)
+def test_a_function_is_recognised_by_its_pairs(shown):
+    found = explained(Predicate(SAME[shown]), platform="tpu")
+    assert found["splash"] is not None
+    assert found.advice == f"{shown} allows the same pairs, and splash can run it"
+
+
+def test_what_is_like_no_named_mask_has_no_advice():
+    for fn in (
+        lambda b, h, q, kv: (q >= kv) & ((q - kv) % 3 == 0),
+        lambda b, h, q, kv: (q >= kv) | (h == N - 1),
+        lambda b, h, q, kv: (q >= kv) & (q - kv <= q // 2),
+    ):
+        assert explained(Predicate(fn), platform="tpu").advice is None
+
+
+def test_fewer_tiles_are_told():
+    """Nothing is known of a function with a loop."""
+
+    def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return jax.lax.while_loop(lambda x: x < 0, lambda x: x + 1, q) >= kv
+
+    found = explained(Predicate(causal), platform="tpu")
+    assert found.tiles == (128, 0, 1, 0)
+    gains = "it leaves 1.6 × fewer tiles, and splash can run it"
+    assert found.advice == f"Causal() allows the same pairs, and {gains}"
+
+
+def test_it_is_a_dictionary_and_a_table():
+    found = explained(masks.Causal(), platform="tpu")
+    assert found == dict(found) and found.runs == "splash"
+    lines = str(found).splitlines()
+    assert any(line.split() == ["runs", "splash"] for line in lines)
+    assert {line.split()[0] for line in lines} > set(found)
+    assert str(found["cudnn"]) in str(found)
+    found["cudnn"] = "a < b"
+    assert "a &lt; b" in found._repr_html_() and "a < b" not in found._repr_html_()
+
+
+def test_a_function_may_print():
+    """What has no results is no reason to fail; nothing is known of it, the rest is read."""
+
+    def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        jax.debug.print("{}", kv, ordered=False)
+        return q >= kv
+
+    assert explained(Predicate(causal)).tiles == (128, 6 / 16, 4 / 16, 6 / 16)
