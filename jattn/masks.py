@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn import bounds, expressions, integers
+from jattn import bounds, expressions, integers, undecided
+from jattn._functions import holds_tracers
 from jattn._pytree import (
     array_field,
     axis_names,
@@ -155,6 +156,7 @@ class Mask:
     """The base of all masks: operators, and what follows from the two operations."""
 
     __array_ufunc__ = None  # so that `array & mask` asks the mask, not NumPy
+    of_positions = False  # whether it is a formula of positions alone
 
     def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
         """The truth where arrays are already selected for (b, h) and cut to rows and columns.
@@ -381,6 +383,8 @@ class Not(Mask):
 class Full(Mask):
     """Every query attends to every key."""
 
+    of_positions = True
+
     def evaluate(self, b, h, rows, columns):
         return jnp.ones((1, 1), bool)
 
@@ -391,6 +395,8 @@ class Full(Mask):
 @pytree_dataclass
 class Empty(Mask):
     """No query attends to any key."""
+
+    of_positions = True
 
     def evaluate(self, b, h, rows, columns):
         return jnp.zeros((1, 1), bool)
@@ -466,6 +472,8 @@ class Window(Mask):
     Raises ValueError for negative or non-integer distances.
     """
 
+    of_positions = True
+
     left: Any = None
     right: Any = None
 
@@ -516,6 +524,8 @@ class Causal(Mask):
     decoding, pass `q_positions`.
     """
 
+    of_positions = True
+
     def evaluate(self, b, h, rows, columns):
         return columns.positions[None, :] <= rows.positions[:, None]
 
@@ -530,6 +540,8 @@ class Prefix(Mask):
 
     `length` is an integer or an integer array, scalar or `[*B]`.
     """
+
+    of_positions = True
 
     length: Any = array_field("*B")
 
@@ -548,6 +560,8 @@ class Prefix(Mask):
 @pytree_dataclass
 class Dilated(Mask):
     """(q − kv) is a multiple of `step`, by position (Child et al. 2019, strided pattern)."""
+
+    of_positions = True
 
     step: int = static_field()
 
@@ -578,6 +592,8 @@ class Dilated(Mask):
 @pytree_dataclass
 class Global(Mask):
     """The first `n` positions attend to all and are attended by all (Beltagy et al. 2020)."""
+
+    of_positions = True
 
     n: int = static_field()
 
@@ -808,6 +824,8 @@ class Predicate(Mask):
     `check_bounds` compares them with the function.
     """
 
+    of_positions = True
+
     fn: Callable[..., Any] = static_field()
     operands: tuple[Any, ...] = ()
     bounds_fn: Callable[[Tile], tuple[Truth, Truth]] | None = static_field(default=None)
@@ -937,7 +955,40 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     """EMPTY, MIXED or FULL for each tile; arrays of the mask must be selected for one (b, h)."""
     maybe_any, surely_all = mask.bounds(tile)
     kind = maybe_any.astype(np.int8) + (maybe_any & surely_all).astype(np.int8)
-    return (jnp if isinstance(kind, jax.Array) else np).broadcast_to(kind, tile.shape)
+    if isinstance(kind, jax.Array):
+        return jnp.broadcast_to(kind, tile.shape)
+    return _looked_at(mask, tile, np.broadcast_to(kind, tile.shape))
+
+
+def _looked_at(mask: Mask, tile: Tile, kind: np.ndarray) -> np.ndarray:
+    """The kinds of tiles, of which those that bounds leave undecided are looked at if they may be;
+    tiles of all positions between two, so that it does not matter in which order they stand."""
+    found = undecided.boxes(_ends(tile), kind == MIXED, np.count_nonzero(kind))
+    if not found or not _may_be_looked_at(mask, tile):
+        return kind
+    b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
+
+    def rule(q: Array, kv: Array) -> Array:
+        allowed = mask.evaluate(b, h, Span(q, q), Span(kv, kv))
+        return jnp.broadcast_to(allowed, (q.size, kv.size))
+
+    some, every = undecided.truths((mask, b, h), rule, found)
+    decided = kind.copy()
+    decided[kind == MIXED] = np.where(every, FULL, np.where(some, MIXED, EMPTY))
+    return decided
+
+
+def _may_be_looked_at(mask: Mask, tile: Tile) -> bool:
+    """Whether a mask has functions, no arrays, and is the same for all heads or about one head."""
+    is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
+    leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
+    functions = [x for x in leaves if isinstance(x, Predicate)]
+    if not functions or jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
+        return False
+    if any(holds_tracers(x.fn) for x in functions):
+        return False
+    one = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
+    return one or not any(undecided.reads(x._scalar, 4) & {0, 1} for x in functions)
 
 
 def tile_map(

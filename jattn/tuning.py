@@ -75,6 +75,8 @@ class Tuning(NamedTuple):
         numbers; the last is a multiple of the second.
     generated_pairs: so many pairs of queries and keys, in all heads, are worth compiling a mask or
         a score function for the kernel for CPUs.
+    looked_at: pairs of a head from which on tiles that bounds leave undecided are looked at, and
+        the most pairs that are.
     few_queries: at most so many queries go to the kernel on CPUs that reads each key once for all.
     many_keys: at least so many keys, too: the time of that kernel is that of reading the keys.
     splash_block: queries and keys of a tile of the kernel for TPUs, at most.
@@ -97,6 +99,7 @@ class Tuning(NamedTuple):
     decode_block: int = 512
     cpu_tiles: str = "64, 128, 512"
     generated_pairs: int = 2**20
+    looked_at: tuple[int, int] = (2**20, 2**26)
     few_queries: int = 8
     many_keys: int = 512
     splash_block: int = 512

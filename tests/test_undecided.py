@@ -1,0 +1,134 @@
+"""Tiles about which bounds say nothing certain, and whose pairs are looked at."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, tuning
+from jattn.masks import Predicate
+from tests.oracle import error
+
+
+T = 96
+LOOKED_AT = {"looked_at": (0, 2**20)}
+
+
+def hidden(x: Any) -> Any:
+    """The same number, of which bounds know nothing."""
+    return lax.while_loop(lambda x: x < 0, lambda x: x + 1, x)
+
+
+def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return hidden(q) >= kv
+
+
+def tile_map(mask: masks.Mask, **options: Any) -> np.ndarray:
+    found = masks.tile_map(mask, T, T - 10, 16, 32, **options)
+    assert isinstance(found, np.ndarray)
+    return found
+
+
+def test_they_are_what_their_pairs_are():
+    want = tile_map(masks.Causal())
+    assert np.unique(tile_map(Predicate(causal))).tolist() == [masks.MIXED]
+    with tuning.using(**LOOKED_AT):
+        assert np.array_equal(tile_map(Predicate(causal)), want)
+        assert np.array_equal(tile_map(~Predicate(causal)), 2 - want)
+        both = Predicate(causal) & masks.Window(left=20)
+        assert np.array_equal(tile_map(both), tile_map(masks.Causal() & masks.Window(left=20)))
+
+
+def test_they_are_looked_at_once():
+    calls = []
+
+    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        calls.append(1)
+        return causal(b, h, q, kv)
+
+    mask = Predicate(rule)
+    tile_map(mask)
+    alone = len(calls)
+    with tuning.using(**LOOKED_AT):
+        tile_map(mask)
+        first = len(calls)
+        tile_map(mask)
+    assert len(calls) - first == alone < first - alone
+
+
+def test_not_where_they_are_many_or_few():
+    for limits in ((0, T * T // 2), (2 * T * T, 2**20)):
+        with tuning.using(looked_at=limits):
+            assert np.unique(tile_map(Predicate(causal))).tolist() == [masks.MIXED]
+
+
+def test_heads_are_told_apart():
+    """What is asked about any head is not answered with the first; about one, with that one."""
+    mask = Predicate(lambda b, h, q, kv: causal(b, h, q, kv) | (hidden(h) == 1))
+    grid = masks.extents(T, 16), masks.extents(T, 16)
+    with tuning.using(**LOOKED_AT):
+        of_any = masks.kinds(mask, masks.Tile.grid(*grid))
+        assert np.unique(of_any).tolist() == [masks.MIXED]
+        assert np.array_equal(tile_map(mask, h=0), tile_map(masks.Causal()))
+        assert np.array_equal(tile_map(mask, h=1), tile_map(masks.Full()))
+        assert np.unique(jax.jit(lambda h: masks.kinds(mask, masks.Tile.grid(*grid, 0, h)))(0)) == 1
+
+
+@pytest.mark.parametrize("other", [masks.Full(), masks.Lengths(kv=50, q=40), masks.Window(9, 9)])
+def test_positions_in_any_order(other):
+    rng = np.random.default_rng(0)
+    positions: dict[str, Any] = {
+        "q_positions": rng.permutation(T),
+        "kv_positions": rng.permutation(T) * 3 - 99,
+    }
+    mask = Predicate(lambda b, h, q, kv: hidden(q) % 64 >= kv) & other
+    with tuning.using(**LOOKED_AT):
+        masks.check_bounds(mask, T, T, block_q=16, block_kv=32, heads=1, **positions)
+        masks.check_bounds(mask, T, T, block_q=16, block_kv=32, heads=1)
+
+
+def test_tables_that_are_traced_are_not_looked_at():
+    def found(table: Any) -> Any:
+        mask = Predicate(lambda b, h, q, kv: hidden(table[q]) >= kv)
+        return masks.tile_map(mask, T, T, 16, 16)
+
+    with tuning.using(**LOOKED_AT):
+        assert np.unique(jax.jit(found)(jnp.arange(T, dtype=jnp.int32))).tolist() == [masks.MIXED]
+        want = masks.tile_map(masks.Causal(), T, T, 16, 16)
+        assert np.array_equal(found(jnp.arange(T, dtype=jnp.int32)), want)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("implementation", ["blockwise", "native"])
+def test_attention_is_the_same(implementation):
+    """Compiled, differentiated, mapped and sharded."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 600, 2, 8)) * 3, jnp.float32) for _ in range(3))
+
+    def loss(mask: masks.Mask, x: Any) -> Any:
+        return (jattn.attention(*x, mask=mask, implementation=implementation) ** 2).sum()
+
+    # The kernel knows no loops; a square is not looked into either.
+    rule = causal if implementation == "blockwise" else lambda b, h, q, kv: (q - kv) ** 3 >= 0
+
+    def own(x: Any) -> Any:
+        return jax.value_and_grad(lambda x: loss(Predicate(rule), x))(x)
+
+    want = jax.value_and_grad(lambda x: loss(masks.Causal(), x))((q, k, v))
+    each = jax.tree.map(lambda x: x[:, None], (q, k, v))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(
+        lambda x: own(x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True
+    )
+    with tuning.using(**LOOKED_AT):
+        for got in (jax.jit(own)((q, k, v)), jax.vmap(own)(each)):
+            np.testing.assert_allclose(np.sum(got[0]), want[0], rtol=1e-5)
+            for x, y in zip(got[1], want[1], strict=True):
+                assert error(x.reshape(y.shape), np.asarray(y, np.float64)) < 1e-4
+        for x, y in zip(jax.jit(sharded)((q, k, v)), want[1], strict=True):
+            assert error(x, np.asarray(y, np.float64)) < 1e-4
