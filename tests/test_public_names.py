@@ -16,12 +16,12 @@ from flax import nnx
 from jax import Array
 
 import jattn
-from jattn import cache, masks, mechanisms, nn, positions, scores
+from jattn import cache, masks, mechanisms, nn, positions, scores, viz
 from jattn.nn.recurrent import RecurrentArguments
 from jattn.nn.transformer import LayerArguments
 
 
-MODULES = [jattn, cache, masks, mechanisms, nn, positions, scores]
+MODULES = [jattn, cache, masks, mechanisms, nn, positions, scores, viz]
 NAMES = [(module, name) for module in MODULES for name in module.__all__]
 B, T, N, H, D = 2, 5, 3, 4, 12
 
