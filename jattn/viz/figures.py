@@ -125,15 +125,14 @@ def grid(
     size = N * (width + 0.15) + _room(rows) + 0.7, L * (height + 0.3) + _room(columns) + 0.3
     figure = _new_figure(size, title)
     panels = figure.subplots(L, N, squeeze=False, sharex=True, sharey=True)
-    scale, image = _scale(array), None
+    scale = _scale(array)
     readable = width / S > 0.13 and height / T > 0.13
     for place, panel in enumerate(panels.flat):
-        image = _draw(panel, array[divmod(place, N)], scale)
+        _draw(panel, array[divmod(place, N)], scale)
         panel.set_title(visible(names[place]), fontsize=9, parse_math=False)
         _name_axes(panel, rows if readable else None, columns if readable else None)
         panel.label_outer()
-    assert image is not None
-    figure.colorbar(image, ax=panels.ravel().tolist(), shrink=0.7, aspect=30)
+    figure.colorbar(panels[0, 0].images[0], ax=panels.ravel().tolist(), shrink=0.7, aspect=30)
     if title is not None:
         figure.suptitle(title, fontsize=11, parse_math=False)
     return figure
@@ -179,7 +178,7 @@ def alignment(
     axes.imshow(array, cmap="gray", vmin=0, vmax=max(1, array.max()), aspect="equal")
     _name_axes(axes, rows, columns)
     axes.tick_params(labeltop=True, labelbottom=False)
-    for row, column in enumerate(array.argmax(axis=1)):
+    for row, column in enumerate(array.argmax(axis=1).tolist()):
         if array[row].any():
             _frame(axes, row, column)
     if title is not None:

@@ -6,7 +6,7 @@ import io
 try:
     from matplotlib.figure import Figure
 except ImportError as error:  # pragma: no cover
-    raise ImportError("figures are drawn by matplotlib: pip install matplotlib") from error
+    raise ImportError("figures are drawn by matplotlib: pip install 'jattn[viz]'") from error
 
 
 class NotebookFigure(Figure):

@@ -226,7 +226,7 @@ def _head(weights: np.ndarray, blocks: Blocks) -> int:
 
 def _rounded(values: np.ndarray) -> list[Any]:
     """Numbers of heads `[L, N]` for JSON, None for NaN."""
-    rows = np.where(np.isfinite(values), np.round(values, 4), np.nan).tolist()
+    rows = np.where(np.isfinite(values), np.round(values, 6), np.nan).tolist()
     return [[None if math.isnan(x) else x for x in row] for row in rows]
 
 

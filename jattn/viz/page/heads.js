@@ -63,7 +63,8 @@ function sideWidth(side, available) {
 function layOutHeads() {
   const { view, sheet } = pairs;
   const [, , rows, columns] = attention().sizes;
-  pairs.pitch = parseFloat(getComputedStyle(view).fontSize) + (coarse ? 14 : 9);
+  const least = parseFloat(getComputedStyle(view).fontSize) + (coarse ? 14 : 9);
+  pairs.pitch = Math.max(least, Math.min(1.6 * least, view.clientHeight / Math.max(rows, columns)));
   sheet.style.height = `${pairs.pitch * Math.max(rows, columns)}px`;
   pairs.width = sheet.clientWidth;
   pairs.left = sideWidth("queries", pairs.width);
@@ -180,11 +181,17 @@ function namesOfHeads() {
 
 const leastName = () => number(pairs.least, pairs.least < 0.01 ? 4 : 2);
 
+// Which colour is whose, of a difference.
+function signNames() {
+  if (state.model < 2) return "";
+  const [first, second] = about.models;
+  return ` Blue: more in ${first}; orange: more in ${second}.`;
+}
+
 // The greatest weights of a token, in words.
 function tellOfToken(token) {
   if (!token) {
-    const { least } = pairs;
-    show(`Lines of at least ${number(least, least < 0.01 ? 4 : 2)}. Point at a token.`);
+    show(`Lines of at least ${leastName()}. Point at a token.${signNames()}`);
     return;
   }
   const isQuery = token.side === "queries";
@@ -199,5 +206,6 @@ function tellOfToken(token) {
   });
   if (!best.length) parts.push("nothing");
   if (loaded.heads.length > 1) parts.push(` (mean of ${loaded.heads.length} heads)`);
+  parts.push(signNames());
   show(...parts);
 }

@@ -105,6 +105,8 @@ function syncControls() {
   byId("layer-control").hidden = part.sizes[0] < 2 || ["model", "numbers"].includes(state.view);
   byId("layer").value = state.layer;
   byId("contrast").value = state.contrast;
+  byId("contrast").options[0].textContent = state.model === 2 ? "−1 to 1" : "0 to 1";
+  drawScale();
   byId("mask").checked = state.mask;
   for (const [head, chip] of [...byId("heads").children].entries()) {
     const on = state.heads.has(head);
@@ -115,6 +117,15 @@ function syncControls() {
     chip.style.color = on ? palette().paper : "";
   }
   syncStep();
+}
+
+// The colours from least to greatest, beside the choice of what the greatest is.
+function drawScale() {
+  const context = fit(byId("scale"), 64, 12);
+  const image = new ImageData(256, 1);
+  const colours = table(state.model === 2 ? "signed" : "weights");
+  for (let i = 0; i < 256; i++) image.data.set([...colours.subarray(3 * i, 3 * i + 3), 255], 4 * i);
+  paste(context, image, 0, 0, 64, 12);
 }
 
 function syncStep() {
@@ -304,7 +315,7 @@ function start() {
   setUpHeads();
   setUpMatrix();
   applyTheme();
-  setLeast(attention().sizes[3] > 100 ? 17 : 13);
+  setLeast(attention().sizes[3] > 100 ? 17 : 10);
   choosePart(0);
 }
 

@@ -11,7 +11,8 @@ const matrix = {
   pointers: new Map(),
 };
 
-const labelFont = () => `${window.innerWidth >= 1700 ? 15 : 12}px system-ui, sans-serif`;
+const labelFont = () =>
+  `${0.85 * parseFloat(getComputedStyle(document.body).fontSize)}px system-ui, sans-serif`;
 
 function resetZoom() {
   Object.assign(matrix, { zoom: 1, x: 0, y: 0 });
@@ -30,7 +31,7 @@ function geometry() {
   };
   const left = longest(attention().rows, Math.min(150, width * 0.3));
   const top = longest(attention().columns, Math.min(130, height * 0.3));
-  const atRest = Math.min((width - left - 8) / columns, (height - top - 8) / rows, 48);
+  const atRest = Math.min((width - left - 8) / columns, (height - top - 8) / rows, 60);
   const cell = atRest * matrix.zoom;
   const slack = Math.max(0, (width - left - 8 - columns * atRest) / 2);
   return {
@@ -132,6 +133,7 @@ function moveCell(rows, columns) {
 function drawMatrix() {
   const g = geometry();
   const context = fit(matrix.canvas, g.width, g.height);
+  matrix.canvas.dataset.cells = [g.x, g.y, g.cell].join(" "); // the first corner, and the size
   if (loaded.heads.length) drawCells(context, g);
   drawMatrixLabels(context, g);
   const names = namesOfHeads();
@@ -311,7 +313,7 @@ function tellOfCell() {
     show(mask
       ? `Tiles of ${mask.block.join(" × ")}: ${empty} empty (crossed out), ${mixed} mixed (dashed), `
         + `${full} full. Grey pairs are masked.`
-      : "Point at a cell, or move it with the arrow keys.");
+      : `Point at a cell, or move it with the arrow keys.${signNames()}`);
     return;
   }
   const [row, column] = matrix.cell;

@@ -5,20 +5,24 @@ async function drawModel(isCurrent) {
   const found = await thumbnailsOf(attention(), state.model);
   if (!isCurrent()) return;
   const [layers, heads] = attention().sizes;
-  const room = (view.clientWidth - 70) / heads - 14;
-  const size = Math.max(46, Math.min(150, room, (view.clientHeight - 60) / layers - 14));
+  const narrow = view.clientWidth < 600;
+  const room = (view.clientWidth - (narrow ? 40 : 110)) / heads - (narrow ? 9 : 14);
+  const most = view.clientHeight / 3;
+  const size = Math.max(28, Math.min(most, room, (view.clientHeight - 60) / layers - 14));
   const grid = element("div", "", { class: "layers" });
   grid.style.gridTemplateColumns = `max-content repeat(${heads}, max-content)`;
   grid.append(element("span"));
   for (let head = 0; head < heads; head++) {
-    grid.append(element("span", `${head ? "" : "head "}${head + 1}`, { class: "name top" }));
+    const name = head || narrow ? head + 1 : "head 1";
+    grid.append(element("span", name, { class: "name top" }));
   }
   for (const one of found) {
-    if (one.head === 0) grid.append(element("span", `layer ${one.layer + 1}`, { class: "name" }));
+    const name = `${narrow ? "" : "layer "}${one.layer + 1}`;
+    if (one.head === 0) grid.append(element("span", name, { class: "name" }));
     grid.append(panel(one, size));
   }
   view.replaceChildren(grid);
-  show("All heads of all layers. A click enlarges one.");
+  show(`All heads (across) of all layers. A click enlarges one.${signNames()}`);
 }
 
 function panel(one, size) {
