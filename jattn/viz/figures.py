@@ -126,11 +126,12 @@ def grid(
     figure = _new_figure(size, title)
     panels = figure.subplots(L, N, squeeze=False, sharex=True, sharey=True)
     scale = _scale(array)
+    font = 11 if L * N <= 4 else 9
     readable = width / S > 0.13 and height / T > 0.13
     for place, panel in enumerate(panels.flat):
         _draw(panel, array[divmod(place, N)], scale)
-        panel.set_title(visible(names[place]), fontsize=9, parse_math=False)
-        _name_axes(panel, rows if readable else None, columns if readable else None)
+        panel.set_title(visible(names[place]), fontsize=font, parse_math=False)
+        _name_axes(panel, *((rows, columns) if readable else (None, None)), font)
         panel.label_outer()
     figure.colorbar(panels[0, 0].images[0], ax=panels.ravel().tolist(), shrink=0.7, aspect=30)
     if title is not None:
@@ -356,9 +357,11 @@ def _draw(axes: Axes, array: np.ndarray, scale: dict[str, Any]) -> Any:
     return axes.imshow(shown, aspect="equal", interpolation="nearest", **scale)
 
 
-def _name_axes(axes: Axes, rows: list[str] | None, columns: list[str] | None) -> None:
+def _name_axes(
+    axes: Axes, rows: list[str] | None, columns: list[str] | None, font: int = 9
+) -> None:
     # A dollar sign in a token is a dollar sign and begins no formula.
-    style: dict[str, Any] = {"fontsize": 9, "parse_math": False}
+    style: dict[str, Any] = {"fontsize": font, "parse_math": False}
     if columns is not None and len(columns) <= _MOST_LABELS:
         axes.set_xticks(range(len(columns)), list(map(visible, columns)), rotation=90, **style)
     if rows is not None and len(rows) <= _MOST_LABELS:
