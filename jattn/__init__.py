@@ -30,7 +30,7 @@ from jattn.softmax import merge, with_sink
 
 
 if TYPE_CHECKING:
-    from jattn import nn
+    from jattn import nn, viz
 
 __all__ = [
     "additive_attention",
@@ -54,6 +54,7 @@ __all__ = [
     "scores",
     "self_attention",
     "simple_self_attention",
+    "viz",
     "with_sink",
 ]
 __version__ = "0.1.0"
@@ -66,7 +67,8 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """`jattn.nn` is imported when it is first used: the functions alone do not need Flax."""
-        if name == "nn":
-            return importlib.import_module("jattn.nn")
+        """`jattn.nn` and `jattn.viz` are imported when they are first used: the functions alone
+        need neither Flax nor pictures."""
+        if name in ("nn", "viz"):
+            return importlib.import_module(f"jattn.{name}")
         raise AttributeError(f"module 'jattn' has no attribute {name!r}")

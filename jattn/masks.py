@@ -236,6 +236,25 @@ class Mask:
         allowed = every(jnp.arange(math.prod(lead)), jnp.arange(N or 1))
         return allowed.reshape(*lead, N or 1, T, S)
 
+    def _repr_html_(self) -> str | None:
+        """A notebook's picture: at most 32 × 32 tiles of the first batch row and head, for the
+        sizes that arrays have, or else 32 queries and keys. None where these are not known."""
+        from jattn._svg import tile_picture  # noqa: PLC0415  importing jattn must cost nothing
+
+        T, S = _own_size(self, "T"), _own_size(self, "S")
+        T, S = T or S or 32, S or T or 32
+        block_q, block_kv = -(-T // 32), -(-S // 32)
+        try:
+            kinds = np.asarray(tile_map(self, T, S, block_q, block_kv))
+        except (TypeError, ValueError):  # traced, or of several sizes
+            return None
+        empty, mixed, full = (int((kinds == kind).sum()) for kind in (EMPTY, MIXED, FULL))
+        return tile_picture(
+            kinds,
+            f"{T} queries × {S} keys in tiles of {block_q} × {block_kv}: "
+            f"{empty} empty, {mixed} mixed, {full} full",
+        )
+
 
 def as_mask(value: Any) -> Mask:
     """A mask as it is, a boolean array as `Dense`, None as `Full`.
@@ -321,6 +340,19 @@ def _check_covers(mask: Mask, T: int, S: int) -> None:
     for one in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
         if isinstance(one, Blocks):
             one.check_covers(T, S)
+
+
+def _own_size(mask: Mask, letter: str) -> int:
+    """How long arrays of the mask are along T or S; 0 where none is."""
+    found = 0
+    for leaf, letters in zip(jax.tree.leaves(mask), jax.tree.leaves(axis_names(mask)), strict=True):
+        axis = axis_of(letter, letters, leaf.ndim)
+        found = max(found, 0 if axis is None else leaf.shape[axis])
+    for one in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
+        if isinstance(one, Blocks):
+            place = "TS".index(letter)
+            found = max(found, one.layout.shape[-2:][place] * one.sizes[place])
+    return found
 
 
 def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
@@ -765,13 +797,14 @@ class Blocks(Mask):
         return {"layout": "Tb Sb" if self.layout.ndim == 2 else "*#B #N Tb Sb"}
 
     @property
-    def _sizes(self) -> tuple[int, int]:
+    def sizes(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
         block = self.block if isinstance(self.block, tuple) else (self.block, self.block)
         return min(block[0], integers.MOST), min(block[1], integers.MOST)
 
     def check_covers(self, T: int, S: int) -> None:
         """Raises ValueError unless the layout has exactly the blocks of T × S."""
-        wanted = [-(-T // self._sizes[0]), -(-S // self._sizes[1])]
+        wanted = [-(-T // self.sizes[0]), -(-S // self.sizes[1])]
         if list(self.layout.shape[-2:]) != wanted:
             raise ValueError(
                 f"Blocks: expected layout [..., T/block, S/block] = {wanted} for T = {T}, "
@@ -779,14 +812,14 @@ class Blocks(Mask):
             )
 
     def evaluate(self, b, h, rows, columns):
-        q_block, kv_block = self._sizes
+        q_block, kv_block = self.sizes
         layout = jnp.asarray(self.layout) if isinstance(self.layout, np.ndarray) else self.layout
         return layout[(rows.places // q_block)[:, None], (columns.places // kv_block)[None, :]]
 
     def bounds(self, tile):
         """Counts allowed cells of the layout under each tile, by two-dimensional prefix sums."""
-        lo_q, hi_q = _cells(tile.rows, self._sizes[0], self.layout.shape[0])
-        lo_kv, hi_kv = _cells(tile.columns, self._sizes[1], self.layout.shape[1])
+        lo_q, hi_q = _cells(tile.rows, self.sizes[0], self.layout.shape[0])
+        lo_kv, hi_kv = _cells(tile.columns, self.sizes[1], self.layout.shape[1])
         sums = jnp.pad(
             jnp.cumsum(jnp.cumsum(self.layout, 0, jnp.int32), 1, jnp.int32), ((1, 0), (1, 0))
         )
@@ -963,7 +996,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
 def _looked_at(mask: Mask, tile: Tile, kind: np.ndarray) -> np.ndarray:
     """The kinds of tiles, of which those that bounds leave undecided are looked at if they may be;
     tiles of all positions between two, so that it does not matter in which order they stand."""
-    found = undecided.boxes(_ends(tile), kind == MIXED, np.count_nonzero(kind))
+    found = undecided.boxes(_ends(tile), kind == MIXED, int(np.count_nonzero(kind)))
     if not found or not _may_be_looked_at(mask, tile):
         return kind
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))

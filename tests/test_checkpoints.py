@@ -53,6 +53,17 @@ def a_run(directory: Path, *steps: int) -> Run:
     return run
 
 
+def test_going_on_says_nothing_of_what_a_killed_save_has_left(tmp_path, capfd, recwarn):
+    run = a_run(tmp_path / "run", 1)
+    left = run.directory / "checkpoints" / "2.orbax-checkpoint-tmp"
+    left.mkdir()
+    (left / "part").write_text("half")
+    run.restore(tree_of(0))
+    run.save(tree_of(2), 2)
+    assert run.steps() == [1, 2] and not left.exists()
+    assert capfd.readouterr() == ("", "") and not recwarn.list
+
+
 # ------------------------------------------------------------------------------------------- kills
 
 _watchers: list[Callable[[], None]] = []

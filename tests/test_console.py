@@ -1,8 +1,10 @@
 """What commands say: JSON lines for programs, words for people, nothing odd where no one looks."""
 
+import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.translation import __main__ as cli
-from experiments.translation import pictures
 from experiments.translation.checkpoints import Run
 from experiments.translation.console import Console, listening, progress, visible_controls
 from tests.test_translation import as_users_run_it, bench, plain_jax
@@ -258,8 +259,18 @@ def test_a_sentence_cannot_command_the_terminal(trained, monkeypatch):
     assert "\x1b" not in err.getvalue() + out.getvalue() and len(out.getvalue()) > 1
 
 
-def test_pictures_have_labels_without_control_characters():
-    assert pictures._visible(["\x1b[2J", " a"]) == [r"\x1b[2J", "\u2581a"]
+@pytest.mark.parametrize("columns", [48, 120])
+def test_a_bar_says_what_it_says_in_full(columns):
+    terminal = Terminal()
+    with contextlib.redirect_stderr(terminal), progress(1200, unit="step", initial=540) as bar:
+        bar.dynamic_ncols = lambda _: (columns, 24)  # pyright: ignore[reportAttributeAccessIssue]
+        bar.set_postfix({"loss": "0.123", "tokens/s": "15,056"})
+        line = str(bar)
+    assert len(line) <= columns
+    before, drawn, after = re.fullmatch(r"( *\d+%\|)(.*)(\|.*)", line).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    assert before == " 45%|" and len(drawn.rstrip()) >= 8
+    assert "loss=0.123" in after
+    assert ("tokens/s=15,056" in after and "540/1200" in after) == (columns > 80)
 
 
 def test_while_a_program_listens_stdout_is_its_own(capsys):

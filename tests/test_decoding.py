@@ -735,6 +735,15 @@ def test_the_order_of_lines_is_kept_and_empty_ones_stay_empty(translate):
     assert len(set(expected)) > 3
     assert translate(stdin=text(6)) == [expected[0], "", *expected[1:], ""]
     assert translate(stdin="") == [] and translate(stdin="\n") == [""]
+    assert translate(stdin="\u200b\n\ufeff \u2060\n") == ["", ""]
+
+
+def test_a_row_without_words_has_a_translation_without_words():
+    rows = [[EOS], bench().source.encode(bench().texts.train[0].source), [EOS]]
+    found = decoding.translated(bench().model, decided_params(), rows)
+    assert [bench().target.decode(ids) for ids in found][::2] == ["", ""]
+    alone = decoding.translated(bench().model, decided_params(), rows[1:2])
+    assert found[1].tolist() == alone[0].tolist() != [EOS]
 
 
 @pytest.mark.slow

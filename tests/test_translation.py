@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -848,13 +849,52 @@ def test_exact_match_is_counted_by_construction():
 
 
 def test_pictures_of_attention_have_a_panel_per_head(tmp_path):
-    weights = np.random.default_rng(0).dirichlet(np.ones(5), (4, 4))
+    rng = np.random.default_rng(0)
     tokens = ["$a$", "<eos>", "_b^", "größe", "<unk>"]
-    pictures.draw_attention(weights, tokens[:4], tokens, "title", tmp_path / "four.png")
-    pictures.draw_attention(weights[:1], tokens[:4], tokens, "title", tmp_path / "one.png")
-    four, one = imread(tmp_path / "four.png"), imread(tmp_path / "one.png")
-    assert four.shape[0] > one.shape[0] > 100 and four.shape[1] > one.shape[1] > 100
-    assert np.unique(four.reshape(-1, four.shape[-1]), axis=0).shape[0] > 20
+    weights = {
+        **{f"encoder/layers/{n}/self_attention": rng.dirichlet(np.ones(7), (4, 9)) for n in (0, 1)},
+        **{
+            f"decoder/layers/{n}/cross_attention": rng.dirichlet(np.ones(7), (4, 8)) for n in (1, 0)
+        },
+    }
+    seen = pictures.Seen(weights, tokens, tokens[:3], tokens[:4])
+    found = seen.attentions()
+    assert {name: array.shape for name, array in found.items()} == {
+        "encoder self-attention": (2, 4, 5, 5),
+        "cross-attention": (2, 4, 4, 5),
+    }
+    layer = weights["decoder/layers/1/cross_attention"]
+    np.testing.assert_array_equal(found["cross-attention"][1], layer[:, :4, :5])
+    files = pictures.draw_sentence(seen, tmp_path)
+    assert [file.stem for file in files] == [
+        "attention",
+        "encoder-self-attention",
+        "cross-attention",
+    ]
+    for file in files:
+        image = imread(file)
+        assert np.unique(image.reshape(-1, image.shape[-1]), axis=0).shape[0] > 20
+    # At the width of a README the picture of a few heads is not made much smaller.
+    assert imread(files[0]).shape[1] < 1400
+
+
+def test_the_heads_in_the_picture_look_at_different_things():
+    heads = np.array([[[1.0, 0, 0]], [[0.9, 0.1, 0]], [[0, 0, 1.0]], [[0.1, 0.8, 0.1]]])
+    assert pictures.few_heads(heads) == [0, 2, 3]
+    assert pictures.few_heads(heads[1:]) == [0, 1, 2]
+    assert pictures.few_heads(heads[:1]) == [0]
+
+
+def test_losses_are_named_as_they_are_spoken(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
+    pictures.draw_losses([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 0.17}], tmp_path / "x.png")
+    figures[0].draw_without_rendering()
+    (axes,) = figures[0].axes
+    low, high = axes.get_ylim()
+    shown = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
+    names = {tick.label1.get_text() for tick in shown if low <= tick.get_loc() <= high}
+    assert names == {"0.2", "0.3", "0.5", "1", "2", "3"}
 
 
 # ----------------------------------------------------------------------------------- command line
@@ -892,12 +932,24 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     assert Run.open(directory).steps() == [6, 12]
     names = [file.name for file in png_files(directory)]
     assert names == [
+        "attention.png",
         "bleu.png",
-        "cross-attention-layer-1.png",
-        "decoder-self-attention-layer-1.png",
-        "encoder-self-attention-layer-1.png",
+        "cross-attention.png",
+        "decoder-self-attention.png",
+        "encoder-self-attention.png",
         "loss.png",
     ]
+    page = directory / "pictures" / "attention.html"
+    assert str(page) in printed
+    (about,) = re.findall(r'id="about">([^<]*)<', page.read_text(encoding="utf-8"))
+    sentences = json.loads(about)["sentences"]
+    assert 2 <= len(sentences) <= 6
+    for sentence in sentences:
+        names = [part["name"] for part in sentence["attentions"]]
+        assert names == ["encoder self-attention", "decoder self-attention", "cross-attention"]
+        encoder, decoder, cross = sentence["attentions"]
+        assert cross["columns"] == encoder["rows"] and cross["rows"][:-1] == decoder["rows"][1:]
+        assert decoder["mask"] and not encoder["mask"]
     for file in png_files(directory):
         height, width = imread(file).shape[:2]
         assert 200 < height < 3000 and 300 < width < 3000
@@ -918,7 +970,10 @@ def test_evaluate_and_plot_read_the_run(demonstration, capsys):
         file.unlink()
     assert cli.main(["plot", "--run", str(directory), "--sentence", "der hund schläft ."]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(png_files(directory)) == 5
+    assert len(png_files(directory)) == 6
+    assert str(directory / "pictures" / "attention.html") in printed
+    assert cli.main(["plot", "--run", str(directory), "--sentence", " \u200b"]) == 2
+    assert "--sentence: expected words, got none" in capsys.readouterr().err
     assert all(str(file) in printed for file in png_files(directory))
 
 

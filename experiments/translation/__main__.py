@@ -16,6 +16,7 @@ right; of the deeper ones far fewer do.
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -66,7 +67,7 @@ from experiments.translation.training import (
     read_texts,
     total_steps,
 )
-from experiments.translation.vocabulary import BOS, learn_vocabularies
+from experiments.translation.vocabulary import BOS, PAD, learn_vocabularies
 
 
 @contextlib.contextmanager
@@ -109,7 +110,8 @@ def _demo(options: argparse.Namespace, console: Console) -> None:
         print("translations:")
         for pair, translation in _shown(evaluations):
             _print_beside_reference(trained.run, pair, translation)
-        files = _drawn(trained, _sentence_to_draw(tests))
+        shown = [pair.source for pair, _ in _shown(evaluations)]
+        files = _drawn(trained, [_sentence_to_draw(tests), *shown])
     print("pictures:", *files, sep="\n  ")
     console.emit("pictures", files=list(map(str, files)))
     for name, result in evaluations.items():
@@ -150,8 +152,12 @@ def _translate(options: argparse.Namespace, _: Console) -> None:
 
 def _plot(options: argparse.Namespace, _: Console) -> None:
     trained = _opened(options)
-    sentence = options.sentence or _sentence_to_draw(_tests(options, trained.run))
-    print(*_drawn(trained, sentence), *reporting.draw_curves(trained.run), sep="\n")
+    sentence = options.sentence
+    if sentence is None:
+        sentence = _sentence_to_draw(_tests(options, trained.run))
+    elif not _has_words(trained.run, clean(sentence)):
+        raise UserError("--sentence: expected words, got none")
+    print(*_drawn(trained, [sentence]), *reporting.draw_curves(trained.run), sep="\n")
 
 
 _COMMANDS = {
@@ -364,7 +370,8 @@ def _translated_lines(
 ) -> list[str]:
     """`search.n_best` lines for each sentence, empty for one without words."""
     run = trained.run
-    rows = [_encoded(run, sentence) for sentence in sentences if sentence]
+    worded = [_has_words(run, sentence) for sentence in sentences]
+    rows = [_encoded(run, sentence) for sentence in itertools.compress(sentences, worded)]
     for sentence in sentences:
         if unknown := run.source.unknown(sentence):
             unit = run.source.unit
@@ -373,8 +380,8 @@ def _translated_lines(
         found = translations(trained.model, trained.params, rows, search, report=bar.update)
     shown = _with_fields(trained, rows, found, options)
     lines: list[str] = []
-    for sentence in sentences:
-        found = next(shown) if sentence else []
+    for has_words in worded:
+        found = next(shown) if has_words else []
         lines += found + [""] * (search.n_best - len(found))
     return lines
 
@@ -474,27 +481,51 @@ def _print_beside_reference(run: Run, pair: Pair, translation: str) -> None:
         print(f"     (expected: {reference})")
 
 
+def _has_words(run: Run, sentence: str) -> bool:
+    """Whether anything of a sentence is left to translate."""
+    return bool(run.source.split_words(sentence))
+
+
 def _encoded(run: Run, sentence: str) -> list[int]:
     with _users_part():
         return run.source.encode(clean(sentence), max_length=run.config.max_length)
 
 
-def _drawn(trained: _Trained, sentence: str) -> list[Path]:
-    """Draws the attention on a sentence and its translation, and returns the files."""
+def _drawn(trained: _Trained, sentences: Sequence[str]) -> list[Path]:
+    """Draws the attention on the first sentence and its translation, writes a page with that on
+    all of them, and returns the files."""
+    directory = trained.run.directory / "pictures"
+    seen = _seen(trained, list(dict.fromkeys(sentences)))
+    files = pictures.draw_sentence(seen[0], directory)
+    page = directory / "attention.html"
+    pictures.write_viewer(seen, f"Attention of {trained.run.directory.name}", page)
+    return [*files, page]
+
+
+def _seen(trained: _Trained, sentences: Sequence[str]) -> list[pictures.Seen]:
+    """What the heads look at in each sentence and its translation, computed as one batch."""
     run = trained.run
-    source = _encoded(run, sentence)
-    generated = translated(trained.model, trained.params, [source])[0]
-    read = np.concatenate([[BOS], generated[:-1]])
-    weights = trained.model.weights(
-        trained.params, np.array([source]), np.array([len(source)]), read[None]
-    )
-    return pictures.draw_sentence(
-        {name: np.asarray(array[0]) for name, array in weights.items()},
-        source=run.source.tokens(source),
-        target_in=run.target.tokens(read),
-        target_out=run.target.tokens(generated),
-        directory=run.directory / "pictures",
-    )
+    sources = [_encoded(run, sentence) for sentence in sentences]
+    targets = [row.tolist() for row in translated(trained.model, trained.params, sources)]
+    read = [[BOS, *row[:-1]] for row in targets]
+    lengths = np.array([len(row) for row in sources])
+    found = trained.model.weights(trained.params, _padded(sources), lengths, _padded(read))
+    arrays = {name: np.asarray(weights) for name, weights in found.items()}
+    return [
+        pictures.Seen(
+            {name: weights[place] for name, weights in arrays.items()},
+            source=run.source.tokens(sources[place]),
+            target_in=run.target.tokens(read[place]),
+            target_out=run.target.tokens(targets[place]),
+        )
+        for place in range(len(sentences))
+    ]
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Rows of ids as one array, as long as the longest."""
+    width = max(map(len, rows))
+    return np.array([[*row, *[PAD] * (width - len(row))] for row in rows], np.int32)
 
 
 def _sentence_to_draw(tests: Mapping[str, Sequence[Pair]]) -> str:

@@ -46,6 +46,8 @@ def speak_utf8() -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
+_WIDE = 80  # columns from which on a bar has room for counts and speeds
+
 # C0 without tab and newline, DEL, C1, separators of lines, and what turns the direction of text.
 _CONTROLS = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
@@ -111,10 +113,25 @@ def json_line(record: dict[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False)
 
 
+class _Bar(tqdm):
+    """A bar that says less where the terminal is narrow, so that what it says is whole."""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What a line is made of."""
+        given = dict(super().format_dict)
+        columns = given["ncols"]
+        if columns is not None and columns < _WIDE:
+            first, _, _ = (given["postfix"] or "").partition(", ")
+            short = "{percentage:3.0f}%|{bar}| {remaining}{postfix}"
+            given |= {"bar_format": short, "postfix": first}
+        return given
+
+
 def progress(total: int, *, unit: str, initial: int = 0) -> tqdm:
     """A bar on stderr with what remains, where stderr is a terminal; else nothing."""
     stream = sys.stderr
-    return tqdm(
+    return _Bar(
         file=stream.terminal if isinstance(stream, _Visible) else stream,  # it moves the cursor
         total=total,
         initial=initial,

@@ -37,6 +37,8 @@ MOST_UNPACKED = 2**30  # bytes of text in a .gz file
 
 _LONGEST_LINE = 2**20  # bytes, its end counted
 
+_UNSEEN = {"Cf", "Zs", "Zl", "Zp"}  # categories of what has no ink, such as a zero-width space
+
 _BLOCK = 100  # lines in a block of the report on lengths
 _HELD_OUT_SHARE = 0.05
 _HELD_OUT_MOST = 1000
@@ -295,9 +297,13 @@ def _pair_up(name: str, sides: Iterator[tuple[str, str]]) -> tuple[list[Pair], R
 
 
 def clean(sentence: str) -> str:
-    """A sentence as it is trained on: in normal form C, without white space around it."""
+    """A sentence as it is trained on: in normal form C, without white space around it. What shows
+    nothing at all is empty."""
     # A mark at the start of a later line is left there by files that were joined.
-    return unicodedata.normalize("NFC", sentence.strip().lstrip("\ufeff").strip())
+    stripped = sentence.strip().lstrip("\ufeff").strip()
+    if all(unicodedata.category(character) in _UNSEEN for character in stripped):
+        return ""
+    return unicodedata.normalize("NFC", stripped)
 
 
 def _unusual_lines(pairs: Sequence[Pair], numbers: np.ndarray) -> np.ndarray:

@@ -105,6 +105,9 @@ class Translation(NamedTuple):
     log_prob: float
 
 
+_NOTHING = Translation(np.array([EOS], np.int32), 0.0, 0.0)  # of a sentence without words
+
+
 # ------------------------------------------------------------------------------------ translation
 
 
@@ -172,7 +175,8 @@ def translations(
 ) -> list[list[Translation]]:
     """The `search.n_best` best translations of each row of source ids, best first.
 
-    There are fewer where the model holds fewer sequences possible. `report` is told of each batch
+    There are fewer where the model holds fewer sequences possible, and one without words of a row
+    without words. `report` is told of each batch
     how many rows of source ids are done with it.
     """
     if not sources:
@@ -190,7 +194,8 @@ def translations(
         )
         for place, *row in zip(places, *map(np.asarray, found), strict=True):
             if place >= 0:
-                results[place] = _translations(*row)
+                has_words = list(sources[place]) != [EOS]
+                results[place] = _translations(*row) if has_words else [_NOTHING]
         report(int((places >= 0).sum()))
     return results
 

@@ -1,88 +1,127 @@
 """Pictures of a run: where its attention looks, how its loss fell and its BLEU rose. PNG, without a
-screen."""
+screen, and a page to look at every head in a browser."""
 
 import io
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from experiments.files import replace
-from experiments.translation.console import visible
+from jattn import masks, viz
 
 
-_TOKEN = 0.24  # inches for a row or column, so that its label can be read
-_LABEL = 0.8  # inches for the labels of an axis
-_TITLE = 0.085  # inches for a letter of the title
+_FEW = 3  # heads in the picture of a sentence, so that its words can be read
 _DPI = 120
 
-
-def draw_attention(
-    weights: np.ndarray, rows: Sequence[str], columns: Sequence[str], title: str, path: Path
-) -> None:
-    """Draws all heads of one attention side by side.
-
-    Args:
-        weights: `[N, T, S]`, each row summing to 1.
-        rows: the T tokens that attend.
-        columns: the S tokens that are attended to.
-        title: stands above.
-        path: of the PNG file.
-    """
-    heads = len(weights)
-    across = _panels_across(heads)
-    down = math.ceil(heads / across)
-    width = across * (_TOKEN * len(columns) + _LABEL) + 1.2
-    height = down * (_TOKEN * len(rows) + _LABEL + 0.3) + 0.4
-    figure = Figure(figsize=(max(width, _TITLE * len(title)), height), layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    panels = list(grid.flat)
-    image = None
-    for head, panel in enumerate(panels[:heads]):
-        image = panel.imshow(weights[head], vmin=0, vmax=1, cmap="Blues", aspect="equal")
-        panel.set_title(f"head {head + 1}", fontsize=9)
-        _label(panel, rows, columns)
-    for panel in panels[heads:]:
-        panel.set_axis_off()
-    if image is not None:
-        figure.colorbar(image, ax=panels, shrink=0.6, label="weight")
-    figure.suptitle(title, fontsize=10)
-    _save(figure, path)
+_MEANINGS = {
+    "encoder self-attention": "each word of the source reads the source",
+    "decoder self-attention": "each word reads itself and those before it",
+    "cross-attention": "each word, as it is generated, reads the source",
+}
 
 
-def draw_sentence(
-    weights: Mapping[str, np.ndarray],
-    source: Sequence[str],
-    target_in: Sequence[str],
-    target_out: Sequence[str],
-    directory: Path,
-) -> list[Path]:
-    """Draws every attention of a model on one sentence, and returns the files.
+@dataclass(frozen=True)
+class Seen:
+    """A sentence, its translation, and what every head looks at.
 
-    Args:
+    Attributes:
         weights: `[N, T, S]` for each attention, by the module's name.
         source: the tokens that the encoder reads.
         target_in: the tokens that the decoder reads.
         target_out: the tokens that it generates there.
+    """
+
+    weights: Mapping[str, np.ndarray]
+    source: Sequence[str]
+    target_in: Sequence[str]
+    target_out: Sequence[str]
+
+    def tokens(self, name: str) -> tuple[Sequence[str], Sequence[str]]:
+        """The queries and the keys of an attention."""
+        return {
+            "encoder self-attention": (self.source, self.source),
+            "decoder self-attention": (self.target_in, self.target_in),
+            "cross-attention": (self.target_out, self.source),
+        }[name]
+
+    def attentions(self) -> dict[str, np.ndarray]:
+        """`[L, N, T, S]` of each attention, the encoder's first, without padding."""
+        layers: dict[str, list[tuple[int, np.ndarray]]] = {name: [] for name in _MEANINGS}
+        for module, heads in self.weights.items():
+            side, *layer, kind = module.split("/")  # such as decoder/layers/0/cross_attention
+            name = f"{side} self-attention" if kind == "self_attention" else "cross-attention"
+            rows, columns = self.tokens(name)
+            place = int(layer[-1]) if layer else 0
+            layers[name].append((place, heads[:, : len(rows), : len(columns)]))
+        return {
+            name: np.stack([heads for _, heads in sorted(found, key=lambda one: one[0])])
+            for name, found in layers.items()
+            if found
+        }
+
+
+def draw_sentence(seen: Seen, directory: Path) -> list[Path]:
+    """Draws a few heads of the last cross-attention on one sentence, so large that they can be
+    read, and all heads of each attention; returns the files.
+
+    Args:
+        seen: the sentence.
         directory: where the files go.
     """
-    tokens = {
-        "encoder self-attention": (source, source, "each word of the source reads the source"),
-        "decoder self-attention": (target_in, target_in, "each word reads those before it"),
-        "cross-attention": (target_out, source, "each word, as it is generated, reads the source"),
-    }
-    files = []
-    for name, layer, heads in _attentions(weights):
-        rows, columns, meaning = tokens[name]
-        path = directory / f"{name.replace(' ', '-')}-layer-{layer}.png"
-        title = f"{name}, layer {layer}: {meaning}"
-        draw_attention(heads[:, : len(rows), : len(columns)], rows, columns, title, path)
-        files.append(path)
+    attentions = seen.attentions()
+    files = [directory / "attention.png"]
+    few = few_heads(attentions["cross-attention"][-1])
+    title = f"last layer's cross-attention: {_MEANINGS['cross-attention']}"
+    titles = [f"head {head + 1}" for head in few]
+    tokens = seen.tokens("cross-attention")
+    heads = attentions["cross-attention"][-1][few]
+    _save(viz.grid(heads, *tokens, title=title, titles=titles), files[0])
+    for name, weights in attentions.items():
+        files.append(directory / f"{name.replace(' ', '-')}.png")
+        title = f"{name}: {_MEANINGS[name]}"
+        _save(viz.grid(weights, *seen.tokens(name), title=title), files[-1])
     return files
+
+
+def write_viewer(sentences: Sequence[Seen], title: str, path: Path) -> None:
+    """Writes a page on which every head can be looked at, on several sentences."""
+    page = viz.viewer([_for_viewer(seen) for seen in sentences], title=title)
+    replace(path, page.html)
+
+
+def _for_viewer(seen: Seen) -> viz.Sentence:
+    attentions = seen.attentions()
+    tokens = {name: seen.tokens(name) for name in attentions}
+    return viz.Sentence(
+        attentions,
+        {name: rows for name, (rows, _) in tokens.items()},
+        {name: columns for name, (_, columns) in tokens.items()},
+        mask={name: masks.Causal() for name in attentions if name.startswith("decoder")},
+    )
+
+
+def few_heads(heads: np.ndarray) -> list[int]:
+    """Which three heads look at the most different things.
+
+    The first is the one whose weights are the least spread; each of the next looks elsewhere than
+    those before it, by the sum of the differences to the most similar of them.
+
+    Args:
+        heads: weights `[N, T, S]`.
+
+    Returns:
+        Their places, in order; fewer where there are fewer.
+    """
+    chosen = [int(np.argmin(viz.head_numbers(heads)["entropy"]))]
+    while len(chosen) < min(_FEW, len(heads)):
+        apart = abs(heads[:, None] - heads[None, chosen]).sum(axis=(-1, -2)).min(axis=1)
+        chosen.append(int(np.argmax(apart)))
+    return sorted(chosen)
 
 
 def draw_losses(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -128,6 +167,8 @@ def _draw_curves(
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.set_yscale(scale)
+    if scale == "log":
+        _name_ticks(axes)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
@@ -136,36 +177,14 @@ def _draw_curves(
     _save(figure, path)
 
 
-def _panels_across(heads: int) -> int:
-    """As nearly square as can be, and without gaps if four panels a row or fewer allow it."""
-    square = math.ceil(math.sqrt(heads))
-    return next((count for count in range(square, 5) if heads % count == 0), square)
-
-
-def _label(panel: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:
-    # A dollar sign in a text is a dollar sign and begins no formula.
-    style: dict[str, Any] = {"fontsize": 8, "parse_math": False}
-    panel.set_xticks(range(len(columns)), _visible(columns), rotation=90, **style)
-    panel.set_yticks(range(len(rows)), _visible(rows), **style)
-    panel.tick_params(length=0, labelbottom=True, labelleft=True)
-
-
-def _visible(tokens: Sequence[str]) -> list[str]:
-    """Tokens with their spaces as low blocks: where they are pieces, that is where words begin."""
-    return [visible(token.replace(" ", "\u2581")) for token in tokens]
+def _name_ticks(axes: Any) -> None:
+    """Numbers of a logarithmic axis as they are spoken: 0.5, not 5 × 10⁻¹."""
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _save(figure: Figure, path: Path) -> None:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=_DPI)
     replace(path, content.getvalue())
-
-
-def _attentions(weights: Mapping[str, np.ndarray]) -> list[tuple[str, int, np.ndarray]]:
-    """What each attention is, its layer from 1 on, and its weights."""
-    found = []
-    for module, heads in weights.items():
-        side, *layer, kind = module.split("/")  # such as decoder/layers/0/cross_attention
-        name = f"{side} self-attention" if kind == "self_attention" else "cross-attention"
-        found.append((name, int(layer[-1]) + 1 if layer else 1, heads))
-    return sorted(found, key=lambda item: item[:2])

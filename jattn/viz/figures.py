@@ -1,0 +1,429 @@
+"""Figures of matplotlib: one matrix, heads of layers, a mask with its tiles, an alignment.
+
+Figures do not touch `pyplot` and its list of open figures. A notebook shows one that stands at the
+end of a cell; `figure.savefig(path)` writes it.
+
+Colour-blind readers can tell the colours apart: one scale by lightness for weights, and for signed
+differences one from purple over white to orange.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jattn._types import AnyArray, Indices
+from jattn.checks import check_flag, check_size, shown
+from jattn.masks import EMPTY, FULL, MIXED, Mask, Span, as_mask, tile_map
+from jattn.viz.inputs import checked_title, checked_tokens, checked_values, visible
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+else:  # annotations that are checked must not need matplotlib
+    Axes = Figure = Any
+
+__all__ = ["alignment", "grid", "heatmap", "show_mask"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_MOST_LABELS = 64  # tokens along an axis that still get their names
+_MOST_NUMBERS = 100  # cells that still get their values written into them
+_LABEL = 0.105  # inches for a letter of a label
+_CELL = 0.3  # inches for a cell with a label
+_LARGEST = 9.0  # inches of a panel
+
+
+def heatmap(
+    weights: AnyArray,
+    q_tokens: Sequence[str] | None = None,
+    kv_tokens: Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+    values: bool | None = None,
+    axes: Axes | None = None,
+) -> Figure:
+    """One matrix: a row for each query, a column for each key.
+
+    The scale goes from 0 to 1, or to the greatest number where that is more. With negative numbers
+    it is signed, with 0 in the middle. −inf, as `attention_scores` has it for a masked pair, is
+    grey.
+
+    Args:
+        weights: `[T, S]`, real and finite or −inf: weights, scores, or a difference of two.
+        q_tokens: T strings beside the rows, or None for numbers.
+        kv_tokens: S strings below the columns; by default the `q_tokens`, where T = S.
+        title: a line above.
+        values: whether each cell shows its number; None: where there are at most 100 cells.
+        axes: of matplotlib, to draw in; by default those of a new figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+        ImportError: without matplotlib.
+    """
+    array = checked_values("weights", weights, "[T, S]", (2,), masked=True)
+    rows, columns = _labels(array.shape, q_tokens, kv_tokens)
+    title = checked_title("title", title)
+    if values is not None:
+        check_flag("values", values)
+    axes, figure = _axes(axes, _panel_size(rows, columns, array.shape, _CELL), title)
+    image = _draw(axes, array, _scale(array))
+    _name_axes(axes, rows, columns)
+    if values or (values is None and array.size <= _MOST_NUMBERS):
+        _write_values(axes, array, image)
+    if title is not None:
+        axes.set_title(title, fontsize=11, parse_math=False)
+    figure.colorbar(image, ax=axes, shrink=0.8)
+    return figure
+
+
+def grid(
+    weights: AnyArray,
+    q_tokens: Sequence[str] | None = None,
+    kv_tokens: Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+    titles: Sequence[str] | None = None,
+) -> Figure:
+    """Many heads side by side, a row of panels for each layer.
+
+    All panels have one scale, as in `heatmap`. Tokens are named where they can be read: on the
+    outer panels, for at most 64 of them.
+
+    Args:
+        weights: `[L, N, T, S]`, or `[N, T, S]` for one layer.
+        q_tokens: T strings beside the rows, or None.
+        kv_tokens: S strings below the columns; by default the `q_tokens`, where T = S.
+        title: a line above all panels.
+        titles: a line above each panel, L × N strings; by default layer and head from 1 on.
+
+    Returns:
+        The figure.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+        ImportError: without matplotlib.
+    """
+    array = checked_values("weights", weights, "[L, N, T, S] or [N, T, S]", (3, 4), masked=True)
+    array = array.reshape(-1, *array.shape[-3:])
+    L, N, T, S = array.shape
+    rows, columns = _labels((T, S), q_tokens, kv_tokens)
+    title = checked_title("title", title)
+    names = checked_tokens("titles", titles, L * N, "L × N") or _head_names(L, N)
+    cell = _CELL if L * N <= 4 else 0.2
+    width, height = _panel_size(
+        None, None, (T, S), min(cell, 2.4 / max(T, S)) if L * N > 12 else cell
+    )
+    size = N * (width + 0.15) + _room(rows) + 0.7, L * (height + 0.3) + _room(columns) + 0.3
+    figure = _new_figure(size, title)
+    panels = figure.subplots(L, N, squeeze=False, sharex=True, sharey=True)
+    scale = _scale(array)
+    font = 11 if L * N <= 4 else 9
+    readable = width / S > 0.13 and height / T > 0.13
+    for place, panel in enumerate(panels.flat):
+        _draw(panel, array[divmod(place, N)], scale)
+        panel.set_title(visible(names[place]), fontsize=font, parse_math=False)
+        _name_axes(panel, *((rows, columns) if readable else (None, None)), font)
+        panel.label_outer()
+    figure.colorbar(panels[0, 0].images[0], ax=panels.ravel().tolist(), shrink=0.7, aspect=30)
+    if title is not None:
+        figure.suptitle(title, fontsize=11, parse_math=False)
+    return figure
+
+
+def alignment(
+    weights: AnyArray,
+    target: Sequence[str],
+    source: Sequence[str],
+    *,
+    title: str | None = None,
+    axes: Axes | None = None,
+) -> Figure:
+    """Where each target word looks in the source, drawn as in Bahdanau, Cho and Bengio 2015.
+
+    The source stands above, the target at the left, a weight of 1 is white. A frame marks the
+    greatest weight of each target word.
+
+    Args:
+        weights: `[T, S]`, or `[N, T, S]`, whose mean over heads is drawn.
+        target: T strings.
+        source: S strings.
+        title: a line below.
+        axes: of matplotlib, to draw in; by default those of a new figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, and for negative weights.
+        ImportError: without matplotlib.
+    """
+    array = checked_values("weights", weights, "[T, S] or [N, T, S]", (2, 3))
+    if array.min() < 0:
+        raise ValueError(f"weights: expected numbers >= 0, got {array.min()}")
+    array = array.reshape(-1, *array.shape[-2:]).mean(axis=0)
+    rows, columns = (
+        _required("target", target, array.shape[0], "T"),
+        _required("source", source, array.shape[1], "S"),
+    )
+    title = checked_title("title", title)
+    axes, figure = _axes(axes, _panel_size(rows, columns, array.shape, _CELL), title)
+    axes.imshow(array, cmap="gray", vmin=0, vmax=max(1, array.max()), aspect="equal")
+    _name_axes(axes, rows, columns)
+    axes.tick_params(labeltop=True, labelbottom=False)
+    for row, column in enumerate(array.argmax(axis=1).tolist()):
+        if array[row].any():
+            _frame(axes, row, column)
+    if title is not None:
+        axes.set_xlabel(title, fontsize=11, parse_math=False)
+    return figure
+
+
+def show_mask(
+    mask: Mask | AnyArray | None,
+    T: int,
+    S: int | None = None,
+    *,
+    block: int | tuple[int, int] | None = None,
+    b: int = 0,
+    h: int = 0,
+    q_positions: Indices | None = None,
+    kv_positions: Indices | None = None,
+    q_tokens: Sequence[str] | None = None,
+    kv_tokens: Sequence[str] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """A mask pair by pair, and beside it the kind of each tile: empty, mixed or full.
+
+    Empty tiles are skipped, and full ones are computed without looking at the mask.
+
+    Args:
+        mask: a mask of `jattn.masks`, or a boolean array `[*B, N, T, S]` in which True attends.
+        T: queries.
+        S: keys; None: as many as queries.
+        block: the size of a tile, an integer or a pair (queries, keys); None: a power of two for
+            which there are about eight tiles along an axis.
+        b: the batch row, counted over all batch axes.
+        h: the head.
+        q_positions: integer `[T]`, by default arange(T).
+        kv_positions: integer `[S]`, by default arange(S).
+        q_tokens: T strings beside the rows, or None for numbers.
+        kv_tokens: S strings below the columns; by default the `q_tokens`, where T = S.
+        title: a line above.
+
+    Returns:
+        The figure.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+        ImportError: without matplotlib.
+    """
+    S = T if S is None else S
+    for name, size in (("T", T), ("S", S)):
+        check_size(name, size)
+    blocks = checked_block("block", block, T, S)
+    rows, columns = _labels((T, S), q_tokens, kv_tokens)
+    title = checked_title("title", title)
+    given = {"q_positions": q_positions, "kv_positions": kv_positions}
+    kinds = np.asarray(tile_map(as_mask(mask), T, S, *blocks, b=b, h=h, **given))
+    allowed = dense_mask(as_mask(mask), T, S, b, h, q_positions, kv_positions)
+    width, height = _panel_size(rows, columns, (T, S), min(_CELL, 3.6 / max(T, S)))
+    figure = _new_figure((2 * max(width, 2.6) + 0.8, max(height, 2.2) + 1.2), title)
+    left, right = figure.subplots(1, 2)
+    left.imshow(allowed, cmap=_of_kinds(2), vmin=0, vmax=1, interpolation="nearest")
+    _name_axes(left, *((rows, columns) if max(T, S) <= 24 else (None, None)))
+    _draw_tiles(right, kinds, (T, S), blocks)
+    left.set_title(f"{allowed.mean():.0%} of {T} × {S} pairs", fontsize=10)
+    right.set_title(f"tiles of {blocks[0]} × {blocks[1]}", fontsize=10)
+    figure.legend(handles=_legend(kinds), loc="outside lower center", ncols=3, frameon=False)
+    if title is not None:
+        figure.suptitle(title, fontsize=11, parse_math=False)
+    return figure
+
+
+def dense_mask(
+    mask: Mask, T: int, S: int, b: int, h: int, q_positions: Any = None, kv_positions: Any = None
+) -> np.ndarray:
+    """bool `[T, S]` for one batch row and head. Sizes and positions were checked by `tile_map`."""
+    q, kv = (
+        np.arange(size, dtype=np.int32) if x is None else np.asarray(x)
+        for size, x in ((T, q_positions), (S, kv_positions))
+    )
+    spans = Span(q, np.arange(T, dtype=np.int32)), Span(kv, np.arange(S, dtype=np.int32))
+    return np.asarray(mask(b, h, *spans))
+
+
+def checked_block(name: str, block: Any, T: int, S: int) -> tuple[int, int]:
+    """The sizes of a tile, by default a power of two with about eight tiles along an axis."""
+    if block is None:
+        size = 2 ** max(0, math.ceil(math.log2(max(T, S) / 8)))
+        return size, size
+    pair = block if isinstance(block, tuple) else (block, block)
+    if len(pair) != 2:
+        raise ValueError(f"{name}: expected an integer or two, got {shown(block)}")
+    for size in pair:
+        check_size(name, size)
+    return int(pair[0]), int(pair[1])
+
+
+def _required(name: str, value: Any, size: int, letter: str) -> list[str]:
+    tokens = checked_tokens(name, value, size, letter)
+    if tokens is None:
+        raise TypeError(f"{name}: expected a sequence of {letter} strings, got None")
+    return tokens
+
+
+def _labels(
+    shape: tuple[int, ...], q_tokens: Any, kv_tokens: Any
+) -> tuple[list[str] | None, list[str] | None]:
+    """The names of rows and columns; keys are the queries' tokens unless they have their own."""
+    T, S = shape
+    rows = checked_tokens("q_tokens", q_tokens, T, "T")
+    if kv_tokens is None and rows is not None and T == S:
+        return rows, rows
+    return rows, checked_tokens("kv_tokens", kv_tokens, S, "S")
+
+
+def _head_names(L: int, N: int) -> list[str]:
+    if L == 1:
+        return [f"head {n + 1}" for n in range(N)]
+    return [f"layer {layer + 1}, head {n + 1}" for layer in range(L) for n in range(N)]
+
+
+# ---------------------------------------------------------------------------------------- sizes
+
+
+def _room(labels: list[str] | None) -> float:
+    """Inches that the labels of an axis take."""
+    return 0.4 if labels is None else min(3.0, _LABEL * max(map(len, map(visible, labels))) + 0.2)
+
+
+def _panel_size(
+    rows: list[str] | None, columns: list[str] | None, shape: tuple[int, ...], cell: float
+) -> tuple[float, float]:
+    """Width and height in inches of a panel with the labels it is given."""
+    T, S = shape
+    cell = min(cell, _LARGEST / max(T, S))
+    width, height = max(0.8, cell * S), max(0.8, cell * T)
+    named = rows is not None or columns is not None
+    return (
+        (width + _room(rows), height + _room(columns))
+        if named
+        else (max(width, 0.8), max(height, 0.8))
+    )
+
+
+def _new_figure(size: tuple[float, float], title: str | None) -> Figure:
+    from jattn.viz.matplotlib_figure import new_figure  # noqa: PLC0415  where something is drawn
+
+    return new_figure((max(size[0], 0.09 * len(title or "")), size[1]))
+
+
+def _axes(axes: Axes | None, size: tuple[float, float], title: str | None) -> tuple[Axes, Figure]:
+    """The axes to draw in and their figure."""
+    if axes is None:
+        figure = _new_figure((size[0] + 1.0, size[1] + 0.5), title)
+        return figure.subplots(), figure
+    if not hasattr(axes, "imshow") or not hasattr(axes, "figure"):
+        raise TypeError(f"axes: expected axes of matplotlib or None, got {shown(axes)}")
+    figure: Any = axes.figure
+    return axes, figure
+
+
+# -------------------------------------------------------------------------------------- drawing
+
+
+def _scale(array: np.ndarray) -> dict[str, Any]:
+    """The colour map and its ends: from 0, or signed around 0."""
+    finite = array[np.isfinite(array)]
+    least, most = (finite.min(), finite.max()) if finite.size else (0, 1)
+    if least < 0:
+        end = max(-least, most)
+        return {"cmap": "PuOr_r", "vmin": -end, "vmax": end}
+    return {"cmap": "Blues", "vmin": 0, "vmax": max(1, most)}
+
+
+def _draw(axes: Axes, array: np.ndarray, scale: dict[str, Any]) -> Any:
+    axes.set_facecolor("0.8")  # seen where a pair is masked
+    shown = np.ma.masked_invalid(array)
+    return axes.imshow(shown, aspect="equal", interpolation="nearest", **scale)
+
+
+def _name_axes(
+    axes: Axes, rows: list[str] | None, columns: list[str] | None, font: int = 9
+) -> None:
+    # A dollar sign in a token is a dollar sign and begins no formula.
+    style: dict[str, Any] = {"fontsize": font, "parse_math": False}
+    if columns is not None and len(columns) <= _MOST_LABELS:
+        axes.set_xticks(range(len(columns)), list(map(visible, columns)), rotation=90, **style)
+    if rows is not None and len(rows) <= _MOST_LABELS:
+        axes.set_yticks(range(len(rows)), list(map(visible, rows)), **style)
+    axes.tick_params(length=0)
+
+
+def _write_values(axes: Axes, array: np.ndarray, image: Any) -> None:
+    """Each number in its cell, in the ink that can be read there."""
+    for (row, column), value in np.ndenumerate(array):
+        if value == -np.inf:
+            text, ink = "−∞", "black"
+        else:
+            red, green, blue, _ = image.to_rgba(value)
+            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+            text = f"{value:.2f}".replace("-", "−")
+        axes.text(column, row, text, ha="center", va="center", fontsize=7, color=ink)
+
+
+def _frame(axes: Axes, row: int, column: int) -> None:
+    x, y = (np.array([-0.5, 0.5, 0.5, -0.5, -0.5]), np.array([-0.5, -0.5, 0.5, 0.5, -0.5]))
+    axes.plot(column + 0.86 * x, row + 0.86 * y, color="tab:orange", linewidth=1.5)
+
+
+_KINDS = {  # kinds of tiles: name, colour, hatching
+    EMPTY: ("empty", "#f2f2f2", "///"),
+    MIXED: ("mixed", "#92c5de", ""),
+    FULL: ("full", "#08519c", ""),
+}
+
+
+def _of_kinds(count: int) -> Any:
+    from matplotlib.colors import ListedColormap  # noqa: PLC0415
+
+    colours = [colour for _, colour, _ in _KINDS.values()]
+    return ListedColormap([colours[0], colours[-1]] if count == 2 else colours)
+
+
+def _draw_tiles(
+    axes: Axes, kinds: np.ndarray, shape: tuple[int, int], blocks: tuple[int, int]
+) -> None:
+    """Each tile in the colour of its kind, with lines between them; the last ones are cut."""
+    (T, S), (block_q, block_kv) = shape, blocks
+    places = np.ix_(np.arange(T) // block_q, np.arange(S) // block_kv)
+    axes.imshow(kinds[places], cmap=_of_kinds(3), vmin=0, vmax=2, interpolation="nearest")
+    if max(kinds.shape) <= 64:
+        style: dict[str, Any] = {"color": "white", "linewidth": 0.8}
+        for row in range(block_q, T, block_q):
+            axes.axhline(row - 0.5, **style)
+        for column in range(block_kv, S, block_kv):
+            axes.axvline(column - 0.5, **style)
+    axes.tick_params(length=0)
+
+
+def _legend(kinds: np.ndarray) -> list[Any]:
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    return [
+        Patch(
+            facecolor=colour,
+            edgecolor="0.6",
+            label=f"{np.count_nonzero(kinds == kind)} {name}",
+        )
+        for kind, (name, colour, _) in _KINDS.items()
+    ]

@@ -1,0 +1,322 @@
+// Controls, keys, and what is loaded and drawn when.
+
+const views = { heads: "Heads", model: "Model", matrix: "Matrix", numbers: "Numbers" };
+const large = 250000; // pairs of a head from which on only one is opened at first
+
+let loading = 0;
+let waiting = false;
+
+// Opens what the state needs, then draws. A later call takes the place of an earlier one.
+async function load() {
+  const own = ++loading;
+  const part = attention();
+  const heads = [...state.heads].sort((a, b) => a - b);
+  const wanted = heads.map((head) => weightsOf(part, state.model, state.layer, head));
+  const mask = part.mask ? maskOf(part, heads[0] || 0) : null;
+  syncControls();
+  try {
+    const found = await Promise.all(wanted);
+    const allowed = await mask;
+    if (own !== loading) return;
+    loaded.heads = found.map((weights, at) => ({ head: heads[at], weights }));
+    loaded.mask = allowed;
+    redraw();
+  } catch (error) {
+    show(`This page needs a browser of 2023 or later: ${error.message}`);
+  }
+}
+
+function redraw() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => { waiting = false; draw(); });
+}
+
+let drawing = 0;
+
+async function draw() {
+  const own = ++drawing;
+  if (state.view === "heads") drawHeads();
+  else if (state.view === "matrix") drawMatrix();
+  else if (state.view === "numbers") drawNumbers();
+  else await drawModel(() => own === drawing && state.view === "model");
+  if (!document.body.dataset.ready) document.body.dataset.ready = performance.now();
+}
+
+// --------------------------------------------------------------------------------------- controls
+
+function switchOf(id, names, chosen, choose) {
+  const group = byId(id);
+  group.replaceChildren(...names.map((name, place) => {
+    const button = element("button", "", { type: "button", "aria-pressed": place === chosen });
+    button.append(word(name));
+    button.addEventListener("click", () => choose(place));
+    return button;
+  }));
+  group.hidden = names.length < 2;
+}
+
+function options(select, names, chosen) {
+  select.replaceChildren(...names.map((name, place) => element("option", name, { value: place })));
+  select.value = chosen;
+}
+
+function makeControls() {
+  const part = attention();
+  const [layers, heads, rows] = part.sizes;
+  byId("title").textContent = document.title = about.title;
+  options(byId("sentence"), about.sentences.map((one) => one.name), state.sentence);
+  byId("sentence").hidden = about.sentences.length < 2;
+  options(byId("layer"), Array.from({ length: layers }, (_, at) => at + 1), state.layer);
+  byId("layer-control").hidden = layers < 2;
+  byId("step").max = rows;
+  byId("mask-control").hidden = !part.mask;
+  byId("heads").replaceChildren(...Array.from({ length: heads }, (_, head) => {
+    const chip = element("button", head + 1, {
+      type: "button", class: "head", "aria-label": `head ${head + 1}`,
+    });
+    chip.addEventListener("click", () => toggle(head));
+    chip.addEventListener("dblclick", () => isolate(head));
+    return chip;
+  }));
+  byId("heads").hidden = heads < 2;
+}
+
+function syncControls() {
+  const part = attention();
+  const names = Object.keys(views);
+  switchOf("view", Object.values(views), names.indexOf(state.view), (at) => {
+    state.view = names[at];
+    lay();
+  });
+  switchOf("attention", sentence().attentions.map((one) => one.name), state.attention, choosePart);
+  const both = part.heads.length === 2;
+  switchOf("model", both ? [...about.models, "difference"] : [], state.model, (at) => {
+    state.model = at;
+    load();
+  });
+  for (const name of names) byId(`${name}-view`).hidden = name !== state.view;
+  byId("heads").hidden = part.sizes[1] < 2 || ["model", "numbers"].includes(state.view);
+  byId("least-control").hidden = state.view !== "heads";
+  byId("zoom-control").hidden = state.view !== "matrix";
+  byId("contrast-control").hidden = state.view === "numbers";
+  byId("mask-control").hidden = !part.mask || state.view !== "matrix";
+  byId("step-control").hidden = ["model", "numbers"].includes(state.view);
+  byId("layer-control").hidden = part.sizes[0] < 2 || ["model", "numbers"].includes(state.view);
+  byId("layer").value = state.layer;
+  byId("contrast").value = state.contrast;
+  byId("contrast").options[0].textContent = state.model === 2 ? "−1 to 1" : "0 to 1";
+  drawScale();
+  byId("mask").checked = state.mask;
+  for (const [head, chip] of [...byId("heads").children].entries()) {
+    const on = state.heads.has(head);
+    chip.setAttribute("aria-pressed", on);
+    chip.style.borderColor = headColour(head);
+    chip.style.borderStyle = ["solid", "dashed", "dotted", "double"][Math.floor(head / 8) % 4];
+    chip.style.background = on ? headColour(head) : "none";
+    chip.style.color = on ? palette().paper : "";
+  }
+  syncStep();
+}
+
+// The colours from least to greatest, beside the choice of what the greatest is.
+function drawScale() {
+  const context = fit(byId("scale"), 64, 12);
+  const image = new ImageData(256, 1);
+  const colours = table(state.model === 2 ? "signed" : "weights");
+  for (let i = 0; i < 256; i++) image.data.set([...colours.subarray(3 * i, 3 * i + 3), 255], 4 * i);
+  paste(context, image, 0, 0, 64, 12);
+}
+
+function syncStep() {
+  byId("step").value = state.step;
+  byId("step-name").replaceChildren(
+    ...(state.step ? [`${state.step}: `, word(attention().rows[state.step - 1])] : ["all"]),
+  );
+}
+
+// Another part of the page has another size: everything is laid out anew.
+function lay() {
+  syncControls();
+  if (state.view === "heads") layOutHeads();
+  if (state.view === "matrix") holdInWindow();
+  redraw();
+}
+
+function toggle(head) {
+  if (!state.heads.delete(head)) state.heads.add(head);
+  load();
+}
+
+// Only this head, or, where it is alone already, all of them.
+function isolate(head) {
+  const alone = state.heads.size === 1 && state.heads.has(head);
+  state.heads = alone ? allHeads() : new Set([head]);
+  load();
+}
+
+const allHeads = () => new Set(Array.from({ length: attention().sizes[1] }, (_, head) => head));
+
+// Another sentence or attention: what belongs to the last one is let go of.
+function choosePart(place) {
+  const before = byId("heads").children.length;
+  state.attention = place;
+  const part = attention();
+  const [layers, heads, rows, columns] = part.sizes;
+  state.layer = Math.min(state.layer, layers - 1);
+  state.model = Math.min(state.model, part.heads.length === 2 ? 2 : 0);
+  const kept = before === heads && rows * columns <= large;
+  if (!kept) state.heads = rows * columns > large ? new Set([0]) : allHeads();
+  state.step = 0;
+  state.held = state.hovered = matrix.cell = null;
+  state.contrast = columns > 64 ? "row" : "one";
+  resetZoom();
+  loaded.heads = [];
+  pairs.view.scrollTop = 0;
+  makeControls();
+  syncControls();
+  if (state.view === "heads") layOutHeads();
+  load();
+}
+
+function chooseSentence(place) {
+  const name = attention().name;
+  state.sentence = place;
+  const same = sentence().attentions.findIndex((one) => one.name === name);
+  choosePart(Math.max(0, same));
+}
+
+function setStep(step) {
+  const rows = attention().sizes[2];
+  state.step = (step + rows + 1) % (rows + 1);
+  state.held = state.hovered = null;
+  const at = (state.step - 1) * pairs.pitch;
+  const { view } = pairs;
+  if (state.step && (at < view.scrollTop || at > view.scrollTop + view.clientHeight - 40)) {
+    view.scrollTop = at - view.clientHeight / 2;
+  }
+  syncStep();
+  redraw();
+}
+
+let playing = null;
+
+function play() {
+  byId("play").textContent = playing ? "▶" : "❚❚";
+  if (playing) {
+    clearInterval(playing);
+    playing = null;
+    return;
+  }
+  setStep(state.step + 1);
+  playing = setInterval(() => {
+    if (state.step >= attention().sizes[2]) play();
+    else setStep(state.step + 1);
+  }, 700);
+}
+
+// The slider's least weight goes from 1 to 0.0001 in even steps of its logarithm.
+function setLeast(value) {
+  pairs.least = 10 ** (-value / 10);
+  byId("least").value = value;
+  byId("least-name").textContent = leastName();
+}
+
+function chooseTheme() {
+  chosen.theme = theme() === "dark" ? "light" : "dark";
+  applyTheme();
+  syncControls();
+  redraw();
+}
+
+// ------------------------------------------------------------------------------------------- keys
+
+const next = (at, count) => (at + 1) % count;
+
+const keys = {
+  ArrowLeft: () => setStep(state.step - 1),
+  ArrowRight: () => setStep(state.step + 1),
+  ArrowUp: () => chooseLayer(state.layer - 1),
+  ArrowDown: () => chooseLayer(state.layer + 1),
+  v: () => {
+    const names = Object.keys(views);
+    state.view = names[next(names.indexOf(state.view), names.length)];
+    lay();
+  },
+  a: () => choosePart(next(state.attention, sentence().attentions.length)),
+  s: () => chooseSentence(next(state.sentence, about.sentences.length)),
+  d: () => {
+    if (attention().heads.length < 2) return;
+    state.model = next(state.model, 3);
+    load();
+  },
+  m: () => {
+    if (!attention().mask) return;
+    state.mask = !state.mask;
+    syncControls();
+    redraw();
+  },
+  t: chooseTheme,
+  f: () => { resetZoom(); redraw(); },
+  "+": () => zoomBy(1.5),
+  "-": () => zoomBy(1 / 1.5),
+  "?": () => byId("help").showModal(),
+  0: () => { state.heads = allHeads(); load(); },
+  Escape: () => {
+    state.held = state.hovered = matrix.cell = null;
+    setStep(0);
+  },
+};
+
+const arrows = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+
+function chooseLayer(layer) {
+  if (layer < 0 || layer >= attention().sizes[0]) return;
+  state.layer = layer;
+  load();
+}
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
+  const { target, key } = event;
+  const inControl = target.matches("select, input[type=range]");
+  if (inControl && (key.startsWith("Arrow") || key.length === 1)) return;
+  const digit = event.code.startsWith("Digit") ? Number(event.code.slice(5)) : 0;
+  if (target === matrix.canvas && arrows[key]) moveCell(...arrows[key]);
+  else if (digit && digit <= attention().sizes[1]) {
+    (event.shiftKey ? isolate : toggle)(digit - 1);
+  } else {
+    const found = keys[key] || keys[key.toLowerCase()];
+    if (!found) return;
+    found();
+  }
+  event.preventDefault();
+}
+
+// ------------------------------------------------------------------------------------------ start
+
+function start() {
+  const on = (id, name, then) => byId(id).addEventListener(name, then);
+  on("sentence", "change", () => chooseSentence(Number(byId("sentence").value)));
+  on("layer", "change", () => chooseLayer(Number(byId("layer").value)));
+  on("step", "input", () => setStep(Number(byId("step").value)));
+  on("play", "click", play);
+  on("least", "input", () => { setLeast(Number(byId("least").value)); redraw(); });
+  on("contrast", "change", () => { state.contrast = byId("contrast").value; redraw(); });
+  on("mask", "change", () => { state.mask = byId("mask").checked; redraw(); });
+  on("zoom-in", "click", keys["+"]);
+  on("zoom-out", "click", keys["-"]);
+  on("zoom-fit", "click", keys.f);
+  on("theme", "click", chooseTheme);
+  on("help-button", "click", keys["?"]);
+  document.addEventListener("keydown", onKey);
+  prefersDark.addEventListener("change", () => { applyTheme(); syncControls(); redraw(); });
+  new ResizeObserver(lay).observe(byId("main"));
+  setUpHeads();
+  setUpMatrix();
+  applyTheme();
+  setLeast(attention().sizes[3] > 100 ? 17 : 10);
+  choosePart(0);
+}
+
+start();

@@ -1,0 +1,73 @@
+// Numbers: a row for each head of each layer, sorted by any column. A click enlarges the head.
+
+const columns = ["entropy", "coverage", "monotonicity", "distance", "first"];
+const sorting = { by: "head", downwards: false };
+
+// Of a head: those of the model that is shown, or the first's less the second's.
+function numberOf(name, layer, head) {
+  const of = (model) => attention().numbers[model][name][layer][head];
+  if (state.model < 2) return of(state.model);
+  return of(0) === null || of(1) === null ? null : of(0) - of(1);
+}
+
+function numbersOf(layer, head) {
+  return columns.map((name) => {
+    const value = numberOf(name, layer, head);
+    return `; ${name} ${value === null ? "–" : number(value, 2)}`;
+  });
+}
+
+function drawNumbers() {
+  const [layers, heads] = attention().sizes;
+  const rows = [];
+  for (let layer = 0; layer < layers; layer++) {
+    for (let head = 0; head < heads; head++) rows.push({ layer, head });
+  }
+  const key = ({ layer, head }) =>
+    (sorting.by === "head" ? layer * heads + head : numberOf(sorting.by, layer, head));
+  rows.sort((a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === null || y === null) return (x === null) - (y === null);
+    return sorting.downwards ? y - x : x - y;
+  });
+  const made = element("table");
+  made.append(headings(), element("tbody"));
+  for (const row of rows) made.lastChild.append(rowOf(row));
+  byId("numbers-view").replaceChildren(made);
+  show("A number for each head: the mean over its queries. A click on a name sorts.");
+}
+
+function headings() {
+  const head = element("thead");
+  const row = head.appendChild(element("tr"));
+  for (const name of ["head", ...columns]) {
+    const mark = sorting.by !== name ? "" : sorting.downwards ? " ↓" : " ↑";
+    const button = element("button", name + mark, { type: "button" });
+    button.addEventListener("click", () => {
+      sorting.downwards = sorting.by === name && !sorting.downwards;
+      sorting.by = name;
+      redraw();
+    });
+    const cell = element("th", "", { scope: "col" });
+    cell.append(button);
+    row.append(cell);
+  }
+  return head;
+}
+
+function rowOf({ layer, head }) {
+  const row = element("tr");
+  const on = layer === state.layer && state.heads.has(head);
+  row.classList.toggle("on", on);
+  const name = element("td");
+  name.append(element("button", `${layer + 1}.${head + 1}`, {
+    type: "button", "aria-label": `layer ${layer + 1}, head ${head + 1}: enlarge`,
+  }));
+  row.append(name);
+  for (const column of columns) {
+    const value = numberOf(column, layer, head);
+    row.append(element("td", value === null ? "–" : number(value, 3)));
+  }
+  row.addEventListener("click", () => enlarge(layer, head));
+  return row;
+}

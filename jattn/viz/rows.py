@@ -1,0 +1,166 @@
+"""Weights of a few rows and heads of long attention, which fused implementations never hold."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jattn import softmax, tile
+from jattn._pytree import axis_names, axis_of, select_head
+from jattn._types import AnyArray, Keys, LogSumExp, Queries
+from jattn.checks import check_array, check_size, shown
+from jattn.integers import is_integer, known_range
+from jattn.masks import Mask, Span
+from jattn.scores import ScoreFunction
+from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+
+
+__all__ = ["weights_at"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+Places = int | Sequence[int] | Int[AnyArray, "_"]
+
+
+def weights_at(
+    query: Queries,
+    key: Keys,
+    lse: LogSumExp | None = None,
+    *,
+    rows: Places,
+    heads: Places | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    precision: Any = None,
+) -> Float[Array, "*B n t S"]:
+    """The weights of some queries in some heads, computed anew from queries, keys and lse.
+
+        out, lse = jattn.attention(q, k, v, mask=mask, return_lse=True)
+        weights = viz.weights_at(q, k, lse, rows=range(100, 110), heads=[0, 3], mask=mask)
+
+    Memory and work grow with what is asked for, n × t × S, and never with T × S, unless the mask
+    or the score function holds an array of that size.
+
+    Args:
+        query: `[*B, T, N, H]`, as it was given to `attention`.
+        key: `[*B, S, K, H]`.
+        lse: `[*B, N, T]`, what `attention` returned, also with a sink or of more keys than these:
+            weights are then shares of all. It rounds weights by about |lse| × 1e-7 of themselves.
+            None: each row is divided by its own sum, which is exact at any logits.
+        rows: places of t queries, an integer or several.
+        heads: places of n query heads; None: all.
+        mask, score, scale, q_positions, kv_positions, precision: as in `attention`.
+
+    Returns:
+        `[*B, n, t, S]` in float32 (float64), before any dropout. A query whose keys are all masked
+        has weights 0.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before compilation.
+    """
+    shapes = check_shapes(query, key)
+    spec = make_spec(
+        shapes,
+        mask=mask,
+        score=score,
+        scale=scale,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        precision=precision,
+    )
+    if lse is not None:
+        wanted = (*shapes.batch, shapes.N, shapes.T)
+        check_array("lse", lse, "[*B, N, T]", shape=wanted)
+    return _weights(
+        spec,
+        query,
+        key,
+        lse,
+        _places("rows", rows, shapes.T, "T"),
+        _places("heads", np.arange(shapes.N) if heads is None else heads, shapes.N, "N"),
+        shapes=shapes,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _weights(
+    spec: Spec,
+    query: Array,
+    key: Array,
+    lse: Array | None,
+    rows: Array,
+    heads: Array,
+    *,
+    shapes: Shapes,
+) -> Array:
+    query, key = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key))
+    scores = _scores(spec, query, key, rows, heads, shapes)
+    flat = scores.reshape(shapes.B * len(heads) * len(rows), shapes.S)
+    if lse is None:
+        found, _ = softmax.finish(softmax.of(flat, lambda weights: weights))
+    else:
+        own = lse.reshape(shapes.B, shapes.N, shapes.T)[:, heads][:, :, rows].reshape(len(flat))
+        top = jnp.where(own == -jnp.inf, 0, own).astype(flat.dtype)
+        found = softmax.weights(flat, top, jnp.zeros_like(top))
+    (found,) = nan_if_overflowed(spec, found)
+    return found.reshape(*shapes.batch, *scores.shape[1:])
+
+
+def _scores(
+    spec: Spec, query: Array, key: Array, rows: Array, heads: Array, shapes: Shapes
+) -> Array:
+    """Masked scores `[B, n, t, S]`."""
+    spec = _with_rows(prepare(spec, shapes), rows)
+    columns = jnp.arange(shapes.S, dtype=jnp.int32)
+
+    def one(b: Array, h: Array, q: Array, k: Array) -> Array:
+        own = select_head(spec, b, h)
+        q_span, kv_span = (
+            Span(places if positions is None else positions, places)
+            for positions, places in ((own.q_positions, rows), (own.kv_positions, columns))
+        )
+        return tile.scores(own, q, k, b, h, q_span, kv_span)
+
+    q = jnp.moveaxis(query[:, rows][:, :, heads], 2, 1)
+    k = jnp.moveaxis(key[:, :, heads // shapes.G], 2, 1)
+    every = jax.vmap(jax.vmap(one, (None, 0, 0, 0)), (0, None, 0, 0))
+    return every(jnp.arange(shapes.B, dtype=jnp.int32), heads, q, k)
+
+
+def _with_rows(spec: Spec, rows: Array) -> Spec:
+    """The spec with its arrays along T taken at these rows."""
+
+    def one(letters: str, leaf: Any) -> Any:
+        axis = axis_of("T", letters, leaf.ndim)
+        broadcast = axis is not None and leaf.shape[axis] == 1 and "#T" in letters
+        return leaf if axis is None or broadcast else jnp.take(leaf, rows, axis=axis)
+
+    return jax.tree.map(one, axis_names(spec), spec)
+
+
+def _places(name: str, value: Any, size: int, letter: str) -> Array:
+    """int32 `[n]`, each at least 0 and below the size."""
+    value = [value] if is_integer(value) else value
+    if isinstance(value, range | list | tuple):
+        if not value or not all(is_integer(x) for x in value):
+            raise TypeError(f"{name}: expected an integer or several, got {shown(value)}")
+        value = np.asarray(value)
+    check_array(name, value, "[n]", "integer")
+    if len(value.shape) != 1:
+        raise ValueError(f"{name}: expected an integer or [n], got {list(value.shape)}")
+    check_size(f"{name}: count", value.shape[0])
+    least, most = known_range(value) or (0, 0)
+    if not 0 <= least <= most < size:
+        wrong = least if least < 0 else most
+        raise ValueError(f"{name}: expected 0 <= place < {letter} = {size}, got {wrong}")
+    return jnp.asarray(value, jnp.int32)

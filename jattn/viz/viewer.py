@@ -1,0 +1,237 @@
+"""A viewer for attention: one HTML file that opens without a network.
+
+The page is text, style and program of the files in `page/`, joined, and the payload. It forbids
+itself every connection, and every program and style but its own, by a content security policy with
+their hashes. Tokens come in by JSON only, in which no character can end the element that holds it,
+and go into the page as text.
+"""
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jattn.checks import shown
+from jattn.viz.inputs import checked_title
+from jattn.viz.payload import Blocks, Sentence, described
+
+
+__all__ = ["Sentence", "Viewer", "stack_layers", "viewer"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_SCRIPTS = (
+    "data.js",
+    "page.js",
+    "colours.js",
+    "heads.js",
+    "model.js",
+    "matrix.js",
+    "numbers.js",
+    "main.js",
+)
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """A page about attention; what `viewer` returns. A notebook shows it in a frame.
+
+    Attributes:
+        html: the whole page.
+    """
+
+    html: str
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the page to a file, whose folder must exist, and returns the path.
+
+        Raises TypeError for what is no path, and OSError where it cannot be written.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path: expected a path, got {shown(path)}")
+        Path(path).write_text(self.html, encoding="utf-8")
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"Viewer({len(self.html):,} characters of HTML; .save(path) writes them)"
+
+    def _repr_html_(self) -> str:
+        content = html.escape(self.html, quote=True)
+        return (
+            f'<iframe srcdoc="{content}" sandbox="allow-scripts" title="attention" '
+            f'style="width: 100%; height: 680px; border: 0"></iframe>'
+        )
+
+
+def viewer(
+    weights: Any,
+    tokens: Any = None,
+    kv_tokens: Any = None,
+    *,
+    mask: Any = None,
+    other: Any = None,
+    title: str = "Attention",
+    models: Sequence[str] = ("first", "second"),
+    block: int | tuple[int, int] | None = None,
+) -> Viewer:
+    """A page to look at attention with: lines between tokens, all heads of all layers, matrices
+    with the value of each pair, and numbers for each head.
+
+        viz.viewer(weights, tokens).save("attention.html")
+        viz.viewer({"encoder": e, "cross": c}, {"encoder": source, "cross": target},
+                   {"cross": source})
+        viz.viewer([viz.Sentence(w1, tokens1), viz.Sentence(w2, tokens2)])
+
+    A slider goes through the queries as decoding does. The page holds a weight in one byte, to
+    1/510 of the greatest in its row, and says so beside each value. It takes about T × S bytes for
+    each head, less what compression saves.
+
+    Args:
+        weights: `[L, N, T, S]`, `[N, T, S]` or `[T, S]`, finite and at least 0, or a mapping from
+            names to such arrays, see `Sentence`; or several sentences, which bring all but title,
+            models and block with them.
+        tokens: T strings, the queries, or a mapping by the same names.
+        kv_tokens: S strings, the keys, or a mapping; by default the same as the queries.
+        mask: a mask to lay over the weights, or a mapping.
+        other: the weights of a second model, to see the difference.
+        title: of the page.
+        models: what the two are called.
+        block: the size of the mask's tiles, an integer or a pair (queries, keys); None: about eight
+            tiles along an axis.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+    """
+    sentences = _sentences(weights, tokens, kv_tokens, mask, other)
+    if checked_title("title", title) is None:
+        raise TypeError("title: expected a string, got None")
+    blocks = Blocks()
+    about = {
+        "title": title,
+        "models": _checked_models(models),
+        "sentences": described(sentences, block, blocks),
+    }
+    return Viewer(_page(about, blocks.texts))
+
+
+def _sentences(weights: Any, tokens: Any, kv_tokens: Any, mask: Any, other: Any) -> list[Sentence]:
+    given = [weights] if isinstance(weights, Sentence) else weights
+    if not isinstance(given, list | tuple):
+        return [Sentence(weights, tokens, kv_tokens, mask, other)]
+    if not given or not all(isinstance(x, Sentence) for x in given):
+        raise TypeError(
+            f"weights: expected an array [L, N, T, S], a mapping to such, or sentences, "
+            f"got {shown(weights)}"
+        )
+    for name, value in (
+        ("tokens", tokens),
+        ("kv_tokens", kv_tokens),
+        ("mask", mask),
+        ("other", other),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{name}: sentences bring their own, expected None, got {shown(value)}"
+            )
+    return list(given)
+
+
+def _checked_models(models: Any) -> list[str]:
+    names = [models] if isinstance(models, str | bytes) else list(models)
+    if (
+        isinstance(models, str | bytes)
+        or len(names) != 2
+        or not all(isinstance(x, str) for x in names)
+    ):
+        raise TypeError(f"models: expected two strings, got {shown(models)}")
+    return [checked_title("models", x) or "" for x in names]
+
+
+def stack_layers(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Weights by module, as `jattn.nn.capture_weights` gives them, with layers put together.
+
+    Names that differ only in a number between slashes are one attention: `"decoder/0/attention"`
+    and `"decoder/1/attention"` become `"decoder/attention"`.
+
+    Args:
+        weights: arrays of any shape; those of one attention have the same.
+
+    Returns:
+        `[L, ...]` for each attention, in the order of the numbers.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+    """
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights: expected a mapping from names to arrays, got {shown(weights)}")
+    groups: dict[str, list[tuple[list[int], Any]]] = {}
+    for name, value in weights.items():
+        if not isinstance(name, str) or not hasattr(value, "shape"):
+            raise TypeError(
+                f"weights: expected names and arrays, got {shown(name)} and {type(value).__name__}"
+            )
+        parts = name.split("/")
+        number = [int(x) for x in parts if x.isdecimal()]
+        group = "/".join(x for x in parts if not x.isdecimal())
+        groups.setdefault(group, []).append((number, value))
+    stacked = {}
+    for group, layers in groups.items():
+        arrays = [np.asarray(value) for _, value in sorted(layers, key=lambda layer: layer[0])]
+        shapes = {array.shape for array in arrays}
+        if len(shapes) > 1:
+            raise ValueError(f"weights: expected one shape for {group!r}, got {sorted(shapes)}")
+        stacked[group] = np.stack(arrays)
+    return stacked
+
+
+# ------------------------------------------------------------------------------------------- page
+
+
+def as_script_data(value: Any) -> str:
+    """JSON that can stand in a script element: ASCII, and without a character of markup."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _page(about: dict[str, Any], blocks: list[str]) -> str:
+    style, script = _file("viewer.css"), _script()
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    data = [f'<script type="application/json" id="about">{as_script_data(about)}</script>']
+    data += [
+        f'<script type="text/plain" id="block-{place}">{text}</script>'
+        for place, text in enumerate(blocks)
+    ]
+    parts = {"POLICY": policy, "STYLE": style, "DATA": "\n".join(data), "SCRIPT": script}
+    return re.sub(r"%([A-Z]+)%", lambda found: parts[found[1]], _file("viewer.html"))
+
+
+def _script() -> str:
+    files = "\n".join(map(_file, _SCRIPTS))
+    return f'(() => {{\n"use strict";\n{files}}})();\n'
+
+
+def _file(name: str) -> str:
+    folder = importlib.resources.files("jattn.viz") / "page"
+    return (folder / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -1,0 +1,392 @@
+"""The viewer's page, driven in a headless browser.
+
+Where no browser is installed, these tests are skipped; Debian's package `chromium` has one.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jattn import masks, viz
+from tests import browser as browsers
+
+
+pytestmark = pytest.mark.skipif(
+    browsers.installed() is None,
+    reason="no browser to open pages with: the system's package chromium has one",
+)
+
+L, N, T, S = 2, 3, 5, 7
+LEAST = 0.1  # the least weight that has a line, as a page opens
+
+HOSTILE = [
+    '</script><img src=x onerror="window.hacked=1">',
+    "<!--<script>",
+    "\"'`&amp;&lt;${window.hacked=1}",
+    "a\u2028b\u2029c",
+    "\u202eright-to-left \u05d0\u05d1",
+    "👩‍🔬",
+    "%SCRIPT%",
+]
+SHOWN = [*HOSTILE[:3], r"a\u2028b\u2029c", r"\u202eright-to-left אב", "👩‍🔬", "%SCRIPT%"]
+
+
+def weights(seed: int, *shape: int, causal: bool = False) -> np.ndarray:
+    """Rows that sum to 1."""
+    allowed = np.tri(*shape[-2:], dtype=bool) | (not causal)
+    values = np.where(allowed, np.exp(3 * np.random.default_rng(seed).normal(size=shape)), 0)
+    return values / values.sum(axis=-1, keepdims=True)
+
+
+# Of these no weight is as near to a least one as rounding might bring it.
+ENCODER = weights(43, L, N, S, S)
+DECODER = weights(29, L, N, T, T, causal=True)
+CROSS = weights(0, L, N, T, S)
+OTHER = {
+    "encoder": weights(4, L, N, S, S),
+    "decoder": weights(5, L, N, T, T, causal=True),
+    "cross": weights(6, L, N, T, S),
+}
+SOURCE = ["der", "hund", "schläft", "weil", "er", "müde", "ist"]
+TARGET = ["the", "dog", "sleeps", "as", "tired"]
+
+
+@pytest.fixture(scope="module")
+def page_path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    first = viz.Sentence(
+        {"encoder": ENCODER, "decoder": DECODER, "cross": CROSS},
+        {"encoder": SOURCE, "decoder": TARGET, "cross": TARGET},
+        {"cross": SOURCE},
+        mask={"decoder": masks.Causal()},
+        other=OTHER,
+    )
+    second = viz.Sentence(weights(7, 2, S, S), HOSTILE, name=HOSTILE[0])
+    page = viz.viewer([first, second], title=HOSTILE[0], models=("<b>old", "new"), block=2)
+    return page.save(tmp_path_factory.mktemp("viewer") / "page.html")
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[browsers.Browser]:
+    browser = browsers.Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(window: browsers.Browser, page_path: Any) -> Iterator[browsers.Browser]:
+    """The page as it opens. Whatever is done, it asks for nothing, and nothing complains."""
+    window.show(1366, 768)
+    window.open(page_path)
+    window.settle()
+    yield window
+    assert window.complaints == []
+    assert window.requests == [page_path.as_uri()]
+    assert window.evaluate("window.hacked") is None
+
+
+def lines(page: browsers.Browser) -> int:
+    """How many lines are drawn."""
+    label = page.evaluate("document.querySelector('#lines').getAttribute('aria-label')")
+    return int(label.split()[0])
+
+
+def picture(page: browsers.Browser, canvas: str = "#lines") -> str:
+    return page.evaluate(f"document.querySelector('{canvas}').toDataURL()")
+
+
+def choose(page: browsers.Browser, group: str, name: str) -> None:
+    """Clicks on the button of a name in a group."""
+    found = f"[...document.querySelectorAll('#{group} button')]"
+    place = page.evaluate(f"{found}.findIndex((x) => x.textContent === '{name}')")
+    page.click(f"#{group} button:nth-child({place + 1})")
+
+
+def tokens(page: browsers.Browser, side: str) -> list[str]:
+    return page.evaluate(
+        f"[...document.querySelectorAll('#{side} .token')]"
+        ".sort((a, b) => a.dataset.place - b.dataset.place)"
+        ".map((x) => x.querySelector('bdi').textContent)"
+    )
+
+
+def hover_cell(page: browsers.Browser, row: int, column: int) -> str:
+    """What is told of a cell of the matrix under the mouse."""
+    corner = page.evaluate("document.querySelector('#matrix').dataset.cells").split()
+    x, y, size = map(float, corner)
+    box = page.evaluate(
+        "(() => { const b = document.querySelector('#matrix').getBoundingClientRect();"
+        " return [b.x, b.y]; })()"
+    )
+    page.mouse("Moved", box[0] + x + (column + 0.5) * size, box[1] + y + (row + 0.5) * size)
+    page.settle()
+    return page.text("#status")
+
+
+def told(status: str) -> list[tuple[int, float, float]]:
+    """Head, value and half a step of each value in the status."""
+    found = re.findall(r"head (\d+) ([+−]?[\d.]+) ± ([\d.]+)", status)
+    return [(int(h), float(v.replace("−", "-")), float(step)) for h, v, step in found]
+
+
+def test_heads_are_toggled_by_a_click_and_isolated_by_two(page):
+    by_head = (ENCODER[0] >= LEAST).sum(axis=(1, 2))
+    assert lines(page) == by_head.sum()
+    before = picture(page)
+    page.click(".head:nth-child(2)")
+    assert lines(page) == by_head[0] + by_head[2]
+    assert picture(page) != before
+    page.click(".head:nth-child(2)")
+    assert picture(page) == before
+    page.click(".head:nth-child(3)", times=2)
+    assert lines(page) == by_head[2]
+    page.click(".head:nth-child(3)", times=2)
+    assert picture(page) == before
+
+
+def test_a_token_shows_its_own_weights(page):
+    page.hover("#queries .token:nth-child(2)")
+    assert lines(page) == (ENCODER[0, :, 1] >= LEAST).sum()
+    mean = ENCODER[0, :, 1].mean(axis=0)
+    best = mean.argmax()
+    assert page.text("#status").startswith(f"hund reads {SOURCE[best]} {mean[best]:.3f}"[:-1])
+    page.hover("#keys .token:nth-child(4)")
+    assert lines(page) == (ENCODER[0, :, :, 3] >= LEAST).sum()
+    page.click("#keys .token:nth-child(4)")
+    page.hover("header")
+    assert lines(page) == (ENCODER[0, :, :, 3] >= LEAST).sum()  # held
+    page.press("Escape")
+    assert lines(page) == (ENCODER[0] >= LEAST).sum()
+
+
+def test_the_least_weight_and_the_layer_can_be_changed(page):
+    page.press("ArrowDown")
+    assert lines(page) == (ENCODER[1] >= LEAST).sum()
+    page.evaluate("document.querySelector('#least').value = 3")
+    page.evaluate("document.querySelector('#least').dispatchEvent(new Event('input'))")
+    page.settle()
+    assert page.text("#least-name") == "0.50"
+    assert lines(page) == (ENCODER[1] >= 10**-0.3).sum()
+
+
+def test_attentions_have_their_own_tokens_on_both_sides(page):
+    assert tokens(page, "queries") == tokens(page, "keys") == SOURCE
+    choose(page, "attention", "cross")
+    assert (tokens(page, "queries"), tokens(page, "keys")) == (TARGET, SOURCE)
+    assert lines(page) == (CROSS[0] >= LEAST).sum()
+    choose(page, "attention", "decoder")
+    assert tokens(page, "keys") == TARGET
+
+
+def test_the_slider_goes_through_the_steps_of_decoding(page):
+    choose(page, "attention", "decoder")
+    page.click("#step")  # its middle
+    step = int(page.evaluate("document.querySelector('#step').value"))
+    assert 0 < step < T
+    assert page.text("#step-name") == f"{step}: {TARGET[step - 1]}"
+    page.hover("header")
+    assert lines(page) == (DECODER[0, :, step - 1] >= LEAST).sum()
+    later = page.evaluate("document.querySelectorAll('.token.later').length")
+    assert later == 2 * (T - step)  # neither queries nor keys
+    page.evaluate("document.activeElement.blur()")
+    page.press("ArrowRight")
+    assert page.text("#step-name") == f"{step + 1}: {TARGET[step]}"
+    page.press("Escape")
+    assert page.text("#step-name") == "all"
+
+
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (2, 6), (4, 3)])
+def test_the_matrix_tells_values_to_the_step_of_quantisation(page, row, column):
+    choose(page, "attention", "cross")
+    choose(page, "view", "Matrix")
+    status = hover_cell(page, row, column)
+    assert status.startswith(f"{TARGET[row]} reads {SOURCE[column]}: ")
+    found = told(status)
+    assert [head for head, _, _ in found] == [1, 2, 3]
+    for head, value, half_step in found:
+        array = CROSS[0, head - 1, row]
+        assert half_step == pytest.approx(array.max() / 510, rel=0.2)
+        assert abs(value - array[column]) <= array.max() / 510 + 5e-5
+
+
+def test_the_matrix_is_zoomed_and_moved(page):
+    choose(page, "view", "Matrix")
+    before = float(page.evaluate("document.querySelector('#matrix').dataset.cells").split()[2])
+    page.mouse("Wheel", *page.middle_of("#matrix"), deltaX=0, deltaY=-400)
+    page.settle()
+    after = float(page.evaluate("document.querySelector('#matrix').dataset.cells").split()[2])
+    assert after > 1.2 * before or before >= 59
+    assert told(hover_cell(page, 3, 3))
+    page.press("f")
+    assert float(page.evaluate("document.querySelector('#matrix').dataset.cells").split()[2]) == (
+        pytest.approx(before)
+    )
+
+
+def test_the_difference_of_two_models_is_signed(page):
+    assert page.text("#model button:first-child") == "<b>old"
+    choose(page, "model", "difference")
+    size = abs(ENCODER[0] - OTHER["encoder"][0])
+    assert (size >= LEAST + 0.005).sum() <= lines(page) <= (size >= LEAST - 0.005).sum()
+    assert "Blue: more in <b>old; orange: more in new." in page.text("#status")
+    choose(page, "view", "Matrix")
+    for row, column in ((1, 2), (5, 0)):
+        for head, value, _ in told(hover_cell(page, row, column)):
+            first, second = ENCODER[0, head - 1, row], OTHER["encoder"][0, head - 1, row]
+            tolerance = (first.max() + second.max()) / 510 + 5e-5
+            assert abs(value - (first - second)[column]) <= tolerance
+
+
+def test_the_mask_and_its_tiles_are_laid_over(page):
+    choose(page, "view", "Matrix")
+    assert page.evaluate("document.querySelector('#mask-control').hidden")
+    choose(page, "attention", "decoder")
+    before = picture(page, "#matrix")
+    page.press("m")
+    assert picture(page, "#matrix") != before
+    assert "Tiles of 2 × 2: 3 empty (crossed out), 2 mixed (dashed), 4 full" in page.text("#status")
+    assert hover_cell(page, 1, 3).endswith("; masked")
+    assert "masked" not in hover_cell(page, 3, 1)
+
+
+def test_the_model_view_enlarges_a_head(page):
+    choose(page, "view", "Model")
+    panels = page.evaluate("document.querySelectorAll('.panel').length")
+    assert panels == L * N
+    shown = page.evaluate(
+        "[...document.querySelectorAll('.panel canvas')].map((x) => x.toDataURL())"
+    )
+    assert len(set(shown)) == L * N
+    page.click("[aria-label='layer 2, head 3']")
+    found = told(hover_cell(page, 1, 2))
+    assert [head for head, _, _ in found] == [3]
+    assert found[0][1] == pytest.approx(ENCODER[1, 2, 1, 2], abs=0.003)
+
+
+def test_numbers_of_each_head_are_told_and_sorted(page):
+    choose(page, "view", "Numbers")
+    numbers = viz.head_numbers(ENCODER)
+    cells = "[...document.querySelectorAll('tbody tr')].map((x) => [...x.children].map("
+    rows = page.evaluate(cells + "(y) => y.textContent))")
+    assert rows[4] == ["2.2", *(f"{numbers[name][1, 1]:.3f}" for name in numbers)]
+    page.click("th:nth-child(2) button")
+    sorted_ = page.evaluate(cells + "(y) => y.textContent)[1])")
+    assert sorted_ == [f"{x:.3f}" for x in sorted(numbers["entropy"].flat)]
+    page.click("tbody tr:nth-child(1) button")
+    layer, head = np.unravel_index(numbers["entropy"].argmin(), (L, N))
+    assert page.evaluate("document.querySelector('#layer').selectedIndex") == layer
+    assert [told(hover_cell(page, 0, 0))[0][0]] == [head + 1]
+
+
+def test_hostile_tokens_are_text(page):
+    assert page.text("h1") == page.evaluate("document.title") == HOSTILE[0]
+    page.press("s")
+    assert tokens(page, "queries") == tokens(page, "keys") == SHOWN
+    assert page.evaluate("document.querySelector('#sentence').selectedOptions[0].text") == SHOWN[0]
+    for place, token in enumerate(SHOWN):
+        page.hover(f"#queries .token:nth-child({place + 1})")
+        assert page.text("#status").startswith(f"{token} reads ")
+        title = f"document.querySelectorAll('#queries .token')[{place}].title"
+        assert page.evaluate(title) == token
+    choose(page, "view", "Matrix")
+    assert hover_cell(page, 0, 1).startswith(f"{SHOWN[0]} reads {SHOWN[1]}: ")
+    assert page.evaluate("document.images.length") == 0
+    assert page.evaluate("document.querySelectorAll('main script, nav script').length") == 0
+
+
+def test_keys_do_what_the_help_says(page):
+    page.press("2", "Digit2")
+    assert lines(page) == (ENCODER[0, [0, 2]] >= LEAST).sum()
+    page.press("!", "Digit1", shift=True)
+    assert lines(page) == (ENCODER[0, 0] >= LEAST).sum()
+    page.press("0", "Digit0")
+    assert lines(page) == (ENCODER[0] >= LEAST).sum()
+    page.press("a")
+    assert tokens(page, "queries") == TARGET
+    page.press("v")
+    page.press("v")
+    page.evaluate("document.querySelector('#matrix').focus()")
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
+        page.press(key)
+    assert page.text("#status").startswith("dog reads dog: ")
+    page.press("?", "Slash")
+    assert page.evaluate("document.querySelector('#help').open")
+
+
+def test_dark_and_light_follow_the_system_and_the_switch(page, page_path):
+    def background() -> str:
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    assert background() == "rgb(255, 255, 255)"
+    page.click("#theme")
+    assert background() == "rgb(20, 23, 28)"
+    page.show(1366, 768, dark=True)
+    page.open(page_path)
+    assert background() == "rgb(20, 23, 28)"
+    page.click("#theme")
+    assert background() == "rgb(255, 255, 255)"
+
+
+OVERLAPS = """
+(() => {
+  const shown = [...document.querySelectorAll(
+    'h1, header button, nav > *, #controls > *, #status, main'
+  )].filter((x) => x.getClientRects().length);
+  const boxes = shown.map((x) => [x.id || x.tagName, x.getBoundingClientRect()]);
+  const wrong = [];
+  for (const [name, a] of boxes) {
+    if (a.left < 0 || a.right > innerWidth + 0.5 || a.top < 0 || a.bottom > innerHeight + 0.5) {
+      wrong.push(`${name} is cut`);
+    }
+    for (const [other, b] of boxes) {
+      if (name < other && a.left < b.right - 0.5 && b.left < a.right - 0.5
+          && a.top < b.bottom - 0.5 && b.top < a.bottom - 0.5) wrong.push(`${name} on ${other}`);
+    }
+  }
+  return wrong;
+})()
+"""
+
+
+@pytest.mark.parametrize("size", [(390, 844), (1366, 768), (1920, 1080)])
+def test_nothing_overlaps_or_is_cut(page, page_path, size):
+    page.show(*size, phone=size[0] < 500)
+    page.open(page_path)
+    for view in ("Heads", "Model", "Matrix", "Numbers"):
+        choose(page, "view", view)
+        assert page.evaluate(OVERLAPS) == [], view
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        main = page.evaluate("document.querySelector('main').clientHeight")
+        assert main >= 0.5 * size[1]
+
+
+@pytest.mark.default_tiles
+def test_2048_tokens_open_within_two_seconds(window, tmp_path):
+    size = 2048
+    scores = np.random.default_rng(0).normal(size=(2, size, size)).astype(np.float32)
+    values = np.exp(4 * scores) * np.tri(size, dtype=np.float32)
+    values /= values.sum(axis=-1, keepdims=True)
+    names = [f"token{place}" for place in range(size)]
+    path = viz.viewer(values, names, mask=masks.Causal()).save(tmp_path / "long.html")
+    window.show(1366, 768)
+    seconds = []
+    while not seconds or (min(seconds) > 2 and len(seconds) < 4):  # the machine may be busy
+        window.open(path)
+        seconds.append(float(window.evaluate("document.body.dataset.ready")) / 1000)
+    assert min(seconds) <= 2
+    assert 20 < window.evaluate("document.querySelectorAll('.token').length") < 200
+    window.evaluate("document.querySelector('#heads-view').scrollTop = 20000")
+    window.settle()
+    shown = [int(token.removeprefix("token")) for token in tokens(window, "keys")]
+    assert shown == [*range(shown[0], shown[-1] + 1)]
+    assert shown[0] > 500
+    window.press("v")
+    window.press("v")
+    window.settle()
+    before = picture(window, "#matrix")
+    window.press("m")
+    window.settle()
+    assert picture(window, "#matrix") != before
+    assert window.complaints == []

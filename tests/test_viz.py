@@ -1,0 +1,577 @@
+"""Pictures: what figures draw and name, what they refuse, and what stands in a viewer's page."""
+
+import base64
+import html
+import itertools
+import json
+import re
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores, viz
+from jattn.viz.inputs import visible
+
+
+T, S, N, L = 3, 5, 2, 4
+ROWS = ["the", "dog", "sleeps"]
+COLUMNS = ["der", "hund", "schläft", ".", "<eos>"]
+
+
+def weights(*shape: int) -> np.ndarray:
+    """Rows that sum to 1."""
+    values = np.exp(3 * np.random.default_rng(len(shape)).normal(size=shape))
+    return (values / values.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def drawn(axes: Any) -> np.ndarray:
+    """The numbers that an image of the axes shows."""
+    return np.ma.filled(axes.images[0].get_array(), np.nan)
+
+
+def panels_of(figure: Any) -> Any:
+    return figure.axes
+
+
+def labels(ticks: Any) -> list[str]:
+    return [label.get_text() for label in ticks]
+
+
+# Figures
+
+
+def test_a_heatmap_shows_the_matrix_with_its_tokens():
+    array = weights(T, S)
+    axes: Any = viz.heatmap(array, ROWS, COLUMNS, title="cross").axes[0]
+    np.testing.assert_array_equal(drawn(axes), array)
+    assert labels(axes.get_yticklabels()) == ROWS
+    assert labels(axes.get_xticklabels()) == COLUMNS
+    assert axes.get_title() == "cross"
+    assert axes.images[0].get_clim() == (0, 1)
+    assert [text.get_text() for text in axes.texts] == [f"{x:.2f}" for x in array.flat]
+
+
+def test_a_heatmap_of_scores_and_differences_is_signed_and_shows_what_is_masked():
+    array = np.array([[-2.0, -np.inf], [0.5, 1.0]])
+    axes: Any = viz.heatmap(array, ["a", "b"]).axes[0]
+    assert axes.images[0].get_clim() == (-2, 2)
+    assert np.isnan(drawn(axes)[0, 1])
+    assert [text.get_text() for text in axes.texts] == ["−2.00", "−∞", "0.50", "1.00"]
+    assert labels(axes.get_xticklabels()) == ["a", "b"]
+    assert not viz.heatmap(array, values=False).axes[0].texts
+
+
+def test_figures_can_be_drawn_into_others():
+    axes: Any = viz.heatmap(weights(T, S)).axes[0]
+    figure = axes.figure
+    assert viz.alignment(weights(N, T, S), ROWS, COLUMNS, axes=axes) is figure
+    np.testing.assert_allclose(axes.images[-1].get_array(), weights(N, T, S).mean(axis=0))
+
+
+@pytest.mark.parametrize(("shape", "first"), [((L, N, T, S), "layer 1, "), ((N, T, S), "")])
+def test_a_grid_has_a_panel_for_each_head(shape, first):
+    array = weights(*shape)
+    panels = viz.grid(array, ROWS, COLUMNS).axes[:-1]  # the last is the scale
+    for panel, one in zip(panels, array.reshape(-1, T, S), strict=True):
+        np.testing.assert_array_equal(drawn(panel), one)
+    assert [panels[0].get_title(), panels[1].get_title()] == [first + "head 1", first + "head 2"]
+    named = viz.grid(weights(N, T, S), titles=["one", "$two$"]).axes
+    assert [panel.get_title() for panel in named[:N]] == ["one", "$two$"]
+
+
+def test_an_alignment_marks_the_greatest_weight_of_each_word():
+    array = weights(T, S)
+    axes: Any = viz.alignment(array, ROWS, COLUMNS).axes[0]
+    centres = [(line.get_xdata().mean(), line.get_ydata().mean()) for line in axes.lines]
+    marked = [(round(x - 0.086), round(y + 0.086)) for x, y in centres]  # a corner counts twice
+    assert marked == [(column, row) for row, column in enumerate(array.argmax(axis=1))]
+    assert labels(axes.get_xticklabels()) == COLUMNS
+    array[1] = 0  # a row without keys
+    assert len(viz.alignment(array, ROWS, COLUMNS).axes[0].lines) == T - 1
+
+
+@pytest.mark.parametrize("positions", [None, np.arange(20, 27, dtype=np.int32)])
+def test_a_mask_is_shown_pair_by_pair_and_tile_by_tile(positions):
+    mask = masks.Causal() & masks.Window(left=20)
+    figure = viz.show_mask(mask, 7, 30, block=(2, 8), q_positions=positions)
+    pairs, tiles = panels_of(figure)
+    q = (np.arange(7) if positions is None else positions)[:, None]
+    kv = np.arange(30)[None, :]
+    allowed = (kv <= q) & (kv >= q - 20)
+    np.testing.assert_array_equal(drawn(pairs), allowed)
+    kinds = np.array(
+        [
+            [part.any() + 0 + part.all() for part in np.split(strip, [8, 16, 24], axis=1)]
+            for strip in np.split(allowed, [2, 4, 6])
+        ]
+    )
+    np.testing.assert_array_equal(drawn(tiles), np.repeat(np.repeat(kinds, 2, 0), 8, 1)[:7, :30])
+    assert f"{allowed.mean():.0%} of 7 × 30 pairs" == pairs.get_title()
+    (legend,) = figure.legends
+    names = [
+        f"{(kinds == kind).sum()} {name}" for kind, name in enumerate(["empty", "mixed", "full"])
+    ]
+    assert labels(legend.get_texts()) == names
+
+
+def test_masks_with_batch_and_heads_are_shown_for_one_of_them():
+    ids = np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
+    pairs = panels_of(viz.show_mask(masks.Segments(ids), 4, b=1))[0]
+    np.testing.assert_array_equal(drawn(pairs), ids[1][:, None] == ids[1][None, :])
+    array = np.zeros((2, 4, 4), bool)
+    array[1, 2, 3] = True
+    np.testing.assert_array_equal(drawn(viz.show_mask(array, 4, h=1).axes[0]), array[1])
+
+
+def test_labels_show_what_tokens_hide():
+    assert visible("\x1b[2J") == r"\x1b[2J"
+    assert visible(" a b ") == "▁a b▁"
+    assert [visible(""), visible("  "), visible("\n\t")] == ["∅", "▁▁", "↵⇥"]
+    assert visible("\u202e\u2028<b>&") == r"\u202e\u2028<b>&"
+    axes: Any = viz.heatmap(weights(2, 2), ["$x$", "\u202ey"]).axes[0]
+    assert labels(axes.get_yticklabels()) == ["$x$", r"\u202ey"]
+    axes.figure.savefig("/dev/null", format="png")  # and they are no formulas
+
+
+def test_a_notebook_shows_figures():
+    figure: Any = viz.heatmap(weights(2, 2))
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_notebook_shows_the_tiles_of_a_mask():
+    shown = (masks.Causal() & masks.Window(left=3))._repr_html_()
+    assert shown is not None
+    assert "32 queries × 32 keys in tiles of 1 × 1: 902 empty, 0 mixed, 122 full" in shown
+    rows = {int(y): int(w) for y, w in re.findall(r'y="(\d+)" width="(\d+)" [^>]*#08519c', shown)}
+    assert rows == {row: min(row + 1, 4) for row in range(32)}
+    large: Any = masks.Segments(np.arange(100) // 50)._repr_html_()
+    assert "100 queries × 100 keys in tiles of 4 × 4: 288 empty, 49 mixed, 288 full" in large
+    blocks = masks.Blocks(np.ones((2, 3), bool), (2, 3))
+    assert "4 queries × 9 keys" in str(blocks._repr_html_())
+    traced = []
+    jax.jit(lambda x: traced.append(masks.Segments(x)._repr_html_()))(jnp.arange(4))
+    assert traced == [None]
+
+
+# Numbers of heads
+
+
+def test_numbers_of_heads_are_their_formulas():
+    array = weights(2, 2, T, S).astype(np.float64)
+    array[1, 0, 1] = 0  # a row without keys
+    found = viz.head_numbers(array)
+    for layer, head in np.ndindex(2, 2):
+        rows = [(t, row) for t, row in enumerate(array[layer, head]) if row.sum()]
+        entropy = [-sum(w * np.log(w) for w in row if w > 0) for _, row in rows]
+        distance = [sum(w * abs(t - s) for s, w in enumerate(row)) for t, row in rows]
+        read = [sum(row[s] for _, row in rows) for s in range(S)]
+        means = [sum(s * w for s, w in enumerate(row)) for _, row in rows]
+        forward = [b >= a for a, b in itertools.pairwise(means)]
+        expected = {
+            "entropy": np.mean(entropy),
+            "coverage": np.mean(np.minimum(read, 1)),
+            "monotonicity": np.mean(forward),
+            "distance": np.mean(distance),
+            "first": np.mean([row[0] for _, row in rows]),
+        }
+        got = {name: values[layer, head] for name, values in found.items()}
+        assert got == pytest.approx(expected)
+
+
+def test_numbers_of_plain_heads():
+    alike, straight = np.full((4, 4), 0.25), np.eye(4)
+    found = viz.head_numbers(np.stack([alike, straight, straight[::-1], 0 * alike]))
+    assert found["entropy"][:3] == pytest.approx([np.log(4), 0, 0])
+    assert found["coverage"][:3] == pytest.approx([1, 1, 1])
+    assert found["monotonicity"][:3] == pytest.approx([1, 1, 0])
+    assert found["distance"][:3] == pytest.approx([1.25, 0, 2])
+    assert found["first"][:3] == pytest.approx([0.25] * 3)
+    assert all(np.isnan(values[3]) for values in found.values())
+
+
+# Rows of long attention
+
+
+@pytest.mark.parametrize("given", ["lse", "none"])
+@pytest.mark.parametrize(
+    ("mask", "score"),
+    [
+        (None, None),
+        (
+            masks.Causal() & masks.Lengths(kv=np.array([0, 4])),
+            scores.Bias(weights(2, 6, 5, 7)) >> scores.SoftCap(3.0),
+        ),
+        (
+            masks.Segments(np.array([0, 0, 1, 1, 2]), np.array([0, 0, 0, 1, 1, 1, 1])),
+            scores.Alibi(np.linspace(0, 1, 6, dtype=np.float32)),
+        ),
+        (masks.Predicate(lambda b, h, q, kv: (q + kv + h + b) % 3 != 0), None),
+    ],
+)
+def test_weights_at_some_rows_are_those_of_all(mask, score, given):
+    rng = np.random.default_rng(1)
+    q = jnp.asarray(rng.normal(size=(2, 5, 6, 10)), jnp.float32)
+    k, v = jnp.asarray(rng.normal(size=(2, 2, 7, 3, 10)), jnp.float32)
+    rules: dict[str, Any] = {"mask": mask, "score": score, "scale": 1.5}
+    rules["q_positions"] = jnp.arange(5) * 2
+    full = np.asarray(jattn.attention_weights(q, k, **rules))
+    _, lse = jattn.attention(q, k, v, return_lse=True, **rules)
+    given = lse if given == "lse" else None
+    found = viz.weights_at(q, k, given, rows=[4, 1], heads=[5, 0, 3], **rules)
+    np.testing.assert_allclose(found, full[:, [5, 0, 3]][:, :, [4, 1]], rtol=1e-5, atol=1e-6)
+    one = viz.weights_at(q[0, :, :3], k[0], rows=2, scale=1.5)
+    np.testing.assert_allclose(
+        one[:, 0], jattn.attention_weights(q[0, :, :3], k[0], scale=1.5)[:, 2], atol=1e-6
+    )
+
+
+def test_weights_with_a_sink_are_shares_of_all():
+    rng = np.random.default_rng(2)
+    q, k, v = jnp.asarray(rng.normal(size=(3, 5, 2, 4)), jnp.float32)
+    out, lse = jattn.attention(q, k, v, return_lse=True)
+    _, lse = jattn.with_sink(out, lse, jnp.array([0.5, -jnp.inf], jnp.float32))
+    found = viz.weights_at(q, k, lse, rows=range(5))
+    denominator = np.exp(jattn.attention_scores(q, k)).sum(axis=-1)
+    denominator[0] += np.exp(0.5)
+    expected = np.exp(jattn.attention_scores(q, k)) / denominator[..., None]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("mask", [masks.Causal(), masks.Segments(np.arange(8192) // 1000)])
+def test_weights_at_some_rows_take_memory_for_these(mask):
+    T, N, H = 8192, 8, 64
+    q = jax.ShapeDtypeStruct((T, N, H), jnp.float32)
+    lse = jax.ShapeDtypeStruct((N, T), jnp.float32)
+
+    def call(q, k, lse):
+        return viz.weights_at(q, k, lse, rows=[5, 8000], heads=[3, 6], mask=mask)
+
+    memory: Any = jax.jit(call).lower(q, q, lse).compile().memory_analysis()
+    assert memory.output_size_in_bytes == 4 * 2 * 2 * T
+    two_heads = 4 * 2 * T * H
+    assert memory.temp_size_in_bytes < 3 * two_heads  # 13 MB, where T × S of a head takes 268
+
+
+# The page
+
+
+def blocks_of(page: str) -> list[bytes]:
+    texts = re.findall(r'<script type="text/plain" id="block-\d+">([^<]*)</script>', page)
+    return [zlib.decompress(base64.b64decode(text)) for text in texts]
+
+
+def about(page: str) -> Any:
+    (text,) = re.findall(r'<script type="application/json" id="about">([^<]*)</script>', page)
+    return json.loads(text)
+
+
+def test_the_page_holds_weights_to_half_a_step():
+    array = weights(L, N, T, S)
+    array[0, 0] *= np.array([[1e-4], [1], [0]])  # rows of every size
+    page = viz.viewer(array, ROWS, COLUMNS).html
+    (part,) = about(page)["sentences"][0]["attentions"]
+    blocks = blocks_of(page)
+    assert part["sizes"] == [L, N, T, S]
+    for layer, head in np.ndindex(L, N):
+        content = blocks[part["heads"][0][layer][head]]
+        scales = np.frombuffer(content[: 4 * T], "<f4")
+        cells = np.frombuffer(content[4 * T :], np.uint8).reshape(T, S)
+        half_step = array[layer, head].max(axis=-1, keepdims=True) / 510
+        error = abs(scales[:, None] * cells - array[layer, head])
+        assert (error <= half_step * 1.001).all()
+    numbers = viz.head_numbers(array)
+    assert part["numbers"][0]["entropy"] == np.round(numbers["entropy"], 6).tolist()
+
+
+def test_thumbnails_keep_what_is_furthest_from_0():
+    array = np.zeros((1, 100, 60), np.float32)
+    array[0, 97, 31] = 1
+    page = viz.viewer(array, ["q"] * 100, ["k"] * 60, other=array[:, ::-1]).html
+    (part,) = about(page)["sentences"][0]["attentions"]
+    t, s = part["thumbnails"]["sizes"]
+    cells = np.frombuffer(blocks_of(page)[part["thumbnails"]["block"]], np.int8)
+    first, second, difference = cells.reshape(3, t, s)
+    assert (first > 0).sum() == (second > 0).sum() == 1
+    np.testing.assert_array_equal(difference, first - second)
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<!--",
+    "&amp;",
+    "\u2028\u2029",
+    "%SCRIPT%",
+    "\ud800",
+]
+
+
+def test_no_token_is_markup():
+    page = viz.viewer(weights(6, 6), HOSTILE, title=HOSTILE[0]).html
+    plain = viz.viewer(weights(6, 6), ["a"] * 6).html
+    for mark in ("<script", "</script", "<!--", "%SCRIPT%", "alert(1)"):
+        harmless = mark in ("alert(1)", "%SCRIPT%")
+        more = page.count(mark) - plain.count(mark)
+        assert more > 0 if harmless else more == 0, mark
+    assert not re.search("[\u2028\u2029]", page)
+    assert "alert(1)" in re.findall(r'id="about">([^<]*)<', page)[0]
+    part = about(page)["sentences"][0]["attentions"][0]
+    assert part["rows"][0] == HOSTILE[0]
+    assert part["rows"][3] == r"\u2028\u2029"
+    page.encode("utf-8")
+
+
+def test_a_page_asks_for_nothing(tmp_path):
+    page = viz.viewer(weights(T, S), ROWS, COLUMNS)
+    assert page.save(tmp_path / "page.html").read_text(encoding="utf-8") == page.html
+    assert "default-src 'none'" in page.html
+    rest = re.sub(r'<script type="text/plain"[^>]*>[^<]*</script>', "", page.html)
+    for word in (
+        "http:",
+        "https:",
+        "//cdn",
+        "fetch(",
+        "XMLHttpRequest",
+        "WebSocket",
+        "import(",
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacent",
+        "document.write",
+        "eval(",
+    ):
+        assert word not in rest
+
+
+def test_a_notebook_shows_the_page_in_a_frame():
+    page = viz.viewer(weights(T, S), ROWS, ['"><b>', *COLUMNS[1:]])
+    (content,) = re.findall('srcdoc="([^"]*)"', page._repr_html_())
+    assert html.unescape(content) == page.html
+    assert 'sandbox="allow-scripts"' in page._repr_html_()
+    assert len(repr(page)) < 100
+
+
+def test_layers_are_stacked_by_name():
+    captured = {
+        "decoder/layers/10/self_attention": np.full((N, T, T), 10.0),
+        "decoder/layers/2/self_attention": np.full((N, T, T), 2.0),
+        "encoder/attention": weights(N, T, S),
+    }
+    found = viz.stack_layers(captured)
+    assert found["decoder/layers/self_attention"][:, 0, 0, 0].tolist() == [2, 10]
+    assert found["encoder/attention"].shape == (1, N, T, S)
+
+
+def test_sentences_of_several_attentions_have_names():
+    array = weights(N, T, S)
+    first = viz.Sentence({"a": array, "b": array[0]}, ROWS, {"a": COLUMNS, "b": COLUMNS})
+    second = viz.Sentence(weights(T, T), ROWS, name="mine")
+    sentences = about(viz.viewer([first, second]).html)["sentences"]
+    assert [one["name"] for one in sentences] == ["1: the dog sleeps", "mine"]
+    assert [one["name"] for one in sentences[0]["attentions"]] == ["a", "b"]
+    assert sentences[0]["attentions"][1]["sizes"] == [1, 1, T, S]
+
+
+untyped: Any = viz  # what is wrong on purpose is no error of types
+
+
+def at(**given: Any) -> Any:
+    """`weights_at` of five queries in one head."""
+    q = np.ones((5, 1, 4), np.float32)
+    return untyped.weights_at(q, q, **given)
+
+
+REFUSED = {
+    "a list": (
+        lambda: untyped.heatmap([[1.0]]),
+        TypeError,
+        r"weights: expected a real array \[T, S\]",
+    ),
+    "three axes": (
+        lambda: untyped.heatmap(weights(N, T, S)),
+        ValueError,
+        r"weights: .* got \[2, 3, 5\]",
+    ),
+    "NaN": (
+        lambda: untyped.heatmap(np.array([[0, np.nan]])),
+        ValueError,
+        r"weights: .* nan at \[0, 1\]",
+    ),
+    "inf": (lambda: untyped.heatmap(np.array([[np.inf]])), ValueError, "weights: .* got inf at"),
+    "no keys": (lambda: untyped.heatmap(np.ones((2, 0))), ValueError, r"weights: .* got \[2, 0\]"),
+    "a string": (
+        lambda: untyped.heatmap(weights(T, S), "the"),
+        TypeError,
+        "q_tokens: expected a seq",
+    ),
+    "numbers": (
+        lambda: untyped.heatmap(weights(T, S), [1, 2, 3]),
+        TypeError,
+        "q_tokens: .* strings, got 1",
+    ),
+    "too few": (
+        lambda: untyped.heatmap(weights(T, S), ROWS[1:]),
+        ValueError,
+        "q_tokens: expected T = 3",
+    ),
+    "keys": (
+        lambda: untyped.grid(weights(N, T, S), kv_tokens=ROWS),
+        ValueError,
+        "kv_tokens: expected S = 5",
+    ),
+    "titles": (
+        lambda: untyped.grid(weights(N, T, S), titles=["a"]),
+        ValueError,
+        "titles: .* = 2 tokens",
+    ),
+    "axes": (lambda: untyped.heatmap(weights(T, S), axes=1), TypeError, "axes: expected axes"),
+    "flag": (
+        lambda: untyped.heatmap(weights(T, S), values=1),
+        TypeError,
+        "values: expected True or",
+    ),
+    "title": (
+        lambda: untyped.heatmap(weights(T, S), title=b"x"),
+        TypeError,
+        "title: expected a string",
+    ),
+    "masked": (
+        lambda: untyped.alignment(np.full((1, 1), -np.inf), ["a"], ["b"]),
+        ValueError,
+        "weights",
+    ),
+    "negative": (
+        lambda: untyped.alignment(-weights(T, S), ROWS, COLUMNS),
+        ValueError,
+        "weights: .* >= 0",
+    ),
+    "no words": (
+        lambda: untyped.alignment(weights(T, S), None, COLUMNS),
+        TypeError,
+        "target: expected",
+    ),
+    "no mask": (lambda: untyped.show_mask("causal", 3), TypeError, "mask: expected a jattn mask"),
+    "no size": (lambda: untyped.show_mask(masks.Causal(), 0), ValueError, "T: expected T >= 1"),
+    "half": (
+        lambda: untyped.show_mask(masks.Causal(), 3, 2.5),
+        TypeError,
+        "S: expected an integer",
+    ),
+    "blocks": (
+        lambda: untyped.show_mask(masks.Causal(), 3, block=(1, 2, 3)),
+        ValueError,
+        "block: expected",
+    ),
+    "no block": (
+        lambda: untyped.show_mask(masks.Causal(), 3, block=0),
+        ValueError,
+        "block: expected",
+    ),
+    "head": (lambda: untyped.show_mask(masks.Causal(), 3, h=-1), ValueError, "h: expected 0 <= h"),
+    "page of a list": (
+        lambda: untyped.viewer([[1.0]], ["a"]),
+        TypeError,
+        "weights: expected an array",
+    ),
+    "page of None": (lambda: untyped.viewer(None), TypeError, "weights: expected a real array"),
+    "page of NaN": (
+        lambda: untyped.viewer(np.array([[np.nan]]), ["a"]),
+        ValueError,
+        "weights: .* nan",
+    ),
+    "page without tokens": (lambda: untyped.viewer(weights(T, T)), TypeError, "tokens: expected"),
+    "page without keys": (
+        lambda: untyped.viewer(weights(T, S), ROWS),
+        ValueError,
+        "kv_tokens: .* S = 5",
+    ),
+    "page of scores": (
+        lambda: untyped.viewer(-weights(T, T), ROWS),
+        ValueError,
+        "weights: .* `other`",
+    ),
+    "no other": (
+        lambda: untyped.viewer(weights(T, T), ROWS, other=weights(S, S)),
+        ValueError,
+        "other: expected the shape of weights",
+    ),
+    "names": (
+        lambda: untyped.viewer({"a": weights(T, T)}, {"b": ROWS}),
+        ValueError,
+        "tokens: expected names of weights.*'b'",
+    ),
+    "name": (
+        lambda: untyped.viewer({"a": weights(T, T)}, {"a": ROWS[1:]}),
+        ValueError,
+        r"tokens\['a'\]: expected T = 3",
+    ),
+    "both": (
+        lambda: untyped.viewer([untyped.Sentence(weights(T, T), ROWS)], ROWS),
+        ValueError,
+        "tokens: sentences bring their own",
+    ),
+    "models": (
+        lambda: untyped.viewer(weights(T, T), ROWS, models="ab"),
+        TypeError,
+        "models: expected",
+    ),
+    "no title": (
+        lambda: untyped.viewer(weights(T, T), ROWS, title=None),
+        TypeError,
+        "title: expected",
+    ),
+    "batch": (
+        lambda: untyped.viewer(weights(T, T), ROWS, mask=masks.Segments(np.ones((2, T), int))),
+        ValueError,
+        r"mask: .* got one of batch \[2\]",
+    ),
+    "heads": (
+        lambda: untyped.viewer(weights(T, T), ROWS, mask=np.ones((2, T, T), bool)),
+        ValueError,
+        "mask: expected N = 1 heads",
+    ),
+    "path": (lambda: untyped.viewer(weights(T, T), ROWS).save(1), TypeError, "path: expected"),
+    "layers": (lambda: untyped.stack_layers([1]), TypeError, "weights: expected a mapping"),
+    "layer": (
+        lambda: untyped.stack_layers({"a": 1}),
+        TypeError,
+        "weights: expected names and arrays",
+    ),
+    "shapes": (
+        lambda: untyped.stack_layers({"a/0": np.ones(1), "a/1": np.ones(2)}),
+        ValueError,
+        "weights: expected one shape for 'a'",
+    ),
+    "numbers of one axis": (
+        lambda: untyped.head_numbers(np.ones(3)),
+        ValueError,
+        "weights: expected",
+    ),
+    "numbers of nothing": (lambda: untyped.head_numbers("x"), TypeError, "weights: expected"),
+    "rows": (lambda: at(rows=5), ValueError, "rows: expected 0 <= place < T = 5, got 5"),
+    "negative rows": (lambda: at(rows=[0, -1]), ValueError, "rows: .* got -1"),
+    "rows of text": (lambda: at(rows="0"), TypeError, "rows: expected"),
+    "rows of floats": (lambda: at(rows=np.ones(2)), TypeError, "rows: expected an integer array"),
+    "no rows": (lambda: at(rows=[]), TypeError, "rows: expected"),
+    "two axes": (lambda: at(rows=np.ones((1, 1), int)), ValueError, "rows: expected an integer or"),
+    "no head": (lambda: at(rows=0, heads=True), TypeError, "heads: expected"),
+    "lse": (lambda: at(rows=0, lse=np.ones((1, 4), np.float32)), ValueError, "lse: expected"),
+    "positions": (
+        lambda: untyped.show_mask(masks.Causal(), 3, q_positions=np.arange(4)),
+        ValueError,
+        "q_positions: expected",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_drawn_is_refused(name):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
