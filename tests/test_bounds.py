@@ -207,9 +207,12 @@ SMOOTH_UNARY = [
 COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
 
 
+_FINITE = jnp.asarray(np.nan_to_num(np.asarray(TABLES.floats, np.float64), posinf=3))
+
+
 def _floats(score: bool) -> Any:
     """For scores in float64, and finite."""
-    return jnp.nan_to_num(TABLES.floats, posinf=3).astype(jnp.float64) if score else TABLES.floats
+    return _FINITE if score else TABLES.floats
 
 
 @st.composite
@@ -263,9 +266,14 @@ def _truth(draw: Any, down: Any, depth: int, score: bool) -> Function:
     return _binary(draw(st.sampled_from(COMPARISONS)))(down(of), down(of))
 
 
-@settings(max_examples=max(200, settings().max_examples))
-@given(expressions_of("truth", 4), st.sampled_from(EDGES), st.sampled_from(EDGES), st.booleans())
-def test_bounds_of_random_functions_never_lie(function, q_first, kv_first, traced):
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_bounds_of_random_functions_never_lie(count):
+    edges = st.sampled_from(EDGES)
+    example = given(expressions_of("truth", 4), edges, edges, st.booleans())
+    settings(max_examples=count)(example(check_bounds_of))()
+
+
+def check_bounds_of(function: Function, q_first: int, kv_first: int, traced: bool) -> None:
     q, kv = (first + np.arange(S, dtype=np.int64) for first in (q_first, kv_first))
     q, kv = q.astype(np.int32), kv.astype(np.int32)
     with jax.numpy_dtype_promotion("standard"):

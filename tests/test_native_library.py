@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,42 @@ def test_another_process_finds_it(built, quick, tmp_path):
         before.st_mtime_ns,
         before.st_ino,
     )
+
+
+def test_who_builds_at_once_builds_one(monkeypatch, tmp_path):
+    """Also after one that failed, and where a lock is left behind or cannot be made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (source := tmp_path / "one.c").write_text("int one() { return 1; }")
+    ends: list[BaseException | None] = [compiler.BuildError("it fails"), None]
+    began = []
+
+    def compiled(command: list[str], path: Path) -> bytes:
+        began.append(path)
+        time.sleep(0.3)
+        if ends and (end := ends.pop(0)):
+            raise end
+        subprocess.run(["cc", "-shared", "-fPIC", source, "-o", path], check=True)
+        return path.read_bytes()
+
+    def load(_: int) -> Any:
+        try:
+            library, kept = compiler._load("one", [], [], compiled, None)
+        except compiler.BuildError as error:
+            return str(error)
+        assert kept is not None and kept.exists()
+        return library.one()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(load, range(4)), key=str) == [1, 1, 1, "it fails"]
+    assert len(began) == 2
+    (kept,) = (tmp_path / "jattn").iterdir()
+    kept.unlink()
+    kept.with_suffix(".lock").touch()  # of a process that was killed
+    assert load(0) == 1
+    (kept,) = (tmp_path / "jattn").iterdir()
+    kept.unlink()
+    kept.with_suffix(".lock").mkdir()
+    assert load(0) == 1 and len(began) == 4
 
 
 @pytest.mark.slow

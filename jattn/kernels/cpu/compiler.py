@@ -7,6 +7,7 @@ have written is not looked at. What is loaded is a copy of the contents that wer
 folder of this process alone, deleted as soon as it is loaded.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -20,7 +21,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -90,13 +92,16 @@ def _load(
     folder = _folder()
     name = f"{stem}-{_digest(command, texts)}.so"
     kept = folder / name if folder else None
-    contents = _read(kept) if kept else None
+    contents = _read(kept)
     if contents is None:
-        whom = "once for this machine" if kept else "for this process: no cache folder is its own"
-        if said:
-            _tell(f"{said}, {whom}; some seconds")
-        contents = _in_private_folder(lambda path: compiled(command, path), folder)
-        kept = kept if kept and _keep(kept, contents) else None
+        with _one_at_a_time(kept):
+            contents = _read(kept)  # another process may have built it meanwhile
+            if contents is None:
+                own = "for this process: no cache folder is its own"
+                if said:
+                    _tell(f"{said}, {'once for this machine' if kept else own}; some seconds")
+                contents = _in_private_folder(lambda path: compiled(command, path), folder)
+                kept = kept if kept and _keep(kept, contents) else None
 
     def from_copy(path: Path) -> ctypes.CDLL:
         path.write_bytes(contents)
@@ -229,8 +234,49 @@ def _seal(name: str, contents: bytes) -> bytes:
     return hashlib.sha256(name.encode() + contents).digest()
 
 
-def _read(path: Path) -> bytes | None:
+@contextlib.contextmanager
+def _one_at_a_time(path: Path | None) -> Iterator[None]:
+    """A context in which no other process of this machine builds what will be kept there. Who has
+    waited as long as a compiler may take, or cannot tell, builds too: it is the same."""
+    if path is None:
+        yield
+        return
+    lock = path.with_suffix(".lock")
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    is_locked = _locked(handle)
+    try:
+        yield
+    finally:
+        if is_locked:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Whether a lock could be had, within `LIMIT`."""
+    import fcntl  # noqa: PLC0415  elsewhere than on POSIX nothing is built
+
+    last = time.monotonic() + LIMIT
+    while time.monotonic() < last:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            return False
+    return False
+
+
+def _read(path: Path | None) -> bytes | None:
     """The contents of a file; None where there is none that is safe and whole."""
+    if path is None:
+        return None
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(path, flags), "rb") as file:
