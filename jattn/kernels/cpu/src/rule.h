@@ -149,13 +149,21 @@ inline Vector rounded(Vector x) {
 }
 
 #if JATTN_SINGLE
-// e^x for all x: `exponential` ends where a weight is 0, and before infinity.
+// e^x for all x: `exponential` ends where a weight is 0, and before infinity. Without an instruction
+// for it two powers of 2 take the place of one that is no normal number.
 inline Vector exp_of(Vector x) {
-  const Vector half = exponential(x * 0.5f);
-  const Vector usual = exponential(x);
-  const Ints far = (x > 80.0f) | (x < -80.0f);
-  const Vector squared = half * half;
-  return x > 89.0f ? all(kInfinity) : (far ? squared : usual);
+  Vector shifted;
+#if defined(__AVX512F__)
+  const __m512 least = _mm512_set1_ps(-104.0f), most = _mm512_set1_ps(89.0f);
+  const Vector near = (Vector)_mm512_max_ps(least, _mm512_min_ps(most, (__m512)x));  // NaN stays
+  const Vector p = scaled_exponential(near, &shifted);
+  return (Vector)_mm512_scalef_ps((__m512)p, (__m512)(shifted - 12583039.0f));
+#else
+  const Vector near = x > 89.0f ? all(89) : (x < -104.0f ? all(-104) : x);
+  const Vector p = scaled_exponential(near, &shifted);
+  const Ints n = (Ints)shifted - 0x4B40007F, half = n >> 1;  // the bits of 12583039
+  return p * (Vector)((half + 127) << 23) * (Vector)((n - half + 127) << 23);
+#endif
 }
 inline Vector tanh_of(Vector x) { return tangent(x); }
 inline Vector logistic_of(Vector x) { return 1.0f / (1.0f + exp_of(-x)); }
@@ -167,11 +175,14 @@ inline Vector log_of(Vector x) {
   const Vector end = x == 0.0f ? all(-kInfinity) : (x == kInfinity ? x : all(kNaN));
   return (x > 0.0f) & (x < kInfinity) ? found : end;
 }
-// Kahan's: what is rounded away in 1 + x is made up for.
+// What is rounded away in u = 1 + x is made up for, by its share 1 / u, which need be right near 1
+// only: it is 2 - u there.
 inline Vector log1p_of(Vector x) {
-  const Vector u = 1.0f + x, known = u - 1.0f;
-  const Vector found = log_of(u) * (x / (known == 0.0f ? all(1) : known));
-  return known == 0.0f ? x : (u == kInfinity ? u : found);
+  const Vector u = 1.0f + x, lost = x - (u - 1.0f);
+  const Vector share = u < 2.0f ? 2.0f - u : Vector{};
+  const Vector usual = logarithm(u) + lost * share;
+  const Vector end = u == 0.0f ? all(-kInfinity) : (u == kInfinity ? u : all(kNaN));
+  return (u > 0.0f) & (u < kInfinity) ? usual : end;
 }
 inline Vector expm1_of(Vector x) {
   const Vector u = exp_of(x), less = u - 1.0f;

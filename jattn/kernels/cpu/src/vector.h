@@ -75,12 +75,12 @@ inline Index up(Index size, Index multiple) { return (size + multiple - 1) / mul
 
 #if JATTN_SINGLE
 
-// e^x within a unit of rounding for x < 88, and 0 below -87: 2^n times a polynomial in what is left
-// of x, the minimax one (3e-9) whose first two terms are 1 + x. NaN for NaN.
-inline Vector exponential(Vector x) {
+// e^x = 2^n times a polynomial in what is left of x, the minimax one (3e-9) whose first two terms
+// are 1 + x; n + 127 stands in the lowest bits of `shifted`.
+inline Vector scaled_exponential(Vector x, Vector* shifted) {
   const Vector magic = all(12583039.0f);  // 1.5 × 2^23 + 127: adding it rounds, and biases exponents
-  const Vector shifted = x * 1.44269504088896341f + magic;
-  const Vector n = shifted - magic;
+  *shifted = x * 1.44269504088896341f + magic;
+  const Vector n = *shifted - magic;
   Vector r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   Vector p = all(1.3814538252e-03f);
@@ -89,7 +89,13 @@ inline Vector exponential(Vector x) {
   p = p * r + 1.6666521132e-01f;
   p = p * r + 4.9999994040e-01f;
   p = p * r + 1.0f;
-  p = p * r + 1.0f;
+  return p * r + 1.0f;
+}
+
+// e^x within a unit of rounding for x < 88, and 0 below -87. NaN for NaN.
+inline Vector exponential(Vector x) {
+  Vector shifted;
+  const Vector p = scaled_exponential(x, &shifted);
   const Vector power = (Vector)((Ints)shifted << 23);
   return x < -87.0f ? Vector{} : p * power;
 }
