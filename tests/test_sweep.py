@@ -60,6 +60,8 @@ TAKES: dict[str, set[str]] = {
     "score": {"None"},
     "number": {"2**40"},  # any finite one
     "positive": {"2**40"},
+    "positive?": {"None", "2**40"},
+    "slow": set(),  # less than fast
     "number?": {"None", "minus one", "2**40"},
     "rate": set(),
     "key?": {"None"},  # looked at where something is dropped only
@@ -156,9 +158,10 @@ FUNCTIONS: dict[str, Call] = {
     ),
     "cached_attention": Call(
         jattn.cached_attention,
-        {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None},
+        {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None}
+        | {"return_lse": False},
         {"query": "array", "key": "array", "value": "array", "cache": "cache", "valid": "array?"}
-        | {"mask": "mask", "score": "score"},
+        | {"mask": "mask", "score": "score", "return_lse": "flag"},
     ),
     "merge": Call(
         lambda out, lse: jattn.merge((out, lse), (out, lse)),
@@ -353,9 +356,25 @@ FUNCTIONS |= {
     ),
     "rotary": Call(
         positions.rotary,
-        {"x": QUERY, "positions": ints(B, T), "style": "half", "base": 100.0, "rotary_dim": None},
+        {"x": QUERY, "positions": ints(B, T), "style": "half", "base": 100.0, "rotary_dim": None}
+        | {"scaling": None},
         {"x": "array", "positions": "tokens", "style": "name", "base": "positive"}
-        | {"rotary_dim": "size?"},
+        | {"rotary_dim": "size?", "scaling": "thing?"},
+    ),
+    "axial_rotary": Call(
+        positions.axial_rotary,
+        {"x": array(B, T, N, 8), "positions": ints(B, T, 2), "style": "half", "base": 100.0},
+        {"x": "array", "positions": "array", "style": "name", "base": "positive"},
+        {"positions": "rotary"},
+    ),
+    "Linear": Call(positions.Linear, {"factor": 2.0}, {"factor": "positive"}),
+    "NTK": Call(positions.NTK, {"factor": 2.0}, {"factor": "positive"}),
+    "Yarn": Call(
+        positions.Yarn,
+        {"factor": 2.0, "original_length": L, "slow": 1.0, "fast": 4.0, "ramp": "pair"}
+        | {"amplitude": None},
+        {"factor": "positive", "original_length": "size", "slow": "slow", "fast": "positive"}
+        | {"ramp": "name", "amplitude": "positive?"},
     ),
     "learned": Call(
         positions.learned,
@@ -435,7 +454,9 @@ def module(function: Callable[..., Any], sizes: Any, others: Any, **kinds: str) 
 
 OPTIONS = {"dropout_rate": 0.1, "norm": "pre", "activation": nnx.relu, "kernel_init": INIT}
 OPTIONS |= {"self_attention": nn.MultiHeadAttention, "cross_attention": nn.MultiHeadAttention}
-OPTION_KINDS = {"dropout_rate": "rate", "norm": "name"}
+OPTIONS |= {"normalization": "rms", "gated": True, "use_bias": False}
+OPTION_KINDS = {"dropout_rate": "rate", "norm": "name", "normalization": "name"}
+OPTION_KINDS |= {"gated": "flag", "use_bias": "flag"}
 OPTION_KINDS |= dict.fromkeys(
     ("activation", "kernel_init", "self_attention", "cross_attention"), "function"
 )
@@ -470,10 +491,12 @@ FUNCTIONS |= {
         {"qkv_features": None, "out_features": None, "num_kv_heads": None, "in_kv_features": None}
         | {"dropout_rate": 0.1, "use_bias": True, "precision": None, "kernel_init": INIT}
         | {"bias_init": INIT, "normalize_qk": False, "rotary": False, "mask": None, "score": None}
-        | {"implementation": None},
+        | {"implementation": None, "head_dim": None, "value_dim": None, "scale": None}
+        | {"sinks": False},
         **dict.fromkeys(
             ("qkv_features", "out_features", "num_kv_heads", "in_kv_features"), "size?"
         ),
+        **{"head_dim": "size?", "value_dim": "size?", "scale": "number?", "sinks": "flag"},
         **{"dropout_rate": "rate", "use_bias": "flag", "precision": "precision"},
         **{"kernel_init": "function", "bias_init": "function", "normalize_qk": "flag"},
         **{"rotary": "flag", "mask": "any mask", "score": "score", "implementation": "name?"},
@@ -550,6 +573,12 @@ FUNCTIONS |= {
         {"x": QUERY, "positions": ints(B, T)},
         {"x": "array", "positions": "tokens"},
     ),
+    "nn.AxialRotary": Call(nn.AxialRotary, {"width": 3}, {"width": "size"}),
+    "nn.AxialRotary()": Call(
+        nn.AxialRotary(3),
+        {"x": array(B, T, N, 8), "positions": ints(B, T)},
+        {"x": "array", "positions": "tokens"},
+    ),
     "nn.TokenEmbedding": module(
         nn.TokenEmbedding,
         {"vocabulary": 9, "features": D},
@@ -594,8 +623,11 @@ FUNCTIONS |= {
     "nn.FeedForward": module(
         nn.FeedForward,
         {"features": D, "hidden": 5},
-        {"activation": nnx.relu, "dropout_rate": 0.1, "kernel_init": INIT},
+        {"activation": nnx.relu, "gated": False, "use_bias": True}
+        | {"dropout_rate": 0.1, "kernel_init": INIT},
         activation="function",
+        gated="flag",
+        use_bias="flag",
         dropout_rate="rate",
         kernel_init="function",
     ),

@@ -7,6 +7,7 @@ from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.capture import AttentionWeights, WeightsTap, capture_weights
 from jattn.nn.deprecation import warn_renamed
 from jattn.nn.embedding import (
+    AxialRotary,
     LearnedPositions,
     OutputProjection,
     Rotary,
@@ -42,6 +43,7 @@ __all__ = [
     "LOGICAL_AXES",
     "AdditiveAttention",
     "AttentionWeights",
+    "AxialRotary",
     "Decoder",
     "DecoderLayer",
     "Dropout",

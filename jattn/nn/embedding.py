@@ -15,7 +15,7 @@ from jattn.nn._types import Ids
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.layers import sharded
 from jattn.nn.module import Module
-from jattn.positions import learned, rotary, sinusoidal
+from jattn.positions import NTK, Linear, Yarn, axial_rotary, learned, rotary, sinusoidal
 
 
 # for tables [rows, D], entries of variance 1/D
@@ -195,14 +195,39 @@ class SinusoidalPositions(Module):
 class Rotary:
     """Rotary position embedding of queries and keys (Su et al. 2021), the first `size` channels.
 
-    `style` pairs channel i with i + size/2 ("half") or 2i with 2i + 1 ("interleaved").
+    `style` pairs channel i with i + size/2 ("half") or 2i with 2i + 1 ("interleaved"). `scaling`
+    is for texts longer than those of the training.
     """
 
     style: Literal["half", "interleaved"] = "half"
     base: float = 10000.0
     size: int | None = None
+    scaling: Linear | NTK | Yarn | None = None
 
     def __call__(
         self, x: Float[Array, "*B T N H"], positions: Int[Array, "..."]
     ) -> Float[Array, "*B T N H"]:
-        return rotary(x, positions, style=self.style, base=self.base, rotary_dim=self.size)
+        return rotary(x, positions, self.style, self.base, self.size, self.scaling)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxialRotary:
+    """Rotary position embedding by row and column, for images read line by line (Heo et al. 2024).
+
+    Position p is that of row p // width and column p % width. Half of the channels are rotated by
+    the row, and half by the column.
+    """
+
+    width: int
+    style: Literal["half", "interleaved"] = "half"
+    base: float = 10000.0
+
+    def __post_init__(self):
+        check_size("width", self.width)
+
+    def __call__(
+        self, x: Float[Array, "*B T N H"], positions: Int[Array, "..."]
+    ) -> Float[Array, "*B T N H"]:
+        check_integers("positions", positions)
+        coordinates = jnp.stack([positions // self.width, positions % self.width], axis=-1)
+        return axial_rotary(x, coordinates, self.style, self.base)

@@ -11,7 +11,14 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
 from jattn.cache import Cache, DenseCache
-from jattn.checks import check_array, check_choice, check_function, check_rate, check_size
+from jattn.checks import (
+    check_array,
+    check_choice,
+    check_flag,
+    check_function,
+    check_rate,
+    check_size,
+)
 from jattn.masks import Causal
 from jattn.nn._types import (
     CacheOptions,
@@ -31,7 +38,7 @@ from jattn.nn.embedding import (
     SinusoidalPositions,
     TokenEmbedding,
 )
-from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, promote
+from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, RMSNorm, promote
 from jattn.nn.module import ConstructorSignature, Module
 
 
@@ -43,7 +50,11 @@ class LayerOptions:
         adds and on the embedded tokens.
     norm: "post" normalises after adding, as the 2017 paper does; "pre" normalises what a sublayer
         reads, and at last what a stack returns.
+    normalization: "layer" (Ba et al. 2016) or "rms" (Zhang and Sennrich 2019).
     activation: of the feed-forward network.
+    gated: whether the feed-forward network is, see `FeedForward`.
+    use_bias: whether matrices and layer normalisation have biases; True leaves it to
+        `self_attention` and `cross_attention` what they do.
     self_attention, cross_attention: what makes the attention modules, for instance
         `functools.partial(MultiHeadAttention, rotary=True, num_kv_heads=2)`.
     kernel_init: of all matrices but the embeddings.
@@ -53,7 +64,10 @@ class LayerOptions:
 
     dropout_rate: float = 0.1
     norm: Literal["post", "pre"] = "post"
+    normalization: Literal["layer", "rms"] = "layer"
     activation: Callable[[Array], Array] = nnx.relu
+    gated: bool = False
+    use_bias: bool = True
     self_attention: Callable[..., MultiHeadAttention] = MultiHeadAttention
     cross_attention: Callable[..., MultiHeadAttention] = MultiHeadAttention
     kernel_init: Initializer = GLOROT
@@ -62,6 +76,9 @@ class LayerOptions:
 
     def __post_init__(self):
         check_choice("norm", self.norm, ("post", "pre"))
+        check_choice("normalization", self.normalization, ("layer", "rms"))
+        check_flag("gated", self.gated)
+        check_flag("use_bias", self.use_bias)
         check_rate("dropout_rate", self.dropout_rate)
         for name in ("activation", "self_attention", "cross_attention", "kernel_init"):
             check_function(name, getattr(self, name))
@@ -74,13 +91,41 @@ class LayerOptions:
     def matrices(self) -> dict[str, Any]:
         return {"kernel_init": self.kernel_init, **self.dtypes}
 
+    @property
+    def attention(self) -> dict[str, Any]:
+        """What attention modules are made with."""
+        biases = {} if self.use_bias else {"use_bias": False}
+        return {"dropout_rate": self.dropout_rate, **biases, **self.matrices}
+
+    def make_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
+        """A normalisation of this width."""
+        if self.normalization == "rms":
+            return RMSNorm(features, rngs=rngs, **self.dtypes)
+        return LayerNorm(features, use_bias=self.use_bias, rngs=rngs, **self.dtypes)
+
+    def make_feed_forward(self, features: int, hidden: int, rngs: nnx.Rngs) -> FeedForward:
+        """A feed-forward network of these widths."""
+        return FeedForward(
+            features,
+            hidden,
+            activation=self.activation,
+            gated=self.gated,
+            use_bias=self.use_bias,
+            dropout_rate=self.dropout_rate,
+            rngs=rngs,
+            **self.matrices,
+        )
+
 
 class LayerArguments(TypedDict, total=False):
     """The fields of `LayerOptions` as keyword arguments."""
 
     dropout_rate: float
     norm: Literal["post", "pre"]
+    normalization: Literal["layer", "rms"]
     activation: Callable[[Array], Array]
+    gated: bool
+    use_bias: bool
     self_attention: Callable[..., MultiHeadAttention]
     cross_attention: Callable[..., MultiHeadAttention]
     kernel_init: Initializer
@@ -96,7 +141,7 @@ class Residual(Module):
 
     def __init__(self, features: int, options: LayerOptions, *, rngs: nnx.Rngs):
         self.order = options.norm
-        self.norm = LayerNorm(features, rngs=rngs, **options.dtypes)
+        self.norm = options.make_norm(features, rngs)
         self.dropout = Dropout(options.dropout_rate, rngs=rngs)
 
     def enter(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
@@ -113,17 +158,6 @@ class Residual(Module):
         x, y = promote((x, self.dropout(y, deterministic=deterministic, rngs=rngs)))
         x = x + y
         return self.norm(x) if self.order == "post" else x
-
-
-def _feed_forward(features: int, hidden: int, options: LayerOptions, rngs: nnx.Rngs) -> FeedForward:
-    return FeedForward(
-        features,
-        hidden,
-        activation=options.activation,
-        dropout_rate=options.dropout_rate,
-        rngs=rngs,
-        **options.matrices,
-    )
 
 
 class EncoderLayer(Module):
@@ -146,10 +180,10 @@ class EncoderLayer(Module):
         given = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
         self.features = features
-        attention = {"dropout_rate": given.dropout_rate, "rngs": rngs, **given.matrices}
+        attention = {"rngs": rngs, **given.attention}
         self.self_attention = given.self_attention(num_heads, features, **attention)
         self.self_attention_residual = Residual(features, given, rngs=rngs)
-        self.feed_forward = _feed_forward(features, feed_forward, given, rngs)
+        self.feed_forward = given.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, given, rngs=rngs)
 
     def __call__(
@@ -203,12 +237,12 @@ class DecoderLayer(Module):
         given = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
         self.features = features
-        attention = {"dropout_rate": given.dropout_rate, "rngs": rngs, **given.matrices}
+        attention = {"rngs": rngs, **given.attention}
         self.self_attention = given.self_attention(num_heads, features, **attention)
         self.self_attention_residual = Residual(features, given, rngs=rngs)
         self.cross_attention = given.cross_attention(num_heads, features, **attention)
         self.cross_attention_residual = Residual(features, given, rngs=rngs)
-        self.feed_forward = _feed_forward(features, feed_forward, given, rngs)
+        self.feed_forward = given.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, given, rngs=rngs)
 
     def __call__(
@@ -313,7 +347,7 @@ class _Stack(Module):
             type(self).layer(*sizes, rngs=rngs, **options) for _ in range(num_layers)
         )
         last = given.norm == "pre"
-        self.norm = LayerNorm(features, rngs=rngs, **given.dtypes) if last else None
+        self.norm = given.make_norm(features, rngs) if last else None
 
     def _run(self, x: Array, *memory: Array, **call: Any) -> Array:
         for layer in self.layers:
