@@ -1017,6 +1017,21 @@ GOLDEN_MODULES = {
     "transformer_pre_tied": lambda: transformer(
         norm="pre", tie_embeddings=True, encoder_layers=2, param_dtype=jnp.bfloat16
     ),
+    "decoder_only": lambda: nn.DecoderOnly(
+        11,
+        features=12,
+        num_heads=3,
+        head_dim=6,
+        num_kv_heads=1,
+        feed_forward=10,
+        num_layers=1,
+        normalization="rms",
+        gated=True,
+        use_bias=False,
+        tie_embeddings=False,
+        self_attention=functools.partial(nn.MultiHeadAttention, sinks=True, value_dim=5),
+        rngs=nnx.Rngs(params=0),
+    ),
 }
 
 

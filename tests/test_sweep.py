@@ -479,6 +479,16 @@ MODEL = nn.Transformer(
     positions="learned",
     rngs=nnx.Rngs(0),
 )
+LANGUAGE_MODEL = nn.DecoderOnly(
+    9,
+    features=D,
+    num_heads=2,
+    feed_forward=5,
+    num_layers=1,
+    dropout_rate=0.0,
+    positions="learned",
+    rngs=nnx.Rngs(0),
+)
 RECURRENT = nn.RNNsearch(9, 9, features=D, hidden=6, rngs=nnx.Rngs(0))
 ADDITIVE = nn.AdditiveAttention(D, E, A, rngs=nnx.Rngs(0))
 CALLED = {"mask": None, "positions": None, **RUN}
@@ -636,7 +646,7 @@ FUNCTIONS |= {
     ),
     **{
         f"nn.{layer.__name__}": module(layer, LAYER, OPTIONS, **OPTION_KINDS)
-        for layer in (nn.EncoderLayer, nn.DecoderLayer)
+        for layer in (nn.EncoderLayer, nn.DecoderLayer, nn.DecoderOnlyLayer)
     },
     **{
         f"nn.{stack.__name__}": module(
@@ -679,6 +689,36 @@ FUNCTIONS |= {
         dict.fromkeys(("source_ids", "target_ids"), "ids")
         | dict.fromkeys(("source_mask", "target_mask", "cross_mask"), "mask")
         | dict.fromkeys(("source_positions", "target_positions"), "positions"),
+    ),
+    "nn.DecoderOnly": module(
+        nn.DecoderOnly,
+        {"vocabulary": 9, "max_length": L, "num_layers": 1, **LAYER},
+        {"num_kv_heads": None, "head_dim": None, "positions": "learned", "tie_embeddings": False}
+        | {"embedding_init": INIT, **OPTIONS},
+        num_kv_heads="size?",
+        head_dim="size?",
+        positions="name?",
+        tie_embeddings="flag",
+        embedding_init="function",
+        **OPTION_KINDS,
+    ),
+    "nn.DecoderOnly()": Call(
+        LANGUAGE_MODEL,
+        {"tokens": ints(B, T), **CALLED},
+        {"tokens": "tokens", **CALLED_KINDS},
+        {"tokens": "ids"},
+    ),
+    "nn.DecoderOnly.start": Call(
+        LANGUAGE_MODEL.start,
+        {"batch": B, "length": L, "kind": cache.DenseCache, "dtype": None},
+        {"batch": "size", "length": "size", "kind": "thing", "dtype": "dtype?"},
+    ),
+    "nn.DecoderOnly.step": Call(
+        LANGUAGE_MODEL.step,
+        {"tokens": ints(B, T), "caches": LANGUAGE_MODEL.start(B, L), "mask": None, "valid": None}
+        | RUN,
+        {"tokens": "tokens", "caches": "thing", "mask": "mask", "valid": "array?", **RUN_KINDS},
+        {"tokens": "T"},
     ),
     "nn.GRU": module(nn.GRU, {"in_features": D, "features": 6}, CELL, **CELL_KINDS),
     "nn.GRU()": Call(
@@ -791,4 +831,10 @@ def test_every_public_function_is_swept():
 # Bases, and types that users only read.
 NOT_SWEPT = {"Mask", "Span", "Extent", "Tile", "Full", "Empty", "Causal", "And", "Or", "Not"}
 NOT_SWEPT |= {"Then", "ScoreFunction", "nn.AttentionWeights", "nn.LayerCache", "nn.LayerOptions"}
-NOT_SWEPT |= {"nn.RecurrentOptions", "nn.RecurrentState", "nn.Residual", "nn.WeightsTap"}
+NOT_SWEPT |= {
+    "nn.DecoderOnlyOptions",
+    "nn.RecurrentOptions",
+    "nn.RecurrentState",
+    "nn.Residual",
+    "nn.WeightsTap",
+}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from jattn.nn.additive import AdditiveAttention
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.capture import AttentionWeights, WeightsTap, capture_weights
+from jattn.nn.decoder_only import DecoderOnly, DecoderOnlyLayer, DecoderOnlyOptions
 from jattn.nn.deprecation import warn_renamed
 from jattn.nn.embedding import (
     AxialRotary,
@@ -46,6 +47,9 @@ __all__ = [
     "AxialRotary",
     "Decoder",
     "DecoderLayer",
+    "DecoderOnly",
+    "DecoderOnlyLayer",
+    "DecoderOnlyOptions",
     "Dropout",
     "Encoder",
     "EncoderLayer",

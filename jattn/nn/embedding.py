@@ -5,13 +5,14 @@ import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
-from jattn.checks import check_dtype, check_flag, check_number, check_size
+from jattn.checks import check_array, check_dtype, check_flag, check_number, check_size
 from jattn.integers import known_range
-from jattn.nn._types import Ids
+from jattn.nn._types import Ids, Positions
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.layers import sharded
 from jattn.nn.module import Module
@@ -189,6 +190,40 @@ class SinusoidalPositions(Module):
     def __call__(self, positions: Ids) -> Float[Array, "... D"]:
         """Positions `[*B, T]` or `[T]` to vectors with an axis D at the end."""
         return sinusoidal(positions, self.features, base=self.base, dtype=self.dtype)
+
+
+def position_vectors(
+    kind: str | None, max_length: int, features: int, tables: dict[str, Any]
+) -> LearnedPositions | SinusoidalPositions | None:
+    """What adds positions of this kind to tokens; `tables` is what token tables are made with."""
+    match kind:
+        case None:
+            return None
+        case "learned":
+            return LearnedPositions(max_length, features, **tables)
+        case "sinusoidal":
+            dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
+            return SinusoidalPositions(features, dtype=dtype)
+    raise AssertionError(kind)
+
+
+def embedded(
+    ids: Ids,
+    tokens: TokenEmbedding,
+    encoding: LearnedPositions | SinusoidalPositions | None,
+    positions: Positions,
+) -> Float[Array, "*B T D"]:
+    """Ids `[*B, T]` as vectors, with those of their positions added where there is an encoding."""
+    x = tokens(ids)
+    if encoding is None:
+        return x
+    # NumPy's arange stays known under jit, so that a length past max_length raises.
+    given = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
+    check_array("positions", given, "[*B, T]", "integer")
+    if given.shape not in (ids.shape, ids.shape[-1:]):
+        got = list(given.shape)
+        raise ValueError(f"positions: expected [*B, T] = {list(ids.shape)} or [T], got {got}")
+    return x + jnp.broadcast_to(encoding(given), x.shape)
 
 
 @dataclasses.dataclass(frozen=True)

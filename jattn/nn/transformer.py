@@ -5,21 +5,19 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
 from jattn.cache import Cache, DenseCache
 from jattn.checks import (
-    check_array,
     check_choice,
     check_flag,
     check_function,
     check_rate,
     check_size,
 )
-from jattn.masks import Causal
+from jattn.masks import Causal, Mask
 from jattn.nn._types import (
     CacheOptions,
     Ids,
@@ -33,10 +31,10 @@ from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.checks import check_features, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
-    LearnedPositions,
     OutputProjection,
-    SinusoidalPositions,
     TokenEmbedding,
+    embedded,
+    position_vectors,
 )
 from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, RMSNorm, promote
 from jattn.nn.module import ConstructorSignature, Module
@@ -197,9 +195,16 @@ class EncoderLayer(Module):
     ) -> Float[Array, "*B S D"]:
         check_features("x", x, "S, D", "features", self.features)
         run = {"deterministic": deterministic, "rngs": rngs}
+
+        def attend(x: Array) -> Array:
+            return self.self_attention(x, mask=mask, positions=positions, **run)
+
+        return self._sublayers(x, attend, **run)
+
+    def _sublayers(self, x: Array, attend: Callable[[Array], Array], **run: Any) -> Array:
+        """The two sublayers with their ways around."""
         around = self.self_attention_residual
-        y = self.self_attention(around.enter(x), mask=mask, positions=positions, **run)
-        x = around.leave(x, y, **run)
+        x = around.leave(x, attend(around.enter(x)), **run)
         around = self.feed_forward_residual
         return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
 
@@ -264,7 +269,7 @@ class DecoderLayer(Module):
         where = {"positions": positions, "kv_positions": memory_positions}
 
         def attend_tokens(x: Array) -> Array:
-            return self.self_attention(x, mask=_causal(mask), positions=positions, **run)
+            return self.self_attention(x, mask=causal_and(mask), positions=positions, **run)
 
         def attend_memory(x: Array) -> Array:
             return self.cross_attention(x, memory, mask=cross_mask, **where, **run)
@@ -292,7 +297,7 @@ class DecoderLayer(Module):
 
         def attend_tokens(x: Array) -> Array:
             nonlocal tokens
-            options = {"mask": _causal(mask), "valid": valid, **run}
+            options = {"mask": causal_and(mask), "valid": valid, **run}
             y, tokens = self.self_attention(x, cache=tokens, **options)
             return y
 
@@ -319,7 +324,8 @@ class DecoderLayer(Module):
         return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
 
 
-def _causal(mask: MaskLike) -> Any:
+def causal_and(mask: MaskLike) -> Mask:
+    """What a mask leaves of the positions up to the query's own."""
     return Causal() if mask is None else Causal() & mask
 
 
@@ -519,8 +525,8 @@ class Transformer(Module):
             else TokenEmbedding(source_vocabulary, features, **tables)
         )
         self.target_tokens = TokenEmbedding(target_vocabulary, features, **tables)
-        self.source_positions = _positions(positions, max_length, features, tables)
-        self.target_positions = _positions(positions, max_length, features, tables)
+        self.source_positions = position_vectors(positions, max_length, features, tables)
+        self.target_positions = position_vectors(positions, max_length, features, tables)
         self.dropout = Dropout(given.dropout_rate, rngs=rngs)
         sizes = (features, num_heads, feed_forward)
         self.encoder = Encoder(encoder_layers, *sizes, rngs=rngs, **options)
@@ -620,7 +626,7 @@ class Transformer(Module):
         """Source ids `[*B, S]` to the memory `[*B, S, D]` that `decode` reads."""
         run = {"deterministic": deterministic, "rngs": rngs}
         tokens = self.target_tokens if self.source_tokens is None else self.source_tokens
-        x = _embed(source_ids, tokens, self.source_positions, positions)
+        x = embedded(source_ids, tokens, self.source_positions, positions)
         return self.encoder(self.dropout(x, **run), mask=mask, positions=positions, **run)
 
     def decode(
@@ -647,7 +653,7 @@ class Transformer(Module):
     def _decoded(
         self, target_ids: Ids, memory: Array, *, positions: Positions, **call: Any
     ) -> Float[Array, "*B T D"]:
-        x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
+        x = embedded(target_ids, self.target_tokens, self.target_positions, positions)
         run = {name: call[name] for name in ("deterministic", "rngs")}
         return self.decoder(self.dropout(x, **run), memory, positions=positions, **call)
 
@@ -672,39 +678,7 @@ class Transformer(Module):
         """
         run = {"deterministic": deterministic, "rngs": rngs}
         positions = caches[0].tokens.next_positions(target_ids.shape[1], valid)
-        x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
+        x = embedded(target_ids, self.target_tokens, self.target_positions, positions)
         options = {"mask": mask, "cross_mask": cross_mask, "valid": valid, **run}
         x, caches = self.decoder.step(self.dropout(x, **run), caches, **options)
         return self.logits(x), caches
-
-
-def _positions(
-    kind: str | None, max_length: int, features: int, tables: dict[str, Any]
-) -> LearnedPositions | SinusoidalPositions | None:
-    match kind:
-        case None:
-            return None
-        case "learned":
-            return LearnedPositions(max_length, features, **tables)
-        case "sinusoidal":
-            dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
-            return SinusoidalPositions(features, dtype=dtype)
-    raise AssertionError(kind)
-
-
-def _embed(
-    ids: Ids,
-    tokens: TokenEmbedding,
-    encoding: LearnedPositions | SinusoidalPositions | None,
-    positions: Positions,
-) -> Float[Array, "*B T D"]:
-    x = tokens(ids)
-    if encoding is None:
-        return x
-    # NumPy's arange stays known under jit, so that a length past max_length raises.
-    given = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
-    check_array("positions", given, "[*B, T]", "integer")
-    if given.shape not in (ids.shape, ids.shape[-1:]):
-        got = list(given.shape)
-        raise ValueError(f"positions: expected [*B, T] = {list(ids.shape)} or [T], got {got}")
-    return x + jnp.broadcast_to(encoding(given), x.shape)
