@@ -42,8 +42,10 @@ KINDS: dict[str, dict[str, Any]] = {
 TOKENS = np.random.default_rng(3).integers(0, V, (2, T)).astype(np.int32)
 
 
-def model(kind: str, **options: Any) -> Any:
-    return made(nn.DecoderOnly, V, **SIZES, **KINDS[kind] | options, spread=1.0)
+def model(kind: str, *, spread: float = 1.0, seed: int = 0, **options: Any) -> Any:
+    """With random parameters, as `made` makes them."""
+    given = SIZES | KINDS[kind] | options
+    return made(nn.DecoderOnly, V, spread=spread, seed=seed, **given)
 
 
 def gelu(x: np.ndarray) -> np.ndarray:

@@ -62,6 +62,9 @@ TAKES: dict[str, set[str]] = {
     "positive": {"2**40"},
     "positive?": {"None", "2**40"},
     "slow": set(),  # less than fast
+    "share?": {"None"},
+    "tokens to stop at": {"list", "empty"},
+    "token": {"minus one"},
     "number?": {"None", "minus one", "2**40"},
     "rate": set(),
     "key?": {"None"},  # looked at where something is dropped only
@@ -495,6 +498,16 @@ CALLED = {"mask": None, "positions": None, **RUN}
 CALLED_KINDS = {"mask": "mask", "positions": "positions?", **RUN_KINDS}
 
 FUNCTIONS |= {
+    "generate": Call(
+        jattn.generate,
+        {"model": LANGUAGE_MODEL, "prompt": ints(B, T), "max_tokens": 2, "temperature": 0.5}
+        | {"top_k": None, "top_p": 0.5, "key": jax.random.key(0), "stop": [2], "pad": 0}
+        | {"valid": None, "caches": None, "callback": None},
+        {"model": "thing", "prompt": "tokens", "max_tokens": "size", "temperature": "positive"}
+        | {"top_k": "size?", "top_p": "share?", "key": "thing", "stop": "tokens to stop at"}
+        | {"pad": "token", "valid": "array?", "caches": "thing?", "callback": "thing?"},
+        {"max_tokens": "length"},
+    ),
     "nn.MultiHeadAttention": module(
         nn.MultiHeadAttention,
         HEADS,

@@ -96,8 +96,8 @@ class DecoderOnly(Module):
         num_layers: how many.
         num_kv_heads, head_dim: of the attention, as in `MultiHeadAttention`.
         positions: "rotary", or a `Rotary` with options, turns queries and keys; "learned" or
-            "sinusoidal" vectors are added to the embedded tokens; None adds nothing, and the causal mask alone tells
-            the order.
+            "sinusoidal" vectors are added to the embedded tokens; None adds nothing, so that the
+            causal mask alone tells the order.
         max_length: of learned positions.
         tie_embeddings: whether the embedding is the output projection too.
         embedding_init: of the embedding and of learned positions, `[rows, D]`.
