@@ -206,9 +206,10 @@ def _stick_breaking(xp: Any, T: int) -> Callable[..., Any]:
 
 
 PICTURE = (4096,)
+CAUSAL = Rule("causal", "kv ≤ q", _causal)
 
 RULES = (
-    Rule("causal", "kv ≤ q", _causal),
+    CAUSAL,
     Rule("window", "the last 256", _window),
     Rule("prefix", "causal, or in the first quarter", _prefix),
     Rule("documents", "causal within eight", _documents),
