@@ -224,6 +224,7 @@ def _check_cache(
     return shapes, make_spec(shapes, **meaning)
 
 
+@overload
 def cached_attention(
     query: Queries,
     key: Keys,
@@ -238,7 +239,41 @@ def cached_attention(
     dropout_key: Array | None = None,
     precision: Any = None,
     implementation: str | None = None,
-) -> tuple[Output, SomeCache]:
+    return_lse: Literal[False] = False,
+) -> tuple[Output, SomeCache]: ...
+@overload
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: SomeCache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: Cache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
 
     Any number of tokens; what a `RollingCache` cannot take at once goes in pieces.
@@ -252,6 +287,7 @@ def cached_attention(
             nothing.
         mask, score, scale, dropout_rate, dropout_key, precision, implementation: as in `attention`.
             The cache knows the positions.
+        return_lse: give `(out, lse [B, N, T])` in place of `out`, as `attention` does.
 
     Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
     """
@@ -263,6 +299,7 @@ def cached_attention(
         "dropout_key": dropout_key,
         "precision": precision,
         "implementation": implementation,
+        "return_lse": return_lse,
     }
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
@@ -279,7 +316,7 @@ def cached_attention(
 
 def _in_pieces(
     query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
-) -> tuple[Output, Any]:
+) -> tuple[Any, Any]:
     """`cached_attention` of as many tokens at a time as the cache takes."""
     if arguments.get("dropout_rate"):
         raise NotImplementedError(
@@ -303,7 +340,7 @@ def _in_pieces(
         for axis, x in zip(axes, leaves, strict=True)
     ]
 
-    def piece(cache: Cache, operands: Any) -> tuple[Cache, Array]:
+    def piece(cache: Cache, operands: Any) -> tuple[Cache, Any]:
         query, key, value, valid, own = operands
         here = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
         given = arguments | jax.tree.unflatten(structure, here)
@@ -311,8 +348,18 @@ def _in_pieces(
         return cache, out
 
     valid = jnp.ones((B, T), bool) if valid is None else valid
-    cache, out = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
-    return jnp.moveaxis(out, 0, 1).reshape(B, -1, *out.shape[3:])[:, :T], cache
+    cache, results = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
+
+    def joined(x: Array, axis: int) -> Array:
+        """Pieces `[pieces, B, …, chunk, …]`, with the chunk at this axis of a piece, in one."""
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return jax.lax.slice_in_dim(x, 0, T, axis=axis)
+
+    if not arguments.get("return_lse"):
+        return joined(results, 1), cache
+    out, lse = results
+    return (joined(out, 1), joined(lse, 2)), cache
 
 
 def explain(

@@ -29,6 +29,7 @@ from jattn._types import Shape, Size, accumulation
 from jattn.checks import (
     check_array,
     check_flag,
+    check_key,
     check_like,
     check_number,
     check_precision,
@@ -153,21 +154,10 @@ def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Sha
 def _check_dropout(rate: Any, key: Any) -> float:
     check_rate("dropout_rate", rate)
     if rate > 0 or key is not None:
-        _check_key(float(rate), key)
+        if key is None:
+            raise ValueError(f"dropout_key: needed for dropout_rate = {float(rate)}, got None")
+        check_key("dropout_key", key)
     return float(rate)
-
-
-def _check_key(rate: float, key: Any) -> None:
-    if key is None:
-        raise ValueError(f"dropout_key: needed for dropout_rate = {rate}, got None")
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not typed and dtype != jnp.uint32:
-        raise TypeError(
-            f"dropout_key: expected a JAX random key, got {dtype or type(key).__name__}"
-        )
-    if key.ndim != (0 if typed else 1):
-        raise ValueError(f"dropout_key: expected one key, got keys of shape {list(key.shape)}")
 
 
 def _check_scale(scale: Any, H: int) -> Any:
