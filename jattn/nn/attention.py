@@ -22,7 +22,7 @@ from jattn.nn.embedding import Rotary
 from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, promote, sharded
 from jattn.nn.module import Module
 from jattn.nn.variables import LearnedScore, PytreeVariables
-from jattn.scores import ScoreFunction, check_score
+from jattn.scores import ScoreFunction, as_score
 
 
 _Cache = TypeVar("_Cache", bound=Cache)
@@ -86,7 +86,7 @@ class MultiHeadAttention(Module):
         if not isinstance(rotary, bool | Rotary):
             raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
         if not isinstance(score, nnx.Module):
-            check_score(score)
+            score = as_score(score)
         self.num_heads = num_heads
         self.in_features = in_features
         self.qkv_features = in_features if qkv_features is None else qkv_features
@@ -253,7 +253,7 @@ class MultiHeadAttention(Module):
     def _score(self, given: ScoreFunction | None) -> ScoreFunction | None:
         if self.score is None:
             return given
-        return self.score() if given is None else self.score() >> given
+        return self.score() if given is None else self.score() >> as_score(given)
 
     @overload
     def __call__(
