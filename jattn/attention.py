@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
+from jattn._advice import advised
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
@@ -22,8 +23,8 @@ from jattn.explanation import Explanation
 from jattn.kernels import registry
 from jattn.kernels.common import lowering, vjp
 from jattn.kernels.xla import decode, reference
-from jattn.masks import Mask, as_mask
-from jattn.scores import ScoreFunction
+from jattn.masks import MaskLike, as_mask
+from jattn.scores import ScoreLike, as_score
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
 
 
@@ -39,8 +40,8 @@ def attention(
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -56,8 +57,8 @@ def attention(
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -67,13 +68,14 @@ def attention(
     implementation: str | None = None,
     return_lse: Literal[True],
 ) -> tuple[Output, LogSumExp]: ...
+@advised
 def attention(
     query: Queries,
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -232,8 +234,8 @@ def cached_attention(
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
@@ -258,6 +260,7 @@ def cached_attention(
     implementation: str | None = None,
     return_lse: Literal[True],
 ) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
+@advised
 def cached_attention(
     query: Queries,
     key: Keys,
@@ -331,7 +334,7 @@ def _in_pieces(
         return jnp.moveaxis(x.reshape(pieces, chunk, *x.shape[1:]), 1, axis + 1)
 
     # Arrays of mask and score along T are split with the queries.
-    rules = {"mask": as_mask(arguments.get("mask")), "score": arguments.get("score")}
+    rules = {"mask": as_mask(arguments.get("mask")), "score": as_score(arguments.get("score"))}
     leaves, structure = jax.tree.flatten(rules)
     letters = jax.tree.leaves([axis_names(rule) for rule in rules.values()])
     axes = [axis_of("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
@@ -362,14 +365,15 @@ def _in_pieces(
     return (joined(out, 1), joined(lse, 2)), cache
 
 
+@advised
 def explain(
     query: Queries,
     key: Keys | Cache,
     value: Values | None = None,
     *,
     platform: str | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -430,12 +434,13 @@ def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) 
     return result.reshape(*shapes.batch, *result.shape[1:])
 
 
+@advised
 def attention_scores(
     query: Queries,
     key: Keys,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -458,12 +463,13 @@ def attention_scores(
     return _matrix(spec, query, key, what="scores", shapes=shapes)
 
 
+@advised
 def attention_weights(
     query: Queries,
     key: Keys,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,

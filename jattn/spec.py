@@ -5,6 +5,7 @@ in letters and in numbers and the shape that came.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ from jattn.checks import (
     shown,
 )
 from jattn.masks import Blocks, Full, Mask, Predicate, as_mask
-from jattn.scores import Score, ScoreFunction, check_score
+from jattn.scores import Score, ScoreFunction, as_score
 
 
 Shaped = Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
@@ -195,7 +196,23 @@ def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes) -> Non
         shown = ", ".join(named).replace("#", "")
         wanted = ", ".join("any" if want is None else str(want) for _, want in axes)
         note = " (axes of size 1 broadcast)" if "#" in letters else ""
-        raise ValueError(f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}")
+        advice = _axes_to_add(path, axes, shape) if mark else ""
+        raise ValueError(
+            f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}{advice}"
+        )
+
+
+def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
+    """How to index an array that lacks axes, in each way in which it then fits; last axes first."""
+    found = []
+    for kept in itertools.combinations(reversed(range(len(axes))), len(shape)):
+        places = sorted(kept)
+        if all(_fits(*axes[i][:1], n, axes[i][1]) for i, n in zip(places, shape, strict=True)):
+            index = [":" if i in places else "None" for i in range(len(axes))]
+            while index and index[-1] == ":":
+                index.pop()
+            found.append(f"{path.rpartition('.')[2]}[{', '.join(index)}]")
+    return f"; write {' or '.join(found[:2])}" if len(shape) < len(axes) and found else ""
 
 
 def check_leaves(spec: Spec, shapes: Shapes) -> None:
@@ -226,7 +243,7 @@ def make_spec(
     shapes: Shapes,
     *,
     mask: Any = None,
-    score: ScoreFunction | None = None,
+    score: Any = None,
     scale: Any = None,
     q_positions: Any = None,
     kv_positions: Any = None,
@@ -240,7 +257,7 @@ def make_spec(
     Raises TypeError and ValueError, naming the argument.
     """
     mask = as_mask(mask)
-    check_score(score)
+    score = as_score(score)
     q_positions, q_outside = _positions("q_positions", "[*B, T]", q_positions)
     kv_positions, kv_outside = _positions("kv_positions", "[*B, S]", kv_positions)
     rate = _check_dropout(dropout_rate, dropout_key)

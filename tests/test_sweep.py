@@ -292,6 +292,11 @@ FUNCTIONS |= {
         {"q_ids": ints(B, T), "kv_ids": ints(B, S)},
         {"q_ids": "tokens", "kv_ids": "tokens?"},
     ),
+    "Padding": Call(
+        masks.Padding,
+        {"attention_mask": ints(B, S)},
+        {"attention_mask": "tokens or truths"},
+    ),
     "Dense": Call(
         masks.Dense, {"array": truths(B, N, T, S)}, {"array": "dense"}, {"array": "mask"}
     ),
@@ -428,6 +433,7 @@ FUNCTIONS |= {
 
 TAKES |= {
     "tokens?": {"None", "integers"},
+    "tokens or truths": {"integers", "truths"},
     "dense": {"truths"},
     "block": {"2**40", "10**400"},
     "operand": set(BAD) - {"text", "object", "10**400"},
