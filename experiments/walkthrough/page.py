@@ -44,7 +44,9 @@ def written(results: Sequence[Result]) -> str:
     Args:
         results: of the steps, in order.
     """
-    style = importlib.resources.files("experiments.walkthrough").joinpath("page.css").read_text("utf-8")
+    style = (
+        importlib.resources.files("experiments.walkthrough").joinpath("page.css").read_text("utf-8")
+    )
     contents = "".join(
         f'<li><a href="#{_text(result.step.name)}">{_text(result.step.title)}</a></li>\n'
         for result in results
