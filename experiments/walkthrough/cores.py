@@ -20,12 +20,14 @@ from experiments.walkthrough.recurrence import seconds
 from experiments.walkthrough.step import check, panels, same, step
 
 
+LOOPS = importlib.resources.files("experiments.walkthrough").joinpath("loop.cc").read_text("utf-8")
+
+
 def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
-    """The loops of loop.cc as a function of three [T, H] arrays; None where they do not compile."""
+    """The loops above as a function of three [T, H] arrays; None where they do not compile."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or ""
-    text = importlib.resources.files("experiments.walkthrough").joinpath("loop.cc").read_text()
     source, library = folder / "loop.cc", folder / "loop.so"
-    source.write_text(text)
+    source.write_text(LOOPS)
     options = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", str(library)]
     try:
         subprocess.run([*compiler.split(), *options, str(source)], check=True, capture_output=True)
@@ -42,13 +44,13 @@ def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
     return call
 
 
-@step(KERNEL, LLMS, uses=(compiled,))
+@step(KERNEL, LLMS, uses=(LOOPS, compiled))
 def cores() -> Figure | None:
     """Attention over the cores of a machine.
 
     The vector of a word depends on queries, keys and values alone, and on no other word's result:
     rows can be computed in any order, and so at once. The essay shows it with loops in C++ and one
-    line for OpenMP, which deals the rows out to the cores; so does `loop.cc` here.
+    line for OpenMP, which deals the rows out to the cores; so do the loops here.
 
     The library does the same and more: it works on tiles that fit the processor's cache, with an
     exponential of its own for whole vectors, and never holds all T × S scores.
@@ -82,6 +84,7 @@ def cores() -> Figure | None:
     for name, taken in times.items():
         print(f"{name:14}" + "".join(f"{1e3 * t:9.2f} ms" for t in taken))
     check("at 2,048 words the library is faster", times["jattn"][-1] < times["loops in C++"][-1])
+    # The picture.
     figure, axis = panels(1, width=6.5, height=3.4)
     for (name, taken), style in zip(times.items(), ("o-", "s--"), strict=True):
         axis.plot(lengths, taken, style, label=name)

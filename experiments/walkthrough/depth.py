@@ -49,6 +49,7 @@ def positions() -> Figure:
     near, far = turned[0] @ turned[1], turned[2] @ turned[3]
     check("rotary: products tell 7 places apart, at 3 as at 40", same(near, far, 1e-9))
 
+    # The picture.
     figure, axes = panels(2, width=8.5, height=3.4)
     axes[0].imshow(places, cmap="PuOr_r", aspect="auto", vmin=-1, vmax=1)
     axes[0].set(title="the vectors of 64 places", xlabel="number", ylabel="place")
@@ -118,6 +119,7 @@ def residual_and_norm() -> Figure:
     out = stack(x)  # six layers of the 2017 paper, which end in a normalisation
     check("after post-norm every word has mean 0", same(out.mean(axis=-1), np.zeros(8), 1e-5))
     check("and standard deviation 1", same(out.std(axis=-1), np.ones(8), 1e-3))
+    # The picture.
     figure, axis = panels(1, width=6.5, height=3.6)
     for kind, style in zip(kinds, ("o-", "s--", "^:"), strict=True):
         axis.plot(depths, sizes[kind], style, label=kind)

@@ -1,5 +1,7 @@
 """Several heads, as a list and side by side; and scores by a small network instead of a product."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,19 +94,22 @@ def additive() -> Figure:
     check("Luong's score is a plain product, with q W for q", same(ours, general))
 
     long = jnp.zeros((2048, size))  # memory where the hidden layer would take 168 MB
-    program = jax.jit(jattn.additive_attention).lower(long, long, long, w_query, w_key, w_score)
-    used = program.compile().memory_analysis().temp_size_in_bytes
+    compiled = jax.jit(jattn.additive_attention).lower(long, long, long, w_query, w_key, w_score)
+    memory: Any = compiled.compile().memory_analysis()
+    used = memory.temp_size_in_bytes
     whole = 2048 * 2048 * hidden * 8
     print(f"2,048 words: {used / 1e6:.0f} MB used, the whole layer would take {whole / 1e6:.0f} MB")
     check("less than a quarter of the hidden layer exists at once", used < whole / 4)
 
+    # The picture.
     line = np.linspace(-3, 3, 61)
     q1, k1 = line[:, None], line[None]  # queries and keys of one number
-    surfaces = {"q · k": q1 * k1, "2 tanh(q + k)": 2 * np.tanh(q1 + k1)}
     figure, axes = panels(2, width=8.0, height=3.4)
-    look = {"cmap": "PuOr_r", "vmin": -9, "vmax": 9, "extent": (-3, 3, -3, 3), "origin": "lower"}
-    for axis, (name, surface) in zip(axes, surfaces.items(), strict=True):
-        image = axis.imshow(surface, **look)
-        axis.set(title=f"score {name}", xlabel="key", ylabel="query")
+    look: dict[str, Any] = {"cmap": "PuOr_r", "vmin": -9, "vmax": 9, "origin": "lower"}
+    look |= {"extent": (-3, 3, -3, 3)}
+    axes[0].imshow(q1 * k1, **look)
+    axes[0].set(title="score q · k", xlabel="key", ylabel="query")
+    image = axes[1].imshow(2 * np.tanh(q1 + k1), **look)
+    axes[1].set(title="score 2 tanh(q + k)", xlabel="key")
     figure.colorbar(image, ax=axes)
     return figure

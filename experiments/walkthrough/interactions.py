@@ -52,6 +52,7 @@ def interaction() -> Figure:
     changed = jattn.interaction(x, None, right)
     check("R changes every word alike, to 6 numbers", matches(changed, printed.X_R))
 
+    # The picture.
     figure, axes = panels(4, width=9.0, height=2.6)
     choices = {
         "identity": np.eye(4),
@@ -150,6 +151,7 @@ def scaling() -> Figure:
     check("unscaled, one word gets nearly all at H = 1024", top[0, -1] > 0.95)
     check("and the gradient falls to a fifth of the scaled one", slope[0, -1] < slope[1, -1] / 5)
 
+    # The picture.
     figure, axes = panels(2, width=8.0)
     for axis, values, title in zip(
         axes, (top, slope), ("greatest weight", "gradient"), strict=True

@@ -110,6 +110,7 @@ def dropout() -> Figure:
     doubled = 2 * jnp.array([0.3, 0.6, 0.1])
     check("at p = 0.5 what is left doubles", (half == 0) | (jnp.abs(half - doubled) < 1e-12))
 
+    # The picture.
     figure, axes = panels(3, width=8.0, height=3.4)
     shown = {
         "p = 0": jnp.tile(jnp.exp(row), (12, 1)),

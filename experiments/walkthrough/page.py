@@ -11,11 +11,11 @@ import struct
 from collections.abc import Sequence
 
 from pygments import lex
-from pygments.lexers import PythonLexer
+from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 from experiments.walkthrough.documents import DOCUMENTS
-from experiments.walkthrough.step import Result
+from experiments.walkthrough.step import Code, Result
 
 
 _TITLE = "From dot products to a Transformer"
@@ -34,8 +34,10 @@ _ABOUT = (
     "in a word.",
 )
 
-_COLOURED = {Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m"}
-_NAMED = {Name.Function: "f", Name.Class: "f", Name.Decorator: "f"}
+_COLOURED = {
+    **{Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m"},
+    **{Name.Function: "f", Name.Class: "f", Name.Decorator: "f"},
+}
 
 
 def written(results: Sequence[Result]) -> str:
@@ -93,6 +95,7 @@ def _section(number: int, result: Result) -> str:
     step = result.step
     name, title = _text(step.name), _text(step.title)
     text = "".join(f"<p>{_paragraph(paragraph)}</p>\n" for paragraph in step.paragraphs)
+    code = "".join(map(_code, step.code))
     pictures = "".join(
         _picture(content, f"{step.title}: {_ordinal(place, len(result.pictures))}")
         for place, content in enumerate(result.pictures, 1)
@@ -100,9 +103,7 @@ def _section(number: int, result: Result) -> str:
     return f"""<section id="{name}">
 <h2><a href="#{name}">{number}. {title}</a></h2>
 {text}<p class="follows">Follows {_text("; ".join(map(str, step.follows)))}.</p>
-<p class="label">code</p>
-<pre tabindex="0"><code>{_highlighted(step.code)}</code></pre>
-<p class="label">output, in {result.seconds:.1f} s</p>
+{code}<p class="label">output, in {result.seconds:.1f} s</p>
 <pre class="output" tabindex="0"><samp>{_output(result.output)}</samp></pre>
 {pictures}</section>
 """
@@ -130,11 +131,19 @@ def _output(text: str) -> str:
     )
 
 
-def _highlighted(code: str) -> str:
-    """Python with a colour for words, strings, numbers and comments."""
+def _code(code: Code) -> str:
+    """Lines of code under their label; those that draw are folded."""
+    lines = f'<pre tabindex="0"><code>{_highlighted(code)}</code></pre>\n'
+    if code.label == "drawing":
+        return f"<details><summary>{_text(code.label)}</summary>\n{lines}</details>\n"
+    return f'<p class="label">{_text(code.label)}</p>\n{lines}'
+
+
+def _highlighted(code: Code) -> str:
+    """Code with a colour for keywords, strings, numbers and comments."""
     parts = []
-    for kind, text in lex(code, PythonLexer()):
-        found = [letter for group, letter in (_COLOURED | _NAMED).items() if kind in group]
+    for kind, text in lex(code.text, get_lexer_by_name(code.language)):
+        found = [letter for group, letter in _COLOURED.items() if kind in group]
         escaped = _text(text)
         parts.append(f'<span class="{found[0]}">{escaped}</span>' if found else escaped)
     return "".join(parts).rstrip("\n")

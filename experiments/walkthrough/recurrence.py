@@ -78,6 +78,7 @@ def recurrence() -> Figure:
     longer = times["recurrent"][3] / times["recurrent"][1]
     check("a recurrent pass takes longer, the more steps there are", longer > 4)
 
+    # The picture.
     figure, axes = panels(2, width=8.5, height=3.4)
     titles = "gradient, last word to first", "milliseconds"
     for axis, measured, title in zip(axes, (reach, times), titles, strict=True):
@@ -107,8 +108,8 @@ def cache() -> Figure:
     held = jattn.cache.DenseCache.create(1, length, count, size, dtype=q.dtype)
     rows = []
     for start, end in [(0, 5), *((t, t + 1) for t in range(5, length))]:
-        new = (array[:, start:end] for array in (q, k, v))
-        out, held = jattn.cached_attention(*new, held, mask=masks.Causal())
+        new_q, new_k, new_v = (array[:, start:end] for array in (q, k, v))
+        out, held = jattn.cached_attention(new_q, new_k, new_v, held, mask=masks.Causal())
         rows.append(out)
     check("word by word, the same comes out as at once", same(jnp.concatenate(rows, axis=1), whole))
     show("the cache: keys [B, K, S, H]", np.asarray(held.keys)[0, 0, :3, :4])
@@ -119,6 +120,7 @@ def cache() -> Figure:
     print(f"scores for 256 words, one head: {without[-1]:,} without a cache, {kept[-1]:,} with it")
     saved = without[-1] / kept[-1]
     check("a cache saves two thirds of the length, as a factor", abs(saved / 256 - 2 / 3) < 0.01)
+    # The picture.
     figure, axis = panels(1, width=6.5, height=3.4)
     axis.plot(n, without, label="everything anew for each word")
     axis.plot(n, kept, "--", label="with a cache")

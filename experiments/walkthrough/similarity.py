@@ -11,28 +11,10 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 import jattn
+from experiments.walkthrough.corpus import sentences, vocabulary
 from experiments.walkthrough.documents import CODING, LLMS, MECHANISMS
 from experiments.walkthrough.step import check, panels, same, show, step
 from jattn import viz
-
-
-# A corpus in which "bank" stands by a river as often as it lends money.
-NATURE = (["river", "stream", "lake"], ["muddy", "green", "steep"])
-MONEY = (["money", "cash", "loan"], ["rich", "closed", "strict"])
-
-
-def sentences() -> list[list[str]]:
-    """Every sentence of the corpus, five words each: a word of context decides what bank is."""
-    return [
-        ["the", thing, "bank", verb, quality]
-        for things, qualities in (NATURE, MONEY)
-        for thing, verb, quality in itertools.product(things, ["was", "looked"], qualities)
-    ]
-
-
-def vocabulary() -> list[str]:
-    """All words of the corpus in the order of the alphabet."""
-    return sorted({word for sentence in sentences() for word in sentence})
 
 
 def cosines(vectors: np.ndarray) -> np.ndarray:
@@ -155,6 +137,7 @@ def contexts() -> Figure:
     check(
         "the first direction tells which kind it is", np.sign(rivers[:, 0]) != np.sign(money[:, 0])
     )
+    # The picture.
     figure, axes = panels(1, width=6.0, height=3.6)
     axes.scatter(*rivers.T, label="bank of a river, stream or lake")
     axes.scatter(*money.T, marker="^", label="bank with money, cash or a loan")

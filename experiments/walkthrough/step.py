@@ -8,9 +8,10 @@ import ast
 import contextlib
 import inspect
 import io
+import re
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -29,6 +30,15 @@ Body = Callable[[], Figure | list[Figure] | None]
 
 
 @dataclass(frozen=True)
+class Code:
+    """Some lines of code: what they are called, their language, and the lines."""
+
+    label: str
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Step:
     """A step before it is run.
 
@@ -37,7 +47,7 @@ class Step:
         title: a line.
         paragraphs: the text.
         follows: the documents whose lines of thought and numbers it follows.
-        code: the source of the functions that it runs, in the order in which they are read.
+        code: what it runs, in the order in which it is read; "drawing" comes last.
         body: the function itself.
     """
 
@@ -45,7 +55,7 @@ class Step:
     title: str
     paragraphs: tuple[str, ...]
     follows: tuple[Document, ...]
-    code: str
+    code: tuple[Code, ...]
     body: Body
 
 
@@ -59,27 +69,40 @@ class Result:
     seconds: float
 
 
-def step(*follows: Document, uses: tuple[Callable[..., Any], ...] = ()) -> Callable[[Body], Step]:
+def step(
+    *follows: Document, uses: tuple[Callable[..., Any] | type | str, ...] = ()
+) -> Callable[[Body], Step]:
     """Makes a step of a function, whose name it takes.
 
     Args:
         follows: the documents.
-        uses: functions of the same file that the page shows before the step's own lines.
+        uses: functions, classes and texts in C++ that the page shows before the step's own lines.
     """
 
     def made(body: Body) -> Step:
         title, *paragraphs = inspect.cleandoc(body.__doc__ or "").split("\n\n")
-        code = [textwrap.dedent(inspect.getsource(function)) for function in uses]
         return Step(
             body.__name__.replace("_", "-"),
             title.rstrip("."),
             tuple(" ".join(paragraph.split()) for paragraph in paragraphs),
             follows,
-            "\n\n".join([*code, _own_lines(body)]),
+            tuple(_code(body, uses)),
             body,
         )
 
     return made
+
+
+def _code(body: Body, uses: tuple[Callable[..., Any] | type | str, ...]) -> Iterator[Code]:
+    """What stands under a step's text; lines after "# The picture." are those that draw."""
+    for used in uses:
+        if isinstance(used, str):
+            yield Code("loops in C++", "c++", used)
+        else:
+            yield Code(used.__name__, "python", textwrap.dedent(inspect.getsource(used)))
+    own, *drawing = re.split(r"^# The pictures?\.\n", _own_lines(body), flags=re.MULTILINE)
+    yield Code("the step", "python", own)
+    yield from (Code("drawing", "python", lines) for lines in drawing)
 
 
 def _own_lines(function: Callable[..., Any]) -> str:

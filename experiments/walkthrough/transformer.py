@@ -1,6 +1,7 @@
 """The Transformer of 2017: its block, its three attentions, its size."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,17 +38,16 @@ def transformer() -> list[Figure]:
         y = norm(y + part(y))  # around each part: add, then normalise
     check("an encoder block is these two lines", same(block(x), y, 1e-5))
 
-    options = {"features": 32, "num_heads": 4, "feed_forward": 64, "dropout_rate": 0.0}
-    layers = {"encoder_layers": 2, "decoder_layers": 2}
-    model = jattn.nn.Transformer(50, 60, **options, **layers, rngs=nnx.Rngs(0))
+    sizes: dict[str, Any] = {"features": 32, "num_heads": 4, "feed_forward": 64}
+    sizes |= {"encoder_layers": 2, "decoder_layers": 2}
+    model = jattn.nn.Transformer(50, 60, **sizes, dropout_rate=0.0, rngs=nnx.Rngs(0))
     source, target = jnp.array([[5, 9, 2, 7, 0, 0]]), jnp.array([[1, 8, 3, 4, 6]])
     real = masks.Lengths(kv=jnp.array([4]))  # the last two source words are padding
     logits = model(source, target, source_mask=real, cross_mask=real)
     print(f"logits {logits.shape}: for each target word, a number for each word of the vocabulary")
     later = model(source, target.at[0, 3:].set(0), source_mask=real, cross_mask=real)
-    check(
-        "words that come later change nothing before them", same(later[:, :3], logits[:, :3], 1e-5)
-    )
+    before = same(later[:, :3], logits[:, :3], 1e-5)
+    check("words that come later change nothing before them", before)
     check("but something after them", not same(later[:, 3:], logits[:, 3:], 1e-2))
     padded = model(source.at[0, 4:].set(11), target, source_mask=real, cross_mask=real)
     check("what stands in the padding changes nothing", same(padded, logits, 0))
@@ -62,6 +62,7 @@ def transformer() -> list[Figure]:
     count = sum(math.prod(leaf.shape) for leaf in shapes)
     print(f"the base model has {count / 1e6:.1f} million parameters")
     check("about the 65 million of the paper", abs(count / 65e6 - 1) < 0.05)
+    # The pictures.
     grids = []
     for side, kind in (("encoder", "self"), ("decoder", "self"), ("decoder", "cross")):
         weights = np.asarray(seen[f"{side}/layers/0/{kind}_attention"])[0, :3]
