@@ -203,8 +203,38 @@ struct Block {
 // One head
 // ------------------------------------------------------------------------------------------------
 
+// Rows of an array as the caller has it, which may be of 16 bits.
+struct Input {
+  const char* start;
+  Index stride, size;  // in numbers
+  ffi::DataType type;
+
+  Input from(Index i) const {
+    return {start + i * stride * static_cast<Index>(ffi::ByteWidth(type)), stride, size, type};
+  }
+  template <typename E>
+  Rows<const E> rows() const {
+    return {reinterpret_cast<const E*>(start), stride, size};
+  }
+  template <typename Run>
+  auto read(const Run& run) const {
+#if JATTN_SINGLE
+    if (type == ffi::BF16) return run(rows<Bfloat16>());
+    if (type == ffi::F16) return run(rows<Float16>());
+#endif
+    return run(rows<T>());
+  }
+};
+
+bool copy(const Input& from, Index count, T* to, Index width) {
+  return from.read([&](auto rows) { return copy(rows, count, to, width); });
+}
+void transpose(const Input& from, Index count, Index t, T* to, T factor) {
+  from.read([&](auto rows) { transpose(rows, count, t, to, factor); });
+}
+
 struct Head {
-  Rows<const T> q, k, v;
+  Input q, k, v;
   Rules rules;
   T scale;
 };
@@ -636,6 +666,26 @@ Heads<T> heads_of(ffi::Result<ffi::AnyBuffer>& x, bool vectors = true) {
   return {const_cast<T*>(same.start), same.tokens, same.heads, same.size};
 }
 
+// Heads (b, n) of queries, keys or values [B, t, n, size].
+struct Inputs {
+  Input first;
+  Index tokens, heads, size;
+
+  explicit Inputs(const ffi::AnyBuffer& x)
+      : first{static_cast<const char*>(x.untyped_data()), axis(x, 2) * axis(x, 1), axis(x, 1),
+              x.element_type()},
+        tokens(axis(x, 3)),
+        heads(axis(x, 2)),
+        size(axis(x, 1)) {}
+
+  Input at(Index b, Index n) const {
+    const Index bytes = static_cast<Index>(ffi::ByteWidth(first.type));
+    Input one = first;
+    one.start += (b * tokens * heads + n) * size * bytes;
+    return one;
+  }
+};
+
 // An operand [b, n, size]: of fewer batch rows or heads than the call, each stands for several.
 template <typename E>
 struct Shared {
@@ -692,7 +742,7 @@ struct CallRule {
 
 // A call: everything but what goes in and comes out per query.
 struct Call {
-  Heads<const T> q, k, v;
+  Inputs q, k, v;
   Index B, N, K, t, S;
   Shared<int32_t> from, until, q_ids, kv_ids;
   Shared<T> bias;
@@ -705,9 +755,9 @@ struct Call {
        const ffi::AnyBuffer& from, const ffi::AnyBuffer& until, const ffi::AnyBuffer& q_ids,
        const ffi::AnyBuffer& kv_ids, const ffi::AnyBuffer& bias, const ffi::AnyBuffer& seeds,
        double scale, double cap, double grown, int64_t threshold)
-      : q(heads_of(q)),
-        k(heads_of(k)),
-        v(heads_of(v)),
+      : q(q),
+        k(k),
+        v(v),
         B(leading(q, 3)),
         N(this->q.heads),
         K(this->k.heads),
