@@ -10,10 +10,12 @@ by JAX, of this pass and of `blockwise`'s backward pass.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from jattn import softmax, tile, tuning
@@ -35,25 +37,40 @@ class _Course:
     tangent: Spec
 
 
-class _Blocks(NamedTuple):
-    """The blocks of queries of a head, of so many `rows`, and the keys that each visits."""
+class _Walk(NamedTuple):
+    """How a head is walked over: in blocks of so many `rows`, of which `visit(i, step, state)` folds
+    over the keys that one visits, and `map(block)` stacks the results of all."""
 
     rows: int
-    schedule: tile_schedule.Schedule
-    blocks: blockwise.Blocks
+    visit: Callable[..., Any]
+    map: Callable[[Callable[[Any], Any]], Any]
 
     @classmethod
-    def of(cls, problem: Problem, spec: Spec, b: Any, h: Any) -> "_Blocks":
-        T, S = problem.padded
-        blocks = problem.blocks
-        found = tile_schedule.schedule(
-            spec, b, h, T, S, problem.tiling, written_out=blocks.written_out
-        )
-        return cls(problem.tiling.block_q, found, blocks)
+    def of(cls, problem: Problem, spec: Spec, b: Any, h: Any) -> "_Walk":
+        (T, S), tiling, blocks = problem.padded, problem.tiling, problem.blocks
+        written_out = blocks.written_out
+        schedule = tile_schedule.schedule(spec, b, h, T, S, tiling, written_out=written_out)
+
+        def over_blocks(block: Callable[[Any], Any]) -> Any:
+            return tile_schedule.map_blocks(schedule, T // tiling.block_q, block, blocks.map)
+
+        return cls(tiling.block_q, functools.partial(tile_schedule.visit, schedule), over_blocks)
+
+    @classmethod
+    def of_band(cls, band: tile_schedule.Band) -> "_Walk":
+        """Of a mask that leaves a band: each block sees one run of keys, and some go together."""
+        starts = jnp.asarray(band.starts)
+
+        def visit(i: Any, step: Callable[..., Any], state: Any) -> Any:
+            return step(tile_schedule.Run(starts[i], band.width, True), state)
+
+        indices = jnp.arange(len(starts), dtype=jnp.int32)
+        together = min(len(starts), tuning.current().band_blocks)
+        return cls(band.rows, visit, lambda block: lax.map(block, indices, batch_size=together))
 
 
 def _head(
-    course: _Course, b: Any, h: Any, operands: Moving, keys: tuple[Array, ...], problem: Problem
+    course: _Course, b: Any, h: Any, operands: Moving, keys: tuple[Array, ...], walk: _Walk
 ) -> tuple[Array, Array]:
     """`(d_out [T, V], d_lse [T])` of one head; sizes are whole tiles."""
     (spec, q, _), (along, dq, _) = (
@@ -63,7 +80,7 @@ def _head(
     k, dk, v, dv = keys
     values, d_values = Values.of(spec, v), dv.astype(accumulation(v.dtype))
     d_values = jnp.where(jnp.isfinite(v), d_values, 0)
-    rows, schedule, blocks = _Blocks.of(problem, spec, b, h)
+    rows = walk.rows
 
     def block(i: Any) -> tuple[Array, Array]:
         own = Moving(*(slicing.take(x, i * rows, rows) for x in operands))
@@ -90,11 +107,10 @@ def _head(
             return d_lse + jnp.sum(changes, axis=-1), weighted
 
         state = (jnp.zeros_like(own.log_total), jnp.zeros_like(own.out))
-        d_lse, weighted = tile_schedule.visit(schedule, i, step, state)
+        d_lse, weighted = walk.visit(i, step, state)
         return weighted - d_lse[:, None] * own.out, d_lse
 
-    found = tile_schedule.map_blocks(schedule, len(q) // rows, block, blocks.map)
-    d_out, d_lse = map(tile_schedule.join, found)
+    d_out, d_lse = map(tile_schedule.join, walk.map(block))
     return d_out, d_lse
 
 
@@ -120,7 +136,8 @@ def _tangent(
     def one(course: Any, b: Any, h: Any, *operands: Array) -> tuple[Array, Array]:
         rows = Moving(*(slicing.pad_to(x, T) for x in operands[: len(moving)]))
         columns = tuple(slicing.pad_to(x, S) for x in operands[len(moving) :])
-        found = _head(course, b, h, rows, columns, problem)
+        walk = _Walk.of(problem, course.spec, b, h)
+        found = _head(course, b, h, rows, columns, walk)
         return jax.tree.map(lambda x: x[: problem.shapes.T], found)
 
     over_batch = _over_batch(platform, problem)
@@ -138,12 +155,17 @@ def _in_turn(
 ) -> tuple[Array, Array]:
     """Head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
+    band = None
+    if course.spec.pair is None:
+        band = tile_schedule.band(select_head(course.spec, 0, 0), T, S, problem.tiling)
 
     def body(n: Any, total: Any) -> Any:
-        b, h = (jax.lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
+        b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
         rows = Moving(*(take_head(x, b, h, T) for x in moving))
         columns = tuple(take_head(x, b, h // shapes.G, S) for x in keys)
-        results = _head(select_head(course, b, h), b, h, rows, columns, problem)
+        own = select_head(course, b, h)
+        walk = _Walk.of_band(band) if band else _Walk.of(problem, own.spec, b, h)
+        results = _head(own, b, h, rows, columns, walk)
         return jax.tree.map(lambda x, y: put_head(x, y, b, h), total, results)
 
     total = (jnp.zeros_like(moving.out), jnp.zeros_like(moving.log_total))
