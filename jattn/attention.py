@@ -22,7 +22,7 @@ from jattn.checks import check_array, check_choice
 from jattn.explanation import Explanation
 from jattn.kernels import registry
 from jattn.kernels.common import lowering, vjp
-from jattn.kernels.xla import decode, reference
+from jattn.kernels.xla import decode, reference, tangents
 from jattn.masks import MaskLike, as_mask
 from jattn.scores import ScoreLike, as_score
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
@@ -118,8 +118,11 @@ def attention(
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before compilation.
-        NotImplementedError: if the named implementation cannot, with its reason; for forward mode
-            and second derivatives, which only implementation="reference" has.
+        NotImplementedError: if the named implementation cannot, with its reason; for third
+            derivatives, and for all but the first in reverse mode where a cache is decoded from,
+            which implementation="reference" has.
+
+    First and second derivatives come in every mode, in memory linear in T and S.
     """
     meaning = {
         "mask": mask,
@@ -172,7 +175,7 @@ def _run(
     if implementation == "reference":
         return reference.attend(spec, query, key, value)
     functions, traced = registry.functions(names, shapes, named=named)
-    return vjp.attention(functions, spec, query, key, value, traced)
+    return vjp.attention(functions, tangents.passes(), spec, query, key, value, traced)
 
 
 def _attention_to_cache(
@@ -251,8 +254,8 @@ def cached_attention(
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
@@ -268,8 +271,8 @@ def cached_attention(
     cache: Cache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,

@@ -20,7 +20,8 @@ from jattn import tile, tuning
 from jattn._pytree import flatten_batch, is_static, number, select_head
 from jattn._types import accumulation
 from jattn.kernels.common import lowering, tile_schedule
-from jattn.kernels.common.vjp import AttentionVJP, PerQuery
+from jattn.kernels.common.derivatives import PerQuery
+from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.cpu import decode, generator, library, rules
 from jattn.kernels.cpu.generator import Rule
 from jattn.kernels.cpu.rules import QueryBlock, Runs
