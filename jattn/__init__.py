@@ -31,6 +31,7 @@ from jattn.softmax import merge, with_sink
 
 if TYPE_CHECKING:
     from jattn import nn, viz
+    from jattn.generation import generate
 
 __all__ = [
     "additive_attention",
@@ -42,6 +43,7 @@ __all__ = [
     "cached_attention",
     "causal_interaction",
     "explain",
+    "generate",
     "interaction",
     "masks",
     "merge",
@@ -67,8 +69,10 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """`jattn.nn` and `jattn.viz` are imported when they are first used: the functions alone
-        need neither Flax nor pictures."""
+        """`jattn.nn`, `jattn.viz` and `jattn.generate` are imported when they are first used: the
+        other functions need neither Flax nor pictures."""
+        if name == "generate":
+            return importlib.import_module("jattn.generation").generate
         if name in ("nn", "viz"):
             return importlib.import_module(f"jattn.{name}")
         raise AttributeError(f"module 'jattn' has no attribute {name!r}")

@@ -222,7 +222,7 @@ def drop(
 class _Leaves:
     """The arrays of a spec, and along which letters each still runs."""
 
-    def __init__(self, spec: Spec, groups: tuple[int, ...]):
+    def __init__(self, spec: Any, groups: tuple[int, ...]):
         letters, self.treedef = jax.tree.flatten(axis_names(spec))
         self.arrays: list[Array] = []
         self.letters: list[tuple[str, ...]] = []
@@ -275,7 +275,7 @@ def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
 
 def over_heads(
     one_head: Callable[..., Any],
-    spec: Spec,
+    spec: Any,
     per_head: tuple[Array, ...],
     shared: tuple[Array, ...],
     out_axes: Any,

@@ -20,7 +20,8 @@ from jattn import tile, tuning
 from jattn._pytree import flatten_batch, is_static, number, select_head
 from jattn._types import accumulation
 from jattn.kernels.common import lowering, tile_schedule
-from jattn.kernels.common.vjp import AttentionVJP, PerQuery
+from jattn.kernels.common.derivatives import PerQuery
+from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.cpu import decode, generator, library, rules
 from jattn.kernels.cpu.generator import Rule
 from jattn.kernels.cpu.rules import QueryBlock, Runs
@@ -146,7 +147,7 @@ def _operands(spec: Spec, query: Array, key: Array, value: Array) -> _Operands:
         each = jax.vmap(lambda b, h: tile.seed(spec.dropout_key, b, h), (None, 0))
         every = jax.vmap(each, (0, None))
         seeds = every(jnp.arange(shapes.B), jnp.arange(shapes.N))[..., None]
-    given = [x if _is_read(x.dtype, dtype) else x.astype(dtype) for x in (query, key, value)]
+    given = [x if _is_read(x.dtype, spec) else x.astype(dtype) for x in (query, key, value)]
     attributes = {
         "scale": float(number(spec.scale)),
         "cap": 0.0,
@@ -202,9 +203,11 @@ def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[int, Array]:
     return chunk, every(jnp.arange(rows, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32))
 
 
-def _is_read(dtype: Any, sums: Any) -> bool:
-    """Whether the kernel reads numbers of a dtype as they are."""
-    return dtype == sums or (dtype in (jnp.bfloat16, jnp.float16) and sums == jnp.float32)
+def _is_read(dtype: Any, spec: Spec) -> bool:
+    """Whether the kernel reads numbers of a dtype as they are. It multiplies those of bfloat16 as
+    such where the machine can, which is not the highest precision."""
+    highest = spec.precision in ("highest", jax.lax.Precision.HIGHEST)
+    return dtype == accumulation(dtype) or (dtype in (jnp.bfloat16, jnp.float16) and not highest)
 
 
 def _call(which: str, results: Any, operands: _Operands, arrays: list[Array], **more: Any) -> Any:
