@@ -1,5 +1,7 @@
 """FlexAttention's masks and scores, as its users write them, through jattn."""
 
+import dataclasses
+import json
 import math
 from typing import Any
 
@@ -9,6 +11,8 @@ import numpy as np
 import pytest
 
 import jattn
+from experiments.benchmark import __main__ as benchmark
+from experiments.benchmark import gym
 from experiments.benchmark.rules import HEADS, RULES, Rule
 from jattn import masks, tuning
 from jattn.kernels.cpu import library
@@ -156,3 +160,19 @@ def test_the_kernel_differentiates_it(name):
         got, want = gradients("native"), gradients("reference")
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5 * max(np.abs(y).max(), 1))
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    rule = BY_NAME["tree"]
+    short = dataclasses.replace(rule, lengths=(256, 512))
+    monkeypatch.setattr(gym, "RULES", (BY_NAME["causal"], short))
+    options = ["--only", "tree", "--lengths", "256", "--seconds", "0", "--out", str(tmp_path)]
+    assert benchmark.main(["--gym", "--peers", *options]) == 0
+    (row,) = map(json.loads, (tmp_path / "gym.jsonl").read_text().splitlines())
+    assert (row["name"], row["T"], row["flex"]) == ("tree", 256, None)
+    assert row["skipped"] == np.mean(kinds(in_numpy(rule, 256), 128) == masks.EMPTY)
+    assert row["both_over_forward"] == pytest.approx(row["both"] / row["forward"])
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["tree", "256"]
