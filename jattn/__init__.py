@@ -27,6 +27,7 @@ from jattn.mechanisms import (
     simple_self_attention,
 )
 from jattn.softmax import merge, with_sink
+from jattn.statistics import statistics, top_weights
 
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ __all__ = [
     "scores",
     "self_attention",
     "simple_self_attention",
+    "statistics",
+    "top_weights",
     "viz",
     "with_sink",
 ]

@@ -190,6 +190,17 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
     return jnp.asarray(slopes, jnp.float32)
 
 
+def apart(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
+    """|q − kv| of the positions of two spans."""
+    q, kv = rows.positions[:, None], columns.positions[None, :]
+    distance = jnp.maximum(q, kv) - jnp.minimum(q, kv)
+    if rows.consecutive and columns.consecutive:
+        return distance.astype(dtype)
+    # Positions have 32 bits, their distance has 33: the highest is what makes it negative.
+    lost = jnp.where(distance < 0, jnp.asarray(2.0**32, dtype), 0)
+    return distance.astype(dtype) + lost
+
+
 @pytree_dataclass
 class Alibi(ScoreFunction):
     """score − slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`."""
@@ -204,11 +215,7 @@ class Alibi(ScoreFunction):
         check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):
-        q, kv = rows.positions[:, None], columns.positions[None, :]
-        apart = jnp.maximum(q, kv) - jnp.minimum(q, kv)
-        # Positions have 32 bits, their distance has 33: the highest is what makes it negative.
-        lost = jnp.where(apart < 0, jnp.asarray(2.0**32, score.dtype), 0)
-        return score - _like(self.slopes, score) * (apart.astype(score.dtype) + lost)
+        return score - _like(self.slopes, score) * apart(rows, columns, score.dtype)
 
 
 def relative_bucket(

@@ -67,6 +67,7 @@ TAKES: dict[str, set[str]] = {
     "token": {"minus one"},
     "number?": {"None", "minus one", "2**40"},
     "rate": set(),
+    "share?": {"None"},
     "key?": {"None"},  # looked at where something is dropped only
     "precision": {"None"},
     "name?": {"None"},
@@ -158,6 +159,17 @@ FUNCTIONS: dict[str, Call] = {
         jattn.attention_weights,
         right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY),
         {"query": "array", "key": "array", **PLACED},
+    ),
+    "statistics": Call(
+        jattn.statistics,
+        right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY)
+        | {"keys": None, "threshold": 0.5},
+        {"query": "array", "key": "array", **PLACED, "keys": "array?", "threshold": "share?"},
+    ),
+    "top_weights": Call(
+        jattn.top_weights,
+        right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY) | {"n": 2},
+        {"query": "array", "key": "array", **PLACED, "n": "size"},
     ),
     "cached_attention": Call(
         jattn.cached_attention,
