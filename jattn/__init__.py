@@ -30,7 +30,7 @@ from jattn.softmax import merge, with_sink
 
 
 if TYPE_CHECKING:
-    from jattn import nn, viz
+    from jattn import nn, parallel, viz
 
 __all__ = [
     "additive_attention",
@@ -49,6 +49,7 @@ __all__ = [
     "multiplicative_attention",
     "nn",
     "normalised_interaction",
+    "parallel",
     "positions",
     "renormalised_causal",
     "scores",
@@ -67,8 +68,8 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """`jattn.nn` and `jattn.viz` are imported when they are first used: the functions alone
-        need neither Flax nor pictures."""
-        if name in ("nn", "viz"):
+        """`jattn.nn`, `jattn.parallel` and `jattn.viz` are imported when they are first used: the
+        functions alone need neither Flax nor several devices nor pictures."""
+        if name in ("nn", "parallel", "viz"):
             return importlib.import_module(f"jattn.{name}")
         raise AttributeError(f"module 'jattn' has no attribute {name!r}")
