@@ -1,7 +1,7 @@
 """Attention: arguments are checked, an implementation is chosen, one compiled pure function runs.
 
 `attention` checks its arguments and makes a `Spec` of them, which says what is computed. `_attend`
-is compiled once for each kind of call. `_run` prepares the spec and hands it to the reference, or
+is compiled once for each kind of call. `run` prepares the spec and hands it to the reference, or
 with the kernels that can compute it to `vjp.attention`, whose derivative rule all kernels share.
 """
 
@@ -159,13 +159,13 @@ def _attend(
 ) -> Any:
     """`out`, or `(out, lse)` if the spec asks for it."""
     query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
-    results = _run(implementation, spec, query, key, value, shapes)
+    results = run(implementation, spec, query, key, value, shapes)
     out, lse = nan_if_overflowed(spec, *results)
     out = out.reshape(*shapes.batch, *out.shape[1:])
     return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
 
 
-def _run(
+def run(
     implementation: str | None, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes
 ) -> tuple[Array, Array]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
@@ -201,7 +201,7 @@ def _attend_cache(
         out, lse = decode.attend(prepare(spec, shapes), query, cache)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
-        out, lse = _run(implementation, spec, query, key, value, shapes)
+        out, lse = run(implementation, spec, query, key, value, shapes)
     overflowed = cache.overflowed
     out, lse = nan_if_overflowed(spec, out, lse)
     out = jnp.where(overflowed[:, None, None, None], jnp.nan, out)

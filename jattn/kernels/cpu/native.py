@@ -31,6 +31,8 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Whatever stands in the kernel, see `by_hand`, or can be generated for it."""
+    if spec.origin is not None and spec.dropout_rate:
+        return "dropout of a piece counts places of the whole, it knows those of the piece"
     if not by_hand(spec, shapes):
         return None
     if spec.pair is not None:

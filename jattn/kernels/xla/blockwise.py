@@ -393,7 +393,8 @@ class Problem(NamedTuple):
     ) -> "Problem":
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
-        if tiling is None and T * S <= sizes.max_untiled:
+        # A single tile computes its weights without the normalizer.
+        if tiling is None and T * S <= sizes.max_untiled and not spec.partial:
             return cls(shapes, Tiling(T, S), "single tile")
         way = "loop" if sizes.in_turn else "vmap"
         return cls(shapes, tiling or choose_tiling(spec, T, S, sizes), way)
