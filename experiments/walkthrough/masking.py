@@ -34,6 +34,9 @@ def causal() -> list[Figure]:
     set later scores to −∞ before the softmax, as e^−∞ is 0. Both are the same numbers, for the
     whole row's sum cancels in the division; nothing of the later words is left.
 
+    Masks are put together with `&`, `|` and `~`. The second picture has one that keeps the last 23
+    words and the first 8; beside it stand its tiles, of which the empty ones are never computed.
+
     Misprints in “Coding”: the first three rows of the masked and of the divided table have five
     numbers instead of six, the first two rows of the masked scores have two and eight, and 0.1555
     stands in the last row of the divided table for 0.1565. “LLMs Part 2” multiplies by the triangle
@@ -71,9 +74,12 @@ def causal() -> list[Figure]:
     check("its V too", matches(x @ w_value, printed.MASKED_V))
     y = jattn.self_attention(x, w_query, w_key, w_value, mask=masks.Causal(), scale=1.0)
     check("and its Y", matches(y, printed.MASKED_LV))
+    # The pictures.
+    title = "masks.Causal() & (masks.Window(left=23) | masks.Global(8))"
+    near = masks.Causal() & (masks.Window(left=23) | masks.Global(8))
     return [
         viz.heatmap(divided, JOURNEY, title="causal weights: each word reads itself and before"),
-        viz.show_mask(masks.Causal() & masks.Window(left=24), 64, block=8, title="tiles of a mask"),
+        viz.show_mask(near, 96, block=8, title=title),
     ]
 
 
