@@ -1,7 +1,7 @@
 """Attention: arguments are checked, an implementation is chosen, one compiled pure function runs.
 
 `attention` checks its arguments and makes a `Spec` of them, which says what is computed. `_attend`
-is compiled once for each kind of call. `_run` prepares the spec and hands it to the reference, or
+is compiled once for each kind of call. `run` prepares the spec and hands it to the reference, or
 with the kernels that can compute it to `vjp.attention`, whose derivative rule all kernels share.
 """
 
@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
+from jattn._advice import advised
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
@@ -21,9 +22,9 @@ from jattn.checks import check_array, check_choice
 from jattn.explanation import Explanation
 from jattn.kernels import registry
 from jattn.kernels.common import lowering, vjp
-from jattn.kernels.xla import decode, reference
-from jattn.masks import Mask, as_mask
-from jattn.scores import ScoreFunction
+from jattn.kernels.xla import decode, reference, tangents
+from jattn.masks import MaskLike, as_mask
+from jattn.scores import ScoreLike, as_score
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
 
 
@@ -39,8 +40,8 @@ def attention(
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -56,8 +57,8 @@ def attention(
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -67,13 +68,14 @@ def attention(
     implementation: str | None = None,
     return_lse: Literal[True],
 ) -> tuple[Output, LogSumExp]: ...
+@advised
 def attention(
     query: Queries,
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -116,8 +118,11 @@ def attention(
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before compilation.
-        NotImplementedError: if the named implementation cannot, with its reason; for forward mode
-            and second derivatives, which only implementation="reference" has.
+        NotImplementedError: if the named implementation cannot, with its reason; for third
+            derivatives, and for all but the first in reverse mode where a cache is decoded from,
+            which implementation="reference" has.
+
+    First and second derivatives come in every mode, in memory linear in T and S.
     """
     meaning = {
         "mask": mask,
@@ -154,13 +159,13 @@ def _attend(
 ) -> Any:
     """`out`, or `(out, lse)` if the spec asks for it."""
     query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
-    results = _run(implementation, spec, query, key, value, shapes)
+    results = run(implementation, spec, query, key, value, shapes)
     out, lse = nan_if_overflowed(spec, *results)
     out = out.reshape(*shapes.batch, *out.shape[1:])
     return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
 
 
-def _run(
+def run(
     implementation: str | None, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes
 ) -> tuple[Array, Array]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
@@ -170,7 +175,7 @@ def _run(
     if implementation == "reference":
         return reference.attend(spec, query, key, value)
     functions, traced = registry.functions(names, shapes, named=named)
-    return vjp.attention(functions, spec, query, key, value, traced)
+    return vjp.attention(functions, tangents.passes(), spec, query, key, value, traced)
 
 
 def _attention_to_cache(
@@ -196,7 +201,7 @@ def _attend_cache(
         out, lse = decode.attend(prepare(spec, shapes), query, cache)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
-        out, lse = _run(implementation, spec, query, key, value, shapes)
+        out, lse = run(implementation, spec, query, key, value, shapes)
     overflowed = cache.overflowed
     out, lse = nan_if_overflowed(spec, out, lse)
     out = jnp.where(overflowed[:, None, None, None], jnp.nan, out)
@@ -232,8 +237,8 @@ def cached_attention(
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
@@ -249,8 +254,8 @@ def cached_attention(
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
@@ -258,6 +263,7 @@ def cached_attention(
     implementation: str | None = None,
     return_lse: Literal[True],
 ) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
+@advised
 def cached_attention(
     query: Queries,
     key: Keys,
@@ -265,8 +271,8 @@ def cached_attention(
     cache: Cache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
@@ -331,7 +337,7 @@ def _in_pieces(
         return jnp.moveaxis(x.reshape(pieces, chunk, *x.shape[1:]), 1, axis + 1)
 
     # Arrays of mask and score along T are split with the queries.
-    rules = {"mask": as_mask(arguments.get("mask")), "score": arguments.get("score")}
+    rules = {"mask": as_mask(arguments.get("mask")), "score": as_score(arguments.get("score"))}
     leaves, structure = jax.tree.flatten(rules)
     letters = jax.tree.leaves([axis_names(rule) for rule in rules.values()])
     axes = [axis_of("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
@@ -362,14 +368,15 @@ def _in_pieces(
     return (joined(out, 1), joined(lse, 2)), cache
 
 
+@advised
 def explain(
     query: Queries,
     key: Keys | Cache,
     value: Values | None = None,
     *,
     platform: str | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -430,12 +437,13 @@ def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) 
     return result.reshape(*shapes.batch, *result.shape[1:])
 
 
+@advised
 def attention_scores(
     query: Queries,
     key: Keys,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -458,12 +466,13 @@ def attention_scores(
     return _matrix(spec, query, key, what="scores", shapes=shapes)
 
 
+@advised
 def attention_weights(
     query: Queries,
     key: Keys,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,

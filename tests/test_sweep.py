@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn import cache, masks, nn, positions, scores
+from jattn import cache, masks, nn, parallel, positions, scores
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -159,6 +159,17 @@ FUNCTIONS: dict[str, Call] = {
         right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY),
         {"query": "array", "key": "array", **PLACED},
     ),
+    "statistics": Call(
+        jattn.statistics,
+        right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY)
+        | {"keys": None, "threshold": 0.5},
+        {"query": "array", "key": "array", **PLACED, "keys": "array?", "threshold": "share?"},
+    ),
+    "top_weights": Call(
+        jattn.top_weights,
+        right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY) | {"n": 2},
+        {"query": "array", "key": "array", **PLACED, "n": "size"},
+    ),
     "cached_attention": Call(
         jattn.cached_attention,
         {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None}
@@ -291,6 +302,11 @@ FUNCTIONS |= {
         masks.Segments,
         {"q_ids": ints(B, T), "kv_ids": ints(B, S)},
         {"q_ids": "tokens", "kv_ids": "tokens?"},
+    ),
+    "Padding": Call(
+        masks.Padding,
+        {"attention_mask": ints(B, S)},
+        {"attention_mask": "tokens or truths"},
     ),
     "Dense": Call(
         masks.Dense, {"array": truths(B, N, T, S)}, {"array": "dense"}, {"array": "mask"}
@@ -428,6 +444,7 @@ FUNCTIONS |= {
 
 TAKES |= {
     "tokens?": {"None", "integers"},
+    "tokens or truths": {"integers", "truths"},
     "dense": {"truths"},
     "block": {"2**40", "10**400"},
     "operand": set(BAD) - {"text", "object", "10**400"},
@@ -436,6 +453,47 @@ TAKES |= {
     "slopes": {"list", "of nine axes", "empty"},
     "any rows": {"of nine axes"},
 }
+
+CUT = {"axis_name": "x", "scheme": "ring", "order": "contiguous"}
+CUT |= {"batch_axis": None, "head_axis": None}
+CUT_KINDS = dict.fromkeys(CUT, "name") | dict.fromkeys(("batch_axis", "head_axis"), "name?")
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+PLACED_TOKENS = {"devices": 1, "axis": 0, "order": "zigzag"}
+PLACED_KINDS = {"devices": "devices", "axis": "axis", "order": "name"}
+
+FUNCTIONS |= {
+    "parallel.attention": Call(
+        parallel.attention,
+        {**right(IN_FULL, query=QUERY, key=KEY, value=VALUE), **CUT, "mesh": MESH},
+        {**IN_FULL, **CUT_KINDS, "mesh": "thing"},
+        dict.fromkeys(("axis_name", "batch_axis", "head_axis"), "axis"),
+    ),
+    "parallel.attention_shard": Call(
+        lambda **given: jax.shard_map(
+            lambda: parallel.attention_shard(**given),
+            mesh=MESH,
+            in_specs=(),
+            out_specs=jax.sharding.PartitionSpec(None, "x"),
+        )(),
+        {**right(IN_FULL, query=QUERY, key=KEY, value=VALUE), **CUT},
+        {**IN_FULL, **CUT_KINDS},
+    ),
+    **{
+        f"parallel.{function.__name__}": Call(
+            function,
+            {"x": array(4, 2), **PLACED_TOKENS},
+            {"x": "tree", **PLACED_KINDS},
+        )
+        for function in (parallel.shard_tokens, parallel.unshard_tokens)
+    },
+    "parallel.token_positions": Call(
+        parallel.token_positions,
+        {"T": 8, "devices": 2, "order": "zigzag"},
+        {"T": "tokens_of_devices", "devices": "devices", "order": "name"},
+    ),
+}
+TAKES |= {"devices": set(), "tokens_of_devices": set(), "axis": {"minus one"}}
+TAKES |= {"tree": {"integers", "truths", "complex", "empty"}}
 
 # --- modules ---------------------------------------------------------------------------------
 
@@ -835,7 +893,8 @@ def _nothing(_: Any) -> None:
 
 def test_every_public_function_is_swept():
     public = set()
-    for prefix, room in (("", jattn), ("nn.", nn), ("", masks), ("", scores), ("", positions)):
+    rooms = (("", jattn), ("nn.", nn), ("parallel.", parallel))
+    for prefix, room in (*rooms, ("", masks), ("", scores), ("", positions)):
         public |= {prefix + name for name in room.__all__ if callable(getattr(room, name))}
     swept = {name.split(".create")[0].split("()")[0] for name in FUNCTIONS}
     assert public - swept - NOT_SWEPT == set()

@@ -22,7 +22,7 @@ from jattn.nn.embedding import AxialRotary, Rotary
 from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, promote, sharded
 from jattn.nn.module import Module
 from jattn.nn.variables import LearnedScore, PytreeVariables
-from jattn.scores import ScoreFunction, check_score
+from jattn.scores import ScoreFunction, as_score
 from jattn.softmax import with_sink
 
 
@@ -100,7 +100,7 @@ class MultiHeadAttention(Module):
         if not isinstance(rotary, bool | Rotary | AxialRotary):
             raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
         if not isinstance(score, nnx.Module):
-            check_score(score)
+            score = as_score(score)
         self.num_heads = num_heads
         self.in_features = in_features
         self.qkv_features = _qkv_features(num_heads, in_features, qkv_features, head_dim)
@@ -293,7 +293,7 @@ class MultiHeadAttention(Module):
     def _score(self, given: ScoreFunction | None) -> ScoreFunction | None:
         if self.score is None:
             return given
-        return self.score() if given is None else self.score() >> given
+        return self.score() if given is None else self.score() >> as_score(given)
 
     @overload
     def __call__(
