@@ -101,6 +101,8 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
         patch.setattr(cli, "_tell", interrupt)
         assert run_command("train", "--text", file, "--run", parts, *SET) == 130
     assert f"goes on with: train --run {parts} --resume" in capsys.readouterr().err
+    with (parts / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 4, "lo')  # cut short
     assert run_command("train", "--run", parts, "--resume") == 0
     for a, b in zip(variables_of(whole), variables_of(parts), strict=True):
         np.testing.assert_array_equal(a, b)

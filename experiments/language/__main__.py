@@ -48,7 +48,7 @@ def _users_part() -> Iterator[None]:
     """Around what can only fail because of what the user gave."""
     try:
         yield
-    except Unwritten:
+    except (Unwritten, BrokenPipeError):
         raise
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from error
