@@ -102,7 +102,7 @@ def stepped(module, tokens, caches, valid=None):
     return module.step(tokens, caches, valid=valid)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gpt", "llama", pytest.param("2017", marks=pytest.mark.slow)])
 def test_steps_equal_the_call(kind):
     """Prompts of two lengths, padded on the left, then the rest token by token."""
     module, tokens = model(kind), jnp.asarray(TOKENS)
@@ -119,6 +119,7 @@ def test_steps_equal_the_call(kind):
         np.testing.assert_allclose(logits[:, 0], want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_masks_positions_and_other_caches():
     """Packed documents are those alone; a window is that of a rolling cache."""
     module, tokens = model("llama"), jnp.asarray(TOKENS)

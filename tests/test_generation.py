@@ -53,7 +53,7 @@ def recomputed(module: Any, prompt: np.ndarray, count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_tokens_equal_recomputing_without_a_cache(kind):
     """Rows of three lengths, padded on either side or in between, with garbage in the padding."""
     module = lively(kind)
@@ -82,6 +82,12 @@ def test_goes_on_from_caches():
         assert found.tokens.tolist() == whole.tokens.tolist()
     with pytest.raises(ValueError, match="caches: expected room for 11 tokens, got 10"):
         jattn.generate(module, TOKENS[:, 6:], max_tokens=5, caches=caches)
+
+
+@pytest.mark.slow
+def test_writes_on_a_rolling_cache():
+    module = lively("llama")
+    whole = jattn.generate(module, TOKENS, max_tokens=4)
     rolling = module.start(2, 64, RollingCache, chunk=8)
     found = jattn.generate(module, TOKENS, max_tokens=4, caches=rolling)
     assert found.tokens.tolist() == whole.tokens.tolist()
@@ -103,6 +109,7 @@ def expected(logits: np.ndarray, temperature: float, top_k: int | None, top_p: f
     return kept / kept.sum()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1.0, None, None), (0.5, None, 1.0), (1.5, 4, None), (1.0, None, 0.7), (1.5, 5, 0.6)],
@@ -138,6 +145,7 @@ def test_rows_end_after_stop_tokens():
     assert one.lengths.tolist() == [2, 8, 8]
 
 
+@pytest.mark.slow
 def test_streaming_draws_the_same():
     module, options = model("gpt"), {"temperature": 1.2, "top_p": 0.9, "key": jax.random.key(1)}
     seen: list[Any] = []

@@ -4,7 +4,7 @@
     python -m experiments.language write --prompt "The "
 
 Without --text it reads English sentences from the grammar of `experiments.translation`, of which it
-learns spelling and grammar: the held-out loss comes to about 0.5 nats per character. A run's
+learns spelling and grammar: the held-out loss comes to 0.56 nats per character. A run's
 directory has its metrics, its checkpoint and a picture of its losses.
 """
 
@@ -48,7 +48,7 @@ def _users_part() -> Iterator[None]:
     """Around what can only fail because of what the user gave."""
     try:
         yield
-    except Unwritten:
+    except (Unwritten, BrokenPipeError):
         raise
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from error

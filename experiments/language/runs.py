@@ -77,9 +77,9 @@ class Run:
         append(self.directory / "metrics.jsonl", json_line(dict(record)))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The records so far."""
+        """The records so far, without a last line cut short."""
         path = self.directory / "metrics.jsonl"
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def forget_metrics_after(self, step: int) -> None:
