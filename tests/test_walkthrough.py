@@ -12,7 +12,8 @@ from experiments.walkthrough import page
 from experiments.walkthrough.__main__ import main
 from experiments.walkthrough.documents import CODING, DOCUMENTS
 from experiments.walkthrough.printed import matches
-from experiments.walkthrough.step import ClaimFailed, Step, check, run, show, step
+from experiments.walkthrough.running import run
+from experiments.walkthrough.step import ClaimFailed, Step, check, show, step
 from experiments.walkthrough.steps import STEPS
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from experiments.ending import Failure, UserError, exit_status
 from experiments.files import replace
 from experiments.walkthrough import page
-from experiments.walkthrough.step import ClaimFailed, Result, Step, run
+from experiments.walkthrough.running import Result, run
+from experiments.walkthrough.step import ClaimFailed, Step
 from experiments.walkthrough.steps import STEPS
 
 

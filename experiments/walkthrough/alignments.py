@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 import jattn
 from experiments.walkthrough.documents import CODING, MECHANISMS
-from experiments.walkthrough.step import check, panels, step
+from experiments.walkthrough.step import check, constants, panels, step
 from jattn import viz
 
 
@@ -83,7 +83,9 @@ def train(model: nnx.Module, source: np.ndarray, target: np.ndarray, steps: int)
     return value
 
 
-@step(MECHANISMS, CODING, uses=(pairs, train))
+@step(
+    MECHANISMS, CODING, uses=(constants(__file__, "WORDS", "CROSS"), pairs, arrays, shifted, train)
+)
 def alignment() -> Figure:
     """Alignments of two translators.
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 import jattn
 from experiments.walkthrough.documents import KERNEL, LLMS
 from experiments.walkthrough.recurrence import seconds
-from experiments.walkthrough.step import check, panels, same, step
+from experiments.walkthrough.step import Code, check, panels, same, step
 
 
 LOOPS = importlib.resources.files("experiments.walkthrough").joinpath("loop.cc").read_text("utf-8")
@@ -44,7 +44,7 @@ def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
     return call
 
 
-@step(KERNEL, LLMS, uses=(LOOPS, compiled))
+@step(KERNEL, LLMS, uses=(Code("loops in C++", "c++", LOOPS), compiled))
 def cores() -> Figure | None:
     """Attention over the cores of a machine.
 

@@ -15,7 +15,8 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 from experiments.walkthrough.documents import DOCUMENTS
-from experiments.walkthrough.step import Code, Result
+from experiments.walkthrough.running import Result
+from experiments.walkthrough.step import Code
 
 
 _TITLE = "From dot products to a Transformer"
@@ -155,5 +156,6 @@ def _picture(content: bytes, description: str) -> str:
     data = base64.b64encode(content).decode("ascii")
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{_text(description)}"'
+        f' class="{"wide" if width > 930 else ""}"'
         f' width="{width * 2 // 3}" height="{height * 2 // 3}"></figure>\n'
     )

@@ -11,9 +11,10 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 import jattn
+from experiments.walkthrough import corpus
 from experiments.walkthrough.corpus import sentences, vocabulary
 from experiments.walkthrough.documents import CODING, LLMS, MECHANISMS
-from experiments.walkthrough.step import check, panels, same, show, step
+from experiments.walkthrough.step import check, constants, panels, same, show, step
 from jattn import viz
 
 
@@ -23,7 +24,9 @@ def cosines(vectors: np.ndarray) -> np.ndarray:
     return unit @ unit.T
 
 
-@step(MECHANISMS, uses=(sentences, cosines))
+@step(
+    MECHANISMS, uses=(constants(corpus.__file__, "NATURE", "MONEY"), sentences, vocabulary, cosines)
+)
 def vectors() -> Figure:
     """Words as vectors.
 
@@ -155,7 +158,7 @@ INPUTS = (
 )
 
 
-@step(CODING, LLMS)
+@step(CODING, LLMS, uses=(constants(__file__, "JOURNEY", "INPUTS"),))
 def simple_self_attention() -> Figure:
     """Self-attention without weights.
 

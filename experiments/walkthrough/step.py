@@ -1,21 +1,18 @@
-"""What a step is, what it may say, and how it is run.
+"""What a step is, and what its code calls.
 
 A step is a function. Its docstring is the text: a line for the title, then paragraphs. Its body is
 the code that the page shows, it prints, it checks what it claims, and it returns its figures.
 """
 
 import ast
-import contextlib
 import inspect
-import io
 import re
 import textwrap
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -59,24 +56,26 @@ class Step:
     body: Body
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came of a step: its output and its figures as PNG files."""
-
-    step: Step
-    output: str
-    pictures: tuple[bytes, ...]
-    seconds: float
+Used = Callable[..., Any] | type | Code
 
 
-def step(
-    *follows: Document, uses: tuple[Callable[..., Any] | type | str, ...] = ()
-) -> Callable[[Body], Step]:
+def constants(file: str, *names: str) -> Code:
+    """The lines of a file that give these names their values."""
+    source = Path(file).read_text(encoding="utf-8")
+    found = [
+        ast.get_source_segment(source, line) or ""
+        for line in ast.parse(source).body
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) in names
+    ]
+    return Code("data", "python", "\n".join(found))
+
+
+def step(*follows: Document, uses: tuple[Used, ...] = ()) -> Callable[[Body], Step]:
     """Makes a step of a function, whose name it takes.
 
     Args:
         follows: the documents.
-        uses: functions, classes and texts in C++ that the page shows before the step's own lines.
+        uses: functions, classes and code that the page shows before the step's own lines.
     """
 
     def made(body: Body) -> Step:
@@ -93,11 +92,11 @@ def step(
     return made
 
 
-def _code(body: Body, uses: tuple[Callable[..., Any] | type | str, ...]) -> Iterator[Code]:
+def _code(body: Body, uses: tuple[Used, ...]) -> Iterator[Code]:
     """What stands under a step's text; lines after "# The picture." are those that draw."""
     for used in uses:
-        if isinstance(used, str):
-            yield Code("loops in C++", "c++", used)
+        if isinstance(used, Code):
+            yield used
         else:
             yield Code(used.__name__, "python", textwrap.dedent(inspect.getsource(used)))
     own, *drawing = re.split(r"^# The pictures?\.\n", _own_lines(body), flags=re.MULTILINE)
@@ -146,53 +145,3 @@ def panels(columns: int, *, width: float = 7.0, height: float = 3.0) -> tuple[Fi
     """An empty figure, in inches, and its axes: one, or an array of several."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, columns)
-
-
-# ------------------------------------------------------------------------------------ running one
-
-
-class _Copy(io.StringIO):
-    """Keeps what is printed, and lets somebody read along."""
-
-    def __init__(self, listener: TextIO | None) -> None:
-        super().__init__()
-        self.listener = listener
-
-    def write(self, text: str) -> int:
-        if self.listener is not None:
-            self.listener.write(text)
-            self.listener.flush()
-        return super().write(text)
-
-
-def run(chosen: Step, listener: TextIO | None = None) -> Result:
-    """Runs a step in 64 bits, in which the documents' eight digits are right.
-
-    Args:
-        chosen: the step.
-        listener: where its output is printed too, as it comes.
-
-    Raises:
-        ClaimFailed: something that the step says does not hold.
-    """
-    start = time.perf_counter()
-    copy = _Copy(listener)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(copy))
-        stack.enter_context(jax.enable_x64(True))
-        stack.enter_context(jax.numpy_dtype_promotion("standard"))
-        stack.enter_context(jax.numpy_rank_promotion("allow"))
-        figures = chosen.body()
-    pictures = tuple(map(_png, [figures] if isinstance(figures, Figure) else figures or []))
-    return Result(chosen, copy.getvalue(), pictures, time.perf_counter() - start)
-
-
-def run_all(steps: Iterable[Step], listener: TextIO | None = None) -> list[Result]:
-    """Runs steps one after the other."""
-    return [run(one, listener) for one in steps]
-
-
-def _png(figure: Figure) -> bytes:
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=144, facecolor="white")
-    return content.getvalue()
