@@ -31,7 +31,7 @@ from jattn.statistics import statistics, top_weights
 
 
 if TYPE_CHECKING:
-    from jattn import nn, viz
+    from jattn import compat, nn, viz
 
 __all__ = [
     "additive_attention",
@@ -42,6 +42,7 @@ __all__ = [
     "cache",
     "cached_attention",
     "causal_interaction",
+    "compat",
     "explain",
     "interaction",
     "masks",
@@ -70,8 +71,8 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """`jattn.nn` and `jattn.viz` are imported when they are first used: the functions alone
-        need neither Flax nor pictures."""
-        if name in ("nn", "viz"):
+        """`jattn.compat`, `jattn.nn` and `jattn.viz` are imported when they are first used: the
+        functions alone need neither Flax nor pictures."""
+        if name in ("compat", "nn", "viz"):
             return importlib.import_module(f"jattn.{name}")
         raise AttributeError(f"module 'jattn' has no attribute {name!r}")
