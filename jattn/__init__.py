@@ -31,7 +31,7 @@ from jattn.statistics import statistics, top_weights
 
 
 if TYPE_CHECKING:
-    from jattn import nn, parallel, viz
+    from jattn import compat, nn, parallel, viz
     from jattn.generation import generate
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "cache",
     "cached_attention",
     "causal_interaction",
+    "compat",
     "explain",
     "generate",
     "interaction",
@@ -73,10 +74,10 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """`jattn.nn`, `jattn.parallel`, `jattn.viz` and `jattn.generate` are imported when they are
-        first used: the other functions need neither Flax nor several devices nor pictures."""
+        """`compat`, `generate`, `nn`, `parallel` and `viz` are imported when they are first used: the
+        other functions need neither Flax nor several devices nor pictures."""
         if name == "generate":
             return importlib.import_module("jattn.generation").generate
-        if name in ("nn", "parallel", "viz"):
+        if name in ("compat", "nn", "parallel", "viz"):
             return importlib.import_module(f"jattn.{name}")
         raise AttributeError(f"module 'jattn' has no attribute {name!r}")

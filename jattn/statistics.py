@@ -191,9 +191,11 @@ def _statistics(
 def _top(
     spec: Spec, query: Array, key: Array, lse: Array, *, n: int, shapes: Shapes
 ) -> tuple[Array, Array]:
-    flat = _flat(*map(jax.lax.stop_gradient, (query, key, lse)), shapes)
+    query, key, lse = _flat(*jax.lax.stop_gradient((query, key, lse)), shapes)
     params = jax.tree.map(_constant, prepare(spec, shapes))
-    found, places = (x.reshape(*shapes.batch, *x.shape[1:]) for x in tiles.top(params, *flat, n))
+    found, places = (
+        x.reshape(*shapes.batch, *x.shape[1:]) for x in tiles.top(params, query, key, lse, n)
+    )
     return nan_if_overflowed(spec, found)[0], places
 
 

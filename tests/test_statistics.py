@@ -136,7 +136,7 @@ def test_statistics_are_differentiated(size):
 
 def test_what_has_no_derivative_is_constant():
     def constants(query: Any) -> Any:
-        found = jattn.statistics(query, given()[1], threshold=0.1)
+        found: Any = jattn.statistics(query, given()[1], threshold=0.1)
         values, _ = jattn.top_weights(query, given()[1], 2)
         return found.received.sum() + found.above.sum() + values.sum()
 

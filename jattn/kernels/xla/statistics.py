@@ -131,7 +131,7 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
             on_keys, above = state.on_keys, state.above
             if on_keys is not None:
                 on_keys = on_keys + _sum(w, found.on_keys())
-            if above is not None:
+            if asked.threshold is not None:
                 above = above + jnp.sum(jnp.where(w > asked.threshold, w, 0), axis=1)
             state = Rows(
                 state.entropy + _sum(w, _entropies(found)),

@@ -1,0 +1,25 @@
+"""Other libraries' calls: their signatures and meaning, computed by `jattn.attention`.
+
+from jattn.compat import dot_product_attention       # in place of jax.nn's
+with jattn.compat.installed(): ...                   # for code that cannot be edited
+nnx.MultiHeadAttention(..., attention_fn=jattn.compat.flax_attention_fn)
+"""
+
+from jattn.compat.flax_attention import flax_attention_fn
+from jattn.compat.installation import Ran, install, installed, report, uninstall
+from jattn.compat.jax_attention import dot_product_attention
+
+
+__all__ = [
+    "Ran",
+    "dot_product_attention",
+    "flax_attention_fn",
+    "install",
+    "installed",
+    "report",
+    "uninstall",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,181 @@
+"""`compat.flax_attention_fn` in Flax's own modules, against what they compute by themselves."""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from jattn import compat
+
+
+B, T, N, D = 2, 7, 4, 12
+X: Any = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
+PADDING = np.array([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+MASKS = {
+    "none": None,
+    "causal": np.tril(np.ones((1, 1, T, T), bool)),
+    "float": (PADDING[:, None, None, :] * 1.0).astype(np.float32),
+    "by row": np.tril(np.ones((T, T), bool))[None, None] & (PADDING[:, None, None, :] > 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """What Flax's own functions need."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def linen_layer(attention_fn: Any, **options: Any) -> Any:
+    """A layer of Flax's; `attention_fn=None` is its own."""
+    given = {} if attention_fn is None else {"attention_fn": attention_fn}
+    return linen.MultiHeadDotProductAttention(num_heads=N, qkv_features=D, **options, **given)
+
+
+def nnx_layer(attention_fn: Any, **options: Any) -> Any:
+    """As `linen_layer`."""
+    given = {} if attention_fn is None else {"attention_fn": attention_fn}
+    options = {"decode": False, **options}
+    return nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **options, **given)
+
+
+@functools.cache
+def variables() -> Any:
+    """Parameters of the linen layer."""
+    return linen_layer(None).init(jax.random.key(0), X)
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 2e-6) -> None:
+    """Trees that are equal to rounding."""
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert got.dtype == want.dtype
+        both = (np.asarray(x, np.float32) for x in (got, want))
+        np.testing.assert_allclose(*both, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_linen_with_gradients(name):
+    def loss(fn: Any, params: Any) -> Any:
+        out = linen_layer(fn).apply(params, X, mask=MASKS[name])
+        return jnp.sum(jnp.sin(out)), out
+
+    found = [
+        jax.grad(functools.partial(loss, fn), has_aux=True)(variables())
+        for fn in (compat.flax_attention_fn, None)
+    ]
+    close(*found, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", ["none", "by row"])
+def test_nnx_with_gradients(name):
+    def loss(layer: Any) -> Any:
+        out = layer(X, mask=MASKS[name])
+        return jnp.sum(jnp.sin(out)), out
+
+    found = [nnx.grad(loss, has_aux=True)(nnx_layer(fn)) for fn in (compat.flax_attention_fn, None)]
+    close(*found, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_dropout_drops_what_flax_drops(rate):
+    def loss(fn: Any, params: Any) -> Any:
+        layer = linen_layer(fn, dropout_rate=rate, deterministic=False)
+        rngs = {"dropout": jax.random.key(3)}
+        out = layer.apply(params, X, mask=MASKS["by row"], rngs=rngs)
+        return jnp.sum(jnp.sin(out)), out
+
+    found = [
+        jax.grad(functools.partial(loss, fn), has_aux=True)(variables())
+        for fn in (compat.flax_attention_fn, None)
+    ]
+    close(*found, tolerance=3e-5)
+
+
+def test_dropout_of_all_keys_and_of_each_weight():
+    ones = jnp.ones((40, 9, 2, 3), jnp.float32)
+    call = functools.partial(
+        compat.flax_attention_fn, ones, ones, ones, dropout_rng=jax.random.key(0)
+    )
+    out = call(dropout_rate=0.97)  # some queries lose all keys
+    found = jax.grad(
+        lambda q: compat.flax_attention_fn(
+            q, ones, ones, dropout_rng=jax.random.key(0), dropout_rate=0.97
+        ).sum()
+    )(ones)
+    assert np.isfinite(out).all() and np.isfinite(found).all() and np.any(out == 0)
+    assert np.all(out == out[:1, :, :1])  # the same in all rows and heads
+    out = call(dropout_rate=0.5, broadcast_dropout=False)
+    assert np.unique(np.asarray(out[..., 0])).size > 5
+    assert abs(float(out.mean()) - 1) < 0.05
+    np.testing.assert_array_equal(call(dropout_rate=0.5, deterministic=True), ones)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_weights_are_sown():
+    sown = []
+    for fn in (compat.flax_attention_fn, None):
+        layer = linen_layer(fn)
+        _, state = layer.apply(variables(), X, sow_weights=True, mutable=["intermediates"])
+        sown.append(state["intermediates"]["attention_weights"][0])
+        layer = nnx_layer(fn)
+        layer(X, sow_weights=True)
+        sown.append(layer.attention_weights.get_value()[0])
+    assert all(x.shape == (B, N, T, T) for x in sown)
+    close(sown[:2], sown[2:])
+
+
+def test_decoding():
+    outs = []
+    for fn in (compat.flax_attention_fn, None):
+        layer = nnx_layer(fn, decode=True)
+        layer.init_cache((B, T, D))
+        outs.append(jnp.concatenate([layer(X[:, i : i + 1]) for i in range(T)], axis=1))
+    close(*outs)
+
+
+@pytest.mark.parametrize("options", [{}, {"force_fp32_for_softmax": True}], ids=str)
+def test_bfloat16_and_float32_softmax(options):
+    found = [
+        linen_layer(fn, dtype=jnp.bfloat16, **options).apply(variables(), X)
+        for fn in (compat.flax_attention_fn, None)
+    ]
+    close(*found, tolerance=0.03)
+    x = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
+    close(
+        compat.flax_attention_fn(x, x, x, **options),
+        linen.dot_product_attention(x, x, x, **options),
+    )
+
+
+def test_later_arguments_of_nnx():
+    """Causal masks, bias, several batch axes, grouped heads, RoPE: where this Flax has them."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 3, T, N, 6)), jnp.float32) for _ in range(3))
+    bias = jnp.asarray(rng.normal(size=(2, 3, N, T, T)), jnp.float32)
+    theirs: Any = nnx.dot_product_attention
+    known = inspect.signature(theirs).parameters
+    calls: list[Any] = [((q, k, v), {"bias": bias})]
+    if "is_causal" in known:
+        calls += [((q, k, v), {"is_causal": True})]
+        calls += [((q[0], k[0, :, :, :2], v[0, :, :, :2]), {"is_causal": True})]
+    for arrays, options in calls:
+        ours = compat.flax_attention_fn(*arrays, **options)
+        close(ours, theirs(*arrays, **options))
+    later: Any = nnx
+    if hasattr(later, "RoPE"):
+        rope = later.RoPE()
+        ours = compat.flax_attention_fn(q, k, v, rope=rope)
+        close(ours, later.dot_product_attention_with_rope(q, k, v, rope=rope))
+
+
+def test_what_is_not_taken_raises():
+    q = jnp.ones((T, N, 4), jnp.float32)
+    with pytest.raises(NotImplementedError, match="products"):
+        compat.flax_attention_fn(q, q, q, qk_attn_weights_einsum=jnp.einsum)
+    with pytest.raises(ValueError, match="dropout_rng: needed"):
+        compat.flax_attention_fn(q, q, q, dropout_rate=0.5)

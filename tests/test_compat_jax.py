@@ -1,0 +1,216 @@
+"""`compat.dot_product_attention` against `jax.nn.dot_product_attention`: signature, values,
+gradients, errors; and its installation in place of it."""
+
+import functools
+import inspect
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import compat
+from tests.conftest import quick_jit
+
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+B, T, S, N, H = 2, 11, 13, 4, 6
+
+
+@pytest.fixture
+def standard_promotion():
+    """What jax.nn's own function needs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@functools.cache
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    """Normal numbers."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def truths(*shape: int) -> np.ndarray:
+    """About two thirds True; the first key is attended by all."""
+    found = np.random.default_rng(9).random(shape) < 0.65
+    found[..., 0] = True
+    return found
+
+
+# Each argument's values; None leaves it out. No combination leaves a query without keys.
+AXES: dict[str, dict[str, Any]] = {
+    "bias": {
+        "none": None,
+        "full": numbers(3, B, N, T, S),
+        "by head": numbers(4, 1, N, 1, S),
+        "two axes": numbers(5, T, S),
+    },
+    "mask": {
+        "none": None,
+        "full": truths(B, N, T, S),
+        "by row": truths(B, 1, T, S),
+        "padding": truths(B, 1, 1, S),
+    },
+    "is_causal": {"no": False, "yes": True},
+    "local_window_size": {"none": None, "one": 20, "two": (12, 3), "left": (11, 0)},
+    "query_seq_lengths": {"none": None, "given": np.array([7, 11], np.int32)},
+    "key_value_seq_lengths": {"none": None, "given": np.array([13, 5], np.int32)},
+    "scale": {"none": None, "given": 0.7},
+    "return_residual": {"no": False, "yes": True},
+    "K": {"four": 4, "two": 2, "one": 1},
+    "dtype": {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16},
+}
+
+
+def pairwise() -> list[dict[str, str]]:
+    """A few calls in which every pair of values of every two arguments occurs."""
+    wanted = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(AXES, 2)
+        for x in AXES[a]
+        for y in AXES[b]
+    }
+    rng, found = np.random.default_rng(0), []
+    while wanted:
+        drawn = [{a: str(rng.choice([*AXES[a]])) for a in AXES} for _ in range(40)]
+        new = [set(itertools.combinations(row.items(), 2)) & wanted for row in drawn]
+        best = max(range(40), key=lambda i: len(new[i]))
+        found.append(drawn[best])
+        wanted -= new[best]
+    return found
+
+
+CALLS = pairwise()
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("place", range(len(CALLS)))
+def test_values_and_gradients_are_those_of_jax(place):
+    names = CALLS[place]
+    given = {a: AXES[a][names[a]] for a in AXES}
+    K, dtype = given.pop("K"), given.pop("dtype")
+    bias, mask, with_residual = given.pop("bias"), given.pop("mask"), given["return_residual"]
+    arrays = [numbers(0, B, T, N, H), numbers(1, B, S, K, H), numbers(2, B, S, K, H)]
+    arrays = [jnp.asarray(x, dtype) for x in arrays]
+    biases = [] if bias is None else [jnp.asarray(bias)]
+    alive = np.arange(T)[None] < (
+        T if given["query_seq_lengths"] is None else np.array([[7], [11]])
+    )
+
+    def loss(function: Any, *arrays: Any) -> Any:
+        q, k, v, *rest = arrays
+        found = function(q, k, v, *(rest or [None]), mask, **given)
+        out, residual = found if with_residual else (found, jnp.zeros(()))
+        out = out.astype(jnp.float32)
+        return jnp.sum(out * jnp.asarray(numbers(7, B, T, N, H))), (out, residual)
+
+    every = tuple(range(3 + len(biases)))
+    results = []
+    for function in (compat.dot_product_attention, jax.nn.dot_product_attention):
+        run = quick_jit(jax.grad(functools.partial(loss, function), every, has_aux=True))
+        # JAX's function has no gradients for float16 on CPUs.
+        wide = dtype == jnp.float16 and function is jax.nn.dot_product_attention
+        results.append(run(*(x.astype(jnp.float32) if wide else x for x in arrays), *biases))
+    (ours, (out, residual)), (theirs, (their_out, their_residual)) = results
+    tolerance = {jnp.float32: 2e-5, jnp.bfloat16: 0.06, jnp.float16: 8e-3}[dtype]
+    close: Any = functools.partial(np.testing.assert_allclose, atol=tolerance, rtol=tolerance)
+    close(out, their_out)
+    assert residual.dtype == dtype or not with_residual
+    if with_residual:
+        got, want = (np.asarray(x, np.float32)[alive] for x in (residual, their_residual))
+        close(got, want)
+    for got, want in zip(ours, theirs, strict=True):
+        assert got.dtype == want.dtype or dtype == jnp.float16
+        assert got.shape == want.shape
+        size = max(1.0, float(np.abs(np.asarray(want, np.float32)).max()))
+        close(np.asarray(got, np.float32) / size, np.asarray(want, np.float32) / size)
+
+
+def test_the_signature_is_that_of_jax():
+    ours, theirs = map(
+        inspect.signature, (compat.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    as_called = [
+        [(x.name, x.kind, x.default) for x in signature.parameters.values()]
+        for signature in (ours, theirs)
+    ]
+    assert as_called[0] == as_called[1]
+
+
+def test_arrays_of_three_axes():
+    q, k, v = (jnp.asarray(numbers(i, n, N, H)) for i, n in enumerate((T, S, S)))
+    bias, lengths = numbers(4, N, T, S), np.array([5], np.int32)
+    call = {"bias": bias, "key_value_seq_lengths": lengths, "return_residual": True}
+    ours = compat.dot_product_attention(q, k, v, **call)
+    theirs = jax.nn.dot_product_attention(q, k, v, **call)
+    for got, want in zip(ours, theirs, strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_differences_are_those_that_are_listed():
+    q, k, v = (jnp.asarray(numbers(i, B, n, N, H)) for i, n in enumerate((T, S, S)))
+    window = compat.dot_product_attention(q, k, v, local_window_size=(-1, 2))
+    want = jax.nn.dot_product_attention(q, k, v, local_window_size=(-1, 2))
+    np.testing.assert_allclose(window, want, atol=1e-5)
+    mask = truths(B, 1, T, S)
+    mask[0, 0, 3] = False
+    out, residual = compat.dot_product_attention(q, k, v, mask=mask, return_residual=True)
+    assert not np.any(out[0, 3]) and np.all(residual[0, 3] == -np.inf)
+    poisoned = v.at[:, 5].set(jnp.nan)
+    masked = np.ones((1, 1, 1, S), bool)
+    masked[..., 5] = False
+    out = compat.dot_product_attention(q, k, poisoned, mask=masked)
+    assert np.isfinite(out).all()
+
+
+WRONG = {
+    "dtype of mask": ({"mask": numbers(0, B, N, T, S)}, "mask"),
+    "shape of mask": ({"mask": truths(B, N, T, 5)}, "mask"),
+    "shape of bias": ({"bias": numbers(0, B, 3, T, S)}, "score"),
+    "lengths": ({"query_seq_lengths": np.array([1, 2, 3], np.int32)}, "query_seq_lengths"),
+    "dtype of lengths": ({"key_value_seq_lengths": np.ones(B)}, "key_value_seq_lengths"),
+    "implementation": ({"implementation": "flash"}, "implementation"),
+    "value": ({"value": numbers(1, B, S, N, H + 1)}, "value"),
+    "dtype of key": ({"key": jnp.ones((B, S, N, H), jnp.bfloat16)}, "dtype"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_raise_as_in_jax(name):
+    changes, message = WRONG[name]
+    right = {"query": numbers(0, B, T, N, H), "key": numbers(1, B, S, N, H)}
+    call = {**right, "value": numbers(2, B, S, N, H), **changes}
+    with pytest.raises((ValueError, TypeError, AssertionError)):
+        jax.nn.dot_product_attention(**call)
+    with pytest.raises(ValueError, match=message):
+        compat.dot_product_attention(**call)
+
+
+def test_installed_and_reported():
+    theirs = jax.nn.dot_product_attention
+    q, k, v = (jnp.asarray(numbers(i, B, n, N, H)) for i, n in enumerate((T, S, S)))
+    with compat.installed():
+        assert jax.nn.dot_product_attention is not theirs
+        with compat.installed():
+            out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        jax.eval_shape(lambda q: jax.nn.dot_product_attention(q, k, v, None, truths(B, N, T, S)), q)
+        jax.nn.dot_product_attention(q, k, v, implementation="xla")
+    assert jax.nn.dot_product_attention is theirs
+    np.testing.assert_array_equal(out, compat.dot_product_attention(q, k, v, is_causal=True))
+    first, second, third = compat.report()
+    assert (first.calls, first.query, first.arguments) == (2, (B, T, N, H), ("is_causal=True",))
+    assert first.implementation == jattn.explain(q, k, v, mask=jattn.masks.Causal()).runs
+    assert (second.calls, second.arguments) == (1, ("mask",))
+    assert third.implementation == "blockwise"
+    assert str(first).startswith("2 × ")
+    compat.install()
+    compat.install()
+    compat.uninstall()
+    assert jax.nn.dot_product_attention is theirs
+    assert compat.report() == []
