@@ -38,8 +38,8 @@ class _Course:
 
 
 class _Walk(NamedTuple):
-    """How a head is walked over: in blocks of so many `rows`, of which `visit(i, step, state)` folds
-    over the keys that one visits, and `map(block)` stacks the results of all."""
+    """How a head is walked over: in blocks of so many `rows`. `visit(i, step, state)` folds over
+    the keys that a block visits, and `map(block)` stacks the results of all."""
 
     rows: int
     visit: Callable[..., Any]
