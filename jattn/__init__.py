@@ -74,8 +74,8 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """`compat`, `generate`, `nn`, `parallel` and `viz` are imported when they are first used: the
-        other functions need neither Flax nor several devices nor pictures."""
+        """`compat`, `generate`, `nn`, `parallel` and `viz` are imported when they are first used:
+        the other functions need neither Flax nor several devices nor pictures."""
         if name == "generate":
             return importlib.import_module("jattn.generation").generate
         if name in ("compat", "nn", "parallel", "viz"):

@@ -476,12 +476,15 @@ def attention_weights(
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
     precision: Any = None,
 ) -> Weights:
-    """Weights after the softmax, `[*B, N, T, S]` in float32 (float64), before any dropout.
+    """Weights after softmax and dropout, `[*B, N, T, S]` in float32 (float64): those that
+    `attention` multiplies values with, to the same dropout_key.
 
-    Rows sum to 1; a query whose keys are all masked has weights 0. Arguments and errors as in
-    `attention`. Memory grows with T × S.
+    Without dropout rows sum to 1; a query whose keys are all masked has weights 0. Arguments and
+    errors as in `attention`. Memory grows with T × S.
     """
     shapes = check_shapes(query, key)
     spec = make_spec(
@@ -491,6 +494,8 @@ def attention_weights(
         scale=scale,
         q_positions=q_positions,
         kv_positions=kv_positions,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
         precision=precision,
     )
     return _matrix(spec, query, key, what="weights", shapes=shapes)

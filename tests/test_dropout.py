@@ -343,3 +343,20 @@ def test_gradients_of_queries_and_keys_come_through_the_kept_weights(implementat
     assert not np.any(np.asarray(out)[dropped])
     assert not np.any(np.asarray(dq)[dropped])
     assert np.all(np.any(np.asarray(dq)[~dropped], axis=(1, 2)))
+
+
+def test_weights_are_those_that_values_are_multiplied_with():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 7, heads, 3))) for heads in (4, 2, 2))
+    rules = {"mask": masks.Causal(), "dropout_rate": 0.4, "dropout_key": KEY}
+
+    @quick_jit
+    def both(q: Any, k: Any, v: Any) -> Any:
+        out = jattn.attention(q, k, v, **rules)
+        return out, jattn.attention_weights(q, k, **rules)
+
+    out, weights = both(q, k, v)
+    product = np.einsum("bnts,bsnv->btnv", weights, np.repeat(v, 2, axis=2))
+    np.testing.assert_allclose(out, product, rtol=0, atol=1e-14)
+    dropped = np.mean(np.asarray(weights)[..., np.tri(7, dtype=bool)] == 0)
+    assert 0.3 < dropped < 0.5

@@ -156,8 +156,8 @@ FUNCTIONS: dict[str, Call] = {
     ),
     "attention_weights": Call(
         jattn.attention_weights,
-        right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY),
-        {"query": "array", "key": "array", **PLACED},
+        right({"query": "", "key": "", **PLACED, **DROPPED}, query=QUERY, key=KEY),
+        {"query": "array", "key": "array", **PLACED, **DROPPED},
     ),
     "statistics": Call(
         jattn.statistics,

@@ -53,11 +53,12 @@ def scores(spec: Spec, query: Array, key: Array) -> Weights:
 
 
 def _one_head_weights(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
-    score = _one_head_scores(spec, b, h, q, k)
+    rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
+    score = tile.scores(spec, q, k, b, h, rows, columns)
     part = softmax.of(score, lambda weights: weights)
-    return softmax.finish(part)[0]
+    return tile.drop(spec, softmax.finish(part)[0], b, h, rows, columns)
 
 
 def weights(spec: Spec, query: Array, key: Array) -> Weights:
-    """Weights after the softmax `[B, N, T, S]`; a row without keys is 0."""
+    """Weights after softmax and dropout `[B, N, T, S]`; a row without keys is 0."""
     return tile.over_heads(_one_head_weights, spec, (query,), (key,), out_axes=0)

@@ -39,7 +39,7 @@ class _Course:
 
 class _Walk(NamedTuple):
     """How a head is walked over: in blocks of so many `rows`. `visit(i, step, state)` folds over
-    the keys that one of them visits, `map(block)` stacks the results of all."""
+    the keys that a block visits, and `map(block)` stacks the results of all."""
 
     rows: int
     visit: Callable[..., Any]
