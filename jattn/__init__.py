@@ -31,7 +31,8 @@ from jattn.statistics import statistics, top_weights
 
 
 if TYPE_CHECKING:
-    from jattn import compat, nn, viz
+    from jattn import compat, nn, parallel, viz
+    from jattn.generation import generate
 
 __all__ = [
     "additive_attention",
@@ -44,6 +45,7 @@ __all__ = [
     "causal_interaction",
     "compat",
     "explain",
+    "generate",
     "interaction",
     "masks",
     "merge",
@@ -51,6 +53,7 @@ __all__ = [
     "multiplicative_attention",
     "nn",
     "normalised_interaction",
+    "parallel",
     "positions",
     "renormalised_causal",
     "scores",
@@ -71,8 +74,10 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """`jattn.compat`, `jattn.nn` and `jattn.viz` are imported when they are first used: the
-        functions alone need neither Flax nor pictures."""
-        if name in ("compat", "nn", "viz"):
+        """`compat`, `nn`, `parallel`, `viz` and `generate` are imported when they are first used:
+        the other functions need neither Flax nor several devices nor pictures."""
+        if name == "generate":
+            return importlib.import_module("jattn.generation").generate
+        if name in ("compat", "nn", "parallel", "viz"):
             return importlib.import_module(f"jattn.{name}")
         raise AttributeError(f"module 'jattn' has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Attention: arguments are checked, an implementation is chosen, one compiled pure function runs.
 
 `attention` checks its arguments and makes a `Spec` of them, which says what is computed. `_attend`
-is compiled once for each kind of call. `_run` prepares the spec and hands it to the reference, or
+is compiled once for each kind of call. `run` prepares the spec and hands it to the reference, or
 with the kernels that can compute it to `vjp.attention`, whose derivative rule all kernels share.
 """
 
@@ -22,7 +22,7 @@ from jattn.checks import check_array, check_choice
 from jattn.explanation import Explanation
 from jattn.kernels import registry
 from jattn.kernels.common import lowering, vjp
-from jattn.kernels.xla import decode, reference
+from jattn.kernels.xla import decode, reference, tangents
 from jattn.masks import MaskLike, as_mask
 from jattn.scores import ScoreLike, as_score
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
@@ -118,8 +118,11 @@ def attention(
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before compilation.
-        NotImplementedError: if the named implementation cannot, with its reason; for forward mode
-            and second derivatives, which only implementation="reference" has.
+        NotImplementedError: if the named implementation cannot, with its reason; for third
+            derivatives, and for all but the first in reverse mode where a cache is decoded from,
+            which implementation="reference" has.
+
+    First and second derivatives come in every mode, in memory linear in T and S.
     """
     meaning = {
         "mask": mask,
@@ -156,13 +159,13 @@ def _attend(
 ) -> Any:
     """`out`, or `(out, lse)` if the spec asks for it."""
     query, key, value = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
-    results = _run(implementation, spec, query, key, value, shapes)
+    results = run(implementation, spec, query, key, value, shapes)
     out, lse = nan_if_overflowed(spec, *results)
     out = out.reshape(*shapes.batch, *out.shape[1:])
     return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
 
 
-def _run(
+def run(
     implementation: str | None, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes
 ) -> tuple[Array, Array]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
@@ -172,7 +175,7 @@ def _run(
     if implementation == "reference":
         return reference.attend(spec, query, key, value)
     functions, traced = registry.functions(names, shapes, named=named)
-    return vjp.attention(functions, spec, query, key, value, traced)
+    return vjp.attention(functions, tangents.passes(), spec, query, key, value, traced)
 
 
 def _attention_to_cache(
@@ -198,7 +201,7 @@ def _attend_cache(
         out, lse = decode.attend(prepare(spec, shapes), query, cache)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
-        out, lse = _run(implementation, spec, query, key, value, shapes)
+        out, lse = run(implementation, spec, query, key, value, shapes)
     overflowed = cache.overflowed
     out, lse = nan_if_overflowed(spec, out, lse)
     out = jnp.where(overflowed[:, None, None, None], jnp.nan, out)
@@ -226,7 +229,7 @@ def _check_cache(
     return shapes, make_spec(shapes, **meaning)
 
 
-@advised
+@overload
 def cached_attention(
     query: Queries,
     key: Keys,
@@ -241,7 +244,42 @@ def cached_attention(
     dropout_key: Array | None = None,
     precision: Any = None,
     implementation: str | None = None,
-) -> tuple[Output, SomeCache]:
+    return_lse: Literal[False] = False,
+) -> tuple[Output, SomeCache]: ...
+@overload
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: SomeCache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
+@advised
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: Cache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
 
     Any number of tokens; what a `RollingCache` cannot take at once goes in pieces.
@@ -255,6 +293,7 @@ def cached_attention(
             nothing.
         mask, score, scale, dropout_rate, dropout_key, precision, implementation: as in `attention`.
             The cache knows the positions.
+        return_lse: give `(out, lse [B, N, T])` in place of `out`, as `attention` does.
 
     Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
     """
@@ -266,6 +305,7 @@ def cached_attention(
         "dropout_key": dropout_key,
         "precision": precision,
         "implementation": implementation,
+        "return_lse": return_lse,
     }
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
@@ -282,7 +322,7 @@ def cached_attention(
 
 def _in_pieces(
     query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
-) -> tuple[Output, Any]:
+) -> tuple[Any, Any]:
     """`cached_attention` of as many tokens at a time as the cache takes."""
     if arguments.get("dropout_rate"):
         raise NotImplementedError(
@@ -306,7 +346,7 @@ def _in_pieces(
         for axis, x in zip(axes, leaves, strict=True)
     ]
 
-    def piece(cache: Cache, operands: Any) -> tuple[Cache, Array]:
+    def piece(cache: Cache, operands: Any) -> tuple[Cache, Any]:
         query, key, value, valid, own = operands
         here = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
         given = arguments | jax.tree.unflatten(structure, here)
@@ -314,8 +354,18 @@ def _in_pieces(
         return cache, out
 
     valid = jnp.ones((B, T), bool) if valid is None else valid
-    cache, out = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
-    return jnp.moveaxis(out, 0, 1).reshape(B, -1, *out.shape[3:])[:, :T], cache
+    cache, results = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
+
+    def joined(x: Array, axis: int) -> Array:
+        """Pieces `[pieces, B, …, chunk, …]`, with the chunk at this axis of a piece, in one."""
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return jax.lax.slice_in_dim(x, 0, T, axis=axis)
+
+    if not arguments.get("return_lse"):
+        return joined(results, 1), cache
+    out, lse = results
+    return (joined(out, 1), joined(lse, 2)), cache
 
 
 @advised

@@ -198,6 +198,17 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected True or False, got {_type(value)}")
 
 
+def check_key(name: str, value: Any) -> None:
+    """One of JAX's random keys, of either kind."""
+    dtype = getattr(value, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and dtype != jnp.uint32:
+        got = dtype or type(value).__name__
+        raise TypeError(f"{name}: expected a JAX random key, got {got}")
+    if value.ndim != (0 if typed else 1):
+        raise ValueError(f"{name}: expected one key, got keys of shape {list(value.shape)}")
+
+
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """One of a few strings, truth values and None."""
     if not isinstance(value, str | bool | None) or value not in choices:

@@ -160,7 +160,16 @@ def ids(name: str, q: Any, kv: Any) -> tuple[Any, Any]:
         return jnp.asarray(q, dtype).astype(jnp.int32), jnp.asarray(kv, dtype).astype(jnp.int32)
     if not jnp.issubdtype(dtype, jnp.integer) or not jax.config.read("jax_enable_x64"):
         raise TypeError(f"{name}: expected ids of one dtype, got {q.dtype} and {kv.dtype}")
-    return numbered(jnp.asarray(q, dtype), jnp.asarray(kv, dtype))
+    return _numbered_if_wide(jnp.asarray(q, dtype), jnp.asarray(kv, dtype))
+
+
+def _numbered_if_wide(q: Array, kv: Array) -> tuple[Array, Array]:
+    """As they are where all fit 32 bits, for shards of a sequence to compare theirs; else
+    numbered."""
+    own = q.astype(jnp.int32), kv.astype(jnp.int32)
+    fit = [jnp.all(x.astype(y.dtype) == y) for x, y in zip(own, (q, kv), strict=True)]
+    q, kv = (jnp.where(fit[0] & fit[1], *x) for x in zip(own, numbered(q, kv), strict=True))
+    return q, kv
 
 
 def _numbered_now(q: np.ndarray, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

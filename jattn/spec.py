@@ -30,6 +30,7 @@ from jattn._types import Shape, Size, accumulation
 from jattn.checks import (
     check_array,
     check_flag,
+    check_key,
     check_like,
     check_number,
     check_precision,
@@ -54,6 +55,17 @@ class PairScore(Protocol):
 
 
 @pytree_dataclass
+class Origin:
+    """Where in a larger call a piece of it lies: its first batch row and head, and the places of
+    its queries and keys; None where these are all there are. Dropout decides by it."""
+
+    b: Any
+    h: Any
+    q: Any = array_field("T", default=None)
+    kv: Any = array_field("S", default=None)
+
+
+@pytree_dataclass
 class Spec:
     """What attention computes: everything but query, key and value. One head's formula is
 
@@ -73,6 +85,9 @@ class Spec:
     lse: bool = static_field(default=False)  # whether the log of the denominator is asked for too
     pair: Any = None  # a PairScore
     overflowed: Any = None  # traced: whether positions do not fit 32 bits, for results to be NaN
+    origin: Origin | None = None  # None: the call is no piece of another
+    # Whether softmax runs over more keys than these: the backward pass goes by the normalizer.
+    partial: bool = static_field(default=False)
 
     def axis_names_by_value(self) -> dict[str, str]:
         """A scale is one number, or one for each head."""
@@ -154,21 +169,10 @@ def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Sha
 def _check_dropout(rate: Any, key: Any) -> float:
     check_rate("dropout_rate", rate)
     if rate > 0 or key is not None:
-        _check_key(float(rate), key)
+        if key is None:
+            raise ValueError(f"dropout_key: needed for dropout_rate = {float(rate)}, got None")
+        check_key("dropout_key", key)
     return float(rate)
-
-
-def _check_key(rate: float, key: Any) -> None:
-    if key is None:
-        raise ValueError(f"dropout_key: needed for dropout_rate = {rate}, got None")
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not typed and dtype != jnp.uint32:
-        raise TypeError(
-            f"dropout_key: expected a JAX random key, got {dtype or type(key).__name__}"
-        )
-    if key.ndim != (0 if typed else 1):
-        raise ValueError(f"dropout_key: expected one key, got keys of shape {list(key.shape)}")
 
 
 def _check_scale(scale: Any, H: int) -> Any:
@@ -185,13 +189,17 @@ def _fits(declared_letter: str, size: Size, wanted: Size | None) -> bool:
     return wanted is None or size == wanted or (declared_letter.startswith("#") and size == 1)
 
 
-def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes) -> None:
+def _check_letters(
+    path: str, letters: str, shape: Shape, shapes: Shapes, whole: tuple[int, int] | None
+) -> None:
     """Raises ValueError unless an array declared along `letters` fits the call.
 
-    Letters other than B, T, S and N (table rows, layout cells) take whatever size comes.
+    Letters other than B, T, S and N (table rows, layout cells) take whatever size comes. Where the
+    call is a shard of a `whole` of T queries and S keys, arrays along both hold all keys.
     """
     named = letters.split()
-    sizes = {"T": shapes.T, "S": shapes.S, "N": shapes.N}
+    beside_queries = whole and "T" in letters.replace("#", "").split()
+    sizes = {"T": shapes.T, "S": whole[1] if whole and beside_queries else shapes.S, "N": shapes.N}
     trailing = [x for x in named if "*" not in x]
     batch = shapes.batch if len(trailing) < len(named) else ()
     mark = "#" if "*#B" in named else ""
@@ -225,16 +233,17 @@ def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
     return f"; write {' or '.join(found[:2])}" if len(shape) < len(axes) and found else ""
 
 
-def check_leaves(spec: Spec, shapes: Shapes) -> None:
-    """Raises ValueError where an array of mask, score or positions does not fit the call."""
+def check_leaves(spec: Spec, shapes: Shapes, whole: tuple[int, int] | None = None) -> None:
+    """Raises ValueError where an array of mask, score or positions does not fit the call, which may
+    be a shard of a `whole` of T queries and S keys."""
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(spec)), strict=True):
         if letters:
             name = jax.tree_util.keystr(path).lstrip(".")
-            _check_letters(name, letters, np.shape(leaf), shapes)
+            _check_letters(name, letters, np.shape(leaf), shapes, whole)
     for mask in jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, Blocks)):
         if isinstance(mask, Blocks):
-            mask.check_covers(shapes.T, shapes.S)
+            mask.check_covers(*(whole or (shapes.T, shapes.S)))
 
 
 def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
@@ -261,8 +270,10 @@ def make_spec(
     dropout_key: Any = None,
     precision: Any = None,
     lse: bool = False,
+    whole: tuple[int, int] | None = None,
 ) -> Spec:
-    """Checks the arguments of a call and puts them into a `Spec`.
+    """Checks the arguments of a call and puts them into a `Spec`. It may be a shard of a `whole` of
+    T queries and S keys.
 
     Raises TypeError and ValueError, naming the argument.
     """
@@ -285,7 +296,7 @@ def make_spec(
         lse=bool(lse),
         overflowed=_either(q_outside, kv_outside),
     )
-    check_leaves(spec, shapes)
+    check_leaves(spec, shapes, whole)
     return _with_lasting_functions(spec, shapes)
 
 

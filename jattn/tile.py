@@ -215,14 +215,24 @@ def drop(
     """Dropout on weights: the kept ones scaled by 1 / (1 − rate), the others 0."""
     if spec.dropout_rate == 0:
         return weights
-    kept = keep(spec.dropout_key, spec.dropout_rate, b, h, rows.places, columns.places)
+    places = _places(spec, b, h, rows, columns)
+    kept = keep(spec.dropout_key, spec.dropout_rate, *places)
     return weights * jnp.where(kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
+
+
+def _places(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Any, Any]:
+    """Batch row, head and places as they are in the whole call of which this may be a piece."""
+    if spec.origin is None:
+        return b, h, rows.places, columns.places
+    q, kv = spec.origin.q, spec.origin.kv
+    rows_at, columns_at = (rows.places if q is None else q), (columns.places if kv is None else kv)
+    return b + number(spec.origin.b), h + number(spec.origin.h), rows_at, columns_at
 
 
 class _Leaves:
     """The arrays of a spec, and along which letters each still runs."""
 
-    def __init__(self, spec: Spec, groups: tuple[int, ...]):
+    def __init__(self, spec: Any, groups: tuple[int, ...]):
         letters, self.treedef = jax.tree.flatten(axis_names(spec))
         self.arrays: list[Array] = []
         self.letters: list[tuple[str, ...]] = []
@@ -275,7 +285,7 @@ def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
 
 def over_heads(
     one_head: Callable[..., Any],
-    spec: Spec,
+    spec: Any,
     per_head: tuple[Array, ...],
     shared: tuple[Array, ...],
     out_axes: Any,

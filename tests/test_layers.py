@@ -35,7 +35,7 @@ ROOMS = (
     ("mechanisms", "build"),
     ("parallel", "statistics"),
     ("nn",),
-    ("generate", "viz", "compat"),
+    ("generation", "viz", "compat"),
     ("",),
 )
 PLACE = {room: place for place, rooms in enumerate(ROOMS) for room in rooms}

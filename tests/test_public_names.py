@@ -16,13 +16,13 @@ from flax import nnx
 from jax import Array
 
 import jattn
-from jattn import cache, compat, masks, mechanisms, nn, positions, scores, viz
+from jattn import cache, compat, masks, mechanisms, nn, parallel, positions, scores, viz
 from jattn.explanation import Explanation
 from jattn.nn.recurrent import RecurrentArguments
 from jattn.nn.transformer import LayerArguments
 
 
-MODULES = [jattn, cache, compat, masks, mechanisms, nn, positions, scores, viz]
+MODULES = [jattn, cache, compat, masks, mechanisms, nn, parallel, positions, scores, viz]
 NAMES = [(module, name) for module in MODULES for name in module.__all__]
 B, T, N, H, D = 2, 5, 3, 4, 12
 
@@ -181,6 +181,7 @@ def test_classes_of_users_show_their_own_constructors():
             LayerArguments,
             (nn.EncoderLayer, nn.DecoderLayer, nn.Encoder, nn.Decoder, nn.Transformer),
         ),
+        (nn.DecoderOnlyOptions, LayerArguments, (nn.DecoderOnly,)),
         (
             nn.RecurrentOptions,
             RecurrentArguments,
@@ -236,6 +237,11 @@ def models():
     rngs, ids = nnx.Rngs(0), jnp.ones((B, T), jnp.int32)
     transformer = nn.Transformer(9, 8, features=D, num_heads=N, encoder_layers=1, rngs=rngs)
     assert_type(transformer(ids, ids, source_mask=masks.Causal(), deterministic=True), Array)
+    language = nn.DecoderOnly(9, features=D, num_heads=N, num_layers=1, rngs=rngs)
+    assert_type(language(ids, mask=masks.Window(left=2), deterministic=True), Array)
+    logits, caches = language.step(ids, language.start(B, T), deterministic=True)
+    assert_type(logits, Array)
+    assert_type(caches, list[cache.Cache])
     rnnsearch = nn.RNNsearch(9, 8, features=5, hidden=6, rngs=rngs)
     assert_type(rnnsearch(ids, ids, source_lengths=jnp.array([3, 5])), Array)
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn import cache, masks, nn, positions, scores
+from jattn import cache, masks, nn, parallel, positions, scores
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -60,9 +60,13 @@ TAKES: dict[str, set[str]] = {
     "score": {"None"},
     "number": {"2**40"},  # any finite one
     "positive": {"2**40"},
+    "positive?": {"None", "2**40"},
+    "slow": set(),  # less than fast
+    "share?": {"None"},
+    "tokens to stop at": {"list", "empty"},
+    "token": {"minus one"},
     "number?": {"None", "minus one", "2**40"},
     "rate": set(),
-    "share?": {"None"},
     "key?": {"None"},  # looked at where something is dropped only
     "precision": {"None"},
     "name?": {"None"},
@@ -168,9 +172,10 @@ FUNCTIONS: dict[str, Call] = {
     ),
     "cached_attention": Call(
         jattn.cached_attention,
-        {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None},
+        {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None}
+        | {"return_lse": False},
         {"query": "array", "key": "array", "value": "array", "cache": "cache", "valid": "array?"}
-        | {"mask": "mask", "score": "score"},
+        | {"mask": "mask", "score": "score", "return_lse": "flag"},
     ),
     "merge": Call(
         lambda out, lse: jattn.merge((out, lse), (out, lse)),
@@ -370,9 +375,25 @@ FUNCTIONS |= {
     ),
     "rotary": Call(
         positions.rotary,
-        {"x": QUERY, "positions": ints(B, T), "style": "half", "base": 100.0, "rotary_dim": None},
+        {"x": QUERY, "positions": ints(B, T), "style": "half", "base": 100.0, "rotary_dim": None}
+        | {"scaling": None},
         {"x": "array", "positions": "tokens", "style": "name", "base": "positive"}
-        | {"rotary_dim": "size?"},
+        | {"rotary_dim": "size?", "scaling": "thing?"},
+    ),
+    "axial_rotary": Call(
+        positions.axial_rotary,
+        {"x": array(B, T, N, 8), "positions": ints(B, T, 2), "style": "half", "base": 100.0},
+        {"x": "array", "positions": "array", "style": "name", "base": "positive"},
+        {"positions": "rotary"},
+    ),
+    "Linear": Call(positions.Linear, {"factor": 2.0}, {"factor": "positive"}),
+    "NTK": Call(positions.NTK, {"factor": 2.0}, {"factor": "positive"}),
+    "Yarn": Call(
+        positions.Yarn,
+        {"factor": 2.0, "original_length": L, "slow": 1.0, "fast": 4.0, "ramp": "pair"}
+        | {"amplitude": None},
+        {"factor": "positive", "original_length": "size", "slow": "slow", "fast": "positive"}
+        | {"ramp": "name", "amplitude": "positive?"},
     ),
     "learned": Call(
         positions.learned,
@@ -433,6 +454,47 @@ TAKES |= {
     "any rows": {"of nine axes"},
 }
 
+CUT = {"axis_name": "x", "scheme": "ring", "order": "contiguous"}
+CUT |= {"batch_axis": None, "head_axis": None}
+CUT_KINDS = dict.fromkeys(CUT, "name") | dict.fromkeys(("batch_axis", "head_axis"), "name?")
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+PLACED_TOKENS = {"devices": 1, "axis": 0, "order": "zigzag"}
+PLACED_KINDS = {"devices": "devices", "axis": "axis", "order": "name"}
+
+FUNCTIONS |= {
+    "parallel.attention": Call(
+        parallel.attention,
+        {**right(IN_FULL, query=QUERY, key=KEY, value=VALUE), **CUT, "mesh": MESH},
+        {**IN_FULL, **CUT_KINDS, "mesh": "thing"},
+        dict.fromkeys(("axis_name", "batch_axis", "head_axis"), "axis"),
+    ),
+    "parallel.attention_shard": Call(
+        lambda **given: jax.shard_map(
+            lambda: parallel.attention_shard(**given),
+            mesh=MESH,
+            in_specs=(),
+            out_specs=jax.sharding.PartitionSpec(None, "x"),
+        )(),
+        {**right(IN_FULL, query=QUERY, key=KEY, value=VALUE), **CUT},
+        {**IN_FULL, **CUT_KINDS},
+    ),
+    **{
+        f"parallel.{function.__name__}": Call(
+            function,
+            {"x": array(4, 2), **PLACED_TOKENS},
+            {"x": "tree", **PLACED_KINDS},
+        )
+        for function in (parallel.shard_tokens, parallel.unshard_tokens)
+    },
+    "parallel.token_positions": Call(
+        parallel.token_positions,
+        {"T": 8, "devices": 2, "order": "zigzag"},
+        {"T": "tokens_of_devices", "devices": "devices", "order": "name"},
+    ),
+}
+TAKES |= {"devices": set(), "tokens_of_devices": set(), "axis": {"minus one"}}
+TAKES |= {"tree": {"integers", "truths", "complex", "empty"}}
+
 # --- modules ---------------------------------------------------------------------------------
 
 DTYPES = {"dtype": None, "param_dtype": jnp.float32}
@@ -453,7 +515,9 @@ def module(function: Callable[..., Any], sizes: Any, others: Any, **kinds: str) 
 
 OPTIONS = {"dropout_rate": 0.1, "norm": "pre", "activation": nnx.relu, "kernel_init": INIT}
 OPTIONS |= {"self_attention": nn.MultiHeadAttention, "cross_attention": nn.MultiHeadAttention}
-OPTION_KINDS = {"dropout_rate": "rate", "norm": "name"}
+OPTIONS |= {"normalization": "rms", "gated": True, "use_bias": False}
+OPTION_KINDS = {"dropout_rate": "rate", "norm": "name", "normalization": "name"}
+OPTION_KINDS |= {"gated": "flag", "use_bias": "flag"}
 OPTION_KINDS |= dict.fromkeys(
     ("activation", "kernel_init", "self_attention", "cross_attention"), "function"
 )
@@ -476,22 +540,44 @@ MODEL = nn.Transformer(
     positions="learned",
     rngs=nnx.Rngs(0),
 )
+LANGUAGE_MODEL = nn.DecoderOnly(
+    9,
+    features=D,
+    num_heads=2,
+    feed_forward=5,
+    num_layers=1,
+    dropout_rate=0.0,
+    positions="learned",
+    rngs=nnx.Rngs(0),
+)
 RECURRENT = nn.RNNsearch(9, 9, features=D, hidden=6, rngs=nnx.Rngs(0))
 ADDITIVE = nn.AdditiveAttention(D, E, A, rngs=nnx.Rngs(0))
 CALLED = {"mask": None, "positions": None, **RUN}
 CALLED_KINDS = {"mask": "mask", "positions": "positions?", **RUN_KINDS}
 
 FUNCTIONS |= {
+    "generate": Call(
+        jattn.generate,
+        {"model": LANGUAGE_MODEL, "prompt": ints(B, T), "max_tokens": 2, "temperature": 0.5}
+        | {"top_k": None, "top_p": 0.5, "key": jax.random.key(0), "stop": [2], "pad": 0}
+        | {"valid": None, "caches": None, "callback": None},
+        {"model": "thing", "prompt": "tokens", "max_tokens": "size", "temperature": "positive"}
+        | {"top_k": "size?", "top_p": "share?", "key": "thing", "stop": "tokens to stop at"}
+        | {"pad": "token", "valid": "array?", "caches": "thing?", "callback": "thing?"},
+        {"max_tokens": "length"},
+    ),
     "nn.MultiHeadAttention": module(
         nn.MultiHeadAttention,
         HEADS,
         {"qkv_features": None, "out_features": None, "num_kv_heads": None, "in_kv_features": None}
         | {"dropout_rate": 0.1, "use_bias": True, "precision": None, "kernel_init": INIT}
         | {"bias_init": INIT, "normalize_qk": False, "rotary": False, "mask": None, "score": None}
-        | {"implementation": None},
+        | {"implementation": None, "head_dim": None, "value_dim": None, "scale": None}
+        | {"sinks": False},
         **dict.fromkeys(
             ("qkv_features", "out_features", "num_kv_heads", "in_kv_features"), "size?"
         ),
+        **{"head_dim": "size?", "value_dim": "size?", "scale": "number?", "sinks": "flag"},
         **{"dropout_rate": "rate", "use_bias": "flag", "precision": "precision"},
         **{"kernel_init": "function", "bias_init": "function", "normalize_qk": "flag"},
         **{"rotary": "flag", "mask": "any mask", "score": "score", "implementation": "name?"},
@@ -568,6 +654,12 @@ FUNCTIONS |= {
         {"x": QUERY, "positions": ints(B, T)},
         {"x": "array", "positions": "tokens"},
     ),
+    "nn.AxialRotary": Call(nn.AxialRotary, {"width": 3}, {"width": "size"}),
+    "nn.AxialRotary()": Call(
+        nn.AxialRotary(3),
+        {"x": array(B, T, N, 8), "positions": ints(B, T)},
+        {"x": "array", "positions": "tokens"},
+    ),
     "nn.TokenEmbedding": module(
         nn.TokenEmbedding,
         {"vocabulary": 9, "features": D},
@@ -612,8 +704,11 @@ FUNCTIONS |= {
     "nn.FeedForward": module(
         nn.FeedForward,
         {"features": D, "hidden": 5},
-        {"activation": nnx.relu, "dropout_rate": 0.1, "kernel_init": INIT},
+        {"activation": nnx.relu, "gated": False, "use_bias": True}
+        | {"dropout_rate": 0.1, "kernel_init": INIT},
         activation="function",
+        gated="flag",
+        use_bias="flag",
         dropout_rate="rate",
         kernel_init="function",
     ),
@@ -622,7 +717,7 @@ FUNCTIONS |= {
     ),
     **{
         f"nn.{layer.__name__}": module(layer, LAYER, OPTIONS, **OPTION_KINDS)
-        for layer in (nn.EncoderLayer, nn.DecoderLayer)
+        for layer in (nn.EncoderLayer, nn.DecoderLayer, nn.DecoderOnlyLayer)
     },
     **{
         f"nn.{stack.__name__}": module(
@@ -665,6 +760,36 @@ FUNCTIONS |= {
         dict.fromkeys(("source_ids", "target_ids"), "ids")
         | dict.fromkeys(("source_mask", "target_mask", "cross_mask"), "mask")
         | dict.fromkeys(("source_positions", "target_positions"), "positions"),
+    ),
+    "nn.DecoderOnly": module(
+        nn.DecoderOnly,
+        {"vocabulary": 9, "max_length": L, "num_layers": 1, **LAYER},
+        {"num_kv_heads": None, "head_dim": None, "positions": "learned", "tie_embeddings": False}
+        | {"embedding_init": INIT, **OPTIONS},
+        num_kv_heads="size?",
+        head_dim="size?",
+        positions="name?",
+        tie_embeddings="flag",
+        embedding_init="function",
+        **OPTION_KINDS,
+    ),
+    "nn.DecoderOnly()": Call(
+        LANGUAGE_MODEL,
+        {"tokens": ints(B, T), **CALLED},
+        {"tokens": "tokens", **CALLED_KINDS},
+        {"tokens": "ids"},
+    ),
+    "nn.DecoderOnly.start": Call(
+        LANGUAGE_MODEL.start,
+        {"batch": B, "length": L, "kind": cache.DenseCache, "dtype": None},
+        {"batch": "size", "length": "size", "kind": "thing", "dtype": "dtype?"},
+    ),
+    "nn.DecoderOnly.step": Call(
+        LANGUAGE_MODEL.step,
+        {"tokens": ints(B, T), "caches": LANGUAGE_MODEL.start(B, L), "mask": None, "valid": None}
+        | RUN,
+        {"tokens": "tokens", "caches": "thing", "mask": "mask", "valid": "array?", **RUN_KINDS},
+        {"tokens": "T"},
     ),
     "nn.GRU": module(nn.GRU, {"in_features": D, "features": 6}, CELL, **CELL_KINDS),
     "nn.GRU()": Call(
@@ -768,7 +893,8 @@ def _nothing(_: Any) -> None:
 
 def test_every_public_function_is_swept():
     public = set()
-    for prefix, room in (("", jattn), ("nn.", nn), ("", masks), ("", scores), ("", positions)):
+    rooms = (("", jattn), ("nn.", nn), ("parallel.", parallel))
+    for prefix, room in (*rooms, ("", masks), ("", scores), ("", positions)):
         public |= {prefix + name for name in room.__all__ if callable(getattr(room, name))}
     swept = {name.split(".create")[0].split("()")[0] for name in FUNCTIONS}
     assert public - swept - NOT_SWEPT == set()
@@ -777,4 +903,10 @@ def test_every_public_function_is_swept():
 # Bases, and types that users only read.
 NOT_SWEPT = {"Mask", "Span", "Extent", "Tile", "Full", "Empty", "Causal", "And", "Or", "Not"}
 NOT_SWEPT |= {"Then", "ScoreFunction", "nn.AttentionWeights", "nn.LayerCache", "nn.LayerOptions"}
-NOT_SWEPT |= {"nn.RecurrentOptions", "nn.RecurrentState", "nn.Residual", "nn.WeightsTap"}
+NOT_SWEPT |= {
+    "nn.DecoderOnlyOptions",
+    "nn.RecurrentOptions",
+    "nn.RecurrentState",
+    "nn.Residual",
+    "nn.WeightsTap",
+}

@@ -56,7 +56,7 @@ def spec_function(spec: Spec) -> tuple[Callable[..., Any], list[Any]]:
     """`(run, leaves)`: `run(score, b, h, i, j, *leaves)` gives the modified score of a pair, and
     whether it is allowed."""
     own = dataclasses.replace(
-        spec, scale=1.0, dropout_key=None, dropout_rate=0.0, precision=None, lse=False
+        spec, scale=1.0, dropout_key=None, dropout_rate=0.0, precision=None, lse=False, origin=None
     )
     leaves, structure = jax.tree.flatten(own)
 

@@ -39,6 +39,8 @@ def _version_reason() -> str | None:
 
 
 def _spec_reason(spec: Spec, shapes: Shapes) -> str | None:
+    if spec.partial:
+        return "the softmax runs over more keys, it has no normalizer of its own for them"
     if shapes.dtype not in (jnp.float32, jnp.bfloat16):
         return f"expected float32 or bfloat16, got {shapes.dtype}"
     if spec.q_positions is not None or spec.kv_positions is not None:

@@ -1,0 +1,15 @@
+"""Attention of one sequence that several devices share, under JAX's own partitioner.
+
+`attention` takes whole arrays and a mesh; `attention_shard` is for within your own `jax.shard_map`.
+`shard_tokens` places tokens so that causal work is balanced.
+"""
+
+from jattn.parallel.attend import attention, attention_shard
+from jattn.parallel.placement import shard_tokens, token_positions, unshard_tokens
+
+
+__all__ = ["attention", "attention_shard", "shard_tokens", "token_positions", "unshard_tokens"]
+
+
+def __dir__() -> list[str]:
+    return __all__

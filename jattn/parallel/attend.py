@@ -1,0 +1,399 @@
+"""Attention of a sequence that several devices share: what users call.
+
+`attention_shard` is for within the user's own `jax.shard_map`, `attention` for whole arrays and a
+mesh. Both check their arguments and hand a spec to one of the schemes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from jattn._pytree import axis_names
+from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values
+from jattn.checks import check_choice
+from jattn.kernels import registry
+from jattn.masks import Mask
+from jattn.parallel import exchange, pieces, placement, ring
+from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
+from jattn.scores import ScoreFunction
+from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+
+
+SCHEMES: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "ring": ring.attend,
+    "all_to_all": exchange.all_to_all_attend,
+    "gather": exchange.gathered_attend,
+}
+"""The ways to bring queries and keys of several devices together, by name."""
+
+
+class _Cut(NamedTuple):
+    """How a call is cut: the scheme, the axes, and what computes."""
+
+    scheme: str
+    axes: Axes
+    implementation: str | None
+
+    def check(self, shapes: Shapes) -> None:
+        """Raises ValueError and NotImplementedError for whole sizes that cannot be cut so."""
+        axes = self.axes
+        for name, size in (("query", shapes.T), ("key", shapes.S)):
+            placement.check_divisible(name, size, axes.devices, axes.order)
+        if self.scheme == "ring":
+            pieces.check_implementation(self.implementation)
+
+    def attend(self, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes) -> Any:
+        """`out`, or `(out, lse)` if the spec asks for it, of this device's shards."""
+        flat = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
+        prepared, scheme = prepare(spec, shapes), SCHEMES[self.scheme]
+        results = scheme(prepared, *flat, self.axes, self.implementation)
+        if spec.overflowed is not None:  # on any device: the keys of all are attended
+            anywhere = lax.pmax(spec.overflowed.astype(jnp.int32), self.axes.name) > 0
+            spec = dataclasses.replace(spec, overflowed=anywhere)
+        out, lse = nan_if_overflowed(spec, *results)
+        out = out.reshape(*shapes.batch, *out.shape[1:])
+        return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
+
+
+def _check_shapes(query: Any, key: Any, value: Any) -> Shapes:
+    if value is None:
+        raise TypeError("value: expected an array [*B, S, K, V], got None")
+    return check_shapes(query, key, value)
+
+
+def _check_cut(scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
+    check_choice("scheme", scheme, tuple(SCHEMES))
+    placement.check_order(order)
+    check_axis_name("axis_name", axis_name)
+    for name, value in (("batch_axis", batch_axis), ("head_axis", head_axis)):
+        if value is not None:
+            check_axis_name(name, value, several=True)
+
+
+@overload
+def attention_shard(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    *,
+    axis_name: str,
+    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
+    order: Literal["contiguous", "zigzag"] = "contiguous",
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[False] = False,
+) -> Output: ...
+@overload
+def attention_shard(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    *,
+    axis_name: str,
+    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
+    order: Literal["contiguous", "zigzag"] = "contiguous",
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[Output, LogSumExp]: ...
+def attention_shard(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    *,
+    axis_name: str,
+    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
+    order: Literal["contiguous", "zigzag"] = "contiguous",
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of this device's queries to the keys of all devices, within `jax.shard_map`.
+
+    As `jattn.attention` of the whole arrays, of which each device has a shard along T and S: equal
+    values and gradients, equal decisions of dropout.
+
+    Args:
+        query: `[*B, T, N, H]`, this device's tokens.
+        key: `[*B, S, K, H]`, this device's tokens.
+        value: `[*B, S, K, V]`.
+        axis_name: the axis of the mesh along which the tokens are cut.
+        scheme: "ring": keys go round, memory is linear in a device's own tokens. "all_to_all":
+            tokens are exchanged for heads, of which the devices share N evenly. "gather": each
+            device gets a copy of all keys.
+        order: in which order the devices hold the tokens, see `shard_tokens`.
+        batch_axis: the axis, or axes, of the mesh along which the batch is cut, if it is: functions
+            and dropout then see batch rows of the whole.
+        head_axis: the axis, or axes, along which heads are cut, likewise.
+        mask: arrays along T or S are this device's, in the order of its tokens; those along both
+            T and S are cut along T and have the keys of all devices, shard after shard. Lengths and
+            layouts of blocks count places in the sequence as it was before `shard_tokens`.
+        score: as for the mask.
+        scale: as in `jattn.attention`.
+        q_positions: integer `[T]` or `[*B, T]`, by default where this device's tokens were before
+            `shard_tokens`: any other order, or decoding. While it is given, every shard is sent.
+        kv_positions: integer `[S]` or `[*B, S]`, likewise.
+        dropout_rate, dropout_key, precision, implementation, return_lse: as in `jattn.attention`;
+            the same on all devices.
+
+    Returns:
+        `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, of this device's queries.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, also outside `shard_map`.
+        NotImplementedError: if the named implementation cannot, with its reason.
+    """
+    _check_cut(scheme, order, axis_name, batch_axis, head_axis)
+    devices = bound_size("axis_name", axis_name)
+    axes = Axes(axis_name, devices, order, batch_axis, head_axis)
+    for name, value_of in (("batch_axis", batch_axis), ("head_axis", head_axis)):
+        if value_of is not None:
+            bound_size(name, value_of)
+    shapes = _check_shapes(query, key, value)
+    whole = (shapes.T * devices, shapes.S * devices)
+    spec = make_spec(
+        shapes,
+        mask=mask,
+        score=score,
+        scale=scale,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        precision=precision,
+        lse=return_lse,
+        whole=whole,
+    )
+    registry.check_name(implementation)
+    cut = _Cut(scheme, axes, implementation)
+    cut.check(shapes._replace(T=whole[0], S=whole[1]))
+    return cut.attend(spec, query, key, value, shapes)
+
+
+@overload
+def attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
+    order: Literal["contiguous", "zigzag"] = "contiguous",
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[False] = False,
+) -> Output: ...
+@overload
+def attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
+    order: Literal["contiguous", "zigzag"] = "contiguous",
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[Output, LogSumExp]: ...
+def attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
+    order: Literal["contiguous", "zigzag"] = "contiguous",
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+    mask: Mask | AnyArray | None = None,
+    score: ScoreFunction | None = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`jattn.attention` of whole arrays, cut over the devices of a mesh.
+
+    Args:
+        query: `[*B, T, N, H]`.
+        key: `[*B, S, K, H]`.
+        value: `[*B, S, K, V]`.
+        mesh: the mesh; over axes that are not named here everything is the same.
+        axis_name: the axis of the mesh along which T and S are cut.
+        scheme: "ring", "all_to_all" or "gather", see `attention_shard`.
+        order: how the tokens stand in the arrays: "contiguous" as in the sequence, "zigzag" as
+            `shard_tokens` has placed them for this axis, and with them every array along T and S.
+        batch_axis: the axis, or axes, along which the first batch axis is cut, if it is.
+        head_axis: the axis, or axes, along which query and key heads are cut.
+        mask, score, scale, q_positions, kv_positions, dropout_rate, dropout_key, precision,
+            implementation, return_lse: as in `jattn.attention`. Positions are by default where
+            tokens were before `shard_tokens`; while they are given, every shard is sent.
+
+    Returns:
+        `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, cut in the same way.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, and for sizes that the devices cannot
+            share evenly, with both numbers.
+        NotImplementedError: if the named implementation cannot, with its reason.
+    """
+    _check_cut(scheme, order, axis_name, batch_axis, head_axis)
+    _check_mesh(mesh, axis_name, batch_axis, head_axis)
+    shapes = _check_shapes(query, key, value)
+    spec = make_spec(
+        shapes,
+        mask=mask,
+        score=score,
+        scale=scale,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        precision=precision,
+        lse=return_lse,
+    )
+    registry.check_name(implementation)
+    axes = Axes(axis_name, _devices(mesh, axis_name), order, batch_axis, head_axis)
+    cut = _Cut(scheme, axes, implementation)
+    cut.check(shapes)
+    _check_shared(shapes, mesh, axes)
+    return _on_mesh(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
+
+
+def _names(axis: AxisName | None) -> tuple[str, ...]:
+    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+
+
+def _devices(mesh: Any, axis: AxisName | None) -> int:
+    """How many devices share what is cut along an axis."""
+    found = 1
+    for name in _names(axis):
+        found *= mesh.shape[name]
+    return found
+
+
+def _check_mesh(mesh: Any, *axes: AxisName | None) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")
+    used = [name for axis in axes for name in _names(axis)]
+    for name in used:
+        if name not in mesh.shape:
+            raise ValueError(f"mesh: expected an axis {name!r}, got {dict(mesh.shape)}")
+        if used.count(name) > 1:
+            raise ValueError(f"mesh: axis {name!r} cuts two axes of the arrays, expected one")
+
+
+def _check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
+    """Raises ValueError where batch or heads cannot be shared evenly."""
+    if axes.batch is not None and not shapes.batch:
+        raise ValueError("batch_axis: expected a query with a batch axis, got [T, N, H]")
+    rows = shapes.batch[0] if shapes.batch else 1
+    wanted = (("batch", rows, axes.batch), ("N", shapes.N, axes.heads), ("K", shapes.K, axes.heads))
+    for letter, size, axis in wanted:
+        devices = _devices(mesh, axis)
+        if size % devices:
+            raise ValueError(
+                f"mesh: axis {axis!r} has {devices} devices, which cannot share {letter} = {size} "
+                f"evenly"
+            )
+
+
+def _partition(letters: str, leaf: Any, axes: Axes, batch: int) -> P:
+    """How an array of a spec is cut: as its letters say."""
+    named = [x for x in letters.split() if "*" not in x]
+    lead = leaf.ndim - len(named) if "B" in letters.replace("#", "") else 0
+    first = leaf.shape[0] if lead else 1
+    own: list[Any] = [None] * leaf.ndim
+    if lead == batch and first > 1:
+        own[0] = axes.batch
+    along = {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
+    for axis, letter in enumerate(named, leaf.ndim - len(named)):
+        broadcast = letter.startswith("#") and leaf.shape[axis] == 1
+        own[axis] = None if broadcast else along.get(letter.lstrip("#"))
+    return P(*own)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "cut", "shapes"))
+def _on_mesh(
+    spec: Spec, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut, shapes: Shapes
+) -> Any:
+    axes, lead = cut.axes, len(shapes.batch)
+    batch = [axes.batch, *[None] * (lead - 1)] if lead else []
+    tokens = P(*batch, axes.name, axes.heads, None)
+    of_spec = jax.tree.map(
+        lambda letters, leaf: _partition(letters, leaf, axes, lead), axis_names(spec), spec
+    )
+
+    def local(spec: Spec, query: Array, key: Array, value: Array) -> Any:
+        own = check_shapes(query, key, value)
+        return cut.attend(spec, query, key, value, own)
+
+    lse = P(*batch, axes.heads, axes.name)
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(of_spec, tokens, tokens, tokens),
+        out_specs=(tokens, lse) if spec.lse else tokens,
+    )
+    return run(spec, query, key, value)

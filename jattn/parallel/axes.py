@@ -1,0 +1,73 @@
+"""The axes of a mesh over which a call is cut, seen from within `shard_map`."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jaxtyping import Array, Int
+
+from jattn.checks import shown
+from jattn.kernels.common import reverse_mode
+from jattn.parallel import placement
+
+
+AxisName = str | tuple[str, ...]
+
+
+class Axes(NamedTuple):
+    """The axis over which tokens are cut, how many devices it has and in which order these hold
+    them; and the axes over which batch rows and heads are cut, if any."""
+
+    name: str
+    devices: int
+    order: str
+    batch: AxisName | None = None
+    heads: AxisName | None = None
+
+    @property
+    def place(self) -> Int[Array, ""]:
+        """Which of the devices this is."""
+        return lax.axis_index(self.name)
+
+    def first(self, rows: int, heads: int) -> tuple[Any, Any]:
+        """The numbers of this device's first batch row and head; 0 where they are not cut."""
+        b = 0 if self.batch is None else lax.axis_index(self.batch) * rows
+        h = 0 if self.heads is None else lax.axis_index(self.heads) * heads
+        return b, h
+
+    def places(self, size: int, index: Any = None) -> Int[Array, " size"]:
+        """The places in the sequence of the tokens of a device, by default this one."""
+        index = self.place if index is None else index
+        return placement.local_places(index, size, self.devices, self.order)
+
+    def run(self, size: int) -> int:
+        """How many of a device's `size` tokens follow one another."""
+        return size // placement.runs(1, self.order).size
+
+    def vary(self, tree: Any, beside: Any = ()) -> Any:
+        """The tree with arrays that vary over the axis, and over all those over which one of them
+        or of `beside` does."""
+        leaves = jax.tree.leaves((tree, beside))
+        names = frozenset({self.name}).union(*map(reverse_mode.varying, leaves))
+        return jax.tree.map(lambda x: reverse_mode.vary(names, x), tree)
+
+
+def check_axis_name(name: str, value: Any, *, several: bool = False) -> None:
+    """Raises TypeError for what names no axis of a mesh."""
+    names = value if several and isinstance(value, tuple) and value else (value,)
+    if not all(isinstance(x, str) for x in names):
+        wanted = "a name or a tuple of names" if several else "a name"
+        raise TypeError(f"{name}: expected {wanted} of axes of a mesh, got {shown(value)}")
+
+
+def bound_size(name: str, value: Any) -> int:
+    """How many devices an axis has, within `shard_map`.
+
+    Raises ValueError where no such axis is bound.
+    """
+    try:
+        return int(lax.axis_size(value))
+    except NameError:
+        raise ValueError(
+            f"{name}: {value!r} is no axis of a mesh here; call this within jax.shard_map over it"
+        ) from None

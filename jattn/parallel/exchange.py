@@ -1,0 +1,117 @@
+"""The other two ways to attend over devices: all keys come to the queries, or all tokens of a few
+heads come together.
+
+Gathered keys: each device computes its queries with all keys, of which it then holds a copy; its
+memory is linear in the whole length. All-to-all: tokens are exchanged for heads, each device
+computes whole sequences of its share of the heads, and the results are exchanged back (Jacobs et
+al. 2023, "DeepSpeed Ulysses"). Derivatives are those of the exchanges.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jattn._pytree import axis_names, axis_of
+from jattn._types import LogSumExp, Output
+from jattn.attention import run
+from jattn.parallel import pieces, placement
+from jattn.parallel.axes import Axes
+from jattn.parallel.ring import travels
+from jattn.spec import Shapes, Spec
+
+
+def _in_sequence(x: Array, axes: Axes, axis: int, back: bool = False) -> Array:
+    """Tokens of all devices as they stand in the sequence, or `back` as devices hold them."""
+    if axes.order == "contiguous":
+        return x
+    places = placement.placed(x.shape[axis], axes.devices, axes.order)
+    return jnp.take(x, places if back else np.argsort(places), axis=axis)
+
+
+def _gathered(x: Array, axes: Axes, axis: int) -> Array:
+    """The tokens of all devices, as they stand in the sequence."""
+    return _in_sequence(lax.all_gather(x, axes.name, axis=axis, tiled=True), axes, axis)
+
+
+def gathered_attend(
+    spec: Spec, query: Array, key: Array, value: Array, axes: Axes, implementation: str | None
+) -> tuple[Output, LogSumExp]:
+    """As `ring.attend`, with a copy of all keys on each device."""
+    (B, T, N, _), S = query.shape, key.shape[1] * axes.devices
+    key, value = (_gathered(x, axes, 1) for x in (key, value))
+
+    def one(letters: str, leaf: Any) -> Any:
+        axis = axis_of("S", letters, leaf.ndim)
+        if axis is None:
+            return leaf
+        if travels(letters):
+            return _gathered(leaf, axes, axis)
+        return leaf if leaf.shape[axis] == 1 else _in_sequence(leaf, axes, axis)
+
+    spec = jax.tree.map(one, axis_names(spec), spec)
+    b, h = axes.first(B, N)
+    every = jnp.arange(S, dtype=jnp.int32)
+    place = pieces.Place(b, h, axes.places(T), every, (axes.run(T), 0), keys_from=0)
+    own = pieces.at_place(spec, place)
+    return run(implementation, own, query, key, value, Shapes.of(query, value))
+
+
+def _check_heads(N: int, axes: Axes) -> None:
+    if N % axes.devices:
+        raise ValueError(
+            f"query: expected a number of heads that {axes.devices} devices share evenly for "
+            f"scheme 'all_to_all', got N = {N}"
+        )
+
+
+def all_to_all_attend(
+    spec: Spec, query: Array, key: Array, value: Array, axes: Axes, implementation: str | None
+) -> tuple[Output, LogSumExp]:
+    """As `ring.attend`, with all tokens of some heads on each device. Key heads that are fewer than
+    the devices go to each device whose queries read them."""
+    n, (B, T, N, _), K = axes.devices, query.shape, key.shape[2]
+    _check_heads(N, axes)
+    copies = math.lcm(K, n) // K
+    key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+
+    def exchange(x: Array) -> Array:
+        whole = lax.all_to_all(x, axes.name, split_axis=2, concat_axis=1, tiled=True)
+        return _in_sequence(whole, axes, 1)
+
+    b, h = axes.first(B, N)
+    place = pieces.Place(b, h + axes.place * (N // n))
+    own = pieces.at_place(_of_some_heads(spec, axes, T), place)
+    query, key, value = (exchange(x) for x in (query, key, value))
+    out, lse = run(implementation, own, query, key, value, Shapes.of(query, value))
+    out, lse = _in_sequence(out, axes, 1, back=True), _in_sequence(lse, axes, 2, back=True)
+    out = lax.all_to_all(out, axes.name, split_axis=1, concat_axis=2, tiled=True)
+    return out, lax.all_to_all(lse, axes.name, split_axis=2, concat_axis=1, tiled=True)
+
+
+def _of_some_heads(spec: Spec, axes: Axes, T: int) -> Spec:
+    """The spec with arrays along T and S whole, and those along N cut to this device's share."""
+
+    def one(letters: str, leaf: Any) -> Any:
+        heads, rows, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")
+        heads = None if heads is None or leaf.shape[heads] == 1 else heads
+        rows = None if rows is None or leaf.shape[rows] != T else rows
+        if rows is not None and heads is not None:
+            leaf = lax.all_to_all(leaf, axes.name, heads, rows, tiled=True)
+            leaf = _in_sequence(leaf, axes, rows)
+        elif rows is not None:
+            leaf = _gathered(leaf, axes, rows)
+        elif heads is not None:
+            share = leaf.shape[heads] // axes.devices
+            leaf = lax.dynamic_slice_in_dim(leaf, axes.place * share, share, heads)
+        if keys is not None and travels(letters):
+            return _gathered(leaf, axes, keys)
+        if keys is not None and leaf.shape[keys] > 1:
+            return _in_sequence(leaf, axes, keys)
+        return leaf
+
+    return jax.tree.map(one, axis_names(spec), spec)

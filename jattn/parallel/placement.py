@@ -1,0 +1,156 @@
+"""Which tokens lie on which device, and which shards of keys a mask leaves to which device.
+
+A sequence is cut into as many shards as there are devices along an axis of a mesh. In contiguous
+order a device holds one run of tokens. In zig-zag order it holds two, as far from the middle as
+each other: under a causal mask early queries see few keys and late ones many, and a device with
+both has as much to do as any other (as in Llama 3's context parallelism, Dubey et al. 2024).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jattn import masks
+from jattn._pytree import pytree_dataclass
+from jattn._types import AnyArray
+from jattn.checks import check_choice, check_size, shown
+from jattn.integers import is_integer
+from jattn.masks import And, Mask, Not, Or
+
+
+ORDERS = ("contiguous", "zigzag")
+
+
+def runs(devices: int, order: str) -> Int[np.ndarray, "devices runs"]:
+    """Which runs of tokens each device holds, of so many as all hold together, numbered as they
+    stand in the sequence."""
+    first = np.arange(devices)
+    if order == "contiguous":
+        return first[:, None]
+    return np.stack([first, 2 * devices - 1 - first], axis=1)
+
+
+def check_order(order: Any) -> None:
+    """Raises ValueError for what is no order."""
+    check_choice("order", order, ORDERS)
+
+
+def check_divisible(name: str, size: int, devices: int, order: str) -> None:
+    """Raises ValueError unless so many tokens can be cut into equal runs."""
+    pieces = runs(devices, order).size
+    if size % pieces:
+        raise ValueError(
+            f"{name}: expected a multiple of {pieces} tokens for {devices} devices in {order} "
+            f"order, got {size}"
+        )
+
+
+def local_places(index: Any, size: int, devices: int, order: str) -> Int[Array, " size"]:
+    """The places in the sequence of the `size` tokens that device `index` holds."""
+    of_device = jnp.asarray(runs(devices, order), jnp.int32)[index]
+    length = size // of_device.shape[0]
+    return (of_device[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None, :]).reshape(-1)
+
+
+def placed(size: int, devices: int, order: str) -> Int[np.ndarray, " size"]:
+    """Which token of the sequence stands at each place after `shard_tokens`."""
+    length = size // runs(devices, order).size
+    starts = runs(devices, order).reshape(-1, 1) * length
+    return (starts + np.arange(length)).reshape(-1).astype(np.int32)
+
+
+def shard_tokens(x: Any, devices: int, *, axis: int = -1, order: str = "contiguous") -> Any:
+    """Tokens in the order in which `devices` devices hold them.
+
+    Args:
+        x: an array, or a tree of arrays, each with the tokens of a sequence along `axis`: tokens
+            and labels `[B, T]`, positions `[T]`, ids of segments.
+        devices: how many devices share a sequence.
+        axis: along which axis the tokens are.
+        order: "contiguous" leaves them as they are; "zigzag" gives device i of n the i-th and the
+            i-th last of 2n equal runs, which balances causal attention.
+
+    Returns:
+        The same tree. Cut into equal shards along the axis, it is what each device holds.
+
+    Raises ValueError where the number of tokens is not a multiple of `devices` (in zig-zag order of
+    twice as many), and TypeError or ValueError for other arguments that do not fit.
+    """
+    return _taken(x, devices, axis, order, back=False)
+
+
+def unshard_tokens(x: Any, devices: int, *, axis: int = -1, order: str = "contiguous") -> Any:
+    """Tokens as they were before `shard_tokens`, whose arguments and errors these are."""
+    return _taken(x, devices, axis, order, back=True)
+
+
+def _taken(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
+    check_size("devices", devices)
+    check_order(order)
+    if not is_integer(axis):
+        raise TypeError(f"axis: expected an integer, got {shown(axis)}")
+
+    if not jax.tree.leaves(x):
+        raise TypeError(f"x: expected an array or a tree of arrays, got {shown(x)}")
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, AnyArray):
+            raise TypeError(f"x: expected an array or a tree of arrays, got {type(leaf).__name__}")
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(f"axis: expected an axis of {list(leaf.shape)}, got {shown(axis)}")
+        check_divisible("x", leaf.shape[axis], devices, order)
+        if order == "contiguous":
+            return leaf
+        places = placed(leaf.shape[axis], devices, order)
+        places = np.argsort(places) if back else places
+        xp = np if isinstance(leaf, np.ndarray) else jnp
+        return xp.take(leaf, places, axis=axis)
+
+    return jax.tree.map(one, x)
+
+
+def token_positions(T: int, devices: int, order: str = "contiguous") -> Int[Array, " T"]:
+    """The positions `[T]` of tokens after `shard_tokens`: where each stood before. int32.
+
+    Raises ValueError where T is not a multiple of `devices` (in zig-zag order of twice as many),
+    and TypeError or ValueError for other arguments that do not fit.
+    """
+    check_size("T", T, 0)
+    check_size("devices", devices)
+    check_order(order)
+    check_divisible("T", T, devices, order)
+    return jnp.asarray(placed(T, devices, order))
+
+
+@pytree_dataclass
+class _Unknown(Mask):
+    """In place of a mask with arrays: nothing is certain about it while tracing."""
+
+    def bounds(self, tile):
+        return np.True_, np.False_
+
+
+def _known_part(mask: Mask) -> Mask:
+    """The mask with what depends on arrays as unknown."""
+    if isinstance(mask, And | Or):
+        return type(mask)(_known_part(mask.left), _known_part(mask.right))
+    if isinstance(mask, Not):
+        return Not(_known_part(mask.inner))
+    return _Unknown() if jax.tree.leaves(mask) else mask
+
+
+def needed(
+    mask: Mask, T: int, S: int, devices: int, order: str
+) -> Bool[np.ndarray, "devices devices"]:
+    """Which shards of keys the queries of each device need, as far as the mask says so while
+    tracing, for tokens at the positions of the order."""
+    of_device = runs(devices, order)
+    q, kv = (masks.extents(size, max(1, size // of_device.size)) for size in (T, S))
+    kinds = masks.kinds(_known_part(mask), masks.Tile.grid(q, kv))
+    if not isinstance(kinds, np.ndarray) or not T or not S:
+        return np.ones((devices, devices), bool)
+    by_run = kinds[of_device][:, :, of_device]  # [devices, runs, devices, runs]
+    return np.any(by_run != masks.EMPTY, axis=(1, 3))

@@ -1,0 +1,350 @@
+"""Ring attention: queries stay, keys and values go round, and what each shard adds is merged.
+
+Each device computes its queries with the shard of keys that it holds while the next one is on its
+way (Liu et al. 2023, "Ring Attention with Blockwise Transformers"). Backward, keys and values go
+round once more, and their gradients with them. A device holds two shards at a time, whatever the
+length: memory is linear in its own tokens. Shards that a mask surely empties are not computed, and
+not sent past the devices that need them.
+"""
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jattn import softmax, tile
+from jattn._pytree import axis_names, axis_of
+from jattn._types import LogSumExp, Output, accumulation
+from jattn.kernels.common import reverse_mode, slicing
+from jattn.kernels.common.vjp import PerQuery
+from jattn.parallel import pieces, placement
+from jattn.parallel.axes import Axes
+from jattn.softmax import Normalizer
+from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_parameters
+
+
+class Hops(NamedTuple):
+    """So many `times` each device sends what it holds `distance` further, if it is a `source`."""
+
+    distance: int
+    times: int
+    sources: tuple[int, ...]
+
+    def send(self, tree: Any, axes: Axes) -> Any:
+        """What arrives; zeros where nobody sends."""
+        pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
+        return jax.tree.map(lambda x: lax.ppermute(x, axes.name, pairs), tree)
+
+    def send_all(self, tree: Any, axes: Axes) -> Any:
+        """What arrives when all devices send: gradients have to come home from wherever the last
+        device is that needed their shard."""
+        return self._replace(sources=tuple(range(axes.devices))).send(tree, axes)
+
+
+class Route(NamedTuple):
+    """How shards travel. `needed[d, s]` tells whether device d needs shard s; first each device has
+    its own, then come the `hops`."""
+
+    needed: np.ndarray
+    hops: tuple[Hops, ...]
+
+    @classmethod
+    def of(cls, needed: np.ndarray) -> "Route":
+        """The route that passes through all devices that need anything, and no others."""
+        n = len(needed)
+        of_step = np.stack([needed[np.arange(n), (np.arange(n) - r) % n] for r in range(n)])
+        steps = [0, *(r for r in range(1, n) if of_step[r].any())]
+        hops: list[Hops] = []
+        for place, (here, there) in enumerate(itertools.pairwise(steps), 1):
+            # Device i holds shard i − here; whoever needs it from the next step on is r behind it.
+            later = [[of_step[r][(i - here + r) % n] for r in steps[place:]] for i in range(n)]
+            sources = {i for i in range(n) if any(later[i])}
+            last = hops[-1] if hops else None
+            if last and last.distance == there - here:
+                merged = tuple(sorted({*last.sources, *sources}))
+                hops[-1] = Hops(there - here, last.times + 1, merged)
+            else:
+                hops.append(Hops(there - here, 1, tuple(sorted(sources))))
+        return cls(needed, tuple(hops))
+
+    @property
+    def travelled(self) -> int:
+        """How far each shard is from home at the end."""
+        return sum(x.distance * x.times for x in self.hops)
+
+    @property
+    def home(self) -> Hops | None:
+        """The hop that brings back what belongs to the shards; None if they are at home."""
+        n = len(self.needed)
+        return Hops(n - self.travelled, 1, tuple(range(n))) if self.hops else None
+
+
+# ---------------------------------------------------------------------------------------------
+# What goes round
+# ---------------------------------------------------------------------------------------------
+
+
+def travels(letters: str) -> bool:
+    """Whether an array of a spec goes with the keys: those along S alone."""
+    named = letters.replace("#", "").split()
+    return "S" in named and "T" not in named
+
+
+def _key_axis(letters: str, leaf: Any) -> int | None:
+    """The axis along S of an array along T and S, of which each shard of keys has a part."""
+    axis = axis_of("S", letters, leaf.ndim)
+    has_part = axis is not None and not travels(letters) and leaf.shape[axis] > 1
+    return axis if has_part else None
+
+
+class Held(NamedTuple):
+    """What goes round: a shard of keys and values, and the spec's arrays along S."""
+
+    key: Array
+    value: Array
+    arrays: list[Array]
+
+    @classmethod
+    def of(cls, spec: Spec, key: Array, value: Array) -> "Held":
+        """What a device starts with."""
+        pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
+        return cls(key, value, [x for letters, x in pairs if travels(letters)])
+
+    def cut(self, spec: Spec, shard: Any) -> Spec:
+        """The spec with its arrays along S cut to the shard that is held."""
+        arrays, size = iter(self.arrays), self.key.shape[1]
+
+        def one(letters: str, leaf: Any) -> Any:
+            if travels(letters):
+                return next(arrays)
+            axis = _key_axis(letters, leaf)
+            return leaf if axis is None else slicing.take(leaf, shard * size, size, axis)
+
+        return jax.tree.map(one, axis_names(spec), spec)
+
+
+class Gradients(NamedTuple):
+    """What the backward pass sums: gradients that stay, those of the query and of parameters, and
+    those that go home with a shard; None in place of parameters that are of the other kind."""
+
+    query: Array
+    stay: list[Any]
+    go: tuple[Array, Array, list[Any]]
+
+    @property
+    def params(self) -> list[Array]:
+        """The gradients of parameters."""
+        return [y if x is None else x for x, y in zip(self.stay, self.go[2], strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------
+# One shard of keys
+# ---------------------------------------------------------------------------------------------
+
+
+class Ring(NamedTuple):
+    """A call: how it is cut, which way shards go, and what computes a piece."""
+
+    axes: Axes
+    route: Route
+    implementation: str | None
+
+    def shard(self, far: Any) -> Any:
+        """Which shard this device holds when all are that far from home."""
+        return (self.axes.place - far) % self.axes.devices
+
+    def piece(self, spec: Spec, query: Array, held: Held, shard: Any) -> Spec:
+        """The spec of the queries and the shard that this device has."""
+        (B, T, N, _), S = query.shape, held.key.shape[1]
+        axes = self.axes
+        b, h = axes.first(B, N)
+        place = pieces.Place(
+            b,
+            h,
+            axes.places(T),
+            axes.places(S, shard),
+            (axes.run(T), axes.run(S)),
+            shard * S if axes.order == "contiguous" else None,
+        )
+        own = pieces.at_place(held.cut(spec, shard), place)
+        return dataclasses.replace(own, partial=True)
+
+    def if_needed(self, shard: Any, compute: Any, otherwise: Any) -> Any:
+        """`compute()`, or what else there is where no query needs the shard."""
+        if self.route.needed.all():
+            return compute()
+        wanted = jnp.asarray(self.route.needed)[self.axes.place, shard]
+        return lax.cond(wanted, compute, lambda: otherwise)
+
+    def forward(
+        self, spec: Spec, query: Array, held: Held, far: Any, state: tuple[Any, Any, Any]
+    ) -> tuple[Any, Any, Any]:
+        """`(out, normalizer, all_finite)` with what a shard of keys adds."""
+        shard, shapes = self.shard(far), Shapes.of(query, held.value)
+
+        def compute() -> Any:
+            own = self.piece(spec, query, held, shard)
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+            operands = (own, query, held.key, held.value)
+            out, normalizer, finite = pieces.run(
+                "forward", like, self.implementation, *operands, shapes=shapes
+            )
+            both = jax.tree.map(lambda x, y: jnp.stack([x, y]), state[:2], (out, normalizer))
+            return *softmax.join(*both), state[2] & finite
+
+        return self.if_needed(shard, compute, state)
+
+    def backward(
+        self, spec: Spec, per_query: PerQuery, held: Held, far: Any, finite: Array, zeros: Gradients
+    ) -> Gradients:
+        """What a shard of keys adds to gradients."""
+        shard, shapes = self.shard(far), Shapes.of(per_query.query, held.value)
+        letters = parameter_letters(spec)
+
+        def compute() -> Gradients:
+            own = self.piece(spec, per_query.query, held, shard)
+            wide = (zeros.query, *zeros.go[:2])
+            like = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(own), *wide)
+            )
+            operands = (own, per_query, held.key, held.value, finite)
+            d_params, d_query, d_key, d_value = pieces.run(
+                "backward", like, self.implementation, *operands, shapes=shapes
+            )
+            start = shard * shapes.S
+
+            def put(name: str, part: Array, zero: Array) -> Array:
+                axis = _key_axis(name, zero)
+                return part if axis is None else slicing.put(zero, part, start, axis)
+
+            parts = list(zip(letters, d_params, zeros.stay, strict=True))
+            stay = [None if zero is None else put(name, part, zero) for name, part, zero in parts]
+            go = [part if zero is None else None for _, part, zero in parts]
+            return Gradients(d_query, stay, (d_key, d_value, go))
+
+        return self.if_needed(shard, compute, zeros)
+
+
+# ---------------------------------------------------------------------------------------------
+# All of them
+# ---------------------------------------------------------------------------------------------
+
+
+def _repeat(count: int, body: Any, state: Any) -> Any:
+    """`body(i, state)` for i below `count`; written out where that is one."""
+    if count == 1:
+        return body(0, state)
+    return lax.fori_loop(
+        0, count, lambda i, x: body(lax.convert_element_type(i, jnp.int32), x), state
+    )
+
+
+def _forward(ring: Ring, spec: Spec, query: Array, held: Held, state: Any) -> Any:
+    """What all shards add to `state`; while one is computed the next is on its way."""
+    far = 0
+    for hops in ring.route.hops:
+
+        def body(i: Any, carried: Any, far: int = far, hops: Hops = hops) -> Any:
+            held, state = carried
+            coming = hops.send(held, ring.axes)
+            here = far + i * hops.distance
+            return coming, ring.forward(spec, query, held, here, state)
+
+        held, state = _repeat(hops.times, body, (held, state))
+        far += hops.times * hops.distance
+    return ring.forward(spec, query, held, far, state)
+
+
+def _backward(
+    ring: Ring, spec: Spec, per_query: PerQuery, held: Held, finite: Array, zeros: Gradients
+) -> Gradients:
+    """The gradients from all shards; while one is computed, the next and the gradients of this one
+    from the devices before are on their way."""
+
+    def here(held: Held, far: Any) -> Gradients:
+        return ring.backward(spec, per_query, held, far, finite, zeros)
+
+    def add(x: Any, y: Any) -> Any:
+        return jax.tree.map(jnp.add, x, y)
+
+    total, far = None, 0
+    for hops in ring.route.hops:
+
+        def body(i: Any, carried: Any, far: int = far, hops: Hops = hops) -> Any:
+            held, total = carried
+            coming, own = hops.send(held, ring.axes), hops.send_all(total.go, ring.axes)
+            found = here(held, far + (i + 1) * hops.distance)
+            return coming, add(total._replace(go=own), found)
+
+        coming = hops.send(held, ring.axes)
+        total = here(held, far) if total is None else add(total, here(held, far))
+        if hops.times > 1:
+            coming, total = _repeat(hops.times - 1, body, (coming, total))
+        held, total = coming, total._replace(go=hops.send_all(total.go, ring.axes))
+        far += hops.times * hops.distance
+    last = here(held, far)
+    total = last if total is None else add(total, last)
+    home = ring.route.home
+    return total if home is None else total._replace(go=home.send(total.go, ring.axes))
+
+
+def attend(
+    spec: Spec, query: Array, key: Array, value: Array, axes: Axes, implementation: str | None
+) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])` of this device's queries and all keys, differentiable.
+
+    The spec is prepared, its arrays are this device's; there is one flat batch axis.
+    """
+    (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
+    dtype, n = accumulation(query.dtype), axes.devices
+    if spec.dropout_rate:
+        spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
+    default = spec.q_positions is None and spec.kv_positions is None
+    ring = Ring(
+        axes,
+        Route.of(
+            placement.needed(spec.mask, n * T, n * S, n, axes.order)
+            if default
+            else np.ones((n, n), bool)
+        ),
+        implementation,
+    )
+
+    @jax.custom_vjp
+    def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+        return run_forward(params, spec, *qkv)[0]
+
+    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+        query, key, value = qkv
+        own = with_parameters(spec, params)
+        row = jnp.zeros((B, T, N), dtype)
+        state = jnp.zeros((B, T, N, V), dtype), Normalizer(row - jnp.inf, row), jnp.ones((), bool)
+        held, state = axes.vary((Held.of(own, key, value), state), query)
+        out, normalizer, finite = _forward(ring, own, query, held, state)
+        return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, finite)
+
+    def run_backward(residuals: Any, cotangents: Any) -> Any:
+        params, spec, query, key, value, out, normalizer, finite = residuals
+        d_out, d_lse = cotangents
+        own = with_parameters(spec, params)
+        per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(d_out * out, axis=-1) - d_lse)
+        moving = [travels(x) for x in parameter_letters(spec)]
+        stay = [None if m else jnp.zeros_like(x) for x, m in zip(params, moving, strict=True)]
+        go = [jnp.zeros_like(x) if m else None for x, m in zip(params, moving, strict=True)]
+        wide = [jnp.zeros(x.shape, dtype) for x in (query, key, value)]
+        zeros = Gradients(wide[0], stay, (wide[1], wide[2], go))
+        held, zeros = axes.vary((Held.of(own, key, value), zeros), query)
+        total = _backward(ring, own, per_query, held, finite, zeros)
+        found = zip((total.query, *total.go[:2]), (query, key, value), strict=True)
+        return total.params, None, *(x.astype(y.dtype) for x, y in found)
+
+    run.defvjp(run_forward, run_backward)
+    inputs = reverse_mode.inputs((query, key, value, *parameters(spec)), spec)
+    query, key, value, *params = axes.vary(inputs)
+    out, lse = run(params, spec, query, key, value)
+    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)

@@ -1,0 +1,367 @@
+"""Attention over several devices equals attention on one: values, gradients, dropout, what is sent.
+
+The truth is the formula on whole arrays. Shards are those that `shard_tokens` places.
+"""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, parallel, scores
+from tests.conftest import quick_jit, users_jit
+
+
+B, T, N, K, H, V = 2, 32, 8, 2, 4, 3
+SCHEMES = ("ring", "all_to_all", "gather")
+ORDERS = ("contiguous", "zigzag")
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(shape).standard_normal(shape)
+
+
+class Rule(NamedTuple):
+    """What is masked and scored, from arrays by name; each stands along T and S at some axes."""
+
+    of: Callable[[dict[str, Any]], dict[str, Any]]
+    arrays: dict[str, Any] = {}  # noqa: RUF012
+    along: dict[str, tuple[int, ...]] = {}  # noqa: RUF012  axes along tokens
+    masked_keys: int = 0  # so many at the end hold NaN
+
+
+def pasted(b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+    return (q >= kv) & (table[kv] != h + b)
+
+
+def learned(score: Any, b: Any, h: Any, q: Any, kv: Any, gain: Any) -> Any:
+    row, distance = (jnp.asarray(x, score.dtype) for x in (b, q - kv))
+    return score * gain[h] + 0.1 * row - 0.01 * distance
+
+
+IDS = np.sort(np.random.default_rng(0).integers(0, 3, (B, T)))
+LENGTHS = np.array([11, 24])
+LAYOUT = np.random.default_rng(1).random((8, 8)) > 0.4
+
+RULES: dict[str, Rule] = {
+    "none": Rule(lambda a: {}),
+    "causal": Rule(lambda a: {"mask": masks.Causal(), "score": scores.SoftCap(2.0)}),
+    "window": Rule(lambda a: {"mask": masks.Window(left=5, right=3)}),
+    "segments": Rule(
+        lambda a: {
+            "mask": masks.Causal() & masks.Segments(a["ids"]),
+            "score": scores.Alibi(a["slopes"]),
+        },
+        {"ids": IDS, "slopes": random(N)},
+        {"ids": (1,)},
+    ),
+    "lengths": Rule(
+        lambda a: {"mask": masks.Lengths(q=a["lengths"], kv=24), "scale": a["scale"]},
+        {"lengths": LENGTHS, "scale": 1 + random(N) ** 2},
+        masked_keys=8,
+    ),
+    "first_shard_masked": Rule(lambda a: {"mask": masks.Causal() & ~masks.Prefix(16)}),
+    "prefix": Rule(
+        lambda a: {
+            "mask": masks.Causal() | masks.Prefix(a["lengths"]),
+            "score": scores.RelativeBias(a["table"], max_distance=9),
+        },
+        {"lengths": LENGTHS, "table": random(8, N)},
+    ),
+    "pasted": Rule(
+        lambda a: {
+            "mask": masks.Predicate(pasted, a["table"]),
+            "score": scores.Score(learned, a["gain"]),
+        },
+        {"table": np.random.default_rng(2).integers(0, 9, T, np.int32), "gain": random(N)},
+    ),
+    "arrays": Rule(
+        lambda a: {"mask": masks.Dense(a["dense"]), "score": scores.Bias(a["bias"])},
+        {"dense": np.random.default_rng(3).random((B, 1, T, T)) > 0.3, "bias": random(1, N, T, T)},
+        {"dense": (2, 3), "bias": (2, 3)},
+    ),
+    "blocks": Rule(lambda a: {"mask": masks.Blocks(LAYOUT, 4) & masks.Dilated(3)}),
+    "dropout": Rule(
+        lambda a: {
+            "mask": masks.Causal(),
+            "dropout_rate": 0.4,
+            "dropout_key": jax.random.key(3),
+        }
+    ),
+}
+
+
+def mesh_of(**shape: int) -> Mesh:
+    size = int(np.prod(list(shape.values())))
+    return Mesh(np.array(jax.devices()[:size]).reshape(*shape.values()), tuple(shape))
+
+
+def with_gradients(attend: Any, rule: Rule, arrays: Any, floats: Any, cotangents: Any) -> Any:
+    """Output, lse, and the gradients of all float arrays."""
+
+    def call(floats: Any) -> Any:
+        given = rule.of({**arrays, **floats})
+        return attend(floats["q"], floats["k"], floats["v"], return_lse=True, **given)
+
+    results, pull = jax.vjp(call, floats)
+    return (*results, *pull(cotangents))
+
+
+def check(rule: Rule, devices: int, order: str, attend: Any) -> None:
+    """`attend` of placed tokens gives what the formula gives of tokens in sequence."""
+
+    def place(x: Any, axes: tuple[int, ...], move: Any = parallel.shard_tokens) -> Any:
+        return functools.reduce(lambda x, a: move(x, devices, axis=a, order=order), axes, x)
+
+    back = functools.partial(place, move=parallel.unshard_tokens)
+    along = {"q": (1,), "k": (1,), "v": (1,), **rule.along}
+    arrays = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
+    arrays |= rule.arrays
+    if rule.masked_keys:
+        arrays["k"], arrays["v"] = arrays["k"].copy(), arrays["v"].copy()
+        arrays["k"][:, -rule.masked_keys :], arrays["v"][:, -rule.masked_keys :] = np.nan, np.inf
+    floats = {n: x for n, x in arrays.items() if x.dtype == np.float64}
+    rest = {n: x for n, x in arrays.items() if n not in floats}
+    d_out, d_lse = random(B, T, N, V), random(B, N, T)
+    reference = functools.partial(jattn.attention, implementation="reference")
+    truth = functools.partial(with_gradients, reference, rule)
+    want_out, want_lse, want = quick_jit(truth)(rest, floats, (d_out, d_lse))
+    placed = [{n: place(x, along.get(n, ())) for n, x in tree.items()} for tree in (rest, floats)]
+    run = functools.partial(with_gradients, attend, rule)
+    cotangents = (place(d_out, (1,)), place(d_lse, (2,)))
+    out, lse, found = quick_jit(run)(*placed, cotangents)
+    np.testing.assert_allclose(back(out, (1,)), want_out, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(back(lse, (2,)), want_lse, rtol=1e-12, atol=1e-13)
+    for name, d in found.items():
+        got = back(d, along.get(name, ()))
+        np.testing.assert_allclose(got, want[name], rtol=1e-11, atol=1e-12, err_msg=name)
+
+
+WAYS = [
+    *itertools.product((1, 2), ORDERS, SCHEMES),
+    *itertools.product((8, 4), ORDERS, SCHEMES),
+]
+
+
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize(("devices", "order", "scheme"), WAYS)
+@pytest.mark.parametrize("name", RULES)
+def test_equals_one_device(name, scheme, order, devices):
+    mesh = mesh_of(x=devices)
+    attend = functools.partial(
+        parallel.attention, mesh=mesh, axis_name="x", scheme=scheme, order=order
+    )
+    check(RULES[name], devices, order, attend)
+
+
+def test_batch_and_heads_are_cut_too():
+    """Functions and dropout see the batch rows and heads of the whole."""
+    mesh = mesh_of(data=2, context=2, model=2)
+    rule = RULES["pasted"]
+    rule = rule._replace(of=lambda a: RULES["pasted"].of(a) | DROPPED)
+    for scheme in SCHEMES:
+        attend = functools.partial(
+            parallel.attention,
+            mesh=mesh,
+            axis_name="context",
+            batch_axis="data",
+            head_axis="model",
+            scheme=scheme,
+            order="zigzag",
+        )
+        check(rule, 2, "zigzag", attend)
+
+
+DROPPED = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_within_shard_map_under_scan_remat_and_vmap(scheme):
+    """Two layers, one set of weights each, a batch that is mapped; `check_vma` is on by default."""
+    weights, x, ids = random(2, H, H), random(3, B, T, N, H), IDS
+
+    def layers(attend: Any, weights: Any, x: Any, ids: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, weight: Any) -> Any:
+            mask = masks.Causal() & masks.Segments(ids)
+            return x + attend(x @ weight, x, x, mask=mask), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    def loss(attend: Any, weights: Any, x: Any, ids: Any) -> Any:
+        out = jax.vmap(lambda x: layers(attend, weights, x, ids))(x)
+        return jnp.sum(out**2)
+
+    want = quick_jit(jax.grad(functools.partial(loss, jattn.attention), (0, 1)))(weights, x, ids)
+    tokens, spec = P(None, None, "x"), P(None, "x")
+    order = "zigzag"
+
+    def local(weights: Any, x: Any, ids: Any) -> Any:
+        attend = functools.partial(
+            parallel.attention_shard, axis_name="x", scheme=scheme, order=order
+        )
+        return jax.lax.psum(loss(attend, weights, x, ids), "x")
+
+    run = jax.shard_map(local, mesh=mesh_of(x=4), in_specs=(P(), tokens, spec), out_specs=P())
+    place = functools.partial(parallel.shard_tokens, devices=4, order=order)
+    found = quick_jit(jax.grad(run, (0, 1)))(weights, place(x, axis=2), place(ids))
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-11)
+    back = parallel.unshard_tokens(found[1], 4, axis=2, order=order)
+    np.testing.assert_allclose(back, want[1], rtol=1e-10, atol=1e-11)
+
+
+def test_any_permutation_given_as_positions():
+    places = np.random.default_rng(5).permutation(T)
+    q, k, v = map(jnp.asarray, (random(B, T, N, H), random(B, T, K, H), random(B, T, K, V)))
+    want = jattn.attention(q, k, v, mask=masks.Causal() & masks.Window(left=7))
+    found = parallel.attention(
+        *(x[:, places] for x in (q, k, v)),
+        mask=masks.Causal() & masks.Window(left=7),
+        mesh=mesh_of(x=4),
+        axis_name="x",
+        q_positions=places,
+        kv_positions=places,
+    )
+    np.testing.assert_allclose(found[:, np.argsort(places)], want, rtol=1e-12, atol=1e-13)
+
+
+# What is sent
+
+
+def sent(compiled: Any) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Of each collective permute in a compiled program: bytes that a device sends, and to whom."""
+    found = []
+    pattern = r"= \(?(\w\d+)\[([\d,]*)\].*collective-permute(?:-start)?\(.*pairs=\{(.*?)\}\}"
+    for line in compiled.as_text().splitlines():
+        match = re.search(pattern, line)
+        if match:
+            kind, sizes, pairs = match.groups()
+            size = int(np.prod([int(x) for x in sizes.split(",") if x])) * int(kind[1:]) // 8
+            found.append((size, [tuple(map(int, x)) for x in re.findall(r"(\d+),(\d+)", pairs)]))
+    return found
+
+
+def compiled(T: int, mask: Any, gradients: bool = False) -> Any:
+    """A program for 8 devices; q, k and v are float32 `[1, T, 4, 8]`, `[1, T, 2, 8]` twice."""
+    mesh = mesh_of(x=8)
+    shapes = [jax.ShapeDtypeStruct((1, T, heads, 8), jnp.float32) for heads in (4, 2, 2)]
+
+    def run(*qkv: Any) -> Any:
+        return parallel.attention(*qkv, mask=mask, mesh=mesh, axis_name="x")
+
+    if gradients:
+        forward = run
+        run = jax.grad(lambda *qkv: jnp.sum(forward(*qkv)), (0, 1, 2))
+    sharding = jax.NamedSharding(mesh, P(None, "x"))
+    return jax.jit(run, in_shardings=(sharding,) * 3).lower(*shapes).compile()
+
+
+def test_a_window_sends_to_the_neighbour_only():
+    T, shard = 65_536, 65_536 // 8 * 2 * 8 * 4  # bytes of a shard of keys
+    mask = masks.Causal() & masks.Window(left=4096)
+    neighbours = [(i, i + 1) for i in range(7)]
+    assert sorted(sent(compiled(T, mask))) == [(shard, neighbours)] * 2
+    both = sent(compiled(T, mask, gradients=True))
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+    back = [(i, (i + 7) % 8) for i in range(8)]
+    # Keys and values, which both passes share here; their gradients there and back.
+    expected = [neighbours] * 2 + [ring] * 2 + [back] * 2
+    assert sorted(both) == sorted((shard, sorted(pairs)) for pairs in expected)
+
+
+@pytest.mark.parametrize(("order", "least", "most"), [("zigzag", 1.0, 1.1), ("contiguous", 1.8, 2)])
+def test_causal_work_is_balanced(order, least, most):
+    """The tiles of the busiest device, over their mean."""
+    T, devices = 4096, 8
+    q = np.asarray(parallel.token_positions(T, devices, order)).reshape(devices, -1)
+    tiles = [
+        np.count_nonzero(
+            masks.tile_map(
+                masks.Causal(), T // 8, T, 64, 64, q_positions=q[d], kv_positions=q.ravel()
+            )
+        )
+        for d in range(devices)
+    ]
+    assert least <= max(tiles) / np.mean(tiles) <= most
+
+
+# Placement
+
+
+def test_tokens_come_back():
+    x = {"ids": np.arange(2 * 24).reshape(2, 24), "positions": jnp.arange(24)}
+    for order in ORDERS:
+        placed = parallel.shard_tokens(x, 4, order=order)
+        back = parallel.unshard_tokens(placed, 4, order=order)
+        assert jax.tree.all(jax.tree.map(np.array_equal, back, x))
+        np.testing.assert_array_equal(placed["positions"], parallel.token_positions(24, 4, order))
+    assert parallel.token_positions(8, 2, "zigzag").tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+# Errors
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_shared_is_refused_with_both_numbers():
+    q: Any = random(1, 30, 6, H)
+    k: Any = random(1, 32, 3, H)
+    call = functools.partial(parallel.attention, axis_name="x")
+    with pytest.raises(ValueError, match=r"query: expected a multiple of 4 .* got 30"):
+        call(q, q, q, mesh=mesh_of(x=4))
+    with pytest.raises(ValueError, match=r"multiple of 8 tokens for 4 devices in zigzag .* got 12"):
+        call(q[:, :12], k, k, mesh=mesh_of(x=4), order="zigzag")
+    with pytest.raises(ValueError, match=r"4 devices share evenly .* got N = 6"):
+        call(q[:, :28], k, k, mesh=mesh_of(x=4), scheme="all_to_all")
+    with pytest.raises(ValueError, match=r"axis 'y' has 2 devices, which cannot share K = 3"):
+        call(q[:, :4], k, k, mesh=mesh_of(x=4, y=2), head_axis="y")
+    with pytest.raises(ValueError, match="mesh: expected an axis 'x'"):
+        call(q, q, q, mesh=mesh_of(y=2))
+    with pytest.raises(ValueError, match="'x' is no axis of a mesh here"):
+        parallel.attention_shard(q, q, q, axis_name="x")
+    with pytest.raises(ValueError, match="x: expected a multiple of 4 tokens for 4 devices"):
+        parallel.shard_tokens(q, 4, axis=1)
+    with pytest.raises(NotImplementedError, match="'reference': it computes whole rows"):
+        call(q[:, :4], k, k, mesh=mesh_of(x=4), implementation="reference")
+
+
+# Memory
+
+
+@pytest.mark.slow
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
+def test_temporaries_fall_with_the_number_of_devices(scheme):
+    """Of 65,536 positions, forward and backward, in each device's program."""
+    shapes = [jax.ShapeDtypeStruct((1, 65_536, 8, 16), jnp.float32)] * 3
+    sizes = []
+    for devices in (1, 2, 4, 8):
+        mesh = mesh_of(x=devices)
+
+        def run(*qkv: Any, mesh: Any = mesh) -> Any:
+            out = parallel.attention(
+                *qkv,
+                mask=masks.Causal(),
+                mesh=mesh,
+                axis_name="x",
+                scheme=scheme,
+                order="zigzag",
+                implementation="blockwise",
+            )
+            return jnp.sum(out)
+
+        sharding = jax.NamedSharding(mesh, P(None, "x"))
+        grad = users_jit(jax.grad(run, (0, 1, 2)), in_shardings=(sharding,) * 3)
+        memory = grad.lower(*shapes).compile().memory_analysis()
+        sizes.append(memory.temp_size_in_bytes)
+    # One device sends nothing and holds nothing for it.
+    assert sizes[2] < 0.7 * sizes[1] and sizes[3] < 0.6 * sizes[2] and sizes[3] < 0.5 * sizes[0]
