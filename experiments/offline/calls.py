@@ -127,6 +127,7 @@ def _scored(build: Callable[[Arrays], Any]) -> Callable[[Arrays], dict[str, Any]
 
 _IDS = {"ids": ((B, T), "int32")}
 _LENGTHS = {"lengths": ((B,), "int32")}
+_TOKENS = {"tokens": ((B, T), "bool")}
 _STARTS = {"starts": ((B, N), "int32")}
 _KEY = {"key": ((2,), "uint32")}
 _POSITIONS = {"positions": ((B, T), "int32")}
@@ -140,6 +141,7 @@ MASKS = (
     Call("prefix", _masked(lambda a: masks.Causal() | masks.Prefix(a["lengths"])), _LENGTHS),
     Call("segments", _masked(lambda a: masks.Causal() & masks.Segments(a["ids"])), _IDS),
     Call("lengths", _masked(lambda a: masks.Lengths(kv=a["lengths"])), _LENGTHS),
+    Call("padding", _masked(lambda a: masks.Padding(a["tokens"])), _TOKENS),
     Call("dilated", _masked(lambda a: masks.Causal() & masks.Dilated(4))),
     Call("global", _masked(lambda a: masks.Window(128, 128) | masks.Global(64))),
     Call("blocks", _masked(lambda a: masks.Blocks(a["layout"], _BLOCK)), _CELLS),

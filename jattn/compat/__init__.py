@@ -8,10 +8,13 @@ nnx.MultiHeadAttention(..., attention_fn=jattn.compat.flax_attention_fn)
 from jattn.compat.flax_attention import flax_attention_fn
 from jattn.compat.installation import Ran, install, installed, report, uninstall
 from jattn.compat.jax_attention import dot_product_attention
+from jattn.compat.weights import attention_from_torch, attention_to_torch
 
 
 __all__ = [
     "Ran",
+    "attention_from_torch",
+    "attention_to_torch",
     "dot_product_attention",
     "flax_attention_fn",
     "install",
