@@ -18,7 +18,7 @@ from jattn._advice import advised
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
-from jattn.checks import check_array, check_choice
+from jattn.checks import check_array, check_choice, check_flag
 from jattn.explanation import Explanation
 from jattn.kernels import registry
 from jattn.kernels.common import lowering, vjp
@@ -50,6 +50,7 @@ def attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: Literal[False] = False,
+    return_weights: Literal[False] = False,
 ) -> Output: ...
 @overload
 def attention(
@@ -67,7 +68,44 @@ def attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: Literal[True],
+    return_weights: Literal[False] = False,
 ) -> tuple[Output, LogSumExp]: ...
+@overload
+def attention(
+    query: Queries,
+    key: Keys | Cache,
+    value: Values | None = None,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[True],
+) -> tuple[Output, Weights]: ...
+@overload
+def attention(
+    query: Queries,
+    key: Keys | Cache,
+    value: Values | None = None,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+) -> tuple[Output, LogSumExp, Weights]: ...
 @advised
 def attention(
     query: Queries,
@@ -84,6 +122,7 @@ def attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    return_weights: bool = False,
 ) -> Any:
     """Scaled dot-product attention (Vaswani et al. 2017, equation 1), for any mask and score.
 
@@ -109,10 +148,13 @@ def attention(
         implementation: a name from `explain`, which then runs or raises; None takes the first that
             supports the call on the platform that the program is lowered for.
         return_lse: also return the log of the softmax's denominator.
+        return_weights: also return the weights, last; for looking at, as memory grows with T × S.
+            Not with a cache.
 
     Returns:
         `out [*B, T, N, V]` in the query's dtype, and with `return_lse` also `lse [*B, N, T]`, the
         natural log Σ exp(score) in float32 (float64 for float64). Sums run in float32 (float64).
+        With `return_weights` also the `[*B, N, T, S]` of `attention_weights`.
         A query whose keys are all masked has out 0, lse −inf and gradient 0. What is masked does
         not exist: NaN in it reaches neither results nor gradients.
 
@@ -135,7 +177,12 @@ def attention(
         "precision": precision,
         "lse": return_lse,
     }
+    check_flag("return_weights", return_weights)
     if isinstance(key, Cache):
+        if return_weights:
+            raise NotImplementedError(
+                "return_weights where a cache takes the place of key and value"
+            )
         return _attention_to_cache(query, key, value, meaning, implementation)
     if value is None:
         raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
@@ -144,7 +191,11 @@ def attention(
     registry.check_name(implementation)
     if implementation is not None:
         registry.check_supported(implementation, spec, shapes)
-    return _attend(spec, query, key, value, implementation=implementation, shapes=shapes)
+    results = _attend(spec, query, key, value, implementation=implementation, shapes=shapes)
+    if not return_weights:
+        return results
+    weights = _matrix(spec, query, key, what="weights", shapes=shapes)
+    return (*results, weights) if return_lse else (results, weights)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
@@ -385,6 +436,7 @@ def explain(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    return_weights: bool = False,
 ) -> Explanation:
     """Which implementations can run `attention` with these arguments on a platform, and how much of
     the scores they compute.
@@ -393,7 +445,7 @@ def explain(
     that can. Printed, it tells too which tiles the mask leaves and what would be faster, see
     `jattn.explanation`. `platform` is "cpu", "cuda", "rocm" or "tpu": what the program is lowered
     for; by default where the query lies or, while tracing, where JAX puts arrays. The other
-    arguments are those of `attention`; `implementation` changes nothing.
+    arguments are those of `attention`; `implementation` and `return_weights` change nothing.
     """
     arguments = {
         "mask": mask,
@@ -406,6 +458,7 @@ def explain(
         "precision": precision,
         "lse": return_lse,
     }
+    check_flag("return_weights", return_weights)
     check_choice("platform", platform, (None, *lowering.PLATFORMS))
     platform = platform or _platform_of(query)
     if isinstance(key, Cache):

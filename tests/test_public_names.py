@@ -204,6 +204,7 @@ def functions():
     q = k = v = jnp.ones((B, T, N, H))
     assert_type(jattn.attention(q, k, v, mask=masks.Causal()), Array)
     assert_type(jattn.attention(q, k, v, return_lse=True), tuple[Array, Array])
+    assert_type(jattn.attention(q, k, v, return_weights=True), tuple[Array, Array])
     assert_type(jattn.attention_weights(q, k, score=scores.SoftCap(2.0)), Array)
     assert_type(jattn.explain(q, k, v, mask=masks.Causal()), Explanation)
     assert_type(masks.Causal() & masks.Window(left=2), masks.Mask)

@@ -121,9 +121,9 @@ RULES = {"mask": "mask", "score": "score", "scale": "number?"}
 PLACED = {**RULES, "q_positions": "positions?", "kv_positions": "integers?"}
 PLACED |= {"precision": "precision"}
 DROPPED = {"dropout_rate": "rate", "dropout_key": "key?"}
-NAMED = {"implementation": "name?", "return_lse": "flag"}
+NAMED = {"implementation": "name?", "return_lse": "flag", "return_weights": "flag"}
 RIGHT = dict.fromkeys([*PLACED, "dropout_key", "implementation"])  # None, as by default
-RIGHT |= {"dropout_rate": 0.0, "return_lse": False}
+RIGHT |= {"dropout_rate": 0.0, "return_lse": False, "return_weights": False}
 IN_FULL = {"query": "array", "key": "array", "value": "array", **PLACED, **DROPPED, **NAMED}
 
 
