@@ -27,10 +27,12 @@ from jattn.mechanisms import (
     simple_self_attention,
 )
 from jattn.softmax import merge, with_sink
+from jattn.statistics import statistics, top_weights
 
 
 if TYPE_CHECKING:
     from jattn import nn, parallel, viz
+    from jattn.generation import generate
 
 __all__ = [
     "additive_attention",
@@ -42,6 +44,7 @@ __all__ = [
     "cached_attention",
     "causal_interaction",
     "explain",
+    "generate",
     "interaction",
     "masks",
     "merge",
@@ -55,6 +58,8 @@ __all__ = [
     "scores",
     "self_attention",
     "simple_self_attention",
+    "statistics",
+    "top_weights",
     "viz",
     "with_sink",
 ]
@@ -68,8 +73,10 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """`jattn.nn`, `jattn.parallel` and `jattn.viz` are imported when they are first used: the
-        functions alone need neither Flax nor several devices nor pictures."""
+        """`jattn.nn`, `jattn.parallel`, `jattn.viz` and `jattn.generate` are imported when they are
+        first used: the other functions need neither Flax nor several devices nor pictures."""
+        if name == "generate":
+            return importlib.import_module("jattn.generation").generate
         if name in ("nn", "parallel", "viz"):
             return importlib.import_module(f"jattn.{name}")
         raise AttributeError(f"module 'jattn' has no attribute {name!r}")

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
+from jattn._advice import advised
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
@@ -21,9 +22,9 @@ from jattn.checks import check_array, check_choice
 from jattn.explanation import Explanation
 from jattn.kernels import registry
 from jattn.kernels.common import lowering, vjp
-from jattn.kernels.xla import decode, reference
-from jattn.masks import Mask, as_mask
-from jattn.scores import ScoreFunction
+from jattn.kernels.xla import decode, reference, tangents
+from jattn.masks import MaskLike, as_mask
+from jattn.scores import ScoreLike, as_score
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
 
 
@@ -39,8 +40,8 @@ def attention(
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -56,8 +57,8 @@ def attention(
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -67,13 +68,14 @@ def attention(
     implementation: str | None = None,
     return_lse: Literal[True],
 ) -> tuple[Output, LogSumExp]: ...
+@advised
 def attention(
     query: Queries,
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -116,8 +118,11 @@ def attention(
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before compilation.
-        NotImplementedError: if the named implementation cannot, with its reason; for forward mode
-            and second derivatives, which only implementation="reference" has.
+        NotImplementedError: if the named implementation cannot, with its reason; for third
+            derivatives, and for all but the first in reverse mode where a cache is decoded from,
+            which implementation="reference" has.
+
+    First and second derivatives come in every mode, in memory linear in T and S.
     """
     meaning = {
         "mask": mask,
@@ -170,7 +175,7 @@ def run(
     if implementation == "reference":
         return reference.attend(spec, query, key, value)
     functions, traced = registry.functions(names, shapes, named=named)
-    return vjp.attention(functions, spec, query, key, value, traced)
+    return vjp.attention(functions, tangents.passes(), spec, query, key, value, traced)
 
 
 def _attention_to_cache(
@@ -224,6 +229,7 @@ def _check_cache(
     return shapes, make_spec(shapes, **meaning)
 
 
+@overload
 def cached_attention(
     query: Queries,
     key: Keys,
@@ -231,14 +237,49 @@ def cached_attention(
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     precision: Any = None,
     implementation: str | None = None,
-) -> tuple[Output, SomeCache]:
+    return_lse: Literal[False] = False,
+) -> tuple[Output, SomeCache]: ...
+@overload
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: SomeCache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
+@advised
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: Cache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
 
     Any number of tokens; what a `RollingCache` cannot take at once goes in pieces.
@@ -252,6 +293,7 @@ def cached_attention(
             nothing.
         mask, score, scale, dropout_rate, dropout_key, precision, implementation: as in `attention`.
             The cache knows the positions.
+        return_lse: give `(out, lse [B, N, T])` in place of `out`, as `attention` does.
 
     Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
     """
@@ -263,6 +305,7 @@ def cached_attention(
         "dropout_key": dropout_key,
         "precision": precision,
         "implementation": implementation,
+        "return_lse": return_lse,
     }
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
@@ -279,7 +322,7 @@ def cached_attention(
 
 def _in_pieces(
     query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
-) -> tuple[Output, Any]:
+) -> tuple[Any, Any]:
     """`cached_attention` of as many tokens at a time as the cache takes."""
     if arguments.get("dropout_rate"):
         raise NotImplementedError(
@@ -294,7 +337,7 @@ def _in_pieces(
         return jnp.moveaxis(x.reshape(pieces, chunk, *x.shape[1:]), 1, axis + 1)
 
     # Arrays of mask and score along T are split with the queries.
-    rules = {"mask": as_mask(arguments.get("mask")), "score": arguments.get("score")}
+    rules = {"mask": as_mask(arguments.get("mask")), "score": as_score(arguments.get("score"))}
     leaves, structure = jax.tree.flatten(rules)
     letters = jax.tree.leaves([axis_names(rule) for rule in rules.values()])
     axes = [axis_of("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
@@ -303,7 +346,7 @@ def _in_pieces(
         for axis, x in zip(axes, leaves, strict=True)
     ]
 
-    def piece(cache: Cache, operands: Any) -> tuple[Cache, Array]:
+    def piece(cache: Cache, operands: Any) -> tuple[Cache, Any]:
         query, key, value, valid, own = operands
         here = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
         given = arguments | jax.tree.unflatten(structure, here)
@@ -311,18 +354,29 @@ def _in_pieces(
         return cache, out
 
     valid = jnp.ones((B, T), bool) if valid is None else valid
-    cache, out = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
-    return jnp.moveaxis(out, 0, 1).reshape(B, -1, *out.shape[3:])[:, :T], cache
+    cache, results = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
+
+    def joined(x: Array, axis: int) -> Array:
+        """Pieces `[pieces, B, …, chunk, …]`, with the chunk at this axis of a piece, in one."""
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return jax.lax.slice_in_dim(x, 0, T, axis=axis)
+
+    if not arguments.get("return_lse"):
+        return joined(results, 1), cache
+    out, lse = results
+    return (joined(out, 1), joined(lse, 2)), cache
 
 
+@advised
 def explain(
     query: Queries,
     key: Keys | Cache,
     value: Values | None = None,
     *,
     platform: str | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -383,12 +437,13 @@ def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) 
     return result.reshape(*shapes.batch, *result.shape[1:])
 
 
+@advised
 def attention_scores(
     query: Queries,
     key: Keys,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -411,12 +466,13 @@ def attention_scores(
     return _matrix(spec, query, key, what="scores", shapes=shapes)
 
 
+@advised
 def attention_weights(
     query: Queries,
     key: Keys,
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,

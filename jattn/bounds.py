@@ -7,6 +7,8 @@ change, and what may be NaN is said to be. An operation that is not known may gi
 
 Ends are arrays, one entry for each of several tiles at once, NumPy's where all is known while
 tracing. In a table the least and greatest of a run of entries are found in memory linear in it.
+What depends on one of the scalars alone is not left to intervals where its run of integers is known
+while tracing: it is found for each of them, so that `clip(x // 8, 2, 5) * 8 + x % 8` is exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +36,79 @@ def of(expression: Expression, scalars: Sequence[Interval]) -> Interval:
     """The interval of an expression of one result whose scalars lie in these."""
     found: dict[int, Interval] = {}
     with np.errstate(all="ignore"), jax.numpy_dtype_promotion("standard"):
+        alone = _OneScalar(expression, scalars)
         for node in expression.nodes:
-            args = [found[id(x)] for x in node.args]
-            found[id(node)] = _of_node(node, args, scalars, expression.tables)
+            if id(node) in alone:
+                found[id(node)] = alone.over_runs(node)
+            else:
+                args = [found[id(x)] for x in node.args]
+                found[id(node)] = _of_node(node, args, scalars, expression.tables)
     (result,) = expression.results
     return found[id(result)]
+
+
+_MOST_NUMBERS = 2**20  # of the runs of a scalar, that are taken one by one
+_TRACED = -1  # in place of a scalar: a table that only the program knows
+
+
+class _OneScalar:
+    """The nodes that depend on one scalar of which each number is known, and on nothing else that
+    varies: intervals of single numbers are as good as the numbers."""
+
+    def __init__(self, expression: Expression, scalars: Sequence[Interval]):
+        self.tables = expression.tables
+        self.points = [_numbers(x) for x in scalars]
+        self.fixed = [_is_static_point(x) for x in scalars]
+        self.scalars = scalars
+        self.of: dict[int, set[int]] = {}
+        self.found: dict[int, Interval] = {}
+        for node in expression.nodes:
+            self.of[id(node)] = set().union(*(self.of[id(x)] for x in node.args))
+            number: Any = node.param
+            if node.op == "input" and not self.fixed[number]:
+                self.of[id(node)] = {number}
+            if node.op == "look_up" and isinstance(self.tables[number], Tracer):
+                self.of[id(node)] |= {_TRACED}
+
+    def __contains__(self, node: int) -> bool:
+        on = self.of[node]
+        return len(on) == 1 and on != {_TRACED} and self.points[min(on)] is not None
+
+    def over_runs(self, node: Node) -> Interval:
+        """The least and greatest over each run."""
+        lo, hi, nan = self.at_points(node)
+        shape = np.shape(self.points[min(self.of[id(node)])])  # pyright: ignore
+        lo, hi = (np.broadcast_to(x, shape) for x in (lo, hi))
+        return Interval(lo.min(axis=-1), hi.max(axis=-1), np.broadcast_to(nan, shape).any(axis=-1))
+
+    def at_points(self, node: Node) -> Interval:
+        """The interval for each number of the runs, `[..., numbers]`."""
+        if id(node) not in self.found:
+            args = [self.at_points(x) for x in node.args]
+            self.found[id(node)] = _of_node(node, args, self._inputs(), self.tables)
+        return self.found[id(node)]
+
+    def _inputs(self) -> list[Interval]:
+        pairs = zip(self.points, self.scalars, strict=True)
+        return [x if points is None else Interval(points, points) for points, x in pairs]
+
+
+def _numbers(x: Interval) -> np.ndarray | None:
+    """Each number of runs of integers, `[..., numbers]`; the last are repeated. None where they are
+    not known, or many."""
+    if not _static(x) or _kind(np.asarray(x.lo).dtype) != "i" or _is_static_point(x):
+        return None
+    lo, hi = np.broadcast_arrays(x.lo, x.hi)
+    widths = hi.astype(np.float64) - lo + 1
+    if not lo.size or lo.size * widths.max() > _MOST_NUMBERS or widths.min() < 1:
+        return None
+    offsets = np.arange(int(widths.max()), dtype=lo.dtype)
+    return lo[..., None] + np.minimum(offsets, (hi - lo)[..., None])
+
+
+def _is_static_point(x: Interval) -> bool:
+    """Whether it is one number, the same for all tiles."""
+    return _static(x) and not np.shape(x.lo) and bool(np.all(x.lo == x.hi))
 
 
 def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) -> Interval:
@@ -136,6 +206,10 @@ def _looked_up(table: Any, places: list[Interval]) -> Interval:
         table = (table if _static(place) else jnp.asarray(table))[place]
     if not places:
         return Interval(table, table)
+    if _static(table, places) and all(_is_point(x) for x in places):
+        sizes = zip(places, table.shape, strict=True)
+        entries = table[tuple(np.clip(x.lo, 0, n - 1) for x, n in sizes)]
+        return Interval(entries, entries)
     least = most = table
     shapes = [np.broadcast_shapes(np.shape(x.lo), np.shape(x.hi)) for x in places]
     if len(places) == 1:

@@ -4,8 +4,11 @@ Each raises TypeError for the wrong kind of thing and ValueError for a wrong val
 the argument's name, what was expected and what came.
 """
 
+import contextlib
 import functools
+import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -129,6 +132,47 @@ def check_function(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a function, got {_type(value)}")
 
 
+def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any, ...]) -> None:
+    """A function of the given arguments and as many operands, as far as it can be asked."""
+    check_function(f"{owner}: fn", fn)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some that are built in do not tell
+        return
+    try:
+        signature.bind(*wanted, *operands)
+    except TypeError:
+        more = f" and {len(operands)} operands" if operands else ""
+        raise TypeError(
+            f"{owner}: expected a function of ({', '.join(wanted)}){more}, got "
+            f"{_name(fn)}({', '.join(signature.parameters)})"
+        ) from None
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+@contextlib.contextmanager
+def explained(owner: str, fn: Any) -> Iterator[None]:
+    """What fails in a user's function because its arguments are traced, in words."""
+    try:
+        yield
+    except jax.errors.TracerBoolConversionError:
+        reason = (
+            "asks whether a traced value is true, as `and`, `or`, `not`, `if` and `a < b < c` do; "
+            "write &, |, ~, jnp.where and (a < b) & (b < c)"
+        )
+    except (jax.errors.TracerIntegerConversionError, jax.errors.TracerArrayConversionError):
+        reason = (
+            "uses a traced value as an index of a list or of a NumPy array, or in a function of "
+            "NumPy; write jnp.asarray(table)[index] and the functions of jax.numpy"
+        )
+    else:
+        return
+    raise TypeError(f"{owner}: {_name(fn)} {reason}")
+
+
 def check_dtype(name: str, value: Any) -> None:
     """A floating-point dtype."""
     try:
@@ -152,6 +196,17 @@ def check_flag(name: str, value: Any) -> None:
     """True or False, known while tracing."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name}: expected True or False, got {_type(value)}")
+
+
+def check_key(name: str, value: Any) -> None:
+    """One of JAX's random keys, of either kind."""
+    dtype = getattr(value, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and dtype != jnp.uint32:
+        got = dtype or type(value).__name__
+        raise TypeError(f"{name}: expected a JAX random key, got {got}")
+    if value.ndim != (0 if typed else 1):
+        raise ValueError(f"{name}: expected one key, got keys of shape {list(value.shape)}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

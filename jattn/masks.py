@@ -14,7 +14,9 @@ Prefix, Dilated, Global, Predicate). *Places* index the arrays (Segments, Length
 
 import contextlib
 import functools
+import inspect
 import math
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,7 +43,16 @@ from jattn._pytree import (
 )
 from jattn._types import Allowed, AnyArray, Indices, Shape
 from jattn.bounds import Interval
-from jattn.checks import check_array, check_function, check_operands, check_size, check_sizes, shown
+from jattn.checks import (
+    check_array,
+    check_function,
+    check_operands,
+    check_rule,
+    check_size,
+    check_sizes,
+    explained,
+    shown,
+)
 from jattn.integers import is_below, is_integer, is_known
 
 
@@ -62,6 +73,7 @@ __all__ = [
     "Mask",
     "Not",
     "Or",
+    "Padding",
     "Predicate",
     "Prefix",
     "Segments",
@@ -256,8 +268,12 @@ class Mask:
         )
 
 
+MaskLike = Mask | AnyArray | Callable[..., Any] | None
+"""What `mask` takes: see `as_mask`."""
+
+
 def as_mask(value: Any) -> Mask:
-    """A mask as it is, a boolean array as `Dense`, None as `Full`.
+    """A mask as it is, a boolean array as `Dense`, a function as `Predicate`, None as `Full`.
 
     Raises TypeError for anything else.
     """
@@ -267,10 +283,36 @@ def as_mask(value: Any) -> Mask:
         return value
     if hasattr(value, "dtype"):
         return Dense(value)
+    if inspect.isfunction(value) or isinstance(value, functools.partial | types.MethodType):
+        return Predicate(value)
     raise TypeError(
-        f"mask: expected a jattn mask, a boolean array [*B, N, T, S] or None, "
-        f"got {type(value).__name__}"
+        f"mask: expected a jattn mask, a boolean array [*B, N, T, S], a function "
+        f"(b, h, q_idx, kv_idx) or None, got {_meant(value)}"
     )
+
+
+def _meant(value: Any) -> str:
+    """What came in place of a mask, with the mask that its name may mean."""
+    if isinstance(value, type) and issubclass(value, Mask):
+        return f"the class {value.__name__}; write masks.{value.__name__}(...)"
+    if isinstance(value, str):
+        near = _BY_NAME.get(value.lower())
+        return f"the str {shown(value)}" + (f"; write {near}" if near else "")
+    return type(value).__name__
+
+
+_BY_NAME = {
+    "causal": "masks.Causal()",
+    "full": "masks.Full()",
+    "none": "None",
+    "local": "masks.Window(left=...)",
+    "window": "masks.Window(left=...)",
+    "sliding_window": "masks.Window(left=...)",
+    "padding": "masks.Padding(attention_mask)",
+    "prefix": "masks.Causal() | masks.Prefix(length)",
+    "document": "masks.Segments(ids)",
+    "segments": "masks.Segments(ids)",
+}
 
 
 def as_span(value: Indices | Span) -> Span:
@@ -731,6 +773,41 @@ class Segments(Mask):
 
 
 @pytree_dataclass
+class Padding(Mask):
+    """Keys that are tokens, by place: the `attention_mask [*B, S]` that tokenisers give.
+
+    1 or True is a token, 0 or False is padding, on either side or in the middle; `[S]` is for all
+    rows. Queries are not masked, so that it serves self- and cross-attention alike: what a query
+    that is padding gets means nothing.
+
+    Raises TypeError for arrays that are neither integer nor boolean, ValueError for other integers.
+    """
+
+    attention_mask: Any = array_field("*B S")
+
+    def __post_init__(self):
+        given, name = self.attention_mask, "Padding: attention_mask"
+        if getattr(given, "dtype", None) != jnp.bool_:
+            check_array(name, given, "[*B, S]", "integer", ndim=1)
+            least, most = integers.known_range(given) or (0, 1)
+            if least < 0 or most > 1:
+                got = shown(least if least < 0 else most)
+                raise ValueError(f"{name}: expected 1 for tokens and 0 for padding, got {got}")
+            object.__setattr__(self, "attention_mask", given != 0)
+        check_array(name, self.attention_mask, "[*B, S]", "boolean", ndim=1)
+
+    def evaluate(self, b, h, rows, columns):
+        return self.attention_mask[None, :]
+
+    def bounds(self, tile):
+        if not tile.columns.size:
+            return np.False_, np.True_
+        is_token = self.attention_mask[_places(tile.columns, self.attention_mask.shape[0])]
+        shape = np.shape(tile.columns.start)
+        return is_token.any(axis=1).reshape(shape), is_token.all(axis=1).reshape(shape)
+
+
+@pytree_dataclass
 class Dense(Mask):
     """Any mask, as a boolean array of full rank `[*B, N, T, S]`; axes of size 1 broadcast.
 
@@ -742,8 +819,10 @@ class Dense(Mask):
     def __post_init__(self):
         _check_bool("Dense", "mask", self.array)
         if self.array.ndim < 3:
+            advice = "; write mask[None, None] if it is [T, S], mask[:, None, None] if it is [B, S]"
             raise ValueError(
                 f"Dense: expected a mask of full rank [*B, N, T, S], got {list(self.array.shape)}"
+                + (advice if self.array.ndim == 2 else "")
             )
 
     def evaluate(self, b, h, rows, columns):
@@ -765,8 +844,9 @@ def _check_bool(owner: str, name: str, value: Any) -> None:
     if not hasattr(value, "dtype") or value.dtype != jnp.bool_:
         kind = getattr(value, "dtype", type(value).__name__)
         raise TypeError(
-            f"{owner}: {name} must be a boolean array (True = attend), got {kind}; "
-            f"compare with != 0 if True in it means attend"
+            f"{owner}: {name} must be a boolean array (True = attend), got {kind}; compare with "
+            f"!= 0 if what is not 0 attends; masks.Padding takes [B, S] of 0 and 1, and "
+            f"scores.Bias what is added to scores"
         )
 
 
@@ -869,7 +949,7 @@ class Predicate(Mask):
         *operands: Any,
         bounds: Callable[[Tile], tuple[Truth, Truth]] | None = None,
     ):
-        check_function("Predicate: fn", fn)
+        check_rule("Predicate", fn, ("b", "h", "q_idx", "kv_idx"), operands)
         if bounds is not None:
             check_function("Predicate: bounds", bounds)
         check_operands("Predicate", operands)
@@ -879,11 +959,13 @@ class Predicate(Mask):
 
     def hoist_closure(self) -> "Predicate":
         """The same mask; traced arrays that its function closes over are operands."""
-        fn, operands = hoist_closure(self.fn, self.operands, *[jnp.int32(0)] * 4)
+        with explained("Predicate", self.fn):
+            fn, operands = hoist_closure(self.fn, self.operands, *[jnp.int32(0)] * 4)
         return Predicate(fn, *operands, bounds=self.bounds_fn)
 
     def _scalar(self, b: Any, h: Any, q: Any, kv: Any) -> Bool[Array, ""]:
-        truth = jnp.asarray(self.fn(b, h, q, kv, *self.operands))
+        with explained("Predicate", self.fn):
+            truth = jnp.asarray(self.fn(b, h, q, kv, *self.operands))
         if truth.dtype != jnp.bool_ or truth.shape:
             raise TypeError(
                 f"Predicate: {getattr(self.fn, '__name__', self.fn)} must return a boolean "

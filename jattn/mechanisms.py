@@ -17,8 +17,8 @@ from jattn._types import AnyArray, Shape
 from jattn.attention import attention
 from jattn.checks import check_array, check_dtype, check_like
 from jattn.kernels.xla import additive
-from jattn.masks import Causal, Full, Mask, as_mask
-from jattn.scores import ScoreFunction
+from jattn.masks import Causal, Full, MaskLike, as_mask
+from jattn.scores import ScoreLike
 from jattn.spec import Shapes, make_spec
 
 
@@ -69,7 +69,7 @@ def _check_inner(name: str, shape: str, got: Shape, ok: bool) -> None:
 
 
 def simple_self_attention(
-    x: Float[Array, "*B T E"], *, mask: Mask | AnyArray | None = None
+    x: Float[Array, "*B T E"], *, mask: MaskLike = None
 ) -> Float[Array, "*B T E"]:
     """Self-attention without weights: softmax(x xᵀ) x.
 
@@ -86,7 +86,7 @@ def self_attention(
     w_key: Float[Array, "E H2"],
     w_value: Float[Array, "E H1"],
     *,
-    mask: Mask | AnyArray | None = None,
+    mask: MaskLike = None,
     scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
@@ -176,7 +176,7 @@ def causal_interaction(T: int, dtype: Any = jnp.float32) -> Float[Array, "T T"]:
 
 
 def normalised_interaction(
-    left: Float[Array, "*B T S"], mask: Mask | None = None
+    left: Float[Array, "*B T S"], mask: MaskLike = None
 ) -> Float[Array, "*B T S"]:
     """L with each row a softmax: positive weights that sum to 1, whatever the entries were.
 
@@ -208,8 +208,8 @@ def multiplicative_attention(
     value: Float[Array, "*B S V"],
     weight: Float[Array, "Dq Dk"],
     *,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = 1.0,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
@@ -272,8 +272,8 @@ def additive_attention(
     w_key: Float[Array, "Dk A"] | None,
     w_score: Float[Array, " A"],
     *,
-    mask: Mask | AnyArray | None = None,
-    score: Any = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
 ) -> Float[Array, "*B T V"]:

@@ -1,10 +1,15 @@
 """Positions: sinusoidal encodings, rotary embeddings and learned tables.
 
+A model that was trained on L positions reads s · L of them after its rotary frequencies are scaled:
+`Linear`, `NTK` and `Yarn` say how.
+
 Angles are computed in float32 (float64 for float64 inputs) whatever the dtype of the values:
 bfloat16 cannot tell position 256 from 257. In float32 an angle's error grows with the position,
 to about 1e-2 at 10⁵.
 """
 
+import dataclasses
+import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -15,7 +20,7 @@ from jattn._types import AnyArray, accumulation
 from jattn.checks import check_array, check_choice, check_dtype, check_number, check_size
 
 
-__all__ = ["learned", "rotary", "sinusoidal"]
+__all__ = ["NTK", "Linear", "Yarn", "axial_rotary", "learned", "rotary", "sinusoidal"]
 
 
 def __dir__() -> list[str]:
@@ -57,23 +62,130 @@ def _lift(vector: Float[Array, " n"], ndim: int) -> Float[Array, "..."]:
     return vector.reshape((1,) * ndim + vector.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Rotary frequencies divided by `factor` (Chen et al. 2023, position interpolation)."""
+
+    factor: float
+
+    amplitude = 1.0
+
+    def __post_init__(self):
+        _check_known("factor", self.factor)
+
+    def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
+        """Those of `size` rotated channels, one for each pair."""
+        return _frequencies(size, base, dtype) / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class NTK:
+    """Rotary frequencies of the base · factor^(r/(r−2)), with r rotated channels ("NTK-aware").
+
+    The lowest frequency is divided by `factor` and the highest stays (Peng et al. 2023, section
+    3.1, after a proposal of bloc97).
+    """
+
+    factor: float
+
+    amplitude = 1.0
+
+    def __post_init__(self):
+        _check_known("factor", self.factor)
+
+    def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
+        """Those of `size` rotated channels, one for each pair."""
+        if size == 2:
+            raise ValueError("scaling: NTK expects a rotary size of at least 4, got 2")
+        return _frequencies(size, base * self.factor ** (size / (size - 2)), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """Rotary frequencies scaled by how often they turn (Peng et al. 2023, YaRN).
+
+    Args:
+        factor: by which slow frequencies are divided.
+        original_length: positions that the model was trained on. A pair turns `original_length` ·
+            frequency / 2π times in it.
+        slow, fast: pairs with at most `slow` turns are divided by `factor`, those with at least
+            `fast` stay, and between them the share that stays grows linearly.
+        ramp: what it grows with: the "turns", as in the paper's section 3.2, or the number of the
+            "pair", as in the code that was published with it and in models trained with that.
+        amplitude: what rotated queries and keys are multiplied with; by default the paper's
+            0.1 · ln(factor) + 1 (section 3.4).
+
+    Llama 3.1 scales with the turns, factor 8, slow 1, fast 4 and amplitude 1.
+
+    Raises ValueError where `slow` is not below `fast`, and for numbers that are not positive.
+    """
+
+    factor: float
+    original_length: int
+    slow: float = 1.0
+    fast: float = 32.0
+    ramp: Literal["turns", "pair"] = "turns"
+    amplitude: float | None = None
+
+    def __post_init__(self):
+        check_size("original_length", self.original_length)
+        for name in ("factor", "slow", "fast"):
+            _check_known(name, getattr(self, name))
+        if not self.slow < self.fast:
+            raise ValueError(f"slow: expected slow < fast = {self.fast}, got {self.slow}")
+        check_choice("ramp", self.ramp, ("turns", "pair"))
+        if self.amplitude is None:
+            object.__setattr__(self, "amplitude", 0.1 * math.log(self.factor) + 1.0)
+        _check_known("amplitude", self.amplitude)
+
+    def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
+        """Those of `size` rotated channels, one for each pair."""
+        frequencies = _frequencies(size, base, dtype)
+        kept = self._kept(frequencies, size, base)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+    def _kept(
+        self, frequencies: Float[Array, " half"], size: int, base: float
+    ) -> Float[Array, " half"]:
+        """The share of each frequency that is not divided."""
+        if self.ramp == "turns":
+            turns = frequencies * (self.original_length / (2 * math.pi))
+            return jnp.clip((turns - self.slow) / (self.fast - self.slow), 0, 1)
+        first = max(math.floor(self._pair(self.fast, size, base)), 0)
+        last = min(math.ceil(self._pair(self.slow, size, base)), size - 1)
+        pairs = jnp.arange(len(frequencies), dtype=frequencies.dtype)
+        return 1 - jnp.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
+
+    def _pair(self, turns: float, size: int, base: float) -> float:
+        """Which pair turns so often, as a real number."""
+        return size * math.log(self.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
+
+
+def _check_known(name: str, value: Any) -> None:
+    """A positive Python number."""
+    if hasattr(value, "dtype"):
+        raise TypeError(f"{name}: expected a Python number > 0, got an array")
+    check_number(name, value, positive=True)
+
+
 def rotary(
     x: Float[Array, "*B T N H"],
     positions: Int[AnyArray, "*P"],
     style: Literal["half", "interleaved"] = "half",
     base: float = 10000.0,
     rotary_dim: int | None = None,
+    scaling: Linear | NTK | Yarn | None = None,
 ) -> Float[Array, "*B T N H"]:
     """Turns channel pairs of queries or keys by position × frequency (Su et al. 2021, RoFormer).
 
     `x` is `[*B, T, N, H]`, `positions` `[T]` or `[*B, T]`. Pairs are (i, i + r/2) in style "half"
     (GPT-NeoX, Llama) and (2i, 2i + 1) in style "interleaved" (RoFormer, GPT-J), with r =
     `rotary_dim` (default H) channels rotated and the rest left alone; the frequency of pair i is
-    base^(−2i/r). The inner product of two rotated vectors depends on the difference of their
-    positions only. Keeps the dtype.
+    base^(−2i/r), unless `scaling` makes others. The inner product of two rotated vectors depends on
+    the difference of their positions only. Keeps the dtype.
 
     Raises ValueError for an odd or too large rotary size, an unknown style, or positions that
-    do not fit.
+    do not fit; TypeError for a scaling of another kind.
     """
     check_array("x", x, "[*B, T, N, H]", ndim=3)
     check_array("positions", positions, "[*B, T]", "real")
@@ -86,18 +198,52 @@ def rotary(
         )
     check_choice("style", style, ("half", "interleaved"))
     check_number("base", base, positive=True)
+    _check_scaling(scaling)
     if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
         raise ValueError(
             f"rotary: expected positions [T] = [{x.shape[-3]}] or [*B, T] = "
             f"{list(x.shape[:-2])}, got {list(positions.shape)}"
         )
     compute = accumulation(x.dtype)
-    angle = positions.astype(compute)[..., None] * _lift(
-        _frequencies(size, base, compute), positions.ndim
-    )
+    frequencies = (_frequencies if scaling is None else scaling.frequencies)(size, base, compute)
+    angle = positions.astype(compute)[..., None] * _lift(frequencies, positions.ndim)
     angle = angle.reshape((1,) * (x.ndim - angle.ndim - 1) + angle.shape)[..., None, :]
-    rotated = _rotate_pairs(x[..., :size].astype(compute), jnp.cos(angle), jnp.sin(angle), style)
+    amplitude: Any = 1.0 if scaling is None else scaling.amplitude
+    cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
+    rotated = _rotate_pairs(x[..., :size].astype(compute), cos, sin, style)
     return jnp.concatenate([rotated.astype(x.dtype), x[..., size:]], axis=-1)
+
+
+def _check_scaling(scaling: Any) -> None:
+    """Raises TypeError for what does not scale rotary frequencies."""
+    if scaling is not None and not isinstance(scaling, Linear | NTK | Yarn):
+        raise TypeError(
+            f"scaling: expected None or a Linear, NTK or Yarn of jattn.positions, got {scaling!r}"
+        )
+
+
+def axial_rotary(
+    x: Float[Array, "*B T N H"],
+    positions: Int[AnyArray, "*P A"],
+    style: Literal["half", "interleaved"] = "half",
+    base: float = 10000.0,
+) -> Float[Array, "*B T N H"]:
+    """`rotary` by several coordinates, such as row and column of an image's patch.
+
+    `positions` is `[T, A]` or `[*B, T, A]` with A coordinates. The channels are cut into A equal
+    parts, and each is rotated by its own coordinate (Heo et al. 2024). The inner
+    product of two rotated vectors depends on the differences of their coordinates only.
+
+    Raises ValueError where 2 A does not divide H, and what `rotary` raises.
+    """
+    check_array("x", x, "[*B, T, N, H]", ndim=3)
+    check_array("positions", positions, "[*B, T, A]", "real", ndim=2)
+    axes, H = positions.shape[-1], x.shape[-1]
+    if axes < 1 or H % (2 * axes):
+        raise ValueError(f"x: axial rotary expects H a multiple of 2 A = {2 * axes}, got H = {H}")
+    parts = jnp.split(x, axes, axis=-1)
+    rotated = [rotary(part, positions[..., i], style, base) for i, part in enumerate(parts)]
+    return jnp.concatenate(rotated, axis=-1)
 
 
 def _rotate_pairs(x: Array, cos: Array, sin: Array, style: str) -> Array:

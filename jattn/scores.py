@@ -6,7 +6,10 @@ parameters, and gradients flow to every float array. Like masks, score functions
 pytrees whose array fields declare their letters.
 """
 
+import functools
+import inspect
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +31,11 @@ from jattn._types import Scores
 from jattn.checks import (
     check_array,
     check_flag,
-    check_function,
     check_number,
     check_operands,
+    check_rule,
     check_size,
+    explained,
 )
 
 
@@ -60,10 +64,13 @@ class ScoreFunction:
         """`[t, s] -> [t, s]`, arrays selected for (b, h) and cut to the spans `rows`, `columns`."""
         raise NotImplementedError
 
-    def __rshift__(self, other: "ScoreFunction") -> "ScoreFunction":
-        if not isinstance(other, ScoreFunction):
+    def __rshift__(self, other: Any) -> "ScoreFunction":
+        if not (isinstance(other, ScoreFunction) or _is_function(other)):
             return NotImplemented
-        return Then(self, other)
+        return Then(self, as_score(other))
+
+    def __rrshift__(self, other: Any) -> "ScoreFunction":
+        return Then(as_score(other), self) if _is_function(other) else NotImplemented
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -91,13 +98,32 @@ def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
     return [] if score is None else [score]
 
 
-def check_score(value: Any) -> None:
-    """Raises TypeError unless it is a score function or None."""
-    if value is not None and not isinstance(value, ScoreFunction):
-        raise TypeError(
-            f"score: expected a jattn score function or None, got {type(value).__name__}; "
-            f"wrap a function in scores.Score and an array in scores.Bias"
-        )
+ScoreLike = ScoreFunction | Callable[..., Any] | None
+"""What `score` takes: see `as_score`."""
+
+
+def as_score(value: Any) -> Any:
+    """A score function as it is, a function as `Score`; None as it is.
+
+    Raises TypeError for anything else.
+    """
+    if value is None or isinstance(value, ScoreFunction):
+        return value
+    if _is_function(value):
+        return Score(value)
+    raise TypeError(f"score: expected a jattn score function or None, got {_meant(value)}")
+
+
+def _meant(value: Any) -> str:
+    """What came in place of a score function, with what to write."""
+    if isinstance(value, type) and issubclass(value, ScoreFunction):
+        return f"the class {value.__name__}; write scores.{value.__name__}(...)"
+    kind = type(value).__name__
+    return f"{kind}; wrap a function in scores.Score and an array in scores.Bias"
+
+
+def _is_function(value: Any) -> bool:
+    return inspect.isfunction(value) or isinstance(value, functools.partial | types.MethodType)
 
 
 def _like(value: Any, score: Scores) -> Any:
@@ -164,6 +190,17 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
     return jnp.asarray(slopes, jnp.float32)
 
 
+def apart(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
+    """|q − kv| of the positions of two spans."""
+    q, kv = rows.positions[:, None], columns.positions[None, :]
+    distance = jnp.maximum(q, kv) - jnp.minimum(q, kv)
+    if rows.consecutive and columns.consecutive:
+        return distance.astype(dtype)
+    # Positions have 32 bits, their distance has 33: the highest is what makes it negative.
+    lost = jnp.where(distance < 0, jnp.asarray(2.0**32, dtype), 0)
+    return distance.astype(dtype) + lost
+
+
 @pytree_dataclass
 class Alibi(ScoreFunction):
     """score − slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`."""
@@ -178,11 +215,7 @@ class Alibi(ScoreFunction):
         check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):
-        q, kv = rows.positions[:, None], columns.positions[None, :]
-        apart = jnp.maximum(q, kv) - jnp.minimum(q, kv)
-        # Positions have 32 bits, their distance has 33: the highest is what makes it negative.
-        lost = jnp.where(apart < 0, jnp.asarray(2.0**32, score.dtype), 0)
-        return score - _like(self.slopes, score) * (apart.astype(score.dtype) + lost)
+        return score - _like(self.slopes, score) * apart(rows, columns, score.dtype)
 
 
 def relative_bucket(
@@ -305,7 +338,7 @@ class Score(ScoreFunction):
     operands: tuple[Any, ...] = ()
 
     def __init__(self, fn: Callable[..., Any], *operands: Any):
-        check_function("Score: fn", fn)
+        check_rule("Score", fn, ("score", "b", "h", "q_idx", "kv_idx"), operands)
         check_operands("Score", operands)
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
@@ -313,11 +346,13 @@ class Score(ScoreFunction):
     def hoist_closure(self, dtype: Any) -> "Score":
         """The same function of scores of a dtype; traced arrays it closes over are operands."""
         score = jnp.zeros((), dtype)
-        fn, operands = hoist_closure(self.fn, self.operands, score, *[jnp.int32(0)] * 4)
+        with explained("Score", self.fn):
+            fn, operands = hoist_closure(self.fn, self.operands, score, *[jnp.int32(0)] * 4)
         return Score(fn, *operands)
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        changed = jnp.asarray(self.fn(score, b, h, q, kv, *self.operands))
+        with explained("Score", self.fn):
+            changed = jnp.asarray(self.fn(score, b, h, q, kv, *self.operands))
         if changed.shape or not jnp.issubdtype(changed.dtype, np.floating):
             raise TypeError(
                 f"Score: {getattr(self.fn, '__name__', self.fn)} must return a float scalar, "

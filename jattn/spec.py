@@ -5,6 +5,7 @@ in letters and in numbers and the shape that came.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ from jattn._types import Shape, Size, accumulation
 from jattn.checks import (
     check_array,
     check_flag,
+    check_key,
     check_like,
     check_number,
     check_precision,
@@ -36,7 +38,7 @@ from jattn.checks import (
     shown,
 )
 from jattn.masks import Blocks, Full, Mask, Predicate, as_mask
-from jattn.scores import Score, ScoreFunction, check_score
+from jattn.scores import Score, ScoreFunction, as_score
 
 
 Shaped = Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
@@ -167,21 +169,10 @@ def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Sha
 def _check_dropout(rate: Any, key: Any) -> float:
     check_rate("dropout_rate", rate)
     if rate > 0 or key is not None:
-        _check_key(float(rate), key)
+        if key is None:
+            raise ValueError(f"dropout_key: needed for dropout_rate = {float(rate)}, got None")
+        check_key("dropout_key", key)
     return float(rate)
-
-
-def _check_key(rate: float, key: Any) -> None:
-    if key is None:
-        raise ValueError(f"dropout_key: needed for dropout_rate = {rate}, got None")
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not typed and dtype != jnp.uint32:
-        raise TypeError(
-            f"dropout_key: expected a JAX random key, got {dtype or type(key).__name__}"
-        )
-    if key.ndim != (0 if typed else 1):
-        raise ValueError(f"dropout_key: expected one key, got keys of shape {list(key.shape)}")
 
 
 def _check_scale(scale: Any, H: int) -> Any:
@@ -223,7 +214,23 @@ def _check_letters(
         shown = ", ".join(named).replace("#", "")
         wanted = ", ".join("any" if want is None else str(want) for _, want in axes)
         note = " (axes of size 1 broadcast)" if "#" in letters else ""
-        raise ValueError(f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}")
+        advice = _axes_to_add(path, axes, shape) if mark else ""
+        raise ValueError(
+            f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}{advice}"
+        )
+
+
+def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
+    """How to index an array that lacks axes, in each way in which it then fits; last axes first."""
+    found = []
+    for kept in itertools.combinations(reversed(range(len(axes))), len(shape)):
+        places = sorted(kept)
+        if all(_fits(*axes[i][:1], n, axes[i][1]) for i, n in zip(places, shape, strict=True)):
+            index = [":" if i in places else "None" for i in range(len(axes))]
+            while index and index[-1] == ":":
+                index.pop()
+            found.append(f"{path.rpartition('.')[2]}[{', '.join(index)}]")
+    return f"; write {' or '.join(found[:2])}" if len(shape) < len(axes) and found else ""
 
 
 def check_leaves(spec: Spec, shapes: Shapes, whole: tuple[int, int] | None = None) -> None:
@@ -255,7 +262,7 @@ def make_spec(
     shapes: Shapes,
     *,
     mask: Any = None,
-    score: ScoreFunction | None = None,
+    score: Any = None,
     scale: Any = None,
     q_positions: Any = None,
     kv_positions: Any = None,
@@ -271,7 +278,7 @@ def make_spec(
     Raises TypeError and ValueError, naming the argument.
     """
     mask = as_mask(mask)
-    check_score(score)
+    score = as_score(score)
     q_positions, q_outside = _positions("q_positions", "[*B, T]", q_positions)
     kv_positions, kv_outside = _positions("kv_positions", "[*B, S]", kv_positions)
     rate = _check_dropout(dropout_rate, dropout_key)

@@ -232,7 +232,7 @@ def _places(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any,
 class _Leaves:
     """The arrays of a spec, and along which letters each still runs."""
 
-    def __init__(self, spec: Spec, groups: tuple[int, ...]):
+    def __init__(self, spec: Any, groups: tuple[int, ...]):
         letters, self.treedef = jax.tree.flatten(axis_names(spec))
         self.arrays: list[Array] = []
         self.letters: list[tuple[str, ...]] = []
@@ -285,7 +285,7 @@ def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
 
 def over_heads(
     one_head: Callable[..., Any],
-    spec: Spec,
+    spec: Any,
     per_head: tuple[Array, ...],
     shared: tuple[Array, ...],
     out_axes: Any,

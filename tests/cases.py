@@ -297,6 +297,15 @@ def segments(q_ids: Any, kv_ids: Any = None) -> MaskRule:
     )
 
 
+def padding(attention_mask: Any) -> MaskRule:
+    """Tokens among the keys, by place."""
+    return MaskRule(
+        lambda a: masks.Padding(a["attention_mask"]),
+        lambda a, at: bool(_row_of(a["attention_mask"], at.b)[at.j]),
+        {"attention_mask": np.array(attention_mask)},
+    )
+
+
 def dilated(step: int) -> MaskRule:
     """Distances that are multiples of `step`."""
     return MaskRule(lambda a: masks.Dilated(step), lambda a, at: (at.q - at.kv) % step == 0)
@@ -634,6 +643,7 @@ MASKS = [
     ),
     Case("segments_shared", mask=segments([1, 1, 2, 2, 3], [3, 3, 2, 1, 1, 1, 1])),
     Case("segments_self", SELF, segments([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 4, 4, 4]])),
+    Case("padding", mask=padding([[0, 0, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 0, 0]])),
     Case("dilated", mask=dilated(3)),
     Case("global", mask=global_(2)),
     Case("blocks", Sizes(T=6, S=8), blocks([[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]], 2)),

@@ -46,7 +46,7 @@ def mutant(file: str, old: str, new: str, *noticed_by: str) -> Mutant:
 SPEC, TILE, SOFTMAX = "jattn/spec.py", "jattn/tile.py", "jattn/softmax.py"
 MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
 BLOCKWISE, SINGLE = "jattn/kernels/xla/blockwise.py", "jattn/kernels/xla/single_tile.py"
-RULE, C = "jattn/kernels/common/vjp.py", "jattn/kernels/cpu/src/attention.cc"
+DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src/attention.cc"
 RULES = "jattn/kernels/cpu/rules.py"
 LOSSES, TRAINING = "experiments/translation/losses.py", "experiments/translation/training.py"
 DATA = "experiments/translation/data.py"
@@ -86,8 +86,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "tile-in-turn": mutant(
         BLOCKWISE,
-        "k, v = (_head(x, b, h // shapes.G, S) for x in (key, value))",
-        "k, v = (_head(x, b, h % shapes.K, S) for x in (key, value))",
+        "k, v = (take_head(x, b, h // shapes.G, S) for x in (key, value))",
+        "k, v = (take_head(x, b, h % shapes.K, S) for x in (key, value))",
         "contract",
     ),
     "tile-in-c": mutant(C, "const Index g = n / (N / K);", "const Index g = n % K;", "native"),
@@ -186,7 +186,7 @@ MUTANTS: dict[str, Mutant] = {
         "contract",
     ),
     "lse-in-bfloat16": mutant(
-        RULE,
+        "jattn/kernels/common/vjp.py",
         "    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)",
         "    lse = lse.astype(query.dtype).astype(lse.dtype)\n"
         "    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)",
@@ -282,9 +282,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Gradients.
     "gradient-twice": mutant(
-        RULE,
-        "return d_params, None, *cast",
-        "return d_params, None, *(2 * x for x in cast)",
+        DERIVATIVES,
+        "lambda x, y: x.astype(y.dtype), Inputs(*gradients), inputs",
+        "lambda x, y: 2 * x.astype(y.dtype), Inputs(*gradients), inputs",
         "contract",
     ),
     "gradient-of-values-twice-in-c": mutant(
@@ -294,15 +294,16 @@ MUTANTS: dict[str, Mutant] = {
         "native",
     ),
     "no-delta": mutant(
-        RULE,
-        "delta = jnp.sum(d_out * out, axis=-1) - d_lse",
-        "delta = jnp.sum(d_out * out, axis=-1)",
+        DERIVATIVES,
+        "delta = jnp.sum(cotangents.out * known.out, axis=-1) - cotangents.lse",
+        "delta = jnp.sum(cotangents.out * known.out, axis=-1)",
         "contract",
     ),
     "parameters-forgotten": mutant(
-        RULE,
-        "return d_params, None, *cast",
-        "return [x * 0 for x in d_params], None, *cast",
+        DERIVATIVES,
+        "            return _cast(found, inputs)\n\n        def rule",
+        "            zeros = [0 * x for x in found[0]]\n"
+        "            return _cast((zeros, *found[1:]), inputs)\n\n        def rule",
         "contract",
         "scores",
     ),

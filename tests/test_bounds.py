@@ -44,6 +44,7 @@ def jagged(offsets: Any) -> Callable[..., Any]:
 
 
 DOCS = jnp.asarray(DOCUMENTS)
+PICTURE = jnp.asarray(DOCUMENTS[0].reshape(HEIGHT, WIDTH))
 RULES: dict[str, Callable[..., Any]] = {
     "causal": lambda b, h, q, kv: q >= kv,
     "window": lambda b, h, q, kv: (q >= kv) & (q - kv <= 20),
@@ -64,6 +65,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "jagged": jagged(np.array([20, 50, 51, 80], np.int32)),
     "a power": lambda b, h, q, kv: (q - kv) ** 2 < 300,
     "reversed": lambda b, h, q, kv: (T - 1 - q) <= kv,
+    "put together": lambda b, h, q, kv: q // 10 * 10 + q % 10 >= (kv ^ 3) - kv % 2,
+    "regions": lambda b, h, q, kv: (
+        PICTURE[q // WIDTH, q % WIDTH] == PICTURE[kv // WIDTH, kv % WIDTH]
+    ),
     "a branch": lambda b, h, q, kv: jax.lax.cond(q < 32, lambda x: x < 5, lambda x: x > 60, kv),
 }
 

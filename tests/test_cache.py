@@ -430,8 +430,8 @@ def test_wrong_arguments_are_named():
         jattn.attention(query, key)
     with pytest.raises(NotImplementedError, match="'decode': expected at most 8 queries"):
         jattn.attention(jnp.ones((B, 9, N, H)), cache, implementation="decode")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'return_lse'"):
-        jattn.cached_attention(query, key, value, cache, return_lse=True)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'return_weights'"):
+        jattn.cached_attention(query, key, value, cache, return_weights=True)  # pyright: ignore[reportCallIssue]
     rolling = RollingCache.create(B, W, K, H, V, chunk=1)
     with pytest.raises(NotImplementedError, match=r"dropout of more tokens .* takes \(1\)"):
         options = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}

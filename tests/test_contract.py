@@ -907,7 +907,7 @@ def directions(x: Inputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
 @every_implementation
 @pytest.mark.parametrize("name", ["chain", "bias_dead_rows", "relative_bias", "dropout_masked"])
 def test_forward_mode_and_second_order(implementation, name):
-    """The reference has both; whatever has not says where to find them."""
+    """Each has both, against the oracle."""
     case = CASES[name]
     x = inputs(case)
     device = on_device(x)
@@ -926,10 +926,6 @@ def test_forward_mode_and_second_order(implementation, name):
         return forward, second
 
     arguments = (device.q, device.k, device.v, device.parameters)
-    if implementation != "reference":
-        for wrap in (lambda f: f, jax.jit):
-            raises_with_advice(total, arguments, tangents, wrap)
-        return
     forward, (d2q, d2k, d2v, d2_parameters) = both(arguments)
     problem = problem_of(case, x)
     assert float(forward) == pytest.approx(
@@ -938,15 +934,6 @@ def test_forward_mode_and_second_order(implementation, name):
     second = {"q": d2q, "k": d2k, "v": d2v, **d2_parameters}
     for label, want in change_of_gradients(problem, along, x).items():
         assert error(second[label], want) <= 1e-7, label
-
-
-def raises_with_advice(total: Any, arguments: Any, tangents: Any, wrap: Any) -> None:
-    """Forward mode and second derivatives name the reference, also within `jit`."""
-    slope = wrap(jax.grad(total))
-    with pytest.raises(NotImplementedError, match="implementation='reference'"):
-        wrap(lambda x, t: jax.jvp(wrap(total), x, t))(arguments, tangents)
-    with pytest.raises(NotImplementedError, match="implementation='reference'"):
-        wrap(jax.grad(lambda q: slope(q, *arguments[1:]).sum()))(arguments[0])
 
 
 def change_of_gradients(problem: oracle.Problem, along: dict[str, Any], x: Inputs) -> Any:

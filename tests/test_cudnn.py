@@ -18,7 +18,7 @@ from jattn import masks, scores
 from jattn._pytree import array_field, pytree_dataclass
 from jattn.kernels.common import lowering, vjp
 from jattn.kernels.gpu import cudnn
-from jattn.kernels.xla import blockwise
+from jattn.kernels.xla import blockwise, tangents
 from jattn.spec import check_shapes, make_spec, prepare
 from tests.conftest import quick_jit
 
@@ -316,7 +316,7 @@ def test_around_it_the_contract_holds(monkeypatch, name):
 
     def everything(kernel: Any) -> Any:
         def both(q: Any, k: Any, v: Any) -> Any:
-            attend = functools.partial(vjp.attention, kernel.functions, spec)
+            attend = functools.partial(vjp.attention, kernel.functions, tangents.passes(), spec)
             out, pull = jax.vjp(lambda *qkv: attend(*qkv)[0], q, k, v)
             return out, *pull(d_out)
 

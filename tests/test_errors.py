@@ -6,6 +6,8 @@ the library's own messages that are read.
 """
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import pytest
 
 import jattn
 from jattn import masks, positions, scores
+from jattn._advice import ADVICE
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -54,6 +57,10 @@ def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
 
 def _trues(*shape: int) -> jax.Array:
     return array(*shape, dtype=jnp.bool_)
+
+
+def _in_window(b: Any, h: Any, q: Any, kv: Any, size: Any) -> Any:
+    return q - kv < size
 
 
 SHAPES = {
@@ -149,16 +156,45 @@ MASKS = {
         lambda: {"mask": masks.Dense(array(B, N, T, S))}, TypeError, ("Dense", "bool", "float32")
     ),
     "list_as_mask": Mistake(lambda: {"mask": [[True]]}, TypeError, ("mask", "list")),
-    "text_as_mask": Mistake(lambda: {"mask": "causal"}, TypeError, ("mask", "str")),
+    "text_as_mask": Mistake(
+        lambda: {"mask": "causal"}, TypeError, ("mask", "str", "write masks.Causal()")
+    ),
+    "other_text_as_mask": Mistake(lambda: {"mask": "padded"}, TypeError, ("mask", "'padded'")),
+    "class_as_mask": Mistake(
+        lambda: {"mask": masks.Causal}, TypeError, ("mask", "write masks.Causal(...)")
+    ),
     "mask_of_three_axes": Mistake(
         lambda: _ambiguous(N, T, mask=_trues(N, T, S)),
         ValueError,
-        ("mask", "[*B, N, T, S]", "[6, 6, 5, 7]", "[6, 5, 7]"),
+        ("mask", "[*B, N, T, S]", "[6, 6, 5, 7]", "[6, 5, 7]", "array[None] or array[:, None]"),
+    ),
+    "mask_by_head": Mistake(
+        lambda: {"mask": masks.Causal() & _trues(N, T, S)},
+        ValueError,
+        ("mask.right.array", "got [6, 5, 7]; write array[None]"),
+    ),
+    "mask_by_row": Mistake(
+        lambda: {"mask": _trues(B, T, S)}, ValueError, ("mask", "write array[:, None]")
     ),
     "mask_of_two_axes": Mistake(
         lambda: _ambiguous(B, B, mask=_trues(B, S)),
         ValueError,
-        ("mask", "[*B, N, T, S]", "[2, 7]"),
+        ("mask", "[*B, N, T, S]", "[2, 7]", "mask[None, None] if it is [T, S]"),
+    ),
+    "token_ids_as_padding": Mistake(
+        lambda: {"mask": masks.Padding(np.array([[5, 0, 1]]))},
+        ValueError,
+        ("Padding", "attention_mask", "1 for tokens", "5"),
+    ),
+    "float_padding": Mistake(
+        lambda: {"mask": masks.Padding(array(B, S))},
+        TypeError,
+        ("Padding", "attention_mask", "float32"),
+    ),
+    "padding_of_queries": Mistake(
+        lambda: {"mask": masks.Padding(_trues(B, T))},
+        ValueError,
+        ("mask.attention_mask", "[*B, S]", "[2, 7]", "[2, 5]"),
     ),
     "mask_of_five_axes": Mistake(
         lambda: {"mask": _trues(1, B, N, T, S)}, ValueError, ("mask", "[1, 2, 6, 5, 7]")
@@ -251,14 +287,49 @@ MASKS = {
         TypeError,
         ("Predicate", "bool", "int32"),
     ),
+    "function_of_three": Mistake(
+        lambda: {"mask": lambda b, q, kv: q >= kv},
+        TypeError,
+        ("Predicate", "(b, h, q_idx, kv_idx)", "<lambda>(b, q, kv)"),
+    ),
+    "function_without_its_operand": Mistake(
+        lambda: {"mask": masks.Predicate(_in_window, 3, 4)},
+        TypeError,
+        ("Predicate", "2 operands", "_in_window(b, h, q, kv, size)"),
+    ),
+    "function_with_and": Mistake(
+        lambda: {"mask": lambda b, h, q, kv: q >= kv and q - kv < 3},
+        TypeError,
+        ("Predicate", "<lambda>", "`and`", "&"),
+    ),
+    "function_with_a_list": Mistake(
+        lambda: {"mask": lambda b, h, q, kv: [True, False][kv]},
+        TypeError,
+        ("Predicate", "<lambda>", "jnp.asarray(table)[index]"),
+    ),
     "combined_with_text": Mistake(
         lambda: {"mask": masks.Causal() & "padding"}, TypeError, ("mask", "str")
     ),
 }
 
 SCORES = {
-    "function_as_score": Mistake(
-        lambda: {"score": lambda s: s}, TypeError, ("score", "function", "Score")
+    "function_of_one_as_score": Mistake(
+        lambda: {"score": lambda s: s},
+        TypeError,
+        ("Score", "(score, b, h, q_idx, kv_idx)", "<lambda>(s)"),
+    ),
+    "function_with_if": Mistake(
+        lambda: {"score": lambda s, b, h, q, kv: s if q > kv else 2 * s},
+        TypeError,
+        ("Score", "<lambda>", "`if`", "jnp.where"),
+    ),
+    "function_of_numpy": Mistake(
+        lambda: {"score": lambda s, b, h, q, kv: np.tanh(s)},
+        TypeError,
+        ("Score", "<lambda>", "jax.numpy"),
+    ),
+    "class_as_score": Mistake(
+        lambda: {"score": scores.SoftCap}, TypeError, ("score", "write scores.SoftCap(...)")
     ),
     "array_as_score": Mistake(lambda: {"score": array(B, N, T, S)}, TypeError, ("score", "Bias")),
     "bias_of_three_axes": Mistake(
@@ -269,7 +340,12 @@ SCORES = {
     "bias_of_two_axes": Mistake(
         lambda: _ambiguous(B, B, score=scores.Bias(array(B, S))),
         ValueError,
-        ("score", "[*B, N, T, S]", "[2, 6, 2, 7]", "[2, 7]"),
+        ("score", "[*B, N, T, S]", "[2, 6, 2, 7]", "[2, 7]", "write array[None, None] or"),
+    ),
+    "bias_of_the_last_axes": Mistake(
+        lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(T, S))},
+        ValueError,
+        ("score.second.array", "got [5, 7]; write array[None, None]"),
     ),
     "bias_of_wrong_size": Mistake(
         lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(B, N, S, T))},
@@ -449,6 +525,85 @@ def test_weights_scores_and_explain_check_alike(name):
         del without_value["value"]
         expect(mistake, functools.partial(function, **without_value))
     expect(mistake, lambda: attend(mistake, jattn.explain))
+
+
+ADVISED = {
+    "is_causal": "mask=masks.Causal()",
+    "attn_mask": "score=scores.Bias(array)",
+    "bias": "score=scores.Bias(bias)",
+    "key_padding_mask": "masks.Padding(~key_padding_mask)",
+    "dropout_p": "dropout_rate=",
+    "softmax_scale": "scale=",
+    "atn_mask": "for 'attn_mask' write mask=array",
+    "maks": "did you mean 'mask'?",
+    "zzz": "there are query, key, value, mask",
+}
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_arguments_of_other_libraries_are_answered(name):
+    says = ("attention", f"no argument {name!r}", ADVISED[name])
+    expect(Mistake(dict, TypeError, says), lambda: jattn.attention(**arguments(**{name: True})))
+
+
+def test_arguments_of_other_libraries_are_answered_everywhere():
+    functions = (
+        jattn.explain,
+        jattn.attention_weights,
+        jattn.attention_scores,
+        jattn.cached_attention,
+    )
+    for function in functions:
+        says = (function.__name__, "mask=masks.Causal()")
+        expect(
+            Mistake(dict, TypeError, says),
+            functools.partial(function, **arguments(is_causal=True)),
+        )
+    q, k, v = arguments().values()
+    expect(
+        Mistake(dict, TypeError, ("query, key, value by place", "mask=mask")),
+        lambda: jattn.attention(q, k, v, masks.Causal()),  # pyright: ignore[reportCallIssue]
+    )
+    missing = Mistake(dict, TypeError, ("attention", "'key'"))
+    expect(missing, lambda: jattn.attention(q))  # pyright: ignore[reportCallIssue]
+
+
+def test_advice_names_what_there_is():
+    """What is to be written has the arguments of `attention` and names of the library."""
+    taken = inspect.signature(jattn.attention).parameters
+    for name, line in ADVICE.items():
+        assert name not in taken
+        assert set(re.findall(r"(\w+)=", line)) <= {*taken, "left", "right", "q", "kv"}, name
+        for room, member in re.findall(r"(masks|scores)\.(\w+)", line):
+            assert hasattr(getattr(jattn, room), member), name
+
+
+def test_functions_are_masks_and_scores():
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return abs(q - kv) <= 1 + h
+
+    def gain(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + jnp.where(kv > q + h, 1.0, 2.0).astype(score.dtype)
+
+    class Rule:
+        def method(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return near(b, h, q, kv)
+
+    query = jax.random.normal(jax.random.key(0), (B, T, N, H), jnp.float32)
+    value = jax.random.normal(jax.random.key(1), (B, S, K, V), jnp.float32)
+    call = arguments(query=query, value=value)
+    want = jattn.attention(**call, mask=masks.Predicate(near), score=scores.Score(gain))
+    for mask in (near, functools.partial(near), Rule().method, masks.Full() & near):
+        np.testing.assert_array_equal(jattn.attention(**call, mask=mask, score=gain), want)
+    capped = (scores.SoftCap(3.0) >> gain, gain >> scores.SoftCap(3.0))
+    wrapped = scores.Score(gain)
+    for score, same in zip(
+        capped,
+        (scores.SoftCap(3.0) >> wrapped, wrapped >> scores.SoftCap(3.0)),
+        strict=True,
+    ):
+        both = (jattn.attention(**call, mask=near, score=x) for x in (score, same))
+        np.testing.assert_array_equal(*both)
 
 
 def test_a_traced_rate_is_refused():

@@ -64,6 +64,10 @@ LEAVES: dict[str, tuple[Callable[[], Any], PairRule]] = {
     "lengths kv": (lambda: masks.Lengths(kv=jnp.int32(4)), lambda i, j, q, kv: j < 4),
     "lengths both": (lambda: masks.Lengths(q=2, kv=5), lambda i, j, q, kv: i < 2 and j < 5),
     "lengths none": (masks.Lengths, lambda i, j, q, kv: True),
+    "padding": (
+        lambda: masks.Padding(jnp.asarray(KV_IDS % 2)),
+        lambda i, j, q, kv: KV_IDS[j] % 2 == 1,
+    ),
     "dilated 2": (lambda: masks.Dilated(2), lambda i, j, q, kv: (q - kv) % 2 == 0),
     "dilated 3": (lambda: masks.Dilated(3), lambda i, j, q, kv: (q - kv) % 3 == 0),
     "global": (lambda: masks.Global(2), lambda i, j, q, kv: q < 2 or kv < 2),
@@ -549,6 +553,19 @@ def _draw_segments(draw):
     )
 
 
+def _draw_padding(draw):
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    lead = draw(st.sampled_from([(), (TREE_B,)]))
+    tokens = rng.integers(0, 2, (*lead, TREE_S))
+    if draw(st.booleans()):
+        tokens = np.sort(tokens)[..., :: draw(st.sampled_from([1, -1]))]
+    given = tokens.astype(bool) if draw(st.booleans()) else tokens
+    return Ruled(
+        masks.Padding(jnp.asarray(given)),
+        lambda b, h, i, j, q, kv: tokens[(b,) * len(lead)][j] == 1,
+    )
+
+
 def _draw_dilated(draw):
     step = draw(st.integers(1, 5))
     return Ruled(masks.Dilated(step), lambda b, h, i, j, q, kv: (q - kv) % step == 0)
@@ -609,6 +626,7 @@ DRAWN: dict[type, Callable[[Any], Ruled]] = {
     masks.Prefix: _draw_prefix,
     masks.Lengths: _draw_lengths,
     masks.Segments: _draw_segments,
+    masks.Padding: _draw_padding,
     masks.Dilated: _draw_dilated,
     masks.Global: _draw_global,
     masks.Blocks: _draw_blocks,

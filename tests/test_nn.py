@@ -13,7 +13,7 @@ import pytest
 from flax import linen, nnx
 
 import jattn
-from jattn import masks, nn, scores
+from jattn import masks, nn, positions, scores
 from jattn.nn.variables import Constant
 
 
@@ -85,7 +85,7 @@ def turned(x, positions, base=10000.0):
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
-def multi_head(p, x_q, x_kv, allowed, *, norm=None, positions=None):
+def multi_head(p, x_q, x_kv, allowed, *, norm=None, positions=None, scale: Any = None):
     """[T, D] and [S, E] to [T, out], head by head, from parameters by path."""
     total = np.zeros((x_q.shape[0], p["out/kernel"].shape[-1])) + p.get("out/bias", 0.0)
     heads = p["query/kernel"].shape[1]
@@ -103,9 +103,10 @@ def multi_head(p, x_q, x_kv, allowed, *, norm=None, positions=None):
             q, k = norm(q, p["query_ln/scale"]), norm(k, p["key_ln/scale"])
         if positions is not None:
             q, k = turned(q, positions), turned(k, positions)
-        score = np.where(allowed, q @ k.T / math.sqrt(q.shape[-1]), -np.inf)
-        weights = np.exp(score - score.max(-1, keepdims=True))
-        total += weights / weights.sum(-1, keepdims=True) @ v @ p["out/kernel"][n]
+        score = np.where(allowed, q @ k.T * (scale or 1 / math.sqrt(q.shape[-1])), -np.inf)
+        weights = np.exp(score)
+        sink = np.exp(p["sinks"][n]) if "sinks" in p else 0.0
+        total += weights / (weights.sum(-1, keepdims=True) + sink) @ v @ p["out/kernel"][n]
     return total
 
 
@@ -216,6 +217,55 @@ def test_formula(norm, rotary):
         np.testing.assert_allclose(out[b], expected, rtol=0, atol=1e-12)
 
 
+OF_OTHER_SIZES = {"head_dim": 6, "value_dim": 7, "scale": 0.3, "sinks": True, "num_kv_heads": 2}
+
+
+def test_sizes_scale_and_sinks_by_the_formula():
+    module = made(nn.MultiHeadAttention, 4, 5, param_dtype=jnp.float64, **OF_OTHER_SIZES)
+    assert module.query.kernel.shape == (5, 4, 6) and module.out.kernel.shape == (4, 7, 5)
+    x = normal(1, 2, 6, 5, dtype=np.float64)
+    captured = nnx.jit(lambda m, x: (nn.capture_weights(m, x, mask=masks.Causal()), m(x)))
+    weights = captured(module, x)[0][""]
+    cached, cache = call(module, x[:, :4], cache=module.empty_cache(2, 6), mask=masks.Causal())
+    last, _ = call(module, x[:, 4:], cache=cache, mask=masks.Causal())
+    cached = np.concatenate([cached, last], axis=1)
+    out = call(module, x, mask=masks.Causal())
+    p = arrays(module)
+    values = np.einsum("bse,ekv->bskv", x, p["value/kernel"]) + p["value/bias"]
+    read = np.einsum("bnts,bsnv->btnv", weights, np.repeat(values, 2, axis=2))
+    read = np.einsum("btnv,nvd->btd", read, p["out/kernel"]) + p["out/bias"]
+    for b in range(2):
+        row, causal = np.asarray(x[b]), np.tril(np.ones((6, 6), bool))
+        expected = multi_head(p, row, row, causal, scale=0.3)
+        for got in (out, cached, read):
+            np.testing.assert_allclose(got[b], expected, rtol=0, atol=1e-12)
+
+
+def test_sinks_through_a_cache_in_pieces_and_a_memory():
+    """A rolling cache of chunks takes ten tokens in pieces; a memory is read by other tokens."""
+    module = made(nn.MultiHeadAttention, 4, 5, **OF_OTHER_SIZES)
+    x, mask = normal(1, 2, 10, 5), masks.Causal() & masks.Window(left=3)
+    cache = module.empty_cache(2, 3, jattn.cache.RollingCache, chunk=4)
+    out, _ = call(module, x, cache=cache, mask=mask)
+    np.testing.assert_allclose(out, call(module, x, mask=mask), rtol=0, atol=1e-5)
+    memory = normal(2, 2, 7, 5)
+    got = nnx.jit(lambda m: m.attend_memory(x, m.project_memory(memory)))(module)
+    np.testing.assert_allclose(got, call(module, x, memory), rtol=0, atol=1e-5)
+
+
+def test_axial_rotary_is_by_row_and_column():
+    """Patches of an image in lines of 3, against those of one in lines of 5 that holds it."""
+    module, wider = (
+        made(nn.MultiHeadAttention, 2, 5, head_dim=8, rotary=nn.AxialRotary(width))
+        for width in (3, 5)
+    )
+    x = normal(1, 1, 6, 5)
+    places = jnp.array([6, 7, 8, 11, 12, 13], jnp.int32)  # rows 1 and 2, columns 1 to 3
+    out = call(module, x)
+    np.testing.assert_allclose(call(wider, x, positions=places), out, rtol=0, atol=1e-5)
+    assert np.abs(np.asarray(call(wider, x) - out)).max() > 1e-3
+
+
 def test_rotary_options_reach_the_rotation():
     x = normal(1, 2, 7, 5)
     outs = []
@@ -225,6 +275,7 @@ def test_rotary_options_reach_the_rotation():
         nn.Rotary(style="interleaved"),
         nn.Rotary(base=50.0),
         nn.Rotary(size=2),
+        nn.Rotary(scaling=positions.Linear(2.0)),
     ):
         outs.append(np.asarray(call(made(nn.MultiHeadAttention, 3, 5, 12, rotary=rotary), x)))
     for i, a in enumerate(outs):
@@ -326,6 +377,12 @@ def test_list_of_heads_equals_packed(kv_heads):
     assert np.abs(call(single, x, memory) - call(packed, x, memory)).max() > 1e-3
     shapes = {path: leaf.shape for path, leaf in arrays(packed).items()}
     assert shapes["query/kernel"] == (5, 6, 4) and shapes["out/kernel"] == (6, 4, 7)
+
+
+def test_list_of_heads_of_other_sizes_equals_packed():
+    packed = made(nn.MultiHeadAttention, 4, 5, **OF_OTHER_SIZES)
+    x = normal(1, 2, 6, 5)
+    np.testing.assert_allclose(call(nn.SingleHeads(packed), x), call(packed, x), rtol=0, atol=1e-5)
 
 
 def test_heads_of_the_list_drop_independently():
@@ -501,6 +558,29 @@ def test_additive_attention():
 
 
 # Layers
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_gated_feed_forward_by_the_formula(use_bias):
+    options = {"activation": nnx.silu, "gated": True, "use_bias": use_bias}
+    module = made(nn.FeedForward, 5, 7, param_dtype=jnp.float64, **options)
+    x, p = normal(1, 2, 3, 5, dtype=np.float64), arrays(module)
+    assert ("gate/bias" in p) == ("out/bias" in p) == use_bias
+    gate, hidden = (
+        np.asarray(x) @ p[f"{name}/kernel"] + p.get(f"{name}/bias", 0.0)
+        for name in ("gate", "hidden")
+    )
+    expected = gate / (1 + np.exp(-gate)) * hidden @ p["out/kernel"] + p.get("out/bias", 0.0)
+    np.testing.assert_allclose(call(module, x), expected, rtol=0, atol=1e-12)
+
+
+def test_rms_layers_without_biases():
+    layer = made(nn.EncoderLayer, 6, 3, 7, normalization="rms", use_bias=False, dropout_rate=0.0)
+    assert isinstance(layer.self_attention_residual.norm, nn.RMSNorm)
+    assert not any("bias" in path for path in arrays(layer))
+    biased = functools.partial(nn.MultiHeadAttention, use_bias=False)
+    layer = made(nn.EncoderLayer, 6, 3, 7, self_attention=biased)
+    assert layer.self_attention.use_bias is False and "feed_forward/out/bias" in arrays(layer)
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
@@ -937,6 +1017,21 @@ GOLDEN_MODULES = {
     "transformer_pre_tied": lambda: transformer(
         norm="pre", tie_embeddings=True, encoder_layers=2, param_dtype=jnp.bfloat16
     ),
+    "decoder_only": lambda: nn.DecoderOnly(
+        11,
+        features=12,
+        num_heads=3,
+        head_dim=6,
+        num_kv_heads=1,
+        feed_forward=10,
+        num_layers=1,
+        normalization="rms",
+        gated=True,
+        use_bias=False,
+        tie_embeddings=False,
+        self_attention=functools.partial(nn.MultiHeadAttention, sinks=True, value_dim=5),
+        rngs=nnx.Rngs(params=0),
+    ),
 }
 
 
@@ -1005,6 +1100,9 @@ def test_parameters_on_a_mesh(small):
         (lambda m: m(2, 10, dropout_rate=-0.5), "dropout_rate: expected 0 <= rate < 1, got -0.5"),
         (lambda m: m(2, 10, dropout_rate=math.nan), "dropout_rate: .* got nan"),
         (lambda m: m(2, 10, normalize_qk="l2"), "normalize_qk: expected .* got 'l2'"),
+        (lambda m: m(2, 10, 12, head_dim=5), "head_dim: expected .* = 10 or None .* got 12"),
+        (lambda m: m(2, 10, value_dim=0), "value_dim: expected value_dim >= 1, got 0"),
+        (lambda m: m(2, 10, scale=math.inf), "scale: expected a finite number, got inf"),
     ],
 )
 def test_constructor_errors(make, message, unchecked):

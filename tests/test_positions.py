@@ -97,7 +97,8 @@ def turned(
     return result
 
 
-compiled = jax.jit(positions.rotary, static_argnames=("style", "base", "rotary_dim"))
+OPTIONS = ("style", "base", "rotary_dim", "scaling")
+compiled = jax.jit(positions.rotary, static_argnames=OPTIONS)
 
 
 def rotary(x: np.ndarray, where: Any, *options: Any, **named: Any) -> np.ndarray:
@@ -293,6 +294,94 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 def test_rotary_refuses(name):
     build, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
+        build()
+
+
+# Scaled frequencies
+
+
+def frequencies(size: int, scaling: Any, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
+    """The angle by which position 1 turns each pair, and by which length it multiplies it."""
+    x = np.tile(np.array([1.0, 0.0]), size // 2)[None, None]
+    got = np.asarray(
+        positions.rotary(jnp.asarray(x), jnp.array([1]), "interleaved", base, scaling=scaling)
+    )
+    z = got[0, 0, 0::2] + 1j * got[0, 0, 1::2]
+    return np.angle(z), np.abs(z)
+
+
+def test_linear_scaling_is_that_of_positions():
+    x, where = RNG.normal(size=(5, 3, 10)), np.array([0, 4, 8, 20, 400])
+    got = rotary(x, where, scaling=positions.Linear(4.0))
+    np.testing.assert_allclose(got, turned(x, where // 4, "half"), rtol=0, atol=1e-13)
+
+
+def test_ntk_scaling_divides_the_lowest_frequency_only():
+    plain, scaled = frequencies(12, None)[0], frequencies(12, positions.NTK(8.0))[0]
+    np.testing.assert_allclose(scaled[0], plain[0], rtol=1e-14)
+    np.testing.assert_allclose(scaled[-1], plain[-1] / 8, rtol=1e-12)
+    np.testing.assert_allclose(scaled, (10000.0 * 8 ** (12 / 10)) ** (-np.arange(6) / 6))
+    with pytest.raises(ValueError, match="NTK expects a rotary size of at least 4, got 2"):
+        frequencies(2, positions.NTK(8.0))
+
+
+def test_yarn_by_the_paper():
+    """Peng et al. 2023, sections 3.2 and 3.4, one pair at a time."""
+    s, length = 16.0, 4096
+    got, amplitude = frequencies(128, positions.Yarn(s, length))
+    kinds = set()
+    for pair, plain in enumerate(frequencies(128, None)[0]):
+        turns = length / (2 * math.pi / plain)
+        kept = 0.0 if turns < 1 else 1.0 if turns > 32 else (turns - 1) / 31
+        kinds.add(0 if kept == 0 else 1 if kept == 1 else 0.5)
+        np.testing.assert_allclose(got[pair], (1 - kept) * plain / s + kept * plain, rtol=1e-12)
+    assert kinds == {0, 0.5, 1}
+    np.testing.assert_allclose(amplitude, 0.1 * math.log(16) + 1, rtol=1e-12)
+
+
+def test_yarn_by_pairs():
+    """Of 64 pairs with base 10000, 4096 positions turn pair 20.94 32 times and pair 45.03 once."""
+    got, amplitude = frequencies(
+        128, positions.Yarn(16.0, 4096, ramp="pair", amplitude=1.0), base=10000.0
+    )
+    plain = frequencies(128, None)[0]
+    ramp = np.clip((np.arange(64) - 20) / (46 - 20), 0, 1)
+    np.testing.assert_allclose(got, plain * (1 - ramp) + plain / 16 * ramp, rtol=1e-12)
+    np.testing.assert_allclose(amplitude, 1, rtol=1e-12)
+
+
+def test_axial_rotary_turns_each_part_by_its_coordinate():
+    x, where = RNG.normal(size=(2, 6, 3, 8)), RNG.integers(0, 40, (2, 6, 2))
+    got = np.asarray(
+        positions.axial_rotary(jnp.asarray(x), jnp.asarray(where), "interleaved", 100.0)
+    )
+    parts = [turned(x[..., 4 * i : 4 * i + 4], where[..., i], "interleaved", 100.0) for i in (0, 1)]
+    np.testing.assert_allclose(got, np.concatenate(parts, axis=-1), rtol=0, atol=1e-13)
+
+
+def _yarn(**options: Any) -> positions.Yarn:
+    return positions.Yarn(2.0, 9, **options)
+
+
+WRONG_SCALINGS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "factor": (lambda: positions.Linear(0.0), ValueError, "factor: expected a finite number > 0"),
+    "array": (lambda: _yarn(fast=jnp.ones(())), TypeError, "fast: expected a Python number"),
+    "slow": (lambda: _yarn(slow=40.0), ValueError, "slow: expected slow < fast"),
+    "ramp": (lambda: _yarn(ramp="steep"), ValueError, "ramp: .*'steep'"),
+    "kind": (lambda: _rotate(3, 2, 8, scaling=4.0), TypeError, "scaling: .* got 4.0"),
+    "coordinates": (
+        lambda: positions.axial_rotary(jnp.ones((3, 2, 6)), jnp.ones((3, 2), int)),
+        ValueError,
+        "H a multiple of 2 A = 4, got H = 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SCALINGS)
+@pytest.mark.usefixtures("unchecked")
+def test_scalings_refuse(name):
+    build, error, message = WRONG_SCALINGS[name]
+    with pytest.raises(error, match=message):
         build()
 
 

@@ -46,7 +46,7 @@ def test_no_public_class_or_function_is_left_out(module):
     """What a module defines is public, begins with an underscore, or is here."""
     internal = {
         masks: {"as_span", "extents", "kinds", "shifted", "span"},
-        scores: {"check_score", "in_order"},
+        scores: {"apart", "as_score", "in_order"},
         cache: {"picked_rows"},
     }
     own = {
@@ -181,6 +181,7 @@ def test_classes_of_users_show_their_own_constructors():
             LayerArguments,
             (nn.EncoderLayer, nn.DecoderLayer, nn.Encoder, nn.Decoder, nn.Transformer),
         ),
+        (nn.DecoderOnlyOptions, LayerArguments, (nn.DecoderOnly,)),
         (
             nn.RecurrentOptions,
             RecurrentArguments,
@@ -236,6 +237,11 @@ def models():
     rngs, ids = nnx.Rngs(0), jnp.ones((B, T), jnp.int32)
     transformer = nn.Transformer(9, 8, features=D, num_heads=N, encoder_layers=1, rngs=rngs)
     assert_type(transformer(ids, ids, source_mask=masks.Causal(), deterministic=True), Array)
+    language = nn.DecoderOnly(9, features=D, num_heads=N, num_layers=1, rngs=rngs)
+    assert_type(language(ids, mask=masks.Window(left=2), deterministic=True), Array)
+    logits, caches = language.step(ids, language.start(B, T), deterministic=True)
+    assert_type(logits, Array)
+    assert_type(caches, list[cache.Cache])
     rnnsearch = nn.RNNsearch(9, 8, features=5, hidden=6, rngs=rngs)
     assert_type(rnnsearch(ids, ids, source_lengths=jnp.array([3, 5])), Array)
 

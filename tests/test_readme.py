@@ -89,6 +89,27 @@ def test_examples_that_fail_are_noticed(tmp_path):
     assert 'File "README.md", line 8' in result.stderr
 
 
+@pytest.mark.slow
+def test_pages_of_the_functions_come_without_warnings(tmp_path):
+    assert "pdoc jattn -o" in TEXT
+    pytest.importorskip("pdoc", reason="pages are made by pdoc: pip install 'jattn[docs]'")
+    result = subprocess.run(
+        [sys.executable, "-m", "pdoc", "jattn", "-o", str(tmp_path)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "JAX_PLATFORMS": "cpu",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", "")
+    assert "simple_self_attention" in (tmp_path / "jattn.html").read_text(encoding="utf-8")
+    assert (tmp_path / "jattn" / "nn.html").exists()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_two_commands_are_there(command):
     assert command in re.sub(r"\s*\\?\n\s*", " ", TEXT)

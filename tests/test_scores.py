@@ -475,7 +475,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"float scalar, got float64 \[3\]",
     ),
     "then a number": (lambda: untyped.SoftCap(1.0) >> 3, TypeError, "unsupported operand"),
-    "a bare function": (lambda: _attended(lambda s, b, h, q, kv: s), TypeError, "scores.Score"),
     "a bare array": (lambda: _attended(jnp.asarray(BIAS)), TypeError, "scores.Bias"),
 }
 

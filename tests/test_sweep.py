@@ -60,6 +60,11 @@ TAKES: dict[str, set[str]] = {
     "score": {"None"},
     "number": {"2**40"},  # any finite one
     "positive": {"2**40"},
+    "positive?": {"None", "2**40"},
+    "slow": set(),  # less than fast
+    "share?": {"None"},
+    "tokens to stop at": {"list", "empty"},
+    "token": {"minus one"},
     "number?": {"None", "minus one", "2**40"},
     "rate": set(),
     "key?": {"None"},  # looked at where something is dropped only
@@ -154,11 +159,23 @@ FUNCTIONS: dict[str, Call] = {
         right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY),
         {"query": "array", "key": "array", **PLACED},
     ),
+    "statistics": Call(
+        jattn.statistics,
+        right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY)
+        | {"keys": None, "threshold": 0.5},
+        {"query": "array", "key": "array", **PLACED, "keys": "array?", "threshold": "share?"},
+    ),
+    "top_weights": Call(
+        jattn.top_weights,
+        right({"query": "", "key": "", **PLACED}, query=QUERY, key=KEY) | {"n": 2},
+        {"query": "array", "key": "array", **PLACED, "n": "size"},
+    ),
     "cached_attention": Call(
         jattn.cached_attention,
-        {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None},
+        {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None}
+        | {"return_lse": False},
         {"query": "array", "key": "array", "value": "array", "cache": "cache", "valid": "array?"}
-        | {"mask": "mask", "score": "score"},
+        | {"mask": "mask", "score": "score", "return_lse": "flag"},
     ),
     "merge": Call(
         lambda out, lse: jattn.merge((out, lse), (out, lse)),
@@ -286,6 +303,11 @@ FUNCTIONS |= {
         {"q_ids": ints(B, T), "kv_ids": ints(B, S)},
         {"q_ids": "tokens", "kv_ids": "tokens?"},
     ),
+    "Padding": Call(
+        masks.Padding,
+        {"attention_mask": ints(B, S)},
+        {"attention_mask": "tokens or truths"},
+    ),
     "Dense": Call(
         masks.Dense, {"array": truths(B, N, T, S)}, {"array": "dense"}, {"array": "mask"}
     ),
@@ -353,9 +375,25 @@ FUNCTIONS |= {
     ),
     "rotary": Call(
         positions.rotary,
-        {"x": QUERY, "positions": ints(B, T), "style": "half", "base": 100.0, "rotary_dim": None},
+        {"x": QUERY, "positions": ints(B, T), "style": "half", "base": 100.0, "rotary_dim": None}
+        | {"scaling": None},
         {"x": "array", "positions": "tokens", "style": "name", "base": "positive"}
-        | {"rotary_dim": "size?"},
+        | {"rotary_dim": "size?", "scaling": "thing?"},
+    ),
+    "axial_rotary": Call(
+        positions.axial_rotary,
+        {"x": array(B, T, N, 8), "positions": ints(B, T, 2), "style": "half", "base": 100.0},
+        {"x": "array", "positions": "array", "style": "name", "base": "positive"},
+        {"positions": "rotary"},
+    ),
+    "Linear": Call(positions.Linear, {"factor": 2.0}, {"factor": "positive"}),
+    "NTK": Call(positions.NTK, {"factor": 2.0}, {"factor": "positive"}),
+    "Yarn": Call(
+        positions.Yarn,
+        {"factor": 2.0, "original_length": L, "slow": 1.0, "fast": 4.0, "ramp": "pair"}
+        | {"amplitude": None},
+        {"factor": "positive", "original_length": "size", "slow": "slow", "fast": "positive"}
+        | {"ramp": "name", "amplitude": "positive?"},
     ),
     "learned": Call(
         positions.learned,
@@ -406,6 +444,7 @@ FUNCTIONS |= {
 
 TAKES |= {
     "tokens?": {"None", "integers"},
+    "tokens or truths": {"integers", "truths"},
     "dense": {"truths"},
     "block": {"2**40", "10**400"},
     "operand": set(BAD) - {"text", "object", "10**400"},
@@ -476,7 +515,9 @@ def module(function: Callable[..., Any], sizes: Any, others: Any, **kinds: str) 
 
 OPTIONS = {"dropout_rate": 0.1, "norm": "pre", "activation": nnx.relu, "kernel_init": INIT}
 OPTIONS |= {"self_attention": nn.MultiHeadAttention, "cross_attention": nn.MultiHeadAttention}
-OPTION_KINDS = {"dropout_rate": "rate", "norm": "name"}
+OPTIONS |= {"normalization": "rms", "gated": True, "use_bias": False}
+OPTION_KINDS = {"dropout_rate": "rate", "norm": "name", "normalization": "name"}
+OPTION_KINDS |= {"gated": "flag", "use_bias": "flag"}
 OPTION_KINDS |= dict.fromkeys(
     ("activation", "kernel_init", "self_attention", "cross_attention"), "function"
 )
@@ -499,22 +540,44 @@ MODEL = nn.Transformer(
     positions="learned",
     rngs=nnx.Rngs(0),
 )
+LANGUAGE_MODEL = nn.DecoderOnly(
+    9,
+    features=D,
+    num_heads=2,
+    feed_forward=5,
+    num_layers=1,
+    dropout_rate=0.0,
+    positions="learned",
+    rngs=nnx.Rngs(0),
+)
 RECURRENT = nn.RNNsearch(9, 9, features=D, hidden=6, rngs=nnx.Rngs(0))
 ADDITIVE = nn.AdditiveAttention(D, E, A, rngs=nnx.Rngs(0))
 CALLED = {"mask": None, "positions": None, **RUN}
 CALLED_KINDS = {"mask": "mask", "positions": "positions?", **RUN_KINDS}
 
 FUNCTIONS |= {
+    "generate": Call(
+        jattn.generate,
+        {"model": LANGUAGE_MODEL, "prompt": ints(B, T), "max_tokens": 2, "temperature": 0.5}
+        | {"top_k": None, "top_p": 0.5, "key": jax.random.key(0), "stop": [2], "pad": 0}
+        | {"valid": None, "caches": None, "callback": None},
+        {"model": "thing", "prompt": "tokens", "max_tokens": "size", "temperature": "positive"}
+        | {"top_k": "size?", "top_p": "share?", "key": "thing", "stop": "tokens to stop at"}
+        | {"pad": "token", "valid": "array?", "caches": "thing?", "callback": "thing?"},
+        {"max_tokens": "length"},
+    ),
     "nn.MultiHeadAttention": module(
         nn.MultiHeadAttention,
         HEADS,
         {"qkv_features": None, "out_features": None, "num_kv_heads": None, "in_kv_features": None}
         | {"dropout_rate": 0.1, "use_bias": True, "precision": None, "kernel_init": INIT}
         | {"bias_init": INIT, "normalize_qk": False, "rotary": False, "mask": None, "score": None}
-        | {"implementation": None},
+        | {"implementation": None, "head_dim": None, "value_dim": None, "scale": None}
+        | {"sinks": False},
         **dict.fromkeys(
             ("qkv_features", "out_features", "num_kv_heads", "in_kv_features"), "size?"
         ),
+        **{"head_dim": "size?", "value_dim": "size?", "scale": "number?", "sinks": "flag"},
         **{"dropout_rate": "rate", "use_bias": "flag", "precision": "precision"},
         **{"kernel_init": "function", "bias_init": "function", "normalize_qk": "flag"},
         **{"rotary": "flag", "mask": "any mask", "score": "score", "implementation": "name?"},
@@ -591,6 +654,12 @@ FUNCTIONS |= {
         {"x": QUERY, "positions": ints(B, T)},
         {"x": "array", "positions": "tokens"},
     ),
+    "nn.AxialRotary": Call(nn.AxialRotary, {"width": 3}, {"width": "size"}),
+    "nn.AxialRotary()": Call(
+        nn.AxialRotary(3),
+        {"x": array(B, T, N, 8), "positions": ints(B, T)},
+        {"x": "array", "positions": "tokens"},
+    ),
     "nn.TokenEmbedding": module(
         nn.TokenEmbedding,
         {"vocabulary": 9, "features": D},
@@ -635,8 +704,11 @@ FUNCTIONS |= {
     "nn.FeedForward": module(
         nn.FeedForward,
         {"features": D, "hidden": 5},
-        {"activation": nnx.relu, "dropout_rate": 0.1, "kernel_init": INIT},
+        {"activation": nnx.relu, "gated": False, "use_bias": True}
+        | {"dropout_rate": 0.1, "kernel_init": INIT},
         activation="function",
+        gated="flag",
+        use_bias="flag",
         dropout_rate="rate",
         kernel_init="function",
     ),
@@ -645,7 +717,7 @@ FUNCTIONS |= {
     ),
     **{
         f"nn.{layer.__name__}": module(layer, LAYER, OPTIONS, **OPTION_KINDS)
-        for layer in (nn.EncoderLayer, nn.DecoderLayer)
+        for layer in (nn.EncoderLayer, nn.DecoderLayer, nn.DecoderOnlyLayer)
     },
     **{
         f"nn.{stack.__name__}": module(
@@ -688,6 +760,36 @@ FUNCTIONS |= {
         dict.fromkeys(("source_ids", "target_ids"), "ids")
         | dict.fromkeys(("source_mask", "target_mask", "cross_mask"), "mask")
         | dict.fromkeys(("source_positions", "target_positions"), "positions"),
+    ),
+    "nn.DecoderOnly": module(
+        nn.DecoderOnly,
+        {"vocabulary": 9, "max_length": L, "num_layers": 1, **LAYER},
+        {"num_kv_heads": None, "head_dim": None, "positions": "learned", "tie_embeddings": False}
+        | {"embedding_init": INIT, **OPTIONS},
+        num_kv_heads="size?",
+        head_dim="size?",
+        positions="name?",
+        tie_embeddings="flag",
+        embedding_init="function",
+        **OPTION_KINDS,
+    ),
+    "nn.DecoderOnly()": Call(
+        LANGUAGE_MODEL,
+        {"tokens": ints(B, T), **CALLED},
+        {"tokens": "tokens", **CALLED_KINDS},
+        {"tokens": "ids"},
+    ),
+    "nn.DecoderOnly.start": Call(
+        LANGUAGE_MODEL.start,
+        {"batch": B, "length": L, "kind": cache.DenseCache, "dtype": None},
+        {"batch": "size", "length": "size", "kind": "thing", "dtype": "dtype?"},
+    ),
+    "nn.DecoderOnly.step": Call(
+        LANGUAGE_MODEL.step,
+        {"tokens": ints(B, T), "caches": LANGUAGE_MODEL.start(B, L), "mask": None, "valid": None}
+        | RUN,
+        {"tokens": "tokens", "caches": "thing", "mask": "mask", "valid": "array?", **RUN_KINDS},
+        {"tokens": "T"},
     ),
     "nn.GRU": module(nn.GRU, {"in_features": D, "features": 6}, CELL, **CELL_KINDS),
     "nn.GRU()": Call(
@@ -801,4 +903,10 @@ def test_every_public_function_is_swept():
 # Bases, and types that users only read.
 NOT_SWEPT = {"Mask", "Span", "Extent", "Tile", "Full", "Empty", "Causal", "And", "Or", "Not"}
 NOT_SWEPT |= {"Then", "ScoreFunction", "nn.AttentionWeights", "nn.LayerCache", "nn.LayerOptions"}
-NOT_SWEPT |= {"nn.RecurrentOptions", "nn.RecurrentState", "nn.Residual", "nn.WeightsTap"}
+NOT_SWEPT |= {
+    "nn.DecoderOnlyOptions",
+    "nn.RecurrentOptions",
+    "nn.RecurrentState",
+    "nn.Residual",
+    "nn.WeightsTap",
+}

@@ -885,6 +885,20 @@ def test_the_heads_in_the_picture_look_at_different_things():
     assert pictures.few_heads(heads[:1]) == [0]
 
 
+def test_pictures_say_what_each_word_reads(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
+    weights = {
+        "encoder/layers/0/self_attention": np.full((1, 2, 2), 0.5),
+        "decoder/layers/0/self_attention": np.tril(np.full((1, 3, 3), 0.3)),
+        "decoder/layers/0/cross_attention": np.full((1, 3, 2), 0.5),
+    }
+    seen = pictures.Seen(weights, ["a", "b"], ["<bos>", "c", "d"], ["c", "d", "<eos>"])
+    pictures.draw_sentence(seen, tmp_path)
+    titles = [figure.get_suptitle() for figure in figures]
+    assert "decoder self-attention: each word reads itself and those before it" in titles
+
+
 def test_losses_are_named_as_they_are_spoken(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))

@@ -3,6 +3,7 @@
     python -m experiments.benchmark                      every case, forward and with gradients
     python -m experiments.benchmark --cases page long-window --peers jax.nn
     python -m experiments.benchmark --growing            time and memory over T, with plots
+    python -m experiments.benchmark --gym                masks and scores of FlexAttention's users
     python -m experiments.benchmark training             steps of the translation experiment
     python -m experiments.benchmark tune                 the row of `jattn.tuning` for this machine
     python -m experiments.benchmark offline --target h100    kernels compiled without the device
@@ -27,7 +28,8 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.benchmark import cases, peers, timing, training, tune
+from experiments.benchmark import cases, gym, peers, timing, training, tune
+from experiments.benchmark.rules import RULES
 from experiments.ending import UserError, exit_status
 from experiments.files import append, replace
 from experiments.offline import command as offline
@@ -158,6 +160,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--pass", dest="which", choices=["forward", "backward", "both"])
     parser.add_argument("--growing", action="store_true", help="causal attention over T")
+    rules = [rule.name for rule in RULES]
+    parser.add_argument("--gym", action="store_true", help="rules that FlexAttention's users write")
+    parser.add_argument("--only", nargs="+", choices=rules, metavar="RULE", help=", ".join(rules))
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--seconds", type=float, default=5.0, help="for each row")
     parser.add_argument("--device", default=None, help="cpu, gpu or tpu; default: JAX's own")
@@ -181,6 +186,8 @@ def _measure_all(arguments: argparse.Namespace) -> None:
     """Measures, prints a table, writes JSON lines and plots."""
     if arguments.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
+    if arguments.gym:
+        return gym.measure_all(arguments)
     try:
         competitors = available(arguments.peers)
     except ValueError as error:

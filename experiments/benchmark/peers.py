@@ -26,7 +26,8 @@ class Runnable(NamedTuple):
 Peer = Callable[[Case, bool], Runnable | None]
 
 
-def _compiled(function: Callable[..., Any], *arguments: Any) -> Runnable:
+def compiled(function: Callable[..., Any], *arguments: Any) -> Runnable:
+    """A function of arrays, compiled for these."""
     start = time.perf_counter()
     program = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start
@@ -41,14 +42,21 @@ def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Run
     parameter = case.parameter()
     arguments.append(jnp.zeros(()) if parameter is None else jnp.asarray(parameter))
     if not backward:
-        return _compiled(attend, *arguments)
-    weights = jnp.asarray(case.inputs(seed=1)[0])
+        return compiled(attend, *arguments)
     wanted = (0, 1, 2) if parameter is None else (0, 1, 2, 4)
+    return with_gradients(case, attend, arguments, wanted)
+
+
+def with_gradients(
+    case: Case, attend: Callable[..., Any], arguments: list[Any], wanted: tuple[int, ...]
+) -> Runnable:
+    """A weighted sum of what `attend(*arguments)` gives, with its gradients of those wanted."""
+    weights = jnp.asarray(case.inputs(seed=1)[0])
 
     def loss(*arguments: Any) -> Any:
         return jnp.vdot(attend(*arguments[:-1]), arguments[-1])
 
-    return _compiled(jax.value_and_grad(loss, wanted), *arguments, weights)
+    return compiled(jax.value_and_grad(loss, wanted), *arguments, weights)
 
 
 def ours(case: Case, backward: bool, implementation: str | None = None) -> Runnable:
@@ -56,7 +64,7 @@ def ours(case: Case, backward: bool, implementation: str | None = None) -> Runna
     if case.S and not case.plain:
         query, *held = map(jnp.asarray, case.inputs())
         cache = jax.block_until_ready(jattn.cache.DenseCache.of(*held))
-        return _compiled(jattn.attention, query, cache)
+        return compiled(jattn.attention, query, cache)
 
     def attend(q: Any, k: Any, v: Any, ids: Any, parameter: Any) -> Any:
         rules = {"mask": case.mask(ids), "score": case.score(parameter)}

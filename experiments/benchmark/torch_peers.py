@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissing
 import jattn
 from experiments.benchmark.cases import Case
 from experiments.benchmark.peers import Runnable, dense_bias
+from experiments.benchmark.rules import CAUSAL, Rule
 
 
 def _runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Runnable:
@@ -75,12 +76,52 @@ def flex(case: Case, backward: bool) -> Runnable | None:
         )
     if case.modifier:
         options["score_mod"] = _score(case)
+    return _compiled(case, options)
+
+
+def _compiled(case: Case, options: dict[str, Any]) -> Runnable | None:
+    torch._dynamo.reset()  # which else gives up at the eighth rule
     attend = torch.compile(flex_attention)
     try:
         return _runnable(case, False, lambda *qkv: attend(*qkv, **options))
     except Exception as error:  # its compiler raises errors of many kinds
         print(f"torch flex does not compile {case.name}: {type(error).__name__}", file=sys.stderr)
         return None
+
+
+class Flex(NamedTuple):
+    """FlexAttention with a rule: its compiled forward pass, the share of tiles of 128 × 128 that
+    its block mask skips, and the milliseconds in which that is built."""
+
+    runnable: Runnable | None
+    skipped: float = 0.0
+    block_mask_milliseconds: float = 0.0
+
+
+def _closed_over(function: Callable[..., Any], operands: list[Any]) -> Callable[..., Any]:
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return function(score, b, h, q, kv, *operands)
+
+    return score_mod
+
+
+def flex_with(rule: Rule, case: Case) -> Flex:
+    """FlexAttention with a rule, on inputs of a case."""
+    function = rule.make(torch, case.T)
+    options: dict[str, Any] = {}
+    if rule.is_score:
+        operands = [torch.from_numpy(x) for x in rule.operands(case.T)]
+        options["score_mod"] = _closed_over(function, operands)
+        if not rule.causal:
+            return Flex(_compiled(case, options))
+        function = CAUSAL.make(torch, case.T)
+    sizes = None, None, case.T, case.T
+    create_block_mask(function, *sizes, device="cpu")  # warms up
+    start = time.perf_counter()
+    mask = create_block_mask(function, *sizes, device="cpu")
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    runnable = _compiled(case, options | {"block_mask": mask})
+    return Flex(runnable, mask.sparsity() / 100, milliseconds)
 
 
 def _score(case: Case) -> Callable[..., Any]:

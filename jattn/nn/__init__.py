@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any
 from jattn.nn.additive import AdditiveAttention
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.capture import AttentionWeights, WeightsTap, capture_weights
+from jattn.nn.decoder_only import DecoderOnly, DecoderOnlyLayer, DecoderOnlyOptions
 from jattn.nn.deprecation import warn_renamed
 from jattn.nn.embedding import (
+    AxialRotary,
     LearnedPositions,
     OutputProjection,
     Rotary,
@@ -42,8 +44,12 @@ __all__ = [
     "LOGICAL_AXES",
     "AdditiveAttention",
     "AttentionWeights",
+    "AxialRotary",
     "Decoder",
     "DecoderLayer",
+    "DecoderOnly",
+    "DecoderOnlyLayer",
+    "DecoderOnlyOptions",
     "Dropout",
     "Encoder",
     "EncoderLayer",

@@ -1,6 +1,7 @@
 """Types of arguments that several modules take."""
 
-from typing import TypedDict
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 import numpy as np
 from flax import nnx
@@ -9,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 from jattn.masks import Mask
 
 
-MaskLike = Mask | Bool[Array, "..."] | None
+MaskLike = Mask | Bool[Array, "..."] | Callable[..., Any] | None
 Ids = Int[Array | np.ndarray, "..."]  # tokens or positions
 Positions = Int[Array, "..."] | None  # [*B, T] or, for the whole batch, [T]
 RowLengths = Int[Array | np.ndarray, "*B"] | None  # None: no row has padding

@@ -8,21 +8,22 @@ from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float, Int
 
-from jattn._types import Keys, Output, Queries, Values
+from jattn._types import Keys, Output, Queries, Values, Weights
 from jattn.attention import IMPLEMENTATIONS, attention, attention_weights, cached_attention
 from jattn.cache import Cache, DenseCache
-from jattn.checks import check_choice, check_flag, check_precision, check_size, shown
+from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
 from jattn.integers import is_integer
 from jattn.masks import Mask, as_mask
 from jattn.nn._types import CacheOptions, MaskLike, Positions, RandomSource, Valid
 from jattn.nn.capture import WeightsTap
 from jattn.nn.checks import check_features, check_module
 from jattn.nn.deprecation import former_name
-from jattn.nn.embedding import Rotary
+from jattn.nn.embedding import AxialRotary, Rotary
 from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, promote, sharded
 from jattn.nn.module import Module
 from jattn.nn.variables import LearnedScore, PytreeVariables
-from jattn.scores import ScoreFunction, check_score
+from jattn.scores import ScoreFunction, as_score
+from jattn.softmax import with_sink
 
 
 _Cache = TypeVar("_Cache", bound=Cache)
@@ -33,22 +34,29 @@ class MultiHeadAttention(Module):
 
     With the names and the parameter layout of `flax.nnx.MultiHeadAttention`: kernels `query`
     `[D, N, H]`, `key` and `value` `[E, K, H]`, `out` `[N, H, out_features]`, and one bias each;
-    H = qkv_features / N. The same weights give the same output.
+    H = qkv_features / N. The same weights give the same output. Options beyond Flax's: values of
+    another size V, so that `value` is `[E, K, V]` and `out` `[N, V, out_features]`; `sinks`.
 
     Args:
         num_heads: N; must divide qkv_features.
         in_features: D, the width of `inputs_q`.
-        qkv_features: N·H, the width of all heads together; default D.
+        qkv_features: N·H, the width of all heads together; default D, or N·head_dim.
         out_features: width of the output; default D.
         num_kv_heads: K, must divide N; query head n reads key head n // (N / K). Default N.
         in_kv_features: E, the width of `inputs_k` and `inputs_v`; default D.
+        head_dim: H, of any size; default qkv_features / N.
+        value_dim: V, the width of each head's values; default H.
+        scale: what query·key is multiplied with; default 1/√H.
+        sinks: a learned logit for each head, a parameter `[N]` that begins at 0, joins the
+            softmax without a value (see `jattn.with_sink`).
         dropout_rate: dropout on the attention weights.
         use_bias: whether the four projections have biases.
         dtype: of the computation; default: of inputs and parameters together.
         param_dtype: of the parameters.
         normalize_qk: normalise each head's queries and keys (Dehghani et al. 2023), by "layer"
             (which is what True means) or "rms" normalisation with a learned scale.
-        rotary: rotate queries and keys by their positions (True: the usual `Rotary()`).
+        rotary: rotate queries and keys by their positions (True: the usual `Rotary()`; an
+            `AxialRotary` for images).
         mask, score: applied in every call, combined with the call's own by `&` and `>>`. Their
             arrays are constants; see `LearnedScore` for parameters.
         implementation: as in `jattn.attention`.
@@ -65,6 +73,10 @@ class MultiHeadAttention(Module):
         num_kv_heads: int | None = None,
         in_kv_features: int | None = None,
         *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
         dropout_rate: float = 0.0,
         use_bias: bool = True,
         dtype: Dtype | None = None,
@@ -73,23 +85,25 @@ class MultiHeadAttention(Module):
         kernel_init: Initializer = LECUN,
         bias_init: Initializer = ZEROS,
         normalize_qk: bool | Literal["layer", "rms"] = False,
-        rotary: Rotary | bool = False,
+        rotary: Rotary | AxialRotary | bool = False,
         mask: MaskLike = None,
         score: ScoreFunction | LearnedScore | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
         check_flag("use_bias", use_bias)
+        check_flag("sinks", sinks)
+        _check_scale(scale)
         check_precision("precision", precision)
         check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
         check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
-        if not isinstance(rotary, bool | Rotary):
+        if not isinstance(rotary, bool | Rotary | AxialRotary):
             raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
         if not isinstance(score, nnx.Module):
-            check_score(score)
+            score = as_score(score)
         self.num_heads = num_heads
         self.in_features = in_features
-        self.qkv_features = in_features if qkv_features is None else qkv_features
+        self.qkv_features = _qkv_features(num_heads, in_features, qkv_features, head_dim)
         self.out_features = in_features if out_features is None else out_features
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -106,6 +120,9 @@ class MultiHeadAttention(Module):
         _check_divides("num_heads", num_heads, "qkv_features", self.qkv_features)
         _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
         self.head_dim = self.qkv_features // num_heads
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        check_size("value_dim", self.value_dim)
+        self.scale = None if scale is None else float(scale)
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -115,12 +132,15 @@ class MultiHeadAttention(Module):
         self.normalize_qk = "layer" if normalize_qk is True else normalize_qk
         self.rotary = Rotary() if rotary is True else rotary or None
         self.implementation = implementation
-        self.query = self._projection(in_features, num_heads, "heads", rngs)
-        self.key = self._projection(self.in_kv_features, self.num_kv_heads, "kv_heads", rngs)
-        self.value = self._projection(self.in_kv_features, self.num_kv_heads, "kv_heads", rngs)
+        memory = (self.in_kv_features, self.num_kv_heads)
+        self.query = self._projection(in_features, num_heads, self.head_dim, "heads", rngs)
+        self.key = self._projection(*memory, self.head_dim, "kv_heads", rngs)
+        self.value = self._projection(*memory, self.value_dim, "kv_heads", rngs)
         self.query_ln = self._norm(rngs)
         self.key_ln = self._norm(rngs)
         self.out = self._output(rngs)
+        logits = jnp.zeros(num_heads, param_dtype)
+        self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
         self.mask = None if mask is None else PytreeVariables(as_mask(mask))
         self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
         self.dropout = Dropout(dropout_rate, rngs=rngs)
@@ -141,11 +161,11 @@ class MultiHeadAttention(Module):
         )
 
     def _projection(
-        self, features: int, heads: int, name: str, rngs: nnx.Rngs
+        self, features: int, heads: int, size: int, name: str, rngs: nnx.Rngs
     ) -> nnx.LinearGeneral:
         return self._linear(
             features,
-            (heads, self.head_dim),
+            (heads, size),
             kernel_metadata=sharded("embed", name, "head_size"),
             bias_metadata=sharded(name, "head_size"),
             rngs=rngs,
@@ -153,7 +173,7 @@ class MultiHeadAttention(Module):
 
     def _output(self, rngs: nnx.Rngs) -> nnx.LinearGeneral:
         return self._linear(
-            (self.num_heads, self.head_dim),
+            (self.num_heads, self.value_dim),
             self.out_features,
             axis=(-2, -1),
             kernel_metadata=sharded("heads", "head_size", "embed"),
@@ -185,7 +205,7 @@ class MultiHeadAttention(Module):
         inputs_v: Float[Array, "..."] | None = None,
         positions: Positions = None,
     ) -> tuple[Keys, Values]:
-        """Keys `[*B, S, K, H]` as they enter the scores, and values `[*B, S, K, H]`."""
+        """Keys `[*B, S, K, H]` as they enter the scores, and values `[*B, S, K, V]`."""
         inputs_v = inputs_k if inputs_v is None else inputs_v
         check_features("inputs_k", inputs_k, "S, E", "in_kv_features", self.in_kv_features)
         check_features("inputs_v", inputs_v, "S, E", "in_kv_features", self.in_kv_features)
@@ -218,14 +238,32 @@ class MultiHeadAttention(Module):
         deterministic: bool | None = None,
         rngs: RandomSource = None,
     ) -> Output:
-        """What the heads read, `[*B, T, N, H]`, from projected queries, keys and values."""
+        """What the heads read, `[*B, T, N, V]`, from projected queries, keys and values."""
         where: dict[str, Any] = {"q_positions": positions, "kv_positions": kv_positions}
+        options = self._options(mask, score, deterministic, rngs) | where
         if self.weights_tap.is_open:
-            rules = {"mask": self._mask(mask), "score": self._score(score)}
-            weights = attention_weights(query, key, precision=self.precision, **rules, **where)
-            self.weights_tap(weights)
-        options = self._options(mask, score, deterministic, rngs)
-        return attention(query, key, value, **options, **where)
+            shared = ("mask", "score", "scale", "precision", *where)
+            rules = {name: options[name] for name in shared}
+            self.weights_tap(self._weights(query, key, rules))
+        return self._heads(attention(query, key, value, **options))
+
+    def _heads(self, result: Any) -> Output:
+        """What the heads read, from what `attention` gives for `_options`."""
+        if self.sinks is None:
+            return result
+        out, lse = result
+        return with_sink(out, lse, self.sinks[...])[0]
+
+    def _weights(self, query: Queries, key: Keys, rules: dict[str, Any]) -> Weights:
+        """Weights before dropout, `[*B, N, T, S]`; beside sinks they sum to less than 1."""
+        weights = attention_weights(query, key, **rules)
+        if self.sinks is None:
+            return weights
+        nothing = jnp.zeros((*key.shape[:-1], 1), key.dtype)
+        out, lse = attention(query, key, nothing, return_lse=True, **rules)
+        _, total = with_sink(out, lse, self.sinks[...])
+        share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - total))
+        return weights * share[..., None].astype(weights.dtype)
 
     def _options(
         self,
@@ -239,10 +277,12 @@ class MultiHeadAttention(Module):
         return {
             "mask": self._mask(mask),
             "score": self._score(score),
+            "scale": self.scale,
             "precision": self.precision,
             "dropout_rate": 0.0 if dropout_key is None else float(self.dropout.rate),
             "dropout_key": dropout_key,
             "implementation": self.implementation,
+            "return_lse": self.sinks is not None,
         }
 
     def _mask(self, given: MaskLike) -> Mask | None:
@@ -253,7 +293,7 @@ class MultiHeadAttention(Module):
     def _score(self, given: ScoreFunction | None) -> ScoreFunction | None:
         if self.score is None:
             return given
-        return self.score() if given is None else self.score() >> given
+        return self.score() if given is None else self.score() >> as_score(given)
 
     @overload
     def __call__(
@@ -380,9 +420,8 @@ class MultiHeadAttention(Module):
         if not (isinstance(kind, type) and issubclass(kind, Cache)):
             raise TypeError(f"kind: expected a class of jattn.cache, got {kind!r}")
         chosen: Any = kind
-        return chosen.create(
-            batch, length, self.num_kv_heads, self.head_dim, dtype=dtype, **options
-        )
+        sizes = (self.num_kv_heads, self.head_dim, self.value_dim)
+        return chosen.create(batch, length, *sizes, dtype=dtype, **options)
 
     def _extend(
         self,
@@ -402,8 +441,8 @@ class MultiHeadAttention(Module):
         query = self.project_queries(inputs_q, positions)
         key, value = self.project_keys_values(inputs_q, None, positions)
         options = self._options(mask, score, deterministic, rngs)
-        heads, cache = cached_attention(query, key, value, cache, valid=valid, **options)
-        return self.out(heads), cache
+        result, cache = cached_attention(query, key, value, cache, valid=valid, **options)
+        return self.out(self._heads(result)), cache
 
     def project_memory(
         self,
@@ -440,7 +479,7 @@ class MultiHeadAttention(Module):
         if positions is None:
             positions = jnp.arange(query.shape[1], dtype=jnp.int32)
         options = self._options(mask, score, deterministic, rngs)
-        return self.out(attention(query, memory, q_positions=positions, **options))
+        return self.out(self._heads(attention(query, memory, q_positions=positions, **options)))
 
     remember = former_name("remember", project_memory)
     recall = former_name("recall", attend_memory)
@@ -448,6 +487,28 @@ class MultiHeadAttention(Module):
     def _check_not_captured(self) -> None:
         if self.weights_tap.is_open:
             raise NotImplementedError("attention weights cannot be captured through a cache")
+
+
+def _qkv_features(num_heads: Any, in_features: Any, qkv_features: Any, head_dim: int | None) -> Any:
+    """The width of all heads together, from what of it is given."""
+    if head_dim is None:
+        return in_features if qkv_features is None else qkv_features
+    check_size("head_dim", head_dim)
+    check_size("num_heads", num_heads)
+    if qkv_features not in (None, num_heads * head_dim):
+        raise ValueError(
+            f"head_dim: expected qkv_features = num_heads · head_dim = {num_heads * head_dim} "
+            f"or None beside it, got {shown(qkv_features)}"
+        )
+    return num_heads * head_dim
+
+
+def _check_scale(scale: Any) -> None:
+    """Raises unless it is None or a Python number."""
+    if hasattr(scale, "dtype"):
+        raise TypeError("scale: expected a Python number, got an array")
+    if scale is not None:
+        check_number("scale", scale)
 
 
 def _check_divides(name: str, value: int, of: str, total: int) -> None:

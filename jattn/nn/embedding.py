@@ -5,17 +5,18 @@ import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
-from jattn.checks import check_dtype, check_flag, check_number, check_size
+from jattn.checks import check_array, check_dtype, check_flag, check_number, check_size
 from jattn.integers import known_range
-from jattn.nn._types import Ids
+from jattn.nn._types import Ids, Positions
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.layers import sharded
 from jattn.nn.module import Module
-from jattn.positions import learned, rotary, sinusoidal
+from jattn.positions import NTK, Linear, Yarn, axial_rotary, learned, rotary, sinusoidal
 
 
 # for tables [rows, D], entries of variance 1/D
@@ -191,18 +192,77 @@ class SinusoidalPositions(Module):
         return sinusoidal(positions, self.features, base=self.base, dtype=self.dtype)
 
 
+def position_vectors(
+    kind: str | None, max_length: int, features: int, tables: dict[str, Any]
+) -> LearnedPositions | SinusoidalPositions | None:
+    """What adds positions of this kind to tokens; `tables` is what token tables are made with."""
+    match kind:
+        case None:
+            return None
+        case "learned":
+            return LearnedPositions(max_length, features, **tables)
+        case "sinusoidal":
+            dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
+            return SinusoidalPositions(features, dtype=dtype)
+    raise AssertionError(kind)
+
+
+def embedded(
+    ids: Ids,
+    tokens: TokenEmbedding,
+    encoding: LearnedPositions | SinusoidalPositions | None,
+    positions: Positions,
+) -> Float[Array, "*B T D"]:
+    """Ids `[*B, T]` as vectors, with those of their positions added where there is an encoding."""
+    x = tokens(ids)
+    if encoding is None:
+        return x
+    # NumPy's arange stays known under jit, so that a length past max_length raises.
+    given = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
+    check_array("positions", given, "[*B, T]", "integer")
+    if given.shape not in (ids.shape, ids.shape[-1:]):
+        got = list(given.shape)
+        raise ValueError(f"positions: expected [*B, T] = {list(ids.shape)} or [T], got {got}")
+    return x + jnp.broadcast_to(encoding(given), x.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rotary:
     """Rotary position embedding of queries and keys (Su et al. 2021), the first `size` channels.
 
-    `style` pairs channel i with i + size/2 ("half") or 2i with 2i + 1 ("interleaved").
+    `style` pairs channel i with i + size/2 ("half") or 2i with 2i + 1 ("interleaved"). `scaling`
+    is for texts longer than those of the training.
     """
 
     style: Literal["half", "interleaved"] = "half"
     base: float = 10000.0
     size: int | None = None
+    scaling: Linear | NTK | Yarn | None = None
 
     def __call__(
         self, x: Float[Array, "*B T N H"], positions: Int[Array, "..."]
     ) -> Float[Array, "*B T N H"]:
-        return rotary(x, positions, style=self.style, base=self.base, rotary_dim=self.size)
+        return rotary(x, positions, self.style, self.base, self.size, self.scaling)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxialRotary:
+    """Rotary position embedding by row and column, for images read line by line (Heo et al. 2024).
+
+    Position p is that of row p // width and column p % width. Half of the channels are rotated by
+    the row, and half by the column.
+    """
+
+    width: int
+    style: Literal["half", "interleaved"] = "half"
+    base: float = 10000.0
+
+    def __post_init__(self):
+        check_size("width", self.width)
+
+    def __call__(
+        self, x: Float[Array, "*B T N H"], positions: Int[Array, "..."]
+    ) -> Float[Array, "*B T N H"]:
+        check_integers("positions", positions)
+        coordinates = jnp.stack([positions // self.width, positions % self.width], axis=-1)
+        return axial_rotary(x, coordinates, self.style, self.base)

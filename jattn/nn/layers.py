@@ -227,7 +227,9 @@ class Dropout(nnx.Dropout):
 class FeedForward(Module):
     """Two matrices with an activation between, for each position alike: `[*B, T, D]` to the same.
 
-    `hidden` is the width between; dropout acts there.
+    `hidden` is the width between; dropout acts there. Where it is `gated`, the activation of a
+    third product multiplies the first: `out(activation(gate(x)) · hidden(x))` (Shazeer 2020), which
+    is SwiGLU with `nnx.silu` and GeGLU with `nnx.gelu`.
     """
 
     def __init__(
@@ -236,6 +238,8 @@ class FeedForward(Module):
         hidden: int,
         *,
         activation: Callable[[Array], Array] = nnx.relu,
+        gated: bool = False,
+        use_bias: bool = True,
         dropout_rate: float = 0.0,
         kernel_init: Initializer = GLOROT,
         dtype: Dtype | None = None,
@@ -245,12 +249,15 @@ class FeedForward(Module):
         functions = {"activation": activation, "kernel_init": kernel_init}
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         check_module(rngs, functions=functions, features=features, hidden=hidden, **dtypes)
+        check_flag("gated", gated)
+        check_flag("use_bias", use_bias)
         self.features = features
 
         def linear(inputs: int, outputs: int, names: tuple[str, str]) -> nnx.Linear:
             return nnx.Linear(
                 inputs,
                 outputs,
+                use_bias=use_bias,
                 dtype=dtype,
                 param_dtype=param_dtype,
                 kernel_init=kernel_init,
@@ -262,6 +269,7 @@ class FeedForward(Module):
 
         self.hidden = linear(features, hidden, ("embed", "mlp"))
         self.out = linear(hidden, features, ("mlp", "embed"))
+        self.gate = linear(features, hidden, ("embed", "mlp")) if gated else None
         self.activation = activation
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
@@ -273,5 +281,9 @@ class FeedForward(Module):
         rngs: RandomSource = None,
     ) -> Float[Array, "*B T D"]:
         check_features("x", x, "T, D", "features", self.features)
-        hidden = self.activation(self.hidden(x))
+        hidden = self.hidden(x)
+        if self.gate is None:
+            hidden = self.activation(hidden)
+        else:
+            hidden = self.activation(self.gate(x)) * hidden
         return self.out(self.dropout(hidden, deterministic=deterministic, rngs=rngs))

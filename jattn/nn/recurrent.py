@@ -9,6 +9,7 @@ C of the memory that the decoder reads (2H), A of the alignment network.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -34,6 +35,8 @@ from jattn.nn.module import ConstructorSignature, Module
 
 ORTHOGONAL = nnx.initializers.orthogonal()
 
+_ZEROS = functools.partial(ZEROS)  # a bare function in a class would be a method
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentOptions:
@@ -48,7 +51,7 @@ class RecurrentOptions:
 
     kernel_init: Initializer = LECUN
     recurrent_init: Initializer = ORTHOGONAL
-    bias_init: Initializer = ZEROS
+    bias_init: Initializer = _ZEROS
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
 

@@ -70,6 +70,8 @@ def _single_head(packed: MultiHeadAttention, n: int) -> MultiHeadAttention:
     head.value = _only_head(packed.value, n // group)
     head.num_heads = head.num_kv_heads = 1
     head.qkv_features = head.head_dim
+    if packed.sinks is not None:
+        head.sinks = _like(packed.sinks, packed.sinks[n : n + 1])
     head.out = nnx.static(_as_is)  # pyright: ignore[reportAttributeAccessIssue]
     return head
 

@@ -5,14 +5,19 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
 from jattn.cache import Cache, DenseCache
-from jattn.checks import check_array, check_choice, check_function, check_rate, check_size
-from jattn.masks import Causal
+from jattn.checks import (
+    check_choice,
+    check_flag,
+    check_function,
+    check_rate,
+    check_size,
+)
+from jattn.masks import Causal, Mask
 from jattn.nn._types import (
     CacheOptions,
     Ids,
@@ -26,12 +31,12 @@ from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.checks import check_features, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
-    LearnedPositions,
     OutputProjection,
-    SinusoidalPositions,
     TokenEmbedding,
+    embedded,
+    position_vectors,
 )
-from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, promote
+from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, RMSNorm, promote
 from jattn.nn.module import ConstructorSignature, Module
 
 
@@ -43,7 +48,11 @@ class LayerOptions:
         adds and on the embedded tokens.
     norm: "post" normalises after adding, as the 2017 paper does; "pre" normalises what a sublayer
         reads, and at last what a stack returns.
+    normalization: "layer" (Ba et al. 2016) or "rms" (Zhang and Sennrich 2019).
     activation: of the feed-forward network.
+    gated: whether the feed-forward network is, see `FeedForward`.
+    use_bias: whether matrices and layer normalisation have biases; True leaves it to
+        `self_attention` and `cross_attention` what they do.
     self_attention, cross_attention: what makes the attention modules, for instance
         `functools.partial(MultiHeadAttention, rotary=True, num_kv_heads=2)`.
     kernel_init: of all matrices but the embeddings.
@@ -53,7 +62,10 @@ class LayerOptions:
 
     dropout_rate: float = 0.1
     norm: Literal["post", "pre"] = "post"
+    normalization: Literal["layer", "rms"] = "layer"
     activation: Callable[[Array], Array] = nnx.relu
+    gated: bool = False
+    use_bias: bool = True
     self_attention: Callable[..., MultiHeadAttention] = MultiHeadAttention
     cross_attention: Callable[..., MultiHeadAttention] = MultiHeadAttention
     kernel_init: Initializer = GLOROT
@@ -62,6 +74,9 @@ class LayerOptions:
 
     def __post_init__(self):
         check_choice("norm", self.norm, ("post", "pre"))
+        check_choice("normalization", self.normalization, ("layer", "rms"))
+        check_flag("gated", self.gated)
+        check_flag("use_bias", self.use_bias)
         check_rate("dropout_rate", self.dropout_rate)
         for name in ("activation", "self_attention", "cross_attention", "kernel_init"):
             check_function(name, getattr(self, name))
@@ -74,13 +89,41 @@ class LayerOptions:
     def matrices(self) -> dict[str, Any]:
         return {"kernel_init": self.kernel_init, **self.dtypes}
 
+    @property
+    def attention(self) -> dict[str, Any]:
+        """What attention modules are made with."""
+        biases = {} if self.use_bias else {"use_bias": False}
+        return {"dropout_rate": self.dropout_rate, **biases, **self.matrices}
+
+    def make_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
+        """A normalisation of this width."""
+        if self.normalization == "rms":
+            return RMSNorm(features, rngs=rngs, **self.dtypes)
+        return LayerNorm(features, use_bias=self.use_bias, rngs=rngs, **self.dtypes)
+
+    def make_feed_forward(self, features: int, hidden: int, rngs: nnx.Rngs) -> FeedForward:
+        """A feed-forward network of these widths."""
+        return FeedForward(
+            features,
+            hidden,
+            activation=self.activation,
+            gated=self.gated,
+            use_bias=self.use_bias,
+            dropout_rate=self.dropout_rate,
+            rngs=rngs,
+            **self.matrices,
+        )
+
 
 class LayerArguments(TypedDict, total=False):
     """The fields of `LayerOptions` as keyword arguments."""
 
     dropout_rate: float
     norm: Literal["post", "pre"]
+    normalization: Literal["layer", "rms"]
     activation: Callable[[Array], Array]
+    gated: bool
+    use_bias: bool
     self_attention: Callable[..., MultiHeadAttention]
     cross_attention: Callable[..., MultiHeadAttention]
     kernel_init: Initializer
@@ -96,7 +139,7 @@ class Residual(Module):
 
     def __init__(self, features: int, options: LayerOptions, *, rngs: nnx.Rngs):
         self.order = options.norm
-        self.norm = LayerNorm(features, rngs=rngs, **options.dtypes)
+        self.norm = options.make_norm(features, rngs)
         self.dropout = Dropout(options.dropout_rate, rngs=rngs)
 
     def enter(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
@@ -113,17 +156,6 @@ class Residual(Module):
         x, y = promote((x, self.dropout(y, deterministic=deterministic, rngs=rngs)))
         x = x + y
         return self.norm(x) if self.order == "post" else x
-
-
-def _feed_forward(features: int, hidden: int, options: LayerOptions, rngs: nnx.Rngs) -> FeedForward:
-    return FeedForward(
-        features,
-        hidden,
-        activation=options.activation,
-        dropout_rate=options.dropout_rate,
-        rngs=rngs,
-        **options.matrices,
-    )
 
 
 class EncoderLayer(Module):
@@ -146,10 +178,10 @@ class EncoderLayer(Module):
         given = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
         self.features = features
-        attention = {"dropout_rate": given.dropout_rate, "rngs": rngs, **given.matrices}
+        attention = {"rngs": rngs, **given.attention}
         self.self_attention = given.self_attention(num_heads, features, **attention)
         self.self_attention_residual = Residual(features, given, rngs=rngs)
-        self.feed_forward = _feed_forward(features, feed_forward, given, rngs)
+        self.feed_forward = given.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, given, rngs=rngs)
 
     def __call__(
@@ -163,9 +195,16 @@ class EncoderLayer(Module):
     ) -> Float[Array, "*B S D"]:
         check_features("x", x, "S, D", "features", self.features)
         run = {"deterministic": deterministic, "rngs": rngs}
+
+        def attend(x: Array) -> Array:
+            return self.self_attention(x, mask=mask, positions=positions, **run)
+
+        return self._sublayers(x, attend, **run)
+
+    def _sublayers(self, x: Array, attend: Callable[[Array], Array], **run: Any) -> Array:
+        """The two sublayers with their ways around."""
         around = self.self_attention_residual
-        y = self.self_attention(around.enter(x), mask=mask, positions=positions, **run)
-        x = around.leave(x, y, **run)
+        x = around.leave(x, attend(around.enter(x)), **run)
         around = self.feed_forward_residual
         return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
 
@@ -203,12 +242,12 @@ class DecoderLayer(Module):
         given = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
         self.features = features
-        attention = {"dropout_rate": given.dropout_rate, "rngs": rngs, **given.matrices}
+        attention = {"rngs": rngs, **given.attention}
         self.self_attention = given.self_attention(num_heads, features, **attention)
         self.self_attention_residual = Residual(features, given, rngs=rngs)
         self.cross_attention = given.cross_attention(num_heads, features, **attention)
         self.cross_attention_residual = Residual(features, given, rngs=rngs)
-        self.feed_forward = _feed_forward(features, feed_forward, given, rngs)
+        self.feed_forward = given.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, given, rngs=rngs)
 
     def __call__(
@@ -230,7 +269,7 @@ class DecoderLayer(Module):
         where = {"positions": positions, "kv_positions": memory_positions}
 
         def attend_tokens(x: Array) -> Array:
-            return self.self_attention(x, mask=_causal(mask), positions=positions, **run)
+            return self.self_attention(x, mask=causal_and(mask), positions=positions, **run)
 
         def attend_memory(x: Array) -> Array:
             return self.cross_attention(x, memory, mask=cross_mask, **where, **run)
@@ -258,7 +297,7 @@ class DecoderLayer(Module):
 
         def attend_tokens(x: Array) -> Array:
             nonlocal tokens
-            options = {"mask": _causal(mask), "valid": valid, **run}
+            options = {"mask": causal_and(mask), "valid": valid, **run}
             y, tokens = self.self_attention(x, cache=tokens, **options)
             return y
 
@@ -285,7 +324,8 @@ class DecoderLayer(Module):
         return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
 
 
-def _causal(mask: MaskLike) -> Any:
+def causal_and(mask: MaskLike) -> Mask:
+    """What a mask leaves of the positions up to the query's own."""
     return Causal() if mask is None else Causal() & mask
 
 
@@ -313,7 +353,7 @@ class _Stack(Module):
             type(self).layer(*sizes, rngs=rngs, **options) for _ in range(num_layers)
         )
         last = given.norm == "pre"
-        self.norm = LayerNorm(features, rngs=rngs, **given.dtypes) if last else None
+        self.norm = given.make_norm(features, rngs) if last else None
 
     def _run(self, x: Array, *memory: Array, **call: Any) -> Array:
         for layer in self.layers:
@@ -485,8 +525,8 @@ class Transformer(Module):
             else TokenEmbedding(source_vocabulary, features, **tables)
         )
         self.target_tokens = TokenEmbedding(target_vocabulary, features, **tables)
-        self.source_positions = _positions(positions, max_length, features, tables)
-        self.target_positions = _positions(positions, max_length, features, tables)
+        self.source_positions = position_vectors(positions, max_length, features, tables)
+        self.target_positions = position_vectors(positions, max_length, features, tables)
         self.dropout = Dropout(given.dropout_rate, rngs=rngs)
         sizes = (features, num_heads, feed_forward)
         self.encoder = Encoder(encoder_layers, *sizes, rngs=rngs, **options)
@@ -586,7 +626,7 @@ class Transformer(Module):
         """Source ids `[*B, S]` to the memory `[*B, S, D]` that `decode` reads."""
         run = {"deterministic": deterministic, "rngs": rngs}
         tokens = self.target_tokens if self.source_tokens is None else self.source_tokens
-        x = _embed(source_ids, tokens, self.source_positions, positions)
+        x = embedded(source_ids, tokens, self.source_positions, positions)
         return self.encoder(self.dropout(x, **run), mask=mask, positions=positions, **run)
 
     def decode(
@@ -613,7 +653,7 @@ class Transformer(Module):
     def _decoded(
         self, target_ids: Ids, memory: Array, *, positions: Positions, **call: Any
     ) -> Float[Array, "*B T D"]:
-        x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
+        x = embedded(target_ids, self.target_tokens, self.target_positions, positions)
         run = {name: call[name] for name in ("deterministic", "rngs")}
         return self.decoder(self.dropout(x, **run), memory, positions=positions, **call)
 
@@ -638,39 +678,7 @@ class Transformer(Module):
         """
         run = {"deterministic": deterministic, "rngs": rngs}
         positions = caches[0].tokens.next_positions(target_ids.shape[1], valid)
-        x = _embed(target_ids, self.target_tokens, self.target_positions, positions)
+        x = embedded(target_ids, self.target_tokens, self.target_positions, positions)
         options = {"mask": mask, "cross_mask": cross_mask, "valid": valid, **run}
         x, caches = self.decoder.step(self.dropout(x, **run), caches, **options)
         return self.logits(x), caches
-
-
-def _positions(
-    kind: str | None, max_length: int, features: int, tables: dict[str, Any]
-) -> LearnedPositions | SinusoidalPositions | None:
-    match kind:
-        case None:
-            return None
-        case "learned":
-            return LearnedPositions(max_length, features, **tables)
-        case "sinusoidal":
-            dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
-            return SinusoidalPositions(features, dtype=dtype)
-    raise AssertionError(kind)
-
-
-def _embed(
-    ids: Ids,
-    tokens: TokenEmbedding,
-    encoding: LearnedPositions | SinusoidalPositions | None,
-    positions: Positions,
-) -> Float[Array, "*B T D"]:
-    x = tokens(ids)
-    if encoding is None:
-        return x
-    # NumPy's arange stays known under jit, so that a length past max_length raises.
-    given = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
-    check_array("positions", given, "[*B, T]", "integer")
-    if given.shape not in (ids.shape, ids.shape[-1:]):
-        got = list(given.shape)
-        raise ValueError(f"positions: expected [*B, T] = {list(ids.shape)} or [T], got {got}")
-    return x + jnp.broadcast_to(encoding(given), x.shape)

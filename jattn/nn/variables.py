@@ -8,7 +8,7 @@ from flax import nnx
 
 from jattn.nn.layers import sharded
 from jattn.nn.module import Module
-from jattn.scores import ScoreFunction, check_score
+from jattn.scores import ScoreFunction, as_score
 
 
 class Constant(nnx.Variable):
@@ -45,8 +45,7 @@ class LearnedScore(PytreeVariables):
     def __init__(self, score: ScoreFunction):
         if score is None:
             raise TypeError("score: expected a jattn score function, got None")
-        check_score(score)
-        super().__init__(score, trained=True)
+        super().__init__(as_score(score), trained=True)
 
     def __call__(self) -> ScoreFunction:
         return super().__call__()

@@ -15,7 +15,7 @@ import numpy as np
 
 from jattn._types import AnyArray, Indices
 from jattn.checks import check_flag, check_size, shown
-from jattn.masks import EMPTY, FULL, MIXED, Mask, Span, as_mask, tile_map
+from jattn.masks import EMPTY, FULL, MIXED, Mask, MaskLike, Span, as_mask, tile_map
 from jattn.viz.inputs import checked_title, checked_tokens, checked_values, visible
 
 
@@ -188,7 +188,7 @@ def alignment(
 
 
 def show_mask(
-    mask: Mask | AnyArray | None,
+    mask: MaskLike,
     T: int,
     S: int | None = None,
     *,

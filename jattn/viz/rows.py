@@ -14,8 +14,8 @@ from jattn._pytree import axis_names, axis_of, select_head
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
 from jattn.checks import check_array, check_size, shown
 from jattn.integers import is_integer, known_range
-from jattn.masks import Mask, Span
-from jattn.scores import ScoreFunction
+from jattn.masks import MaskLike, Span
+from jattn.scores import ScoreLike
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
 
 
@@ -36,8 +36,8 @@ def weights_at(
     *,
     rows: Places,
     heads: Places | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
     scale: float | Array | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,

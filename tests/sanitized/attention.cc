@@ -156,7 +156,15 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   for (Index i = 0; i < p.v.count(); ++i) p.v[i] *= unit;
 
   const Sizes rows = {p.B, p.t, p.N};
-  const Array<T> d_out({p.B, p.t, p.N, p.V}, 1);
+  Array<T> d_out({p.B, p.t, p.N, p.V}, 1);
+  // Queries, keys and values may be of 16 bits; the cotangent is then, too, but stands in 32.
+  const Index some = sizeof(T) == 4 && once_in(2) ? p.B : 0;
+  Array<uint16_t> half_q({some, t, p.N, H}), half_k({some, S, p.K, H}), half_v({some, S, p.K, V});
+  Array<uint16_t> half_d_out({some, t, p.N, V});
+  halve(p.q, half_q), halve(p.k, half_k), halve(p.v, half_v), halve(d_out, half_d_out);
+  auto given = [some](const Array<T>& x, const Array<uint16_t>& half) {
+    return some ? half.buffer() : x.buffer();
+  };
   std::vector<double> d_lse(p.B * p.t * p.N);
   for (double& d : d_lse) d = normal();
   Answer want = formula(p, d_out, d_lse, diagonals);
@@ -165,7 +173,8 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   {
     Shortage shortage(limited);
     const ffi::Error error = run_forward(
-        pool, p.q.buffer(), p.k.buffer(), p.v.buffer(), p.from.buffer(), p.until.buffer(),
+        pool, given(p.q, half_q), given(p.k, half_k), given(p.v, half_v), p.from.buffer(),
+        p.until.buffer(),
         p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), {}, out.result(),
         most.result(), log_sum.result(), p.scale, p.cap, p.grown, p.threshold, 0, 0);
     if (!went_well(error, limited)) return false;
@@ -182,7 +191,8 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   {
     Shortage shortage(limited);
     const ffi::Error error = run_backward(
-        pool, p.q.buffer(), p.k.buffer(), p.v.buffer(), p.from.buffer(), p.until.buffer(),
+        pool, given(p.q, half_q), given(p.k, half_k), given(p.v, half_v), p.from.buffer(),
+        p.until.buffer(),
         p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), d_out.buffer(),
         most.buffer(), log_sum.buffer(), delta.buffer(), {}, d_q.result(), d_k.result(),
         d_v.result(), d_bias.result(), {}, p.scale, p.cap, p.grown, p.threshold, 0, 0, 0);

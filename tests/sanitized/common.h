@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 
 #include "xla/ffi/api/ffi.h"
@@ -69,6 +70,19 @@ class Array {
   void* memory_ = nullptr;
   E* data_;
 };
+
+// Rounds numbers to bfloat16, as many as `to` has room for.
+void halve(Array<T>& x, Array<uint16_t>& to) {
+  for (Index i = 0; i < to.count(); ++i) {
+    float value = static_cast<float>(x[i]);
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    to[i] = bits >> 16;
+    bits &= 0xffff0000u;
+    std::memcpy(&value, &bits, 4);
+    x[i] = value;
+  }
+}
 
 // Ends the program where a result is not what it should be.
 void expect(const char* what, const Array<T>& got, const std::vector<double>& want) {

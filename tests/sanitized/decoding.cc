@@ -3,24 +3,9 @@
 
 #include "../../jattn/kernels/cpu/src/decode.cc"
 
-#include <cstring>
-
 #include "common.h"
 
 namespace {
-
-// Rounds numbers to bfloat16, as many as `to` has room for.
-void halve(Array<T>& x, Array<uint16_t>& to) {
-  for (Index i = 0; i < to.count(); ++i) {
-    float value = static_cast<float>(x[i]);
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    to[i] = bits >> 16;
-    bits &= 0xffff0000u;
-    std::memcpy(&value, &bits, 4);
-    x[i] = value;
-  }
-}
 
 bool one_call(ffi::ThreadPool& pool, bool limited) {
   const bool by_token = once_in(3), half = sizeof(T) == 4 && once_in(3);

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.kernels.common import partition, reverse_mode
+from jattn.kernels.common.rules import changes_of
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
@@ -70,6 +71,27 @@ def exported() -> bool:
     return _exported.get()
 
 
+class Linear(NamedTuple):
+    """What is known of an operation that is linear in its last operand, a tree.
+
+    transpose(rest, cotangents) -> cotangents of the last operand, from those of all results; None
+        stands for 0. `rest` are the other operands.
+    derivative(rest, last, d_rest, d_last) -> tangents of the results, where some of the `rest`
+        change; None stands for 0.
+    """
+
+    transpose: Callable[..., Any]
+    derivative: Callable[..., Any]
+
+
+class _Flat(NamedTuple):
+    """`Linear` for flat operands, of which the last `last` are those that it is linear in."""
+
+    last: int
+    transpose: Callable[..., list[Any]]
+    derivative: Callable[..., list[Any]]
+
+
 _operation = Primitive("platform_dependent")
 _operation.multiple_results = True
 prim_requires_devices_during_lowering.add(_operation)  # the mesh, for `partition`
@@ -85,6 +107,33 @@ def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) 
 
     Derivatives raise NotImplementedError: they belong to who calls this.
     """
+    return _bind(function, like, operands, None)
+
+
+def linear(function: Callable[..., Any], like: Any, rules: Linear, *operands: Any) -> Any:
+    """As `platform_dependent`, for a function that is linear in its last operand: by the rules it
+    has derivatives in every mode."""
+    *rest, last = operands
+    rest_structure, last_structure = jax.tree.structure(rest), jax.tree.structure(last)
+    results = jax.tree.structure(like)
+
+    def transpose(rest: list[Any], cotangents: list[Any]) -> list[Any]:
+        of_results = jax.tree.unflatten(results, cotangents)
+        found = rules.transpose(jax.tree.unflatten(rest_structure, rest), of_results)
+        return last_structure.flatten_up_to(found)
+
+    def derivative(rest: Any, last: Any, d_rest: Any, d_last: Any) -> list[Any]:
+        structures = (rest_structure, last_structure) * 2
+        given = zip(structures, (rest, last, d_rest, d_last), strict=True)
+        return jax.tree.leaves(rules.derivative(*(jax.tree.unflatten(*x) for x in given)))
+
+    flat = _Flat(last_structure.num_leaves, transpose, derivative)
+    return _bind(function, like, operands, flat)
+
+
+def _bind(
+    function: Callable[..., Any], like: Any, operands: tuple[Any, ...], linear: _Flat | None
+) -> Any:
     flat, structure = jax.tree.flatten(operands)
     shapes, results = jax.tree.flatten(like)
     found = _operation.bind(
@@ -92,6 +141,7 @@ def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) 
         function=functools.partial(_on_leaves, function, structure),
         like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
         settings=_Settings.now(),
+        linear=linear,
     )
     return jax.tree.unflatten(results, found)
 
@@ -101,7 +151,13 @@ def _on_leaves(function: Callable[..., Any], structure: Any, platform: str, *fla
 
 
 def _lower(
-    platform: str, context: Any, *values: Any, function: Any, like: Any, settings: _Settings
+    platform: str,
+    context: Any,
+    *values: Any,
+    function: Any,
+    like: Any,
+    settings: _Settings,
+    linear: Any,
 ) -> Any:
     """Traces the function and writes its operations into the program."""
 
@@ -146,15 +202,34 @@ def _types(*operands: Any, like: Any, **_: Any) -> list[Any]:
     return [one(x) for x in like]
 
 
-def _batch(operands: Any, axes: Any, *, function: Any, like: Any, settings: _Settings) -> Any:
+def _batch(
+    operands: Any, axes: Any, *, function: Any, like: Any, settings: _Settings, linear: Any
+) -> Any:
     size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
+    if linear:
+        # Each example has its own, so that each has its own cotangent.
+        n = len(operands) - linear.last
+        last = [
+            batching.bdim_at_front(x, a, size) for x, a in zip(operands[n:], axes[n:], strict=True)
+        ]
+        operands, axes = [*operands[:n], *last], [*axes[:n], *[0] * linear.last]
+        linear = _mapped_rules(linear, axes[:n], size)
     found = _operation.bind(
         *operands,
         function=functools.partial(_mapped, function, tuple(axes), size),
         like=tuple(jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in like),
         settings=settings,
+        linear=linear,
     )
     return found, [0] * len(found)
+
+
+def _mapped_rules(linear: _Flat, axes: list[Any], size: int) -> _Flat:
+    """The rules of a mapped operation: the other operands have these axes, all else has the first.
+    None stays None."""
+    transpose = jax.vmap(linear.transpose, (axes, 0), axis_size=size)
+    derivative = jax.vmap(linear.derivative, (axes, 0, axes, 0), axis_size=size)
+    return _Flat(linear.last, transpose, derivative)
 
 
 def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> Any:
@@ -169,9 +244,30 @@ def _eager(*operands: Any, **how: Any) -> Any:
         return jax.jit(functools.partial(_operation.bind, **how))(*operands)
 
 
+def _jvp(operands: Any, tangents: Any, *, linear: _Flat | None, **how: Any) -> Any:
+    if linear is None:
+        reverse_mode.refuse()
+    results = _operation.bind(*operands, linear=linear, **how)
+    n = len(operands) - linear.last
+    changes = changes_of(tangents)
+    if any(x is not None for x in changes[:n]):
+        rest, last = list(operands[:n]), list(operands[n:])
+        return results, linear.derivative(rest, last, changes[:n], changes[n:])
+    last = [ad.instantiate_zeros(x) for x in tangents[n:]]
+    return results, _operation.bind(*operands[:n], *last, linear=linear, **how)
+
+
+def _transpose(cotangents: Any, *operands: Any, linear: _Flat, **_: Any) -> list[Any]:
+    n = len(operands) - linear.last
+    own = linear.transpose(list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents])
+    wanted = map(ad.is_undefined_primal, operands[n:])
+    return [None] * n + [x if want else None for x, want in zip(own, wanted, strict=True)]
+
+
 _operation.def_impl(_eager)
 batching.primitive_batchers[_operation] = _batch
-ad.primitive_jvps[_operation] = reverse_mode.refuse
+ad.primitive_jvps[_operation] = _jvp
+ad.primitive_transposes[_operation] = _transpose
 for _platform in PLATFORMS:
     _only = None if _platform == "other" else _platform
     mlir.register_lowering(_operation, functools.partial(_lower, _platform), platform=_only)

@@ -1,7 +1,8 @@
-"""The derivative rule of attention, written once for all kernels.
+"""Attention by a kernel's functions, differentiable; written once for all kernels.
 
 A kernel is two functions: forward from q, k and v to out and lse, backward from these and the
 cotangents to the gradients. Which kernel's functions a program holds is settled when it is lowered.
+What other derivatives are made of stands in `derivatives`.
 """
 
 import functools
@@ -17,28 +18,9 @@ from jattn import softmax, tuning
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode
 from jattn.kernels.common.branches import unbatched_cond
+from jattn.kernels.common.derivatives import Attention, Inputs, Known, Passes, PerQuery
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, has_mask, parameters, with_parameters
-
-
-class PerQuery(NamedTuple):
-    """What a backward pass is given along the queries, each `[B, T, N, ...]`.
-
-    With s the scores and p = exp((s − maximum) − log_total) the weights before dropout, the
-    cotangent of s is p (drop(d_out vᵀ) − delta), where delta = rowsum(d_out · out) − d_lse.
-    `maximum` and `log_total` are those of the `Normalizer`, but 0 in place of −inf.
-    """
-
-    query: Any
-    d_out: Any
-    maximum: Any
-    log_total: Any
-    delta: Any
-
-    @classmethod
-    def of(cls, query: Array, d_out: Array, normalizer: Normalizer, delta: Array) -> "PerQuery":
-        maximum, log_total = normalizer
-        return cls(query, d_out, jnp.where(maximum == -jnp.inf, 0, maximum), log_total, delta)
+from jattn.spec import Shapes, Spec, has_mask, parameters
 
 
 class AttentionVJP(NamedTuple):
@@ -88,61 +70,62 @@ def keeps_weights(shapes: Shapes) -> bool:
 
 def attention(
     functions: AttentionVJP | Callable[[str], AttentionVJP],
+    passes: Passes,
     spec: Spec,
     query: Array,
     key: Array,
     value: Array,
     traced: Mapping[str, AttentionVJP] = MappingProxyType({}),
 ) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])`, differentiable, by `functions(platform)`.
+    """`(out [B, T, N, V], lse [B, N, T])`, by `functions(platform)`, and differentiable.
 
-    The spec's `parameters` take part in derivatives. Functions of a platform in `traced` are traced
-    with the program, in place of those by `functions(platform)`; and so are `functions` that are
-    the same for all platforms.
+    Their backward function is for reverse mode; the `passes` are for all else. The spec's
+    `parameters` take part in derivatives. Functions of a platform in `traced` are traced with the
+    program, in place of those by `functions(platform)`; and so are `functions` that are the same
+    for all platforms.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
     if 0 in (B, T, S):
         nothing = jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, dtype)
         return reverse_mode.varied_like(nothing, (query, key, value, spec))
-    keep = keeps_weights(Shapes.of(query, value))
+    run = functools.partial(_run_one, functions, traced)
+    qkv = (query, key, value)
+    query, key, value, *params = reverse_mode.varied_like((*qkv, *parameters(spec)), spec)
+    inputs = Inputs(params, query, key, value)
+    out, lse = _with_derivatives(run, passes, Shapes.of(query, value))(spec, inputs)
+    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
+
+
+def _with_derivatives(run: Callable[..., Any], passes: Passes, shapes: Shapes) -> Attention:
+    """Attention by `run(which, like, *operands)`: a function of a kernel by its name, with what is
+    like its results."""
+    (B,), T, S, N, *_ = shapes
+    dtype, keep = accumulation(shapes.dtype), keeps_weights(shapes)
     row = jax.ShapeDtypeStruct((B, T, N), dtype)
-    results = [
-        jax.ShapeDtypeStruct((B, T, N, V), dtype),
+    like = (
+        jax.ShapeDtypeStruct((B, T, N, shapes.V), dtype),
         Normalizer(row, row),  # pyright: ignore[reportArgumentType]
         jax.ShapeDtypeStruct((), jnp.bool_),
         jax.ShapeDtypeStruct((B, N, T, S), dtype),
-    ]
-    run_one = functools.partial(_run_one, functions, traced)
+    )
 
-    @jax.custom_vjp
-    def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        operands = (with_parameters(spec, params), *qkv)
+    def value(spec: Spec, *qkv: Array) -> tuple[Array, Array]:
         which = "forward" if spec.lse else "forward_alone"
-        out, normalizer, _ = run_one(which, tuple(results[:3]), *operands)
+        out, normalizer, _ = run(which, like[:3], spec, *qkv)
         return out, normalizer.lse
 
-    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        which, types = ("forward_with_weights", results) if keep else ("forward", results[:3])
-        operands = (with_parameters(spec, params), *qkv)
-        out, normalizer, *kept = run_one(which, tuple(types), *operands)
-        return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, kept)
+    def forward(spec: Spec, *qkv: Array) -> Known:
+        which, types = ("forward_with_weights", like) if keep else ("forward", like[:3])
+        out, normalizer, all_finite, *kept = run(which, types, spec, *qkv)
+        return Known(out, normalizer, all_finite, kept)
 
-    def run_backward(residuals: Any, cotangents: Any) -> Any:
-        params, spec, query, key, value, out, normalizer, kept = residuals
-        d_out, d_lse = cotangents
-        delta = jnp.sum(d_out * out, axis=-1) - d_lse
-        per_query = PerQuery.of(query, d_out, normalizer, delta)
-        gradients = (params, *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (query, key, value)))
-        operands = (with_parameters(spec, params), per_query, key, value, *kept)
-        d_params, *found = run_one("backward", gradients, *operands)
-        cast = [x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True)]
-        return d_params, None, *cast
+    def backward(spec: Spec, per_query: PerQuery, *rest: Array) -> Any:
+        operands = (per_query.query, *rest[:2])
+        sums = [jax.ShapeDtypeStruct(x.shape, dtype) for x in operands]
+        return run("backward", (parameters(spec), *sums), spec, per_query, *rest)
 
-    run.defvjp(run_forward, run_backward)
-    query, key, value, *params = reverse_mode.inputs((query, key, value, *parameters(spec)), spec)
-    out, lse = run(params, spec, query, key, value)
-    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
+    return Attention(value, forward, backward, passes)
 
 
 def _run_one(
@@ -154,7 +137,7 @@ def _run_one(
 ) -> Any:
     """One of the functions, by name: that of the platform."""
     if isinstance(functions, AttentionVJP):
-        return reverse_mode.nondifferentiable(functools.partial(functions.run, which))(*operands)
+        return functions.run(which, *operands)
 
     def when_lowered(*operands: Any) -> Any:
         function = functools.partial(_run_on, functions, which)

@@ -20,7 +20,8 @@ from jattn import tile, tuning
 from jattn._pytree import flatten_batch, is_static, number, select_head
 from jattn._types import accumulation
 from jattn.kernels.common import lowering, tile_schedule
-from jattn.kernels.common.vjp import AttentionVJP, PerQuery
+from jattn.kernels.common.derivatives import PerQuery
+from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.cpu import decode, generator, library, rules
 from jattn.kernels.cpu.generator import Rule
 from jattn.kernels.cpu.rules import QueryBlock, Runs
@@ -128,14 +129,11 @@ class _Operands(NamedTuple):
     """What both functions of the kernel take, and its numbers; `rule` if one was generated, with
     what it reads."""
 
+    dtype: Any
     arrays: list[Array]
     attributes: dict[str, Any]
     rule: Rule | None = None
     read: tuple[Array, ...] = ()
-
-    @property
-    def dtype(self) -> Any:
-        return self.arrays[0].dtype
 
     @property
     def diagonals(self) -> Array:
@@ -155,7 +153,7 @@ def _operands(spec: Spec, query: Array, key: Array, value: Array) -> _Operands:
             number(x) + jnp.arange(n, dtype=jnp.int32) for x, n in ((b, shapes.B), (h, shapes.N))
         )
         seeds = every(rows, heads)[..., None]
-    wide = [x.astype(dtype) for x in (query, key, value)]
+    given = [x if _is_read(x.dtype, spec) else x.astype(dtype) for x in (query, key, value)]
     attributes = {
         "scale": float(number(spec.scale)),
         "cap": 0.0,
@@ -165,17 +163,18 @@ def _operands(spec: Spec, query: Array, key: Array, value: Array) -> _Operands:
         "chunk": np.int64(0),
     }
     if by_hand(spec, shapes):
-        arrays = [*wide, *[nothing] * 4, jnp.zeros((1, 1, 0), dtype), seeds]
+        arrays = [*given, *[nothing] * 4, jnp.zeros((1, 1, 0), dtype), seeds]
         rule = generator.rule_of(spec, dtype, gradients=bool(parameters(spec)))
         chunk, tile_map = _tile_map(spec, shapes, rule)
         attributes |= {"rule": np.int64(_number(rule, dtype)), "chunk": np.int64(chunk)}
-        return _Operands(arrays, attributes, rule, (tile_map, *_read(spec, shapes, dtype)))
+        return _Operands(dtype, arrays, attributes, rule, (tile_map, *_read(spec, shapes, dtype)))
     runs = _runs(spec, shapes)
     ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
     ends = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
     ids = (x[:, None, :] for x in runs.ids) if runs.ids else (nothing, nothing)
     attributes["cap"] = rules.as_terms(spec.score).cap
-    return _Operands([*wide, *ends, *ids, _diagonals(spec, shapes, dtype), seeds], attributes)
+    arrays = [*given, *ends, *ids, _diagonals(spec, shapes, dtype), seeds]
+    return _Operands(dtype, arrays, attributes)
 
 
 def _number(rule: Rule, dtype: Any) -> int:
@@ -210,18 +209,25 @@ def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[int, Array]:
     return chunk, every(jnp.arange(rows, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32))
 
 
-def _call(which: str, results: Any, operands: list[Array], attributes: dict[str, Any]) -> Any:
-    name = library.target(which, operands[0].dtype)
+def _is_read(dtype: Any, spec: Spec) -> bool:
+    """Whether the kernel reads numbers of a dtype as they are. It multiplies those of bfloat16 as
+    such where the machine can, which is not the highest precision."""
+    highest = spec.precision in ("highest", jax.lax.Precision.HIGHEST)
+    return dtype == accumulation(dtype) or (dtype in (jnp.bfloat16, jnp.float16) and not highest)
+
+
+def _call(which: str, results: Any, operands: _Operands, arrays: list[Array], **more: Any) -> Any:
+    name = library.target(which, operands.dtype)
     run = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
-    return run(*operands, **attributes)
+    return run(*arrays, *operands.read, **operands.attributes, **more)
 
 
 def _static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
     """A call whose scale is a number, as the kernel takes it: an array, a scalar or `[N]`, is
     multiplied with the queries, in the dtype of sums."""
-    wide = query.astype(accumulation(query.dtype))
     if is_static(spec.scale):
-        return spec, wide
+        return spec, query
+    wide = query.astype(accumulation(query.dtype))
     return dataclasses.replace(spec, scale=1.0), wide * _by_head(spec.scale)
 
 
@@ -234,16 +240,16 @@ def _forward(
     spec: Spec, query: Array, key: Array, value: Array, *, normalized: bool = True
 ) -> tuple[Array, Normalizer, Array]:
     """Both results; without `normalized` the normalizer is zeros, which cost nothing."""
-    own, wide = _static_scale(spec, query)
+    own, scaled = _static_scale(spec, query)
     if decode.pays(own, Shapes.of(query, value)):
+        wide = scaled.astype(accumulation(query.dtype))
         out, normalizer = decode.attend(own, wide, decode.as_held(key, value))
         return out, normalizer, jnp.zeros((), bool)
-    operands = _operands(own, wide, key, value)
+    operands = _operands(own, scaled, key, value)
     (B, T, N), dtype = query.shape[:3], operands.dtype
     rows = (B, T, N) if normalized else (0, T, N)
     like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, value.shape[-1]), rows, rows)]
-    given = [*operands.arrays, *operands.read]
-    out, *normalizer = _call("forward", like, given, operands.attributes)
+    out, *normalizer = _call("forward", like, operands, operands.arrays)
     if not normalized:
         normalizer = [jnp.zeros((B, T, N), dtype)] * 2
     return out, Normalizer(*normalizer), jnp.zeros((), bool)
@@ -260,11 +266,10 @@ def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Arra
     sums += [(shapes.B, shapes.N, operands.read[1 + n].shape[-1]) for n in differentiated]
     shapes_of = (query.shape, key.shape, value.shape, *sums)
     like = [jax.ShapeDtypeStruct(x, dtype) for x in shapes_of]
-    attributes = operands.attributes | {
-        "differentiated": np.int64(sum(1 << n for n in differentiated))
-    }
-    arrays = [*operands.arrays, *per_query[1:], *operands.read]
-    d_query, d_key, d_value, *d_sums = _call("backward", like, arrays, attributes)
+    arrays = [*operands.arrays, *per_query[1:]]
+    which = np.int64(sum(1 << n for n in differentiated))
+    found = _call("backward", like, operands, arrays, differentiated=which)
+    d_query, d_key, d_value, *d_sums = found
 
     def again(params: list[Array]) -> list[Array]:
         own = with_parameters(spec, params)

@@ -108,6 +108,13 @@ def _(mask: masks.Segments, place: QueryBlock) -> Runs:
 
 
 @as_runs.register
+def _(mask: masks.Padding, place: QueryBlock) -> Runs:
+    is_padding = ~jnp.atleast_2d(jnp.asarray(mask.attention_mask))
+    queries = jnp.zeros((1, place.T), jnp.int32)
+    return Runs(0, place.S, (queries, is_padding.astype(jnp.int32)))
+
+
+@as_runs.register
 def _(mask: masks.And, place: QueryBlock) -> Runs:
     left, right = as_runs(mask.left, place), as_runs(mask.right, place)
     if left.ids and right.ids:

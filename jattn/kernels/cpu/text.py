@@ -143,6 +143,8 @@ class _Writer:
         """An operation on arguments of kind `of`."""
         if node.op == "select_n":
             return _selected(of, *args)
+        if node.op == "div" and what == "f" and _has_inverse(node.args[1]):
+            return f"quotient({args[0]}, {args[1]}, T(1) / {args[1]})"
         if node.op == "convert_element_type":
             return f"as_{what}(from_{of}({args[0]}))" if what != of else args[0]
         written = _WRITTEN[of].get(node.op)
@@ -152,6 +154,12 @@ class _Writer:
         found = written.format(*args, all=", ".join(args), param=node.param)
         wraps = node.op in _WRAPPED and what == "i" and node.dtype == np.int32
         return f"wrap({found})" if wraps else found
+
+
+def _has_inverse(node: Node) -> bool:
+    """Whether it is a constant neither large nor small, so that nothing is lost in its inverse."""
+    value: Any = node.param
+    return node.op == "const" and 1e-9 < abs(value) < 1e9
 
 
 def _selected(of: str, which: str, *cases: str) -> str:
@@ -224,7 +232,8 @@ def _forward_body(names: list[str]) -> str:
     score, allowed = names
     return f"""
 template <bool kMasked>
-void forward(const Place& at, T* scores) {{{{
+void forward(const Place& given, T* scores) {{{{
+  const Place at = given;  // no score that is written is a part of it
   {{pointers}}
   for (Index i = 0; i < at.width; i += kLanes) {{{{
     const Ints query = queries(at, i);
@@ -281,7 +290,8 @@ def _backward_body(
             per_pair.append(f"scatter(g{n}, {places}, {live}, at.count - i);")
     join = lambda lines, space: f"\n{space}".join(lines)  # noqa: E731
     return f"""
-extern "C" void jattn_rule_backward(const Place& at, const T* before, T* d_scores) {{{{
+extern "C" void jattn_rule_backward(const Place& given, const T* before, T* d_scores) {{{{
+  const Place at = given;
   {{pointers}}
   {join(declared, "  ")}
   for (Index i = 0; i < at.width; i += kLanes) {{{{

@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Int
 
 from jattn import integers, masks, scores
 from jattn._pytree import is_static, number
+from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.lowering import default_settings
-from jattn.kernels.common.vjp import AttentionVJP, PerQuery, fallback_if_nonfinite
+from jattn.kernels.common.vjp import AttentionVJP, fallback_if_nonfinite
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters

@@ -33,8 +33,9 @@ from jaxtyping import Array, Float, Int
 
 from jattn import integers, masks, tile, tuning
 from jattn._pytree import number
+from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.lowering import default_settings
-from jattn.kernels.common.vjp import AttentionVJP, PerQuery, cast_cotangent
+from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
 from jattn.kernels.tpu.splash_masks import KernelMask, as_splash
 from jattn.masks import Mask
 from jattn.scores import SoftCap

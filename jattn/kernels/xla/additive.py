@@ -14,7 +14,7 @@ from jattn import tile, tuning
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import accumulation
 from jattn.kernels.common import tile_schedule, vjp
-from jattn.kernels.xla import blockwise, reference
+from jattn.kernels.xla import blockwise, reference, tangents
 from jattn.spec import Shapes, Spec, Tiling, prepare
 
 
@@ -69,5 +69,6 @@ def attend(
     if tiling == (shapes.T, shapes.S) or 0 in (shapes.T, shapes.S):
         out, _ = reference.attend(spec, q, k, v)
     else:
-        out, _ = vjp.attention(functools.partial(blockwise.functions, tiling=tiling), spec, q, k, v)
+        functions = functools.partial(blockwise.functions, tiling=tiling)
+        out, _ = vjp.attention(functions, tangents.passes(tiling), spec, q, k, v)
     return out.reshape(*shapes.batch, shapes.T, shapes.V)

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float
 
 from jattn import softmax, tile, tuning
 from jattn._pytree import select_head
-from jattn._types import LogSumExp, Output, accumulation
+from jattn._types import accumulation
 from jattn.kernels.common import slicing, tile_schedule
-from jattn.kernels.common.vjp import AttentionVJP, attention, no_weights
+from jattn.kernels.common.vjp import AttentionVJP, no_weights
 from jattn.kernels.xla import single_tile
 from jattn.softmax import Normalizer
 from jattn.spec import (
@@ -40,7 +40,7 @@ from jattn.tuning import Sizes
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
-    """None: everything, but only the first derivative, and that in reverse mode."""
+    """None: everything."""
     return None
 
 
@@ -70,7 +70,7 @@ def _visited(spec: Spec, T: int, S: int) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """How the blocks of a head are run: so many `batched`, and whether schedules are
     `written_out`."""
 
@@ -78,7 +78,7 @@ class _Blocks(NamedTuple):
     written_out: bool
 
     @classmethod
-    def beside(cls, heads: int, tiling: Tiling) -> "_Blocks":
+    def beside(cls, heads: int, tiling: Tiling) -> "Blocks":
         """For so many heads that run together. What is written out, a compiler for their devices
         runs side by side, which takes memory for the scores of all keys."""
         scores = heads * tile_schedule.widest(tiling)
@@ -93,10 +93,10 @@ class _Blocks(NamedTuple):
         return lax.map(function, indices, batch_size=together if together > 1 else None)
 
 
-_IN_TURN = _Blocks(1, written_out=True)
+IN_TURN = Blocks(1, written_out=True)
 
 
-class _Values(NamedTuple):
+class Values(NamedTuple):
     """Values by which weights may be multiplied, and what the keys of the others add to scores.
 
     Without a mask nothing needs telling apart: what is not finite is attended by all.
@@ -106,25 +106,28 @@ class _Values(NamedTuple):
     nonfinite: Float[Array, " S"] | None
 
     @classmethod
-    def of(cls, spec: Spec, v: Array) -> "_Values":
+    def of(cls, spec: Spec, v: Array) -> "Values":
         wide = v.astype(accumulation(v.dtype))
         return cls(tile.finite(wide), tile.nan_where_nonfinite(wide) if has_mask(spec) else None)
 
-    def at(self, run: tile_schedule.Run) -> "_Values":
+    def at(self, run: tile_schedule.Run) -> "Values":
         """Those of a run of keys."""
         finite = slicing.take(self.finite, run.start, run.size)
         nonfinite = (
             None if self.nonfinite is None else slicing.take(self.nonfinite, run.start, run.size)
         )
-        return _Values(finite, nonfinite)
+        return Values(finite, nonfinite)
 
 
-def _scores(here: slicing.Tile, q: Array, k: Array, values: _Values, masked: bool) -> Any:
+def products(here: slicing.Tile, q: Array, k: Array, values: Values) -> Array:
+    """Of a tile, NaN where a value is not finite."""
+    found = tile.products(here.spec, q, k)
+    return found if values.nonfinite is None else found + values.nonfinite[None, :]
+
+
+def _scores(here: slicing.Tile, q: Array, k: Array, values: Values, masked: bool) -> Any:
     """Scores of a tile, and their cotangent's way to products and parameters."""
-    products = tile.products(here.spec, q, k)
-    if values.nonfinite is not None:
-        products = products + values.nonfinite[None, :]
-    return here.modified(products, masked)
+    return here.modified(products(here, q, k, values), masked)
 
 
 def _forward_head(
@@ -135,14 +138,14 @@ def _forward_head(
     k: Array,
     v: Array,
     tiling: Tiling,
-    blocks: _Blocks = _IN_TURN,
+    blocks: Blocks = IN_TURN,
 ) -> tuple[Float[Array, "T V"], Normalizer]:
     """Output and normalizer of one head; sizes are whole tiles."""
     schedule = tile_schedule.schedule(
         spec, b, h, len(q), len(k), tiling, written_out=blocks.written_out
     )
     rows = tiling.block_q
-    values = _Values.of(spec, v)
+    values = Values.of(spec, v)
     factor = softmax.headroom(softmax.greatest(values.finite), len(v))
     values = values._replace(finite=values.finite * factor)
     spec, q, _ = scaled(spec, q)
@@ -174,7 +177,7 @@ def _dot(a: Array, b: Array, spec: Spec) -> Array:
 
 
 class _Gradients(NamedTuple):
-    """Of one head. Those of keys and values stand transposed: see `_backward_head`."""
+    """Of one head. Those of keys and values stand transposed: see `backward_head`."""
 
     query: Float[Array, "T H"]
     key: Float[Array, "H S"]
@@ -200,14 +203,14 @@ class _Operands(NamedTuple):
     delta: Float[Array, " T"]
     k: Float[Array, "S H"]
     k_finite: Float[Array, "S H"]
-    values: _Values
+    values: Values
 
     @classmethod
     def of(cls, spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array) -> "_Operands":
         q, d_out, maximum, log_total, delta = per_query
         dtype = accumulation(q.dtype)
         q_finite, k_finite = (tile.finite(x.astype(dtype)) for x in (q, k))
-        values = _Values.of(spec, v)
+        values = Values.of(spec, v)
         rows = (q, q_finite, d_out, maximum, log_total, delta)
         return cls(spec, b, h, *rows, k, k_finite, values)
 
@@ -227,7 +230,7 @@ class _Operands(NamedTuple):
         return d_products, here.drop(weights), d_params
 
 
-def _backward_head(
+def backward_head(
     spec: Spec,
     b: Any,
     h: Any,
@@ -235,7 +238,7 @@ def _backward_head(
     k: Array,
     v: Array,
     tiling: Tiling,
-    blocks: _Blocks = _IN_TURN,
+    blocks: Blocks = IN_TURN,
 ) -> _Gradients:
     """Gradients of one head, block of queries after block; `per_query` is a `PerQuery`.
 
@@ -300,9 +303,9 @@ def _backward_blocks(
     k: Array,
     v: Array,
     tiling: Tiling,
-    blocks: _Blocks,
+    blocks: Blocks,
 ) -> _Gradients:
-    """As `_backward_head`, some blocks at once: those of queries over their keys for the gradients
+    """As `backward_head`, some blocks at once: those of queries over their keys for the gradients
     of queries and parameters, those of keys over their queries for those of keys and values.
 
     Weights are computed twice, so that no two blocks add to the same place: sums have one order.
@@ -362,21 +365,21 @@ def _backward_blocks(
 # ---------------------------------------------------------------------------------------------
 
 
-def _head(x: Array, b: Any, h: Any, size: int) -> Array:
+def take_head(x: Array, b: Any, h: Any, size: int) -> Array:
     """Head (b, h) of `[B, T, N, ...]`, padded to whole tiles."""
     start = (b, np.int32(0), h) + (np.int32(0),) * (x.ndim - 3)
     one = lax.dynamic_slice(x, start, (1, x.shape[1], 1, *x.shape[3:]))
     return slicing.pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def _put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
+def put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
     """`[B, T, N, ...]` with the rows x `[t, ...]` of head (b, h) written from `row` on."""
     start = (b, jnp.int32(row), h) + (np.int32(0),) * (total.ndim - 3)
     one = x[: total.shape[1], ...]
     return lax.dynamic_update_slice(total, one[None, :, None], start)
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
     """The sizes of a call, its tiles, and how heads are run: each a "single tile", all at once; or
     over their tiles, one head after another ("loop") or all at once ("vmap")."""
 
@@ -387,7 +390,7 @@ class _Problem(NamedTuple):
     @classmethod
     def of(
         cls, platform: str, spec: Spec, query: Array, value: Array, tiling: Tiling | None
-    ) -> "_Problem":
+    ) -> "Problem":
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
         # A single tile computes its weights without the normalizer.
@@ -402,18 +405,18 @@ class _Problem(NamedTuple):
         return slicing.round_up(self.shapes.T, self.shapes.S, self.tiling)
 
     @property
-    def blocks(self) -> _Blocks:
+    def blocks(self) -> Blocks:
         """How those of a head are run."""
         if self.way == "vmap":
-            return _Blocks.beside(self.shapes.B * self.shapes.N, self.tiling)
-        return _IN_TURN
+            return Blocks.beside(self.shapes.B * self.shapes.N, self.tiling)
+        return IN_TURN
 
     def pad(self, spec: Spec) -> Spec:
         """The spec for whole tiles."""
         return slicing.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
 
 
-def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
+def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
     band = tile_schedule.band(select_head(spec, 0, 0), T, S, problem.tiling)
@@ -422,11 +425,11 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: _
 
     def body(n: Any, total: Any) -> Any:
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
-        q = _head(query, b, h, T)
-        k, v = (_head(x, b, h // shapes.G, S) for x in (key, value))
+        q = take_head(query, b, h, T)
+        k, v = (take_head(x, b, h // shapes.G, S) for x in (key, value))
         selected = select_head(spec, b, h)
         results = _forward_head(selected, b, h, q, k, v, problem.tiling, problem.blocks)
-        return jax.tree.map(lambda x, y: _put_head(x, y, b, h), total, results)
+        return jax.tree.map(lambda x, y: put_head(x, y, b, h), total, results)
 
     total = _no_results(shapes, shapes.T, accumulation(query.dtype))
     return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
@@ -439,7 +442,7 @@ def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
 
 
 def _forward_band(
-    spec: Spec, query: Array, key: Array, value: Array, problem: _Problem, band: tile_schedule.Band
+    spec: Spec, query: Array, key: Array, value: Array, problem: Problem, band: tile_schedule.Band
 ) -> Any:
     """As `_forward_loop` for a mask that leaves a band: a few pieces of one head at once."""
     shapes, (T, S) = problem.shapes, problem.padded
@@ -474,7 +477,7 @@ def _forward_band(
 
         def put(total: Array, x: Array) -> Array:
             joined = x.reshape(batched * band.rows, *x.shape[2:])
-            return _put_head(total, joined, b, h, i[0] * band.rows)
+            return put_head(total, joined, b, h, i[0] * band.rows)
 
         return jax.tree.map(put, total, results)
 
@@ -492,7 +495,7 @@ def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
     return jax.vmap(one)(starts).reshape(-1, size, x.shape[3])
 
 
-def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _Problem) -> Any:
+def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, all heads at once."""
     shapes, (T, S), blocks = problem.shapes, problem.padded, problem.blocks
 
@@ -504,32 +507,32 @@ def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: _
     return tile.over_heads(one, spec, (query,), (key, value), out_axes=1)
 
 
-def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
+def backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: Problem) -> Any:
     """Gradients of params, query, key and value, head after head; `per_head` is a `PerQuery`."""
     shapes, (T, S) = problem.shapes, problem.padded
     letters, inputs = parameter_letters(spec), (per_head[0], key, value)
 
     def body(n: Any, total: Any) -> Any:
         b, kv = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.K))
-        k, v = (_head(x, b, kv, S) for x in (key, value))
+        k, v = (take_head(x, b, kv, S) for x in (key, value))
         params, d_query, d_key, d_value = total
 
         def of_head(g: Any, state: Any) -> Any:
             params, d_query, *sums = state
             h = kv * shapes.G + g
-            per_query = tuple(_head(x, b, h, T) for x in per_head)
+            per_query = tuple(take_head(x, b, h, T) for x in per_head)
             selected = select_head(spec, b, h)
-            part = _backward_head(selected, b, h, per_query, k, v, problem.tiling, problem.blocks)
+            part = backward_head(selected, b, h, per_query, k, v, problem.tiling, problem.blocks)
             params = slicing.put_params(params, part.params, letters, b, h)
             sums = [x + y for x, y in zip(sums, (part.key, part.value), strict=True)]
-            return params, _put_head(d_query, part.query, b, h), *sums
+            return params, put_head(d_query, part.query, b, h), *sums
 
         zeros = (jnp.zeros(x.shape[::-1], accumulation(x.dtype)) for x in (k, v))
         params, d_query, *sums = tile_schedule.repeat(
             0, shapes.G, of_head, (params, d_query, *zeros)
         )
         each = zip((d_key, d_value), sums, strict=True)
-        return params, d_query, *(_put_head(x, y.T, b, kv) for x, y in each)
+        return params, d_query, *(put_head(x, y.T, b, kv) for x, y in each)
 
     total = (
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],
@@ -538,8 +541,8 @@ def _backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem:
     return tile_schedule.repeat(0, shapes.B * shapes.K, body, total)
 
 
-def _backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: _Problem) -> Any:
-    """As `_backward_loop`, all heads at once."""
+def backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: Problem) -> Any:
+    """As `backward_loop`, all heads at once."""
     shapes, (T, S), blocks = problem.shapes, problem.padded, problem.blocks
 
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
@@ -561,8 +564,8 @@ def parameter_gradients(
     `per_head` is a `PerQuery`."""
     query, *others = per_head
     wide = [x.astype(accumulation(key.dtype)) for x in others]
-    problem = _Problem(Shapes.of(query, value), tiling, "vmap")
-    return _backward_vmap(spec, (query, *wide), key, value, problem)[0]
+    problem = Problem(Shapes.of(query, value), tiling, "vmap")
+    return backward_vmap(spec, (query, *wide), key, value, problem)[0]
 
 
 def _forward(
@@ -574,7 +577,7 @@ def _forward(
     value: Array,
     keep: bool = False,
 ) -> tuple[Any, ...]:
-    problem = _Problem.of(platform, spec, query, value, tiling)
+    problem = Problem.of(platform, spec, query, value, tiling)
     if problem.way == "single tile":
         sizes = tuning.sizes(platform)
         return single_tile.forward(spec, query, key, value, sizes, keep)
@@ -593,10 +596,10 @@ def _backward(
     value: Array,
     *kept: Array,
 ) -> tuple[Any, Array, Array, Array]:
-    problem = _Problem.of(platform, spec, per_query[0], value, tiling)
+    problem = Problem.of(platform, spec, per_query[0], value, tiling)
     if problem.way == "single tile":
         return single_tile.backward(spec, per_query, key, value, kept, tuning.sizes(platform))
-    run = _backward_loop if problem.way == "loop" else _backward_vmap
+    run = backward_loop if problem.way == "loop" else backward_vmap
     d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
     return slicing.unpadded_parameters(d_params, spec), *found
 
@@ -606,8 +609,3 @@ def functions(platform: str, tiling: Tiling | None = None) -> AttentionVJP:
     them."""
     forward, backward = (functools.partial(f, platform, tiling) for f in (_forward, _backward))
     return AttentionVJP(forward, backward, functools.partial(forward, keep=True))
-
-
-def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    return attention(functions, spec, query, key, value)

@@ -23,7 +23,7 @@ from jattn.kernels.common import lowering, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.cpu import decode as cpu_decode
 from jattn.kernels.cpu import library
-from jattn.kernels.xla import blockwise
+from jattn.kernels.xla import tangents
 from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 
@@ -205,7 +205,7 @@ def _as_arrays(
     """The same by `blockwise`."""
     held = dataclasses.replace(cache, keys=keys, values=values).read()
     key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in held)
-    return blockwise.attend(with_parameters(spec, params), query, key, value)
+    return tangents.attend(with_parameters(spec, params), query, key, value)
 
 
 def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:

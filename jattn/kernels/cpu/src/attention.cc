@@ -21,7 +21,9 @@
 #include <mutex>
 
 #include "native.h"
+#include "pairs.h"
 #include "rule.h"
+#include "wide.h"
 
 namespace {
 
@@ -204,44 +206,9 @@ struct Block {
 // ------------------------------------------------------------------------------------------------
 
 struct Head {
-  Rows<const T> q, k, v;
+  Input q, k, v;
   Rules rules;
   T scale;
-};
-
-// Some keys and values side by side; heads lie between those of the arrays, too far apart for the
-// caches. Values that are not finite are 0, and those who attend to them get NaN from `nonfinite`.
-struct Tile {
-  Index H, V;
-  T *k, *v, *finite_k, *memory;  // finite_k: k with 0 for what is not finite
-  T down = 1;               // what values are multiplied with, so that sums do not overflow
-  const T* nonfinite = nullptr;  // null if all is finite
-
-  static Index size(Index H, Index V, Index keys) { return keys * (2 * H + V + 1); }
-
-  Tile(Index H, Index V, Index keys, Bench& bench)
-      : H(H), V(V), k(bench.take(keys * H)), v(bench.take(keys * V)), memory(bench.take(keys)) {
-    spare_ = bench.take(keys * H);
-  }
-
-  void read(const Head& head, Index j, Index keys) {
-    finite_k = k;
-    if (!copy(head.k.from(j), keys, k, H)) {
-      finite_k = std::copy(k, k + keys * H, spare_) - keys * H;
-      zero_nonfinite(finite_k, keys, H, nullptr);
-    }
-    nonfinite = nullptr;
-    if (!copy(head.v.from(j), keys, v, V)) {
-      std::fill(memory, memory + keys, T{0});
-      zero_nonfinite(v, keys, V, memory);
-      nonfinite = memory;
-    }
-    if (down != 1)
-      for (Index i = 0; i < keys * V; i += kLanes) store(v + i, load(v + i) * down);
-  }
-
- private:
-  T* spare_;
 };
 
 constexpr Index kTogether = 16;  // blocks of queries that share a tile, at most
@@ -258,6 +225,11 @@ struct Results {
   Put how;
 };
 
+// Multiplies whole vectors.
+void scale(T* x, Index size, T factor) {
+  for (Index i = 0; i < size; i += kLanes) store(x + i, load(x + i) * factor);
+}
+
 // Products become scores by a rule.
 void apply(const HeadRule& own, const Block& block, const Keys& seen, const T* nonfinite, T* scores) {
   const Index t = block.width;
@@ -269,71 +241,80 @@ void apply(const HeadRule& own, const Block& block, const Keys& seen, const T* n
 }
 
 // A block of queries on its way over the keys: the online softmax.
+template <typename Products>
 struct ForwardBlock {
   static constexpr Index L = kLanes;
 
   Block block;
-  T* transposed;  // scale q, [H, width]
-  T* out;     // [width, V], times the sum
-  bool fresh = true;             // nothing is in out yet
+  typename Products::Forward sums;
+  T factor;                      // what products are multiplied with
+  bool fresh = true;             // no values are summed yet
   alignas(64) T most[kQueries];  // the largest score up to kSlack, which weights are relative to
   alignas(64) T sum[kQueries], shrink[kQueries];
 
   ForwardBlock(const Head& head, Index first, Index count, Index H, Index V, Bench& bench)
-      : block(head.rules, first, count) {
-    transposed = bench.take(H * block.width);
-    out = bench.take(block.width * V);
-    transpose(head.q.from(first), count, block.width, transposed, head.scale);
+      : block(head.rules, first, count),
+        sums(head.q.from(first), count, block.width, H, V, head.scale, bench),
+        factor(Products::kScales ? T{1} : head.scale) {
     std::fill(most, most + block.width, -kInfinity);
     std::fill(sum, sum + block.width, T{0});
   }
 
-  // Adds these keys, which stand from `at` on in the tile.
-  void visit(const Head& head, const Keys& seen, Index at, const Tile& tile, T* scores) {
+  // Adds these keys, which stand from `at` on in the tile; `exact` if sums of values are to be as
+  // exact as T.
+  void visit(const Head& head, const Keys& seen, Index at, const typename Products::Tile& tile,
+             bool exact, T* scores) {
     const auto [kind, j, keys] = seen;
-    const Index t = block.width, H = tile.H, V = tile.V;
-    product(keys, t, head.k.size, tile.k + at * H, H, 1, transposed, t, scores, t, false);
+    sums.scores(tile, at, keys, scores);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
     const bool by_rule = rules.own.changes(kind);
-    if (by_rule) apply(rules.own, block, seen, nonfinite, scores);
-    const bool modified = rules.cap != 0 || rules.bias || nonfinite;
-    const bool grows = by_rule ? soften<false, false>(rules, j, keys, nullptr, scores)
-                       : kind == Kind::kMixed ? soften<true, true>(rules, j, keys, nonfinite, scores)
-                       : modified ? soften<false, true>(rules, j, keys, nonfinite, scores)
-                                  : soften<false, false>(rules, j, keys, nonfinite, scores);
-    if (grows && !fresh) rescale(V);
-    product(block.count, V, keys, scores, 1, t, tile.v + at * V, V, out, V, !fresh);
+    const bool modified = rules.cap != 0 || rules.bias || nonfinite || factor <= 0;
+    if (by_rule) {
+      if (!Products::kScales) scale(scores, keys * block.width, factor);
+      apply(rules.own, block, seen, nonfinite, scores);
+    }
+    const bool grows = by_rule ? soften<false, false>(rules, j, keys, nullptr, T{1}, scores)
+                       : kind == Kind::kMixed
+                           ? soften<true, true>(rules, j, keys, nonfinite, factor, scores)
+                       : modified ? soften<false, true>(rules, j, keys, nonfinite, factor, scores)
+                                  : soften<false, false>(rules, j, keys, nonfinite, factor, scores);
+    if (grows && !fresh) sums.rescale(shrink);
+    sums.add(tile, at, keys, scores, fresh, exact);
     fresh = false;
   }
 
-  // Products become weights. Whether what they are relative to has grown.
+  // Products, times a factor above 0 where nothing is modified, become weights. Whether what they are
+  // relative to has grown.
   template <bool kMasked, bool kModified>
-  JATTN_APART bool soften(const Rules& rules, Index j, Index keys, const T* nonfinite, T* scores) {
+  JATTN_APART bool soften(const Rules& rules, Index j, Index keys, const T* nonfinite, T factor,
+                          T* scores) {
     bool grows = false;
     Index i = 0;
     for (; i + kWide * L <= block.width; i += kWide * L)
-      grows |= soften_lanes<kMasked, kModified, kWide>(rules, i, j, keys, nonfinite, scores);
+      grows |= soften_lanes<kMasked, kModified, kWide>(rules, i, j, keys, nonfinite, factor, scores);
     for (; i + 2 * L <= block.width; i += 2 * L)
-      grows |= soften_lanes<kMasked, kModified, 2>(rules, i, j, keys, nonfinite, scores);
+      grows |= soften_lanes<kMasked, kModified, 2>(rules, i, j, keys, nonfinite, factor, scores);
     for (; i < block.width; i += L)
-      grows |= soften_lanes<kMasked, kModified, 1>(rules, i, j, keys, nonfinite, scores);
+      grows |= soften_lanes<kMasked, kModified, 1>(rules, i, j, keys, nonfinite, factor, scores);
     return grows;
   }
 
   // For N vectors of lanes side by side, so that none waits for its own last sum.
   template <bool kMasked, bool kModified, int N>
   bool soften_lanes(const Rules& rules, Index first, Index j, Index keys, const T* nonfinite,
-                    T* scores) {
+                    T factor, T* scores) {
     const Index t = block.width;
+    const T left = kModified ? T{1} : factor;  // for what stands in `scores`
     Vector now[N], shift[N], total[N];
-    for (int n = 0; n < N; ++n) now[n] = load(most + first + n * L);
+    for (int n = 0; n < N; ++n) now[n] = all(-kInfinity);
     for (Index s = 0; s < keys; ++s) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         const Index i = first + n * L;
         Vector x = load(scores + s * t + i);
         if constexpr (kModified) {
+          x *= factor;
           if (nonfinite) x += nonfinite[s];
           x = block.template modified<kMasked>(rules, x, i, j + s);
           store(scores + s * t + i, x);
@@ -345,19 +326,20 @@ struct ForwardBlock {
     for (int n = 0; n < N; ++n) {
       const Index i = first + n * L;
       const Vector before = load(most + i);
+      now[n] *= left;
       now[n] = now[n] > before + kSlack ? now[n] : before;
       shift[n] = now[n] == -kInfinity ? Vector{} : now[n];
-      const Vector factor = exponential(before - shift[n]);
-      total[n] = load(sum + i) * factor;
+      const Vector shrunk = exponential(before - shift[n]);
+      total[n] = load(sum + i) * shrunk;
       store(most + i, now[n]);
-      store(shrink + i, factor);
+      store(shrink + i, shrunk);
       for (int l = 0; l < L; ++l) grows |= now[n][l] != before[l];
     }
     for (Index s = 0; s < keys; ++s) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         const Index i = first + n * L;
-        Vector weights = exponential(load(scores + s * t + i) - shift[n]);
+        Vector weights = exponential(load(scores + s * t + i) * left - shift[n]);
         total[n] += weights;
         if (rules.threshold) weights = block.dropped(rules, weights, i, j + s);
         store(scores + s * t + i, weights);
@@ -367,22 +349,16 @@ struct ForwardBlock {
     return grows;
   }
 
-  void rescale(Index V) {
-    for (Index i = 0; i < block.count; ++i)
-      for (Index h = 0; h < V; h += L)
-        store(out + i * V + h, load(out + i * V + h) * shrink[i]);
-  }
-
   // Whether a sum of values has overflowed in a row that is not NaN for another reason.
   bool overflowed(Index V) const {
-    if (fresh || all_finite(out, block.count * V)) return false;
+    if (fresh || all_finite(sums.out, block.count * V)) return false;
     for (Index i = 0; i < block.count; ++i)
-      if (std::isfinite(sum[i]) && !all_finite(out + i * V, V)) return true;
+      if (std::isfinite(sum[i]) && !all_finite(sums.out + i * V, V)) return true;
     return false;
   }
 
   void finish(const Results& to, Index V, T down) {
-    if (fresh) std::fill(out, out + block.width * V, T{0});
+    if (fresh) std::fill(sums.out, sums.out + block.width * V, T{0});
     for (Index i = 0; i < block.width; i += L) {
       const Vector total = load(sum + i);
       const Ints dead = total == T{0};
@@ -390,7 +366,7 @@ struct ForwardBlock {
       if (to.sums) store(sum + i, dead ? Vector{} : logarithm(total));
     }
     for (Index i = 0; i < block.count; ++i)
-      put_row(to.out[block.first + i], out + i * V, to.out.size, shrink[i], to.how);
+      put_row(to.out[block.first + i], sums.out + i * V, to.out.size, shrink[i], to.how);
     if (!to.sums) return;
     for (Index i = 0; i < block.count; ++i) {
       *to.most[block.first + i] = most[i];
@@ -401,13 +377,17 @@ struct ForwardBlock {
 
 // Results of queries first .. first + count - 1, at most kTogether blocks. Values are multiplied with
 // `down`, a power of two, and once more with a smaller one where their sums overflow.
+template <typename Products>
 void forward(const Head& head, Index first, Index count, const Results& results, T down = 1) {
+  using OneBlock = ForwardBlock<Products>;
   const Index H = up(head.q.size, kLanes), V = up(head.v.size, kLanes), S = head.rules.S;
-  Bench bench(up(count, kQueries) * (H + V) + Tile::size(H, V, kKeys) + kKeys * kQueries);
-  Tile tile(H, V, kKeys, bench);
+  const typename Products::Session session;
+  Bench bench(Products::Forward::size(up(count, kQueries), H, V) +
+              Products::Tile::size(H, V, kKeys) + Products::room(kKeys) * kQueries);
+  typename Products::Tile tile(H, V, kKeys, false, bench);
   tile.down = down;
-  T* scores = bench.take(kKeys * kQueries);
-  thread_local std::vector<ForwardBlock> blocks;
+  T* scores = bench.take(Products::room(kKeys) * kQueries);
+  thread_local std::vector<OneBlock> blocks;
   blocks.clear();
   blocks.reserve(kTogether);
   Index from = S, until = 0;
@@ -419,21 +399,22 @@ void forward(const Head& head, Index first, Index count, const Results& results,
   for (Index j = from / kKeys * kKeys; j < until; j += kKeys) {
     const Index keys = std::min(kKeys, S - j);
     bool there = false;
-    for (ForwardBlock& one : blocks) {
+    for (OneBlock& one : blocks) {
       const Keys seen = one.block.seen(head.rules, j, keys);
       if (seen.kind == Kind::kEmpty) continue;
-      if (!there) tile.read(head, j, keys);
+      if (!there) tile.read(head.k.from(j), head.v.from(j), keys);
       there = true;
-      one.visit(head, seen, seen.j - j, tile, scores);
+      one.visit(head, seen, seen.j - j, tile, results.sums, scores);
     }
   }
-  const auto overflowed = [V](const ForwardBlock& one) { return one.overflowed(V); };
+  for (OneBlock& one : blocks) one.sums.settle();
+  const auto overflowed = [V](const OneBlock& one) { return one.overflowed(V); };
   if (down == 1 && std::any_of(blocks.begin(), blocks.end(), overflowed)) {
     // Weights are at most e^kSlack.
     down = std::exp2(-std::ceil(std::log2(T(S)) + kSlack * T(1.5)));
-    return forward(head, first, count, results, down);
+    return forward<Wide>(head, first, count, results, down);
   }
-  for (ForwardBlock& one : blocks) one.finish(results, V, down);
+  for (OneBlock& one : blocks) one.finish(results, V, down);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -448,16 +429,17 @@ struct Back {
 };
 
 // The gradients of a run of keys: its tiles, and the sums.
+template <typename Products>
 struct Sums {
-  Tile tile;
+  typename Products::Tile tile;
   T *d_k, *d_v;          // [keys, H], [keys, V]
   T *scores, *d_scores, *before;  // [kKeys, width]
 
   static Index size(Index H, Index V) {
-    return Tile::size(H, V, kRun) + kRun * (H + V) + 3 * kKeys * kQueries;
+    return Products::Tile::size(H, V, kRun) + kRun * (H + V) + 3 * kKeys * kQueries;
   }
 
-  Sums(Index H, Index V, Bench& bench) : tile(H, V, kRun, bench) {
+  Sums(Index H, Index V, Bench& bench) : tile(H, V, kRun, true, bench) {
     d_k = bench.take(kRun * H), d_v = bench.take(kRun * V);
     scores = bench.take(kKeys * kQueries), d_scores = bench.take(kKeys * kQueries);
     before = bench.take(kKeys * kQueries);
@@ -465,32 +447,28 @@ struct Sums {
 };
 
 // A block of queries in the backward pass.
+template <typename Products>
 struct BackwardBlock {
   static constexpr Index L = kLanes;
 
   Block block;
   Index H, V;
-  T *q, *d_out;            // [width, H], [width, V]
-  T *q_transposed, *d_transposed;  // scale q, d_out: [H, width], [V, width]
-  T* d_query;              // [width, H]
+  typename Products::Backward sums;
+  T factor;  // what products are multiplied with
   alignas(64) T most[kQueries], log_sum[kQueries], delta[kQueries];
 
-  static Index size(Index H, Index V) { return kQueries * (3 * H + 2 * V); }
+  static Index size(Index H, Index V) { return Products::Backward::size(kQueries, kKeys, H, V); }
 
   BackwardBlock(const Head& head, Index first, Index count, Index H, Index V, Bench bench)
-      : block(head.rules, first, count), H(H), V(V) {
-    const Index t = block.width;
-    q = bench.take(t * H), d_out = bench.take(t * V), d_query = bench.take(t * H);
-    q_transposed = bench.take(t * H), d_transposed = bench.take(t * V);
-  }
+      : block(head.rules, first, count),
+        H(H),
+        V(V),
+        sums(block.width, kKeys, H, V, bench),
+        factor(Products::kScales ? T{1} : head.scale) {}
 
   void read(const Head& head, const Back& back) {
     const Index t = block.width, first = block.first, count = block.count;
-    if (!copy(head.q.from(first), count, q, H)) zero_nonfinite(q, count, H, nullptr);
-    copy(back.d_out.from(first), count, d_out, V);
-    transpose(head.q.from(first), count, t, q_transposed, head.scale);
-    transpose(back.d_out.from(first), count, t, d_transposed, T{1});
-    std::fill(d_query, d_query + t * H, T{0});
+    sums.read(head.q.from(first), back.d_out.from(first), count, head.scale);
     for (Index i = 0; i < t; ++i) {
       most[i] = i < count ? *back.most[first + i] : T{0};
       log_sum[i] = i < count ? *back.log_sum[first + i] : T{0};
@@ -500,36 +478,31 @@ struct BackwardBlock {
 
   // Adds what these keys, which stand from `at` on in the run, contribute.
   template <bool kQuery, bool kOfKeys>
-  void visit(const Head& head, const Keys& seen, Index at, const Sums& sums) {
+  void visit(const Head& head, const Keys& seen, Index at, const Sums<Products>& run) {
     const auto [kind, j, keys] = seen;
     const Index t = block.width;
-    const Tile& tile = sums.tile;
-    const T *k = tile.k + at * H, *v = tile.v + at * V;
-    T *p = sums.scores, *ds = sums.d_scores;
-    product(keys, t, head.k.size, k, H, 1, q_transposed, t, p, t, false);
-    product(keys, t, head.v.size, v, V, 1, d_transposed, t, ds, t, false);
+    const auto& tile = run.tile;
+    T *p = run.scores, *ds = run.d_scores;
+    sums.products(tile, at, keys, p, ds);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
     if (rules.own.changes(kind)) {
       const bool keeps = rules.own.rule->keeps;
-      if (keeps) std::copy(p, p + keys * t, sums.before);
+      if (!Products::kScales) scale(p, keys * t, factor);
+      if (keeps) std::copy(p, p + keys * t, run.before);
       apply(rules.own, block, seen, nonfinite, p);
       derive<true, true, true>(rules, j, keys, nullptr, p, ds);
       if (rules.own.rule->modifies)
         rules.own.rule->backward(rules.own.at(block.first, block.count, t, j, keys),
-                                 keeps ? sums.before : nullptr, ds);
+                                 keeps ? run.before : nullptr, ds);
     } else if (kind == Kind::kMixed)
       derive<true, true>(rules, j, keys, nonfinite, p, ds);
     else if (nonfinite || rules.cap != 0 || rules.bias || rules.threshold)
       derive<false, true>(rules, j, keys, nonfinite, p, ds);
     else
       derive<false, false>(rules, j, keys, nonfinite, p, ds);
-    if constexpr (kOfKeys) {
-      product(keys, V, block.count, p, t, 1, d_out, V, sums.d_v + at * V, V, true);
-      product(keys, H, block.count, ds, t, 1, q, H, sums.d_k + at * H, H, true);
-    }
-    if constexpr (kQuery)
-      product(block.count, H, keys, ds, 1, t, tile.finite_k + at * H, H, d_query, H, true);
+    if constexpr (kOfKeys) sums.add_to_keys(keys, p, ds, run.d_k + at * H, run.d_v + at * V);
+    if constexpr (kQuery) sums.add_to_queries(tile, at, keys, ds);
   }
 
   // Products q k become weights p after dropout, and products d_out v the cotangent of products
@@ -542,6 +515,7 @@ struct BackwardBlock {
       for (Index i = 0; i < block.width; i += L) {
         const Index here = s * block.width + i;
         Vector score = load(products + here), dp = load(d_weights + here);
+        if constexpr (!kByRule) score *= factor;
         if constexpr (kModified) {
           if constexpr (!kByRule) {
             if (nonfinite) score += nonfinite[s];
@@ -576,12 +550,11 @@ struct BackwardBlock {
 
 // Adds to the sums of keys from .. until - 1 what queries first .. last - 1 contribute, and to the
 // queries' gradients; either may be left out.
-template <bool kQuery, bool kOfKeys>
+template <bool kQuery, bool kOfKeys, typename Products>
 void backward(const Head& head, const Back& back, Index first, Index last, Index from,
-              Index until, const Sums& sums, const Bench& bench) {
-  const Index H = sums.tile.H, V = sums.tile.V;
+              Index until, const Sums<Products>& sums, Index H, Index V, const Bench& bench) {
   for (Index i = first; i < last; i += kQueries) {
-    BackwardBlock one(head, i, std::min(kQueries, last - i), H, V, bench);
+    BackwardBlock<Products> one(head, i, std::min(kQueries, last - i), H, V, bench);
     const Index end = std::min(until, one.block.most_until);
     bool there = false;
     for (Index j = std::max(from, one.block.least_from / kKeys * kKeys); j < end; j += kKeys) {
@@ -591,10 +564,12 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
       there = true;
       one.template visit<kQuery, kOfKeys>(head, seen, seen.j - from, sums);
     }
-    if (!there) std::fill(one.d_query, one.d_query + one.block.width * H, T{0});
+    if (!kQuery || (!there && from)) continue;
+    T* d_query = one.sums.d_query;
+    if (there) one.sums.settle();
+    else std::fill(d_query, d_query + one.block.width * H, T{0});
     const Put how = from ? Put::kAdd : head.rules.S > kRun ? Put::kOver : back.how;
-    if (kQuery && (there || from == 0))
-      put(back.d_q.from(i), one.d_query, one.block.count, H, head.scale, how);
+    put(back.d_q.from(i), d_query, one.block.count, H, head.scale, how);
   }
 }
 
@@ -635,6 +610,26 @@ Heads<T> heads_of(ffi::Result<ffi::AnyBuffer>& x, bool vectors = true) {
   const Heads<const T> same = heads_of(static_cast<const ffi::AnyBuffer&>(*x), vectors);
   return {const_cast<T*>(same.start), same.tokens, same.heads, same.size};
 }
+
+// Heads (b, n) of queries, keys or values [B, t, n, size].
+struct Inputs {
+  Input first;
+  Index tokens, heads, size;
+
+  explicit Inputs(const ffi::AnyBuffer& x)
+      : first{static_cast<const char*>(x.untyped_data()), axis(x, 2) * axis(x, 1), axis(x, 1),
+              x.element_type()},
+        tokens(axis(x, 3)),
+        heads(axis(x, 2)),
+        size(axis(x, 1)) {}
+
+  Input at(Index b, Index n) const {
+    const Index bytes = static_cast<Index>(ffi::ByteWidth(first.type));
+    Input one = first;
+    one.start += (b * tokens * heads + n) * size * bytes;
+    return one;
+  }
+};
 
 // An operand [b, n, size]: of fewer batch rows or heads than the call, each stands for several.
 template <typename E>
@@ -692,7 +687,7 @@ struct CallRule {
 
 // A call: everything but what goes in and comes out per query.
 struct Call {
-  Heads<const T> q, k, v;
+  Inputs q, k, v;
   Index B, N, K, t, S;
   Shared<int32_t> from, until, q_ids, kv_ids;
   Shared<T> bias;
@@ -705,9 +700,9 @@ struct Call {
        const ffi::AnyBuffer& from, const ffi::AnyBuffer& until, const ffi::AnyBuffer& q_ids,
        const ffi::AnyBuffer& kv_ids, const ffi::AnyBuffer& bias, const ffi::AnyBuffer& seeds,
        double scale, double cap, double grown, int64_t threshold)
-      : q(heads_of(q)),
-        k(heads_of(k)),
-        v(heads_of(v)),
+      : q(q),
+        k(k),
+        v(v),
         B(leading(q, 3)),
         N(this->q.heads),
         K(this->k.heads),
@@ -735,6 +730,16 @@ struct Call {
   }
 };
 
+// Runs with the products that a call's queries, keys and values take.
+template <typename Run>
+void by_products(const Call& call, const Run& run) {
+#if JATTN_PAIRS
+  const auto is_half = [](const Inputs& x) { return x.first.type == ffi::BF16; };
+  if (is_half(call.q) && is_half(call.k) && is_half(call.v)) return run(Pairs{});
+#endif
+  run(Wide{});
+}
+
 void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T> most,
                  Heads<T> log_sum, bool sums) {
   const Index N = call.N, enough = 4 * std::max<Index>(1, pool.num_threads());
@@ -748,8 +753,10 @@ void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T>
     const Index n = task % N, b = task / N % call.B, piece = pieces - 1 - task / N / call.B;
     const Index first = piece * size;
     const Index count = std::min(size, call.t - first);
-    forward(call.head(b, n), first, count,
-            {out.at(b, n), most.at(b, n), log_sum.at(b, n), sums, how});
+    const Results to = {out.at(b, n), most.at(b, n), log_sum.at(b, n), sums, how};
+    by_products(call, [&](auto products) {
+      forward<decltype(products)>(call.head(b, n), first, count, to);
+    });
   });
 }
 
@@ -767,12 +774,14 @@ struct Gradients {
 };
 
 // One thread's part of the backward pass.
+template <typename Products>
 struct Worker {
   const Call& call;
   const Gradients& all;
   Index S, H, V, group;
+  typename Products::Session session;
   Bench bench;
-  Sums sums;
+  Sums<Products> sums;
 
   Worker(const Call& call, const Gradients& all)
       : call(call),
@@ -781,7 +790,7 @@ struct Worker {
         H(up(call.q.size, kLanes)),
         V(up(call.v.size, kLanes)),
         group(call.N / call.K),
-        bench(Sums::size(H, V) + BackwardBlock::size(H, V)),
+        bench(Sums<Products>::size(H, V) + BackwardBlock<Products>::size(H, V)),
         sums(H, V, bench) {}
 
   Head head(Index b, Index n) const {
@@ -797,8 +806,8 @@ struct Worker {
     std::fill(sums.d_v, sums.d_v + (until - from) * V, T{0});
     for (Index n = k * group; n < (k + 1) * group; ++n) {
       const Head one = head(b, n);
-      if (n == k * group) sums.tile.read(one, from, until - from);
-      backward<kQuery, true>(one, all.at(b, n, group), 0, call.t, from, until, sums, bench);
+      if (n == k * group) sums.tile.read(one.k.from(from), one.v.from(from), until - from);
+      backward<kQuery, true>(one, all.at(b, n, group), 0, call.t, from, until, sums, H, V, bench);
     }
     const Back to = all.at(b, k * group, group);
     put(to.d_k.from(from), sums.d_k, until - from, H, call.scale, all.how);
@@ -823,17 +832,19 @@ struct Worker {
     const Back to = all.at(b, n, group);
     for (Index from = 0; from < S; from += kRun) {
       const Index until = std::min(S, from + kRun);
-      sums.tile.read(one, from, until - from);
-      backward<true, false>(one, to, first, last, from, until, sums, bench);
+      sums.tile.read(one.k.from(from), one.v.from(from), until - from);
+      backward<true, false>(one, to, first, last, from, until, sums, H, V, bench);
     }
   }
 };
 
+template <typename Products>
 void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all) {
+  using OneWorker = Worker<Products>;
   const Index K = call.K, units = call.B * K, t = call.t, S = call.S;
   const Index threads = std::max<Index>(1, pool.num_threads());
   if (units >= 4 * threads || units % threads == 0 || all.diagonals || call.own.has_gradients()) {
-    parallel(pool, units, [&](Index i) { Worker(call, all).heads(i / K, i % K); });
+    parallel(pool, units, [&](Index i) { OneWorker(call, all).heads(i / K, i % K); });
     return;
   }
   // Fewer heads than threads: runs of keys, then runs of queries, whose weights are computed twice
@@ -841,11 +852,12 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
   const Index runs = (S + kRun - 1) / kRun, blocks = (t + kRun - 1) / kRun;
   parallel(pool, units * runs, [&](Index i) {
     const Index unit = i % units, from = i / units * kRun;
-    Worker(call, all).template keys<false>(unit / K, unit % K, from, std::min(S, from + kRun));
+    const Index until = std::min(S, from + kRun);
+    OneWorker(call, all).template keys<false>(unit / K, unit % K, from, until);
   });
   parallel(pool, call.B * call.N * blocks, [&](Index i) {
     const Index head = i / blocks, first = (blocks - 1 - i % blocks) * kRun;
-    Worker(call, all).queries(head / call.N, head % call.N, first, std::min(t, first + kRun));
+    OneWorker(call, all).queries(head / call.N, head % call.N, first, std::min(t, first + kRun));
   });
 }
 
@@ -917,7 +929,7 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
     const Gradients all{heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
                         heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
                         axis(*d_bias, 1), how};
-    backward_all(pool, call, all);
+    by_products(call, [&](auto products) { backward_all<decltype(products)>(pool, call, all); });
     return ffi::Error::Success();
   });
 }

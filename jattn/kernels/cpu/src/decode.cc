@@ -20,26 +20,11 @@ constexpr Index kFewRows = 16;        // for which sums across lanes are cheaper
 constexpr Index kPair = 2;            // keys that are multiplied side by side
 constexpr Index kLine = 64;           // bytes
 
-// bfloat16, which is widened on the way in.
-struct Half {
-  uint16_t bits;
-};
-
 #if JATTN_SINGLE
-typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
-
-inline Vector widened(const Half* from) {
-  return (Vector)(__builtin_convertvector(load<Shorts>(from), Words) << 16);
-}
-inline T widened(Half x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  T wide;
-  std::memcpy(&wide, &bits, sizeof(T));
-  return wide;
-}
+inline T widened(Bfloat16 x) { return widened(&x, 1)[0]; }
 
 // Rows as numbers to compute with: those of 16 bits go through `memory`.
-inline Rows<const T> widened(Rows<const Half> from, Index count, T* memory) {
+inline Rows<const T> widened(Rows<const Bfloat16> from, Index count, T* memory) {
   for (Index i = 0; i < count; ++i) {
     T* to = memory + i * from.size;
     Index h = 0;
@@ -541,7 +526,7 @@ ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values
   return reported([&] {
 #if JATTN_SINGLE
     if (keys.element_type() == ffi::BF16) {
-      run<Half>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
+      run<Bfloat16>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
       return ffi::Error::Success();
     }
 #endif

@@ -86,21 +86,62 @@ struct Rows {
   Rows from(Index i) const { return {start + i * stride, stride, size}; }
 };
 
+// Numbers of 16 bits, which are widened on the way in.
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// Two of them that follow one another.
+using Pair = uint32_t;
+
+inline Vector widened(const T* from) { return load(from); }
+#if JATTN_SINGLE
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
+
+inline Vector widened(const Bfloat16* from) {
+  return (Vector)(__builtin_convertvector(load<Shorts>(from), Words) << 16);
+}
+inline Vector widened(const Float16* from) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  const Words bits = __builtin_convertvector(load<Shorts>(from), Words);
+  const Words size = (bits & 0x7FFF) << 13, exponent = bits & 0x7C00;
+  const Words usual = size + (112 << 23), far = size + (224 << 23);
+  // Numbers without an exponent: 2^-14 (1 + m) - 2^-14.
+  const Words near = (Words)((Vector)(size + (113 << 23)) - 6.103515625e-05f);
+  const Words found = exponent == 0 ? near : (exponent == 0x7C00 ? far : usual);
+  return (Vector)(found | (bits & 0x8000) << 16);
+#endif
+}
+inline Vector widened(const Pair* from) { return (Vector)load<Words>(from); }
+#endif
+// The first so many of a vector, and 0.
+template <typename E>
+inline Vector widened(const E* from, Index count) {
+  E some[kLanes] = {};
+  std::memcpy(some, from, count * sizeof(E));
+  return widened(some);
+}
+
 // Copies rows to the width of whole vectors, and says whether all of them are finite.
-JATTN_APART bool copy(Rows<const T> from, Index count, T* to, Index width) {
+template <typename E>
+JATTN_APART bool copy(Rows<const E> from, Index count, T* to, Index width) {
   constexpr int L = kLanes;
   Ints bits = {};  // the bits of x - x: 0, or those of NaN
   for (Index i = 0; i < count; ++i, to += width) {
-    const T* row = from[i];
+    const E* row = from[i];
     Index h = 0;
     for (; h + L <= from.size; h += L) {
-      Vector x = load(row + h);
+      const Vector x = widened(row + h);
       bits |= (Ints)(x - x);
       store(to + h, x);
     }
     if (h < width) {
-      Vector x = {};
-      std::memcpy(&x, row + h, (from.size - h) * sizeof(T));
+      const Vector x = widened(row + h, from.size - h);
       bits |= (Ints)(x - x);
       store(to + h, x);
     }
@@ -187,26 +228,59 @@ inline void turn_square(Vector* rows) {
   turn_blocks<1>(rows, std::make_integer_sequence<int, kLanes>());
 }
 
-// [count, size] as [size, t] times a factor; t is whole vectors, and filled up with 0.
-JATTN_APART void transpose(Rows<const T> from, Index count, Index t, T* to, T factor) {
+// [count, size] as [size, t] times a factor; t is whole vectors, and filled up with 0. Pairs are moved
+// as they are.
+template <typename E>
+JATTN_APART void transpose(Rows<const E> from, Index count, Index t, T* to, T factor) {
   constexpr int L = kLanes;
+  const auto moved = [factor](Vector x) {
+    if constexpr (std::is_same_v<E, Pair>) return x;
+    return x * factor;
+  };
   for (Index i = 0; i < t; i += L)
     for (Index h = 0; h < from.size; h += L) {
       Vector square[L];
       const Index rows = std::min<Index>(L, count - i), columns = std::min<Index>(L, from.size - h);
       if (rows == L && columns == L) {
 #pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) square[l] = load(from[i + l] + h) * factor;
+        for (int l = 0; l < L; ++l) square[l] = moved(widened(from[i + l] + h));
       } else {
-        for (int l = 0; l < L; ++l) {
-          square[l] = Vector{};
-          if (l < rows)
-            for (Index n = 0; n < columns; ++n) square[l][n] = from[i + l][h + n] * factor;
-        }
+        for (int l = 0; l < L; ++l)
+          square[l] = l < rows ? moved(widened(from[i + l] + h, columns)) : Vector{};
       }
       turn_square(square);
       for (Index n = 0; n < columns; ++n) store(to + (h + n) * t + i, square[n]);
     }
+}
+
+// Rows of an array as the caller has it, which may be of 16 bits.
+struct Input {
+  const char* start;
+  Index stride, size;  // in numbers
+  ffi::DataType type;
+
+  Input from(Index i) const {
+    return {start + i * stride * static_cast<Index>(ffi::ByteWidth(type)), stride, size, type};
+  }
+  template <typename E>
+  Rows<const E> rows() const {
+    return {reinterpret_cast<const E*>(start), stride, size};
+  }
+  template <typename Run>
+  auto read(const Run& run) const {
+#if JATTN_SINGLE
+    if (type == ffi::BF16) return run(rows<Bfloat16>());
+    if (type == ffi::F16) return run(rows<Float16>());
+#endif
+    return run(rows<T>());
+  }
+};
+
+bool copy(const Input& from, Index count, T* to, Index width) {
+  return from.read([&](auto rows) { return copy(rows, count, to, width); });
+}
+void transpose(const Input& from, Index count, Index t, T* to, T factor) {
+  from.read([&](auto rows) { transpose(rows, count, t, to, factor); });
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -225,10 +299,11 @@ class Bench {
     }
     next_ = reinterpret_cast<T*>(up(reinterpret_cast<uintptr_t>(memory.data()), kBytes));
   }
-  T* take(Index size) {
+  template <typename E = T>
+  E* take(Index size) {
     T* here = next_;
-    next_ += up(size, kLanes);
-    return here;
+    next_ += up(size * static_cast<Index>(sizeof(E)), kBytes) / static_cast<Index>(sizeof(T));
+    return reinterpret_cast<E*>(here);
   }
 
  private:

@@ -167,6 +167,9 @@ inline Vector exp_of(Vector x) {
 }
 inline Vector tanh_of(Vector x) { return tangent(x); }
 inline Vector logistic_of(Vector x) { return 1.0f / (1.0f + exp_of(-x)); }
+#if defined(__AVX512F__)
+inline Vector log_of(Vector x) { return logarithm(x); }
+#else
 // log x for all x: `logarithm` takes numbers that are not denormal.
 inline Vector log_of(Vector x) {
   const Ints small = x < 1.17549435e-38f;
@@ -175,14 +178,12 @@ inline Vector log_of(Vector x) {
   const Vector end = x == 0.0f ? all(-kInfinity) : (x == kInfinity ? x : all(kNaN));
   return (x > 0.0f) & (x < kInfinity) ? found : end;
 }
+#endif
 // What is rounded away in u = 1 + x is made up for, by its share 1 / u, which need be right near 1
 // only: it is 2 - u there.
 inline Vector log1p_of(Vector x) {
-  const Vector u = 1.0f + x, lost = x - (u - 1.0f);
-  const Vector share = u < 2.0f ? 2.0f - u : Vector{};
-  const Vector usual = logarithm(u) + lost * share;
-  const Vector end = u == 0.0f ? all(-kInfinity) : (u == kInfinity ? u : all(kNaN));
-  return (u > 0.0f) & (u < kInfinity) ? usual : end;
+  const Vector u = 1.0f + x, lost = x - (u - 1.0f), found = log_of(u);
+  return u < 2.0f ? found + lost * (2.0f - u) : found;
 }
 inline Vector expm1_of(Vector x) {
   const Vector u = exp_of(x), less = u - 1.0f;

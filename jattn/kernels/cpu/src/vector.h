@@ -73,6 +73,18 @@ inline Vector all(T x) { return x - Vector{}; }
 
 inline Index up(Index size, Index multiple) { return (size + multiple - 1) / multiple * multiple; }
 
+// x / y where `inverse` is 1 / y rounded, and both are normal numbers: rounded as a division is, by
+// what is left of x, in a third of its time.
+inline Vector quotient(Vector x, Vector y, Vector inverse) {
+#if defined(__FMA__) || defined(__aarch64__)
+  const Vector q = x * inverse;
+  const Vector found = q + (x - q * y) * inverse;
+  return q - q == 0 ? found : q;
+#else
+  return x / y;
+#endif
+}
+
 #if JATTN_SINGLE
 
 // e^x = 2^n times a polynomial in what is left of x, the minimax one (3e-9) whose first two terms
@@ -100,6 +112,33 @@ inline Vector exponential(Vector x) {
   return x < -87.0f ? Vector{} : p * power;
 }
 
+#if defined(__AVX512F__)
+
+// log x for all x: of x = 2^n (1 + y) with 1 + y in [0.75, 1.5), by the polynomial of least relative
+// error (5e-9) after y - y^2 / 2. Of 0 and of infinity n is infinite, of negative numbers y is NaN.
+inline Vector logarithm(Vector x) {
+  const __m512 part = _mm512_getmant_ps((__m512)x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_nan);
+  const Vector n = (Vector)_mm512_getexp_ps((__m512)x) - (Vector)_mm512_getexp_ps(part);
+  const Vector y = (Vector)part - 1.0f, square = y * y;
+  Vector p = all(-4.5074467090e-2f);
+  p = p * y + 1.0462995714e-1f;
+  p = p * y - 1.3161196531e-1f;
+  p = p * y + 1.4478400496e-1f;
+  p = p * y - 1.6647312344e-1f;
+  p = p * y + 1.9990860860e-1f;
+  p = p * y - 2.5000095829e-1f;
+  p = p * y + 3.3333449120e-1f;
+  return n * 0.693147181f + (y + square * (p * y - 0.5f));
+}
+
+// 1 / x of a normal number whose reciprocal is one too, within a unit of rounding.
+inline Vector reciprocal(Vector x) {
+  const Vector r = (Vector)_mm512_rcp14_ps((__m512)x);
+  return r + r * (1.0f - x * r);
+}
+
+#else
+
 // log x for x >= 1: of x = 2^n (1 + y) with y around 0 (Cephes, logf). NaN for NaN.
 inline Vector logarithm(Vector x) {
   const Ints bits = (Ints)x;
@@ -120,6 +159,10 @@ inline Vector logarithm(Vector x) {
   return x - x + (y + p + n * 0.693359375f);
 }
 
+inline Vector reciprocal(Vector x) { return 1.0f / x; }
+
+#endif
+
 // tanh: an odd polynomial near 0 (Cephes, tanhf), elsewhere by e^-2|x|.
 inline Vector tangent(Vector x) {
   const Vector size = x < 0.0f ? -x : x, square = x * x;
@@ -130,7 +173,7 @@ inline Vector tangent(Vector x) {
   p = p * square - 3.33332819422e-1f;
   const Vector near = p * square * x + x;
   const Vector e = exponential(-2.0f * size);
-  const Vector far = (1.0f - e) / (1.0f + e);
+  const Vector far = (1.0f - e) * reciprocal(1.0f + e);
   return size < 0.625f ? near : (x < 0.0f ? -far : far);
 }
 

@@ -32,8 +32,8 @@ class Error {
   std::string message_;
 };
 
-enum class DataType { F32, F64, BF16, S8 };
-constexpr DataType BF16 = DataType::BF16;
+enum class DataType { F32, F64, BF16, F16, S8 };
+constexpr DataType BF16 = DataType::BF16, F16 = DataType::F16;
 
 class AnyBuffer {
  public:

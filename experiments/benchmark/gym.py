@@ -1,0 +1,149 @@
+"""Masks and score functions that FlexAttention's users write, in jattn and in FlexAttention.
+
+    python -m experiments.benchmark --gym
+    python -m experiments.benchmark --gym --only tree swin --lengths 2048 4096
+
+One sequence, 8 heads of 64, float32. For each rule of `rules.py`: the share of tiles of 128 × 128
+that is skipped, by jattn and by FlexAttention's block mask; jattn's time forward and with all
+gradients, operands' too; its time over that of `masks.Causal()`, both for as many tiles; and the
+time of FlexAttention's compiled forward pass over ours, without and with the time in which it
+builds its block mask.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import jattn
+from experiments.benchmark import peers, timing
+from experiments.benchmark.cases import Case
+from experiments.benchmark.rules import HEADS, RULES, Rule
+from experiments.files import append, replace
+from jattn import masks, scores
+
+
+class Row(NamedTuple):
+    """What is measured of a rule; milliseconds, shares, ratios. None: FlexAttention cannot."""
+
+    name: str
+    T: int
+    runs: str  # the implementation
+    skipped: float
+    flex_skipped: float | None
+    forward: float
+    both: float
+    over_causal: float  # forward, for as many tiles
+    both_over_forward: float
+    causal_both_over_forward: float
+    flex: float | None  # its time over ours
+    flex_with_mask: float | None
+    rounds: int
+
+
+def inputs_of(rule: Rule, T: int) -> Case:
+    """The sizes that a rule is measured with."""
+    return Case(rule.name, 1, HEADS, T, 64)
+
+
+def in_jattn(rule: Rule, T: int) -> Any:
+    """A function of operands: the mask and the score function of a call."""
+    function = rule.make(jnp, T)
+    if not rule.is_score:
+        mask = masks.Predicate(function)
+        return lambda *operands: {"mask": mask}
+    mask = masks.Causal() if rule.causal else None
+    return lambda *operands: {"mask": mask, "score": scores.Score(function, *operands)}
+
+
+def ours(case: Case, rules: Any, operands: list[Any], backward: bool) -> peers.Runnable:
+    """`jattn.attention` with the rules that `rules(*operands)` gives, as itself chooses."""
+
+    def attend(q: Any, k: Any, v: Any, *operands: Any) -> Any:
+        return jattn.attention(q, k, v, **rules(*operands))
+
+    arguments = [*map(jnp.asarray, case.inputs()), *operands]
+    if not backward:
+        return peers.compiled(attend, *arguments)
+    return peers.with_gradients(case, attend, arguments, tuple(range(len(arguments))))
+
+
+def measure(rule: Rule, T: int, with_torch: bool, seconds: float) -> Row:
+    """A rule at a length, about `seconds` for each of two passes."""
+    case, rules = inputs_of(rule, T), in_jattn(rule, T)
+    operands = [jnp.asarray(x) for x in rule.operands(T)]
+    flex: Any = None
+    if with_torch:
+        flex = importlib.import_module("experiments.benchmark.torch_peers").flex_with(rule, case)
+
+    def competitors(backward: bool) -> dict[str, peers.Runnable]:
+        plain = ours(case, lambda: {"mask": masks.Causal()}, [], backward)
+        return {"jattn": ours(case, rules, operands, backward), "causal": plain}
+
+    peer = {"flex": flex.runnable} if flex and flex.runnable else {}
+    forward, rounds = timing.in_turn(competitors(False) | peer, seconds)
+    both, _ = timing.in_turn(competitors(True), seconds)
+    explained = jattn.explain(*map(jnp.asarray, case.inputs()), **rules(*operands))
+    tiles: Any = explained.tiles  # there are some
+    blocks = -(-T // tiles.block)
+    visited, causal = (1 - tiles.empty) * blocks**2, blocks * (blocks + 1) / 2
+    return Row(
+        name=rule.name,
+        T=T,
+        runs=explained.runs,
+        skipped=tiles.empty,
+        flex_skipped=flex and flex.skipped,
+        forward=forward["jattn"],
+        both=both["jattn"],
+        over_causal=forward["jattn"] / forward["causal"] * causal / visited,
+        both_over_forward=both["jattn"] / forward["jattn"],
+        causal_both_over_forward=both["causal"] / forward["causal"],
+        flex=forward["flex"] / forward["jattn"] if peer else None,
+        flex_with_mask=(forward["flex"] + flex.block_mask_milliseconds) / forward["jattn"]
+        if peer
+        else None,
+        rounds=rounds,
+    )
+
+
+_TITLES = (
+    f"{'rule':<17} {'T':>5} {'skipped':>7} {'flex':>5} {'ms':>8} {'+ grad':>8} {'/causal':>7} "
+    f"{'grad/fwd':>8} {'flex':>6} {'+ mask':>7}"
+)
+
+
+def line(row: Row) -> str:
+    """A row of the table that is printed."""
+    shown = lambda x, text: "-" if x is None else format(x, text)  # noqa: E731
+    runs = "" if row.runs == "native" else f"  {row.runs}"
+    return (
+        f"{row.name:<17} {row.T:>5} {row.skipped:>7.1%} {shown(row.flex_skipped, '.0%'):>5} "
+        f"{row.forward:>8.2f} {row.both:>8.2f} {row.over_causal:>7.2f} "
+        f"{row.both_over_forward:>8.2f} {shown(row.flex, '.1f'):>6} "
+        f"{shown(row.flex_with_mask, '.0f'):>7}{runs}"
+    )
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """Measures, prints a table, writes JSON lines."""
+    with_torch = arguments.peers is None or "torch flex" in arguments.peers
+    with_torch = with_torch and importlib.util.find_spec("torch") is not None
+    results = arguments.out / "gym.jsonl"
+    replace(results, "")
+    print(_TITLES, flush=True)
+    steps = [
+        (rule, T)
+        for rule in RULES
+        if not arguments.only or rule.name in arguments.only
+        for T in rule.lengths
+        if T in arguments.lengths
+    ]
+    for rule, T in tqdm(steps, disable=None, leave=False):
+        row = measure(rule, T, with_torch, arguments.seconds)
+        append(results, json.dumps(row._asdict(), allow_nan=False))
+        tqdm.write(line(row))
+    print(f"results: {results}")

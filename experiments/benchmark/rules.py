@@ -1,0 +1,257 @@
+"""Masks and score functions as users of FlexAttention write them, each of them once.
+
+A rule is made for an array library, `jax.numpy` or `torch`, and a length: the body of its function
+is the same in both. Most are in attention-gym, FlexAttention's collection of examples, or in the
+papers named here. Two-dimensional ones see the T positions as the rows of a square picture.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+HEADS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A mask or a score function.
+
+    make: `make(xp, T)` gives `fn(b, h, q, kv) -> bool`, or with `is_score`
+        `fn(score, b, h, q, kv, *operands) -> score`.
+    operands: of a score function, given T: float32 arrays whose gradients are taken too.
+    causal: whether a score function is measured under the causal mask, else without one.
+    own: whether a score function computes a tanh or an exponential for each pair.
+    """
+
+    name: str
+    summary: str
+    make: Callable[[Any, int], Callable[..., Any]]
+    is_score: bool = False
+    lengths: tuple[int, ...] = (2048, 8192)
+    operands: Callable[[int], tuple[np.ndarray, ...]] = lambda T: ()
+    causal: bool = True
+    own: bool = False
+
+
+# --- masks --------------------------------------------------------------------------------------
+
+
+def _causal(xp: Any, T: int) -> Callable[..., Any]:
+    return lambda b, h, q, kv: q >= kv
+
+
+def _window(xp: Any, T: int) -> Callable[..., Any]:
+    return lambda b, h, q, kv: (q >= kv) & (q - kv <= 256)
+
+
+def _prefix(xp: Any, T: int) -> Callable[..., Any]:
+    prefix = T // 4
+    return lambda b, h, q, kv: (kv < prefix) | (q >= kv)
+
+
+def parts(T: int, count: int, seed: int = 0) -> np.ndarray:
+    """int32 `[T]`: the numbers of `count` parts of unequal lengths, one after another."""
+    ends = np.sort(np.random.default_rng(seed).choice(np.arange(1, T), count - 1, replace=False))
+    return np.searchsorted(ends, np.arange(T), side="right").astype(np.int32)
+
+
+def _documents(xp: Any, T: int) -> Callable[..., Any]:
+    document = xp.asarray(parts(T, 8))
+    return lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv)
+
+
+def _jagged(xp: Any, T: int) -> Callable[..., Any]:
+    """Causal within sequences of a batch, by the place in each, as attention-gym's nested masks."""
+    of = parts(T, 16, seed=1)
+    first = np.searchsorted(of, np.arange(16)).astype(np.int32)
+    sequence, start = xp.asarray(of), xp.asarray(first)
+
+    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        own = sequence[q] == sequence[kv]
+        return own & (q - start[sequence[q]] >= kv - start[sequence[kv]])
+
+    return rule
+
+
+def _neighbourhood(size: int) -> Callable[..., Callable[..., Any]]:
+    """A square around each query of a picture, moved inwards at its edges (NATTEN)."""
+
+    def make(xp: Any, T: int) -> Callable[..., Any]:
+        side, reach = math.isqrt(T), size // 2
+
+        def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            row = xp.clip(q // side, reach, side - 1 - reach)
+            column = xp.clip(q % side, reach, side - 1 - reach)
+            near_row = abs(row - kv // side) <= reach
+            near_column = abs(column - kv % side) <= reach
+            return near_row & near_column
+
+        return rule
+
+    return make
+
+
+def _dilated(xp: Any, T: int) -> Callable[..., Any]:
+    return lambda b, h, q, kv: (q >= kv) & (q - kv <= 512) & ((q - kv) % 4 == 0)
+
+
+def _tree(xp: Any, T: int) -> Callable[..., Any]:
+    """Branches of up to 64 tokens in depth-first order; a token sees its ancestors and itself."""
+    end = xp.asarray(_ends_of_subtrees(T))
+    return lambda b, h, q, kv: (kv <= q) & (q < end[kv])
+
+
+def _ends_of_subtrees(T: int) -> np.ndarray:
+    """int32 `[T]`: where the tokens end that come after each."""
+    rng = np.random.default_rng(2)
+    end = np.full(T, T, np.int32)
+    open_branches = []  # first tokens of the branches that the next one may grow from
+    start = 0
+    while start < T:
+        length = int(rng.integers(8, 65))
+        keep = int(rng.integers(1, len(open_branches) + 1)) if open_branches else 0
+        for first, stop in open_branches[keep:]:
+            end[first:stop] = start
+        open_branches = [*open_branches[:keep], (start, min(start + length, T))]
+        start += length
+    return end
+
+
+def _shared_prefix(xp: Any, T: int) -> Callable[..., Any]:
+    """Eight answers to one prompt that is half of all tokens."""
+    prompt, answer = T // 2, T // 16
+
+    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        same = (q - prompt) // answer == (kv - prompt) // answer
+        return ((kv < prompt) | same) & (q >= kv)
+
+    return rule
+
+
+def _global_window(xp: Any, T: int) -> Callable[..., Any]:
+    """A few tokens attend and are attended by all, others see their surroundings (Longformer)."""
+    return lambda b, h, q, kv: (abs(q - kv) <= 128) | (q < 16) | (kv < 16)
+
+
+# --- score functions ----------------------------------------------------------------------------
+
+
+def _normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _alibi(xp: Any, T: int) -> Callable[..., Any]:
+    slopes = xp.asarray(2.0 ** -np.arange(1, HEADS + 1, dtype=np.float32))
+    return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
+
+
+def _buckets(T: int) -> np.ndarray:
+    """int32 `[T]`: T5's bucket of a distance, of 32 (Raffel et al. 2020)."""
+    distance = np.arange(T)
+    far = 16 + (np.log(np.maximum(distance, 16) / 16) / np.log(128 / 16) * 16).astype(np.int32)
+    return np.where(distance < 16, distance, np.minimum(far, 31)).astype(np.int32)
+
+
+def _t5(xp: Any, T: int) -> Callable[..., Any]:
+    bucket = xp.asarray(_buckets(T))
+    return lambda score, b, h, q, kv, table: score + table[bucket[abs(q - kv)], h]
+
+
+def _relative(xp: Any, T: int) -> Callable[..., Any]:
+    """A number for each distance up to 128 (Shaw et al. 2018)."""
+    return lambda score, b, h, q, kv, table: score + table[h, xp.clip(q - kv, -128, 128) + 128]
+
+
+def _soft_cap(xp: Any, T: int) -> Callable[..., Any]:
+    return lambda score, b, h, q, kv: 30.0 * xp.tanh(score / 30.0)
+
+
+def _temperature(xp: Any, T: int) -> Callable[..., Any]:
+    return lambda score, b, h, q, kv, temperature: score * temperature[h]
+
+
+def _swin(xp: Any, T: int) -> Callable[..., Any]:
+    """A number for each difference of rows and columns of a picture (Liu et al. 2021)."""
+    side = math.isqrt(T)
+
+    def rule(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+        rows = q // side - kv // side + side - 1
+        columns = q % side - kv % side + side - 1
+        return score + table[h, rows, columns]
+
+    return rule
+
+
+def _product(xp: Any, T: int) -> Callable[..., Any]:
+    """Scores of other pages count half."""
+
+    def rule(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        same = q // 100 == kv // 100
+        return 0.5 * score + 0.5 * score * same
+
+    return rule
+
+
+def _stick_breaking(xp: Any, T: int) -> Callable[..., Any]:
+    """The logarithm of a score's sigmoid (Tan et al. 2024), of which sums are then taken."""
+
+    def rule(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (score - abs(score)) / 2 - xp.log1p(xp.exp(-abs(score)))
+
+    return rule
+
+
+PICTURE = (4096,)
+CAUSAL = Rule("causal", "kv ≤ q", _causal)
+
+RULES = (
+    CAUSAL,
+    Rule("window", "the last 256", _window),
+    Rule("prefix", "causal, or in the first quarter", _prefix),
+    Rule("documents", "causal within eight", _documents),
+    Rule("neighbourhood-7", "7 × 7 of a 64 × 64 picture", _neighbourhood(7), lengths=PICTURE),
+    Rule("neighbourhood-13", "13 × 13", _neighbourhood(13), lengths=PICTURE),
+    Rule("dilated", "every fourth of the last 512", _dilated),
+    Rule("tree", "ancestors in a tree of branches", _tree),
+    Rule("shared-prefix", "a prompt and one of eight answers", _shared_prefix),
+    Rule("jagged", "causal within sixteen sequences", _jagged),
+    Rule("global-window", "128 to each side, 16 global tokens", _global_window),
+    Rule("alibi", "s + slope[h] · (kv − q)", _alibi, is_score=True),
+    Rule(
+        "t5",
+        "s + table[bucket[|q − kv|], h]",
+        _t5,
+        is_score=True,
+        operands=lambda T: (_normal(3, 32, HEADS),),
+    ),
+    Rule(
+        "relative",
+        "s + table[h, clip(q − kv)]",
+        _relative,
+        is_score=True,
+        operands=lambda T: (_normal(4, HEADS, 257),),
+    ),
+    Rule("soft-cap", "30 · tanh(s / 30)", _soft_cap, is_score=True, own=True),
+    Rule(
+        "temperature",
+        "s · t[h]",
+        _temperature,
+        is_score=True,
+        operands=lambda T: (1 + 0.1 * abs(_normal(5, HEADS)),),
+    ),
+    Rule(
+        "swin",
+        "s + table[h, Δrow, Δcolumn]",
+        _swin,
+        is_score=True,
+        lengths=PICTURE,
+        operands=lambda T: (_normal(6, HEADS, *[2 * math.isqrt(T) - 1] * 2),),
+        causal=False,
+    ),
+    Rule("product", "s · (½ + ½ · same page)", _product, is_score=True),
+    Rule("stick-breaking", "log σ(s)", _stick_breaking, is_score=True, own=True),
+)

@@ -1,0 +1,59 @@
+"""The model: a decoder-only Transformer as Llama is built, with a window, and its loss."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from experiments.language.settings import Settings
+from experiments.translation.losses import Projection, cross_entropy
+from jattn import cache, masks
+from jattn.nn import DecoderOnly, MultiHeadAttention
+
+
+def make(settings: Settings, vocabulary: int) -> DecoderOnly:
+    """A fresh model for so many characters.
+
+    Each position sees itself and the `length` − 1 before it, in training as in writing; so a text
+    of any length is written from a cache of one window.
+    """
+    window = masks.Window(left=settings.length - 1)
+    return DecoderOnly(
+        vocabulary,
+        features=settings.features,
+        num_heads=settings.heads,
+        num_kv_heads=settings.kv_heads,
+        num_layers=settings.layers,
+        feed_forward=settings.feed_forward,
+        dropout_rate=settings.dropout_rate,
+        normalization="rms",
+        activation=nnx.silu,
+        gated=True,
+        use_bias=False,
+        self_attention=functools.partial(MultiHeadAttention, mask=window),
+        rngs=nnx.Rngs(params=settings.seed),
+    )
+
+
+def start(model: DecoderOnly, settings: Settings) -> Any:
+    """Caches from which `jattn.generate` writes one text, however long."""
+    return model.start(1, settings.length, cache.RollingCache)
+
+
+def loss(model: DecoderOnly, rows: Array, key: Array | None = None) -> Array:
+    """The mean loss of the characters that follow in rows `[B, length + 1]`, in nats; without a
+    key no dropout."""
+    rngs = None if key is None else nnx.Rngs(dropout=key)
+    features = model.features(rows[:, :-1], deterministic=key is None, rngs=rngs)
+    labels = rows[:, 1:]
+    projection = Projection(*model.projection)
+    return cross_entropy(features, projection, labels, jnp.ones_like(labels, bool)) / labels.size
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mean_loss(definition: Any, variables: Any, rows: Array) -> Array:
+    """`loss` of a model that was taken apart, without dropout."""
+    return loss(nnx.merge(definition, variables), rows)

@@ -1,0 +1,128 @@
+"""A run's directory: its settings and alphabet, its metrics and its last checkpoint.
+
+config.json      the settings, the alphabet and the text's path
+metrics.jsonl    a line for each report while training
+checkpoints/N    the state after N steps, written by orbax
+loss.png         the losses over the steps
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from matplotlib.figure import Figure
+
+from experiments.files import append, replace, writing
+from experiments.language.settings import Settings
+from experiments.language.text import Characters
+from experiments.translation.console import json_line
+
+
+_FORMAT = "jattn-language-run"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was begun in `directory`; `text` is the path of what it reads, or None."""
+
+    directory: Path
+    settings: Settings
+    characters: Characters
+    text: str | None
+
+    @classmethod
+    def open(cls, directory: Path) -> "Run":
+        """Reads a run's directory.
+
+        Raises:
+            FileNotFoundError: there is no run.
+            ValueError: its file is not what `create` writes.
+        """
+        path = directory / "config.json"
+        if not path.exists():
+            raise FileNotFoundError(f"run: expected a run's directory, found none at {directory}")
+        about = json.loads(path.read_text("utf-8"))
+        match about:
+            case {
+                "format": "jattn-language-run",
+                "settings": dict() as settings,
+                "alphabet": str(alphabet),
+                "text": (str() | None) as text,
+            }:
+                return cls(directory, Settings.from_json(settings), Characters(alphabet), text)
+        raise ValueError(f"{path}: expected what training writes there")
+
+    def create(self) -> None:
+        """Makes the directory and writes what `open` reads.
+
+        Raises:
+            FileExistsError: there is something already.
+        """
+        if self.directory.exists() and any(self.directory.iterdir()):
+            raise FileExistsError(f"run: {self.directory} exists already and is not empty")
+        about = {
+            "format": _FORMAT,
+            "settings": dataclasses.asdict(self.settings),
+            "alphabet": self.characters.alphabet,
+            "text": self.text,
+        }
+        replace(self.directory / "config.json", json.dumps(about, indent=2) + "\n")
+
+    def report(self, record: Mapping[str, Any]) -> None:
+        """Appends a line to the metrics."""
+        append(self.directory / "metrics.jsonl", json_line(dict(record)))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records so far, without a last line cut short."""
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drops the records of steps that will be made again."""
+        kept = [json_line(record) + "\n" for record in self.metrics() if record["step"] <= step]
+        replace(self.directory / "metrics.jsonl", "".join(kept))
+
+    def save(self, state: Any, step: int) -> None:
+        """Writes a checkpoint in place of the one before."""
+        with writing(f"{self.directory}: checkpoint {step}"), self._manager() as manager:
+            manager.save(step, args=ocp.args.StandardSave(state))
+
+    def restore(self, like: Any) -> tuple[Any, int]:
+        """The last checkpoint, as a tree like this one, and its step.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        with self._manager() as manager:
+            step = manager.latest_step()
+            if step is None:
+                raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
+            return manager.restore(step, args=ocp.args.StandardRestore(like)), step
+
+    def _manager(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+        return ocp.CheckpointManager((self.directory / "checkpoints").resolve(), options=options)
+
+    def draw_losses(self) -> Path:
+        """Draws the losses over the steps, and returns the file."""
+        path = self.directory / "loss.png"
+        _draw(self.metrics(), path)
+        return path
+
+
+def _draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    steps = [record["step"] for record in records]
+    for name, label, style in (("loss", "training", "-"), ("validation_loss", "held out", "o-")):
+        axes.plot(steps, [record[name] for record in records], style, label=label, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per character")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

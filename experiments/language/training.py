@@ -1,0 +1,116 @@
+"""Training: the optimiser, the step and the loop around it.
+
+The order of the text and dropout follow from the seed and the number of the step, so that a run
+that goes on from a checkpoint ends where an uninterrupted one does, bit for bit.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+
+from experiments.ending import Failure
+from experiments.language import model as models
+from experiments.language.runs import Run
+from experiments.language.settings import Settings
+from experiments.language.text import Texts, batch, in_order
+from experiments.translation.console import progress
+
+
+_VALIDATION_ROWS = 64
+Report = Callable[[dict[str, Any]], None]
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    variables: Any
+    opt_state: Any
+
+
+def optimiser(settings: Settings) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019) with a warm-up, on gradients of limited norm."""
+    warmup, steps = min(settings.warmup, settings.steps - 1), settings.steps
+    peak = settings.learning_rate
+    rate = optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup, steps, peak / 10)
+    decay = settings.weight_decay
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=decay))
+
+
+def first_state(run: Run) -> tuple[Any, State]:
+    """The model's definition, and the state before the first step."""
+    model = models.make(run.settings, len(run.characters.alphabet))
+    definition, variables = nnx.split(model)
+    params = nnx.filter_state(variables, nnx.Param)
+    return definition, State(variables, optimiser(run.settings).init(params))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _step(
+    settings: Settings, definition: Any, state: State, rows: Array, number: Array
+) -> tuple[State, Array]:
+    """One update, and the loss before it."""
+    params, rest = nnx.split_state(state.variables, nnx.Param, ...)
+    key = jax.random.fold_in(jax.random.key(settings.seed), number)
+
+    def loss(params: Any) -> Array:
+        model = nnx.merge(definition, params, rest)
+        return models.loss(model, rows, key if settings.dropout_rate else None)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, opt_state = optimiser(settings).update(gradients, state.opt_state, params)
+    params: Any = optax.apply_updates(params, updates)
+    return State(nnx.merge_state(params, rest), opt_state), value
+
+
+def train(run: Run, texts: Texts, tell: Report, *, resume: bool) -> None:
+    """Trains to the end, with reports and checkpoints in the run's directory.
+
+    Raises:
+        Failure: the loss is no number any more.
+    """
+    settings = run.settings
+    definition, state = first_state(run)
+    first = 0
+    if resume:
+        state, first = run.restore(state)
+        run.forget_metrics_after(first)
+    held_out = in_order(texts.validation, settings.length, _VALIDATION_ROWS)
+    losses, began = [], time.perf_counter()
+    with progress(settings.steps, unit="step", initial=first) as bar:
+        for number in range(first + 1, settings.steps + 1):
+            rows = batch(texts.train, settings.rows, settings.length, (settings.seed, number))
+            state, value = _step(settings, definition, state, rows, jnp.uint32(number))
+            losses.append(value)
+            if len(losses) > 1:
+                losses[-2].block_until_ready()  # one step waits in the queue: the bar is right
+            bar.update()
+            if number % settings.report_every and number < settings.steps:
+                continue
+            record = _record(number, losses, time.perf_counter() - began, settings)
+            record["validation_loss"] = float(
+                models.mean_loss(definition, state.variables, held_out)
+            )
+            bar.set_postfix(loss=f"{record['loss']:.3f}")
+            run.save(state, number)
+            run.report(record)
+            bar.clear()
+            tell(record)
+            losses, began = [], time.perf_counter()
+
+
+def _record(number: int, losses: list[Array], seconds: float, settings: Settings) -> dict[str, Any]:
+    """What the steps since the last report were like."""
+    loss = float(np.mean(jax.device_get(losses)))
+    if not np.isfinite(loss):
+        raise Failure(f"step {number}: the loss is {loss:g}; training stopped")
+    characters = len(losses) * settings.rows * settings.length
+    speed = characters / seconds
+    return {"step": number, "loss": loss, "seconds": seconds, "characters_per_second": speed}

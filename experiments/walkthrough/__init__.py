@@ -1,0 +1,1 @@
+"""From dot products to a Transformer in small steps, each run, checked and drawn."""

@@ -1,0 +1,94 @@
+"""From dot products to a Transformer: every step run, checked and drawn, and a page of them all.
+
+    python -m experiments.walkthrough                 all steps; writes runs/walkthrough/index.html
+    python -m experiments.walkthrough --list          their names
+    python -m experiments.walkthrough scaling causal  these steps alone, with their pictures
+
+The page holds text, code, output and pictures, and opens without a network.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.ending import Failure, UserError, exit_status
+from experiments.files import replace
+from experiments.walkthrough import page
+from experiments.walkthrough.running import Result, run
+from experiments.walkthrough.step import ClaimFailed, Step
+from experiments.walkthrough.steps import STEPS
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    about, _, details = (__doc__ or "").partition("\n\n")
+    made = argparse.ArgumentParser(
+        prog="python -m experiments.walkthrough",
+        description=about,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("steps", nargs="*", metavar="STEP", help="run these alone; default: all")
+    made.add_argument("--list", action="store_true", help="name the steps and end")
+    made.add_argument(
+        "--out", type=Path, default=Path("runs/walkthrough"), help="folder (%(default)s)"
+    )
+    return made
+
+
+def chosen(names: Sequence[str]) -> list[Step]:
+    """The steps of these names, or all.
+
+    Raises:
+        UserError: there is none of a name.
+    """
+    known = {step.name: step for step in STEPS}
+    for name in names:
+        if name not in known:
+            raise UserError(f"there is no step {name!r}; there are {', '.join(known)}")
+    return [known[name] for name in names] if names else list(STEPS)
+
+
+def told(step: Step, number: int) -> Result:
+    """Runs a step, and prints its text before and its output while it comes."""
+    print(f"\n{number}. {step.title}\n")
+    for paragraph in step.paragraphs:
+        print(textwrap.fill(paragraph.replace("`", ""), 88), end="\n\n")
+    print(f"Follows {'; '.join(map(str, step.follows))}.\n")
+    try:
+        return run(step, sys.stdout)
+    except ClaimFailed as error:
+        raise Failure(f"{step.name}: this did not hold: {error}") from error
+
+
+def command(given: argparse.Namespace) -> None:
+    """Does what the command line says."""
+    if given.list:
+        for number, step in enumerate(STEPS, 1):
+            print(f"{number:2}  {step.name:24}{step.title}")
+        return
+    steps = chosen(given.steps)
+    results = [told(step, STEPS.index(step) + 1) for step in steps]
+    if not given.steps:
+        path = given.out / "index.html"
+        replace(path, page.written(results))
+        seconds = sum(result.seconds for result in results)
+        print(f"\n{len(results)} steps in {seconds:.0f} s. Open {path}")
+        return
+    for result in results:
+        for number, picture in enumerate(result.pictures, 1):
+            path = given.out / f"{result.step.name}-{number}.png"
+            replace(path, picture)
+            print(f"picture: {path}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    given = parser().parse_args(arguments)
+    return exit_status(lambda: command(given))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

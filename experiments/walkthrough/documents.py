@@ -1,0 +1,30 @@
+"""The texts on attention that the steps follow, by author and title."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that steps follow.
+
+    Attributes:
+        title: as it stands above the text.
+        author: who wrote it and when, as far as the text says so.
+    """
+
+    title: str
+    author: str
+
+    def __str__(self) -> str:
+        return f"“{self.title}” ({self.author})" if self.author else f"“{self.title}”"
+
+
+LLMS = Document("LLMs Part 2: Attention Mechanism", "Rahul Dubey, 2024")
+CODING = Document(
+    "Coding Attention Mechanism, Part 1", "Hamza Fatnaoui, Hicham Ibn Issaghyr and Ikram Arif"
+)
+MECHANISMS = Document("Mechanisms of Attention & Transformers", "Duke Kwon, 2024")
+KERNEL = Document("Attention Is All You Need", "an essay with a kernel in C++ and OpenMP")
+INTERACTION = Document("Understanding the attention mechanism", "2023")
+
+DOCUMENTS = (MECHANISMS, INTERACTION, CODING, LLMS, KERNEL)

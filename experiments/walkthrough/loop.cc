@@ -1,0 +1,24 @@
+// Attention as three loops over rows, in parallel over rows: out = softmax(Q K' / sqrt(d)) V.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+extern "C" void attend(const float* q, const float* k, const float* v, float* out, int n, int d) {
+#pragma omp parallel for
+  for (int i = 0; i < n; i++) {
+    std::vector<float> score(n);
+    float most = -INFINITY, sum = 0;
+    for (int j = 0; j < n; j++) {
+      float product = 0;
+#pragma omp simd reduction(+ : product)
+      for (int c = 0; c < d; c++) product += q[i * d + c] * k[j * d + c];
+      score[j] = product / std::sqrt(static_cast<float>(d));
+      most = std::max(most, score[j]);
+    }
+    for (int j = 0; j < n; j++) sum += score[j] = std::exp(score[j] - most);
+    for (int c = 0; c < d; c++) out[i * d + c] = 0;
+    for (int j = 0; j < n; j++)
+      for (int c = 0; c < d; c++) out[i * d + c] += score[j] / sum * v[j * d + c];
+  }
+}

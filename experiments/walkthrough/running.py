@@ -1,0 +1,64 @@
+"""Runs a step, and keeps what it prints and draws."""
+
+import contextlib
+import io
+import time
+from dataclasses import dataclass
+from typing import TextIO
+
+import jax
+from matplotlib.figure import Figure
+
+from experiments.walkthrough.step import Step
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a step: its output and its figures as PNG files."""
+
+    step: Step
+    output: str
+    pictures: tuple[bytes, ...]
+    seconds: float
+
+
+class _Copy(io.StringIO):
+    """Keeps what is printed, and lets somebody read along."""
+
+    def __init__(self, listener: TextIO | None) -> None:
+        super().__init__()
+        self.listener = listener
+
+    def write(self, text: str) -> int:
+        if self.listener is not None:
+            self.listener.write(text)
+            self.listener.flush()
+        return super().write(text)
+
+
+def run(chosen: Step, listener: TextIO | None = None) -> Result:
+    """Runs a step in 64 bits, in which the documents' eight digits are right.
+
+    Args:
+        chosen: the step.
+        listener: where its output is printed too, as it comes.
+
+    Raises:
+        ClaimFailed: something that the step says does not hold.
+    """
+    start = time.perf_counter()
+    copy = _Copy(listener)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(copy))
+        stack.enter_context(jax.enable_x64(True))
+        stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        stack.enter_context(jax.numpy_rank_promotion("allow"))
+        figures = chosen.body()
+    pictures = tuple(map(_png, [figures] if isinstance(figures, Figure) else figures or []))
+    return Result(chosen, copy.getvalue(), pictures, time.perf_counter() - start)
+
+
+def _png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=144, facecolor="white")
+    return content.getvalue()

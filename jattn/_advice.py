@@ -1,0 +1,104 @@
+"""Arguments that other libraries have, answered with the line to write.
+
+`advised` looks at the names of a call before it is made. Signatures stay those of the functions.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_CAUSAL = "mask=masks.Causal()"
+_WINDOW = "mask=masks.Window(left=..., right=...), both inclusive, or masks.Causal() & ..."
+_PADDING = "mask=masks.Padding(attention_mask), an array [*B, S] in which 1 or True is a token"
+_DROPOUT = "dropout_rate=..., dropout_key=jax.random.key(...)"
+_LSE = "return_lse=True"
+_CAP = "score=scores.SoftCap(cap)"
+_LENGTHS = "mask=masks.Lengths(q=..., kv=...)"
+_WEIGHTS = "jattn.attention_weights(query, key, mask=..., score=...)"
+
+ADVICE: dict[str, str] = {
+    "is_causal": _CAUSAL,
+    "causal": _CAUSAL,
+    "use_causal_mask": _CAUSAL,
+    "attn_mask": "mask=array if it is boolean and True attends, score=scores.Bias(array) if it is "
+    "added; of full rank [*B, N, T, S]",
+    "attention_mask": _PADDING,
+    "padding_mask": _PADDING,
+    "key_padding_mask": "mask=masks.Padding(~key_padding_mask): in it True is a token",
+    "mask_mod": "mask=mask_mod, the function",
+    "block_mask": "mask=mask_mod, the function that the block mask was made of",
+    "score_mod": "score=score_mod, the function",
+    "bias": "score=scores.Bias(bias), of full rank [*B, N, T, S]",
+    "attn_bias": "score=scores.Bias(attn_bias), of full rank [*B, N, T, S]",
+    "alibi_slopes": "score=scores.Alibi(alibi_slopes)",
+    "softcap": _CAP,
+    "logit_cap": _CAP,
+    "logits_soft_cap": _CAP,
+    "attn_logits_soft_cap": _CAP,
+    "softmax_scale": "scale=softmax_scale",
+    "sm_scale": "scale=sm_scale",
+    "scale_factor": "scale=scale_factor",
+    "window_size": _WINDOW,
+    "sliding_window": _WINDOW,
+    "local_window_size": _WINDOW,
+    "segment_ids": "mask=masks.Segments(segment_ids)",
+    "lengths": _LENGTHS,
+    "query_seq_lengths": "mask=masks.Lengths(q=query_seq_lengths)",
+    "key_value_seq_lengths": "mask=masks.Lengths(kv=key_value_seq_lengths)",
+    "dropout": _DROPOUT,
+    "dropout_p": _DROPOUT,
+    "dropout_rng": _DROPOUT,
+    "deterministic": "dropout_rate=0.0, which is the default",
+    "return_residual": _LSE,
+    "return_softmax_lse": _LSE,
+    "need_weights": _WEIGHTS,
+    "return_weights": _WEIGHTS,
+    "enable_gqa": "nothing: K divides N, and heads are shared",
+    "positions": "q_positions=..., kv_positions=...",
+    "q": "query=q",
+    "k": "key=k",
+    "v": "value=v",
+    "impl": "implementation=...",
+    "backend": "implementation=...",
+}
+
+
+def advised(function: _F) -> _F:
+    """The same function, whose TypeError about an argument that it has not says what to write."""
+    parameters = inspect.signature(function).parameters
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [name for name, x in parameters.items() if x.kind in kinds]
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        unknown = named.keys() - parameters.keys()
+        if unknown:
+            name = min(unknown, key=lambda name: (name not in ADVICE, name))
+            raise TypeError(
+                f"{function.__name__}: no argument {name!r}; {_instead(name, parameters)}"
+            )
+        if len(arguments) > len(places):
+            raise TypeError(
+                f"{function.__name__}: expected {', '.join(places)} by place, got "
+                f"{len(arguments)} arguments; name the others, as in mask=mask"
+            )
+        return function(*arguments, **named)
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _instead(name: str, parameters: Any) -> str:
+    """What to write in its place."""
+    if name in ADVICE:
+        return f"write {ADVICE[name]}"
+    near = difflib.get_close_matches(name, [*parameters, *ADVICE], n=1)
+    if near and near[0] in parameters:
+        return f"did you mean {near[0]!r}?"
+    if near:
+        return f"for {near[0]!r} write {ADVICE[near[0]]}"
+    return f"there are {', '.join(parameters)}"

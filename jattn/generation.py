@@ -1,0 +1,337 @@
+"""Text from a language model: one token after another, each read once, on a cache.
+
+The prompt is read in one step but for the last token of each row. Then all steps are alike: each
+row's last token goes in, and the next one is chosen from the logits that come out. So there is one
+loop, compiled once, and one way in which tokens are chosen.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn import integers
+from jattn._types import AnyArray
+from jattn.cache import Cache, RollingCache
+from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
+
+
+__all__ = ["Generated", "LanguageModel", "generate"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class LanguageModel(Protocol):
+    """What writes: a Flax NNX module with these two methods, such as `jattn.nn.DecoderOnly`."""
+
+    def start(self, batch: int, length: int) -> Any:
+        """Empty caches for up to `length` tokens in each row."""
+        ...
+
+    def step(
+        self, tokens: Any, caches: Any, *, valid: Any = None, deterministic: bool | None = None
+    ) -> tuple[Any, Any]:
+        """Logits `[B, T, vocabulary]` of further tokens `[B, T]`, and the grown caches; `valid
+        [B, T]` is False for padding."""
+        ...
+
+
+class Generated(NamedTuple):
+    """What was written.
+
+    Attributes:
+        tokens: `[B, max_tokens]`, up to the row's first stop token; `pad` behind it.
+        lengths: `[B]`, how many tokens of each row were written, the stop token counted.
+    """
+
+    tokens: Int[Array, "B n"]
+    lengths: Int[Array, " B"]
+
+
+def generate(
+    model: LanguageModel,
+    prompt: Int[AnyArray, "B T"],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Array | None = None,
+    stop: int | Sequence[int] = (),
+    pad: int = 0,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    caches: Any = None,
+    callback: Callable[[np.ndarray], object] | None = None,
+) -> Generated:
+    """Goes on from a prompt: `tokens [B, max_tokens]` and `lengths [B]`.
+
+        found = jattn.generate(model, prompt, max_tokens=100, temperature=0.8, top_p=0.95, key=key)
+
+    Compiled once for each shape of the prompt; another temperature, `top_p` or key is the same
+    program. Dropout is off.
+
+    Args:
+        model: a Flax NNX module as `LanguageModel` describes it.
+        prompt: tokens `[B, T]` of which each row has at least one.
+        max_tokens: how many to write in each row at most.
+        temperature: what logits are divided by before a token is drawn; at 0, and by default, the
+            likeliest token is taken, and of equally likely ones the first.
+        top_k: draw from this many of the likeliest tokens.
+        top_p: draw from the nucleus: as few of these as together have at least this probability
+            (Holtzman et al. 2020).
+        key: a JAX random key, needed for a temperature above 0. What is drawn for a row depends on
+            the row's number, and not on other rows.
+        stop: tokens after which a row has ended.
+        pad: what stands behind them.
+        valid: bool `[B, T]`, False for padding, on whichever side of a row.
+        caches: what comes before the prompt, as `model.step` gives it, or another kind of cache
+            from `model.start`; by default `model.start(B, T + max_tokens − 1)`.
+        callback: is called after each step with its tokens, a NumPy array `[B]` with `pad` in rows
+            that have ended. The loop then runs in Python around a compiled step.
+
+    Returns:
+        `Generated(tokens, lengths)`. Tokens are −1 where the model's logits have no number, as
+        after a cache has overflowed or a traced token was outside of the vocabulary.
+
+    Raises TypeError and ValueError for arguments that do not fit.
+    """
+    _check_model(model)
+    check_array("prompt", prompt, "[B, T]", "integer")
+    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
+    check_size("max_tokens", max_tokens)
+    sampling = _sampling(temperature, top_k, top_p, key)
+    check_size("pad", pad, -1)
+    options = _Options(max_tokens, top_k, _stop_tokens(stop), int(pad))
+    _check_valid(valid, prompt)
+    _check_room(caches, prompt.shape[1] + max_tokens - 1)
+    definition, variables = nnx.split(model)
+    prompt = jnp.asarray(integers.clamped(prompt))
+    valid = None if valid is None else jnp.asarray(valid)
+    given = (variables, prompt, valid, caches, sampling)
+    if callback is None:
+        return _written(definition, options, *given)
+    check_function("callback", callback)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        raise ValueError("callback: expected None inside a compiled function, got a function")
+    state = _begun(definition, options, *given[:-1])
+    for _ in range(max_tokens):
+        state = _advanced(definition, options, variables, state, sampling)
+        callback(np.asarray(state.last))
+        if not np.any(state.active):
+            break
+    return Generated(state.tokens, state.lengths)
+
+
+class _Options(NamedTuple):
+    """What the program depends on."""
+
+    max_tokens: int
+    top_k: int | None
+    stop: tuple[int, ...]
+    pad: int
+
+
+class _Sampling(NamedTuple):
+    """How tokens are drawn."""
+
+    key: Array
+    temperature: Array
+    top_p: Array | None
+
+
+class _State(NamedTuple):
+    """Between two tokens."""
+
+    place: Array  # [], how many tokens were written
+    last: Array  # [B], the token that goes in next
+    active: Array  # [B], which rows have not ended
+    tokens: Array  # [B, max_tokens]
+    lengths: Array  # [B]
+    caches: Any
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _written(
+    definition: Any,
+    options: _Options,
+    variables: Any,
+    prompt: Array,
+    valid: Array | None,
+    caches: Any,
+    sampling: _Sampling | None,
+) -> Generated:
+    """All of it in one program."""
+    model = nnx.merge(definition, variables)
+
+    def goes_on(state: _State) -> Array:
+        return (state.place < options.max_tokens) & jnp.any(state.active)
+
+    def advance(state: _State) -> _State:
+        return _advance(model, state, sampling, options)
+
+    state = _begin(model, prompt, valid, caches, options)
+    state = jax.lax.while_loop(goes_on, advance, state)
+    return Generated(state.tokens, state.lengths)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _begun(
+    definition: Any,
+    options: _Options,
+    variables: Any,
+    prompt: Array,
+    valid: Array | None,
+    caches: Any,
+) -> _State:
+    return _begin(nnx.merge(definition, variables), prompt, valid, caches, options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _advanced(
+    definition: Any, options: _Options, variables: Any, state: _State, sampling: _Sampling | None
+) -> _State:
+    return _advance(nnx.merge(definition, variables), state, sampling, options)
+
+
+def _begin(
+    model: LanguageModel, prompt: Array, valid: Array | None, caches: Any, options: _Options
+) -> _State:
+    """The state after all of the prompt but each row's last token."""
+    B, T = prompt.shape
+    if caches is None:
+        caches = model.start(B, T + options.max_tokens - 1)
+    if valid is None:
+        before, last = prompt[:, :-1], prompt[:, -1]
+    else:
+        at = T - 1 - jnp.argmax(valid[:, ::-1], axis=1)[:, None]
+        last = jnp.where(jnp.any(valid, axis=1), jnp.take_along_axis(prompt, at, axis=1)[:, 0], -1)
+        valid = valid & (jnp.arange(T, dtype=at.dtype)[None, :] != at)
+        before = jnp.where(valid, prompt, 0)  # what padding is made of is nobody's business
+    if T > 1:
+        # Nobody reads these logits, so that the compiler leaves them out.
+        _, caches = model.step(before, caches, valid=valid, deterministic=True)
+    return _State(
+        jnp.zeros((), jnp.int32),
+        last,
+        jnp.ones(B, bool),
+        jnp.full((B, options.max_tokens), options.pad, jnp.int32),
+        jnp.zeros(B, jnp.int32),
+        caches,
+    )
+
+
+def _advance(
+    model: LanguageModel, state: _State, sampling: _Sampling | None, options: _Options
+) -> _State:
+    """One more token in each row that has not ended."""
+    logits, caches = model.step(state.last[:, None], state.caches, deterministic=True)
+    logits = logits[:, 0].astype(jnp.float32)
+    chosen = jnp.argmax(logits, axis=-1)
+    if sampling is not None:
+        chosen = _drawn(logits, sampling, options.top_k, state.place)
+    chosen = jnp.where(jnp.any(jnp.isnan(logits), axis=-1), -1, chosen.astype(jnp.int32))
+    chosen = jnp.where(state.active, chosen, options.pad)
+    stops = jnp.isin(chosen, jnp.asarray(options.stop, jnp.int32))
+    return _State(
+        state.place + 1,
+        chosen,
+        state.active & ~stops,
+        state.tokens.at[:, state.place].set(chosen),
+        state.lengths + state.active.astype(jnp.int32),
+        caches,
+    )
+
+
+def _drawn(
+    logits: Float[Array, "B V"], sampling: _Sampling, top_k: int | None, place: Array
+) -> Int[Array, " B"]:
+    """A token for each row, by its probability among those that are left."""
+    key = jax.random.fold_in(sampling.key, place)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits), dtype=jnp.uint32))
+    # Less the greatest, because at low temperatures all but differences would overflow.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
+    if top_k is None and sampling.top_p is None:
+        return jax.vmap(jax.random.categorical)(keys, logits)
+    kept, tokens = jax.lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
+    if sampling.top_p is not None:
+        probabilities = jax.nn.softmax(kept)
+        likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = jnp.where((likelier < sampling.top_p) | (sampling.top_p >= 1), kept, -jnp.inf)
+    places = jax.vmap(jax.random.categorical)(keys, kept)
+    return jnp.take_along_axis(tokens, places[:, None], axis=-1)[:, 0]
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nnx.Module) or not (
+        hasattr(model, "start") and hasattr(model, "step")
+    ):
+        got = type(model).__name__
+        raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
+
+
+def _sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> _Sampling | None:
+    """How tokens are drawn; None where the likeliest is taken."""
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if hasattr(value, "shape"):
+            raise TypeError(f"{name}: expected a Python number, got an array")
+    check_number("temperature", temperature)
+    if temperature < 0:
+        raise ValueError(f"temperature: expected temperature >= 0, got {shown(temperature)}")
+    if top_k is not None:
+        check_size("top_k", top_k)
+    if top_p is not None:
+        check_number("top_p", top_p, positive=True)
+        if top_p > 1:
+            raise ValueError(f"top_p: expected 0 < top_p <= 1, got {shown(top_p)}")
+    if key is not None:
+        check_key("key", key)
+    if temperature < np.finfo(np.float32).tiny:
+        return None
+    if key is None:
+        raise ValueError(f"key: needed for temperature = {temperature}, got None")
+    share = None if top_p is None else jnp.float32(top_p)
+    return _Sampling(key, jnp.float32(temperature), share)
+
+
+def _stop_tokens(stop: Any) -> tuple[int, ...]:
+    """Tokens that end a row, as Python integers."""
+    if integers.is_integer(stop):
+        stop = (stop,)
+    if not hasattr(stop, "__iter__"):
+        raise TypeError(f"stop: expected a token or several, got {shown(stop)}")
+    for token in stop:
+        check_size("stop", token, 0)
+    return tuple(map(int, stop))
+
+
+def _check_valid(valid: Any, prompt: Any) -> None:
+    """Raises unless there is something in every row, as far as that is known."""
+    if valid is None:
+        return
+    check_array("valid", valid, "[B, T]", "boolean", shape=tuple(prompt.shape))
+    if integers.is_known(valid) and not np.all(np.any(np.asarray(valid), axis=1)):
+        raise ValueError("valid: expected a token in every row of the prompt, got none in some")
+
+
+def _check_room(caches: Any, tokens: int) -> None:
+    """Raises for what holds no arrays, and where caches of the library are known to be too small
+    for so many more tokens."""
+    if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):
+        raise TypeError(f"caches: expected what model.step gives, got {shown(caches)}")
+    for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Cache)):
+        if not isinstance(cache, Cache) or isinstance(cache, RollingCache):
+            continue
+        _, most = integers.known_range(cache.lengths) or (0, 0)
+        if most + tokens > cache.capacity:
+            raise ValueError(
+                f"caches: expected room for {most + tokens} tokens, got {cache.capacity}"
+            )

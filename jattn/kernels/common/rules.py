@@ -1,0 +1,97 @@
+"""Functions with a derivative rule that JAX keeps through partial evaluation.
+
+`jax.custom_jvp` has its rule dropped where JAX takes the known part of a program from the rest, as
+it does for reverse mode in a loop; a second derivative then finds the function without it. Here the
+function is one operation of the program, and its rule stays with it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+_call = Primitive("call_with_derivative")
+_call.multiple_results = True
+
+
+def with_derivative(
+    function: Callable[..., Any], derivative: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function of trees of arrays, which closes over nothing traced, with its rule in forward
+    mode:
+
+    derivative(operands, changes) -> (results, changes of them), with None for a change that is 0.
+    """
+
+    def run(*operands: Any) -> Any:
+        flat, structure = jax.tree.flatten(operands)
+        like: Any = None
+
+        def on_leaves(*flat: Any) -> list[Any]:
+            nonlocal like
+            found, like = jax.tree.flatten(function(*jax.tree.unflatten(structure, flat)))
+            return found
+
+        def rule(flat: list[Any], changes: list[Any]) -> tuple[list[Any], list[Any]]:
+            given = (jax.tree.unflatten(structure, x) for x in (flat, changes))
+            results, found = derivative(*given)
+            return jax.tree.leaves(results), like.flatten_up_to(found)
+
+        program = jax.make_jaxpr(on_leaves)(*flat)
+        return jax.tree.unflatten(like, _call.bind(*flat, program=program, rule=rule))
+
+    return run
+
+
+def changes_of(tangents: Any) -> list[Any]:
+    """A rule's changes: tangents, with None for those that are 0."""
+    return [None if _is_zero(x) else x for x in tangents]
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, ad.Zero) or tangent.dtype == jax.dtypes.float0
+
+
+def _run(program: Any, *operands: Any) -> list[Any]:
+    return eval_jaxpr(program.jaxpr, program.consts, *operands)
+
+
+def _lower(context: Any, *values: Any, program: Any, rule: Any) -> Any:
+    return mlir.lower_fun(functools.partial(_run, program))(context, *values)
+
+
+@_call.def_effectful_abstract_eval
+def _types(*_: Any, program: Any, rule: Any) -> Any:
+    return list(program.out_avals), program.effects
+
+
+def _jvp(operands: Any, tangents: Any, *, program: Any, rule: Any) -> Any:
+    results, found = rule(list(operands), changes_of(tangents))
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    return results, [y if x is None else x for x, y in zip(found, zeros, strict=True)]
+
+
+def _batch(operands: Any, axes: Any, *, program: Any, rule: Any) -> Any:
+    size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
+    mapped = jax.vmap(functools.partial(_run, program), tuple(axes), axis_size=size)
+    found = _call.bind(
+        *operands,
+        program=jax.make_jaxpr(mapped)(*operands),
+        rule=jax.vmap(rule, (list(axes), list(axes)), axis_size=size),
+    )
+    return found, [0] * len(found)
+
+
+def _eager(*operands: Any, program: Any, rule: Any) -> Any:
+    return jax.jit(functools.partial(_run, program))(*operands)
+
+
+_call.def_impl(_eager)
+batching.primitive_batchers[_call] = _batch
+ad.primitive_jvps[_call] = _jvp
+mlir.register_lowering(_call, _lower)

@@ -1,0 +1,129 @@
+// Products of attention in T: what a tile of keys and a block of queries hold for them.
+
+#pragma once
+
+#include "native.h"
+
+namespace {
+
+struct Wide {
+  static constexpr bool kScales = true;  // whether queries come multiplied with the scale
+  static Index room(Index keys) { return keys; }  // for the scores of one query, and its weights
+
+  // What a thread needs while it computes products: nothing.
+  struct Session {
+    ~Session() {}
+  };
+
+  // Some keys and values side by side; heads lie between those of the arrays, too far apart for the
+  // caches. Values that are not finite are 0, and those who attend to them get NaN from `nonfinite`.
+  struct Tile {
+    Index H, V;
+    T *k, *v, *finite_k;           // finite_k: k with 0 for what is not finite
+    T down = 1;                    // what values are multiplied with, so that sums do not overflow
+    const T* nonfinite = nullptr;  // null if all is finite
+
+    static Index size(Index H, Index V, Index keys) { return keys * (2 * H + V + 1); }
+
+    Tile(Index H, Index V, Index keys, bool, Bench& bench)
+        : H(H), V(V), k(bench.take(keys * H)), v(bench.take(keys * V)) {
+      memory_ = bench.take(keys), spare_ = bench.take(keys * H);
+    }
+
+    void read(const Input& keys, const Input& values, Index count) {
+      depth_k = keys.size, depth_v = values.size;
+      finite_k = k;
+      if (!copy(keys, count, k, H)) {
+        finite_k = std::copy(k, k + count * H, spare_) - count * H;
+        zero_nonfinite(finite_k, count, H, nullptr);
+      }
+      nonfinite = nullptr;
+      if (!copy(values, count, v, V)) {
+        std::fill(memory_, memory_ + count, T{0});
+        zero_nonfinite(v, count, V, memory_);
+        nonfinite = memory_;
+      }
+      if (down != 1)
+        for (Index i = 0; i < count * V; i += kLanes) store(v + i, load(v + i) * down);
+    }
+
+    Index depth_k, depth_v;
+
+   private:
+    T *memory_, *spare_;
+  };
+
+  // A block of queries, and its sums of values.
+  struct Forward {
+    T* out;  // [width, V], times the sum of weights
+
+    static Index size(Index width, Index H, Index V) { return width * (H + V); }
+
+    Forward(const Input& q, Index count, Index width, Index H, Index V, T scale, Bench& bench)
+        : count_(count), t_(width), V_(V), transposed_(bench.take(H * width)) {
+      out = bench.take(width * V);
+      transpose(q, count, width, transposed_, scale);
+    }
+
+    void scores(const Tile& tile, Index at, Index keys, T* to) const {
+      product(keys, t_, tile.depth_k, tile.k + at * tile.H, tile.H, 1, transposed_, t_, to, t_, false);
+    }
+    void add(const Tile& tile, Index at, Index keys, const T* weights, bool fresh, bool) {
+      product(count_, V_, keys, weights, 1, t_, tile.v + at * V_, V_, out, V_, !fresh);
+    }
+    void rescale(const T* factors) {
+      for (Index i = 0; i < count_; ++i)
+        for (Index h = 0; h < V_; h += kLanes)
+          store(out + i * V_ + h, load(out + i * V_ + h) * factors[i]);
+    }
+    // Nothing more is added: `out` is read.
+    void settle() {}
+
+   private:
+    Index count_, t_, V_;
+    T* transposed_;  // scale q, [H, width]
+  };
+
+  // A block of queries with the cotangent of its outputs, and the queries' gradients.
+  struct Backward {
+    T* d_query;  // [width, H]
+
+    static Index size(Index width, Index, Index H, Index V) { return width * (3 * H + 2 * V); }
+
+    Backward(Index width, Index, Index H, Index V, Bench& bench) : t_(width), H_(H), V_(V) {
+      q_ = bench.take(t_ * H), d_out_ = bench.take(t_ * V), d_query = bench.take(t_ * H);
+      q_transposed_ = bench.take(t_ * H), d_transposed_ = bench.take(t_ * V);
+    }
+
+    void read(const Input& q, Rows<const T> d_out, Index count, T scale) {
+      count_ = count;
+      if (!copy(q, count, q_, H_)) zero_nonfinite(q_, count, H_, nullptr);
+      copy(d_out, count, d_out_, V_);
+      transpose(q, count, t_, q_transposed_, scale);
+      transpose(d_out, count, t_, d_transposed_, T{1});
+      std::fill(d_query, d_query + t_ * H_, T{0});
+    }
+
+    // q k and d_out v.
+    void products(const Tile& tile, Index at, Index keys, T* scores, T* d_weights) const {
+      const T *k = tile.k + at * H_, *v = tile.v + at * V_;
+      product(keys, t_, tile.depth_k, k, H_, 1, q_transposed_, t_, scores, t_, false);
+      product(keys, t_, tile.depth_v, v, V_, 1, d_transposed_, t_, d_weights, t_, false);
+    }
+    void add_to_keys(Index keys, const T* weights, const T* d_scores, T* d_k, T* d_v) {
+      product(keys, V_, count_, weights, t_, 1, d_out_, V_, d_v, V_, true);
+      product(keys, H_, count_, d_scores, t_, 1, q_, H_, d_k, H_, true);
+    }
+    void add_to_queries(const Tile& tile, Index at, Index keys, const T* d_scores) {
+      product(count_, H_, keys, d_scores, 1, t_, tile.finite_k + at * H_, H_, d_query, H_, true);
+    }
+    void settle() {}
+
+   private:
+    Index t_, H_, V_, count_;
+    T *q_, *d_out_;                    // [width, H], [width, V]
+    T *q_transposed_, *d_transposed_;  // scale q, d_out: [H, width], [V, width]
+  };
+};
+
+}  // namespace

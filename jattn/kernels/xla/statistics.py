@@ -1,0 +1,341 @@
+"""What weights look like, tile by tile: sums over the keys of each query and over its queries of
+each key, given the log of the softmax's denominator.
+
+Every statistic that has a derivative is a sum Σ w x over a row of weights w. With the cotangents g
+of the sums X, that of the scores is w (Σ g x − Σ g X); for the entropy, x = −log w.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jattn import tile, tuning
+from jattn._pytree import pytree_dataclass, select_head, static_field
+from jattn._types import LogSumExp
+from jattn.kernels.common import reverse_mode, slicing, tile_schedule
+from jattn.kernels.xla import blockwise
+from jattn.scores import apart
+from jattn.spec import Spec, Tiling, parameter_letters, parameters, scaled, with_parameters
+
+
+@pytree_dataclass
+class Question:
+    """What is asked about the weights of a spec: how much of each row lies on the pairs that the
+    mask of another spec allows, and how much in weights above a threshold."""
+
+    spec: Spec
+    keys: Spec | None = None
+    threshold: float | None = static_field(default=None)
+
+
+class Rows(NamedTuple):
+    """Of each query, `[B, N, T]`. `place` is −1 where no key is attended."""
+
+    entropy: Any
+    greatest: Any
+    place: Any
+    distance: Any
+    on_keys: Any
+    above: Any
+
+
+class _Tile(NamedTuple):
+    """Weights of a tile, their logs, where it is, and the way of their cotangent."""
+
+    weights: Float[Array, "t s"]
+    logs: Float[Array, "t s"]
+    at: slicing.Tile
+    keys: Spec | None
+    pull: Any
+
+    def on_keys(self) -> Any:
+        """1 where the keys asked for are, else 0."""
+        assert self.keys is not None
+        allowed = self.keys.mask.evaluate(self.at.b, self.at.h, self.at.rows, self.at.columns)
+        return allowed.astype(self.weights.dtype)
+
+    def apart(self) -> Float[Array, "t s"]:
+        """The distance of each pair."""
+        return apart(self.at.rows, self.at.columns, self.weights.dtype)
+
+
+class _Head(NamedTuple):
+    """One head: sizes are whole tiles."""
+
+    asked: Question
+    b: Any
+    h: Any
+    q: Float[Array, "T H"]
+    k: Float[Array, "S H"]
+    lse: Float[Array, " T"]
+    tiling: Tiling
+
+    def schedule(self) -> tile_schedule.Schedule:
+        """Which tiles are visited."""
+        T, S = len(self.q), len(self.k)
+        return tile_schedule.schedule(self.asked.spec, self.b, self.h, T, S, self.tiling)
+
+    def at(self, i: Any, run: tile_schedule.Run) -> _Tile:
+        """The tile of query block i and a run of keys."""
+        rows = self.tiling.block_q
+        here = slicing.Tile.at(self.asked.spec, self.b, self.h, i * rows, rows, run)
+        keys = self.asked.keys
+        if keys is not None:
+            keys = slicing.slice_tile(keys, i * rows, rows, run.start, run.size)
+        q_i, lse = (slicing.take(x, i * rows, rows) for x in (self.q, self.lse))
+        k_j = slicing.take(self.k, run.start, run.size)
+        score, pull = here.modified(tile.products(here.spec, q_i, k_j), run.masked)
+        logs = score - jnp.where(lse == -jnp.inf, 0, lse)[:, None]
+        # Computed once: XLA would compute both again for each sum.
+        logs = lax.optimization_barrier(logs)
+        return _Tile(lax.optimization_barrier(jnp.exp(logs)), logs, here, keys, pull)
+
+
+def _sum(x: Float[Array, "t s"], y: Float[Array, "#t s"]) -> Float[Array, " t"]:
+    return jnp.sum(x * y, axis=1)
+
+
+def _entropies(found: _Tile) -> Float[Array, "t s"]:
+    """−log w, and 0 for what is masked, which has no weight."""
+    return jnp.where(found.logs == -jnp.inf, 0, -found.logs)
+
+
+def _greatest(found: _Tile, start: Any, state: Rows) -> tuple[Array, Array]:
+    """The greatest log of a weight so far, and its place: the first of several."""
+    most = jnp.max(found.logs, axis=1)
+    places = start + jnp.arange(found.logs.shape[1], dtype=jnp.int32)
+    last = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(found.logs == most[:, None], places[None, :], last), axis=1)
+    better = most > state.greatest
+    earlier = (most == state.greatest) & (most > -jnp.inf) & (first < state.place)
+    place = jnp.where(better | earlier, first, state.place)
+    return jnp.maximum(most, state.greatest), place
+
+
+def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
+    """The statistics `[T]` of each query, and the weight `[S]` that each key receives."""
+    asked, rows, dtype = head.asked, head.tiling.block_q, head.lse.dtype
+    schedule = head.schedule()
+
+    def block(i: Any, total: Any) -> Any:
+        def step(run: tile_schedule.Run, carried: Any) -> Any:
+            state, received = carried
+            found = head.at(i, run)
+            w = found.weights
+            greatest, place = _greatest(found, run.start, state)
+            on_keys, above = state.on_keys, state.above
+            if on_keys is not None:
+                on_keys = on_keys + _sum(w, found.on_keys())
+            if above is not None:
+                above = above + jnp.sum(jnp.where(w > asked.threshold, w, 0), axis=1)
+            state = Rows(
+                state.entropy + _sum(w, _entropies(found)),
+                greatest,
+                place,
+                state.distance + _sum(w, found.apart()),
+                on_keys,
+                above,
+            )
+            return state, slicing.put(received, jnp.sum(w, axis=0), run.start, 0)
+
+        zeros = jnp.zeros(rows, dtype)
+        state = Rows(
+            zeros,
+            jnp.full(rows, -jnp.inf, dtype),
+            jnp.full(rows, -1, jnp.int32),
+            zeros,
+            None if asked.keys is None else zeros,
+            None if asked.threshold is None else zeros,
+        )
+        by_row, received = total
+        state, received = tile_schedule.visit(schedule, i, step, (state, received))
+        put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, i * rows, 0)  # noqa: E731
+        return jax.tree.map(put, by_row, state), received
+
+    T, S = len(head.q), len(head.k)
+    zeros = jnp.zeros(T, dtype)
+    by_row = Rows(
+        zeros,
+        zeros,
+        jnp.zeros(T, jnp.int32),
+        zeros,
+        None if asked.keys is None else zeros,
+        None if asked.threshold is None else zeros,
+    )
+    total = by_row, jnp.zeros(S, dtype)
+    found, received = tile_schedule.fold_blocks(schedule, T // rows, block, total)
+    return found._replace(greatest=jnp.exp(found.greatest)), received
+
+
+def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
+    """Of queries `[T, H]`, keys `[S, H]` and the spec's parameters, with those of the sums."""
+    size, dtype = head.tiling.block_q, head.lse.dtype
+    q_finite, k_finite = (tile.finite(x.astype(dtype)) for x in (head.q, head.k))
+    letters, schedule = parameter_letters(head.asked.spec), head.schedule()
+    names = ["entropy", "greatest", "distance"] + ["on_keys"] * (head.asked.keys is not None)
+    sums = {x: (getattr(cotangents, x), getattr(rows, x)) for x in names}
+    offset = functools.reduce(jnp.add, (g * x for g, x in sums.values()))
+
+    def block(i: Any, total: Any) -> Any:
+        at = lambda x: slicing.take(x, i * size, size)  # noqa: E731
+        g = {name: at(g)[:, None] for name, (g, _) in sums.items()}
+
+        def step(run: tile_schedule.Run, state: Any) -> Any:
+            dq_i, dk, d_params = state
+            found = head.at(i, run)
+            places = run.start + jnp.arange(run.size, dtype=jnp.int32)
+            d_weights = g["entropy"] * _entropies(found) + g["distance"] * found.apart()
+            is_greatest = at(rows.place)[:, None] == places[None, :]
+            d_weights = d_weights + jnp.where(is_greatest, g["greatest"], 0)
+            if "on_keys" in g:
+                d_weights = d_weights + g["on_keys"] * found.on_keys()
+            d_scores = found.weights * (d_weights - at(offset)[:, None])
+            broken = jnp.isnan(at(head.lse))[:, None]  # a row of NaN has no gradient
+            d_scores = jnp.where(broken | (found.logs == -jnp.inf), 0, d_scores)
+            d_products, d_here = found.pull(d_scores)
+            k_j = slicing.take(k_finite, run.start, run.size)
+            dk_j = jnp.dot(at(q_finite).T, d_products).T
+            starts = {"T": i * size, "S": run.start}
+            return (
+                dq_i + jnp.dot(d_products, k_j),
+                slicing.put(dk, dk_j, run.start, 0),
+                slicing.put_leaves(d_params, d_here, letters, starts),
+            )
+
+        dq, *rest = total
+        dq_i, *rest = tile_schedule.visit(schedule, i, step, (jnp.zeros_like(at(q_finite)), *rest))
+        return slicing.put(dq, dq_i, i * size, 0), *rest
+
+    zeros = jax.tree.map(jnp.zeros_like, (q_finite, k_finite, parameters(head.asked.spec)))
+    return tile_schedule.fold_blocks(schedule, len(head.q) // size, block, zeros)
+
+
+def _top(head: _Head, n: int) -> tuple[Float[Array, "T n"], Int[Array, "T n"]]:
+    """The n greatest weights of each query, greatest first, and their places."""
+    rows, dtype = head.tiling.block_q, head.lse.dtype
+    schedule = head.schedule()
+
+    def block(i: Any) -> Any:
+        def step(run: tile_schedule.Run, state: Any) -> Any:
+            logs, places = state
+            here = run.start + jnp.arange(run.size, dtype=jnp.int32)
+            here = jnp.broadcast_to(here, (rows, run.size))
+            every = jnp.concatenate([logs, head.at(i, run).logs], axis=1)
+            logs, which = lax.top_k(every, n)
+            places = jnp.concatenate([places, here], axis=1)
+            return logs, jnp.take_along_axis(places, which, axis=1)
+
+        nothing = jnp.full((rows, n), -jnp.inf, dtype), jnp.full((rows, n), -1, jnp.int32)
+        logs, places = tile_schedule.visit(schedule, i, step, nothing)
+        return jnp.exp(logs), jnp.where(logs == -jnp.inf, -1, places)
+
+    found = tile_schedule.map_blocks(schedule, len(head.q) // rows, block)
+    return jax.tree.map(tile_schedule.join, found)
+
+
+# --- all heads ------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """A call in sizes that are whole tiles."""
+
+    asked: Question
+    tiling: Tiling
+    sizes: tuple[int, int]
+
+    @classmethod
+    def of(cls, asked: Question, T: int, S: int) -> "_Call":
+        found = tuning.sizes(jax.default_backend())
+        tiling = Tiling(T, S)
+        if T * S > found.max_untiled:
+            tiling = blockwise.choose_tiling(asked.spec, T, S, found)
+        sizes = slicing.round_up(T, S, tiling)
+        spec = slicing.pad_spec(asked.spec, T, S, *sizes)
+        keys = asked.keys and slicing.pad_spec(asked.keys, T, S, *sizes)
+        return cls(Question(spec, keys, asked.threshold), tiling, sizes)
+
+    def over_heads(
+        self, function: Callable[..., Any], query: Array, key: Array, lse: LogSumExp, *others: Any
+    ) -> Any:
+        """`function(head, *others)` for each head, `[B, N, ...]`; `others` are trees of
+        `[B, N, T]`. One head after another where one fills the cores, else all at once."""
+        (B, _, N, _), K, (T, S) = query.shape, key.shape[2], self.sizes
+
+        def one(n: Any) -> Any:
+            b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, N))
+            asked = select_head(self.asked, b, h)
+            q = slicing.pad_to(query[b, :, h], T)
+            k = slicing.pad_to(key[b, :, h // (N // K)], S)
+            rows = jax.tree.map(lambda x: slicing.pad_to(x[b, h], T), (lse, others))
+            spec, q, _ = scaled(asked.spec, q)
+            asked = Question(spec, asked.keys, asked.threshold)
+            return function(_Head(asked, b, h, q, k, rows[0], self.tiling), *rows[1])
+
+        together = None if tuning.sizes(jax.default_backend()).in_turn else B * N
+        found = lax.map(one, jnp.arange(B * N, dtype=jnp.int32), batch_size=together)
+        return jax.tree.map(lambda x: x.reshape(B, N, *x.shape[1:]), found)
+
+
+def statistics(asked: Question, query: Array, key: Array, lse: LogSumExp) -> tuple[Rows, Array]:
+    """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives.
+
+    `lse [B, N, T]` is that of the same call. Entropy, greatest weight, distance and weight on keys
+    are differentiable by queries, keys and the spec's parameters.
+    """
+    T, S = query.shape[1], key.shape[1]
+
+    @jax.custom_vjp
+    def run(params: list[Array], asked: Question, query: Array, key: Array, lse: Array) -> Any:
+        call = _Call.of(_with(asked, params), T, S)
+        rows, received = call.over_heads(_rows_and_columns, query, key, lse)
+        return jax.tree.map(lambda x: x[:, :, :T], rows), received[:, :, :S]
+
+    def forward(*operands: Any) -> Any:
+        found = run(*operands)
+        return found, (*operands, found[0])
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        params, asked, query, key, lse, rows = residuals
+        asked = _with(asked, params)
+        d_params, d_query, d_key = _pulled_back(asked, query, key, lse, rows, cotangents[0])
+        return d_params, None, d_query.astype(query.dtype), d_key.astype(key.dtype), None
+
+    run.defvjp(forward, backward)
+    query, key, *params = reverse_mode.inputs((query, key, *parameters(asked.spec)), asked)
+    rows, received = run(params, asked, query, key, lax.stop_gradient(lse))
+    constant = {name: lax.stop_gradient(getattr(rows, name)) for name in ("place", "above")}
+    return rows._replace(**constant), lax.stop_gradient(received)
+
+
+def _with(asked: Question, params: list[Array]) -> Question:
+    return Question(with_parameters(asked.spec, params), asked.keys, asked.threshold)
+
+
+def _pulled_back(
+    asked: Question, query: Array, key: Array, lse: Array, rows: Rows, cotangents: Rows
+) -> tuple[list[Array], Array, Array]:
+    """Gradients of the spec's parameters, queries and keys."""
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
+    call = _Call.of(asked, T, S)
+    spec, _, scale = scaled(asked.spec, query)
+    own = cotangents._replace(place=rows.place)  # of integers there are none
+    found = call.over_heads(_gradients, query, key, lse, rows, own)
+    d_query, d_key, d_params = found
+    d_query = jnp.swapaxes(d_query[:, :, :T], 1, 2) * scale
+    d_key = d_key[:, :, :S].reshape(B, K, N // K, S, H).sum(axis=2)
+    each = zip(d_params, parameters(call.asked.spec), parameter_letters(spec), strict=True)
+    summed = [tile.sum_heads(*one) for one in each]
+    return slicing.unpadded_parameters(summed, asked.spec), d_query, jnp.swapaxes(d_key, 1, 2)
+
+
+def top(spec: Spec, query: Array, key: Array, lse: LogSumExp, n: int) -> tuple[Array, Array]:
+    """The n greatest weights of each query and their places, `[B, N, T, n]`, greatest first."""
+    T, S = query.shape[1], key.shape[1]
+    call = _Call.of(Question(spec), T, S)
+    logs, places = call.over_heads(functools.partial(_top, n=n), query, key, lse)
+    return logs[:, :, :T], places[:, :, :T]

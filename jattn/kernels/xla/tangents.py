@@ -1,0 +1,208 @@
+"""The passes of derivatives that no kernel has: tile by tile, in memory linear in T and S.
+
+Along a change of parameters, queries and keys the scores s change by ds, the derivative of the same
+`jattn.tile` that makes s. With the weights p = exp(s − lse) of the rows
+
+    d_lse = Σ p ds        d_out = Σ drop(p) (ds v + dv) − d_lse out
+
+so that one visit of each tile is enough. Second derivatives are derivatives in forward mode, taken
+by JAX, of this pass and of `blockwise`'s backward pass.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jattn import softmax, tile, tuning
+from jattn._pytree import pytree_dataclass, select_head
+from jattn._types import LogSumExp, Output, accumulation
+from jattn.kernels.common import slicing, tile_schedule, vjp
+from jattn.kernels.common.derivatives import Moving, Passes
+from jattn.kernels.xla import blockwise
+from jattn.kernels.xla.blockwise import Problem, Values, put_head, take_head
+from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
+
+
+@pytree_dataclass
+class _Course:
+    """A spec, and the tangents of its parameters in the places of these: what is cut out of one is
+    cut out of the other."""
+
+    spec: Spec
+    tangent: Spec
+
+
+class _Walk(NamedTuple):
+    """How a head is walked over: in blocks of so many `rows`. `visit(i, step, state)` folds over
+    the keys that one of them visits, `map(block)` stacks the results of all."""
+
+    rows: int
+    visit: Callable[..., Any]
+    map: Callable[[Callable[[Any], Any]], Any]
+
+    @classmethod
+    def of(cls, problem: Problem, spec: Spec, b: Any, h: Any) -> "_Walk":
+        (T, S), tiling, blocks = problem.padded, problem.tiling, problem.blocks
+        written_out = blocks.written_out
+        schedule = tile_schedule.schedule(spec, b, h, T, S, tiling, written_out=written_out)
+
+        def over_blocks(block: Callable[[Any], Any]) -> Any:
+            return tile_schedule.map_blocks(schedule, T // tiling.block_q, block, blocks.map)
+
+        return cls(tiling.block_q, functools.partial(tile_schedule.visit, schedule), over_blocks)
+
+    @classmethod
+    def of_band(cls, band: tile_schedule.Band) -> "_Walk":
+        """Of a mask that leaves a band: each block sees one run of keys, and some go together."""
+        starts = jnp.asarray(band.starts)
+
+        def visit(i: Any, step: Callable[..., Any], state: Any) -> Any:
+            return step(tile_schedule.Run(starts[i], band.width, True), state)
+
+        indices = jnp.arange(len(starts), dtype=jnp.int32)
+        together = min(len(starts), tuning.current().band_blocks)
+        return cls(band.rows, visit, lambda block: lax.map(block, indices, batch_size=together))
+
+
+def _head(
+    course: _Course, b: Any, h: Any, operands: Moving, keys: tuple[Array, ...], walk: _Walk
+) -> tuple[Array, Array]:
+    """`(d_out [T, V], d_lse [T])` of one head; sizes are whole tiles."""
+    (spec, q, _), (along, dq, _) = (
+        scaled(*x) for x in ((course.spec, operands.query), (course.tangent, operands.tangent))
+    )
+    course, operands = _Course(spec, along), operands._replace(query=q, tangent=dq)
+    k, dk, v, dv = keys
+    values, d_values = Values.of(spec, v), dv.astype(accumulation(v.dtype))
+    d_values = jnp.where(jnp.isfinite(v), d_values, 0)
+    rows = walk.rows
+
+    def block(i: Any) -> tuple[Array, Array]:
+        own = Moving(*(slicing.take(x, i * rows, rows) for x in operands))
+
+        def step(run: tile_schedule.Run, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            here = slicing.Tile.at(course.spec, b, h, i * rows, rows, run)
+            d_params = parameters(
+                slicing.slice_tile(course.tangent, i * rows, rows, run.start, run.size)
+            )
+            k_j, dk_j, dv_j = (slicing.take(x, run.start, run.size) for x in (k, dk, d_values))
+            v_j = values.at(run)
+
+            def score(params: list[Array], q: Array, k: Array) -> Array:
+                own = here._replace(spec=with_parameters(here.spec, params))
+                return own.modify(blockwise.products(own, q, k, v_j), run.masked)
+
+            at = (parameters(here.spec), own.query, k_j)
+            s, ds = jax.jvp(score, at, (d_params, own.tangent, dk_j))
+            weights = softmax.weights(s, own.maximum, own.log_total, run.masked)
+            changes = weights * ds
+            d_lse, weighted = state
+            weighted = weighted + _dot(here.drop(changes), v_j.finite, spec)
+            weighted = weighted + _dot(here.drop(weights), dv_j, spec)
+            return d_lse + jnp.sum(changes, axis=-1), weighted
+
+        state = (jnp.zeros_like(own.log_total), jnp.zeros_like(own.out))
+        d_lse, weighted = walk.visit(i, step, state)
+        return weighted - d_lse[:, None] * own.out, d_lse
+
+    d_out, d_lse = map(tile_schedule.join, walk.map(block))
+    return d_out, d_lse
+
+
+def _dot(a: Array, b: Array, spec: Spec) -> Array:
+    return jnp.dot(a, b, precision=spec.precision)
+
+
+def _tangent(
+    tiling: Tiling | None,
+    platform: str,
+    spec: Spec,
+    d_params: list[Array],
+    moving: Moving,
+    *keys: Array,
+) -> tuple[Array, Array]:
+    """As `Passes.tangent`."""
+    problem = Problem.of(platform, spec, moving.query, keys[2], tiling)
+    course = _Course(*(problem.pad(x) for x in (spec, with_parameters(spec, d_params))))
+    if problem.way == "loop":
+        return _in_turn(course, moving, keys, problem)
+    T, S = problem.padded
+
+    def one(course: Any, b: Any, h: Any, *operands: Array) -> tuple[Array, Array]:
+        rows = Moving(*(slicing.pad_to(x, T) for x in operands[: len(moving)]))
+        columns = tuple(slicing.pad_to(x, S) for x in operands[len(moving) :])
+        walk = _Walk.of(problem, course.spec, b, h)
+        found = _head(course, b, h, rows, columns, walk)
+        return jax.tree.map(lambda x: x[: problem.shapes.T], found)
+
+    over_batch = _over_batch(platform, problem)
+    return tile.over_heads(one, course, moving, keys, out_axes=1, over_batch=over_batch)
+
+
+def _over_batch(platform: str, problem: Problem) -> Any:
+    """Single tiles of a batch row at a time where those of all take memory and save no time."""
+    in_turn = problem.way == "single tile" and tuning.sizes(platform).in_turn
+    return tile.in_turn if in_turn else jax.vmap
+
+
+def _in_turn(
+    course: _Course, moving: Moving, keys: tuple[Array, ...], problem: Problem
+) -> tuple[Array, Array]:
+    """Head after head."""
+    shapes, (T, S) = problem.shapes, problem.padded
+    band = None
+    if course.spec.pair is None:
+        band = tile_schedule.band(select_head(course.spec, 0, 0), T, S, problem.tiling)
+
+    def body(n: Any, total: Any) -> Any:
+        b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
+        rows = Moving(*(take_head(x, b, h, T) for x in moving))
+        columns = tuple(take_head(x, b, h // shapes.G, S) for x in keys)
+        own = select_head(course, b, h)
+        walk = _Walk.of_band(band) if band else _Walk.of(problem, own.spec, b, h)
+        results = _head(own, b, h, rows, columns, walk)
+        return jax.tree.map(lambda x, y: put_head(x, y, b, h), total, results)
+
+    total = (jnp.zeros_like(moving.out), jnp.zeros_like(moving.log_total))
+    return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
+
+
+def _backward(
+    tiling: Tiling | None, platform: str, spec: Spec, per_query: Any, key: Array, value: Array
+) -> Any:
+    """As `Passes.backward`: blockwise's for several tiles, which JAX can differentiate."""
+    problem = Problem.of(platform, spec, per_query[0], value, tiling)
+    if problem.way == "single tile":
+        return _backward_single(platform, spec, per_query, key, value, problem)
+    run = blockwise.backward_loop if problem.way == "loop" else blockwise.backward_vmap
+    d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
+    return slicing.unpadded_parameters(d_params, spec), *found
+
+
+def _backward_single(
+    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, problem: Problem
+) -> Any:
+    def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
+        *rows, k, v = operands
+        part = blockwise.backward_head(spec, b, h, rows, k, v, problem.tiling, problem.blocks)
+        return part.query, part.key.T, part.value.T, part.params
+
+    axes = (1, 1, 1, [0] * len(parameters(spec)))
+    over_batch = _over_batch(platform, problem)
+    found = tile.over_heads(one, spec, per_query, (key, value), axes, over_batch)
+    return tile.gather_gradients(spec, key.shape[2], *found)
+
+
+def passes(tiling: Tiling | None = None) -> Passes:
+    """The passes, with the tiles of `blockwise.functions(platform, tiling)`."""
+    return Passes(*(functools.partial(f, tiling) for f in (_tangent, _backward)))
+
+
+def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
+    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis, by `blockwise`."""
+    return vjp.attention(blockwise.functions, passes(), spec, query, key, value)

@@ -1,0 +1,203 @@
+"""What the weights of attention look like, in numbers: without the T × S matrix.
+
+`statistics` reduces each row of weights to a few numbers, `top_weights` to its greatest. Both go
+over the tiles of the scores once, after one pass of attention that finds their denominators.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn._advice import advised
+from jattn._types import AnyArray, Keys, LogSumExp, Queries
+from jattn.attention import attention
+from jattn.checks import check_array, check_number, check_size
+from jattn.kernels.xla import statistics as tiles
+from jattn.masks import Mask, MaskLike, Padding
+from jattn.scores import ScoreLike
+from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+
+
+class Statistics(NamedTuple):
+    """Numbers about the weights of each query and head, and of each key.
+
+    entropy: −Σ w log w, `[*B, N, T]`, natural; 0 for one key, log S for S equal ones.
+    greatest: the greatest weight, `[*B, N, T]`.
+    place: where that is, int32 `[*B, N, T]`, the first of several; −1 without keys.
+    distance: Σ w |q − kv| by position, `[*B, N, T]`.
+    on_keys: the sum of the weights on the `keys` that were asked for, `[*B, N, T]`, or None.
+    above: the sum of the weights that are above the `threshold`, `[*B, N, T]`, or None.
+    received: the sum over queries of the weights on each key, `[*B, N, S]`.
+
+    In float32 (float64). Entropy, greatest, distance and on_keys are differentiable; the others are
+    constants.
+    """
+
+    entropy: LogSumExp
+    greatest: LogSumExp
+    place: Int[Array, "*B N T"]
+    distance: LogSumExp
+    on_keys: LogSumExp | None
+    above: LogSumExp | None
+    received: Float[Array, "*B N S"]
+
+
+@advised
+def statistics(
+    query: Queries,
+    key: Keys,
+    *,
+    keys: Mask | Bool[AnyArray, "*B S"] | None = None,
+    threshold: float | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    precision: Any = None,
+) -> Statistics:
+    """Entropy, greatest weight, expected distance and more of the weights of attention.
+
+    Args:
+        query: `[*B, T, N, H]`.
+        key: `[*B, S, K, H]`.
+        keys: which keys to add up the weights of: bool `[*B, S]`, such as `jnp.arange(S) == 0` for
+            the first token, or a mask, such as `masks.Segments(ids)` for each query's own segment.
+        threshold: in [0, 1): weights above it are added up.
+        mask, score, scale, q_positions, kv_positions, precision: as in `attention`.
+
+    Returns:
+        `Statistics` of the weights before any dropout. Memory is linear in T and S, forward and
+        backward. Weights are rounded by about |lse| × 1e-7 of themselves (1e-16 in float64). For a
+        query whose keys are all masked everything is 0.
+
+    Raises what `attention_weights` raises.
+    """
+    shapes = check_shapes(query, key)
+    spec = make_spec(
+        shapes,
+        mask=mask,
+        score=score,
+        scale=scale,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        precision=precision,
+    )
+    if threshold is not None:
+        check_number("threshold", threshold)
+        if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
+            raise ValueError(f"threshold: expected a number in [0, 1), got {threshold!r}")
+        threshold = float(threshold)
+    asked = tiles.Question(spec, _on(keys, spec, shapes), threshold)
+    return _statistics(asked, query, key, _lse(spec, query, key), shapes=shapes)
+
+
+@advised
+def top_weights(
+    query: Queries,
+    key: Keys,
+    n: int,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    precision: Any = None,
+) -> tuple[Float[Array, "*B N T n"], Int[Array, "*B N T n"]]:
+    """The n greatest weights of each query and head, and the places of their keys.
+
+    `query [*B, T, N, H]`, `key [*B, S, K, H]`, n at most S; other arguments as in `attention`.
+
+    Returns:
+        Weights `[*B, N, T, n]` in float32 (float64), greatest first, and places int32
+        `[*B, N, T, n]`; where fewer keys are attended, weights 0 at place −1. Equal weights are in
+        no order. Memory grows with T × n, never T × S. Constants: no derivative is taken of them.
+
+    Raises what `attention_weights` raises, TypeError and ValueError for n.
+    """
+    shapes = check_shapes(query, key)
+    spec = make_spec(
+        shapes,
+        mask=mask,
+        score=score,
+        scale=scale,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        precision=precision,
+    )
+    check_size("n", n)
+    if n > shapes.S:
+        raise ValueError(f"n: expected at most S = {shapes.S}, got {n}")
+    return _top(spec, query, key, _lse(spec, query, key), n=int(n), shapes=shapes)
+
+
+def _on(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
+    """The keys that are asked for, as a mask in a spec of its own."""
+    if keys is None:
+        return None
+    if not isinstance(keys, Mask):
+        wanted = (*shapes.batch, shapes.S)
+        check_array("keys", keys, "[*B, S]", "boolean")
+        if keys.shape not in (wanted, wanted[-1:]):
+            raise ValueError(f"keys: expected [*B, S] = {list(wanted)}, got {list(keys.shape)}")
+        keys = Padding(keys)
+    places = {"q_positions": spec.q_positions, "kv_positions": spec.kv_positions}
+    return make_spec(shapes, mask=keys, scale=1.0, **places)
+
+
+def _lse(spec: Spec, query: Array, key: Array) -> Array:
+    """The log of the denominator of each row, `[*B, N, T]`, as a constant."""
+    query, key, score, scale = jax.tree.map(_constant, (query, key, spec.score, spec.scale))
+    _, lse = attention(
+        query,
+        key,
+        jnp.zeros((*key.shape[:-1], 1), query.dtype),
+        mask=spec.mask,
+        score=score,
+        scale=scale,
+        q_positions=spec.q_positions,
+        kv_positions=spec.kv_positions,
+        precision=spec.precision,
+        return_lse=True,
+    )
+    return lse
+
+
+def _constant(x: Any) -> Any:
+    return jax.lax.stop_gradient(x) if hasattr(x, "dtype") else x
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _statistics(
+    asked: tiles.Question, query: Array, key: Array, lse: Array, *, shapes: Shapes
+) -> Statistics:
+    on = asked.keys and prepare(asked.keys, shapes)
+    question = tiles.Question(prepare(asked.spec, shapes), on, asked.threshold)
+    rows, received = tiles.statistics(question, *_flat(query, key, lse, shapes))
+    found = Statistics(**rows._asdict(), received=received)
+
+    def shaped(x: Array) -> Array:
+        x = x.reshape(*shapes.batch, *x.shape[1:])
+        return nan_if_overflowed(asked.spec, x)[0] if x.dtype != jnp.int32 else x
+
+    return jax.tree.map(shaped, found)
+
+
+@functools.partial(jax.jit, static_argnames=("n", "shapes"))
+def _top(
+    spec: Spec, query: Array, key: Array, lse: Array, *, n: int, shapes: Shapes
+) -> tuple[Array, Array]:
+    flat = _flat(*map(jax.lax.stop_gradient, (query, key, lse)), shapes)
+    params = jax.tree.map(_constant, prepare(spec, shapes))
+    found, places = (x.reshape(*shapes.batch, *x.shape[1:]) for x in tiles.top(params, *flat, n))
+    return nan_if_overflowed(spec, found)[0], places
+
+
+def _flat(query: Array, key: Array, lse: Array, shapes: Shapes) -> tuple[Array, Array, Array]:
+    """With one batch axis."""
+    query, key = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key))
+    return query, key, lse.reshape(shapes.B, *lse.shape[-2:])

@@ -1,0 +1,178 @@
+"""FlexAttention's masks and scores, as its users write them, through jattn."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from experiments.benchmark import __main__ as benchmark
+from experiments.benchmark import gym
+from experiments.benchmark.rules import HEADS, RULES, Rule
+from jattn import masks, tuning
+from jattn.kernels.cpu import library
+from jattn.masks import Predicate
+from jattn.scores import Score
+from tests.conftest import quick_jit, users_jit
+
+
+BY_NAME = {rule.name: rule for rule in RULES}
+MASKS = [rule.name for rule in RULES if not rule.is_score]
+T = 400  # 20 × 20
+
+
+def in_numpy(rule: Rule, T: int, h: int = 0, score: Any = None) -> np.ndarray:
+    """What a rule says of each pair, `[T, T]`, by NumPy."""
+    q, kv = np.arange(T, dtype=np.int32)[:, None], np.arange(T, dtype=np.int32)[None, :]
+    given = () if score is None else (score,)
+    operands = rule.operands(T) if rule.is_score else ()
+    found = rule.make(np, T)(*given, 0, h, q, kv, *operands)
+    return np.broadcast_to(found, (T, T))
+
+
+def in_jattn(rule: Rule, T: int, *operands: Any) -> dict[str, Any]:
+    """The mask and score function of a call."""
+    function = rule.make(jnp, T)
+    if not rule.is_score:
+        return {"mask": Predicate(function)}
+    return {"score": Score(function, *operands), "mask": masks.Causal() if rule.causal else None}
+
+
+def kinds(allowed: np.ndarray, block: int) -> np.ndarray:
+    """EMPTY, MIXED or FULL for each tile, the last ones shorter."""
+    starts = range(0, len(allowed), block)
+    tiles = [[allowed[i : i + block, j : j + block] for j in starts] for i in starts]
+    return np.array([[int(x.any()) + int(x.all()) for x in row] for row in tiles])
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_it_says_the_same_in_jax(name):
+    rule = BY_NAME[name]
+    score = np.random.default_rng(0).normal(size=(T, T)).astype(np.float32) * 4
+    given = (score,) if rule.is_score else ()
+    function = rule.make(jnp, T)
+
+    @quick_jit
+    def every(*operands: Any) -> Any:
+        q, kv = (jnp.arange(T, dtype=jnp.int32) for _ in range(2))
+        of_key = jax.vmap(
+            lambda *at: function(*at[:-2], 0, 1, *at[-2:], *operands),
+            (*[0] * len(given), None, 0),
+        )
+        return jax.vmap(of_key, (*[0] * len(given), 0, None))(*map(jnp.asarray, given), q, kv)
+
+    want = in_numpy(rule, T, 1, *given)
+    with jax.numpy_dtype_promotion("standard"):
+        got = every(*map(jnp.asarray, rule.operands(T)))
+    assert got.dtype == (np.float32 if rule.is_score else np.bool_)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert rule.is_score or 0 < np.mean(want) < 1
+
+
+@pytest.mark.parametrize("block", [16, 64, 100])
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_are_known_as_if_each_pair_were_looked_at(name, block):
+    rule = BY_NAME[name]
+    with tuning.using(looked_at=(0, 2**26)):
+        found = masks.tile_map(in_jattn(rule, T)["mask"], T, T, block, block)
+    np.testing.assert_array_equal(found, kinds(in_numpy(rule, T), block))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_as_many_tiles_are_skipped_as_by_a_block_mask(name):
+    """With the sizes that users have; and by bounds alone but where sequences meet in a tile, whose
+    places start at different numbers."""
+    rule, size, block = BY_NAME[name], 1024, 64
+    mask, empty = in_jattn(rule, size)["mask"], kinds(in_numpy(rule, size), block) == masks.EMPTY
+    assert np.mean(empty) > 0.4
+    found = masks.tile_map(mask, size, size, block, block)
+    np.testing.assert_array_equal(found == masks.EMPTY, empty)
+    with tuning.using(looked_at=(2**62, 0)):
+        by_bounds = masks.tile_map(mask, size, size, block, block) == masks.EMPTY
+    assert np.array_equal(by_bounds, empty) or (name == "jagged" and not np.any(by_bounds & ~empty))
+
+
+# --- through attention --------------------------------------------------------------------------
+
+
+def formula(q: Any, k: Any, v: Any, rule: Rule) -> np.ndarray:
+    """Attention of one sequence `[T, N, H]` by NumPy in float64."""
+    found = []
+    for h in range(q.shape[1]):
+        score = q[:, h] @ k[:, h].T / math.sqrt(q.shape[2])
+        if rule.is_score:
+            score = in_numpy(rule, len(q), h, score)
+        allowed = in_numpy(BY_NAME["causal"] if rule.is_score else rule, len(q))
+        if not rule.is_score or rule.causal:
+            score = np.where(allowed, score, -np.inf)
+        weights = np.exp(score - score.max(axis=1, keepdims=True))
+        found.append(weights / weights.sum(axis=1, keepdims=True) @ v[:, h])
+    return np.stack(found, axis=1)
+
+
+def drawn(N: int, count: int = 3) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [2 * rng.normal(size=(T, N, 8)) for _ in range(count)]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_attention_is_the_formula(name):
+    """In tiles that are skipped too."""
+    rule = BY_NAME[name]
+    q, k, v = drawn(HEADS)
+
+    def attend(*operands: Any) -> Any:
+        rules = in_jattn(rule, T, *operands)
+        given = (jnp.asarray(x, jnp.float32)[None] for x in (q, k, v))
+        return jattn.attention(*given, **rules)[0]
+
+    with jax.numpy_dtype_promotion("standard"):
+        got = users_jit(attend)(*map(jnp.asarray, rule.operands(T)))
+    np.testing.assert_allclose(got, formula(q, k, v, rule), atol=2e-4)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.default_tiles
+def test_the_kernel_differentiates_it(name):
+    """Gradients of queries, keys, values and operands are those of the formula in JAX."""
+    if library.unavailable("forward", np.float32, wait=True):
+        pytest.skip("no compiler")
+    rule = BY_NAME[name]
+    given = [jnp.asarray(x, jnp.float32)[None] for x in drawn(HEADS, 4)]
+
+    def gradients(implementation: str) -> Any:
+        def loss(q: Any, k: Any, v: Any, *operands: Any) -> Any:
+            rules = in_jattn(rule, T, *operands)
+            out = jattn.attention(q, k, v, implementation=implementation, **rules)
+            return jnp.vdot(out, given[3])
+
+        arguments = [*given[:3], *map(jnp.asarray, rule.operands(T))]
+        return users_jit(jax.grad(loss, range(len(arguments))))(*arguments)
+
+    with jax.numpy_dtype_promotion("standard"):
+        got, want = gradients("native"), gradients("reference")
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5 * max(np.abs(y).max(), 1))
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    rule = BY_NAME["tree"]
+    short = dataclasses.replace(rule, lengths=(256, 512))
+    monkeypatch.setattr(gym, "RULES", (BY_NAME["causal"], short))
+    options = ["--only", "tree", "--lengths", "256", "--seconds", "0", "--out", str(tmp_path)]
+    assert benchmark.main(["--gym", "--peers", *options]) == 0
+    (row,) = map(json.loads, (tmp_path / "gym.jsonl").read_text().splitlines())
+    assert (row["name"], row["T"], row["flex"]) == ("tree", 256, None)
+    assert row["skipped"] == np.mean(kinds(in_numpy(rule, 256), 128) == masks.EMPTY)
+    assert row["both_over_forward"] == pytest.approx(row["both"] / row["forward"])
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["tree", "256"]

@@ -1,0 +1,225 @@
+"""Numbers about weights, against the formulas on the dense weights of NumPy."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores, tuning
+from tests.conftest import quick_jit
+
+
+B, T, S, N, K, H = 2, 37, 53, 4, 2, 6
+RNG = np.random.default_rng(0)
+QUERY = RNG.normal(size=(B, T, N, H)) * 1.5
+KEY = RNG.normal(size=(B, S, K, H))
+KEYS = RNG.random((B, S)) < 0.4
+SLOPES = np.array([0.5, 0.1, 0.0, 0.02])
+IDS = np.sort(RNG.integers(0, 4, (B, S)))
+TOKENS = (np.arange(S) >= np.array([[0], [20]])) * 1
+THRESHOLD = 0.07
+
+
+def dense_weights(query: Any, key: Any, allowed: Any, slopes: Any) -> np.ndarray:
+    """`[B, N, T, S]` by the formula, in float64."""
+    repeated = np.repeat(key, N // K, axis=2)
+    found = np.einsum("btnh,bsnh->bnts", query, repeated) / np.sqrt(H)
+    apart = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
+    found = np.where(allowed, found - slopes[:, None, None] * apart, -np.inf)
+    top = found.max(axis=-1, keepdims=True)
+    exponential = np.exp(found - np.where(top == -np.inf, 0, top))
+    total = exponential.sum(axis=-1, keepdims=True)
+    return exponential / np.where(total == 0, 1, total)
+
+
+def wanted(weights: np.ndarray, on: np.ndarray) -> dict[str, np.ndarray]:
+    """The definitions."""
+    logs = np.log(np.where(weights > 0, weights, 1))
+    apart = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
+    dead = weights.sum(axis=-1) == 0
+    return {
+        "entropy": -(weights * logs).sum(axis=-1),
+        "greatest": weights.max(axis=-1),
+        "place": np.where(dead, -1, weights.argmax(axis=-1)),
+        "distance": (weights * apart).sum(axis=-1),
+        "on_keys": (weights * on).sum(axis=-1),
+        "above": np.where(weights > THRESHOLD, weights, 0).sum(axis=-1),
+        "received": weights.sum(axis=-2),
+    }
+
+
+CAUSAL = np.arange(S)[None, :] <= np.arange(T)[:, None]
+NEAR = np.abs(np.arange(T)[:, None] - 2 - np.arange(S)[None, :]) <= 1
+NEAR[11:20] = False
+MASKS: dict[str, tuple[Any, np.ndarray]] = {
+    "full": (None, np.ones((1, 1, T, S), bool)),
+    "causal": (masks.Causal(), CAUSAL[None, None]),
+    "padding": (masks.Padding(TOKENS) & masks.Causal(), (TOKENS == 1)[:, None, None] & CAUSAL),
+    "dead rows": (masks.Dense(NEAR[None, None]), NEAR[None, None]),
+}
+
+
+def given(dtype: Any = jnp.float64) -> tuple[jax.Array, jax.Array]:
+    return jnp.asarray(QUERY, dtype), jnp.asarray(KEY, dtype)
+
+
+def tiled(size: int) -> Any:
+    """Tiles of this size, whatever the platform's are."""
+    row = tuning.TABLE["cpu"]._replace(max_untiled=0, small=size, large=size, largest=size)
+    return tuning.using(row=row, max_width=2 * size)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_statistics_are_the_formulas(name):
+    mask, allowed = MASKS[name]
+    on = IDS[:, None, :T, None] == IDS[:, None, None, :]
+    want = wanted(dense_weights(QUERY, KEY, allowed, SLOPES), on)
+    call = functools.partial(
+        jattn.statistics,
+        mask=mask,
+        score=scores.Alibi(jnp.asarray(SLOPES)),
+        keys=masks.Segments(IDS[:, :T], IDS),
+        threshold=THRESHOLD,
+    )
+    for size, dtype, tolerance in ((16, jnp.float64, 1e-13), (1000, jnp.float32, 2e-5)):
+        with tiled(size):
+            found = quick_jit(call)(*given(dtype))
+        for field, value in want.items():
+            got = np.asarray(getattr(found, field))
+            if field == "above":  # near the threshold either is right
+                differs = np.abs(got - value) > tolerance
+                assert differs.mean() < (0 if size == 16 else 0.01) + 1e-9, field
+            else:
+                np.testing.assert_allclose(
+                    got, value, atol=tolerance, rtol=tolerance, err_msg=field
+                )
+        assert found.entropy.dtype == dtype and found.place.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("size", [16, 1000])
+def test_statistics_are_differentiated(size):
+    """Against derivatives of the same sums of `attention_weights`."""
+    mask = masks.Causal() | masks.Prefix(2)
+    coefficients = jnp.asarray(RNG.normal(size=(4, B, N, T)))
+    apart = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(S)[None, :])
+
+    def ours(query: Any, key: Any, slopes: Any) -> Any:
+        found = jattn.statistics(
+            query, key, mask=mask, score=scores.Alibi(slopes), keys=jnp.asarray(KEYS)
+        )
+        parts = (found.entropy, found.greatest, found.distance, found.on_keys)
+        return sum(jnp.sum(x * y) for x, y in zip(coefficients, parts, strict=True))
+
+    def dense(query: Any, key: Any, slopes: Any) -> Any:
+        w = jattn.attention_weights(query, key, mask=mask, score=scores.Alibi(slopes))
+        logs = jnp.log(jnp.where(w > 0, w, 1))
+        on = jnp.asarray(KEYS)[:, None, None, :]
+        parts = (
+            -(w * logs).sum(-1),
+            w.max(-1),
+            (w * apart[None, None].astype(w.dtype)).sum(-1),
+            jnp.where(on, w, 0).sum(-1),
+        )
+        return sum(jnp.sum(x * y) for x, y in zip(coefficients, parts, strict=True))
+
+    arguments = (*given(), jnp.asarray(SLOPES))
+    want = quick_jit(jax.grad(dense, (0, 1, 2)))(*arguments)
+    with tiled(size):
+        found = quick_jit(jax.grad(ours, (0, 1, 2)))(*arguments)
+    for got, value in zip(found, want, strict=True):
+        np.testing.assert_allclose(got, value, atol=1e-11, rtol=1e-11)
+
+
+def test_what_has_no_derivative_is_constant():
+    def constants(query: Any) -> Any:
+        found = jattn.statistics(query, given()[1], threshold=0.1)
+        values, _ = jattn.top_weights(query, given()[1], 2)
+        return found.received.sum() + found.above.sum() + values.sum()
+
+    assert not np.any(quick_jit(jax.grad(constants))(given()[0]))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_top_weights_are_the_greatest(name):
+    mask, allowed = MASKS[name]
+    n = 5
+    weights = dense_weights(QUERY, KEY, allowed, SLOPES)
+    with tiled(16):
+        call = functools.partial(jattn.top_weights, n=n, mask=mask, score=scores.Alibi(SLOPES))
+        values, places = quick_jit(call)(*given())
+    order = np.argsort(-weights, axis=-1, kind="stable")[..., :n]
+    want = np.take_along_axis(weights, order, axis=-1)
+    np.testing.assert_allclose(values, want, atol=1e-13)
+    np.testing.assert_array_equal(places, np.where(want > 0, order, -1))
+
+
+def test_the_first_of_equals_is_the_greatest():
+    query, key = jnp.zeros((T, 1, H), jnp.float32), jnp.ones((S, 1, H), jnp.float32)
+    with tiled(16):
+        found = jattn.statistics(query, key, mask=masks.Prefix(40) & ~masks.Prefix(3))
+    np.testing.assert_array_equal(found.place, np.full((1, T), 3))
+    np.testing.assert_allclose(found.entropy, np.full((1, T), np.log(37)), rtol=1e-6)
+
+
+def test_masked_nan_does_not_exist_and_attended_nan_is_seen():
+    query, key = given(jnp.float32)
+    key = key.at[0, S - 1].set(jnp.nan).at[1, 0].set(jnp.nan)
+
+    def entropy(query: Any, key: Any) -> Any:
+        found = jattn.statistics(query, key, mask=masks.Causal()).entropy
+        return jnp.sum(found[0]), found
+
+    with tiled(16):
+        gradients, found = quick_jit(jax.grad(entropy, (0, 1), has_aux=True))(query, key)
+    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
+    assert np.isfinite(gradients[0]).all() and np.isfinite(gradients[1]).all()
+    assert not np.any(gradients[1][0, S - 1])
+
+
+def test_positions_and_wide_distances():
+    query, key = given()
+    far = np.arange(S) * 10_000_000
+    found = jattn.statistics(query, key, kv_positions=far, q_positions=-np.arange(T) * 50_000_000)
+    weights = dense_weights(QUERY, KEY, np.ones((1, 1, T, S), bool), 0 * SLOPES)
+    apart = far[None, :] + 50_000_000 * np.arange(T)[:, None]
+    np.testing.assert_allclose(found.distance, (weights * apart).sum(-1), rtol=1e-12)
+
+
+@pytest.mark.default_tiles
+def test_memory_is_linear():
+    """Temporaries of a program for 8 times the length are at most 10 times as many."""
+
+    def loss(query: Any, key: Any) -> Any:
+        found = jattn.statistics(query, key, mask=masks.Causal(), threshold=0.1)
+        return found.entropy.sum(), (found, jattn.top_weights(query, key, 4, mask=masks.Causal()))
+
+    def temporaries(size: int) -> float:
+        x = jax.ShapeDtypeStruct((size, 2, 16), jnp.float32)
+        compiled = quick_jit(jax.grad(loss, (0, 1), has_aux=True)).lower(x, x).compile()
+        return float(compiled.memory_analysis().temp_size_in_bytes)
+
+    few, many = temporaries(4096), temporaries(8 * 4096)
+    assert many < 10 * few
+    assert many < 0.1 * 4 * 2 * (8 * 4096) ** 2
+
+
+WRONG = {
+    "keys of floats": ({"keys": np.ones((B, S))}, TypeError, "keys: expected a boolean array"),
+    "keys of queries": ({"keys": np.ones((B, T), bool)}, ValueError, r"keys: expected \[\*B, S\]"),
+    "threshold": ({"threshold": 1.5}, ValueError, r"threshold: expected a number in \[0, 1\)"),
+    "is_causal": ({"is_causal": True}, TypeError, "write mask=masks.Causal"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_raise(name):
+    changes, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        jattn.statistics(*given(), **changes)
+    with pytest.raises(ValueError, match="n: expected at most S = 53, got 54"):
+        jattn.top_weights(*given(), 54)
