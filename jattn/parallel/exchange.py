@@ -19,7 +19,8 @@ from jaxtyping import Array
 from jattn._pytree import axis_names, axis_of
 from jattn._types import LogSumExp, Output
 from jattn.attention import run
-from jattn.parallel import pieces, placement
+from jattn.kernels.common.place import Place, at_place
+from jattn.parallel import placement
 from jattn.parallel.axes import Axes
 from jattn.parallel.ring import travels
 from jattn.spec import Shapes, Spec
@@ -56,8 +57,8 @@ def gathered_attend(
     spec = jax.tree.map(one, axis_names(spec), spec)
     b, h = axes.first(B, N)
     every = jnp.arange(S, dtype=jnp.int32)
-    place = pieces.Place(b, h, axes.places(T), every, (axes.run(T), 0), keys_from=0)
-    own = pieces.at_place(spec, place)
+    place = Place(b, h, axes.places(T), every, (axes.run(T), 0), keys_from=0)
+    own = at_place(spec, place)
     return run(implementation, own, query, key, value, Shapes.of(query, value))
 
 
@@ -84,8 +85,8 @@ def all_to_all_attend(
         return _in_sequence(whole, axes, 1)
 
     b, h = axes.first(B, N)
-    place = pieces.Place(b, h + axes.place * (N // n))
-    own = pieces.at_place(_of_some_heads(spec, axes, T), place)
+    place = Place(b, h + axes.place * (N // n))
+    own = at_place(_of_some_heads(spec, axes, T), place)
     query, key, value = (exchange(x) for x in (query, key, value))
     out, lse = run(implementation, own, query, key, value, Shapes.of(query, value))
     out, lse = _in_sequence(out, axes, 1, back=True), _in_sequence(lse, axes, 2, back=True)

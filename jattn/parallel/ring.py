@@ -21,6 +21,7 @@ from jattn import softmax, tile
 from jattn._pytree import axis_names, axis_of
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import reverse_mode, slicing
+from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.common.vjp import PerQuery
 from jattn.parallel import pieces, placement
 from jattn.parallel.axes import Axes
@@ -163,7 +164,7 @@ class Ring(NamedTuple):
         (B, T, N, _), S = query.shape, held.key.shape[1]
         axes = self.axes
         b, h = axes.first(B, N)
-        place = pieces.Place(
+        place = Place(
             b,
             h,
             axes.places(T),
@@ -171,7 +172,7 @@ class Ring(NamedTuple):
             (axes.run(T), axes.run(S)),
             shard * S if axes.order == "contiguous" else None,
         )
-        own = pieces.at_place(held.cut(spec, shard), place)
+        own = at_place(held.cut(spec, shard), place)
         return dataclasses.replace(own, partial=True)
 
     def if_needed(self, shard: Any, compute: Any, otherwise: Any) -> Any:

@@ -14,12 +14,13 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.kernels.common import reverse_mode
+from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.common.rules import changes_of
 
 
@@ -93,6 +94,7 @@ class _Flat(NamedTuple):
 
 _operation = Primitive("platform_dependent")
 _operation.multiple_results = True
+prim_requires_devices_during_lowering.add(_operation)  # the mesh, for `partition`
 
 
 def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) -> Any:
@@ -164,12 +166,24 @@ def _lower(
     def run(*flat: Any) -> Any:
         with settings.restored(), _lowering(exported):
             found = function(platform, *flat)
-        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in like]
+        assert [(x.ndim, x.dtype) for x in found] == [(x.ndim, x.dtype) for x in like]
         return found
 
     # What varies over the devices of a `shard_map` no longer matters here: every device runs this.
     local = [ShapedArray(x.shape, x.dtype) for x in context.avals_in]
+    letters = None if exported else _letters(function)
+    if letters and partition.may_be_cut(context):
+        run = partition.cut(run, letters, local, like)
     return mlir.lower_fun(run)(context.replace(avals_in=local), *values)
+
+
+def _letters(function: Any) -> partition.Letters | None:
+    """Those of the flat operands and results of an operation, if it can be cut."""
+    if function.func is _on_leaves:
+        return getattr(function.args[0], "letters", None)
+    inner, axes, _ = function.args
+    letters = _letters(inner)
+    return letters and letters.mapped(axes)
 
 
 @_operation.def_abstract_eval
@@ -219,6 +233,8 @@ def _mapped_rules(linear: _Flat, axes: list[Any], size: int) -> _Flat:
 
 
 def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> Any:
+    # Of a share of the examples, where the operation is cut.
+    size = next((x.shape[a] for x, a in zip(flat, axes, strict=True) if a is not None), size)
     return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
 
 

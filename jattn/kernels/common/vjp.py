@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jattn import softmax, tuning
 from jattn._types import LogSumExp, Output, accumulation
-from jattn.kernels.common import lowering, reverse_mode
+from jattn.kernels.common import lowering, partition, reverse_mode
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.common.derivatives import Attention, Inputs, Known, Passes, PerQuery
 from jattn.softmax import Normalizer
@@ -141,6 +141,7 @@ def _run_one(
 
     def when_lowered(*operands: Any) -> Any:
         function = functools.partial(_run_on, functions, which)
+        function = partition.partitioned(which, function, like, operands)
         return lowering.platform_dependent(function, like, *operands)
 
     if not traced:

@@ -31,7 +31,7 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Whatever stands in the kernel, see `by_hand`, or can be generated for it."""
-    if spec.origin is not None and spec.dropout_rate:
+    if spec.origin is not None and (spec.origin.q is not None or spec.origin.kv is not None):
         return "dropout of a piece counts places of the whole, it knows those of the piece"
     if not by_hand(spec, shapes):
         return None
@@ -148,7 +148,11 @@ def _operands(spec: Spec, query: Array, key: Array, value: Array) -> _Operands:
         threshold = tile.threshold(spec.dropout_rate)
         each = jax.vmap(lambda b, h: tile.seed(spec.dropout_key, b, h), (None, 0))
         every = jax.vmap(each, (0, None))
-        seeds = every(jnp.arange(shapes.B), jnp.arange(shapes.N))[..., None]
+        b, h = (spec.origin.b, spec.origin.h) if spec.origin else (0, 0)
+        rows, heads = (
+            number(x) + jnp.arange(n, dtype=jnp.int32) for x, n in ((b, shapes.B), (h, shapes.N))
+        )
+        seeds = every(rows, heads)[..., None]
     given = [x if _is_read(x.dtype, spec) else x.astype(dtype) for x in (query, key, value)]
     attributes = {
         "scale": float(number(spec.scale)),

@@ -1,0 +1,200 @@
+"""The spec of a piece of a call: of some batch rows, heads, queries and keys of it.
+
+Formulas see absolute positions, and arrays along T and S come cut with the tokens. What else
+depends on where a piece lies is rewritten: lengths and layouts, which count places, and functions,
+which are told the batch row and the head. Dropout reads the `Origin` of the piece.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jattn import masks, scores, undecided
+from jattn._pytree import is_static, number, pytree_dataclass
+from jattn.integers import is_below
+from jattn.masks import And, Mask, Not, Or, Span
+from jattn.scores import ScoreFunction, Then
+from jattn.spec import Origin, Spec
+
+
+class Place(NamedTuple):
+    """Where a piece lies: its first batch row and head, and the places `[T]` and `[S]` of its
+    queries and keys; None where all of them are there.
+
+    So many tokens of each as `runs` says follow one another. `keys_from` is the place of the first
+    key where all keys do, else None.
+    """
+
+    b: Any = 0
+    h: Any = 0
+    q: Any = None
+    kv: Any = None
+    runs: tuple[int, int] = (1, 1)
+    keys_from: Any = None
+
+    @property
+    def origin(self) -> Origin:
+        """As a spec holds it."""
+        return Origin(self.b, self.h, self.q, self.kv)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether batch rows and heads have the numbers that they have in the whole call."""
+        return all(is_static(x) and x == 0 for x in (self.b, self.h))
+
+
+def at_place(spec: Spec, place: Place) -> Spec:
+    """A prepared spec, its arrays along T and S cut to a piece, made one of the piece alone."""
+    mask, score = _moved_mask(spec.mask, place), _moved_score(spec.score, place)
+    q, kv = _positions(spec, mask, score, place)
+    origin = place.origin if spec.dropout_rate else None
+    changed = {"mask": mask, "score": score, "q_positions": q, "kv_positions": kv}
+    return dataclasses.replace(spec, **changed, origin=origin)
+
+
+def _positions(
+    spec: Spec, mask: Mask, score: ScoreFunction | None, place: Place
+) -> tuple[Any, Any]:
+    """Positions of queries and keys; None where nothing reads them or they are as by default."""
+    q, kv = spec.q_positions, spec.kv_positions
+    by_place = _consists_of(mask, score, _BY_PLACE)
+    if by_place or place.q is None:
+        return (None, None) if by_place else (q, kv)
+    default = q is None and kv is None and place.keys_from is not None
+    if default and _consists_of(mask, score, _BY_DISTANCE):
+        return place.q - place.keys_from, None  # kernels know keys best that count from 0
+    q = place.q if q is None else q
+    if kv is None and is_static(place.keys_from) and place.keys_from == 0:
+        return q, None
+    return q, place.kv if kv is None else kv
+
+
+_BY_PLACE = (masks.Full, masks.Empty, masks.Segments, masks.Dense, masks.Blocks)
+_BY_DISTANCE = (*_BY_PLACE, masks.Causal, masks.Window)
+_OF_SCORES = (scores.SoftCap, scores.Temperature, scores.Bias)
+
+
+def _consists_of(mask: Mask, score: ScoreFunction | None, leaves: tuple[type, ...]) -> bool:
+    is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
+    of_mask = jax.tree.leaves(mask, is_leaf=is_leaf)
+    of_score = all(isinstance(x, _OF_SCORES) for x in scores.in_order(score))
+    return of_score and all(isinstance(x, leaves) for x in of_mask)
+
+
+def _moved_mask(mask: Mask, place: Place) -> Mask:
+    match mask:
+        case And() | Or():
+            return type(mask)(_moved_mask(mask.left, place), _moved_mask(mask.right, place))
+        case Not():
+            return Not(_moved_mask(mask.inner, place))
+        case masks.Predicate():
+            return masks.Predicate(*_told(mask, place)) if _asks(mask, place) else mask
+        case masks.Lengths() | masks.Blocks():
+            return mask if place.q is None else _by_place(mask, place)
+    known = mask.of_positions or isinstance(mask, masks.Segments | masks.Dense)
+    return mask if known else _MovedMask(mask, place.origin)
+
+
+def _asks(function: masks.Predicate | scores.Score, place: Place) -> bool:
+    """Whether it matters to a function that its piece begins elsewhere."""
+
+    floats = [x.dtype for x in jax.tree.leaves(function) if jnp.issubdtype(x.dtype, jnp.floating)]
+    score = jnp.zeros((), floats[0] if floats else jnp.float32)  # they have the dtype of scores
+
+    def scalar(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        if isinstance(function, scores.Score):
+            return function._scalar(score, b, h, q, kv)
+        return function._scalar(b, h, q, kv)
+
+    return not place.is_first and bool(undecided.reads(scalar, 4) & {0, 1})
+
+
+def _told(function: masks.Predicate | scores.Score, place: Place) -> tuple[Any, ...]:
+    """The function of a `Predicate` or a `Score` and its operands, told batch rows and heads of the
+    whole call. (Bounds of the user's own are left out: the function says the same.)"""
+    fn, before = function.fn, 1 if isinstance(function, scores.Score) else 0
+
+    def told(*arguments: Any) -> Any:
+        first, (b, h, q, kv, of_b, of_h, *operands) = arguments[:before], arguments[before:]
+        return fn(*first, b + of_b, h + of_h, q, kv, *operands)
+
+    return told, jnp.int32(place.b), jnp.int32(place.h), *function.operands
+
+
+def _by_place(mask: masks.Lengths | masks.Blocks, place: Place) -> Mask:
+    if isinstance(mask, masks.Blocks):
+        return _moved_blocks(mask, place)
+    return _moved_lengths(mask, place)
+
+
+def _moved_lengths(mask: masks.Lengths, place: Place) -> Mask:
+    """Lengths as ids: those of queries and keys are equal where both are within."""
+
+    def ids(places: Array, length: Any, outside: int) -> Array:
+        if length is None:
+            return jnp.zeros((1, len(places)), jnp.int32)
+        lengths = number(length) if is_static(length) else jnp.reshape(length, (-1, 1))
+        return jnp.where(is_below(places[None, :], lengths), 0, outside).astype(jnp.int32)
+
+    return masks.Segments(ids(place.q, mask.q, 1), ids(place.kv, mask.kv, 2))
+
+
+def _moved_blocks(mask: masks.Blocks, place: Place) -> Mask:
+    """The layout of the blocks in a piece, where no block is cut by its ends."""
+    if any(run % size for run, size in zip(place.runs, mask.sizes, strict=True)):
+        return _MovedMask(mask, place.origin)
+    layout = jnp.asarray(mask.layout)
+    for axis, size, places in zip((-2, -1), mask.sizes, (place.q, place.kv), strict=True):
+        layout = jnp.take(layout, places[::size] // size, axis=axis)
+    return masks.Blocks(layout, mask.block)
+
+
+def _moved_score(score: ScoreFunction | None, place: Place) -> ScoreFunction | None:
+    match score:
+        case Then():
+            first, second = (_moved_score(x, place) for x in (score.first, score.second))
+            return Then(first, second)  # pyright: ignore[reportArgumentType]
+        case scores.Score():
+            return scores.Score(*_told(score, place)) if _asks(score, place) else score
+        case None | scores.Alibi() | scores.RelativeBias() | scores.Bias():
+            return score
+        case scores.SoftCap() | scores.Temperature():
+            return score
+    return _MovedScore(score, place.origin)
+
+
+@pytree_dataclass
+class _MovedMask(Mask):
+    """A mask that may count places, evaluated where a piece lies; no tile of it is certain."""
+
+    inner: Mask
+    origin: Origin
+
+    def evaluate(self, b, h, rows, columns):
+        return self.inner.evaluate(*_at(self.origin, b, h, rows, columns))
+
+    def bounds(self, tile):
+        return np.True_, np.False_
+
+
+@pytree_dataclass
+class _MovedScore(ScoreFunction):
+    """A score function that may count places, evaluated where a piece lies."""
+
+    inner: ScoreFunction
+    origin: Origin
+
+    def evaluate(self, score, b, h, rows, columns):
+        return self.inner.evaluate(score, *_at(self.origin, b, h, rows, columns))
+
+
+def _at(origin: Origin, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Span, Span]:
+    if origin.q is not None:
+        rows = Span(rows.positions, origin.q)
+    if origin.kv is not None:
+        columns = Span(columns.positions, origin.kv)
+    return b + number(origin.b), h + number(origin.h), rows, columns
