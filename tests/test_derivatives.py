@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, scores
 from tests.cases import CASES, Case, inputs
-from tests.conftest import quick_jit
+from tests.conftest import quick_jit, users_jit
 from tests.oracle import error
 from tests.test_contract import attend, on_device
 from tests.test_many_tiles import grown
@@ -271,6 +271,20 @@ def test_poison_behind_a_mask_reaches_no_derivative():
     want = everything((q, k, v))
     for poison in (np.nan, np.inf, 1e300):
         assert_equal(everything((q, k.at[13:].set(poison), v.at[13:].set(poison))), want)
+
+
+@pytest.mark.default_tiles
+def test_tangents_of_bfloat16_are_those_of_float32():
+    q, t = (x[None].astype(jnp.bfloat16) for x in normal(2, 64, 4, 64))
+
+    def slope(x: Any, t: Any) -> Any:
+        call = functools.partial(jattn.attention, mask=masks.Causal())
+        return jax.jvp(lambda x: call(x, x, x), (x,), (t,))[1]
+
+    got = users_jit(slope)(q, t)
+    want = quick_jit(slope)(q.astype(jnp.float32), t.astype(jnp.float32))
+    assert got.dtype == jnp.bfloat16
+    assert error(got, want) <= 1e-2
 
 
 def test_third_derivatives_say_who_has_them():

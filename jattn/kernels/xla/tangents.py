@@ -127,10 +127,12 @@ def _tangent(
     *keys: Array,
 ) -> tuple[Array, Array]:
     """As `Passes.tangent`."""
-    problem = Problem.of(platform, spec, moving.query, keys[2], tiling)
+    query, tangent, *keys = _widened(moving.query, moving.tangent, *keys)
+    moving = moving._replace(query=query, tangent=tangent)
+    problem = Problem.of(platform, spec, query, keys[2], tiling)
     course = _Course(*(problem.pad(x) for x in (spec, with_parameters(spec, d_params))))
     if problem.way == "loop":
-        return _in_turn(course, moving, keys, problem)
+        return _in_turn(course, moving, tuple(keys), problem)
     T, S = problem.padded
 
     def one(course: Any, b: Any, h: Any, *operands: Array) -> tuple[Array, Array]:
@@ -141,7 +143,13 @@ def _tangent(
         return jax.tree.map(lambda x: x[: problem.shapes.T], found)
 
     over_batch = _over_batch(platform, problem)
-    return tile.over_heads(one, course, moving, keys, out_axes=1, over_batch=over_batch)
+    return tile.over_heads(one, course, moving, tuple(keys), out_axes=1, over_batch=over_batch)
+
+
+def _widened(*arrays: Array) -> list[Array]:
+    """In the dtype of sums. XLA's CPU code for derivatives of products of 16-bit numbers that are
+    summed in 32 has given numbers of no meaning."""
+    return [x.astype(accumulation(x.dtype)) for x in arrays]
 
 
 def _over_batch(platform: str, problem: Problem) -> Any:
@@ -176,6 +184,8 @@ def _backward(
     tiling: Tiling | None, platform: str, spec: Spec, per_query: Any, key: Array, value: Array
 ) -> Any:
     """As `Passes.backward`: blockwise's for several tiles, which JAX can differentiate."""
+    query, key, value = _widened(per_query[0], key, value)
+    per_query = (query, *per_query[1:])
     problem = Problem.of(platform, spec, per_query[0], value, tiling)
     if problem.way == "single tile":
         return _backward_single(platform, spec, per_query, key, value, problem)
