@@ -19,7 +19,7 @@ _DROPOUT = "dropout_rate=..., dropout_key=jax.random.key(...)"
 _LSE = "return_lse=True"
 _CAP = "score=scores.SoftCap(cap)"
 _LENGTHS = "mask=masks.Lengths(q=..., kv=...)"
-_WEIGHTS = "jattn.attention_weights(query, key, mask=..., score=...)"
+_WEIGHTS = "return_weights=True"
 
 ADVICE: dict[str, str] = {
     "is_causal": _CAUSAL,
@@ -57,7 +57,6 @@ ADVICE: dict[str, str] = {
     "return_residual": _LSE,
     "return_softmax_lse": _LSE,
     "need_weights": _WEIGHTS,
-    "return_weights": _WEIGHTS,
     "enable_gqa": "nothing: K divides N, and heads are shared",
     "positions": "q_positions=..., kv_positions=...",
     "q": "query=q",

@@ -454,6 +454,7 @@ TAKES |= {
     "any rows": {"of nine axes"},
 }
 
+SHARED = {name: kind for name, kind in IN_FULL.items() if name != "return_weights"}
 CUT = {"axis_name": "x", "scheme": "ring", "order": "contiguous"}
 CUT |= {"batch_axis": None, "head_axis": None}
 CUT_KINDS = dict.fromkeys(CUT, "name") | dict.fromkeys(("batch_axis", "head_axis"), "name?")
@@ -464,8 +465,8 @@ PLACED_KINDS = {"devices": "devices", "axis": "axis", "order": "name"}
 FUNCTIONS |= {
     "parallel.attention": Call(
         parallel.attention,
-        {**right(IN_FULL, query=QUERY, key=KEY, value=VALUE), **CUT, "mesh": MESH},
-        {**IN_FULL, **CUT_KINDS, "mesh": "thing"},
+        {**right(SHARED, query=QUERY, key=KEY, value=VALUE), **CUT, "mesh": MESH},
+        {**SHARED, **CUT_KINDS, "mesh": "thing"},
         dict.fromkeys(("axis_name", "batch_axis", "head_axis"), "axis"),
     ),
     "parallel.attention_shard": Call(
@@ -475,8 +476,8 @@ FUNCTIONS |= {
             in_specs=(),
             out_specs=jax.sharding.PartitionSpec(None, "x"),
         )(),
-        {**right(IN_FULL, query=QUERY, key=KEY, value=VALUE), **CUT},
-        {**IN_FULL, **CUT_KINDS},
+        {**right(SHARED, query=QUERY, key=KEY, value=VALUE), **CUT},
+        {**SHARED, **CUT_KINDS},
     ),
     **{
         f"parallel.{function.__name__}": Call(

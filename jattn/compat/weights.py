@@ -46,7 +46,7 @@ def attention_from_torch(
         kernels = np.split(arrays["in_proj_weight"], 3)
     else:
         kernels = [_of(arrays, f"{name[0]}_proj_weight") for name in _PARTS]
-    found = {
+    found: dict[str, dict[str, np.ndarray]] = {
         name: {"kernel": kernel.T.reshape(-1, *heads)}
         for name, kernel in zip(_PARTS, kernels, strict=True)
     }

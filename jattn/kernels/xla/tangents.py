@@ -127,7 +127,8 @@ def _tangent(
     *keys: Array,
 ) -> tuple[Array, Array]:
     """As `Passes.tangent`."""
-    query, tangent, *keys = _widened(moving.query, moving.tangent, *keys)
+    query, tangent, *wide = _widened(moving.query, moving.tangent, *keys)
+    keys = tuple(wide)
     moving = moving._replace(query=query, tangent=tangent)
     problem = Problem.of(platform, spec, query, keys[2], tiling)
     course = _Course(*(problem.pad(x) for x in (spec, with_parameters(spec, d_params))))
