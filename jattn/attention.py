@@ -2,7 +2,7 @@
 
 `attention` checks its arguments and makes a `Spec` of them, which says what is computed. `_attend`
 is compiled once for each kind of call. `run` prepares the spec and hands it to the reference, or
-with the kernels that can compute it to `vjp.attention`, whose derivative rule all kernels share.
+with the kernels that can compute it to `vjp.attention`, which all kernels share.
 """
 
 import functools

@@ -6,11 +6,6 @@ from jattn.kernels.common.vjp import AttentionVJP
 from jattn.spec import Shapes, Spec
 
 
-class Unbuilt(OSError):
-    """What a kernel's functions need for a call cannot be compiled on this machine. They raise it
-    while they are traced."""
-
-
 class Kernel(Protocol):
     """One way of computing attention. A module is one if it has these functions."""
 

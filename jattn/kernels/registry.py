@@ -2,15 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
 from jattn.checks import check_choice
-from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.common.vjp import AttentionVJP, Unbuilt
 from jattn.kernels.cpu import native
 from jattn.kernels.gpu import cudnn, hopper, triton
-from jattn.kernels.protocol import Kernel, Unbuilt
+from jattn.kernels.protocol import Kernel
 from jattn.kernels.tpu import splash
 from jattn.kernels.xla import blockwise
 from jattn.spec import Shapes, Spec
@@ -129,30 +129,19 @@ def _first_that_can(
         if named:
             refuse(name, reason)
         if not reason:
-            rest = functools.partial(_first_that_can, names[place + 1 :], shapes, False, platform)
-            return _or_else(name, row.kernel.functions(platform), None if named else rest)
+            others = () if named else names[place + 1 :]
+            otherwise = functools.partial(_otherwise, name, others, shapes, platform)
+            return row.kernel.functions(platform).or_else(otherwise)
     raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
 
 
-def _or_else(
-    name: str, functions: AttentionVJP, rest: Callable[[], AttentionVJP] | None
+def _otherwise(
+    name: str, others: Sequence[str], shapes: Shapes, platform: str, reason: Unbuilt
 ) -> AttentionVJP:
-    """The functions of a kernel, or, where what they need cannot be built, those of the `rest`."""
-
-    def tried(which: str) -> Callable[..., Any]:
-        def run(*operands: Any) -> Any:
-            try:
-                return functions.run(which, *operands)
-            except Unbuilt as error:
-                if rest is None:
-                    refuse(name, str(error))
-                    raise
-                return rest().run(which, *operands)
-
-        return run
-
-    weights = tried("forward_with_weights") if functions.forward_with_weights else None
-    return AttentionVJP(tried("forward"), tried("backward"), weights, tried("forward_alone"))
+    """The functions of another kernel, where what those of this one need cannot be built."""
+    if not others:
+        refuse(name, str(reason))
+    return _first_that_can(others, shapes, False, platform)
 
 
 def _elsewhere(row: Row, platform: str, *, named: bool) -> str | None:

@@ -21,8 +21,8 @@ from jattn import softmax, tile
 from jattn._pytree import axis_names, axis_of
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import reverse_mode, slicing
+from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.place import Place, at_place
-from jattn.kernels.common.vjp import PerQuery
 from jattn.parallel import pieces, placement
 from jattn.parallel.axes import Axes
 from jattn.softmax import Normalizer

@@ -113,7 +113,7 @@ def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) 
 def linear(function: Callable[..., Any], like: Any, rules: Linear, *operands: Any) -> Any:
     """As `platform_dependent`, for a function that is linear in its last operand: by the rules it
     has derivatives in every mode."""
-    *rest, last = operands
+    rest, last = operands[:-1], operands[-1]
     rest_structure, last_structure = jax.tree.structure(rest), jax.tree.structure(last)
     results = jax.tree.structure(like)
 

@@ -23,6 +23,11 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters
 
 
+class Unbuilt(OSError):
+    """What a kernel's functions need for a call cannot be compiled on this machine. They raise it
+    while they are traced."""
+
+
 class AttentionVJP(NamedTuple):
     """The forward and the backward function of a kernel, for one flat batch axis, in the dtype of
     sums.
@@ -60,6 +65,21 @@ class AttentionVJP(NamedTuple):
             case "backward":
                 return self.backward(*(operands if self.forward_with_weights else operands[:5]))
         raise ValueError(f"no function {which!r}")
+
+    def or_else(self, otherwise: Callable[[Unbuilt], "AttentionVJP"]) -> "AttentionVJP":
+        """The same functions, but where what one needs cannot be built, that of others."""
+
+        def tried(which: str) -> Callable[..., Any]:
+            def run(*operands: Any) -> Any:
+                try:
+                    return self.run(which, *operands)
+                except Unbuilt as reason:
+                    return otherwise(reason).run(which, *operands)
+
+            return run
+
+        weights = tried("forward_with_weights") if self.forward_with_weights else None
+        return AttentionVJP(tried("forward"), tried("backward"), weights, tried("forward_alone"))
 
 
 def keeps_weights(shapes: Shapes) -> bool:

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from jattn import tuning
+from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.cpu import compiler
-from jattn.kernels.protocol import Unbuilt
 
 
 _SOURCES = {"forward": "attention.cc", "backward": "attention.cc", "decode": "decode.cc"}
