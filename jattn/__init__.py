@@ -4,6 +4,7 @@
 """
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jattn import cache, masks, positions, scores
@@ -72,6 +73,7 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
+    generate: Callable[..., Any]  # that of jattn.generation
 
     def __getattr__(name: str) -> Any:
         """`compat`, `generate`, `nn`, `parallel` and `viz` are imported when they are first used:

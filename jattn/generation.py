@@ -7,7 +7,7 @@ loop, compiled once, and one way in which tokens are chosen.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@runtime_checkable
 class LanguageModel(Protocol):
     """What writes: a Flax NNX module with these two methods, such as `jattn.nn.DecoderOnly`."""
 

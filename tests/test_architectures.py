@@ -218,7 +218,7 @@ def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
     assert any("-" in line.split("\t")[3] for line in lines)
     assert cli.main(["plot", *run, "--sentence", "der hund schläft ."]) == 0
     names = [file.name for file in png_files(run_directory)]
-    assert names == ["bleu.png", "cross-attention-layer-1.png", "loss.png"]
+    assert names == ["attention.png", "bleu.png", "cross-attention.png", "loss.png"]
     assert Run.open(run_directory).config.architecture == run_directory.name
 
 

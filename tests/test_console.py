@@ -158,7 +158,7 @@ def test_evaluation_is_told_to_programs(trained):
 @pytest.mark.slow
 def test_every_command_knows_pieces_of_words(trained):
     said = run(trained.directory, "plot", "--run", trained.directory)
-    assert len(said.out.splitlines()) == 5
+    assert len(said.out.splitlines()) == 7
     sentence = bench().texts.train[0].source
     arguments = ["--run", trained.directory, "--alignments", "--scores", "--beam", 2]
     said = run(trained.directory, "translate", *arguments, stdin=f"{sentence}\nein ☃ bellt\n")

@@ -189,8 +189,10 @@ class Attention(NamedTuple):
         def run(platform: str, spec: Spec, inputs: Inputs, known: Known, along: Inputs) -> Results:
             return self._pass(platform, spec, inputs, known, _filled(along, inputs))
 
+        given = _given(along)
+
         def transpose(rest: _At, cotangents: Results) -> Inputs:
-            return _wanted(self._gradients(*rest, cotangents), along)
+            return _wanted(self._gradients(*rest, cotangents), given)
 
         def derivative(rest: _At, along: Inputs, d_rest: Any, d_along: Inputs) -> Results:
             _, d_inputs, d_known = d_rest
@@ -238,11 +240,13 @@ class Attention(NamedTuple):
                 return run(inputs, known, _filled(change.operand, cotangents))
             return change.along(run, inputs, known, cotangents)
 
+        given = _given(change)
+
         def transpose(rest: _AtBoth, cotangent: Inputs) -> _Change:
             d_results = self._tangent(*rest[:3], cotangent)
             found = self._curvature(*rest, _Change(cotangent, d_results, _NOTHING))
             return _Change(
-                _wanted(found, change.inputs), _NOTHING, _wanted(d_results, change.operand)
+                _wanted(found, given.inputs), _NOTHING, _wanted(d_results, given.operand)
             )
 
         rules = lowering.Linear(transpose, _third)
@@ -266,15 +270,15 @@ class Attention(NamedTuple):
             run = functools.partial(self._pass, platform, spec)
             return change.along(run, inputs, known, _filled(along, inputs))
 
+        given = _given(change)
+
         def transpose(rest: Any, cotangents: Results) -> _Change:
             spec, inputs, known, along = rest
             d_results = self._tangent(spec, inputs, known, along)
             own = _Change(along, d_results, _NOTHING)
             found = self._curvature(spec, inputs, known, cotangents, own)
             d_along = self._gradients(spec, inputs, known, cotangents)
-            return _Change(
-                _wanted(found, change.inputs), _NOTHING, _wanted(d_along, change.operand)
-            )
+            return _Change(_wanted(found, given.inputs), _NOTHING, _wanted(d_along, given.operand))
 
         like = _results(known)
         rules = lowering.Linear(transpose, _third)
@@ -320,11 +324,16 @@ def _filled(change: Any, like: Any) -> Any:
     return jax.tree.unflatten(structure, map(one, leaves, given))
 
 
-def _wanted(found: Any, change: Any) -> Any:
-    """What was found where a change is given, else None."""
-    given, structure = jax.tree.flatten(change, is_leaf=_is_none)
+def _given(change: Any) -> Any:
+    """Where a change is given, True: a rule that outlives a trace may not hold its arrays."""
+    return jax.tree.map(lambda x: True, change)
+
+
+def _wanted(found: Any, given: Any) -> Any:
+    """What was found where something is given, else None."""
+    where, structure = jax.tree.flatten(given, is_leaf=_is_none)
     one = lambda x, y: x if y is not None else None  # noqa: E731
-    return jax.tree.unflatten(structure, map(one, jax.tree.leaves(found), given))
+    return jax.tree.unflatten(structure, map(one, jax.tree.leaves(found), where))
 
 
 def _cast(gradients: Any, inputs: Inputs) -> Inputs:

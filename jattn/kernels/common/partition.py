@@ -96,7 +96,11 @@ def _dims(letters: str, leaf: Any) -> Dims:
     named = [x.lstrip("*") for x in letters.replace("#", "").split()]
     named = named[len(named) - leaf.ndim :] if named else [""] * leaf.ndim
     pairs = zip(named, leaf.shape, strict=True)
-    return tuple(x if x in ("B", "N") and size > 1 else "" for x, size in pairs)
+    # A symbolic size is not 1.
+    return tuple(
+        x if x in ("B", "N") and not (isinstance(size, int) and size == 1) else ""
+        for x, size in pairs
+    )
 
 
 # ---------------------------------------------------------------------------------------------
