@@ -140,7 +140,7 @@ def test_code_on_the_page_is_the_functions_own():
     step_lines, drawing = hostile.code
     assert step_lines.text.startswith("# A comment before <i>the first</i> line.\nprint(")
     assert drawing.label == "drawing" and drawing.text == "return Figure()\n"
-    assert [code.label for code in by_name("causal").code][:2] == ["weights_of", "filled"]
+    assert [code.label for code in by_name("causal").code][:2] == ["softmax_of_scores", "filled"]
     for code in (code for one in STEPS for code in one.code):
         if code.language == "python":
             compile(code.text.replace("return ", "_ = "), code.label, "exec")

@@ -37,6 +37,7 @@ def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
 
     def call(*arrays: np.ndarray) -> np.ndarray:
         out = np.empty_like(arrays[0])
+        # The C++ gets the addresses of the arrays, and writes to the last.
         pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (*arrays, out)]
         attend(*pointers, *out.shape)
         return out
@@ -49,11 +50,12 @@ def cores() -> Figure | None:
     """Attention over the cores of a machine.
 
     The vector of a word depends on queries, keys and values alone, and on no other word's result:
-    rows can be computed in any order, and so at once. The essay shows it with loops in C++ and one
-    line for OpenMP, which deals the rows out to the cores; so do the loops here.
+    rows can be computed in any order, and so at once. The essay shows it with loops in C++ and
+    OpenMP, which deals the rows out to the cores; so do the loops here. Their second line for
+    OpenMP, `simd`, lets a core multiply several numbers at once.
 
-    The library does the same and more: it works on tiles that fit the processor's cache, with an
-    exponential of its own for whole vectors, and never holds all T × S scores.
+    The loops hold a whole row of scores on each core. The library works on tiles of scores that fit
+    the processor's cache, with an exponential of its own for whole vectors.
 
     Misprint in the essay: the product with the transposed matrix runs its inner index to the number
     of rows, `j < nr_b`, instead of to the number of columns, so that it is right only for as many

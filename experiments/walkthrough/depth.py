@@ -21,9 +21,9 @@ def positions() -> Figure:
     quick ones and slow ones, much as the digits of a binary number change quickly and slowly.
 
     A pair of sine and cosine is the hand of a clock. To go k places on is to turn every hand by an
-    angle that depends on k alone, a rotation. So a product of two such vectors tells how far apart
-    they are, and a matrix can learn to look k places back. Rotary positions turn queries and keys
-    themselves.
+    angle that depends on k alone, a rotation. So a product of two such vectors depends on nothing
+    but how far apart they are, and one matrix turns each place into the one k places on. Rotary
+    positions turn queries and keys themselves.
     """
     x = jnp.asarray(INPUTS)
     order = jnp.array([3, 0, 5, 1, 4, 2])
@@ -47,7 +47,7 @@ def positions() -> Figure:
     q = jnp.tile(jax.random.normal(jax.random.key(0), (1, 1, 32)), (4, 1, 1))  # one vector, 4 times
     turned = jattn.positions.rotary(q, jnp.array([3, 10, 40, 47]))[:, 0]  # at these places
     near, far = turned[0] @ turned[1], turned[2] @ turned[3]
-    check("rotary: products tell 7 places apart, at 3 as at 40", same(near, far, 1e-9))
+    check("rotary: 7 places apart give one product, at 3 as at 40", same(near, far, 1e-9))
 
     # The picture.
     figure, axes = panels(2, width=8.5, height=3.4)
@@ -63,23 +63,23 @@ def positions() -> Figure:
 def layer(x: jax.Array, w: jax.Array, kind: str) -> jax.Array:
     """One of many equal layers: attention, bare or with what the Transformer puts around it."""
     if kind == "bare":
-        return jattn.self_attention(x, w, w, w)
-    y = jattn.self_attention(x if kind == "residual" else normal(x), w, w, w)
+        return jattn.self_attention(x, w, w, w)  # one matrix for query, key and value
+    y = jattn.self_attention(x if kind == "residual" else normalised(x), w, w, w)
     return x + y
 
 
-def normal(x: jax.Array) -> jax.Array:
+def normalised(x: jax.Array) -> jax.Array:
     """Each row with mean 0 and standard deviation 1."""
     return (x - x.mean(axis=-1, keepdims=True)) / x.std(axis=-1, keepdims=True)
 
 
-@step(MECHANISMS, uses=(layer, normal))
+@step(MECHANISMS, uses=(layer, normalised))
 def residual_and_norm() -> Figure:
     """Residual connections and normalisation.
 
-    Layers after one another multiply: what goes through L of them is multiplied by L matrices, the
-    gradient on its way back as well. Powers of a number below 1 vanish, of one above 1 explode;
-    with matrices it is the greatest eigenvalue that decides.
+    Layers after one another multiply: what goes through n layers is multiplied by n matrices, the
+    gradient on its way back as well. Powers of a number of size below 1 vanish, of one above 1
+    explode; for powers of one matrix, the eigenvalue of the greatest size decides.
 
     A residual connection adds what goes in to what comes out, x + f(x): one way through the network
     has no factor at all. A normalisation gives each word mean 0 and standard deviation 1, so that
@@ -93,7 +93,8 @@ def residual_and_norm() -> Figure:
     x = jnp.asarray(rng.normal(size=(8, 32)))  # 8 words of 32 numbers
     probe = jnp.asarray(rng.normal(size=(8, 32)))
     depths, kinds = [1, 2, 4, 8, 16, 32], ("bare", "residual", "residual and norm")
-    w = jnp.asarray(rng.normal(size=(32, 32, 32)) * 0.8 / np.sqrt(32))  # a matrix for each layer
+    # A matrix for each layer; x @ w has about 0.8 times the length of x.
+    w = jnp.asarray(rng.normal(size=(32, 32, 32)) * 0.8 / np.sqrt(32))
 
     def gradient(kind: str, depth: int) -> float:
         def through(x: jax.Array) -> jax.Array:
@@ -115,9 +116,18 @@ def residual_and_norm() -> Figure:
     )
     check("with both it stays within a factor of 30", both.max() < 30 * both.min())
 
-    stack = jattn.nn.Encoder(6, 32, 4, 64, norm="post", dropout_rate=0.0, rngs=nnx.Rngs(0))
+    stack = jattn.nn.Encoder(
+        num_layers=6,
+        features=32,
+        num_heads=4,
+        feed_forward=64,
+        norm="post",
+        dropout_rate=0.0,
+        rngs=nnx.Rngs(0),
+    )
     out = stack(x)  # six layers of the 2017 paper, which end in a normalisation
-    check("after post-norm every word has mean 0", same(out.mean(axis=-1), np.zeros(8), 1e-5))
+    centred = same(out.mean(axis=-1), np.zeros(8), 1e-5)
+    check("before training, every word has mean 0 after post-norm", centred)
     check("and standard deviation 1", same(out.std(axis=-1), np.ones(8), 1e-3))
     # The picture.
     figure, axis = panels(1, width=6.5, height=3.6)

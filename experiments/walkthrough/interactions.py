@@ -81,8 +81,8 @@ def query_key_value() -> Figure:
     A fixed L would mix all sentences alike. So L is made from the words: learned matrices turn each
     word into a query (what it looks for), a key (what it can be found by) and a value (what it
     gives). L is the softmax of the products of queries and keys, and R is the value matrix:
-    attention is Y = L X R again. With two matrices instead of one, L need not be symmetric: phone
-    may look at RAM more than RAM at phone.
+    attention is Y = L X R again. With two matrices instead of one, the scores Q Kᵀ need not be
+    symmetric: phone, for example, may score RAM higher than RAM scores phone.
 
     Misprints: in “Mechanisms” the projections stand as `W_k x ↦ q` and `W_q x ↦ k`, the letters
     exchanged, the weighted sum is over vectors k where it says values, and a head is written as a
@@ -100,7 +100,8 @@ def query_key_value() -> Figure:
     check("and so is attention, Y = L V", matches(y, printed.SIZES_LV))
     check("which is Y = L X R", same(y, jattn.interaction(x, left, w_value)))
 
-    x5, w_query5, w_key5, w_value5 = (jnp.asarray(draw(*s)) for s in ((4, 5), *[(5, 5)] * 3))
+    shapes = (4, 5), (5, 5), (5, 5), (5, 5)
+    x5, w_query5, w_key5, w_value5 = (jnp.asarray(draw(*shape)) for shape in shapes)
     left5 = jattn.normalised_interaction((x5 @ w_query5) @ (x5 @ w_key5).T)
     check("with all sizes 5, L is the document's", matches(left5, printed.SQUARE_L))
     check("V too", matches(x5 @ w_value5, printed.SQUARE_V))
@@ -133,8 +134,8 @@ def scaling() -> Figure:
     rng = np.random.default_rng(0)
     measured = []
     for size in sizes:
-        query, key = jnp.asarray(rng.normal(size=(2, 1000, 16, size)))  # 1000 rows of 16 keys
-        scores = jnp.sum(query[:, :1] * key, axis=-1)
+        query, key = jnp.asarray(rng.normal(size=(2, 1000, 16, size)))
+        scores = jnp.sum(query[:, :1] * key, axis=-1)  # 1000 times, one query against 16 keys
         for scale in (1.0, size**-0.5):
             weights = jax.nn.softmax(scale * scores, axis=-1)
             # The derivative of a weight by its own score is w (1 − w).

@@ -28,11 +28,26 @@ _ABOUT = (
     "You need to know vectors, products of matrices and a little Python. The arrays are those of "
     "JAX, `jnp`, which work like NumPy's: `x @ y` is a product of matrices, `x.T` the transpose, "
     "`x[:, 0]` the first column, and a shape such as `[4, 5]` says four rows of five numbers. "
-    "JAX can also compile a function (`jax.jit`) and differentiate it (`jax.grad`).",
+    "JAX can also compile a function (`jax.jit`) and differentiate it (`jax.grad`). Its arrays "
+    "never change: `x.at[i].set(v)` is a copy of `x` with `v` at `i`. Its random numbers come from "
+    "a seed that is passed: `jax.random.key(0)` is a seed, `split` makes several of one, and "
+    "`normal(seed, shape)` draws the same numbers whenever the seed is the same. The steps compute "
+    "in 64 bits, which JAX must be told to do; modules and some arrays are made in 32.",
+    "All code follows these lines: `import jax, jax.numpy as jnp, numpy as np, optax`, `from flax "
+    "import nnx`, `import jattn`, `from jattn import masks, viz`. `masks` says which words may be "
+    "looked at, `viz` draws, `nnx` has modules that hold parameters, `optax` trains them. Five "
+    "helpers are the page's own: `check(claim, holds)` prints a claim or stops, `show(name, "
+    "array)` prints an array with its shape, `same(a, b)` says whether two arrays are equal but "
+    "for rounding, `matches(a, printed.X)` whether one rounds to the digits that a text prints, "
+    "and `panels(n)` makes an empty figure.",
     "A line with ✓ is a claim that was checked when the page was made: had it not held, there "
     "would be no page. Letters in shapes are always the same: B sentences, T words that look "
-    "(queries), S words that are looked at (keys), N heads, H numbers in a query or key, D numbers "
-    "in a word.",
+    "(queries), S words that are looked at (keys), N heads of queries, K heads of keys and values "
+    "(here as many), H numbers in a query or key, V in a value, D in a word, A in the hidden layer "
+    "of additive scores. `jattn.attention(query, key, value)` takes `[*B, T, N, H]`, "
+    "`[*B, S, K, H]` and `[*B, S, K, V]`, where `*B` may also be no axis at all, and gives "
+    "`[*B, T, N, V]`; if no `scale` is given, it multiplies scores by 1/√H. In Y = L X R the "
+    "letters are matrices: L mixes words, R changes each.",
 )
 
 _COLOURED = {

@@ -34,9 +34,10 @@ def vectors() -> Figure:
     an axis of its own (one-hot): then no two words have anything in common. Better vectors are
     learned from company: words that stand among the same words get similar vectors. word2vec learns
     them with a small network; here the counts themselves do it, as the logarithm of how often two
-    words share a sentence, reduced to four numbers a word by a singular value decomposition.
+    words share a sentence, log(1 + count), reduced to four numbers a word by a singular value
+    decomposition.
 
-    The corpus has two worlds, rivers and money, and one word that lives in both: bank. As it has
+    The corpus has two worlds, rivers and money, and one noun that lives in both: bank. As it has
     one vector only, that vector must lie between the two.
     """
     words = vocabulary()
@@ -48,7 +49,7 @@ def vectors() -> Figure:
     for sentence in sentences():
         for a, b in itertools.product(sentence, sentence):
             together[place[a], place[b]] += 1
-    left, strength, _ = np.linalg.svd(np.log1p(together))
+    left, strength, _ = np.linalg.svd(np.log1p(together))  # log(1 + count)
     learned = left[:, :4] * strength[:4]  # a row for each word
     show("the vector of bank", learned[place["bank"]])
 
@@ -65,13 +66,15 @@ def vectors() -> Figure:
     return viz.heatmap(alike[np.ix_(at, at)], few, title="cosines of word vectors")
 
 
-class Reader(nnx.Module):
+class Reader(nnx.Module):  # Flax's class of modules, as nn.Module is that of torch
     """Guesses the word that is hidden in a sentence, with one layer of a Transformer's encoder."""
 
-    def __init__(self, words: int, rngs: nnx.Rngs):
+    def __init__(self, words: int, rngs: nnx.Rngs):  # Rngs: seeds for the first parameters
         self.embed = jattn.nn.TokenEmbedding(words + 1, 16, rngs=rngs)  # one more: "hidden"
         self.positions = jattn.nn.SinusoidalPositions(16)
-        self.encoder = jattn.nn.Encoder(1, 16, 2, 32, dropout_rate=0.0, rngs=rngs)
+        self.encoder = jattn.nn.Encoder(
+            num_layers=1, features=16, num_heads=2, feed_forward=32, dropout_rate=0.0, rngs=rngs
+        )
 
     def read(self, ids: jax.Array) -> jax.Array:
         """The vector of each word after it has seen its sentence: [B, T] to [B, T, 16]."""
@@ -79,32 +82,33 @@ class Reader(nnx.Module):
         return self.encoder(self.embed(ids) + where)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return self.embed.attend(self.read(ids))  # how well each word of the vocabulary fits
+        # How well each word fits: products with the table of vectors; no attention here.
+        return self.embed.attend(self.read(ids))
 
 
 def train(model: Reader, ids: np.ndarray, steps: int) -> list[float]:
     """Hides one word of each sentence, and makes the model guess it."""
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)  # changes the parameters
     rng = np.random.default_rng(0)
     hidden_id = ids.max() + 1
 
-    @nnx.jit
-    def update(model: Any, optimizer: Any, read: jax.Array, at: jax.Array) -> jax.Array:
+    @nnx.jit  # jax.jit for functions that change modules
+    def update(model: Any, optimizer: Any, masked: jax.Array, at: jax.Array) -> jax.Array:
         def loss(model: Reader) -> jax.Array:
-            logits = model(read)[jnp.arange(len(at)), at]
+            logits = model(masked)[jnp.arange(len(at)), at]
             wanted = jnp.asarray(ids)[jnp.arange(len(at)), at]
             return optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
 
-        value, gradients = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, gradients)
+        value, gradients = nnx.value_and_grad(loss)(model)  # the loss and its gradient by them
+        optimizer.update(model, gradients)  # in place
         return value
 
     losses = []
     for _ in range(steps):
         at = rng.integers(ids.shape[1], size=len(ids))
-        read = ids.copy()
-        read[np.arange(len(ids)), at] = hidden_id
-        losses.append(float(update(model, optimizer, jnp.asarray(read), jnp.asarray(at))))
+        masked = ids.copy()
+        masked[np.arange(len(ids)), at] = hidden_id
+        losses.append(float(update(model, optimizer, jnp.asarray(masked), jnp.asarray(at))))
     return losses
 
 
@@ -130,16 +134,19 @@ def contexts() -> Figure:
     check("the table gives bank one vector in all sentences", np.ptp(static, axis=0) == 0)
     half = len(ids) // 2  # sentences of rivers, then as many of money
     alike = cosines(contextual)
-    within, across = alike[:half, :half].mean(), alike[:half, half:].mean()
-    print(f"two banks of rivers: {within:.2f}   one of a river and one with money: {across:.2f}")
-    check("in context, banks of one kind are more alike than of two kinds", within > across + 0.2)
+    two = ~np.eye(half, dtype=bool)  # a bank and another, not with itself
+    wet, rich = alike[:half, :half][two].mean(), alike[half:, half:][two].mean()
+    across = alike[:half, half:].mean()
+    print(f"two banks of rivers: {wet:.2f}   with money: {rich:.2f}   one of each: {across:.2f}")
+    closer = min(wet, rich) > across + 0.2
+    check("in context, banks of one kind are more alike than of two kinds", closer)
 
     centred = contextual - contextual.mean(axis=0)
     plane = centred @ np.linalg.svd(centred)[2][:2].T  # the two directions that differ most
     rivers, money = plane[:half], plane[half:]
-    check(
-        "the first direction tells which kind it is", np.sign(rivers[:, 0]) != np.sign(money[:, 0])
-    )
+    side = np.sign(plane[0, 0])  # of all rivers; all money is on the other
+    apart = np.all(side * rivers[:, 0] > 0) and np.all(side * money[:, 0] < 0)
+    check("the first direction tells which kind it is", apart)
     # The picture.
     figure, axes = panels(1, width=6.0, height=3.6)
     axes.scatter(*rivers.T, label="bank of a river, stream or lake")

@@ -1,6 +1,7 @@
 """The Transformer of 2017: its block, its three attentions, its size."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,13 @@ from experiments.walkthrough.step import check, same, step
 from jattn import masks, viz
 
 
-@step(MECHANISMS, LLMS, CODING)
+def parameter_shapes(build: Callable[[], nnx.Module]) -> list[tuple[int, ...]]:
+    """The shapes of a module's parameters; the module is not made, so it takes no memory."""
+    model = nnx.eval_shape(build)
+    return [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+@step(MECHANISMS, LLMS, CODING, uses=(parameter_shapes,))
 def transformer() -> list[Figure]:
     """The encoder-decoder of 2017.
 
@@ -29,20 +36,20 @@ def transformer() -> list[Figure]:
     37,000 word pieces for both languages and for the output: the paper's base model, said to have
     65 million parameters.
     """
-    block = jattn.nn.EncoderLayer(32, 4, 64, dropout_rate=0.0, rngs=nnx.Rngs(0))
+    sizes: dict[str, Any] = {"features": 32, "num_heads": 4, "feed_forward": 64}
+    block = jattn.nn.EncoderLayer(**sizes, dropout_rate=0.0, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (1, 6, 32), jnp.float32)
     parts = block.self_attention, block.feed_forward
     norms = block.self_attention_residual.norm, block.feed_forward_residual.norm
     y = x
     for part, norm in zip(parts, norms, strict=True):
         y = norm(y + part(y))  # around each part: add, then normalise
-    check("an encoder block is these two lines", same(block(x), y, 1e-5))
+    check("an encoder block is this loop", same(block(x), y, 1e-5))
 
-    sizes: dict[str, Any] = {"features": 32, "num_heads": 4, "feed_forward": 64}
     sizes |= {"encoder_layers": 2, "decoder_layers": 2}
     model = jattn.nn.Transformer(50, 60, **sizes, dropout_rate=0.0, rngs=nnx.Rngs(0))
     source, target = jnp.array([[5, 9, 2, 7, 0, 0]]), jnp.array([[1, 8, 3, 4, 6]])
-    real = masks.Lengths(kv=jnp.array([4]))  # the last two source words are padding
+    real = masks.Lengths(kv=jnp.array([4]))  # only the first 4 source words are real
     logits = model(source, target, source_mask=real, cross_mask=real)
     print(f"logits {logits.shape}: for each target word, a number for each word of the vocabulary")
     later = model(source, target.at[0, 3:].set(0), source_mask=real, cross_mask=real)
@@ -55,11 +62,13 @@ def transformer() -> list[Figure]:
     for path, weights in seen.items():
         print(f"    {path:36}[B, N, T, S] = {list(weights.shape)}")
 
-    def base() -> jattn.nn.Transformer:
-        return jattn.nn.Transformer(37000, 37000, tie_embeddings="all", rngs=nnx.Rngs(0))
+    paper: dict[str, Any] = {"features": 512, "num_heads": 8, "feed_forward": 2048}
+    paper |= {"encoder_layers": 6, "decoder_layers": 6, "tie_embeddings": "all"}  # one table
 
-    shapes = jax.tree.leaves(nnx.state(nnx.eval_shape(base), nnx.Param))  # shapes, no memory
-    count = sum(math.prod(leaf.shape) for leaf in shapes)
+    def base() -> jattn.nn.Transformer:
+        return jattn.nn.Transformer(37000, 37000, **paper, rngs=nnx.Rngs(0))
+
+    count = sum(math.prod(shape) for shape in parameter_shapes(base))
     print(f"the base model has {count / 1e6:.1f} million parameters")
     check("about the 65 million of the paper", abs(count / 65e6 - 1) < 0.05)
     # The pictures.
