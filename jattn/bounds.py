@@ -174,7 +174,7 @@ def _either(condition: Any, x: Interval, y: Interval) -> Interval:
 
 def _union(x: Interval, y: Interval) -> Interval:
     xp = _xp(x, y)
-    return Interval(xp.minimum(x.lo, y.lo), xp.maximum(x.hi, y.hi), x.nan | np.asarray(y.nan))
+    return Interval(xp.minimum(x.lo, y.lo), xp.maximum(x.hi, y.hi), x.nan | _truth(y.nan))
 
 
 def _checked(x: Interval, dtype: Any) -> Interval:
@@ -316,7 +316,7 @@ def _at_corners(node: Node, exact: Callable[..., Any], *args: Interval) -> Inter
         ends = [(*before, end) for before in ends for end in (x.lo, x.hi)]
     nan = args[0].nan
     for x in args[1:]:
-        nan = nan | np.asarray(x.nan)
+        nan = nan | _truth(x.nan)
     found = [exact(*end) for end in ends]
     lo, hi = found[0], found[0]
     for one in found[1:]:
@@ -407,13 +407,13 @@ def _(node: Node, x: Interval) -> Interval:
 @_rule("max")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
     xp = _xp(x, y)
-    return Interval(xp.maximum(x.lo, y.lo), xp.maximum(x.hi, y.hi), x.nan | np.asarray(y.nan))
+    return Interval(xp.maximum(x.lo, y.lo), xp.maximum(x.hi, y.hi), x.nan | _truth(y.nan))
 
 
 @_rule("min")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
     xp = _xp(x, y)
-    return Interval(xp.minimum(x.lo, y.lo), xp.minimum(x.hi, y.hi), x.nan | np.asarray(y.nan))
+    return Interval(xp.minimum(x.lo, y.lo), xp.minimum(x.hi, y.hi), x.nan | _truth(y.nan))
 
 
 @_rule("clamp")
@@ -540,6 +540,11 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
     return _either(usual, found, _anything(node.dtype))
 
 
+def _truth(x: Any) -> Any:
+    """A boolean as an array, which may be traced: `~True` is an integer."""
+    return x if hasattr(x, "dtype") else np.asarray(x)
+
+
 def _comparable(x: Interval) -> tuple[Any, Any]:
     """Its ends, booleans as numbers."""
     if x.lo.dtype == np.bool_:
@@ -549,7 +554,7 @@ def _comparable(x: Interval) -> tuple[Any, Any]:
 
 def _less(x: Interval, y: Interval, compare: Any) -> Interval:
     (x_lo, x_hi), (y_lo, y_hi) = _comparable(x), _comparable(y)
-    return Interval(compare(x_hi, y_lo) & ~(x.nan | np.asarray(y.nan)), compare(x_lo, y_hi))
+    return Interval(compare(x_hi, y_lo) & ~(x.nan | _truth(y.nan)), compare(x_lo, y_hi))
 
 
 @_rule("lt")
@@ -575,7 +580,7 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
 @_rule("eq")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
     (x_lo, x_hi), (y_lo, y_hi) = _comparable(x), _comparable(y)
-    point = (x_lo == x_hi) & (y_lo == y_hi) & (x_lo == y_lo) & ~(x.nan | np.asarray(y.nan))
+    point = (x_lo == x_hi) & (y_lo == y_hi) & (x_lo == y_lo) & ~(x.nan | _truth(y.nan))
     return Interval(point, (x_lo <= y_hi) & (y_lo <= x_hi))
 
 
@@ -660,5 +665,5 @@ def _(node: Node, x: Interval) -> Interval:
 
 @_rule("is_finite")
 def _(node: Node, x: Interval) -> Interval:
-    known = (abs(x.lo) < np.inf) & (abs(x.hi) < np.inf) & ~np.asarray(x.nan)
+    known = (abs(x.lo) < np.inf) & (abs(x.hi) < np.inf) & ~_truth(x.nan)
     return Interval(known, np.True_)

@@ -311,3 +311,14 @@ def test_the_program_of_a_score_is_read_too():
     assert len(found.tables) == 2
     assert isinstance(scores.Score(chain, jnp.ones(3)), scores.ScoreFunction)
     assert FULL == 2
+
+
+def test_bounds_of_tables_of_floats_that_only_the_program_knows():
+    """Comparisons of numbers that may be NaN, for arrays of NumPy and traced ones."""
+    table = np.random.default_rng(3).normal(size=(T,)).astype(np.float32)
+
+    def kinds(table: Any) -> Any:
+        rule = Predicate(lambda b, h, q, kv, table: (table[q] <= table[kv]) & (q >= kv), table)
+        return masks.tile_map(rule, T, T, 16, 16)
+
+    np.testing.assert_array_equal(jax.jit(kinds)(table), kinds(table))
