@@ -29,8 +29,6 @@ constexpr Index kDepth = 32;  // what is summed comes in multiples of this
 // Rows of bfloat16, and of pairs
 // ------------------------------------------------------------------------------------------------
 
-typedef uint16_t Halves __attribute__((vector_size(64)));
-
 inline __mmask32 first_halves(Index count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
 // Copies rows, filled up with 0, and says whether all is finite.
