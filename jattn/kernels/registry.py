@@ -11,7 +11,7 @@ from jattn.kernels.common.vjp import AttentionVJP, Unbuilt
 from jattn.kernels.cpu import native
 from jattn.kernels.gpu import cudnn, hopper, triton
 from jattn.kernels.protocol import Kernel
-from jattn.kernels.tpu import splash
+from jattn.kernels.tpu import splash, tiled
 from jattn.kernels.xla import blockwise
 from jattn.spec import Shapes, Spec
 
@@ -53,6 +53,7 @@ KERNELS: dict[str, Row] = {
     ),
     "blockwise": Row(blockwise),
     "pallas": Row(triton, ("cuda", "rocm"), interpreted=("cpu",)),
+    "tpu": Row(tiled, ("tpu",), interpreted=("cpu",)),
     "hopper": Row(hopper, ("cuda",), interpreted=("cpu",), when="settled"),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms. Blockwise can
