@@ -71,6 +71,7 @@ KERNELS: dict[str, Row] = {
     ),
     "blockwise": Row(blockwise),
     "pallas": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
+    "tpu": Row(Later("jattn.kernels.tpu.tiled"), ("tpu",), interpreted=("cpu",)),
     "hopper": Row(
         Later("jattn.kernels.gpu.hopper"), ("cuda",), interpreted=("cpu",), when="settled"
     ),

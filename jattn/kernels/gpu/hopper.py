@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax, tile
 from jattn._pytree import axis_names, axis_of
-from jattn.kernels.common import pallas as pl
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import block_mask, kernel_refs, mosaic_interpreter, triton

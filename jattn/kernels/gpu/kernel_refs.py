@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array
 
 from jattn._pytree import axis_names, select_head
-from jattn.kernels.common import pallas as pl
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, prepare
