@@ -655,6 +655,8 @@ def test_token_embedding_is_scaled_and_attends_unscaled():
     ids = jnp.array([[3, 0], [10, 3]], jnp.int32)
     rows = np.asarray(table.embedding[...])[np.asarray(ids)]
     np.testing.assert_allclose(table(ids), 3.0 * rows, rtol=1e-6)
+    plain = made(nn.TokenEmbedding, 11, 9, scale_embeddings=False)
+    np.testing.assert_array_equal(plain(ids), rows)
     np.testing.assert_allclose(
         table.attend(jnp.asarray(rows)),
         rows @ np.asarray(table.embedding[...]).T,
