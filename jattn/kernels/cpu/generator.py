@@ -128,6 +128,7 @@ class _Cutter:
         self.tables = tables
         self.cuts: list[tuple[Operand, Any]] = []
         self._new: dict[int, Node] = {}
+        self._made: list[Node] = []
         self._table_cuts: dict[Any, Node] = {}
 
     def replaced(self, node: Node) -> Node:
@@ -144,9 +145,21 @@ class _Cutter:
             return self._operand(Operand(kind, node.dtype), node)
         if node.op == "look_up":
             return self._look_up(node, node.dtype)
-        if _widens_entry(node):
+        if _widens(node) and node.args[0].op == "look_up":
             return self._look_up(node.args[0], node.dtype)
+        if _widens(node) and node.args[0].op == "select_n":
+            which, *cases = node.args[0].args
+            cases = (self._widened(x, node.dtype) for x in cases)
+            return Node("select_n", (self.replaced(which), *cases), node.dtype)
         return dataclasses.replace(node, args=tuple(map(self.replaced, node.args)))
+
+    def _widened(self, node: Node, dtype: Any) -> Node:
+        if node.op == "const":
+            return expressions.const(node.param, dtype)
+        wide = Node("convert_element_type", (node,), np.dtype(dtype))
+        self.depends[id(wide)] = self.depends[id(node)]
+        self._made.append(wide)  # as long as its id is
+        return self.replaced(wide)
 
     def _operand(self, operand: Operand, cut: Any) -> Node:
         self.cuts.append((operand, cut))
@@ -168,10 +181,10 @@ class _Cutter:
         return Node("entry", (table, *map(self.replaced, inner)), dtype, shape)
 
 
-def _widens_entry(node: Node) -> bool:
-    """Whether it is an entry of a table as a float of more bits, so that the whole table may be
-    converted."""
-    if node.op != "convert_element_type" or node.args[0].op != "look_up":
+def _widens(node: Node) -> bool:
+    """Whether it is a float with more bits, which holds all numbers of its type: then what it is
+    chosen from may be converted, and whole tables."""
+    if node.op != "convert_element_type":
         return False
     narrow, wide = np.dtype(node.args[0].dtype), np.dtype(node.dtype)
     return _is_float(narrow) and _is_float(wide) and narrow.itemsize < wide.itemsize
