@@ -51,6 +51,7 @@ from experiments.translation.decoding import (
 from experiments.translation.evaluation import Evaluation, Evaluator, read_tests, table
 from experiments.translation.locking import locked
 from experiments.translation.memory import keep_freed_memory
+from experiments.translation.meshes import Placement, check_mesh, parse_mesh, usual_mesh
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.text import encode_pairs
@@ -180,6 +181,7 @@ class _Plan:
     texts: Texts
     batches: Epochs
     model: Model
+    placement: Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,6 +249,8 @@ def _new_directory(options: argparse.Namespace) -> Path:
 
 def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -> _Plan:
     config = _config(options, saved)
+    mesh = usual_mesh() if options.mesh is None else parse_mesh(options.mesh)
+    check_mesh(mesh, config)
     directory = saved.directory if saved else _new_directory(options)
     path = options.data or (saved.origin.path if saved else None)
     first, second = options.languages or (saved.origin.languages if saved else LANGUAGES)
@@ -258,21 +262,23 @@ def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -
     origin = TextOrigin(path and str(Path(path).resolve()), languages, fingerprint(pairs))
     batches = make_batches(config, pairs)
     run = Run(directory, config, source, target, origin)
-    return _Plan(run, texts, batches, Model(config, len(source), len(target)))
+    model = Model(config, len(source), len(target))
+    return _Plan(run, texts, batches, model, Placement.of(mesh, model))
 
 
 def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
-    run, model, config = plan.run, plan.model, plan.run.config
+    run, model, config, placement = plan.run, plan.model, plan.run.config, plan.placement
     evaluator = Evaluator(model, plan.texts.validation, run.source, run.target)
     optimiser = make_optimiser(config, total_steps(config, plan.batches))
     loop = Loop(
         config,
         plan.batches,
-        step=make_step(model, optimiser, config),
+        step=make_step(model, optimiser, config, placement),
         check=lambda batch: check_batch(batch, model),
         report=reporting.keep(console, run),
-        validate=lambda params: reporting.validated(run, evaluator, params),
-        save=lambda state: run.save(state, int(state.step)),
+        validate=lambda params: reporting.validated(run, evaluator, placement.whole(params)),
+        save=lambda state: run.save(placement.host(state), int(state.step)),
+        place=lambda batch: placement.batch(batch, config.accumulation_steps),
         stops=lambda: stopping.has_stopped(run.metrics(), config.patience),
     )
     state = first_state(model, optimiser, config.seed)
@@ -283,7 +289,7 @@ def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
     if evaluator.cut:
         print(f"{evaluator.cut} validation sides are cut to {config.max_length} tokens")
     with _told_what_remains(run):
-        loop.run(state)
+        loop.run(placement.state(state))
     params, steps = run.parameters(model.shapes)
     reporting.sum_up(console, run, steps)
     return _Trained(run, model, params, steps)

@@ -83,6 +83,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="decides everything that is random")
     parser.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        help="share the work among all devices: data=4,model=2 cuts batches over four and heads, "
+        "feed-forward networks and vocabularies over two (data, over all accelerators)",
+    )
+    parser.add_argument(
         "--run", type=Path, help="a new directory (runs/PRESET, runs/PRESET-2, ...)"
     )
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
