@@ -153,8 +153,8 @@ class Placement:
 
     def _shardings(self, tree: Any) -> Any:
         def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-            last = path[-1] if path else None
-            name = last.key if isinstance(last, jax.tree_util.DictKey) else None
+            last = path[-1]
+            name = last.key if isinstance(last, jax.tree_util.DictKey) else ""
             return self._sharding(self._spec(self.logical_axes.get(str(name), ()), leaf.shape))
 
         return jax.tree.map_with_path(sharding, tree)
