@@ -16,7 +16,7 @@ import pytest
 
 from experiments.translation import __main__ as cli
 from experiments.translation.checkpoints import Run
-from experiments.translation.watching import watch
+from experiments.watching import watch
 from tests.test_translation import as_users_run_it
 
 
@@ -84,8 +84,8 @@ def started(devices: int, *arguments: str) -> subprocess.Popen[str]:
     flags = re.sub(r"device_count=\d+", f"device_count={devices}", os.environ["XLA_FLAGS"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "experiments.translation", "train", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe)
 
 
 def two(*arguments: str, second: Sequence[str] = ()) -> list[subprocess.Popen[str]]:

@@ -348,6 +348,7 @@ def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.Checkp
         alone = ocp.options.MultiprocessingOptions(
             primary_host=process, active_processes={process}, barrier_sync_key_prefix=str(process)
         )
+        several: dict[str, Any]
         several = {"multiprocessing_options": alone} if jax.process_count() > 1 else {}
         if several and not read_only:
             directory.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments.ending import Failure
-from experiments.translation.watching import ADVICE, start_watching
+from experiments.watching import ADVICE, start_watching
 
 
 _HEARTBEAT = 60  # seconds without a sign of life after which a process counts as lost
