@@ -464,7 +464,7 @@ PLACED_KINDS = {"devices": "devices", "axis": "axis", "order": "name"}
 
 SENT_NAMES = ("query", "key", "value", "mask", "score", "q_positions", "kv_positions", "return_lse")
 SENT = {name: SHARED[name] for name in SENT_NAMES}
-SENT_CUT = {"devices": 1, "scheme": "ring", "order": "zigzag"}
+SENT_CUT = {"devices": 1, "scheme": "ring", "order": "contiguous"}
 
 FUNCTIONS |= {
     "parallel.attention": Call(
