@@ -71,11 +71,11 @@ def test_torch_transformer_there_and_back(norm, bias):
     state = {name: x.numpy() for name, x in theirs.state_dict().items()}
     found = compat.transformer_from_torch(state, N)
     options: Any = {"norm": norm, "final_norm": True, "norm_epsilon": 1e-5, "use_bias": bias}
-    sizes = {"features": D, "num_heads": N, "feed_forward": 17}
-    depth = {"encoder_layers": 2, "decoder_layers": 1}
+    sizes: Any = {"features": D, "num_heads": N, "feed_forward": 17}
+    depth: Any = {"encoder_layers": 2, "decoder_layers": 1}
     ours = nn.Transformer(5, 5, **sizes, **depth, **options, rngs=nnx.Rngs(0))
     nnx.update(ours, found)
-    run = {"deterministic": True}
+    run: Any = {"deterministic": True}
     memory = ours.encoder(jnp.asarray(Y), **run)
     np.testing.assert_allclose(ours.decoder(jnp.asarray(X), memory, **run), want, atol=2e-5)
     back = compat.transformer_to_torch(nnx.to_pure_dict(nnx.state(ours, nnx.Param)))
