@@ -8,6 +8,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float, Int
 
+from jattn._advice import CONSTRUCTOR_ADVICE, LAYER_ADVICE, advised_by
 from jattn._types import Keys, Output, Queries, Values, Weights
 from jattn.attention import IMPLEMENTATIONS, attention, attention_weights, cached_attention
 from jattn.cache import Cache, DenseCache
@@ -65,6 +66,7 @@ class MultiHeadAttention(Module):
     Raises ValueError when a number of heads does not divide.
     """
 
+    @advised_by(CONSTRUCTOR_ADVICE)
     def __init__(
         self,
         num_heads: int,
@@ -329,6 +331,7 @@ class MultiHeadAttention(Module):
         deterministic: bool | None = None,
         rngs: RandomSource = None,
     ) -> tuple[Float[Array, "B T out"], _Cache]: ...
+    @advised_by(LAYER_ADVICE)
     def __call__(
         self,
         inputs_q: Float[Array, "..."],
