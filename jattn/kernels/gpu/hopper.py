@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax, tile
-from jattn._pytree import axis_names, axis_of
+from jattn._pytree import axis_names, axis_of, is_static, number
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import block_mask, kernel_refs, mosaic_interpreter, triton
@@ -39,7 +39,7 @@ _WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory 
 _ROWS = 64  # queries of a warpgroup: what one instruction multiplies
 _GROUPS = 2  # warpgroups that compute
 _WIDEST_BACKWARD = 128  # head size of which two gradients fit registers beside a tile
-_STAGES = 2  # tiles of keys and values in shared memory
+_STAGES = 2  # places for tiles that come by in shared memory, a power of two
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -162,6 +162,11 @@ class _Unit(NamedTuple):
         one = tile_layout.reduce(1 if axes == along_rows else 0)
         return _mosaic().layout_cast(x, tile_layout if axes == "ts" else one)
 
+    def spread(self, row: Array, axis: str) -> Array:
+        """A square tile, the same along the other axis."""
+        square, kept = (row.shape[0],) * 2, axis == ("s" if self.transposed else "t")
+        return self.lay(lax.broadcast_in_dim(row, square, (0 if kept else 1,)), "ts")
+
     def places(self, start: Any, size: int, axis: str) -> Array:
         return start + self.lay(lax.iota(jnp.int32, size), axis)
 
@@ -179,22 +184,32 @@ class _Unit(NamedTuple):
         older = [()] if "idx" in inspect.signature(load).parameters else []
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected)
 
-    def product(self, a: Any, b: Any, transposed: bool = False, onto: Any = None) -> Array:
-        """a · b or a · bᵀ, added to `onto`; a in shared memory or registers, b in shared memory."""
+    def products(self, pairs: Any, transposed: bool = False, onto: Any = None) -> list[Array]:
+        """a · b or a · bᵀ for each pair, added to what `onto` holds for it, in flight together; a in
+        shared memory or registers, b in shared memory."""
         if self.interpreted:
-            a, b = a[...], b[...].T if transposed else b[...]
-            found = jnp.dot(a, b, preferred_element_type=jnp.float32)
-            return found if onto is None else onto + found
-        b = b.transpose((1, 0)) if transposed else b
-        multiply = lambda total: _mosaic().wgmma(total, a, b)  # noqa: E731
+            found = [
+                jnp.dot(
+                    a[...], b[...].T if transposed else b[...], preferred_element_type=jnp.float32
+                )
+                for a, b in pairs
+            ]
+            return found if onto is None else [x + y for x, y in zip(onto, found, strict=True)]
+        pairs = [(a, b.transpose((1, 0)) if transposed else b) for a, b in pairs]
+
+        def multiply(totals: Any) -> None:
+            for total, pair in zip(totals, pairs, strict=True):
+                _mosaic().wgmma(total, *pair)
+
         if onto is not None:
-            return pl.run_state(multiply)(_mosaic().ACC.init(onto))
+            return pl.run_state(multiply)([_mosaic().ACC.init(x) for x in onto])
 
-        def fresh(total: Any) -> Array:
-            multiply(total)
-            return total[...]
+        def fresh(*totals: Any) -> list[Array]:
+            multiply(totals)
+            return [total[...] for total in totals]
 
-        return pl.run_scoped(fresh, _mosaic().ACC((a.shape[0], b.shape[1]), jnp.float32))
+        shapes = [(a.shape[0], b.shape[1]) for a, b in pairs]
+        return pl.run_scoped(fresh, *[_mosaic().ACC(shape, jnp.float32) for shape in shapes])
 
 
 @functools.cache
@@ -210,6 +225,29 @@ def _interpreter() -> Any:
     return home.InterpretGPUParams()
 
 
+class _Scale(NamedTuple):
+    """A scale that is known and positive, out of the way of the loops over tiles: score functions
+    take products times `before`, the softmax takes scores times `after`, in the same operation in
+    which it subtracts the maximum. One of the two is 1."""
+
+    before: float = 1.0
+    after: float = 1.0
+
+    @classmethod
+    def of(cls, spec: Spec) -> tuple["_Scale", Spec]:
+        """The scale, and the spec without it."""
+        scale = number(spec.scale)
+        if not is_static(spec.scale) or not 0 < scale < math.inf:
+            return cls(), spec
+        factors = cls(after=scale) if spec.score is None else cls(before=scale)
+        return factors, dataclasses.replace(spec, scale=1.0)
+
+    @property
+    def gradient(self) -> float:
+        """What sums of the scores' cotangents still lack."""
+        return self.before * self.after
+
+
 class _Problem(NamedTuple):
     """The sizes of a call in whole tiles, the tiles of a program and the spec as its warpgroups
     read it: each has 64 of the program's queries, or of its keys if `by_key`."""
@@ -218,7 +256,9 @@ class _Problem(NamedTuple):
     tiling: Tiling
     rules: _SpecRefs
     unit: _Unit
+    scale: _Scale
     has_score: bool
+    drops: bool
 
     @classmethod
     def of(
@@ -226,7 +266,9 @@ class _Problem(NamedTuple):
     ) -> "_Problem":
         own = Tiling(tiling.block_q, _ROWS) if by_key else Tiling(_ROWS, tiling.block_kv)
         unit = _Unit(interpreted, transposed=by_key)
-        return cls(shapes, tiling, _SpecRefs(spec, own), unit, spec.score is not None)
+        scale, spec = _Scale.of(spec)
+        rules, drops = _SpecRefs(spec, own), spec.dropout_rate > 0
+        return cls(shapes, tiling, rules, unit, scale, spec.score is not None, drops)
 
     @property
     def by_key(self) -> bool:
@@ -321,29 +363,32 @@ def _tiles_in_memory(count: int, rows: int, width: int, dtype: Any) -> Any:
 
 
 class _Ring(NamedTuple):
-    """Places in shared memory that one warpgroup fills and the others use up, in turn."""
+    """Places in shared memory that one warpgroup fills and the others use up, in turn; each holds a
+    tile, or a few arrays that come and go together."""
 
-    tiles: Any
+    arrays: tuple[Any, ...]
     filled: Any
     free: Any
 
     @classmethod
-    def scratch(cls, rows: int, width: int, dtype: Any) -> "_Ring":
+    def scratch(cls, *arrays: Any) -> "_Ring":
+        """Of arrays in shared memory `[places, ...]`."""
         return cls(
-            _tiles_in_memory(_STAGES, rows, width, dtype),
-            _mosaic().Barrier(num_barriers=_STAGES),
+            arrays,
+            _mosaic().Barrier(num_barriers=_STAGES, num_arrivals=len(arrays)),
             _mosaic().Barrier(num_barriers=_STAGES, num_arrivals=_GROUPS),
         )
 
-    def fill(self, turn: Any, source: Any) -> None:
-        """Copies a tile to the place of this turn, once that is free."""
-        place = lax.rem(turn, np.int32(_STAGES))
+    def fill(self, turn: Any, *sources: Any) -> None:
+        """Copies to the place of this turn, once that is free."""
+        place = _place(turn)
 
         @pl.when(turn >= _STAGES)
         def _() -> None:
             _mosaic().barrier_wait(self.free.at[place])
 
-        _mosaic().copy_gmem_to_smem(source, self.tiles.at[place], self.filled.at[place])
+        for source, array in zip(sources, self.arrays, strict=True):
+            _mosaic().copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
 
     def drain(self, turns: Any) -> None:
         """Waits until all that was filled in so many turns is used up."""
@@ -353,13 +398,17 @@ class _Ring(NamedTuple):
             def _(place: int = place) -> None:
                 _mosaic().barrier_wait(self.free.at[place])
 
-    def use(self, turn: Any, function: Callable[[Any], Any]) -> Any:
-        """`function(tile)` of this turn, once it is there; its place is free afterwards."""
-        place = lax.rem(turn, np.int32(_STAGES))
+    def use(self, turn: Any, function: Callable[..., Any]) -> Any:
+        """`function(*arrays)` of this turn, once they are there; their place is free afterwards."""
+        place = _place(turn)
         _mosaic().barrier_wait(self.filled.at[place])
-        found = function(self.tiles.at[place])
+        found = function(*[x.at[place] for x in self.arrays])
         _mosaic().barrier_arrive(self.free.at[place])
         return found
+
+
+def _place(turn: Any) -> Any:
+    return lax.bitwise_and(turn, np.int32(_STAGES - 1))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -372,15 +421,29 @@ _LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # times log₂ e it is finite
 
 
 def _online(
-    masked: bool, here: slicing.Tile, products: Array, part: softmax.Partial
+    masked: bool, factors: _Scale, here: slicing.Tile, products: Array, part: softmax.Partial
 ) -> tuple[Array, softmax.Partial]:
     """The weights of more keys, and what there is so far, both relative to a new maximum."""
-    score = here.modify(products, masked)
-    maximum = jnp.maximum(part.maximum, jnp.max(score, axis=-1))
-    weights = jnp.exp2(score * _LOG2E - (maximum * _LOG2E)[:, None])
-    scale = jnp.exp2((part.maximum - maximum) * _LOG2E)
+    score = here.modify(_times(products, factors.before), masked)
+    maximum = jnp.maximum(part.maximum, _times(jnp.max(score, axis=-1), factors.after))
+    shift = maximum * _LOG2E
+    weights = jnp.exp2(_exponent(score, factors, shift))
+    scale = jnp.exp2(part.maximum * _LOG2E - shift)
     total = part.total * scale + jnp.sum(weights, axis=-1)
     return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
+
+
+def _exponent(score: Array, factors: _Scale, shift: Array) -> Array:
+    """To the base 2, relative to a shift, in one operation for each score.
+
+    What that rounds differs from what `shift` was rounded to, by a factor for each row; so the
+    backward pass computes the same from the same maximum.
+    """
+    return score * (factors.after * _LOG2E) - shift[:, None]
+
+
+def _times(x: Array, factor: float) -> Array:
+    return x if factor == 1 else x * factor
 
 
 class _Memory(NamedTuple):
@@ -392,11 +455,11 @@ class _Memory(NamedTuple):
     streams: tuple[_Ring, _Ring]
 
     @classmethod
-    def scratch(cls, rows: int, shapes: Shapes, kept: Any) -> "_Memory":
-        """`rows` of a tile that comes by."""
+    def scratch(cls, rows: int, shapes: Shapes, kept: Any, *beside: Any) -> "_Memory":
+        """`rows` of a tile that comes by, and what comes `beside` the first of the two arrays."""
         filled = _mosaic().Barrier(num_barriers=2 * _GROUPS)
-        ring = functools.partial(_Ring.scratch, rows, shapes.H, shapes.dtype)
-        return cls(kept, filled, (ring(), ring()))
+        tiles = _tiles_in_memory(_STAGES, rows, shapes.H, shapes.dtype)
+        return cls(kept, filled, (_Ring.scratch(tiles, *beside), _Ring.scratch(tiles)))
 
     def load(self, which: int, group: Any, source: Any) -> Any:
         """One of the arrays that a warpgroup keeps."""
@@ -461,12 +524,14 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
             def step(j: Any, masked: bool, state: Any) -> Any:
                 turn, part = state
                 here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns))
-                by_key = lambda k: unit.product(q, k, transposed=True)  # noqa: E731
-                products = memory.streams[0].use(turn, by_key)
-                weights, part = here.run(functools.partial(_online, masked), products, part)
+                by_key = lambda k: unit.products([(q, k)], transposed=True)  # noqa: E731
+                (products,) = memory.streams[0].use(turn, by_key)
+                online = functools.partial(_online, masked, problem.scale)
+                weights, part = here.run(online, products, part)
                 weights = weights.astype(shapes.dtype)
-                weigh = lambda v: unit.product(weights, v, onto=part.weighted)  # noqa: E731
-                return turn + 1, part._replace(weighted=memory.streams[1].use(turn, weigh))
+                weigh = lambda v: unit.products([(weights, v)], onto=[part.weighted])  # noqa: E731
+                (weighted,) = memory.streams[1].use(turn, weigh)
+                return turn + 1, part._replace(weighted=weighted)
 
             laid = map(unit.lay, _nothing(shapes.V), ("t", "t", "ts"))
             state = jnp.int32(0), softmax.Partial(*laid)
@@ -498,22 +563,56 @@ def _nothing(width: int) -> softmax.Partial:
     return softmax.Partial(jnp.full((_ROWS,), _LOWEST, jnp.float32), total, weighted)
 
 
+class _Rows(NamedTuple):
+    """What the backward pass knows of a row of queries: the softmax's shift and the log of its
+    total, both to the base 2, and the sum of output times its cotangent. Without a log the weights
+    are those before normalization."""
+
+    shift: Any
+    log_total: Any
+    delta: Any
+
+    @classmethod
+    def stacked(cls, per_query: Any) -> Array:
+        """`[B, N, blocks of 64, 3 · 64]`, of maximum, log_total and delta `[B, T, N]`."""
+        maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
+        rows = jnp.stack(cls(maximum * _LOG2E, log_total * _LOG2E, delta), axis=2)
+        blocks = rows.reshape(*rows.shape[:3], -1, _ROWS).swapaxes(2, 3)
+        return blocks.reshape(*blocks.shape[:3], 3 * _ROWS)
+
+    @classmethod
+    def read(cls, unit: _Unit, memory: Any, *block: Any) -> "_Rows":
+        """Of a block of queries, from shared or global memory."""
+        letters = [""] * len(block) + ["t"]
+        runs = [pl.ds(i * _ROWS, _ROWS) for i in range(3)]
+        return cls(*(unit.read(memory, (*block, run), letters).value for run in runs))
+
+
 def _d_products(
     masked: bool,
+    factors: _Scale,
     here: slicing.Tile,
     products: Array,
     d_weights: Array,
-    maximum: Array,
-    log_total: Array,
-    delta: Array,
+    rows: _Rows,
 ) -> tuple[Array, Array]:
-    """The cotangent of q kᵀ from that of the weights, d_out vᵀ, and the weights after dropout.
+    """The cotangent of q kᵀ from that of the weights, d_out vᵀ, less `factors.gradient`; and the
+    weights after dropout.
 
-    With weights p, the scores' cotangent is p (d_weights − delta).
+    With weights p, the scores' cotangent is p (d_weights − delta). Without dropout `d_weights` come
+    without delta, from which their sum started.
     """
+    products = _times(products, factors.before)
     score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
-    weights = softmax.weights(score, maximum, log_total, masked)
-    (found,) = pull(weights * (here.drop(d_weights) - delta[:, None]))
+    exponent = _exponent(score, factors, rows.shift)
+    if rows.log_total is not None:
+        exponent = exponent - rows.log_total[:, None]
+    weights = jnp.exp2(exponent)
+    if masked:  # also in a row that is NaN
+        weights = jnp.where(score == -jnp.inf, 0, weights)
+    if here.spec.dropout_rate:
+        d_weights = here.drop(d_weights) - rows.delta[:, None]
+    (found,) = pull(weights * d_weights)
     return found, here.drop(weights)
 
 
@@ -521,8 +620,7 @@ class _Backward(NamedTuple):
     """A program of a backward pass: 128 queries or, `by_key`, 128 keys, of which each computing
     warpgroup keeps 64 and goes through what they attend to, or are attended by.
 
-    `per_query` are query and d_out, `per_key` key and value, `rows` maximum, log_total and
-    delta.
+    `per_query` are query and d_out, `per_key` key and value, `rows` what `_Rows` stacks.
     """
 
     problem: _Problem
@@ -560,49 +658,70 @@ class _Backward(NamedTuple):
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
             head = h if by_key else lax.div(h, group)
-            for stream, source in zip(memory.streams, self.streamed, strict=True):
-                stream.fill(turn, source.at[self.at[0], pl.ds(x * _ROWS, _ROWS), head])
+            index = self.at[0], pl.ds(x * _ROWS, _ROWS), head
+            first, second = (source.at[index] for source in self.streamed)
+            beside = [self.rows.at[self.at[0], h, x]] if by_key else []
+            memory.streams[0].fill(turn, first, *beside)
+            memory.streams[1].fill(turn, second)
             return turn + 1
 
         memory.drain(self.fold(step, jnp.int32(0)))
 
     def compute(self, memory: _Memory, results: Any, group: Any) -> None:
         """What a warpgroup does that computes."""
-        start = self.at[2] * _GROUPS * _ROWS + group * _ROWS
+        block = self.at[2] * _GROUPS + group
+        start, unit, by_key = block * _ROWS, self.problem.unit, self.problem.by_key
         own = self.at[0], pl.ds(start, _ROWS), self.at[1]
         kept = [memory.load(x, group, self.kept[x].at[own]) for x in range(2)]
+        mine = None if by_key else _Rows.read(unit, self.rows, *self.at[:2], block)
 
         def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
             turn, *totals = state
-            d_tile = functools.partial(self.tile(h, start, x * _ROWS), masked, kept, totals)
-            with_first = lambda first: memory.streams[1].use(  # noqa: E731
-                turn, functools.partial(d_tile, first)
-            )
-            return turn + 1, *memory.streams[0].use(turn, with_first)
+            here = self.tile(h, start, x * _ROWS)
+
+            def add(first: Any, *beside: Any) -> Any:
+                rows = _Rows.read(unit, *beside) if mine is None else mine._replace(log_total=None)
+                found = functools.partial(self.add, here, masked, rows, kept, totals, first)
+                return memory.streams[1].use(turn, found)
+
+            return turn + 1, *memory.streams[0].use(turn, add)
 
         zeros = [jnp.zeros((_ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
-        _, *found = self.fold(
-            step, (jnp.int32(0), *(self.problem.unit.lay(x, "ts") for x in zeros))
-        )
+        _, *found = self.fold(step, (jnp.int32(0), *(unit.lay(x, "ts") for x in zeros)))
+        found = self.finished(found, mine)
         for place, total in zip(kept, found, strict=False):
             place[...] = total.astype(place.dtype)
         _store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
 
-    def tile(self, h: Any, start: Any, other: Any) -> Callable[..., list[Array]]:
-        """From `(masked, kept, totals, *streamed)` of a tile the totals with what it adds."""
+    def tile(self, h: Any, start: Any, other: Any) -> "_Tile":
+        """The tile of what is kept and what comes by."""
         row, column = (other, start) if self.problem.by_key else (start, other)
-        here = self.problem.tile(self.leaves, kernel_refs.TileIndex(self.at[0], h, row, column))
-        index = self.at[0], h, pl.ds(row, _ROWS)
-        rows = [self.problem.unit.read(x, index, ["", "", "t"]).value for x in self.rows]
+        return self.problem.tile(self.leaves, kernel_refs.TileIndex(self.at[0], h, row, column))
 
-        def add(masked: bool, kept: Any, totals: list[Array], *streamed: Any) -> list[Array]:
-            pairs = zip(kept, streamed, strict=True)
-            products = [self.problem.unit.product(x, y, transposed=True) for x, y in pairs]
-            found = here.run(functools.partial(_d_products, masked), *products, *rows)
-            factors = zip(found, streamed, totals, strict=False)
-            return [self.problem.unit.product(x.astype(y.dtype), y, onto=z) for x, y, z in factors]
+    def add(
+        self, here: "_Tile", masked: bool, rows: _Rows, kept: Any, totals: Any, *streamed: Any
+    ) -> list[Array]:
+        """The totals with what a tile adds."""
+        pairs, unit = list(zip(kept, streamed, strict=True)), self.problem.unit
+        (products,) = unit.products(pairs[:1], transposed=True)
+        onto = None if self.problem.drops else [unit.spread(-rows.delta, "t")]
+        (d_weights,) = unit.products(pairs[1:], transposed=True, onto=onto)
+        d_products = functools.partial(_d_products, masked, self.problem.scale)
+        found = here.run(d_products, products, d_weights, rows)
+        factors = [(x.astype(y.dtype), y) for x, y in zip(found, streamed, strict=True)]
+        return unit.products(factors[: len(totals)], onto=totals)
 
-        return add
+    def finished(self, totals: list[Array], rows: _Rows | None) -> list[Array]:
+        """The gradients from the totals."""
+        factor = self.problem.scale.gradient
+        first, *others = totals
+        if rows is None:
+            return [_times(first, factor), *others]
+
+        def normalized(total: Array, log_total: Array) -> Array:
+            return total * _times(jnp.exp2(-log_total), factor)[:, None]
+
+        return [mosaic_interpreter.run(normalized, first, rows.log_total)]
 
 
 def _gradients(
@@ -621,11 +740,12 @@ def _gradients(
         )
 
     query, d_out, *rows = per_head
-    rows = [jnp.swapaxes(x, 1, 2) for x in rows]
+    rows = _Rows.stacked(rows)
     operands = (query, d_out), (key, value), rows, problem.rules.arrays, visits.arrays
     results = [(x.shape, shapes.dtype) for x in ((key, value) if by_key else (query,))]
     kept = [_tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype) for _ in range(2)]
-    scratch = _Memory.scratch(_ROWS, shapes, tuple(kept))
+    beside = [_mosaic().SMEM((_STAGES, 3 * _ROWS), jnp.float32)] if by_key else []
+    scratch = _Memory.scratch(_ROWS, shapes, tuple(kept), *beside)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     heads = shapes.K if by_key else shapes.N
     return _launch(name, problem, heads, kernel, operands, results, scratch)
