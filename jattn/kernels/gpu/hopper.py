@@ -31,6 +31,7 @@ from jattn._pytree import axis_names, axis_of, is_static, number
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import block_mask, kernel_refs, mosaic_interpreter, triton
+from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
 
 
@@ -78,18 +79,7 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
             spec, shapes.T, shapes.S, *slicing.round_up(shapes.T, shapes.S, tiling)
         )
         rules = _SpecRefs(spec, Tiling(_ROWS, tiling.block_kv))
-        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in rules.sizes.values())
-        zero = jnp.zeros((), jnp.int32)
-        place = kernel_refs.TileIndex(zero, zero, zero, zero)
-        parts = [_part(x, index) for x, index in rules.parts(rules.arrays, place)]
-        products = jnp.zeros((_ROWS, tiling.block_kv), jnp.float32)
-
-        def modify(*operands: Any) -> Any:
-            *at, products = operands
-            score, pull = jax.vjp(lambda x: rules.at(*at).modify(x, True), products)
-            return score, pull(score)
-
-        operands = parts, zero, zero, rows, columns, products
+        modify, operands = rules.example()
         return mosaic_interpreter.run(
             modify, *jax.tree.map(jnp.squeeze, operands), shapes=_types(operands)
         )
@@ -127,9 +117,41 @@ class _SpecRefs(kernel_refs.SpecRefs):
     def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
         """The tile of these parts of the arrays, at these places."""
         pairs = zip(leaves, self.boolean, strict=True)
-        return self.assembled(
+        found = self.assembled(
             [x != 0 if boolean else x for x, boolean in pairs], b, h, rows, columns
         )
+        if found.spec.q_positions is None and found.spec.kv_positions is None:
+            return found._replace(rows=Span(rows, rows), columns=Span(columns, columns))
+        return found
+
+    def example(self) -> tuple[Callable[..., Any], Any]:
+        """A function from a tile's products to scores and their derivative, and operands of it, to
+        be traced."""
+        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in self.sizes.values())
+        zero = jnp.zeros((), jnp.int32)
+        place = kernel_refs.TileIndex(zero, zero, zero, zero)
+        parts = [_part(x, index) for x, index in self.parts(self.arrays, place)]
+        products = jnp.zeros(tuple(self.sizes.values()), jnp.float32)
+
+        def modify(*operands: Any) -> Any:
+            *at, products = operands
+            score, pull = jax.vjp(lambda x: self.at(*at).modify(x, True), products)
+            return score, pull(score)
+
+        return modify, (parts, zero, zero, rows, columns, products)
+
+    def along(self, letter: str) -> list[int]:
+        """Which arrays run along a letter only, of each batch row and head: a tile's part of them
+        can be copied as it is. Their numbers have 4 bytes, so that parts start at multiples of
+        128."""
+        return [
+            i
+            for i, (x, letters) in enumerate(zip(self.arrays, self.letters, strict=True))
+            if letters[-1:] == [letter]
+            and set(letters) <= {"*B", "N", letter}
+            and x.shape[-1] > 1
+            and x.dtype.itemsize == 4
+        ]
 
 
 def _part(memory: Array, index: tuple[Any, ...]) -> Array:
@@ -185,8 +207,8 @@ class _Unit(NamedTuple):
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected)
 
     def products(self, pairs: Any, transposed: bool = False, onto: Any = None) -> list[Array]:
-        """a · b or a · bᵀ for each pair, added to what `onto` holds for it, in flight together; a in
-        shared memory or registers, b in shared memory."""
+        """a · b or a · bᵀ for each pair, added to what `onto` holds for it, in flight together; a
+        in shared memory or registers, b in shared memory."""
         if self.interpreted:
             found = [
                 jnp.dot(
@@ -228,7 +250,8 @@ def _interpreter() -> Any:
 class _Scale(NamedTuple):
     """A scale that is known and positive, out of the way of the loops over tiles: score functions
     take products times `before`, the softmax takes scores times `after`, in the same operation in
-    which it subtracts the maximum. One of the two is 1."""
+    which it subtracts the maximum. One of the two is 1: `before`, where score functions can count
+    in units of products."""
 
     before: float = 1.0
     after: float = 1.0
@@ -239,8 +262,13 @@ class _Scale(NamedTuple):
         scale = number(spec.scale)
         if not is_static(spec.scale) or not 0 < scale < math.inf:
             return cls(), spec
-        factors = cls(after=scale) if spec.score is None else cls(before=scale)
-        return factors, dataclasses.replace(spec, scale=1.0)
+        spec = dataclasses.replace(spec, scale=1.0)
+        if spec.score is None:
+            return cls(after=scale), spec
+        score = spec.score.per(scale)
+        if score is None:
+            return cls(before=scale), spec
+        return cls(after=scale), dataclasses.replace(spec, score=score)
 
     @property
     def gradient(self) -> float:
@@ -257,7 +285,7 @@ class _Problem(NamedTuple):
     rules: _SpecRefs
     unit: _Unit
     scale: _Scale
-    has_score: bool
+    approximate: bool
     drops: bool
 
     @classmethod
@@ -268,7 +296,7 @@ class _Problem(NamedTuple):
         unit = _Unit(interpreted, transposed=by_key)
         scale, spec = _Scale.of(spec)
         rules, drops = _SpecRefs(spec, own), spec.dropout_rate > 0
-        return cls(shapes, tiling, rules, unit, scale, spec.score is not None, drops)
+        return cls(shapes, tiling, rules, unit, scale, _approximate(spec, rules), drops)
 
     @property
     def by_key(self) -> bool:
@@ -288,14 +316,46 @@ class _Problem(NamedTuple):
         """The tile maps `[B or 1, N or 1, n, m]`."""
         return block_mask.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
 
+    @property
+    def beside(self) -> list[int]:
+        """Which of the spec's arrays come by in shared memory, beside a tile of keys (queries)."""
+        return self.rules.along("T" if self.by_key else "S")
+
+    def scratch_beside(self) -> list[Any]:
+        """Shared memory for these."""
+        size = self.rules.sizes["T" if self.by_key else "S"]
+        arrays = [self.rules.arrays[i] for i in self.beside]
+        return [_mosaic().SMEM((_STAGES, size), x.dtype) for x in arrays]
+
+    def parts_beside(self, leaves: list[Any], place: kernel_refs.TileIndex) -> list[Any]:
+        """A tile's parts of these in global memory."""
+        parts = self.rules.parts(leaves, place)
+        return [memory.at[index] for memory, index in (parts[i] for i in self.beside)]
+
     def tile(self, leaves: list[Any], place: kernel_refs.TileIndex) -> "_Tile":
-        """What a tile needs, read before the products that are waited for."""
-        unit = self.unit
-        parts = zip(self.rules.parts(leaves, place), self.rules.letters, strict=True)
+        """What a tile needs, read before the products that are waited for, but for what comes by in
+        shared memory."""
+        unit, later = self.unit, self.beside
+        parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
         rows, columns = self.rules.sizes.values()
         spans = unit.places(place.row, rows, "t"), unit.places(place.column, columns, "s")
-        read = [unit.read(*part, letters) for part, letters in parts]
+        read = [None if i in later else unit.read(*part, letters) for i, (part, letters) in parts]
         return _Tile(unit, self.rules, read, (place.b, place.h, *spans))
+
+
+# What is only approximated by the instructions for it, too roughly for functions of positions; the
+# error of tanh is 5e-4, about what rounding to 16 bits is.
+_ROUGH = frozenset("sin cos tan log log1p".split())
+
+
+def _approximate(spec: Spec, rules: _SpecRefs) -> bool:
+    """Whether approximate instructions will do; that for exp2 always would."""
+    if spec.score is None:
+        return True
+    function, operands = rules.example()
+    exact = spec.precision in ("highest", "float32", lax.Precision.HIGHEST)
+    rough = _ROUGH | {"tanh", "logistic"} if exact else _ROUGH
+    return not rough & kernel_refs.primitives(jax.make_jaxpr(function)(*operands).jaxpr)
 
 
 class _Tile(NamedTuple):
@@ -303,8 +363,17 @@ class _Tile(NamedTuple):
 
     unit: _Unit
     rules: _SpecRefs
-    leaves: list[_Value]
+    leaves: list[_Value | None]
     at: tuple[Any, Any, Any, Any]
+
+    def completed(self, beside: Any) -> "_Tile":
+        """With what came by in shared memory."""
+        letter = "T" if self.unit.transposed else "S"
+        run, left = (pl.ds(0, self.rules.sizes[letter]),), iter(beside)
+        leaves = [
+            self.unit.read(next(left), run, [letter]) if x is None else x for x in self.leaves
+        ]
+        return self._replace(leaves=leaves)
 
     def run(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(tile, *operands)`."""
@@ -342,8 +411,7 @@ def _launch(
         kernel_name=name,
         interpret=_interpreter() if problem.unit.interpreted else False,
         compiler_params=_mosaic().CompilerParams(
-            # The approximate exp2 is as good as others; the approximate tanh is off by 5e-4.
-            approx_math=not problem.has_score,
+            approx_math=problem.approximate,
             lowering_semantics=_mosaic().LoweringSemantics.Lane,
         ),
     )
@@ -417,6 +485,7 @@ def _place(turn: Any) -> Any:
 
 
 _LOG2E = math.log2(math.e)
+_NEAR = 256.0  # numbers below have 15 digits behind the binary point, and more
 _LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # times log₂ e it is finite
 
 
@@ -510,7 +579,9 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
         def copy() -> None:
             def step(j: Any, masked: bool, turn: Any) -> Any:
                 run = pl.ds(j * columns, columns)
-                memory.streams[0].fill(turn, key.at[b, run, kv])
+                place = kernel_refs.TileIndex(b, h, i * rows, j * columns)
+                beside = problem.parts_beside(leaves, place)
+                memory.streams[0].fill(turn, key.at[b, run, kv], *beside)
                 memory.streams[1].fill(turn, value.at[b, run, kv])
                 return turn + 1
 
@@ -524,8 +595,12 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
             def step(j: Any, masked: bool, state: Any) -> Any:
                 turn, part = state
                 here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns))
-                by_key = lambda k: unit.products([(q, k)], transposed=True)  # noqa: E731
-                (products,) = memory.streams[0].use(turn, by_key)
+
+                def by_key(k: Any, *beside: Any) -> Any:
+                    (products,) = unit.products([(q, k)], transposed=True)
+                    return products, here.completed(beside)
+
+                products, here = memory.streams[0].use(turn, by_key)
                 online = functools.partial(_online, masked, problem.scale)
                 weights, part = here.run(online, products, part)
                 weights = weights.astype(shapes.dtype)
@@ -551,7 +626,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     along = (shapes.B, shapes.N, shapes.T), jnp.float32
     queries = _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype)
     kept = queries, *[_mosaic().SMEM((_GROUPS, _ROWS), jnp.float32)] * 2
-    scratch = _Memory.scratch(columns, shapes, kept)
+    scratch = _Memory.scratch(columns, shapes, kept, *problem.scratch_beside())
     name = "jattn_hopper_forward"
     found = _launch(name, problem, shapes.N, kernel, operands, (out, along, along), scratch)
     return found[0], softmax.Normalizer(*(jnp.swapaxes(x, 1, 2) for x in found[1:]))
@@ -565,20 +640,29 @@ def _nothing(width: int) -> softmax.Partial:
 
 class _Rows(NamedTuple):
     """What the backward pass knows of a row of queries: the softmax's shift and the log of its
-    total, both to the base 2, and the sum of output times its cotangent. Without a log the weights
-    are those before normalization."""
+    total, both to the base 2, and the sum of output times its cotangent."""
 
     shift: Any
     log_total: Any
     delta: Any
 
     @classmethod
-    def stacked(cls, per_query: Any) -> Array:
-        """`[B, N, blocks of 64, 3 · 64]`, of maximum, log_total and delta `[B, T, N]`."""
+    def stacked(cls, per_query: Any) -> tuple[Array, Array]:
+        """`[B, N, blocks of 64, 3 · 64]`, of maximum, log_total and delta `[B, T, N]`; and the heads
+        `[B, N]` in which shift and log of the total cannot be one number: it would have too few
+        digits. In others it is the shift, and the log is 0."""
         maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
-        rows = jnp.stack(cls(maximum * _LOG2E, log_total * _LOG2E, delta), axis=2)
+        shift, log_total = maximum * _LOG2E, log_total * _LOG2E
+        near = jnp.abs(shift + log_total) < _NEAR
+        far = jnp.any(~near, axis=2)
+        apart = far[..., None]
+        shift, log_total = (
+            jnp.where(apart, shift, shift + log_total),
+            jnp.where(apart, log_total, 0),
+        )
+        rows = jnp.stack(cls(shift, log_total, delta), axis=2)
         blocks = rows.reshape(*rows.shape[:3], -1, _ROWS).swapaxes(2, 3)
-        return blocks.reshape(*blocks.shape[:3], 3 * _ROWS)
+        return blocks.reshape(*blocks.shape[:3], 3 * _ROWS), far
 
     @classmethod
     def read(cls, unit: _Unit, memory: Any, *block: Any) -> "_Rows":
@@ -602,18 +686,31 @@ def _d_products(
     With weights p, the scores' cotangent is p (d_weights − delta). Without dropout `d_weights` come
     without delta, from which their sum started.
     """
-    products = _times(products, factors.before)
-    score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
-    exponent = _exponent(score, factors, rows.shift)
-    if rows.log_total is not None:
-        exponent = exponent - rows.log_total[:, None]
-    weights = jnp.exp2(exponent)
-    if masked:  # also in a row that is NaN
-        weights = jnp.where(score == -jnp.inf, 0, weights)
+    spec = here.spec
     if here.spec.dropout_rate:
         d_weights = here.drop(d_weights) - rows.delta[:, None]
-    (found,) = pull(weights * d_weights)
-    return found, here.drop(weights)
+    products = _times(products, factors.before)
+    if spec.score is not None or not is_static(spec.scale) or spec.scale != 1:
+        score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
+        weights = _weights(masked, factors, score, rows)
+        if masked:  # also in a row that is NaN
+            weights = jnp.where(score == -jnp.inf, 0, weights)
+        return pull(weights * d_weights)[0], here.drop(weights)
+    weights = _weights(masked, factors, products, rows)
+    if not masked or not has_mask(spec):
+        return weights * d_weights, here.drop(weights)
+    allowed = spec.mask.evaluate(here.b, here.h, here.rows, here.columns)
+    weights = jnp.where(allowed, weights, 0)
+    return jnp.where(weights == 0, 0, weights * d_weights), here.drop(weights)
+
+
+def _weights(masked: bool, factors: _Scale, score: Array, rows: _Rows) -> Array:
+    """Those of a tile. Where no mask is needed, a log of the total is part of the shift, or left to
+    the end."""
+    exponent = _exponent(score, factors, rows.shift)
+    if masked and rows.log_total is not None:
+        exponent = exponent - rows.log_total[:, None]
+    return jnp.exp2(exponent)
 
 
 class _Backward(NamedTuple):
@@ -660,8 +757,10 @@ class _Backward(NamedTuple):
             head = h if by_key else lax.div(h, group)
             index = self.at[0], pl.ds(x * _ROWS, _ROWS), head
             first, second = (source.at[index] for source in self.streamed)
-            beside = [self.rows.at[self.at[0], h, x]] if by_key else []
-            memory.streams[0].fill(turn, first, *beside)
+            place = self.place(h, self.at[2] * _GROUPS * _ROWS, x * _ROWS)
+            rows = [self.rows.at[self.at[0], h, x]] if by_key else []
+            beside = self.problem.parts_beside(self.leaves, place)
+            memory.streams[0].fill(turn, first, *rows, *beside)
             memory.streams[1].fill(turn, second)
             return turn + 1
 
@@ -677,11 +776,10 @@ class _Backward(NamedTuple):
 
         def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
             turn, *totals = state
-            here = self.tile(h, start, x * _ROWS)
+            here = self.problem.tile(self.leaves, self.place(h, start, x * _ROWS))
 
-            def add(first: Any, *beside: Any) -> Any:
-                rows = _Rows.read(unit, *beside) if mine is None else mine._replace(log_total=None)
-                found = functools.partial(self.add, here, masked, rows, kept, totals, first)
+            def add(*first: Any) -> Any:
+                found = functools.partial(self.add, here, masked, mine, kept, totals, first)
                 return memory.streams[1].use(turn, found)
 
             return turn + 1, *memory.streams[0].use(turn, add)
@@ -693,17 +791,23 @@ class _Backward(NamedTuple):
             place[...] = total.astype(place.dtype)
         _store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
 
-    def tile(self, h: Any, start: Any, other: Any) -> "_Tile":
-        """The tile of what is kept and what comes by."""
+    def place(self, h: Any, start: Any, other: Any) -> kernel_refs.TileIndex:
+        """That of the tile of what is kept and what comes by."""
         row, column = (other, start) if self.problem.by_key else (start, other)
-        return self.problem.tile(self.leaves, kernel_refs.TileIndex(self.at[0], h, row, column))
+        return kernel_refs.TileIndex(self.at[0], h, row, column)
 
     def add(
-        self, here: "_Tile", masked: bool, rows: _Rows, kept: Any, totals: Any, *streamed: Any
+        self, here: "_Tile", masked: bool, mine: Any, kept: Any, totals: Any, first: Any, d_out: Any
     ) -> list[Array]:
         """The totals with what a tile adds."""
-        pairs, unit = list(zip(kept, streamed, strict=True)), self.problem.unit
+        unit, (first, *beside) = self.problem.unit, first
+        streamed = first, d_out
+        pairs = list(zip(kept, streamed, strict=True))
         (products,) = unit.products(pairs[:1], transposed=True)
+        if mine is None:
+            rows, here = _Rows.read(unit, beside[0]), here.completed(beside[1:])
+        else:
+            rows, here = mine._replace(log_total=None), here.completed(beside)
         onto = None if self.problem.drops else [unit.spread(-rows.delta, "t")]
         (d_weights,) = unit.products(pairs[1:], transposed=True, onto=onto)
         d_products = functools.partial(_d_products, masked, self.problem.scale)
@@ -730,6 +834,10 @@ def _gradients(
     """Those of queries, or of keys and values where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
+    query, d_out, *rows = per_head
+    rows, far = _Rows.stacked(rows)
+    if by_key:
+        visits = visits.without_full(far)
 
     def kernel(at: Any, operands: Any, results: Any, scratch: Any) -> None:
         program = _Backward(problem, visits, at, *operands)
@@ -739,13 +847,11 @@ def _gradients(
             functools.partial(program.compute, memory, results),
         )
 
-    query, d_out, *rows = per_head
-    rows = _Rows.stacked(rows)
     operands = (query, d_out), (key, value), rows, problem.rules.arrays, visits.arrays
     results = [(x.shape, shapes.dtype) for x in ((key, value) if by_key else (query,))]
     kept = [_tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype) for _ in range(2)]
     beside = [_mosaic().SMEM((_STAGES, 3 * _ROWS), jnp.float32)] if by_key else []
-    scratch = _Memory.scratch(_ROWS, shapes, tuple(kept), *beside)
+    scratch = _Memory.scratch(_ROWS, shapes, tuple(kept), *beside, *problem.scratch_beside())
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     heads = shapes.K if by_key else shapes.N
     return _launch(name, problem, heads, kernel, operands, results, scratch)
@@ -765,7 +871,8 @@ def _padded(
     tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
 ) -> slicing.Call:
     width = _width(key.shape[3], value.shape[3])
-    return slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
+    call = slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
+    return call._replace(spec=tile.hashed(call.spec, call.shapes))
 
 
 def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
