@@ -27,7 +27,7 @@ from jattn._pytree import (
     pytree_dataclass,
     static_field,
 )
-from jattn._types import Scores
+from jattn._types import Scores, accumulation
 from jattn.checks import (
     check_array,
     check_flag,
@@ -140,10 +140,10 @@ def _like(value: Any, score: Scores) -> Any:
 
 
 def _divided(value: Any, unit: float) -> Any:
-    """A parameter divided by a number, in at least float32."""
+    """A parameter divided by a number, in the dtype of sums."""
     if is_static(value):
         return float(number(value)) / unit
-    return value.astype(jnp.promote_types(value.dtype, jnp.float32)) / unit
+    return value.astype(accumulation(value.dtype)) / unit
 
 
 @pytree_dataclass

@@ -258,12 +258,16 @@ def drop(
     """Dropout on weights: the kept ones scaled by 1 / (1 − rate), the others 0."""
     if spec.dropout_rate == 0:
         return weights
+    kept = keeps(spec, b, h, rows, columns)
+    return weights * jnp.where(kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
+
+
+def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, "t s"]:
+    """Which weights the dropout of a spec keeps."""
     key, rate = spec.dropout_key, spec.dropout_rate
     if isinstance(key, Hashes):
-        kept = _kept(rate, key.rows, key.columns)
-    else:
-        kept = keep(key, rate, *_places(spec, b, h, rows, columns))
-    return weights * jnp.where(kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
+        return _kept(rate, key.rows, key.columns)
+    return keep(key, rate, *_places(spec, b, h, rows, columns))
 
 
 def _places(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Any, Any]:

@@ -287,6 +287,7 @@ class _Problem(NamedTuple):
     scale: _Scale
     approximate: bool
     drops: bool
+    plain: bool
 
     @classmethod
     def of(
@@ -296,11 +297,17 @@ class _Problem(NamedTuple):
         unit = _Unit(interpreted, transposed=by_key)
         scale, spec = _Scale.of(spec)
         rules, drops = _SpecRefs(spec, own), spec.dropout_rate > 0
-        return cls(shapes, tiling, rules, unit, scale, _approximate(spec, rules), drops)
+        approximate, plain = _approximate(spec, rules), _is_plain(spec)
+        return cls(shapes, tiling, rules, unit, scale, approximate, drops, plain)
 
     @property
     def by_key(self) -> bool:
         return self.unit.transposed
+
+    @property
+    def drops_alone(self) -> bool:
+        """Whether dropout is all that happens to weights of products."""
+        return self.drops and self.plain
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -337,10 +344,8 @@ class _Problem(NamedTuple):
         shared memory."""
         unit, later = self.unit, self.beside
         parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
-        rows, columns = self.rules.sizes.values()
-        spans = unit.places(place.row, rows, "t"), unit.places(place.column, columns, "s")
         read = [None if i in later else unit.read(*part, letters) for i, (part, letters) in parts]
-        return _Tile(unit, self.rules, read, (place.b, place.h, *spans))
+        return _Tile(unit, self.rules, read, place)
 
 
 # What is only approximated by the instructions for it, too roughly for functions of positions; the
@@ -364,7 +369,7 @@ class _Tile(NamedTuple):
     unit: _Unit
     rules: _SpecRefs
     leaves: list[_Value | None]
-    at: tuple[Any, Any, Any, Any]
+    place: kernel_refs.TileIndex
 
     def completed(self, beside: Any) -> "_Tile":
         """With what came by in shared memory."""
@@ -377,14 +382,17 @@ class _Tile(NamedTuple):
 
     def run(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(tile, *operands)`."""
+        unit, (b, h, row, column) = self.unit, self.place
+        rows, columns = self.rules.sizes.values()
+        at = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
 
         def here(leaves: Any, at: Any, operands: Any) -> Any:
             return function(self.rules.at(leaves, *at), *operands)
 
-        given = [x.value for x in self.leaves], self.at, operands
-        transposed = self.unit.transposed
-        expected = [x.expected for x in self.leaves], *_types(given[1:], transposed)
-        return mosaic_interpreter.run(here, *given, shapes=expected, transposed=transposed)
+        leaves = [x for x in self.leaves if x is not None]
+        given = [x.value for x in leaves], at, operands
+        expected = [x.expected for x in leaves], *_types(given[1:], unit.transposed)
+        return mosaic_interpreter.run(here, *given, shapes=expected, transposed=unit.transposed)
 
 
 def _launch(
@@ -517,18 +525,17 @@ def _times(x: Array, factor: float) -> Array:
 
 class _Memory(NamedTuple):
     """Shared memory: what each computing warpgroup keeps, where its results leave too, and what
-    comes by in turn, as two arrays each."""
+    comes by in turn."""
 
-    own: tuple[Any, Any]
+    own: Any
     filled: Any
-    streams: tuple[_Ring, _Ring]
+    streams: tuple[_Ring, ...]
 
     @classmethod
-    def scratch(cls, rows: int, shapes: Shapes, kept: Any, *beside: Any) -> "_Memory":
-        """`rows` of a tile that comes by, and what comes `beside` the first of the two arrays."""
+    def scratch(cls, own: Any, *streams: Any) -> "_Memory":
+        """Of the arrays of each stream."""
         filled = _mosaic().Barrier(num_barriers=2 * _GROUPS)
-        tiles = _tiles_in_memory(_STAGES, rows, shapes.H, shapes.dtype)
-        return cls(kept, filled, (_Ring.scratch(tiles, *beside), _Ring.scratch(tiles)))
+        return cls(own, filled, tuple(_Ring.scratch(*arrays) for arrays in streams))
 
     def load(self, which: int, group: Any, source: Any) -> Any:
         """One of the arrays that a warpgroup keeps."""
@@ -558,12 +565,12 @@ def _by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
 
     @pl.when(group == _GROUPS)
     def _() -> None:
-        _mosaic().set_max_registers(40, action="decrease")
+        _mosaic().set_max_registers(24, action="decrease")
         copy()
 
     @pl.when(group < _GROUPS)
     def _() -> None:
-        _mosaic().set_max_registers(232, action="increase")
+        _mosaic().set_max_registers(240, action="increase")
         compute(group)
 
 
@@ -626,7 +633,8 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     along = (shapes.B, shapes.N, shapes.T), jnp.float32
     queries = _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype)
     kept = queries, *[_mosaic().SMEM((_GROUPS, _ROWS), jnp.float32)] * 2
-    scratch = _Memory.scratch(columns, shapes, kept, *problem.scratch_beside())
+    tiles = _tiles_in_memory(_STAGES, columns, shapes.H, shapes.dtype)
+    scratch = _Memory.scratch(kept, (tiles, *problem.scratch_beside()), (tiles,))
     name = "jattn_hopper_forward"
     found = _launch(name, problem, shapes.N, kernel, operands, (out, along, along), scratch)
     return found[0], softmax.Normalizer(*(jnp.swapaxes(x, 1, 2) for x in found[1:]))
@@ -648,9 +656,9 @@ class _Rows(NamedTuple):
 
     @classmethod
     def stacked(cls, per_query: Any) -> tuple[Array, Array]:
-        """`[B, N, blocks of 64, 3 · 64]`, of maximum, log_total and delta `[B, T, N]`; and the heads
-        `[B, N]` in which shift and log of the total cannot be one number: it would have too few
-        digits. In others it is the shift, and the log is 0."""
+        """`[B, N, blocks of 64, 3 · 64]`, of maximum, log_total and delta `[B, T, N]`; and the
+        heads `[B, N]` in which shift and log of the total cannot be one number, which would have
+        too few digits. In others it is the shift, and the log is 0."""
         maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
         shift, log_total = maximum * _LOG2E, log_total * _LOG2E
         near = jnp.abs(shift + log_total) < _NEAR
@@ -687,21 +695,60 @@ def _d_products(
     without delta, from which their sum started.
     """
     spec = here.spec
-    if here.spec.dropout_rate:
+    if spec.dropout_rate:
         d_weights = here.drop(d_weights) - rows.delta[:, None]
     products = _times(products, factors.before)
-    if spec.score is not None or not is_static(spec.scale) or spec.scale != 1:
-        score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
-        weights = _weights(masked, factors, score, rows)
-        if masked:  # also in a row that is NaN
-            weights = jnp.where(score == -jnp.inf, 0, weights)
-        return pull(weights * d_weights)[0], here.drop(weights)
-    weights = _weights(masked, factors, products, rows)
+    if _is_plain(spec):
+        weights = _plain_weights(masked, factors, here, products, rows)
+        return _d_plain(masked, here, weights, d_weights), here.drop(weights)
+    score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
+    weights = _weights(masked, factors, score, rows)
+    if masked:  # also in a row that is NaN
+        weights = jnp.where(score == -jnp.inf, 0, weights)
+    return pull(weights * d_weights)[0], here.drop(weights)
+
+
+def _is_plain(spec: Spec) -> bool:
+    """Whether scores are products, but for the mask."""
+    return spec.score is None and is_static(spec.scale) and spec.scale == 1
+
+
+def _plain_weights(
+    masked: bool, factors: _Scale, here: slicing.Tile, products: Array, rows: _Rows
+) -> Array:
+    """Those of products, 0 where masked also in a row that is NaN."""
+    spec, weights = here.spec, _weights(masked, factors, products, rows)
     if not masked or not has_mask(spec):
-        return weights * d_weights, here.drop(weights)
-    allowed = spec.mask.evaluate(here.b, here.h, here.rows, here.columns)
-    weights = jnp.where(allowed, weights, 0)
-    return jnp.where(weights == 0, 0, weights * d_weights), here.drop(weights)
+        return weights
+    return jnp.where(spec.mask.evaluate(here.b, here.h, here.rows, here.columns), weights, 0)
+
+
+def _d_plain(masked: bool, here: slicing.Tile, weights: Array, d_weights: Array) -> Array:
+    found = weights * d_weights
+    return jnp.where(weights == 0, 0, found) if masked and has_mask(here.spec) else found
+
+
+def _signed(
+    masked: bool, factors: _Scale, here: slicing.Tile, products: Array, rows: _Rows
+) -> Array:
+    """Weights, and in their sign whether dropout drops them: one number each in registers."""
+    weights = _plain_weights(masked, factors, here, products, rows)
+    return jnp.where(here.keeps(), weights, -weights)
+
+
+def _d_signed(
+    masked: bool,
+    factors: _Scale,
+    here: slicing.Tile,
+    signed: Array,
+    d_weights: Array,
+    rows: _Rows,
+) -> tuple[Array, Array]:
+    """`_d_products` from what `_signed` gives."""
+    dropped, weights = signed < 0, jnp.abs(signed)
+    kept = jnp.where(dropped, 0, 1 / (1 - here.spec.dropout_rate)).astype(jnp.float32)
+    d_weights = d_weights * kept - rows.delta[:, None]
+    return _d_plain(masked, here, weights, d_weights), weights * kept
 
 
 def _weights(masked: bool, factors: _Scale, score: Array, rows: _Rows) -> Array:
@@ -756,12 +803,11 @@ class _Backward(NamedTuple):
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
             head = h if by_key else lax.div(h, group)
             index = self.at[0], pl.ds(x * _ROWS, _ROWS), head
-            first, second = (source.at[index] for source in self.streamed)
+            tiles = [source.at[index] for source in self.streamed]
             place = self.place(h, self.at[2] * _GROUPS * _ROWS, x * _ROWS)
             rows = [self.rows.at[self.at[0], h, x]] if by_key else []
             beside = self.problem.parts_beside(self.leaves, place)
-            memory.streams[0].fill(turn, first, *rows, *beside)
-            memory.streams[1].fill(turn, second)
+            memory.streams[0].fill(turn, *tiles, *rows, *beside)
             return turn + 1
 
         memory.drain(self.fold(step, jnp.int32(0)))
@@ -778,10 +824,11 @@ class _Backward(NamedTuple):
             turn, *totals = state
             here = self.problem.tile(self.leaves, self.place(h, start, x * _ROWS))
 
-            def add(*first: Any) -> Any:
-                found = functools.partial(self.add, here, masked, mine, kept, totals, first)
-                return memory.streams[1].use(turn, found)
-
+            # Always 0, which the compiler does not know: addresses of what is kept are computed
+            # where they are used, and take up no registers.
+            zero = lax.shift_right_logical(turn, np.int32(30)) if by_key else 0
+            near = [x.at[group + zero] for x in memory.own]
+            add = functools.partial(self.add, here, masked, mine, near, totals)
             return turn + 1, *memory.streams[0].use(turn, add)
 
         zeros = [jnp.zeros((_ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
@@ -797,20 +844,22 @@ class _Backward(NamedTuple):
         return kernel_refs.TileIndex(self.at[0], h, row, column)
 
     def add(
-        self, here: "_Tile", masked: bool, mine: Any, kept: Any, totals: Any, first: Any, d_out: Any
+        self, here: "_Tile", masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Any
     ) -> list[Array]:
-        """The totals with what a tile adds."""
-        unit, (first, *beside) = self.problem.unit, first
-        streamed = first, d_out
-        pairs = list(zip(kept, streamed, strict=True))
-        (products,) = unit.products(pairs[:1], transposed=True)
+        """The totals with what a tile adds, whose arrays came by."""
+        unit, problem, streamed, beside = self.problem.unit, self.problem, arrays[:2], arrays[2:]
+        (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
+        (products,) = unit.products([products], transposed=True)
         if mine is None:
             rows, here = _Rows.read(unit, beside[0]), here.completed(beside[1:])
         else:
             rows, here = mine._replace(log_total=None), here.completed(beside)
-        onto = None if self.problem.drops else [unit.spread(-rows.delta, "t")]
-        (d_weights,) = unit.products(pairs[1:], transposed=True, onto=onto)
-        d_products = functools.partial(_d_products, masked, self.problem.scale)
+        if problem.drops_alone:
+            products = here.run(functools.partial(_signed, masked, problem.scale), products, rows)
+        onto = None if problem.drops else [unit.spread(-rows.delta, "t")]
+        (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
+        d_products = _d_signed if problem.drops_alone else _d_products
+        d_products = functools.partial(d_products, masked, problem.scale)
         found = here.run(d_products, products, d_weights, rows)
         factors = [(x.astype(y.dtype), y) for x, y in zip(found, streamed, strict=True)]
         return unit.products(factors[: len(totals)], onto=totals)
@@ -851,7 +900,9 @@ def _gradients(
     results = [(x.shape, shapes.dtype) for x in ((key, value) if by_key else (query,))]
     kept = [_tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype) for _ in range(2)]
     beside = [_mosaic().SMEM((_STAGES, 3 * _ROWS), jnp.float32)] if by_key else []
-    scratch = _Memory.scratch(_ROWS, shapes, tuple(kept), *beside, *problem.scratch_beside())
+    tiles = _tiles_in_memory(_STAGES, _ROWS, shapes.H, shapes.dtype)
+    stream = tiles, tiles, *beside, *problem.scratch_beside()
+    scratch = _Memory.scratch(tuple(kept), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     heads = shapes.K if by_key else shapes.N
     return _launch(name, problem, heads, kernel, operands, results, scratch)
