@@ -195,8 +195,7 @@ class Ring(NamedTuple):
             out, normalizer, finite = pieces.run(
                 "forward", like, self.implementation, *operands, shapes=shapes
             )
-            both = jax.tree.map(lambda x, y: jnp.stack([x, y]), state[:2], (out, normalizer))
-            return *softmax.join(*both), state[2] & finite
+            return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
 
         return self.if_needed(shard, compute, state)
 
