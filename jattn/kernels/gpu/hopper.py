@@ -3,8 +3,9 @@
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU form, learned from the documentation of
 that and from `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups: one
 only copies tiles of keys and values to shared memory, a few ahead of their use; the other two hold
-64 queries each and compute, so that the matrix units have products of one while the other is at
-its softmax. Barriers say which place in shared memory is filled, and which is free again.
+64 queries each and compute, in the forward pass by turns: the matrix units have products of one
+while the other is at its softmax. Barriers say whose turn it is, which place in shared memory is
+filled, and which is free again.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
 tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
@@ -206,16 +207,20 @@ class _Unit(NamedTuple):
         older = [()] if "idx" in inspect.signature(load).parameters else []
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected)
 
-    def products(self, pairs: Any, transposed: bool = False, onto: Any = None) -> list[Array]:
+    def products(
+        self,
+        pairs: Any,
+        transposed: bool = False,
+        onto: Any = None,
+        started: Callable[[], None] = lambda: None,
+    ) -> list[Array]:
         """a · b or a · bᵀ for each pair, added to what `onto` holds for it, in flight together; a
-        in shared memory or registers, b in shared memory."""
+        in shared memory or registers, b in shared memory. `started()` runs before the wait for
+        products that are added to nothing."""
         if self.interpreted:
-            found = [
-                jnp.dot(
-                    a[...], b[...].T if transposed else b[...], preferred_element_type=jnp.float32
-                )
-                for a, b in pairs
-            ]
+            started()
+            pairs = [(a[...], b[...].T if transposed else b[...]) for a, b in pairs]
+            found = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
             return found if onto is None else [x + y for x, y in zip(onto, found, strict=True)]
         pairs = [(a, b.transpose((1, 0)) if transposed else b) for a, b in pairs]
 
@@ -228,6 +233,7 @@ class _Unit(NamedTuple):
 
         def fresh(*totals: Any) -> list[Array]:
             multiply(totals)
+            started()
             return [total[...] for total in totals]
 
         shapes = [(a.shape[0], b.shape[1]) for a, b in pairs]
@@ -530,12 +536,20 @@ class _Memory(NamedTuple):
     own: Any
     filled: Any
     streams: tuple[_Ring, ...]
+    turns: Any
 
     @classmethod
     def scratch(cls, own: Any, *streams: Any) -> "_Memory":
         """Of the arrays of each stream."""
         filled = _mosaic().Barrier(num_barriers=2 * _GROUPS)
-        return cls(own, filled, tuple(_Ring.scratch(*arrays) for arrays in streams))
+        turns = _mosaic().Barrier(num_arrivals=_GROUPS)
+        return cls(own, filled, tuple(_Ring.scratch(*arrays) for arrays in streams), turns)
+
+    def change_turns(self) -> None:
+        """Waits until the other computing warpgroup comes here too: one is at its products then,
+        the other at its softmax, and after the next call the other way round."""
+        _mosaic().barrier_arrive(self.turns)
+        _mosaic().barrier_wait(self.turns)
 
     def load(self, which: int, group: Any, source: Any) -> Any:
         """One of the arrays that a warpgroup keeps."""
@@ -604,27 +618,25 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
                 here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns))
 
                 def by_key(k: Any, *beside: Any) -> Any:
-                    (products,) = unit.products([(q, k)], transposed=True)
+                    pair, change = [(q, k)], memory.change_turns
+                    (products,) = unit.products(pair, transposed=True, started=change)
                     return products, here.completed(beside)
 
                 products, here = memory.streams[0].use(turn, by_key)
                 online = functools.partial(_online, masked, problem.scale)
                 weights, part = here.run(online, products, part)
                 weights = weights.astype(shapes.dtype)
+                memory.change_turns()
                 weigh = lambda v: unit.products([(weights, v)], onto=[part.weighted])  # noqa: E731
                 (weighted,) = memory.streams[1].use(turn, weigh)
                 return turn + 1, part._replace(weighted=weighted)
 
             laid = map(unit.lay, _nothing(shapes.V), ("t", "t", "ts"))
             state = jnp.int32(0), softmax.Partial(*laid)
+            pl.when(group == 1)(memory.change_turns)
             _, found = visits.fold(visits_ref, at, step, state)
-            out, normalizer = mosaic_interpreter.run(softmax.finish, found)
-            q[...] = out.astype(shapes.dtype)
-            rows_of = list(zip(memory.own[1:], results[1:], strict=True))
-            for (place, _), x in zip(rows_of, normalizer, strict=True):
-                place[group] = x
-            stored = [(place.at[group], result.at[b, h, own]) for place, result in rows_of]
-            _store([(q, results[0].at[b, own, h]), *stored])
+            pl.when(group == 0)(memory.change_turns)
+            _leave(memory, group, found, (b, h, own), results)
 
         _by_group(copy, compute)
 
@@ -638,6 +650,17 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     name = "jattn_hopper_forward"
     found = _launch(name, problem, shapes.N, kernel, operands, (out, along, along), scratch)
     return found[0], softmax.Normalizer(*(jnp.swapaxes(x, 1, 2) for x in found[1:]))
+
+
+def _leave(memory: _Memory, group: Any, found: softmax.Partial, at: Any, results: Any) -> None:
+    """Output and normalizer of a warpgroup's queries, through the memory that it keeps."""
+    (b, h, own), (queries, *kept) = at, (place.at[group] for place in memory.own)
+    out, normalizer = mosaic_interpreter.run(softmax.finish, found)
+    queries[...] = out.astype(queries.dtype)
+    for place, x in zip(kept, normalizer, strict=True):
+        place[...] = x
+    along = [(x, result.at[b, h, own]) for x, result in zip(kept, results[1:], strict=True)]
+    _store([(queries, results[0].at[b, own, h]), *along])
 
 
 def _nothing(width: int) -> softmax.Partial:
