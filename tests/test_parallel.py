@@ -337,7 +337,7 @@ def test_what_cannot_be_shared_is_refused_with_both_numbers():
 # Memory
 
 
-def temporaries(devices: int, scheme: str, order: str) -> float:
+def temporaries(devices: int, scheme: Any, order: Any) -> float:
     """Of each device's program for 65,536 positions, forward and backward, over the size of its
     shard of queries; its shards of keys and values are as large."""
     shape = (1, 65_536, 8, 16)

@@ -462,6 +462,10 @@ MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
 PLACED_TOKENS = {"devices": 1, "axis": 0, "order": "zigzag"}
 PLACED_KINDS = {"devices": "devices", "axis": "axis", "order": "name"}
 
+SENT_NAMES = ("query", "key", "value", "mask", "score", "q_positions", "kv_positions", "return_lse")
+SENT = {name: SHARED[name] for name in SENT_NAMES}
+SENT_CUT = {"devices": 1, "scheme": "ring", "order": "contiguous"}
+
 FUNCTIONS |= {
     "parallel.attention": Call(
         parallel.attention,
@@ -478,6 +482,11 @@ FUNCTIONS |= {
         )(),
         {**right(SHARED, query=QUERY, key=KEY, value=VALUE), **CUT},
         {**SHARED, **CUT_KINDS},
+    ),
+    "parallel.exchanges": Call(
+        parallel.exchanges,
+        {**right(SENT, query=QUERY, key=KEY, value=VALUE), **SENT_CUT},
+        {**SENT, "devices": "devices", "scheme": "name", "order": "name"},
     ),
     **{
         f"parallel.{function.__name__}": Call(
@@ -912,4 +921,5 @@ NOT_SWEPT |= {
     "nn.RecurrentState",
     "nn.Residual",
     "nn.WeightsTap",
+    "parallel.Exchange",
 }
