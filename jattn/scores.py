@@ -107,7 +107,7 @@ def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
     return [] if score is None else [score]
 
 
-ScoreLike = ScoreFunction | Callable[..., Any] | None
+ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | None
 """What `score` takes: see `as_score`."""
 
 
