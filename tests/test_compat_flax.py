@@ -138,6 +138,55 @@ def test_decoding():
     close(*outs)
 
 
+def test_weights_are_sown_in_float32_on_request():
+    layer = linen_layer(compat.flax_attention_fn, dtype=jnp.bfloat16, force_fp32_for_softmax=True)
+    _, state = layer.apply(variables(), X, sow_weights=True, mutable=["intermediates"])
+    weights = state["intermediates"]["attention_weights"][0]
+    assert weights.dtype == jnp.float32
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("rate", [-0.5, 1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_rates_that_are_none(rate, broadcast):
+    q = jnp.ones((T, N, 4), jnp.float32)
+    dropout = {"dropout_rng": jax.random.key(0), "broadcast_dropout": broadcast}
+    with pytest.raises(ValueError, match="dropout_rate: expected 0 <= rate < 1"):
+        compat.flax_attention_fn(q, q, q, dropout_rate=rate, **dropout)
+
+
+def test_complex_numbers_as_in_linen():
+    rng = np.random.default_rng(5)
+    parts = rng.normal(size=(2, 3, 2, T, N, 4)).astype(np.float32)
+    arrays = [jnp.asarray(a + 1j * b) for a, b in zip(*parts, strict=True)]
+    ours = compat.flax_attention_fn(*arrays, mask=MASKS["by row"])
+    close(ours.imag, linen.dot_product_attention(*arrays, mask=MASKS["by row"]).imag)
+    with pytest.raises(NotImplementedError, match="is_causal"):
+        compat.flax_attention_fn(*arrays, is_causal=True)
+
+
+def test_rope_at_given_positions():
+    """Positions `[T]` and `[*B, T]`, against rotating each row by hand."""
+
+    def rope(x: Any, positions: Any = None) -> Any:
+        places = jnp.arange(x.shape[-2]) if positions is None else positions
+        angle = places[:, None] * jnp.asarray([1.0, 0.3], x.dtype)
+        a, b = jnp.split(x, 2, axis=-1)
+        turned = a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)
+        return jnp.concatenate(turned, axis=-1)
+
+    rng = np.random.default_rng(6)
+    q, k, v = (jnp.asarray(rng.normal(size=(B, T, N, 4)), jnp.float32) for _ in range(3))
+    places = jnp.asarray(rng.integers(0, 30, (B, T)))
+    rows = jax.vmap(jax.vmap(rope, (-2, None), -2))
+    rotated = compat.flax_attention_fn(rows(q, places), rows(k, places), v)
+    close(compat.flax_attention_fn(q, k, v, rope=rope, input_positions=places), rotated)
+    one = compat.flax_attention_fn(q[:1], k[:1], v[:1], rope=rope, input_positions=places[0])
+    close(one, rotated[:1])
+    with pytest.raises(ValueError, match="input_positions: expected rope"):
+        compat.flax_attention_fn(q, k, v, input_positions=places)
+
+
 @pytest.mark.parametrize("options", [{}, {"force_fp32_for_softmax": True}], ids=str)
 def test_bfloat16_and_float32_softmax(options):
     found = [
@@ -176,6 +225,15 @@ def test_later_arguments_of_nnx():
 def test_what_is_not_taken_raises():
     q = jnp.ones((T, N, 4), jnp.float32)
     with pytest.raises(NotImplementedError, match="products"):
+        compat.flax_attention_fn(q, q, q, einsum_dot_general=jax.lax.dot_general)
+    einsums: Any = {
+        name: jnp.einsum for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum")
+    }
+    with pytest.raises(NotImplementedError, match="products"):
+        compat.flax_attention_fn(q, q, q, **einsums)
+    with pytest.raises(ValueError, match="neither precision"):
+        compat.flax_attention_fn(q, q, q, **einsums, precision=jax.lax.Precision.DEFAULT)
+    with pytest.raises(ValueError, match="both or neither"):
         compat.flax_attention_fn(q, q, q, qk_attn_weights_einsum=jnp.einsum)
     with pytest.raises(ValueError, match="dropout_rng: needed"):
         compat.flax_attention_fn(q, q, q, dropout_rate=0.5)

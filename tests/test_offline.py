@@ -287,7 +287,7 @@ def test_jobs_are_the_product_of_the_arguments():
 
 def test_the_usual_jobs_are_every_case_of_the_kernels_for_the_target():
     found = command.chosen(given("--pass", "gradients", target="v5e"), targets.V5E)
-    assert {x.implementation for x in found} == {"splash", "blockwise"}
+    assert {x.implementation for x in found} == {"splash", "tpu", "blockwise"}
     assert {x.case for x in found} == set(calls.CALLS)
 
 
@@ -510,7 +510,7 @@ def test_every_case_of_the_table_compiles(target, implementation, dtypes, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", [targets.H100, targets.V5E], ids=["h100", "v5e"])
+@pytest.mark.parametrize("target", targets.TARGETS.values(), ids=list(targets.TARGETS))
 @pytest.mark.usefixtures("compilers")
 def test_the_command(tmp_path, target):
     out = tmp_path / "rows.jsonl"

@@ -33,16 +33,23 @@ H100 = Target(
     (("jax_plugins.xla_cuda12", "jax[cuda12]"),),
     (("ptxas", "jax[cuda12]"), ("nvdisasm", "nvidia-cuda-nvdisasm")),
 )
-V5E = Target(
-    "v5e",
-    "tpu",
-    "TPU v5 lite",
-    ("splash", "blockwise", "reference"),
-    ("splash", "blockwise"),
-    (("libtpu", "jax[tpu]"),),
-    (),
-)
-TARGETS = {target.name: target for target in (H100, V5E)}
+
+
+def _tpu(name: str, kind: str) -> Target:
+    """A kind of TPU, of which there are four in a topology."""
+    return Target(
+        name,
+        "tpu",
+        kind,
+        ("splash", "tpu", "blockwise", "reference"),
+        ("splash", "tpu", "blockwise"),
+        (("libtpu", "jax[tpu]"),),
+        (),
+    )
+
+
+V5E, V6E = _tpu("v5e", "TPU v5 lite"), _tpu("v6e", "TPU v6 lite")
+TARGETS = {target.name: target for target in (H100, V5E, V6E)}
 
 # An H100 SXM as XLA's GPU compiler wants it described.
 _H100_LIMITS = {
@@ -128,8 +135,8 @@ def device(target: Target) -> Any:
     reason = missing(target)
     if reason:
         raise UserError(reason)
-    if target is V5E:
-        return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+    if target.platform == "tpu":
+        return topologies.get_topology_desc(f"{target.name}:2x2", platform="tpu").devices[0]
     limits = " ".join(f"{name}: {value}" for name, value in _H100_LIMITS.items())
     described = f"gpu_device_info {{ {limits} cuda_compute_capability {{ major: 9 }} }}"
     topology = topologies.get_topology_desc(
