@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, parallel, scores
+from jattn import masks, parallel, scores, tuning
 from tests.conftest import quick_jit, users_jit
 
 
@@ -161,6 +161,15 @@ def test_equals_one_device(name, scheme, order, devices):
         parallel.attention, mesh=mesh, axis_name="x", scheme=scheme, order=order
     )
     check(RULES[name], devices, order, attend)
+
+
+def test_equals_one_device_where_heads_run_at_once():
+    """As `blockwise` does on GPUs and TPUs."""
+    attend = functools.partial(parallel.attention, mesh=mesh_of(x=2), axis_name="x", order="zigzag")
+    at_once = tuning.current().row._replace(in_turn=False)
+    with tuning.using(row=at_once):
+        attend = functools.partial(attend, implementation="blockwise")
+        check(RULES["segments"], 2, "zigzag", attend)
 
 
 def test_batch_and_heads_are_cut_too():

@@ -126,6 +126,21 @@ def tool(name: str) -> Path:
 
 
 @functools.cache
+def devices(target: Target) -> Any:
+    """Eight devices of one machine to compile for, of which there is only the description.
+
+    Raises:
+        UserError: what compiles for them is not installed.
+    """
+    reason = missing(target)
+    if reason:
+        raise UserError(reason)
+    if target is V5E:
+        return topologies.get_topology_desc("v5e:2x4", platform="tpu").devices
+    return _h100(8)
+
+
+@functools.cache
 def device(target: Target) -> Any:
     """A device to compile for, of which there is only the description.
 
@@ -135,14 +150,17 @@ def device(target: Target) -> Any:
     reason = missing(target)
     if reason:
         raise UserError(reason)
-    if target.platform == "tpu":
-        return topologies.get_topology_desc(f"{target.name}:2x2", platform="tpu").devices[0]
+    if target is V5E:
+        return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+    return _h100(1)[0]
+
+
+def _h100(count: int) -> Any:
     limits = " ".join(f"{name}: {value}" for name, value in _H100_LIMITS.items())
     described = f"gpu_device_info {{ {limits} cuda_compute_capability {{ major: 9 }} }}"
-    topology = topologies.get_topology_desc(
-        "h100", "cuda", target_config=described + _H100_VERSIONS, topology="1x1x1"
-    )
-    return topology.devices[0]
+    return topologies.get_topology_desc(
+        "h100", "cuda", target_config=described + _H100_VERSIONS, topology=f"1x1x{count}"
+    ).devices
 
 
 def compiled(target: Target, function: Callable[..., Any], *arguments: Any) -> Any:
