@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, parallel, scores
+from jattn import masks, parallel, scores, tuning
 from tests.conftest import quick_jit, users_jit
 
 
@@ -163,6 +163,15 @@ def test_equals_one_device(name, scheme, order, devices):
     check(RULES[name], devices, order, attend)
 
 
+def test_equals_one_device_where_heads_run_at_once():
+    """As `blockwise` does on GPUs and TPUs."""
+    attend = functools.partial(parallel.attention, mesh=mesh_of(x=2), axis_name="x", order="zigzag")
+    at_once = tuning.sizes("cpu")._replace(in_turn=False)
+    with tuning.using(row=at_once):
+        attend = functools.partial(attend, implementation="blockwise")
+        check(RULES["segments"], 2, "zigzag", attend)
+
+
 def test_batch_and_heads_are_cut_too():
     """Functions and dropout see the batch rows and heads of the whole."""
     mesh = mesh_of(data=2, context=2, model=2)
@@ -233,6 +242,59 @@ def test_any_permutation_given_as_positions():
         kv_positions=places,
     )
     np.testing.assert_allclose(found[:, np.argsort(places)], want, rtol=1e-12, atol=1e-13)
+
+
+PADDED: dict[str, Any] = {
+    "causal": lambda a: {"mask": masks.Causal()},
+    "arrays": lambda a: {
+        "mask": masks.Segments(*a["ids"]) | ~masks.Window(left=5),
+        "score": scores.Bias(a["bias"]),
+        **DROPPED,
+    },
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("rule", PADDED)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_cannot_be_shared_is_padded_on_request(scheme, rule):
+    """29 tokens and 31 keys of which 4 devices get 8 each."""
+    queries, keys, ids = 29, 31, (IDS[:, :29], IDS[:, 1:])
+    floats = {
+        "q": random(B, queries, N, H),
+        "k": random(B, keys, K, H),
+        "v": random(B, keys, K, V),
+        "bias": random(1, N, queries, keys),
+    }
+    rules = Rule(lambda a: PADDED[rule]({**a, "ids": ids}))
+    cotangents = random(B, queries, N, V), random(B, N, queries)
+    reference = functools.partial(jattn.attention, implementation="reference")
+    want = quick_jit(functools.partial(with_gradients, reference, rules))({}, floats, cotangents)
+    attend = functools.partial(
+        parallel.attention, mesh=mesh_of(x=4), axis_name="x", scheme=scheme, pad=True
+    )
+    found = quick_jit(functools.partial(with_gradients, attend, rules))({}, floats, cotangents)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_second_derivatives_are_those_of_one_device_or_refused(scheme):
+    q = random(1, 8, 2, H)
+    attend = functools.partial(
+        parallel.attention, mesh=mesh_of(x=2), axis_name="x", scheme=scheme, mask=masks.Causal()
+    )
+
+    def slope(attend: Any) -> Any:
+        first = jax.grad(lambda q: jnp.sum(attend(q, q, q) ** 2))
+        return jax.grad(lambda q: jnp.sum(first(q) ** 2))(q)
+
+    if scheme == "ring":
+        with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+            slope(attend)
+        return
+    want = slope(functools.partial(jattn.attention, mask=masks.Causal()))
+    np.testing.assert_allclose(slope(attend), want, rtol=1e-11, atol=1e-12)
 
 
 # What is sent

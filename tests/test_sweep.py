@@ -469,8 +469,8 @@ SENT_CUT = {"devices": 1, "scheme": "ring", "order": "contiguous"}
 FUNCTIONS |= {
     "parallel.attention": Call(
         parallel.attention,
-        {**right(SHARED, query=QUERY, key=KEY, value=VALUE), **CUT, "mesh": MESH},
-        {**SHARED, **CUT_KINDS, "mesh": "thing"},
+        {**right(SHARED, query=QUERY, key=KEY, value=VALUE), **CUT, "mesh": MESH, "pad": False},
+        {**SHARED, **CUT_KINDS, "mesh": "thing", "pad": "flag"},
         dict.fromkeys(("axis_name", "batch_axis", "head_axis"), "axis"),
     ),
     "parallel.attention_shard": Call(

@@ -180,6 +180,19 @@ def tool(name: str) -> Path:
 
 
 @functools.cache
+def devices(target: Target) -> Any:
+    """Eight devices of one machine to compile for, of which there is only the description.
+
+    Raises:
+        UserError: what compiles for them is not installed.
+    """
+    reason = missing(target)
+    if reason:
+        raise UserError(reason)
+    return _described(target, "2x4", 8)
+
+
+@functools.cache
 def device(target: Target) -> Any:
     """A device to compile for, of which there is only the description.
 
@@ -189,12 +202,16 @@ def device(target: Target) -> Any:
     reason = missing(target)
     if reason:
         raise UserError(reason)
+    return _described(target, "2x2", 1)[0]
+
+
+def _described(target: Target, tpus: str, gpus: int) -> Any:
+    """A machine's devices: so many GPUs, or TPUs in that order."""
     if target.platform == "tpu":
-        return topologies.get_topology_desc(f"{target.name}:2x2", platform="tpu").devices[0]
-    topology = topologies.get_topology_desc(
-        target.name, "cuda", target_config=target.description, topology="1x1x1"
-    )
-    return topology.devices[0]
+        return topologies.get_topology_desc(f"{target.name}:{tpus}", platform="tpu").devices
+    return topologies.get_topology_desc(
+        target.name, "cuda", target_config=target.description, topology=f"1x1x{gpus}"
+    ).devices
 
 
 def compiled(target: Target, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -6,24 +6,30 @@
         --window 4096 --documents 2048 --key-heads 2 --order contiguous    a million tokens
     python -m experiments.scaling plan --length 10000000 --devices 1024 --memory 80 \\
         --teraflops 400 --link 50                            on paper
+    python -m experiments.scaling ahead --target v5e         compiled for devices that are not here
 
 `measure` gives time, temporary memory of each device and bytes that each sends, for each scheme of
 `jattn.parallel`, against devices and length, as JSON lines and a plot. `plan` says which scheme
-fits a length and how long it takes at given rates.
+fits a length and how long it takes at given rates. `ahead` compiles for a TPU v5e 2 x 4 or eight
+H100 (`pip install -e ".[offline]"`, several GB), and says what the program sends, and how much of
+that while it computes.
 """
 
 import argparse
 import io
 import json
+import os
 import pathlib
 import sys
 from typing import Any
 
+import jax
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.ending import UserError, exit_status
 from experiments.files import append, replace
+from experiments.offline import targets
 from experiments.scaling import job, plan
 from experiments.scaling.cases import DTYPES, ORDERS, SCHEMES, Case
 
@@ -60,7 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--teraflops", type=_rate, required=True, help="that attention reaches")
     planned.add_argument("--link", type=_rate, required=True, help="GB/s that a device can send")
 
-    for each in (measure, planned):
+    ahead = commands.add_parser("ahead", help="compiled for eight devices that are not here")
+    ahead.set_defaults(command=_ahead)
+    ahead.add_argument("--target", choices=list(targets.TARGETS), required=True)
+    ahead.add_argument("--scheme", choices=SCHEMES, default="ring")
+    ahead.add_argument("--length", type=_count, default=65_536, help="tokens")
+
+    for each in (measure, planned, ahead):
         each.add_argument("--heads", type=_count, default=8)
         each.add_argument("--key-heads", type=_count, help="default: as many as heads")
         each.add_argument("--head-size", type=_count, default=64)
@@ -201,6 +213,21 @@ def _plan(given: argparse.Namespace) -> None:
         figures = (each.memory / 1e9, each.sent / 1e9, *each[3:6])
         cells = ("-" if each.impossible else f"{x:.3g}" for x in figures)
         print(_PLAN.format(each.scheme, *cells, each.reason or "fits"))
+
+
+# --- compiled ahead of time ---------------------------------------------------------------------
+
+
+def _ahead(given: argparse.Namespace) -> None:
+    """Prints what the program for eight devices takes and sends, as a line of JSON."""
+    jax.config.update("jax_platforms", "cpu")  # nothing runs
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which machine this is
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # there is no device to share
+    case = _case(given, devices=8, length=given.length, scheme=given.scheme)
+    reason = plan.impossible(case)
+    if reason:
+        raise UserError(reason)
+    print(json.dumps(job.described(case, targets.devices(targets.TARGETS[given.target]))[1]))
 
 
 if __name__ == "__main__":

@@ -27,12 +27,22 @@ def row(case: Case, seconds: float) -> dict[str, Any]:
     devices = jax.devices()
     if len(devices) < case.devices:
         raise ValueError(f"--devices {case.devices}: there are {len(devices)}")
+    program, found = described(case, devices)
+    if seconds > 0:
+        times = _times(program, case.inputs(devices), seconds)
+        found |= {"milliseconds": 1e3 * statistics.median(times), "runs": len(times)}
+        found["peak_bytes"] = _peak()
+    return found
+
+
+def described(case: Case, devices: Any) -> tuple[Any, dict[str, Any]]:
+    """The program of a case, and what it takes and sends."""
     began = time.perf_counter()
     program = case.compiled(devices)
     compile_seconds = time.perf_counter() - began
     memory = program.memory_analysis()
     sent = programs.exchanges(program.as_text())
-    found = {
+    return program, {
         **dataclasses.asdict(case),
         "device": devices[0].device_kind,
         "compile_seconds": compile_seconds,
@@ -40,13 +50,9 @@ def row(case: Case, seconds: float) -> dict[str, Any]:
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "sent_bytes": sum(x.bytes * x.times for x in sent),
+        "overlapped_bytes": sum(x.bytes * x.times for x in sent if x.overlapped),
         "formula_bytes": sum(x.bytes * x.times for x in case.exchanges()),
     }
-    if seconds > 0:
-        times = _times(program, case.inputs(devices), seconds)
-        found |= {"milliseconds": 1e3 * statistics.median(times), "runs": len(times)}
-        found["peak_bytes"] = _peak()
-    return found
 
 
 def _times(program: Any, inputs: list[Any], seconds: float) -> list[float]:

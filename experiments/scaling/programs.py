@@ -22,12 +22,13 @@ _ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]")
 
 
 class Exchange(NamedTuple):
-    """One operation: what a device sends each time, and whether it is asynchronous."""
+    """One operation: what a device sends each time, how often, and whether other operations run
+    meanwhile: it is asynchronous, and some stand between its start and its end."""
 
     kind: str
     bytes: int
     times: int
-    asynchronous: bool
+    overlapped: bool
 
 
 def exchanges(text: str) -> list[Exchange]:
@@ -38,8 +39,7 @@ def exchanges(text: str) -> list[Exchange]:
     def visit(name: str, runs: int) -> None:
         times[name] += runs
         for line in computations.get(name, ()):
-            trips = _TRIPS.search(line)
-            inner = runs * int(trips[1]) if trips and " while(" in line else runs
+            inner = runs * _trips(line, computations) if " while(" in line else runs
             called = _CALLED.findall(line)
             for branches in _BRANCHES.findall(line):
                 called += [x.strip().lstrip("%") for x in branches.split(",")]
@@ -50,8 +50,8 @@ def exchanges(text: str) -> list[Exchange]:
     return [
         found
         for name, lines in computations.items()
-        for line in lines
-        if times[name] and (found := _exchange(line, times[name])) is not None
+        for place, line in enumerate(lines)
+        if times[name] and (found := _exchange(line, lines[place + 1 :], times[name])) is not None
     ]
 
 
@@ -78,7 +78,29 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return found, entry
 
 
-def _exchange(line: str, times: int) -> Exchange | None:
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop runs; 1 where that is not known while compiling."""
+    known = _TRIPS.search(line)
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    if known or condition is None:
+        return int(known[1]) if known else 1
+    lines = "\n".join(computations.get(condition[1], ()))
+    limit = re.search(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", lines)
+    value = limit and re.search(rf"%?{re.escape(limit[1])} = s32\[\]\S* constant\((\d+)\)", lines)
+    return int(value[1]) if value else 1
+
+
+def _overlapped(line: str, after: list[str]) -> bool:
+    name = line.partition(" = ")[0].strip()
+    for other in after:
+        if f"-done({name})" in other:
+            return False
+        if re.search(r" (while|fusion|custom-call|conditional|call)\(", other):
+            return True
+    return False
+
+
+def _exchange(line: str, after: list[str], times: int) -> Exchange | None:
     found = _EXCHANGE.search(line)
     if found is None:
         return None
@@ -94,7 +116,7 @@ def _exchange(line: str, times: int) -> Exchange | None:
         sent = 2 * size * (devices - 1) // devices
     else:
         sent = (size // 2 if start else size) * (devices - 1) // devices
-    return Exchange(kind, sent, times, bool(start))
+    return Exchange(kind, sent, times, bool(start) and _overlapped(line, after))
 
 
 def _bytes(result: str) -> int:

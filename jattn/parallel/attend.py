@@ -18,8 +18,9 @@ from jaxtyping import Array, Int
 
 from jattn._pytree import axis_names
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values
-from jattn.checks import check_choice
+from jattn.checks import check_choice, check_flag
 from jattn.kernels import registry
+from jattn.kernels.common import slicing
 from jattn.masks import Mask
 from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
@@ -227,6 +228,7 @@ def attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: Literal[False] = False,
+    pad: bool = False,
 ) -> Output: ...
 @overload
 def attention(
@@ -250,6 +252,7 @@ def attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: Literal[True],
+    pad: bool = False,
 ) -> tuple[Output, LogSumExp]: ...
 def attention(
     query: Queries,
@@ -272,6 +275,7 @@ def attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    pad: bool = False,
 ) -> Any:
     """`jattn.attention` of whole arrays, cut over the devices of a mesh.
 
@@ -289,6 +293,8 @@ def attention(
         mask, score, scale, q_positions, kv_positions, dropout_rate, dropout_key, precision,
             implementation, return_lse: as in `jattn.attention`. Positions are by default where
             tokens were before `shard_tokens`; while they are given, every shard is sent.
+        pad: in contiguous order, pads T and S to what the devices can share evenly; results are
+            those without.
 
     Returns:
         `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, cut in the same way.
@@ -314,11 +320,37 @@ def attention(
         lse=return_lse,
     )
     registry.check_name(implementation)
+    check_flag("pad", pad)
     axes = Axes(axis_name, _devices(mesh, axis_name), order, batch_axis, head_axis)
     cut = _Cut(scheme, axes, implementation)
+    if pad and order == "contiguous":
+        return _padded(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
     cut.check(shapes)
     _check_shared(shapes, mesh, axes)
     return _on_mesh(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
+
+
+def _padded(
+    spec: Spec, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut, shapes: Shapes
+) -> Any:
+    """As `_on_mesh` of what the devices cannot share evenly: more queries and keys are added, which
+    nothing attends to, and their results are taken away."""
+    n = cut.axes.devices
+    T, S = (-(-size // n) * n for size in (shapes.T, shapes.S))
+
+    def wider(x: Array, size: int) -> Array:
+        rows = (0, size - x.shape[-3])
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 3), rows, (0, 0), (0, 0)])
+
+    spec = slicing.pad_spec(spec, shapes.T, shapes.S, T, S)
+    whole = shapes._replace(T=T, S=S)
+    cut.check(whole)
+    _check_shared(whole, mesh, cut.axes)
+    arrays = (wider(query, T), wider(key, S), wider(value, S))
+    found = _on_mesh(spec, *arrays, mesh=mesh, cut=cut, shapes=whole)
+    if spec.lse:
+        return found[0][..., : shapes.T, :, :], found[1][..., : shapes.T]
+    return found[..., : shapes.T, :, :]
 
 
 def _names(axis: AxisName | None) -> tuple[str, ...]:

@@ -289,8 +289,11 @@ def _backward(
         far += hops.times * hops.distance
     last = here(held, far)
     total = last if total is None else add(total, last)
-    home = ring.route.home
-    return total if home is None else total._replace(go=home.send(total.go, ring.axes))
+    home, (d_key, d_value, d_params) = ring.route.home, total.go
+    if home is None:
+        return total
+    narrow = d_key.astype(held.key.dtype), d_value.astype(held.value.dtype)
+    return total._replace(go=home.send((*narrow, d_params), ring.axes))
 
 
 def attend(

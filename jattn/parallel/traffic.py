@@ -4,8 +4,8 @@ With n devices along the axis, of which each has a shard of s bytes of an array,
 
 - in a ring, forward, s at each hop, of keys, values and the mask's arrays that go with them;
   backward that again, and as often the gradients of keys and values in the dtype of sums, which
-  make one hop more to come home. There are n − 1 hops, or as many as the mask says lie between a
-  shard and the last device that needs it;
+  make one hop more to come home, in their own dtype. There are n − 1 hops, or as many as the mask
+  says lie between a shard and the last device that needs it;
 - for all_to_all, s (n − 1) / n of query, keys, values and output; backward that again, of their
   gradients. Key heads that are fewer than the devices are repeated before;
 - for gather, s (n − 1) of keys and values; backward that again, of their gradients.
@@ -150,10 +150,11 @@ def _ring(call: _Call) -> Iterator[Exchange]:
                 yield Exchange(kind, name, size, hops.times, len(hops.sources), backward)
     if route.hops:
         wide = accumulation(call.dtype)
-        times = sum(x.times for x in route.hops) + 1
+        times = sum(x.times for x in route.hops)
         for name, last in (("d_key", shapes.H), ("d_value", shapes.V)):
-            size = call.share(S, K, last, dtype=wide)
-            yield Exchange("collective-permute", name, size, times, n, True)
+            for dtype, so_often in ((wide, times), (call.dtype, 1)):
+                size = call.share(S, K, last, dtype=dtype)
+                yield Exchange("collective-permute", name, size, so_often, n, True)
 
 
 def _all_to_all(call: _Call) -> Iterator[Exchange]:

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.config import _check_vma as check_varying
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -164,12 +165,13 @@ def _lower(
     exported = context.module_context.lowering_parameters.for_export
 
     def run(*flat: Any) -> Any:
-        with settings.restored(), _lowering(exported):
+        # What varies over the devices of a `shard_map` no longer matters here, as each runs this;
+        # Pallas would ask each kernel to say so.
+        with settings.restored(), _lowering(exported), check_varying(False):
             found = function(platform, *flat)
         assert [(x.ndim, x.dtype) for x in found] == [(x.ndim, x.dtype) for x in like]
         return found
 
-    # What varies over the devices of a `shard_map` no longer matters here: every device runs this.
     local = [ShapedArray(x.shape, x.dtype) for x in context.avals_in]
     letters = None if exported else _letters(function)
     if letters and partition.may_be_cut(context):

@@ -59,18 +59,18 @@ def at_place(spec: Spec, place: Place) -> Spec:
 def _positions(
     spec: Spec, mask: Mask, score: ScoreFunction | None, place: Place
 ) -> tuple[Any, Any]:
-    """Positions of queries and keys; None where nothing reads them or they are as by default."""
+    """Positions `[1, T]` and `[1, S]`; None where nothing reads them or they are as by default."""
     q, kv = spec.q_positions, spec.kv_positions
     by_place = _consists_of(mask, score, _BY_PLACE)
     if by_place or place.q is None:
         return (None, None) if by_place else (q, kv)
     default = q is None and kv is None and place.keys_from is not None
     if default and _consists_of(mask, score, _BY_DISTANCE):
-        return place.q - place.keys_from, None  # kernels know keys best that count from 0
-    q = place.q if q is None else q
+        return (place.q - place.keys_from)[None], None  # kernels know keys from 0 best
+    q = place.q[None] if q is None else q
     if kv is None and is_static(place.keys_from) and place.keys_from == 0:
         return q, None
-    return q, place.kv if kv is None else kv
+    return q, place.kv[None] if kv is None else kv
 
 
 _BY_PLACE = (masks.Full, masks.Empty, masks.Segments, masks.Dense, masks.Blocks)
