@@ -131,11 +131,15 @@ def _chunk_losses(
     highest = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - highest)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
-    columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     share = smoothing / logits.shape[-1]
+    own = jnp.take_along_axis(logits, labels[:, None], axis=-1, mode="clip")
+    losses = (highest + jnp.log(total) - (1 - smoothing) * own)[:, 0]
+    if smoothing:
+        losses -= share * jnp.sum(logits, axis=-1)
+    # The target is not an array of its own: it is compared where the gradient is written.
+    columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     target = jnp.where(columns == labels[:, None], 1 - smoothing + share, share)
-    losses = (highest + jnp.log(total))[:, 0] - jnp.sum(target * logits, axis=-1)
-    gradient = exponentials / total - target
+    gradient = exponentials * (1 / total) - target
     return jnp.where(mask, losses, 0), jnp.where(mask[:, None], gradient, 0)
 
 
