@@ -249,7 +249,14 @@ class MultiHeadAttention(Module):
             shared = ("mask", "score", "scale", "precision", *where)
             rules = {name: options[name] for name in shared}
             self.weights_tap(self._weights(query, key, rules))
-        return self._heads(attention(query, key, value, **options))
+        return self._heads(self._attention(query, key, value, **options))
+
+    def _attention(self, query: Queries, key: Keys, value: Values, **options: Any) -> Any:
+        """What `attend` calls: `jattn.attention`, with its options.
+
+        A subclass may have it computed otherwise, such as by `jattn.parallel.attention`.
+        """
+        return attention(query, key, value, **options)
 
     def _heads(self, result: Any) -> Output:
         """What the heads read, from what `attention` gives for `_options`."""
