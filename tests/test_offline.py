@@ -580,7 +580,6 @@ KEPT = sorted((ROOT / "experiments" / "offline" / "kept").glob("*.jsonl"))
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
-@pytest.mark.usefixtures("compilers")
 def test_nothing_is_worse_than_what_was_kept(tmp_path, path):
     options = ["--target", path.stem, "--against", str(path), "--out", str(tmp_path / "rows.jsonl")]
     if targets.missing(targets.TARGETS[path.stem]):
