@@ -160,6 +160,19 @@ def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, No
     return weighted, Normalizer(top[0], jnp.log(total[0]))
 
 
+def join_pair(a: tuple[Array, Normalizer], b: tuple[Array, Normalizer]) -> tuple[Array, Normalizer]:
+    """As `join` for two parts, `(out [..., V], normalizer [...])` each, which are not stacked."""
+    top = jnp.maximum(a[1].maximum, b[1].maximum)
+    shift = jnp.where(top == -jnp.inf, 0, top)
+    shares = [jnp.exp((x.maximum - shift) + x.log_total) for _, x in (a, b)]
+    total = shares[0] + shares[1]
+    total = jnp.where(total == 0, 1, total)
+    first, second = (
+        (share / total)[..., None] * out for share, (out, _) in zip(shares, (a, b), strict=True)
+    )
+    return first + second, Normalizer(top, jnp.log(total))
+
+
 def _check_part(name: str, out: Any, lse: Any) -> None:
     check_array(f"{name}: out", out, "[*B, T, N, V]")
     check_array(f"{name}: lse", lse, "[*B, N, T]")

@@ -15,6 +15,10 @@ from jattn._advice import advised
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
 from jattn.attention import attention
 from jattn.checks import check_array, check_number, check_size
+from jattn.kernels.common import lowering
+from jattn.kernels.common.questions import Question
+from jattn.kernels.common.vjp import Unbuilt
+from jattn.kernels.cpu import statistics as native
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, MaskLike, Padding
 from jattn.scores import ScoreLike
@@ -91,7 +95,7 @@ def statistics(
         if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
             raise ValueError(f"threshold: expected a number in [0, 1), got {threshold!r}")
         threshold = float(threshold)
-    asked = tiles.Question(spec, _on(keys, spec, shapes), threshold)
+    asked = Question(spec, _keys(keys, spec, shapes), threshold)
     return _statistics(asked, query, key, _lse(spec, query, key), shapes=shapes)
 
 
@@ -135,7 +139,7 @@ def top_weights(
     return _top(spec, query, key, _lse(spec, query, key), n=int(n), shapes=shapes)
 
 
-def _on(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
+def _keys(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
     """The keys that are asked for, as a mask in a spec of its own."""
     if keys is None:
         return None
@@ -173,11 +177,12 @@ def _constant(x: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames="shapes")
 def _statistics(
-    asked: tiles.Question, query: Array, key: Array, lse: Array, *, shapes: Shapes
+    asked: Question, query: Array, key: Array, lse: Array, *, shapes: Shapes
 ) -> Statistics:
     on = asked.keys and prepare(asked.keys, shapes)
-    question = tiles.Question(prepare(asked.spec, shapes), on, asked.threshold)
-    rows, received = tiles.statistics(question, *_flat(query, key, lse, shapes))
+    question = Question(prepare(asked.spec, shapes), on, asked.threshold)
+    flat = _flat(query, key, lse, shapes)
+    rows, received = tiles.statistics(_by_platform, question, *flat)
     found = Statistics(**rows._asdict(), received=received)
 
     def shaped(x: Array) -> Array:
@@ -185,6 +190,22 @@ def _statistics(
         return nan_if_overflowed(asked.spec, x)[0] if x.dtype != jnp.int32 else x
 
     return jax.tree.map(shaped, found)
+
+
+def _by_platform(asked: Question, query: Array, key: Array, lse: Array) -> Any:
+    """What is asked, by what the platform has that the program is lowered for."""
+    operands = (asked, query, key, lse)
+    like = jax.eval_shape(tiles.by_tiles, *operands)
+    return lowering.platform_dependent(_on_platform, like, *operands)
+
+
+def _on_platform(platform: str, asked: Question, query: Array, key: Array, lse: Array) -> Any:
+    if platform == "cpu" and not native.unsupported(asked, Shapes.of(query, key)):
+        try:
+            return native.statistics(asked, query, key, lse)
+        except Unbuilt:
+            pass
+    return tiles.by_tiles(asked, query, key, lse)
 
 
 @functools.partial(jax.jit, static_argnames=("n", "shapes"))

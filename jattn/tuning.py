@@ -80,6 +80,7 @@ class Tuning(NamedTuple):
     few_queries: at most so many queries go to the kernel on CPUs that reads each key once for all.
     many_keys: at least so many keys, too: the time of that kernel is that of reading the keys.
     splash_block: queries and keys of a tile of the kernel for TPUs, at most.
+    tpu_tile: queries and keys of a tile of our own kernel for TPUs, at most.
     gpu_tile: queries and keys of a tile of the kernels by Triton, at most.
     gpu_programs: programs that keep a GPU busy.
     gpu_tiles_each: tiles of keys that are worth a program of their own on a GPU.
@@ -103,6 +104,7 @@ class Tuning(NamedTuple):
     few_queries: int = 8
     many_keys: int = 512
     splash_block: int = 512
+    tpu_tile: tuple[int, int] = (512, 512)
     gpu_tile: tuple[int, int] = (64, 64)
     gpu_programs: int = 256
     gpu_tiles_each: int = 4

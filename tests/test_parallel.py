@@ -337,31 +337,33 @@ def test_what_cannot_be_shared_is_refused_with_both_numbers():
 # Memory
 
 
-@pytest.mark.slow
-@pytest.mark.default_tiles
-@pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
-def test_temporaries_fall_with_the_number_of_devices(scheme):
-    """Of 65,536 positions, forward and backward, in each device's program."""
-    shapes = [jax.ShapeDtypeStruct((1, 65_536, 8, 16), jnp.float32)] * 3
-    sizes = []
-    for devices in (1, 2, 4, 8):
-        mesh = mesh_of(x=devices)
+def temporaries(devices: int, scheme: Any, order: Any) -> float:
+    """Of each device's program for 65,536 positions, forward and backward, over the size of its
+    shard of queries; its shards of keys and values are as large."""
+    shape = (1, 65_536, 8, 16)
+    mesh = mesh_of(x=devices)
 
-        def run(*qkv: Any, mesh: Any = mesh) -> Any:
-            out = parallel.attention(
-                *qkv,
-                mask=masks.Causal(),
-                mesh=mesh,
-                axis_name="x",
-                scheme=scheme,
-                order="zigzag",
-                implementation="blockwise",
+    def run(*qkv: Any) -> Any:
+        return jnp.sum(
+            parallel.attention(
+                *qkv, mask=masks.Causal(), mesh=mesh, axis_name="x", scheme=scheme, order=order
             )
-            return jnp.sum(out)
+        )
 
-        sharding = jax.NamedSharding(mesh, P(None, "x"))
-        grad = users_jit(jax.grad(run, (0, 1, 2)), in_shardings=(sharding,) * 3)
-        memory = grad.lower(*shapes).compile().memory_analysis()
-        sizes.append(memory.temp_size_in_bytes)
-    # One device sends nothing and holds nothing for it.
-    assert sizes[2] < 0.7 * sizes[1] and sizes[3] < 0.6 * sizes[2] and sizes[3] < 0.5 * sizes[0]
+    sharding = jax.NamedSharding(mesh, P(None, "x"))
+    grad = users_jit(jax.grad(run, (0, 1, 2)), in_shardings=(sharding,) * 3)
+    compiled = grad.lower(*[jax.ShapeDtypeStruct(shape, jnp.float32)] * 3).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * np.prod(shape) / devices)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("order", ORDERS[::-1])
+@pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
+def test_temporaries_fall_with_the_number_of_devices(scheme, order):
+    """They are so many shards, however many devices there are. One device sends nothing and holds
+    nothing for it."""
+    table = {n: temporaries(n, scheme, order) for n in (1, 2, 4, 8)}
+    assert max(table.values()) < 8.5, table
+    if scheme == "ring":
+        assert table[1] < 1.5 and table[2] < 6.5, table

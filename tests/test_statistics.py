@@ -1,6 +1,8 @@
 """Numbers about weights, against the formulas on the dense weights of NumPy."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 
 import jattn
 from jattn import masks, scores, tuning
+from jattn.kernels.cpu import statistics as native
 from tests.conftest import quick_jit
 
 
@@ -67,14 +70,26 @@ def given(dtype: Any = jnp.float64) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(QUERY, dtype), jnp.asarray(KEY, dtype)
 
 
-def tiled(size: int) -> Any:
-    """Tiles of this size, whatever the platform's are."""
+@contextlib.contextmanager
+def computed(how: str) -> Iterator[None]:
+    """By the kernel in C++ with tiles of 16 queries, or in pure JAX by tiles of 16 or one."""
+    if how == "native":
+        with tuning.using(cpu_tiles="16, 8, 16", generated_pairs=1):
+            yield
+        return
+    size = 16 if how == "tiles" else 1000
     row = tuning.TABLE["cpu"]._replace(max_untiled=0, small=size, large=size, largest=size)
-    return tuning.using(row=row, max_width=2 * size)
+    with pytest.MonkeyPatch.context() as patch, tuning.using(row=row, max_width=2 * size):
+        patch.setattr(native, "unsupported", lambda *_: "not this time")
+        yield
 
 
+HOW = ["native", "tiles", "one tile"]
+
+
+@pytest.mark.parametrize("how", HOW[:2])
 @pytest.mark.parametrize("name", MASKS)
-def test_statistics_are_the_formulas(name):
+def test_statistics_are_the_formulas(name, how):
     mask, allowed = MASKS[name]
     on = IDS[:, None, :T, None] == IDS[:, None, None, :]
     want = wanted(dense_weights(QUERY, KEY, allowed, SLOPES), on)
@@ -85,14 +100,15 @@ def test_statistics_are_the_formulas(name):
         keys=masks.Segments(IDS[:, :T], IDS),
         threshold=THRESHOLD,
     )
-    for size, dtype, tolerance in ((16, jnp.float64, 1e-13), (1000, jnp.float32, 2e-5)):
-        with tiled(size):
+    single = jnp.float32, 2e-5
+    for dtype, tolerance in ((jnp.float64, 1e-13), *[single] * (how == "native")):
+        with computed(how):
             found = quick_jit(call)(*given(dtype))
         for field, value in want.items():
             got = np.asarray(getattr(found, field))
             if field == "above":  # near the threshold either is right
                 differs = np.abs(got - value) > tolerance
-                assert differs.mean() < (0 if size == 16 else 0.01) + 1e-9, field
+                assert differs.mean() < (0 if dtype == jnp.float64 else 0.01) + 1e-9, field
             else:
                 np.testing.assert_allclose(
                     got, value, atol=tolerance, rtol=tolerance, err_msg=field
@@ -100,8 +116,8 @@ def test_statistics_are_the_formulas(name):
         assert found.entropy.dtype == dtype and found.place.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("size", [16, 1000])
-def test_statistics_are_differentiated(size):
+@pytest.mark.parametrize("how", HOW)
+def test_statistics_are_differentiated(how):
     """Against derivatives of the same sums of `attention_weights`."""
     mask = masks.Causal() | masks.Prefix(2)
     coefficients = jnp.asarray(RNG.normal(size=(4, B, N, T)))
@@ -128,7 +144,7 @@ def test_statistics_are_differentiated(size):
 
     arguments = (*given(), jnp.asarray(SLOPES))
     want = quick_jit(jax.grad(dense, (0, 1, 2)))(*arguments)
-    with tiled(size):
+    with computed(how):
         found = quick_jit(jax.grad(ours, (0, 1, 2)))(*arguments)
     for got, value in zip(found, want, strict=True):
         np.testing.assert_allclose(got, value, atol=1e-11, rtol=1e-11)
@@ -148,7 +164,7 @@ def test_top_weights_are_the_greatest(name):
     mask, allowed = MASKS[name]
     n = 5
     weights = dense_weights(QUERY, KEY, allowed, SLOPES)
-    with tiled(16):
+    with computed("tiles"):
         call = functools.partial(jattn.top_weights, n=n, mask=mask, score=scores.Alibi(SLOPES))
         values, places = quick_jit(call)(*given())
     order = np.argsort(-weights, axis=-1, kind="stable")[..., :n]
@@ -157,36 +173,71 @@ def test_top_weights_are_the_greatest(name):
     np.testing.assert_array_equal(places, np.where(want > 0, order, -1))
 
 
-def test_the_first_of_equals_is_the_greatest():
+@pytest.mark.parametrize("how", HOW[:2])
+def test_the_first_of_equals_is_the_greatest(how):
     query, key = jnp.zeros((T, 1, H), jnp.float32), jnp.ones((S, 1, H), jnp.float32)
-    with tiled(16):
-        found = jattn.statistics(query, key, mask=masks.Prefix(40) & ~masks.Prefix(3))
+    mask = masks.Prefix(40) & ~masks.Prefix(3)
+    with computed(how):
+        found: Any = jattn.statistics(query, key, mask=mask, keys=masks.Prefix(10))
     np.testing.assert_array_equal(found.place, np.full((1, T), 3))
     np.testing.assert_allclose(found.entropy, np.full((1, T), np.log(37)), rtol=1e-6)
+    np.testing.assert_allclose(found.on_keys, np.full((1, T), 7 / 37), rtol=1e-6)
+    attended = (np.arange(S) >= 3) & (np.arange(S) < 40)
+    np.testing.assert_allclose(found.received, attended[None] * T / 37, rtol=1e-5)
 
 
-def test_masked_nan_does_not_exist_and_attended_nan_is_seen():
+@pytest.mark.parametrize("how", HOW[:2])
+def test_masked_nan_does_not_exist_and_attended_nan_is_seen(how):
     query, key = given(jnp.float32)
     key = key.at[0, S - 1].set(jnp.nan).at[1, 0].set(jnp.nan)
 
     def entropy(query: Any, key: Any) -> Any:
-        found = jattn.statistics(query, key, mask=masks.Causal()).entropy
-        return jnp.sum(found[0]), found
+        found = jattn.statistics(query, key, mask=masks.Causal())
+        return jnp.sum(found.entropy[0]), found
 
-    with tiled(16):
-        gradients, found = quick_jit(jax.grad(entropy, (0, 1), has_aux=True))(query, key)
-    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
+    with computed(how):
+        gradients, every = quick_jit(jax.grad(entropy, (0, 1), has_aux=True))(query, key)
+    for found in (every.entropy, every.greatest, every.distance):
+        assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
+    assert np.isfinite(every.received[0]).all() and np.isnan(every.received[1, :, 0]).all()
     assert np.isfinite(gradients[0]).all() and np.isfinite(gradients[1]).all()
     assert not np.any(gradients[1][0, S - 1])
 
 
-def test_positions_and_wide_distances():
+@pytest.mark.parametrize("how", HOW[:2])
+def test_positions_and_wide_distances(how):
     query, key = given()
     far = np.arange(S) * 10_000_000
-    found = jattn.statistics(query, key, kv_positions=far, q_positions=-np.arange(T) * 50_000_000)
+    with computed(how):
+        found = jattn.statistics(
+            query, key, kv_positions=far, q_positions=-np.arange(T) * 50_000_000
+        )
     weights = dense_weights(QUERY, KEY, np.ones((1, 1, T, S), bool), 0 * SLOPES)
     apart = far[None, :] + 50_000_000 * np.arange(T)[:, None]
     np.testing.assert_allclose(found.distance, (weights * apart).sum(-1), rtol=1e-12)
+
+
+def test_functions_of_users_batches_and_few_bits():
+    """A mask and a score function that are compiled, keys [S] for all rows, `vmap`, bfloat16: what
+    both ways give is the same."""
+    query, key = given(jnp.bfloat16)
+    mask = lambda b, h, q, kv: (q * 7 + kv * 3 + h) % 5 != 0  # noqa: E731
+    bend = scores.Score(lambda score, b, h, q, kv, x: score * x, jnp.float32(1.5))
+
+    def one(query: Any, key: Any) -> Any:
+        call = functools.partial(jattn.statistics, query, key, mask=mask, score=bend)
+        return call(keys=KEYS[0], threshold=THRESHOLD), call(keys=masks.Causal())
+
+    found = []
+    for how in HOW[:2]:
+        with computed(how):
+            program = quick_jit(jax.vmap(one)).lower(query, key).compile()
+            assert ("jattn_statistics" in program.as_text()) == (how == "native")
+            found.append(program(query, key))
+    for ours, plain in zip(*found, strict=True):
+        for name, got, want in zip(ours._fields, ours, plain, strict=True):
+            if name != "above" and want is not None:
+                np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.default_tiles

@@ -462,6 +462,10 @@ MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
 PLACED_TOKENS = {"devices": 1, "axis": 0, "order": "zigzag"}
 PLACED_KINDS = {"devices": "devices", "axis": "axis", "order": "name"}
 
+SENT_NAMES = ("query", "key", "value", "mask", "score", "q_positions", "kv_positions", "return_lse")
+SENT = {name: SHARED[name] for name in SENT_NAMES}
+SENT_CUT = {"devices": 1, "scheme": "ring", "order": "contiguous"}
+
 FUNCTIONS |= {
     "parallel.attention": Call(
         parallel.attention,
@@ -478,6 +482,11 @@ FUNCTIONS |= {
         )(),
         {**right(SHARED, query=QUERY, key=KEY, value=VALUE), **CUT},
         {**SHARED, **CUT_KINDS},
+    ),
+    "parallel.exchanges": Call(
+        parallel.exchanges,
+        {**right(SENT, query=QUERY, key=KEY, value=VALUE), **SENT_CUT},
+        {**SENT, "devices": "devices", "scheme": "name", "order": "name"},
     ),
     **{
         f"parallel.{function.__name__}": Call(
@@ -664,8 +673,9 @@ FUNCTIONS |= {
     "nn.TokenEmbedding": module(
         nn.TokenEmbedding,
         {"vocabulary": 9, "features": D},
-        {"embedding_init": INIT},
+        {"embedding_init": INIT, "scale_embeddings": False},
         embedding_init="function",
+        scale_embeddings="flag",
     ),
     "nn.TokenEmbedding()": Call(
         nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0)), {"ids": ints(B, T)}, {"ids": "tokens"}
@@ -742,7 +752,7 @@ FUNCTIONS |= {
         nn.Transformer,
         {"source_vocabulary": 9, "target_vocabulary": 9, "max_length": L, **LAYER},
         {"encoder_layers": 1, "decoder_layers": 1, "positions": "learned", "tie_embeddings": False}
-        | {"embedding_init": INIT, **OPTIONS},
+        | {"scale_embeddings": False, "embedding_init": INIT, **OPTIONS},
         encoder_layers="layers",
         decoder_layers="layers",
         positions="name?",
@@ -766,11 +776,12 @@ FUNCTIONS |= {
         nn.DecoderOnly,
         {"vocabulary": 9, "max_length": L, "num_layers": 1, **LAYER},
         {"num_kv_heads": None, "head_dim": None, "positions": "learned", "tie_embeddings": False}
-        | {"embedding_init": INIT, **OPTIONS},
+        | {"scale_embeddings": False, "embedding_init": INIT, **OPTIONS},
         num_kv_heads="size?",
         head_dim="size?",
         positions="name?",
         tie_embeddings="flag",
+        scale_embeddings="flag",
         embedding_init="function",
         **OPTION_KINDS,
     ),
@@ -910,4 +921,5 @@ NOT_SWEPT |= {
     "nn.RecurrentState",
     "nn.Residual",
     "nn.WeightsTap",
+    "parallel.Exchange",
 }

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 from jax import Array
 
 from jattn import masks, scores
 from jattn.attention import attention, attention_weights
+from jattn.checks import check_rate
+from jattn.compat.dropout import attention_of_kept
 
 
 def flax_attention_fn(
@@ -30,6 +32,7 @@ def flax_attention_fn(
     force_fp32_for_softmax: bool = False,
     promote_dtype: Callable[..., Any] | None = None,
     rope: Callable[..., Any] | None = None,
+    input_positions: Array | None = None,
     einsum_dot_general: Any = None,
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
@@ -50,46 +53,94 @@ def flax_attention_fn(
         dropout_rng, dropout_rate, deterministic: as in Flax.
         dtype: that everything is cast to; by default what the three promote to.
         precision: as in `attention`.
-        module: sows its weights before dropout, `attention_weights`, T × S of them.
+        module: sows its weights before dropout, `attention_weights`, T × S of them; in float32 with
+            force_fp32_for_softmax.
         is_causal: mask keys that come after the query.
         force_fp32_for_softmax: the softmax is computed in float32 anyhow; the result is, too.
         promote_dtype: called as Flax's modules do, with a tuple.
-        rope: Flax's `RoPE` or a function alike, of `[*B, T, H]` for each head.
+        rope: Flax's `RoPE` or a function alike, of `[T, H]` and positions `[T]`.
+        input_positions: `[T]` or `[*B, T]`, of queries and keys alike, for rope.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: not taken.
 
     Returns:
         `[*B, T, N, V]`.
 
-    A query whose keys are all masked gets 0, there the mean of all values.
+    A query whose keys are all masked gets 0, there the mean of all values. Complex numbers, for
+    which Linen's function has a meaning, go to that function.
 
     Raises:
-        ValueError: for shapes that do not fit, a rate without a key.
+        ValueError: for shapes that do not fit, a rate outside [0, 1) or without a key, positions
+            without rope, products of which Flax takes only others together.
         NotImplementedError: for products of the caller's own.
     """
-    products = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
-    if any(x is not None for x in products):
-        raise NotImplementedError("flax_attention_fn: products are those of jattn.attention")
+    _check_products(
+        precision, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum
+    )
     if rope is not None:
-        query, key = (jax.vmap(rope, in_axes=-2, out_axes=-2)(x) for x in (query, key))
+        query, key = (_rotated(rope, x, input_positions) for x in (query, key))
+    elif input_positions is not None:
+        raise ValueError("input_positions: expected rope to go with it, got None")
     query, key, value = _promoted((query, key, value), dtype, promote_dtype)
+    if jnp.iscomplexobj(query):
+        dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+        if is_causal:
+            raise NotImplementedError("is_causal: expected a mask for complex numbers, got True")
+        return _of_complex_numbers(
+            query, key, value, bias, mask, *dropout, precision=precision, module=module
+        )
     rules = {
         "mask": _mask(mask, is_causal, query.ndim),
         "score": None if bias is None else scores.Bias(_full_rank(bias, query.ndim)),
         "precision": precision,
     }
     if module is not None:
-        _sow(module, attention_weights(query, key, **rules).astype(query.dtype))
+        weights = attention_weights(query, key, **rules)
+        narrow = jnp.float32 if force_fp32_for_softmax else query.dtype
+        _sow(module, weights.astype(jnp.promote_types(narrow, query.dtype)))
     if deterministic or dropout_rate == 0.0:
         out = attention(query, key, value, **rules)
     elif dropout_rng is None:
         raise ValueError(f"dropout_rng: needed for dropout_rate = {dropout_rate}, got None")
     elif broadcast_dropout:
-        out = _with_broadcast_dropout(query, key, value, rules, dropout_rng, dropout_rate)
+        check_rate("dropout_rate", dropout_rate)
+        shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
+        kept = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
+        out = attention_of_kept(query, key, value, rules, kept, dropout_rate)
     else:
         dropout = {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
         out = attention(query, key, value, **rules, **dropout)
     wide = jnp.promote_types(out.dtype, jnp.float32)
     return out.astype(wide) if force_fp32_for_softmax else out
+
+
+def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) -> None:
+    """Raises what Flax raises for products that exclude each other, and for all others."""
+    if (scores is None) != (values is None):
+        raise ValueError(
+            "qk_attn_weights_einsum, attn_weights_value_einsum: expected both or neither, got one"
+        )
+    if scores is not None and (precision is not None or dot_general is not None):
+        raise ValueError(
+            "qk_attn_weights_einsum: expected neither precision nor einsum_dot_general beside it"
+        )
+    if scores is not None or dot_general is not None:
+        raise NotImplementedError("flax_attention_fn: products are those of jattn.attention")
+
+
+def _rotated(rope: Callable[..., Any], x: Array, positions: Array | None) -> Array:
+    """`rope` for each head of `[*B, T, N, H]` and, where positions differ, for each row."""
+    given = () if positions is None else (positions,)
+    apply = jax.vmap(rope, in_axes=(-2, *(None for _ in given)), out_axes=-2)
+    if positions is not None:
+        for _ in range(positions.ndim - 1):
+            apply = jax.vmap(apply)
+    return apply(x, *given)
+
+
+def _of_complex_numbers(query: Array, key: Array, value: Array, *given: Any, **named: Any) -> Array:
+    """As Linen's function, which takes the softmax of complex scores."""
+    weights = linen.dot_product_attention_weights(query, key, *given, **named)
+    return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=named["precision"])
 
 
 def _promoted(arrays: tuple[Array, ...], dtype: Any, promote: Any) -> Any:
@@ -116,24 +167,3 @@ def _mask(mask: Array | None, is_causal: bool, ndim: int) -> masks.Mask | None:
 def _sow(module: Any, weights: Array) -> None:
     where = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
     module.sow(where, "attention_weights", weights)
-
-
-def _with_broadcast_dropout(
-    query: Array, key: Array, value: Array, rules: dict[str, Any], rng: Array, rate: float
-) -> Array:
-    """Σ keep w v / (1 − rate), with one `keep [T, S]` for all rows and heads.
-
-    Attention to the kept keys alone has these terms over a smaller denominator: the two
-    denominators put it right.
-    """
-    T, S = query.shape[-3], key.shape[-3]
-    shape = (1,) * (query.ndim - 2) + (T, S)
-    kept = masks.Dense(jax.random.bernoulli(rng, 1.0 - rate, shape))
-    mask = kept if rules["mask"] is None else rules["mask"] & kept
-    out, lse = attention(query, key, value, **{**rules, "mask": mask}, return_lse=True)
-    nothing = jnp.zeros((*key.shape[:-1], 1), query.dtype)
-    _, whole = attention(query, key, nothing, **rules, return_lse=True)
-    dead = lse == -jnp.inf
-    share = jnp.where(dead, 0, jnp.exp(jnp.where(dead, 0, lse - jnp.where(dead, 0, whole))))
-    factor = jnp.swapaxes(share / (1.0 - rate), -1, -2)[..., None]
-    return (out.astype(factor.dtype) * factor).astype(out.dtype)

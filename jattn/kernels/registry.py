@@ -1,19 +1,37 @@
 """The table of kernels, and which of them runs."""
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 
 from jattn.checks import check_choice
 from jattn.kernels.common.vjp import AttentionVJP, Unbuilt
 from jattn.kernels.cpu import native
-from jattn.kernels.gpu import cudnn, hopper, triton
+from jattn.kernels.gpu import cudnn
 from jattn.kernels.protocol import Kernel
 from jattn.kernels.tpu import splash
 from jattn.kernels.xla import blockwise
 from jattn.spec import Shapes, Spec
+
+
+class Later(NamedTuple):
+    """A kernel whose file is imported when it is first asked: for who names it."""
+
+    module: str
+
+    def supports(self, spec: Spec, shapes: Shapes) -> str | None:
+        """That of the kernel."""
+        return self._kernel().supports(spec, shapes)
+
+    def functions(self, platform: str) -> AttentionVJP:
+        """Those of the kernel."""
+        return self._kernel().functions(platform)
+
+    def _kernel(self) -> Kernel:
+        return cast(Kernel, importlib.import_module(self.module))
 
 
 class Row(NamedTuple):
@@ -52,8 +70,11 @@ KERNELS: dict[str, Row] = {
         unbuilt=native.unbuilt,
     ),
     "blockwise": Row(blockwise),
-    "pallas": Row(triton, ("cuda", "rocm"), interpreted=("cpu",)),
-    "hopper": Row(hopper, ("cuda",), interpreted=("cpu",), when="settled"),
+    "pallas": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
+    "tpu": Row(Later("jattn.kernels.tpu.tiled"), ("tpu",), interpreted=("cpu",)),
+    "hopper": Row(
+        Later("jattn.kernels.gpu.hopper"), ("cuda",), interpreted=("cpu",), when="settled"
+    ),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms. Blockwise can
 compute every call, so what stands behind it is for who names it: on CUDA None gives cuDNN or, where
@@ -95,15 +116,15 @@ def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
 
 
 def candidates(spec: Spec, shapes: Shapes) -> list[str]:
-    """The kernels that can compute a call, in order. Those whose platform is settled while tracing
-    are for who names them."""
-    return [
-        name
-        for name, row in KERNELS.items()
-        if row.when != "settled"
-        and not row.too_small(spec, shapes)
-        and not row.kernel.supports(spec, shapes)
-    ]
+    """The kernels that can compute a call, in order, up to one that is for every platform. Those
+    behind it are for who names them."""
+    found: list[str] = []
+    for name, row in KERNELS.items():
+        if not row.too_small(spec, shapes) and not row.kernel.supports(spec, shapes):
+            found.append(name)
+            if row.platforms is None:
+                break
+    return found
 
 
 def functions(

@@ -6,9 +6,18 @@
 
 from jattn.parallel.attend import attention, attention_shard
 from jattn.parallel.placement import shard_tokens, token_positions, unshard_tokens
+from jattn.parallel.traffic import Exchange, exchanges
 
 
-__all__ = ["attention", "attention_shard", "shard_tokens", "token_positions", "unshard_tokens"]
+__all__ = [
+    "Exchange",
+    "attention",
+    "attention_shard",
+    "exchanges",
+    "shard_tokens",
+    "token_positions",
+    "unshard_tokens",
+]
 
 
 def __dir__() -> list[str]:

@@ -57,14 +57,14 @@ class Route(NamedTuple):
     @classmethod
     def of(cls, needed: np.ndarray) -> "Route":
         """The route that passes through all devices that need anything, and no others."""
-        n = len(needed)
-        of_step = np.stack([needed[np.arange(n), (np.arange(n) - r) % n] for r in range(n)])
-        steps = [0, *(r for r in range(1, n) if of_step[r].any())]
+        n, shards = len(needed), np.arange(len(needed))
+        # [r, s]: whether the device that is r behind needs shard s, now and at any later step.
+        wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
+        later = np.logical_or.accumulate(wanted[::-1])[::-1]
+        steps = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[Hops] = []
-        for place, (here, there) in enumerate(itertools.pairwise(steps), 1):
-            # Device i holds shard i − here; whoever needs it from the next step on is r behind it.
-            later = [[of_step[r][(i - here + r) % n] for r in steps[place:]] for i in range(n)]
-            sources = {i for i in range(n) if any(later[i])}
+        for here, there in itertools.pairwise(steps):
+            sources = {int(s + here) % n for s in np.flatnonzero(later[there])}
             last = hops[-1] if hops else None
             if last and last.distance == there - here:
                 merged = tuple(sorted({*last.sources, *sources}))
@@ -195,8 +195,7 @@ class Ring(NamedTuple):
             out, normalizer, finite = pieces.run(
                 "forward", like, self.implementation, *operands, shapes=shapes
             )
-            both = jax.tree.map(lambda x, y: jnp.stack([x, y]), state[:2], (out, normalizer))
-            return *softmax.join(*both), state[2] & finite
+            return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
 
         return self.if_needed(shard, compute, state)
 

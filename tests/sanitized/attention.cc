@@ -142,6 +142,82 @@ Answer formula(const Problem& p, const Array<T>& d_out, const std::vector<double
   return a;
 }
 
+// The numbers of statistics, each of [B, t, N], and [B, N, S].
+struct Numbers {
+  std::vector<double> entropy, greatest, distance, on_keys, above, received;
+};
+
+// Their definitions, with `drawn` keys counted and weights above `least`.
+Numbers definitions(const Problem& p, const std::vector<double>& lse, Index diagonals,
+                    const Array<T>& drawn, const Array<int32_t>& q_at, const Array<int32_t>& kv_at,
+                    double least) {
+  const Index B = p.B, t = p.t, S = p.S, K = p.K, N = p.N, H = p.H;
+  const std::vector<double> nothing(B * t * N);
+  Numbers a{nothing, nothing, nothing, nothing, nothing, std::vector<double>(B * N * S)};
+  for (Index b = 0; b < B; ++b)
+    for (Index n = 0; n < N; ++n)
+      for (Index i = 0; i < t; ++i)
+        for (Index j = 0; j < S; ++j) {
+          if (!p.sees(b, i, j)) continue;
+          const Index row = (b * t + i) * N + n, key = (b * S + j) * K + n / p.group;
+          double score = 0;
+          for (Index h = 0; h < H; ++h) score += double{p.q[row * H + h]} * p.k[key * H + h];
+          score *= p.scale;
+          if (p.cap != 0) score = p.cap * std::tanh(score / p.cap);
+          if (diagonals) score += p.bias[n * diagonals + i - j + S - 1];
+          const double log = score - lse[row], w = std::exp(log);
+          const double far = (q_at.count() ? q_at[i] : i) - (kv_at.count() ? kv_at[j] : j);
+          a.entropy[row] -= w * log, a.greatest[row] = std::max(a.greatest[row], w);
+          a.distance[row] += w * std::abs(far);
+          if (drawn.count()) a.on_keys[row] += w * drawn[j];
+          if (w > least) a.above[row] += w;
+          a.received[(b * N + n) * S + j] += w;
+        }
+  return a;
+}
+
+// Weights before dropout, whose sums are e^lse.
+bool one_statistics(ffi::ThreadPool& pool, bool limited, const Problem& p, const ffi::AnyBuffer& q,
+                    const ffi::AnyBuffer& k, const Answer& answer, Index diagonals) {
+  const Sizes rows = {p.B, p.t, p.N}, nobody = {0, p.t, p.N};
+  const bool asks = once_in(2), placed = once_in(2);
+  Array<T> marks({1, 1, asks ? p.S : 0});
+  for (Index j = 0; j < marks.count(); ++j) marks[j] = once_in(3);
+  Array<int32_t> q_at({1, 1, placed ? p.t : 0}), kv_at({1, 1, placed ? p.S : 0});
+  for (Index i = 0; i < q_at.count(); ++i) q_at[i] = 5 * i - 7;
+  for (Index j = 0; j < kv_at.count(); ++j) kv_at[j] = 9 - 2 * j;
+  const double least = once_in(2) ? 1e-3 : -1;
+  Array<T> v({p.B, p.S, p.K, 0}), lse(rows), entropy(rows), greatest(rows), distance(rows);
+  Array<T> on_keys(asks ? rows : nobody), above(least < 0 ? nobody : rows);
+  Array<T> received({p.B, p.N, p.S});
+  Array<int32_t> place(rows);
+  for (Index i = 0; i < lse.count(); ++i) lse[i] = answer.lse[i];
+  {
+    Shortage shortage(limited);
+    const ffi::Error error = run_statistics(
+        pool, q, k, v.buffer(), p.from.buffer(), p.until.buffer(), p.q_ids.buffer(),
+        p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), lse.buffer(), q_at.buffer(),
+        kv_at.buffer(), marks.buffer(), {}, entropy.result(), greatest.result(), place.result(),
+        distance.result(), on_keys.result(), above.result(), received.result(), p.scale, p.cap,
+        p.grown, p.threshold, 0, 0, 0, least);
+    if (!went_well(error, limited)) return false;
+  }
+  const Numbers want =
+      definitions(p, answer.lse, diagonals, marks, q_at, kv_at, least < 0 ? 2 : least);
+  expect("entropy", entropy, want.entropy);
+  expect("greatest", greatest, want.greatest);
+  expect("distance", distance, want.distance);
+  if (asks) expect("on_keys", on_keys, want.on_keys);
+  if (least >= 0 && sizeof(T) == 8) expect("above", above, want.above);
+  expect("received", received, want.received);
+  for (Index i = 0; i < place.count(); ++i)
+    if ((place[i] < 0) != std::isinf(answer.lse[i]) || place[i] >= p.S) {
+      std::fprintf(stderr, "place [%td]: %d\n", i, place[i]);
+      std::exit(1);
+    }
+  return true;
+}
+
 bool one_call(ffi::ThreadPool& pool, bool limited) {
   const bool large = once_in(40);  // results that go past the caches
   const Index t = large ? 1100 : between(1, 3 * kQueries);
@@ -184,6 +260,8 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   expect("out", out, want.out);
   expect("lse", lse, want.lse);
   if (huge) return true;
+  if (once_in(2))
+    return one_statistics(pool, limited, p, given(p.q, half_q), given(p.k, half_k), want, diagonals);
 
   Array<T> delta(rows), d_q({p.B, p.t, p.N, p.H}), d_k({p.B, p.S, p.K, p.H});
   Array<T> d_v({p.B, p.S, p.K, p.V}), d_bias({p.B, p.N, diagonals});

@@ -74,7 +74,7 @@ def load_rule(text: str, dtype: str) -> ctypes.CDLL:
     return library
 
 
-_HEADERS = ("native.h", "wide.h", "pairs.h", "vector.h", "rule.h")
+_HEADERS = ("native.h", "wide.h", "pairs.h", "vector.h", "rule.h", "statistics.h")
 
 
 def _load(

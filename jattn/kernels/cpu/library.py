@@ -24,7 +24,12 @@ from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.cpu import compiler
 
 
-_SOURCES = {"forward": "attention.cc", "backward": "attention.cc", "decode": "decode.cc"}
+_SOURCES = {
+    "forward": "attention.cc",
+    "backward": "attention.cc",
+    "statistics": "attention.cc",
+    "decode": "decode.cc",
+}
 
 PATIENCE = 60.0
 """Seconds from its beginning that programs wait for a library."""

@@ -125,7 +125,7 @@ def _diagonals(spec: Spec, shapes: Shapes, dtype: Any) -> Array:
     return rules.along_diagonals(spec.score, shapes.N, distances, dtype)[None]
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """What both functions of the kernel take, and its numbers; `rule` if one was generated, with
     what it reads."""
 
@@ -140,7 +140,7 @@ class _Operands(NamedTuple):
         return self.arrays[7]
 
 
-def _operands(spec: Spec, query: Array, key: Array, value: Array) -> _Operands:
+def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> Operands:
     shapes, dtype = Shapes.of(query, value), accumulation(query.dtype)
     nothing = jnp.zeros((1, 1, 0), jnp.int32)
     seeds, threshold = jnp.zeros((1, 1, 0), jnp.uint32), 0
@@ -169,16 +169,15 @@ def _operands(spec: Spec, query: Array, key: Array, value: Array) -> _Operands:
         (row, chunk), tile_map = _tile_map(spec, shapes, rule)
         attributes |= {"row": np.int64(row), "chunk": np.int64(chunk)}
         attributes["rule"] = np.int64(_number(rule, dtype))
-        return _Operands(
-            dtype, arrays, attributes, rule, (tile_map, *generator.arrays(spec, shapes, dtype))
-        )
+        read = tile_map, *generator.arrays(spec, shapes, dtype)
+        return Operands(dtype, arrays, attributes, rule, read)
     runs = _runs(spec, shapes)
     ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
     ends = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
     ids = (x[:, None, :] for x in runs.ids) if runs.ids else (nothing, nothing)
     attributes["cap"] = rules.as_terms(spec.score).cap
     arrays = [*given, *ends, *ids, _diagonals(spec, shapes, dtype), seeds]
-    return _Operands(dtype, arrays, attributes)
+    return Operands(dtype, arrays, attributes)
 
 
 def _number(rule: Rule, dtype: Any) -> int:
@@ -215,13 +214,13 @@ def _is_read(dtype: Any, spec: Spec) -> bool:
     return dtype == accumulation(dtype) or (dtype in (jnp.bfloat16, jnp.float16) and not highest)
 
 
-def _call(which: str, results: Any, operands: _Operands, arrays: list[Array], **more: Any) -> Any:
+def call(which: str, results: Any, operands: Operands, arrays: list[Array], **more: Any) -> Any:
     name = library.target(which, operands.dtype)
     run = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
     return run(*arrays, *operands.read, **operands.attributes, **more)
 
 
-def _static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
+def static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
     """A call whose scale is a number, as the kernel takes it: an array, a scalar or `[N]`, is
     multiplied with the queries, in the dtype of sums."""
     if is_static(spec.scale):
@@ -239,16 +238,16 @@ def _forward(
     spec: Spec, query: Array, key: Array, value: Array, *, normalized: bool = True
 ) -> tuple[Array, Normalizer, Array]:
     """Both results; without `normalized` the normalizer is zeros, which cost nothing."""
-    own, scaled = _static_scale(spec, query)
+    own, scaled = static_scale(spec, query)
     if decode.pays(own, Shapes.of(query, value)):
         wide = scaled.astype(accumulation(query.dtype))
         out, normalizer = decode.attend(own, wide, decode.as_held(key, value))
         return out, normalizer, jnp.zeros((), bool)
-    operands = _operands(own, scaled, key, value)
+    operands = operands_of(own, scaled, key, value)
     (B, T, N), dtype = query.shape[:3], operands.dtype
     rows = (B, T, N) if normalized else (0, T, N)
     like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, value.shape[-1]), rows, rows)]
-    out, *normalizer = _call("forward", like, operands, operands.arrays)
+    out, *normalizer = call("forward", like, operands, operands.arrays)
     if not normalized:
         normalizer = [jnp.zeros((B, T, N), dtype)] * 2
     return out, Normalizer(*normalizer), jnp.zeros((), bool)
@@ -256,9 +255,9 @@ def _forward(
 
 def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array) -> Any:
     given, scale = per_query.query, spec.scale
-    spec, query = _static_scale(spec, given)
+    spec, query = static_scale(spec, given)
     shapes = Shapes.of(query, value)
-    operands = _operands(spec, query, key, value)
+    operands = operands_of(spec, query, key, value)
     dtype, rule = operands.dtype, operands.rule
     differentiated = rule.differentiated if rule else ()
     sums = [(shapes.B, shapes.N, operands.diagonals.shape[-1])]
@@ -267,7 +266,7 @@ def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Arra
     like = [jax.ShapeDtypeStruct(x, dtype) for x in shapes_of]
     arrays = [*operands.arrays, *per_query[1:]]
     which = np.int64(sum(1 << n for n in differentiated))
-    found = _call("backward", like, operands, arrays, differentiated=which)
+    found = call("backward", like, operands, arrays, differentiated=which)
     d_query, d_key, d_value, *d_sums = found
 
     def again(params: list[Array]) -> list[Array]:

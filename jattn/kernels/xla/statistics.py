@@ -15,33 +15,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jattn import tile, tuning
-from jattn._pytree import pytree_dataclass, select_head, static_field
+from jattn._pytree import select_head
 from jattn._types import LogSumExp
 from jattn.kernels.common import reverse_mode, slicing, tile_schedule
+from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.xla import blockwise
 from jattn.scores import apart
 from jattn.spec import Spec, Tiling, parameter_letters, parameters, scaled, with_parameters
-
-
-@pytree_dataclass
-class Question:
-    """What is asked about the weights of a spec: how much of each row lies on the pairs that the
-    mask of another spec allows, and how much in weights above a threshold."""
-
-    spec: Spec
-    keys: Spec | None = None
-    threshold: float | None = static_field(default=None)
-
-
-class Rows(NamedTuple):
-    """Of each query, `[B, N, T]`. `place` is −1 where no key is attended."""
-
-    entropy: Any
-    greatest: Any
-    place: Any
-    distance: Any
-    on_keys: Any
-    above: Any
 
 
 class _Tile(NamedTuple):
@@ -281,21 +261,32 @@ class _Call(NamedTuple):
         return jax.tree.map(lambda x: x.reshape(B, N, *x.shape[1:]), found)
 
 
-def statistics(asked: Question, query: Array, key: Array, lse: LogSumExp) -> tuple[Rows, Array]:
-    """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives.
+Forward = Callable[[Question, Array, Array, LogSumExp], tuple[Rows, Array]]
+"""`(rows, received)` of `(asked, query, key, lse)`, see `statistics`."""
 
-    `lse [B, N, T]` is that of the same call. Entropy, greatest weight, distance and weight on keys
-    are differentiable by queries, keys and the spec's parameters.
-    """
+
+def by_tiles(
+    asked: Question, query: Array, key: Array, lse: LogSumExp
+) -> tuple[Rows, Float[Array, "B N S"]]:
+    """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives."""
     T, S = query.shape[1], key.shape[1]
+    call = _Call.of(asked, T, S)
+    rows, received = call.over_heads(_rows_and_columns, query, key, lse)
+    return jax.tree.map(lambda x: x[:, :, :T], rows), received[:, :, :S]
+
+
+def statistics(
+    forward: Forward, asked: Question, query: Array, key: Array, lse: LogSumExp
+) -> tuple[Rows, Array]:
+    """`forward` of these, differentiable: entropy, greatest weight, distance and weight on keys, by
+    queries, keys and the spec's parameters. `lse [B, N, T]` is that of the same call.
+    """
 
     @jax.custom_vjp
     def run(params: list[Array], asked: Question, query: Array, key: Array, lse: Array) -> Any:
-        call = _Call.of(_with(asked, params), T, S)
-        rows, received = call.over_heads(_rows_and_columns, query, key, lse)
-        return jax.tree.map(lambda x: x[:, :, :T], rows), received[:, :, :S]
+        return forward(_with(asked, params), query, key, lse)
 
-    def forward(*operands: Any) -> Any:
+    def with_residuals(*operands: Any) -> Any:
         found = run(*operands)
         return found, (*operands, found[0])
 
@@ -305,7 +296,7 @@ def statistics(asked: Question, query: Array, key: Array, lse: LogSumExp) -> tup
         d_params, d_query, d_key = _pulled_back(asked, query, key, lse, rows, cotangents[0])
         return d_params, None, d_query.astype(query.dtype), d_key.astype(key.dtype), None
 
-    run.defvjp(forward, backward)
+    run.defvjp(with_residuals, backward)
     query, key, *params = reverse_mode.inputs((query, key, *parameters(asked.spec)), asked)
     rows, received = run(params, asked, query, key, lax.stop_gradient(lse))
     constant = {name: lax.stop_gradient(getattr(rows, name)) for name in ("place", "above")}

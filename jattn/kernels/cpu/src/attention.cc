@@ -667,6 +667,12 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
   }
 }
 
+}  // namespace
+
+#include "statistics.h"  // of one head
+
+namespace {
+
 // ------------------------------------------------------------------------------------------------
 // All heads
 // ------------------------------------------------------------------------------------------------
@@ -955,6 +961,52 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
   });
 }
 
+// Where statistics of a call go; those that nobody asks for have no rows.
+struct Statistics {
+  Heads<const T> lse;
+  Shared<int32_t> q_positions, kv_positions;
+  Shared<T> marks;
+  T threshold;
+  Heads<T> entropy, greatest, distance, on_keys, above;
+  Heads<int32_t> place;
+  T* received;  // [B, N, S]
+
+  Asked asked(Index b, Index n) const {
+    return {lse.at(b, n), q_positions.at(b, n), kv_positions.at(b, n), marks.at(b, n), threshold};
+  }
+  Found at(Index b, Index n) const {
+    return {entropy.at(b, n), greatest.at(b, n), distance.at(b, n),
+            on_keys.at(b, n), above.at(b, n),    place.at(b, n)};
+  }
+};
+
+// A head's queries are cut into as many pieces as keep the threads busy; what keys receive of a piece
+// is summed apart, and then that of all pieces.
+void statistics_all(ffi::ThreadPool& pool, const Call& call, const Statistics& all) {
+  const Index N = call.N, units = call.B * N, S = call.S, group = kTogether * kQueries;
+  const Index enough = 4 * std::max<Index>(1, pool.num_threads());
+  const Index most = std::max<Index>(1, (call.t + kQueries - 1) / kQueries);
+  const Index wanted = std::clamp<Index>((enough + units - 1) / std::max<Index>(1, units), 1, most);
+  const Index size = up((call.t + wanted - 1) / wanted, kQueries);
+  const Index pieces = std::max<Index>(1, (call.t + size - 1) / std::max<Index>(1, size));
+  std::vector<T> apart(pieces > 1 ? pieces * units * S : 0);
+  std::fill(all.received, all.received + units * S, T{0});
+  T* sums = pieces > 1 ? apart.data() : all.received;
+  parallel(pool, units * pieces, [&](Index task) {
+    const Index unit = task % units, n = unit % N, b = unit / N, piece = pieces - 1 - task / units;
+    const Index end = std::min(call.t, (piece + 1) * size);
+    const Head head = call.head(b, n);
+    for (Index first = piece * size; first < end; first += group)
+      by_products(call, [&](auto products) {
+        statistics<decltype(products)>(head, all.asked(b, n), first, std::min(group, end - first),
+                                       all.at(b, n), sums + (piece * units + unit) * S);
+      });
+  });
+  if (pieces == 1) return;
+  for (Index piece = 0; piece < pieces; ++piece)
+    for (Index i = 0; i < units * S; ++i) all.received[i] += apart[piece * units * S + i];
+}
+
 // ------------------------------------------------------------------------------------------------
 // What XLA calls
 // ------------------------------------------------------------------------------------------------
@@ -1031,6 +1083,27 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
   });
 }
 
+ffi::Error run_statistics(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
+                          Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
+                          Buffer lse, Buffer q_positions, Buffer kv_positions, Buffer marks,
+                          ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
+                          Out distance, Out on_keys, Out above, Out received, double scale,
+                          double cap, double grown, int64_t threshold, int64_t rule, int64_t row,
+                          int64_t chunk, double least) {
+  return reported([&] {
+    Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
+    const ffi::Error error = find_rule(rule, row, chunk, 0, call, operands, nullptr);
+    if (!error.success()) return error;
+    const Heads<int32_t> places{static_cast<int32_t*>(place->untyped_data()), call.t, call.N, 1};
+    statistics_all(pool, call,
+                   {heads_of(lse, false), {q_positions, call.B}, {kv_positions, call.B},
+                    {marks, call.B}, static_cast<T>(least), heads_of(entropy, false),
+                    heads_of(greatest, false), heads_of(distance, false), heads_of(on_keys, false),
+                    heads_of(above, false), places, static_cast<T*>(received->untyped_data())});
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 
 #define JATTN_OPERANDS                                                                        \
@@ -1050,6 +1123,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_backward, run_backward,
                                   .Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>()
                                   .Ret<Buffer>().Ret<Buffer>().RemainingRets() JATTN_ATTRIBUTES
                                   .Attr<int64_t>("differentiated"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_statistics, run_statistics,
+                              JATTN_OPERANDS.Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
+                                  .Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>()
+                                  .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
+                                  .Ret<Buffer>() JATTN_ATTRIBUTES.Attr<double>("least"));
 
 // Adds a rule that was compiled; its library stays loaded.
 extern "C" void jattn_add_rule(int64_t number, void* forward, void* backward, int modifies,

@@ -1,0 +1,125 @@
+"""One call of attention over several devices: its sizes, its program and its work."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jattn import masks, parallel
+
+
+SCHEMES = ("ring", "all_to_all", "gather")
+ORDERS = ("zigzag", "contiguous")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Causal self-attention of one sequence, within a window of `window` keys and within documents
+    of about `documents` tokens if there are such."""
+
+    scheme: str = "ring"
+    devices: int = 8
+    length: int = 8192
+    heads: int = 8
+    key_heads: int = 8
+    head_size: int = 64
+    window: int | None = None
+    documents: int | None = None
+    order: str = "zigzag"
+    dtype: str = "float32"
+    backward: bool = True
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """query, key and value."""
+        return tuple(
+            jax.ShapeDtypeStruct((1, self.length, n, self.head_size), jnp.dtype(self.dtype))
+            for n in (self.heads, self.key_heads, self.key_heads)
+        )
+
+    def mask(self, ids: Any = None) -> Any:
+        """The mask, with the documents' ids if there are any."""
+        found = masks.Causal()
+        if self.window is not None:
+            found = found & masks.Window(left=self.window - 1)
+        return found if ids is None else found & masks.Segments(ids)
+
+    def ids(self) -> np.ndarray:
+        """Which document each token belongs to, `[1, length]`; the same at each call."""
+        assert self.documents is not None
+        starts = np.random.default_rng(0).random(self.length) < 1 / self.documents
+        ids = np.cumsum(starts, dtype=np.int32)[None]
+        return parallel.shard_tokens(ids, self.devices, order=self.order)
+
+    @property
+    def pairs(self) -> float:
+        """How many pairs of a query and a key the mask leaves, but for documents."""
+        T, w = self.length, min(self.window or self.length, self.length)
+        return w * (w + 1) / 2 + (T - w) * w
+
+    @property
+    def flops(self) -> float:
+        """Of the products of all devices: two forward, five backward, which computes one again."""
+        return self.pairs * self.heads * self.head_size * 2 * (7 if self.backward else 2)
+
+    def exchanges(self) -> tuple[parallel.Exchange, ...]:
+        """What the call exchanges, by formula."""
+        ids = None if self.documents is None else self.ids()
+        found = parallel.exchanges(
+            *self.arrays,
+            devices=self.devices,
+            scheme=self.scheme,  # pyright: ignore[reportArgumentType]
+            order=self.order,  # pyright: ignore[reportArgumentType]
+            mask=self.mask(ids),
+        )
+        return tuple(x for x in found if self.backward or not x.backward)
+
+    def function(self, mesh: Mesh) -> Any:
+        """A function of query, key, value and ids, if there are any: the output, or the gradients
+        of half the sum of its squares."""
+
+        def run(query: Any, key: Any, value: Any, ids: Any = None) -> Any:
+            return parallel.attention(
+                query,
+                key,
+                value,
+                mesh=mesh,
+                axis_name="x",
+                scheme=self.scheme,  # pyright: ignore[reportArgumentType]
+                order=self.order,  # pyright: ignore[reportArgumentType]
+                mask=self.mask(ids),
+            )
+
+        def loss(*given: Any) -> Any:
+            return jnp.sum(run(*given).astype(jnp.float32) ** 2) / 2
+
+        return jax.grad(loss, (0, 1, 2)) if self.backward else run
+
+    def compiled(self, devices: Any) -> Any:
+        """The program for so many devices."""
+        mesh = Mesh(np.array(devices[: self.devices]), ("x",))
+        sharding = NamedSharding(mesh, P(None, "x"))
+        given = [*self.arrays]
+        if self.documents is not None:
+            given.append(jax.ShapeDtypeStruct((1, self.length), jnp.int32))
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in given]
+        return jax.jit(self.function(mesh)).lower(*given).compile()
+
+    def inputs(self, devices: Any) -> list[Any]:
+        """Arrays for the program, cut over the devices."""
+        sharding = NamedSharding(Mesh(np.array(devices[: self.devices]), ("x",)), P(None, "x"))
+        keys = jax.random.split(jax.random.key(0), 3)
+        found = [
+            jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)(
+                key, x.shape, x.dtype
+            )
+            for key, x in zip(keys, self.arrays, strict=True)
+        ]
+        if self.documents is not None:
+            found.append(jax.device_put(self.ids(), sharding))
+        return found

@@ -1,0 +1,115 @@
+"""Which tiles the programs of a kernel in Pallas visit, as index arrays that they read.
+
+The tile map lists for each block of queries (or of keys) what is not empty: constants for static
+masks, computed beforehand in the same program for others.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jattn import masks
+from jattn._pytree import leading, select_head
+from jattn.kernels.common import tile_schedule
+from jattn.spec import Spec, Tiling
+
+
+class BlockMask(NamedTuple):
+    """Which tiles each block visits: `order [B, N, n, m]` lists them, those without need of a mask
+    first; `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N
+    have size 1 where all are alike. `kinds` are the kinds of tile that may occur.
+    """
+
+    order: Any
+    ends: Any
+    kinds: tuple[int, ...]
+
+    @property
+    def arrays(self) -> tuple[Any, Any]:
+        """What is passed to a kernel, and comes back to `fold` as `memory`."""
+        return self.order, self.ends
+
+    def fold(
+        self,
+        memory: Any,
+        at: tuple[Any, Any, Any],
+        step: Callable[..., Any],
+        state: Any,
+        part: tuple[Any, int] = (0, 1),
+    ) -> Any:
+        """Folds `step(j, masked, state)` over what block `at` (b, h, i) visits, or over one of
+        several parts of that."""
+        order, ends = memory
+        here = (*clamped(order, *at[:2]), at[2])
+        full, visited = ends[(*here, 0)], ends[(*here, 1)]
+        each = lax.div(visited + part[1] - 1, np.int32(part[1]))
+        start, stop = (
+            jnp.minimum(part[0] * each, visited),
+            jnp.minimum((part[0] + 1) * each, visited),
+        )
+
+        def visit(masked: bool, place: Any, state: Any) -> Any:
+            return step(order[(*here, place)], masked, state)
+
+        if masks.FULL in self.kinds:
+            run = jnp.minimum(start, full), jnp.minimum(stop, full)
+            state = tile_schedule.repeat(*run, functools.partial(visit, False), state)
+        if masks.MIXED in self.kinds:
+            run = jnp.maximum(start, full), jnp.maximum(stop, full)
+            state = tile_schedule.repeat(*run, functools.partial(visit, True), state)
+        return state
+
+
+def clamped(x: Any, *index: Any) -> tuple[Any, ...]:
+    """Indices of the first axes of an array in which axes of size 1 broadcast."""
+    return tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))
+
+
+def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
+    """From tile maps `[B, N, n, m]`: for each block of queries the keys, or the other way round."""
+    kinds = kinds.swapaxes(-1, -2) if by_key else kinds
+    static = isinstance(kinds, np.ndarray)
+    xp: Any = np if static else jnp
+    order = xp.argsort(-kinds, axis=-1, stable=True)  # full, mixed, empty
+    ends = xp.stack([xp.sum(kinds >= least, axis=-1) for least in (masks.FULL, masks.MIXED)], -1)
+    if static:
+        order = order[..., : max(1, ends.max())]
+    occurring = tuple(np.unique(kinds).tolist()) if static else (masks.MIXED, masks.FULL)
+    return BlockMask(order.astype(np.int32), ends.astype(np.int32), occurring)
+
+
+def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
+    """The tile maps `[B or 1, N or 1, n, m]`; NumPy's if the mask is static."""
+    spec = dataclasses.replace(spec, score=None, dropout_key=None)
+    batch, heads = leading(spec)
+    B, N = max((1, *batch)), max(1, heads)
+
+    def one(b: Any, h: Any) -> Any:
+        own = b if B > 1 else None, h if N > 1 else None  # one map for all must hold for all
+        return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling, *own)
+
+    if B == N == 1:
+        return one(0, 0)[None, None]
+    every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+    return every(jnp.arange(B, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32))
+
+
+def varying(operands: Any) -> tuple[Any, Any]:
+    """Operands that all vary over the same axes of a mesh (under `shard_map`), and these axes."""
+    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(operands)]
+    over = types[0].update(varying=frozenset().union(*(x.varying for x in types)))
+
+    return jax.tree.map(functools.partial(vary, over), operands), over
+
+
+def vary(over: Any, x: Array) -> Array:
+    """x as one that varies over these axes."""
+    missing = tuple(over.varying - jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x

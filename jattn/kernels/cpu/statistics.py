@@ -1,0 +1,94 @@
+"""What weights look like, on CPUs by the kernel in C++: its scores and its masks, with sums over
+rows and columns of weights in place of the product with values."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn import masks
+from jattn._types import Keys, LogSumExp, Queries
+from jattn.kernels.common.questions import Question, Rows
+from jattn.kernels.cpu import native
+from jattn.spec import Shapes, Spec
+
+
+def unsupported(asked: Question, shapes: Shapes) -> str | None:
+    """Why the kernel cannot answer here, or does not pay; None if it can."""
+    if 0 in (shapes.B, shapes.T, shapes.S):
+        return "there are no pairs of queries and keys"
+    for spec in (asked.spec, _on_keys(asked)):
+        if spec is None:
+            continue
+        if reason := native.supports(spec, shapes) or native.too_small(spec, shapes):
+            return reason
+    return native.unavailable(shapes, False)
+
+
+def statistics(
+    asked: Question, query: Queries, key: Keys, lse: LogSumExp
+) -> tuple[Rows, Float[Array, "B N S"]]:
+    """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives; raises `Unbuilt`
+    where what the call needs cannot be compiled."""
+    (B, T, N, _), S = query.shape, key.shape[1]
+    spec, query = native.static_scale(asked.spec, query)
+    operands = native.operands_of(spec, query, key, _no_values(key))
+    marks, least = _marks(asked, operands.dtype), asked.threshold
+    rows = jax.ShapeDtypeStruct((B, T, N), operands.dtype)
+    nobody = jax.ShapeDtypeStruct((0, T, N), operands.dtype)
+    like = [
+        rows,
+        rows,
+        jax.ShapeDtypeStruct((B, T, N), jnp.int32),
+        rows,
+        rows if marks.size else nobody,
+        nobody if least is None else rows,
+        jax.ShapeDtypeStruct((B, N, S), operands.dtype),
+    ]
+    positions = (_positions(x) for x in (spec.q_positions, spec.kv_positions))
+    arrays = [*operands.arrays, jnp.swapaxes(lse, 1, 2), *positions, marks]
+    more = {"least": -1.0 if least is None else float(least)}
+    *found, received = native.call("statistics", like, operands, arrays, **more)
+    found = Rows(*(jnp.swapaxes(x, 1, 2) if x.shape[0] else None for x in found))
+    if other := _on_keys(asked):
+        found = found._replace(on_keys=_share(other, query, key, lse))
+    return found, received
+
+
+def _no_values(key: Array) -> Array:
+    return jnp.zeros((*key.shape[:-1], 0), key.dtype)
+
+
+def _positions(given: Array | None) -> Array:
+    """`[B or 1, 1, T or S]`; of size 0 where they are places."""
+    if given is None:
+        return jnp.zeros((1, 1, 0), jnp.int32)
+    return jnp.atleast_2d(given.astype(jnp.int32))[:, None, :]
+
+
+def _marks(asked: Question, dtype: Any) -> Array:
+    """1 for the keys asked for, `[B or 1, 1, S]`; of size 0 if they are not the same for all
+    queries, or nobody asks."""
+    if asked.keys is None or not isinstance(asked.keys.mask, masks.Padding):
+        return jnp.zeros((1, 1, 0), dtype)
+    return jnp.atleast_2d(asked.keys.mask.attention_mask).astype(dtype)[:, None, :]
+
+
+def _on_keys(asked: Question) -> Spec | None:
+    """Attention to nothing but the pairs asked for, where each query has its own."""
+    if asked.keys is None or isinstance(asked.keys.mask, masks.Padding):
+        return None
+    return dataclasses.replace(asked.spec, mask=asked.spec.mask & asked.keys.mask)
+
+
+def _share(spec: Spec, query: Array, key: Array, lse: Array) -> Array:
+    """The part `[B, N, T]` of each row's weights that a spec leaves: their sums are e^lse."""
+    spec, query = native.static_scale(spec, query)
+    operands = native.operands_of(spec, query, key, _no_values(key))
+    rows = jax.ShapeDtypeStruct(query.shape[:3], operands.dtype)
+    like = [jax.ShapeDtypeStruct((*query.shape[:3], 0), operands.dtype), rows, rows]
+    _, most, log_sum = native.call("forward", like, operands, operands.arrays)
+    most, log_sum = (jnp.swapaxes(x, 1, 2) for x in (most, log_sum))
+    return jnp.where(most == -jnp.inf, 0, jnp.exp(most - lse + log_sum))

@@ -1,0 +1,146 @@
+"""What attention over several devices takes and sends: formulas are what compiled programs say."""
+
+import collections
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from experiments.scaling import __main__ as scaling
+from experiments.scaling import plan, programs
+from experiments.scaling.cases import SCHEMES, Case
+from jattn import masks, parallel, scores
+from tests.conftest import quick_jit
+from tests.test_parallel import mesh_of
+
+
+DEVICES, T, N, K, H, V = 4, 64, 8, 2, 6, 3
+TOKENS = P(None, "x")
+QKV = [
+    jax.ShapeDtypeStruct((2, T, heads, size), jnp.float32)
+    for heads, size in ((N, H), (K, H), (K, V))
+]
+
+
+def compiled(given: dict[str, Any], ids: Any, backward: bool) -> Any:
+    """A program of attention within a window, and within segments if there are `ids`."""
+    mesh = mesh_of(x=DEVICES)
+
+    def run(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        return parallel.attention(
+            query, key, value, mesh=mesh, axis_name="x", **rules(given, *rest)
+        )
+
+    arguments, specs = [*QKV], [TOKENS] * 3
+    if ids is not None:
+        arguments += [ids, ids + 1, jnp.zeros((1, N, T, T))]
+        specs += [TOKENS, TOKENS, P()]
+    learned = tuple(n for n in range(len(arguments)) if n not in (3, 4))
+    function = jax.grad(lambda *x: jnp.sum(run(*x) ** 2), learned) if backward else run
+    shardings = tuple(jax.NamedSharding(mesh, x) for x in specs)
+    return quick_jit(function, in_shardings=shardings).lower(*arguments).compile()
+
+
+def rules(given: dict[str, Any], *arrays: Any) -> dict[str, Any]:
+    window = masks.Causal() & masks.Window(left=20)
+    if not arrays:
+        return {"mask": window, **given}
+    *ids, bias = arrays
+    return {"mask": window & masks.Segments(*ids), "score": scores.Bias(bias), **given}
+
+
+WAYS = [
+    ("ring", "contiguous"),
+    ("all_to_all", "zigzag"),
+    ("gather", "zigzag"),
+    ("ring", "zigzag"),
+    ("all_to_all", "contiguous"),
+    ("gather", "contiguous"),
+]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("with_arrays", [False, True])
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize(("scheme", "order"), WAYS)
+def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_arrays):
+    given = {"scheme": scheme, "order": order}
+    ids = np.zeros((2, T), np.int32) if with_arrays else None
+    arrays = (ids, ids, jnp.zeros((1, N, T, T))) if with_arrays else ()
+    text = compiled(given, ids, backward).as_text()
+    found = programs.total(x for x in programs.exchanges(text) if x.kind != "all-reduce")
+    expected = collections.Counter()
+    for each in parallel.exchanges(*QKV, devices=DEVICES, **rules(given, *arrays)):
+        if backward or not each.backward:
+            expected[each.kind, each.bytes] += each.times
+    assert found == expected
+
+
+def test_loops_count_as_often_as_they_run():
+    """Programs as XLA prints them: in a loop, asynchronous, in groups of a mesh."""
+    text = """HloModule m
+%inside (x: bf16[8]) -> bf16[8] {
+  %s = (bf16[8]{0}, bf16[8]{0}, u32[], u32[]) collective-permute-start(%x), pairs={{0,1},{1,0}}
+  ROOT %d = bf16[8]{0} collective-permute-done(%s)
+}
+ENTRY %main (a: bf16[8]) -> bf16[8] {
+  %w = bf16[8] while(%a), condition=%c, body=%inside, config={"known_trip_count":{"n":"7"}}
+  %g = f32[4,6]{1,0} all-gather(%a), replica_groups=[1,4]<=[4], dimensions={0}
+  %h = f32[4,6]{1,0} all-gather(%a), replica_groups=mesh['x'=1,'y'=4] {'y'}, dimensions={0}
+  %r = f32[6]{0} reduce-scatter(%a), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+    found = programs.exchanges(text)
+    assert [x for x in found if x.asynchronous] == [
+        programs.Exchange("collective-permute", 16, 7, True)
+    ]
+    expected = {("collective-permute", 16): 7, ("all-gather", 72): 2, ("reduce-scatter", 72): 1}
+    assert programs.total(found) == expected
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("devices", [8, 4, 2])
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_planned_memory_is_that_of_programs(scheme, backward, devices, key_heads):
+    case = Case(scheme, devices, 16_384, key_heads=key_heads, backward=backward)
+    found = case.compiled(jax.devices()).memory_analysis()
+    sizes = found.temp_size_in_bytes, found.argument_size_in_bytes, found.output_size_in_bytes
+    np.testing.assert_allclose(plan.memory(case), sum(sizes), rtol=0.2)
+
+
+def test_ten_million_tokens_on_a_thousand_devices(capsys):
+    options = "--length 10000000 --devices 1024 --memory 80 --teraflops 400 --link 50".split()
+    more = "--heads 64 --key-heads 8 --head-size 128 --dtype bfloat16 --window 4096".split()
+    assert scaling.main(["plan", *options, *more, "--order", "contiguous"]) == 0
+    told, titles, *rows = capsys.readouterr().out.splitlines()
+    assert told.startswith("10,000,384 tokens") and titles.startswith("scheme")
+    assert [row.split()[0] for row in rows] == ["ring", "all_to_all", "gather"]
+    assert rows[0].endswith("fits") and rows[1].endswith("cannot share 64 heads")
+    # To the neighbour, and gradients there and back: 9,766 tokens of eight heads.
+    case = Case("ring", 1024, 10_000_384, 64, 8, 128, 4096, None, "contiguous", "bfloat16")
+    device = plan.Device(80e9, 400e12, 50e9)
+    found = plan.plan(case, device)
+    assert found.sent == 9766 * 8 * 128 * 2 * (2 + 2 + 2 * 4)
+    pairs = 4096 * 4097 // 2 + (10_000_384 - 4096) * 4096
+    assert found.compute_seconds == pytest.approx(pairs * 64 * 128 * 14 / 1024 / 400e12)
+    assert found.seconds == max(found.compute_seconds, found.send_seconds)
+
+
+def test_rows_and_plot(tmp_path, capsys):
+    sizes = "--lengths 64 --devices 2 3 --schemes all_to_all --head-size 8".split()
+    more = "--documents 20 --seconds 0.01".split()
+    assert scaling.main(["measure", *sizes, *more, "--out", str(tmp_path)]) == 0
+    assert "3 devices cannot share 64 tokens, but 66" in capsys.readouterr().out
+    (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert row["devices"] == 2 and row["milliseconds"] > 0 and row["sent_bytes"] > 0
+    # Ids of queries and keys are one array, which is gathered once.
+    assert row["formula_bytes"] - row["sent_bytes"] in (0, 32 * 4)
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert scaling.main(["measure", *sizes, "--key-heads", "3"]) == 2
