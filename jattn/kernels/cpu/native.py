@@ -169,9 +169,8 @@ def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> Operands:
         (row, chunk), tile_map = _tile_map(spec, shapes, rule)
         attributes |= {"row": np.int64(row), "chunk": np.int64(chunk)}
         attributes["rule"] = np.int64(_number(rule, dtype))
-        return Operands(
-            dtype, arrays, attributes, rule, (tile_map, *generator.arrays(spec, shapes, dtype))
-        )
+        read = tile_map, *generator.arrays(spec, shapes, dtype)
+        return Operands(dtype, arrays, attributes, rule, read)
     runs = _runs(spec, shapes)
     ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
     ends = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
