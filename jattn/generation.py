@@ -22,7 +22,7 @@ from jattn.cache import Cache, RollingCache
 from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
 
 
-__all__ = ["Generated", "LanguageModel", "generate"]
+__all__ = ["Generated", "LanguageModel", "generate", "sample_tokens"]
 
 
 def __dir__() -> list[str]:
@@ -255,18 +255,37 @@ def _advance(
 def _drawn(
     logits: Float[Array, "B V"], sampling: _Sampling, top_k: int | None, place: Array
 ) -> Int[Array, " B"]:
-    """A token for each row, by its probability among those that are left."""
+    """A token for each row, by keys that differ between rows and places."""
     key = jax.random.fold_in(sampling.key, place)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits), dtype=jnp.uint32))
+    return sample_tokens(keys, logits, sampling.temperature, top_k, sampling.top_p)
+
+
+def sample_tokens(
+    keys: Array,
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, ""] | float = 1.0,
+    top_k: int | None = None,
+    top_p: Float[Array, ""] | float | None = None,
+) -> Int[Array, " B"]:
+    """A token for each row of logits, by its probability among those that the options leave, which
+    sharpen in this order and mean what they do in `generate`.
+
+    Args:
+        keys: JAX random keys, one for each row.
+        logits: in float32.
+        temperature: above 0.
+        top_k, top_p: as in `generate`.
+    """
     # Less the greatest, because at low temperatures all but differences would overflow.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
-    if top_k is None and sampling.top_p is None:
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    if top_k is None and top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits)
     kept, tokens = jax.lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
-    if sampling.top_p is not None:
+    if top_p is not None:
         probabilities = jax.nn.softmax(kept)
         likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = jnp.where((likelier < sampling.top_p) | (sampling.top_p >= 1), kept, -jnp.inf)
+        kept = jnp.where((likelier < top_p) | (top_p >= 1), kept, -jnp.inf)
     places = jax.vmap(jax.random.categorical)(keys, kept)
     return jnp.take_along_axis(tokens, places[:, None], axis=-1)[:, 0]
 

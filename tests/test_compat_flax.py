@@ -150,7 +150,7 @@ def test_weights_are_sown_in_float32_on_request():
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_rates_that_are_none(rate, broadcast):
     q = jnp.ones((T, N, 4), jnp.float32)
-    dropout = {"dropout_rng": jax.random.key(0), "broadcast_dropout": broadcast}
+    dropout: Any = {"dropout_rng": jax.random.key(0), "broadcast_dropout": broadcast}
     with pytest.raises(ValueError, match="dropout_rate: expected 0 <= rate < 1"):
         compat.flax_attention_fn(q, q, q, dropout_rate=rate, **dropout)
 
@@ -158,7 +158,7 @@ def test_rates_that_are_none(rate, broadcast):
 def test_complex_numbers_as_in_linen():
     rng = np.random.default_rng(5)
     parts = rng.normal(size=(2, 3, 2, T, N, 4)).astype(np.float32)
-    arrays = [jnp.asarray(a + 1j * b) for a, b in zip(*parts, strict=True)]
+    arrays: Any = [jnp.asarray(a + 1j * b) for a, b in zip(*parts, strict=True)]
     ours = compat.flax_attention_fn(*arrays, mask=MASKS["by row"])
     close(ours.imag, linen.dot_product_attention(*arrays, mask=MASKS["by row"]).imag)
     with pytest.raises(NotImplementedError, match="is_causal"):
@@ -239,6 +239,27 @@ def test_what_is_not_taken_raises():
         compat.flax_attention_fn(q, q, q, dropout_rate=0.5)
 
 
+IDS = np.random.default_rng(0).integers(0, 11, (8, 17))
+
+
+def descent(loss: Any, params: Any, rate: float) -> np.ndarray:
+    """Losses of 50 steps of gradient descent on `loss(params, key)`."""
+
+    def step(params: Any, key: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, key)
+        return jax.tree.map(lambda p, g: p - rate * g, params, gradients), value
+
+    keys = jax.random.split(jax.random.key(2), 50)
+    found = np.asarray(jax.jit(lambda params: jax.lax.scan(step, params, keys))(params)[1])
+    assert found[-1] < 0.8 * found[0]
+    return found
+
+
+def cross_entropy(logits: Any) -> Any:
+    """Of the tokens that come next."""
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), IDS[:, 1:, None], axis=-1))
+
+
 class _GPT(linen.Module):
     """A language model as one writes it in Flax."""
 
@@ -258,28 +279,45 @@ class _GPT(linen.Module):
 @pytest.mark.slow
 def test_a_gpt_of_flax_learns_the_same():
     """Losses of 50 steps of gradient descent, with dropout, agree to rounding."""
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 11, (8, 17)))
 
     def losses(fn: Any) -> Any:
         model: Any = _GPT(fn)
-        params = model.init(
-            {"params": jax.random.key(0), "dropout": jax.random.key(1)}, ids[:, :16]
+        ids = IDS[:, :16]
+        params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, ids)
+        return descent(
+            lambda params, key: cross_entropy(model.apply(params, ids, rngs={"dropout": key})),
+            params,
+            rate=0.3,
         )
 
-        def loss(params: Any, key: Any) -> Any:
-            logits = model.apply(params, ids[:, :16], rngs={"dropout": key})
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], axis=-1)
-            return -jnp.mean(chosen)
+    np.testing.assert_allclose(losses(compat.flax_attention_fn), losses(None), rtol=2e-4)
 
-        def step(params: Any, key: Any) -> Any:
-            value, gradients = jax.value_and_grad(loss)(params, key)
-            return jax.tree.map(lambda p, g: p - 0.3 * g, params, gradients), value
 
-        run = jax.jit(
-            lambda params: jax.lax.scan(step, params, jax.random.split(jax.random.key(2), 50))
-        )
-        return run(params)[1]
+class _GPTOfNNX(nnx.Module):
+    """As one writes it in NNX."""
 
-    ours, theirs = losses(compat.flax_attention_fn), losses(None)
-    assert float(theirs[-1]) < 0.8 * float(theirs[0])
-    np.testing.assert_allclose(ours, theirs, rtol=2e-4)
+    def __init__(self, attention_fn: Any, rngs: Any):
+        options = {} if attention_fn is None else {"attention_fn": attention_fn}
+        self.tokens = nnx.Embed(11, D, rngs=rngs)
+        self.places = nnx.Embed(16, D, rngs=rngs)
+        self.norm = nnx.LayerNorm(D, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(N, D, decode=False, rngs=rngs, **options)
+        self.out = nnx.Linear(D, 11, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        x = self.tokens(ids) + self.places(jnp.arange(ids.shape[1]))[None]
+        x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(ids))
+        return self.out(x)
+
+
+@pytest.mark.slow
+def test_a_gpt_of_nnx_learns_the_same_by_one_line_of_either_kind():
+    def losses(fn: Any) -> Any:
+        graph, params = nnx.split(_GPTOfNNX(fn, nnx.Rngs(0)))
+        return descent(lambda p, _: cross_entropy(nnx.merge(graph, p)(IDS[:, :16])), params, 0.1)
+
+    theirs = losses(None)
+    np.testing.assert_allclose(losses(compat.flax_attention_fn), theirs, rtol=2e-4)
+    with compat.installed():
+        np.testing.assert_allclose(losses(None), theirs, rtol=2e-4)
+    assert sum(row.calls for row in compat.report()) > 0

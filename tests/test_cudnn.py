@@ -131,6 +131,8 @@ REASONS = {
         {"score": bias(1, 4, 6, 8, dtype=jnp.float32)},
         "Bias in float32 would be rounded to bfloat16",
     ),
+    "one_query": ({"T": 1}, "one query with strongly negative logits"),
+    "half_a_tile": ({"T": 192, "score": bias(1, 4, 192, 8)}, "may be NaN, got 192"),
     "odd_queries": ({"T": 5, "score": bias(1, 4, 5, 8)}, "even T and S, got 5 and 8"),
     "odd_keys": ({"S": 7, "score": bias(1, 4, 6, 7)}, "even T and S, got 6 and 7"),
 }

@@ -26,7 +26,13 @@ __all__ = ["quick_compilation"]  # a fixture
 D, N, V, T = 12, 3, 11, 7
 SIZES: dict[str, Any] = {"features": D, "num_heads": N, "feed_forward": 10, "dropout_rate": 0.0}
 KINDS: dict[str, dict[str, Any]] = {
-    "gpt": {"num_layers": 1, "positions": "learned", "max_length": 9, "activation": nnx.gelu},
+    "gpt": {
+        "num_layers": 1,
+        "positions": "learned",
+        "max_length": 9,
+        "activation": nnx.gelu,
+        "scale_embeddings": False,
+    },
     "llama": {
         "num_layers": 2,
         "num_kv_heads": 1,
@@ -56,7 +62,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 def by_the_formula(p: dict[str, np.ndarray], tokens: np.ndarray, kind: str) -> np.ndarray:
     """Logits [T, V] of tokens [T], from parameters by path."""
     llama = kind == "llama"
-    x = p["tokens/embedding"][tokens] * np.sqrt(D)
+    x = p["tokens/embedding"][tokens] * (np.sqrt(D) if llama else 1)
     if not llama:
         x = x + p["positions/embedding"][: len(tokens)]
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -655,6 +656,8 @@ def test_token_embedding_is_scaled_and_attends_unscaled():
     ids = jnp.array([[3, 0], [10, 3]], jnp.int32)
     rows = np.asarray(table.embedding[...])[np.asarray(ids)]
     np.testing.assert_allclose(table(ids), 3.0 * rows, rtol=1e-6)
+    plain = made(nn.TokenEmbedding, 11, 9, scale_embeddings=False)
+    np.testing.assert_array_equal(plain(ids), rows)
     np.testing.assert_allclose(
         table.attend(jnp.asarray(rows)),
         rows @ np.asarray(table.embedding[...]).T,
@@ -1082,6 +1085,30 @@ def test_parameters_on_a_mesh(small):
         rtol=0,
         atol=1e-5,
     )
+
+
+def test_kernels_gradients_are_products_of_matrices():
+    """A sum over several axes of rows makes XLA transpose a factor before the product."""
+    module = jattn.nn.EncoderLayer(8, 2, 16, dropout_rate=0.0, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(module)
+
+    def loss(params, x):
+        return nnx.merge(graph, params)(x, deterministic=True).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(params, normal(0, 3, 5, 8)).as_text()
+    sums = re.findall(r"dot_general.*contracting_dims = \[([\d, ]+)\] x", text)
+    assert sums.count("0") >= 6  # four of attention, two of the feed-forward network
+    assert all("," not in axes for axes in sums)
+
+
+def test_products_of_arrays_that_are_shared_explicitly():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    module = jattn.nn.FeedForward(8, 12, rngs=nnx.Rngs(0))
+    x = normal(0, 2, 4, 8)
+    expected = np.asarray(module(x))
+    with jax.set_mesh(mesh):
+        shared = jax.device_put(x, jax.P(None, "y", None))
+        np.testing.assert_allclose(jax.jit(module)(shared), expected, atol=1e-6)
 
 
 # Errors

@@ -298,6 +298,28 @@ def program_for_tpus(dtype: str, gradients: bool = False, **rules: Any) -> str:
     return export.export(jax.jit(function), platforms=["tpu"])(x, x, x).mlir_module()
 
 
+def test_half_registers():
+    """A head size of 64 is not padded in 16 bits; lse then lies beside no out of its width."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.normal(size=(2, 130, n, 64)), jnp.bfloat16) for n in (2, 1, 1, 2)
+    )
+    mask = CAUSAL & masks.Lengths(kv=jnp.array([130, 70]))
+
+    def both(implementation: str, *qkv: Any) -> Any:
+        call = functools.partial(
+            jattn.attention, mask=mask, implementation=implementation, return_lse=True
+        )
+        (out, lse), pull = jax.vjp(call, *qkv)
+        return out, lse, *pull((d_out.astype(out.dtype), jnp.ones_like(lse)))
+
+    got = jax.jit(functools.partial(both, "splash"))(q, k, v)
+    want = both("reference", *(x.astype(jnp.float32) for x in (q, k, v)))
+    for x, y in zip(got, want, strict=True):
+        assert np.abs(np.asarray(x, np.float32) - y).max() <= 1e-2 * np.abs(y).max()
+    assert np.abs(np.asarray(got[1]) - want[1]).max() <= 1e-5 * np.abs(want[1]).max()
+
+
 @pytest.fixture
 def compiled_kernels(monkeypatch):
     monkeypatch.setitem(registry.KERNELS, "splash", ON_TPUS)

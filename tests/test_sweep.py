@@ -673,8 +673,9 @@ FUNCTIONS |= {
     "nn.TokenEmbedding": module(
         nn.TokenEmbedding,
         {"vocabulary": 9, "features": D},
-        {"embedding_init": INIT},
+        {"embedding_init": INIT, "scale_embeddings": False},
         embedding_init="function",
+        scale_embeddings="flag",
     ),
     "nn.TokenEmbedding()": Call(
         nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0)), {"ids": ints(B, T)}, {"ids": "tokens"}
@@ -751,7 +752,7 @@ FUNCTIONS |= {
         nn.Transformer,
         {"source_vocabulary": 9, "target_vocabulary": 9, "max_length": L, **LAYER},
         {"encoder_layers": 1, "decoder_layers": 1, "positions": "learned", "tie_embeddings": False}
-        | {"embedding_init": INIT, **OPTIONS},
+        | {"scale_embeddings": False, "embedding_init": INIT, **OPTIONS},
         encoder_layers="layers",
         decoder_layers="layers",
         positions="name?",
@@ -775,11 +776,12 @@ FUNCTIONS |= {
         nn.DecoderOnly,
         {"vocabulary": 9, "max_length": L, "num_layers": 1, **LAYER},
         {"num_kv_heads": None, "head_dim": None, "positions": "learned", "tie_embeddings": False}
-        | {"embedding_init": INIT, **OPTIONS},
+        | {"scale_embeddings": False, "embedding_init": INIT, **OPTIONS},
         num_kv_heads="size?",
         head_dim="size?",
         positions="name?",
         tie_embeddings="flag",
+        scale_embeddings="flag",
         embedding_init="function",
         **OPTION_KINDS,
     ),

@@ -247,17 +247,15 @@ def uneven_batch() -> Batch:
     return batch._replace(target_lengths=lengths)
 
 
-def mean_of_means(gradient, params, batch, key, tokens, config):
-    parts = config.accumulation_steps
-    cut = [jax.tree.map(lambda x, n=n: jnp.split(x, parts)[n], batch) for n in range(parts)]
-    found = [gradient(params, part, key, parts * jnp.sum(loss_mask(part))) for part in cut]
+def mean_of_means(gradient, params, parts, key, tokens):
+    count = len(parts.source)
+    cut = [jax.tree.map(lambda x, n=n: x[n], parts) for n in range(count)]
+    found = [gradient(params, part, key, count * jnp.sum(loss_mask(part))) for part in cut]
     return jax.tree.map(lambda *each: sum(each), *found)
 
 
-def last_part_alone(gradient, params, batch, key, tokens, config):
-    parts = config.accumulation_steps
-    last = jax.tree.map(lambda x: jnp.split(x, parts)[-1], batch)
-    return gradient(params, last, key, tokens)
+def last_part_alone(gradient, params, parts, key, tokens):
+    return gradient(params, jax.tree.map(lambda x: x[-1], parts), key, tokens)
 
 
 @pytest.mark.one_in(3)

@@ -4,15 +4,17 @@
     python -m experiments.benchmark offline --target h100 --cases causal bias --head 64 128
     python -m experiments.benchmark offline --target v5e --implementation splash --out v5e.jsonl
 
-It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For an H100 there
+It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU there
 is a line for each kernel: registers, bytes spilled, bytes of shared memory, and of the loop over
 tiles that need no mask the instructions and the cycles that matrix units and the special function
 unit (exp2) are kept busy. For a TPU there is a line for each program: temporary memory, bytes
 moved, kernels and loops. It shows what does not compile, does not fit, spills or is slow by its
 instructions; not wrong results, races or times. Rows go to `--out` as JSON lines.
+`jax_splash` and `jax_mgpu` are JAX's own kernels, for the few cases that they know. `--against`
+compares with rows that were kept, and compiles what those are of.
 
-The exit status is 1 where a case does not compile without the implementation saying why, and 2
-where the command is wrong or the compilers are missing.
+The exit status is 1 where a case does not compile without the implementation saying why, or is
+worse than it was, and 2 where the command is wrong or the compilers are missing.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from tqdm import tqdm
 
 from experiments.ending import Failure, UserError
 from experiments.files import append, replace
-from experiments.offline import calls, job, targets
+from experiments.offline import calls, job, kept, targets
 from experiments.offline.job import Job
 
 
@@ -46,25 +48,31 @@ def main(argv: list[str]) -> None:
     """
     given = arguments(argv)
     target = targets.TARGETS[given.target]
-    jobs = chosen(given, target)
+    before = kept.read(given.against, target.name) if given.against else {}
+    jobs = list(before) or chosen(given, target)
     reason = targets.missing(target)
     if reason:
         raise UserError(reason)
     replace(given.out, "")
     print(titles(target))
-    failed = unsupported = spilled = 0
+    failed = unsupported = spilled = worse = 0
     for each in tqdm(jobs, disable=None, leave=False):
         row = job.run(each, given.seconds)
         append(given.out, json.dumps(row, allow_nan=False))
         tqdm.write("\n".join(lines(row)))
+        for said in kept.worse(before[each], row) if before else ():
+            tqdm.write(f"    worse than it was: {said}")
+            worse += 1
         failed += row["status"] == job.FAILED
         unsupported += row["status"] == job.UNSUPPORTED
         spilled += any(kernel["spill_bytes"] for kernel in row.get("kernels", ()))
-    spills = f", {spilled} with spills" if target is targets.H100 else ""
+    spills = f", {spilled} with spills" if target.is_gpu else ""
     print(f"{len(jobs)} programs: {failed} failed, {unsupported} not supported{spills}")
     print(f"results: {given.out}")
     if failed:
         raise Failure(f"{failed} of {len(jobs)} programs do not compile for {target.name}")
+    if worse:
+        raise Failure(f"{worse} figures are worse than those of {given.against}")
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -93,6 +101,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=600.0, help="at most, for one program")
     parser.add_argument("--out", type=pathlib.Path, help="default: runs/offline/TARGET.jsonl")
+    parser.add_argument("--against", type=pathlib.Path, help="an --out of before")
     given = parser.parse_args(argv)
     given.out = given.out or pathlib.Path("runs/offline") / f"{given.target}.jsonl"
     return given
@@ -134,7 +143,7 @@ def chosen(given: argparse.Namespace, target: targets.Target) -> list[Job]:
 
 def titles(target: targets.Target) -> str:
     """The table's first line."""
-    if target is targets.H100:
+    if target.is_gpu:
         return f"{_CASE_TITLES} {_KERNEL.format(*_KERNEL_TITLES)}"
     return f"{_CASE_TITLES} {_PROGRAM.format(*_PROGRAM_TITLES)}"
 
@@ -144,7 +153,7 @@ def lines(row: dict[str, Any]) -> list[str]:
     start = _CASE.format(**row)
     if row["status"] != job.COMPILED:
         return [f"{start} {row['status'].upper()} {row['message']}"]
-    if row["target"] == targets.H100.name:
+    if targets.TARGETS[row["target"]].is_gpu:
         said = [_of_kernel(kernel) for kernel in row["kernels"]]
         return [f"{start} {line}" for line in said or ["no kernel of its own"]]
     moved = "-" if row["bytes_moved"] is None else f"{row['bytes_moved'] / 1e9:.2f}"

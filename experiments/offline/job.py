@@ -49,7 +49,7 @@ def run(job: Job, seconds: float) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="jattn-offline-") as folder:
         row = _in_a_process(job, Path(folder), seconds)
-        if job.target == targets.H100.name and row["status"] == COMPILED:
+        if targets.TARGETS[job.target].is_gpu and row["status"] == COMPILED:
             try:
                 row["kernels"] = kernels(Path(folder))
             except ValueError as error:
@@ -87,9 +87,10 @@ def _environment(job: Job, folder: Path) -> dict[str, str]:
     """No device is looked for, and the GPU's compilers write down what they make."""
     kept = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     environment = {**kept, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-    if job.target != targets.H100.name:
+    target = targets.TARGETS[job.target]
+    if not target.is_gpu:
         return environment
-    tools = dict.fromkeys(str(targets.tool(name).parent) for name, _ in targets.H100.tools)
+    tools = dict.fromkeys(str(targets.tool(name).parent) for name, _ in target.tools)
     return environment | {
         "PATH": os.pathsep.join([*tools, os.environ.get("PATH", "")]),
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}".strip(),

@@ -18,20 +18,101 @@ class Target(NamedTuple):
     name: str
     platform: str  # as JAX's topologies call it
     kind: str  # as the device calls itself
-    implementations: tuple[str, ...]  # those of jattn that can run there and need no device
+    implementations: tuple[str, ...]  # those of jattn that can run there and need no device; peers
     usual: tuple[str, ...]  # those with kernels of their own, which are compiled unless told
     modules: tuple[tuple[str, str], ...]  # what is needed, and the package it comes in
     tools: tuple[tuple[str, str], ...]  # programs that are needed, likewise
+    description: str = ""  # of a GPU, as XLA's compiler wants it
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.platform == "cuda"
 
 
-H100 = Target(
+# What NVIDIA's GPUs from A100 to B200 have in common.
+_LIMITS = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 48 * 1024,
+    "threads_per_core_limit": 2048,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 2**16 - 1,
+    "block_dim_limit_z": 2**16 - 1,
+    "registers_per_core_limit": 2**16,
+    "registers_per_block_limit": 2**16,
+}
+_VERSIONS = """
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+"""
+
+
+def _gpu(
+    name: str,
+    kind: str,
+    capability: int,
+    own: tuple[str, ...] = (),
+    peers: tuple[str, ...] = (),
+    **limits: float,
+) -> Target:
+    """A GPU; shared memory in KiB, of which one block may have all but one."""
+    shared = limits.pop("shared_memory")
+    limits |= {
+        "shared_memory_per_core": shared * 1024,
+        "shared_memory_per_block_optin": (shared - 1) * 1024,
+    }
+    described = " ".join(f"{name}: {value}" for name, value in (_LIMITS | limits).items())
+    described += f" cuda_compute_capability {{ major: {capability} }}"
+    return Target(
+        name,
+        "cuda",
+        kind,
+        (*own, "pallas", "blockwise", "reference", *peers),
+        (*own, "pallas"),
+        (("jax_plugins.xla_cuda12", "jax[cuda12]"),),
+        (("ptxas", "jax[cuda12]"), ("nvdisasm", "nvidia-cuda-nvdisasm")),
+        f'gpu_device_info {{ {described} }} {_VERSIONS} device_description_str: "{kind}"',
+    )
+
+
+H100 = _gpu(
     "h100",
-    "cuda",
     "NVIDIA H100",
-    ("hopper", "pallas", "blockwise", "reference"),
-    ("hopper", "pallas"),
-    (("jax_plugins.xla_cuda12", "jax[cuda12]"),),
-    (("ptxas", "jax[cuda12]"), ("nvdisasm", "nvidia-cuda-nvdisasm")),
+    9,
+    ("hopper",),
+    ("jax_mgpu",),
+    shared_memory=228,
+    core_count=132,
+    fpus_per_core=128,
+    memory_bandwidth=3_352_320_000_000,
+    l2_cache_size=50 * 2**20,
+    clock_rate_ghz=1.98,
+    device_memory_size=84_929_347_584,
+)
+A100 = _gpu(
+    "a100",
+    "NVIDIA A100",
+    8,
+    shared_memory=164,
+    core_count=108,
+    fpus_per_core=64,
+    memory_bandwidth=2_039_000_000_000,
+    l2_cache_size=40 * 2**20,
+    clock_rate_ghz=1.41,
+    device_memory_size=80 * 2**30,
+)
+B200 = _gpu(
+    "b200",
+    "NVIDIA B200",
+    10,
+    shared_memory=228,
+    core_count=148,
+    fpus_per_core=128,
+    memory_bandwidth=8_000_000_000_000,
+    l2_cache_size=126 * 2**20,
+    clock_rate_ghz=1.965,
+    device_memory_size=178 * 2**30,
 )
 
 
@@ -41,7 +122,7 @@ def _tpu(name: str, kind: str) -> Target:
         name,
         "tpu",
         kind,
-        ("splash", "tpu", "blockwise", "reference"),
+        ("splash", "tpu", "blockwise", "reference", "jax_splash"),
         ("splash", "tpu", "blockwise"),
         (("libtpu", "jax[tpu]"),),
         (),
@@ -49,34 +130,7 @@ def _tpu(name: str, kind: str) -> Target:
 
 
 V5E, V6E = _tpu("v5e", "TPU v5 lite"), _tpu("v6e", "TPU v6 lite")
-TARGETS = {target.name: target for target in (H100, V5E, V6E)}
-
-# An H100 SXM as XLA's GPU compiler wants it described.
-_H100_LIMITS = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "shared_memory_per_block": 48 * 1024,
-    "shared_memory_per_core": 228 * 1024,
-    "shared_memory_per_block_optin": 227 * 1024,
-    "threads_per_core_limit": 2048,
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 2**16 - 1,
-    "block_dim_limit_z": 2**16 - 1,
-    "registers_per_core_limit": 2**16,
-    "registers_per_block_limit": 2**16,
-    "memory_bandwidth": 3_352_320_000_000,
-    "l2_cache_size": 50 * 2**20,
-    "clock_rate_ghz": 1.98,
-    "device_memory_size": 84_929_347_584,
-}
-_H100_VERSIONS = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 12 minor: 9 }
-"""
+TARGETS = {target.name: target for target in (H100, A100, B200, V5E, V6E)}
 
 
 def missing(target: Target) -> str | None:
@@ -135,9 +189,9 @@ def devices(target: Target) -> Any:
     reason = missing(target)
     if reason:
         raise UserError(reason)
-    if target is V5E:
-        return topologies.get_topology_desc("v5e:2x4", platform="tpu").devices
-    return _h100(8)
+    if target.platform == "tpu":
+        return topologies.get_topology_desc(f"{target.name}:2x4", platform="tpu").devices
+    return _gpus(target, 8)
 
 
 @functools.cache
@@ -150,16 +204,14 @@ def device(target: Target) -> Any:
     reason = missing(target)
     if reason:
         raise UserError(reason)
-    if target is V5E:
-        return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
-    return _h100(1)[0]
+    if target.platform == "tpu":
+        return topologies.get_topology_desc(f"{target.name}:2x2", platform="tpu").devices[0]
+    return _gpus(target, 1)[0]
 
 
-def _h100(count: int) -> Any:
-    limits = " ".join(f"{name}: {value}" for name, value in _H100_LIMITS.items())
-    described = f"gpu_device_info {{ {limits} cuda_compute_capability {{ major: 9 }} }}"
+def _gpus(target: Target, count: int) -> Any:
     return topologies.get_topology_desc(
-        "h100", "cuda", target_config=described + _H100_VERSIONS, topology=f"1x1x{count}"
+        target.name, "cuda", target_config=target.description, topology=f"1x1x{count}"
     ).devices
 
 

@@ -22,12 +22,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
-from experiments.ending import UserError, exit_status, one_line
+from experiments.ending import Failure, UserError, exit_status, one_line
 from experiments.files import Unwritten, replace
-from experiments.translation import checkpoints, pictures, reporting, stopping
+from experiments.translation import checkpoints, pictures, processes, reporting, stopping
 from experiments.translation.batches import Epochs
 from experiments.translation.checkpoints import Run, TextOrigin, fingerprint
 from experiments.translation.command_line import make_parser, make_search
@@ -51,6 +53,7 @@ from experiments.translation.decoding import (
 from experiments.translation.evaluation import Evaluation, Evaluator, read_tests, table
 from experiments.translation.locking import locked
 from experiments.translation.memory import keep_freed_memory
+from experiments.translation.meshes import Placement, check_mesh, parse_mesh, usual_mesh
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.text import encode_pairs
@@ -90,12 +93,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with visible_controls():
         options = make_parser(__doc__ or "").parse_args(given)
+        status = exit_status(lambda: _checked(options))
+    if status:
+        return status
 
-        def command() -> None:
-            with listening(getattr(options, "json", False)) as console:
+    def command() -> None:
+        with _alone_or_joined(options) as leads:
+            with listening(leads and getattr(options, "json", False)) as console:
                 _COMMANDS[options.command](options, console)
 
-        return exit_status(command)
+    with processes.watched(options), visible_controls():
+        status = exit_status(command)
+        if status and processes.are_several(options):
+            processes.leave(status)
+        return status
+
+
+def _checked(options: argparse.Namespace) -> None:
+    with _users_part():
+        processes.check_options(options)
+
+
+@contextlib.contextmanager
+def _alone_or_joined(options: argparse.Namespace) -> Iterator[bool]:
+    """As `processes.joined`, with its errors as the user's."""
+    with contextlib.ExitStack() as held:
+        with _users_part():
+            leads = held.enter_context(processes.joined(options))
+        yield leads
 
 
 # --------------------------------------------------------------------------------------- commands
@@ -180,6 +205,7 @@ class _Plan:
     texts: Texts
     batches: Epochs
     model: Model
+    placement: Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +228,7 @@ def _trained(options: argparse.Namespace, console: Console) -> Iterator[_Trained
         with _users_part():
             saved = _to_resume(options, held) if options.resume else None
             plan = _planned(options, saved, console)
+            processes.check_alike(_shared(plan))
             if saved:
                 saved.check_same(plan.run)
             else:
@@ -209,16 +236,29 @@ def _trained(options: argparse.Namespace, console: Console) -> Iterator[_Trained
         yield _fitted(plan, console, resume=saved is not None)
 
 
+def _shared(plan: _Plan) -> dict[str, Any]:
+    """What all processes of a run must have alike."""
+    return {
+        "the configuration": plan.run.config,
+        "the training text": plan.run.origin.fingerprint,
+        "the mesh": plan.placement.mesh and dict(plan.placement.mesh.shape),
+        "the version of JAX": jax.__version__,
+    }
+
+
 def _to_resume(options: argparse.Namespace, held: contextlib.ExitStack) -> Run:
     if options.run is None or options.overwrite:
         raise ValueError("--resume: expected --run DIR with it, and no --overwrite")
     checkpoints.check_is_run(options.run)
-    held.enter_context(locked(options.run))
+    if processes.leads():
+        held.enter_context(locked(options.run))
     return Run.open(options.run)
 
 
 def _begin(run: Run, held: contextlib.ExitStack, *, overwrite: bool) -> None:
     """Makes the run's directory, or clears that of the run to overwrite."""
+    if not processes.leads():
+        return
     held.enter_context(locked(run.directory))
     if overwrite and not checkpoints.is_vacant(run.directory):
         checkpoints.remove(run.directory)
@@ -233,10 +273,10 @@ def _config(options: argparse.Namespace, saved: Run | None) -> Config:
 
 def _new_directory(options: argparse.Namespace) -> Path:
     usual = Path("runs") / (options.preset or "toy")
-    if options.run is None and not options.overwrite:
+    if options.run is None and not options.overwrite and processes.leads():
         return checkpoints.free_directory(usual)
     directory = options.run or usual
-    if not checkpoints.is_vacant(directory):
+    if processes.leads() and not checkpoints.is_vacant(directory):
         if not options.overwrite:
             raise FileExistsError(
                 f"{directory} exists already: expected another --run, --resume or --overwrite"
@@ -247,6 +287,8 @@ def _new_directory(options: argparse.Namespace) -> Path:
 
 def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -> _Plan:
     config = _config(options, saved)
+    mesh = usual_mesh() if options.mesh is None else parse_mesh(options.mesh)
+    check_mesh(mesh, config)
     directory = saved.directory if saved else _new_directory(options)
     path = options.data or (saved.origin.path if saved else None)
     first, second = options.languages or (saved.origin.languages if saved else LANGUAGES)
@@ -258,22 +300,24 @@ def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -
     origin = TextOrigin(path and str(Path(path).resolve()), languages, fingerprint(pairs))
     batches = make_batches(config, pairs)
     run = Run(directory, config, source, target, origin)
-    return _Plan(run, texts, batches, Model(config, len(source), len(target)))
+    model = Model(config, len(source), len(target))
+    return _Plan(run, texts, batches, model, Placement.of(mesh, model))
 
 
 def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
-    run, model, config = plan.run, plan.model, plan.run.config
+    run, model, config, placement = plan.run, plan.model, plan.run.config, plan.placement
     evaluator = Evaluator(model, plan.texts.validation, run.source, run.target)
     optimiser = make_optimiser(config, total_steps(config, plan.batches))
     loop = Loop(
         config,
         plan.batches,
-        step=make_step(model, optimiser, config),
+        step=make_step(model, optimiser, config, placement),
         check=lambda batch: check_batch(batch, model),
-        report=reporting.keep(console, run),
-        validate=lambda params: reporting.validated(run, evaluator, params),
-        save=lambda state: run.save(state, int(state.step)),
-        stops=lambda: stopping.has_stopped(run.metrics(), config.patience),
+        report=reporting.keep(console, run) if processes.leads() else lambda record: None,
+        validate=lambda params: reporting.validated(run, evaluator, placement.whole(params)),
+        save=lambda state: _save(run, placement.host(state)),
+        place=lambda batch: placement.batch(batch, config.accumulation_steps),
+        stops=lambda: _has_stopped(run),
     )
     state = first_state(model, optimiser, config.seed)
     if resume:
@@ -282,11 +326,28 @@ def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
     reporting.announce(console, run, model, loop)
     if evaluator.cut:
         print(f"{evaluator.cut} validation sides are cut to {config.max_length} tokens")
-    with _told_what_remains(run):
-        loop.run(state)
+    processes.advise(_how_to_go_on(run))
+    with _told_what_remains(run), processes.noticing_losses():
+        loop.run(placement.state(state))
+    if not processes.leads():
+        return _Trained(run, model, {}, [])
     params, steps = run.parameters(model.shapes)
     reporting.sum_up(console, run, steps)
     return _Trained(run, model, params, steps)
+
+
+def _save(run: Run, state: State) -> None:
+    """Writes a checkpoint of a state that every process has."""
+    if processes.leads():
+        run.save(state, int(state.step))
+
+
+def _has_stopped(run: Run) -> bool:
+    """Whether training ends early; the process that writes the metrics says so to all."""
+    patience = run.config.patience
+    return bool(
+        processes.agreed(processes.leads() and stopping.has_stopped(run.metrics(), patience))
+    )
 
 
 @contextlib.contextmanager
@@ -298,6 +359,10 @@ def _told_what_remains(run: Run) -> Iterator[None]:
         step = run.last_whole_step()
         kept = "none" if step is None else f"that after step {step}"
         raise NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
+    except Failure as error:
+        step = run.last_whole_step()
+        kept = "there is no checkpoint yet" if step is None else f"checkpoint {step} is whole"
+        raise Failure(f"{error}; {kept}; {_how_to_go_on(run)}") from None
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -318,8 +383,9 @@ def _resumed(run: Run, state: State, total: int) -> State:
         state, step = run.restore(state)
     if step >= total:
         raise ValueError(f"{run.directory} has made all its {total} steps already")
-    run.forget_metrics_after(step)
-    if stopping.has_stopped(run.metrics(), run.config.patience):
+    if processes.leads():
+        run.forget_metrics_after(step)
+    if _has_stopped(run):
         raise ValueError(f"{run.directory} has stopped early after step {step} already")
     if step:
         print(f"goes on from the checkpoint after step {step}")

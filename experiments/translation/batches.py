@@ -78,6 +78,25 @@ def loss_mask(batch: AnyBatch) -> Any:
     return np.arange(batch.target_out.shape[1]) < batch.target_lengths[:, None]
 
 
+def filled_up(batch: AnyBatch, multiple: int, parts: int = 1) -> AnyBatch:
+    """The batch with empty rows at its end, such that `multiple` divides the rows; of one that is
+    taken in equal `parts`, at the end of each part."""
+
+    def fill(name: str, array: np.ndarray) -> np.ndarray:
+        own = array.reshape(parts, -1, *array.shape[1:])
+        empty = ((0, 0), (0, -own.shape[1] % multiple), *((0, 0),) * (own.ndim - 2))
+        own = np.pad(own, empty, constant_values=_IN_EMPTY_ROWS.get(name, 0))
+        return own.reshape(-1, *array.shape[1:])
+
+    return type(batch)(*(fill(*field) for field in batch._asdict().items()))
+
+
+_IN_EMPTY_ROWS = {
+    **dict.fromkeys(("source", "target_in", "target_out"), PAD),
+    **dict.fromkeys(("source_segment_ids", "target_segment_ids"), -1),
+}
+
+
 class Shape(NamedTuple):
     """The one shape of a bucket: B rows of S source and T target places."""
 

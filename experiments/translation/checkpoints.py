@@ -344,14 +344,23 @@ def free_directory(directory: Path) -> Path:
 @contextlib.contextmanager
 def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.CheckpointManager]:
     with _without_tracebacks():
+        process = jax.process_index()  # of several, each is on its own here
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=process, active_processes={process}, barrier_sync_key_prefix=str(process)
+        )
+        several: dict[str, Any]
+        several = {"multiprocessing_options": alone} if jax.process_count() > 1 else {}
+        if several and not read_only:
+            directory.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
             read_only=read_only,
-            create=not read_only,
+            create=not read_only and not several,
             cleanup_tmp_directories=not read_only,  # what saves that did not end have left
+            **several,
         )
         manager = ocp.CheckpointManager(
-            directory, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
+            directory, options=options, item_handlers=ocp.PyTreeCheckpointHandler(**several)
         )
         try:
             yield manager

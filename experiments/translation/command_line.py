@@ -56,6 +56,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     for added in (demo, train):
         _add_training(added)
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    _add_processes(train)
     for added in (evaluate, translate, plot):
         added.add_argument("--run", type=Path, required=True, help="the run's directory")
     for added in (demo, train, evaluate, plot):
@@ -83,9 +84,31 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="decides everything that is random")
     parser.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        help="share the work among all devices: data=4,model=2 cuts batches over four and heads, "
+        "feed-forward networks and vocabularies over two (data, over all accelerators)",
+    )
+    parser.add_argument(
         "--run", type=Path, help="a new directory (runs/PRESET, runs/PRESET-2, ...)"
     )
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="train with the other processes that Slurm, Open MPI, Kubernetes or a TPU pod has "
+        "started with this one",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="or with --processes others like it, of which process 0 listens there",
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="which of them this is, from 0")
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:

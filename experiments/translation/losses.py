@@ -40,7 +40,13 @@ class Projection(NamedTuple):
 
 
 def cross_entropy(
-    features: Array, projection: Projection, labels: Any, mask: Any, *, smoothing: float = 0.0
+    features: Array,
+    projection: Projection,
+    labels: Any,
+    mask: Any,
+    *,
+    smoothing: float = 0.0,
+    shares: int = 1,
 ) -> Array:
     """The cross-entropy of the places in the mask, in nats, summed: `[]`, float32 at least.
 
@@ -54,10 +60,19 @@ def cross_entropy(
         labels: int32 `[...]`, in 0..V-1.
         mask: which places count, bool `[...]`.
         smoothing: in [0, 1).
+        shares: into how many equal shares the first axis is cut over devices. Each goes over its
+            own places, so that no device needs those of another.
     """
-    features = features.reshape(-1, features.shape[-1])
-    labels, mask = (jnp.asarray(x).reshape(-1) for x in (labels, mask))
-    return _total(smoothing, features, projection, labels, mask)
+
+    def of_share(features: Array, labels: Array, mask: Array) -> Array:
+        features = features.reshape(-1, features.shape[-1])
+        return _total(smoothing, features, projection, labels.reshape(-1), mask.reshape(-1))
+
+    places = features, jnp.asarray(labels), jnp.asarray(mask)
+    if shares == 1:
+        return of_share(*places)
+    cut = (x.reshape(shares, -1, *x.shape[1:]) for x in places)
+    return jnp.sum(jax.vmap(of_share)(*cut))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -110,11 +125,15 @@ def _chunk_losses(
     highest = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - highest)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
-    columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     share = smoothing / logits.shape[-1]
+    own = jnp.take_along_axis(logits, labels[:, None], axis=-1, mode="clip")
+    losses = (highest + jnp.log(total) - (1 - smoothing) * own)[:, 0]
+    if smoothing:
+        losses -= share * jnp.sum(logits, axis=-1)
+    # The target is not an array of its own: it is compared where the gradient is written.
+    columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     target = jnp.where(columns == labels[:, None], 1 - smoothing + share, share)
-    losses = (highest + jnp.log(total))[:, 0] - jnp.sum(target * logits, axis=-1)
-    gradient = exponentials / total - target
+    gradient = exponentials * (1 / total) - target
     return jnp.where(mask, losses, 0), jnp.where(mask[:, None], gradient, 0)
 
 

@@ -64,6 +64,14 @@ class Model:
             for path, variable in self._parts[1]
         }
 
+    @property
+    def axes(self) -> dict[str, tuple[str | None, ...]]:
+        """The logical names of each parameter's axes, as `jattn.nn` gives them."""
+        return {
+            _name(path): tuple(variable.get_metadata("out_sharding"))
+            for path, variable in self._parts[1]
+        }
+
     def module(self, params: Params) -> Any:
         """The Flax module with these parameters."""
         graph, variables = self._parts

@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array
 
 from experiments.translation.vocabulary import BOS, EOS, PAD
+from jattn.generation import sample_tokens
 
 
 Step = Callable[[Any, Array], tuple[Array, Any]]
@@ -110,10 +111,8 @@ def sample(
     keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
     def drawn(logits: Array, place: Array) -> Array:
-        # Less the greatest, because at low temperatures all but differences would overflow.
-        sharpened = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
         here = jax.vmap(jax.random.fold_in, (0, None))(keys, place)
-        return jax.vmap(jax.random.categorical)(here, _within_top(sharpened, top_k, top_p))
+        return sample_tokens(here, logits, temperature, top_k, top_p)
 
     return _each_token(step, state, active, length, drawn)
 
@@ -165,20 +164,6 @@ def _each_token(
 def _of_allowed_tokens(logits: Array) -> Array:
     """The logits `[R, V]` in float32, without those of `<pad>` and `<bos>`."""
     return logits.astype(jnp.float32).at[:, jnp.asarray([PAD, BOS])].set(-jnp.inf)
-
-
-def _within_top(logits: Array, top_k: int | None, top_p: float | None) -> Array:
-    """The logits `[R, V]` of the top k tokens, and of these the nucleus; -inf for the others."""
-    if top_k is None and top_p is None:
-        return logits
-    vocabulary = logits.shape[-1]
-    kept, tokens = jax.lax.top_k(logits, min(top_k or vocabulary, vocabulary))
-    if top_p is not None and top_p < 1:
-        probabilities = jax.nn.softmax(kept)
-        likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = jnp.where(likelier < top_p, kept, -jnp.inf)
-    nothing = jnp.full_like(logits, -jnp.inf)
-    return jnp.put_along_axis(nothing, tokens, kept, axis=-1, inplace=False)
 
 
 # ------------------------------------------------------------------------------------------- beam

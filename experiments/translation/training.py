@@ -32,6 +32,7 @@ from experiments.translation.batches import (
 from experiments.translation.console import progress
 from experiments.translation.corpus import Pair
 from experiments.translation.losses import cross_entropy
+from experiments.translation.meshes import ONE_DEVICE, Placement
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import Config
 from experiments.translation.text import EncodedPairs
@@ -115,11 +116,13 @@ def total_loss(
     *,
     smoothing: float = 0.0,
     dropout_key: Array | None = None,
+    shares: int = 1,
 ) -> Array:
-    """The losses of a batch's target tokens, summed."""
+    """The losses of a batch's target tokens, summed; its rows may be in `shares` on devices."""
     features, projection = model.features(params, batch, dropout_key=dropout_key)
     mask = loss_mask(batch)
-    return cross_entropy(features, projection, batch.target_out, mask, smoothing=smoothing)
+    options = {"smoothing": smoothing, "shares": shares}
+    return cross_entropy(features, projection, batch.target_out, mask, **options)
 
 
 def check_batch(batch: AnyBatch, model: Model) -> None:
@@ -190,13 +193,20 @@ def first_state(model: Model, optimiser: optax.GradientTransformation, seed: int
     return State(params, optimiser.init(params), jnp.zeros((), jnp.int32))
 
 
-def make_step(model: Model, optimiser: optax.GradientTransformation, config: Config) -> Step:
+def make_step(
+    model: Model,
+    optimiser: optax.GradientTransformation,
+    config: Config,
+    placement: Placement = ONE_DEVICE,
+) -> Step:
     """One update as a compiled function, which takes over the buffers of the state it is given.
 
     The loss is the mean over the tokens of the batch, so that each token weighs the same in a batch
     however the padding lies; a batch without tokens has loss 0 and gradients 0. A batch that is
     taken in parts gives the gradient of the whole, as each part's share is by the whole's tokens.
+    State and batch lie where `placement` puts them.
     """
+    shares = placement.row_shares
 
     def gradient(params: Params, batch: AnyBatch, key: Array, tokens: Array) -> Any:
         """Of the mean loss, and the loss summed."""
@@ -204,7 +214,7 @@ def make_step(model: Model, optimiser: optax.GradientTransformation, config: Con
 
         def share(params: Params) -> tuple[Array, Array]:
             options = {"smoothing": config.label_smoothing, "dropout_key": dropout_key}
-            total = total_loss(model, params, batch, **options)
+            total = total_loss(model, params, batch, shares=shares, **options)
             return total / tokens.astype(total.dtype), total
 
         return jax.grad(share, has_aux=True)(params)
@@ -216,11 +226,13 @@ def make_step(model: Model, optimiser: optax.GradientTransformation, config: Con
         if config.accumulation_steps == 1:
             grads, total = gradient(state.params, batch, key, tokens)
         else:
-            grads, total = _accumulated(gradient, state.params, batch, key, tokens, config)
+            parts = _parts(batch, config.accumulation_steps, placement)
+            grads, total = _accumulated(gradient, state.params, parts, key, tokens)
         updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         metrics = StepMetrics(total, _norm(grads))
-        return State(params, opt_state, state.step + 1), metrics
+        after = State(params, opt_state, state.step + 1)
+        return placement.held(after), metrics
 
     return step
 
@@ -228,14 +240,11 @@ def make_step(model: Model, optimiser: optax.GradientTransformation, config: Con
 def _accumulated(
     gradient: Callable[..., Any],
     params: Params,
-    batch: AnyBatch,
+    parts: AnyBatch,
     key: Array,
     tokens: Array,
-    config: Config,
 ) -> Any:
     """The sum of the gradients of a batch's equal parts, of which one at a time is in memory."""
-    steps = config.accumulation_steps
-    parts = jax.tree.map(lambda x: jnp.reshape(x, (steps, -1, *x.shape[1:])), batch)
 
     def add(sums: Any, part: Any) -> tuple[Any, None]:
         batch, key = part
@@ -243,7 +252,14 @@ def _accumulated(
 
     zeros = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), key, tokens)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-    return jax.lax.scan(add, zeros, (parts, jax.random.split(key, steps)))[0]
+    keys = jax.random.split(key, len(parts.source))
+    return jax.lax.scan(add, zeros, (parts, keys))[0]
+
+
+def _parts(batch: AnyBatch, steps: int, placement: Placement) -> AnyBatch:
+    """A batch with an axis of equal parts before that of its rows."""
+    cut = jax.tree.map(lambda x: jnp.reshape(x, (steps, -1, *x.shape[1:])), batch)
+    return placement.cut(cut, axis=1)
 
 
 def _norm(grads: Params) -> Array:
@@ -271,6 +287,7 @@ class Loop:
             figures to report.
         save: takes the state at intervals and at the end, and with early stopping after each
             validation. What it is given is known to be good.
+        place: puts a checked batch on the devices.
         stops: asked after each validation, and what it goes by has been reported and saved,
             whether training ends here.
     """
@@ -282,6 +299,7 @@ class Loop:
     report: Callable[[dict[str, Any]], None]
     validate: Callable[[Params], dict[str, Any]]
     save: Callable[[State], None]
+    place: Callable[[AnyBatch], AnyBatch] = lambda batch: batch
     stops: Callable[[], bool] = lambda: False
 
     @property
@@ -311,7 +329,7 @@ class Loop:
             window = _Window(first)
             for number, batch in self._batches(first, last):
                 self.check(batch)
-                state, metrics = self.step(state, batch)
+                state, metrics = self.step(state, self.place(batch))
                 window.add(batch, metrics)
                 bar.update()
                 if self._due(number):

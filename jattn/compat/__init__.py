@@ -3,8 +3,10 @@
 from jattn.compat import dot_product_attention       # in place of jax.nn's
 with jattn.compat.installed(): ...                   # for code that cannot be edited
 nnx.MultiHeadAttention(..., attention_fn=jattn.compat.flax_attention_fn)
+model = jattn.compat.equinox_attention(model)        # every layer of an Equinox model
 """
 
+from jattn.compat.equinox_attention import equinox_attention
 from jattn.compat.flax_attention import flax_attention_fn
 from jattn.compat.installation import Ran, install, installed, report, uninstall
 from jattn.compat.jax_attention import dot_product_attention
@@ -16,6 +18,7 @@ __all__ = [
     "attention_from_torch",
     "attention_to_torch",
     "dot_product_attention",
+    "equinox_attention",
     "flax_attention_fn",
     "install",
     "installed",

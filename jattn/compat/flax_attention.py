@@ -11,6 +11,7 @@ from jax import Array
 from jattn import masks, scores
 from jattn.attention import attention, attention_weights
 from jattn.checks import check_rate
+from jattn.compat.dropout import attention_of_kept
 
 
 def flax_attention_fn(
@@ -102,7 +103,9 @@ def flax_attention_fn(
         raise ValueError(f"dropout_rng: needed for dropout_rate = {dropout_rate}, got None")
     elif broadcast_dropout:
         check_rate("dropout_rate", dropout_rate)
-        out = _with_broadcast_dropout(query, key, value, rules, dropout_rng, dropout_rate)
+        shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
+        kept = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
+        out = attention_of_kept(query, key, value, rules, kept, dropout_rate)
     else:
         dropout = {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
         out = attention(query, key, value, **rules, **dropout)
@@ -164,24 +167,3 @@ def _mask(mask: Array | None, is_causal: bool, ndim: int) -> masks.Mask | None:
 def _sow(module: Any, weights: Array) -> None:
     where = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
     module.sow(where, "attention_weights", weights)
-
-
-def _with_broadcast_dropout(
-    query: Array, key: Array, value: Array, rules: dict[str, Any], rng: Array, rate: float
-) -> Array:
-    """Σ keep w v / (1 − rate), with one `keep [T, S]` for all rows and heads.
-
-    Attention to the kept keys alone has these terms over a smaller denominator: the two
-    denominators put it right.
-    """
-    T, S = query.shape[-3], key.shape[-3]
-    shape = (1,) * (query.ndim - 2) + (T, S)
-    kept = masks.Dense(jax.random.bernoulli(rng, 1.0 - rate, shape))
-    mask = kept if rules["mask"] is None else rules["mask"] & kept
-    out, lse = attention(query, key, value, **{**rules, "mask": mask}, return_lse=True)
-    nothing = jnp.zeros((*key.shape[:-1], 1), query.dtype)
-    _, whole = attention(query, key, nothing, **rules, return_lse=True)
-    dead = lse == -jnp.inf
-    share = jnp.where(dead, 0, jnp.exp(jnp.where(dead, 0, lse - jnp.where(dead, 0, whole))))
-    factor = jnp.swapaxes(share / (1.0 - rate), -1, -2)[..., None]
-    return (out.astype(factor.dtype) * factor).astype(out.dtype)

@@ -21,6 +21,7 @@ from jattn.nn.deprecation import former_name
 from jattn.nn.embedding import AxialRotary, Rotary
 from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, promote, sharded
 from jattn.nn.module import Module
+from jattn.nn.products import product
 from jattn.nn.variables import LearnedScore, PytreeVariables
 from jattn.scores import ScoreFunction, as_score
 from jattn.softmax import with_sink
@@ -156,6 +157,7 @@ class MultiHeadAttention(Module):
             kernel_init=self.kernel_init,
             bias_init=self.bias_init,
             promote_dtype=promote,
+            dot_general=product,
             rngs=rngs,
             **options,
         )

@@ -81,11 +81,12 @@ class DecoderOnly(Module):
     """A decoder-only Transformer, from tokens to logits over the token that follows each.
 
         gpt = DecoderOnly(50257, features=768, num_heads=12, feed_forward=3072, num_layers=12,
-                          positions="learned", activation=nnx.gelu, rngs=nnx.Rngs(0))
+                          positions="learned", scale_embeddings=False, activation=nnx.gelu,
+                          rngs=nnx.Rngs(0))
         llama = DecoderOnly(128256, features=4096, num_heads=32, num_kv_heads=8,
                             feed_forward=14336, num_layers=32, positions=Rotary(base=500000.0),
                             normalization="rms", activation=nnx.silu, gated=True, use_bias=False,
-                            tie_embeddings=False, rngs=nnx.Rngs(0))
+                            tie_embeddings=False, scale_embeddings=False, rngs=nnx.Rngs(0))
 
     After Radford et al. 2019 and Touvron et al. 2023. `jattn.generate` writes text with it.
 
@@ -100,6 +101,8 @@ class DecoderOnly(Module):
             causal mask alone tells the order.
         max_length: of learned positions.
         tie_embeddings: whether the embedding is the output projection too.
+        scale_embeddings: whether embedded tokens are multiplied by √D, as in Vaswani et al. 2017.
+            False is for the weights of GPT-2 and Llama.
         embedding_init: of the embedding and of learned positions, `[rows, D]`.
         options: those of `DecoderOnlyOptions`. What else the attention can do is said there:
             `self_attention=functools.partial(MultiHeadAttention, sinks=True)`. The arguments above
@@ -126,6 +129,7 @@ class DecoderOnly(Module):
         | AxialRotary
         | None = "rotary",
         tie_embeddings: bool = True,
+        scale_embeddings: bool = True,
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
         **options: Unpack[LayerArguments],
@@ -147,7 +151,9 @@ class DecoderOnly(Module):
         added = positions if isinstance(positions, str) and rotary is None else None
         tables = {"embedding_init": embedding_init, "rngs": rngs, **given.dtypes}
         self.vocabulary = vocabulary
-        self.tokens = TokenEmbedding(vocabulary, features, **tables)
+        self.tokens = TokenEmbedding(
+            vocabulary, features, scale_embeddings=scale_embeddings, **tables
+        )
         self.positions = position_vectors(added, max_length, features, tables)
         self.dropout = Dropout(given.dropout_rate, rngs=rngs)
         wanted = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rotary": rotary}

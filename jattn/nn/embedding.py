@@ -42,6 +42,7 @@ class TokenEmbedding(Module):
 
     The factor (Vaswani et al. 2017, section 3.4) lets one table serve both as embedding, with
     entries of variance 1, and through `attend` as output projection, with entries of variance 1/D.
+    With `scale_embeddings=False` vectors are read as they are, as those of GPT-2 and Llama are.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TokenEmbedding(Module):
         vocabulary: int,
         features: int,
         *,
+        scale_embeddings: bool = True,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         embedding_init: Initializer = DEFAULT_INIT,
@@ -62,8 +64,10 @@ class TokenEmbedding(Module):
             vocabulary=vocabulary,
             features=features,
         )
+        check_flag("scale_embeddings", scale_embeddings)
         self.vocabulary = vocabulary
         self.features = features
+        self.scale_embeddings = scale_embeddings
         self.dtype = param_dtype if dtype is None else dtype
         self.embedding = _table(
             "vocabulary", embedding_init(rngs.params(), (vocabulary, features), param_dtype)
@@ -77,6 +81,8 @@ class TokenEmbedding(Module):
         """
         _check_range("ids", ids, "vocabulary", self.vocabulary)
         rows = learned(self.embedding[...].astype(self.dtype), jnp.asarray(ids))
+        if not self.scale_embeddings:
+            return rows
         return rows * jnp.asarray(math.sqrt(self.features), self.dtype)
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:

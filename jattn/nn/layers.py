@@ -25,6 +25,7 @@ from jattn.checks import check_array, check_flag, check_rate
 from jattn.nn._types import RandomSource
 from jattn.nn.checks import check_features, check_module
 from jattn.nn.module import ConstructorSignature, Module
+from jattn.nn.products import product
 
 
 LOGICAL_AXES = (
@@ -262,6 +263,7 @@ class FeedForward(Module):
                 param_dtype=param_dtype,
                 kernel_init=kernel_init,
                 promote_dtype=promote,
+                dot_general=product,
                 kernel_metadata=sharded(*names),
                 bias_metadata=sharded(names[1]),
                 rngs=rngs,

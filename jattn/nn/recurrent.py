@@ -31,6 +31,7 @@ from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import DEFAULT_INIT, OutputProjection, TokenEmbedding
 from jattn.nn.layers import LECUN, ZEROS, Dropout, promote, sharded
 from jattn.nn.module import ConstructorSignature, Module
+from jattn.nn.products import product
 
 
 ORTHOGONAL = nnx.initializers.orthogonal()
@@ -75,6 +76,7 @@ class RecurrentOptions:
             kernel_init=self.kernel_init,
             bias_init=self.bias_init,
             promote_dtype=promote,
+            dot_general=product,
             kernel_metadata=sharded("embed", *names),
             bias_metadata=sharded(*names),
             rngs=rngs,

@@ -199,7 +199,7 @@ bool one_statistics(ffi::ThreadPool& pool, bool limited, const Problem& p, const
         p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), lse.buffer(), q_at.buffer(),
         kv_at.buffer(), marks.buffer(), {}, entropy.result(), greatest.result(), place.result(),
         distance.result(), on_keys.result(), above.result(), received.result(), p.scale, p.cap,
-        p.grown, p.threshold, 0, 0, least);
+        p.grown, p.threshold, 0, 0, 0, least);
     if (!went_well(error, limited)) return false;
   }
   const Numbers want =
@@ -252,7 +252,7 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
         pool, given(p.q, half_q), given(p.k, half_k), given(p.v, half_v), p.from.buffer(),
         p.until.buffer(),
         p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), {}, out.result(),
-        most.result(), log_sum.result(), p.scale, p.cap, p.grown, p.threshold, 0, 0);
+        most.result(), log_sum.result(), p.scale, p.cap, p.grown, p.threshold, 0, 0, 0);
     if (!went_well(error, limited)) return false;
   }
   for (Index i = 0; i < lse.count(); ++i) lse[i] = most[i] + log_sum[i];
@@ -273,7 +273,7 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
         p.until.buffer(),
         p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), d_out.buffer(),
         most.buffer(), log_sum.buffer(), delta.buffer(), {}, d_q.result(), d_k.result(),
-        d_v.result(), d_bias.result(), {}, p.scale, p.cap, p.grown, p.threshold, 0, 0, 0);
+        d_v.result(), d_bias.result(), {}, p.scale, p.cap, p.grown, p.threshold, 0, 0, 0, 0);
     if (!went_well(error, limited)) return false;
   }
   expect("d_q", d_q, want.d_q);

@@ -128,6 +128,7 @@ class _Cutter:
         self.tables = tables
         self.cuts: list[tuple[Operand, Any]] = []
         self._new: dict[int, Node] = {}
+        self._made: list[Node] = []
         self._table_cuts: dict[Any, Node] = {}
 
     def replaced(self, node: Node) -> Node:
@@ -143,26 +144,54 @@ class _Cutter:
         if kind is not None:
             return self._operand(Operand(kind, node.dtype), node)
         if node.op == "look_up":
-            return self._look_up(node)
+            return self._look_up(node, node.dtype)
+        if _widens(node) and node.args[0].op == "look_up":
+            return self._look_up(node.args[0], node.dtype)
+        if _widens(node) and node.args[0].op == "select_n":
+            which, *cases = node.args[0].args
+            cases = (self._widened(x, node.dtype) for x in cases)
+            return Node("select_n", (self.replaced(which), *cases), node.dtype)
         return dataclasses.replace(node, args=tuple(map(self.replaced, node.args)))
+
+    def _widened(self, node: Node, dtype: Any) -> Node:
+        if node.op == "const":
+            return expressions.const(node.param, dtype)
+        wide = Node("convert_element_type", (node,), np.dtype(dtype))
+        self.depends[id(wide)] = self.depends[id(node)]
+        self._made.append(wide)  # as long as its id is
+        return self.replaced(wide)
 
     def _operand(self, operand: Operand, cut: Any) -> Node:
         self.cuts.append((operand, cut))
         return Node("input", (), operand.dtype, FIRST + len(self.cuts) - 1)
 
-    def _look_up(self, node: Node) -> Node:
-        """An entry of a table that each pair chooses; places that the head chooses come first."""
+    def _look_up(self, node: Node, dtype: Any) -> Node:
+        """An entry, in a dtype, of a table that each pair chooses; places that the head chooses
+        come first."""
         outer = 0
         while _kind_of(self.depends[id(node.args[outer])]) == "head":
             outer += 1
         head, inner = node.args[:outer], node.args[outer:]
         shape = np.shape(self.tables[node.param])[outer:]  # pyright: ignore
-        key = node.param, tuple(map(id, head))
+        key = node.param, tuple(map(id, head)), dtype
         if key not in self._table_cuts:
-            operand = Operand("table", node.dtype, shape)
+            operand = Operand("table", dtype, shape)
             self._table_cuts[key] = self._operand(operand, (node.param, head))
         table = self._table_cuts[key]
-        return Node("entry", (table, *map(self.replaced, inner)), node.dtype, shape)
+        return Node("entry", (table, *map(self.replaced, inner)), dtype, shape)
+
+
+def _widens(node: Node) -> bool:
+    """Whether it is a float with more bits, which holds all numbers of its type: then what it is
+    chosen from may be converted, and whole tables."""
+    if node.op != "convert_element_type":
+        return False
+    narrow, wide = np.dtype(node.args[0].dtype), np.dtype(node.dtype)
+    return _is_float(narrow) and _is_float(wide) and narrow.itemsize < wide.itemsize
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def _cut(results: list[Node], tables: list[Any]) -> _Core:
@@ -245,7 +274,7 @@ def _padded(x: Any, kind: str) -> Any:
 
 def _table_of(tables: list[Any], number: int, head: Any, shapes: Shapes, operand: Operand) -> Any:
     """The entries of a table that heads choose, `[B or 1, N or 1, size]`."""
-    table = jnp.asarray(tables[number])
+    table = jnp.asarray(tables[number]).astype(operand.dtype)
     if not head:
         return table.reshape(1, 1, -1)
     found = _evaluated(list(head), _places(0, 0, shapes), tables)

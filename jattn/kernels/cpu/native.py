@@ -160,13 +160,15 @@ def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> Operands:
         "grown": 1 / (1 - spec.dropout_rate),
         "threshold": np.int64(threshold),
         "rule": np.int64(0),
+        "row": np.int64(0),
         "chunk": np.int64(0),
     }
     if by_hand(spec, shapes):
         arrays = [*given, *[nothing] * 4, jnp.zeros((1, 1, 0), dtype), seeds]
         rule = generator.rule_of(spec, dtype, gradients=bool(parameters(spec)))
-        chunk, tile_map = _tile_map(spec, shapes, rule)
-        attributes |= {"rule": np.int64(_number(rule, dtype)), "chunk": np.int64(chunk)}
+        (row, chunk), tile_map = _tile_map(spec, shapes, rule)
+        attributes |= {"row": np.int64(row), "chunk": np.int64(chunk)}
+        attributes["rule"] = np.int64(_number(rule, dtype))
         return Operands(dtype, arrays, attributes, rule, (tile_map, *_read(spec, shapes, dtype)))
     runs = _runs(spec, shapes)
     ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
@@ -188,25 +190,27 @@ def _read(spec: Spec, shapes: Shapes, dtype: Any) -> tuple[Array, ...]:
     return tuple(x if x.dtype == dtype else x.astype(whole) for x in found)
 
 
-def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[int, Array]:
-    """Keys in a chunk, and what the mask leaves of each block of queries and chunk of keys:
-    `[B or 1, N or 1, n m]`."""
+def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[Tiling, Array]:
+    """Queries in a row, half of those in a tile, and keys in a chunk; and what the mask leaves of
+    each, `[B or 1, N or 1, n m]`."""
     block, keys, _ = (int(x) for x in tuning.current().cpu_tiles.split(","))
-    blocks, chunk = -(-shapes.T // block), keys
-    while chunk > 16 and keys % (chunk // 2) == 0 and blocks * -(-shapes.S // chunk) < 2**18:
+    row, chunk = block // 2, keys
+    rows = -(-shapes.T // row)
+    while chunk > 16 and keys % (chunk // 2) == 0 and rows * -(-shapes.S // chunk) < 2**18:
         chunk //= 2
+    tiling = Tiling(row, chunk)
 
     def one(b: Any, h: Any) -> Any:
         own = b if rule.by_row else None, h if rule.by_head else None
         found = select_head(spec, *(0 if x is None else x for x in own))
-        kinds = tile_schedule.kinds(found, shapes.T, shapes.S, Tiling(block, chunk), *own)
+        kinds = tile_schedule.kinds(found, shapes.T, shapes.S, tiling, *own)
         return kinds.reshape(-1).astype(np.int8)
 
     if not rule.by_row and not rule.by_head:
-        return chunk, jnp.asarray(one(None, None))[None, None]
+        return tiling, jnp.asarray(one(None, None))[None, None]
     every = jax.vmap(jax.vmap(lambda b, h: jnp.asarray(one(b, h)), (None, 0)), (0, None))
     rows, heads = shapes.B if rule.by_row else 1, shapes.N if rule.by_head else 1
-    return chunk, every(jnp.arange(rows, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32))
+    return tiling, every(jnp.arange(rows, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32))
 
 
 def _is_read(dtype: Any, spec: Spec) -> bool:

@@ -112,6 +112,8 @@ def _shapes_reason(shapes: Shapes) -> str | None:
         return f"expected bfloat16 or float16, got {shapes.dtype}"
     if shapes.H % 8 or shapes.H > 256:
         return f"expected a head size H that is a multiple of 8, at most 256, got {shapes.H}"
+    if shapes.T == 1:
+        return "of one query with strongly negative logits it gives NaN on some GPUs"
     if shapes.V != shapes.H:
         return f"expected values of the size of keys, got H = {shapes.H}, V = {shapes.V}"
     return None
@@ -155,10 +157,16 @@ def _score_reason(spec: Spec, shapes: Shapes) -> str | None:
     if any(size != 1 for size in batch) or shape != [shapes.N, shapes.T, shapes.S]:
         expected = [1, shapes.N, shapes.T, shapes.S]
         return f"expected a Bias [1, N, T, S] = {expected}, got {list(array.shape)}"
-    if shapes.T % 2 or shapes.S % 2:
-        return f"with a Bias expected even T and S, got {shapes.T} and {shapes.S}"
     if array.dtype != shapes.dtype:
         return f"a Bias in {array.dtype} would be rounded to {shapes.dtype}"
+    return _reason_with_bias(shapes)
+
+
+def _reason_with_bias(shapes: Shapes) -> str | None:
+    if shapes.T % 2 or shapes.S % 2:
+        return f"with a Bias expected even T and S, got {shapes.T} and {shapes.S}"
+    if shapes.T % 128 == 64:
+        return f"with a Bias and T % 128 = 64 its gradient of queries may be NaN, got {shapes.T}"
     return None
 
 

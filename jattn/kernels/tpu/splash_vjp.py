@@ -104,6 +104,13 @@ def _round_up(size: int) -> int:
     return -(-size // _LANES) * _LANES
 
 
+def _width(size: int, dtype: Any) -> int:
+    """What a head size becomes: whole registers, in 16 bits also half ones, which XLA then need
+    not copy."""
+    half = size == _LANES // 2 and dtype != jnp.float32
+    return size if half else _round_up(size)
+
+
 def _slices(size: int) -> list[slice]:
     block = tuning.current().splash_block
     return [slice(i, min(i + block, size)) for i in range(0, size, block)]
@@ -186,7 +193,9 @@ class _Call(NamedTuple):
 def _padded(x: Array) -> Array:
     """`[B, T, N, ...]` as `[B, N, T, ...]`, filled up with zeros behind the heads."""
     x = jnp.moveaxis(x, 2, 1)
-    return jnp.pad(x, [(0, 0), (0, 0)] + [(0, _round_up(size) - size) for size in x.shape[2:]])
+    padded = [_round_up(x.shape[2]), *(_width(size, x.dtype) for size in x.shape[3:])]
+    behind = [(0, n - size) for n, size in zip(padded, x.shape[2:], strict=True)]
+    return jnp.pad(x, [(0, 0), (0, 0), *behind])
 
 
 def _cut(x: Array, *sizes: int) -> Array:
@@ -471,7 +480,12 @@ def _exchanged(equations: list[Any]) -> list[Any]:
     stores = [equations[i] for i in (first, second)]
     out, lse = (x.invars[1] for x in stores)
     (rounded,) = (x for x in equations if out in x.outvars)
-    new, found = _traced(lambda out, lse: (_parts(lse), out), [rounded.invars[0], lse])
+    width = out.aval.shape[-1]
+
+    def exchange(out: Array, lse: Array) -> tuple[Array, Array]:
+        return _parts(lse)[:, :width], jnp.pad(out, ((0, 0), (0, lse.shape[1] - width)))
+
+    new, found = _traced(exchange, [rounded.invars[0], lse])
     for one, (store, x) in enumerate(zip(stores, found, strict=True)):
         stores[one] = store.replace(invars=[store.invars[0], x, *store.invars[2:]])
     between, after = equations[first + 1 : second], equations[second + 1 :]

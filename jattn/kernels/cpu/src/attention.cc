@@ -37,6 +37,13 @@ enum class Kind { kEmpty, kMixed, kFull };
 struct Keys {
   Kind kind;
   Index j, count;
+  Index end() const { return j + count; }
+};
+
+// Some lanes of a block, and keys that they see.
+struct Piece {
+  Lanes lanes;
+  Keys keys;
 };
 
 // A rule that was generated, see rule.h.
@@ -53,13 +60,10 @@ struct HeadRule {
   const Generated* rule = nullptr;
   const void* operands[kMostOperands];
   void* gradients[kMostOperands];
-  const int8_t* map = nullptr;  // [blocks of queries, chunks of keys]: 0 empty, 1 mixed, 2 full
-  Index chunk, chunks, t, S;
+  const int8_t* map = nullptr;  // [rows of queries, chunks of keys]: 0 empty, 1 mixed, 2 full
+  Index row, chunk, chunks, t, S;  // row: queries in each; a part of a block, or the whole of it
 
   bool changes(Kind kind) const { return rule && (rule->modifies || kind == Kind::kMixed); }
-  Place at(Index first, Index count, Index width, Index j, Index keys) const {
-    return {first, count, width, j, keys, t, S, operands, gradients};
-  }
 };
 
 // What a head's mask, score function and dropout are.
@@ -90,41 +94,51 @@ inline W mix(W x) {
 constexpr Index kSizes[] = {JATTN_TILES};
 constexpr Index kQueries = kSizes[0], kKeys = kSizes[1];  // of a tile
 constexpr Index kRun = kSizes[2];  // keys whose gradients are summed before they are written
+// Queries of half a block, if that is what products take: whole vectors, and whole depths of pairs.
+constexpr Index kLeast = JATTN_SINGLE ? 32 : kLanes;
+constexpr Index kPart = kQueries % (2 * kLeast) == 0 ? kQueries / 2 : kQueries;
+constexpr Index kWorth = kPart < 32 ? 1 : 32;  // keys of a part that are worth a piece of its own
+
+// What some lanes of a block see: keys from the first to the last that anybody sees, those that all
+// see, and ids; or rows of the map.
+struct Range {
+  Lanes lanes;
+  Index least_from, most_from, least_until, most_until;
+  int32_t least_id, most_id;
+  Index first_row, rows;
+};
 
 // A block of at most kQueries queries: what its lanes see.
 struct Block {
   Index first, count, width;  // width: count as whole vectors
   alignas(64) Int from[kQueries], until[kQueries], ids[kQueries];
   alignas(64) uint32_t hashes[kQueries];
-  Index least_from, most_from, least_until, most_until;
-  int32_t least_id, most_id;
+  Range whole, parts[2];  // parts: if there are two
 
   Block(const Rules& rules, Index first, Index count)
       : first(first), count(count), width(up(count, kLanes)) {
-    least_from = least_until = std::numeric_limits<Index>::max();
-    most_from = most_until = 0;
-    least_id = std::numeric_limits<int32_t>::max();
-    most_id = std::numeric_limits<int32_t>::min();
-    if (rules.own.map) {
-      read_map(rules.own);
-      if (rules.threshold) hash(rules);
-      return;
-    }
+    if (!rules.own.map) read_runs(rules);
+    if (rules.threshold) hash(rules);
+    whole = range(rules, {0, width});
+    for (Index p = 0; in_parts() && p < 2; ++p) parts[p] = range(rules, {p * kPart, kPart});
+  }
+
+  // What a rule is told of some lanes and keys.
+  Place at(const HeadRule& own, Lanes lanes, const Keys& seen) const {
+    const Index last = std::min(count, lanes.end());
+    return {first + lanes.first, last - lanes.first, lanes.size, seen.j,       seen.count,
+            own.t,               own.S,              own.operands, own.gradients};
+  }
+
+  bool in_parts() const { return kPart < kQueries && width == kQueries; }
+
+  void read_runs(const Rules& rules) {
     for (Index i = 0; i < width; ++i) {
       const bool real = i < count;
       from[i] = real ? rules.from[first + i] : 0;
       until[i] = real ? rules.until[first + i] : 0;
-      least_from = std::min<Index>(least_from, until[i] > from[i] ? from[i] : least_from);
-      most_from = std::max<Index>(most_from, from[i]);
-      least_until = std::min<Index>(least_until, real ? until[i] : least_until);
-      most_until = std::max<Index>(most_until, until[i] > from[i] ? until[i] : 0);
-      if (rules.q_ids) {
-        ids[i] = real ? rules.q_ids[first + i] : ids[0];
-        least_id = std::min<int32_t>(least_id, ids[i]);
-        most_id = std::max<int32_t>(most_id, ids[i]);
-      }
+      if (rules.q_ids) ids[i] = real ? rules.q_ids[first + i] : ids[0];
     }
-    if (rules.threshold) hash(rules);
   }
 
   void hash(const Rules& rules) {
@@ -132,43 +146,103 @@ struct Block {
       hashes[i] = mix(rules.seed ^ mix(static_cast<uint32_t>(first + i)));
   }
 
+  Range range(const Rules& rules, Lanes lanes) const {
+    constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+    Range x{lanes, std::numeric_limits<Index>::max(), 0, std::numeric_limits<Index>::max(), 0,
+            kMost, std::numeric_limits<int32_t>::min(), 0, 0};
+    if (rules.own.map) {
+      read_map(rules.own, x);
+      return x;
+    }
+    for (Index i = lanes.first; i < lanes.end(); ++i) {
+      const bool real = i < count, sees = until[i] > from[i];
+      x.least_from = std::min<Index>(x.least_from, sees ? from[i] : x.least_from);
+      x.most_from = std::max<Index>(x.most_from, from[i]);
+      x.least_until = std::min<Index>(x.least_until, real ? until[i] : x.least_until);
+      x.most_until = std::max<Index>(x.most_until, sees ? until[i] : 0);
+      if (!rules.q_ids) continue;
+      x.least_id = std::min<int32_t>(x.least_id, ids[i]);
+      x.most_id = std::max<int32_t>(x.most_id, ids[i]);
+    }
+    return x;
+  }
+
   // The first and the last key that the map leaves.
-  void read_map(const HeadRule& own) {
-    const int8_t* row = own.map + first / kQueries * own.chunks;
+  void read_map(const HeadRule& own, Range& x) const {
+    x.first_row = (first + x.lanes.first) / own.row;
+    x.rows = (first + std::min(count, x.lanes.end()) - 1) / own.row - x.first_row + 1;
     Index low = 0, high = own.chunks;
-    while (low < high && !row[low]) ++low;
-    while (high > low && !row[high - 1]) --high;
-    least_from = low < high ? low * own.chunk : own.S;
-    most_until = low < high ? std::min(high * own.chunk, own.S) : 0;
+    trim(own, x, low, high);
+    x.least_from = low < high ? low * own.chunk : own.S;
+    x.most_until = low < high ? std::min(high * own.chunk, own.S) : 0;
+  }
+
+  // Leaves out chunks at both ends that are empty.
+  static void trim(const HeadRule& own, const Range& x, Index& low, Index& high) {
+    const auto empty = [&](Index n) {
+      const int8_t* kind = own.map + x.first_row * own.chunks + n;
+      for (Index r = 0; r < x.rows; ++r)
+        if (kind[r * own.chunks]) return false;
+      return true;
+    };
+    while (low < high && empty(low)) ++low;
+    while (high > low && empty(high - 1)) --high;
   }
 
   // As `seen`, by the map: chunks of the tile from the first to the last that is not empty.
-  Keys seen_in_map(const HeadRule& own, Index j, Index end) const {
-    const int8_t* row = own.map + first / kQueries * own.chunks;
+  static Keys seen_in_map(const HeadRule& own, const Range& x, Index j, Index end) {
     Index low = j / own.chunk, high = (end - 1) / own.chunk + 1;
-    while (low < high && !row[low]) ++low;
-    while (high > low && !row[high - 1]) --high;
+    trim(own, x, low, high);
     if (low == high) return {Kind::kEmpty, j, 0};
-    const bool full = std::all_of(row + low, row + high, [](int8_t kind) { return kind == 2; });
+    bool full = true;
+    for (Index r = x.first_row; full && r < x.first_row + x.rows; ++r) {
+      const int8_t* row = own.map + r * own.chunks;
+      full = std::all_of(row + low, row + high, [](int8_t kind) { return kind == 2; });
+    }
     j = std::max(j, low * own.chunk), end = std::min(end, high * own.chunk);
     return {full ? Kind::kFull : Kind::kMixed, j, end - j};
   }
 
   // Those of `keys` keys from j on that are between the first and the last that anybody sees.
   // Lanes without a query may count as whatever suits: nothing reads them.
-  Keys seen(const Rules& rules, Index j, Index keys) const {
-    const Index end = std::min(j + keys, most_until);
-    j = std::max(j, least_from);
+  Keys seen(const Rules& rules, const Range& x, Index j, Index keys) const {
+    const Index end = std::min(j + keys, x.most_until);
+    j = std::max(j, x.least_from);
     if (j >= end) return {Kind::kEmpty, j, 0};
-    if (rules.own.map) return seen_in_map(rules.own, j, end);
+    if (rules.own.map) return seen_in_map(rules.own, x, j, end);
     // Lanes without a query must add nothing to the sums along diagonals.
-    bool full = most_from <= j && least_until >= end && (count == width || !rules.d_bias);
+    bool full = x.most_from <= j && x.least_until >= end && (count == width || !rules.d_bias);
     if (rules.q_ids) {
       const auto [low, high] = std::minmax_element(rules.kv_ids + j, rules.kv_ids + end);
-      if (*high < least_id || *low > most_id) return {Kind::kEmpty, j, 0};
-      full = full && least_id == most_id && *low == *high && *low == least_id;
+      if (*high < x.least_id || *low > x.most_id) return {Kind::kEmpty, j, 0};
+      full = full && x.least_id == x.most_id && *low == *high && *low == x.least_id;
     }
     return {full ? Kind::kFull : Kind::kMixed, j, end - j};
+  }
+
+  // What is computed of keys that the block sees: at most three pieces. Where its parts see `least`
+  // keys less, all together, these are what one part sees, what both do, and what one does after that.
+  int cut(const Rules& rules, const Keys& seen, Index least, Piece* pieces) const {
+    pieces[0] = {whole.lanes, seen};
+    if (!in_parts() || seen.kind != Kind::kMixed) return 1;
+    const Keys a = this->seen(rules, parts[0], seen.j, seen.count);
+    const Keys b = this->seen(rules, parts[1], seen.j, seen.count);
+    if (2 * seen.count - a.count - b.count < least) return 1;
+    int count = 0;
+    const auto add = [&](const Range& x, Index j, Index end) {
+      const Keys keys = j < end ? this->seen(rules, x, j, end - j) : Keys{Kind::kEmpty, j, 0};
+      if (keys.kind != Kind::kEmpty) pieces[count++] = {x.lanes, keys};
+    };
+    const Index both = std::max(a.j, b.j), end = std::min(a.end(), b.end());
+    if (both >= end) {
+      add(parts[0], a.j, a.end());
+      add(parts[1], b.j, b.end());
+      return count;
+    }
+    add(parts[a.j < b.j ? 0 : 1], std::min(a.j, b.j), both);
+    add(whole, both, end);
+    add(parts[a.end() > b.end() ? 0 : 1], end, std::max(a.end(), b.end()));
+    return count;
   }
 
   // Score (i, j) of lanes i from the product of query and key.
@@ -231,13 +305,13 @@ void scale(T* x, Index size, T factor) {
 }
 
 // Products become scores by a rule.
-void apply(const HeadRule& own, const Block& block, const Keys& seen, const T* nonfinite, T* scores) {
-  const Index t = block.width;
+void apply(const HeadRule& own, const Block& block, Lanes lanes, const Keys& seen,
+           const T* nonfinite, T* scores) {
+  const Index t = lanes.size;
   if (nonfinite)
     for (Index s = 0; s < seen.count; ++s)
       for (Index i = 0; i < t; i += kLanes) add_to(scores + s * t + i, all(nonfinite[s]));
-  own.rule->forward(own.at(block.first, block.count, t, seen.j, seen.count), scores,
-                    seen.kind == Kind::kMixed);
+  own.rule->forward(block.at(own, lanes, seen), scores, seen.kind == Kind::kMixed);
 }
 
 // A block of queries on its way over the keys: the online softmax.
@@ -260,64 +334,76 @@ struct ForwardBlock {
     std::fill(sum, sum + block.width, T{0});
   }
 
-  // Adds these keys, which stand from `at` on in the tile; `exact` if sums of values are to be as
-  // exact as T.
-  void visit(const Head& head, const Keys& seen, Index at, const typename Products::Tile& tile,
+  // Adds these keys of a tile that starts at key `start`; `exact` if sums of values are to be as exact
+  // as T.
+  void visit(const Head& head, const Keys& seen, Index start, const typename Products::Tile& tile,
              bool exact, T* scores) {
+    Piece pieces[3];
+    const int count = block.cut(head.rules, seen, kWorth, pieces);
+    for (int n = 0; n < count; ++n) visit(head, pieces[n], start, tile, exact, scores);
+  }
+
+  void visit(const Head& head, const Piece& piece, Index start, const typename Products::Tile& tile,
+             bool exact, T* scores) {
+    const auto [lanes, seen] = piece;
     const auto [kind, j, keys] = seen;
-    sums.scores(tile, at, keys, scores);
+    const Index at = j - start;
+    if (fresh && lanes.size < block.width) sums.clear(), fresh = false;
+    sums.scores(tile, at, keys, lanes, scores);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
     const bool by_rule = rules.own.changes(kind);
     const bool modified = rules.cap != 0 || rules.bias || nonfinite || factor <= 0;
     if (by_rule) {
-      if (!Products::kScales) scale(scores, keys * block.width, factor);
-      apply(rules.own, block, seen, nonfinite, scores);
+      if (!Products::kScales) scale(scores, keys * lanes.size, factor);
+      apply(rules.own, block, lanes, seen, nonfinite, scores);
     }
-    const bool grows = by_rule ? soften<false, false>(rules, j, keys, nullptr, T{1}, scores)
-                       : kind == Kind::kMixed
-                           ? soften<true, true>(rules, j, keys, nonfinite, factor, scores)
-                       : modified ? soften<false, true>(rules, j, keys, nonfinite, factor, scores)
-                                  : soften<false, false>(rules, j, keys, nonfinite, factor, scores);
-    if (grows && !fresh) sums.rescale(shrink);
-    sums.add(tile, at, keys, scores, fresh, exact);
+    const bool grows =
+        by_rule ? soften<false, false>(rules, lanes, j, keys, nullptr, T{1}, scores)
+        : kind == Kind::kMixed
+            ? soften<true, true>(rules, lanes, j, keys, nonfinite, factor, scores)
+        : modified ? soften<false, true>(rules, lanes, j, keys, nonfinite, factor, scores)
+                   : soften<false, false>(rules, lanes, j, keys, nonfinite, factor, scores);
+    if (grows && !fresh) sums.rescale(lanes, shrink);
+    sums.add(tile, at, keys, lanes, scores, fresh, exact);
     fresh = false;
   }
 
   // Products, times a factor above 0 where nothing is modified, become weights. Whether what they are
   // relative to has grown.
   template <bool kMasked, bool kModified>
-  JATTN_APART bool soften(const Rules& rules, Index j, Index keys, const T* nonfinite, T factor,
-                          T* scores) {
+  JATTN_APART bool soften(const Rules& rules, Lanes lanes, Index j, Index keys, const T* nonfinite,
+                          T factor, T* scores) {
+    const Index t = lanes.size, end = lanes.end();
     bool grows = false;
-    Index i = 0;
-    for (; i + kWide * L <= block.width; i += kWide * L)
-      grows |= soften_lanes<kMasked, kModified, kWide>(rules, i, j, keys, nonfinite, factor, scores);
-    for (; i + 2 * L <= block.width; i += 2 * L)
-      grows |= soften_lanes<kMasked, kModified, 2>(rules, i, j, keys, nonfinite, factor, scores);
-    for (; i < block.width; i += L)
-      grows |= soften_lanes<kMasked, kModified, 1>(rules, i, j, keys, nonfinite, factor, scores);
+    Index i = lanes.first;
+    for (; i + kWide * L <= end; i += kWide * L, scores += kWide * L)
+      grows |= soften_few<kMasked, kModified, kWide>(rules, i, t, j, keys, nonfinite, factor, scores);
+    for (; i + 2 * L <= end; i += 2 * L, scores += 2 * L)
+      grows |= soften_few<kMasked, kModified, 2>(rules, i, t, j, keys, nonfinite, factor, scores);
+    for (; i < end; i += L, scores += L)
+      grows |= soften_few<kMasked, kModified, 1>(rules, i, t, j, keys, nonfinite, factor, scores);
     return grows;
   }
 
-  // For N vectors of lanes side by side, so that none waits for its own last sum.
+  // For N vectors of lanes side by side, so that none waits for its own last sum. Their scores are
+  // rows `t` apart.
   template <bool kMasked, bool kModified, int N>
-  bool soften_lanes(const Rules& rules, Index first, Index j, Index keys, const T* nonfinite,
-                    T factor, T* scores) {
-    const Index t = block.width;
+  bool soften_few(const Rules& rules, Index first, Index t, Index j, Index keys, const T* nonfinite,
+                  T factor, T* scores) {
     const T left = kModified ? T{1} : factor;  // for what stands in `scores`
     Vector now[N], shift[N], total[N];
     for (int n = 0; n < N; ++n) now[n] = all(-kInfinity);
     for (Index s = 0; s < keys; ++s) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        const Index i = first + n * L;
-        Vector x = load(scores + s * t + i);
+        T* here = scores + s * t + n * L;
+        Vector x = load(here);
         if constexpr (kModified) {
           x *= factor;
           if (nonfinite) x += nonfinite[s];
-          x = block.template modified<kMasked>(rules, x, i, j + s);
-          store(scores + s * t + i, x);
+          x = block.template modified<kMasked>(rules, x, first + n * L, j + s);
+          store(here, x);
         }
         now[n] = x > now[n] ? x : now[n];
       }
@@ -338,11 +424,11 @@ struct ForwardBlock {
     for (Index s = 0; s < keys; ++s) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        const Index i = first + n * L;
-        Vector weights = exponential(load(scores + s * t + i) * left - shift[n]);
+        T* here = scores + s * t + n * L;
+        Vector weights = exponential(load(here) * left - shift[n]);
         total[n] += weights;
-        if (rules.threshold) weights = block.dropped(rules, weights, i, j + s);
-        store(scores + s * t + i, weights);
+        if (rules.threshold) weights = block.dropped(rules, weights, first + n * L, j + s);
+        store(here, weights);
       }
     }
     for (int n = 0; n < N; ++n) store(sum + first + n * L, total[n]);
@@ -393,18 +479,18 @@ void forward(const Head& head, Index first, Index count, const Results& results,
   Index from = S, until = 0;
   for (Index i = 0; i < count; i += kQueries) {
     blocks.emplace_back(head, first + i, std::min(kQueries, count - i), H, V, bench);
-    from = std::min(from, blocks.back().block.least_from);
-    until = std::max(until, blocks.back().block.most_until);
+    from = std::min(from, blocks.back().block.whole.least_from);
+    until = std::max(until, blocks.back().block.whole.most_until);
   }
   for (Index j = from / kKeys * kKeys; j < until; j += kKeys) {
     const Index keys = std::min(kKeys, S - j);
     bool there = false;
     for (OneBlock& one : blocks) {
-      const Keys seen = one.block.seen(head.rules, j, keys);
+      const Keys seen = one.block.seen(head.rules, one.block.whole, j, keys);
       if (seen.kind == Kind::kEmpty) continue;
       if (!there) tile.read(head.k.from(j), head.v.from(j), keys);
       there = true;
-      one.visit(head, seen, seen.j - j, tile, results.sums, scores);
+      one.visit(head, seen, j, tile, results.sums, scores);
     }
   }
   for (OneBlock& one : blocks) one.sums.settle();
@@ -476,44 +562,51 @@ struct BackwardBlock {
     }
   }
 
-  // Adds what these keys, which stand from `at` on in the run, contribute.
+  // Adds what these keys of a run that starts at key `start` contribute.
   template <bool kQuery, bool kOfKeys>
-  void visit(const Head& head, const Keys& seen, Index at, const Sums<Products>& run) {
+  void visit(const Head& head, const Keys& seen, Index start, const Sums<Products>& run) {
+    Piece pieces[3];
+    const int count = block.cut(head.rules, seen, 2 * kWorth, pieces);
+    for (int n = 0; n < count; ++n) visit<kQuery, kOfKeys>(head, pieces[n], start, run);
+  }
+
+  template <bool kQuery, bool kOfKeys>
+  void visit(const Head& head, const Piece& piece, Index start, const Sums<Products>& run) {
+    const auto [lanes, seen] = piece;
     const auto [kind, j, keys] = seen;
-    const Index t = block.width;
+    const Index at = j - start, t = lanes.size;
     const auto& tile = run.tile;
     T *p = run.scores, *ds = run.d_scores;
-    sums.products(tile, at, keys, p, ds);
+    sums.products(tile, at, keys, lanes, p, ds);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
     if (rules.own.changes(kind)) {
       const bool keeps = rules.own.rule->keeps;
       if (!Products::kScales) scale(p, keys * t, factor);
       if (keeps) std::copy(p, p + keys * t, run.before);
-      apply(rules.own, block, seen, nonfinite, p);
-      derive<true, true, true>(rules, j, keys, nullptr, p, ds);
+      apply(rules.own, block, lanes, seen, nonfinite, p);
+      derive<true, true, true>(rules, lanes, j, keys, nullptr, p, ds);
       if (rules.own.rule->modifies)
-        rules.own.rule->backward(rules.own.at(block.first, block.count, t, j, keys),
-                                 keeps ? run.before : nullptr, ds);
+        rules.own.rule->backward(block.at(rules.own, lanes, seen), keeps ? run.before : nullptr, ds);
     } else if (kind == Kind::kMixed)
-      derive<true, true>(rules, j, keys, nonfinite, p, ds);
+      derive<true, true>(rules, lanes, j, keys, nonfinite, p, ds);
     else if (nonfinite || rules.cap != 0 || rules.bias || rules.threshold)
-      derive<false, true>(rules, j, keys, nonfinite, p, ds);
+      derive<false, true>(rules, lanes, j, keys, nonfinite, p, ds);
     else
-      derive<false, false>(rules, j, keys, nonfinite, p, ds);
-    if constexpr (kOfKeys) sums.add_to_keys(keys, p, ds, run.d_k + at * H, run.d_v + at * V);
-    if constexpr (kQuery) sums.add_to_queries(tile, at, keys, ds);
+      derive<false, false>(rules, lanes, j, keys, nonfinite, p, ds);
+    if constexpr (kOfKeys) sums.add_to_keys(keys, lanes, p, ds, run.d_k + at * H, run.d_v + at * V);
+    if constexpr (kQuery) sums.add_to_queries(tile, at, keys, lanes, ds);
   }
 
   // Products q k become weights p after dropout, and products d_out v the cotangent of products
   // q k; that of scores is p (dp - delta), with p before dropout.
   template <bool kMasked, bool kModified, bool kByRule = false>
-  JATTN_APART void derive(const Rules& rules, Index j, Index keys, const T* nonfinite, T* products,
-                          T* d_weights) {
+  JATTN_APART void derive(const Rules& rules, Lanes lanes, Index j, Index keys, const T* nonfinite,
+                          T* products, T* d_weights) {
     T along[kModified ? kQueries + kKeys : 1] = {};  // a tile's diagonals: short sums round less
     for (Index s = 0; s < keys; ++s)
-      for (Index i = 0; i < block.width; i += L) {
-        const Index here = s * block.width + i;
+      for (Index i = lanes.first; i < lanes.end(); i += L) {
+        const Index here = s * lanes.size + i - lanes.first;
         Vector score = load(products + here), dp = load(d_weights + here);
         if constexpr (!kByRule) score *= factor;
         if constexpr (kModified) {
@@ -534,7 +627,7 @@ struct BackwardBlock {
             ds = allowed ? ds : Vector{};
           }
           if (!kByRule && rules.bias) {
-            T* sum = along + i - s + keys - 1;
+            T* sum = along + i - lanes.first - s + keys - 1;
             store(sum, load(sum) + ds);
           }
           if (rules.threshold) p = block.dropped(rules, p, i, j + s);
@@ -543,8 +636,8 @@ struct BackwardBlock {
         store(d_weights + here, ds);
       }
     if (!kModified || kByRule || !rules.bias) return;
-    T* sums = rules.d_bias + block.first - (j + keys - 1) + rules.S - 1;
-    for (Index i = 0; i < block.width + keys - 1; ++i) sums[i] += along[i];
+    T* sums = rules.d_bias + block.first + lanes.first - (j + keys - 1) + rules.S - 1;
+    for (Index i = 0; i < lanes.size + keys - 1; ++i) sums[i] += along[i];
   }
 };
 
@@ -555,14 +648,15 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
               Index until, const Sums<Products>& sums, Index H, Index V, const Bench& bench) {
   for (Index i = first; i < last; i += kQueries) {
     BackwardBlock<Products> one(head, i, std::min(kQueries, last - i), H, V, bench);
-    const Index end = std::min(until, one.block.most_until);
+    const Range& whole = one.block.whole;
+    const Index end = std::min(until, whole.most_until);
     bool there = false;
-    for (Index j = std::max(from, one.block.least_from / kKeys * kKeys); j < end; j += kKeys) {
-      const Keys seen = one.block.seen(head.rules, j, std::min(kKeys, until - j));
+    for (Index j = std::max(from, whole.least_from / kKeys * kKeys); j < end; j += kKeys) {
+      const Keys seen = one.block.seen(head.rules, whole, j, std::min(kKeys, until - j));
       if (seen.kind == Kind::kEmpty) continue;
       if (!there) one.read(head, back);
       there = true;
-      one.template visit<kQuery, kOfKeys>(head, seen, seen.j - from, sums);
+      one.template visit<kQuery, kOfKeys>(head, seen, from, sums);
     }
     if (!kQuery || (!there && from)) continue;
     T* d_query = one.sums.d_query;
@@ -670,7 +764,7 @@ Known& known() {
 // The rule of a call: `map`, then its operands; and the gradients of those that have one.
 struct CallRule {
   const Generated* rule = nullptr;
-  Index chunk = 0;
+  Index row = 0, chunk = 0;
   std::vector<Shared<char>> operands;  // in bytes
   std::vector<char*> gradients;        // [B, N, size] or null
   std::vector<Index> sizes;            // of gradients, in bytes for each head
@@ -683,7 +777,7 @@ struct CallRule {
     if (!rule) return own;
     own.rule = rule;
     own.map = reinterpret_cast<const int8_t*>(operands[0].at(b, n));
-    own.chunk = chunk, own.chunks = (S + chunk - 1) / chunk, own.t = t, own.S = S;
+    own.chunk = chunk, own.chunks = (S + chunk - 1) / chunk, own.row = row, own.t = t, own.S = S;
     for (size_t i = 1; i < operands.size(); ++i) own.operands[i - 1] = operands[i].at(b, n);
     for (size_t i = 0; i < gradients.size(); ++i)
       own.gradients[i] = gradients[i] ? gradients[i] + (b * N + n) * sizes[i] : nullptr;
@@ -924,7 +1018,7 @@ Index bytes_of(const Buffer& x) { return static_cast<Index>(ffi::ByteWidth(x.ele
 
 // The rule of this number, which was added when the program was lowered; 0: none. `differentiated`
 // has a bit for each operand that has a gradient.
-ffi::Error find_rule(int64_t number, int64_t chunk, int64_t differentiated, Call& call,
+ffi::Error find_rule(int64_t number, int64_t row, int64_t chunk, int64_t differentiated, Call& call,
                      ffi::RemainingArgs operands, ffi::RemainingRets* gradients) {
   if (!number) return ffi::Error::Success();
   {
@@ -934,7 +1028,7 @@ ffi::Error find_rule(int64_t number, int64_t chunk, int64_t differentiated, Call
       return {ffi::ErrorCode::kFailedPrecondition, "jattn: this process has not compiled the rule"};
     call.own.rule = &found->second;
   }
-  call.own.chunk = chunk;
+  call.own.row = row, call.own.chunk = chunk;
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto x = operands.get<Buffer>(i);
     if (x.has_error()) return x.error();
@@ -955,10 +1049,11 @@ ffi::Error find_rule(int64_t number, int64_t chunk, int64_t differentiated, Call
 ffi::Error run_forward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
                        Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
                        ffi::RemainingArgs operands, Out out, Out most, Out log_sum, double scale,
-                       double cap, double grown, int64_t threshold, int64_t rule, int64_t chunk) {
+                       double cap, double grown, int64_t threshold, int64_t rule, int64_t row,
+                       int64_t chunk) {
   return reported([&] {
     Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
-    const ffi::Error error = find_rule(rule, chunk, 0, call, operands, nullptr);
+    const ffi::Error error = find_rule(rule, row, chunk, 0, call, operands, nullptr);
     if (!error.success()) return error;
     forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false),
                 most->element_count() > 0);
@@ -971,10 +1066,12 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
                         Buffer d_out, Buffer most, Buffer log_sum, Buffer delta,
                         ffi::RemainingArgs operands, Out d_q, Out d_k, Out d_v, Out d_bias,
                         ffi::RemainingRets gradients, double scale, double cap, double grown,
-                        int64_t threshold, int64_t rule, int64_t chunk, int64_t differentiated) {
+                        int64_t threshold, int64_t rule, int64_t row, int64_t chunk,
+                        int64_t differentiated) {
   return reported([&] {
     Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
-    const ffi::Error error = find_rule(rule, chunk, differentiated, call, operands, &gradients);
+    const ffi::Error error =
+        find_rule(rule, row, chunk, differentiated, call, operands, &gradients);
     if (!error.success()) return error;
     T* sums = static_cast<T*>(d_bias->untyped_data());
     const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
@@ -991,11 +1088,11 @@ ffi::Error run_statistics(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Bu
                           Buffer lse, Buffer q_positions, Buffer kv_positions, Buffer marks,
                           ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
                           Out distance, Out on_keys, Out above, Out received, double scale,
-                          double cap, double grown, int64_t threshold, int64_t rule, int64_t chunk,
-                          double least) {
+                          double cap, double grown, int64_t threshold, int64_t rule, int64_t row,
+                          int64_t chunk, double least) {
   return reported([&] {
     Call call{q, k, v, from, until, q_ids, kv_ids, bias, seeds, scale, cap, grown, threshold};
-    const ffi::Error error = find_rule(rule, chunk, 0, call, operands, nullptr);
+    const ffi::Error error = find_rule(rule, row, chunk, 0, call, operands, nullptr);
     if (!error.success()) return error;
     const Heads<int32_t> places{static_cast<int32_t*>(place->untyped_data()), call.t, call.N, 1};
     statistics_all(pool, call,
@@ -1016,7 +1113,7 @@ ffi::Error run_statistics(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Bu
       .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
 #define JATTN_ATTRIBUTES                                                                  \
   .Attr<double>("scale").Attr<double>("cap").Attr<double>("grown").Attr<int64_t>("threshold") \
-      .Attr<int64_t>("rule").Attr<int64_t>("chunk")
+      .Attr<int64_t>("rule").Attr<int64_t>("row").Attr<int64_t>("chunk")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_forward, run_forward,
                               JATTN_OPERANDS.RemainingArgs().Ret<Buffer>().Ret<Buffer>()

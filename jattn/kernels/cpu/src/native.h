@@ -175,6 +175,12 @@ inline void zero_nonfinite(T* x, Index count, Index width, T* nonfinite) {
   }
 }
 
+// Some queries of a block, which are lanes of vectors.
+struct Lanes {
+  Index first, size;
+  Index end() const { return first + size; }
+};
+
 // How results are written: over what was there, added to it, or past the caches.
 enum class Put { kOver, kAdd, kPast };
 

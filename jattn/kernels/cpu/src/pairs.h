@@ -343,21 +343,24 @@ struct Pairs {
       turn_pairs(rows, count, H_, t_, q_);
     }
 
-    void scores(const Tile& tile, Index at, Index keys, T* to) const {
-      pair_product(keys, t_, H_, tile.k + at * H_, H_, q_, t_, to, t_, false);
+    void scores(const Tile& tile, Index at, Index keys, Lanes lanes, T* to) const {
+      const Pair* q = q_ + lanes.first;
+      pair_product(keys, lanes.size, H_, tile.k + at * H_, H_, q, t_, to, lanes.size, false);
     }
-    void add(const Tile& tile, Index at, Index keys, T* weights, bool fresh, bool exact) {
-      const Index depth = up(keys, kDepth);
+    void clear() { std::fill(sums_, sums_ + V_ * t_, T{0}); }
+    void add(const Tile& tile, Index at, Index keys, Lanes lanes, T* weights, bool fresh, bool exact) {
+      const Index depth = up(keys, kDepth), t = lanes.size;
       // Pairs over what has been read, what is left of them behind.
-      Pair *pairs = reinterpret_cast<Pair*>(weights), *rest = exact ? pairs + depth * t_ : nullptr;
+      Pair *pairs = reinterpret_cast<Pair*>(weights), *rest = exact ? pairs + depth * t : nullptr;
       const Bfloat16* v = tile.transposed + at;
-      pair_rows(weights, keys, t_, pairs, depth, rest);
-      pair_product(V_, t_, depth, v, tile.stride, pairs, t_, sums_, t_, !fresh);
-      if (exact) pair_product(V_, t_, depth, v, tile.stride, rest, t_, sums_, t_, true);
+      T* sums = sums_ + lanes.first;
+      pair_rows(weights, keys, t, pairs, depth, rest);
+      pair_product(V_, t, depth, v, tile.stride, pairs, t, sums, t_, !fresh);
+      if (exact) pair_product(V_, t, depth, v, tile.stride, rest, t, sums, t_, true);
     }
-    void rescale(const T* factors) {
+    void rescale(Lanes lanes, const T* factors) {
       for (Index h = 0; h < V_; ++h)
-        for (Index i = 0; i < t_; i += kLanes)
+        for (Index i = lanes.first; i < lanes.end(); i += kLanes)
           store(sums_ + h * t_ + i, load(sums_ + h * t_ + i) * load(factors + i));
     }
     void settle() { transpose(Rows<const T>{sums_, t_, t_}, V_, V_, out, T{1}); }
@@ -400,28 +403,34 @@ struct Pairs {
       std::fill(sums_, sums_ + own_H_ * t_, T{0});
     }
 
-    void products(const Tile& tile, Index at, Index keys, T* scores, T* d_weights) const {
-      pair_product(keys, t_, H_, tile.k + at * H_, H_, q_, t_, scores, t_, false);
-      pair_product(keys, t_, V_, tile.v + at * V_, V_, d_out_, t_, d_weights, t_, false);
+    void products(const Tile& tile, Index at, Index keys, Lanes lanes, T* scores,
+                  T* d_weights) const {
+      const Pair *q = q_ + lanes.first, *d_out = d_out_ + lanes.first;
+      const Index t = lanes.size;
+      pair_product(keys, t, H_, tile.k + at * H_, H_, q, t_, scores, t, false);
+      pair_product(keys, t, V_, tile.v + at * V_, V_, d_out, t_, d_weights, t, false);
     }
-    void add_to_keys(Index keys, const T* weights, const T* d_scores, T* d_k, T* d_v) {
-      add_to_keys(keys, weights, d_pairs_, V_, d_v, own_V_);
-      add_to_keys(keys, d_scores, q_pairs_, H_, d_k, own_H_);
+    void add_to_keys(Index keys, Lanes lanes, const T* weights, const T* d_scores, T* d_k, T* d_v) {
+      const Index row = lanes.first / 2;
+      add_to_keys(keys, lanes, weights, d_pairs_ + row * V_, V_, d_v, own_V_);
+      add_to_keys(keys, lanes, d_scores, q_pairs_ + row * H_, H_, d_k, own_H_);
     }
-    void add_to_queries(const Tile& tile, Index at, Index keys, const T* d_scores) {
-      const Index depth = up(keys, kDepth);
+    void add_to_queries(const Tile& tile, Index at, Index keys, Lanes lanes, const T* d_scores) {
+      const Index depth = up(keys, kDepth), t = lanes.size;
       const Bfloat16* k = tile.transposed + at;
-      pair_rows(d_scores, keys, t_, pairs_, depth, pairs_rest_);
+      pair_rows(d_scores, keys, t, pairs_, depth, pairs_rest_);
       for (const Pair* part : {pairs_, pairs_rest_})
-        pair_product(own_H_, t_, depth, k, tile.stride, part, t_, sums_, t_, true);
+        pair_product(own_H_, t, depth, k, tile.stride, part, t, sums_ + lanes.first, t_, true);
     }
     void settle() { transpose(Rows<const T>{sums_, t_, t_}, own_H_, own_H_, d_query, T{1}); }
 
    private:
-    void add_to_keys(Index keys, const T* from, const Pair* pairs, Index stride, T* to, Index size) {
-      narrow(from, t_, keys, count_, left_, rows_, left_rest_);
+    void add_to_keys(Index keys, Lanes lanes, const T* from, const Pair* pairs, Index stride, T* to,
+                     Index size) {
+      const Index count = std::min(count_, lanes.end()) - lanes.first, rows = up(lanes.size, kDepth);
+      narrow(from, lanes.size, keys, count, left_, rows, left_rest_);
       for (const Bfloat16* part : {left_, left_rest_})
-        pair_product(keys, size, rows_, part, rows_, pairs, stride, to, size, true);
+        pair_product(keys, size, rows, part, rows, pairs, stride, to, size, true);
     }
 
     Index t_, rows_, own_H_, own_V_, H_, V_, count_;

@@ -54,12 +54,12 @@ struct StatisticsBlock {
   // Adds these keys, which stand from `at` on in the tile. `columns` is room for kKeys vectors.
   void visit(const Head& head, const Asked& asked, const Keys& seen, Index at,
              const typename Products::Tile& tile, T* scores, T* columns, T* received) {
-    sums.scores(tile, at, seen.count, scores);
+    sums.scores(tile, at, seen.count, block.whole.lanes, scores);
     const Rules& rules = head.rules;
     T left = factor;  // for what stands in `scores`
     if (rules.own.changes(seen.kind)) {
       if (!Products::kScales) scale(scores, seen.count * block.width, factor);
-      apply(rules.own, block, seen, nullptr, scores);
+      apply(rules.own, block, block.whole.lanes, seen, nullptr, scores);
       left = 1;
     } else if (seen.kind == Kind::kMixed) {
       modify<true>(rules, seen, scores), left = 1;
@@ -189,14 +189,14 @@ void statistics(const Head& head, const Asked& asked, Index first, Index count, 
   Index from = S, until = 0;
   for (Index i = 0; i < count; i += kQueries) {
     blocks.emplace_back(head, asked, first + i, std::min(kQueries, count - i), H, bench);
-    from = std::min(from, blocks.back().block.least_from);
-    until = std::max(until, blocks.back().block.most_until);
+    from = std::min(from, blocks.back().block.whole.least_from);
+    until = std::max(until, blocks.back().block.whole.most_until);
   }
   for (Index j = from / kKeys * kKeys; j < until; j += kKeys) {
     const Index keys = std::min(kKeys, S - j);
     bool there = false;
     for (OneBlock& one : blocks) {
-      const Keys seen = one.block.seen(head.rules, j, keys);
+      const Keys seen = one.block.seen(head.rules, one.block.whole, j, keys);
       if (seen.kind == Kind::kEmpty) continue;
       if (!there) tile.read(head.k.from(j), head.v.from(j), keys);
       there = true;

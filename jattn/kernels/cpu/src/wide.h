@@ -65,14 +65,18 @@ struct Wide {
       transpose(q, count, width, transposed_, scale);
     }
 
-    void scores(const Tile& tile, Index at, Index keys, T* to) const {
-      product(keys, t_, tile.depth_k, tile.k + at * tile.H, tile.H, 1, transposed_, t_, to, t_, false);
+    void scores(const Tile& tile, Index at, Index keys, Lanes lanes, T* to) const {
+      product(keys, lanes.size, tile.depth_k, tile.k + at * tile.H, tile.H, 1,
+              transposed_ + lanes.first, t_, to, lanes.size, false);
     }
-    void add(const Tile& tile, Index at, Index keys, const T* weights, bool fresh, bool) {
-      product(count_, V_, keys, weights, 1, t_, tile.v + at * V_, V_, out, V_, !fresh);
+    void clear() { std::fill(out, out + t_ * V_, T{0}); }
+    void add(const Tile& tile, Index at, Index keys, Lanes lanes, const T* weights, bool fresh, bool) {
+      const Index count = std::min(count_, lanes.end()) - lanes.first;
+      product(count, V_, keys, weights, 1, lanes.size, tile.v + at * V_, V_, out + lanes.first * V_, V_,
+              !fresh);
     }
-    void rescale(const T* factors) {
-      for (Index i = 0; i < count_; ++i)
+    void rescale(Lanes lanes, const T* factors) {
+      for (Index i = lanes.first; i < std::min(count_, lanes.end()); ++i)
         for (Index h = 0; h < V_; h += kLanes)
           store(out + i * V_ + h, load(out + i * V_ + h) * factors[i]);
     }
@@ -105,21 +109,27 @@ struct Wide {
     }
 
     // q k and d_out v.
-    void products(const Tile& tile, Index at, Index keys, T* scores, T* d_weights) const {
+    void products(const Tile& tile, Index at, Index keys, Lanes lanes, T* scores,
+                  T* d_weights) const {
       const T *k = tile.k + at * H_, *v = tile.v + at * V_;
-      product(keys, t_, tile.depth_k, k, H_, 1, q_transposed_, t_, scores, t_, false);
-      product(keys, t_, tile.depth_v, v, V_, 1, d_transposed_, t_, d_weights, t_, false);
+      const T *q = q_transposed_ + lanes.first, *d_out = d_transposed_ + lanes.first;
+      product(keys, lanes.size, tile.depth_k, k, H_, 1, q, t_, scores, lanes.size, false);
+      product(keys, lanes.size, tile.depth_v, v, V_, 1, d_out, t_, d_weights, lanes.size, false);
     }
-    void add_to_keys(Index keys, const T* weights, const T* d_scores, T* d_k, T* d_v) {
-      product(keys, V_, count_, weights, t_, 1, d_out_, V_, d_v, V_, true);
-      product(keys, H_, count_, d_scores, t_, 1, q_, H_, d_k, H_, true);
+    void add_to_keys(Index keys, Lanes lanes, const T* weights, const T* d_scores, T* d_k, T* d_v) {
+      const Index n = count(lanes), t = lanes.size;
+      product(keys, V_, n, weights, t, 1, d_out_ + lanes.first * V_, V_, d_v, V_, true);
+      product(keys, H_, n, d_scores, t, 1, q_ + lanes.first * H_, H_, d_k, H_, true);
     }
-    void add_to_queries(const Tile& tile, Index at, Index keys, const T* d_scores) {
-      product(count_, H_, keys, d_scores, 1, t_, tile.finite_k + at * H_, H_, d_query, H_, true);
+    void add_to_queries(const Tile& tile, Index at, Index keys, Lanes lanes, const T* d_scores) {
+      product(count(lanes), H_, keys, d_scores, 1, lanes.size, tile.finite_k + at * H_, H_,
+              d_query + lanes.first * H_, H_, true);
     }
     void settle() {}
 
    private:
+    Index count(Lanes lanes) const { return std::min(count_, lanes.end()) - lanes.first; }
+
     Index t_, H_, V_, count_;
     T *q_, *d_out_;                    // [width, H], [width, V]
     T *q_transposed_, *d_transposed_;  // scale q, d_out: [H, width], [V, width]

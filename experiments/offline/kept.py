@@ -1,0 +1,46 @@
+"""Results that were kept, and what is worse now: the cases that compile and what they take."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.ending import UserError
+from experiments.offline.job import COMPILED, Job
+
+
+_MORE = 1.1  # times as much is worse
+_FEW_BYTES = 2**20
+
+
+def read(path: Path, target: str) -> dict[Job, dict[str, Any]]:
+    """The rows of a file by what they are of.
+
+    Raises:
+        UserError: there is no such file, or it holds no rows of the target.
+    """
+    names = ("target", "case", "implementation", "head", "dtype", "pass")
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = {Job(*(row[name] for name in names)): row for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--against: expected an --out of before, got {path}: {error}") from error
+    if {each.target for each in found} != {target}:
+        raise UserError(f"--against: expected rows of {target} in {path}")
+    return found
+
+
+def worse(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """What is worse in a row than it was: each in a few words."""
+    if before["status"] == COMPILED != now["status"]:
+        yield f"compiled before, now {now['status']}: {now['message']}"
+    if before["status"] != COMPILED or now["status"] != COMPILED:
+        return
+    for name in ("temporary_bytes", "bytes_moved"):
+        if (now[name] or 0) > _MORE * (before[name] or 0) + _FEW_BYTES:
+            yield f"{name} {before[name]}, now {now[name]}"
+    kernels = {one["kernel"]: one for one in before.get("kernels", ())}
+    for one in now.get("kernels", ()):
+        old = kernels.get(one["kernel"])
+        if old and one["spill_bytes"] > old["spill_bytes"]:
+            yield f"{one['kernel']} spills {old['spill_bytes']}, now {one['spill_bytes']} bytes"

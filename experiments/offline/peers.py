@@ -1,0 +1,67 @@
+"""JAX's own kernels, called directly: what ours are compared with. They know few cases."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+_CAUSAL = {"full": False, "causal": True, "ungrouped": True}
+
+
+def attend(name: str, case: str) -> Callable[..., Any]:
+    """A function of a call's arrays that gives the output; it raises NotImplementedError where the
+    kernel has not the case, as implementations do."""
+
+    def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        if case not in _CAUSAL:
+            raise NotImplementedError(
+                f"implementation {name!r}: it is only called for {[*_CAUSAL]}"
+            )
+        return PEERS[name](q, k, v, _CAUSAL[case])
+
+    return run
+
+
+def _splash(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """Splash attention with its own masks, on heads before tokens; it takes no scale."""
+    package = "jax.experimental.pallas.ops.tpu.splash_attention"
+    kernel = importlib.import_module(f"{package}.splash_attention_kernel")
+    lazy = importlib.import_module(f"{package}.splash_attention_mask")
+    shape, size = (q.shape[1], k.shape[1]), min(512, q.shape[1])
+    one = (lazy.CausalMask if causal else lazy.FullMask)(shape)
+    call = kernel.make_splash_mha(
+        lazy.MultiHeadMask([one] * q.shape[2]),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=kernel.BlockSizes(*[size] * 8),
+    )
+    heads_first = (jnp.swapaxes(x, 1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
+    return jnp.swapaxes(jax.vmap(call)(*heads_first), 1, 2)
+
+
+def _mgpu(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """FlashAttention-3 in Mosaic, in float16; it takes no scale, and no causal mask with the
+    compilers of CUDA 12.8 and 12.9."""
+    if causal:
+        raise NotImplementedError("implementation 'jax_mgpu': no causal mask with these compilers")
+    mgpu = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    wide = {64: 256, 128: 128, 256: 64}[q.shape[-1]]
+    config = mgpu.TuningConfig(
+        64,
+        wide,
+        2,
+        compute_wgs_bwd=2 if q.shape[-1] < 256 else 1,
+        block_q_dkv=64,
+        block_kv_dkv=64,
+        block_q_dq=64,
+        block_kv_dq=64,
+    )
+    half = (x.astype(jnp.float16) for x in (q, k, v))
+    return mgpu.attention(*half, config).astype(q.dtype)
+
+
+PEERS = {"jax_splash": _splash, "jax_mgpu": _mgpu}
+"""By the name that stands for an implementation's."""

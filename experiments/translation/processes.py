@@ -1,0 +1,200 @@
+"""Several processes that train one model together, each with devices of its own.
+
+Every process makes the same steps, and JAX moves what they have to exchange. Process 0 leads: it
+alone shows how training goes and writes into the run's directory, which all of them read.
+"""
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from experiments.ending import Failure
+from experiments.watching import ADVICE, start_watching
+
+
+_HEARTBEAT = 60  # seconds without a sign of life after which a process counts as lost
+_PATIENCE = 300  # seconds that processes wait for each other at the beginning and at the end
+
+# What JAX says where another process is gone while they exchange something.
+_SIGNS = ("gloo", "nccl", "unavailable", "connection", "deadline", "aborted", "peer")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Makes sure that the options say how processes find each other, or that there is one.
+
+    Raises:
+        ValueError: some are missing, or a number that does not fit.
+    """
+    given = {name: getattr(options, name, None) for name in ("coordinator", "processes", "process")}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if getattr(options, "distributed", False):
+        if len(missing) < len(given):
+            raise ValueError("--distributed: expected neither --coordinator nor its companions")
+        return
+    if len(missing) == len(given):
+        return
+    if missing:
+        raise ValueError(f"expected --coordinator, --processes and --process, not {missing[0]}")
+    host, _, port = options.coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"--coordinator: expected HOST:PORT, got {options.coordinator!r}")
+    if not 0 <= options.process < options.processes:
+        raise ValueError(
+            f"--process: expected 0 <= it < {options.processes}, the number of processes, "
+            f"got {options.process}"
+        )
+
+
+def are_several(options: argparse.Namespace) -> bool:
+    """Whether the options ask for several processes."""
+    by_environment = getattr(options, "distributed", False)
+    return by_environment or getattr(options, "coordinator", None) is not None
+
+
+@contextlib.contextmanager
+def watched(options: argparse.Namespace) -> Iterator[None]:
+    """Around a process that may be one of several: what libraries in C++ write to stdout and stderr
+    goes to a process that watches it; what Python writes stays where it was."""
+    if not are_several(options):
+        yield
+        return
+    with contextlib.ExitStack() as held:
+        pipe = start_watching()
+        for number, redirect in ((1, contextlib.redirect_stdout), (2, contextlib.redirect_stderr)):
+            own = os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="replace")
+            held.enter_context(redirect(own))
+            os.dup2(pipe.fileno(), number)
+            held.callback(os.dup2, own.fileno(), number)
+        held.callback(pipe.close)
+        yield
+
+
+def advise(text: str) -> None:
+    """Says what to tell people should this process end because another one is lost."""
+    if jax.process_count() > 1:
+        os.write(2, ADVICE + text.encode() + b"\n")
+
+
+@contextlib.contextmanager
+def joined(options: argparse.Namespace) -> Iterator[bool]:
+    """Joins the other processes that the options name, if any, and gives whether this one leads.
+
+    Raises:
+        ValueError: they do not find each other, or have different numbers of devices.
+    """
+    if not are_several(options):
+        yield True
+        return
+    where = {}
+    if not options.distributed:
+        where = {
+            "coordinator_address": options.coordinator,
+            "num_processes": options.processes,
+            "process_id": options.process,
+            "cluster_detection_method": "deactivate",
+        }
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends the run
+    try:
+        jax.distributed.initialize(
+            **where,
+            initialization_timeout=_PATIENCE,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            shutdown_timeout_seconds=_PATIENCE,
+        )
+        counts = collections.Counter(device.process_index for device in jax.devices())
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the processes did not find each other: {error}") from error
+    if len(set(counts.values())) > 1:
+        numbers = ", ".join(str(counts[number]) for number in sorted(counts))
+        raise ValueError(f"expected equally many devices in every process, got {numbers}")
+    with contextlib.nullcontext() if leads() else _unheard():
+        yield leads()
+    jax.distributed.shutdown()
+
+
+def leads() -> bool:
+    """Whether this process is the one that shows and writes."""
+    return jax.process_index() == 0
+
+
+def agreed(value: int) -> int:
+    """The number that the leading process has; all have to ask."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def check_alike(what: Mapping[str, Any]) -> None:
+    """Makes sure that all processes were given the same; all have to ask.
+
+    Args:
+        what: things by their names, whose `repr` says all.
+
+    Raises:
+        ValueError: they differ; the message names the first process that does, and in what.
+    """
+    if jax.process_count() == 1:
+        return
+    digests = [hashlib.sha256(repr(thing).encode()).digest()[:8] for thing in what.values()]
+    own = np.frombuffer(b"".join(digests), np.uint32).reshape(len(digests), 2)
+    found = multihost_utils.process_allgather(own)
+    for number, digest in enumerate(found):
+        names = [n for n, same in zip(what, (digest == found[0]).all(axis=1), strict=True) if ~same]
+        if names:
+            raise ValueError(f"process {number} differs from process 0: {', '.join(names)}")
+
+
+@contextlib.contextmanager
+def noticing_losses() -> Iterator[None]:
+    """Around training: an error that another process's end has caused becomes a `Failure`."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        told = str(error)
+        if jax.process_count() == 1 or not any(sign in told.lower() for sign in _SIGNS):
+            raise
+        raise Failure(f"another process of the run was lost ({told.splitlines()[0]})") from None
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a process that has failed, without waiting for others."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+class _NoTerminal(io.TextIOBase):
+    """A stream that is said to be no terminal, so that nothing is drawn on it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """While it lasts, nothing of what is printed is shown but on stderr, and no bar is drawn."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        with (
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(_NoTerminal(sys.stderr)),
+        ):
+            yield

@@ -1,0 +1,41 @@
+"""Products of activations with parameters, in the form whose gradients are fast."""
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array
+
+
+def product(
+    inputs: Array,
+    kernel: Array,
+    dimension_numbers: Any,
+    *,
+    out_sharding: Any = None,
+    **options: Any,
+) -> Array:
+    """`lax.dot_general` of the last axes of `inputs` with the first ones of `kernel`.
+
+    On a CPU it is a product of two matrices. The gradient by the kernel sums over the rows; where
+    those are several axes, XLA transposes the other factor first, which takes longer than the
+    product. Axes that are explicitly shared over devices stay apart.
+    """
+    (contracted, _), (batch, _) = dimension_numbers
+    inner = len(contracted)
+    rows, columns = inputs.shape[: inputs.ndim - inner], kernel.shape[inner:]
+    plain = jax.default_backend() != "cpu" or out_sharding is not None or batch or not rows
+    if plain or _is_shared(inputs) or _is_shared(kernel):
+        options["out_sharding"] = out_sharding
+        return lax.dot_general(inputs, kernel, dimension_numbers, **options)
+    size = math.prod(kernel.shape[:inner])
+    left = inputs.reshape(math.prod(rows), size)
+    right = kernel.reshape(size, math.prod(columns))
+    out = lax.dot_general(left, right, (((1,), (0,)), ((), ())), **options)
+    return out.reshape(*rows, *columns)
+
+
+def _is_shared(x: Array) -> bool:
+    """Whether the type of an array says that it is shared over devices."""
+    return any(axis is not None for axis in jax.typeof(x).sharding.spec)

@@ -1,0 +1,140 @@
+"""`compat.equinox_attention` in Equinox's own modules, against what they compute by themselves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import compat, masks
+
+
+equinox: Any = pytest.importorskip("equinox")
+
+T, S, N, D = 7, 9, 3, 12
+RNG = np.random.default_rng(0)
+X, Y = (RNG.normal(size=(n, D)).astype(np.float32) for n in (T, S))
+MASKS: dict[str, Any] = {
+    "none": None,
+    "two axes": RNG.random((T, S)) < 0.7,
+    "by head": RNG.random((N, T, S)) < 0.7,
+}
+for _mask in MASKS.values():
+    if _mask is not None:
+        _mask[..., 0] = True
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """What Equinox's own functions need."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def layer(**options: Any) -> Any:
+    """A layer of Equinox's, with biases and values of another size."""
+    options = {"use_query_bias": True, "use_output_bias": True, "vo_size": 5, **options}
+    return equinox.nn.MultiheadAttention(N, D, key=jax.random.key(0), **options)
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 2e-5) -> None:
+    """Trees that are equal to rounding."""
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("none", 0.0), ("two axes", 0.4), ("by head", 0.0), ("by head", 0.4)]
+)
+def test_values_and_gradients_with_dropout(name, rate):
+    key = jax.random.key(3)
+
+    def loss(layer: Any, x: Any) -> Any:
+        out = layer(x, Y, Y, MASKS[name], key=key, process_heads=lambda q, k, v: (2 * q, k, v))
+        return jnp.sum(jnp.sin(out)), out
+
+    theirs = layer(dropout_p=rate)
+    found = [
+        equinox.filter_jit(equinox.filter_grad(loss, has_aux=True))(x, jnp.asarray(X))
+        for x in (compat.equinox_attention(theirs), theirs)
+    ]
+    close(*found)
+
+
+def test_the_tree_stays_the_same():
+    theirs = {"a": layer(dropout_p=0.5), "b": [equinox.nn.Linear(2, 2, key=jax.random.key(1)), 3]}
+    ours = compat.equinox_attention(theirs)
+    found, want = ([place for place, _ in jax.tree.leaves_with_path(x)] for x in (ours, theirs))
+    assert found == want
+    assert all(a is b for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True))
+    assert isinstance(ours["a"], equinox.nn.MultiheadAttention)
+    again = jax.tree.structure(compat.equinox_attention(ours))
+    assert again == jax.tree.structure(ours)
+
+
+def test_inference_masks_of_ours_and_mistakes():
+    theirs = layer(dropout_p=0.5)
+    ours = compat.equinox_attention(theirs)
+    both, causal = (ours, theirs), np.tril(np.ones((T, T), bool))
+    close(ours(X, X, X, masks.Causal(), inference=True), theirs(X, X, X, causal, inference=True))
+    rows = jnp.stack([X, 2 * X])
+    close(*(jax.vmap(lambda x, f=f: f(x, x, x, causal, inference=True))(rows) for f in both))
+    with pytest.raises(RuntimeError, match="key: needed for dropout"):
+        ours(X, X, X)
+    with pytest.raises(ValueError, match=r"mask: expected \[T, S\] or \[N, T, S\] = \[3, 7, 9\]"):
+        ours(X, Y, Y, causal, inference=True)
+    dead = np.zeros((T, T), bool)
+    out = ours(X, X, X, dead, inference=True)
+    np.testing.assert_allclose(out, jnp.broadcast_to(theirs.output_proj.bias, out.shape))
+
+
+class _GPT(equinox.Module):
+    """A language model as one writes it in Equinox."""
+
+    tokens: Any
+    places: Any
+    layers: Any
+    out: Any
+
+    def __init__(self, key: Any):
+        a, b, c, d, e = jax.random.split(key, 5)
+        self.tokens, self.places = equinox.nn.Embedding(11, D, key=a), jax.random.normal(b, (16, D))
+        self.layers = [
+            equinox.nn.MultiheadAttention(N, D, dropout_p=0.1, key=key) for key in (c, d)
+        ]
+        self.out = equinox.nn.Linear(D, 11, key=e)
+
+    def __call__(self, ids: Any, key: Any) -> Any:
+        x = jax.vmap(self.tokens)(ids) + self.places
+        causal = jnp.tril(jnp.ones((16, 16), bool))
+        for layer, own in zip(self.layers, jax.random.split(key, 2), strict=True):
+            x = x + layer(x, x, x, causal, key=own)
+        return jax.vmap(self.out)(x)
+
+
+@pytest.mark.slow
+def test_a_gpt_of_equinox_learns_the_same():
+    """Losses of 50 steps of gradient descent, with dropout, agree to rounding."""
+    ids = np.random.default_rng(0).integers(0, 11, (8, 17))
+
+    def losses(model: Any) -> Any:
+        params, rest = equinox.partition(model, equinox.is_inexact_array)
+
+        def loss(params: Any, key: Any) -> Any:
+            model = equinox.combine(params, rest)
+            logits = jax.vmap(model)(ids[:, :16], jax.random.split(key, 8))
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], axis=-1)
+            return -jnp.mean(chosen)
+
+        def step(params: Any, key: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(params, key)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+        keys = jax.random.split(jax.random.key(2), 50)
+        return jax.jit(lambda params: jax.lax.scan(step, params, keys))(params)[1]
+
+    model = _GPT(jax.random.key(0))
+    ours, theirs = losses(compat.equinox_attention(model)), losses(model)
+    assert float(theirs[-1]) < 0.8 * float(theirs[0])
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4)

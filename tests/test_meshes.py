@@ -1,0 +1,107 @@
+"""Training on a mesh of devices: the same numbers as on one, and errors of one line."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.translation import __main__ as cli
+from experiments.translation import meshes, training
+from experiments.translation.checkpoints import Run
+from experiments.translation.meshes import Placement
+from experiments.translation.model import Model
+from experiments.translation.presets import PRESETS
+from tests.test_translation import Bench, as_users_run_it, assert_equal, make_bench
+
+
+assert as_users_run_it
+TINY = PRESETS["tiny"]
+
+
+def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float], training.State]:
+    """The losses of the first steps, and the state after them, which lies as it began."""
+    sizes = meshes.parse_mesh(mesh) if mesh else {"data": 1, "model": 1}
+    placement = Placement.of(sizes, bench.model)
+    step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
+    state = placement.state(bench.first_state())
+    lie = jax.tree.map(lambda array: array.sharding, state)
+    found = []
+    for _, batch in zip(range(steps), bench.batches.from_step(0), strict=False):
+        placed = placement.batch(batch, bench.config.accumulation_steps)
+        state, metrics = step(state, placed)
+        found.append(float(metrics.loss))
+    if mesh:
+        same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y, x.ndim), state, lie)
+        assert jax.tree.all(same)
+    return found, placement.host(state)
+
+
+@pytest.mark.default_tiles
+def test_a_mesh_changes_no_number_but_by_rounding():
+    """With dropout, and rows that the devices cannot share evenly."""
+    own = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32, feed_forward=32))
+    alone, state = losses(own, None)
+    cut, after = losses(own, "data=4,model=2")
+    np.testing.assert_allclose(cut, alone, rtol=2e-5)
+    (_, (before, *_)), (_, (gradients, *_)) = state.opt_state, after.opt_state
+    for name, mean in before.mu.items():
+        np.testing.assert_allclose(gradients.mu[name], mean, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("data=4,modle=2", "expected axes of data, model, got 'modle'; nearest: model"),
+        ("data=4,data=2", "axis 'data' is given twice in 'data=4,data=2'"),
+        ("4x2", "expected AXIS=SIZE,... such as data=4,model=2, got '4x2'"),
+        ("data=0,model=8", "expected AXIS=SIZE,... such as data=4,model=2, got 'data=0,model=8'"),
+        ("data=4", "data=4,model=1 takes 4 devices, but there are 8"),
+        ("data=16,model=2", "data=16,model=2 takes 32 devices, but there are 8"),
+        ("data=2,model=4", "expected a divisor of num_heads=2 for model, got 4"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_one_clear_line(mesh, message, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert cli.main(["train", "--preset", "tiny", "--run", str(run), "--mesh", mesh]) == 2
+    assert capsys.readouterr().err == f"error: --mesh: {message}\n"
+    assert not run.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.default_tiles
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    """From the very numbers that were saved; and on the same mesh it ends as without a pause."""
+    small = ("--preset", "tiny", "--set", "steps=8", "--set", "checkpoint_every=4")
+    whole, paused = (tmp_path / name for name in ("whole", "paused"))
+    train = ("train", "--run", str(whole), *small, "--mesh", "data=4,model=2")
+    assert cli.main(train) == 0
+    shutil.copytree(whole, paused)
+    Run.open(paused)._drop([8])
+    for name, mesh, exact in (
+        ("same", "data=4,model=2", True),
+        ("other", "data=8", False),
+        ("one", None, False),
+    ):
+        directory = tmp_path / name
+        shutil.copytree(paused, directory)
+        given = () if mesh is None else ("--mesh", mesh)
+        assert cli.main(["train", "--run", str(directory), "--resume", *given]) == 0
+        one, other = (
+            json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
+            for run in (whole, directory)
+        )
+        assert one["step"] == other["step"] == 8
+        if exact:
+            assert one["loss"] == other["loss"]
+            assert_equal(final_state(whole), final_state(directory))
+        np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
+
+
+def final_state(directory: Path) -> dict[str, np.ndarray]:
+    run = Run.open(directory)
+    shapes = Model(run.config, len(run.source), len(run.target)).shapes
+    return run.parameters(shapes)[0]

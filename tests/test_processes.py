@@ -1,0 +1,160 @@
+"""Several processes that train together: flags, what each shows, and the end when one is lost."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.translation import __main__ as cli
+from experiments.translation.checkpoints import Run
+from experiments.watching import watch
+from tests.test_translation import as_users_run_it
+
+
+assert as_users_run_it
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--processes 2", "expected --coordinator, --processes and --process, not --coordinator"),
+        (
+            "--coordinator a:1 --process 0",
+            "expected --coordinator, --processes and --process, not --processes",
+        ),
+        (
+            "--coordinator a --processes 2 --process 0",
+            "--coordinator: expected HOST:PORT, got 'a'",
+        ),
+        (
+            "--coordinator a:1 --processes 2 --process 2",
+            "--process: expected 0 <= it < 2, the number of processes, got 2",
+        ),
+        (
+            "--distributed --process 0",
+            "--distributed: expected neither --coordinator nor its companions",
+        ),
+    ],
+)
+def test_processes_that_could_not_find_each_other_are_one_clear_line(options, message, capsys):
+    assert cli.main(["train", *options.split()]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+LOSS = (
+    b"E1123 coordination_service_agent.cc:289] Polled an error from coordination service\n",
+    b"F1123 client.h:80] Terminating process because the JAX distributed service detected fatal "
+    b"errors. This most likely indicates that another task died\n",
+    b"*** Check failure stack trace: ***\n",
+)
+
+
+def seen(*lines: bytes) -> list[bytes]:
+    found: list[bytes] = []
+    watch(lines, found.append)
+    return found
+
+
+def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
+    advice = b"\0go on with: this\n"
+    assert seen(b"[Gloo] Rank 0 is connected\n", b"warning\n", b"more\n") == [
+        b"warning\n",
+        b"more\n",
+    ]
+    told = b"error: another process of the run was lost"
+    assert seen(b"warning\n", *LOSS) == [b"warning\n", told + b"\n"]
+    assert seen(b"\0first\n", advice, *LOSS) == [told + b"; go on with: this\n"]
+    assert seen(LOSS[0], b"bye\n") == [LOSS[0], b"bye\n"]
+
+
+# ---------------------------------------------------------------------------------- two processes
+
+
+def started(devices: int, *arguments: str) -> subprocess.Popen[str]:
+    flags = re.sub(r"device_count=\d+", f"device_count={devices}", os.environ["XLA_FLAGS"])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "experiments.translation", "train", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe)
+
+
+def two(*arguments: str, second: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
+    """Two processes with four devices each; the other one may have further options."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        where = f"localhost:{free.getsockname()[1]}"
+    together = ("--coordinator", where, "--processes", "2", "--process")
+    return [
+        started(4, *arguments, *more, *together, str(number))
+        for number, more in enumerate(((), second))
+    ]
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    """Status, stdout and stderr of each."""
+    told = [process.communicate(timeout=400) for process in processes]
+    return [(p.returncode, *texts) for p, texts in zip(processes, told, strict=True)]
+
+
+def losses(directory: Path) -> list[float]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
+    """And the run goes on from its checkpoint, in one process on another mesh."""
+    whole, halves, killed = (tmp_path / name for name in ("whole", "halves", "killed"))
+    tiny = ("--preset", "tiny", "--mesh", "data=4,model=2", "--run")
+    ((status, _, error),) = ended(started(8, *tiny, str(whole)))
+    assert (status, error) == (0, "")
+    (first, *texts), (second, *silence) = ended(*two(*tiny, str(halves)))
+    assert (first, second) == (0, 0) and texts[1] == "" and silence == ["", ""]
+    assert "trained 12 steps" in texts[0]
+    np.testing.assert_allclose(losses(halves), losses(whole), rtol=1e-5)
+
+    pair = two(*tiny, str(killed), "--set", "steps=5000")
+    wait_for(killed / "digests" / "6.json")
+    pair[1].send_signal(signal.SIGKILL)
+    (status, _, error), _ = ended(*pair)
+    assert status not in (0, 2)
+    assert error.startswith("error: another process of the run was lost")
+    assert error.endswith(f"training goes on with: train --run {killed} --resume\n")
+    assert error.count("\n") == 1
+    run = Run.open(killed)
+    step = run.last_whole_step()
+    assert step is not None and step >= 6
+
+    text = (killed / "config.json").read_text()
+    (killed / "config.json").write_text(text.replace('"steps": 5000', f'"steps": {step + 6}'))
+    ((status, told, error),) = ended(
+        started(4, "--run", str(killed), "--resume", "--mesh", "data=4")
+    )
+    assert (status, error) == (0, "")
+    assert f"goes on from the checkpoint after step {step}" in told
+    assert run.last_whole_step() == step + 6
+
+
+@pytest.mark.slow
+def test_processes_that_were_given_different_things_say_so(tmp_path):
+    given = ("--preset", "tiny", "--run", str(tmp_path / "run"))
+    for status, _, error in ended(*two(*given, second=("--set", "steps=13"))):
+        assert status == 2
+        assert error == "error: process 1 differs from process 0: the configuration\n"
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 300
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} did not come"
+        time.sleep(0.1)
