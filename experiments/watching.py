@@ -16,6 +16,7 @@ from typing import BinaryIO
 ADVICE = b"\0"  # begins a line that is not to be shown, but to be added where a process is lost
 _CHATTER = (b"[Gloo] Rank",)
 _OF_LOSSES = b"coordination_service"
+_JOINING = b"RegisterTask"
 _LOST = b"Terminating process because the JAX distributed service detected fatal errors"
 
 
@@ -32,20 +33,21 @@ def start_watching() -> BinaryIO:
 
 def watch(lines: Iterable[bytes], write: Callable[[bytes], object]) -> None:
     """Passes lines on, but for what can only be judged at the end: whether a process was lost."""
-    advice, held, lost = b"", list[bytes](), False
+    advice, held = b"", list[bytes]()
     for line in lines:
         if line.startswith(ADVICE):
             advice = b"; " + line.removeprefix(ADVICE).strip()
-        elif _OF_LOSSES in line or held:
+        elif _OF_LOSSES in line or _LOST in line or held:
             held.append(line)
-            lost = lost or _LOST in line
         elif not line.startswith(_CHATTER):
             write(line)
-    if lost:
-        write(b"error: another process of the run was lost" + advice + b"\n")
+    told = b"".join(held)
+    if _LOST not in told:
+        write(told)
+    elif _JOINING in told:
+        write(b"error: the processes did not find each other in time\n")
     else:
-        for line in held:
-            write(line)
+        write(b"error: another process of the run was lost" + advice + b"\n")
 
 
 def _write(line: bytes) -> None:

@@ -6,7 +6,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 
@@ -67,37 +67,101 @@ ADVICE: dict[str, str] = {
 }
 
 
-def advised(function: _F) -> _F:
-    """The same function, whose TypeError about an argument that it has not says what to write."""
+_MADE = "dropout_rate=... where the layer is made, and deterministic=True to switch it off"
+_RNGS = "rngs=nnx.Rngs(0)"
+
+LAYER_ADVICE: dict[str, str] = ADVICE | {
+    "inputs_kv": "inputs_k=inputs_kv",
+    "query": "inputs_q=query",
+    "key": "inputs_k=key",
+    "value": "inputs_v=value",
+    "q": "inputs_q=q",
+    "k": "inputs_k=k",
+    "v": "inputs_v=v",
+    "q_positions": "positions=q_positions",
+    "decode": "cache=layer.empty_cache(batch, length): a call with it returns (out, cache)",
+    "dropout_rng": "rngs=nnx.Rngs(dropout=dropout_rng)",
+    **dict.fromkeys(("dropout", "dropout_p", "dropout_rate"), _MADE),
+    "training": "deterministic=not training",
+    "train": "deterministic=not train",
+    "inference": "deterministic=inference",
+    "sow_weights": "nn.capture_weights(layer, x), which calls it",
+    "need_weights": "nn.capture_weights(layer, x), which calls it",
+    "return_weights": "nn.capture_weights(layer, x), which calls it",
+    "output_attentions": "nn.capture_weights(layer, x), which calls it",
+}
+"""In calls of attention layers."""
+
+CONSTRUCTOR_ADVICE: dict[str, str] = {
+    "is_causal": _CAUSAL,
+    "causal": _CAUSAL,
+    "embed_dim": "in_features=embed_dim",
+    "hidden_size": "in_features=hidden_size",
+    "d_model": "in_features=d_model",
+    "features": "in_features=features",
+    "kdim": "in_kv_features=kdim",
+    "vdim": "in_kv_features=vdim, of keys and values alike",
+    "heads": "num_heads=heads",
+    "nhead": "num_heads=nhead",
+    "n_heads": "num_heads=n_heads",
+    "num_key_value_heads": "num_kv_heads=num_key_value_heads",
+    "dropout": "dropout_rate=dropout",
+    "dropout_p": "dropout_rate=dropout_p",
+    "bias": "use_bias=bias",
+    "batch_first": "nothing: inputs are [*B, T, D]",
+    "attention_fn": "implementation=..., the name of a kernel, or nothing",
+    "window_size": _WINDOW,
+    "sliding_window": _WINDOW,
+    "rope": "rotary=True",
+    "softcap": _CAP,
+    "key": _RNGS,
+    "seed": _RNGS,
+}
+"""In making attention layers."""
+
+
+def advised_by(advice: Mapping[str, str]) -> Callable[[_F], _F]:
+    """A decorator for functions and methods, by this table; see `advised`."""
+    return functools.partial(_advised, advice)
+
+
+def _advised(advice: Mapping[str, str], function: _F) -> _F:
     parameters = inspect.signature(function).parameters
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     places = [name for name, x in parameters.items() if x.kind in kinds]
+    of_object = int(places[:1] == ["self"])
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         unknown = named.keys() - parameters.keys()
         if unknown:
-            name = min(unknown, key=lambda name: (name not in ADVICE, name))
+            name = min(unknown, key=lambda name: (name not in advice, name))
             raise TypeError(
-                f"{function.__name__}: no argument {name!r}; {_instead(name, parameters)}"
+                f"{function.__qualname__}: no argument {name!r}; "
+                f"{_instead(name, [*parameters][of_object:], advice)}"
             )
         if len(arguments) > len(places):
             raise TypeError(
-                f"{function.__name__}: expected {', '.join(places)} by place, got "
-                f"{len(arguments)} arguments; name the others, as in mask=mask"
+                f"{function.__qualname__}: expected {', '.join(places[of_object:])} by place, got "
+                f"{len(arguments) - of_object} arguments; name the others, as in mask=mask"
             )
         return function(*arguments, **named)
 
     return call  # pyright: ignore[reportReturnType]
 
 
-def _instead(name: str, parameters: Any) -> str:
+def advised(function: _F) -> _F:
+    """The same function, whose TypeError about an argument that it has not says what to write."""
+    return _advised(ADVICE, function)
+
+
+def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str:
     """What to write in its place."""
-    if name in ADVICE:
-        return f"write {ADVICE[name]}"
-    near = difflib.get_close_matches(name, [*parameters, *ADVICE], n=1)
+    if name in advice:
+        return f"write {advice[name]}"
+    near = difflib.get_close_matches(name, [*parameters, *advice], n=1)
     if near and near[0] in parameters:
         return f"did you mean {near[0]!r}?"
     if near:
-        return f"for {near[0]!r} write {ADVICE[near[0]]}"
+        return f"for {near[0]!r} write {advice[near[0]]}"
     return f"there are {', '.join(parameters)}"

@@ -268,7 +268,7 @@ class Mask:
         )
 
 
-MaskLike = Mask | AnyArray | Callable[..., Any] | None
+MaskLike = Callable[[Any, Any, Any, Any], Any] | Mask | AnyArray | None
 """What `mask` takes: see `as_mask`."""
 
 

@@ -27,7 +27,7 @@ from jattn._pytree import (
     pytree_dataclass,
     static_field,
 )
-from jattn._types import Scores
+from jattn._types import Scores, accumulation
 from jattn.checks import (
     check_array,
     check_flag,
@@ -64,6 +64,11 @@ class ScoreFunction:
         """`[t, s] -> [t, s]`, arrays selected for (b, h) and cut to the spans `rows`, `columns`."""
         raise NotImplementedError
 
+    def per(self, unit: float) -> "ScoreFunction | None":
+        """The same function of scores that are counted in a unit, a positive number: of
+        score / unit it makes its value / unit. None for one that has no such form."""
+        return None
+
     def __rshift__(self, other: Any) -> "ScoreFunction":
         if not (isinstance(other, ScoreFunction) or _is_function(other)):
             return NotImplemented
@@ -90,6 +95,10 @@ class Then(ScoreFunction):
         between = self.first.evaluate(score, b, h, rows, columns)
         return self.second.evaluate(between, b, h, rows, columns)
 
+    def per(self, unit):
+        first, second = self.first.per(unit), self.second.per(unit)
+        return None if first is None or second is None else Then(first, second)
+
 
 def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
     """The score functions of a chain, first applied first."""
@@ -98,7 +107,7 @@ def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
     return [] if score is None else [score]
 
 
-ScoreLike = ScoreFunction | Callable[..., Any] | None
+ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | None
 """What `score` takes: see `as_score`."""
 
 
@@ -130,6 +139,13 @@ def _like(value: Any, score: Scores) -> Any:
     return number(value) if is_static(value) else value.astype(score.dtype)
 
 
+def _divided(value: Any, unit: float) -> Any:
+    """A parameter divided by a number, in the dtype of sums."""
+    if is_static(value):
+        return float(number(value)) / unit
+    return value.astype(accumulation(value.dtype)) / unit
+
+
 @pytree_dataclass
 class SoftCap(ScoreFunction):
     """cap × tanh(score / cap): keeps scores within ±cap (Gemma 2, 2024).
@@ -155,6 +171,10 @@ class SoftCap(ScoreFunction):
                 return score
             cap = max(cap, float(limits.tiny))
         return cap * jnp.tanh(score / cap)
+
+    def per(self, unit):
+        cap = _divided(self.cap, unit)
+        return None if is_static(cap) and not 0 < cap < math.inf else SoftCap(cap)
 
 
 @pytree_dataclass
@@ -193,9 +213,9 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
 def apart(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
     """|q − kv| of the positions of two spans."""
     q, kv = rows.positions[:, None], columns.positions[None, :]
-    distance = jnp.maximum(q, kv) - jnp.minimum(q, kv)
     if rows.consecutive and columns.consecutive:
-        return distance.astype(dtype)
+        return jnp.abs((q - kv).astype(dtype))
+    distance = jnp.maximum(q, kv) - jnp.minimum(q, kv)
     # Positions have 32 bits, their distance has 33: the highest is what makes it negative.
     lost = jnp.where(distance < 0, jnp.asarray(2.0**32, dtype), 0)
     return distance.astype(dtype) + lost
@@ -216,6 +236,9 @@ class Alibi(ScoreFunction):
 
     def evaluate(self, score, b, h, rows, columns):
         return score - _like(self.slopes, score) * apart(rows, columns, score.dtype)
+
+    def per(self, unit):
+        return Alibi(_divided(self.slopes, unit))
 
 
 def relative_bucket(

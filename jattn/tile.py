@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jattn._pytree import axis_names, is_static, number
+from jattn._pytree import array_field, axis_names, is_static, number, pytree_dataclass
 from jattn._types import Indices, Scores, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
-from jattn.spec import Spec, has_mask, parameter_letters, parameters
+from jattn.spec import Shapes, Spec, has_mask, parameter_letters, parameters
 
 
 def finite(x: Array) -> Array:
@@ -203,10 +203,53 @@ def keep(
     A hash of (key, b, h, query place, key place), so that the decision about a weight is the same
     however attention is tiled, mapped or sharded, and in forward and backward.
     """
-    by_row = _mix(seed(key, b, h) ^ _mix(jnp.asarray(q_places).astype(jnp.uint32)))
-    by_column = _mix(jnp.asarray(kv_places).astype(jnp.uint32) + np.uint32(0x85EBCA6B))
-    bits = _mix(by_row[:, None] + by_column[None, :])
-    return bits >= np.uint32(threshold(rate))
+    return _kept(rate, _row_hash(key, b, h, q_places), _column_hash(kv_places))
+
+
+def _row_hash(key: Any, b: Any, h: Any, places: Indices) -> UInt32[Array, " t"]:
+    return _mix(seed(key, b, h) ^ _mix(jnp.asarray(places).astype(jnp.uint32)))
+
+
+def _column_hash(places: Indices) -> UInt32[Array, " s"]:
+    return _mix(jnp.asarray(places).astype(jnp.uint32) + np.uint32(0x85EBCA6B))
+
+
+def _kept(
+    rate: float, rows: UInt32[Array, " t"], columns: UInt32[Array, " s"]
+) -> Bool[Array, "t s"]:
+    """Whether `_mix` of the sum of two hashes is at least the threshold.
+
+    The last step of `_mix` changes the lower half of x to its exclusive or with the upper half. The
+    lower half only counts where the upper one is that of the threshold, which is a constant.
+    """
+    x, least = rows[:, None] + columns[None, :], threshold(rate)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return (x ^ np.uint32(least >> 16)) >= np.uint32(least)
+
+
+@pytree_dataclass
+class Hashes:
+    """In place of a spec's dropout key: what `keep` mixes, computed once for all tiles."""
+
+    rows: Any = array_field("*B N T")
+    columns: Any = array_field("S")
+
+
+def hashed(spec: Spec, shapes: Shapes) -> Spec:
+    """The spec of one flat batch axis with `Hashes` in place of its dropout key, if it has one."""
+    if spec.dropout_rate == 0:
+        return spec
+    rows, columns = (span(size, None) for size in (shapes.T, shapes.S))
+
+    def row_hash(b: Any, h: Any) -> Array:
+        at = _places(spec, b, h, rows, columns)
+        return _row_hash(spec.dropout_key, *at[:3])
+
+    each = jax.vmap(jax.vmap(row_hash, (None, 0)), (0, None))
+    of_rows = each(*(jnp.arange(size, dtype=jnp.int32) for size in (shapes.B, shapes.N)))
+    of_columns = _column_hash(_places(spec, 0, 0, rows, columns)[3])
+    return dataclasses.replace(spec, dropout_key=Hashes(of_rows, of_columns), origin=None)
 
 
 def drop(
@@ -215,9 +258,16 @@ def drop(
     """Dropout on weights: the kept ones scaled by 1 / (1 − rate), the others 0."""
     if spec.dropout_rate == 0:
         return weights
-    places = _places(spec, b, h, rows, columns)
-    kept = keep(spec.dropout_key, spec.dropout_rate, *places)
+    kept = keeps(spec, b, h, rows, columns)
     return weights * jnp.where(kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
+
+
+def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, "t s"]:
+    """Which weights the dropout of a spec keeps."""
+    key, rate = spec.dropout_key, spec.dropout_rate
+    if isinstance(key, Hashes):
+        return _kept(rate, key.rows, key.columns)
+    return keep(key, rate, *_places(spec, b, h, rows, columns))
 
 
 def _places(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Any, Any]:

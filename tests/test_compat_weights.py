@@ -44,6 +44,58 @@ def test_flax_attention_is_taken_as_it_stands():
     ours = nn.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
     nnx.update(ours, nnx.to_pure_dict(nnx.state(theirs, nnx.Param)))
     np.testing.assert_allclose(ours(jnp.asarray(X)), theirs(jnp.asarray(X)), atol=1e-5)
+    back = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(2))
+    nnx.update(back, nnx.to_pure_dict(nnx.state(ours, nnx.Param)))
+    np.testing.assert_array_equal(back(jnp.asarray(X)), theirs(jnp.asarray(X)))
+
+
+def torch_transformer(**options: Any) -> Any:
+    """A small one of PyTorch's, with parameters of which none are 0 or 1."""
+    torch: Any = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    layers = {"num_encoder_layers": 2, "num_decoder_layers": 1}
+    theirs = torch.nn.Transformer(D, N, **layers, dim_feedforward=17, batch_first=True, **options)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return theirs.eval()
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize(("norm", "bias"), [("post", True), ("pre", True), ("post", False)])
+def test_torch_transformer_there_and_back(norm, bias):
+    theirs = torch_transformer(norm_first=norm == "pre", bias=bias)
+    torch: Any = pytest.importorskip("torch")
+    later = torch.nn.Transformer.generate_square_subsequent_mask(T)
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(Y), torch.from_numpy(X), tgt_mask=later, tgt_is_causal=True)
+    state = {name: x.numpy() for name, x in theirs.state_dict().items()}
+    found = compat.transformer_from_torch(state, N)
+    options: Any = {"norm": norm, "final_norm": True, "norm_epsilon": 1e-5, "use_bias": bias}
+    sizes: Any = {"features": D, "num_heads": N, "feed_forward": 17}
+    depth: Any = {"encoder_layers": 2, "decoder_layers": 1}
+    ours = nn.Transformer(5, 5, **sizes, **depth, **options, rngs=nnx.Rngs(0))
+    nnx.update(ours, found)
+    run: Any = {"deterministic": True}
+    memory = ours.encoder(jnp.asarray(Y), **run)
+    np.testing.assert_allclose(ours.decoder(jnp.asarray(X), memory, **run), want, atol=2e-5)
+    back = compat.transformer_to_torch(nnx.to_pure_dict(nnx.state(ours, nnx.Param)))
+    assert set(back) == set(state)
+    for name, x in back.items():
+        np.testing.assert_array_equal(x, state[name])
+    theirs.load_state_dict({name: torch.from_numpy(x.copy()) for name, x in back.items()})
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_mistakes_in_torch_transformers_raise():
+    state = {name: x.numpy() for name, x in torch_transformer().state_dict().items()}
+    with pytest.raises(ValueError, match=r"state: expected encoder\.layers\.0\.linear1\.weight"):
+        compat.transformer_from_torch(
+            {name: x for name, x in state.items() if name != "encoder.layers.0.linear1.weight"}, N
+        )
+    with pytest.raises(ValueError, match=r"state: encoder\.extra has no counterpart"):
+        compat.transformer_from_torch({**state, "encoder.extra": np.ones(1)}, N)
+    with pytest.raises(ValueError, match=r"state: expected names that begin with encoder\. or"):
+        compat.transformer_from_torch({"weight": np.ones(1)}, N)
 
 
 def test_mistakes_raise():

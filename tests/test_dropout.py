@@ -226,6 +226,15 @@ def test_every_word_of_the_key_counts():
         assert abs(changed.mean() - 0.5) < 5 * 0.5 / 32
 
 
+@pytest.mark.parametrize("rate", [1e-9, 0.1, 0.5, 0.999])
+def test_decisions_are_those_of_the_whole_hash(rate):
+    """Half a million hashes have the upper half of the threshold 8 times each."""
+    rng, (rows, columns) = np.random.default_rng(0), (1024, 2048)
+    words = [jnp.asarray(rng.integers(0, 2**32, size, np.uint32)) for size in (rows, columns)]
+    whole = tile._mix(words[0][:, None] + words[1][None, :]) >= np.uint32(tile.threshold(rate))
+    np.testing.assert_array_equal(tile._kept(rate, *words), whole)
+
+
 def test_the_decisions_are_pinned():
     """What a model was trained with does not change from one version to the next."""
     kept = decisions(0.5, 2, 2, 4, 8, jnp.array([0, 42], jnp.uint32))

@@ -1,5 +1,6 @@
 """What `explain` tells beside reasons: tiles, operations, advice, and how it is shown."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jattn
 from jattn import masks
 from jattn.explanation import Explanation
 from jattn.masks import Predicate
+from tests.conftest import quick_jit
 
 
 T, N, H = 512, 4, 64
@@ -28,6 +30,16 @@ def test_tiles_are_counted():
     assert explained(None).tiles == (128, 0, 0, 1)
     ids = np.repeat(np.arange(4), 128)
     assert explained(masks.Segments(ids)).tiles == (128, 12 / 16, 0, 4 / 16)
+
+
+@pytest.mark.parametrize("sizes", [(2, 96, 160, 4, 2, 24, 40), (1, 64, 64, 8, 8, 64, 64)])
+def test_flops_are_those_that_the_compiler_counts(sizes):
+    """In the formula's program, where the softmax adds a few for each pair."""
+    B, T, S, N, K, H, V = sizes
+    q, k, v = (jnp.zeros(x) for x in ((B, T, N, H), (B, S, K, H), (B, S, K, V)))
+    call = functools.partial(jattn.attention, implementation="reference")
+    counted = quick_jit(call).lower(q, k, v).compile().cost_analysis()["flops"]
+    assert 1 <= counted / jattn.explain(q, k, v).flops < 1.2
 
 
 def test_heads_that_differ_are_averaged():

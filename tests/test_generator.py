@@ -136,6 +136,29 @@ def test_it_is_what_the_function_says(name, dtype):
 
 
 @pytest.mark.default_tiles
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_of_another_width_than_the_scores(dtype):
+    """Floats and integers of 64 bits with scores of 32, and floats of 32 with scores of 64: within
+    functions, as what they read, and as parameters that are learned."""
+    other = jnp.float64 if dtype == "float32" else jnp.float32
+    words = jnp.asarray(RNG.integers(-(2**60), 2**60, 64), jnp.int64)
+    mask = Predicate(
+        lambda b, h, q, kv: (words[(q * kv) % 64] // 3 + words[q % 64] > kv) | (q == 3)
+    )
+
+    def bend(s: Any, b: Any, h: Any, q: Any, kv: Any, slopes: Any, table: Any) -> Any:
+        wide = jnp.tanh(s.astype(other) * slopes[h]) * slopes[kv % N]
+        return s + wide + table[h, (q * 5 + kv) % 64] / 3 * (q % 7) + 0.001 * (q * kv % 11)
+
+    score = Score(bend, SLOPES.astype(other), TABLE.astype(other))
+    given = drawn(dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        got, want = (everything(mask, score, name, given) for name in ("native", "reference"))
+    assert [x.dtype for x in got[-2:]] == [other] * 2
+    assert_close(got, want, 2e-5)
+
+
+@pytest.mark.default_tiles
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_poison_reaches_nobody(poison):
     mask = Predicate(lambda b, h, q, kv: (q >= kv) & (kv != 7) & (q != 9))
@@ -322,7 +345,6 @@ def check_functions(functions: list[Any]) -> None:
             except NotImplementedError:
                 continue
             operands = [np.asarray(y) for y in generator.arrays(spec, shapes, np.dtype("float64"))]
-            operands = [y if y.dtype == np.float64 else y.astype(np.int64) for y in operands]
             texts.append(rule.text)
             want.append(
                 (rule, operands, np.asarray(true), np.asarray(pull(jnp.asarray(cotangent))[0]))
@@ -375,6 +397,46 @@ FUNCTIONS = {
     "exp2": (jnp.exp2, np.exp2),
     "sin": (jnp.sin, np.sin),
 }
+
+
+INTEGERS = {
+    "sums": lambda x, y: x * y - x + -y,
+    "quotients": lambda x, y: jax.lax.div(x, y) + jax.lax.rem(x, y),
+    "floor": lambda x, y: x // y + x % y,
+    "shifts": lambda x, y: (x << (abs(y) % 70)) + (x >> 5) + jax.lax.shift_right_logical(x, y % 9),
+    "bits": lambda x, y: (x & y) ^ (~x | y),
+    "chosen": lambda x, y: jnp.where(x < y, jnp.maximum(x, -y), jnp.clip(y, -(2**40), 2**40)),
+    "signs": lambda x, y: abs(x) * jnp.sign(y) + (x.astype(jnp.float32) * 3e10).astype(jnp.int64),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_integers_of_64_bits(dtype):
+    """As NumPy's, whatever width the scores have."""
+    shapes = Shapes((1,), 32, 40, 1, 1, 4, 4, jnp.dtype(dtype))
+
+    def of_places(f: Any, q: Any, kv: Any) -> Any:
+        wide = q.astype(jnp.int64), kv.astype(jnp.int64)
+        x, y = wide[0] * 123456789012 - wide[1], wide[1] * 98765432101 - wide[0] * 2**36
+        return (f(x, y) % 100003).astype(dtype)
+
+    texts, operands = [], []
+    for f in INTEGERS.values():
+        score = Score(lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv))
+        spec = prepare(make_spec(shapes, score=score), shapes)
+        texts.append(generator.rule_of(spec, np.dtype(dtype), gradients=False).text)
+        operands.append([np.asarray(x) for x in generator.arrays(spec, shapes, np.dtype(dtype))])
+    found = compiled(texts, dtype)
+    q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
+    for n, (name, f) in enumerate(INTEGERS.items()):
+        got = np.zeros((40, 32), dtype)
+        pointers = (ctypes.c_void_p * 40)(*(x.ctypes.data for x in operands[n]))
+        place = _Place(0, 32, 32, 0, 40, 32, 40, pointers, pointers)
+        getattr(found, f"forward_{n}")(
+            ctypes.byref(place), ctypes.c_void_p(got.ctypes.data), ctypes.c_bool(False)
+        )
+        want = of_places(f, q[None, :], kv[:, None])
+        np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 def test_functions_of_float32():

@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
+from jattn.kernels.gpu import hopper as hopper_kernel
 from jattn.kernels.gpu import mosaic_interpreter
+from jattn.spec import Shapes, Spec, Tiling, prepare
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
@@ -175,6 +177,22 @@ def test_the_tile_map_decides():
     assert_same(lied, forward(call, (q, k[:, :128], v[:, :128])))
 
 
+def test_weights_of_the_backward_pass_sum_to_one_at_large_logits():
+    """Logits of a million that differ by a few units: maximum and log of the total in one number
+    have an error of 4 %."""
+    q = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
+    steps = RNG.integers(-2, 3, (1, 128, 1, 64))
+    steps[..., 0] = 2**20
+    k = jnp.asarray(steps, jnp.bfloat16)
+
+    def total(v: Any) -> Any:
+        out = jattn.attention(q, k, v, implementation="hopper", mask=masks.Causal(), scale=1.0)
+        return jnp.sum(out, dtype=jnp.float32)
+
+    d_value = quick_jit(jax.grad(total))(jnp.ones((1, 128, 1, 64), jnp.bfloat16))
+    np.testing.assert_allclose(np.sum(d_value.astype(np.float32), axis=1), 128, rtol=4e-3)
+
+
 def test_nan_reaches_who_attends_to_it():
     call = CALLS["full"]
     q, k, v, *_ = operands(call)
@@ -304,6 +322,29 @@ def test_no_reason():
     assert reason(H=256, score=scores.SoftCap(2.0), mask=masks.Causal() | masks.Global(2)) is None
 
 
+def example(score: Any, **rules: Any) -> Any:
+    """The scale, and whether approximate instructions will do, of a small call."""
+    shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
+    spec = prepare(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
+    problem = hopper_kernel._Problem.of(spec, shapes, Tiling(128, 128), True)
+    return problem.scale, problem.approximate
+
+
+def test_what_may_be_approximate():
+    """Score functions of positions may not, and a soft cap where float32's precision is asked."""
+    waves = scores.Score(lambda s, b, h, q, kv: s + jnp.sin(jnp.asarray(q - kv, s.dtype)))
+    assert example(scores.SoftCap(30.0))[1]
+    assert not example(scores.SoftCap(30.0), precision="highest")[1]
+    assert example(scores.Alibi([0.5]), precision="highest")[1]
+    assert not example(waves)[1]
+
+
+def test_scores_are_counted_in_products_where_functions_can():
+    assert example(None)[0] == (1.0, 0.125)
+    assert example(scores.Alibi([0.5]))[0] == (1.0, 0.125)
+    assert example(scores.Score(lambda s, b, h, q, kv: s * s))[0] == (0.125, 1.0)
+
+
 # --- functions in registers ---------------------------------------------------------------------
 
 
@@ -314,7 +355,7 @@ def test_arrays_in_registers_lack_axes_of_size_one(transposed):
     def function(row: Any, column: Any, tile: Any, one: Any) -> Any:
         near = jnp.abs(row[:, None] - column[None, :]) <= 2 + one
         chosen = jnp.where(near, tile * row[:, None], -column[None, :])
-        return chosen, jnp.max(chosen, axis=-1), jnp.sum(chosen, axis=0)
+        return chosen / (2 + one[0, 0]), jnp.max(chosen, axis=-1), jnp.sum(chosen, axis=0)
 
     row, column = jnp.arange(4.0), jnp.arange(6.0)
     tile, one = jnp.asarray(RNG.normal(size=(4, 6))), jnp.ones((1, 1))

@@ -24,8 +24,7 @@ TINY = PRESETS["tiny"]
 
 def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float], training.State]:
     """The losses of the first steps, and the state after them, which lies as it began."""
-    sizes = meshes.parse_mesh(mesh) if mesh else {"data": 1, "model": 1}
-    placement = Placement.of(sizes, bench.model)
+    placement = Placement.of(meshes.parse_mesh(mesh or "data=1"), bench.model)
     step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
     state = placement.state(bench.first_state())
     lie = jax.tree.map(lambda array: array.sharding, state)
@@ -41,11 +40,14 @@ def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float],
 
 
 @pytest.mark.default_tiles
-def test_a_mesh_changes_no_number_but_by_rounding():
+@pytest.mark.parametrize(
+    "mesh", ["data=2,model=2,context=2", pytest.param("data=4,model=2", marks=pytest.mark.slow)]
+)
+def test_a_mesh_changes_no_number_but_by_rounding(mesh):
     """With dropout, and rows that the devices cannot share evenly."""
     own = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32, feed_forward=32))
     alone, state = losses(own, None)
-    cut, after = losses(own, "data=4,model=2")
+    cut, after = losses(own, mesh)
     np.testing.assert_allclose(cut, alone, rtol=2e-5)
     (_, (before, *_)), (_, (gradients, *_)) = state.opt_state, after.opt_state
     for name, mean in before.mu.items():
@@ -55,12 +57,12 @@ def test_a_mesh_changes_no_number_but_by_rounding():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("data=4,modle=2", "expected axes of data, model, got 'modle'; nearest: model"),
+        ("data=4,modle=2", "expected axes of data, model, context, got 'modle'; nearest: model"),
         ("data=4,data=2", "axis 'data' is given twice in 'data=4,data=2'"),
         ("4x2", "expected AXIS=SIZE,... such as data=4,model=2, got '4x2'"),
         ("data=0,model=8", "expected AXIS=SIZE,... such as data=4,model=2, got 'data=0,model=8'"),
-        ("data=4", "data=4,model=1 takes 4 devices, but there are 8"),
-        ("data=16,model=2", "data=16,model=2 takes 32 devices, but there are 8"),
+        ("data=4", "data=4,model=1,context=1 takes 4 devices, but there are 8"),
+        ("context=16,model=2", "data=1,model=2,context=16 takes 32 devices, but there are 8"),
         ("data=2,model=4", "expected a divisor of num_heads=2 for model, got 4"),
     ],
 )

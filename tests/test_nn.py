@@ -1161,3 +1161,34 @@ def test_transformer_errors(unchecked):
         transformer(positions="relative")
     with pytest.raises(TypeError, match="no_such_option"):
         transformer(no_such_option=1)
+
+
+WRITTEN = {
+    "is_causal": (True, r"write mask=masks\.Causal\(\)"),
+    "causal": (True, r"write mask=masks\.Causal\(\)"),
+    "attn_mask": (None, "write mask=array if it is boolean"),
+    "decode": (True, r"write cache=layer\.empty_cache"),
+    "dropout_rng": (None, r"write rngs=nnx\.Rngs\(dropout=dropout_rng\)"),
+    "sow_weights": (True, r"write nn\.capture_weights"),
+    "query": (None, "write inputs_q=query"),
+    "positionz": (None, "did you mean 'positions'"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_arguments_of_other_layers_are_answered_with_the_line_to_write(name):
+    layer: Any = nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))
+    value, message = WRITTEN[name]
+    with pytest.raises(TypeError, match=f"MultiHeadAttention.__call__: no argument .*{message}"):
+        layer(jnp.ones((1, 3, 8)), **{name: value})
+
+
+def test_making_layers_is_answered_with_the_line_to_write():
+    make: Any = nn.MultiHeadAttention
+    with pytest.raises(TypeError, match="__init__: no argument 'embed_dim'; write in_features="):
+        make(num_heads=2, embed_dim=8, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="no argument 'dropout'; write dropout_rate=dropout"):
+        make(2, 8, dropout=0.1, rngs=nnx.Rngs(0))
+    x = jnp.ones((1, 3, 8))
+    with pytest.raises(TypeError, match="expected inputs_q, inputs_k, inputs_v by place, got 4"):
+        make(2, 8, rngs=nnx.Rngs(0))(x, x, x, None)

@@ -509,6 +509,33 @@ def test_every_case_of_the_table_compiles(target, implementation, dtypes, name):
             raise
 
 
+# Instructions of the loop over tiles that need no mask, of the forward kernel, of that for queries
+# and of that for keys: at most 1.05 times those of JAX's own kernel (467, 246, 295 in jax 0.10.2),
+# 1.3 times with a rule, and those for dropout and a soft cap as they are.
+INSTRUCTIONS = {
+    "full": (490, 258, 309),
+    "causal": (490, 258, 309),
+    "segments": (607, 319, 383),
+    "dropout": (1210, 660, 780),
+    "soft-cap": (670, 520, 570),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", [targets.H100], ids=["h100"])
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+@pytest.mark.usefixtures("compilers")
+def test_kernels_for_hopper_spill_nothing_and_stay_short(target, name):
+    row = job.run(Job(target.name, name, "hopper", 128, "bfloat16", "gradients"), 600.0)
+    assert row["status"] == "compiled", row["message"]
+    found = {kernel["kernel"].removeprefix("jattn_hopper_"): kernel for kernel in row["kernels"]}
+    limits = dict(zip(("forward", "d_queries", "d_keys"), INSTRUCTIONS[name], strict=True))
+    for kernel, limit in limits.items():
+        assert found[kernel]["spill_bytes"] == 0, kernel
+        assert found[kernel]["warnings"] == (), kernel
+        assert found[kernel]["main_loop"]["instructions"] <= limit, kernel
+
+
 def test_what_is_worse_than_it_was():
     kernel = {"kernel": "a", "spill_bytes": 0}
     before = row("compiled", temporary_bytes=10 * 2**20, bytes_moved=None, kernels=[kernel])
@@ -553,7 +580,6 @@ KEPT = sorted((ROOT / "experiments" / "offline" / "kept").glob("*.jsonl"))
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
-@pytest.mark.usefixtures("compilers")
 def test_nothing_is_worse_than_what_was_kept(tmp_path, path):
     options = ["--target", path.stem, "--against", str(path), "--out", str(tmp_path / "rows.jsonl")]
     if targets.missing(targets.TARGETS[path.stem]):

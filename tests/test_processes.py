@@ -17,6 +17,7 @@ import pytest
 from experiments.translation import __main__ as cli
 from experiments.translation.checkpoints import Run
 from experiments.watching import watch
+from tests.test_runs import python
 from tests.test_translation import as_users_run_it
 
 
@@ -59,22 +60,21 @@ LOSS = (
 )
 
 
-def seen(*lines: bytes) -> list[bytes]:
+def seen(*lines: bytes) -> bytes:
     found: list[bytes] = []
     watch(lines, found.append)
-    return found
+    return b"".join(found)
 
 
 def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
-    advice = b"\0go on with: this\n"
-    assert seen(b"[Gloo] Rank 0 is connected\n", b"warning\n", b"more\n") == [
-        b"warning\n",
-        b"more\n",
-    ]
+    assert seen(b"[Gloo] Rank 0 is connected\n", b"warning\n", b"more\n") == b"warning\nmore\n"
     told = b"error: another process of the run was lost"
-    assert seen(b"warning\n", *LOSS) == [b"warning\n", told + b"\n"]
-    assert seen(b"\0first\n", advice, *LOSS) == [told + b"; go on with: this\n"]
-    assert seen(LOSS[0], b"bye\n") == [LOSS[0], b"bye\n"]
+    assert seen(b"warning\n", *LOSS) == b"warning\n" + told + b"\n"
+    assert seen(*LOSS[1:]) == told + b"\n"
+    assert seen(b"\0first\n", b"\0go on with: this\n", *LOSS) == told + b"; go on with: this\n"
+    assert seen(LOSS[0], b"bye\n") == LOSS[0] + b"bye\n"
+    late = b"error: the processes did not find each other in time\n"
+    assert seen(LOSS[1], b"RPC: /CoordinationService/RegisterTask\n", LOSS[2]) == late
 
 
 # ---------------------------------------------------------------------------------- two processes
@@ -158,3 +158,22 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < until, f"{path} did not come"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_processes_that_nobody_tells_of_are_one_clear_line(tmp_path):
+    """Neither an environment, nor another process in time."""
+    run = ("--run", str(tmp_path / "run"))
+    ((status, _, error),) = ended(started(1, *run, "--distributed"))
+    assert status == 2 and error.count("\n") == 1
+    expected = "Slurm, Open MPI, Kubernetes or a TPU pod is expected to tell of them\n"
+    assert error == f"error: the processes did not find each other: {expected}"
+    code = f"""
+from experiments.translation import processes, __main__ as cli
+processes._PATIENCE = 2
+cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process 1".split())
+"""
+    pipe = subprocess.PIPE
+    with python(code, stderr=pipe) as late:
+        told = late.communicate()[1]
+    assert told == "error: the processes did not find each other in time\n"

@@ -55,8 +55,11 @@ exec(compile(source, sys.argv[2], "exec"), {"__name__": "readme"})
 """
 
 
-def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """All blocks of a text, one after the other in one namespace, in a fresh interpreter.
+def run(
+    text: str, folder: Path, python: str = sys.executable, installed: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """All blocks of a text, one after the other in one namespace, in a fresh interpreter, with the
+    library of this checkout or the one that is installed there.
 
     Lines keep their numbers, so that errors name the line of the README.
     """
@@ -67,10 +70,11 @@ def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     source = folder / "readme.py"
     source.write_text("\n".join(lines), encoding="utf-8")
     inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    path = {} if installed else {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", "-c", DRIVER, str(source), "README.md"],
+        [python, "-W", "error::FutureWarning", "-c", DRIVER, str(source), "README.md"],
         cwd=folder,
-        env={**inherited, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"},
+        env={**inherited, **path, "JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"},
         capture_output=True,
         text=True,
         check=False,

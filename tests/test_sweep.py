@@ -526,8 +526,10 @@ def module(function: Callable[..., Any], sizes: Any, others: Any, **kinds: str) 
 OPTIONS = {"dropout_rate": 0.1, "norm": "pre", "activation": nnx.relu, "kernel_init": INIT}
 OPTIONS |= {"self_attention": nn.MultiHeadAttention, "cross_attention": nn.MultiHeadAttention}
 OPTIONS |= {"normalization": "rms", "gated": True, "use_bias": False}
+OPTIONS |= {"final_norm": True, "norm_epsilon": 1e-5}
 OPTION_KINDS = {"dropout_rate": "rate", "norm": "name", "normalization": "name"}
 OPTION_KINDS |= {"gated": "flag", "use_bias": "flag"}
+OPTION_KINDS |= {"final_norm": "flag?", "norm_epsilon": "positive"}
 OPTION_KINDS |= dict.fromkeys(
     ("activation", "kernel_init", "self_attention", "cross_attention"), "function"
 )

@@ -70,6 +70,29 @@ def test_several_tiles():
         np.testing.assert_allclose(x, y, atol=2e-5 * np.abs(y).max())
 
 
+@pytest.mark.parametrize("own", [(1, 2), (2, 1)])
+def test_the_gradient_of_a_bias_in_several_tiles(own):
+    """Batch rows or heads that share a bias are added up, and tiles without pairs are 0."""
+    T, S, rng = 150, 280, np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.normal(size=(2, n, 2, 16)), jnp.float32) for n in (T, S, S, T)
+    )
+    bias = jnp.asarray(rng.normal(size=(*own, T, S)), jnp.float32)
+
+    def gradient(implementation: str) -> Any:
+        def call(bias: Any) -> Any:
+            rules: Any = {"mask": masks.Window(70, 3), "score": scores.Bias(bias)}
+            return jattn.attention(q, k, v, implementation=implementation, **rules)
+
+        return jax.vjp(call, bias)[1](d_out)[0]
+
+    with tuning.using(tpu_tile=(128, 128)):
+        got = quick_jit(functools.partial(gradient, "tpu"))()
+    want = quick_jit(functools.partial(gradient, "reference"))()
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+    assert not got[..., 200:].any()
+
+
 def test_the_tile_map_decides():
     """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
 

@@ -189,9 +189,7 @@ def devices(target: Target) -> Any:
     reason = missing(target)
     if reason:
         raise UserError(reason)
-    if target.platform == "tpu":
-        return topologies.get_topology_desc(f"{target.name}:2x4", platform="tpu").devices
-    return _gpus(target, 8)
+    return _described(target, "2x4", 8)
 
 
 @functools.cache
@@ -204,14 +202,15 @@ def device(target: Target) -> Any:
     reason = missing(target)
     if reason:
         raise UserError(reason)
+    return _described(target, "2x2", 1)[0]
+
+
+def _described(target: Target, tpus: str, gpus: int) -> Any:
+    """A machine's devices: so many GPUs, or TPUs in that order."""
     if target.platform == "tpu":
-        return topologies.get_topology_desc(f"{target.name}:2x2", platform="tpu").devices[0]
-    return _gpus(target, 1)[0]
-
-
-def _gpus(target: Target, count: int) -> Any:
+        return topologies.get_topology_desc(f"{target.name}:{tpus}", platform="tpu").devices
     return topologies.get_topology_desc(
-        target.name, "cuda", target_config=target.description, topology=f"1x1x{count}"
+        target.name, "cuda", target_config=target.description, topology=f"1x1x{gpus}"
     ).devices
 
 

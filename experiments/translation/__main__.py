@@ -301,7 +301,9 @@ def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -
     batches = make_batches(config, pairs)
     run = Run(directory, config, source, target, origin)
     model = Model(config, len(source), len(target))
-    return _Plan(run, texts, batches, model, Placement.of(mesh, model))
+    placement = Placement.of(mesh, model)
+    placement.check_shapes(batches.shapes)
+    return _Plan(run, texts, batches, model, placement)
 
 
 def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:

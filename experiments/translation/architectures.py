@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
 import jattn.nn
 from experiments.translation.batches import Packed
 from experiments.translation.presets import Config
-from jattn import masks
+from jattn import masks, parallel
 
 
 Ids = Array | np.ndarray  # int32
@@ -29,8 +30,19 @@ _EMBEDDING_INITS = {
 class Architecture(Protocol):
     """What the experiment asks of an architecture."""
 
-    def make(self, config: Config, source_size: int, target_size: int, rngs: nnx.Rngs) -> Any:
-        """The Flax module for vocabularies of these sizes."""
+    def make(
+        self,
+        config: Config,
+        source_size: int,
+        target_size: int,
+        rngs: nnx.Rngs,
+        mesh: Mesh | None = None,
+    ) -> Any:
+        """The Flax module for vocabularies of these sizes, to be called on such a mesh.
+
+        Raises:
+            ValueError: the devices of the mesh cannot share sequences.
+        """
         ...
 
     def padding(self, source_lengths: Ids) -> dict[str, Any]:
@@ -58,12 +70,32 @@ class Architecture(Protocol):
         ...
 
 
+class _SharedAttention(jattn.nn.MultiHeadAttention):
+    """Multi-head attention whose sequences the devices along the mesh's axis `context` share."""
+
+    def __init__(self, *sizes: Any, mesh: Mesh, **options: Any):
+        super().__init__(*sizes, **options)
+        self.mesh = mesh
+
+    def _attention(self, query: Array, key: Array, value: Array, **options: Any) -> Any:
+        axes = {"axis_name": "context", "batch_axis": "data", "head_axis": "model"}
+        return parallel.attention(query, key, value, mesh=self.mesh, **axes, **options)
+
+
 class _Transformer:
     """`jattn.nn.Transformer`."""
 
     def make(
-        self, config: Config, source_size: int, target_size: int, rngs: nnx.Rngs
+        self,
+        config: Config,
+        source_size: int,
+        target_size: int,
+        rngs: nnx.Rngs,
+        mesh: Mesh | None = None,
     ) -> jattn.nn.Transformer:
+        attention: Any = jattn.nn.MultiHeadAttention
+        if mesh is not None and mesh.shape["context"] > 1:
+            attention = functools.partial(_SharedAttention, mesh=mesh)
         return jattn.nn.Transformer(
             source_size,
             target_size,
@@ -76,7 +108,8 @@ class _Transformer:
             dropout_rate=config.dropout_rate,
             norm=config.norm,
             positions=config.positions,
-            self_attention=functools.partial(jattn.nn.MultiHeadAttention, rotary=config.rotary),
+            self_attention=functools.partial(attention, rotary=config.rotary),
+            cross_attention=attention,
             embedding_init=_EMBEDDING_INITS[config.embedding_init],
             tie_embeddings=config.tie_embeddings,
             dtype=jnp.dtype(config.dtype),
@@ -116,7 +149,12 @@ class _RNNsearch:
     """`jattn.nn.RNNsearch`."""
 
     def make(
-        self, config: Config, source_size: int, target_size: int, rngs: nnx.Rngs
+        self,
+        config: Config,
+        source_size: int,
+        target_size: int,
+        rngs: nnx.Rngs,
+        mesh: Mesh | None = None,
     ) -> jattn.nn.RNNsearch:
         return jattn.nn.RNNsearch(
             source_size,

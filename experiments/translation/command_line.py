@@ -87,7 +87,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         metavar="AXIS=SIZE,...",
         help="share the work among all devices: data=4,model=2 cuts batches over four and heads, "
-        "feed-forward networks and vocabularies over two (data, over all accelerators)",
+        "feed-forward networks and vocabularies over two, context=2 sentences over two (data, over "
+        "all accelerators)",
     )
     parser.add_argument(
         "--run", type=Path, help="a new directory (runs/PRESET, runs/PRESET-2, ...)"

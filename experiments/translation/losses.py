@@ -46,7 +46,7 @@ def cross_entropy(
     mask: Any,
     *,
     smoothing: float = 0.0,
-    shares: int = 1,
+    shares: tuple[int, int] = (1, 1),
 ) -> Array:
     """The cross-entropy of the places in the mask, in nats, summed: `[]`, float32 at least.
 
@@ -60,8 +60,8 @@ def cross_entropy(
         labels: int32 `[...]`, in 0..V-1.
         mask: which places count, bool `[...]`.
         smoothing: in [0, 1).
-        shares: into how many equal shares the first axis is cut over devices. Each goes over its
-            own places, so that no device needs those of another.
+        shares: into how many equal shares the first two axes are cut over devices. Each goes over
+            its own places, so that no device needs those of another.
     """
 
     def of_share(features: Array, labels: Array, mask: Array) -> Array:
@@ -69,10 +69,16 @@ def cross_entropy(
         return _total(smoothing, features, projection, labels.reshape(-1), mask.reshape(-1))
 
     places = features, jnp.asarray(labels), jnp.asarray(mask)
-    if shares == 1:
+    if shares == (1, 1):
         return of_share(*places)
-    cut = (x.reshape(shares, -1, *x.shape[1:]) for x in places)
-    return jnp.sum(jax.vmap(of_share)(*cut))
+    return jnp.sum(jax.vmap(of_share)(*(_in_shares(x, shares) for x in places)))
+
+
+def _in_shares(x: Array, shares: tuple[int, int]) -> Array:
+    """`[B, T, ...]` as `[shares, places, ...]`."""
+    rows, columns = shares
+    x = x.reshape(rows, x.shape[0] // rows, columns, x.shape[1] // columns, *x.shape[2:])
+    return jnp.swapaxes(x, 1, 2).reshape(rows * columns, -1, *x.shape[4:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -5,6 +5,10 @@ import ctypes
 
 # Of glibc's malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
+# Of Linux's mman.h
+_MADV_HUGEPAGE = 14
+_LARGE_PAGE = 2**21
+_HEAP = 2**30  # bytes; addresses only, until they are used
 
 
 def keep_freed_memory() -> bool:
@@ -12,10 +16,12 @@ def keep_freed_memory() -> bool:
 
     A training step works in hundreds of megabytes that are freed at its end. By default they go
     back to the system, which clears them page by page in the next step: a sixth of its time.
-    Elsewhere than on glibc nothing is changed.
+    A gigabyte of them is asked for in large pages, where Linux leaves that to programs: looking up
+    small ones takes 4 to 9 % of a step. Elsewhere than on glibc nothing is changed.
     """
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        libc = ctypes.CDLL(None)
+        mallopt = libc.mallopt
     except (AttributeError, OSError, TypeError):
         return False
     settings = {
@@ -24,4 +30,20 @@ def keep_freed_memory() -> bool:
         _TRIM_THRESHOLD: 2**31 - 1,
         _TOP_PAD: 2**26,
     }
-    return all([mallopt(name, value) for name, value in settings.items()])
+    kept = all([mallopt(name, value) for name, value in settings.items()])
+    if kept:
+        _ask_for_large_pages(libc)
+    return kept
+
+
+def _ask_for_large_pages(libc: ctypes.CDLL) -> None:
+    """Grows the heap and names its pages; the heap is as large afterwards, and empty."""
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    place = libc.malloc(_HEAP)
+    if place is None:
+        return
+    first = -(-place // _LARGE_PAGE) * _LARGE_PAGE
+    libc.madvise(first, _HEAP - _LARGE_PAGE, _MADV_HUGEPAGE)  # a wish: refused, nothing changes
+    libc.free(place)

@@ -2,23 +2,26 @@
 
     data       rows of the batches
     model      heads, the inner width of feed-forward networks, and vocabularies
+    context    the places of the sentences; attention is `jattn.parallel`'s, whose keys go round
 
 Which axes a parameter has is told by its module, in the words of `jattn.nn`'s logical axes. The
 optimiser keeps its memory of a parameter where the parameter lies. A mesh changes no number but by
 rounding: batches are filled up with empty rows to what the devices can share.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.translation.batches import AnyBatch, filled_up
+from experiments.translation.batches import AnyBatch, Shape, filled_up
 from experiments.translation.model import Model
 from experiments.translation.names import nearest
 from experiments.translation.presets import Config
@@ -26,7 +29,7 @@ from experiments.translation.presets import Config
 
 _Tree = TypeVar("_Tree")
 
-AXES = ("data", "model")
+AXES = ("data", "model", "context")
 _CUT_ALONG = {"heads": "model", "kv_heads": "model", "mlp": "model", "vocabulary": "model"}
 
 
@@ -57,7 +60,7 @@ def usual_mesh() -> dict[str, int]:
     alone, so there it is one.
     """
     alone = jax.default_backend() == "cpu" and jax.process_count() == 1
-    return {"data": 1 if alone else jax.device_count(), "model": 1}
+    return {"data": 1 if alone else jax.device_count(), "model": 1, "context": 1}
 
 
 def check_mesh(sizes: Mapping[str, int], config: Config) -> None:
@@ -72,6 +75,8 @@ def check_mesh(sizes: Mapping[str, int], config: Config) -> None:
     if wanted != found and sizes != usual_mesh():
         raise ValueError(f"--mesh: {given} takes {wanted} devices, but there are {found}")
     if config.architecture == "rnnsearch":
+        if sizes["context"] > 1:
+            raise ValueError("--mesh: expected context=1 with architecture=rnnsearch")
         return
     for name in ("num_heads", "feed_forward"):
         if getattr(config, name) % sizes["model"]:
@@ -104,9 +109,28 @@ class Placement:
         return cls(mesh, model.axes)
 
     @property
-    def row_shares(self) -> int:
-        """Into how many shares the rows of a batch are cut."""
-        return 1 if self.mesh is None else self.mesh.shape["data"]
+    def shares(self) -> tuple[int, int]:
+        """Into how many shares the rows of a batch are cut, and its places."""
+        if self.mesh is None:
+            return 1, 1
+        return self.mesh.shape["data"], self.mesh.shape["context"]
+
+    def model(self, model: Model) -> Model:
+        """The model as it is called on the mesh."""
+        return model if self.shares[1] == 1 else dataclasses.replace(model, mesh=self.mesh)
+
+    def check_shapes(self, shapes: Sequence[Shape]) -> None:
+        """Makes sure that the devices can share the places of batches of these shapes.
+
+        Raises:
+            ValueError: they cannot; the message names the width.
+        """
+        for width in (width for shape in shapes for width in shape[1:]):
+            if width % self.shares[1]:
+                raise ValueError(
+                    f"--mesh: expected a divisor of all widths of batches for context, "
+                    f"got {self.shares[1]} and a width of {width}"
+                )
 
     def batch(self, batch: AnyBatch, parts: int = 1) -> AnyBatch:
         """A batch on the devices, its rows shared evenly.
@@ -115,8 +139,8 @@ class Placement:
         """
         if self.mesh is None:
             return batch
-        whole = filled_up(batch, self.row_shares, parts)
-        return jax.tree.map(lambda array: self._put(array, P("data")), whole)
+        whole = filled_up(batch, self.shares[0], parts)
+        return jax.tree.map(lambda x: self._put_as(x, self._of_batch(x)), whole)
 
     def state(self, state: _Tree) -> _Tree:
         """A tree of arrays on the devices: parameters, and what the optimiser has under the same
@@ -131,11 +155,20 @@ class Placement:
             return state
         return jax.lax.with_sharding_constraint(state, self._shardings(state))
 
-    def cut(self, tree: _Tree, axis: int = 0) -> _Tree:
-        """Within a compiled function: arrays whose rows, along this axis, are shared."""
-        if self.mesh is None:
-            return tree
-        return jax.lax.with_sharding_constraint(tree, self._sharding(P(*[None] * axis, "data")))
+    def parts(self, batch: AnyBatch, count: int) -> AnyBatch:
+        """Within a compiled function: a batch with an axis of equal parts before that of rows."""
+
+        def cut(x: Any) -> Any:
+            x = jnp.reshape(x, (count, -1, *x.shape[1:]))
+            if self.mesh is None:
+                return x
+            return jax.lax.with_sharding_constraint(x, self._of_batch(x, 1))
+
+        return jax.tree.map(cut, batch)
+
+    def _of_batch(self, x: Any, before: int = 0) -> NamedSharding:
+        """Of an array `[rows]` or `[rows, places]`, after so many other axes."""
+        return self._sharding(P(*[None] * before, *("data", "context")[: x.ndim - before]))
 
     def whole(self, tree: _Tree) -> _Tree:
         """A tree whose arrays are whole on a device of this process."""
@@ -174,9 +207,6 @@ class Placement:
     def _sharding(self, spec: P) -> NamedSharding:
         assert self.mesh is not None
         return NamedSharding(self.mesh, spec)
-
-    def _put(self, array: Any, spec: P) -> Any:
-        return self._put_as(array, self._sharding(spec))
 
     def _put_as(self, array: Any, sharding: NamedSharding) -> Any:
         """Each process gives its own devices what they shall have; none asks another."""

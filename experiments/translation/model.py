@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
 import jattn.nn
 from experiments.translation.architectures import ARCHITECTURES, Architecture, Ids
@@ -37,11 +38,13 @@ class Model:
         config: says which architecture, and its sizes.
         source_size: tokens in the source vocabulary.
         target_size: tokens in the target vocabulary.
+        mesh: where sequences are cut along its axis `context`, if they are.
     """
 
     config: Config
     source_size: int
     target_size: int
+    mesh: Mesh | None = None
 
     @functools.cached_property
     def _parts(self) -> tuple[nnx.GraphDef, list[tuple[Any, nnx.Variable]]]:
@@ -146,7 +149,8 @@ class Model:
         return ARCHITECTURES[self.config.architecture]
 
     def _made(self, rngs: nnx.Rngs) -> Any:
-        return self._architecture.make(self.config, self.source_size, self.target_size, rngs)
+        sizes = self.source_size, self.target_size
+        return self._architecture.make(self.config, *sizes, rngs, self.mesh)
 
 
 def _name(path: Iterable[Any]) -> str:

@@ -115,7 +115,9 @@ def joined(options: argparse.Namespace) -> Iterator[bool]:
         )
         counts = collections.Counter(device.process_index for device in jax.devices())
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the processes did not find each other: {error}") from error
+        if options.distributed and "coordinator_address" in str(error):
+            error = "Slurm, Open MPI, Kubernetes or a TPU pod is expected to tell of them"
+        raise ValueError(f"the processes did not find each other: {error}") from None
     if len(set(counts.values())) > 1:
         numbers = ", ".join(str(counts[number]) for number in sorted(counts))
         raise ValueError(f"expected equally many devices in every process, got {numbers}")

@@ -116,9 +116,10 @@ def total_loss(
     *,
     smoothing: float = 0.0,
     dropout_key: Array | None = None,
-    shares: int = 1,
+    shares: tuple[int, int] = (1, 1),
 ) -> Array:
-    """The losses of a batch's target tokens, summed; its rows may be in `shares` on devices."""
+    """The losses of a batch's target tokens, summed; rows and places may be in shares on devices,
+    as many as `shares` says."""
     features, projection = model.features(params, batch, dropout_key=dropout_key)
     mask = loss_mask(batch)
     options = {"smoothing": smoothing, "shares": shares}
@@ -206,7 +207,8 @@ def make_step(
     taken in parts gives the gradient of the whole, as each part's share is by the whole's tokens.
     State and batch lie where `placement` puts them.
     """
-    shares = placement.row_shares
+    shares = placement.shares
+    model = placement.model(model)
 
     def gradient(params: Params, batch: AnyBatch, key: Array, tokens: Array) -> Any:
         """Of the mean loss, and the loss summed."""
@@ -226,7 +228,7 @@ def make_step(
         if config.accumulation_steps == 1:
             grads, total = gradient(state.params, batch, key, tokens)
         else:
-            parts = _parts(batch, config.accumulation_steps, placement)
+            parts = placement.parts(batch, config.accumulation_steps)
             grads, total = _accumulated(gradient, state.params, parts, key, tokens)
         updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
@@ -254,12 +256,6 @@ def _accumulated(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
     keys = jax.random.split(key, len(parts.source))
     return jax.lax.scan(add, zeros, (parts, keys))[0]
-
-
-def _parts(batch: AnyBatch, steps: int, placement: Placement) -> AnyBatch:
-    """A batch with an axis of equal parts before that of its rows."""
-    cut = jax.tree.map(lambda x: jnp.reshape(x, (steps, -1, *x.shape[1:])), batch)
-    return placement.cut(cut, axis=1)
 
 
 def _norm(grads: Params) -> Array:

@@ -60,11 +60,11 @@ def _layer(theirs: Any) -> Any:
             process_heads: Any = None,
         ) -> Array:
             given = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
-            heads = [jax.vmap(proj)(x).reshape(len(x), self.num_heads, -1) for proj, x in given]
+            q, k, v = (jax.vmap(proj)(x).reshape(len(x), self.num_heads, -1) for proj, x in given)
             if process_heads is not None:
-                heads = process_heads(*heads)
+                q, k, v = process_heads(q, k, v)
             inference = inference if deterministic is None else deterministic
-            out = _heads(*heads, mask, self.dropout, key, inference)
+            out = _heads(q, k, v, mask, self.dropout, key, inference)
             return jax.vmap(self.output_proj)(out.reshape(len(query), -1))
 
     return MultiheadAttention

@@ -8,6 +8,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float, Int
 
+from jattn._advice import CONSTRUCTOR_ADVICE, LAYER_ADVICE, advised_by
 from jattn._types import Keys, Output, Queries, Values, Weights
 from jattn.attention import IMPLEMENTATIONS, attention, attention_weights, cached_attention
 from jattn.cache import Cache, DenseCache
@@ -65,6 +66,7 @@ class MultiHeadAttention(Module):
     Raises ValueError when a number of heads does not divide.
     """
 
+    @advised_by(CONSTRUCTOR_ADVICE)
     def __init__(
         self,
         num_heads: int,
@@ -247,7 +249,14 @@ class MultiHeadAttention(Module):
             shared = ("mask", "score", "scale", "precision", *where)
             rules = {name: options[name] for name in shared}
             self.weights_tap(self._weights(query, key, rules))
-        return self._heads(attention(query, key, value, **options))
+        return self._heads(self._attention(query, key, value, **options))
+
+    def _attention(self, query: Queries, key: Keys, value: Values, **options: Any) -> Any:
+        """What `attend` calls: `jattn.attention`, with its options.
+
+        A subclass may have it computed otherwise, such as by `jattn.parallel.attention`.
+        """
+        return attention(query, key, value, **options)
 
     def _heads(self, result: Any) -> Output:
         """What the heads read, from what `attention` gives for `_options`."""
@@ -329,6 +338,7 @@ class MultiHeadAttention(Module):
         deterministic: bool | None = None,
         rngs: RandomSource = None,
     ) -> tuple[Float[Array, "B T out"], _Cache]: ...
+    @advised_by(LAYER_ADVICE)
     def __call__(
         self,
         inputs_q: Float[Array, "..."],

@@ -165,7 +165,7 @@ class DecoderOnly(Module):
             DecoderOnlyLayer(features, num_heads, feed_forward, rngs=rngs, **every)
             for _ in range(num_layers)
         )
-        self.norm = given.make_norm(features, rngs) if given.norm == "pre" else None
+        self.norm = given.make_final_norm(features, rngs)
         output = {"use_bias": given.use_bias, "rngs": rngs, **given.matrices}
         self.output = None if tie_embeddings else OutputProjection(features, vocabulary, **output)
 

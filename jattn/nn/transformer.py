@@ -14,6 +14,7 @@ from jattn.checks import (
     check_choice,
     check_flag,
     check_function,
+    check_number,
     check_rate,
     check_size,
 )
@@ -49,6 +50,9 @@ class LayerOptions:
     norm: "post" normalises after adding, as the 2017 paper does; "pre" normalises what a sublayer
         reads, and at last what a stack returns.
     normalization: "layer" (Ba et al. 2016) or "rms" (Zhang and Sennrich 2019).
+    final_norm: whether a stack normalises what it returns; None: pre-norm does. PyTorch's
+        `nn.Transformer` always does.
+    norm_epsilon: what normalisations add to the variance.
     activation: of the feed-forward network.
     gated: whether the feed-forward network is, see `FeedForward`.
     use_bias: whether matrices and layer normalisation have biases; True leaves it to
@@ -63,6 +67,8 @@ class LayerOptions:
     dropout_rate: float = 0.1
     norm: Literal["post", "pre"] = "post"
     normalization: Literal["layer", "rms"] = "layer"
+    final_norm: bool | None = None
+    norm_epsilon: float = 1e-6
     activation: Callable[[Array], Array] = nnx.relu
     gated: bool = False
     use_bias: bool = True
@@ -75,6 +81,9 @@ class LayerOptions:
     def __post_init__(self):
         check_choice("norm", self.norm, ("post", "pre"))
         check_choice("normalization", self.normalization, ("layer", "rms"))
+        if self.final_norm is not None:
+            check_flag("final_norm", self.final_norm)
+        check_number("norm_epsilon", self.norm_epsilon, positive=True)
         check_flag("gated", self.gated)
         check_flag("use_bias", self.use_bias)
         check_rate("dropout_rate", self.dropout_rate)
@@ -97,9 +106,15 @@ class LayerOptions:
 
     def make_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
         """A normalisation of this width."""
+        options = {"epsilon": self.norm_epsilon, "rngs": rngs, **self.dtypes}
         if self.normalization == "rms":
-            return RMSNorm(features, rngs=rngs, **self.dtypes)
-        return LayerNorm(features, use_bias=self.use_bias, rngs=rngs, **self.dtypes)
+            return RMSNorm(features, **options)
+        return LayerNorm(features, use_bias=self.use_bias, **options)
+
+    def make_final_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
+        """What normalises the result of all layers, if anything does."""
+        given = self.norm == "pre" if self.final_norm is None else self.final_norm
+        return self.make_norm(features, rngs) if given else None
 
     def make_feed_forward(self, features: int, hidden: int, rngs: nnx.Rngs) -> FeedForward:
         """A feed-forward network of these widths."""
@@ -121,6 +136,8 @@ class LayerArguments(TypedDict, total=False):
     dropout_rate: float
     norm: Literal["post", "pre"]
     normalization: Literal["layer", "rms"]
+    final_norm: bool | None
+    norm_epsilon: float
     activation: Callable[[Array], Array]
     gated: bool
     use_bias: bool
@@ -330,7 +347,7 @@ def causal_and(mask: MaskLike) -> Mask:
 
 
 class _Stack(Module):
-    """Layers one after another, with a last normalisation where the layers are pre-norm."""
+    """Layers one after another; a last normalisation as `final_norm` says."""
 
     __signature__: Any = ConstructorSignature(LayerOptions)
 
@@ -352,8 +369,7 @@ class _Stack(Module):
         self.layers = nnx.List(
             type(self).layer(*sizes, rngs=rngs, **options) for _ in range(num_layers)
         )
-        last = given.norm == "pre"
-        self.norm = given.make_norm(features, rngs) if last else None
+        self.norm = given.make_final_norm(features, rngs)
 
     def _run(self, x: Array, *memory: Array, **call: Any) -> Array:
         for layer in self.layers:

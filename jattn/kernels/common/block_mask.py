@@ -36,6 +36,13 @@ class BlockMask(NamedTuple):
         """What is passed to a kernel, and comes back to `fold` as `memory`."""
         return self.order, self.ends
 
+    def without_full(self, heads: Array) -> "BlockMask":
+        """The same, but `heads [B, N]` treat all tiles as if they needed a mask."""
+        full, visited = self.ends[..., 0], self.ends[..., 1]
+        full = jnp.where(heads[..., None], 0, full)
+        ends = jnp.stack([full, jnp.broadcast_to(visited, full.shape)], axis=-1)
+        return self._replace(ends=ends, kinds=tuple(sorted({*self.kinds, masks.MIXED})))
+
     def fold(
         self,
         memory: Any,

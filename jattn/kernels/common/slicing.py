@@ -59,6 +59,10 @@ class Tile(NamedTuple):
     def drop(self, weights: Array) -> Array:
         return tile.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
 
+    def keeps(self) -> Array:
+        """Which weights dropout keeps."""
+        return tile.keeps(self.spec, self.b, self.h, self.rows, self.columns)
+
 
 def _axes(letters: str, leaf: Any) -> list[tuple[int, str]]:
     """The axes of an array of one head along T and S, unless they broadcast."""

@@ -22,7 +22,7 @@ from jattn import expressions
 from jattn._pytree import select_head, take_tile
 from jattn._types import Shape
 from jattn.expressions import Node
-from jattn.kernels.cpu.text import COTANGENT, FIRST, KEY, QUERY, SCORE, B, H, function_of
+from jattn.kernels.cpu.text import COTANGENT, FIRST, KEY, QUERY, SCORE, B, H, function_of, kind
 from jattn.masks import Span
 from jattn.scores import in_order
 from jattn.spec import Shapes, Spec
@@ -140,9 +140,9 @@ class _Cutter:
         depends = self.depends[id(node)]
         if node.op == "const" or (node.op == "input" and node.param in (SCORE, QUERY, KEY)):
             return node
-        kind = _kind_of(depends)
-        if kind is not None:
-            return self._operand(Operand(kind, node.dtype), node)
+        place = _kind_of(depends)
+        if place is not None:
+            return self._operand(Operand(place, node.dtype), node)
         if node.op == "look_up":
             return self._look_up(node, node.dtype)
         if _widens(node) and node.args[0].op == "look_up":
@@ -223,7 +223,8 @@ def _evaluated(roots: Sequence[Node], inputs: dict[Any, Any], tables: list[Any])
 
 
 def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
-    """What a spec's rule reads, in the order of its operands; a function of the spec's arrays."""
+    """What a spec's rule reads, in the order of its operands and in the types of its text: a
+    function of the spec's arrays."""
     core, tables = _core_of(spec, dtype)
     T, S = shapes.T, shapes.S
     along = {
@@ -249,7 +250,8 @@ def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
         lead = (1,) * (3 - value.ndim) + value.shape
         value = jnp.broadcast_to(value.reshape(lead), (*lead[:2], size))
         found.append(_padded(value, operand.kind))
-    return found
+    whole = np.int32 if dtype == np.float32 else np.int64
+    return [x.astype(whole) if kind(x.dtype, dtype) in "ib" else x for x in found]
 
 
 def _places(i: Any, j: Any, shapes: Shapes) -> dict[Any, Any]:
@@ -333,10 +335,10 @@ def _pullback(
     score = core.results[0]
     nodes = expressions.in_order([score])
     entries = [x for x in nodes if x.op == "entry"]
-    floats = [n for n, x in enumerate(operands) if x.dtype == dtype and x.kind != "table"]
-    looked_up = [x for x in entries if x.dtype == dtype]
-    others = [x for x in nodes if x.op == "input" and x.dtype != dtype]
-    given = [x for x in entries if x.dtype != dtype]
+    floats = [n for n, x in enumerate(operands) if _is_float(x.dtype) and x.kind != "table"]
+    looked_up = [x for x in entries if _is_float(x.dtype)]
+    others = [x for x in nodes if x.op == "input" and not _is_float(x.dtype)]
+    given = [x for x in entries if not _is_float(x.dtype)]
 
     # What is differentiated comes first, then what is not, as scalars.
     def value(own: Sequence[Any], rest: Sequence[Any]) -> Any:
@@ -358,18 +360,19 @@ def _pullback(
         return found[id(score)]
 
     count = 1 + len(floats) + len(looked_up)
+    wanted = [operands[n].dtype for n in floats] + [x.dtype for x in looked_up]
 
     def pullback(*scalars: Any) -> Any:
         own, rest, cotangent = scalars[:count], scalars[count:-1], scalars[-1]
         _, pull = jax.vjp(lambda *own: value(own, rest), *own)
-        return pull(cotangent)
+        return [x.astype(dtype) for x in pull(cotangent)]
 
-    dtypes = [dtype] * count + [x.dtype for x in (*others, *given)] + [dtype]
+    dtypes = [dtype, *wanted, *(x.dtype for x in (*others, *given)), dtype]
     read = expressions.read(pullback, dtypes)
     if read.tables:
         raise NotImplementedError("the derivative of a score function needs an array of its own")
     numbers: list[Any] = [Node("input", (), dtype, SCORE)]
-    numbers += [Node("input", (), dtype, FIRST + n) for n in floats]
+    numbers += [Node("input", (), operands[n].dtype, FIRST + n) for n in floats]
     numbers += [*looked_up, *others, *given, Node("input", (), dtype, COTANGENT)]
     renamed = _renamed(read.results, numbers)
     found = list(zip(floats, renamed[1:], strict=False))

@@ -169,7 +169,9 @@ def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> Operands:
         (row, chunk), tile_map = _tile_map(spec, shapes, rule)
         attributes |= {"row": np.int64(row), "chunk": np.int64(chunk)}
         attributes["rule"] = np.int64(_number(rule, dtype))
-        return Operands(dtype, arrays, attributes, rule, (tile_map, *_read(spec, shapes, dtype)))
+        return Operands(
+            dtype, arrays, attributes, rule, (tile_map, *generator.arrays(spec, shapes, dtype))
+        )
     runs = _runs(spec, shapes)
     ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
     ends = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
@@ -181,13 +183,6 @@ def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> Operands:
 
 def _number(rule: Rule, dtype: Any) -> int:
     return library.add_rule(rule.text, dtype, rule.modifies, rule.keeps)
-
-
-def _read(spec: Spec, shapes: Shapes, dtype: Any) -> tuple[Array, ...]:
-    """The operands of a spec's rule in the kernel's own types."""
-    whole = jnp.int32 if dtype == jnp.float32 else jnp.int64
-    found = generator.arrays(spec, shapes, dtype)
-    return tuple(x if x.dtype == dtype else x.astype(whole) for x in found)
 
 
 def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[Tiling, Array]:
@@ -279,7 +274,7 @@ def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Arra
         own = with_parameters(spec, params)
         if not rule:
             return [_diagonals(own, shapes, dtype)]
-        read = _read(own, shapes, dtype)
+        read = generator.arrays(own, shapes, dtype)
         return [read[n] for n in differentiated]
 
     read, pull = jax.vjp(again, parameters(spec))
@@ -297,7 +292,7 @@ def _summed(x: Array, like: Array) -> Array:
     if not like.size:
         return like
     axes = tuple(axis for axis in (0, 1) if like.shape[axis] == 1)
-    return x.sum(axis=axes, keepdims=True)
+    return x.sum(axis=axes, keepdims=True).astype(like.dtype)
 
 
 def functions(platform: str) -> AttentionVJP:

@@ -6,7 +6,7 @@ integers, and for truths `Ints` whose bits are all set or none.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,8 @@ COTANGENT = -1
 
 
 def kind(dtype: Any, working: Any) -> str:
-    """ "f" for floats of the kernel's type, "i" for integers, "b" for truths.
+    """ "f" for floats of the kernel's type, "i" for integers, "b" for truths; and where they are of
+    another width than the kernel's, "d" for floats and "l" for integers.
 
     Raises NotImplementedError for others.
     """
@@ -27,11 +28,33 @@ def kind(dtype: Any, working: Any) -> str:
         return "b"
     if dtype == np.int32 or (dtype == np.int64 and working == np.float64):
         return "i"
-    if dtype == working:
-        return "f"
+    if dtype == np.int64:
+        return "l"
+    if dtype in (np.float32, np.float64):
+        return "f" if dtype == working else "d"
     raise NotImplementedError(
-        f"functions of pairs compute in {np.dtype(working)} and int32, not in {dtype}"
+        f"functions of pairs compute in float32, float64, int32 and int64, not in {dtype}"
     )
+
+
+class _Words(NamedTuple):
+    """What a kind is in C++: a vector of it, one number, a vector of one number, how vectors are
+    read, and entries of a table."""
+
+    vector: str
+    element: str
+    all: str
+    load: str
+    gather: str
+
+
+_KINDS = {
+    "f": _Words("Vector", "T", "all", "load", "gather"),
+    "i": _Words("Ints", "Int", "whole", "load<Ints>", "gather"),
+    "b": _Words("Ints", "Int", "truth", "load_truth", "gather_truth"),
+    "d": _Words("Other", "Far", "other", "load_other", "gather_other"),
+    "l": _Words("Long", "int64_t", "longs", "load_long", "gather_long"),
+}
 
 
 _BINARY = {"add": "+", "sub": "-", "mul": "*"}
@@ -54,20 +77,25 @@ _OF_NUMBERS = {
 _OF_BITS = {"not": "~{0}", **{op: f"{{0}} {sign} {{1}}" for op, sign in _BITS.items()}}
 _SHIFTS = ("shift_left", "shift_right_arithmetic", "shift_right_logical")
 
+_OF_FLOATS = {
+    **_OF_NUMBERS,
+    **{op: f"{op}_of({{all}})" for op in _CALLED["f"]},
+    "is_finite": "({0} - {0}) == ({0} - {0})",
+    "round": "rounded<{param}>({0})",
+}
+_OF_INTEGERS = {
+    **_OF_NUMBERS,
+    **_OF_BITS,
+    **{op: f"{op}_of({{all}})" for op in _CALLED["i"]},
+    **{op: f"{op}<{{bits}}>({{all}})" for op in _SHIFTS},
+}
+
 # How operations on floats, integers and truths are written.
 _WRITTEN: dict[str, dict[str, str]] = {
-    "f": {
-        **_OF_NUMBERS,
-        **{op: f"{op}_of({{all}})" for op in _CALLED["f"]},
-        "is_finite": "({0} - {0}) == all(T(0))",
-        "round": "rounded<{param}>({0})",
-    },
-    "i": {
-        **_OF_NUMBERS,
-        **_OF_BITS,
-        **{op: f"{op}_of({{all}})" for op in _CALLED["i"]},
-        **{op: f"{op}({{all}})" for op in _SHIFTS},
-    },
+    "f": _OF_FLOATS,
+    "d": _OF_FLOATS,
+    "i": _OF_INTEGERS,
+    "l": _OF_INTEGERS,
     "b": {
         **_OF_BITS,
         "add": "{0} | {1}",
@@ -79,20 +107,21 @@ _WRITTEN: dict[str, dict[str, str]] = {
     },
 }
 # In lanes of 64 bits, what 32 would not hold.
-_WRAPPED = (*_BINARY, "neg", "square", "integer_pow", *_SHIFTS)
+_WRAPPED = (*_BINARY, "neg", "square", "integer_pow", "abs", "div", "floor_divide", *_SHIFTS)
 
 
 def _constant(node: Node, what: str) -> str:
     value: Any = node.param
     if what == "b":
         return "truth(true)" if value else "truth(false)"
-    if what == "i":
-        return f"whole({int(value)}ll)"
+    words = _KINDS[what]
+    if what in "il":
+        return f"{words.all}({int(value)}ll)" if value > -(2**63) else f"{words.all}(INT64_MIN)"
     if math.isnan(value):
-        return "all(kNaN)"
+        return f"{words.all}(kNaN)"
     if math.isinf(value):
-        return "all(kInfinity)" if value > 0 else "all(-kInfinity)"
-    return f"all(T({float(value).hex()}))"
+        return f"{words.all}(kInfinity)" if value > 0 else f"{words.all}(-kInfinity)"
+    return f"{words.all}({words.element}({float(value).hex()}))"
 
 
 class _Writer:
@@ -112,13 +141,14 @@ class _Writer:
             if node.op == "input" and node.param in tables:
                 continue
             text = self.text(node)
-            what = "Vector" if self.kind(node) == "f" else "Ints"
             name = self.names[id(node)] = f"v{len(self.names)}"
-            self.lines.append(f"const {what} {name} = {text};")
+            self.lines.append(f"const {_KINDS[self.kind(node)].vector} {name} = {text};")
 
     def places(self, nodes: Sequence[Node], shape: Any) -> str:
         """The number of an entry of a table."""
         names = [self.names[id(x)] for x in nodes]
+        pairs = zip(nodes, names, strict=True)
+        names = [f"as_i(from_l({name}))" if self.kind(x) == "l" else name for x, name in pairs]
         found = names[0]
         for name, size in zip(names[1:], shape[1:], strict=True):
             found = f"({found}) * Int({size}) + {name}"
@@ -132,8 +162,7 @@ class _Writer:
             return _input(node)
         if op == "entry":
             table = node.args[0].param - FIRST  # pyright: ignore
-            read = "gather_truth" if what == "b" else "gather"
-            return f"{read}(o{table}, {self.places(node.args[1:], node.param)})"
+            return f"{_KINDS[what].gather}(o{table}, {self.places(node.args[1:], node.param)})"
         if op == "scatter":
             return self.names[id(node.args[0])]
         args = [self.names[id(x)] for x in node.args]
@@ -146,12 +175,13 @@ class _Writer:
         if node.op == "div" and what == "f" and _has_inverse(node.args[1]):
             return f"quotient({args[0]}, {args[1]}, T(1) / {args[1]})"
         if node.op == "convert_element_type":
-            return f"as_{what}(from_{of}({args[0]}))" if what != of else args[0]
+            return _converted(node, what, of, args[0])
         written = _WRITTEN[of].get(node.op)
         if written is None:
             name = node.param if node.op == "unknown" else node.op
             raise NotImplementedError(f"functions of pairs have no {name} of {node.dtype}")
-        found = written.format(*args, all=", ".join(args), param=node.param)
+        bits = 8 * np.dtype(node.dtype).itemsize
+        found = written.format(*args, all=", ".join(args), param=node.param, bits=bits)
         wraps = node.op in _WRAPPED and what == "i" and node.dtype == np.int32
         return f"wrap({found})" if wraps else found
 
@@ -160,6 +190,14 @@ def _has_inverse(node: Node) -> bool:
     """Whether it is a constant neither large nor small, so that nothing is lost in its inverse."""
     value: Any = node.param
     return node.op == "const" and 1e-9 < abs(value) < 1e9
+
+
+def _converted(node: Node, what: str, of: str, given: str) -> str:
+    if what != of:
+        wide = "_long" if what == "i" and node.dtype == np.int64 else ""
+        return f"as_{what}{wide}(from_{of}({given}))"
+    narrows = what == "i" and node.dtype == np.int32 and node.args[0].dtype == np.int64
+    return f"wrap({given})" if narrows else given
 
 
 def _selected(of: str, which: str, *cases: str) -> str:
@@ -203,17 +241,13 @@ def function_of(
     for n, operand in enumerate(operands):
         if FIRST + n not in used:
             continue
-        what = kind(operand.dtype, working)
-        element = "T" if what == "f" else "Int"
-        pointers.append(f"const {element}* o{n} = static_cast<const {element}*>(at.operands[{n}]);")
+        words = _KINDS[kind(operand.dtype, working)]
+        element = f"const {words.element}*"
+        pointers.append(f"{element} o{n} = static_cast<{element}>(at.operands[{n}]);")
         if operand.kind != "table":
             where, load = _LOADS[operand.kind]
-            text = load.format(
-                n=n,
-                all={"f": "all", "i": "whole", "b": "truth"}[what],
-                load={"f": "load", "i": "load<Ints>", "b": "load_truth"}[what],
-            )
-            before[where].append(f"const {'Vector' if what == 'f' else 'Ints'} in{n} = {text};")
+            text = load.format(n=n, all=words.all, load=words.load)
+            before[where].append(f"const {words.vector} in{n} = {text};")
     names = [writer.names[id(x)] for x in results]
     body = (
         _forward_body(names)

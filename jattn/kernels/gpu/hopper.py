@@ -3,8 +3,9 @@
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU form, learned from the documentation of
 that and from `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups: one
 only copies tiles of keys and values to shared memory, a few ahead of their use; the other two hold
-64 queries each and compute, so that the matrix units have products of one while the other is at
-its softmax. Barriers say which place in shared memory is filled, and which is free again.
+64 queries each and compute, in the forward pass by turns: the matrix units have products of one
+while the other is at its softmax. Barriers say whose turn it is, which place in shared memory is
+filled, and which is free again.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
 tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
@@ -27,10 +28,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax, tile
-from jattn._pytree import axis_names, axis_of
+from jattn._pytree import axis_names, axis_of, is_static, number
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import block_mask, kernel_refs, mosaic_interpreter, triton
+from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
 
 
@@ -39,7 +41,7 @@ _WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory 
 _ROWS = 64  # queries of a warpgroup: what one instruction multiplies
 _GROUPS = 2  # warpgroups that compute
 _WIDEST_BACKWARD = 128  # head size of which two gradients fit registers beside a tile
-_STAGES = 2  # tiles of keys and values in shared memory
+_STAGES = 2  # places for tiles that come by in shared memory, a power of two
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -78,18 +80,7 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
             spec, shapes.T, shapes.S, *slicing.round_up(shapes.T, shapes.S, tiling)
         )
         rules = _SpecRefs(spec, Tiling(_ROWS, tiling.block_kv))
-        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in rules.sizes.values())
-        zero = jnp.zeros((), jnp.int32)
-        place = kernel_refs.TileIndex(zero, zero, zero, zero)
-        parts = [_part(x, index) for x, index in rules.parts(rules.arrays, place)]
-        products = jnp.zeros((_ROWS, tiling.block_kv), jnp.float32)
-
-        def modify(*operands: Any) -> Any:
-            *at, products = operands
-            score, pull = jax.vjp(lambda x: rules.at(*at).modify(x, True), products)
-            return score, pull(score)
-
-        operands = parts, zero, zero, rows, columns, products
+        modify, operands = rules.example()
         return mosaic_interpreter.run(
             modify, *jax.tree.map(jnp.squeeze, operands), shapes=_types(operands)
         )
@@ -127,9 +118,41 @@ class _SpecRefs(kernel_refs.SpecRefs):
     def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
         """The tile of these parts of the arrays, at these places."""
         pairs = zip(leaves, self.boolean, strict=True)
-        return self.assembled(
+        found = self.assembled(
             [x != 0 if boolean else x for x, boolean in pairs], b, h, rows, columns
         )
+        if found.spec.q_positions is None and found.spec.kv_positions is None:
+            return found._replace(rows=Span(rows, rows), columns=Span(columns, columns))
+        return found
+
+    def example(self) -> tuple[Callable[..., Any], Any]:
+        """A function from a tile's products to scores and their derivative, and operands of it, to
+        be traced."""
+        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in self.sizes.values())
+        zero = jnp.zeros((), jnp.int32)
+        place = kernel_refs.TileIndex(zero, zero, zero, zero)
+        parts = [_part(x, index) for x, index in self.parts(self.arrays, place)]
+        products = jnp.zeros(tuple(self.sizes.values()), jnp.float32)
+
+        def modify(*operands: Any) -> Any:
+            *at, products = operands
+            score, pull = jax.vjp(lambda x: self.at(*at).modify(x, True), products)
+            return score, pull(score)
+
+        return modify, (parts, zero, zero, rows, columns, products)
+
+    def along(self, letter: str) -> list[int]:
+        """Which arrays run along a letter only, of each batch row and head: a tile's part of them
+        can be copied as it is. Their numbers have 4 bytes, so that parts start at multiples of
+        128."""
+        return [
+            i
+            for i, (x, letters) in enumerate(zip(self.arrays, self.letters, strict=True))
+            if letters[-1:] == [letter]
+            and set(letters) <= {"*B", "N", letter}
+            and x.shape[-1] > 1
+            and x.dtype.itemsize == 4
+        ]
 
 
 def _part(memory: Array, index: tuple[Any, ...]) -> Array:
@@ -162,6 +185,11 @@ class _Unit(NamedTuple):
         one = tile_layout.reduce(1 if axes == along_rows else 0)
         return _mosaic().layout_cast(x, tile_layout if axes == "ts" else one)
 
+    def spread(self, row: Array, axis: str) -> Array:
+        """A square tile, the same along the other axis."""
+        square, kept = (row.shape[0],) * 2, axis == ("s" if self.transposed else "t")
+        return self.lay(lax.broadcast_in_dim(row, square, (0 if kept else 1,)), "ts")
+
     def places(self, start: Any, size: int, axis: str) -> Array:
         return start + self.lay(lax.iota(jnp.int32, size), axis)
 
@@ -179,22 +207,37 @@ class _Unit(NamedTuple):
         older = [()] if "idx" in inspect.signature(load).parameters else []
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected)
 
-    def product(self, a: Any, b: Any, transposed: bool = False, onto: Any = None) -> Array:
-        """a · b or a · bᵀ, added to `onto`; a in shared memory or registers, b in shared memory."""
+    def products(
+        self,
+        pairs: Any,
+        transposed: bool = False,
+        onto: Any = None,
+        started: Callable[[], None] = lambda: None,
+    ) -> list[Array]:
+        """a · b or a · bᵀ for each pair, added to what `onto` holds for it, in flight together; a
+        in shared memory or registers, b in shared memory. `started()` runs before the wait for
+        products that are added to nothing."""
         if self.interpreted:
-            a, b = a[...], b[...].T if transposed else b[...]
-            found = jnp.dot(a, b, preferred_element_type=jnp.float32)
-            return found if onto is None else onto + found
-        b = b.transpose((1, 0)) if transposed else b
-        multiply = lambda total: _mosaic().wgmma(total, a, b)  # noqa: E731
+            started()
+            pairs = [(a[...], b[...].T if transposed else b[...]) for a, b in pairs]
+            found = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
+            return found if onto is None else [x + y for x, y in zip(onto, found, strict=True)]
+        pairs = [(a, b.transpose((1, 0)) if transposed else b) for a, b in pairs]
+
+        def multiply(totals: Any) -> None:
+            for total, pair in zip(totals, pairs, strict=True):
+                _mosaic().wgmma(total, *pair)
+
         if onto is not None:
-            return pl.run_state(multiply)(_mosaic().ACC.init(onto))
+            return pl.run_state(multiply)([_mosaic().ACC.init(x) for x in onto])
 
-        def fresh(total: Any) -> Array:
-            multiply(total)
-            return total[...]
+        def fresh(*totals: Any) -> list[Array]:
+            multiply(totals)
+            started()
+            return [total[...] for total in totals]
 
-        return pl.run_scoped(fresh, _mosaic().ACC((a.shape[0], b.shape[1]), jnp.float32))
+        shapes = [(a.shape[0], b.shape[1]) for a, b in pairs]
+        return pl.run_scoped(fresh, *[_mosaic().ACC(shape, jnp.float32) for shape in shapes])
 
 
 @functools.cache
@@ -210,6 +253,35 @@ def _interpreter() -> Any:
     return home.InterpretGPUParams()
 
 
+class _Scale(NamedTuple):
+    """A scale that is known and positive, out of the way of the loops over tiles: score functions
+    take products times `before`, the softmax takes scores times `after`, in the same operation in
+    which it subtracts the maximum. One of the two is 1: `before`, where score functions can count
+    in units of products."""
+
+    before: float = 1.0
+    after: float = 1.0
+
+    @classmethod
+    def of(cls, spec: Spec) -> tuple["_Scale", Spec]:
+        """The scale, and the spec without it."""
+        scale = number(spec.scale)
+        if not is_static(spec.scale) or not 0 < scale < math.inf:
+            return cls(), spec
+        spec = dataclasses.replace(spec, scale=1.0)
+        if spec.score is None:
+            return cls(after=scale), spec
+        score = spec.score.per(scale)
+        if score is None:
+            return cls(before=scale), spec
+        return cls(after=scale), dataclasses.replace(spec, score=score)
+
+    @property
+    def gradient(self) -> float:
+        """What sums of the scores' cotangents still lack."""
+        return self.before * self.after
+
+
 class _Problem(NamedTuple):
     """The sizes of a call in whole tiles, the tiles of a program and the spec as its warpgroups
     read it: each has 64 of the program's queries, or of its keys if `by_key`."""
@@ -218,7 +290,10 @@ class _Problem(NamedTuple):
     tiling: Tiling
     rules: _SpecRefs
     unit: _Unit
-    has_score: bool
+    scale: _Scale
+    approximate: bool
+    drops: bool
+    plain: bool
 
     @classmethod
     def of(
@@ -226,11 +301,19 @@ class _Problem(NamedTuple):
     ) -> "_Problem":
         own = Tiling(tiling.block_q, _ROWS) if by_key else Tiling(_ROWS, tiling.block_kv)
         unit = _Unit(interpreted, transposed=by_key)
-        return cls(shapes, tiling, _SpecRefs(spec, own), unit, spec.score is not None)
+        scale, spec = _Scale.of(spec)
+        rules, drops = _SpecRefs(spec, own), spec.dropout_rate > 0
+        approximate, plain = _approximate(spec, rules), _is_plain(spec)
+        return cls(shapes, tiling, rules, unit, scale, approximate, drops, plain)
 
     @property
     def by_key(self) -> bool:
         return self.unit.transposed
+
+    @property
+    def drops_alone(self) -> bool:
+        """Whether dropout is all that happens to weights of products."""
+        return self.drops and self.plain
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -246,14 +329,44 @@ class _Problem(NamedTuple):
         """The tile maps `[B or 1, N or 1, n, m]`."""
         return block_mask.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
 
+    @property
+    def beside(self) -> list[int]:
+        """Which of the spec's arrays come by in shared memory, beside a tile of keys (queries)."""
+        return self.rules.along("T" if self.by_key else "S")
+
+    def scratch_beside(self) -> list[Any]:
+        """Shared memory for these."""
+        size = self.rules.sizes["T" if self.by_key else "S"]
+        arrays = [self.rules.arrays[i] for i in self.beside]
+        return [_mosaic().SMEM((_STAGES, size), x.dtype) for x in arrays]
+
+    def parts_beside(self, leaves: list[Any], place: kernel_refs.TileIndex) -> list[Any]:
+        """A tile's parts of these in global memory."""
+        parts = self.rules.parts(leaves, place)
+        return [memory.at[index] for memory, index in (parts[i] for i in self.beside)]
+
     def tile(self, leaves: list[Any], place: kernel_refs.TileIndex) -> "_Tile":
-        """What a tile needs, read before the products that are waited for."""
-        unit = self.unit
-        parts = zip(self.rules.parts(leaves, place), self.rules.letters, strict=True)
-        rows, columns = self.rules.sizes.values()
-        spans = unit.places(place.row, rows, "t"), unit.places(place.column, columns, "s")
-        read = [unit.read(*part, letters) for part, letters in parts]
-        return _Tile(unit, self.rules, read, (place.b, place.h, *spans))
+        """What a tile needs, read before the products that are waited for, but for what comes by in
+        shared memory."""
+        unit, later = self.unit, self.beside
+        parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
+        read = [None if i in later else unit.read(*part, letters) for i, (part, letters) in parts]
+        return _Tile(unit, self.rules, read, place)
+
+
+# What is only approximated by the instructions for it, too roughly for functions of positions; the
+# error of tanh is 5e-4, about what rounding to 16 bits is.
+_ROUGH = frozenset("sin cos tan log log1p".split())
+
+
+def _approximate(spec: Spec, rules: _SpecRefs) -> bool:
+    """Whether approximate instructions will do; that for exp2 always would."""
+    if spec.score is None:
+        return True
+    function, operands = rules.example()
+    exact = spec.precision in ("highest", "float32", lax.Precision.HIGHEST)
+    rough = _ROUGH | {"tanh", "logistic"} if exact else _ROUGH
+    return not rough & kernel_refs.primitives(jax.make_jaxpr(function)(*operands).jaxpr)
 
 
 class _Tile(NamedTuple):
@@ -261,19 +374,31 @@ class _Tile(NamedTuple):
 
     unit: _Unit
     rules: _SpecRefs
-    leaves: list[_Value]
-    at: tuple[Any, Any, Any, Any]
+    leaves: list[_Value | None]
+    place: kernel_refs.TileIndex
+
+    def completed(self, beside: Any) -> "_Tile":
+        """With what came by in shared memory."""
+        letter = "T" if self.unit.transposed else "S"
+        run, left = (pl.ds(0, self.rules.sizes[letter]),), iter(beside)
+        leaves = [
+            self.unit.read(next(left), run, [letter]) if x is None else x for x in self.leaves
+        ]
+        return self._replace(leaves=leaves)
 
     def run(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(tile, *operands)`."""
+        unit, (b, h, row, column) = self.unit, self.place
+        rows, columns = self.rules.sizes.values()
+        at = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
 
         def here(leaves: Any, at: Any, operands: Any) -> Any:
             return function(self.rules.at(leaves, *at), *operands)
 
-        given = [x.value for x in self.leaves], self.at, operands
-        transposed = self.unit.transposed
-        expected = [x.expected for x in self.leaves], *_types(given[1:], transposed)
-        return mosaic_interpreter.run(here, *given, shapes=expected, transposed=transposed)
+        leaves = [x for x in self.leaves if x is not None]
+        given = [x.value for x in leaves], at, operands
+        expected = [x.expected for x in leaves], *_types(given[1:], unit.transposed)
+        return mosaic_interpreter.run(here, *given, shapes=expected, transposed=unit.transposed)
 
 
 def _launch(
@@ -300,8 +425,7 @@ def _launch(
         kernel_name=name,
         interpret=_interpreter() if problem.unit.interpreted else False,
         compiler_params=_mosaic().CompilerParams(
-            # The approximate exp2 is as good as others; the approximate tanh is off by 5e-4.
-            approx_math=not problem.has_score,
+            approx_math=problem.approximate,
             lowering_semantics=_mosaic().LoweringSemantics.Lane,
         ),
     )
@@ -321,29 +445,32 @@ def _tiles_in_memory(count: int, rows: int, width: int, dtype: Any) -> Any:
 
 
 class _Ring(NamedTuple):
-    """Places in shared memory that one warpgroup fills and the others use up, in turn."""
+    """Places in shared memory that one warpgroup fills and the others use up, in turn; each holds a
+    tile, or a few arrays that come and go together."""
 
-    tiles: Any
+    arrays: tuple[Any, ...]
     filled: Any
     free: Any
 
     @classmethod
-    def scratch(cls, rows: int, width: int, dtype: Any) -> "_Ring":
+    def scratch(cls, *arrays: Any) -> "_Ring":
+        """Of arrays in shared memory `[places, ...]`."""
         return cls(
-            _tiles_in_memory(_STAGES, rows, width, dtype),
-            _mosaic().Barrier(num_barriers=_STAGES),
+            arrays,
+            _mosaic().Barrier(num_barriers=_STAGES, num_arrivals=len(arrays)),
             _mosaic().Barrier(num_barriers=_STAGES, num_arrivals=_GROUPS),
         )
 
-    def fill(self, turn: Any, source: Any) -> None:
-        """Copies a tile to the place of this turn, once that is free."""
-        place = lax.rem(turn, np.int32(_STAGES))
+    def fill(self, turn: Any, *sources: Any) -> None:
+        """Copies to the place of this turn, once that is free."""
+        place = _place(turn)
 
         @pl.when(turn >= _STAGES)
         def _() -> None:
             _mosaic().barrier_wait(self.free.at[place])
 
-        _mosaic().copy_gmem_to_smem(source, self.tiles.at[place], self.filled.at[place])
+        for source, array in zip(sources, self.arrays, strict=True):
+            _mosaic().copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
 
     def drain(self, turns: Any) -> None:
         """Waits until all that was filled in so many turns is used up."""
@@ -353,13 +480,17 @@ class _Ring(NamedTuple):
             def _(place: int = place) -> None:
                 _mosaic().barrier_wait(self.free.at[place])
 
-    def use(self, turn: Any, function: Callable[[Any], Any]) -> Any:
-        """`function(tile)` of this turn, once it is there; its place is free afterwards."""
-        place = lax.rem(turn, np.int32(_STAGES))
+    def use(self, turn: Any, function: Callable[..., Any]) -> Any:
+        """`function(*arrays)` of this turn, once they are there; their place is free afterwards."""
+        place = _place(turn)
         _mosaic().barrier_wait(self.filled.at[place])
-        found = function(self.tiles.at[place])
+        found = function(*[x.at[place] for x in self.arrays])
         _mosaic().barrier_arrive(self.free.at[place])
         return found
+
+
+def _place(turn: Any) -> Any:
+    return lax.bitwise_and(turn, np.int32(_STAGES - 1))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -368,35 +499,57 @@ class _Ring(NamedTuple):
 
 
 _LOG2E = math.log2(math.e)
+_NEAR = 256.0  # numbers below have 15 digits behind the binary point, and more
 _LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # times log₂ e it is finite
 
 
 def _online(
-    masked: bool, here: slicing.Tile, products: Array, part: softmax.Partial
+    masked: bool, factors: _Scale, here: slicing.Tile, products: Array, part: softmax.Partial
 ) -> tuple[Array, softmax.Partial]:
     """The weights of more keys, and what there is so far, both relative to a new maximum."""
-    score = here.modify(products, masked)
-    maximum = jnp.maximum(part.maximum, jnp.max(score, axis=-1))
-    weights = jnp.exp2(score * _LOG2E - (maximum * _LOG2E)[:, None])
-    scale = jnp.exp2((part.maximum - maximum) * _LOG2E)
+    score = here.modify(_times(products, factors.before), masked)
+    maximum = jnp.maximum(part.maximum, _times(jnp.max(score, axis=-1), factors.after))
+    shift = maximum * _LOG2E
+    weights = jnp.exp2(_exponent(score, factors, shift))
+    scale = jnp.exp2(part.maximum * _LOG2E - shift)
     total = part.total * scale + jnp.sum(weights, axis=-1)
     return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
 
 
+def _exponent(score: Array, factors: _Scale, shift: Array) -> Array:
+    """To the base 2, relative to a shift, in one operation for each score.
+
+    What that rounds differs from what `shift` was rounded to, by a factor for each row; so the
+    backward pass computes the same from the same maximum.
+    """
+    return score * (factors.after * _LOG2E) - shift[:, None]
+
+
+def _times(x: Array, factor: float) -> Array:
+    return x if factor == 1 else x * factor
+
+
 class _Memory(NamedTuple):
     """Shared memory: what each computing warpgroup keeps, where its results leave too, and what
-    comes by in turn, as two arrays each."""
+    comes by in turn."""
 
-    own: tuple[Any, Any]
+    own: Any
     filled: Any
-    streams: tuple[_Ring, _Ring]
+    streams: tuple[_Ring, ...]
+    turns: Any
 
     @classmethod
-    def scratch(cls, rows: int, shapes: Shapes, kept: Any) -> "_Memory":
-        """`rows` of a tile that comes by."""
+    def scratch(cls, own: Any, *streams: Any) -> "_Memory":
+        """Of the arrays of each stream."""
         filled = _mosaic().Barrier(num_barriers=2 * _GROUPS)
-        ring = functools.partial(_Ring.scratch, rows, shapes.H, shapes.dtype)
-        return cls(kept, filled, (ring(), ring()))
+        turns = _mosaic().Barrier(num_arrivals=_GROUPS)
+        return cls(own, filled, tuple(_Ring.scratch(*arrays) for arrays in streams), turns)
+
+    def change_turns(self) -> None:
+        """Waits until the other computing warpgroup comes here too: one is at its products then,
+        the other at its softmax, and after the next call the other way round."""
+        _mosaic().barrier_arrive(self.turns)
+        _mosaic().barrier_wait(self.turns)
 
     def load(self, which: int, group: Any, source: Any) -> Any:
         """One of the arrays that a warpgroup keeps."""
@@ -426,12 +579,12 @@ def _by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
 
     @pl.when(group == _GROUPS)
     def _() -> None:
-        _mosaic().set_max_registers(40, action="decrease")
+        _mosaic().set_max_registers(24, action="decrease")
         copy()
 
     @pl.when(group < _GROUPS)
     def _() -> None:
-        _mosaic().set_max_registers(232, action="increase")
+        _mosaic().set_max_registers(240, action="increase")
         compute(group)
 
 
@@ -447,7 +600,9 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
         def copy() -> None:
             def step(j: Any, masked: bool, turn: Any) -> Any:
                 run = pl.ds(j * columns, columns)
-                memory.streams[0].fill(turn, key.at[b, run, kv])
+                place = kernel_refs.TileIndex(b, h, i * rows, j * columns)
+                beside = problem.parts_beside(leaves, place)
+                memory.streams[0].fill(turn, key.at[b, run, kv], *beside)
                 memory.streams[1].fill(turn, value.at[b, run, kv])
                 return turn + 1
 
@@ -461,23 +616,27 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
             def step(j: Any, masked: bool, state: Any) -> Any:
                 turn, part = state
                 here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns))
-                by_key = lambda k: unit.product(q, k, transposed=True)  # noqa: E731
-                products = memory.streams[0].use(turn, by_key)
-                weights, part = here.run(functools.partial(_online, masked), products, part)
+
+                def by_key(k: Any, *beside: Any) -> Any:
+                    pair, change = [(q, k)], memory.change_turns
+                    (products,) = unit.products(pair, transposed=True, started=change)
+                    return products, here.completed(beside)
+
+                products, here = memory.streams[0].use(turn, by_key)
+                online = functools.partial(_online, masked, problem.scale)
+                weights, part = here.run(online, products, part)
                 weights = weights.astype(shapes.dtype)
-                weigh = lambda v: unit.product(weights, v, onto=part.weighted)  # noqa: E731
-                return turn + 1, part._replace(weighted=memory.streams[1].use(turn, weigh))
+                memory.change_turns()
+                weigh = lambda v: unit.products([(weights, v)], onto=[part.weighted])  # noqa: E731
+                (weighted,) = memory.streams[1].use(turn, weigh)
+                return turn + 1, part._replace(weighted=weighted)
 
             laid = map(unit.lay, _nothing(shapes.V), ("t", "t", "ts"))
             state = jnp.int32(0), softmax.Partial(*laid)
+            pl.when(group == 1)(memory.change_turns)
             _, found = visits.fold(visits_ref, at, step, state)
-            out, normalizer = mosaic_interpreter.run(softmax.finish, found)
-            q[...] = out.astype(shapes.dtype)
-            rows_of = list(zip(memory.own[1:], results[1:], strict=True))
-            for (place, _), x in zip(rows_of, normalizer, strict=True):
-                place[group] = x
-            stored = [(place.at[group], result.at[b, h, own]) for place, result in rows_of]
-            _store([(q, results[0].at[b, own, h]), *stored])
+            pl.when(group == 0)(memory.change_turns)
+            _leave(memory, group, found, (b, h, own), results)
 
         _by_group(copy, compute)
 
@@ -486,10 +645,22 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     along = (shapes.B, shapes.N, shapes.T), jnp.float32
     queries = _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype)
     kept = queries, *[_mosaic().SMEM((_GROUPS, _ROWS), jnp.float32)] * 2
-    scratch = _Memory.scratch(columns, shapes, kept)
+    tiles = _tiles_in_memory(_STAGES, columns, shapes.H, shapes.dtype)
+    scratch = _Memory.scratch(kept, (tiles, *problem.scratch_beside()), (tiles,))
     name = "jattn_hopper_forward"
     found = _launch(name, problem, shapes.N, kernel, operands, (out, along, along), scratch)
     return found[0], softmax.Normalizer(*(jnp.swapaxes(x, 1, 2) for x in found[1:]))
+
+
+def _leave(memory: _Memory, group: Any, found: softmax.Partial, at: Any, results: Any) -> None:
+    """Output and normalizer of a warpgroup's queries, through the memory that it keeps."""
+    (b, h, own), (queries, *kept) = at, (place.at[group] for place in memory.own)
+    out, normalizer = mosaic_interpreter.run(softmax.finish, found)
+    queries[...] = out.astype(queries.dtype)
+    for place, x in zip(kept, normalizer, strict=True):
+        place[...] = x
+    along = [(x, result.at[b, h, own]) for x, result in zip(kept, results[1:], strict=True)]
+    _store([(queries, results[0].at[b, own, h]), *along])
 
 
 def _nothing(width: int) -> softmax.Partial:
@@ -498,31 +669,125 @@ def _nothing(width: int) -> softmax.Partial:
     return softmax.Partial(jnp.full((_ROWS,), _LOWEST, jnp.float32), total, weighted)
 
 
+class _Rows(NamedTuple):
+    """What the backward pass knows of a row of queries: the softmax's shift and the log of its
+    total, both to the base 2, and the sum of output times its cotangent."""
+
+    shift: Any
+    log_total: Any
+    delta: Any
+
+    @classmethod
+    def stacked(cls, per_query: Any) -> tuple[Array, Array]:
+        """`[B, N, blocks of 64, 3 · 64]`, of maximum, log_total and delta `[B, T, N]`; and the
+        heads `[B, N]` in which shift and log of the total cannot be one number, which would have
+        too few digits. In others it is the shift, and the log is 0."""
+        maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
+        shift, log_total = maximum * _LOG2E, log_total * _LOG2E
+        near = jnp.abs(shift + log_total) < _NEAR
+        far = jnp.any(~near, axis=2)
+        apart = far[..., None]
+        shift, log_total = (
+            jnp.where(apart, shift, shift + log_total),
+            jnp.where(apart, log_total, 0),
+        )
+        rows = jnp.stack(cls(shift, log_total, delta), axis=2)
+        blocks = rows.reshape(*rows.shape[:3], -1, _ROWS).swapaxes(2, 3)
+        return blocks.reshape(*blocks.shape[:3], 3 * _ROWS), far
+
+    @classmethod
+    def read(cls, unit: _Unit, memory: Any, *block: Any) -> "_Rows":
+        """Of a block of queries, from shared or global memory."""
+        letters = [""] * len(block) + ["t"]
+        runs = [pl.ds(i * _ROWS, _ROWS) for i in range(3)]
+        return cls(*(unit.read(memory, (*block, run), letters).value for run in runs))
+
+
 def _d_products(
     masked: bool,
+    factors: _Scale,
     here: slicing.Tile,
     products: Array,
     d_weights: Array,
-    maximum: Array,
-    log_total: Array,
-    delta: Array,
+    rows: _Rows,
 ) -> tuple[Array, Array]:
-    """The cotangent of q kᵀ from that of the weights, d_out vᵀ, and the weights after dropout.
+    """The cotangent of q kᵀ from that of the weights, d_out vᵀ, less `factors.gradient`; and the
+    weights after dropout.
 
-    With weights p, the scores' cotangent is p (d_weights − delta).
+    With weights p, the scores' cotangent is p (d_weights − delta). Without dropout `d_weights` come
+    without delta, from which their sum started.
     """
+    spec = here.spec
+    if spec.dropout_rate:
+        d_weights = here.drop(d_weights) - rows.delta[:, None]
+    products = _times(products, factors.before)
+    if _is_plain(spec):
+        weights = _plain_weights(masked, factors, here, products, rows)
+        return _d_plain(masked, here, weights, d_weights), here.drop(weights)
     score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
-    weights = softmax.weights(score, maximum, log_total, masked)
-    (found,) = pull(weights * (here.drop(d_weights) - delta[:, None]))
-    return found, here.drop(weights)
+    weights = _weights(masked, factors, score, rows)
+    if masked:  # also in a row that is NaN
+        weights = jnp.where(score == -jnp.inf, 0, weights)
+    return pull(weights * d_weights)[0], here.drop(weights)
+
+
+def _is_plain(spec: Spec) -> bool:
+    """Whether scores are products, but for the mask."""
+    return spec.score is None and is_static(spec.scale) and spec.scale == 1
+
+
+def _plain_weights(
+    masked: bool, factors: _Scale, here: slicing.Tile, products: Array, rows: _Rows
+) -> Array:
+    """Those of products, 0 where masked also in a row that is NaN."""
+    spec, weights = here.spec, _weights(masked, factors, products, rows)
+    if not masked or not has_mask(spec):
+        return weights
+    return jnp.where(spec.mask.evaluate(here.b, here.h, here.rows, here.columns), weights, 0)
+
+
+def _d_plain(masked: bool, here: slicing.Tile, weights: Array, d_weights: Array) -> Array:
+    found = weights * d_weights
+    return jnp.where(weights == 0, 0, found) if masked and has_mask(here.spec) else found
+
+
+def _signed(
+    masked: bool, factors: _Scale, here: slicing.Tile, products: Array, rows: _Rows
+) -> Array:
+    """Weights, and in their sign whether dropout drops them: one number each in registers."""
+    weights = _plain_weights(masked, factors, here, products, rows)
+    return jnp.where(here.keeps(), weights, -weights)
+
+
+def _d_signed(
+    masked: bool,
+    factors: _Scale,
+    here: slicing.Tile,
+    signed: Array,
+    d_weights: Array,
+    rows: _Rows,
+) -> tuple[Array, Array]:
+    """`_d_products` from what `_signed` gives."""
+    dropped, weights = signed < 0, jnp.abs(signed)
+    kept = jnp.where(dropped, 0, 1 / (1 - here.spec.dropout_rate)).astype(jnp.float32)
+    d_weights = d_weights * kept - rows.delta[:, None]
+    return _d_plain(masked, here, weights, d_weights), weights * kept
+
+
+def _weights(masked: bool, factors: _Scale, score: Array, rows: _Rows) -> Array:
+    """Those of a tile. Where no mask is needed, a log of the total is part of the shift, or left to
+    the end."""
+    exponent = _exponent(score, factors, rows.shift)
+    if masked and rows.log_total is not None:
+        exponent = exponent - rows.log_total[:, None]
+    return jnp.exp2(exponent)
 
 
 class _Backward(NamedTuple):
     """A program of a backward pass: 128 queries or, `by_key`, 128 keys, of which each computing
     warpgroup keeps 64 and goes through what they attend to, or are attended by.
 
-    `per_query` are query and d_out, `per_key` key and value, `rows` maximum, log_total and
-    delta.
+    `per_query` are query and d_out, `per_key` key and value, `rows` what `_Rows` stacks.
     """
 
     problem: _Problem
@@ -560,49 +825,79 @@ class _Backward(NamedTuple):
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
             head = h if by_key else lax.div(h, group)
-            for stream, source in zip(memory.streams, self.streamed, strict=True):
-                stream.fill(turn, source.at[self.at[0], pl.ds(x * _ROWS, _ROWS), head])
+            index = self.at[0], pl.ds(x * _ROWS, _ROWS), head
+            tiles = [source.at[index] for source in self.streamed]
+            place = self.place(h, self.at[2] * _GROUPS * _ROWS, x * _ROWS)
+            rows = [self.rows.at[self.at[0], h, x]] if by_key else []
+            beside = self.problem.parts_beside(self.leaves, place)
+            memory.streams[0].fill(turn, *tiles, *rows, *beside)
             return turn + 1
 
         memory.drain(self.fold(step, jnp.int32(0)))
 
     def compute(self, memory: _Memory, results: Any, group: Any) -> None:
         """What a warpgroup does that computes."""
-        start = self.at[2] * _GROUPS * _ROWS + group * _ROWS
+        block = self.at[2] * _GROUPS + group
+        start, unit, by_key = block * _ROWS, self.problem.unit, self.problem.by_key
         own = self.at[0], pl.ds(start, _ROWS), self.at[1]
         kept = [memory.load(x, group, self.kept[x].at[own]) for x in range(2)]
+        mine = None if by_key else _Rows.read(unit, self.rows, *self.at[:2], block)
 
         def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
             turn, *totals = state
-            d_tile = functools.partial(self.tile(h, start, x * _ROWS), masked, kept, totals)
-            with_first = lambda first: memory.streams[1].use(  # noqa: E731
-                turn, functools.partial(d_tile, first)
-            )
-            return turn + 1, *memory.streams[0].use(turn, with_first)
+            here = self.problem.tile(self.leaves, self.place(h, start, x * _ROWS))
+
+            # Always 0, which the compiler does not know: addresses of what is kept are computed
+            # where they are used, and take up no registers.
+            zero = lax.shift_right_logical(turn, np.int32(30)) if by_key else 0
+            near = [x.at[group + zero] for x in memory.own]
+            add = functools.partial(self.add, here, masked, mine, near, totals)
+            return turn + 1, *memory.streams[0].use(turn, add)
 
         zeros = [jnp.zeros((_ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
-        _, *found = self.fold(
-            step, (jnp.int32(0), *(self.problem.unit.lay(x, "ts") for x in zeros))
-        )
+        _, *found = self.fold(step, (jnp.int32(0), *(unit.lay(x, "ts") for x in zeros)))
+        found = self.finished(found, mine)
         for place, total in zip(kept, found, strict=False):
             place[...] = total.astype(place.dtype)
         _store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
 
-    def tile(self, h: Any, start: Any, other: Any) -> Callable[..., list[Array]]:
-        """From `(masked, kept, totals, *streamed)` of a tile the totals with what it adds."""
+    def place(self, h: Any, start: Any, other: Any) -> kernel_refs.TileIndex:
+        """That of the tile of what is kept and what comes by."""
         row, column = (other, start) if self.problem.by_key else (start, other)
-        here = self.problem.tile(self.leaves, kernel_refs.TileIndex(self.at[0], h, row, column))
-        index = self.at[0], h, pl.ds(row, _ROWS)
-        rows = [self.problem.unit.read(x, index, ["", "", "t"]).value for x in self.rows]
+        return kernel_refs.TileIndex(self.at[0], h, row, column)
 
-        def add(masked: bool, kept: Any, totals: list[Array], *streamed: Any) -> list[Array]:
-            pairs = zip(kept, streamed, strict=True)
-            products = [self.problem.unit.product(x, y, transposed=True) for x, y in pairs]
-            found = here.run(functools.partial(_d_products, masked), *products, *rows)
-            factors = zip(found, streamed, totals, strict=False)
-            return [self.problem.unit.product(x.astype(y.dtype), y, onto=z) for x, y, z in factors]
+    def add(
+        self, here: "_Tile", masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Any
+    ) -> list[Array]:
+        """The totals with what a tile adds, whose arrays came by."""
+        unit, problem, streamed, beside = self.problem.unit, self.problem, arrays[:2], arrays[2:]
+        (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
+        (products,) = unit.products([products], transposed=True)
+        if mine is None:
+            rows, here = _Rows.read(unit, beside[0]), here.completed(beside[1:])
+        else:
+            rows, here = mine._replace(log_total=None), here.completed(beside)
+        if problem.drops_alone:
+            products = here.run(functools.partial(_signed, masked, problem.scale), products, rows)
+        onto = None if problem.drops else [unit.spread(-rows.delta, "t")]
+        (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
+        d_products = _d_signed if problem.drops_alone else _d_products
+        d_products = functools.partial(d_products, masked, problem.scale)
+        found = here.run(d_products, products, d_weights, rows)
+        factors = [(x.astype(y.dtype), y) for x, y in zip(found, streamed, strict=True)]
+        return unit.products(factors[: len(totals)], onto=totals)
 
-        return add
+    def finished(self, totals: list[Array], rows: _Rows | None) -> list[Array]:
+        """The gradients from the totals."""
+        factor = self.problem.scale.gradient
+        first, *others = totals
+        if rows is None:
+            return [_times(first, factor), *others]
+
+        def normalized(total: Array, log_total: Array) -> Array:
+            return total * _times(jnp.exp2(-log_total), factor)[:, None]
+
+        return [mosaic_interpreter.run(normalized, first, rows.log_total)]
 
 
 def _gradients(
@@ -611,6 +906,10 @@ def _gradients(
     """Those of queries, or of keys and values where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
+    query, d_out, *rows = per_head
+    rows, far = _Rows.stacked(rows)
+    if by_key:
+        visits = visits.without_full(far)
 
     def kernel(at: Any, operands: Any, results: Any, scratch: Any) -> None:
         program = _Backward(problem, visits, at, *operands)
@@ -620,12 +919,13 @@ def _gradients(
             functools.partial(program.compute, memory, results),
         )
 
-    query, d_out, *rows = per_head
-    rows = [jnp.swapaxes(x, 1, 2) for x in rows]
     operands = (query, d_out), (key, value), rows, problem.rules.arrays, visits.arrays
     results = [(x.shape, shapes.dtype) for x in ((key, value) if by_key else (query,))]
     kept = [_tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype) for _ in range(2)]
-    scratch = _Memory.scratch(_ROWS, shapes, tuple(kept))
+    beside = [_mosaic().SMEM((_STAGES, 3 * _ROWS), jnp.float32)] if by_key else []
+    tiles = _tiles_in_memory(_STAGES, _ROWS, shapes.H, shapes.dtype)
+    stream = tiles, tiles, *beside, *problem.scratch_beside()
+    scratch = _Memory.scratch(tuple(kept), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     heads = shapes.K if by_key else shapes.N
     return _launch(name, problem, heads, kernel, operands, results, scratch)
@@ -645,7 +945,8 @@ def _padded(
     tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
 ) -> slicing.Call:
     width = _width(key.shape[3], value.shape[3])
-    return slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
+    call = slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
+    return call._replace(spec=tile.hashed(call.spec, call.shapes))
 
 
 def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:

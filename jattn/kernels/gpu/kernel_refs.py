@@ -192,12 +192,12 @@ def _unsupported_reason(
         jax.eval_shape(outside, *operands)  # raises what is wrong everywhere
         return f"a function in a kernel can only index its operands, and captures no array: {error}"
     (kernel,) = (x.params["jaxpr"] for x in program.eqns if x.primitive.name == "pallas_call")
-    unknown = sorted(_primitives(kernel) - _PRIMITIVES)
+    unknown = sorted(primitives(kernel) - _PRIMITIVES)
     return f"a function of mask or score needs {', '.join(unknown)}" if unknown else None
 
 
-def _primitives(jaxpr: Any) -> set[str]:
+def primitives(jaxpr: Any) -> set[str]:
     """The names of all primitives in a traced function and in those that it calls."""
     found = {equation.primitive.name for equation in jaxpr.eqns}
     inner = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
-    return found.union(*map(_primitives, inner))
+    return found.union(*map(primitives, inner))

@@ -6,40 +6,48 @@ that lies in the core's memory. Backward, weights are computed again, once with 
 axis for the gradients of queries, once with the queries, and the heads of a group, for those of
 keys and values.
 
-Which tiles a block visits are lists made from the tile map, of a static mask or computed in the
-program, which are fetched before a kernel begins: so that the next tile is on its way while one is
-computed. The scores of a tile are those of `jattn.tile`, so that kernels know no mask and no score
-function. Gradients of parameters are left to blockwise.
+The scores of a tile are those of `jattn.tile`, so that kernels know no mask and no score
+function. Gradients of biases along T and S are those of `bias_gradient`, those of other parameters
+are left to blockwise.
 
 On a CPU the same kernels are interpreted. They compile for TPUs, and have not run on one.
 """
 
 import dataclasses
 import functools
-import importlib
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jattn import masks, softmax, tile, tuning
-from jattn.kernels.common import block_mask, slicing
+from jattn.kernels.common import slicing
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
-from jattn.kernels.tpu import operands
+from jattn.kernels.tpu import bias_gradient, operands
 from jattn.kernels.tpu.operands import Place
+from jattn.kernels.tpu.programs import (
+    Block,
+    Problem,
+    Visits,
+    at_tile,
+    choose_tiling,
+    d_products_and_weights,
+    dot,
+    finite,
+    launch,
+    lists,
+    query_key_products,
+)
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters, prepare
+from jattn.spec import Shapes, Spec, parameters, prepare
 
 
 MAX_HEAD_SIZE = 256
-_LANES = operands.LANES
 _MOST_SCALARS = 2**16  # numbers in the memory of the scalar core
 _PRECISIONS = (None, "default", "highest")
 
@@ -103,209 +111,22 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
     return None
 
 
-def choose_tiling(shapes: Shapes) -> Tiling:
-    """Tiles of whole registers of which all that a step needs fits into a core's memory."""
-    most_q, most_kv = tuning.current().tpu_tile
-    whole = lambda size: -(-size // _LANES) * _LANES  # noqa: E731
-    return Tiling(min(most_q, whole(shapes.T)), min(most_kv, whole(shapes.S)))
-
-
-def _width(size: int) -> int:
-    """What a head size becomes: whole or half registers."""
-    return size if size % 64 == 0 else -(-size // _LANES) * _LANES
-
-
-# ---------------------------------------------------------------------------------------------
-# What all kernels share
-# ---------------------------------------------------------------------------------------------
-
-
-class _Problem(NamedTuple):
-    """The sizes of a call in whole tiles, its spec as kernels take it, its tile maps
-    `[B or 1, N or 1, n, m]`, and whether the kernels are interpreted."""
-
-    spec: Spec
-    shapes: Shapes
-    tiling: Tiling
-    rules: Any
-    kinds: Any
-    interpret: bool
-
-    @classmethod
-    def of(cls, platform: str, spec: Spec, rows: Any, key: Any, value: Any) -> Any:
-        """And the padded call, its `[B, N, T, ·]` and `[B, N, 1, T]`, and its `[B, K, S, ·]`."""
-        tiling = choose_tiling(Shapes.of(rows[0], value))
-        call = slicing.Call.of(tiling, _width, spec, rows, key, value)
-        kinds = block_mask.kinds(call.spec, call.shapes.T, call.shapes.S, tiling)
-        rules = operands.SpecOperands(call.spec, tiling)
-        problem = cls(call.spec, call.shapes, tiling, rules, kinds, platform == "cpu")
-        heads = lambda x: jnp.moveaxis(x, 2, 1)  # noqa: E731
-        rows = [heads(x) if x.ndim == 4 else heads(x)[:, :, None] for x in call.rows]
-        return problem, call, rows, heads(call.key), heads(call.value)
-
-
-class _Visits(NamedTuple):
-    """The lists of tiles that blocks visit, in a kernel's scalar memory."""
-
-    order: Any
-    ends: Any
-
-    def tile(self, b: Any, h: Any, block: Any, step: Any) -> Any:
-        """Which tile a block visits at a step; behind the last one it again, so that nothing is
-        fetched."""
-        row = *block_mask.clamped(self.order, b, h), block
-        last = jnp.maximum(self.ends[(*row, 1)] - 1, 0)
-        return self.order[(*row, jnp.minimum(step, last))]
-
-    def kind(self, b: Any, h: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Whether it visits at this step a tile that needs no mask, or one that does."""
-        row = *block_mask.clamped(self.order, b, h), block
-        full, visited = self.ends[(*row, 0)], self.ends[(*row, 1)]
-        return step < full, (step >= full) & (step < visited)
-
-
-class _Block(NamedTuple):
-    """An array `[B, heads, ·, ·]` and the blocks in which a kernel takes or gives it: at the tile
-    of queries (or of keys), whole along all other axes."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    block: int
-    keys: bool
-    axis: int = 2
-
-    def spec(self, place: Callable[..., Any], group: int) -> pl.BlockSpec:
-        sizes = list(self.shape[2:])
-        sizes[self.axis - 2] = self.block
-
-        def index(*at: Any) -> tuple[Any, ...]:
-            b, h, i, j = place(*at)
-            inner = [0, 0]
-            inner[self.axis - 2] = j if self.keys else i
-            head = lax.div(h, jnp.int32(group)) if self.keys else h
-            return b, head, *inner
-
-        return pl.BlockSpec((None, None, *sizes), index)
-
-
-def _run(
-    name: str,
-    problem: _Problem,
-    grid: tuple[int, ...],
-    place: Callable[..., Any],
-    kernel: Callable[..., None],
-    visits: block_mask.BlockMask,
-    arrays: Any,
-    results: list[_Block],
-    scratch: list[tuple[int, ...]],
-) -> list[Array]:
-    """`kernel(visits, leaves, arrays, results, scratch)` for every place of the grid, whose last
-    axis is that of the steps of a block."""
-    pltpu = importlib.import_module("jax.experimental.pallas.tpu")
-    group, tiling = problem.shapes.G, problem.tiling
-    inputs = [_block(x, tiling, keys) for x, keys in arrays]
-    flat, over = block_mask.varying(
-        [*map(jnp.asarray, visits.arrays), *problem.rules.arrays, *(x for x, _ in arrays)]
-    )
-    leaves = len(problem.rules.arrays)
-
-    def at(*indices: Any) -> Any:
-        *here, order, ends = indices
-        return place(_Visits(order, ends), *here)
-
-    def body(order: Any, ends: Any, *refs: Any) -> None:
-        first, second = leaves + len(inputs), leaves + len(inputs) + len(results)
-        kernel(
-            _Visits(order, ends),
-            refs[:leaves],
-            refs[leaves:first],
-            refs[first:second],
-            refs[second:],
-        )
-
-    parallel = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
-    call = pl.pallas_call(
-        body,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=grid,
-            in_specs=[*problem.rules.blocks(at), *(x.spec(at, group) for x in inputs)],
-            out_specs=[x.spec(at, group) for x in results],
-            scratch_shapes=[pltpu.VMEM(x, jnp.float32) for x in scratch],
-        ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=over) for x in results],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=parallel),
-        name=name,
-        interpret=problem.interpret,
-    )
-    return list(call(*flat))
-
-
-def _block(x: Any, tiling: Tiling, keys: bool) -> _Block:
-    axis = 3 if x.shape[2] == 1 else 2  # statistics of rows
-    return _Block(x.shape, x.dtype, tiling[keys], keys, axis)
-
-
-def _dot(x: Array, y: Array, axes: tuple[int, int], spec: Spec) -> Array:
-    """The sum over an axis of each, in float32; x takes the dtype of y."""
-    return lax.dot_general(
-        x.astype(y.dtype),
-        y,
-        (((axes[0],), (axes[1],)), ((), ())),
-        precision=spec.precision,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _finite(spec: Spec, x: Array) -> Array:
-    """`tile.finite` by way of float32, the only dtype that older TPUs compare."""
-    if not has_mask(spec):
-        return x
-    return tile.finite(x.astype(jnp.float32)).astype(x.dtype)
-
-
-def _products(spec: Spec, q: Array, k: Array, v: Array) -> Float[Array, "t s"]:
-    """q kᵀ, NaN for keys whose values are not finite."""
-    if has_mask(spec):
-        wide = v.astype(jnp.float32)
-        marks = jnp.sum(wide - wide, axis=1, keepdims=True)
-        k = (k.astype(jnp.float32) + marks).astype(k.dtype)
-    return _dot(q, k, (1, 1), spec)
-
-
 # ---------------------------------------------------------------------------------------------
 # The kernels
 # ---------------------------------------------------------------------------------------------
 
 
-def _lists(problem: _Problem, by_key: bool = False) -> tuple[block_mask.BlockMask, int]:
-    """What blocks visit, and how many steps they take at most."""
-    visits = block_mask.of(problem.kinds, by_key=by_key)
-    return visits, visits.order.shape[-1]
-
-
-def _at_tile(
-    visits: _Visits, at: tuple[Any, ...], body: Callable[[bool], None], kinds: tuple[int, ...]
-) -> None:
-    """`body(masked)` if there is a tile to visit."""
-    plain, masked = visits.kind(*at)
-    if masks.FULL in kinds:
-        pl.when(plain)(functools.partial(body, False))
-    if masks.MIXED in kinds:
-        pl.when(masked)(functools.partial(body, True))
-
-
 def _forward(
-    problem: _Problem, q: Array, k: Array, v: Array, dtype: Any, statistics: bool
+    problem: Problem, q: Array, k: Array, v: Array, dtype: Any, statistics: bool
 ) -> list[Array]:
     """Output `[B, N, T, V]` in a dtype and, if asked for, maximum and log of the sum
     `[B, N, 1, T]`."""
     shapes, tiling, spec = problem.shapes, problem.tiling, problem.spec
-    (visits, steps), rows = _lists(problem), tiling.block_q
+    (visits, steps), rows = lists(problem), tiling.block_q
     # So that no sum of weighted values overflows whose mean does not.
     headroom = 2.0 ** -math.ceil(math.log2(2 * shapes.S))
 
-    def kernel(visits_at: _Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
+    def kernel(visits_at: Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
         q_ref, k_ref, v_ref = arrays
         maximum, total, weighted = scratch
         b, h, i, step = map(pl.program_id, range(4))
@@ -319,17 +140,17 @@ def _forward(
 
         def visit(masked: bool) -> None:
             k, v, before = k_ref[...], v_ref[...], maximum[...]
-            found = _products(spec, q_ref[...], k, v)
+            found = query_key_products(spec, q_ref[...], k, v)
             score = problem.rules.run(lambda here, x: here.modify(x, masked), leaves, at, found)
             score = jnp.broadcast_to(score, tiling)
             top = jnp.maximum(before, jnp.max(score, axis=1, keepdims=True))
             weights, factor = jnp.exp(score - top), jnp.exp(before - top)
             total[...] = total[...] * factor + jnp.sum(weights, axis=1, keepdims=True)
             kept = problem.rules.run(lambda here, x: here.drop(x), leaves, at, weights)
-            part = _dot(kept * headroom, _finite(spec, v), (1, 0), spec)
+            part = dot(kept * headroom, finite(spec, v), (1, 0), spec)
             maximum[...], weighted[...] = top, weighted[...] * factor + part
 
-        _at_tile(visits_at, (b, h, i, step), visit, visits.kinds)
+        at_tile(visits_at, (b, h, i, step), visit, visits.kinds)
 
         @pl.when(step == pl.num_programs(3) - 1)
         def _end() -> None:
@@ -344,10 +165,10 @@ def _forward(
                 results[2][...] = operands.row(jnp.log(by))
 
     B, N, T = shapes.B, shapes.N, shapes.T
-    results = [_Block((B, N, T, shapes.V), dtype, rows, False)]
+    results = [Block((B, N, T, shapes.V), dtype, rows, False)]
     if statistics:
-        results += [_Block((B, N, 1, T), jnp.float32, rows, False, 3)] * 2
-    return _run(
+        results += [Block((B, N, 1, T), jnp.float32, rows, False, 3)] * 2
+    return launch(
         "jattn_forward",
         problem,
         (B, N, T // rows, steps),
@@ -360,35 +181,12 @@ def _forward(
     )
 
 
-def _d_products(
-    problem: _Problem, leaves: Any, at: Place, masked: bool, rows: Any, k: Array, v: Array
-) -> tuple[Array, Array]:
-    """The cotangent of q kᵀ, and the weights after dropout. With weights p and dp = d_out vᵀ, that
-    of the scores is p (dp − delta)."""
-    q, d_out, *statistics = rows
-
-    def found(
-        here: slicing.Tile, products: Array, d_weights: Array, top: Array, log: Array, delta: Array
-    ) -> tuple[Array, Array]:
-        score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
-        weights = softmax.weights(score, top, log, masked)
-        d_score = weights * (here.drop(d_weights) - delta[:, None])
-        return pull(d_score)[0], here.drop(weights)
-
-    products = _products(problem.spec, q, k, v)
-    d_weights = _dot(d_out, _finite(problem.spec, v), (1, 1), problem.spec)
-    columns = map(operands.column, statistics)
-    both = problem.rules.run(found, leaves, at, products, d_weights, *columns)
-    d_products, weights = (jnp.broadcast_to(x, problem.tiling) for x in both)
-    return d_products, weights
-
-
-def _d_queries(problem: _Problem, rows: Any, k: Array, v: Array, dtype: Any) -> Array:
+def _d_queries(problem: Problem, rows: Any, k: Array, v: Array, dtype: Any) -> Array:
     """The gradient `[B, N, T, H]`."""
     shapes, (block, _) = problem.shapes, problem.tiling
-    visits, steps = _lists(problem)
+    visits, steps = lists(problem)
 
-    def kernel(visits_at: _Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
+    def kernel(visits_at: Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
         *rows_refs, k_ref, v_ref = arrays
         (total,) = scratch
         b, h, i, step = map(pl.program_id, range(4))
@@ -400,17 +198,17 @@ def _d_queries(problem: _Problem, rows: Any, k: Array, v: Array, dtype: Any) -> 
 
         def visit(masked: bool) -> None:
             k, rows = k_ref[...], [x[...] for x in rows_refs]
-            d_products, _ = _d_products(problem, leaves, at, masked, rows, k, v_ref[...])
-            total[...] += _dot(d_products, _finite(problem.spec, k), (1, 0), problem.spec)
+            d_products, _ = d_products_and_weights(problem, leaves, at, masked, rows, k, v_ref[...])
+            total[...] += dot(d_products, finite(problem.spec, k), (1, 0), problem.spec)
 
-        _at_tile(visits_at, (b, h, i, step), visit, visits.kinds)
+        at_tile(visits_at, (b, h, i, step), visit, visits.kinds)
 
         @pl.when(step == pl.num_programs(3) - 1)
         def _end() -> None:
             results[0][...] = total[...].astype(dtype)
 
     B, N, T = shapes.B, shapes.N, shapes.T
-    return _run(
+    return launch(
         "jattn_d_queries",
         problem,
         (B, N, T // block, steps),
@@ -418,22 +216,22 @@ def _d_queries(problem: _Problem, rows: Any, k: Array, v: Array, dtype: Any) -> 
         kernel,
         visits,
         [*((x, False) for x in rows), (k, True), (v, True)],
-        [_Block((B, N, T, shapes.H), dtype, block, False)],
+        [Block((B, N, T, shapes.H), dtype, block, False)],
         [(block, shapes.H)],
     )[0]
 
 
-def _d_keys(problem: _Problem, rows: Any, k: Array, v: Array, dtype: Any) -> list[Array]:
+def _d_keys(problem: Problem, rows: Any, k: Array, v: Array, dtype: Any) -> list[Array]:
     """The gradients `[B, K, S, H]` and `[B, K, S, V]`; the steps go through a group's heads."""
     shapes, (_, block) = problem.shapes, problem.tiling
-    visits, steps = _lists(problem, by_key=True)
+    visits, steps = lists(problem, by_key=True)
 
     def split(kv: Any, step: Any) -> tuple[Any, Any]:
         """The head, and its step."""
         each = jnp.int32(steps)
         return kv * shapes.G + lax.div(step, each), lax.rem(step, each)
 
-    def kernel(visits_at: _Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
+    def kernel(visits_at: Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
         *rows_refs, k_ref, v_ref = arrays
         b, kv, j, step = map(pl.program_id, range(4))
         h, own = split(kv, step)
@@ -446,26 +244,26 @@ def _d_keys(problem: _Problem, rows: Any, k: Array, v: Array, dtype: Any) -> lis
 
         def visit(masked: bool) -> None:
             rows = [x[...] for x in rows_refs]
-            found = _d_products(problem, leaves, at, masked, rows, k_ref[...], v_ref[...])
-            d_products, weights = found
-            scratch[0][...] += _dot(
-                d_products, _finite(problem.spec, rows[0]), (0, 0), problem.spec
+            found = d_products_and_weights(
+                problem, leaves, at, masked, rows, k_ref[...], v_ref[...]
             )
-            scratch[1][...] += _dot(weights, rows[1], (0, 0), problem.spec)
+            d_products, weights = found
+            scratch[0][...] += dot(d_products, finite(problem.spec, rows[0]), (0, 0), problem.spec)
+            scratch[1][...] += dot(weights, rows[1], (0, 0), problem.spec)
 
-        _at_tile(visits_at, (b, h, j, own), visit, visits.kinds)
+        at_tile(visits_at, (b, h, j, own), visit, visits.kinds)
 
         @pl.when(step == pl.num_programs(3) - 1)
         def _end() -> None:
             for result, total in zip(results, scratch, strict=True):
                 result[...] = total[...].astype(dtype)
 
-    def place(visits: _Visits, b: Any, kv: Any, j: Any, step: Any) -> Place:
+    def place(visits: Visits, b: Any, kv: Any, j: Any, step: Any) -> Place:
         h, own = split(kv, step)
         return Place(b, h, visits.tile(b, h, j, own), j)
 
     B, K, S = shapes.B, shapes.K, shapes.S
-    return _run(
+    return launch(
         "jattn_d_keys",
         problem,
         (B, K, S // block, shapes.G * steps),
@@ -473,7 +271,7 @@ def _d_keys(problem: _Problem, rows: Any, k: Array, v: Array, dtype: Any) -> lis
         kernel,
         visits,
         [*((x, False) for x in rows), (k, True), (v, True)],
-        [_Block((B, K, S, x), dtype, block, True) for x in (shapes.H, shapes.V)],
+        [Block((B, K, S, x), dtype, block, True) for x in (shapes.H, shapes.V)],
         [(block, x) for x in (shapes.H, shapes.V)],
     )
 
@@ -492,7 +290,7 @@ def _tokens_first(x: Array, shape: tuple[int, ...]) -> Array:
 def _forward_pass(
     platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Normalizer, Array]:
-    problem, _, (q,), k, v = _Problem.of(platform, spec, (query,), key, value)
+    problem, _, (q,), k, v = Problem.of(platform, spec, (query,), key, value)
     out, *statistics = _forward(problem, q, k, v, jnp.float32, True)
     rows = query.shape[:3]
     normalizer = Normalizer(*(_tokens_first(x, rows) for x in statistics))
@@ -503,7 +301,7 @@ def _values(
     platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Normalizer, Array]:
     """As `_forward_pass`, without the normalizer and with digits for the dtype of the query."""
-    problem, _, (q,), k, v = _Problem.of(platform, spec, (query,), key, value)
+    problem, _, (q,), k, v = Problem.of(platform, spec, (query,), key, value)
     (out,) = _forward(problem, q, k, v, query.dtype, False)
     out = _tokens_first(out, (*query.shape[:3], value.shape[3])).astype(jnp.float32)
     nothing = jnp.zeros(query.shape[:3], jnp.float32)
@@ -514,23 +312,30 @@ def _backward_pass(
     platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array
 ) -> tuple[list[Array], Array, Array, Array]:
     given = cast_cotangent(per_query)
-    problem, call, rows, k, v = _Problem.of(platform, spec, given, key, value)
+    problem, call, rows, k, v = Problem.of(platform, spec, given, key, value)
     d_query = _d_queries(problem, rows, k, v, key.dtype)
     d_key, d_value = _d_keys(problem, rows, k, v, key.dtype)
     d_query, d_key, d_value = (
         _tokens_first(d, x.shape).astype(jnp.float32)
         for d, x in zip((d_query, d_key, d_value), (per_query.query, key, value), strict=True)
     )
-    return _d_parameters(problem, call, spec), d_query, d_key, d_value
+    return _d_parameters(problem, call, spec, rows, k, v), d_query, d_key, d_value
 
 
-def _d_parameters(problem: _Problem, call: slicing.Call, spec: Spec) -> list[Array]:
-    """Those of parameters, summed by XLA: it can scatter."""
-    if not parameters(spec):
-        return []
-    found = blockwise.parameter_gradients(
-        call.spec, PerQuery(*call.rows), call.key, call.value, problem.tiling
-    )
+def _d_parameters(
+    problem: Problem, call: slicing.Call, spec: Spec, rows: Any, k: Array, v: Array
+) -> list[Array]:
+    """Each written tile by tile if it runs along T and S; the others are summed by XLA, which can
+    scatter."""
+    found: list[Any] = [
+        bias_gradient.of(problem, which, rows, k, v) for which in range(len(parameters(spec)))
+    ]
+    if any(x is None for x in found):
+        per_query = PerQuery(*call.rows)
+        summed = blockwise.parameter_gradients(
+            call.spec, per_query, call.key, call.value, problem.tiling
+        )
+        found = [y if x is None else x for x, y in zip(found, summed, strict=True)]
     return slicing.unpadded_parameters(found, spec)
 
 

@@ -65,46 +65,64 @@ inline Ints greatest(Ints x, Ints y) { return pick(x > y, x, y); }
 inline Ints least(Ints x, Ints y) { return pick(x < y, x, y); }
 
 inline Vector abs_of(Vector x) { return (Vector)((Ints)x & std::numeric_limits<Int>::max()); }
-inline Ints abs_of(Ints x) { return pick(x < 0, wrap(-x), x); }
+inline Ints abs_of(Ints x) { return pick(x < 0, -x, x); }
 inline Vector sign_of(Vector x) { return x > 0 ? all(1) : (x < 0 ? all(-1) : x); }
 inline Ints sign_of(Ints x) { return (x < 0) - (x > 0); }
 
-inline Int divided(Int x, Int y) {
+// For integers I of lanes that are as wide or wider.
+template <typename I>
+inline I divided(I x, I y) {
   if (y == 0) return -1;
-  return y == -1 ? -static_cast<std::make_unsigned_t<Int>>(x) : x / y;
+  return y == -1 ? static_cast<I>(-static_cast<std::make_unsigned_t<I>>(x)) : x / y;
 }
-inline Int rest(Int x, Int y) { return y == 0 ? x : y == -1 ? 0 : x % y; }
-inline Int sign(Int x) { return (x > 0) - (x < 0); }
-inline Ints div_of(Ints x, Ints y) { return wrap(each(x, y, divided)); }
-inline Ints rem_of(Ints x, Ints y) { return each(x, y, rest); }
-inline Ints floor_divide_of(Ints x, Ints y) {
-  return wrap(each(x, y, [](Int x, Int y) {
-    return divided(x, y) - (sign(x) != sign(y) && rest(x, y) != 0);
-  }));
+template <typename I>
+inline I rest(I x, I y) {
+  return y == 0 ? x : y == -1 ? 0 : x % y;
 }
-inline Ints remainder_of(Ints x, Ints y) {
-  return each(x, y, [](Int x, Int y) {
-    y = y == 0 ? 1 : y;
-    const Int r = rest(x, y);
-    return r != 0 && (r < 0) != (y < 0) ? r + y : r;
-  });
+template <typename I>
+inline I sign(I x) {
+  return (x > 0) - (x < 0);
 }
+template <typename I>
+inline I floor_divided(I x, I y) {
+  return divided(x, y) - (sign(x) != sign(y) && rest(x, y) != 0);
+}
+template <typename I>
+inline I remaining(I x, I y) {
+  y = y == 0 ? 1 : y;
+  const I r = rest(x, y);
+  return r != 0 && (r < 0) != (y < 0) ? r + y : r;
+}
+inline Ints div_of(Ints x, Ints y) { return each(x, y, divided<Int>); }
+inline Ints rem_of(Ints x, Ints y) { return each(x, y, rest<Int>); }
+inline Ints floor_divide_of(Ints x, Ints y) { return each(x, y, floor_divided<Int>); }
+inline Ints remainder_of(Ints x, Ints y) { return each(x, y, remaining<Int>); }
 
-inline Ints shift_left_of(Ints x, Ints by, int bits) {
-  return each(x, by, [bits](Int x, Int by) {
-    return by < 0 || by >= bits ? Int{0}
-                                : static_cast<Int>(static_cast<std::make_unsigned_t<Int>>(x) << by);
-  });
+template <int kBits, typename I>
+inline I shifted_left(I x, I by) {
+  if (by < 0 || by >= kBits) return 0;
+  return static_cast<I>(static_cast<std::make_unsigned_t<I>>(x) << by);
 }
-constexpr int kBits = 32;
-inline Ints shift_left(Ints x, Ints by) { return shift_left_of(x, by, kBits); }
+template <int kBits, typename I>
+inline I shifted_right(I x, I by) {
+  return x >> (by < 0 || by >= kBits ? kBits - 1 : by);
+}
+template <int kBits, typename I>
+inline I shifted_right_as_bits(I x, I by) {
+  using Bits = std::conditional_t<kBits == 32, uint32_t, uint64_t>;
+  return by < 0 || by >= kBits ? I{0} : static_cast<I>(static_cast<Bits>(x) >> by);
+}
+template <int kBits>
+inline Ints shift_left(Ints x, Ints by) {
+  return each(x, by, shifted_left<kBits, Int>);
+}
+template <int kBits>
 inline Ints shift_right_arithmetic(Ints x, Ints by) {
-  return each(x, by, [](Int x, Int by) { return x >> (by < 0 || by >= kBits ? kBits - 1 : by); });
+  return each(x, by, shifted_right<kBits, Int>);
 }
+template <int kBits>
 inline Ints shift_right_logical(Ints x, Ints by) {
-  return each(x, by, [](Int x, Int by) {
-    return by < 0 || by >= kBits ? Int{0} : static_cast<Int>(static_cast<uint32_t>(x) >> by);
-  });
+  return each(x, by, shifted_right_as_bits<kBits, Int>);
 }
 
 // Conversions go by way of the kind that something is of.
@@ -117,18 +135,141 @@ inline Truths from_b(Ints x) { return {x}; }
 inline Vector as_f(Ints x) { return __builtin_convertvector(x, Vector); }
 inline Vector as_f(Truths t) { return t.x ? all(1) : Vector{}; }
 inline Ints as_i(Truths t) { return t.x & 1; }
-// Towards 0, held within 32 bits; NaN is 0.
+// Towards 0, held within what I holds; NaN is 0.
+template <typename I, typename E>
+inline I held(E x) {
+  constexpr E kEnd = sizeof(I) == 4 ? E(2147483648.0) : E(9223372036854775808.0);
+  return x != x       ? 0
+         : x >= kEnd  ? std::numeric_limits<I>::max()
+         : x <= -kEnd ? std::numeric_limits<I>::min()
+                      : static_cast<I>(x);
+}
 inline Ints as_i(Vector x) {
   Ints found;
-  for (int l = 0; l < kLanes; ++l)
-    found[l] = x[l] != x[l]                 ? 0
-               : x[l] >= T(2147483648.0)    ? std::numeric_limits<int32_t>::max()
-               : x[l] <= T(-2147483648.0)   ? std::numeric_limits<int32_t>::min()
-                                            : static_cast<Int>(x[l]);
+  for (int l = 0; l < kLanes; ++l) found[l] = held<int32_t>(x[l]);
   return found;
 }
+#if !JATTN_SINGLE
+inline Ints as_i_long(Truths t) { return as_i(t); }
+inline Ints as_i_long(Vector x) {
+  Ints found;
+  for (int l = 0; l < kLanes; ++l) found[l] = held<int64_t>(x[l]);
+  return found;
+}
+#endif
 inline Ints as_b(Vector x) { return x != all(0); }
 inline Ints as_b(Ints x) { return x != 0; }
+
+// Floats and integers of another width than T and Int, as many as there are lanes.
+using Far = std::conditional_t<JATTN_SINGLE, double, float>;
+typedef Far FarLanes __attribute__((vector_size(kLanes * sizeof(Far))));
+typedef int64_t LongLanes __attribute__((vector_size(kLanes * sizeof(int64_t))));
+struct Other {
+  FarLanes x;
+};
+struct Long {
+  LongLanes x;
+};
+
+#define JATTN_OPERATOR(V, op) \
+  inline V operator op(V a, V b) { return {a.x op b.x}; }
+#define JATTN_COMPARISON(V, op) \
+  inline Ints operator op(V a, V b) { return __builtin_convertvector(a.x op b.x, Ints); }
+#define JATTN_NUMBERS(V)                                                                \
+  JATTN_OPERATOR(V, +) JATTN_OPERATOR(V, -) JATTN_OPERATOR(V, *)                        \
+  JATTN_COMPARISON(V, <) JATTN_COMPARISON(V, <=) JATTN_COMPARISON(V, >)                 \
+  JATTN_COMPARISON(V, >=) JATTN_COMPARISON(V, ==) JATTN_COMPARISON(V, !=)               \
+  inline V operator-(V a) { return {-a.x}; }                                            \
+  inline V pick(Ints which, V a, V b) {                                                 \
+    return {__builtin_convertvector(which, decltype(a.x < b.x)) ? a.x : b.x};           \
+  }                                                                                     \
+  inline V greatest(V a, V b) { return pick((a > b) | (a != a), a, b); }                \
+  inline V least(V a, V b) { return pick((a < b) | (a != a), a, b); }                   \
+  template <typename F>                                                                 \
+  inline V each(V a, F f) {                                                             \
+    for (int l = 0; l < kLanes; ++l) a.x[l] = f(a.x[l]);                                \
+    return a;                                                                           \
+  }                                                                                     \
+  template <typename F>                                                                 \
+  inline V each(V a, V b, F f) {                                                        \
+    for (int l = 0; l < kLanes; ++l) a.x[l] = f(a.x[l], b.x[l]);                        \
+    return a;                                                                           \
+  }
+JATTN_NUMBERS(Other)
+JATTN_NUMBERS(Long)
+JATTN_OPERATOR(Other, /)
+JATTN_OPERATOR(Long, &)
+JATTN_OPERATOR(Long, |)
+JATTN_OPERATOR(Long, ^)
+inline Long operator~(Long a) { return {~a.x}; }
+
+inline Other other(Far x) { return {x - FarLanes{}}; }
+inline Long longs(int64_t x) { return {x - LongLanes{}}; }
+inline Other operator/(int x, Other y) { return other(Far(x)) / y; }
+inline Other operator+(Other x, int y) { return x + other(Far(y)); }
+inline Other load_other(const Far* from) { return {load<FarLanes>(from)}; }
+inline Long load_long(const int64_t* from) { return {load<LongLanes>(from)}; }
+inline Other gather_other(const Far* table, Ints at) {
+  Other found;
+  for (int l = 0; l < kLanes; ++l) found.x[l] = table[at[l]];
+  return found;
+}
+inline Long gather_long(const int64_t* table, Ints at) {
+  Long found;
+  for (int l = 0; l < kLanes; ++l) found.x[l] = table[at[l]];
+  return found;
+}
+
+inline Other abs_of(Other x) {
+  return each(x, [](Far x) { return std::fabs(x); });
+}
+inline Long abs_of(Long x) { return pick(x < longs(0), -x, x); }
+inline Other sign_of(Other x) {
+  return pick(x > other(0), other(1), pick(x < other(0), other(-1), x));
+}
+inline Long sign_of(Long x) { return each(x, sign<int64_t>); }
+inline Long div_of(Long x, Long y) { return each(x, y, divided<int64_t>); }
+inline Long rem_of(Long x, Long y) { return each(x, y, rest<int64_t>); }
+inline Long floor_divide_of(Long x, Long y) { return each(x, y, floor_divided<int64_t>); }
+inline Long remainder_of(Long x, Long y) { return each(x, y, remaining<int64_t>); }
+template <int kBits>
+inline Long shift_left(Long x, Long by) {
+  return each(x, by, shifted_left<kBits, int64_t>);
+}
+template <int kBits>
+inline Long shift_right_arithmetic(Long x, Long by) {
+  return each(x, by, shifted_right<kBits, int64_t>);
+}
+template <int kBits>
+inline Long shift_right_logical(Long x, Long by) {
+  return each(x, by, shifted_right_as_bits<kBits, int64_t>);
+}
+
+inline Other from_d(Other x) { return x; }
+inline Long from_l(Long x) { return x; }
+inline Vector as_f(Other x) { return __builtin_convertvector(x.x, Vector); }
+inline Vector as_f(Long x) { return __builtin_convertvector(x.x, Vector); }
+inline Other as_d(Vector x) { return {__builtin_convertvector(x, FarLanes)}; }
+inline Other as_d(Ints x) { return {__builtin_convertvector(x, FarLanes)}; }
+inline Other as_d(Long x) { return {__builtin_convertvector(x.x, FarLanes)}; }
+inline Other as_d(Truths t) { return as_d(t.x & 1); }
+inline Long as_l(Ints x) { return {__builtin_convertvector(x, LongLanes)}; }
+inline Long as_l(Truths t) { return as_l(t.x & 1); }
+template <typename I, typename V, typename F>
+inline V held_each(F x) {
+  V found;
+  for (int l = 0; l < kLanes; ++l) found[l] = held<I>(x[l]);
+  return found;
+}
+inline Long as_l(Vector x) { return {held_each<int64_t, LongLanes>(x)}; }
+inline Long as_l(Other x) { return {held_each<int64_t, LongLanes>(x.x)}; }
+inline Ints as_i(Other x) { return held_each<int32_t, Ints>(x.x); }
+inline Ints as_i(Long x) { return __builtin_convertvector(x.x, Ints); }
+inline Ints as_b(Other x) { return x != other(0); }
+inline Ints as_b(Long x) { return x != longs(0); }
+#if !JATTN_SINGLE
+inline Ints as_i_long(Other x) { return held_each<int64_t, Ints>(x.x); }
+#endif
 
 template <int N, typename V>
 inline V power(V x) {
@@ -146,6 +287,10 @@ inline V power(V x) {
 template <int kMethod>
 inline Vector rounded(Vector x) {
   return each(x, [](T x) { return kMethod == 0 ? std::round(x) : std::nearbyint(x); });
+}
+template <int kMethod>
+inline Other rounded(Other x) {
+  return each(x, [](Far x) { return kMethod == 0 ? std::round(x) : std::nearbyint(x); });
 }
 
 #if JATTN_SINGLE
@@ -196,17 +341,26 @@ inline Vector tanh_of(Vector x) { return tangent(x); }
 inline Vector logistic_of(Vector x) { return 1.0 / (1.0 + exp_of(-x)); }
 #endif
 
-#define JATTN_EACH(name, function) \
+#define JATTN_EACH_OTHER(name, function) \
+  inline Other name##_of(Other x) { return each(x, [](Far x) -> Far { return function(x); }); }
+JATTN_EACH_OTHER(exp, std::exp)
+JATTN_EACH_OTHER(expm1, std::expm1)
+JATTN_EACH_OTHER(log, std::log)
+JATTN_EACH_OTHER(log1p, std::log1p)
+JATTN_EACH_OTHER(tanh, std::tanh)
+inline Other logistic_of(Other x) { return 1 / (exp_of(-x) + 1); }
+#define JATTN_EACH_VECTOR(name, function) \
   inline Vector name##_of(Vector x) { return each(x, [](T x) -> T { return function(x); }); }
+#define JATTN_EACH(name, function) JATTN_EACH_VECTOR(name, function) JATTN_EACH_OTHER(name, function)
 JATTN_EACH(ceil, std::ceil)
 JATTN_EACH(floor, std::floor)
 JATTN_EACH(sqrt, std::sqrt)
 JATTN_EACH(cbrt, std::cbrt)
 JATTN_EACH(exp2, std::exp2)
 #if !JATTN_SINGLE
-JATTN_EACH(expm1, std::expm1)
-JATTN_EACH(log, std::log)
-JATTN_EACH(log1p, std::log1p)
+JATTN_EACH_VECTOR(expm1, std::expm1)
+JATTN_EACH_VECTOR(log, std::log)
+JATTN_EACH_VECTOR(log1p, std::log1p)
 #endif
 JATTN_EACH(erf, std::erf)
 JATTN_EACH(erfc, std::erfc)
@@ -222,6 +376,17 @@ JATTN_EACH(asinh, std::asinh)
 JATTN_EACH(acosh, std::acosh)
 JATTN_EACH(atanh, std::atanh)
 inline Vector rsqrt_of(Vector x) { return 1 / sqrt_of(x); }
+inline Other rsqrt_of(Other x) { return 1 / sqrt_of(x); }
+inline Other div_of(Other x, Other y) { return x / y; }
+inline Other rem_of(Other x, Other y) {
+  return each(x, y, [](Far x, Far y) { return std::fmod(x, y); });
+}
+inline Other pow_of(Other x, Other y) {
+  return each(x, y, [](Far x, Far y) { return std::pow(x, y); });
+}
+inline Other atan2_of(Other x, Other y) {
+  return each(x, y, [](Far x, Far y) { return std::atan2(x, y); });
+}
 inline Vector div_of(Vector x, Vector y) { return x / y; }
 inline Vector rem_of(Vector x, Vector y) {
   return each(x, y, [](T x, T y) { return std::fmod(x, y); });

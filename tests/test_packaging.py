@@ -1,0 +1,159 @@
+"""The library as users install it: built, in an environment of its own, and with the lowest
+versions of what it needs. Packages come from the index that pip is set up with."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jattn
+from tests import test_readme
+
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+SAMPLE = """
+import jax
+import numpy as np
+from flax import nnx
+
+import jattn
+from jattn import masks, scores
+
+
+def loss(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array) -> jax.Array:
+    mask = masks.Causal() & (masks.Window(left=256) | masks.Global(4))
+    score = scores.SoftCap(30.0) >> scores.Alibi(slopes)
+    out, lse = jattn.attention(q, k, v, mask=mask, score=score, return_lse=True)
+    plain = jattn.attention(q, k, v, mask=lambda b, h, q, kv: q >= kv)
+    other = jattn.attention(q, k, v, score=lambda s, b, h, q, kv: s + 0.1 * (q - kv))
+    found = jattn.statistics(q, k, mask=mask, keys=np.arange(k.shape[-3]) == 0)
+    return (out - plain + other).sum() + lse.sum() + found.entropy.sum()
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = jattn.nn.MultiHeadAttention(8, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.attention(x, mask=masks.Causal(), deterministic=True)
+
+
+model = jattn.nn.DecoderOnly(100, features=32, num_heads=2, num_layers=1, rngs=nnx.Rngs(0))
+written = jattn.generate(model, np.ones((1, 3), np.int32), max_tokens=4)
+tokens: jax.Array = written.tokens
+"""
+
+
+def do(*command: Any, folder: Path, **env: str) -> str:
+    """What a command prints; an error with all of it where it fails."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    ran = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env={**inherited, "JAX_PLATFORMS": "cpu", **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, f"{command}: {ran.stdout[-5000:]} {ran.stderr[-5000:]}"
+    return ran.stdout
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """The Python of a new environment with these packages."""
+    do(sys.executable, "-m", "venv", folder, folder=folder.parent)
+    python = folder / "bin" / "python"
+    do(python, "-m", "pip", "install", "-q", *packages, folder=folder)
+    return python
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: Any) -> tuple[Path, Path]:
+    """A wheel that was built from a source distribution, and the Python of an environment that has
+    nothing but it and what it needs."""
+    folder = tmp_path_factory.mktemp("packaging")
+    source, dist = folder / "source", folder / "source" / "dist"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "jattn", source / "jattn", ignore=shutil.ignore_patterns("__pycache__"))
+    python = environment(folder / "environment", "setuptools>=77", "wheel")
+    do(python, "-c", BUILD, folder=source)
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = {"/".join(x.split("/")[1:]) for x in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= inside
+    build = ("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", dist, sdist)
+    do(python, "-m", "pip", *build, folder=folder)
+    (wheel,) = dist.glob("*.whl")
+    do(python, "-m", "pip", "install", "-q", f"{wheel}[viz]", folder=folder)
+    return wheel, python
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_library_and_nothing_else(built):
+    wheel, _ = built
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    tracked = do("git", "ls-files", "jattn", folder=ROOT).split()
+    pages = {name for name in tracked if name.endswith(".md")}  # for who reads the source
+    assert {x for x in inside if ".dist-info/" not in x} == set(tracked) - pages
+    assert f"jattn-{jattn.__version__}.dist-info/METADATA" in inside
+
+
+@pytest.mark.slow
+def test_the_examples_run_in_a_clean_environment(built, tmp_path):
+    _, python = built
+    do(python, "-m", "pip", "check", folder=tmp_path)
+    where = do(python, "-c", "import jattn; print(jattn.__file__)", folder=tmp_path)
+    assert Path(where.strip()).is_relative_to(python.parent.parent)
+    result = test_readme.run(test_readme.TEXT, tmp_path, str(python), installed=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_a_users_file_is_strictly_typed(built, tmp_path):
+    _, python = built
+    pyright = shutil.which("pyright", path=str(Path(sys.executable).parent))
+    if pyright is None:
+        pytest.skip("no pyright here")
+    (tmp_path / "sample.py").write_text(f"# pyright: strict\n{SAMPLE}", encoding="utf-8")
+    said = do(pyright, "--pythonpath", python, "sample.py", folder=tmp_path)
+    assert said.strip().startswith("0 errors, 0 warnings"), said
+
+
+def lowest() -> list[str]:
+    """Each package that the library, its experiments and its tests need, at its lower bound."""
+    extras = PROJECT["optional-dependencies"]
+    named = [*PROJECT["dependencies"], *extras["viz"], *extras["experiments"], *extras["dev"]]
+    found = (re.fullmatch(r"([\w-]+)>=([\d.]+)", x) for x in named)
+    return [f"{one[1]}=={one[2]}" for one in found if one]
+
+
+def test_every_package_has_a_lower_bound():
+    free = [x for x in PROJECT["dependencies"] if not re.fullmatch(r"[\w-]+>=[\d.]+", x)]
+    assert not free and len(lowest()) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="lower bounds are those of Python 3.11")
+def test_the_lower_bounds_work(tmp_path):
+    """The README's examples, tokenisers, checkpoints, modules and pictures."""
+    python = environment(tmp_path / "environment", *lowest())
+    do(python, "-m", "pip", "check", folder=tmp_path)
+    files = [f"tests/test_{name}.py" for name in ("readme", "bpe", "checkpoints", "nn", "viz")]
+    # Old packages warn of what newer ones beside them have renamed.
+    how = ("-n0", "-W", "default", "-p", "no:cacheprovider")
+    chosen = "examples_run_in or bpe or checkpoints or (nn and gradient) or heatmap"
+    said = do(python, "-m", "pytest", *how, *files, "-k", chosen, folder=ROOT, PYTHONPATH=str(ROOT))
+    assert " passed" in said
