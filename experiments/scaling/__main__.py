@@ -10,9 +10,9 @@
 
 `measure` gives time, temporary memory of each device and bytes that each sends, for each scheme of
 `jattn.parallel`, against devices and length, as JSON lines and a plot. `plan` says which scheme
-fits a length and how long it takes at given rates. `ahead` compiles for a TPU v5e 2 x 4 or eight
-H100 (`pip install -e ".[offline]"`, several GB), and says what the program sends, and how much of
-that while it computes.
+fits a length and how long it takes at given rates. `ahead` compiles for eight TPUs or GPUs
+(`pip install -e ".[offline]"`, several GB), and says what the program sends, and how much of that
+while it computes.
 """
 
 import argparse
