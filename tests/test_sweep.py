@@ -173,9 +173,9 @@ FUNCTIONS: dict[str, Call] = {
     "cached_attention": Call(
         jattn.cached_attention,
         {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None}
-        | {"return_lse": False},
+        | {"return_lse": False, "return_weights": False},
         {"query": "array", "key": "array", "value": "array", "cache": "cache", "valid": "array?"}
-        | {"mask": "mask", "score": "score", "return_lse": "flag"},
+        | {"mask": "mask", "score": "score", "return_lse": "flag", "return_weights": "flag"},
     ),
     "merge": Call(
         lambda out, lse: jattn.merge((out, lse), (out, lse)),
