@@ -70,7 +70,22 @@ ADVICE: dict[str, str] = {
 _MADE = "dropout_rate=... where the layer is made, and deterministic=True to switch it off"
 _RNGS = "rngs=nnx.Rngs(0)"
 
-LAYER_ADVICE: dict[str, str] = ADVICE | {
+RUN_ADVICE: dict[str, str] = {
+    "dropout_rng": "rngs=nnx.Rngs(dropout=dropout_rng)",
+    **dict.fromkeys(("dropout", "dropout_p", "dropout_rate"), _MADE),
+    "training": "deterministic=not training",
+    "train": "deterministic=not train",
+    "inference": "deterministic=inference",
+    **dict.fromkeys(
+        ("sow_weights", "need_weights", "return_weights", "output_attentions"),
+        "nn.capture_weights(layer, x), which calls it",
+    ),
+}
+"""In calls of modules: what has to do with training and looking."""
+
+LAYER_ADVICE: dict[str, str] = {
+    **ADVICE,
+    **RUN_ADVICE,
     "inputs_kv": "inputs_k=inputs_kv",
     "query": "inputs_q=query",
     "key": "inputs_k=key",
@@ -80,15 +95,6 @@ LAYER_ADVICE: dict[str, str] = ADVICE | {
     "v": "inputs_v=v",
     "q_positions": "positions=q_positions",
     "decode": "cache=layer.empty_cache(batch, length): a call with it returns (out, cache)",
-    "dropout_rng": "rngs=nnx.Rngs(dropout=dropout_rng)",
-    **dict.fromkeys(("dropout", "dropout_p", "dropout_rate"), _MADE),
-    "training": "deterministic=not training",
-    "train": "deterministic=not train",
-    "inference": "deterministic=inference",
-    "sow_weights": "nn.capture_weights(layer, x), which calls it",
-    "need_weights": "nn.capture_weights(layer, x), which calls it",
-    "return_weights": "nn.capture_weights(layer, x), which calls it",
-    "output_attentions": "nn.capture_weights(layer, x), which calls it",
 }
 """In calls of attention layers."""
 
@@ -120,13 +126,23 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
 """In making attention layers."""
 
 
-def advised_by(advice: Mapping[str, str]) -> Callable[[_F], _F]:
-    """A decorator for functions and methods, by this table; see `advised`."""
-    return functools.partial(_advised, advice)
+def advised_by(
+    advice: Mapping[str, str], options: Callable[..., Any] | None = None
+) -> Callable[[_F], _F]:
+    """A decorator for functions and methods, by this table; see `advised`.
+
+    `options` takes what the function takes as `**options`.
+    """
+    return functools.partial(_advised, advice, options=options)
 
 
-def _advised(advice: Mapping[str, str], function: _F) -> _F:
-    parameters = inspect.signature(function).parameters
+def _advised(
+    advice: Mapping[str, str], function: _F, options: Callable[..., Any] | None = None
+) -> _F:
+    parameters = dict(inspect.signature(function).parameters)
+    if options is not None:
+        parameters.popitem()
+        parameters |= inspect.signature(options).parameters
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     places = [name for name, x in parameters.items() if x.kind in kinds]
     of_object = int(places[:1] == ["self"])
@@ -137,17 +153,25 @@ def _advised(advice: Mapping[str, str], function: _F) -> _F:
         if unknown:
             name = min(unknown, key=lambda name: (name not in advice, name))
             raise TypeError(
-                f"{function.__qualname__}: no argument {name!r}; "
+                f"{_name(function, arguments[:of_object])}: no argument {name!r}; "
                 f"{_instead(name, [*parameters][of_object:], advice)}"
             )
         if len(arguments) > len(places):
             raise TypeError(
-                f"{function.__qualname__}: expected {', '.join(places[of_object:])} by place, got "
+                f"{_name(function, arguments[:of_object])}: expected "
+                f"{', '.join(places[of_object:])} by place, got "
                 f"{len(arguments) - of_object} arguments; name the others, as in mask=mask"
             )
         return function(*arguments, **named)
 
     return call  # pyright: ignore[reportReturnType]
+
+
+def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:
+    """With that of the object's class, which may inherit the method."""
+    if not of_object:
+        return function.__qualname__
+    return f"{type(of_object[0]).__name__}.{function.__name__}"
 
 
 def advised(function: _F) -> _F:

@@ -149,7 +149,6 @@ def attention(
             supports the call on the platform that the program is lowered for.
         return_lse: also return the log of the softmax's denominator.
         return_weights: also return the weights, last; for looking at, as memory grows with T × S.
-            Not with a cache.
 
     Returns:
         `out [*B, T, N, V]` in the query's dtype, and with `return_lse` also `lse [*B, N, T]`, the
@@ -179,11 +178,7 @@ def attention(
     }
     check_flag("return_weights", return_weights)
     if isinstance(key, Cache):
-        if return_weights:
-            raise NotImplementedError(
-                "return_weights where a cache takes the place of key and value"
-            )
-        return _attention_to_cache(query, key, value, meaning, implementation)
+        return _attention_to_cache(query, key, value, meaning, implementation, return_weights)
     if value is None:
         raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
     shapes = check_shapes(query, key, value)
@@ -194,8 +189,12 @@ def attention(
     results = _attend(spec, query, key, value, implementation=implementation, shapes=shapes)
     if not return_weights:
         return results
-    weights = _matrix(spec, query, key, what="weights", shapes=shapes)
-    return (*results, weights) if return_lse else (results, weights)
+    return _with_weights(results, _matrix(spec, query, key, what="weights", shapes=shapes))
+
+
+def _with_weights(results: Any, weights: Array) -> tuple[Array, ...]:
+    """`out`, or `(out, lse)`, and the weights last."""
+    return (*results, weights) if isinstance(results, tuple) else (results, weights)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
@@ -230,7 +229,12 @@ def run(
 
 
 def _attention_to_cache(
-    query: Queries, cache: Cache, value: Any, meaning: dict[str, Any], implementation: str | None
+    query: Queries,
+    cache: Cache,
+    value: Any,
+    meaning: dict[str, Any],
+    implementation: str | None,
+    return_weights: bool,
 ) -> Any:
     """`attention` where a cache takes the place of key and value."""
     shapes, spec = _check_cache(query, cache, value, meaning)
@@ -239,7 +243,18 @@ def _attention_to_cache(
         registry.refuse(implementation, decode.supports(spec, shapes))
     elif implementation is not None:
         registry.check_supported(implementation, spec, shapes)
-    return _attend_cache(spec, query, cache, implementation=implementation, shapes=shapes)
+    results = _attend_cache(spec, query, cache, implementation=implementation, shapes=shapes)
+    if not return_weights:
+        return results
+    return _with_weights(results, _weights_of_cache(spec, query, cache, shapes=shapes))
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _weights_of_cache(spec: Spec, query: Array, cache: Cache, *, shapes: Shapes) -> Array:
+    """`[B, N, T, S]` over the cache's slots, NaN in rows that overflowed."""
+    key = jnp.swapaxes(cache.read()[0], 1, 2).astype(query.dtype)
+    weights = _matrix(spec, query, key, what="weights", shapes=shapes)
+    return jnp.where(cache.overflowed[:, None, None, None], jnp.nan, weights)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
@@ -296,6 +311,7 @@ def cached_attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: Literal[False] = False,
+    return_weights: Literal[False] = False,
 ) -> tuple[Output, SomeCache]: ...
 @overload
 def cached_attention(
@@ -313,7 +329,44 @@ def cached_attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: Literal[True],
+    return_weights: Literal[False] = False,
 ) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
+@overload
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: SomeCache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[True],
+) -> tuple[tuple[Output, Weights], SomeCache]: ...
+@overload
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: SomeCache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+) -> tuple[tuple[Output, LogSumExp, Weights], SomeCache]: ...
 @advised
 def cached_attention(
     query: Queries,
@@ -330,6 +383,7 @@ def cached_attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    return_weights: bool = False,
 ) -> Any:
     """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
 
@@ -345,6 +399,9 @@ def cached_attention(
         mask, score, scale, dropout_rate, dropout_key, precision, implementation: as in `attention`.
             The cache knows the positions.
         return_lse: give `(out, lse [B, N, T])` in place of `out`, as `attention` does.
+        return_weights: give `(out, weights [B, N, T, S])` in place of `out`, or `(out, lse,
+            weights)`. S are the slots of the cache that is returned; where tokens go in pieces,
+            those of the cache that their piece saw.
 
     Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
     """
@@ -357,6 +414,7 @@ def cached_attention(
         "precision": precision,
         "implementation": implementation,
         "return_lse": return_lse,
+        "return_weights": return_weights,
     }
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
@@ -413,10 +471,10 @@ def _in_pieces(
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         return jax.lax.slice_in_dim(x, 0, T, axis=axis)
 
-    if not arguments.get("return_lse"):
+    if not isinstance(results, tuple):
         return joined(results, 1), cache
-    out, lse = results
-    return (joined(out, 1), joined(lse, 2)), cache
+    out, *by_head = results
+    return (joined(out, 1), *(joined(x, 2) for x in by_head)), cache
 
 
 @advised

@@ -7,7 +7,7 @@ Here E is the size of the inputs, H1 that of values, H2 that of queries and keys
 additive score's hidden layer. All take any number of leading batch axes.
 """
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jattn import softmax, tile
 from jattn._types import AnyArray, Shape
 from jattn.attention import attention
-from jattn.checks import check_array, check_dtype, check_like
+from jattn.checks import check_array, check_dtype, check_flag, check_like
 from jattn.kernels.xla import additive
 from jattn.masks import Causal, Full, MaskLike, as_mask
 from jattn.scores import ScoreLike
@@ -264,6 +264,7 @@ def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, 
     return flat.reshape(*x.shape[:-1], w.shape[-1]).astype(x.dtype)
 
 
+@overload
 def additive_attention(
     query: Float[Array, "*B T Dq"],
     key: Float[Array, "*B S Dk"],
@@ -276,7 +277,37 @@ def additive_attention(
     score: ScoreLike = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
-) -> Float[Array, "*B T V"]:
+    return_weights: Literal[False] = False,
+) -> Float[Array, "*B T V"]: ...
+@overload
+def additive_attention(
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"],
+    value: Float[Array, "*B S V"],
+    w_query: Float[Array, "Dq A"],
+    w_key: Float[Array, "Dk A"] | None,
+    w_score: Float[Array, " A"],
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    return_weights: Literal[True],
+) -> tuple[Float[Array, "*B T V"], Float[Array, "*B T S"]]: ...
+def additive_attention(
+    query: Float[Array, "*B T Dq"],
+    key: Float[Array, "*B S Dk"],
+    value: Float[Array, "*B S V"],
+    w_query: Float[Array, "Dq A"],
+    w_key: Float[Array, "Dk A"] | None,
+    w_score: Float[Array, " A"],
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    return_weights: bool = False,
+) -> Any:
     """softmax(w_score · tanh(query w_query + key w_key)) value.
 
     Bahdanau, Cho and Bengio 2015, section 3.1 and appendix A.1.2: the score is a small network, so
@@ -285,25 +316,15 @@ def additive_attention(
     head, `[*B, 1, T, S]`. With `w_key=None`, `key` is the result of `additive_keys`, `[*B, S, A]`.
     The hidden layer T × S × A never exists at once, neither forward nor backward.
 
+    `return_weights=True` gives `(out, weights [*B, T, S])`: those after softmax and dropout, in
+    float32 (float64), for looking at. Memory grows with T × S only then.
+
     Raises ValueError for sizes that do not fit, and what `attention` raises.
     """
-    _check_tokens(query=query, key=key, value=value)
-    _check_matrix("w_query", w_query, "[Dq, A]")
-    if w_key is not None:
-        _check_matrix("w_key", w_key, "[Dk, A]")
-    check_array("w_score", w_score, "[A]")
-    arrays = {"key": key, "value": value, "w_query": w_query, "w_key": w_key, "w_score": w_score}
-    for name, array in arrays.items():
-        if array is not None:
-            check_like(name, array, query)
-    _check_inner("w_score", "[A]", w_score.shape, len(w_score.shape) == 1)
+    check_flag("return_weights", return_weights)
+    _check_additive(query, key, value, w_query, w_key, w_score)
+    key = key if w_key is None else additive_keys(key, w_key)
     A = w_score.shape[0]
-    wanted = (query.shape[-1], A)
-    _check_inner("w_query", f"[Dq, A] = {list(wanted)}", w_query.shape, w_query.shape == wanted)
-    if w_key is not None:
-        wanted = (key.shape[-1], A)
-        _check_inner("w_key", f"[Dk, A] = {list(wanted)}", w_key.shape, w_key.shape == wanted)
-        key = additive_keys(key, w_key)
     tokens = list(key.shape[:-1])
     fits = list(value.shape[:-1]) == tokens
     _check_inner("value", f"[*B, S, V] with [*B, S] = {tokens} as in key", value.shape, fits)
@@ -321,4 +342,29 @@ def additive_attention(
     )
     tiling = additive.choose_tiling(T, S)
     query = _project(query, w_query)
-    return additive.attend(spec, query, key, value, w_score, shapes=shapes, tiling=tiling)
+    out = additive.attend(spec, query, key, value, w_score, shapes=shapes, tiling=tiling)
+    if not return_weights:
+        return out
+    return out, additive.weights(spec, query, key, w_score, shapes=shapes)
+
+
+def _check_additive(
+    query: Any, key: Any, value: Any, w_query: Any, w_key: Any | None, w_score: Any
+) -> None:
+    """Raises unless arrays are of one dtype and the matrices of `additive_attention` fit them."""
+    _check_tokens(query=query, key=key, value=value)
+    _check_matrix("w_query", w_query, "[Dq, A]")
+    if w_key is not None:
+        _check_matrix("w_key", w_key, "[Dk, A]")
+    check_array("w_score", w_score, "[A]")
+    arrays = {"key": key, "value": value, "w_query": w_query, "w_key": w_key, "w_score": w_score}
+    for name, array in arrays.items():
+        if array is not None:
+            check_like(name, array, query)
+    _check_inner("w_score", "[A]", w_score.shape, len(w_score.shape) == 1)
+    A = w_score.shape[0]
+    wanted = (query.shape[-1], A)
+    _check_inner("w_query", f"[Dq, A] = {list(wanted)}", w_query.shape, w_query.shape == wanted)
+    if w_key is not None:
+        wanted = (key.shape[-1], A)
+        _check_inner("w_key", f"[Dk, A] = {list(wanted)}", w_key.shape, w_key.shape == wanted)

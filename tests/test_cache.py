@@ -168,6 +168,49 @@ def test_more_than_a_chunk_goes_in_pieces(kind):
     np.testing.assert_array_equal(cache.lengths, [T] * B)
 
 
+@every_cache
+def test_weights_are_by_slot(kind):
+    """A rolling cache takes the 13 tokens 3 at a time; key p lies in slot p mod S."""
+    query, key, value = tokens()
+    (out, lse, weights), cache = jattn.cached_attention(
+        query,
+        key,
+        value,
+        poisoned(CACHES[kind](3), np.nan),
+        mask=masks.Causal(),
+        return_lse=True,
+        return_weights=True,
+    )
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    score = np.einsum("btkgh,bskh->bkgts", query.reshape(B, T, K, N // K, H), key) / np.sqrt(H)
+    past = np.arange(T)[:, None] - np.arange(T)
+    seen = (past >= 0) & ((past <= W) | (kind != "rolling"))
+    exponentials = np.where(seen, np.exp(score), 0)
+    total = exponentials.sum(-1, keepdims=True)
+    want = exponentials / total
+    by_slot = want @ (np.arange(T)[:, None] % cache.capacity == np.arange(cache.capacity))
+    np.testing.assert_allclose(weights, by_slot.reshape(weights.shape), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lse, np.log(total).reshape(lse.shape), rtol=0, atol=2e-6)
+    summed = np.einsum("bkgts,bskv->btkgv", want, value)
+    np.testing.assert_allclose(out, summed.reshape(out.shape), rtol=0, atol=2e-6)
+
+
+def test_weights_of_a_cache_after_dropout_and_of_lost_rows():
+    query, key, value = tokens()
+    cache = DenseCache.of(key, value)
+    lost = dataclasses.replace(cache, overflowed=jnp.array([False, True, False]))
+    dropout: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(3)}
+    out, weights = jattn.attention(query, lost, return_weights=True, **dropout)
+    assert weights.shape == (B, N, T, T)
+    assert np.isnan(weights[1]).all()
+    kept = [0, 2]
+    assert 0.3 < np.mean(weights[np.array(kept)] == 0) < 0.7
+    for b in kept:
+        heads = np.repeat(value[b], N // K, axis=1)
+        want = np.einsum("nts,snv->tnv", weights[b], heads)
+        np.testing.assert_allclose(out[b], want, rtol=0, atol=2e-6)
+
+
 def test_a_rolling_cache_forgets_and_stays_small():
     cache = RollingCache.create(B, W, K, H, V, chunk=1)
     query, key, value = tokens(T=3 * W + 1)
@@ -430,8 +473,6 @@ def test_wrong_arguments_are_named():
         jattn.attention(query, key)
     with pytest.raises(NotImplementedError, match="'decode': expected at most 8 queries"):
         jattn.attention(jnp.ones((B, 9, N, H)), cache, implementation="decode")
-    with pytest.raises(TypeError, match="no argument 'return_weights'"):
-        jattn.cached_attention(query, key, value, cache, return_weights=True)  # pyright: ignore[reportCallIssue]
     rolling = RollingCache.create(B, W, K, H, V, chunk=1)
     with pytest.raises(NotImplementedError, match=r"dropout of more tokens .* takes \(1\)"):
         options = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}

@@ -415,6 +415,25 @@ def test_additive_attention_with_a_score_function():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 
+def test_weights_of_additive_attention_by_the_formula():
+    inputs, mask = additive_inputs(), masks.Lengths(kv=jnp.array([S, 2]))
+    arrays, dropout = on_device(inputs), {"dropout_rate": 0.3, "dropout_key": jax.random.key(5)}
+    out, weights = jattn.additive_attention(**arrays, mask=mask, return_weights=True)
+    query, key = inputs["query"] @ inputs["w_query"], inputs["key"] @ inputs["w_key"]
+    raw = np.tanh(query[:, :, None] + key[:, None]) @ inputs["w_score"]
+    seen = np.arange(S) < np.array([S, 2])[:, None, None]
+    want = np.where(seen, np.exp(raw), 0)
+    want /= want.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(weights, want, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(out, want @ inputs["value"], rtol=0, atol=1e-13)
+    with tuning.using(additive_tile=4):  # the output goes by tiles
+        out, dropped = jattn.additive_attention(**arrays, mask=mask, **dropout, return_weights=True)
+    kept = np.asarray(dropped) != 0
+    assert 0 < np.mean(kept[seen & (want > 0)]) < 1
+    np.testing.assert_allclose(dropped, want * kept / 0.7, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(out, dropped @ inputs["value"], rtol=0, atol=1e-13)
+
+
 def test_additive_attention_drops_weights():
     inputs = on_device(additive_inputs())
     inputs["value"] = jnp.broadcast_to(jnp.eye(S), (B, S, S))  # shows the weights

@@ -1,6 +1,7 @@
 """The Flax modules: against Flax, against formulas in NumPy, and against their own laws."""
 
 import functools
+import inspect
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from flax import linen, nnx
 
 import jattn
 from jattn import masks, nn, positions, scores
+from jattn.nn import advice
 from jattn.nn.variables import Constant
 
 
@@ -1192,3 +1194,84 @@ def test_making_layers_is_answered_with_the_line_to_write():
     x = jnp.ones((1, 3, 8))
     with pytest.raises(TypeError, match="expected inputs_q, inputs_k, inputs_v by place, got 4"):
         make(2, 8, rngs=nnx.Rngs(0))(x, x, x, None)
+
+
+CALLS: dict[str, tuple[Any, dict[str, str], dict[str, str]]] = {
+    "EncoderLayer": (
+        lambda: nn.EncoderLayer(6, 2, 5, rngs=nnx.Rngs(0)),
+        advice.ENCODER_ADVICE,
+        {
+            "is_causal": "write mask=masks.Causal()",
+            "src_key_padding_mask": "write mask=masks.Padding(~src_key_padding_mask)",
+            "score": "self_attention=functools.partial(nn.MultiHeadAttention, score=...)",
+            "training": "write deterministic=not training",
+            "maks": "did you mean 'mask'?",
+        },
+    ),
+    "Encoder": (
+        lambda: nn.Encoder(1, 6, 2, 5, rngs=nnx.Rngs(0)),
+        advice.ENCODER_ADVICE,
+        {"attn_mask": "write mask=array, boolean"},
+    ),
+    "DecoderLayer": (
+        lambda: nn.DecoderLayer(6, 2, 5, rngs=nnx.Rngs(0)),
+        advice.DECODER_ADVICE,
+        {"tgt_is_causal": "causal in any case", "memory_mask": "write cross_mask=~memory_mask"},
+    ),
+    "Decoder": (
+        lambda: nn.Decoder(1, 6, 2, 5, rngs=nnx.Rngs(0)),
+        advice.DECODER_ADVICE,
+        {"memory_key_padding_mask": "write cross_mask=masks.Padding(~memory_key_padding_mask)"},
+    ),
+    "Transformer": (
+        lambda: nn.Transformer(
+            5, 5, features=6, num_heads=2, encoder_layers=1, decoder_layers=1, rngs=nnx.Rngs(0)
+        ),
+        advice.TRANSFORMER_ADVICE,
+        {"mask": "write source_mask=..., target_mask=...", "tgt": "write target_ids=tgt"},
+    ),
+    "DecoderOnly": (
+        lambda: nn.DecoderOnly(5, features=4, num_heads=2, num_layers=1, rngs=nnx.Rngs(0)),
+        advice.DECODER_ONLY_ADVICE,
+        {"causal": "causal in any case", "past_key_values": "model.step(tokens, caches)"},
+    ),
+    "AdditiveAttention": (
+        lambda: nn.AdditiveAttention(5, 4, 6, rngs=nnx.Rngs(0)),
+        advice.ADDITIVE_ADVICE,
+        {"causal": "write mask=masks.Causal()", "need_weights": "write nn.capture_weights"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_of_other_transformers_are_answered_with_the_line_to_write(name):
+    make, table, answers = CALLS[name]
+    layer: Any = nnx.eval_shape(make)
+    for given, says in answers.items():
+        message = rf"^{name}\.__call__: no argument '{given}'; .*{re.escape(says)}"
+        with pytest.raises(TypeError, match=message):
+            layer(None, **{given: None})
+    taken = inspect.signature(layer).parameters
+    elsewhere = {"left", "right", "q", "kv", "dropout_rate", "dropout", "rngs", "deterministic"}
+    for other, line in table.items():
+        if "are made" in line:  # in the constructor
+            continue
+        assert set(re.findall(r"(\w+)=", line)) <= {*taken, *elsewhere}, other
+        assert other not in taken or line.startswith("nothing"), other
+
+
+def test_making_models_is_answered_with_the_line_to_write():
+    for name, given, says in (
+        ("Decoder", "nhead", "write num_heads=nhead"),
+        ("Decoder", "norm_first", "write norm="),
+        ("Decoder", "dropout_rat", "did you mean 'dropout_rate'?"),
+        ("Transformer", "d_model", "write features=d_model"),
+        ("DecoderOnly", "vocab_size", "write vocabulary=vocab_size"),
+    ):
+        make: Any = getattr(nn, name)
+        with pytest.raises(TypeError, match=f"^{name}.__init__: .*{re.escape(says)}"):
+            make(**{given: 1, "rngs": nnx.Rngs(0)})
+    for line in advice.MODEL_CONSTRUCTOR_ADVICE.values():
+        classes = (nn.Encoder, nn.Transformer, nn.DecoderOnly)
+        taken = {name for made in classes for name in inspect.signature(made).parameters}
+        assert set(re.findall(r"(\w+)=", line)) <= {*taken, "mask"}, line

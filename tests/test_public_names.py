@@ -213,6 +213,8 @@ def functions():
     out, grown = jattn.cached_attention(q, k, v, dense, mask=masks.Causal())
     assert_type(out, Array)
     assert_type(grown, cache.DenseCache)
+    both, _ = jattn.cached_attention(q, k, v, dense, return_weights=True)
+    assert_type(both, tuple[Array, Array])
 
 
 def layers():

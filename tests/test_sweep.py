@@ -173,9 +173,9 @@ FUNCTIONS: dict[str, Call] = {
     "cached_attention": Call(
         jattn.cached_attention,
         {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None}
-        | {"return_lse": False},
+        | {"return_lse": False, "return_weights": False},
         {"query": "array", "key": "array", "value": "array", "cache": "cache", "valid": "array?"}
-        | {"mask": "mask", "score": "score", "return_lse": "flag"},
+        | {"mask": "mask", "score": "score", "return_lse": "flag", "return_weights": "flag"},
     ),
     "merge": Call(
         lambda out, lse: jattn.merge((out, lse), (out, lse)),
@@ -203,9 +203,11 @@ FUNCTIONS: dict[str, Call] = {
             "score": None,
             "dropout_rate": 0.0,
             "dropout_key": None,
+            "return_weights": False,
         },
         dict.fromkeys(("query", "key", "value", "w_query", "w_score"), "array")
-        | {"w_key": "array", "mask": "mask", "score": "score", **DROPPED},
+        | {"w_key": "array", "mask": "mask", "score": "score", "return_weights": "flag"}
+        | DROPPED,
         {"w_key": "key", "w_score": "A]"},  # what does not fit together may be the other's fault
     ),
     "additive_keys": Call(

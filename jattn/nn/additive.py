@@ -5,9 +5,11 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float
 
+from jattn._advice import advised_by
 from jattn.checks import check_array
 from jattn.mechanisms import additive_attention, additive_keys
 from jattn.nn._types import MaskLike
+from jattn.nn.advice import ADDITIVE_ADVICE
 from jattn.nn.capture import WeightsTap
 from jattn.nn.checks import check_features, check_module
 from jattn.nn.layers import LECUN, promote, sharded
@@ -77,14 +79,14 @@ class AdditiveAttention(Module):
         check_array("value", value, "[*B, S, V]", ndim=2)
         arrays = (query, projected_key, value, self.query[...], self.score[...])
         query, key, value, w_query, w_score = promote(arrays, dtype=self.dtype)
-        if self.weights_tap.is_open:
-            one_hot = jnp.broadcast_to(
-                jnp.eye(key.shape[-2], dtype=value.dtype), (*key.shape[:-1], key.shape[-2])
-            )
-            weights = additive_attention(query, key, one_hot, w_query, None, w_score, mask=mask)
-            self.weights_tap(weights[..., None, :, :])
-        return additive_attention(query, key, value, w_query, None, w_score, mask=mask)
+        operands = (query, key, value, w_query, None, w_score)
+        if not self.weights_tap.is_open:
+            return additive_attention(*operands, mask=mask)
+        out, weights = additive_attention(*operands, mask=mask, return_weights=True)
+        self.weights_tap(weights[..., None, :, :])
+        return out
 
+    @advised_by(ADDITIVE_ADVICE)
     def __call__(
         self,
         query: Float[Array, "..."],

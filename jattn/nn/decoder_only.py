@@ -8,9 +8,11 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float
 
+from jattn._advice import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_size
 from jattn.nn._types import CacheOptions, Ids, MaskLike, Positions, RandomSource, Valid
+from jattn.nn.advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
@@ -40,6 +42,7 @@ class DecoderOnlyLayer(EncoderLayer):
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
     """
 
+    @advised_by(DECODER_ONLY_ADVICE)
     def __call__(
         self,
         x: Float[Array, "*B T D"],
@@ -113,6 +116,7 @@ class DecoderOnly(Module):
 
     __signature__: Any = ConstructorSignature(DecoderOnlyOptions)
 
+    @advised_by(MODEL_CONSTRUCTOR_ADVICE, DecoderOnlyOptions)
     def __init__(
         self,
         vocabulary: int,
@@ -169,6 +173,7 @@ class DecoderOnly(Module):
         output = {"use_bias": given.use_bias, "rngs": rngs, **given.matrices}
         self.output = None if tie_embeddings else OutputProjection(features, vocabulary, **output)
 
+    @advised_by(DECODER_ONLY_ADVICE)
     def __call__(
         self,
         tokens: Ids,

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
+from jattn._advice import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.checks import (
     check_choice,
@@ -27,6 +28,12 @@ from jattn.nn._types import (
     RandomSource,
     RowLengths,
     Valid,
+)
+from jattn.nn.advice import (
+    DECODER_ADVICE,
+    ENCODER_ADVICE,
+    MODEL_CONSTRUCTOR_ADVICE,
+    TRANSFORMER_ADVICE,
 )
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.checks import check_features, check_module
@@ -183,6 +190,7 @@ class EncoderLayer(Module):
 
     __signature__: Any = ConstructorSignature(LayerOptions)
 
+    @advised_by(MODEL_CONSTRUCTOR_ADVICE, LayerOptions)
     def __init__(
         self,
         features: int,
@@ -201,6 +209,7 @@ class EncoderLayer(Module):
         self.feed_forward = given.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, given, rngs=rngs)
 
+    @advised_by(ENCODER_ADVICE)
     def __call__(
         self,
         x: Float[Array, "*B S D"],
@@ -247,6 +256,7 @@ class DecoderLayer(Module):
 
     __signature__: Any = ConstructorSignature(LayerOptions)
 
+    @advised_by(MODEL_CONSTRUCTOR_ADVICE, LayerOptions)
     def __init__(
         self,
         features: int,
@@ -267,6 +277,7 @@ class DecoderLayer(Module):
         self.feed_forward = given.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, given, rngs=rngs)
 
+    @advised_by(DECODER_ADVICE)
     def __call__(
         self,
         x: Float[Array, "*B T D"],
@@ -353,6 +364,7 @@ class _Stack(Module):
 
     layer: Callable[..., nnx.Module]
 
+    @advised_by(MODEL_CONSTRUCTOR_ADVICE, LayerOptions)
     def __init__(
         self,
         num_layers: int,
@@ -382,6 +394,7 @@ class Encoder(_Stack):
 
     layer = EncoderLayer
 
+    @advised_by(ENCODER_ADVICE)
     def __call__(
         self,
         x: Float[Array, "*B S D"],
@@ -403,6 +416,7 @@ class Decoder(_Stack):
 
     layer = DecoderLayer
 
+    @advised_by(DECODER_ADVICE)
     def __call__(
         self,
         x: Float[Array, "*B T D"],
@@ -496,6 +510,7 @@ class Transformer(Module):
 
     __signature__: Any = ConstructorSignature(LayerOptions)
 
+    @advised_by(MODEL_CONSTRUCTOR_ADVICE, LayerOptions)
     def __init__(
         self,
         source_vocabulary: int,
@@ -553,6 +568,7 @@ class Transformer(Module):
             else OutputProjection(features, target_vocabulary, rngs=rngs, **given.matrices)
         )
 
+    @advised_by(TRANSFORMER_ADVICE)
     def __call__(
         self,
         source_ids: Ids,

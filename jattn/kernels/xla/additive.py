@@ -51,6 +51,14 @@ def choose_tiling(T: int, S: int) -> Tiling:
     return Tiling(*(tile_schedule.even(max(1, size), about) for size in (T, S)))
 
 
+@functools.partial(jax.jit, static_argnames="shapes")
+def weights(spec: Spec, query: Array, key: Array, w_score: Array, *, shapes: Shapes) -> Array:
+    """Weights `[*B, T, S]` after softmax and dropout, of the projected arrays of `attend`."""
+    q, k = (x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query, key))
+    spec = prepare(dataclasses.replace(spec, pair=AdditiveScore(w_score)), shapes)
+    return reference.weights(spec, q, k).reshape(*shapes.batch, shapes.T, shapes.S)
+
+
 @functools.partial(jax.jit, static_argnames=("shapes", "tiling"))
 def attend(
     spec: Spec,
