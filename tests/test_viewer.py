@@ -142,6 +142,9 @@ def test_heads_are_toggled_by_a_click_and_isolated_by_two(page):
     assert picture(page) == before
     page.click(".head:nth-child(3)", times=2)
     assert lines(page) == by_head[2]
+    page.click("#all-heads")
+    assert picture(page) == before
+    page.click(".head:nth-child(3)", times=2)
     page.click(".head:nth-child(3)", times=2)
     assert picture(page) == before
 
@@ -204,11 +207,44 @@ def test_the_matrix_tells_values_to_the_step_of_quantisation(page, row, column):
     status = hover_cell(page, row, column)
     assert status.startswith(f"{TARGET[row]} reads {SOURCE[column]}: ")
     found = told(status)
-    assert [head for head, _, _ in found] == [1, 2, 3]
+    assert sorted(head for head, _, _ in found) == [1, 2, 3]
+    assert [value for _, value, _ in found] == sorted((x for _, x, _ in found), reverse=True)
     for head, value, half_step in found:
         array = CROSS[0, head - 1, row]
         assert half_step == pytest.approx(array.max() / 510, rel=0.2)
         assert abs(value - array[column]) <= array.max() / 510 + 5e-5
+
+
+def test_the_names_of_the_cell_pointed_at_are_whole(page):
+    choose(page, "view", "Matrix")
+    page.evaluate(
+        "(() => { const p = CanvasRenderingContext2D.prototype, fill = p.fillText;"
+        " window.bold = []; p.fillText = function (text, x, y) {"
+        " if (this.font.startsWith('bold')) window.bold.push("
+        "[text, this.measureText(text).width <= this.getTransform().f]);"  # f: from the top
+        " fill.call(this, text, x, y); }; })()"
+    )
+    hover_cell(page, 3, 2)
+    assert page.evaluate("window.bold").pop() == [max(SOURCE, key=len), True]
+
+
+def test_colours_go_to_the_greatest_mean_of_a_row(page):
+    choose(page, "view", "Matrix")
+    page.evaluate("document.querySelector('#contrast').value = 'row'")
+    page.evaluate("document.querySelector('#contrast').dispatchEvent(new Event('change'))")
+    page.settle()
+    x, y, size = map(
+        float, page.evaluate("document.querySelector('#matrix').dataset.cells").split()
+    )
+    columns = ENCODER[0].mean(axis=0).argmax(axis=1).tolist()
+    places = [[x + (s + 0.5) * size, y + (t + 0.5) * size] for t, s in enumerate(columns)]
+    colours = page.evaluate(
+        "(() => { const c = document.querySelector('#matrix'), w = c.width;"
+        " const all = c.getContext('2d').getImageData(0, 0, w, c.height).data;"
+        f" return {places}.map(([x, y]) => 4 * (Math.floor(y) * w + Math.floor(x)))"
+        ".map((at) => [...all.slice(at, at + 3)]); })()"
+    )
+    assert colours == S * [[0x08, 0x30, 0x6B]]  # of the greatest weight
 
 
 def test_the_matrix_is_zoomed_and_moved(page):
@@ -230,7 +266,7 @@ def test_the_difference_of_two_models_is_signed(page):
     choose(page, "model", "difference")
     size = abs(ENCODER[0] - OTHER["encoder"][0])
     assert (size >= LEAST + 0.005).sum() <= lines(page) <= (size >= LEAST - 0.005).sum()
-    assert "Blue: more in <b>old; orange: more in new." in page.text("#status")
+    assert "Values: <b>old less new. Blue: more in <b>old; orange: more in new." in page.text("#status")
     choose(page, "view", "Matrix")
     for row, column in ((1, 2), (5, 0)):
         for head, value, _ in told(hover_cell(page, row, column)):
@@ -307,10 +343,13 @@ def test_keys_do_what_the_help_says(page):
     assert tokens(page, "queries") == TARGET
     page.press("v")
     page.press("v")
-    page.evaluate("document.querySelector('#matrix').focus()")
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
         page.press(key)
     assert page.text("#status").startswith("dog reads dog: ")
+    assert page.text("#step-name") == "all"
+    assert page.evaluate("document.querySelector('#layer').selectedIndex") == 0
+    page.press("ArrowDown", shift=True)
+    assert page.evaluate("document.querySelector('#layer').selectedIndex") == 1
     page.press("?", "Slash")
     assert page.evaluate("document.querySelector('#help').open")
 

@@ -178,9 +178,17 @@ def test_numbers_of_heads_are_their_formulas():
             "monotonicity": np.mean(forward),
             "distance": np.mean(distance),
             "first": np.mean([row[0] for _, row in rows]),
+            "previous": np.nan,
         }
         got = {name: values[layer, head] for name, values in found.items()}
-        assert got == pytest.approx(expected)
+        assert got == pytest.approx(expected, nan_ok=True)
+    square = array[..., :T]
+    got = viz.head_numbers(square)["previous"]
+    for layer, head in np.ndindex(2, 2):
+        before = [
+            square[layer, head, t, t - 1] for t in range(1, T) if square[layer, head, t].any()
+        ]
+        assert got[layer, head] == pytest.approx(np.mean(before))
 
 
 def test_numbers_of_plain_heads():
@@ -191,6 +199,7 @@ def test_numbers_of_plain_heads():
     assert found["monotonicity"][:3] == pytest.approx([1, 1, 0])
     assert found["distance"][:3] == pytest.approx([1.25, 0, 2])
     assert found["first"][:3] == pytest.approx([0.25] * 3)
+    assert found["previous"][:3] == pytest.approx([0.25, 0, 1 / 3])
     assert all(np.isnan(values[3]) for values in found.values())
 
 
@@ -287,6 +296,26 @@ def test_the_page_holds_weights_to_half_a_step():
         assert (error <= half_step * 1.001).all()
     numbers = viz.head_numbers(array)
     assert part["numbers"][0]["entropy"] == np.round(numbers["entropy"], 6).tolist()
+
+
+def test_the_key_before_the_query_is_told_of_the_same_tokens_only():
+    array = weights(T, T)
+    same, others = (
+        about(viz.viewer(array, ROWS, keys).html)["sentences"][0]["attentions"][0]["numbers"][0]
+        for keys in (ROWS, COLUMNS[:T])
+    )
+    assert [*same] == [*viz.head_numbers(array)]
+    assert [*others] == [*same][:-1]
+
+
+def test_a_mask_has_the_axes_of_the_weights():
+    allowed = np.tri(T, dtype=bool)
+    plain, named = (
+        viz.viewer(weights(T, T), ROWS, mask=mask).html for mask in (allowed, allowed[None])
+    )
+    assert plain == named
+    with pytest.raises(ValueError, match=r"mask: expected \[N, T, S\], got shape"):
+        viz.viewer(weights(1, T, T), ROWS, mask=allowed)
 
 
 def test_thumbnails_keep_what_is_furthest_from_0():

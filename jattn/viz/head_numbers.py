@@ -15,6 +15,9 @@ def __dir__() -> list[str]:
     return __all__
 
 
+_NAMES = ("entropy", "coverage", "monotonicity", "distance", "first", "previous")
+
+
 def head_numbers(weights: AnyArray) -> dict[str, np.ndarray]:
     """How each head attends, as numbers in float64.
 
@@ -26,9 +29,11 @@ def head_numbers(weights: AnyArray) -> dict[str, np.ndarray]:
       is read does not move back.
     * `distance`: Σ w |query place − key place|, the mean over queries.
     * `first`: the weight on the first key, the mean over queries.
+    * `previous`: the weight on the key just before the query's place, the mean over queries after
+      the first. It has a meaning where queries and keys are the same tokens. NaN unless T = S.
 
-    Queries whose weights are all 0 are left out. A head without others has NaN, and so has the
-    monotonicity of a single query.
+    Queries whose weights are all 0 are left out. A head without others has NaN, and so have the
+    monotonicity and `previous` of a single query.
 
     Args:
         weights: `[..., T, S]`, at least 0, in which the rows of a head sum to 1 or are 0.
@@ -53,19 +58,21 @@ def head_numbers(weights: AnyArray) -> dict[str, np.ndarray]:
 
 def _numbers(weights: np.ndarray) -> dict[str, float]:
     """Of one head `[T, S]`."""
-    S = weights.shape[1]
+    T, S = weights.shape
     alive = np.flatnonzero(weights.any(axis=1))
     rows = weights[alive].astype(np.float64)
     if not len(rows):
-        return dict.fromkeys(("entropy", "coverage", "monotonicity", "distance", "first"), np.nan)
+        return dict.fromkeys(_NAMES, np.nan)
     places = np.arange(S)
     mean_place = rows @ places / rows.sum(axis=1)
     logs = np.log(rows, out=np.zeros_like(rows), where=rows > 0)
     steps: Any = np.diff(mean_place) >= -1e-6
+    before = np.diagonal(weights, -1)[alive[alive > 0] - 1] if T == S else np.empty(0)
     return {
         "entropy": float(-(rows * logs).sum(axis=1).mean()) + 0.0,
         "coverage": float(np.minimum(1, rows.sum(axis=0)).sum() / S),
         "monotonicity": float(steps.mean()) if len(steps) else np.nan,
         "distance": float((rows * abs(alive[:, None] - places)).sum(axis=1).mean()),
         "first": float(rows[:, 0].mean()),
+        "previous": float(before.mean(dtype=np.float64)) if len(before) else np.nan,
     }

@@ -44,8 +44,8 @@ class Sentence:
         weights: `[L, N, T, S]`, or `[N, T, S]` or `[T, S]`, finite and at least 0.
         tokens: T strings, the queries.
         kv_tokens: S strings, the keys; None: the same as the queries.
-        mask: a mask of `jattn.masks` or a boolean array `[N, T, S]`, without batch axes or with
-            those of one row, to lay over the weights.
+        mask: a mask of `jattn.masks` or a boolean array `[N, T, S]`, or `[T, S]` where weights are
+            `[T, S]`, without batch axes or with those of one row, to lay over the weights.
         other: weights of a second model, of the same shapes, to see the difference.
         name: what the sentence is called; by default the first words of it.
     """
@@ -152,7 +152,7 @@ def _attention(name: Any, sentence: Sentence, named: dict[str, Any]) -> Attentio
         raise ValueError(f"kv_tokens{where}: expected S = {S} tokens, as T is {T}, got None")
     mask = of("mask")
     if mask is not None:
-        mask = _checked_mask(f"mask{where}", mask)
+        mask = _checked_mask(f"mask{where}", mask, of("weights").ndim)
     return Attention(name, tuple(models), rows, columns, mask)
 
 
@@ -168,8 +168,10 @@ def _checked_weights(name: str, value: Any) -> np.ndarray:
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def _checked_mask(name: str, value: Any) -> Mask:
+def _checked_mask(name: str, value: Any, ndim: int) -> Mask:
+    """The mask of weights with so many axes."""
     if hasattr(value, "dtype"):
+        value = value[None] if ndim == getattr(value, "ndim", None) == 2 else value
         check_array(name, value, "[N, T, S]", "boolean", ndim=3)
     mask = as_mask(value)
     batch, _ = leading(mask)
@@ -211,10 +213,7 @@ def _described(attention: Attention, block: Any, blocks: Blocks) -> dict[str, An
             for model in attention.models
         ],
         "thumbnails": _thumbnails(attention.models, blocks),
-        "numbers": [
-            {name: _rounded(values) for name, values in head_numbers(model).items()}
-            for model in attention.models
-        ],
+        "numbers": [_numbers(model, attention) for model in attention.models],
         "mask": None if attention.mask is None else _mask(attention, block, blocks),
     }
 
@@ -222,6 +221,14 @@ def _described(attention: Attention, block: Any, blocks: Blocks) -> dict[str, An
 def _head(weights: np.ndarray, blocks: Blocks) -> int:
     scales, numbers = quantised(weights)
     return blocks.add(scales.astype("<f4").tobytes() + numbers.tobytes())
+
+
+def _numbers(model: np.ndarray, attention: Attention) -> dict[str, list[Any]]:
+    """Of each head `[L, N]`; the key before the query only where both axes are the same tokens."""
+    found = head_numbers(model)
+    if attention.rows != attention.columns:
+        del found["previous"]
+    return {name: _rounded(values) for name, values in found.items()}
 
 
 def _rounded(values: np.ndarray) -> list[Any]:

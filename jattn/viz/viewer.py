@@ -104,7 +104,8 @@ def viewer(
             models and block with them.
         tokens: T strings, the queries, or a mapping by the same names.
         kv_tokens: S strings, the keys, or a mapping; by default the same as the queries.
-        mask: a mask to lay over the weights, or a mapping.
+        mask: a mask of `jattn.masks` or a boolean array `[N, T, S]` to lay over the weights, also
+            `[T, S]` where weights are `[T, S]`; or a mapping.
         other: the weights of a second model, to see the difference.
         title: of the page.
         models: what the two are called.

@@ -57,7 +57,8 @@ function sideWidth(side, available) {
   context.font = getComputedStyle(pairs.view).font;
   let width = 0;
   for (const token of tokensOf(side)) width = Math.max(width, context.measureText(token).width);
-  return Math.min(width + 18 + (side === "keys" ? 42 : 0), available * 0.36);
+  const value = context.measureText(attention().sizes[1] > 1 ? " mean −0.00" : " −0.00").width;
+  return Math.min(width + 18 + (side === "keys" ? value : 0), available * 0.36);
 }
 
 function layOutHeads() {
@@ -111,6 +112,7 @@ function drawHeads() {
 
 // The token that is pointed out, what it reads or is read by, and what does not exist yet.
 function markTokens(token) {
+  const mean = loaded.heads.length > 1 ? "mean " : "";
   for (const side of ["queries", "keys"]) {
     const later = state.step && !state.held && !state.hovered
       && (side === "queries" || attention().causal);
@@ -125,7 +127,7 @@ function markTokens(token) {
       made.classList.toggle("held", Boolean(own));
       made.classList.toggle("read", read);
       made.classList.toggle("later", Boolean(later && place >= state.step));
-      const text = read && side === "keys" ? ` ${number(value, 2)}` : "";
+      const text = read && side === "keys" ? ` ${mean}${number(value, 2)}` : "";
       if (made.lastChild.textContent !== text) made.lastChild.textContent = text;
     }
   }
@@ -181,11 +183,13 @@ function namesOfHeads() {
 
 const leastName = () => number(pairs.least, pairs.least < 0.01 ? 4 : 2);
 
+const firstLessSecond = () => `${about.models[0]} less ${about.models[1]}`;
+
 // Which colour is whose, of a difference.
 function signNames() {
   if (state.model < 2) return "";
   const [first, second] = about.models;
-  return ` Blue: more in ${first}; orange: more in ${second}.`;
+  return ` Values: ${firstLessSecond()}. Blue: more in ${first}; orange: more in ${second}.`;
 }
 
 // The greatest weights of a token, in words.
@@ -196,16 +200,16 @@ function tellOfToken(token) {
   }
   const isQuery = token.side === "queries";
   const others = tokensOf(isQuery ? "keys" : "queries");
-  const best = others.map((name, place) => [
+  const best = others.map((_, place) => [
     isQuery ? meanOf(loaded.heads, token.place, place) : meanOf(loaded.heads, place, token.place),
-    name,
+    place,
   ]).filter(([value]) => value !== 0).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 4);
-  const parts = [word(tokensOf(token.side)[token.place]), isQuery ? " reads " : " is read by "];
-  best.forEach(([value, name], at) => {
-    parts.push(at ? ", " : "", word(name), ` ${number(value, 3)}`);
+  const parts = [named(tokensOf(token.side), token.place), isQuery ? " reads " : " is read by "];
+  best.forEach(([value, place], at) => {
+    parts.push(at ? ", " : "", named(others, place), ` ${number(value, 3)}`);
   });
   if (!best.length) parts.push("nothing");
   if (loaded.heads.length > 1) parts.push(` (mean of ${loaded.heads.length} heads)`);
-  parts.push(signNames());
+  if (state.model === 2) parts.push(".", signNames());
   show(...parts);
 }

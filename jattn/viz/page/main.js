@@ -74,6 +74,7 @@ function makeControls() {
   byId("heads").replaceChildren(...Array.from({ length: heads }, (_, head) => {
     const chip = element("button", head + 1, {
       type: "button", class: "head", "aria-label": `head ${head + 1}`,
+      title: "click: show or hide; double click: this head alone, again: all",
     });
     chip.addEventListener("click", () => toggle(head));
     chip.addEventListener("dblclick", () => isolate(head));
@@ -96,7 +97,8 @@ function syncControls() {
     load();
   });
   for (const name of names) byId(`${name}-view`).hidden = name !== state.view;
-  byId("heads").hidden = part.sizes[1] < 2 || ["model", "numbers"].includes(state.view);
+  const noHeads = part.sizes[1] < 2 || ["model", "numbers"].includes(state.view);
+  byId("heads").hidden = byId("all-heads").hidden = noHeads;
   byId("least-control").hidden = state.view !== "heads";
   byId("zoom-control").hidden = state.view !== "matrix";
   byId("contrast-control").hidden = state.view === "numbers";
@@ -105,18 +107,31 @@ function syncControls() {
   byId("layer-control").hidden = part.sizes[0] < 2 || ["model", "numbers"].includes(state.view);
   byId("layer").value = state.layer;
   byId("contrast").value = state.contrast;
-  byId("contrast").options[0].textContent = state.model === 2 ? "−1 to 1" : "0 to 1";
+  const [all, own] = byId("contrast").options;
+  all.textContent = state.model === 2 ? "−1 to 1" : "0 to 1";
+  own.textContent = state.view === "model" ? "to the head's greatest" : "to the row's greatest";
   drawScale();
+  makeRoomToTell();
   byId("mask").checked = state.mask;
   for (const [head, chip] of [...byId("heads").children].entries()) {
     const on = state.heads.has(head);
     chip.setAttribute("aria-pressed", on);
     chip.style.borderColor = headColour(head);
     chip.style.borderStyle = ["solid", "dashed", "dotted", "double"][Math.floor(head / 8) % 4];
-    chip.style.background = on ? headColour(head) : "none";
+    chip.style.backgroundColor = on ? headColour(head) : "transparent";
     chip.style.color = on ? palette().paper : "";
   }
   syncStep();
+}
+
+// The status has room for a value of each head of a pair. Its height is the same whatever it says:
+// the view must not move under the pointer.
+function makeRoomToTell() {
+  const status = byId("status");
+  const along = Math.max(1, Math.floor(status.clientWidth / (12 * emOf(status))));
+  const values = state.view === "matrix" ? state.heads.size : 1;
+  const rows = Math.min(4, 1 + Math.ceil(values / along));
+  status.style.height = `calc(${1.35 * rows}em + 9px)`;
 }
 
 // The colours from least to greatest, beside the choice of what the greatest is.
@@ -282,7 +297,7 @@ function onKey(event) {
   const inControl = target.matches("select, input[type=range]");
   if (inControl && (key.startsWith("Arrow") || key.length === 1)) return;
   const digit = event.code.startsWith("Digit") ? Number(event.code.slice(5)) : 0;
-  if (target === matrix.canvas && arrows[key]) moveCell(...arrows[key]);
+  if (state.view === "matrix" && arrows[key] && !event.shiftKey) moveCell(...arrows[key]);
   else if (digit && digit <= attention().sizes[1]) {
     (event.shiftKey ? isolate : toggle)(digit - 1);
   } else {
@@ -302,6 +317,7 @@ function start() {
   on("step", "input", () => setStep(Number(byId("step").value)));
   on("play", "click", play);
   on("least", "input", () => { setLeast(Number(byId("least").value)); redraw(); });
+  on("all-heads", "click", keys[0]);
   on("contrast", "change", () => { state.contrast = byId("contrast").value; redraw(); });
   on("mask", "change", () => { state.mask = byId("mask").checked; redraw(); });
   on("zoom-in", "click", keys["+"]);

@@ -11,8 +11,8 @@ const matrix = {
   pointers: new Map(),
 };
 
-const labelFont = () =>
-  `${0.85 * parseFloat(getComputedStyle(document.body).fontSize)}px system-ui, sans-serif`;
+const labelFont = () => `${0.85 * emOf(document.body)}px system-ui, sans-serif`;
+const boldFont = () => `bold ${labelFont()}`;
 
 function resetZoom() {
   Object.assign(matrix, { zoom: 1, x: 0, y: 0 });
@@ -23,7 +23,7 @@ function geometry() {
   const [, , rows, columns] = attention().sizes;
   const { clientWidth: width, clientHeight: height } = matrix.view;
   const context = matrix.canvas.getContext("2d");
-  context.font = labelFont();
+  context.font = boldFont(); // of the cell pointed at
   const longest = (tokens, most) => {
     let size = 24;
     for (const token of tokens) size = Math.max(size, context.measureText(token).width + 10);
@@ -141,14 +141,6 @@ function drawMatrix() {
   tellOfCell();
 }
 
-// What a share of the colours is, of a value in a row.
-function shareOf(value, row) {
-  if (state.contrast === "one") return value;
-  let top = 0;
-  for (const { weights } of loaded.heads) top += weights.top(row);
-  return top ? (value * loaded.heads.length) / top : 0;
-}
-
 // Draws the cells in the window: as squares, or, where there are several in a pixel, of these the
 // value furthest from 0.
 function drawCells(context, g) {
@@ -163,7 +155,7 @@ function drawCells(context, g) {
   const image = new ImageData(c1 - c0, r1 - r0);
   const signed = state.model === 2;
   const colours = table(signed ? "signed" : "weights");
-  const means = new Float32Array(g.columns);
+  const shares = new Float32Array(g.columns);
   const mask = state.mask ? loaded.mask : null;
   const best = new Float32Array(c1 - c0);
   const hidden = new Uint8Array(c1 - c0);
@@ -171,10 +163,10 @@ function drawCells(context, g) {
     best.fill(0);
     hidden.fill(1);
     for (let row = r * per; row < Math.min(g.rows, (r + 1) * per); row++) {
-      meansOf(row, means);
+      sharesOf(row, shares);
       for (let c = c0; c < c1; c++) {
         for (let column = c * per; column < Math.min(g.columns, (c + 1) * per); column++) {
-          const share = means[column];
+          const share = shares[column];
           if (Math.abs(share) > Math.abs(best[c - c0])) best[c - c0] = share;
           if (mask && mask.allows(row, column)) hidden[c - c0] = 0;
         }
@@ -200,10 +192,11 @@ function drawCells(context, g) {
   context.restore();
 }
 
-// The share of the colours of each column of a row, for the mean over heads.
-function meansOf(row, out) {
+// The share of the colours of each column of a row: the mean over heads, or, to the row's greatest,
+// the mean divided by the greatest mean.
+function sharesOf(row, out) {
   out.fill(0);
-  const factor = shareOf(1, row) / loaded.heads.length;
+  const factor = 1 / loaded.heads.length;
   for (const { weights } of loaded.heads) {
     for (const [sign, part] of weights.parts.entries()) {
       const scale = part.scales[row] * factor * (sign ? -1 : 1);
@@ -211,6 +204,10 @@ function meansOf(row, out) {
       for (let s = 0; s < weights.columns; s++) out[s] += scale * part.cells[from + s];
     }
   }
+  if (state.contrast === "one") return;
+  let top = 0;
+  for (const mean of out) top = Math.max(top, Math.abs(mean));
+  for (let s = 0; top && s < out.length; s++) out[s] /= top;
 }
 
 // The edge of the matrix, the step, the cell, and the tiles of the mask.
@@ -268,42 +265,52 @@ function drawTiles(context, g, mask, box) {
 
 function drawMatrixLabels(context, g) {
   context.font = labelFont();
-  const size = parseFloat(context.font);
-  const every = Math.max(1, Math.ceil((size + 1) / g.cell));
-  const cut = (text, room) => {
-    let short = text;
-    while (short.length > 1 && context.measureText(`${short}…`).width > room) {
-      short = [...short].slice(0, -1).join("");
-    }
-    return short === text ? text : `${short}…`;
-  };
-  const fits = (text, room) => (context.measureText(text).width <= room ? text : cut(text, room));
+  const every = Math.max(1, Math.ceil((parseFloat(context.font) + 1) / g.cell));
   const [row, column] = matrix.cell || [-1, -1];
-  const label = (text, on) => {
-    context.fillStyle = on ? palette().ink : palette().faint;
-    context.font = on ? `bold ${labelFont()}` : labelFont();
-    context.fillText(text, 0, 0);
-  };
   context.textBaseline = "middle";
-  for (let t = 0; t < g.rows; t++) {
+  const labels = (tokens, own, draw) => {
+    for (let place = 0; place < tokens.length; place += every) {
+      if (place !== own) draw(tokens[place], place, false);
+    }
+    if (own >= 0) draw(tokens[own], own, true); // over its neighbours
+  };
+  labels(attention().rows, row, (token, t, on) => {
     const y = g.y + (t + 0.5) * g.cell;
-    if ((t % every && t !== row) || y < g.top || y > g.height) continue;
-    context.save();
-    context.translate(g.left - 6, y);
-    context.textAlign = "right";
-    label(fits(attention().rows[t], g.left - 8), t === row);
-    context.restore();
-  }
-  for (let s = 0; s < g.columns; s++) {
+    if (y >= g.top && y <= g.height) label(context, token, g.left - 6, y, 0, g.left - 8, on);
+  });
+  labels(attention().columns, column, (token, s, on) => {
     const x = g.x + (s + 0.5) * g.cell;
-    if ((s % every && s !== column) || x < g.left || x > g.width) continue;
-    context.save();
-    context.translate(x, g.top - 6);
-    context.rotate(-Math.PI / 2);
-    context.textAlign = "left";
-    label(fits(attention().columns[s], g.top - 8), s === column);
-    context.restore();
+    if (x >= g.left && x <= g.width) {
+      label(context, token, x, g.top - 6, -Math.PI / 2, g.top - 8, on);
+    }
+  });
+}
+
+// A token beside its row (angle 0) or above its column, as much of it as there is room for.
+function label(context, token, x, y, angle, room, on) {
+  context.save();
+  context.translate(x, y);
+  context.rotate(angle);
+  context.textAlign = angle ? "left" : "right";
+  context.font = on ? boldFont() : labelFont();
+  const text = shortened(context, token, room);
+  if (on) {
+    const [width, height] = [context.measureText(text).width + 6, 1.2 * parseFloat(labelFont())];
+    context.fillStyle = palette().paper;
+    context.fillRect(angle ? -3 : 3 - width, -height / 2, width, height);
   }
+  context.fillStyle = on ? palette().ink : palette().faint;
+  context.fillText(text, 0, 0);
+  context.restore();
+}
+
+function shortened(context, text, room) {
+  if (context.measureText(text).width <= room) return text;
+  let letters = [...text];
+  while (letters.length > 1 && context.measureText(`${letters.join("")}…`).width > room) {
+    letters = letters.slice(0, -1);
+  }
+  return `${letters.join("")}…`;
 }
 
 function tellOfCell() {
@@ -317,14 +324,18 @@ function tellOfCell() {
     return;
   }
   const [row, column] = matrix.cell;
-  const parts = [word(attention().rows[row]), " reads ", word(attention().columns[column]), ": "];
+  const { rows, columns } = attention();
+  const parts = [named(rows, row), " reads ", named(columns, column), ": "];
   if (loaded.heads.length > 1) {
     parts.push(`${number(meanOf(loaded.heads, row, column), 4)} (mean); `);
   }
-  const told = loaded.heads.slice(0, 12);
+  const size = ({ weights }) => Math.abs(weights.value(row, column));
+  const told = [...loaded.heads].sort((a, b) => size(b) - size(a)).slice(0, 16);
   parts.push(told.map(({ head, weights }) =>
     `head ${head + 1} ${withStep(weights.value(row, column), weights.halfStep(row))}`).join("; "));
-  if (told.length < loaded.heads.length) parts.push("; …");
+  const others = loaded.heads.length - told.length;
+  if (others) parts.push(`; ${others} more, none greater`);
   if (loaded.mask && !loaded.mask.allows(row, column)) parts.push("; masked");
+  if (state.model === 2) parts.push(`; values: ${firstLessSecond()}`);
   show(...parts);
 }

@@ -11,10 +11,9 @@ async function drawModel(isCurrent) {
   const size = Math.max(28, Math.min(most, room, (view.clientHeight - 60) / layers - 14));
   const grid = element("div", "", { class: "layers" });
   grid.style.gridTemplateColumns = `max-content repeat(${heads}, max-content)`;
-  grid.append(element("span"));
+  grid.append(element("span", "head", { class: "name top" }));
   for (let head = 0; head < heads; head++) {
-    const name = head || narrow ? head + 1 : "head 1";
-    grid.append(element("span", name, { class: "name top" }));
+    grid.append(element("span", head + 1, { class: "name top" }));
   }
   for (const one of found) {
     const name = `${narrow ? "" : "layer "}${one.layer + 1}`;

@@ -1,7 +1,21 @@
 // Numbers: a row for each head of each layer, sorted by any column. A click enlarges the head.
 
-const columns = ["entropy", "coverage", "monotonicity", "distance", "first"];
+// Each number as the page calls it, and what it means.
+const meanings = {
+  head: ["head", "layer.head: 2.4 is head 4 of layer 2"],
+  entropy: ["entropy", "−Σ w ln w of a query's weights w, in nats; the mean over queries"],
+  coverage: ["coverage", "Σ over keys of min(1, weight received from all queries), divided by S keys"],
+  monotonicity: [
+    "monotonicity",
+    "of the steps from a query to the next, the share in which the mean place read does not move back",
+  ],
+  distance: ["distance", "Σ w |query's place − key's place|, in tokens; the mean over queries"],
+  first: ["first key", "weight on the first key; the mean over queries"],
+  previous: ["previous key", "weight on the key just before the query; the mean over queries"],
+};
 const sorting = { by: "head", downwards: false };
+
+const columns = () => Object.keys(attention().numbers[0]);
 
 // Of a head: those of the model that is shown, or the first's less the second's.
 function numberOf(name, layer, head) {
@@ -11,14 +25,15 @@ function numberOf(name, layer, head) {
 }
 
 function numbersOf(layer, head) {
-  return columns.map((name) => {
+  return columns().map((name) => {
     const value = numberOf(name, layer, head);
-    return `; ${name} ${value === null ? "–" : number(value, 2)}`;
+    return `; ${meanings[name][0]} ${value === null ? "–" : fixed(value, 2)}`;
   });
 }
 
 function drawNumbers() {
   const [layers, heads] = attention().sizes;
+  if (sorting.by !== "head" && !columns().includes(sorting.by)) sorting.by = "head";
   const rows = [];
   for (let layer = 0; layer < layers; layer++) {
     for (let head = 0; head < heads; head++) rows.push({ layer, head });
@@ -34,15 +49,18 @@ function drawNumbers() {
   made.append(headings(), element("tbody"));
   for (const row of rows) made.lastChild.append(rowOf(row));
   byId("numbers-view").replaceChildren(made);
-  show("A number for each head: the mean over its queries. A click on a name sorts.");
+  const [name, meaning] = meanings[sorting.by];
+  const difference = state.model === 2 ? ` Values: ${firstLessSecond()}.` : "";
+  show(`A click on a name sorts and explains. By ${name}: ${meaning}.${difference}`);
 }
 
 function headings() {
   const head = element("thead");
   const row = head.appendChild(element("tr"));
-  for (const name of ["head", ...columns]) {
+  for (const name of ["head", ...columns()]) {
     const mark = sorting.by !== name ? "" : sorting.downwards ? " ↓" : " ↑";
-    const button = element("button", name + mark, { type: "button" });
+    const [label, title] = meanings[name];
+    const button = element("button", label + mark, { type: "button", title });
     button.addEventListener("click", () => {
       sorting.downwards = sorting.by === name && !sorting.downwards;
       sorting.by = name;
@@ -64,9 +82,9 @@ function rowOf({ layer, head }) {
     type: "button", "aria-label": `layer ${layer + 1}, head ${head + 1}: enlarge`,
   }));
   row.append(name);
-  for (const column of columns) {
+  for (const column of columns()) {
     const value = numberOf(column, layer, head);
-    row.append(element("td", value === null ? "–" : number(value, 3)));
+    row.append(element("td", value === null ? "–" : fixed(value, 3)));
   }
   row.addEventListener("click", () => enlarge(layer, head));
   return row;

@@ -30,7 +30,18 @@ function element(name, text = "", attributes = {}) {
   return made;
 }
 
+const emOf = (part) => parseFloat(getComputedStyle(part).fontSize);
+
 const word = (token) => element("bdi", token);
+
+// A token of a list as the status names it: not too long, with its position where others are alike.
+function named(tokens, place) {
+  const token = tokens[place];
+  const letters = [...token];
+  const short = letters.length > 64 ? `${letters.slice(0, 60).join("")}…` : token;
+  const alone = tokens.indexOf(token) === tokens.lastIndexOf(token);
+  return word(alone ? short : `${short} (${place + 1})`);
+}
 
 function show(...parts) {
   byId("status").replaceChildren(...parts);
@@ -40,7 +51,13 @@ function number(value, digits = 3) {
   const size = Math.abs(value);
   const text = size >= 10 ** -digits || size === 0
     ? value.toFixed(digits) : value.toExponential(1);
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
+}
+
+// A value with as many digits as others of its column.
+function fixed(value, digits) {
+  const text = value.toFixed(digits).replace("-", "−");
+  return Number(value.toFixed(digits)) ? text : text.replace("−", "");
 }
 
 // A value with what it may be off by, in as many digits as say something.
