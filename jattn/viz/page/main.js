@@ -117,7 +117,9 @@ function syncControls() {
     const on = state.heads.has(head);
     chip.setAttribute("aria-pressed", on);
     chip.style.borderColor = headColour(head);
-    chip.style.borderStyle = ["solid", "dashed", "dotted", "double"][Math.floor(head / 8) % 4];
+    const edge = ["solid", "dashed", "dotted", "double"][Math.floor(head / 8) % 4];
+    chip.style.borderStyle = edge;
+    chip.style.backgroundClip = edge === "solid" ? "border-box" : "padding-box"; // shows the dashes
     chip.style.backgroundColor = on ? headColour(head) : "transparent";
     chip.style.color = on ? palette().paper : "";
   }
@@ -129,8 +131,8 @@ function syncControls() {
 function makeRoomToTell() {
   const status = byId("status");
   const along = Math.max(1, Math.floor(status.clientWidth / (12 * emOf(status))));
-  const values = state.view === "matrix" ? state.heads.size : 1;
-  const rows = Math.min(4, 1 + Math.ceil(values / along));
+  const values = state.view === "matrix" ? 1 + Math.ceil(state.heads.size / along) : 0;
+  const rows = Math.max(status.clientWidth < 600 ? 3 : 2, Math.min(5, values));
   status.style.height = `calc(${1.35 * rows}em + 9px)`;
 }
 

@@ -6,7 +6,7 @@ async function drawModel(isCurrent) {
   if (!isCurrent()) return;
   const [layers, heads] = attention().sizes;
   const narrow = view.clientWidth < 600;
-  const room = (view.clientWidth - (narrow ? 40 : 110)) / heads - (narrow ? 9 : 14);
+  const room = (view.clientWidth - (narrow ? 50 : 110)) / heads - (narrow ? 9 : 14);
   const most = view.clientHeight / 3;
   const size = Math.max(28, Math.min(most, room, (view.clientHeight - 60) / layers - 14));
   const grid = element("div", "", { class: "layers" });

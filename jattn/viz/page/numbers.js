@@ -2,11 +2,11 @@
 
 // Each number as the page calls it, and what it means.
 const meanings = {
-  head: ["head", "layer.head: 2.4 is head 4 of layer 2"],
+  head: ["head", "layer and head: 2.4 is head 4 of layer 2"],
   entropy: ["entropy", "−Σ w ln w of a query's weights w, in nats; the mean over queries"],
   coverage: ["coverage", "Σ over keys of min(1, weight received from all queries), divided by S keys"],
   monotonicity: [
-    "monotonicity",
+    "mono\u00adtonicity",
     "of the steps from a query to the next, the share in which the mean place read does not move back",
   ],
   distance: ["distance", "Σ w |query's place − key's place|, in tokens; the mean over queries"],
@@ -51,7 +51,8 @@ function drawNumbers() {
   byId("numbers-view").replaceChildren(made);
   const [name, meaning] = meanings[sorting.by];
   const difference = state.model === 2 ? ` Values: ${firstLessSecond()}.` : "";
-  show(`A click on a name sorts and explains. By ${name}: ${meaning}.${difference}`);
+  const hint = sorting.by === "head" ? " A click on a name sorts and explains." : "";
+  show(`${name}: ${meaning}.${hint}${difference}`);
 }
 
 function headings() {
