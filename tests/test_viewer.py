@@ -270,7 +270,9 @@ def test_the_difference_of_two_models_is_signed(page):
     assert page.text("#status").endswith(names)
     choose(page, "view", "Matrix")
     for row, column in ((1, 2), (5, 0)):
-        for head, value, _ in told(hover_cell(page, row, column)):
+        status = hover_cell(page, row, column)
+        assert f"{SOURCE[column]}, <b>old less new: " in status
+        for head, value, _ in told(status):
             first, second = ENCODER[0, head - 1, row], OTHER["encoder"][0, head - 1, row]
             tolerance = (first.max() + second.max()) / 510 + 5e-5
             assert abs(value - (first - second)[column]) <= tolerance
@@ -308,7 +310,10 @@ def test_numbers_of_each_head_are_told_and_sorted(page):
     cells = "[...document.querySelectorAll('tbody tr')].map((x) => [...x.children].map("
     rows = page.evaluate(cells + "(y) => y.textContent))")
     assert rows[4] == ["2.2", *(f"{numbers[name][1, 1]:.3f}" for name in numbers)]
+    assert page.text("#status").startswith("head: layer.head, so 2.4 is head 4 of layer 2.")
     page.click("th:nth-child(2) button")
+    meaning = page.evaluate("document.querySelector('th:nth-child(2) button').title")
+    assert page.text("#status") == f"entropy: {meaning}."
     sorted_ = page.evaluate(cells + "(y) => y.textContent)[1])")
     assert sorted_ == [f"{x:.3f}" for x in sorted(numbers["entropy"].flat)]
     page.click("tbody tr:nth-child(1) button")

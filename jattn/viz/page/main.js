@@ -131,8 +131,8 @@ function syncControls() {
 function makeRoomToTell() {
   const status = byId("status");
   const along = Math.max(1, Math.floor(status.clientWidth / (12 * emOf(status))));
-  const values = state.view === "matrix" ? 1 + Math.ceil(state.heads.size / along) : 0;
-  const rows = Math.max(status.clientWidth < 600 ? 3 : 2, Math.min(5, values));
+  const values = state.view === "matrix" ? Math.ceil(state.heads.size / along) : 1;
+  const rows = Math.min(6, values + (status.clientWidth < 600 ? 2 : 1));
   status.style.height = `calc(${1.35 * rows}em + 9px)`;
 }
 

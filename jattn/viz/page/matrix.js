@@ -325,7 +325,8 @@ function tellOfCell() {
   }
   const [row, column] = matrix.cell;
   const { rows, columns } = attention();
-  const parts = [named(rows, row), " reads ", named(columns, column), ": "];
+  const parts = [named(rows, row), " reads ", named(columns, column)];
+  parts.push(state.model === 2 ? `, ${firstLessSecond()}: ` : ": ");
   if (loaded.heads.length > 1) {
     parts.push(`${number(meanOf(loaded.heads, row, column), 4)} (mean); `);
   }
@@ -336,6 +337,5 @@ function tellOfCell() {
   const others = loaded.heads.length - told.length;
   if (others) parts.push(`; ${others} more, none greater`);
   if (loaded.mask && !loaded.mask.allows(row, column)) parts.push("; masked");
-  if (state.model === 2) parts.push(`; values: ${firstLessSecond()}`);
   show(...parts);
 }

@@ -2,7 +2,7 @@
 
 // Each number as the page calls it, and what it means.
 const meanings = {
-  head: ["head", "layer and head: 2.4 is head 4 of layer 2"],
+  head: ["head", "layer.head, so 2.4 is head 4 of layer 2"],
   entropy: ["entropy", "−Σ w ln w of a query's weights w, in nats; the mean over queries"],
   coverage: ["coverage", "Σ over keys of min(1, weight received from all queries), divided by S keys"],
   monotonicity: [
