@@ -184,7 +184,8 @@ function drawCells(context, g) {
   }
   context.save();
   context.beginPath();
-  context.rect(g.left, g.top, g.width - g.left, g.height - g.top);
+  const edge = 2; // of the frame of a first cell
+  context.rect(g.left - edge, g.top - edge, g.width - g.left + edge, g.height - g.top + edge);
   context.clip();
   const size = g.cell * per;
   paste(context, image, g.x + c0 * size, g.y + r0 * size, (c1 - c0) * size, (r1 - r0) * size);
