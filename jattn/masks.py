@@ -958,9 +958,15 @@ class Predicate(Mask):
         object.__setattr__(self, "bounds_fn", bounds)
 
     def hoist_closure(self) -> "Predicate":
-        """The same mask; traced arrays that its function closes over are operands."""
+        """The same mask; traced arrays that its function closes over are operands.
+
+        Raises:
+            TypeError: the function does not return a boolean scalar.
+        """
+        zeros = [jnp.int32(0)] * 4
+        jax.eval_shape(self._scalar, *zeros)
         with explained("Predicate", self.fn):
-            fn, operands = hoist_closure(self.fn, self.operands, *[jnp.int32(0)] * 4)
+            fn, operands = hoist_closure(self.fn, self.operands, *zeros)
         return Predicate(fn, *operands, bounds=self.bounds_fn)
 
     def _scalar(self, b: Any, h: Any, q: Any, kv: Any) -> Bool[Array, ""]:

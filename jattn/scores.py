@@ -367,10 +367,15 @@ class Score(ScoreFunction):
         object.__setattr__(self, "operands", operands)
 
     def hoist_closure(self, dtype: Any) -> "Score":
-        """The same function of scores of a dtype; traced arrays it closes over are operands."""
-        score = jnp.zeros((), dtype)
+        """The same function of scores of a dtype; traced arrays it closes over are operands.
+
+        Raises:
+            TypeError: the function does not return a float scalar.
+        """
+        examples = jnp.zeros((), dtype), *[jnp.int32(0)] * 4
+        jax.eval_shape(self._scalar, *examples)
         with explained("Score", self.fn):
-            fn, operands = hoist_closure(self.fn, self.operands, score, *[jnp.int32(0)] * 4)
+            fn, operands = hoist_closure(self.fn, self.operands, *examples)
         return Score(fn, *operands)
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -44,6 +44,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(got, want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "rate"), [("none", 0.0), ("two axes", 0.4), ("by head", 0.0), ("by head", 0.4)]
 )

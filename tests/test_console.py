@@ -118,6 +118,7 @@ def test_people_are_told_the_same_in_words_elsewhere(trained):
         assert trained.err.count(words) == 1
 
 
+@pytest.mark.slow
 def test_some_held_out_sentences_are_translated_at_each_validation(trained):
     (validated,) = trained.of("validation")
     samples = validated["validation_samples"]

@@ -101,7 +101,7 @@ def test_fewer_tiles_are_told():
 
     found = explained(Predicate(causal), platform="tpu")
     assert found.tiles == (128, 0, 1, 0)
-    gains = "it leaves 1.6 × fewer tiles, and splash can run it"
+    gains = "it leaves 1.6 × fewer tiles, and splash, tpu can run it"
     assert found.advice == f"Causal() allows the same pairs, and {gains}"
 
 

@@ -136,6 +136,7 @@ def test_it_is_what_the_function_says(name, dtype):
 
 
 @pytest.mark.default_tiles
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_numbers_of_another_width_than_the_scores(dtype):
     """Floats and integers of 64 bits with scores of 32, and floats of 32 with scores of 64: within
@@ -410,7 +411,8 @@ INTEGERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_integers_of_64_bits(dtype):
     """As NumPy's, whatever width the scores have."""
     shapes = Shapes((1,), 32, 40, 1, 1, 4, 4, jnp.dtype(dtype))

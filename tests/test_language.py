@@ -88,6 +88,7 @@ def variables_of(directory):
     return jax.tree.leaves(run.restore(state)[0])
 
 
+@pytest.mark.slow
 def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_command("train", "--text", file, "--run", whole, *SET) == 0

@@ -54,7 +54,7 @@ def summed_d_value(implementation: str, size: float, T: int, S: int, mask: Any) 
     return np.asarray(d_value(q, k, v), np.float64).sum(axis=(0, 1))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e6, 1e7, 1e8])
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -160,7 +160,7 @@ def test_one_meaning_of_scores_beyond_all_numbers(implementation, what, mask):
         np.testing.assert_allclose(got[:, ~seen], right[:, ~seen], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @every_kernel
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(("T", "S"), [(12, 12), (20, 40)], ids=["one-tile", "tiles"])

@@ -52,6 +52,7 @@ def _tiny_tiles(request):
         yield
 
 
+@pytest.mark.slow
 def test_what_it_takes():
     """Masks and score functions that it knows, those that it generates, and what it has not."""
     for name in ("causal_window", "prefix_lm", "lengths_both", "causal_segments", "decode_window"):

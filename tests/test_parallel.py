@@ -152,7 +152,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(31)
 @pytest.mark.parametrize(("devices", "order", "scheme"), WAYS)
 @pytest.mark.parametrize("name", RULES)
 def test_equals_one_device(name, scheme, order, devices):

@@ -215,6 +215,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
         train(Run.open(tmp_path / "believed"))
 
 
+@pytest.mark.slow
 def test_where_the_best_checkpoint_is_damaged_the_last_is_taken(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
     run = Run.open(tmp_path / "run")

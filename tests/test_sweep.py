@@ -756,7 +756,7 @@ FUNCTIONS |= {
         nn.Transformer,
         {"source_vocabulary": 9, "target_vocabulary": 9, "max_length": L, **LAYER},
         {"encoder_layers": 1, "decoder_layers": 1, "positions": "learned", "tie_embeddings": False}
-        | {"scale_embeddings": False, "embedding_init": INIT, **OPTIONS},
+        | {"embedding_init": INIT, **OPTIONS},
         encoder_layers="layers",
         decoder_layers="layers",
         positions="name?",
