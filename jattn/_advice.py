@@ -6,6 +6,7 @@
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -175,15 +176,20 @@ def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:
 
 
 def advised(function: _F) -> _F:
-    """The same function, whose TypeError about an argument that it has not says what to write."""
-    return _advised(ADVICE, function)
+    """The same function, whose TypeError about an argument that it has not says what to write,
+    in arguments that it has."""
+    taken = inspect.signature(function).parameters
+    written = {name: re.match(r"(\w+)=", line) for name, line in ADVICE.items()}
+    fits = [name for name, first in written.items() if first is None or first[1] in taken]
+    return _advised({name: ADVICE[name] for name in fits}, function)
 
 
 def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str:
     """What to write in its place."""
     if name in advice:
         return f"write {advice[name]}"
-    near = difflib.get_close_matches(name, [*parameters, *advice], n=1)
+    candidates = [] if name in ADVICE else [*parameters, *advice]  # what is known is no misspelling
+    near = difflib.get_close_matches(name, candidates, n=1)
     if near and near[0] in parameters:
         return f"did you mean {near[0]!r}?"
     if near:

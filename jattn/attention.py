@@ -237,7 +237,7 @@ def _attention_to_cache(
     return_weights: bool,
 ) -> Any:
     """`attention` where a cache takes the place of key and value."""
-    shapes, spec = _check_cache(query, cache, value, meaning)
+    shapes, spec = check_cache(query, cache, value, meaning)
     registry.check_name(implementation, "decode")
     if implementation == "decode":
         registry.refuse(implementation, decode.supports(spec, shapes))
@@ -268,13 +268,17 @@ def _attend_cache(
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         out, lse = run(implementation, spec, query, key, value, shapes)
-    overflowed = cache.overflowed
+    return cache_results(spec, cache.overflowed, out, lse)
+
+
+def cache_results(spec: Spec, overflowed: Array, out: Array, lse: Array) -> Any:
+    """`out`, or `(out, lse)` if the spec asks for it, NaN in rows of a cache that overflowed."""
     out, lse = nan_if_overflowed(spec, out, lse)
     out = jnp.where(overflowed[:, None, None, None], jnp.nan, out)
     return (out, jnp.where(overflowed[:, None, None], jnp.nan, lse)) if spec.lse else out
 
 
-def _check_cache(
+def check_cache(
     query: Queries, cache: Cache, value: Any, meaning: dict[str, Any]
 ) -> tuple[Shapes, Spec]:
     """The sizes of a call on a cache, and its spec with the cache's own mask and positions."""
@@ -520,7 +524,7 @@ def explain(
     check_choice("platform", platform, (None, *lowering.PLATFORMS))
     platform = platform or _platform_of(query)
     if isinstance(key, Cache):
-        shapes, spec = _check_cache(query, key, value, arguments)
+        shapes, spec = check_cache(query, key, value, arguments)
         decoding = {"decode": decode.supports(spec, shapes)}
         return Explanation(spec, shapes, platform, decoding)
     shapes = check_shapes(query, key, value)

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn import integers
-from jattn._pytree import pytree_dataclass, static_field
+from jattn._pytree import array_field, pytree_dataclass, static_field
 from jattn._types import Shape, Size
 from jattn.checks import check_array, check_dtype, check_size, check_sizes
 from jattn.masks import Lengths, Mask, Window
@@ -188,14 +188,18 @@ def _check_room(wanted: Any, room: Any, what: str) -> None:
 
 
 @jax.jit
-def _write(
+def write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
     """Tokens `[B, T, K, H]` written to their rows' slots; those at slot S are left out."""
-    rows = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]
-    tokens = jnp.asarray(tokens).astype(buffer.dtype)
-    # "drop" leaves out what lies beyond the end; the default would move it to the last slot.
-    return buffer.at[rows, :, slots].set(tokens, mode="drop")
+    tokens = jnp.swapaxes(jnp.asarray(tokens).astype(buffer.dtype), 1, 2)
+
+    def row(buffer: Array, tokens: Array, slots: Array) -> Array:
+        # "drop" leaves out what lies beyond the end; the default would move it to the last slot.
+        return buffer.at[:, slots].set(tokens, mode="drop")
+
+    # Mapped, and not indexed by row: XLA then sees that rows on different devices stay apart.
+    return jax.vmap(row)(buffer, tokens, slots)
 
 
 def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> tuple[Array, Array]:
@@ -217,10 +221,10 @@ def _no_tokens(batch: Size) -> tuple[Array, Array]:
 class DenseCache(Cache):
     """Every token at the slot of its position: `keys [B, K, S, H]`, `values [B, K, S, V]`."""
 
-    keys: Any
-    values: Any
-    lengths: Any
-    overflowed: Any
+    keys: Any = array_field("B K S H")
+    values: Any = array_field("B K S V")
+    lengths: Any = array_field("B")
+    overflowed: Any = array_field("B")
 
     @classmethod
     def create(
@@ -263,17 +267,23 @@ class DenseCache(Cache):
         return cls(keys, values, jnp.clip(held, 0, S), (held < 0) | (held > S))
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "DenseCache":
+        slots, grown = self.reserve(key, value, valid)
+        keys, values = write(self.keys, key, slots), write(self.values, value, slots)
+        return dataclasses.replace(grown, keys=keys, values=values)
+
+    def reserve(
+        self, key: Any, value: Any, valid: Valid = None
+    ) -> tuple[Int[Array, "B T"], "DenseCache"]:
+        """The slots `[B, T]` of what is appended, S for what is left out, and the grown cache, to
+        which nothing is written yet. Arguments and errors as in `append`."""
         T = self._check(key, value, valid)
         lengths = self.lengths + _counts(T, valid)
         _check_room(lengths, self.capacity, "tokens")
         slots = self.next_positions(T, valid)
         slots = jnp.where(self._kept(slots, valid), slots, self.capacity)
-        return DenseCache(
-            _write(self.keys, key, slots),
-            _write(self.values, value, slots),
-            jnp.minimum(lengths, self.capacity),
-            self.overflowed | (lengths > self.capacity),
-        )
+        held = jnp.minimum(lengths, self.capacity)
+        overflowed = self.overflowed | (lengths > self.capacity)
+        return slots, DenseCache(self.keys, self.values, held, overflowed)
 
 
 @pytree_dataclass
@@ -284,10 +294,10 @@ class RollingCache(Cache):
     tokens appended at a time the first of them still finds all that its window holds.
     """
 
-    keys: Any
-    values: Any
-    lengths: Any  # tokens ever appended
-    overflowed: Any
+    keys: Any = array_field("B K S H")
+    values: Any = array_field("B K S V")
+    lengths: Any = array_field("B")  # tokens ever appended
+    overflowed: Any = array_field("B")
     window: int = static_field()
 
     @classmethod
@@ -336,8 +346,8 @@ class RollingCache(Cache):
             slots = jnp.where(valid, slots, self.capacity)
         lengths = self.lengths + counts  # negative where there are more than int32 counts
         return RollingCache(
-            _write(self.keys, key, slots),
-            _write(self.values, value, slots),
+            write(self.keys, key, slots),
+            write(self.values, value, slots),
             lengths,
             self.overflowed | (counts > self.chunk) | (lengths < 0),
             self.window,
@@ -354,11 +364,11 @@ class PagedCache(Cache):
     that when they write. A page that no row holds is free again.
     """
 
-    keys: Any
-    values: Any
-    table: Any
-    lengths: Any
-    overflowed: Any
+    keys: Any = array_field("P K p H")
+    values: Any = array_field("P K p V")
+    table: Any = array_field("B M")
+    lengths: Any = array_field("B")
+    overflowed: Any = array_field("B")
 
     @classmethod
     def create(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn import softmax, tile
+from jattn._advice import advised
 from jattn._types import AnyArray, Shape
 from jattn.attention import attention
 from jattn.checks import check_array, check_dtype, check_flag, check_like
@@ -202,6 +203,7 @@ def multiplicative(
     return query @ weight
 
 
+@advised
 def multiplicative_attention(
     query: Float[Array, "*B T Dq"],
     key: Float[Array, "*B S Dk"],
@@ -294,6 +296,7 @@ def additive_attention(
     dropout_key: Array | None = None,
     return_weights: Literal[True],
 ) -> tuple[Float[Array, "*B T V"], Float[Array, "*B T S"]]: ...
+@advised
 def additive_attention(
     query: Float[Array, "*B T Dq"],
     key: Float[Array, "*B S Dk"],

@@ -235,9 +235,8 @@ MUTANTS: dict[str, Mutant] = {
     # Caches and positions.
     "cache-write-clamped": mutant(
         CACHE,
-        "slots = jnp.where(self._kept(slots, valid), slots, self.capacity)\n"
-        "        return DenseCache(",
-        "slots = jnp.minimum(slots, self.capacity - 1)\n        return DenseCache(",
+        "slots = jnp.where(self._kept(slots, valid), slots, self.capacity)\n        held =",
+        "slots = jnp.minimum(slots, self.capacity - 1)\n        held =",
         "cache",
     ),
     "rotary-offset-dropped": mutant(

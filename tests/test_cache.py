@@ -168,7 +168,9 @@ def test_more_than_a_chunk_goes_in_pieces(kind):
     np.testing.assert_array_equal(cache.lengths, [T] * B)
 
 
-@every_cache
+@pytest.mark.parametrize(
+    "kind", ["dense", "rolling", pytest.param("paged", marks=pytest.mark.slow)]
+)
 def test_weights_are_by_slot(kind):
     """A rolling cache takes the 13 tokens 3 at a time; key p lies in slot p mod S."""
     query, key, value = tokens()

@@ -552,6 +552,10 @@ def test_arguments_of_other_libraries_are_answered_everywhere():
         jattn.attention_weights,
         jattn.attention_scores,
         jattn.cached_attention,
+        jattn.statistics,
+        jattn.top_weights,
+        jattn.multiplicative_attention,
+        jattn.additive_attention,
     )
     for function in functions:
         says = (function.__name__, "mask=masks.Causal()")
@@ -559,6 +563,14 @@ def test_arguments_of_other_libraries_are_answered_everywhere():
             Mistake(dict, TypeError, says),
             functools.partial(function, **arguments(is_causal=True)),
         )
+    for function, name in (
+        (jattn.attention_scores, "dropout_p"),
+        (jattn.additive_attention, "softmax_scale"),
+        (jattn.multiplicative_attention, "need_weights"),
+    ):  # what would be written is not there either
+        says = (f"no argument '{name}'; there are query, key",)
+        call = functools.partial(function, **arguments(**{name: True}))
+        expect(Mistake(dict, TypeError, says), call)
     q, k, v = arguments().values()
     expect(
         Mistake(dict, TypeError, ("query, key, value by place", "mask=mask")),

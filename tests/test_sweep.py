@@ -485,6 +485,16 @@ FUNCTIONS |= {
         {**right(SHARED, query=QUERY, key=KEY, value=VALUE), **CUT},
         {**SHARED, **CUT_KINDS},
     ),
+    "parallel.cached_attention": Call(
+        parallel.cached_attention,
+        {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None}
+        | {"scale": None, "precision": None, "return_lse": False, "mesh": MESH, "axis_name": "x"}
+        | {"batch_axis": None, "head_axis": None},
+        {"query": "array", "key": "array", "value": "array", "cache": "cache", "valid": "array?"}
+        | {name: SHARED[name] for name in ("mask", "score", "scale", "precision", "return_lse")}
+        | {"mesh": "thing", "axis_name": "name", "batch_axis": "name?", "head_axis": "name?"},
+        dict.fromkeys(("axis_name", "batch_axis", "head_axis"), "axis"),
+    ),
     "parallel.exchanges": Call(
         parallel.exchanges,
         {**right(SENT, query=QUERY, key=KEY, value=VALUE), **SENT_CUT},

@@ -24,6 +24,7 @@ from jattn.kernels.common import slicing
 from jattn.masks import Mask
 from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
+from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
 
@@ -305,7 +306,7 @@ def attention(
         NotImplementedError: if the named implementation cannot, with its reason.
     """
     _check_cut(scheme, order, axis_name, batch_axis, head_axis)
-    _check_mesh(mesh, axis_name, batch_axis, head_axis)
+    check_mesh(mesh, axis_name, batch_axis, head_axis)
     shapes = _check_shapes(query, key, value)
     spec = make_spec(
         shapes,
@@ -321,12 +322,12 @@ def attention(
     )
     registry.check_name(implementation)
     check_flag("pad", pad)
-    axes = Axes(axis_name, _devices(mesh, axis_name), order, batch_axis, head_axis)
+    axes = Axes(axis_name, devices_of(mesh, axis_name), order, batch_axis, head_axis)
     cut = _Cut(scheme, axes, implementation)
     if pad and order == "contiguous":
         return _padded(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
     cut.check(shapes)
-    _check_shared(shapes, mesh, axes)
+    check_shared(shapes, mesh, axes)
     return _on_mesh(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
 
 
@@ -345,7 +346,7 @@ def _padded(
     spec = slicing.pad_spec(spec, shapes.T, shapes.S, T, S)
     whole = shapes._replace(T=T, S=S)
     cut.check(whole)
-    _check_shared(whole, mesh, cut.axes)
+    check_shared(whole, mesh, cut.axes)
     arrays = (wider(query, T), wider(key, S), wider(value, S))
     found = _on_mesh(spec, *arrays, mesh=mesh, cut=cut, shapes=whole)
     if spec.lse:
@@ -353,57 +354,9 @@ def _padded(
     return found[..., : shapes.T, :, :]
 
 
-def _names(axis: AxisName | None) -> tuple[str, ...]:
-    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
-
-
-def _devices(mesh: Any, axis: AxisName | None) -> int:
-    """How many devices share what is cut along an axis."""
-    found = 1
-    for name in _names(axis):
-        found *= mesh.shape[name]
-    return found
-
-
-def _check_mesh(mesh: Any, *axes: AxisName | None) -> None:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")
-    used = [name for axis in axes for name in _names(axis)]
-    for name in used:
-        if name not in mesh.shape:
-            raise ValueError(f"mesh: expected an axis {name!r}, got {dict(mesh.shape)}")
-        if used.count(name) > 1:
-            raise ValueError(f"mesh: axis {name!r} cuts two axes of the arrays, expected one")
-
-
-def _check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
-    """Raises ValueError where batch or heads cannot be shared evenly."""
-    if axes.batch is not None and not shapes.batch:
-        raise ValueError("batch_axis: expected a query with a batch axis, got [T, N, H]")
-    rows = shapes.batch[0] if shapes.batch else 1
-    wanted = (("batch", rows, axes.batch), ("N", shapes.N, axes.heads), ("K", shapes.K, axes.heads))
-    for letter, size, axis in wanted:
-        devices = _devices(mesh, axis)
-        if size % devices:
-            raise ValueError(
-                f"mesh: axis {axis!r} has {devices} devices, which cannot share {letter} = {size} "
-                f"evenly"
-            )
-
-
-def _partition(letters: str, leaf: Any, axes: Axes, batch: int) -> P:
-    """How an array of a spec is cut: as its letters say."""
-    named = [x for x in letters.split() if "*" not in x]
-    lead = leaf.ndim - len(named) if "B" in letters.replace("#", "") else 0
-    first = leaf.shape[0] if lead else 1
-    own: list[Any] = [None] * leaf.ndim
-    if lead == batch and first > 1:
-        own[0] = axes.batch
-    along = {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
-    for axis, letter in enumerate(named, leaf.ndim - len(named)):
-        broadcast = letter.startswith("#") and leaf.shape[axis] == 1
-        own[axis] = None if broadcast else along.get(letter.lstrip("#"))
-    return P(*own)
+def _along(letters: str, axes: Axes) -> dict[str, Any]:
+    """The axes of a mesh by letter; arrays along T and S keep all keys beside their queries."""
+    return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "cut", "shapes"))
@@ -414,7 +367,9 @@ def _on_mesh(
     batch = [axes.batch, *[None] * (lead - 1)] if lead else []
     tokens = P(*batch, axes.name, axes.heads, None)
     of_spec = jax.tree.map(
-        lambda letters, leaf: _partition(letters, leaf, axes, lead), axis_names(spec), spec
+        lambda letters, leaf: partition(letters, leaf, _along(letters, axes), axes.batch, lead),
+        axis_names(spec),
+        spec,
     )
 
     def local(spec: Spec, query: Array, key: Array, value: Array) -> Any:

@@ -74,7 +74,7 @@ def partitioned(
 
     rows = [of_queries(x) for x in jax.tree.leaves(per_query)]
     rest = [("B", "N", "", "")[: x.ndim] for x in operands[4:]]  # whether all is finite, weights
-    given = [*_of_spec(spec), *rows, along_keys, along_keys, *rest]
+    given = [*_of_tree(spec), *rows, along_keys, along_keys, *rest]
     if which == "backward":
         params = zip(parameter_letters(spec), parameters(spec), strict=True)
         found = [_dims(*x) for x in params] + [along_queries, along_keys, along_keys]
@@ -86,19 +86,29 @@ def partitioned(
     return Partitioned(function, Letters(tuple(given), tuple(found)))
 
 
-def _of_spec(spec: Spec) -> list[Dims]:
-    pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
+def partitioned_on_cache(
+    function: Callable[..., Any], spec: Spec, query: Any, cache: Any
+) -> Callable[..., Any]:
+    """A function of these as one that is cut where they are; its results are `out [B, T, N, V]` and
+    a normalizer."""
+    rows = ("B", "", "N", "")
+    given = (*_of_tree(spec), rows, *_of_tree(cache))
+    return Partitioned(function, Letters(given, (rows, rows[:3], rows[:3])))
+
+
+def _of_tree(tree: Any) -> list[Dims]:
+    pairs = zip(jax.tree.leaves(axis_names(tree)), jax.tree.leaves(tree), strict=True)
     return [_dims(letters, leaf) for letters, leaf in pairs]
 
 
 def _dims(letters: str, leaf: Any) -> Dims:
-    """Of an array of a prepared spec, whose batch axis is one."""
+    """Of an array of a cache, or of a prepared spec, whose batch axis is one."""
     named = [x.lstrip("*") for x in letters.replace("#", "").split()]
     named = named[len(named) - leaf.ndim :] if named else [""] * leaf.ndim
     pairs = zip(named, leaf.shape, strict=True)
     # A symbolic size is not 1.
     return tuple(
-        x if x in ("B", "N") and not (isinstance(size, int) and size == 1) else ""
+        x if x in ("B", "N", "K") and not (isinstance(size, int) and size == 1) else ""
         for x, size in pairs
     )
 

@@ -19,11 +19,12 @@ from jaxtyping import Array, Bool, Float
 from jattn import masks, softmax, tile, tuning
 from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
-from jattn.kernels.common import lowering, reverse_mode, slicing, tile_schedule
+from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.cpu import decode as cpu_decode
 from jattn.kernels.cpu import library
 from jattn.kernels.xla import tangents
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 
@@ -58,6 +59,7 @@ def _weigh(spec: Spec, v: Float[Array, "s V"], weights: Float[Array, "R s"]) -> 
 
 def _part(
     spec: Spec,
+    T: int,
     queries: Float[Array, "B K R H"],
     key: Float[Array, "B K s H"],
     value: Float[Array, "B K s V"],
@@ -80,13 +82,14 @@ def _part(
         weigh = functools.partial(_weigh, spec, value)
         return softmax.of(scores, weigh, differentiable=False)
 
-    return _over_heads(part)(_modified(spec, products, run), value)
+    return _over_heads(part)(_modified(spec, T, products, run), value)
 
 
-def _modified(spec: Spec, products: Float[Array, "B K R s"], run: tile_schedule.Run) -> Array:
+def _modified(
+    spec: Spec, T: int, products: Float[Array, "B K R s"], run: tile_schedule.Run
+) -> Array:
     """Scores after scale, score functions and mask, which may differ between a group's heads."""
     B, K, R, s = products.shape
-    T = spec.q_positions.shape[-1]
 
     def modify(spec: Spec, b: Any, h: Any, products: Array) -> Array:
         here = slicing.Tile.at(spec, b, h, 0, T, run)
@@ -115,25 +118,23 @@ def _block_size(cache: Cache) -> int:
     return page * max(d for d in range(1, min(most, pages) + 1) if pages % d == 0)
 
 
-def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
-    """`(out [B, T, N, V], lse [B, N, T])` by XLA."""
+def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    """As `attend_part`, by XLA."""
     B, T, N, H = query.shape
     K, S, size = cache.num_kv_heads, cache.capacity, _block_size(cache)
     spec, query, _ = scaled(spec, query)
     queries = jnp.swapaxes(query, 1, 2).reshape(B, K, N * T // K, H)
 
-    def finished(part: softmax.Partial) -> tuple[Array, Array]:
-        out, normalizer = _over_heads(softmax.quotient)(part)
-        return out, normalizer.lse
+    finished = _over_heads(softmax.quotient)
 
-    def batched(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
-        part = _part(spec, queries, *cache.read(), tile_schedule.Run(0, S, True), exact)
+    def batched(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
+        part = _part(spec, T, queries, *cache.read(), tile_schedule.Run(0, S, True), exact)
         return finished(part)
 
-    def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Array]:
+    def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
         def step(place: Any, state: softmax.Partial) -> softmax.Partial:
             run = tile_schedule.Run(order[place] * size, size, True)
-            part = _part(spec, queries, *cache.block(run.start, size), run, exact)
+            part = _part(spec, T, queries, *cache.block(run.start, size), run, exact)
             return _over_heads(softmax.combine)(state, part)
 
         V = cache.values.shape[-1]
@@ -154,10 +155,10 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
     return _by_token(query, *unbatched_cond(enough, batched, in_blocks, spec, queries, cache))
 
 
-def _by_token(query: Array, out: Array, lse: Array) -> tuple[Array, Array]:
-    """`[B, K, R, V]` and `[B, K, R]` as `[B, T, N, V]` and `[B, N, T]`."""
+def _by_token(query: Array, *found: Any) -> Any:
+    """`[B, K, R, V]` and `[B, K, R]` as `[B, T, N, V]` and `[B, T, N]`."""
     B, T, N, _ = query.shape
-    return jnp.swapaxes(out.reshape(B, N, T, out.shape[-1]), 1, 2), lse.reshape(B, N, T)
+    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(B, N, T, *x.shape[3:]), 1, 2), found)
 
 
 def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> bool:
@@ -171,7 +172,7 @@ def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> boo
     return library.unavailable("decode", accumulation(shapes.dtype)) is None
 
 
-def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """By XLA, and again with `exact` where the result is not finite."""
     found = _portable(False, spec, query, cache)
     first = lambda found, spec, query, cache: found  # noqa: E731
@@ -179,12 +180,11 @@ def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
     return unbatched_cond(jnp.isfinite(jnp.sum(found[0])), first, again, found, spec, query, cache)
 
 
-def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     held = cpu_decode.Held(*cache.pages())
     if not _runs_native(platform, spec, _shapes(query, cache), cache):
         return _guarded(spec, query, cache)
-    out, normalizer = cpu_decode.attend(spec, query, held)
-    return out, jnp.swapaxes(normalizer.lse, 1, 2)
+    return cpu_decode.attend(spec, query, held)
 
 
 def _shapes(query: Array, cache: Cache) -> Shapes:
@@ -193,10 +193,18 @@ def _shapes(query: Array, cache: Cache) -> Shapes:
     return Shapes((B,), T, S, N, K, H, V, query.dtype)
 
 
+def attend_part(spec: Spec, query: Array, cache: Cache) -> tuple[Output, Normalizer]:
+    """As `attend`, in the dtype of sums, with the normalizers `[B, T, N]` and without a derivative:
+    what parts of a cache are put together by."""
+    like = jax.eval_shape(functools.partial(_portable, False), spec, query, cache)
+    forward = partition.partitioned_on_cache(_forward, spec, query, cache)
+    return lowering.platform_dependent(forward, like, spec, query, cache)
+
+
 def _attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
     """As `attend`, in the dtype of sums and without a derivative."""
-    like = jax.eval_shape(functools.partial(_portable, False), spec, query, cache)
-    return lowering.platform_dependent(_forward, like, spec, query, cache)
+    out, normalizer = attend_part(spec, query, cache)
+    return out, jnp.swapaxes(normalizer.lse, 1, 2)
 
 
 def _as_arrays(

@@ -1,0 +1,66 @@
+"""The mesh of a call: whether its axes can cut the arrays, and how they cut each of them."""
+
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jattn.parallel.axes import Axes, AxisName
+from jattn.spec import Shapes
+
+
+def _names(axis: AxisName | None) -> tuple[str, ...]:
+    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+
+
+def devices_of(mesh: Any, axis: AxisName | None) -> int:
+    """How many devices share what is cut along an axis."""
+    found = 1
+    for name in _names(axis):
+        found *= mesh.shape[name]
+    return found
+
+
+def check_mesh(mesh: Any, *axes: AxisName | None) -> None:
+    """Raises TypeError for what is no mesh, and ValueError for axes that it has not, or that cut
+    twice."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")
+    used = [name for axis in axes for name in _names(axis)]
+    for name in used:
+        if name not in mesh.shape:
+            raise ValueError(f"mesh: expected an axis {name!r}, got {dict(mesh.shape)}")
+        if used.count(name) > 1:
+            raise ValueError(f"mesh: axis {name!r} cuts two axes of the arrays, expected one")
+
+
+def check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
+    """Raises ValueError where batch or heads cannot be shared evenly."""
+    if axes.batch is not None and not shapes.batch:
+        raise ValueError("batch_axis: expected a query with a batch axis, got [T, N, H]")
+    rows = shapes.batch[0] if shapes.batch else 1
+    wanted = (("batch", rows, axes.batch), ("N", shapes.N, axes.heads), ("K", shapes.K, axes.heads))
+    for letter, size, axis in wanted:
+        devices = devices_of(mesh, axis)
+        if size % devices:
+            raise ValueError(
+                f"mesh: axis {axis!r} has {devices} devices, which cannot share {letter} = {size} "
+                f"evenly"
+            )
+
+
+def partition(
+    letters: str, leaf: Any, along: dict[str, Any], batch_axis: AxisName | None, batch: int
+) -> P:
+    """How an array of a spec is cut: `along` these axes by its letters, with `batch` leading axes
+    of which the first is cut."""
+    named = [x for x in letters.split() if "*" not in x]
+    lead = leaf.ndim - len(named) if "B" in letters.replace("#", "") else 0
+    first = leaf.shape[0] if lead else 1
+    own: list[Any] = [None] * leaf.ndim
+    if lead == batch and first > 1:
+        own[0] = batch_axis
+    for axis, letter in enumerate(named, leaf.ndim - len(named)):
+        broadcast = letter.startswith("#") and leaf.shape[axis] == 1
+        own[axis] = None if broadcast else along.get(letter.lstrip("#"))
+    return P(*own)

@@ -1,0 +1,173 @@
+"""Decoding with a cache that several devices share: under `jit` by rows and heads, and by
+`parallel.cached_attention` by places. Answers are those of one device, and no cache is gathered."""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, parallel, scores
+from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests.conftest import quick_jit
+from tests.test_parallel import learned, mesh_of
+
+
+B, N, K, H, V, S, PAGE = 4, 8, 4, 4, 3, 16, 4
+PROMPT = np.array([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]], bool)
+
+CACHES = {
+    "dense": lambda: DenseCache.create(B, S, K, H, V),
+    "rolling": lambda: RollingCache.create(B, 6, K, H, V),
+    "paged": lambda: PagedCache.create(B, S, K, H, V, page_size=PAGE),
+}
+HEADS = P("data", "model")
+CUTS: dict[str, dict[str, P]] = {
+    "dense": {"keys": HEADS, "values": HEADS, "lengths": P("data"), "overflowed": P("data")},
+    "rolling": {"keys": HEADS, "values": HEADS, "lengths": P("data"), "overflowed": P("data")},
+    # The pages of a pool belong to all rows.
+    "paged": {"keys": P(None, "model"), "values": P(None, "model")},
+}
+CUTS["paged"] |= {name: P("data") for name in ("table", "lengths", "overflowed")}
+
+
+def tokens(T: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """float32 `query [B, T, N, H]`, `key [B, T, K, H]`, `value [B, T, K, V]`."""
+    rng = np.random.default_rng(T)
+    shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, V))
+    query, key, value = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes)
+    return 2 * query, key, value
+
+
+def odd(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """Tells rows and heads apart."""
+    return (kv <= q) & ((kv + b + h) % 3 > 0)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "alibi": {"mask": masks.Causal(), "score": scores.Alibi(scores.alibi_slopes(N))},
+    "function": {"mask": masks.Predicate(odd), "score": scores.SoftCap(3.0)},
+}
+
+
+def filled(kind: str) -> Any:
+    """A cache with prompts of different lengths."""
+    _, key, value = tokens(5)
+    return CACHES[kind]().append(key, value, PROMPT)
+
+
+def place(mesh: Mesh, x: Any, spec: P) -> Any:
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def sizes_of(kinds: str, compiled: Any) -> list[int]:
+    """How many numbers each exchange of these kinds gives in a compiled program."""
+    lines = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", compiled.as_text())
+    found = [re.findall(r"\w+\[([\d,]*)\]", line) for line in lines]
+    return [math.prod(map(int, filter(None, x.split(",")))) for every in found for x in every]
+
+
+gathered = functools.partial(sizes_of, "all-gather|all-to-all|collective-permute")
+
+
+def agree(found: Any, want: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "T", "rule"),
+    [
+        ("dense", 1, "alibi"),
+        ("dense", 4, "function"),
+        ("rolling", 4, "alibi"),
+        ("paged", 1, "function"),
+    ],
+)
+def test_a_cache_cut_by_rows_and_heads_stays_cut(kind, T, rule):
+    mesh, cache = mesh_of(data=2, model=4), filled(kind)
+
+    def step(cache: Any, *qkv: Any) -> Any:
+        options: Any = {**RULES[rule], "return_lse": True}
+        q, k, v = qkv
+        return jattn.cached_attention(q, k, v, cache, **options)
+
+    want = quick_jit(step)(cache, *tokens(T))
+    own = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
+    own = dataclasses.replace(cache, **own)
+    new = [place(mesh, x, P("data", None, "model")) for x in tokens(T)]
+    compiled = quick_jit(step).lower(own, *new).compile()
+    # Of a pool for all rows, each row may copy the page that it goes on writing to.
+    assert max(gathered(compiled), default=0) <= (B * PAGE * H if kind == "paged" else 0)
+    if rule == "alibi":
+        assert "jattn_decode" in compiled.as_text()
+    found = compiled(own, *new)
+    agree(found, want)
+    assert found[1].keys.sharding.is_equivalent_to(own.keys.sharding, 4)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"mask": masks.Causal(), "score": scores.Score(learned, np.arange(N, dtype="f"))},
+    "window": {"mask": masks.Causal() & masks.Window(left=3)},
+    "alibi": RULES["alibi"],
+    "arrays": {
+        "mask": masks.Causal() & masks.Padding(np.arange(S) % 5 > 0),
+        "score": scores.Bias(np.random.default_rng(1).normal(size=(1, N, 1, S)).astype("f")),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "T"),
+    [("none", 1), ("causal", 4), ("window", 1), ("alibi", 4), ("arrays", 1), ("window", 9)],
+)
+def test_a_cache_cut_by_places_stays_cut(rule, T):
+    """Rows hold 5, 2, 4 and 0 tokens, devices 4 slots: new ones lie on both sides of an edge."""
+    mesh, cache = mesh_of(data=2, context=4), filled("dense")
+    held, rows = P("data", None, "context"), P("data")
+    options: Any = {**PLACES[rule], "return_lse": True}
+
+    def step(cache: DenseCache, *qkv: Any) -> Any:
+        cut: Any = {"mesh": mesh, "axis_name": "context", "batch_axis": "data"}
+        q, k, v = qkv
+        return parallel.cached_attention(q, k, v, cache, **options, **cut)
+
+    want = quick_jit(lambda cache, q, k, v: jattn.cached_attention(q, k, v, cache, **options))
+    own = jax.tree.map(
+        lambda x, cut: place(mesh, x, cut), cache, DenseCache(held, held, rows, rows)
+    )
+    new = [place(mesh, x, rows) for x in tokens(T)]
+    compiled = quick_jit(step).lower(own, *new).compile()
+    assert gathered(compiled) == []
+    assert max(sizes_of("all-reduce", compiled)) <= B // 2 * T * N * V
+    found = compiled(own, *new)
+    agree(found, want(cache, *tokens(T)))
+    assert found[1].keys.sharding.is_equivalent_to(own.keys.sharding, 4)
+
+
+def test_parts_of_equal_greatest_scores_count_by_their_tokens():
+    """At scores of 4e8 a log of a number of tokens is lost in lse, and the mean must not be."""
+    mesh, cache = mesh_of(context=8), DenseCache.create(1, S, 1, 4, 1)
+    big, value = jnp.full((1, 11, 1, 4), 1e4), jnp.arange(11.0).reshape(1, 11, 1, 1)
+    options: Any = {"mesh": mesh, "axis_name": "context", "scale": 1.0}
+    out, _ = parallel.cached_attention(big, big, value, cache, **options)
+    np.testing.assert_allclose(out, np.full((1, 11, 1, 1), 5.0), rtol=1e-6)
+
+
+def test_what_is_not_cut_by_places_is_named():
+    new, mesh = tokens(1), mesh_of(context=8)
+    for kind in ("rolling", "paged"):
+        with pytest.raises(NotImplementedError, match=r"Cache is not cut along its tokens"):
+            parallel.cached_attention(*new, CACHES[kind](), mesh=mesh, axis_name="context")
+    with pytest.raises(ValueError, match=r"a multiple of 8 slots .* got S = 12"):
+        cache = DenseCache.create(B, 12, K, H, V)
+        parallel.cached_attention(*new, cache, mesh=mesh, axis_name="context")
