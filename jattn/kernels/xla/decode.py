@@ -196,7 +196,10 @@ def _shapes(query: Array, cache: Cache) -> Shapes:
 def attend_part(spec: Spec, query: Array, cache: Cache) -> tuple[Output, Normalizer]:
     """As `attend`, in the dtype of sums, with the normalizers `[B, T, N]` and without a derivative:
     what parts of a cache are put together by."""
-    like = jax.eval_shape(functools.partial(_portable, False), spec, query, cache)
+    (*rows, _), dtype = query.shape, accumulation(query.dtype)
+    row = jax.ShapeDtypeStruct(rows, dtype)
+    out = jax.ShapeDtypeStruct((*rows, cache.values.shape[-1]), dtype)
+    like = (out, Normalizer(row, row))  # pyright: ignore[reportArgumentType]
     forward = partition.partitioned_on_cache(_forward, spec, query, cache)
     return lowering.platform_dependent(forward, like, spec, query, cache)
 
