@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, parallel, scores
+from jattn import masks, parallel, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
 from tests.conftest import quick_jit
 from tests.test_parallel import learned, mesh_of
@@ -146,7 +146,8 @@ def test_a_cache_cut_by_places_stays_cut(rule, T):
         lambda x, cut: place(mesh, x, cut), cache, DenseCache(held, held, rows, rows)
     )
     new = [place(mesh, x, rows) for x in tokens(T)]
-    compiled = quick_jit(step).lower(own, *new).compile()
+    with tuning.using(decode_block=2):  # a device's slots are read in two blocks
+        compiled = quick_jit(step).lower(own, *new).compile()
     assert gathered(compiled) == []
     assert max(sizes_of("all-reduce", compiled)) <= B // 2 * T * N * V
     found = compiled(own, *new)
@@ -168,6 +169,11 @@ def test_what_is_not_cut_by_places_is_named():
     for kind in ("rolling", "paged"):
         with pytest.raises(NotImplementedError, match=r"Cache is not cut along its tokens"):
             parallel.cached_attention(*new, CACHES[kind](), mesh=mesh, axis_name="context")
+    with pytest.raises(NotImplementedError, match=r"has no derivatives; parallel\.attention has"):
+        options: Any = {"mesh": mesh, "axis_name": "context"}
+        one = DenseCache.create(B, S, K, H, V)
+        attend = lambda q: parallel.cached_attention(q, *new[1:], one, **options)  # noqa: E731
+        jax.grad(lambda q: jnp.sum(attend(q)[0]))(new[0])
     with pytest.raises(ValueError, match=r"a multiple of 8 slots .* got S = 12"):
         cache = DenseCache.create(B, 12, K, H, V)
         parallel.cached_attention(*new, cache, mesh=mesh, axis_name="context")

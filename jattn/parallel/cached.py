@@ -8,7 +8,7 @@ For each query and head V + 2 numbers are sent, summed over the devices; keys an
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -186,8 +186,16 @@ def _on_mesh(
         in_specs=(of_spec, tokens, tokens, rows, of_cache),
         out_specs=(tokens, P(axes.batch, axes.heads), of_cache),
     )
-    out, lse, cache = run(spec, query, new, slots, cache)
+    constant = jax.custom_jvp(run)
+    constant.defjvp(_refuse)
+    out, lse, cache = constant(spec, query, new, slots, cache)
     return cache_results(spec, cache.overflowed, out, lse), cache
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "cached_attention over several devices has no derivatives; parallel.attention has them"
+    )
 
 
 def _written(
