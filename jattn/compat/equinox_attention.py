@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jattn import masks
+from jattn._types import AnyArray
 from jattn.attention import attention
 from jattn.compat.dropout import attention_of_kept
 
@@ -49,9 +50,9 @@ def _layer(theirs: Any) -> Any:
     class MultiheadAttention(theirs):
         def __call__(
             self,
-            query: Array,
-            key_: Array,
-            value: Array,
+            query: AnyArray,
+            key_: AnyArray,
+            value: AnyArray,
             mask: Any = None,
             *,
             key: Array | None = None,
@@ -79,7 +80,13 @@ def _copied(layer: Any, of: Any) -> Any:
 
 
 def _heads(
-    query: Array, key: Array, value: Array, mask: Any, dropout: Any, rng: Any, inference: Any
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    mask: Any,
+    dropout: Any,
+    rng: Any,
+    inference: Any,
 ) -> Array:
     """`[T, N, V]`, with what Equinox drops: of each head by its own key."""
     T, S, N = len(query), len(key), query.shape[1]

@@ -9,17 +9,18 @@ from flax import linen, nnx
 from jax import Array
 
 from jattn import masks, scores
+from jattn._types import AnyArray
 from jattn.attention import attention, attention_weights
 from jattn.checks import check_rate
 from jattn.compat.dropout import attention_of_kept
 
 
 def flax_attention_fn(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
@@ -32,7 +33,7 @@ def flax_attention_fn(
     force_fp32_for_softmax: bool = False,
     promote_dtype: Callable[..., Any] | None = None,
     rope: Callable[..., Any] | None = None,
-    input_positions: Array | None = None,
+    input_positions: AnyArray | None = None,
     einsum_dot_general: Any = None,
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
@@ -127,7 +128,7 @@ def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) 
         raise NotImplementedError("flax_attention_fn: products are those of jattn.attention")
 
 
-def _rotated(rope: Callable[..., Any], x: Array, positions: Array | None) -> Array:
+def _rotated(rope: Callable[..., Any], x: AnyArray, positions: AnyArray | None) -> Array:
     """`rope` for each head of `[*B, T, N, H]` and, where positions differ, for each row."""
     given = () if positions is None else (positions,)
     apply = jax.vmap(rope, in_axes=(-2, *(None for _ in given)), out_axes=-2)
@@ -137,7 +138,9 @@ def _rotated(rope: Callable[..., Any], x: Array, positions: Array | None) -> Arr
     return apply(x, *given)
 
 
-def _of_complex_numbers(query: Array, key: Array, value: Array, *given: Any, **named: Any) -> Array:
+def _of_complex_numbers(
+    query: AnyArray, key: AnyArray, value: AnyArray, *given: Any, **named: Any
+) -> Array:
     """As Linen's function, which takes the softmax of complex scores."""
     weights = linen.dot_product_attention_weights(query, key, *given, **named)
     return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=named["precision"])
@@ -150,13 +153,13 @@ def _promoted(arrays: tuple[Array, ...], dtype: Any, promote: Any) -> Any:
     return tuple(jnp.asarray(x, dtype) for x in arrays)
 
 
-def _full_rank(x: Array, ndim: int) -> Array:
+def _full_rank(x: AnyArray, ndim: int) -> Array:
     """With axes of size 1 before those that it has, as arrays broadcast."""
     x = jnp.asarray(x)
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-def _mask(mask: Array | None, is_causal: bool, ndim: int) -> masks.Mask | None:
+def _mask(mask: AnyArray | None, is_causal: bool, ndim: int) -> masks.Mask | None:
     causal = masks.Causal() if is_causal else None
     if mask is None:
         return causal

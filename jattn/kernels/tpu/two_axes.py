@@ -105,7 +105,7 @@ def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _spread(x: Any, shape: tuple[int, ...]) -> Array:
+def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     """x in a larger shape; booleans by way of integers, as masks of registers do not broadcast."""
     if jnp.shape(x) == shape:
         return x
