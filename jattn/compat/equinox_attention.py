@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jattn import masks
-from jattn._types import AnyArray
 from jattn.attention import attention
 from jattn.compat.dropout import attention_of_kept
 
@@ -50,9 +49,9 @@ def _layer(theirs: Any) -> Any:
     class MultiheadAttention(theirs):
         def __call__(
             self,
-            query: AnyArray,
-            key_: AnyArray,
-            value: AnyArray,
+            query: Any,
+            key_: Any,
+            value: Any,
             mask: Any = None,
             *,
             key: Array | None = None,
@@ -80,9 +79,9 @@ def _copied(layer: Any, of: Any) -> Any:
 
 
 def _heads(
-    query: AnyArray,
-    key: AnyArray,
-    value: AnyArray,
+    query: Any,
+    key: Any,
+    value: Any,
     mask: Any,
     dropout: Any,
     rng: Any,

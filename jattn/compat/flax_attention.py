@@ -16,9 +16,9 @@ from jattn.compat.dropout import attention_of_kept
 
 
 def flax_attention_fn(
-    query: AnyArray,
-    key: AnyArray,
-    value: AnyArray,
+    query: Any,
+    key: Any,
+    value: Any,
     bias: AnyArray | None = None,
     mask: AnyArray | None = None,
     broadcast_dropout: bool = True,
@@ -138,9 +138,7 @@ def _rotated(rope: Callable[..., Any], x: AnyArray, positions: AnyArray | None) 
     return apply(x, *given)
 
 
-def _of_complex_numbers(
-    query: AnyArray, key: AnyArray, value: AnyArray, *given: Any, **named: Any
-) -> Array:
+def _of_complex_numbers(query: Any, key: Any, value: Any, *given: Any, **named: Any) -> Array:
     """As Linen's function, which takes the softmax of complex scores."""
     weights = linen.dot_product_attention_weights(query, key, *given, **named)
     return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=named["precision"])
