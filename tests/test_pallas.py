@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores, tuning
-from jattn.kernels.gpu import block_mask, triton
+from jattn.kernels.common import block_mask
+from jattn.kernels.gpu import triton
 from tests import test_contract as contract
 from tests.cases import CASES, Inputs, inputs
 from tests.conftest import quick_jit

@@ -186,9 +186,6 @@ def devices(target: Target) -> Any:
     Raises:
         UserError: what compiles for them is not installed.
     """
-    reason = missing(target)
-    if reason:
-        raise UserError(reason)
     return _described(target, "2x4", 8)
 
 
@@ -199,14 +196,14 @@ def device(target: Target) -> Any:
     Raises:
         UserError: what compiles for it is not installed.
     """
-    reason = missing(target)
-    if reason:
-        raise UserError(reason)
     return _described(target, "2x2", 1)[0]
 
 
 def _described(target: Target, tpus: str, gpus: int) -> Any:
     """A machine's devices: so many GPUs, or TPUs in that order."""
+    reason = missing(target)
+    if reason:
+        raise UserError(reason)
     if target.platform == "tpu":
         return topologies.get_topology_desc(f"{target.name}:{tpus}", platform="tpu").devices
     return topologies.get_topology_desc(

@@ -29,9 +29,9 @@ from jaxtyping import Array
 
 from jattn import softmax, tile
 from jattn._pytree import axis_names, axis_of, is_static, number
-from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common import block_mask, slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
-from jattn.kernels.gpu import block_mask, kernel_refs, mosaic_interpreter, triton
+from jattn.kernels.gpu import kernel_refs, mosaic_interpreter, triton
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
 

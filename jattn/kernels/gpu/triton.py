@@ -28,9 +28,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jattn import softmax, tile, tuning
-from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common import block_mask, slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
-from jattn.kernels.gpu import block_mask, kernel_refs
+from jattn.kernels.gpu import kernel_refs
 from jattn.kernels.xla import blockwise
 from jattn.spec import (
     Shapes,
