@@ -6,6 +6,7 @@ to this process instead, which passes on everything else as it comes. It needs n
 and ends when the process that it watches has ended.
 """
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -14,7 +15,12 @@ from typing import BinaryIO
 
 
 ADVICE = b"\0"  # begins a line that is not to be shown, but to be added where a process is lost
-_CHATTER = (b"[Gloo] Rank",)
+# What Gloo tells of its connections. Its threads write at once, so that parts of lines may mix.
+_GLOO = re.compile(
+    rb"(\d*(\[Gloo\] Rank | is connected to | peer ranks\. "
+    rb"|Expected number of connected peer ranks is : )\d*)+\n?"
+)
+_REST_OF_GLOO = re.compile(rb"\d*\n")
 _OF_LOSSES = b"coordination_service"
 _JOINING = b"RegisterTask"
 _LOST = b"Terminating process because the JAX distributed service detected fatal errors"
@@ -33,13 +39,14 @@ def start_watching() -> BinaryIO:
 
 def watch(lines: Iterable[bytes], write: Callable[[bytes], object]) -> None:
     """Passes lines on, but for what can only be judged at the end: whether a process was lost."""
-    advice, held = b"", list[bytes]()
+    advice, held, gloo = b"", list[bytes](), False
     for line in lines:
+        gloo = bool(_GLOO.fullmatch(line) or (gloo and _REST_OF_GLOO.fullmatch(line)))
         if line.startswith(ADVICE):
             advice = b"; " + line.removeprefix(ADVICE).strip()
         elif _OF_LOSSES in line or _LOST in line or held:
             held.append(line)
-        elif not line.startswith(_CHATTER):
+        elif not gloo:
             write(line)
     told = b"".join(held)
     if _LOST not in told:

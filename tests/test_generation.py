@@ -41,7 +41,7 @@ class Bigram(nnx.Module):
 
 def lively(kind: str) -> Any:
     """A model that does not repeat itself."""
-    return model(kind, spread=3.0, seed=3) if kind == "gpt" else model(kind, spread=2.0, seed=2)
+    return model(kind, spread=3.5, seed=24) if kind == "gpt" else model(kind, spread=2.0, seed=2)
 
 
 def recomputed(module: Any, prompt: np.ndarray, count: int) -> list[int]:

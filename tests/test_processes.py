@@ -67,7 +67,10 @@ def seen(*lines: bytes) -> bytes:
 
 
 def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
-    assert seen(b"[Gloo] Rank 0 is connected\n", b"warning\n", b"more\n") == b"warning\nmore\n"
+    rank, rest = b"[Gloo] Rank 0", b" is connected to 1 peer ranks. "
+    rest += b"Expected number of connected peer ranks is : 1\n"
+    assert seen(rank + rest, b"warning\n", b"\n", b"12\n") == b"warning\n\n12\n"
+    assert seen(b"[Gloo] Rank " + rank + b"0" + rest, rest, b"1\n", b"\n", b"more\n") == b"more\n"
     told = b"error: another process of the run was lost"
     assert seen(b"warning\n", *LOSS) == b"warning\n" + told + b"\n"
     assert seen(*LOSS[1:]) == told + b"\n"
