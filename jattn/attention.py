@@ -500,14 +500,15 @@ def explain(
     return_lse: bool = False,
     return_weights: bool = False,
 ) -> Explanation:
-    """Which implementations can run `attention` with these arguments on a platform, and how much of
-    the scores they compute.
+    """Which implementations can run `attention` with these arguments on a platform, how much of the
+    scores they compute, and the memory that it takes.
 
     Maps each name to None where it can, else to its reason. `implementation=None` takes the first
-    that can. Printed, it tells too which tiles the mask leaves and what would be faster, see
-    `jattn.explanation`. `platform` is "cpu", "cuda", "rocm" or "tpu": what the program is lowered
-    for; by default where the query lies or, while tracing, where JAX puts arrays. The other
-    arguments are those of `attention`; `implementation` and `return_weights` change nothing.
+    that can. Printed, it tells too which tiles the mask leaves, operations, bytes, temporaries of
+    the compiled program, and what would be faster, see `jattn.explanation`. `platform` is "cpu",
+    "cuda", "rocm" or "tpu": what the program is lowered for; by default where the query lies or,
+    while tracing, where JAX puts arrays. The other arguments are those of `attention`;
+    `implementation` and `return_weights` change nothing.
     """
     arguments = {
         "mask": mask,
@@ -525,10 +526,15 @@ def explain(
     platform = platform or _platform_of(query)
     if isinstance(key, Cache):
         shapes, spec = check_cache(query, key, value, arguments)
-        decoding = {"decode": decode.supports(spec, shapes)}
-        return Explanation(spec, shapes, platform, decoding)
-    shapes = check_shapes(query, key, value)
-    return Explanation(make_spec(shapes, **arguments), shapes, platform)
+        more = {"decode": decode.supports(spec, shapes)}
+        program, operands = _attend_cache, (query, key)
+    else:
+        shapes = check_shapes(query, key, value)
+        spec, more = make_spec(shapes, **arguments), {}
+        program, operands = _attend, (query, key, value)
+    lower = functools.partial(program.lower, implementation=None, shapes=shapes)
+    here = platform == _platform_of(query)
+    return Explanation(spec, shapes, platform, operands, lower if here else None, more)
 
 
 def _platform_of(x: Any) -> str:

@@ -1,5 +1,5 @@
 """What `explain` tells of a call: which kernel runs and why not the others, how many of the scores
-it computes, and what would skip more or have more kernels.
+it computes, the memory that it takes, and what would skip more or have more kernels.
 
 The share of tiles comes from the mask's own tile map. A function that allows the same pairs as
 `Causal`, `Window` or `Prefix` is recognised by comparing pairs, for these are known to kernels that
@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import html
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from jattn import masks
 from jattn._pytree import flatten_batch, leading
+from jattn._types import accumulation
 from jattn.kernels import registry
 from jattn.masks import Mask, Predicate, Span
 from jattn.spec import Shapes, Spec
@@ -51,19 +52,39 @@ class Explanation(dict[str, str | None]):
     runs: the one that `implementation=None` takes.
     tiles: the `Tiles` of its mask; None without pairs, or where only the program knows them.
     flops: floating-point operations of the forward pass's two products, without empty tiles.
+    bytes: those of all arrays that the call is given and gives.
+    temporaries: bytes that the compiled forward pass takes beside these on a device; None for
+        another platform than that of the query, and while tracing. The kernel in C++ takes a few
+        tiles for each thread besides, of which the compiler does not know.
     advice: what would skip more or have more implementations; None where nothing is known.
 
-    Printed, or shown by a notebook, it is a table. Tiles are counted when they are first asked for.
+    Printed, or shown by a notebook, it is a table. Tiles are counted, and the program is compiled,
+    when they are first asked for.
     """
 
     def __init__(
-        self, spec: Spec, shapes: Shapes, platform: str, more: dict[str, str | None] | None = None
+        self,
+        spec: Spec,
+        shapes: Shapes,
+        platform: str,
+        operands: tuple[Any, ...],
+        lower: Callable[..., Any] | None,
+        more: dict[str, str | None],
     ):
-        """About a call on a platform; `more` reasons come first."""
-        super().__init__({**(more or {}), **registry.reasons(spec, shapes, platform)})
+        """About a call on a platform.
+
+        Args:
+            operands: query, key and value, or query and cache.
+            lower: gives the lowered program of the spec and these; None where it cannot.
+            more: further reasons, which come first.
+        """
+        super().__init__({**more, **registry.reasons(spec, shapes, platform)})
         self.runs = next(name for name, reason in self.items() if reason is None)
         self._spec = None if _is_traced(spec) else spec  # what is kept must not hold tracers
         self._shapes, self._platform = shapes, platform
+        self._operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+        self._lower = lower
+        self.bytes = _bytes(spec, shapes, self._operands)
 
     @functools.cached_property
     def tiles(self) -> Tiles | None:
@@ -74,6 +95,13 @@ class Explanation(dict[str, str | None]):
         B, N, T, S = self._shapes.B, self._shapes.N, self._shapes.T, self._shapes.S
         visited = 1 - self.tiles.empty if self.tiles else 1.0
         return 2.0 * B * N * T * S * (self._shapes.H + self._shapes.V) * visited
+
+    @functools.cached_property
+    def temporaries(self) -> int | None:
+        if self._spec is None or self._lower is None:
+            return None
+        analysis = self._lower(self._spec, *self._operands).compile().memory_analysis()
+        return None if analysis is None else analysis.temp_size_in_bytes
 
     @functools.cached_property
     def advice(self) -> str | None:
@@ -89,6 +117,9 @@ class Explanation(dict[str, str | None]):
         if self.tiles:
             yield "tiles", str(self.tiles)
         yield "products", f"{self.flops / 1e9:.3g} GFLOP forward"
+        yield "arrays", f"{self.bytes / 1e6:.3g} MB given and returned"
+        if self.temporaries is not None:
+            yield "temporaries", f"{self.temporaries / 1e6:.3g} MB forward"
         for name, reason in self.items():
             yield name, reason or "can run it"
         if self.advice:
@@ -105,6 +136,14 @@ class Explanation(dict[str, str | None]):
             for name, text in self._lines()
         )
         return f"<table>{''.join(rows)}</table>"
+
+
+def _bytes(spec: Spec, shapes: Shapes, operands: Any) -> int:
+    """Those of the operands, of the arrays of mask and score, and of the results."""
+    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((spec, operands)))
+    rows = shapes.B * shapes.T * shapes.N
+    lse = jnp.dtype(accumulation(shapes.dtype)).itemsize if spec.lse else 0
+    return given + rows * (shapes.V * shapes.dtype.itemsize + lse)
 
 
 # --- tiles --------------------------------------------------------------------------------------

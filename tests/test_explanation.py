@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks
+from jattn import masks, scores
+from jattn.cache import DenseCache
 from jattn.explanation import Explanation
 from jattn.masks import Predicate
 from tests.conftest import quick_jit
@@ -42,6 +43,33 @@ def test_flops_are_those_that_the_compiler_counts(sizes):
     assert 1 <= counted / jattn.explain(q, k, v).flops < 1.2
 
 
+def test_bytes_are_those_of_all_arrays():
+    """Each counted once: grouped keys, a value size of their own, a bias, and lse in float32."""
+    q, k, v = (jnp.zeros(x, jnp.bfloat16) for x in ((2, 6, 4, 8), (2, 7, 2, 8), (2, 7, 2, 5)))
+    arrays = 2 * (2 * 6 * 4 * 8 + 2 * 7 * 2 * 8 + 2 * 7 * 2 * 5 + 2 * 6 * 4 * 5)
+    assert jattn.explain(q, k, v).bytes == arrays
+    assert jattn.explain(q, k, v, return_lse=True).bytes == arrays + 4 * 2 * 4 * 6
+    bias = scores.Bias(jnp.zeros((1, 4, 6, 7), jnp.float32))
+    assert jattn.explain(q, k, v, score=bias).bytes == arrays + 4 * 4 * 6 * 7
+
+
+@pytest.mark.default_tiles
+def test_temporaries_are_those_of_the_program():
+    """Of the very call, and of one token against a cache."""
+    q = jnp.ones((1, 256, 2, 16))
+    found = jattn.explain(q, q, q, mask=masks.Causal(), return_lse=True)
+    call = functools.partial(jattn.attention, mask=masks.Causal(), return_lse=True)
+    compiled = jax.jit(call).lower(q, q, q).compile()
+    assert found.temporaries == compiled.memory_analysis().temp_size_in_bytes > 0
+    assert f"temporaries  {found.temporaries / 1e6:.3g} MB forward" in str(found)
+    cache = DenseCache.create(1, 4096, 2, 16).append(q[:, :9], q[:, :9])
+    compiled = jax.jit(jattn.attention).lower(q[:, :1], cache).compile()
+    decoding = jattn.explain(q[:, :1], cache)
+    assert decoding.temporaries == compiled.memory_analysis().temp_size_in_bytes
+    elsewhere = jattn.explain(q, q, q, platform="tpu")
+    assert elsewhere.temporaries is None and "temporaries" not in str(elsewhere)
+
+
 def test_heads_that_differ_are_averaged():
     """Two heads see all keys, one sees its own block or the one before, one its own block alone."""
     sides = np.array([T, T, 1, 0])
@@ -60,8 +88,8 @@ def test_positions_count():
 def test_what_only_the_program_knows_is_not_told():
     def look(lengths: jax.Array) -> jax.Array:
         found = explained(masks.Lengths(kv=lengths))
-        assert found.tiles is None and found.advice is None
-        assert "tiles" not in str(found)
+        assert found.tiles is None and found.advice is None and found.temporaries is None
+        assert "tiles" not in str(found) and "temporaries" not in str(found)
         return lengths
 
     jax.eval_shape(look, jnp.array([3, 4]))
