@@ -280,6 +280,12 @@ class _Reader:
 
         for equation in program.eqns:
             found = self.apply(equation, [value(x) for x in equation.invars])
+            # Each place is read once, however many equations take it, and numbers in their order:
+            # a program may be long.
+            found = [x._replace(at=functools.cache(x.at)) for x in found]
+            for x in found:
+                if math.prod(x.shape) == 1 and x.evaluate is None:
+                    x.at((0,) * len(x.shape))
             known |= dict(zip(equation.outvars, found, strict=True))
         return [value(x) for x in program.outvars]
 

@@ -194,8 +194,19 @@ def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+_MOST_IN_A_ROW = 200  # operations; Python's own recursion bears some more
+
+
 def _cut(results: list[Node], tables: list[Any]) -> _Core:
-    cutter = _Cutter(expressions.in_order(results), tables)
+    nodes = expressions.in_order(results)
+    in_a_row: dict[int, int] = {}
+    for node in nodes:
+        in_a_row[id(node)] = 1 + max((in_a_row[id(x)] for x in node.args), default=0)
+        if in_a_row[id(node)] > _MOST_IN_A_ROW:
+            raise NotImplementedError(
+                f"functions of pairs have at most {_MOST_IN_A_ROW} operations in a row"
+            )
+    cutter = _Cutter(nodes, tables)
     depends = [cutter.depends[id(x)] for x in results]
     return _Core([cutter.replaced(x) for x in results], cutter.cuts, depends)
 
