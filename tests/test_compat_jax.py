@@ -144,6 +144,7 @@ def test_the_signature_is_that_of_jax():
     assert as_called[0] == as_called[1]
 
 
+@pytest.mark.slow
 def test_arrays_of_three_axes():
     q, k, v = (jnp.asarray(numbers(i, n, N, H)) for i, n in enumerate((T, S, S)))
     bias, lengths = numbers(4, N, T, S), np.array([5], np.int32)

@@ -120,7 +120,7 @@ def drawn(N: int, count: int = 3) -> list[np.ndarray]:
     return [2 * rng.normal(size=(T, N, 8)) for _ in range(count)]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_attention_is_the_formula(name):
     """In tiles that are skipped too."""
@@ -137,7 +137,7 @@ def test_attention_is_the_formula(name):
     np.testing.assert_allclose(got, formula(q, k, v, rule), atol=2e-4)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.default_tiles
 def test_the_kernel_differentiates_it(name):
@@ -165,6 +165,7 @@ def test_the_kernel_differentiates_it(name):
 # --- the command --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     rule = BY_NAME["tree"]
     short = dataclasses.replace(rule, lengths=(256, 512))

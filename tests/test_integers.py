@@ -185,7 +185,7 @@ POSITIONED = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", POSITIONED)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_positions_at_the_edges_of_32_bits(implementation, name):

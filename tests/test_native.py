@@ -79,12 +79,12 @@ def run(name: str, x: Inputs) -> contract.Results:
 
 
 def _marks(name: str, dtype: str) -> Any:
-    """Each case once, every other in float64: one in five before a commit, the others slow."""
+    """Each case once, every other in float64: one in nine before a commit, the others slow."""
     place = list(CASES).index(name)
     if dtype == ("float64" if place % 2 else "float32"):
-        return () if place % 5 == 0 else pytest.mark.slow
+        return () if place % 9 == 0 else pytest.mark.slow
     if dtype == "bfloat16":  # which has products of its own
-        return () if place % 9 == 4 else pytest.mark.slow
+        return () if place % 15 == 4 else pytest.mark.slow
     return pytest.mark.slow if name == "causal" else pytest.mark.exhaustive
 
 

@@ -152,7 +152,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.one_in(31)
+@pytest.mark.one_in(61)
 @pytest.mark.parametrize(("devices", "order", "scheme"), WAYS)
 @pytest.mark.parametrize("name", RULES)
 def test_equals_one_device(name, scheme, order, devices):
@@ -278,6 +278,7 @@ def test_what_cannot_be_shared_is_padded_on_request(scheme, rule):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_second_derivatives_are_those_of_one_device_or_refused(scheme):
     q = random(1, 8, 2, H)

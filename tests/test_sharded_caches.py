@@ -83,6 +83,7 @@ def agree(found: Any, want: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "T", "rule"),
     [
@@ -126,6 +127,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("rule", "T"),
     [("none", 1), ("causal", 4), ("window", 1), ("alibi", 4), ("arrays", 1), ("window", 9)],

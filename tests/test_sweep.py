@@ -877,7 +877,7 @@ TAKES |= {"positions?": {"None", "integers"}}
 ARGUMENTS = [(name, argument) for name, call in FUNCTIONS.items() for argument in call.kinds]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_call_is_right_as_it_stands(name):
     call = FUNCTIONS[name]

@@ -142,7 +142,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.default_tiles
 @problems(PROBLEMS, slow=LONG)
 def test_without_jit(name):
@@ -151,7 +151,7 @@ def test_without_jit(name):
         assert_same(problem.both(*arrays), want)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.default_tiles
 @problems(name for name in PROBLEMS if name not in LONG)
 def test_no_tracer_leaks(name):
