@@ -113,8 +113,9 @@ def check_operands(owner: str, operands: Any) -> None:
             dtype is None or not _is_known_to_jax(dtype)
         ):
             raise TypeError(f"{name}: expected numbers or arrays, got {shown(x)}")
-        wide = isinstance(x, int) or (isinstance(x, np.ndarray) and x.dtype.kind in "iu")
-        least, most = (known_range(x) if wide else None) or (0, 0)
+        if not (isinstance(x, int) or (isinstance(x, np.ndarray) and x.dtype.kind in "iu")):
+            continue
+        least, most = known_range(x) or (0, 0)
         bits = 64 if jax.config.read("jax_enable_x64") else 32
         if least < -(2 ** (bits - 1)) or most >= 2 ** (bits - (dtype is None or dtype.kind == "i")):
             raise ValueError(f"{name}: expected integers of {bits} bits, got {shown(x)}")

@@ -237,7 +237,9 @@ class _Reader:
 
     def table(self, value: Any) -> _Array:
         """An array from outside."""
-        shape, dtype = np.shape(value), np.dtype(getattr(value, "dtype", type(value)))
+        shape, dtype = np.shape(value), _dtype(getattr(value, "dtype", type(value)))
+        if not isinstance(dtype, np.dtype):
+            return self.unknown(jax.typeof(value), f"arrays of {dtype}")
         if not shape and not isinstance(value, Tracer):
             return _scalar(const(value, dtype))._replace(evaluate=lambda: value)
 
@@ -551,8 +553,8 @@ def _dtype(dtype: Any) -> Any:
 
 def _evaluated(equation: Any, operands: list[Any]) -> list[Any]:
     """The results of an equation, at once where all operands are known while tracing."""
-    functions, params = equation.primitive.get_bind_params(equation.params)
+    params = equation.primitive.get_bind_params(equation.params)
     traced = any(isinstance(x, Tracer) for x in operands)
     with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
-        found = equation.primitive.bind(*functions, *operands, **params)
+        found = equation.primitive.bind(*operands, **params)
     return list(found) if equation.primitive.multiple_results else [found]

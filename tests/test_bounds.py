@@ -298,6 +298,59 @@ def check_bounds_of(function: Function, q_first: int, kv_first: int, traced: boo
     assert not np.any(surely & ~true.all(axis=(1, 3)))
 
 
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "sort": jnp.sort,
+    "cumsum": jnp.cumsum,
+    "softmax": jax.nn.softmax,
+    "matmul": lambda t: jnp.outer(t, t) @ t,
+    "norm": lambda t: t / jnp.linalg.norm(t),
+    "one hot": lambda t: jax.nn.one_hot(jnp.argsort(t), len(t), dtype=t.dtype) @ t,
+    "scan": lambda t: jax.lax.scan(lambda c, x: (c + x, c * x), t[0], t)[1],
+    "map": lambda t: jax.lax.map(lambda x: x * x - 1, t),
+    "vmap": jax.vmap(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)),
+    "custom derivative": lambda t: jax.nn.relu(t) + jax.nn.silu(t),
+    "counts": lambda t: jnp.bincount((t > 0).astype(jnp.int32), length=len(t)),
+    "random": lambda t: t + jax.random.normal(jax.random.key(1), t.shape, t.dtype),
+    "own key": lambda t: t + jax.random.normal(KEY, t.shape, t.dtype),
+    "own array": lambda t: jnp.roll(t, 2) - jnp.flip(jnp.asarray(SLOPES, t.dtype)).sum(),
+}
+KEY = jax.random.key(2)
+EXACT = ("sort", "cumsum", "matmul", "scan", "map", "counts")  # the others are bounded by entries
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_program_makes_of_its_operands_alone_is_known(name, traced):
+    table = jnp.asarray(np.random.default_rng(3).normal(size=7), jnp.float32)
+    places = np.arange(7, dtype=np.int32)
+
+    def looked_up(table):
+        found = expressions.read(lambda q, t: PROGRAMS[name](t)[q], (np.int32,), (table,))
+        here = bounds.of(found, (Interval(places, places),))
+        return here.lo, here.hi
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = jax.jit(looked_up)(table) if traced else looked_up(table)
+        want = np.asarray(PROGRAMS[name](table))
+    found = [np.asarray(edge) for edge in found]
+    assert np.all(found[0] <= want + 1e-6) and np.all(found[1] >= want - 1e-6)
+    if name in EXACT:
+        np.testing.assert_allclose(found, [want, want], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["an operand", "closed over"])
+def test_functions_may_draw_by_a_key(given):
+    drawn = lambda key: jax.random.bernoulli(key, 0.5, (T,))  # noqa: E731
+    rule = Predicate(lambda b, h, q, kv, key: drawn(key)[kv] | (q == kv), KEY)
+    if not given:
+        rule = Predicate(lambda b, h, q, kv: drawn(KEY)[kv] | (q == kv))
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(1, T, 2, 8)), jnp.float32)
+    dense = drawn(KEY)[None] | jnp.eye(T, dtype=bool)
+    want = jattn.attention(x, x, x, mask=dense[None, None])
+    np.testing.assert_allclose(jattn.attention(x, x, x, mask=rule), want, atol=1e-6)
+    assert jattn.explain(x, x, x, mask=rule).tiles == (128, 0, 1, 0)
+
+
 @pytest.mark.parametrize("shape", [(), (1, 1)])
 def test_what_is_taken_twice_is_read_once(shape):
     """Each step takes the one before three times, and the program is long: 3^200 ways through."""

@@ -102,7 +102,7 @@ SELECTED = (
 )
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", SELECTED)
 @pytest.mark.parametrize("implementation", [None, "blockwise"])
 def test_every_mode_is_that_of_the_reference(implementation, name):

@@ -65,6 +65,18 @@ CALLS: dict[str, tuple[Any, Any]] = {
         Score(lambda s, b, h, q, kv, t: s * t[h, kv % 64] + jnp.exp(-s * s), TABLE),
     ),
     "by query": (None, Score(lambda s, b, h, q, kv, t: s + t[h, q % 64] ** 2, TABLE)),
+    "made of a table": (
+        Predicate(lambda b, h, q, kv, t: jnp.sort(t)[h, q % 64] >= jnp.cumsum(t)[kv % 64], TABLE),
+        Score(
+            lambda s, b, h, q, kv, t: (
+                s
+                + jax.nn.softmax(t @ t.T)[h, kv % N]
+                + jax.random.normal(jax.random.key(1), (64,), s.dtype)[kv % 64]
+                + jax.lax.scan(lambda c, x: (c + x, c), t[:, 0], t.T)[1][q % 64, h]
+            ),
+            TABLE,
+        ),
+    ),
     "stick-breaking": (masks.Causal(), Score(lambda s, b, h, q, kv: -jax.nn.softplus(-s))),
     "classes": (
         (masks.Causal() | masks.Dilated(3)) & masks.Global(4),

@@ -178,7 +178,7 @@ def test_keys_values_and_parameters_are_shared(implementation, mesh):
     run_check(problem, mesh, ("q", "ids"))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["q", "k", "v", "slopes", "ids", "scale"])
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
 def test_one_array_is_shared_or_all_others_are(implementation, name):
