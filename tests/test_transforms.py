@@ -151,7 +151,7 @@ def test_without_jit(name):
         assert_same(problem.both(*arrays), want)
 
 
-@pytest.mark.one_in(4, slow=True)
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @problems(name for name in PROBLEMS if name not in LONG)
 def test_no_tracer_leaks(name):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jattn._pytree import axis_names
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, accumulation
@@ -230,7 +230,9 @@ def _attend_part(
     return pieces.run("forward", like, None, own, query, key, value, shapes=shapes)[:2]
 
 
-def _joined(axes: Axes, out: Output, normalizer: Normalizer) -> tuple[Output, LogSumExp]:
+def _joined(
+    axes: Axes, out: Output, normalizer: Normalizer
+) -> tuple[Output, Float[Array, "B T N"]]:
     """The parts of all devices as one, with lse `[B, T, N]`.
 
     As `softmax.join`, with maxima and logs apart: shares are exact at any logits. They are of a
