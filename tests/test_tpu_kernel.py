@@ -148,6 +148,8 @@ def _of_all(score: Any, b: Any, h: Any, i: Any, j: Any, *operands: Any) -> Any:
             "reduce_sum of an array that is looked up",
         ),
         ({"mask": lambda b, h, i, j: jnp.sort(jnp.stack([i, j]))[0] == i}, "needs "),
+        ({"mask": lambda b, h, i, j: jnp.cumsum(jnp.stack([i, j]))[1] > 9}, "needs "),
+        ({"mask": lambda b, h, i, j: jnp.piecewise(i - j, [i < j], [1, 0]) > 0}, "of a vector"),
         ({"precision": "high"}, "expected the default precision or the highest"),
     ],
 )

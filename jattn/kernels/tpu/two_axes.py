@@ -89,6 +89,8 @@ def _computed(equation: Any, name: str, values: list[Any], shapes: list[Any]) ->
     params, result = equation.params, equation.outvars[0].aval
     if name == "concatenate":
         return _Coordinates.joined(values)
+    if any(isinstance(x, _Coordinates) for x in values):
+        raise NotImplementedError(f"{name} of a vector of what differs by pair")
     if name == "broadcast_in_dim":
         return _placed(values[0], shapes[0], params["broadcast_dimensions"], result.shape)
     if name in _REDUCTIONS:
