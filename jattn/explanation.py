@@ -53,9 +53,9 @@ class Explanation(dict[str, str | None]):
     tiles: the `Tiles` of its mask; None without pairs, or where only the program knows them.
     flops: floating-point operations of the forward pass's two products, without empty tiles.
     bytes: those of all arrays that the call is given and gives.
-    temporaries: bytes that the compiled forward pass takes beside these on a device; None for
-        another platform than that of the query, and while tracing. The kernel in C++ takes a few
-        tiles for each thread besides, of which the compiler does not know.
+    temporaries: bytes that the forward pass, compiled for one device, takes beside these; None for
+        another platform than that of the query, and for traced masks and scores. The kernel in C++
+        takes a few tiles for each thread besides, of which the compiler does not know.
     advice: what would skip more or have more implementations; None where nothing is known.
 
     Printed, or shown by a notebook, it is a table. Tiles are counted, and the program is compiled,

@@ -8,7 +8,8 @@ import pytest
 def thin(items: list[Any]) -> None:
     """Marks as slow all but one in n of the cases of tests marked `one_in(n)`; where n is at least
     4, only every other of these is slow, and where n is at least 8 every fourth: others exhaustive.
-    `one_in(n, slow=True)` makes one in n slow and the others exhaustive.
+    `one_in(n, slow=True)` makes one in n slow and the others exhaustive. Cases that are exhaustive
+    already stay so.
 
     They are chosen along diagonals: the places of a case's values on their axes sum to a multiple
     of n. If an axis has n values, each pair of values of the others is chosen just once, and if
