@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jattn import cache, masks, positions, scores
+from jattn import cache, masks, scores
 from jattn.attention import (
     attention,
     attention_scores,
@@ -32,7 +32,7 @@ from jattn.statistics import statistics, top_weights
 
 
 if TYPE_CHECKING:
-    from jattn import compat, nn, parallel, viz
+    from jattn import compat, nn, parallel, positions, viz
     from jattn.generation import generate
 
 __all__ = [
@@ -76,10 +76,9 @@ if not TYPE_CHECKING:  # for a type checker there are the names above and no oth
     generate: Callable[..., Any]  # that of jattn.generation
 
     def __getattr__(name: str) -> Any:
-        """`compat`, `generate`, `nn`, `parallel` and `viz` are imported when they are first used:
-        the other functions need neither Flax nor several devices nor pictures."""
+        """Modules that the functions above do without are imported when they are first used."""
         if name == "generate":
             return importlib.import_module("jattn.generation").generate
-        if name in ("compat", "nn", "parallel", "viz"):
+        if name in ("compat", "nn", "parallel", "positions", "viz"):
             return importlib.import_module(f"jattn.{name}")
         raise AttributeError(f"module 'jattn' has no attribute {name!r}")

@@ -178,14 +178,18 @@ def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:
 def advised(function: _F) -> _F:
     """The same function, whose TypeError about an argument that it has not says what to write,
     in arguments that it has."""
-    taken = inspect.signature(function).parameters
-    written = {name: re.match(r"(\w+)=", line) for name, line in ADVICE.items()}
-    fits = [name for name, first in written.items() if first is None or first[1] in taken]
-    return _advised({name: ADVICE[name] for name in fits}, function)
+    return _advised(ADVICE, function)
+
+
+def _fits(line: str, parameters: list[str]) -> bool:
+    """Whether the function has the argument that a line of advice begins with, if with any."""
+    first = re.match(r"(\w+)=", line)
+    return first is None or first[1] in parameters
 
 
 def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str:
     """What to write in its place."""
+    advice = {name: line for name, line in advice.items() if _fits(line, parameters)}
     if name in advice:
         return f"write {advice[name]}"
     candidates = [] if name in ADVICE else [*parameters, *advice]  # what is known is no misspelling

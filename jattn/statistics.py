@@ -4,6 +4,7 @@
 over the tiles of the scores once, after one pass of attention that finds their denominators.
 """
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from jattn.checks import check_array, check_number, check_size
 from jattn.kernels.common import lowering
 from jattn.kernels.common.questions import Question
 from jattn.kernels.common.vjp import Unbuilt
-from jattn.kernels.cpu import statistics as native
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, MaskLike, Padding
 from jattn.scores import ScoreLike
@@ -200,11 +200,12 @@ def _by_platform(asked: Question, query: Array, key: Array, lse: Array) -> Any:
 
 
 def _on_platform(platform: str, asked: Question, query: Array, key: Array, lse: Array) -> Any:
-    if platform == "cpu" and not native.unsupported(asked, Shapes.of(query, key)):
-        try:
-            return native.statistics(asked, query, key, lse)
-        except Unbuilt:
-            pass
+    if platform == "cpu":
+        from jattn.kernels.cpu import statistics as native  # noqa: PLC0415  as in `registry`
+
+        with contextlib.suppress(Unbuilt):
+            if not native.unsupported(asked, Shapes.of(query, key)):
+                return native.statistics(asked, query, key, lse)
     return tiles.by_tiles(asked, query, key, lse)
 
 

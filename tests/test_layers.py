@@ -221,6 +221,12 @@ def test_import_is_light():
     assert not set(python(code).stdout.split()) & {"matplotlib", "experiments", "torch"}
 
 
+def test_kernels_of_one_machine_are_imported_when_they_are_asked():
+    code = "import sys, jattn; print(*(x for x in sys.modules if x.startswith('jattn.kernels.')))"
+    loaded = {name.split(".")[2] for name in python(code).stdout.split()}
+    assert loaded == {"common", "protocol", "registry", "xla"}
+
+
 def test_import_takes_little_time():
     code = (
         "import time, jax, flax; start = time.perf_counter(); import jattn; "

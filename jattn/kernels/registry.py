@@ -9,16 +9,13 @@ import jax
 
 from jattn.checks import check_choice
 from jattn.kernels.common.vjp import AttentionVJP, Unbuilt
-from jattn.kernels.cpu import native
-from jattn.kernels.gpu import cudnn
 from jattn.kernels.protocol import Kernel
-from jattn.kernels.tpu import splash
 from jattn.kernels.xla import blockwise
 from jattn.spec import Shapes, Spec
 
 
 class Later(NamedTuple):
-    """A kernel whose file is imported when it is first asked: for who names it."""
+    """A kernel whose file is imported when it is first asked: most programs need one of them."""
 
     module: str
 
@@ -29,6 +26,18 @@ class Later(NamedTuple):
     def functions(self, platform: str) -> AttentionVJP:
         """Those of the kernel."""
         return self._kernel().functions(platform)
+
+    def too_small(self, spec: Spec, shapes: Shapes) -> str | None:
+        """That of a kernel that has it; see `Row`."""
+        return self._kernel().too_small(spec, shapes)
+
+    def unavailable(self, shapes: Shapes, wait: bool) -> str | None:
+        """That of a kernel that has it; see `Row`."""
+        return self._kernel().unavailable(shapes, wait)
+
+    def unbuilt(self, spec: Spec, shapes: Shapes) -> str | None:
+        """That of a kernel that has it; see `Row`."""
+        return self._kernel().unbuilt(spec, shapes)
 
     def _kernel(self) -> Any:
         return importlib.import_module(self.module)
@@ -59,15 +68,17 @@ class Row(NamedTuple):
     unbuilt: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
 
 
+_NATIVE = Later("jattn.kernels.cpu.native")
+
 KERNELS: dict[str, Row] = {
-    "cudnn": Row(cudnn, ("cuda",), when="traced"),
-    "splash": Row(splash, ("tpu",)),
+    "cudnn": Row(Later("jattn.kernels.gpu.cudnn"), ("cuda",), when="traced"),
+    "splash": Row(Later("jattn.kernels.tpu.splash"), ("tpu",)),
     "native": Row(
-        native,
+        _NATIVE,
         ("cpu",),
-        too_small=native.too_small,
-        unavailable=native.unavailable,
-        unbuilt=native.unbuilt,
+        too_small=_NATIVE.too_small,
+        unavailable=_NATIVE.unavailable,
+        unbuilt=_NATIVE.unbuilt,
     ),
     "blockwise": Row(blockwise),
     "pallas": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),

@@ -40,7 +40,12 @@ def pays(spec: Spec, shapes: Shapes) -> bool:
     """Whether it is what plain arrays are faster with, and there is such a library."""
     if shapes.S < tuning.current().many_keys or unsupported(spec, shapes):
         return False
-    return library.unavailable("decode", accumulation(shapes.dtype)) is None
+    return unavailable(shapes.dtype) is None
+
+
+def unavailable(dtype: Any) -> str | None:
+    """Why it cannot run here now, for queries of a dtype."""
+    return library.unavailable("decode", accumulation(dtype))
 
 
 class Held(NamedTuple):

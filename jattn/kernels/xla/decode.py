@@ -21,8 +21,6 @@ from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
-from jattn.kernels.cpu import decode as cpu_decode
-from jattn.kernels.cpu import library
 from jattn.kernels.xla import tangents
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
@@ -163,13 +161,13 @@ def _by_token(query: Array, *found: Any) -> Any:
 
 def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> bool:
     """Whether `decode.cc` can: its cache holds what it reads, its scores are sums."""
-    if platform != "cpu" or lowering.exported() or cpu_decode.unsupported(spec, shapes):
+    if platform != "cpu" or lowering.exported() or cache.keys.dtype != cache.values.dtype:
         return False
-    if cache.keys.dtype != cache.values.dtype:
+    from jattn.kernels.cpu import decode as native  # noqa: PLC0415  as in `registry`
+
+    if native.unsupported(spec, shapes) or not native.readable(cache.keys.dtype, shapes.dtype):
         return False
-    if not cpu_decode.readable(cache.keys.dtype, shapes.dtype):
-        return False
-    return library.unavailable("decode", accumulation(shapes.dtype)) is None
+    return native.unavailable(shapes.dtype) is None
 
 
 def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
@@ -181,10 +179,11 @@ def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]
 
 
 def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    held = cpu_decode.Held(*cache.pages())
     if not _runs_native(platform, spec, _shapes(query, cache), cache):
         return _guarded(spec, query, cache)
-    return cpu_decode.attend(spec, query, held)
+    from jattn.kernels.cpu import decode as native  # noqa: PLC0415  as in `registry`
+
+    return native.attend(spec, query, native.Held(*cache.pages()))
 
 
 def _shapes(query: Array, cache: Cache) -> Shapes:
