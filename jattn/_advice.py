@@ -6,7 +6,6 @@
 import difflib
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -178,18 +177,14 @@ def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:
 def advised(function: _F) -> _F:
     """The same function, whose TypeError about an argument that it has not says what to write,
     in arguments that it has."""
-    return _advised(ADVICE, function)
-
-
-def _fits(line: str, parameters: list[str]) -> bool:
-    """Whether the function has the argument that a line of advice begins with, if with any."""
-    first = re.match(r"(\w+)=", line)
-    return first is None or first[1] in parameters
+    taken = inspect.signature(function).parameters
+    written = {name: line.partition("=")[0] for name, line in ADVICE.items()}
+    fits = [name for name, x in written.items() if x in taken or not x.isidentifier()]
+    return _advised({name: ADVICE[name] for name in fits}, function)
 
 
 def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str:
     """What to write in its place."""
-    advice = {name: line for name, line in advice.items() if _fits(line, parameters)}
     if name in advice:
         return f"write {advice[name]}"
     candidates = [] if name in ADVICE else [*parameters, *advice]  # what is known is no misspelling

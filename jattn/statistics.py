@@ -16,7 +16,6 @@ from jattn._advice import advised
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
 from jattn.attention import attention
 from jattn.checks import check_array, check_number, check_size
-from jattn.kernels.common import lowering
 from jattn.kernels.common.questions import Question
 from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.xla import statistics as tiles
@@ -194,9 +193,8 @@ def _statistics(
 
 def _by_platform(asked: Question, query: Array, key: Array, lse: Array) -> Any:
     """What is asked, by what the platform has that the program is lowered for."""
-    operands = (asked, query, key, lse)
-    like = jax.eval_shape(tiles.by_tiles, *operands)
-    return lowering.platform_dependent(_on_platform, like, *operands)
+    like = jax.eval_shape(tiles.by_tiles, asked, query, key, lse)
+    return tiles.by_share(_on_platform, like, None, asked, query, key, lse)
 
 
 def _on_platform(platform: str, asked: Question, query: Array, key: Array, lse: Array) -> Any:

@@ -1,4 +1,4 @@
-"""What the README says of adding a mask and a score function, done in a copy of the project."""
+"""What the pages say of adding a mask and a score function, done in a copy of the project."""
 
 import re
 import shutil
@@ -10,19 +10,19 @@ import pytest
 
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTION = "## Adding a mask, a score, a kernel"
 
 
-def snippets() -> list[str]:
-    """The blocks of the README's section: a mask, a score function, their rows."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text[text.index(SECTION) :].split("\n## ")[0]
+def snippets(page: str, section: str) -> list[str]:
+    """The blocks of a page's section: a class and its row."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    section = text[text.index(section) :].split("\n## ")[0]
     return re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
 def test_a_mask_and_a_score_are_a_class_and_a_row(tmp_path):
-    mask, score, rows = snippets()
+    mask, mask_row = snippets("README.md", "## Adding a mask, a score, a kernel")
+    score, score_row = snippets("tests/README.md", "## A row for a score function")
     for name in ("jattn", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -31,7 +31,7 @@ def test_a_mask_and_a_score_are_a_class_and_a_row(tmp_path):
             text.write("\n\n" + code)
     table = tmp_path / "tests" / "cases.py"
     before, after = table.read_text(encoding="utf-8").split("DROPOUT = [\n")
-    table.write_text(f"{before}DROPOUT = [\n{rows}{after}", encoding="utf-8")
+    table.write_text(f"{before}DROPOUT = [\n{mask_row}{score_row}{after}", encoding="utf-8")
     wanted = "(values_and_gradients or has_every or poison) and (stripes or gain or has_every)"
     arguments = ["-m", "pytest", "-n0", "-m", "", "-p", "no:cacheprovider"]
     done = subprocess.run(

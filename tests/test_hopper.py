@@ -304,18 +304,35 @@ def test_reasons(arguments, words):
     assert words in str(reason(**arguments))
 
 
-def test_other_gpus_lack_its_instructions(monkeypatch):
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: str, cuda: int) -> None:
+    """A GPU of this capability, with a CUDA runtime of this version."""
     ours: Any = jax.local_devices
-    for capability, words in (("8.6", "compute capability 9.0, got 8.6"), ("9.0", "None")):
-        gpu = types.SimpleNamespace(compute_capability=capability)
-        monkeypatch.setattr(
-            jax,
-            "local_devices",
-            lambda *, backend=None, gpu=gpu, **options: (
-                [gpu] if backend == "cuda" else ours(backend=backend, **options)
-            ),
-        )
-        assert words in str(reason())
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: cuda)
+    monkeypatch.setattr(importlib.import_module("jax._src.lib"), "cuda_versions", versions)
+    monkeypatch.setattr(
+        jax,
+        "local_devices",
+        lambda *, backend=None, **options: (
+            [gpu] if backend == "cuda" else ours(backend=backend, **options)
+        ),
+    )
+
+
+def test_other_gpus_lack_its_instructions(monkeypatch):
+    pretend(monkeypatch, "8.6", 13000)
+    assert "compute capability 9.0, got 8.6" in str(reason())
+    pretend(monkeypatch, "9.0", 13000)
+    assert reason() is None
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [(12071, ""), (12080, "12.8.0"), (12090, "12.9.0"), (12091, "")]
+)
+def test_a_compiler_that_breaks_masks_is_refused(monkeypatch, version, refused):
+    pretend(monkeypatch, "9.0", version)
+    words = f"CUDA {refused} compiles masks wrongly; expected CUDA 12.9.1 or later"
+    assert reason(mask=masks.Causal()) == (words if refused else None)
 
 
 def test_no_reason():

@@ -107,8 +107,15 @@ def test_instructions_and_labels():
 def test_only_innermost_loops_with_products_count():
     first, second = machine_code.loops(SASS)
     assert first == machine_code.Loop(
-        5, 64 + 32, 8, {"matrix": 2, "special": 1, "float": 1, "jump": 1}
+        5,
+        64 + 32,
+        8,
+        (128 + 64) * 16 * 2 // 128 + (64 + 64) * 16 * 2 // 128,
+        64 * (128 + 64) * 16,
+        {"matrix": 2, "special": 1, "float": 1, "jump": 1},
     )
+    assert first.products_per_cycle == 2048
+    assert first._replace(special_cycles=192).products_per_cycle == 1024
     assert second.instructions == 6
     assert second.by_kind == {"matrix": 2, "local": 1, "float": 1, "integer": 1, "jump": 1}
     assert second.special_cycles == 0
@@ -136,6 +143,23 @@ def test_the_main_loop_has_most_products_in_fewest_instructions():
 )
 def test_cycles_of_the_matrix_units(name, cycles):
     assert machine_code.matrix_cycles(Instruction(name, "")) == cycles
+
+
+@pytest.mark.parametrize(
+    ("name", "operands", "cycles"),
+    [
+        ("HGMMA.64x128x16.F32.BF16", "R24, gdesc[UR32], RZ, !UPT ;", (64 + 128) * 16 * 2 / 128),
+        ("HGMMA.64x128x16.F32.BF16", "R24, R4, gdesc[UR8], R24 ;", 128 * 16 * 2 / 128),
+        ("HGMMA.64x128x8.F32.TF32", "R24, R4, gdesc[UR8], R24 ;", 128 * 8 * 4 / 128),
+        ("LDS.128", "R4, [R8] ;", 4 * 32 * 16 / 128),
+        ("STS", "[R8], R4 ;", 4 * 32 * 4 / 128),
+        ("LDSM.16.M88.4", "R4, [R8] ;", 4 * 32 * 16 / 128),
+        ("HMMA.16816.F32", "R4, R8, R12, R4 ;", 0),
+        ("FFMA", "R3, R4, R5, R6 ;", 0),
+    ],
+)
+def test_cycles_of_shared_memory(name, operands, cycles):
+    assert machine_code.shared_cycles(Instruction(name, operands)) == cycles
 
 
 def test_kinds_of_instructions():
@@ -337,7 +361,14 @@ def test_a_program_that_is_not_installed(monkeypatch):
         targets.tool("nvdisasm")
 
 
-LOOP = {"instructions": 519, "matrix_cycles": 1024, "special_cycles": 528, "by_kind": {}}
+LOOP = {
+    "instructions": 519,
+    "matrix_cycles": 1024,
+    "special_cycles": 528,
+    "shared_cycles": 640,
+    "products": 1024 * 2048,
+    "by_kind": {},
+}
 KERNEL = {
     "kernel": "jattn_forward",
     "registers": 168,
@@ -356,8 +387,10 @@ def row(status: str, message: str = "", **more: Any) -> dict[str, Any]:
 def test_the_table_of_a_gpu():
     one, two = command.lines(row("compiled", kernels=[KERNEL, {**KERNEL, "main_loop": None}]))
     numbers = "jattn_forward 168 24 168033"
-    assert " ".join(one.split()).endswith(f"forward {numbers} 519 1024 528 warning: be careful")
-    assert " ".join(two.split()).endswith(f"{numbers} - - - warning: be careful")
+    assert " ".join(one.split()).endswith(
+        f"forward {numbers} 519 1024 528 640 989 warning: be careful"
+    )
+    assert " ".join(two.split()).endswith(f"{numbers} - - - - - warning: be careful")
     (none,) = command.lines(row("compiled", kernels=[]))
     assert none.endswith("no kernel of its own")
     (why,) = command.lines(row("unsupported", "no reason"))

@@ -123,3 +123,43 @@ def test_mapped_calls_and_few_key_heads():
     assert collectives(compiled) == {"all-reduce"}
     for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("generated", [True, False], ids=["native", "tiles"])
+@pytest.mark.parametrize("name", ["causal", "parameters", "functions"])
+def test_statistics_stay_cut(name, generated):
+    """Numbers about weights, their gradients, and the greatest weights."""
+    rule, extra, cuts = RULES[name]
+    arrays = {"q": random(B, T, N, H), "k": random(B, T, K, H), **extra}
+    mesh = mesh_of(data=2, model=2)
+    specs = {"q": TOKENS, "k": TOKENS, **cuts}
+
+    def run(arrays: Any) -> Any:
+        floats = {n: x for n, x in arrays.items() if x.dtype == np.float64}
+
+        def call(floats: Any) -> Any:
+            a = {**arrays, **floats}
+            on = masks.Predicate(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b + h) % 3 == 0)
+            found = jattn.statistics(a["q"], a["k"], keys=on, threshold=0.2, **rule(a))
+            weighed: Any = (found.entropy, found.greatest, found.distance, found.on_keys)
+            ranks = jnp.arange(1.0, found.entropy.size + 1).reshape(found.entropy.shape)
+            return sum(jnp.sum(x * ranks) for x in weighed), found
+
+        (_, found), gradients = jax.value_and_grad(call, has_aux=True)(floats)
+        q, k = arrays["q"], arrays["k"]
+        return found, gradients, jattn.top_weights(q, k, 3, **rule(arrays))
+
+    with tuning.using(generated_pairs=0 if generated else 10**9):
+        want = quick_jit(run)(arrays)
+        placed = {
+            n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arrays.items()
+        }
+        compiled = quick_jit(run).lower(placed).compile()
+        assert collectives(compiled) <= {"all-reduce"}  # of parameters' gradients
+        found = compiled(placed)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
+    by_head = NamedSharding(mesh, P("data", "model"))
+    assert found[0].entropy.sharding.is_equivalent_to(by_head, 3)
+    assert found[1]["k"].sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), 4)

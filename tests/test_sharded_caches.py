@@ -115,6 +115,28 @@ def test_a_cache_cut_by_rows_and_heads_stays_cut(kind, T, rule):
     assert found[1].keys.sharding.is_equivalent_to(own.keys.sharding, 4)
 
 
+@pytest.mark.parametrize("kind", ["dense", pytest.param("rolling", marks=pytest.mark.slow)])
+def test_gradients_through_a_cache_stay_cut(kind):
+    mesh, cache = mesh_of(data=2, model=4), filled(kind)
+
+    def gradients(cache: Any, *qkv: Any) -> Any:
+        def loss(keys: Any, q: Any, k: Any, v: Any) -> Any:
+            held = dataclasses.replace(cache, keys=keys)
+            return jnp.sum(jattn.cached_attention(q, k, v, held, **RULES["alibi"])[0] ** 2)
+
+        return jax.grad(loss, (0, 1, 2, 3))(cache.keys, *qkv)
+
+    want = quick_jit(gradients)(cache, *tokens(4))
+    own = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
+    own = dataclasses.replace(cache, **own)
+    new = [place(mesh, x, P("data", None, "model")) for x in tokens(4)]
+    compiled = quick_jit(gradients).lower(own, *new).compile()
+    assert gathered(compiled) == []
+    found = compiled(own, *new)
+    agree(found, want)
+    assert found[0].sharding.is_equivalent_to(own.keys.sharding, 4)
+
+
 PLACES: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"mask": masks.Causal(), "score": scores.Score(learned, np.arange(N, dtype="f"))},

@@ -118,7 +118,8 @@ def _line(row: dict[str, Any], names: list[str]) -> str:
 
 def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
     """Time and temporary memory over T, one picture per pass."""
-    written = []
+    written, lengths = [], sorted({row["T"] for row in rows})
+    names = sorted({name for row in rows for name in row["milliseconds"]})
     for which in ("forward", "forward+backward"):
         chosen = [row for row in rows if row["pass"] == which]
         figure = Figure(figsize=(10, 4), layout="constrained")
@@ -127,12 +128,15 @@ def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
             (axes[0], "milliseconds", "milliseconds", 1),
             (axes[1], "temporary_bytes", "temporary memory, MiB", 2**20),
         ):
-            names = sorted({name for row in chosen for name in row[key]})
-            for name in names:
+            for number, name in enumerate(names):
                 points = [(row["T"], row[key].get(name)) for row in chosen]
                 kept = [(x, y / scale) for x, y in points if y]
                 if kept:
-                    axis.loglog(*zip(*kept, strict=True), marker="o", label=name)
+                    axis.loglog(
+                        *zip(*kept, strict=True), marker="o", color=f"C{number}", label=name
+                    )
+            axis.set_xticks(lengths, [f"{x:,}" for x in lengths])
+            axis.minorticks_off()
             axis.set_xlabel("T")
             axis.set_ylabel(unit)
             axis.grid(alpha=0.3)

@@ -6,8 +6,9 @@
 
 It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU there
 is a line for each kernel: registers, bytes spilled, bytes of shared memory, and of the loop over
-tiles that need no mask the instructions and the cycles that matrix units and the special function
-unit (exp2) are kept busy. For a TPU there is a line for each program: temporary memory, bytes
+tiles that need no mask the instructions, the cycles that matrix units, the special function unit
+(exp2) and shared memory are busy, and the TFLOP/s that the busiest of them allows: a prediction
+that no device will exceed. For a TPU there is a line for each program: temporary memory, bytes
 moved, kernels and loops. It shows what does not compile, does not fit, spills or is slow by its
 instructions; not wrong results, races or times. Rows go to `--out` as JSON lines.
 `jax_splash` and `jax_mgpu` are JAX's own kernels, for the few cases that they know. `--against`
@@ -28,13 +29,16 @@ from experiments.ending import Failure, UserError
 from experiments.files import append, replace
 from experiments.offline import calls, job, kept, targets
 from experiments.offline.job import Job
+from experiments.offline.machine_code import Loop
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+_COLUMNS = ("instr", "matrix", "special", "smem")
+_COUNTS = ("instructions", "matrix_cycles", "special_cycles", "shared_cycles")
 _CASE = "{case:<18} {implementation:<9} {head:>4} {dtype:<8} {pass:<9}"
 _CASE_TITLES = f"{'case':<18} {'kernels':<9} {'H':>4} {'dtype':<8} {'pass':<9}"
-_KERNEL = "{:<22} {:>5} {:>6} {:>7} {:>6} {:>7} {:>7}"
-_KERNEL_TITLES = ("kernel", "regs", "spill", "shared", "instr", "matrix", "special")
+_KERNEL = "{:<22} {:>5} {:>6} {:>7} {:>6} {:>7} {:>7} {:>7} {:>8}"
+_KERNEL_TITLES = ("kernel", "regs", "spill", "shared", *_COLUMNS, "TFLOP/s<")
 _PROGRAM = "{:>9} {:>9} {:>7} {:>6}"
 _PROGRAM_TITLES = ("temp MiB", "moved GB", "kernels", "loops")
 
@@ -153,8 +157,9 @@ def lines(row: dict[str, Any]) -> list[str]:
     start = _CASE.format(**row)
     if row["status"] != job.COMPILED:
         return [f"{start} {row['status'].upper()} {row['message']}"]
-    if targets.TARGETS[row["target"]].is_gpu:
-        said = [_of_kernel(kernel) for kernel in row["kernels"]]
+    target = targets.TARGETS[row["target"]]
+    if target.is_gpu:
+        said = [_of_kernel(kernel, target) for kernel in row["kernels"]]
         return [f"{start} {line}" for line in said or ["no kernel of its own"]]
     moved = "-" if row["bytes_moved"] is None else f"{row['bytes_moved'] / 1e9:.2f}"
     memory = row["temporary_bytes"]
@@ -162,13 +167,17 @@ def lines(row: dict[str, Any]) -> list[str]:
     return [f"{start} {_PROGRAM.format(shown, moved, row['custom_kernels'], row['loops'])}"]
 
 
-def _of_kernel(kernel: dict[str, Any]) -> str:
+def _of_kernel(kernel: dict[str, Any], target: targets.Target) -> str:
     loop = kernel["main_loop"]
-    counts = (
-        ["-"] * 3
-        if loop is None
-        else [loop["instructions"], loop["matrix_cycles"], loop["special_cycles"]]
-    )
+    counts = ["-"] * len(_COUNTS) if loop is None else [loop[name] for name in _COUNTS]
     used = (kernel["kernel"], kernel["registers"], kernel["spill_bytes"], kernel["shared_bytes"])
     warned = "".join(f" warning: {x}" for x in kernel["warnings"])
-    return _KERNEL.format(*used, *counts) + warned
+    return _KERNEL.format(*used, *counts, _most(loop, target)) + warned
+
+
+def _most(loop: dict[str, Any] | None, target: targets.Target) -> str:
+    """The TFLOP/s of a loop by the model of `machine_code`."""
+    if loop is None or target.peak is None:
+        return "-"
+    per_cycle, teraflops = target.peak
+    return f"{teraflops * Loop(**loop).products_per_cycle / per_cycle:.0f}"

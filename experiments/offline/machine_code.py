@@ -6,10 +6,16 @@ busy during one round of the loop:
 
 - the matrix units multiply and add 2,048 pairs of 16-bit numbers a cycle, 1,024 of tf32 and 4,096
   of 8-bit numbers; the older instructions of one warp (HMMA) reach half of that;
-- the special function unit, which computes exp2, takes 8 cycles for one instruction of a warp.
+- the special function unit, which computes exp2, takes 8 cycles for one instruction of a warp;
+- shared memory gives 128 bytes a cycle, to matrix products that read their factors there too;
+- each scheduler issues one instruction a cycle.
+
+Where warpgroups take turns, the busiest unit alone decides: that is what `products_per_cycle`
+predicts, and more than a device will reach.
 """
 
 import collections
+import math
 import re
 from typing import NamedTuple
 
@@ -42,7 +48,15 @@ class Loop(NamedTuple):
     instructions: int
     matrix_cycles: int
     special_cycles: int
+    shared_cycles: int
+    products: int  # pairs of numbers that are multiplied and added
     by_kind: dict[str, int]  # instructions
+
+    @property
+    def products_per_cycle(self) -> float:
+        """Of a multiprocessor, whose busiest unit is never idle."""
+        cycles = (self.instructions, self.matrix_cycles, self.special_cycles, self.shared_cycles)
+        return self.products / max(cycles)
 
 
 _ROOTS = {
@@ -65,6 +79,7 @@ _KINDS = {root: kind for kind, roots in _ROOTS.items() for root in roots.split()
 
 _PRODUCTS_PER_CYCLE = {"HGMMA": 2048, "QGMMA": 4096, "IGMMA": 4096, "HMMA": 1024}
 _SPECIAL_CYCLES = 8
+_SHARED_BYTES = 128  # a cycle
 _WARPS = 4  # of a warpgroup
 
 _LINE = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
@@ -112,25 +127,42 @@ def kind(instruction: Instruction) -> str:
     return _KINDS.get(instruction.root, "other")
 
 
-def matrix_cycles(instruction: Instruction) -> float:
-    """Cycles for which a warpgroup's instruction keeps the matrix units; 0 for other instructions.
+def _sizes(instruction: Instruction) -> tuple[int, int, int]:
+    """Rows, columns and depth of what a warpgroup multiplies; zeros for other instructions.
 
     An HMMA is one warp's, so a warpgroup has four of them.
     """
-    rate = _PRODUCTS_PER_CYCLE.get(instruction.root, 0)
-    if not rate:
-        return 0.0
-    if ".TF32" in instruction.name:
-        rate /= 2
+    if instruction.root not in _PRODUCTS_PER_CYCLE:
+        return 0, 0, 0
     wide = re.search(r"\.(\d+)x(\d+)x(\d+)", instruction.name)
-    if wide:
-        rows, columns, depth = map(int, wide.groups())
-        return rows * columns * depth / rate
     narrow = re.search(r"\.(16)(8)(\d+)", instruction.name)  # 16816 is 16 × 8 × 16
-    if narrow:
-        rows, columns, depth = map(int, narrow.groups())
-        return _WARPS * rows * columns * depth / rate
-    return 0.0
+    found = wide or narrow
+    rows, columns, depth = map(int, found.groups()) if found else (0, 0, 0)
+    return rows * (1 if wide else _WARPS), columns, depth
+
+
+def matrix_cycles(instruction: Instruction) -> float:
+    """Cycles for which a warpgroup's instruction keeps the matrix units."""
+    products = math.prod(_sizes(instruction))
+    if not products:
+        return 0.0
+    rate = _PRODUCTS_PER_CYCLE[instruction.root]
+    return products / (rate / 2 if ".TF32" in instruction.name else rate)
+
+
+def shared_cycles(instruction: Instruction) -> float:
+    """Cycles for which a warpgroup's instruction keeps shared memory."""
+    if kind(instruction) == "shared":
+        width = re.search(r"\.(64|128)\b", instruction.name)
+        matrices = re.search(r"\.M88\.([24])", instruction.name)
+        bytes_each = int(width[1]) // 8 if width else 4 * int(matrices[1]) if matrices else 4
+        return _WARPS * 32 * bytes_each / _SHARED_BYTES
+    if "gdesc" not in instruction.operands:
+        return 0.0
+    rows, columns, depth = _sizes(instruction)
+    size = 4 if ".TF32" in instruction.name else 1 if instruction.root[0] in "QI" else 2
+    in_registers = re.match(r"R\d+,\s*R\d+,\s*gdesc", instruction.operands)
+    return (columns + (0 if in_registers else rows)) * depth * size / _SHARED_BYTES
 
 
 def instructions(sass: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -174,6 +206,8 @@ def _loop(body: list[Instruction]) -> Loop:
         instructions=len(body),
         matrix_cycles=round(sum(map(matrix_cycles, body))),
         special_cycles=_SPECIAL_CYCLES * by_kind["special"],
+        shared_cycles=round(sum(map(shared_cycles, body))),
+        products=sum(math.prod(_sizes(x)) for x in body),
         by_kind=dict(by_kind.most_common()),
     )
 

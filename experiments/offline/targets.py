@@ -23,6 +23,7 @@ class Target(NamedTuple):
     modules: tuple[tuple[str, str], ...]  # what is needed, and the package it comes in
     tools: tuple[tuple[str, str], ...]  # programs that are needed, likewise
     description: str = ""  # of a GPU, as XLA's compiler wants it
+    peak: tuple[int, float] | None = None  # products of 16-bit numbers a cycle and core; TFLOP/s
 
     @property
     def is_gpu(self) -> bool:
@@ -54,6 +55,7 @@ def _gpu(
     capability: int,
     own: tuple[str, ...] = (),
     peers: tuple[str, ...] = (),
+    peak: tuple[int, float] | None = None,
     **limits: float,
 ) -> Target:
     """A GPU; shared memory in KiB, of which one block may have all but one."""
@@ -73,6 +75,7 @@ def _gpu(
         (("jax_plugins.xla_cuda12", "jax[cuda12]"),),
         (("ptxas", "jax[cuda12]"), ("nvdisasm", "nvidia-cuda-nvdisasm")),
         f'gpu_device_info {{ {described} }} {_VERSIONS} device_description_str: "{kind}"',
+        peak,
     )
 
 
@@ -82,6 +85,7 @@ H100 = _gpu(
     9,
     ("hopper",),
     ("jax_mgpu",),
+    peak=(2048, 989.4),
     shared_memory=228,
     core_count=132,
     fpus_per_core=128,
@@ -94,6 +98,7 @@ A100 = _gpu(
     "a100",
     "NVIDIA A100",
     8,
+    peak=(1024, 312.0),
     shared_memory=164,
     core_count=108,
     fpus_per_core=64,

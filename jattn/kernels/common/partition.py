@@ -30,6 +30,8 @@ from jattn.spec import Spec, parameter_letters, parameters
 
 
 Dims = tuple[str, ...]  # a letter for each axis: B, N, K, one for an axis that is mapped, or ""
+BY_QUERY: Dims = ("B", "", "N", "")
+BY_HEAD: Dims = ("B", "N", "", "")
 
 
 class Letters(NamedTuple):
@@ -58,32 +60,26 @@ class Partitioned(NamedTuple):
         return self.function(platform, *_at_share(operands))
 
 
+def by_key(key: Any) -> Dims:
+    """A key head that is the only one serves all query heads, wherever these are."""
+    return ("B", "", "K" if key.shape[2] > 1 else "", "")
+
+
 def partitioned(
     which: str, function: Callable[..., Any], like: Any, operands: Any
 ) -> Callable[..., Any]:
     """A function of an `AttentionVJP`, by its name, as one that is cut where its operands are."""
-    spec, per_query, *_ = operands
-    # A key head that is the only one serves all query heads, wherever these are.
-    along_queries, along_keys = (
-        ("B", "", "N", ""),
-        ("B", "", "K" if operands[2].shape[2] > 1 else "", ""),
-    )
-
-    def of_queries(x: Any) -> Dims:
-        return along_queries[: x.ndim]
-
-    rows = [of_queries(x) for x in jax.tree.leaves(per_query)]
-    rest = [("B", "N", "", "")[: x.ndim] for x in operands[4:]]  # whether all is finite, weights
-    given = [*_of_tree(spec), *rows, along_keys, along_keys, *rest]
+    spec, per_query, key, _, *rest = operands  # whether all is finite, cotangents of weights
+    keys = by_key(key)
+    rows = [BY_QUERY[: x.ndim] for x in jax.tree.leaves(per_query)]
+    given = (*_of_tree(spec), *rows, keys, keys, *(BY_HEAD[: x.ndim] for x in rest))
     if which == "backward":
-        params = zip(parameter_letters(spec), parameters(spec), strict=True)
-        found = [_dims(*x) for x in params] + [along_queries, along_keys, along_keys]
+        found = (*of_parameters(spec), BY_QUERY, keys, keys)
     elif which in ("forward", "forward_alone", "forward_with_weights"):
-        found = [along_queries, along_queries[:3], along_queries[:3], (), ("B", "N", "", "")]
-        found = found[: len(jax.tree.leaves(like))]
+        found = (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3], (), BY_HEAD)[: len(jax.tree.leaves(like))]
     else:
         return function
-    return Partitioned(function, Letters(tuple(given), tuple(found)))
+    return Partitioned(function, Letters(given, found))
 
 
 def partitioned_on_cache(
@@ -91,9 +87,24 @@ def partitioned_on_cache(
 ) -> Callable[..., Any]:
     """A function of these as one that is cut where they are; its results are `out [B, T, N, V]` and
     a normalizer."""
-    rows = ("B", "", "N", "")
-    given = (*_of_tree(spec), rows, *_of_tree(cache))
-    return Partitioned(function, Letters(given, (rows, rows[:3], rows[:3])))
+    given = (*_of_tree(spec), BY_QUERY, *_of_tree(cache))
+    return Partitioned(function, Letters(given, (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3])))
+
+
+def partitioned_statistics(
+    function: Callable[..., Any], results: tuple[Dims, ...], operands: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """A function of a tree of specs, queries, keys and arrays by batch row and head."""
+    specs, _, key, *rest = operands
+    by_head = (BY_HEAD[: x.ndim] for x in jax.tree.leaves(rest))
+    return Partitioned(
+        function, Letters((*_of_tree(specs), BY_QUERY, by_key(key), *by_head), results)
+    )
+
+
+def of_parameters(spec: Spec) -> tuple[Dims, ...]:
+    """The letters of the gradients of a prepared spec's parameters."""
+    return tuple(map(_dims, parameter_letters(spec), parameters(spec)))
 
 
 def _of_tree(tree: Any) -> list[Dims]:
@@ -154,7 +165,7 @@ def _sharing(cuts: _Cuts) -> Iterator[None]:
 
 
 def _at_share(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands with a spec that knows where this device's batch rows and heads begin."""
+    """The operands with specs that know where this device's batch rows and heads begin."""
     cuts = _share.get()
     if cuts is None:
         return operands
@@ -164,7 +175,10 @@ def _at_share(operands: tuple[Any, ...]) -> tuple[Any, ...]:
         lax.axis_index(cuts.of(letter)) * size if cuts.of(letter) else 0
         for letter, size in (("B", rows), ("N", heads))
     )
-    return at_place(spec, Place(b, h)), per_query, *rest
+    moved = jax.tree.map(
+        lambda x: at_place(x, Place(b, h)), spec, is_leaf=lambda x: isinstance(x, Spec)
+    )
+    return moved, per_query, *rest
 
 
 # ---------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
 
 
 _CAPABILITY = "9.0"  # others have no wgmma
+_MISCOMPILING = (12080, 12091)  # `ptxas` of these: JAX's `attention_mgpu` refuses causal masks
 _WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
 _ROWS = 64  # queries of a warpgroup: what one instruction multiplies
 _GROUPS = 2  # warpgroups that compute
@@ -53,19 +54,29 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
     leaves, structure = jax.tree.flatten(dataclasses.replace(spec, dropout_key=None))
-    return _other_gpu() or _unsupported_reason(
+    return _other_machine() or _unsupported_reason(
         structure, tuple((x.shape, x.dtype) for x in leaves), shapes
     )
 
 
-def _other_gpu() -> str | None:
+def _other_machine() -> str | None:
     try:
         device, *_ = jax.local_devices(backend="cuda")
     except RuntimeError:  # there is none, and the program for another machine
         return None
-    if device.compute_capability == _CAPABILITY:
-        return None
-    return f"expected compute capability {_CAPABILITY}, got {device.compute_capability}"
+    if device.compute_capability != _CAPABILITY:
+        return f"expected compute capability {_CAPABILITY}, got {device.compute_capability}"
+    version = _cuda_version()
+    if _MISCOMPILING[0] <= version < _MISCOMPILING[1]:
+        found = f"{version // 1000}.{version % 1000 // 10}.{version % 10}"
+        return f"CUDA {found} compiles masks wrongly; expected CUDA 12.9.1 or later"
+    return None
+
+
+def _cuda_version() -> int:
+    """That of the CUDA runtime: 12091 is 12.9.1; 0 where JAX knows of none."""
+    versions = importlib.import_module("jax._src.lib").cuda_versions
+    return versions.cuda_runtime_get_version() if versions else 0
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jattn import tile, tuning
 from jattn._pytree import select_head
 from jattn._types import LogSumExp
-from jattn.kernels.common import reverse_mode, slicing, tile_schedule
+from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.xla import blockwise
 from jattn.scores import apart
@@ -261,6 +261,16 @@ class _Call(NamedTuple):
         return jax.tree.map(lambda x: x.reshape(B, N, *x.shape[1:]), found)
 
 
+def by_share(function: Callable[..., Any], like: Any, dims: Any, asked: Any, *operands: Any) -> Any:
+    """`function(platform, asked, query, key, ...)` of arrays by batch row and head; where these are
+    cut under `jit`, of each device's share. The results run along `dims`; None: by head too."""
+    dims = dims or (partition.BY_HEAD,) * len(jax.tree.leaves(like))
+    given = (asked, *operands)
+    rank = [x[: y.ndim] for x, y in zip(dims, jax.tree.leaves(like), strict=True)]
+    cut = partition.partitioned_statistics(function, tuple(rank), given)
+    return lowering.platform_dependent(cut, like, *given)
+
+
 Forward = Callable[[Question, Array, Array, LogSumExp], tuple[Rows, Array]]
 """`(rows, received)` of `(asked, query, key, lse)`, see `statistics`."""
 
@@ -311,6 +321,22 @@ def _pulled_back(
     asked: Question, query: Array, key: Array, lse: Array, rows: Rows, cotangents: Rows
 ) -> tuple[list[Array], Array, Array]:
     """Gradients of the spec's parameters, queries and keys."""
+    operands = asked, query, key, lse, rows, cotangents._replace(place=None)
+    like = jax.eval_shape(functools.partial(_all_gradients, "any"), *operands)
+    dims = (*partition.of_parameters(asked.spec), partition.BY_QUERY, partition.by_key(key))
+    return by_share(_all_gradients, like, dims, *operands)
+
+
+def _all_gradients(
+    platform: str,
+    asked: Question,
+    query: Array,
+    key: Array,
+    lse: Array,
+    rows: Rows,
+    cotangents: Rows,
+) -> tuple[list[Array], Array, Array]:
+    """Those of `_pulled_back`, the same way on every platform."""
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     call = _Call.of(asked, T, S)
     spec, _, scale = scaled(asked.spec, query)
@@ -326,7 +352,12 @@ def _pulled_back(
 
 def top(spec: Spec, query: Array, key: Array, lse: LogSumExp, n: int) -> tuple[Array, Array]:
     """The n greatest weights of each query and their places, `[B, N, T, n]`, greatest first."""
-    T, S = query.shape[1], key.shape[1]
-    call = _Call.of(Question(spec), T, S)
-    logs, places = call.over_heads(functools.partial(_top, n=n), query, key, lse)
-    return logs[:, :, :T], places[:, :, :T]
+
+    def run(_: str, spec: Spec, query: Array, key: Array, lse: LogSumExp) -> Any:
+        T, S = query.shape[1], key.shape[1]
+        call = _Call.of(Question(spec), T, S)
+        logs, places = call.over_heads(functools.partial(_top, n=n), query, key, lse)
+        return logs[:, :, :T], places[:, :, :T]
+
+    operands = spec, query, key, lse
+    return by_share(run, jax.eval_shape(functools.partial(run, "any"), *operands), None, *operands)
