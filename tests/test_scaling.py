@@ -84,6 +84,19 @@ def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_array
     assert found == expected
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_numbers_of_16_bits_go_round_as_such(dtype):
+    mesh, arrays = mesh_of(x=DEVICES), [jax.ShapeDtypeStruct(x.shape, dtype) for x in QKV]
+    run = lambda *qkv: parallel.attention(*qkv, mesh=mesh, axis_name="x")  # noqa: E731
+    shardings = (jax.NamedSharding(mesh, TOKENS),) * 3
+    text = quick_jit(run, in_shardings=shardings).lower(*arrays).compile().as_text()
+    expected = collections.Counter()
+    for each in parallel.exchanges(*arrays, devices=DEVICES):
+        if not each.backward:
+            expected[each.kind, each.bytes] += each.times
+    assert programs.total(programs.exchanges(text)) == expected
+
+
 def test_loops_count_as_often_as_they_run():
     """Programs as XLA prints them: in loops, asynchronous, in groups of a mesh."""
     text = """HloModule m

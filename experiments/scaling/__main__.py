@@ -175,6 +175,7 @@ def _picture(rows: list[dict[str, Any]]) -> bytes:
         ("temporary_bytes", "temporary MB of a device", 1e6),
         ("sent_bytes", "MB that a device sends", 1e6),
     )
+    devices = sorted({row["devices"] for row in rows})
     lines = dict.fromkeys((row["scheme"], row["length"]) for row in rows)
     panels = figure.subplots(1, 3)
     for axis, (name, label, unit) in zip(panels, kinds, strict=True):
@@ -186,6 +187,8 @@ def _picture(rows: list[dict[str, Any]]) -> bytes:
             ]
             if points:
                 axis.loglog(*zip(*points, strict=True), marker="o", label=f"{scheme}, {length:,}")
+        axis.set_xticks(devices, [str(x) for x in devices])
+        axis.minorticks_off()
         axis.set_xlabel("devices")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)

@@ -39,7 +39,14 @@ class Hops(NamedTuple):
     def send(self, tree: Any, axes: Axes) -> Any:
         """What arrives; zeros where nobody sends."""
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
-        return jax.tree.map(lambda x: lax.ppermute(x, axes.name, pairs), tree)
+
+        def one(x: Array) -> Array:
+            if x.dtype not in (jnp.bfloat16, jnp.float16):
+                return lax.ppermute(x, axes.name, pairs)
+            bits = lax.bitcast_convert_type(x, jnp.uint16)  # XLA's CPUs would send float32
+            return lax.bitcast_convert_type(lax.ppermute(bits, axes.name, pairs), x.dtype)
+
+        return jax.tree.map(one, tree)
 
     def send_all(self, tree: Any, axes: Axes) -> Any:
         """What arrives when all devices send: gradients have to come home from wherever the last
