@@ -10,8 +10,9 @@ busy during one round of the loop:
 - shared memory gives 128 bytes a cycle, to matrix products that read their factors there too;
 - each scheduler issues one instruction a cycle.
 
-Where warpgroups take turns, the busiest unit alone decides: that is what `products_per_cycle`
-predicts, and more than a device will reach.
+`products_per_cycle` predicts from these: at most what the busiest unit allows, as where warpgroups
+take turns and no unit waits; at least what one warpgroup reaches whose matrix units and other
+instructions wait for each other. A device lies between.
 """
 
 import collections
@@ -53,10 +54,11 @@ class Loop(NamedTuple):
     by_kind: dict[str, int]  # instructions
 
     @property
-    def products_per_cycle(self) -> float:
-        """Of a multiprocessor, whose busiest unit is never idle."""
-        cycles = (self.instructions, self.matrix_cycles, self.special_cycles, self.shared_cycles)
-        return self.products / max(cycles)
+    def products_per_cycle(self) -> tuple[float, float]:
+        """Of a multiprocessor, at least and at most."""
+        others = max(self.instructions, self.special_cycles)
+        busiest = max(self.matrix_cycles, others, self.shared_cycles)
+        return self.products / (self.matrix_cycles + others), self.products / busiest
 
 
 _ROOTS = {
