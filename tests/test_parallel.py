@@ -330,16 +330,16 @@ def compiled(T: int, mask: Any, gradients: bool = False) -> Any:
 
 
 def test_a_window_sends_to_the_neighbour_only():
-    T, shard = 65_536, 65_536 // 8 * 2 * 8 * 4  # bytes of a shard of keys
+    T, part = 65_536, 4096 * 2 * 8 * 4  # bytes of the keys that others see, half of a shard
     mask = masks.Causal() & masks.Window(left=4096)
     neighbours = [(i, i + 1) for i in range(7)]
-    assert sorted(sent(compiled(T, mask))) == [(shard, neighbours)] * 2
+    assert sorted(sent(compiled(T, mask))) == [(part, neighbours)] * 2
     both = sent(compiled(T, mask, gradients=True))
     ring = [(i, (i + 1) % 8) for i in range(8)]
     back = [(i, (i + 7) % 8) for i in range(8)]
     # Keys and values, which both passes share here; their gradients there and back.
     expected = [neighbours] * 2 + [ring] * 2 + [back] * 2
-    assert sorted(both) == sorted((shard, sorted(pairs)) for pairs in expected)
+    assert sorted(both) == sorted((part, sorted(pairs)) for pairs in expected)
 
 
 @pytest.mark.parametrize(("order", "least", "most"), [("zigzag", 1.0, 1.1), ("contiguous", 1.8, 2)])

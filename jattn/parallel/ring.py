@@ -4,7 +4,7 @@ Each device computes its queries with the shard of keys that it holds while the 
 way (Liu et al. 2023, "Ring Attention with Blockwise Transformers"). Backward, keys and values go
 round once more, and their gradients with them. A device holds two shards at a time, whatever the
 length: memory is linear in its own tokens. Shards that a mask surely empties are not computed, and
-not sent past the devices that need them.
+not sent past the devices that need them; of a shard, only that part travels which others need.
 """
 
 import dataclasses
@@ -56,13 +56,22 @@ class Hops(NamedTuple):
 
 class Route(NamedTuple):
     """How shards travel. `needed[d, s]` tells whether device d needs shard s; first each device has
-    its own, then come the `hops`."""
+    its own, then come the `hops` of the `part` of each that any other needs."""
 
     needed: np.ndarray
+    part: slice
     hops: tuple[Hops, ...]
 
     @classmethod
-    def of(cls, needed: np.ndarray) -> "Route":
+    def of(cls, spec: Spec, T: int, S: int, n: int, order: str) -> "Route":
+        """That of a call on so many queries and keys, on n devices."""
+        if spec.q_positions is not None or spec.kv_positions is not None:
+            return cls.through(np.ones((n, n), bool), slice(0, S // n))
+        sizes = (T, S, n, order)
+        return cls.through(placement.needed(spec.mask, *sizes), placement.reach(spec.mask, *sizes))
+
+    @classmethod
+    def through(cls, needed: np.ndarray, part: slice) -> "Route":
         """The route that passes through all devices that need anything, and no others."""
         n, shards = len(needed), np.arange(len(needed))
         # [r, s]: whether the device that is r behind needs shard s, now and at any later step.
@@ -78,7 +87,7 @@ class Route(NamedTuple):
                 hops[-1] = Hops(there - here, last.times + 1, merged)
             else:
                 hops.append(Hops(there - here, 1, tuple(sorted(sources))))
-        return cls(needed, tuple(hops))
+        return cls(needed, part, tuple(hops))
 
     @property
     def travelled(self) -> int:
@@ -86,10 +95,10 @@ class Route(NamedTuple):
         return sum(x.distance * x.times for x in self.hops)
 
     @property
-    def home(self) -> Hops | None:
-        """The hop that brings back what belongs to the shards; None if they are at home."""
+    def home(self) -> Hops:
+        """The hop that brings back what belongs to the shards."""
         n = len(self.needed)
-        return Hops(n - self.travelled, 1, tuple(range(n))) if self.hops else None
+        return Hops(n - self.travelled, 1, tuple(range(n)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -110,8 +119,28 @@ def _key_axis(letters: str, leaf: Any) -> int | None:
     return axis if has_part else None
 
 
+_KEYS = "S _ _"  # the letters of keys and values, and of their gradients
+
+
+def _part(letters: str, leaf: Array, part: slice) -> Array:
+    """A shard of an array along S cut to a part; arrays of size 1 there as they are."""
+    axis: Any = axis_of("S", letters, leaf.ndim)
+    if leaf.shape[axis] == 1:
+        return leaf
+    return lax.slice_in_dim(leaf, part.start, part.stop, axis=axis)
+
+
+def _put_back(letters: str, leaf: Array, found: Array, part: slice) -> Array:
+    """A shard of an array along S with this in place of a part."""
+    if found.shape == leaf.shape:
+        return found
+    axis: Any = axis_of("S", letters, leaf.ndim)
+    return lax.dynamic_update_slice_in_dim(leaf.astype(found.dtype), found, part.start, axis)
+
+
 class Held(NamedTuple):
-    """What goes round: a shard of keys and values, and the spec's arrays along S."""
+    """What goes round: keys and values of a shard or of a part of it, and the spec's arrays along
+    S."""
 
     key: Array
     value: Array
@@ -123,15 +152,21 @@ class Held(NamedTuple):
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
         return cls(key, value, [x for letters, x in pairs if travels(letters)])
 
-    def cut(self, spec: Spec, shard: Any) -> Spec:
-        """The spec with its arrays along S cut to the shard that is held."""
+    def part(self, spec: Spec, part: slice) -> "Held":
+        """The part of a shard that travels."""
+        letters = filter(travels, jax.tree.leaves(axis_names(spec)))
+        arrays = [_part(*x, part) for x in zip(letters, self.arrays, strict=True)]
+        return Held(_part(_KEYS, self.key, part), _part(_KEYS, self.value, part), arrays)
+
+    def cut(self, spec: Spec, first: Any) -> Spec:
+        """The spec with its arrays along S cut to what is held, which begins at key `first`."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
         def one(letters: str, leaf: Any) -> Any:
             if travels(letters):
                 return next(arrays)
             axis = _key_axis(letters, leaf)
-            return leaf if axis is None else slicing.take(leaf, shard * size, size, axis)
+            return leaf if axis is None else slicing.take(leaf, first, size, axis)
 
         return jax.tree.map(one, axis_names(spec), spec)
 
@@ -149,6 +184,20 @@ class Gradients(NamedTuple):
         """The gradients of parameters."""
         return [y if x is None else x for x, y in zip(self.stay, self.go[2], strict=True)]
 
+    def part(self, letters: list[str], part: slice) -> "Gradients":
+        """Those that travel cut to a part of a shard."""
+        return self._moving(letters, lambda name, x, _: _part(name, x, part), self.go)
+
+    def put_back(self, letters: list[str], go: Any, part: slice) -> "Gradients":
+        """Those of a whole shard with these, which have come home, in place of a part."""
+        return self._moving(letters, lambda name, x, y: _put_back(name, x, y, part), go)
+
+    def _moving(self, letters: list[str], function: Any, others: Any) -> "Gradients":
+        names, (d_key, d_value, d_params) = (_KEYS, _KEYS, *letters), self.go
+        pairs = zip(names, (d_key, d_value, *d_params), (*others[:2], *others[2]), strict=True)
+        d_key, d_value, *d_params = (None if x is None else function(n, x, y) for n, x, y in pairs)
+        return self._replace(go=(d_key, d_value, d_params))
+
 
 # ---------------------------------------------------------------------------------------------
 # One shard of keys
@@ -156,30 +205,37 @@ class Gradients(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A call: how it is cut, which way shards go, and what computes a piece."""
+    """A call: how it is cut, which way shards of so many keys go, and what computes a piece."""
 
     axes: Axes
     route: Route
+    keys: int
     implementation: str | None
 
     def shard(self, far: Any) -> Any:
         """Which shard this device holds when all are that far from home."""
         return (self.axes.place - far) % self.axes.devices
 
-    def piece(self, spec: Spec, query: Array, held: Held, shard: Any) -> Spec:
-        """The spec of the queries and the shard that this device has."""
+    def first(self, far: Any) -> Any:
+        """Where the keys that this device holds begin among all, as the shards lie."""
+        at_home = isinstance(far, int) and far == 0
+        return self.shard(far) * self.keys + (0 if at_home else self.route.part.start)
+
+    def piece(self, spec: Spec, query: Array, held: Held, far: Any) -> Spec:
+        """The spec of the queries and the keys that this device has."""
         (B, T, N, _), S = query.shape, held.key.shape[1]
-        axes = self.axes
+        axes, first = self.axes, self.first(far)
         b, h = axes.first(B, N)
+        places = axes.places(self.keys, self.shard(far))
         place = Place(
             b,
             h,
             axes.places(T),
-            axes.places(S, shard),
-            (axes.run(T), axes.run(S)),
-            shard * S if axes.order == "contiguous" else None,
+            places if S == self.keys else places[self.route.part],
+            (axes.run(T), min(S, axes.run(self.keys))),
+            first if axes.order == "contiguous" else None,
         )
-        own = at_place(held.cut(spec, shard), place)
+        own = at_place(held.cut(spec, first), place)
         return dataclasses.replace(own, partial=True)
 
     def if_needed(self, shard: Any, compute: Any, otherwise: Any) -> Any:
@@ -196,7 +252,7 @@ class Ring(NamedTuple):
         shard, shapes = self.shard(far), Shapes.of(query, held.value)
 
         def compute() -> Any:
-            own = self.piece(spec, query, held, shard)
+            own = self.piece(spec, query, held, far)
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
             operands = (own, query, held.key, held.value)
             out, normalizer, finite = pieces.run(
@@ -214,7 +270,7 @@ class Ring(NamedTuple):
         letters = parameter_letters(spec)
 
         def compute() -> Gradients:
-            own = self.piece(spec, per_query.query, held, shard)
+            own = self.piece(spec, per_query.query, held, far)
             wide = (zeros.query, *zeros.go[:2])
             like = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(own), *wide)
@@ -223,11 +279,10 @@ class Ring(NamedTuple):
             d_params, d_query, d_key, d_value = pieces.run(
                 "backward", like, self.implementation, *operands, shapes=shapes
             )
-            start = shard * shapes.S
 
             def put(name: str, part: Array, zero: Array) -> Array:
                 axis = _key_axis(name, zero)
-                return part if axis is None else slicing.put(zero, part, start, axis)
+                return part if axis is None else slicing.put(zero, part, self.first(far), axis)
 
             parts = list(zip(letters, d_params, zeros.stay, strict=True))
             stay = [None if zero is None else put(name, part, zero) for name, part, zero in parts]
@@ -244,8 +299,8 @@ class Ring(NamedTuple):
 
 def _repeat(count: int, body: Any, state: Any) -> Any:
     """`body(i, state)` for i below `count`; written out where that is one."""
-    if count == 1:
-        return body(0, state)
+    if count <= 1:
+        return body(0, state) if count else state
     return lax.fori_loop(
         0, count, lambda i, x: body(lax.convert_element_type(i, jnp.int32), x), state
     )
@@ -253,18 +308,21 @@ def _repeat(count: int, body: Any, state: Any) -> Any:
 
 def _forward(ring: Ring, spec: Spec, query: Array, held: Held, state: Any) -> Any:
     """What all shards add to `state`; while one is computed the next is on its way."""
-    far = 0
-    for hops in ring.route.hops:
+    hops, far = ring.route.hops, 0
+    coming = hops[0].send(held.part(spec, ring.route.part), ring.axes) if hops else None
+    state = ring.forward(spec, query, held, far, state)
+    for this, then in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, far: int = far, hops: Hops = hops) -> Any:
+        def body(i: Any, carried: Any, far: int = far, this: Hops = this) -> Any:
             held, state = carried
-            coming = hops.send(held, ring.axes)
-            here = far + i * hops.distance
-            return coming, ring.forward(spec, query, held, here, state)
+            coming = this.send(held, ring.axes)
+            return coming, ring.forward(spec, query, held, far + (i + 1) * this.distance, state)
 
-        held, state = _repeat(hops.times, body, (held, state))
-        far += hops.times * hops.distance
-    return ring.forward(spec, query, held, far, state)
+        held, state = _repeat(this.times - 1, body, (coming, state))
+        coming = then and then.send(held, ring.axes)
+        far += this.times * this.distance
+        state = ring.forward(spec, query, held, far, state)
+    return state
 
 
 def _backward(
@@ -272,35 +330,33 @@ def _backward(
 ) -> Gradients:
     """The gradients from all shards; while one is computed, the next and the gradients of this one
     from the devices before are on their way."""
+    hops, letters, part, far = ring.route.hops, parameter_letters(spec), ring.route.part, 0
+    coming = hops[0].send(held.part(spec, part), ring.axes) if hops else None
+    own = ring.backward(spec, per_query, held, far, finite, zeros)
+    if not hops:
+        return own
+    total, zeros = own.part(letters, part), zeros.part(letters, part)
 
-    def here(held: Held, far: Any) -> Gradients:
-        return ring.backward(spec, per_query, held, far, finite, zeros)
+    def added(hop: Hops, total: Gradients, held: Held, far: Any) -> Gradients:
+        total = total._replace(go=hop.send_all(total.go, ring.axes))
+        found = ring.backward(spec, per_query, held, far, finite, zeros)
+        return jax.tree.map(jnp.add, total, found)
 
-    def add(x: Any, y: Any) -> Any:
-        return jax.tree.map(jnp.add, x, y)
+    for this, then in itertools.zip_longest(hops, hops[1:]):
 
-    total, far = None, 0
-    for hops in ring.route.hops:
-
-        def body(i: Any, carried: Any, far: int = far, hops: Hops = hops) -> Any:
+        def body(i: Any, carried: Any, far: int = far, this: Hops = this) -> Any:
             held, total = carried
-            coming, own = hops.send(held, ring.axes), hops.send_all(total.go, ring.axes)
-            found = here(held, far + (i + 1) * hops.distance)
-            return coming, add(total._replace(go=own), found)
+            coming = this.send(held, ring.axes)
+            return coming, added(this, total, held, far + (i + 1) * this.distance)
 
-        coming = hops.send(held, ring.axes)
-        total = here(held, far) if total is None else add(total, here(held, far))
-        if hops.times > 1:
-            coming, total = _repeat(hops.times - 1, body, (coming, total))
-        held, total = coming, total._replace(go=hops.send_all(total.go, ring.axes))
-        far += hops.times * hops.distance
-    last = here(held, far)
-    total = last if total is None else add(total, last)
-    home, (d_key, d_value, d_params) = ring.route.home, total.go
-    if home is None:
-        return total
+        held, total = _repeat(this.times - 1, body, (coming, total))
+        coming = then and then.send(held, ring.axes)
+        far += this.times * this.distance
+        total = added(this, total, held, far)
+    d_key, d_value, d_params = total.go
     narrow = d_key.astype(held.key.dtype), d_value.astype(held.value.dtype)
-    return total._replace(go=home.send((*narrow, d_params), ring.axes))
+    home = ring.route.home.send((*narrow, d_params), ring.axes)
+    return total._replace(go=own.go).put_back(letters, home, part)
 
 
 def attend(
@@ -314,16 +370,7 @@ def attend(
     dtype, n = accumulation(query.dtype), axes.devices
     if spec.dropout_rate:
         spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
-    default = spec.q_positions is None and spec.kv_positions is None
-    ring = Ring(
-        axes,
-        Route.of(
-            placement.needed(spec.mask, n * T, n * S, n, axes.order)
-            if default
-            else np.ones((n, n), bool)
-        ),
-        implementation,
-    )
+    ring = Ring(axes, Route.of(spec, n * T, n * S, n, axes.order), S, implementation)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:

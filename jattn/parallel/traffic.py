@@ -5,7 +5,8 @@ With n devices along the axis, of which each has a shard of s bytes of an array,
 - in a ring, forward, s at each hop, of keys, values and the mask's arrays that go with them;
   backward that again, and as often the gradients of keys and values in the dtype of sums, which
   make one hop more to come home, in their own dtype. There are n − 1 hops, or as many as the mask
-  says lie between a shard and the last device that needs it;
+  says lie between a shard and the last device that needs it. Where the mask leaves the other
+  devices a part of each shard alone, as a window does, s is that of the part;
 - for all_to_all, s (n − 1) / n of query, keys, values and output; backward that again, of their
   gradients. Key heads that are fewer than the devices are repeated before;
 - for gather, s (n − 1) of keys and values; backward that again, of their gradients.
@@ -17,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Int
 
 from jattn._pytree import axis_names, axis_of
@@ -134,15 +134,15 @@ class _Call(NamedTuple):
 
 def _ring(call: _Call) -> Iterator[Exchange]:
     shapes, n = call.shapes, call.devices
-    T, S, K = shapes.T, shapes.S, shapes.K
-    default = call.spec.q_positions is None and call.spec.kv_positions is None
-    route = Route.of(
-        placement.needed(call.spec.mask, T, S, n, call.order) if default else np.ones((n, n), bool)
-    )
-    going = [("key", call.share(S, K, shapes.H)), ("value", call.share(S, K, shapes.V))]
+    S, K = shapes.S, shapes.K
+    route = Route.of(call.spec, shapes.T, S, n, call.order)
+    sent = n * (route.part.stop - route.part.start)  # tokens, of all devices together
+    going = [("key", call.share(sent, K, shapes.H)), ("value", call.share(sent, K, shapes.V))]
     for letters, leaf, _ in call.leaves():
         if travels(letters):
-            going.append(("mask", leaf.size * leaf.dtype.itemsize // n))
+            axis: Any = axis_of("S", letters, leaf.ndim)
+            numbers = leaf.size // S * sent // n if leaf.shape[axis] > 1 else leaf.size
+            going.append(("mask", numbers * leaf.dtype.itemsize))
     for backward in (False, True):
         for name, size in going:
             for hops in route.hops:
@@ -153,7 +153,7 @@ def _ring(call: _Call) -> Iterator[Exchange]:
         times = sum(x.times for x in route.hops)
         for name, last in (("d_key", shapes.H), ("d_value", shapes.V)):
             for dtype, so_often in ((wide, times), (call.dtype, 1)):
-                size = call.share(S, K, last, dtype=dtype)
+                size = call.share(sent, K, last, dtype=dtype)
                 yield Exchange("collective-permute", name, size, so_often, n, True)
 
 
