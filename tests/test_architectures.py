@@ -75,7 +75,7 @@ def sources(parts: Bench, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_configuration_decides_the_module(name):
     config = dataclasses.replace(TINY, architecture=name, hidden=7, features=10)
-    assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert Config.from_json(json.loads(json.dumps(dataclasses.asdict(config)))) == config
     model = Model(config, 900, 900)
     params = model.init(0)
     assert set(ARCHITECTURES) == set(MODULES) and type(model.module(params)) is MODULES[name]

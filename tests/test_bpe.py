@@ -200,53 +200,33 @@ def test_round_trip_through_json():
     assert vocabulary.to_json().isascii()
 
 
-GOOD = {  # how the file was written at first
-    "format": "jattn-vocabulary",
-    "tokenizer": {"kind": "bpe", "lower": True, "merges": [["a", "b"], [" ", "ab"]]},
-    "words": [" ", "a", "b", "ab", " ab"],
-}
-
-
-def merging(*merges) -> dict:
-    return {"tokenizer": {"kind": "bpe", "lower": True, "merges": list(merges)}}
-
-
-def doubling(times: int) -> dict:
-    """A small file whose last token would be 2^times characters long."""
-    return merging(*(["a" * 2**n, "a" * 2**n] for n in range(8))) | {"words": [" ", "a"] * times}
+WORDS, MERGES = (" ", "a", "b", "ab", " ab"), (("a", "b"), (" ", "ab"))
+OTHERS = "expected the words that its merges make"
+UNKNOWN = "expected two tokens known before it"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("words", "merges", "message"),
     [
-        ({"words": [" ", "a", "b", "ab"]}, "expected the words that its merges make"),
-        ({"words": [" ", "a", "b", " ab", "ab"]}, "expected the words that its merges make"),
-        ({"words": [" ", "a", "b", "ab", " ab", "x"]}, "expected the words that its merges make"),
-        ({"words": [" ", "a", "b", "ab", " ab", "ba"]}, "expected the words that its merges make"),
-        (merging(["a", "x"]), r"merge 1: expected two tokens known before it, got \['a', 'x'\]"),
-        (merging(["a", "b"], ["ba", "a"]), "merge 2: expected two tokens known before it"),
-        (merging(["a"]), "merge 1: expected two tokens known before it"),
-        (merging("ab"), "merge 1: expected two tokens known before it"),
-        (merging(["a", 3]), "merge 1: expected two tokens known before it"),
-        (merging([["a"], "b"]), "merge 1: expected two tokens known before it"),
-        (merging(None), "merge 1: expected two tokens known before it"),
-        (doubling(40), "expected different words"),
-        ({"words": ["a", "b", "ab"]}, "expected a space among the characters"),
-        ({"words": [" ", "a", "b", "a"]}, "expected different words, got 'a' twice"),
-        ({"words": [" ", "a", "\ud800"]}, "words must be Unicode text"),
-        ({"tokenizer": {"kind": "bpe", "lower": True}}, "expected what training writes"),
-        ({"tokenizer": {"kind": "bpe", "lower": 1, "merges": []}}, "lower must be true or false"),
-        ({"tokenizer": {"kind": "bpe", "lower": True, "merges": {}}}, "merges must be a list"),
-        (
-            {"tokenizer": {"kind": "bpe", "lower": True, "merges": [], "x": 1}, "words": [" "]},
-            "training writes",
-        ),
+        ((" ", "a", "b", "ab"), MERGES, OTHERS),
+        ((" ", "a", "b", " ab", "ab"), MERGES, OTHERS),
+        ((*WORDS, "x"), MERGES, OTHERS),
+        ((*WORDS, "ba"), MERGES, OTHERS),
+        (WORDS, (("a", "x"),), rf"merge 1: {UNKNOWN}, got \['a', 'x'\]"),
+        (WORDS, (("a", "b"), ("ba", "a")), f"merge 2: {UNKNOWN}"),
+        (WORDS, (("a",),), f"merge 1: {UNKNOWN}"),
+        (WORDS, (("a", 3),), f"merge 1: {UNKNOWN}"),
+        (WORDS, ((["a"], "b"),), f"merge 1: {UNKNOWN}"),
+        ((" ", "a") * 40, tuple(("a" * 2**n,) * 2 for n in range(8)), "expected different words"),
+        (("a", "b", "ab"), MERGES, "expected a space among the characters"),
+        ((" ", "a", "b", "a"), MERGES, "expected different words, got 'a' twice"),
+        ((" ", "a", "\ud800"), MERGES, "words must be Unicode text"),
     ],
 )
-def test_a_damaged_file_is_refused_in_one_line(change, message):
-    assert len(Vocabulary.from_json(json.dumps(GOOD))) == 9
+def test_what_is_no_vocabulary_is_refused_in_one_line(words, merges, message):
+    assert len(Vocabulary(WORDS, MERGES)) == 9
     with pytest.raises(ValueError, match=message) as error:
-        Vocabulary.from_json(json.dumps(GOOD | change))
+        Vocabulary(words, merges)
     assert "\n" not in str(error.value) and str(error.value).startswith("vocabulary: ")
 
 
@@ -256,6 +236,9 @@ def test_a_damaged_file_is_refused_in_one_line(change, message):
         {"merges": [["a", "b"]]},
         {"merges": [["a", "b"], ["ab", " "]]},
         {"merges": [["a", "b"], " ab"]},
+        {"merges": [["a", "b"], [["a"], "b"]]},
+        {"merges": [3]},
+        {"merges": 3},
         {"merges": None},
         {"merges": {}},
         {"vocab": {"<pad>": 0, "<unk>": 1, "<bos>": 2, "<eos>": 3, " ": 4}},
@@ -267,7 +250,7 @@ def test_a_damaged_file_is_refused_in_one_line(change, message):
     ],
 )
 def test_a_damaged_file_of_the_library_is_refused_in_one_line(change):
-    good = json.loads(Vocabulary.from_json(json.dumps(GOOD)).to_json())
+    good = json.loads(Vocabulary(WORDS, MERGES).to_json())
     assert len(Vocabulary.from_json(json.dumps(good))) == 9
     with pytest.raises(ValueError, match=r"^vocabulary: ") as error:
         Vocabulary.from_json(json.dumps(good | {"model": good["model"] | change}))

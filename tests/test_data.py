@@ -459,11 +459,6 @@ def test_vocabulary_round_trip_through_json():
     assert vocabulary.to_json().isascii()
 
 
-FIRST = {  # how the file was written at first
-    "format": "jattn-vocabulary",
-    "tokenizer": {"kind": "words", "lower": True, "split_punctuation": True},
-    "words": ["a"],
-}
 GOOD = json.loads(Vocabulary(("a",)).to_json())
 
 
@@ -471,43 +466,40 @@ def model(vocab: Any, **more: Any) -> dict[str, Any]:
     return {"model": GOOD["model"] | {"vocab": vocab} | more}
 
 
-def test_vocabularies_that_were_saved_at_first_are_read():
-    assert Vocabulary.from_json(json.dumps(FIRST)) == Vocabulary(("a",))
-    settings = FIRST["tokenizer"] | {"lower": False}
-    cased = Vocabulary.from_json(json.dumps(FIRST | {"tokenizer": settings}))
-    assert cased == Vocabulary(("a",), lower=False)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (model(GOOD["model"]["vocab"] | {"a": 5}), "expected what training writes"),
+        (model(GOOD["model"]["vocab"] | {"b": 4}), "expected what training writes"),
+        (model(GOOD["model"]["vocab"] | {"": 5}), "'' cannot be a word"),
+        (model({"a": 0}), "expected what training writes"),
+        (model({}), "expected what training writes"),
+        (model([]), "expected what training writes"),
+        (model(GOOD["model"]["vocab"], unk_token="a"), "expected what training writes"),
+        (model(GOOD["model"]["vocab"], type="os.system"), "expected what training writes"),
+        ({"pre_tokenizer": None}, "expected what training writes"),
+        ({"normalizer": None}, "expected what training writes"),
+        ({"post_processor": None}, "expected what training writes"),
+    ],
+)
+def test_vocabulary_file_is_checked(change, message):
+    assert len(Vocabulary.from_json(json.dumps(GOOD))) == 5
+    with pytest.raises(ValueError, match=f"^vocabulary: .*{message}"):
+        Vocabulary.from_json(json.dumps(GOOD | change))
 
 
 @pytest.mark.parametrize(
-    ("good", "change", "message"),
+    ("words", "message"),
     [
-        (FIRST, {"words": ["a", "b", "a"]}, "expected different words, got 'a' twice"),
-        (FIRST, {"words": ["<pad>"]}, "'<pad>' cannot be a word"),
-        (FIRST, {"words": [""]}, "'' cannot be a word"),
-        (FIRST, {"words": ["a", 3]}, "words must be a list of strings"),
-        (FIRST, {"words": "ab"}, "words must be a list of strings"),
-        (FIRST, {"format": "other"}, "expected what training writes"),
-        (FIRST, {"more": 1}, "expected what training writes"),
-        (FIRST, {"tokenizer": {"kind": "os.system", "lower": True}}, "expected what training"),
-        (FIRST, {"tokenizer": {"kind": "words", "lower": True}}, "expected what training writes"),
-        (FIRST, {"tokenizer": {"kind": "words", "lower": 1}}, "must be true or false"),
-        (GOOD, model(GOOD["model"]["vocab"] | {"a": 5}), "expected what training writes"),
-        (GOOD, model(GOOD["model"]["vocab"] | {"b": 4}), "expected what training writes"),
-        (GOOD, model(GOOD["model"]["vocab"] | {"": 5}), "'' cannot be a word"),
-        (GOOD, model({"a": 0}), "expected what training writes"),
-        (GOOD, model({}), "expected what training writes"),
-        (GOOD, model([]), "expected what training writes"),
-        (GOOD, model(GOOD["model"]["vocab"], unk_token="a"), "expected what training writes"),
-        (GOOD, model(GOOD["model"]["vocab"], type="os.system"), "expected what training writes"),
-        (GOOD, {"pre_tokenizer": None}, "expected what training writes"),
-        (GOOD, {"normalizer": None}, "expected what training writes"),
-        (GOOD, {"post_processor": None}, "expected what training writes"),
+        (("a", "b", "a"), "expected different words, got 'a' twice"),
+        (("<pad>",), "'<pad>' cannot be a word"),
+        (("",), "'' cannot be a word"),
+        (("a", 3), "3 cannot be a word"),
     ],
 )
-def test_vocabulary_file_is_checked(good, change, message):
-    assert len(Vocabulary.from_json(json.dumps(good))) == 5
-    with pytest.raises(ValueError, match=f"^vocabulary: .*{message}"):
-        Vocabulary.from_json(json.dumps(good | change))
+def test_what_is_no_vocabulary_of_words(words, message):
+    with pytest.raises(ValueError, match=f"^vocabulary: {message}"):
+        Vocabulary(words)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 100_000])

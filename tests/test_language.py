@@ -69,10 +69,10 @@ def test_loss_by_the_formula():
 def test_settings():
     assert Settings().changed(["steps=7", "learning_rate=1"]).learning_rate == 1.0
     for given, message in (
-        ("step=7", "no setting 'step'; nearest: steps"),
+        ("step=7", "unknown setting 'step'; nearest: steps"),
         ("steps", "expected NAME=VALUE, got 'steps'"),
-        ("steps=many", "steps: expected int, got 'many'"),
-        ("rows=0", "rows: expected at least 1, got 0"),
+        ("steps=many", "steps: expected a valid integer, .*, got 'many'"),
+        ("rows=0", "rows: expected greater than or equal to 1, got '0'"),
     ):
         with pytest.raises(ValueError, match=message):
             Settings().changed([given])

@@ -335,8 +335,8 @@ def test_early_stopping_from_the_command_line(tmp_path, capsys, monkeypatch):
 def test_patience_and_average_are_checked():
     assert Config.changed(TINY, ["averaged_checkpoints=4"]).averaged_checkpoints == 4
     for settings, message in (
-        (["averaged_checkpoints=0"], "averaged_checkpoints: expected a number above 0"),
-        (["patience=-1"], "patience: expected a number not below 0"),
+        (["averaged_checkpoints=0"], "averaged_checkpoints: expected greater than or equal to 1"),
+        (["patience=-1"], "patience: expected greater than or equal to 0"),
         (["patience=2", "averaged_checkpoints=2"], "at most one of patience above 0 and averaged"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -548,8 +548,7 @@ def test_a_checkpoint_gives_back_every_array_and_its_dtype(tmp_path):
     assert tree.params["b"].dtype == jnp.bfloat16
     part, _ = run.restore({"a/kernel": jnp.zeros((2, 3)), "b": tree.params["b"]}, prefix="params/")
     assert_equal(part, small_tree(1.0).params)
-    # The name on the disk is the one that checkpoints of the first runs have.
-    state, _ = run.restore(small_tree().opt_state, prefix="optimiser/")
+    state, _ = run.restore(small_tree().opt_state, prefix="opt_state/")
     assert_equal(state, small_tree().opt_state)
 
 
@@ -638,37 +637,27 @@ def test_settings_are_read_by_type_and_checked():
     for setting, message in (
         ("steps", "expected NAME=VALUE"),
         ("stepz=1", "^unknown setting 'stepz'; nearest: steps$"),
-        ("steps=1.5", "steps: expected int, got '1.5'"),
-        ("tie_embeddings=1", "tie_embeddings: expected true or false"),
-        ("dropout_rate=1", "dropout_rate: expected 0 <= it < 1"),
-        ("dropout_rate=nan", "dropout_rate: expected 0 <= it < 1"),
-        ("learning_rate=inf", "learning_rate: expected a number above 0"),
-        ("features=0", "features: expected a number above 0"),
-        ("seed=-1", "seed: expected a number not below 0"),
+        ("steps=1.5", "^steps: expected a valid integer, .*, got '1.5'$"),
+        ("tie_embeddings=so", "tie_embeddings: expected a valid boolean, .*, got 'so'"),
+        ("dropout_rate=1", "dropout_rate: expected less than 1, got '1'"),
+        ("dropout_rate=nan", "dropout_rate: expected a finite number, got 'nan'"),
+        ("learning_rate=inf", "learning_rate: expected a finite number"),
+        ("learning_rate=0", "learning_rate: expected greater than 0"),
+        ("features=0", "features: expected greater than or equal to 1"),
+        ("vocabulary_size=4", "vocabulary_size: expected greater than 4"),
+        ("seed=-1", "seed: expected greater than or equal to 0"),
         ("architecture=gru", "architecture: expected 'transformer' or 'rnnsearch', got 'gru'"),
-        ("hidden=0", "hidden: expected a number above 0, got 0"),
-        ("packed_width=-1", "packed_width: expected a number not below 0"),
-        ("accumulation_steps=0", "accumulation_steps: expected a number above 0"),
+        ("hidden=0", "hidden: expected greater than or equal to 1, got '0'"),
+        ("packed_width=-1", "packed_width: expected greater than or equal to 0"),
+        ("accumulation_steps=0", "accumulation_steps: expected greater than or equal to 1"),
         ("norm=batch", "norm: expected 'pre' or 'post'"),
         ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),
         ("epochs=1", "exactly one of epochs and steps"),
         ("tokens_per_batch=0", "exactly one of tokens_per_batch and rows_per_batch"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as error:
             TINY.changed([setting])
-
-
-def test_settings_of_former_names_are_taken_with_a_warning_and_read_without():
-    for former, name in (
-        ("parts_per_batch", "accumulation_steps"),
-        ("average", "averaged_checkpoints"),
-    ):
-        with pytest.warns(FutureWarning, match=f"^{former} is called {name} now$"):
-            config = TINY.changed([f"{former}=2"])
-        assert getattr(config, name) == 2
-        saved = config.to_json()
-        saved[former] = saved.pop(name)
-        assert Config.from_json(saved) == config
+        assert "\n" not in str(error.value)
 
 
 def test_a_recurrent_state_takes_no_packed_rows():
@@ -678,8 +667,8 @@ def test_a_recurrent_state_takes_no_packed_rows():
 
 def test_configurations_survive_json_and_nothing_else_is_read():
     for config in PRESETS.values():
-        assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
-    fields = TINY.to_json()
+        assert Config.from_json(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    fields = dataclasses.asdict(TINY)
     for wrong in (
         [],
         {**fields, "__class__": "os.system"},
@@ -688,8 +677,9 @@ def test_configurations_survive_json_and_nothing_else_is_read():
         {**fields, "features": True},
         {**fields, "dropout_rate": None},
     ):
-        with pytest.raises(ValueError, match=r"configuration|expected"):
+        with pytest.raises(ValueError, match=r"configuration|expected") as error:
             Config.from_json(wrong)
+        assert "\n" not in str(error.value)
 
 
 def test_the_tutorial_preset_has_the_published_number_of_parameters():
@@ -1133,7 +1123,7 @@ def test_a_run_killed_while_saving_is_resumed_bit_for_bit(demonstration, tmp_pat
     [
         (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
         (["train", "--data", "nowhere"], "found nothing at nowhere"),
-        (["train", "--preset", "tiny", "--set", "steps=x"], "steps: expected int, got 'x'"),
+        (["train", "--preset", "tiny", "--set", "steps=x"], "steps: expected a valid integer"),
         (["train", "--resume"], "--resume: expected --run DIR"),
         (["dance"], "invalid choice: 'dance'"),
         (["trian"], "invalid choice: 'trian'"),

@@ -19,7 +19,6 @@ import hashlib
 import itertools
 import json
 import logging
-import re
 import shutil
 import sys
 import warnings
@@ -111,7 +110,7 @@ class Run:
             raise FileExistsError(f"run: {self.directory} exists already and is not empty")
         replace(self.directory / "source.json", self.source.to_json())
         replace(self.directory / "target.json", self.target.to_json())
-        about = {"format": _FORMAT, "config": self.config.to_json(), "text": asdict(self.origin)}
+        about = {"format": _FORMAT, "config": asdict(self.config), "text": asdict(self.origin)}
         replace(self.directory / "config.json", json.dumps(about, indent=2) + "\n")
 
     def check_same(self, other: "Run") -> None:
@@ -413,8 +412,6 @@ def _named(tree: Any) -> dict[str, Any]:
     """The arrays of a tree by their paths in it."""
     leaves, _ = jax.tree.flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    # On the disk the optimiser's state has the name that it had at first.
-    names = [re.sub("^opt_state/", "optimiser/", name) for name in names]
     return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 

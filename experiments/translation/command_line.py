@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from experiments.names import nearest
 from experiments.translation.data import MOST_UNPACKED
 from experiments.translation.decoding import Search
-from experiments.translation.names import nearest
 from experiments.translation.presets import PRESETS, SETTINGS
 
 

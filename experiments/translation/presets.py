@@ -18,17 +18,16 @@ Every field can be changed on the command line with `--set NAME=VALUE`.
 """
 
 import dataclasses
-import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Literal
 
-from experiments.translation.names import nearest
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from experiments.settings import CHECKED, Count, Limit, Rate, Settings, Share, Whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class Config(Settings):
     """All that decides what a run computes, beside its text.
 
     RNNsearch has one recurrent layer on each side; it does not look at the fields from `num_heads`
@@ -90,57 +89,53 @@ class Config:
             those of the run. 1 takes the last alone.
     """
 
-    seed: int = 0
+    seed: Whole = 0
 
     architecture: Literal["transformer", "rnnsearch"] = "transformer"
-    features: int = 512
-    hidden: int = 512
-    num_heads: int = 8
-    feed_forward: int = 2048
-    encoder_layers: int = 6
-    decoder_layers: int = 6
+    features: Count = 512
+    hidden: Count = 512
+    num_heads: Count = 8
+    feed_forward: Count = 2048
+    encoder_layers: Count = 6
+    decoder_layers: Count = 6
     norm: Literal["pre", "post"] = "post"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     rotary: bool = False
     embedding_init: Literal["normal", "glorot"] = "normal"
     tie_embeddings: bool = False
-    max_length: int = 100
-    dropout_rate: float = 0.1
+    max_length: Count = 100
+    dropout_rate: Share = 0.1
     dtype: Literal["float32", "bfloat16"] = "float32"
 
-    sentences: int = 100_000
-    held_out: int = 1000
+    sentences: Count = 100_000
+    held_out: Count = 1000
     tokenizer: Literal["words", "bpe"] = "words"
-    vocabulary_size: int = 8000
+    vocabulary_size: Annotated[int, Field(gt=4)] = 8000
     joint_vocabulary: bool = False
     lower: bool = True
-    minimum_count: int = 1
-    tokens_per_batch: int = 0
-    rows_per_batch: int = 0
-    max_shapes: int = 4
-    packed_width: int = 0
-    accumulation_steps: int = 1
+    minimum_count: Count = 1
+    tokens_per_batch: Whole = 0
+    rows_per_batch: Whole = 0
+    max_shapes: Count = 4
+    packed_width: Whole = 0
+    accumulation_steps: Count = 1
 
-    epochs: int = 0
-    steps: int = 0
-    learning_rate: float = 5e-4
+    epochs: Whole = 0
+    steps: Whole = 0
+    learning_rate: Rate = 5e-4
     schedule: Literal["constant", "cosine", "inverse_sqrt"] = "constant"
-    warmup_steps: int = 1
-    beta2: float = 0.98
-    epsilon: float = 1e-9
-    clip_norm: float = 1.0
-    label_smoothing: float = 0.1
+    warmup_steps: Count = 1
+    beta2: Share = 0.98
+    epsilon: Rate = 1e-9
+    clip_norm: Limit = 1.0
+    label_smoothing: Share = 0.1
 
-    report_every: int = 50
-    checkpoint_every: int = 500
-    patience: int = 0
-    averaged_checkpoints: int = 1
+    report_every: Count = 50
+    checkpoint_every: Count = 500
+    patience: Whole = 0
+    averaged_checkpoints: Count = 1
 
     def __post_init__(self) -> None:
-        for name, (accepts, expected) in _RULES.items():
-            value = getattr(self, name)
-            if not accepts(value):
-                raise ValueError(f"{name}: expected {expected}, got {value!r}")
         for one, other in (("epochs", "steps"), ("tokens_per_batch", "rows_per_batch")):
             if (getattr(self, one) > 0) == (getattr(self, other) > 0):
                 raise ValueError(f"expected exactly one of {one} and {other} above 0")
@@ -156,88 +151,14 @@ class Config:
         if self.packed_width and self.architecture == "rnnsearch":
             raise ValueError("packed_width: expected 0 with architecture='rnnsearch'")
 
-    def changed(self, settings: Iterable[str]) -> "Config":
-        """This configuration with some fields changed, each setting being a text `NAME=VALUE`.
-
-        Raises:
-            ValueError: an unknown name, or a value that does not fit.
-        """
-        changes: dict[str, Any] = {}
-        for setting in settings:
-            name, separator, value = setting.partition("=")
-            if not separator:
-                raise ValueError(f"expected NAME=VALUE, got {setting!r}")
-            if name in _FORMER:
-                new = _FORMER[name]
-                warnings.warn(f"{name} is called {new} now", FutureWarning, stacklevel=2)
-                name = new
-            changes[name] = _parse(name, value)
-        return dataclasses.replace(self, **changes)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Any) -> "Config":
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: not exactly the fields of a configuration, or a value that does not fit.
-        """
-        pairs = fields.items() if isinstance(fields, Mapping) else ()
-        given: dict[str, Any] = {_FORMER.get(str(name), str(name)): value for name, value in pairs}
-        if wrong := given.keys() ^ _TYPES.keys():
-            raise ValueError(f"configuration: missing or unknown fields {sorted(wrong)}")
-        for name, value in given.items():
-            if type(value) is not _TYPES[name]:
-                raise ValueError(f"{name}: expected {_TYPES[name].__name__}, got {value!r}")
-        return cls(**given)
-
 
 def differences(saved: Config, given: Config) -> list[str]:
     """The fields in which two configurations differ, as texts such as `features: 128, not 256`."""
-    pairs = zip(saved.to_json().items(), given.to_json().values(), strict=True)
-    return [f"{name}: {was}, not {now}" for (name, was), now in pairs if was != now]
+    pairs = [(name, getattr(saved, name), getattr(given, name)) for name in SETTINGS]
+    return [f"{name}: {was}, not {now}" for name, was, now in pairs if was != now]
 
 
-_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-SETTINGS = tuple(_TYPES)
-_FORMER = {"parts_per_batch": "accumulation_steps", "average": "averaged_checkpoints"}
-
-_MAY_BE_ZERO = frozenset(
-    "seed tokens_per_batch rows_per_batch epochs steps clip_norm packed_width patience".split()
-)
-_SHARES = frozenset(("dropout_rate", "label_smoothing", "beta2"))
-
-
-def _rule(name: str, hint: Any) -> tuple[Callable[[Any], bool], str]:
-    """What a field accepts, and that in words."""
-    if choices := get_args(hint):
-        return choices.__contains__, " or ".join(map(repr, choices))
-    if hint is bool:
-        return (lambda value: isinstance(value, bool)), "true or false"
-    if name in _SHARES:
-        return (lambda value: 0 <= value < 1), "0 <= it < 1"
-    if name in _MAY_BE_ZERO:
-        return (lambda value: 0 <= value < math.inf), "a number not below 0"
-    least = 4 if name == "vocabulary_size" else 0
-    return (lambda value: least < value < math.inf), f"a number above {least}"
-
-
-_RULES = {name: _rule(name, hint) for name, hint in get_type_hints(Config).items()}
-
-
-def _parse(name: str, value: str) -> Any:
-    kind = _TYPES.get(name)
-    if kind is None:
-        near = nearest(name, _TYPES) or "; `train --help` lists them"
-        raise ValueError(f"unknown setting {name!r}{near}")
-    try:
-        return {"true": True, "false": False}[value] if kind is bool else kind(value)
-    except (KeyError, ValueError):
-        expected = "true or false" if kind is bool else kind.__name__
-        raise ValueError(f"{name}: expected {expected}, got {value!r}") from None
+SETTINGS = tuple(field.name for field in dataclasses.fields(Config))
 
 
 _TUTORIAL = Config(

@@ -237,8 +237,8 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, text: str) -> "Vocabulary":
-        """Reads what `to_json` wrote, or wrote before it wrote the library's JSON. The text is
-        data: whatever else than tokens, merges and case it says must be what `to_json` says.
+        """Reads what `to_json` wrote. The text is data: whatever else than tokens, merges and case
+        it says must be what `to_json` says.
 
         Raises:
             ValueError: anything else than what `to_json` writes.
@@ -250,18 +250,10 @@ class Vocabulary:
         match data:
             case {"model": {"vocab": {**vocab}, **model}, "normalizer": {"normalizers": [*steps]}}:
                 merges = model.get("merges")
-                found = _checked(
-                    list(vocab)[len(SPECIALS) :], merges, {"type": "Lowercase"} in steps
-                )
+                are_pairs = isinstance(merges, list) and all(isinstance(x, list) for x in merges)
+                pairs: Any = tuple(map(tuple, merges)) if are_pairs else None
+                found = cls(tuple(vocab)[len(SPECIALS) :], pairs, {"type": "Lowercase"} in steps)
                 if _same(found.to_json(), text):
-                    return found
-            case {"format": "jattn-vocabulary", "words": tokens, "tokenizer": {**settings}}:
-                merges = settings.get("merges")
-                found = _checked(tokens, merges, settings.get("lower"))
-                kind = {"kind": "words", "split_punctuation": True}
-                if merges is not None:
-                    kind = {"kind": "bpe", "merges": merges}
-                if len(data) == 3 and settings == {**kind, "lower": found.lower}:
                     return found
         raise ValueError("vocabulary: expected what training writes")
 
@@ -351,20 +343,6 @@ def _tokenizer(
 
 def _by_id(vocab: dict[str, int]) -> tuple[str, ...]:
     return tuple(sorted(vocab, key=vocab.__getitem__))
-
-
-def _checked(tokens: Any, merges: Any, lower: Any) -> Vocabulary:
-    """The vocabulary that these data describe, which nobody has checked."""
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise ValueError("vocabulary: words must be a list of strings")
-    if not isinstance(lower, bool):
-        raise ValueError("vocabulary: lower must be true or false")
-    if merges is None:
-        return Vocabulary(tuple(tokens), None, lower)
-    if not isinstance(merges, list):
-        raise ValueError("vocabulary: merges must be a list")
-    pairs: Any = tuple(tuple(pair) if isinstance(pair, list) else (pair,) for pair in merges)
-    return Vocabulary(tuple(tokens), pairs, lower)
 
 
 def _same(one: str, other: str) -> bool:
