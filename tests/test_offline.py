@@ -570,14 +570,17 @@ def test_kernels_for_hopper_spill_nothing_and_stay_short(target, name):
 
 
 def test_what_is_worse_than_it_was():
-    kernel = {"kernel": "a", "spill_bytes": 0}
+    kernel = {"kernel": "a", "spill_bytes": 0, "main_loop": LOOP}
+    longer = LOOP | {"instructions": 600}
     before = row("compiled", temporary_bytes=10 * 2**20, bytes_moved=None, kernels=[kernel])
     assert not [*kept.worse(before, before)]
     assert not [*kept.worse(row("failed"), before)]
-    more = {**before, "temporary_bytes": 13 * 2**20, "kernels": [{**kernel, "spill_bytes": 8}]}
+    more = {**before, "temporary_bytes": 13 * 2**20, "kernels": []}
+    more["kernels"] = [{**kernel, "spill_bytes": 8, "main_loop": longer}]
     assert [*kept.worse(before, more)] == [
         f"temporary_bytes {10 * 2**20}, now {13 * 2**20}",
         "a spills 0, now 8 bytes",
+        "a has a loop of 519, now 600 instructions",
     ]
     (said,) = kept.worse(before, row("failed"))
     assert said.startswith("compiled before, now failed")

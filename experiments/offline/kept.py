@@ -41,6 +41,13 @@ def worse(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"{name} {before[name]}, now {now[name]}"
     kernels = {one["kernel"]: one for one in before.get("kernels", ())}
     for one in now.get("kernels", ()):
-        old = kernels.get(one["kernel"])
+        old, name = kernels.get(one["kernel"]), one["kernel"]
         if old and one["spill_bytes"] > old["spill_bytes"]:
-            yield f"{one['kernel']} spills {old['spill_bytes']}, now {one['spill_bytes']} bytes"
+            yield f"{name} spills {old['spill_bytes']}, now {one['spill_bytes']} bytes"
+        if old and (now_has := _instructions(one)) > _MORE * _instructions(old):
+            yield f"{name} has a loop of {_instructions(old)}, now {now_has} instructions"
+
+
+def _instructions(kernel: dict[str, Any]) -> int:
+    loop = kernel.get("main_loop")
+    return loop["instructions"] if loop else 0

@@ -249,7 +249,7 @@ class Vocabulary:
             raise ValueError(f"vocabulary: expected JSON, but {error}") from None
         match data:
             case {"model": {"vocab": {**vocab}, **model}, "normalizer": {"normalizers": [*steps]}}:
-                merges = model.get("merges")
+                merges: Any = model.get("merges")
                 are_pairs = isinstance(merges, list) and all(isinstance(x, list) for x in merges)
                 pairs: Any = tuple(map(tuple, merges)) if are_pairs else None
                 found = cls(tuple(vocab)[len(SPECIALS) :], pairs, {"type": "Lowercase"} in steps)
