@@ -35,8 +35,8 @@ class Statistics(NamedTuple):
     above: the sum of the weights that are above the `threshold`, `[*B, N, T]`, or None.
     received: the sum over queries of the weights on each key, `[*B, N, S]`.
 
-    In float32 (float64). Entropy, greatest, distance and on_keys are differentiable; the others are
-    constants.
+    In float32 (float64). Entropy, greatest, distance and on_keys are differentiable, once and in
+    reverse mode; the others are constants.
     """
 
     entropy: LogSumExp

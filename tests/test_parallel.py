@@ -97,6 +97,17 @@ RULES: dict[str, Rule] = {
             "dropout_key": jax.random.key(3),
         }
     ),
+    # In contiguous order others need the last three tokens of a shard.
+    "part": Rule(
+        lambda a: {
+            "mask": masks.Causal() & masks.Window(left=3) & masks.Segments(a["ids"]),
+            "score": scores.Bias(a["by_key"]) >> scores.Bias(a["by_pair"]),
+            "dropout_rate": 0.2,
+            "dropout_key": jax.random.key(5),
+        },
+        {"ids": IDS, "by_key": random(1, N, 1, T), "by_pair": random(1, 1, T, T)},
+        {"ids": (1,), "by_key": (3,), "by_pair": (2, 3)},
+    ),
 }
 
 
@@ -161,6 +172,15 @@ def test_equals_one_device(name, scheme, order, devices):
         parallel.attention, mesh=mesh, axis_name="x", scheme=scheme, order=order
     )
     check(RULES[name], devices, order, attend)
+
+
+def test_of_a_shard_only_a_part_travels():
+    ring = functools.partial(parallel.attention, mesh=mesh_of(x=4), axis_name="x")
+    check(RULES["part"], 4, "contiguous", ring)
+    like = [jax.ShapeDtypeStruct((B, T, N, H), jnp.float64)] * 3
+    mask = masks.Causal() & masks.Window(left=3)
+    sizes = {x.bytes for x in parallel.exchanges(*like, devices=4, mask=mask)}
+    assert sizes == {B * 3 * N * H * 8}
 
 
 def test_equals_one_device_where_heads_run_at_once():
@@ -337,9 +357,11 @@ def test_a_window_sends_to_the_neighbour_only():
     both = sent(compiled(T, mask, gradients=True))
     ring = [(i, (i + 1) % 8) for i in range(8)]
     back = [(i, (i + 7) % 8) for i in range(8)]
-    # Keys and values, which both passes share here; their gradients there and back.
-    expected = [neighbours] * 2 + [ring] * 2 + [back] * 2
-    assert sorted(both) == sorted((part, sorted(pairs)) for pairs in expected)
+    # Keys and values in each pass, which some versions of XLA make one on CPUs; their gradients
+    # there and back.
+    once, gradients = [neighbours] * 2, [ring] * 2 + [back] * 2
+    of = lambda every: sorted((part, sorted(pairs)) for pairs in every)  # noqa: E731
+    assert sorted(both) in (of(once + gradients), of(once * 2 + gradients))
 
 
 @pytest.mark.parametrize(("order", "least", "most"), [("zigzag", 1.0, 1.1), ("contiguous", 1.8, 2)])

@@ -151,6 +151,14 @@ def test_statistics_are_differentiated(how):
         np.testing.assert_allclose(got, value, atol=1e-11, rtol=1e-11)
 
 
+def test_second_derivatives_raise():
+    def squared(query: Any) -> Any:
+        return jnp.sum(jattn.statistics(query, given()[1], mask=masks.Causal()).entropy ** 2)
+
+    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+        jax.grad(lambda query: jnp.sum(jax.grad(squared)(query) ** 2))(given()[0])
+
+
 def test_what_has_no_derivative_is_constant():
     def constants(query: Any) -> Any:
         found: Any = jattn.statistics(query, given()[1], threshold=0.1)

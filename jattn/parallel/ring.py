@@ -331,6 +331,8 @@ def _backward(
     """The gradients from all shards; while one is computed, the next and the gradients of this one
     from the devices before are on their way."""
     hops, letters, part, far = ring.route.hops, parameter_letters(spec), ring.route.part, 0
+    # Keys are sent once more: XLA would keep those that came in the forward pass until now.
+    held, per_query = lax.optimization_barrier((held, per_query))
     coming = hops[0].send(held.part(spec, part), ring.axes) if hops else None
     own = ring.backward(spec, per_query, held, far, finite, zeros)
     if not hops:

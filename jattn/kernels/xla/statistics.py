@@ -320,7 +320,8 @@ def _with(asked: Question, params: list[Array]) -> Question:
 def _pulled_back(
     asked: Question, query: Array, key: Array, lse: Array, rows: Rows, cotangents: Rows
 ) -> tuple[list[Array], Array, Array]:
-    """Gradients of the spec's parameters, queries and keys."""
+    """Gradients of the spec's parameters, queries and keys. Their own derivatives raise: `lse` and
+    `rows` are constants here."""
     operands = asked, query, key, lse, rows, cotangents._replace(place=None)
     like = jax.eval_shape(functools.partial(_all_gradients, "any"), *operands)
     dims = (*partition.of_parameters(asked.spec), partition.BY_QUERY, partition.by_key(key))
