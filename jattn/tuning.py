@@ -24,6 +24,9 @@ class Sizes(NamedTuple):
     rows at a time as hold about `together` numbers; with `add_masks` their masks are first added,
     where XLA cannot fuse selections with products. With `in_turn` heads of several tiles run one
     after another, where one alone fills the cores and stays in their caches.
+
+    At least `ring_queries` queries, in all heads together, keep the device busy: a round of a ring
+    over several devices has as many.
     """
 
     max_untiled: int = 256 * 256
@@ -35,6 +38,7 @@ class Sizes(NamedTuple):
     largest: int = 512
     add_masks: bool = False
     in_turn: bool = False
+    ring_queries: int = 2**14
 
 
 DEFAULT = Sizes()
@@ -50,6 +54,7 @@ TABLE: dict[str, Sizes] = {
         largest=1024,
         add_masks=True,
         in_turn=True,
+        ring_queries=2**12,
     ),
 }
 """By device kind as JAX spells it ("NVIDIA H200", "TPU v5 lite", "cpu"); `DEFAULT` for others."""
@@ -79,6 +84,8 @@ class Tuning(NamedTuple):
         the most pairs that are.
     few_queries: at most so many queries go to the kernel on CPUs that reads each key once for all.
     many_keys: at least so many keys, too: the time of that kernel is that of reading the keys.
+    ring_rounds: rounds in which heads go round a ring of devices, if not in one; fewer than these
+        save no memory.
     splash_block: queries and keys of a tile of the kernel for TPUs, at most.
     tpu_tile: queries and keys of a tile of our own kernel for TPUs, at most.
     gpu_tile: queries and keys of a tile of the kernels by Triton, at most.
@@ -103,6 +110,7 @@ class Tuning(NamedTuple):
     looked_at: tuple[int, int] = (2**20, 2**26)
     few_queries: int = 8
     many_keys: int = 512
+    ring_rounds: int = 4
     splash_block: int = 512
     tpu_tile: tuple[int, int] = (512, 512)
     gpu_tile: tuple[int, int] = (64, 64)

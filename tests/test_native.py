@@ -206,6 +206,32 @@ def test_several_tiles_by_several_threads(label, heads):
         assert error(x, y) <= 2e-14
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("label", ["causal", "window", "full"])
+@pytest.mark.parametrize("heads", [4, 1, 6, 12])
+def test_keys_of_few_heads_are_shared_out(label, heads):
+    """Nine runs of keys in parts whose contributions to queries are summed apart: two for eight
+    threads and four heads, eight for one head. Some queries see no key of a part, or none."""
+    rng = np.random.default_rng(2)
+    T, S, N = 170, 133, 12
+    q, k, v, d = (
+        jnp.asarray(rng.normal(size=shape))
+        for shape in ((1, T, N, 5), (1, S, heads, 5), (1, S, heads, 3), (1, T, N, 3))
+    )
+    mask = RULES[label].get("mask", masks.Full()) & masks.Window(
+        left=30 if label != "full" else 150
+    )
+
+    def both(implementation: str) -> Any:
+        call = functools.partial(jattn.attention, implementation=implementation, mask=mask)
+        out, pull = jax.vjp(call, q, k, v)
+        return out, pull(d)
+
+    got, want = both("native"), both("reference")
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert error(x, y) <= 2e-14
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nothing_of_an_earlier_call_is_left(dtype):

@@ -71,11 +71,17 @@ def memory(case: Case) -> float:
 
 def _ring(case: Case, sizes: _Sizes) -> float:
     """The shard that is read and the one under way (of two devices, one is the input), the output
-    so far, and backward the gradients that are under way."""
+    so far, and backward the gradients that are under way. Of a few heads, where these go round by
+    themselves, and with copies of their queries and gradients."""
+    rounds = max((x.rounds for x in case.exchanges()), default=1)
     if case.devices == 1:
         return 0.0
-    shards = sizes.kv * min(2, case.devices - 1)
-    return shards + sizes.q_sums + (sizes.kv_sums if case.backward else 0.0)
+    held = sizes.kv * min(2, case.devices - 1) + sizes.q_sums
+    held += sizes.kv_sums if case.backward else 0.0
+    if rounds == 1:
+        return held
+    copies = sizes.q + sizes.q_sums + (sizes.q + sizes.kv_sums if case.backward else 0.0)
+    return (held + copies) / rounds
 
 
 def _all_to_all(case: Case, sizes: _Sizes) -> float:

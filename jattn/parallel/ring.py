@@ -3,8 +3,10 @@
 Each device computes its queries with the shard of keys that it holds while the next one is on its
 way (Liu et al. 2023, "Ring Attention with Blockwise Transformers"). Backward, keys and values go
 round once more, and their gradients with them. A device holds two shards at a time, whatever the
-length: memory is linear in its own tokens. Shards that a mask surely empties are not computed, and
-not sent past the devices that need them; of a shard, only that part travels which others need.
+length: memory is linear in its own tokens. Long shards go round in several rounds, a few heads in
+each, so that a device holds two shards of a few heads. Shards that a mask surely empties are not
+computed, and not sent past the devices that need them; of a shard, only that part travels which
+others need.
 """
 
 import dataclasses
@@ -23,8 +25,9 @@ from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import reverse_mode, slicing
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.place import Place, at_place
-from jattn.parallel import pieces, placement
+from jattn.parallel import pieces, placement, rounds
 from jattn.parallel.axes import Axes
+from jattn.parallel.rounds import Round, moved
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_parameters
 
@@ -40,13 +43,7 @@ class Hops(NamedTuple):
         """What arrives; zeros where nobody sends."""
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
 
-        def one(x: Array) -> Array:
-            if x.dtype not in (jnp.bfloat16, jnp.float16):
-                return lax.ppermute(x, axes.name, pairs)
-            bits = lax.bitcast_convert_type(x, jnp.uint16)  # XLA's CPUs would send float32
-            return lax.bitcast_convert_type(lax.ppermute(bits, axes.name, pairs), x.dtype)
-
-        return jax.tree.map(one, tree)
+        return jax.tree.map(lambda x: moved(lambda y: lax.ppermute(y, axes.name, pairs), x), tree)
 
     def send_all(self, tree: Any, axes: Axes) -> Any:
         """What arrives when all devices send: gradients have to come home from wherever the last
@@ -205,12 +202,14 @@ class Gradients(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A call: how it is cut, which way shards of so many keys go, and what computes a piece."""
+    """A round of a call: how the call is cut, which way shards of so many keys go, what computes a
+    piece, and which heads go round."""
 
     axes: Axes
     route: Route
     keys: int
     implementation: str | None
+    round: Round = Round()
 
     def shard(self, far: Any) -> Any:
         """Which shard this device holds when all are that far from home."""
@@ -224,8 +223,9 @@ class Ring(NamedTuple):
     def piece(self, spec: Spec, query: Array, held: Held, far: Any) -> Spec:
         """The spec of the queries and the keys that this device has."""
         (B, T, N, _), S = query.shape, held.key.shape[1]
-        axes, first = self.axes, self.first(far)
-        b, h = axes.first(B, N)
+        axes, first, (share, shares) = self.axes, self.first(far), self.round
+        b, h = axes.first(B, N * shares)
+        h = h if shares == 1 else h + share * N
         places = axes.places(self.keys, self.shard(far))
         place = Place(
             b,
@@ -372,35 +372,64 @@ def attend(
     dtype, n = accumulation(query.dtype), axes.devices
     if spec.dropout_rate:
         spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
-    ring = Ring(axes, Route.of(spec, n * T, n * S, n, axes.order), S, implementation)
+    route = Route.of(spec, n * T, n * S, n, axes.order)
+    count = rounds.count(Shapes.of(query, value)) if route.hops else 1
+    ring = Ring(axes, route, S, implementation)
+    by_head = [Round.axis(*x) for x in zip(parameter_letters(spec), parameters(spec), strict=True)]
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
         return run_forward(params, spec, *qkv)[0]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        query, key, value = qkv
-        own = with_parameters(spec, params)
-        row = jnp.zeros((B, T, N), dtype)
-        state = jnp.zeros((B, T, N, V), dtype), Normalizer(row - jnp.inf, row), jnp.ones((), bool)
-        held, state = axes.vary((Held.of(own, key, value), state), query)
-        out, normalizer, finite = _forward(ring, own, query, held, state)
+        whole = with_parameters(spec, params)
+
+        def zeros(heads: int, beside: Any) -> Any:
+            row = jnp.zeros((B, T, heads), dtype)
+            out, finite = jnp.zeros((B, T, heads, V), dtype), jnp.ones((), bool)
+            return axes.vary((out, Normalizer(row - jnp.inf, row), finite), beside)
+
+        def compute(round: Round) -> Any:
+            own = round.cut_spec(whole)
+            query, key, value = map(round.cut, qkv)
+            held = axes.vary(Held.of(own, key, value), query)
+            state = zeros(N // count, (held, query))
+            return _forward(ring._replace(round=round), own, query, held, state)
+
+        def put(round: Round, total: Any, found: Any) -> Any:
+            return *jax.tree.map(round.put, total[:2], found[:2]), total[2] & found[2]
+
+        results = rounds.run(count, compute, zeros(N, (whole, qkv)), put)
+        out, normalizer, finite = results
         return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, finite)
 
     def run_backward(residuals: Any, cotangents: Any) -> Any:
         params, spec, query, key, value, out, normalizer, finite = residuals
         d_out, d_lse = cotangents
-        own = with_parameters(spec, params)
-        per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(d_out * out, axis=-1) - d_lse)
+        whole = with_parameters(spec, params)
+        rows = PerQuery.of(query, d_out, normalizer, jnp.sum(d_out * out, axis=-1) - d_lse)
         moving = [travels(x) for x in parameter_letters(spec)]
-        stay = [None if m else jnp.zeros_like(x) for x, m in zip(params, moving, strict=True)]
-        go = [jnp.zeros_like(x) if m else None for x, m in zip(params, moving, strict=True)]
-        wide = [jnp.zeros(x.shape, dtype) for x in (query, key, value)]
-        zeros = Gradients(wide[0], stay, (wide[1], wide[2], go))
-        held, zeros = axes.vary((Held.of(own, key, value), zeros), query)
-        total = _backward(ring, own, per_query, held, finite, zeros)
-        found = zip((total.query, *total.go[:2]), (query, key, value), strict=True)
-        return total.params, None, *(x.astype(y.dtype) for x, y in found)
+
+        def compute(round: Round) -> Any:
+            own, own_rows = round.cut_spec(whole), jax.tree.map(round.cut, rows)
+            arrays = own_rows.query, round.cut(key), round.cut(value)
+            params = list(zip(parameters(own), moving, strict=True))
+            stay = [None if m else jnp.zeros_like(x) for x, m in params]
+            go = [jnp.zeros_like(x) if m else None for x, m in params]
+            wide = [jnp.zeros(x.shape, dtype) for x in arrays]
+            zeros = Gradients(wide[0], stay, (wide[1], wide[2], go))
+            held, zeros = axes.vary((Held.of(own, *arrays[1:]), zeros), arrays[0])
+            total = _backward(ring._replace(round=round), own, own_rows, held, finite, zeros)
+            found = zip((total.query, *total.go[:2]), arrays, strict=True)
+            return total.params, [x.astype(y.dtype) for x, y in found]
+
+        def put(round: Round, total: Any, found: Any) -> Any:
+            by_round = zip(total[0], found[0], by_head, strict=True)
+            return [round.put(*x) for x in by_round], jax.tree.map(round.put, total[1], found[1])
+
+        zeros = axes.vary(jax.tree.map(jnp.zeros_like, (params, [query, key, value])), query)
+        d_params, gradients = rounds.run(count, compute, zeros, put)
+        return d_params, None, *gradients
 
     run.defvjp(run_forward, run_backward)
     inputs = reverse_mode.inputs((query, key, value, *parameters(spec)), spec)

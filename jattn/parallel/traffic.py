@@ -24,8 +24,9 @@ from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, Queries, Values, accumulation
 from jattn.checks import check_choice, check_size
 from jattn.masks import Mask
-from jattn.parallel import placement
+from jattn.parallel import placement, rounds
 from jattn.parallel.ring import Route, travels
+from jattn.parallel.rounds import Round
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, parameters, prepare
 
@@ -36,7 +37,8 @@ class Exchange(NamedTuple):
     `kind` is the operation's name in XLA's programs: "collective-permute", "all-to-all",
     "all-gather" or "reduce-scatter". `bytes` are what a device sends each time, by the last two
     kinds to its neighbour in a circle; `times` is how often, `devices` how many send; `backward`
-    tells whether the backward pass does.
+    tells whether the backward pass does. A ring's heads may take turns: `rounds` is how many times
+    shards of a few heads go round, which `times` counts all.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Exchange(NamedTuple):
     times: int
     devices: int
     backward: bool
+    rounds: int = 1
 
 
 def exchanges(
@@ -134,27 +137,30 @@ class _Call(NamedTuple):
 
 def _ring(call: _Call) -> Iterator[Exchange]:
     shapes, n = call.shapes, call.devices
-    S, K = shapes.S, shapes.K
+    S = shapes.S
     route = Route.of(call.spec, shapes.T, S, n, call.order)
     sent = n * (route.part.stop - route.part.start)  # tokens, of all devices together
+    count = rounds.count(shapes._replace(T=shapes.T // n)) if route.hops else 1
+    K = shapes.K // count
     going = [("key", call.share(sent, K, shapes.H)), ("value", call.share(sent, K, shapes.V))]
     for letters, leaf, _ in call.leaves():
         if travels(letters):
             axis: Any = axis_of("S", letters, leaf.ndim)
             numbers = leaf.size // S * sent // n if leaf.shape[axis] > 1 else leaf.size
+            numbers //= 1 if Round.axis(letters, leaf) is None else count
             going.append(("mask", numbers * leaf.dtype.itemsize))
+    kind, wide = "collective-permute", accumulation(call.dtype)
     for backward in (False, True):
         for name, size in going:
             for hops in route.hops:
-                kind = "collective-permute"
-                yield Exchange(kind, name, size, hops.times, len(hops.sources), backward)
+                times, sources = hops.times * count, len(hops.sources)
+                yield Exchange(kind, name, size, times, sources, backward, count)
     if route.hops:
-        wide = accumulation(call.dtype)
-        times = sum(x.times for x in route.hops)
+        hops = sum(x.times for x in route.hops)
         for name, last in (("d_key", shapes.H), ("d_value", shapes.V)):
-            for dtype, so_often in ((wide, times), (call.dtype, 1)):
+            for dtype, times in ((wide, hops), (call.dtype, 1)):
                 size = call.share(sent, K, last, dtype=dtype)
-                yield Exchange("collective-permute", name, size, so_often, n, True)
+                yield Exchange(kind, name, size, times * count, n, True, count)
 
 
 def _all_to_all(call: _Call) -> Iterator[Exchange]:

@@ -512,6 +512,7 @@ struct Back {
   Rows<const T> d_out, most, log_sum, delta;
   Rows<T> d_q, d_k, d_v;
   Put how;
+  Index begin = 0;  // the key from which d_q is summed: with it, d_q is written over
 };
 
 // The gradients of a run of keys: its tiles, and the sums.
@@ -658,11 +659,12 @@ void backward(const Head& head, const Back& back, Index first, Index last, Index
       there = true;
       one.template visit<kQuery, kOfKeys>(head, seen, from, sums);
     }
-    if (!kQuery || (!there && from)) continue;
+    const bool adds = from != back.begin;
+    if (!kQuery || (!there && adds)) continue;
     T* d_query = one.sums.d_query;
     if (there) one.sums.settle();
     else std::fill(d_query, d_query + one.block.width * H, T{0});
-    const Put how = from ? Put::kAdd : head.rules.S > kRun ? Put::kOver : back.how;
+    const Put how = adds ? Put::kAdd : head.rules.S > kRun ? Put::kOver : back.how;
     put(back.d_q.from(i), d_query, one.block.count, H, head.scale, how);
   }
 }
@@ -873,6 +875,32 @@ struct Gradients {
   }
 };
 
+// Where heads are fewer than threads, the runs of a head's keys are shared out among `count` parts.
+// What a part adds to the queries' gradients is summed apart; the first adds to the result itself.
+struct Parts {
+  Index count, t, heads, size, each;  // [B, t, heads, size], of `each` numbers
+  std::unique_ptr<T[]> sums;
+
+  Parts(Index count, const Call& call)
+      : count(count), t(call.t), heads(call.N), size(call.q.size),
+        each(call.B * t * heads * size), sums(new T[(count - 1) * each]) {}
+
+  Rows<T> at(Index part, Index b, Index n) const {
+    return Heads<T>{sums.get() + (part - 1) * each, t, heads, size}.at(b, n);
+  }
+  // There and back, so that a causal mask gives all parts as much to do.
+  Index of(Index run) const {
+    const Index turn = run / count, place = run % count;
+    return turn % 2 ? count - 1 - place : place;
+  }
+  void add_to(Rows<T> d_q, Index b, Index n, Index i) const {
+    for (Index part = 1; part < count; ++part) {
+      const T* x = at(part, b, n)[i];
+      for (Index h = 0; h < size; ++h) d_q[i][h] += x[h];
+    }
+  }
+};
+
 // One thread's part of the backward pass.
 template <typename Products>
 struct Worker {
@@ -901,13 +929,17 @@ struct Worker {
 
   // Gradients of keys from .. until - 1 of key head k, and what they contribute to queries'.
   template <bool kQuery>
-  void keys(Index b, Index k, Index from, Index until) {
+  void keys(Index b, Index k, Index from, Index until, const Parts* parts = nullptr,
+            Index part = 0) {
     std::fill(sums.d_k, sums.d_k + (until - from) * H, T{0});
     std::fill(sums.d_v, sums.d_v + (until - from) * V, T{0});
     for (Index n = k * group; n < (k + 1) * group; ++n) {
       const Head one = head(b, n);
       if (n == k * group) sums.tile.read(one.k.from(from), one.v.from(from), until - from);
-      backward<kQuery, true>(one, all.at(b, n, group), 0, call.t, from, until, sums, H, V, bench);
+      Back to = all.at(b, n, group);
+      to.begin = part * kRun;
+      if (part) to.d_q = parts->at(part, b, n);
+      backward<kQuery, true>(one, to, 0, call.t, from, until, sums, H, V, bench);
     }
     const Back to = all.at(b, k * group, group);
     put(to.d_k.from(from), sums.d_k, until - from, H, call.scale, all.how);
@@ -926,6 +958,13 @@ struct Worker {
     for (Index from = 0; from < S; from += kRun) keys<true>(b, k, from, std::min(S, from + kRun));
   }
 
+  // Gradients of the keys of one part of key head k, and what they contribute to queries'.
+  void share(Index b, Index k, const Parts& parts, Index part) {
+    for (Index from = 0; from < S; from += kRun)
+      if (parts.of(from / kRun) == part)
+        keys<true>(b, k, from, std::min(S, from + kRun), &parts, part);
+  }
+
   // Gradients of queries first .. last - 1 alone.
   void queries(Index b, Index n, Index first, Index last) {
     const Head one = head(b, n);
@@ -938,26 +977,53 @@ struct Worker {
   }
 };
 
+// Into how many parts the keys of each head are cut so that all threads have as much to do; 0 if that
+// takes too many: each needs the memory of the queries' gradients.
+Index parts_of(Index units, Index threads, Index runs) {
+  for (Index parts = 1; parts <= 8 && (parts == 1 || parts <= runs); ++parts)
+    if (units * parts >= 4 * threads || units * parts % threads == 0) return parts;
+  return 0;
+}
+
 template <typename Products>
 void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all) {
   using OneWorker = Worker<Products>;
-  const Index K = call.K, units = call.B * K, t = call.t, S = call.S;
-  const Index threads = std::max<Index>(1, pool.num_threads());
-  if (units >= 4 * threads || units % threads == 0 || all.diagonals || call.own.has_gradients()) {
+  const Index K = call.K, N = call.N, units = call.B * K, t = call.t, S = call.S;
+  const Index runs = (S + kRun - 1) / kRun, blocks = (t + kRun - 1) / kRun;
+  const bool whole = all.diagonals || call.own.has_gradients();
+  const Index count =
+      whole ? 1 : parts_of(units, std::max<Index>(1, pool.num_threads()), runs);
+  if (count == 1) {
     parallel(pool, units, [&](Index i) { OneWorker(call, all).heads(i / K, i % K); });
     return;
   }
-  // Fewer heads than threads: runs of keys, then runs of queries, whose weights are computed twice
-  // so that no two threads add to the same place.
-  const Index runs = (S + kRun - 1) / kRun, blocks = (t + kRun - 1) / kRun;
+  // The queries of block i of all heads, the last ones first.
+  auto each_block = [&](auto work) {
+    parallel(pool, call.B * N * blocks, [&](Index i) {
+      const Index head = i / blocks, first = (blocks - 1 - i % blocks) * kRun;
+      work(head / N, head % N, first, std::min(t, first + kRun));
+    });
+  };
+  if (count) {
+    const Parts parts(count, call);
+    parallel(pool, units * count, [&](Index i) {
+      const Index unit = i % units;
+      OneWorker(call, all).share(unit / K, unit % K, parts, i / units);
+    });
+    each_block([&](Index b, Index n, Index first, Index last) {
+      for (Index i = first; i < last; ++i) parts.add_to(all.d_q.at(b, n), b, n, i);
+    });
+    return;
+  }
+  // Many more threads than heads: runs of keys, then runs of queries, whose weights are computed
+  // twice so that no two threads add to the same place.
   parallel(pool, units * runs, [&](Index i) {
     const Index unit = i % units, from = i / units * kRun;
     const Index until = std::min(S, from + kRun);
     OneWorker(call, all).template keys<false>(unit / K, unit % K, from, until);
   });
-  parallel(pool, call.B * call.N * blocks, [&](Index i) {
-    const Index head = i / blocks, first = (blocks - 1 - i % blocks) * kRun;
-    OneWorker(call, all).queries(head / call.N, head % call.N, first, std::min(t, first + kRun));
+  each_block([&](Index b, Index n, Index first, Index last) {
+    OneWorker(call, all).queries(b, n, first, last);
   });
 }
 

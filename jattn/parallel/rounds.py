@@ -1,0 +1,83 @@
+"""Rounds of a ring: heads take turns, so that a device holds shards of a few heads at a time.
+
+In each round the shards of keys and values of an equal share of the key heads go round, with the
+queries that read them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jattn import tuning
+from jattn._pytree import axis_names, axis_of
+from jattn.kernels.common import slicing
+from jattn.spec import Shapes, Spec
+
+
+def moved(move: Callable[[Array], Array], x: Array) -> Array:
+    """`move(x)` for what moves numbers and does not change them."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return move(x)
+    bits = lax.bitcast_convert_type(x, jnp.uint16)  # XLA would move float32 on CPUs
+    return lax.bitcast_convert_type(move(bits), x.dtype)
+
+
+def count(shapes: Shapes) -> int:
+    """In how many rounds the heads of a device's shards go: as many as leave each enough queries to
+    keep the device busy. Few would save nothing, as each holds a copy of its own queries."""
+    least, fewest = tuning.sizes(jax.default_backend()).ring_queries, tuning.current().ring_rounds
+    rows = shapes.B if isinstance(shapes.B, int) else 1  # symbolic where a program is exported
+    queries = rows * shapes.T * shapes.N
+    fine = (x for x in range(fewest, shapes.K + 1) if shapes.K % x == 0 and queries // x >= least)
+    return max(fine, default=1)
+
+
+_HEADS = 2  # the axis of heads in arrays `[B, T, N, ...]` and `[B, S, K, ...]`
+
+
+class Round(NamedTuple):
+    """The heads that go round together: the share number `share` of `shares` equal ones."""
+
+    share: Any = 0
+    shares: int = 1
+
+    @staticmethod
+    def axis(letters: str, leaf: Any) -> int | None:
+        """The axis of an array along which each head has its own part."""
+        axis = axis_of("N", letters, leaf.ndim)
+        return axis if axis is not None and leaf.shape[axis] > 1 else None
+
+    def cut(self, x: Array, axis: int | None = _HEADS) -> Array:
+        """The share of an array; one that is the same for all heads as it is."""
+        if axis is None:
+            return x
+        size = x.shape[axis] // self.shares
+        return moved(lambda y: slicing.take(y, self.share * size, size, axis), x)
+
+    def cut_spec(self, spec: Spec) -> Spec:
+        """The spec with its arrays along N cut to the share."""
+        cut = lambda letters, leaf: self.cut(leaf, self.axis(letters, leaf))  # noqa: E731
+        return jax.tree.map(cut, axis_names(spec), spec)
+
+    def put(self, total: Array, found: Array, axis: int | None = _HEADS) -> Array:
+        """`total` with what this round has found; sums over rounds where heads have no part."""
+        if axis is None:
+            return total + found
+        start = self.share * found.shape[axis]
+        return lax.dynamic_update_slice_in_dim(total, found, start, axis)
+
+
+def run(rounds: int, compute: Any, zeros: Any, put: Any) -> Any:
+    """What `compute(round)` finds in all rounds, put into `zeros` by `put(round, total, found)`."""
+    if rounds == 1:
+        return compute(Round())
+
+    def body(i: Any, total: Any) -> Any:
+        round = Round(lax.convert_element_type(i, jnp.int32), rounds)
+        return put(round, total, compute(round))
+
+    return lax.fori_loop(0, rounds, body, zeros)
