@@ -7,7 +7,7 @@ import pytest
 
 def thin(items: list[Any]) -> None:
     """Marks as slow all but one in n of the cases of tests marked `one_in(n)`; where n is at least
-    4, only every other of these is slow, and where n is at least 8 every fourth: others exhaustive.
+    4, only every third of these is slow, and where n is at least 8 every sixth: others exhaustive.
     `one_in(n, slow=True)` makes one in n slow and the others exhaustive. Cases that are exhaustive
     already stay so.
 
@@ -24,7 +24,7 @@ def thin(items: list[Any]) -> None:
         if mark.kwargs.get("slow"):
             item.add_marker(pytest.mark.exhaustive if rest else pytest.mark.slow)
         elif rest:
-            often = rest % (4 if n >= 8 else 2 if n >= 4 else 1) == 0
+            often = rest % (6 if n >= 8 else 3 if n >= 4 else 1) == 0
             item.add_marker(pytest.mark.slow if often else pytest.mark.exhaustive)
 
 
