@@ -1,20 +1,26 @@
 """The walkthrough: its steps run and hold what they claim, and its page is whole."""
 
+import ast
 import base64
+import io
 import os
 import re
 import subprocess
 import sys
+import textwrap
+import tokenize
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.walkthrough import page
+from experiments.walkthrough import introduction, page
 from experiments.walkthrough.__main__ import main
 from experiments.walkthrough.documents import CODING, DOCUMENTS
+from experiments.walkthrough.names import asked, borrowed, given
 from experiments.walkthrough.printed import matches
 from experiments.walkthrough.running import run
 from experiments.walkthrough.step import ClaimFailed, Step, check, show, step
@@ -146,10 +152,67 @@ def test_code_on_the_page_is_the_functions_own():
             compile(code.text.replace("return ", "_ = "), code.label, "exec")
 
 
+def test_every_name_in_the_code_comes_from_somewhere():
+    lines = introduction.prelude(STEPS).text
+    imported = {
+        (alias.asname or alias.name.split(".")[0])
+        for node in ast.parse(lines).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    used = set()
+    for place, one in enumerate(STEPS):
+        taken = {name for found in borrowed(STEPS, place).values() for name in found}
+        assert asked(one) - taken <= imported, one.name
+        used |= asked(one)
+    assert imported <= used | {"jax"}
+    places = [place for place, one in enumerate(STEPS) if "JOURNEY" in asked(one)]
+    (origin,) = (place for place, one in enumerate(STEPS) if "JOURNEY" in given(one))
+    assert places and all("JOURNEY" in borrowed(STEPS, place)[origin] for place in places)
+
+
+def test_the_code_on_the_page_runs_as_it_stands_there(capsys):
+    scope: dict[str, Any] = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(introduction.prelude(STEPS).text, scope)
+        for one in STEPS:
+            own = [code for code in one.code if code.label in ("the step", "drawing")]
+            for code in one.code:
+                if code.language == "python" and code not in own:
+                    exec(code.text, scope)
+            if one.name in CHEAP:
+                lines = textwrap.indent("".join(code.text for code in own), "    ")
+                exec(f"def step():\n{lines}", scope)
+                assert scope["step"](), one.name
+    assert capsys.readouterr().out.count("✓") >= 3 * len(CHEAP)
+
+
+def test_comments_stand_above_their_lines():
+    for code in (code for one in STEPS for code in one.code if code.language == "python"):
+        for token in tokenize.generate_tokens(io.StringIO(code.text).readline):
+            if token.type == tokenize.COMMENT:
+                assert token.line.strip() == token.string, token.line
+
+
+def test_the_page_says_what_its_helpers_take():
+    helpers = introduction.helpers()
+    assert list(helpers) == [
+        "check(claim, holds)",
+        "show(name, array, digits=4)",
+        "same(a, b, tolerance=1e-12)",
+        "matches(got, printed)",
+        "panels(columns, *, width=7.0, height=3.0)",
+    ]
+    read = Reader(page.written([run(by_name("vectors")), run(by_name("simple-self-attention"))]))
+    for text in (*helpers, *helpers.values(), "jax_enable_x64", *introduction.LETTERS.values()):
+        assert text.replace("`", "") in " ".join(read.text.split())
+    assert "simple-self-attention" in read.text.split("What comes next")[1]
+
+
 def test_the_command_runs_one_step(tmp_path, capsys):
     assert main(["--out", str(tmp_path), "interaction"]) == 0
     said = capsys.readouterr().out
-    assert "Y = L X R" in said and "✓ and L X a mean of words" in said
+    assert "Y = L X R" in said and "✓ R and X R are as printed" in said
     assert [path.name for path in tmp_path.iterdir()] == ["interaction-1.png"]
     assert main(["--list"]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [

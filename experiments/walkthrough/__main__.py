@@ -56,7 +56,7 @@ def told(step: Step, number: int) -> Result:
     print(f"\n{number}. {step.title}\n")
     for paragraph in step.paragraphs:
         print(textwrap.fill(paragraph.replace("`", ""), 88), end="\n\n")
-    print(f"Follows {'; '.join(map(str, step.follows))}.\n")
+    print(f"{step.relation} {'; '.join(map(str, step.follows))}.\n")
     try:
         return run(step, sys.stdout)
     except ClaimFailed as error:

@@ -1,7 +1,7 @@
 """Where two translators look: RNNsearch with additive attention, and a Transformer."""
 
 import itertools
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,13 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 import jattn
+from experiments.walkthrough.contexts import learn
 from experiments.walkthrough.documents import CODING, MECHANISMS
 from experiments.walkthrough.step import check, constants, panels, step
 from jattn import viz
 
 
-# A sliver of German: the participle stands at the end, in English in the middle.
+# A little German: the participle stands at the end, in English in the middle.
 WORDS = {
     "ich": "I", "er": "he", "wir": "we",
     "habe": "have", "hat": "has", "haben": "have",
@@ -28,7 +29,7 @@ WORDS = {
 
 
 def pairs() -> list[tuple[list[str], list[str]]]:
-    """Every German sentence of the sliver with its translation."""
+    """Every German sentence of these words with its translation."""
     found = []
     words = list(WORDS)
     participles, adjectives, nouns = words[6:10], words[10:14], words[14:19]
@@ -37,13 +38,9 @@ def pairs() -> list[tuple[list[str], list[str]]]:
         subjects, participles, adjectives, adjectives, nouns
     ):
         german = [who, has, "die", one, two, noun, participle]
-        order = [0, 1, 6, 2, 3, 4, 5]  # the participle comes third
-        found.append((german, [WORDS[german[i]] for i in order]))
+        # In English the participle, the last word (6), comes third.
+        found.append((german, [WORDS[german[i]] for i in (0, 1, 6, 2, 3, 4, 5)]))
     return found
-
-
-# How the attention from target to source is named in the two models.
-CROSS = {"RNNsearch": "decoder/attention", "Transformer": "decoder/layers/0/cross_attention"}
 
 
 def arrays(sentences: list[tuple[list[str], list[str]]]) -> tuple[np.ndarray, np.ndarray]:
@@ -61,51 +58,25 @@ def shifted(target: np.ndarray) -> np.ndarray:
     return np.pad(target, ((0, 0), (1, 0)))[:, :-1]
 
 
-def train(model: nnx.Module, source: np.ndarray, target: np.ndarray, steps: int) -> float:
-    """Learns to translate by guessing each English word; returns the last loss."""
-    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+def lessons(source: np.ndarray, target: np.ndarray, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Sentences to learn from, 64 at a time: German, what was written before, English."""
     rng = np.random.default_rng(0)
-
-    @nnx.jit
-    def update(model: Any, optimizer: Any, source: jax.Array, before: jax.Array, target: jax.Array):
-        def loss(model: Any) -> jax.Array:
-            logits = model(source, before)  # [B, T, words]
-            return optax.softmax_cross_entropy_with_integer_labels(logits, target).mean()
-
-        value, gradients = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, gradients)
-        return value
-
-    value = 0.0
     for _ in range(steps):
         rows = rng.integers(len(source), size=64)
-        batch = (source[rows], shifted(target[rows]), target[rows])
-        value = float(update(model, optimizer, *map(jnp.asarray, batch)))
-    return value
+        yield source[rows], shifted(target[rows]), target[rows]
 
 
-@step(
-    MECHANISMS, CODING, uses=(constants(__file__, "WORDS", "CROSS"), pairs, arrays, shifted, train)
-)
-def alignment() -> Figure:
-    """Alignments of two translators.
+def translation_loss(
+    model: nnx.Module, source: jax.Array, before: jax.Array, target: jax.Array
+) -> jax.Array:
+    """The mean of −log p, p being the probability that the model gives to the correct word."""
+    # [B, T, words]: a number for each English word, at each place.
+    logits = model(source, before)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, target).mean()
 
-    A sentence cannot be translated word by word, as languages have their orders: in German the
-    participle stands at the end. A decoder that attends to the source looks for each English word
-    at the German words that it needs. Those weights are called the alignment.
 
-    Two small translators learn a sliver of German: RNNsearch, a recurrent network with additive
-    attention, as attention began in 2014; and a Transformer of one layer, of 2017. Both are tested
-    on sentences that they have not seen, word by word, each given the right words before.
-
-    A Transformer's weights need not be an alignment in words: its encoder is attention too, and may
-    have carried the participle to another place before the decoder looks there.
-    """
-    sentences = pairs()
-    np.random.default_rng(1).shuffle(sentences)
-    source, target = arrays(sentences)
-    seen, unseen = slice(0, 900), slice(900, None)
-    vocabularies = int(source.max()) + 1, int(target.max()) + 1
+def translators(*vocabularies: int) -> dict[str, nnx.Module]:
+    """RNNsearch and a Transformer of one block and one head, for so many words."""
     rnn = jattn.nn.RNNsearch(*vocabularies, features=32, hidden=32, rngs=nnx.Rngs(0))
     transformer = jattn.nn.Transformer(
         *vocabularies,
@@ -117,22 +88,67 @@ def alignment() -> Figure:
         dropout_rate=0.0,
         rngs=nnx.Rngs(0),
     )
-    models = {"RNNsearch": rnn, "Transformer": transformer}
+    return {"RNNsearch": rnn, "Transformer": transformer}
 
-    figure, axes = panels(2, width=8.5, height=4.3)
-    german, english = sentences[900]
-    for axis, (name, model) in zip(axes, models.items(), strict=True):
-        loss = train(model, source[seen], target[seen], steps=300)
-        read = jnp.asarray(source[unseen]), jnp.asarray(shifted(target[unseen]))
-        right = np.mean(np.argmax(model(*read), axis=-1) == target[unseen])
-        print(f"{name}: loss {loss:.3f}, on new sentences {right:.1%} of the next words are right")
-        check(f"{name} has learned it, given the right words before", right > 0.97)
-        captured = jattn.nn.capture_weights(model, *read)  # of every attention, by its name
-        weights = np.asarray(captured[CROSS[name]])[:, 0]  # its only head: [B, English, German]
-        # The participle is the English word 2 (from 0) and the German word 6, the last.
-        found = np.mean(weights[:, 2].argmax(axis=-1) == 6)
-        print(f"    in {found:.0%} the participle looks most at the German one")
+
+# How the attention of a target word to the source is named in the two models.
+CROSS = {"RNNsearch": "decoder/attention", "Transformer": "decoder/layers/0/cross_attention"}
+PARTS = (constants(__file__, "WORDS", "CROSS"), pairs, arrays, shifted, lessons, translation_loss)
+
+
+@step(MECHANISMS, CODING, uses=(*PARTS, translators))
+def alignment() -> Figure:
+    """Alignments of two translators.
+
+    A sentence cannot be translated word by word, because languages order words differently. In
+    these German sentences the participle stands at the end; in English it stands third. A decoder
+    that attends to the source can look at any German word while it writes. Its weights are called
+    the alignment.
+
+    Two small translators learn such sentences. RNNsearch, of 2014, is a recurrent network with
+    additive attention. The other is a Transformer of one block. Both are tested on sentences that
+    they have not seen. They guess each English word from the German sentence and the correct
+    English words before it.
+
+    Attention looks at the encoder's vectors, and these stand for more than one word each.
+    RNNsearch's encoder reads the sentence in both directions, so its vector at a word also depends
+    on the words before and after. In the picture, “we” need not look at “wir”. Only the participle
+    is checked.
+
+    The Transformer's encoder uses attention itself. It can bring the participle to another place,
+    and then the decoder looks there. To follow both, multiply the decoder's weights by those of
+    the encoder: row by row, this tells from which German words the vectors come. The product leaves
+    out the residual connections.
+    """
+    sentences = pairs()
+    np.random.default_rng(1).shuffle(sentences)
+    source, target = arrays(sentences)
+    seen, unseen = slice(0, 900), slice(900, None)
+    models = translators(int(source.max()) + 1, int(target.max()) + 1)
+    read = jnp.asarray(source[unseen]), jnp.asarray(shifted(target[unseen]))
+    maps = {}
+    for name, model in models.items():
+        batches = lessons(source[seen], target[seen], steps=300)
+        loss = learn(model, translation_loss, batches, rate=3e-3)[-1]
+        correct = np.mean(np.argmax(model(*read), axis=-1) == target[unseen])
+        print(f"{name}: loss {loss:.3f}, correct words in new sentences: {correct:.1%}")
+        check(f"{name} guesses over 97 % of the next words", correct > 0.97)
+        # The weights of every attention in the model, by its name.
+        captured = jattn.nn.capture_weights(model, *read)
+        # There is one head: [B, English, German].
+        maps[name] = np.asarray(captured[CROSS[name]])[:, 0]
+        # The participle is the third English word (2, counted from 0) and the last German word (6).
+        found = np.mean(maps[name][:, 2].argmax(axis=-1) == 6)
+        print(f"    the English participle looks most at the German one in {found:.0%}")
         if name == "RNNsearch":
-            check("in RNNsearch it does", found > 0.5)
-        viz.alignment(weights[0], english, german, title=name, axes=axis)
+            check("RNNsearch: this holds in more than half of the sentences", found > 0.5)
+        else:
+            encoder = np.asarray(captured["encoder/layers/0/self_attention"])[:, 0]
+            through = np.mean((maps[name] @ encoder)[:, 2].argmax(axis=-1) == 6)
+            print(f"    the product of the weights is greatest there in {through:.0%}")
+    # The picture.
+    german, english = sentences[900]
+    figure, axes = panels(2, width=9.6, height=4.2)
+    for axis, (name, weights) in zip(axes, maps.items(), strict=True):
+        viz.heatmap(weights[0], english, german, title=name, axes=axis)
     return figure

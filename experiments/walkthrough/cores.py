@@ -1,4 +1,4 @@
-"""Attention in parallel over the cores of a machine: three loops in C++ beside the library."""
+"""Attention in parallel over the cores of a machine: loops in C++ beside the library."""
 
 import ctypes
 import importlib.resources
@@ -16,15 +16,15 @@ from matplotlib.figure import Figure
 
 import jattn
 from experiments.walkthrough.documents import KERNEL, LLMS
-from experiments.walkthrough.recurrence import seconds
-from experiments.walkthrough.step import Code, check, panels, same, step
+from experiments.walkthrough.recurrence import row, seconds
+from experiments.walkthrough.step import Code, check, constants, panels, same, step
 
 
 LOOPS = importlib.resources.files("experiments.walkthrough").joinpath("loop.cc").read_text("utf-8")
 
 
 def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
-    """The loops above as a function of three [T, H] arrays; None where they do not compile."""
+    """The loops as a function of three [T, H] arrays; None where they do not compile."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or ""
     source, library = folder / "loop.cc", folder / "loop.so"
     source.write_text(LOOPS)
@@ -33,6 +33,8 @@ def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
         subprocess.run([*compiler.split(), *options, str(source)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return None
+    # Threads that wait shall sleep: otherwise they take a core from the thread they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     attend = ctypes.CDLL(str(library)).attend
 
     def call(*arrays: np.ndarray) -> np.ndarray:
@@ -45,52 +47,59 @@ def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
     return call
 
 
-@step(KERNEL, LLMS, uses=(Code("loops in C++", "c++", LOOPS), compiled))
+@step(KERNEL, LLMS, uses=(Code("loop.cc", "c++", LOOPS), constants(__file__, "LOOPS"), compiled))
 def cores() -> Figure | None:
     """Attention over the cores of a machine.
 
-    The vector of a word depends on queries, keys and values alone, and on no other word's result:
-    rows can be computed in any order, and so at once. The essay shows it with loops in C++ and
-    OpenMP, which deals the rows out to the cores; so do the loops here. Their second line for
-    OpenMP, `simd`, lets a core multiply several numbers at once.
+    The vector that attention gives to a word depends on queries, keys and values. It does not
+    depend on the vectors that other words get. So the rows can be computed in any order, and also
+    at the same time. The essay shows this by loops in C++ with OpenMP, which deals the rows out to
+    the cores. The loops below do the same. They use OpenMP a second time, with `simd`: a core then
+    multiplies several numbers at once.
 
-    The loops hold a whole row of scores on each core. The library works on tiles of scores that fit
-    the processor's cache, with an exponential of its own for whole vectors.
+    In these loops each core holds one whole row of scores. The library computes tiles of scores
+    that fit the cache of the processor.
 
-    Misprint in the essay: the product with the transposed matrix runs its inner index to the number
-    of rows, `j < nr_b`, instead of to the number of columns, so that it is right only for as many
-    words as numbers in a word; and what it allocates for scores, maxima and sums is never freed.
+    The times are the least of many calls on the machine that made this page. They include what
+    every call costs, for example waking the threads. This matters most for short texts.
+
+    Errors in the essay: in the product with the transposed matrix the inner index runs to the
+    number of rows, `j < nr_b`, instead of the number of columns. That is right only if there are as
+    many words as numbers in a word. The memory for scores, maxima and sums is never freed.
     """
     rng = np.random.default_rng(0)
-    small = [jnp.asarray(array) for array in rng.normal(size=(3, 9, 1, 4))]  # 9 words, one head
+    # Queries, keys and values of 9 words, with one head of 4 numbers.
+    small = [jnp.asarray(array) for array in rng.normal(size=(3, 9, 1, 4))]
     order = rng.permutation(9)
     shuffled = jattn.attention(small[0][order], *small[1:])
     check("rows come out the same in any order", same(shuffled, jattn.attention(*small)[order]))
 
+    # Attention of the library for arrays without an axis of heads.
     attend = jax.jit(lambda *arrays: jattn.attention(*(x[:, None] for x in arrays))[:, 0])
-    print(f"{os.cpu_count()} cores")
     lengths = [256, 512, 1024, 2048]
-    times: dict[str, list[float]] = {"loops in C++": [], "jattn": []}
+    # In 32 bits, one head of 64 numbers.
+    inputs = [list(rng.normal(size=(3, length, 64)).astype(np.float32)) for length in lengths]
+    given = [[jnp.asarray(array) for array in arrays] for arrays in inputs]
     with tempfile.TemporaryDirectory() as folder:
         loops = compiled(Path(folder))
         if loops is None:
             print("there is no C++ compiler with OpenMP here to build the loops")
             return None
-        for length in lengths:
-            arrays = list(rng.normal(size=(3, length, 64)).astype(np.float32))
-            given = [jnp.asarray(array) for array in arrays]
-            agree = same(loops(*arrays), attend(*given), 1e-5)
-            check(f"loops and library agree on {length} words", agree)
-            times["loops in C++"].append(seconds(loops, *arrays))
-            times["jattn"].append(seconds(attend, *given))
+        agree = [same(loops(*a), attend(*b), 1e-5) for a, b in zip(inputs, given, strict=True)]
+        check("loops and library agree, to 1e-5", agree)
+        times = {"loops in C++": [1e3 * seconds(loops, *arrays) for arrays in inputs]}
+        times["jattn"] = [1e3 * seconds(attend, *arrays) for arrays in given]
+    print(f"milliseconds with {os.cpu_count()} cores")
+    print(row("words", lengths, ""))
     for name, taken in times.items():
-        print(f"{name:14}" + "".join(f"{1e3 * t:9.2f} ms" for t in taken))
-    check("at 2,048 words the library is faster", times["jattn"][-1] < times["loops in C++"][-1])
+        print(row(name, taken, ".2f"))
+    check("the library is faster at 2,048 words", times["jattn"][-1] < times["loops in C++"][-1])
     # The picture.
     figure, axis = panels(1, width=6.5, height=3.4)
     for (name, taken), style in zip(times.items(), ("o-", "s--"), strict=True):
         axis.plot(lengths, taken, style, label=name)
-    axis.set(xscale="log", yscale="log", xlabel="words", ylabel="seconds", title="one head of 64")
+    axis.set(xscale="log", yscale="log", xlabel="words", title="milliseconds, one head of 64")
     axis.set_xticks(lengths, map(str, lengths))
+    axis.minorticks_off()
     axis.legend()
     return figure

@@ -1,15 +1,15 @@
-"""Sentences of two worlds, rivers and money, that have one word in common."""
+"""Sentences about rivers and about money, which have one noun in common."""
 
 import itertools
 
 
-# A corpus in which "bank" stands by a river as often as it lends money.
+# The noun "bank" stands by a river as often as it lends money.
 NATURE = (["river", "stream", "lake"], ["muddy", "green", "steep"])
 MONEY = (["money", "cash", "loan"], ["rich", "closed", "strict"])
 
 
 def sentences() -> list[list[str]]:
-    """Every sentence of the corpus, five words each: a word of context decides what bank is."""
+    """All 36 sentences, of five words each; the words beside bank decide which bank is meant."""
     return [
         ["the", thing, "bank", verb, quality]
         for things, qualities in (NATURE, MONEY)
@@ -18,5 +18,5 @@ def sentences() -> list[list[str]]:
 
 
 def vocabulary() -> list[str]:
-    """All words of the corpus in the order of the alphabet."""
+    """All words of the corpus in alphabetical order."""
     return sorted({word for sentence in sentences() for word in sentence})

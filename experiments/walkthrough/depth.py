@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from matplotlib.figure import Figure
 
 import jattn
@@ -16,56 +15,67 @@ from experiments.walkthrough.step import check, panels, same, show, step
 def positions() -> Figure:
     """Sinusoidal positions.
 
-    Attention is a mean over words and does not know their order: shuffle the words, and each gets
-    the same vector as before. So each word's place is added to it as a vector of sines and cosines,
-    quick ones and slow ones, much as the digits of a binary number change quickly and slowly.
+    Attention gives each word a mean over words, and a mean does not depend on their order. If the
+    words are shuffled, each still gets the same vector. So a vector that depends on its place p is
+    added to each word. It has D numbers: number 2i is sin(p / 10000^(2i/D)), and number 2i + 1 is
+    cos(p / 10000^(2i/D)). The first numbers change quickly from place to place, and the last ones
+    slowly, as the digits of a binary number do.
 
-    A pair of sine and cosine is the hand of a clock. To go k places on is to turn every hand by an
-    angle that depends on k alone, a rotation. So a product of two such vectors depends on nothing
-    but how far apart they are, and one matrix turns each place into the one k places on. Rotary
-    positions turn queries and keys themselves.
+    Number 2i and number 2i + 1 are the two coordinates of the hand of a clock. One place further,
+    this hand has turned by 10000^(−2i/D), wherever it was. So k places further, every hand has
+    turned by an angle that depends on k alone. Therefore the dot product of two places depends only
+    on their distance.
+
+    Rotary positions turn the queries and keys themselves in this way, and nothing is added to the
+    words. So each score depends on the distance of two words and not on their places, and the
+    values do not depend on places at all.
     """
     x = jnp.asarray(INPUTS)
     order = jnp.array([3, 0, 5, 1, 4, 2])
     plain, shuffled = (jattn.simple_self_attention(words) for words in (x, x[order]))
     check("shuffled words get the same vectors", same(shuffled, plain[order]))
 
-    places = jattn.positions.sinusoidal(jnp.arange(64), 32, dtype=jnp.float64)  # [64, 32]
+    # 64 places, D = 32.
+    places = jattn.positions.sinusoidal(jnp.arange(64), 32, dtype=jnp.float64)
     show("the first three places, 6 of 32 numbers", places[:3, :6])
-    k = 7
-    angle = k * 10000.0 ** (-jnp.arange(0, 32, 2) / 32)  # by how much each hand turns
-    sine, cosine = places[:-k, 0::2], places[:-k, 1::2]
+    # By how much each hand turns from one place to the next.
+    rate = 10000.0 ** (-jnp.arange(0, 32, 2) / 32)
+    by_hand = jnp.sin(jnp.arange(64)[:, None] * rate), jnp.cos(jnp.arange(64)[:, None] * rate)
+    sine, cosine = places[:, 0::2], places[:, 1::2]
+    formula = [same(a, b, 1e-10) for a, b in zip((sine, cosine), by_hand, strict=True)]
+    check("they are the formula above", formula)
+    # Seven places further, each hand has turned by this angle.
+    angle = 7 * rate
     later_sine = sine * jnp.cos(angle) + cosine * jnp.sin(angle)
     later_cosine = cosine * jnp.cos(angle) - sine * jnp.sin(angle)
-    turned = jnp.stack([later_sine, later_cosine], axis=-1).reshape(-1, 32)
-    check("7 places on is a rotation, the same everywhere", same(turned, places[k:], 1e-10))
+    # Pairs of sine and cosine side by side again.
+    turned = jnp.stack([later_sine, later_cosine], axis=-1).reshape(64, 32)
+    check(
+        "one rotation leads 7 places on, from every place",
+        same(turned[:-7], places[7:], 1e-10),
+    )
     products = places @ places.T
     spreads = [np.ptp(np.diagonal(products, distance)) for distance in range(64)]
     check("products depend on the distance alone", max(spreads) < 1e-10)
-    check("and the place itself is the closest", products[0, 0] > products[0, 1:].max())
+    check("the product is greatest for the distance 0", products[0, 0] > products[0, 1:].max())
 
-    q = jnp.tile(jax.random.normal(jax.random.key(0), (1, 1, 32)), (4, 1, 1))  # one vector, 4 times
-    turned = jattn.positions.rotary(q, jnp.array([3, 10, 40, 47]))[:, 0]  # at these places
+    # One query, four times, at four places.
+    q = jnp.tile(jax.random.normal(jax.random.key(0), (1, 1, 32)), (4, 1, 1))
+    turned = jattn.positions.rotary(q, jnp.array([3, 10, 40, 47]))[:, 0]
     near, far = turned[0] @ turned[1], turned[2] @ turned[3]
-    check("rotary: 7 places apart give one product, at 3 as at 40", same(near, far, 1e-9))
+    check("rotary: places 3 and 10 give the product of 40 and 47", same(near, far, 1e-9))
+    check("places 3 and 40 give another", not same(near, turned[0] @ turned[2], 1e-3))
 
     # The picture.
     figure, axes = panels(2, width=8.5, height=3.4)
-    axes[0].imshow(places, cmap="PuOr_r", aspect="auto", vmin=-1, vmax=1)
+    image = axes[0].imshow(places, cmap="PuOr_r", aspect="auto", vmin=-1, vmax=1)
     axes[0].set(title="the vectors of 64 places", xlabel="number", ylabel="place")
+    figure.colorbar(image, ax=axes[0])
     axes[1].plot(products[32], label="of place 32")
     axes[1].plot(products[10], "--", label="of place 10")
     axes[1].set(title="product with every place", xlabel="place", ylim=(0, None))
-    axes[1].legend()
+    axes[1].legend(loc="lower center")
     return figure
-
-
-def layer(x: jax.Array, w: jax.Array, kind: str) -> jax.Array:
-    """One of many equal layers: attention, bare or with what the Transformer puts around it."""
-    if kind == "bare":
-        return jattn.self_attention(x, w, w, w)  # one matrix for query, key and value
-    y = jattn.self_attention(x if kind == "residual" else normalised(x), w, w, w)
-    return x + y
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -73,67 +83,77 @@ def normalised(x: jax.Array) -> jax.Array:
     return (x - x.mean(axis=-1, keepdims=True)) / x.std(axis=-1, keepdims=True)
 
 
-@step(MECHANISMS, uses=(layer, normalised))
+def layer(x: jax.Array, w: jax.Array, kind: str) -> jax.Array:
+    """One of many layers: attention, bare or with what can stand around it."""
+    # One matrix for queries, keys and values.
+    y = jattn.self_attention(normalised(x) if kind == "pre-norm" else x, w, w, w)
+    if kind == "bare":
+        return y
+    return normalised(x + y) if kind == "post-norm" else x + y
+
+
+@step(MECHANISMS, uses=(normalised, layer))
 def residual_and_norm() -> Figure:
     """Residual connections and normalisation.
 
-    Layers after one another multiply: what goes through n layers is multiplied by n matrices, the
-    gradient on its way back as well. Powers of a number of size below 1 vanish, of one above 1
-    explode; for powers of one matrix, the eigenvalue of the greatest size decides.
+    Many layers multiply. What goes through n layers is multiplied by n matrices, and so is the
+    gradient on its way back. The powers of a number between 0 and 1 vanish; the powers of a number
+    above 1 explode. For the powers of one matrix, the eigenvalue of the greatest absolute value
+    decides.
 
-    A residual connection adds what goes in to what comes out, x + f(x): one way through the network
-    has no factor at all. A normalisation gives each word mean 0 and standard deviation 1, so that
-    sums of many layers keep one size. The 2017 paper normalises after adding (post-norm); most
-    models since normalise before the layer (pre-norm), as here. Misprint in “Mechanisms”: a vector
-    is written with its eigenvalues as its coefficients; they are other numbers.
+    A residual connection adds the input of a layer to its output: x + f(x). So one way through the
+    network has no factor at all. But sums of many layers grow. A normalisation gives each word mean
+    0 and standard deviation 1. The 2017 paper normalises the sum, norm(x + f(x)): this is called
+    post-norm, and all sizes stay the same. Most models since then normalise what goes into the
+    layer, x + f(norm(x)): this is pre-norm. There the sum still grows, but slowly.
+
+    The tables compare 1 to 32 layers, each with its own random matrix and without training: the
+    standard deviation of what comes out, and the size of the gradient by what goes in.
+
+    Misprint in “Mechanisms”: a vector is printed as x = Σ λ_i v_i, with the eigenvalues as its
+    coefficients. The coefficients of x are other numbers.
     """
-    eigenvalue = np.array([0.5, 1.0, 1.5])
-    print(f"powers of {eigenvalue}: the 20th are {eigenvalue**20}")
+    base = np.array([0.5, 1.0, 1.5])
+    print(f"the 20th powers of {base}: {base**20}")
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(8, 32)))  # 8 words of 32 numbers
-    probe = jnp.asarray(rng.normal(size=(8, 32)))
-    depths, kinds = [1, 2, 4, 8, 16, 32], ("bare", "residual", "residual and norm")
-    # A matrix for each layer; x @ w has about 0.8 times the length of x.
+    # Eight words of 32 numbers, and a direction in which we look at the output.
+    x, probe = (jnp.asarray(rng.normal(size=(8, 32))) for _ in range(2))
+    # A matrix for each layer. A row times such a matrix has about 0.8 times its length.
     w = jnp.asarray(rng.normal(size=(32, 32, 32)) * 0.8 / np.sqrt(32))
+    depths, kinds = [1, 2, 4, 8, 16, 32], ("bare", "residual", "post-norm", "pre-norm")
 
-    def gradient(kind: str, depth: int) -> float:
-        def through(x: jax.Array) -> jax.Array:
-            for n in range(depth):
-                x = layer(x, w[n], kind)
-            return jnp.sum(probe * x)
+    def through(x: jax.Array, kind: str, depth: int) -> jax.Array:
+        for n in range(depth):
+            x = layer(x, w[n], kind)
+        return x
 
-        return float(jnp.linalg.norm(jax.grad(through)(x)))
+    def along(x: jax.Array, kind: str, depth: int) -> jax.Array:
+        return jnp.sum(probe * through(x, kind, depth))
 
-    sizes = {kind: np.array([gradient(kind, depth) for depth in depths]) for kind in kinds}
-    print(f"{'layers':20}" + "".join(f"{depth:10}" for depth in depths))
-    for kind, values in sizes.items():
-        print(f"{kind:20}" + "".join(f"{value:10.2g}" for value in values))
-    bare, residual, both = sizes.values()
-    check("bare, less than a hundredth of the gradient is left", bare[-1] < bare[0] / 100)
-    check(
-        "residual connections alone let it grow, by over a hundred",
-        residual[-1] > 100 * residual[0],
-    )
-    check("with both it stays within a factor of 30", both.max() < 30 * both.min())
-
-    stack = jattn.nn.Encoder(
-        num_layers=6,
-        features=32,
-        num_heads=4,
-        feed_forward=64,
-        norm="post",
-        dropout_rate=0.0,
-        rngs=nnx.Rngs(0),
-    )
-    out = stack(x)  # six layers of the 2017 paper, which end in a normalisation
-    centred = same(out.mean(axis=-1), np.zeros(8), 1e-5)
-    check("before training, every word has mean 0 after post-norm", centred)
-    check("and standard deviation 1", same(out.std(axis=-1), np.ones(8), 1e-3))
+    tables: dict[str, dict[str, np.ndarray]] = {"size": {}, "gradient": {}}
+    for kind in kinds:
+        out = [float(through(x, kind, depth).std()) for depth in depths]
+        # The length of the gradient of `along` by its first argument, x.
+        back = [float(jnp.linalg.norm(jax.grad(along)(x, kind, depth))) for depth in depths]
+        tables["size"][kind], tables["gradient"][kind] = np.array(out), np.array(back)
+    for name, table in tables.items():
+        print(f"{name:10}layers" + "".join(f"{depth:10}" for depth in depths))
+        for kind, values in table.items():
+            print(f"{kind:16}" + "".join(f"{value:10.2g}" for value in values))
+    bare, residual, post, pre = tables["gradient"].values()
+    check("bare, the gradient falls to less than a hundredth", bare[-1] < bare[0] / 100)
+    check("residual, it grows more than a hundredfold", residual[-1] > 100 * residual[0])
+    check("with post-norm, it changes by less than a factor of 5", post.max() < 5 * post.min())
+    check("with pre-norm, by less than a factor of 10", pre.max() < 10 * pre.min())
+    check("with post-norm, all sizes are 1", same(tables["size"]["post-norm"], np.ones(6)))
     # The picture.
     figure, axis = panels(1, width=6.5, height=3.6)
-    for kind, style in zip(kinds, ("o-", "s--", "^:"), strict=True):
-        axis.plot(depths, sizes[kind], style, label=kind)
-    axis.set(xscale="log", yscale="log", xlabel="layers", title="gradient at the first layer")
+    for (kind, values), style in zip(
+        tables["gradient"].items(), ("o-", "s--", "v-.", "^:"), strict=True
+    ):
+        axis.plot(depths, values, style, label=kind)
+    axis.set(xscale="log", yscale="log", xlabel="layers", title="gradient by the input")
     axis.set_xticks(depths, map(str, depths))
+    axis.minorticks_off()
     axis.legend()
     return figure

@@ -10,21 +10,27 @@ class Document:
     Attributes:
         title: as it stands above the text.
         author: who wrote it and when, as far as the text says so.
+        short: what the steps call it.
     """
 
     title: str
     author: str
+    short: str
 
     def __str__(self) -> str:
-        return f"“{self.title}” ({self.author})" if self.author else f"“{self.title}”"
+        return f"“{self.title}” ({self.author})"
 
 
-LLMS = Document("LLMs Part 2: Attention Mechanism", "Rahul Dubey, 2024")
+LLMS = Document("LLMs Part 2: Attention Mechanism", "Rahul Dubey, 2024", "“LLMs Part 2”")
 CODING = Document(
-    "Coding Attention Mechanism, Part 1", "Hamza Fatnaoui, Hicham Ibn Issaghyr and Ikram Arif"
+    "Coding Attention Mechanism, Part 1",
+    "Hamza Fatnaoui, Hicham Ibn Issaghyr and Ikram Arif",
+    "“Coding”",
 )
-MECHANISMS = Document("Mechanisms of Attention & Transformers", "Duke Kwon, 2024")
-KERNEL = Document("Attention Is All You Need", "an essay with a kernel in C++ and OpenMP")
-INTERACTION = Document("Understanding the attention mechanism", "2023")
+MECHANISMS = Document("Mechanisms of Attention & Transformers", "Duke Kwon, 2024", "“Mechanisms”")
+KERNEL = Document(
+    "Attention Is All You Need", "an essay with a kernel in C++ and OpenMP", "the essay"
+)
+INTERACTION = Document("Understanding the attention mechanism", "2023", "“Understanding”")
 
 DOCUMENTS = (MECHANISMS, INTERACTION, CODING, LLMS, KERNEL)

@@ -1,5 +1,6 @@
 """Several heads, as a list and side by side; and scores by a small network instead of a product."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -15,104 +16,128 @@ from experiments.walkthrough.step import check, panels, same, show, step
 from jattn import masks, viz
 
 
-@step(LLMS, MECHANISMS, CODING)
+def split(x: jax.Array, matrix: jax.Array, count: int) -> jax.Array:
+    """x times a matrix, the columns dealt out to heads: [B, T, D] to [B, T, N, H]."""
+    return (x @ matrix).reshape(*x.shape[:2], count, -1)
+
+
+@step(LLMS, MECHANISMS, CODING, uses=(split,))
 def heads() -> Figure:
     """One head and many.
 
-    One softmax makes one mean. So the width D is split between N heads of H = D / N numbers, each
-    with queries, keys and values of its own: one head may follow grammar, another the meaning. What
-    the heads give is put side by side and multiplied by a last matrix; below, only the module at
-    the end has it, as `out`.
+    One softmax gives each word one mean. Several heads give it several: one head may follow the
+    grammar, and another the meaning. The width D is split between N heads of H = D / N numbers.
+    Each head has its own queries, keys and values. The outputs of all heads are put side by side
+    and multiplied by one more learned matrix. The first part of this step leaves that matrix out.
 
-    Written as a list, heads run one after the other. Side by side in one matrix, they are one
-    product, and still each head sees only its own columns. The 2017 paper has 8 heads of 64 in a
-    width of 512, so that 8 × 64 = 512 again.
+    Heads in a list are computed one after the other. Side by side in one matrix, they are computed
+    by one product, and still each head uses only its own columns. The 2017 paper has 8 heads of 64
+    numbers in a width of 512.
     """
     width, count, size = 512, 8, 64
-    x = jax.random.normal(jax.random.key(0), (2, 6, width))  # 2 sentences of 6 words
-    # Matrices for queries, keys and values, each [512, 512].
+    # Two sentences of six words: numbers drawn from a seed.
+    x = jax.random.normal(jax.random.key(0), (2, 6, width))
+    # For queries, keys and values. Divided by 16, they give scores a standard deviation of 2.
     matrices = [jax.random.normal(jax.random.key(n), (width, width)) / 16 for n in (1, 2, 3)]
-    query, key, value = ((x @ w).reshape(2, 6, count, size) for w in matrices)  # [B, T, N, H]
+    query, key, value = (split(x, matrix, count) for matrix in matrices)
+    print(f"queries [B, T, N, H] = {list(query.shape)}")
     together = jattn.attention(query, key, value, mask=masks.Causal())
-    show("a corner of all heads, side by side", together.reshape(2, 6, width)[0, :3, :5])
-    check("8 heads of 64 make a width of 512", together.reshape(2, 6, -1).shape == (2, 6, 512))
+    packed = together.reshape(2, 6, width)
+    print(f"all heads side by side [B, T, D] = {list(packed.shape)}")
+    show("a corner of them", packed[0, :3, :5])
 
-    alone = []
-    for n in range(count):  # the list: head n has columns 64 n … 64 n + 63
-        mine = [w[:, n * size : (n + 1) * size] for w in matrices]
-        alone.append(jattn.self_attention(x, *mine, mask=masks.Causal()))
-    listed = jnp.concatenate(alone, axis=-1)
-    check("the list of heads gives the same", same(listed, together.reshape(2, 6, width)))
+    # The list. Head n has the columns 64 n … 64 n + 63, with n counted from 0.
+    columns = [slice(n * size, (n + 1) * size) for n in range(count)]
+    alone = [
+        jattn.self_attention(x, *(matrix[:, mine] for matrix in matrices), mask=masks.Causal())
+        for mine in columns
+    ]
+    check("the list of heads gives the same", same(jnp.concatenate(alone, axis=-1), packed))
 
-    changed = query.at[:, :, 3].set(0.0)  # another query for head 3
-    other = jattn.attention(changed, key, value, mask=masks.Causal())
-    differs = jnp.max(jnp.abs(other - together), axis=(0, 1, 3))  # for each head
-    check("a head sees only its own columns", (differs > 0) == (jnp.arange(count) == 3))
+    own = []
+    for which, n in itertools.product(range(3), range(count)):
+        # Zeros in the columns of head n, in the matrix of queries, of keys or of values.
+        zeros = matrices[which].at[:, columns[n]].set(0.0)
+        changed = [zeros if i == which else matrix for i, matrix in enumerate(matrices)]
+        other = jattn.attention(*(split(x, w, count) for w in changed), mask=masks.Causal())
+        # How much each head has changed.
+        differs = jnp.max(jnp.abs(other - together), axis=(0, 1, 3))
+        own.append((differs > 1e-9) == (jnp.arange(count) == n))
+    check("zeros in the columns of one head change this head alone", own)
 
+    # A module of Flax holds parameters. `rngs` gives the seeds for their first values.
     layer = jattn.nn.MultiHeadAttention(count, width, mask=masks.Causal(), rngs=nnx.Rngs(0))
-    listed = jattn.nn.SingleHeads(layer)  # the same weights, as a list of heads
-    check("the modules, packed and listed, give the same too", same(layer(x), listed(x), 1e-4))
-    sizes = {"query": layer.query.kernel.shape, "out": layer.out.kernel.shape}
-    print(f"parameters of the module: {sizes}")
-    weights = jattn.attention_weights(query, key, mask=masks.Causal())[0]  # [N, T, S]
-    return viz.grid(weights[:4], JOURNEY, title="four of the eight heads, with random weights")
+    # A module with the same parameters that computes a list of heads.
+    listed = jattn.nn.SingleHeads(layer)
+    check("both modules give the same, to 1e-4", same(layer(x), listed(x), 1e-4))
+    print(f"query matrices of the module {list(layer.query.kernel.shape)}")
+    print(f"its last matrix {list(layer.out.kernel.shape)}")
+    # [N, T, S], of the first sentence. The picture counts heads from 1.
+    weights = jattn.attention_weights(query, key, mask=masks.Causal())[0]
+    return viz.grid(weights[:4], JOURNEY, title="four of the eight heads, with random matrices")
 
 
 @step(MECHANISMS)
 def additive() -> Figure:
     """Additive and multiplicative scores.
 
-    The first attention (RNNsearch, Bahdanau and others, 2014) scored a query and a key by a small
-    network: project both, add, take tanh, and sum up with learned weights w. Luong and others
-    (2015) used a product with a matrix between, q W k; the Transformer takes the plain product and
-    leaves the matrix to the projections.
+    The first attention, RNNsearch by Bahdanau and others (2014), computed scores by a small
+    network. It projects the query and the key, adds them, takes tanh, and multiplies by a learned
+    vector w. Luong and others (2015) put a matrix between query and key, q W k. The Transformer
+    takes the dot product q · k, and has its matrices in the projections. “Mechanisms” calls this
+    dot product “multiplicative”; here the word means q W k.
 
-    A network's score cannot exceed the sum of |w|, so w decides how much of the softmax one word
-    can take. A product grows with its vectors, which is why it is scaled, and it is one
-    multiplication of matrices. The network's hidden layer would be T × S × A numbers; the library
-    never holds it at once.
+    A score of the network lies between −Σ|w| and Σ|w|, so the length of queries and keys cannot
+    make it large. A product grows with the length of its vectors; that is one reason to scale it.
+    But products are cheap: all scores are one product of matrices. The network has a hidden layer
+    of T × S × A numbers. The library computes this layer in parts.
     """
     size, hidden = 8, 5
+    # Six seeds from one.
     seeds = jax.random.split(jax.random.key(0), 6)
     query, key = (jax.random.normal(seed, (6, size)) for seed in seeds[:2])
     w_query, w_key = (jax.random.normal(seed, (size, hidden)) for seed in seeds[2:4])
-    w_score = jax.random.normal(seeds[4], (hidden,))  # w
-    middle = jax.random.normal(seeds[5], (size, size))  # Luong's W
-    ours = jattn.additive_attention(query, key, key, w_query, w_key, w_score)  # values = keys
-    layer = jnp.tanh((query @ w_query)[:, None] + (key @ w_key)[None])  # [T, S, A]
-    scores = layer @ w_score  # [T, S]
+    # The vector w, and Luong's W.
+    w_score = jax.random.normal(seeds[4], (hidden,))
+    middle = jax.random.normal(seeds[5], (size, size))
+    # The keys are the values, too.
+    ours = jattn.additive_attention(query, key, key, w_query, w_key, w_score)
+    # The hidden layer [T, S, A], and scores [T, S].
+    layer = jnp.tanh((query @ w_query)[:, None] + (key @ w_key)[None])
+    scores = layer @ w_score
     check("additive attention is its formula", same(ours, jax.nn.softmax(scores, axis=1) @ key))
     bound = jnp.sum(jnp.abs(w_score))
-    print(f"additive scores lie within ±{bound:.2f}, the sum of |w|")
+    print(f"the sum of |w| is {bound:.2f}")
     far = jnp.tanh((1000 * query @ w_query)[:, None] + (1000 * key @ w_key)[None]) @ w_score
-    check("also those of vectors a thousand times as long", jnp.abs(far) <= bound)
+    check("no score of vectors 1000 times as long exceeds it", jnp.abs(far) <= bound)
     longer = (2 * query) @ (2 * key).T
-    check(
-        "products of vectors twice as long are four times as large", same(longer, 4 * query @ key.T)
-    )
+    check("vectors twice as long make products four times", same(longer, 4 * query @ key.T))
 
     ours = jattn.multiplicative_attention(query, key, key, middle)
     general = jax.nn.softmax((query @ middle) @ key.T, axis=1) @ key
-    check("Luong's score is a plain product, with q W for q", same(ours, general))
+    check("Luong's score is a dot product with q W for q", same(ours, general))
 
-    long = jnp.zeros((2048, size))  # memory where the hidden layer would take 168 MB
-    # Compiled and not run: the program tells how much memory it takes between input and output.
+    # 2,048 words. The function is compiled for them and not run; the program tells its memory.
+    long = jnp.zeros((2048, size))
+    # jax.jit is the compiler of JAX. `lower` takes arguments for their shapes alone.
     program = jax.jit(jattn.additive_attention).lower(long, long, long, w_query, w_key, w_score)
     memory: Any = program.compile().memory_analysis()
     used = memory.temp_size_in_bytes
+    # Eight bytes for each number of 64 bits.
     whole = 2048 * 2048 * hidden * 8
-    print(f"2,048 words: {used / 1e6:.0f} MB used, the whole layer would take {whole / 1e6:.0f} MB")
-    check("less than a quarter of the hidden layer exists at once", used < whole / 4)
+    print(f"2,048 words: {used / 1e6:.0f} MB, the whole layer would take {whole / 1e6:.0f} MB")
+    check("that is less than a tenth of the layer", used < whole / 10)
 
     # The picture.
     line = np.linspace(-3, 3, 61)
-    q1, k1 = line[:, None], line[None]  # queries and keys of one number
+    # Queries and keys of one number.
+    q1, k1 = line[:, None], line[None]
     figure, axes = panels(2, width=8.0, height=3.4)
     look: dict[str, Any] = {"cmap": "PuOr_r", "vmin": -9, "vmax": 9, "origin": "lower"}
     look |= {"extent": (-3, 3, -3, 3)}
     axes[0].imshow(q1 * k1, **look)
     axes[0].set(title="score q · k", xlabel="key", ylabel="query")
     image = axes[1].imshow(2 * np.tanh(q1 + k1), **look)
-    axes[1].set(title="score 2 tanh(q + k)", xlabel="key")
-    figure.colorbar(image, ax=axes)
+    axes[1].set(title="score 2 tanh(q + k)", xlabel="key", ylabel="query")
+    figure.colorbar(image, ax=axes, label="score")
     return figure

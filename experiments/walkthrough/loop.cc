@@ -1,4 +1,6 @@
-// Attention as three loops over rows, in parallel over rows: out = softmax(Q K' / sqrt(d)) V.
+// Attention of one head: out = softmax(Q K' / sqrt(d)) V, for n words of d numbers.
+// The loop over rows runs in parallel. In it stand loops for the scores, for the exponentials and
+// for the sums.
 
 #include <algorithm>
 #include <cmath>

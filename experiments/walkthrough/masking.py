@@ -15,8 +15,9 @@ from jattn import masks, viz
 
 
 def softmax_of_scores(scores: jax.Array, **arguments) -> jax.Array:
-    """The library's weights for scores that are given: with unit vectors as keys, q · k is q."""
-    query, key = scores[:, None, :], jnp.eye(scores.shape[-1])[:, None, :]  # [T, 1 head, S]
+    """The library's weights for given scores [T, S]: with unit vectors as keys, q · k is q."""
+    # Queries are [T, 1 head, S], keys [S, 1 head, S].
+    query, key = scores[:, None, :], jnp.eye(scores.shape[-1])[:, None, :]
     return jattn.attention_weights(query, key, **arguments)[0]
 
 
@@ -25,64 +26,83 @@ def filled(rows: list[list[float]], fill: float) -> jax.Array:
     return jnp.array([(row + 6 * [fill])[:6] for row in rows])
 
 
-@step(CODING, LLMS, INTERACTION, uses=(softmax_of_scores, filled))
+def masked_example() -> tuple[jax.Array, list[jax.Array]]:
+    """The words and the matrices of “Understanding” for its masked attention."""
+    draw = np.random.RandomState(0).randn
+    # What its sections before have drawn.
+    draw(20 + 16 + 16 + 30 + (20 + 35 + 35 + 30) + (20 + 25 * 3))
+    x, *matrices = (jnp.asarray(draw(*shape)) for shape in ((4, 5), (5, 5), (5, 5), (5, 5)))
+    return x, matrices
+
+
+@step(CODING, LLMS, INTERACTION, uses=(softmax_of_scores, filled, masked_example))
 def causal() -> list[Figure]:
     """Causal masks, both ways.
 
-    A model that writes word by word must not read what it has yet to write. One way: compute all
-    weights, set those of later words to 0, and divide each row by what is left of it. The other:
-    set later scores to −∞ before the softmax, as e^−∞ is 0. Both are the same numbers, for the
-    whole row's sum cancels in the division; nothing of the later scores is left.
+    A model that writes word by word must not read the words that it has yet to write. There are two
+    ways to hide them. The first computes all weights, sets those of later words to 0, and divides
+    each row by its new sum. The second sets the scores of later words to −∞ before the softmax,
+    because e^−∞ is 0. Both give the same weights: in the first way, the sum over the whole row
+    cancels in the division, and no later score is left.
 
-    Masks are put together with `&`, `|` and `~`. The second picture has one that keeps each word,
-    the 23 before it and the first 8 of the text; beside it stand its tiles, of which the empty ones
-    are never computed.
+    “Coding” prints a table of weights, but not the parameters behind it. So the step starts from
+    this table. The text also prints the scores; it hides the later ones.
+
+    `masks.Causal()` is the causal mask. Its method `dense(T, S)` gives it as an array [T, S]: True
+    means that a word may be looked at. Masks are combined with `&`, `|` and `~`. The second
+    picture shows a mask that allows each word itself, the 23 words before it, and the first 8 words
+    of the text. The library cuts a mask into tiles. A tile is empty if it allows no pair of words,
+    full if it allows every pair, and mixed otherwise. Empty tiles are not computed.
 
     Misprints in “Coding”: the first three rows of the masked and of the divided table have five
-    numbers instead of six, and 0.1555 stands in the last row of the divided table for 0.1565. “LLMs
-    Part 2” multiplies by the triangle before its softmax and writes that as `M @ scores`: a product
-    of matrices mixes rows, and an entry times 0 has still e^0 = 1 in the softmax, so that later
-    words are seen. The second is shown below.
+    numbers instead of six. The last row of the divided table has 0.1555 instead of 0.1565. In the
+    class `CausalAttention`, `masked_fill` lacks the underscore at its end, so its result is lost.
+
+    Errors in “LLMs Part 2”: `M @ attention_scores` is a product of matrices, which mixes rows,
+    where entry times entry is meant. Besides, a score times 0 is 0, and e^0 is 1, so later words
+    still get weights; the output shows this. The version with −∞ uses `mask`, which is not defined
+    there, and takes the softmax of `attention_scores_norm` instead of `attenion_scores_masked`.
     """
-    table = jnp.asarray(printed.WEIGHTS)  # the weights that “Coding” prints, 6 × 6
+    table = jnp.asarray(printed.WEIGHTS)
     triangle = masks.Causal().dense(6, 6)
-    check("the triangle of ones is the mask", same(masks.Causal().dense(4, 4), np.tri(4) > 0))
-    divided = table * triangle / jnp.sum(table * triangle, axis=1, keepdims=True)
-    show("weights times the triangle, divided by the rows' sums", divided)
-    right = filled(printed.RENORMALISED, 0.0).at[5, 2].set(0.1565)  # the misprint put right
-    check("they are the printed ones, to the rounding of the table", same(divided, right, 2e-4))
+    check("the mask has True on and below the diagonal", same(triangle, np.tri(6) > 0))
+    masked = table * triangle
+    check("the weights times the mask are as printed", same(masked, filled(printed.MASKED, 0.0), 0))
+    divided = masked / jnp.sum(masked, axis=1, keepdims=True)
+    show("then divided by the sums of the rows", divided)
+    # Arrays of JAX never change. This is a copy with 0.1565 in row 5 and column 2, counted from 0.
+    expected = filled(printed.RENORMALISED, 0.0).at[5, 2].set(0.1565)
+    check("as printed, within the rounding of the table", same(divided, expected, 2e-4))
     ours = jattn.renormalised_causal(table)
-    check("jattn.renormalised_causal(weights) is this", same(ours, divided))
+    check("jattn.renormalised_causal(weights) gives the same", same(ours, divided))
 
-    scores = jnp.array(printed.MASKED_SCORES)  # as printed, with −∞ above the diagonal
-    known = jnp.where(triangle, scores, 0.25)  # any number will do there
-    by_infinity = softmax_of_scores(known, mask=masks.Causal(), scale=0.5**0.5)
-    check("the softmax of the printed scores / √2 is that table", same(by_infinity, right, 1e-4))
-    scores = jnp.log(table)  # scores of which the weights are the softmax
+    # As printed, with −∞ above the diagonal. Where the mask is False, any number will do: 0.25.
+    scores = jnp.where(triangle, jnp.array(printed.MASKED_SCORES), 0.25)
+    by_infinity = softmax_of_scores(scores, mask=masks.Causal(), scale=0.5**0.5)
+    check("the softmax of the printed scores / √2 is as printed", same(by_infinity, expected, 1e-4))
+    # Scores whose softmax is the first table.
+    scores = jnp.log(table)
     by_infinity = softmax_of_scores(scores, mask=masks.Causal(), scale=1.0)
-    check("both ways agree to the last bits", same(by_infinity, ours, 1e-15))
+    check("both ways agree to 1e-15", same(by_infinity, ours, 1e-15))
     wild = softmax_of_scores(jnp.where(triangle, scores, 1e30), mask=masks.Causal(), scale=1.0)
-    check("later scores of 1e30 change nothing with −∞", same(wild, by_infinity, 0))
+    check("with −∞, later scores of 1e30 change nothing", same(wild, by_infinity, 0))
     moved = jax.nn.softmax(jnp.where(triangle, scores, 0.5), axis=1)
-    check("nor later scores of 0.5 the other way", same(jattn.renormalised_causal(moved), ours))
-    zeroed = jax.nn.softmax(jnp.where(triangle, scores, 0.0), axis=1)
-    print(f"weights of the first word, with scores times 0: {np.round(zeroed[0], 2)}")
-    check("scores times 0 let later words in", zeroed[0, 1:].sum() > 0.5)
+    check("the other way, later scores of 0.5 do not", same(jattn.renormalised_causal(moved), ours))
+    zeroed = jax.nn.softmax(scores * triangle, axis=1)
+    print(f"scores times 0: weights of the first word {np.round(zeroed[0], 2)}")
+    check("later words get over half of them", zeroed[0, 1:].sum() > 0.5)
 
-    draw = np.random.RandomState(0)
-    draw.randn(20 + 16 + 16 + 30 + (20 + 35 + 35 + 30) + (20 + 25 * 3))  # of the steps before
-    shapes = (4, 5), (5, 5), (5, 5), (5, 5)
-    x, w_query, w_key, w_value = (jnp.asarray(draw.randn(*shape)) for shape in shapes)
-    left = jattn.normalised_interaction((x @ w_query) @ (x @ w_key).T, masks.Causal())
-    check("masked L of “Understanding” comes out to eight digits", matches(left, printed.MASKED_L))
-    check("its V too", matches(x @ w_value, printed.MASKED_V))
+    x, (w_query, w_key, w_value) = masked_example()
+    L = jattn.normalised_interaction((x @ w_query) @ (x @ w_key).T, masks.Causal())
+    check("masked L is as printed in “Understanding”", matches(L, printed.MASKED_L))
+    check("V is, too", matches(x @ w_value, printed.MASKED_V))
     y = jattn.self_attention(x, w_query, w_key, w_value, mask=masks.Causal(), scale=1.0)
-    check("and its Y", matches(y, printed.MASKED_LV))
+    check("Y is, too", matches(y, printed.MASKED_LV))
     # The pictures.
     title = "masks.Causal() & (masks.Window(left=23) | masks.Global(8))"
     near = masks.Causal() & (masks.Window(left=23) | masks.Global(8))
     return [
-        viz.heatmap(divided, JOURNEY, title="causal weights: each word reads itself and before"),
+        viz.heatmap(divided, JOURNEY, title="causal weights"),
         viz.show_mask(near, 96, block=8, title=title),
     ]
 
@@ -91,46 +111,55 @@ def causal() -> list[Figure]:
 def dropout() -> Figure:
     """Dropout on weights.
 
-    While a model is trained, each weight is set to 0 with probability p, so that no word is relied
-    upon alone; what is left is multiplied by 1/(1 − p), so that the sum of a row is right in the
-    mean, though not in each row. A weight of 0.3 at p = 0.2 becomes 0.3 × 1.25 = 0.375, or 0. At
-    p = 0.5 what is left doubles. After training there is none.
+    During training, dropout sets each weight to 0 with probability p. So the model cannot rely on
+    one word alone. The other weights are multiplied by 1/(1 − p), so that the sum of a row is 1 in
+    the mean, though not in each row. With p = 0.2, a weight of 0.3 becomes 0.3 × 1.25 = 0.375, or
+    0. With p = 0.5, the weights that are left double. After training there is no dropout.
 
-    The decision is a hash of a key (a seed, as in `jax.random`) and of the place of the weight. So
-    the same key gives the same dropout, also where fewer rows are computed.
+    The library decides by a hash of a seed and of the place of the weight. So the same seed drops
+    the same weights, even if only some of the rows are computed.
     """
-    row = jnp.log(jnp.array([0.3, 0.6, 0.1]))  # scores whose softmax is 0.3, 0.6, 0.1
-    query = jnp.tile(row, (500, 1))[:, None, :]  # 500 words that look so: [500, 1 head, 3]
-    unit = jnp.eye(3)[:, None, :]  # keys that pick scores out, values that show the weights
-    key = jax.random.key(0)
-    dropped = jattn.attention(query, unit, unit, scale=1.0, dropout_rate=0.2, dropout_key=key)
-    dropped = dropped[:, 0]  # the only head: weights [500, 3]
-    show("the first five rows", dropped[:5], 3)
-    found = sorted({round(float(w), 12) for w in dropped[:, 0]})
-    check(f"0.3 becomes {found[1]} or {found[0]:.0f}", found == [0, 0.375])
-    share = float(jnp.mean(dropped == 0))
-    check(f"a share of {share:.3f} is dropped, p = 0.2", abs(share - 0.2) < 0.03)
-    sums = dropped.sum(axis=1)
+    # Scores whose softmax is 0.3, 0.6, 0.1.
+    row = jnp.log(jnp.array([0.3, 0.6, 0.1]))
+    # The same query 500 times: [500, 1 head, 3].
+    query = jnp.tile(row, (500, 1))[:, None, :]
+    # As keys, unit vectors make the query the scores. As values, they make the output the weights.
+    unit = jnp.eye(3)[:, None, :]
+    # A seed for random numbers. JAX calls it a key. The same seed gives the same numbers.
+    seed = jax.random.key(0)
+
+    def dropped(query: jax.Array, p: float) -> jax.Array:
+        out = jattn.attention(query, unit, unit, scale=1.0, dropout_rate=p, dropout_key=seed)
+        # The only head: [500, 3].
+        return out[:, 0]
+
+    fifth = dropped(query, 0.2)
+    show("the first five rows", fifth[:5], 3)
+    found = sorted({round(float(weight), 12) for weight in fifth[:, 0]})
+    check("with p = 0.2, 0.3 becomes 0.375 or 0", found == [0, 0.375])
+    share = float(jnp.mean(fifth == 0))
+    print(f"share of weights that are dropped: {share:.3f}")
+    check("that is 0.2, to 0.03", abs(share - 0.2) < 0.03)
+    sums = fifth.sum(axis=1)
     least, mean, most = (float(f(sums)) for f in (jnp.min, jnp.mean, jnp.max))
-    print(f"rows sum to {least:.2f} … {most:.2f}, to {mean:.3f} in the mean")
-    check("sums are 1 in the mean, not in each row", abs(mean - 1) < 0.05 and most - least > 0.5)
-    again = jattn.attention(query, unit, unit, scale=1.0, dropout_rate=0.2, dropout_key=key)
-    check("the same key drops the same", same(again[:, 0], dropped, 0))
-    few = jattn.attention(query[:100], unit, unit, scale=1.0, dropout_rate=0.2, dropout_key=key)
-    check("in the first 100 rows alone as well", same(few[:, 0], dropped[:100], 1e-12))
-    half = jattn.attention(query, unit, unit, scale=1.0, dropout_rate=0.5, dropout_key=key)[:, 0]
+    print(f"sums of rows: {least:.2f} … {most:.2f}, mean {mean:.3f}")
+    check("their mean is 1, to 0.05", abs(mean - 1) < 0.05)
+    check("they differ by more than 0.5", most - least > 0.5)
+    check("the same seed drops the same weights", same(dropped(query, 0.2), fifth, 0))
+    check("also with the first 100 rows alone", same(dropped(query[:100], 0.2), fifth[:100]))
+    half = dropped(query, 0.5)
     doubled = 2 * jnp.array([0.3, 0.6, 0.1])
-    check("at p = 0.5 what is left doubles", (half == 0) | (jnp.abs(half - doubled) < 1e-12))
+    check("with p = 0.5 a weight doubles or is 0", (half == 0) | (abs(half - doubled) < 1e-12))
 
     # The picture.
     figure, axes = panels(3, width=8.0, height=3.4)
-    shown = {
-        "p = 0": jnp.tile(jnp.exp(row), (12, 1)),
-        "p = 0.2": dropped[:12],
-        "p = 0.5": half[:12],
-    }
+    whole = jnp.tile(jnp.exp(row), (12, 1))
+    shown = {"p = 0": whole, "p = 0.2": fifth[:12], "p = 0.5": half[:12]}
     for axis, (title, weights) in zip(axes, shown.items(), strict=True):
         axis.imshow(weights, cmap="Blues", vmin=0, vmax=1.2, aspect="auto")
-        axis.set(title=title, xticks=range(3), xlabel="word that is read")
+        axis.set(title=title, xlabel="word that is looked at")
+        axis.set_xticks(range(3), range(1, 4))
+        axis.set_yticks(range(12), range(1, 13))
     axes[0].set_ylabel("row")
+    figure.colorbar(axes[0].images[0], ax=axes, label="weight")
     return figure

@@ -8,47 +8,18 @@ import html
 import importlib.resources
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pygments import lex
 from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
-from experiments.walkthrough.documents import DOCUMENTS
+from experiments.walkthrough import introduction
+from experiments.walkthrough.introduction import TITLE
+from experiments.walkthrough.names import borrowed
 from experiments.walkthrough.running import Result
-from experiments.walkthrough.step import Code
+from experiments.walkthrough.step import Code, Step
 
-
-_TITLE = "From dot products to a Transformer"
-
-_ABOUT = (
-    "Attention lets every word of a sentence look at every other word. These steps lead from plain "
-    "products of vectors to the Transformer of 2017. Each is a few lines of Python that call the "
-    "library `jattn`; below them stands what they printed, and the picture that they drew.",
-    "You need to know vectors, products of matrices and a little Python. The arrays are those of "
-    "JAX, `jnp`, which work like NumPy's: `x @ y` is a product of matrices, `x.T` the transpose, "
-    "`x[:, 0]` the first column, and a shape such as `[4, 5]` says four rows of five numbers. "
-    "JAX can also compile a function (`jax.jit`) and differentiate it (`jax.grad`). Its arrays "
-    "never change: `x.at[i].set(v)` is a copy of `x` with `v` at `i`. Its random numbers come from "
-    "a seed that is passed: `jax.random.key(0)` is a seed, `split` makes several of one, and "
-    "`normal(seed, shape)` draws the same numbers whenever the seed is the same. The steps compute "
-    "in 64 bits, which JAX must be told to do; modules and some arrays are made in 32.",
-    "All code follows these lines: `import jax, jax.numpy as jnp, numpy as np, optax`, `from flax "
-    "import nnx`, `import jattn`, `from jattn import masks, viz`. `masks` says which words may be "
-    "looked at, `viz` draws, `nnx` has modules that hold parameters, `optax` trains them. Five "
-    "helpers are the page's own: `check(claim, holds)` prints a claim or stops, `show(name, "
-    "array)` prints an array with its shape, `same(a, b)` says whether two arrays are equal but "
-    "for rounding, `matches(a, printed.X)` whether one rounds to the digits that a text prints, "
-    "and `panels(n)` makes an empty figure.",
-    "A line with ✓ is a claim that was checked when the page was made: had it not held, there "
-    "would be no page. Letters in shapes are always the same: B sentences, T words that look "
-    "(queries), S words that are looked at (keys), N heads of queries, K heads of keys and values "
-    "(here as many), H numbers in a query or key, V in a value, D in a word, A in the hidden layer "
-    "of additive scores. `jattn.attention(query, key, value)` takes `[*B, T, N, H]`, "
-    "`[*B, S, K, H]` and `[*B, S, K, V]`, where `*B` may also be no axis at all, and gives "
-    "`[*B, T, N, V]`; if no `scale` is given, it multiplies scores by 1/√H. In Y = L X R the "
-    "letters are matrices: L mixes words, R changes each.",
-)
 
 _COLOURED = {
     **{Keyword: "k", Operator.Word: "k", String: "s", Comment: "c", Number: "m"},
@@ -65,13 +36,11 @@ def written(results: Sequence[Result]) -> str:
     style = (
         importlib.resources.files("experiments.walkthrough").joinpath("page.css").read_text("utf-8")
     )
+    steps = [result.step for result in results]
     contents = "".join(
-        f'<li><a href="#{_text(result.step.name)}">{_text(result.step.title)}</a></li>\n'
-        for result in results
+        f'<li><a href="#{_text(step.name)}">{_text(step.title)}</a></li>\n' for step in steps
     )
-    about = "".join(f"<p>{_paragraph(text)}</p>\n" for text in _ABOUT)
-    titles = "; ".join(map(str, DOCUMENTS))
-    sections = "".join(_section(number, result) for number, result in enumerate(results, 1))
+    sections = "".join(_section(steps, place, result) for place, result in enumerate(results))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -79,16 +48,14 @@ def written(results: Sequence[Result]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{_TITLE}</title>
+<title>{TITLE}</title>
 <style>
 {style}</style>
 </head>
 <body>
 <header>
-<h1>{_TITLE}</h1>
-{about}<p>The steps follow five texts and reproduce the numbers that these print: {_text(titles)}.
-Where a text is misprinted, the step says so.</p>
-</header>
+<h1>{TITLE}</h1>
+{_introduction(steps)}</header>
 <nav aria-label="steps">
 <ol>
 {contents}</ol>
@@ -97,32 +64,65 @@ Where a text is misprinted, the step says so.</p>
 {sections}</main>
 <section>
 <h2>What comes next</h2>
-<p>Train a translator and look at every head of it: <code>python -m experiments.translation</code>.
-Run one of these steps alone: <code>python -m experiments.walkthrough {_text(results[-1].step.name)}
-</code>.</p>
-</section>
+{_ending(steps)}</section>
 </body>
 </html>
 """
 
 
-def _section(number: int, result: Result) -> str:
+def _introduction(steps: Sequence[Step]) -> str:
+    """What stands above the list of steps."""
+    said = introduction
+    texts = "".join(f"<li>{_text(text)}</li>\n" for text in said.texts())
+    return f"""{_paragraphs(said.KNOWLEDGE)}{_code(said.COMMANDS)}
+<p>These lines come before the code of all steps:</p>
+{_code(said.prelude(steps))}{_paragraphs(said.CODE)}{_list(said.helpers(), "long")}
+{_paragraphs(said.PROMISES)}{_list(said.LETTERS, "short")}
+<p>The steps follow five texts:</p>
+<ul>
+{texts}</ul>
+{_paragraphs([said.NUMBERS])}"""
+
+
+def _ending(steps: Sequence[Step]) -> str:
+    """What stands below the last step."""
+    names = ", ".join(f"`{step.name}`" for step in steps)
+    return _paragraphs(
+        (
+            "`python -m experiments.translation` trains a translator, and shows all of its heads.",
+            "`python -m experiments.walkthrough` runs single steps if it is given their names, for "
+            f"example `python -m experiments.walkthrough {steps[-1].name}`. The names are {names}.",
+        )
+    )
+
+
+def _section(steps: Sequence[Step], place: int, result: Result) -> str:
     """A step: text, code, output, pictures."""
-    step = result.step
+    step = steps[place]
     name, title = _text(step.name), _text(step.title)
-    text = "".join(f"<p>{_paragraph(paragraph)}</p>\n" for paragraph in step.paragraphs)
     code = "".join(map(_code, step.code))
     pictures = "".join(
-        _picture(content, f"{step.title}: {_ordinal(place, len(result.pictures))}")
-        for place, content in enumerate(result.pictures, 1)
+        _picture(content, f"{step.title}: {_ordinal(number, len(result.pictures))}")
+        for number, content in enumerate(result.pictures, 1)
     )
     return f"""<section id="{name}">
-<h2><a href="#{name}">{number}. {title}</a></h2>
-{text}<p class="follows">Follows {_text("; ".join(map(str, step.follows)))}.</p>
+<h2><a href="#{name}">{place + 1}. {title}</a></h2>
+{_paragraphs(step.paragraphs)}<p class="follows">{_sources(steps, place)}</p>
 {code}<p class="label">output, in {result.seconds:.1f} s</p>
 <pre class="output" tabindex="0"><samp>{_output(result.output)}</samp></pre>
 {pictures}</section>
 """
+
+
+def _sources(steps: Sequence[Step], place: int) -> str:
+    """Which documents a step follows, and what it takes from earlier steps."""
+    step = steps[place]
+    said = [f"{step.relation} {_text('; '.join(map(str, step.follows)))}."]
+    for earlier, names in borrowed(steps, place).items():
+        link = f'<a href="#{_text(steps[earlier].name)}">step {earlier + 1}</a>'
+        listed = ", ".join(f"<code>{_text(name)}</code>" for name in names)
+        said.append(f"From {link}: {listed}.")
+    return "<br>\n".join(said)
 
 
 def _ordinal(place: int, count: int) -> str:
@@ -134,9 +134,22 @@ def _text(text: str) -> str:
     return html.escape(text, quote=True)
 
 
-def _paragraph(text: str) -> str:
+def _marked(text: str) -> str:
     """Text in which backticks stand around code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", _text(text))
+
+
+def _paragraphs(texts: Sequence[str]) -> str:
+    return "".join(f"<p>{_marked(text)}</p>\n" for text in texts)
+
+
+def _list(meanings: Mapping[str, str], style: str) -> str:
+    """Code, each with what it means; with long code, narrow screens have the two in two lines."""
+    pairs = (
+        f"<dt><code>{_text(code)}</code></dt><dd>{_marked(meaning)}</dd>\n"
+        for code, meaning in meanings.items()
+    )
+    return f'<dl class="{style}">\n{"".join(pairs)}</dl>'
 
 
 def _output(text: str) -> str:

@@ -178,7 +178,8 @@ SELF_ATTENTION = """
 
 
 def matches(got: Any, printed: str) -> bool:
-    """Whether an array has a printed table's shape and rounds to each of its digits."""
+    """True if an array has the shape of a printed table, and its numbers, rounded to as many
+    digits, are the printed ones."""
     rows = [line.split() for line in printed.split("\n") if line.strip()]
     got = np.asarray(got)
     if got.shape != (len(rows), len(rows[0])):

@@ -60,5 +60,7 @@ def run(chosen: Step, listener: TextIO | None = None) -> Result:
 
 def _png(figure: Figure) -> bytes:
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=144, facecolor="white")
+    figure.savefig(
+        content, format="png", dpi=144, facecolor="white", bbox_inches="tight", pad_inches=0.1
+    )
     return content.getvalue()

@@ -44,6 +44,7 @@ class Step:
         title: a line.
         paragraphs: the text.
         follows: the documents whose lines of thought and numbers it follows.
+        relation: "Follows", or what else it does with these documents.
         code: what it runs, in the order in which it is read; "drawing" comes last.
         body: the function itself.
     """
@@ -52,6 +53,7 @@ class Step:
     title: str
     paragraphs: tuple[str, ...]
     follows: tuple[Document, ...]
+    relation: str
     code: tuple[Code, ...]
     body: Body
 
@@ -70,11 +72,14 @@ def constants(file: str, *names: str) -> Code:
     return Code("data", "python", "\n".join(found))
 
 
-def step(*follows: Document, uses: tuple[Used, ...] = ()) -> Callable[[Body], Step]:
+def step(
+    *follows: Document, uses: tuple[Used, ...] = (), relation: str = "Follows"
+) -> Callable[[Body], Step]:
     """Makes a step of a function, whose name it takes.
 
     Args:
         follows: the documents.
+        relation: what the step does with them.
         uses: functions, classes and code that the page shows before the step's own lines.
     """
 
@@ -85,6 +90,7 @@ def step(*follows: Document, uses: tuple[Used, ...] = ()) -> Callable[[Body], St
             title.rstrip("."),
             tuple(" ".join(paragraph.split()) for paragraph in paragraphs),
             follows,
+            relation,
             tuple(_code(body, uses)),
             body,
         )
@@ -117,11 +123,11 @@ def _own_lines(function: Callable[..., Any]) -> str:
 
 
 def check(claim: str, holds: Any) -> None:
-    """Prints what the step claims, or raises `ClaimFailed`.
+    """Prints a claim if it holds, and otherwise stops the run. `holds` is True or False, or an
+    array of them, which must all be True.
 
-    Args:
-        claim: in words.
-        holds: a truth, or an array of them of which all must hold.
+    Raises:
+        ClaimFailed: it does not hold.
     """
     if not np.all(np.asarray(holds)):
         raise ClaimFailed(claim)
@@ -129,19 +135,21 @@ def check(claim: str, holds: Any) -> None:
 
 
 def show(name: str, array: Any, digits: int = 4) -> None:
-    """Prints an array under its name and shape."""
+    """Prints an array under its name and shape, with so many digits after the point."""
     array = np.asarray(array)
     style = {"precision": digits, "suppress_small": True, "max_line_width": 100}
     print(f"{name} {list(array.shape)}\n{np.array2string(array, **style)}")
 
 
 def same(a: Any, b: Any, tolerance: float = 1e-12) -> bool:
-    """Whether two arrays have one shape and, but for rounding, the same numbers."""
+    """True if two arrays have the same shape, and no two numbers at the same place differ by more
+    than the tolerance."""
     a, b = np.asarray(a), np.asarray(b)
     return a.shape == b.shape and bool(np.allclose(a, b, rtol=0, atol=tolerance))
 
 
 def panels(columns: int, *, width: float = 7.0, height: float = 3.0) -> tuple[Figure, Any]:
-    """An empty figure, in inches, and its axes: one, or an array of several."""
+    """Makes an empty figure of a width and height in inches, and its axes: one, or an array of
+    several side by side."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, columns)

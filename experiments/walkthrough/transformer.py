@@ -11,69 +11,101 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 import jattn
-from experiments.walkthrough.documents import CODING, LLMS, MECHANISMS
+from experiments.walkthrough.documents import MECHANISMS
 from experiments.walkthrough.step import check, same, step
 from jattn import masks, viz
 
 
 def parameter_shapes(build: Callable[[], nnx.Module]) -> list[tuple[int, ...]]:
-    """The shapes of a module's parameters; the module is not made, so it takes no memory."""
+    """The shapes of a module's parameters."""
+    # eval_shape runs the function for shapes alone: no parameter is made or takes memory.
     model = nnx.eval_shape(build)
+    # The parameters of the module, and those of its parts and of their parts, in one list.
     return [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
 
 
-@step(MECHANISMS, LLMS, CODING, uses=(parameter_shapes,))
+def base() -> jattn.nn.Transformer:
+    """The base model of the paper. 37,000 word pieces; one table of vectors for all uses."""
+    return jattn.nn.Transformer(
+        37000,
+        37000,
+        features=512,
+        num_heads=8,
+        feed_forward=2048,
+        encoder_layers=6,
+        decoder_layers=6,
+        tie_embeddings="all",
+        rngs=nnx.Rngs(0),
+    )
+
+
+@step(MECHANISMS, uses=(parameter_shapes, base))
 def transformer() -> list[Figure]:
     """The encoder-decoder of 2017.
 
-    A block of the encoder is attention of the sentence to itself, then a small network for each
-    word alone; around both stand a residual connection and a normalisation. The decoder's block has
-    a third part between: attention to what the encoder made of the source, where queries come from
-    the target, keys and values from the source. The decoder's own attention is causal, so that all
-    positions can be trained at once, each as if the rest were not yet written.
+    The encoder reads the source. Each of its blocks has two parts: attention of the sentence to
+    itself, and a small network for each word alone, called feed-forward. Around each part stand a
+    residual connection and a normalisation. The decoder writes the target. Its blocks have a third
+    part between the two, cross-attention: queries come from the target, keys and values from what
+    the encoder made of the source. The decoder's self-attention is causal. So all words of a target
+    can be trained at once, each as if the later ones were not yet written.
 
-    Six blocks a side, a width of 512, 8 heads of 64, an inner width of 2,048, and one table of
-    37,000 word pieces for both languages and for the output: the paper's base model, said to have
-    65 million parameters.
+    The paper's base model has six blocks in the encoder and six in the decoder, a width of 512, 8
+    heads of 64, and an inner width of 2,048. One table of about 37,000 word pieces serves for both
+    languages and for the output. The paper gives it 65 million parameters. With exactly 37,000
+    pieces it has 63.1 million; about 3,700 more pieces would make the difference.
+
+    In the pictures a row is a word that looks, and a column is a word that it looks at. The model
+    is not trained, so the weights mean nothing yet.
+
+    Misprint in “Mechanisms”: it lets the decoder get “key and query values” from the encoder. Keys
+    and values are meant.
     """
     sizes: dict[str, Any] = {"features": 32, "num_heads": 4, "feed_forward": 64}
     block = jattn.nn.EncoderLayer(**sizes, dropout_rate=0.0, rngs=nnx.Rngs(0))
+    # The modules compute in 32 bits.
     x = jax.random.normal(jax.random.key(1), (1, 6, 32), jnp.float32)
+    # The two parts of the block, and the normalisation that belongs to each.
     parts = block.self_attention, block.feed_forward
     norms = block.self_attention_residual.norm, block.feed_forward_residual.norm
     y = x
     for part, norm in zip(parts, norms, strict=True):
-        y = norm(y + part(y))  # around each part: add, then normalise
-    check("an encoder block is this loop", same(block(x), y, 1e-5))
+        y = norm(y + part(y))
+    check("a block of the encoder is this loop", same(block(x), y, 1e-5))
 
+    # 50 words in the source language, 60 in the target language.
     sizes |= {"encoder_layers": 2, "decoder_layers": 2}
     model = jattn.nn.Transformer(50, 60, **sizes, dropout_rate=0.0, rngs=nnx.Rngs(0))
+    # One sentence of four words, filled up to six with 0, and one of five.
     source, target = jnp.array([[5, 9, 2, 7, 0, 0]]), jnp.array([[1, 8, 3, 4, 6]])
-    real = masks.Lengths(kv=jnp.array([4]))  # only the first 4 source words are real
-    logits = model(source, target, source_mask=real, cross_mask=real)
-    print(f"logits {logits.shape}: for each target word, a number for each word of the vocabulary")
-    later = model(source, target.at[0, 3:].set(0), source_mask=real, cross_mask=real)
-    before = same(later[:, :3], logits[:, :3], 1e-5)
-    check("words that come later change nothing before them", before)
-    check("but something after them", not same(later[:, 3:], logits[:, 3:], 1e-2))
-    padded = model(source.at[0, 4:].set(11), target, source_mask=real, cross_mask=real)
-    check("what stands in the padding changes nothing", same(padded, logits, 0))
-    seen = jattn.nn.capture_weights(model, source, target, source_mask=real, cross_mask=real)
+    # No word may look at the padding: neither those of the source nor those of the target.
+    real = masks.Lengths(kv=jnp.array([4]))
+    padding: dict[str, Any] = {"source_mask": real, "cross_mask": real}
+    logits = model(source, target, **padding)
+    print(f"logits [B, T, words] = {list(logits.shape)}: how well each word fits at each place")
+    later = model(source, target.at[0, 3:].set(0), **padding)
+    check("later words change nothing before them", same(later[:, :3], logits[:, :3], 1e-5))
+    check("they do change the later logits", not same(later[:, 3:], logits[:, 3:], 1e-2))
+    padded = model(source.at[0, 4:].set(11), target, **padding)
+    check("other numbers in the padding change nothing", same(padded, logits, 0))
+
+    # The weights of every attention of the model, by its name: [B, N, T, S].
+    seen = jattn.nn.capture_weights(model, source, target, **padding)
     for path, weights in seen.items():
-        print(f"    {path:36}[B, N, T, S] = {list(weights.shape)}")
-
-    paper: dict[str, Any] = {"features": 512, "num_heads": 8, "feed_forward": 2048}
-    paper |= {"encoder_layers": 6, "decoder_layers": 6, "tie_embeddings": "all"}  # one table
-
-    def base() -> jattn.nn.Transformer:
-        return jattn.nn.Transformer(37000, 37000, **paper, rngs=nnx.Rngs(0))
+        print(f"    {path:36}{list(weights.shape)}")
+    sources = [weights[..., 4:] for path, weights in seen.items() if weights.shape[-1] == 6]
+    check("the weights of the padding are 0", [np.all(weights == 0) for weights in sources])
 
     count = sum(math.prod(shape) for shape in parameter_shapes(base))
     print(f"the base model has {count / 1e6:.1f} million parameters")
-    check("about the 65 million of the paper", abs(count / 65e6 - 1) < 0.05)
+    check("these are the 65 million of the paper, to 5 %", abs(count / 65e6 - 1) < 0.05)
     # The pictures.
+    words = [f"source {n}" for n in range(1, 5)] + 2 * ["padding"]
+    written = [f"target {n}" for n in range(1, 6)]
+    # Rows of the padding are left out.
+    labels = ("encoder", "self", words[:4], words), ("decoder", "self", written, written)
     grids = []
-    for side, kind in (("encoder", "self"), ("decoder", "self"), ("decoder", "cross")):
-        weights = np.asarray(seen[f"{side}/layers/0/{kind}_attention"])[0, :3]
-        grids.append(viz.grid(weights, title=f"{side}, {kind}-attention: three heads"))
+    for side, kind, rows, columns in (*labels, ("decoder", "cross", written, words)):
+        weights = np.asarray(seen[f"{side}/layers/0/{kind}_attention"])[0, :, : len(rows)]
+        grids.append(viz.grid(weights, rows, columns, title=f"{side}, {kind}-attention, block 1"))
     return grids

@@ -1,0 +1,133 @@
+"""One word in two contexts: a small encoder is trained, and gives a word many vectors."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from matplotlib.figure import Figure
+
+import jattn
+from experiments.walkthrough.corpus import sentences, vocabulary
+from experiments.walkthrough.documents import LLMS, MECHANISMS
+from experiments.walkthrough.similarity import cosines
+from experiments.walkthrough.step import check, panels, step
+
+
+class Reader(nnx.Module):
+    """Guesses the hidden word of a sentence, with one block of the encoder."""
+
+    # A module of one's own: its parts are set here, and their parameters become its parameters.
+    def __init__(self, words: int, rngs: nnx.Rngs):
+        # A vector of 16 numbers for each word, and one more that stands for a hidden word.
+        self.embed = jattn.nn.TokenEmbedding(words + 1, 16, rngs=rngs)
+        self.positions = jattn.nn.SinusoidalPositions(16)
+        self.encoder = jattn.nn.Encoder(
+            num_layers=1, features=16, num_heads=2, feed_forward=32, dropout_rate=0.0, rngs=rngs
+        )
+
+    def read(self, ids: jax.Array) -> jax.Array:
+        """The vector of each word after it has seen its sentence: [B, T] to [B, T, 16]."""
+        return self.encoder(self.embed(ids) + self.positions(jnp.arange(ids.shape[1])))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """How well each word of the vocabulary fits at each place: [B, T] to [B, T, words]."""
+        # The products of each vector with the table of vectors.
+        return self.embed.attend(self.read(ids))
+
+
+def hidden(ids: np.ndarray, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Hides one word of each sentence: what is read, where the word stood, and what it was."""
+    rng = np.random.default_rng(0)
+    rows = np.arange(len(ids))
+    for _ in range(steps):
+        at = rng.integers(ids.shape[1], size=len(ids))
+        read = ids.copy()
+        read[rows, at] = ids.max() + 1
+        yield read, at, ids[rows, at]
+
+
+def guess_loss(model: Reader, read: jax.Array, at: jax.Array, wanted: jax.Array) -> jax.Array:
+    """How bad the guesses are: the mean of −log p, p being the probability of the correct word."""
+    # A number for each word of the vocabulary. Their softmax is the probability of each word.
+    logits = model(read)[jnp.arange(len(at)), at]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
+
+
+def learn(
+    model: nnx.Module,
+    loss: Callable[..., jax.Array],
+    batches: Iterable[tuple[np.ndarray, ...]],
+    rate: float,
+) -> list[float]:
+    """Trains a model, one step for each batch, and returns the losses."""
+    # Adam is a method that chooses the steps; `wrt` names what changes: the parameters.
+    optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
+
+    # nnx.jit is jax.jit for functions that change modules: JAX compiles the function once.
+    @nnx.jit
+    def update(model: Any, optimizer: Any, *batch: jax.Array) -> jax.Array:
+        # The loss, and its gradient by the parameters of its first argument, the model.
+        value, gradients = nnx.value_and_grad(loss)(model, *batch)
+        # This changes the parameters in place.
+        optimizer.update(model, gradients)
+        return value
+
+    # jnp.asarray makes arrays of JAX from arrays of NumPy.
+    return [float(update(model, optimizer, *map(jnp.asarray, batch))) for batch in batches]
+
+
+@step(MECHANISMS, LLMS, uses=(Reader, hidden, guess_loss, learn))
+def contexts() -> Figure:
+    """One word, two contexts.
+
+    A table of vectors is static. It has one vector for apple, both in “An apple today” and in “An
+    apple iphone”, and one vector for both kinds of bank. Attention makes the vector of a word from
+    the words around it, so the vector differs from sentence to sentence.
+
+    A model with one block of the encoder learns to guess hidden words in the corpus of the first
+    step. Then it reads every sentence, and we compare the vectors of bank.
+
+    This is the first model on the page that is trained. Training repeats one step. It computes the
+    loss, which says how bad the guesses are. It computes the gradient of the loss by all
+    parameters. Then it changes the parameters a little, so that the loss falls.
+    """
+    place = {word: i for i, word in enumerate(vocabulary())}
+    # [36, 5]: the number of each word. Eighteen sentences about rivers come first.
+    ids = np.array([[place[word] for word in sentence] for sentence in sentences()], np.int32)
+    model = Reader(len(place), nnx.Rngs(0))
+    losses = learn(model, guess_loss, hidden(ids, steps=150), rate=1e-2)
+    print(f"loss over training: {losses[0]:.2f} → {np.mean(losses[-10:]):.2f}")
+
+    # Bank is the third word of every sentence.
+    static = np.asarray(model.embed(jnp.asarray(ids)))[:, 2]
+    contextual = np.asarray(model.read(jnp.asarray(ids)))[:, 2]
+    check("the table gives bank one vector in all sentences", np.ptp(static, axis=0) == 0)
+    alike = cosines(contextual)
+    half = len(ids) // 2
+    # Pairs of two different sentences of one kind.
+    two = ~np.eye(half, dtype=bool)
+    wet, rich = alike[:half, :half][two].mean(), alike[half:, half:][two].mean()
+    across = alike[:half, half:].mean()
+    print("mean cosine of two vectors of bank")
+    print(f"both by rivers: {wet:.2f}   both with money: {rich:.2f}   one of each: {across:.2f}")
+    closer = min(wet, rich) > across + 0.2
+    check("in context, two banks of one kind are more alike than one of each", closer)
+
+    # The two directions in which the 36 vectors differ most.
+    centred = contextual - contextual.mean(axis=0)
+    plane = centred @ np.linalg.svd(centred)[2][:2].T
+    rivers, money = plane[:half], plane[half:]
+    side = np.sign(plane[0, 0])
+    apart = np.all(side * rivers[:, 0] > 0) and np.all(side * money[:, 0] < 0)
+    check("the sign of the first direction tells the kind of bank", apart)
+    # The picture.
+    figure, axes = panels(1, width=6.0, height=3.6)
+    axes.scatter(*rivers.T, label="bank of a river, stream or lake")
+    axes.scatter(*money.T, marker="^", label="bank with money, cash or a loan")
+    axes.set(xlabel="first direction", ylabel="second direction", title="bank in 36 sentences")
+    axes.legend()
+    return figure
