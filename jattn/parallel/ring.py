@@ -405,21 +405,23 @@ def attend(
 
     def run_backward(residuals: Any, cotangents: Any) -> Any:
         params, spec, query, key, value, out, normalizer, finite = residuals
-        d_out, d_lse = cotangents
         whole = with_parameters(spec, params)
-        rows = PerQuery.of(query, d_out, normalizer, jnp.sum(d_out * out, axis=-1) - d_lse)
+        rows = query, out, normalizer, *cotangents
         moving = [travels(x) for x in parameter_letters(spec)]
 
         def compute(round: Round) -> Any:
-            own, own_rows = round.cut_spec(whole), jax.tree.map(round.cut, rows)
-            arrays = own_rows.query, round.cut(key), round.cut(value)
+            own = round.cut_spec(whole)
+            query, out, normalizer, d_out, d_lse = jax.tree.map(round.cut, rows)
+            delta = jnp.sum(d_out * out, axis=-1) - d_lse
+            per_query = PerQuery.of(query, d_out, normalizer, delta)
+            arrays = query, round.cut(key), round.cut(value)
             params = list(zip(parameters(own), moving, strict=True))
             stay = [None if m else jnp.zeros_like(x) for x, m in params]
             go = [jnp.zeros_like(x) if m else None for x, m in params]
             wide = [jnp.zeros(x.shape, dtype) for x in arrays]
             zeros = Gradients(wide[0], stay, (wide[1], wide[2], go))
             held, zeros = axes.vary((Held.of(own, *arrays[1:]), zeros), arrays[0])
-            total = _backward(ring._replace(round=round), own, own_rows, held, finite, zeros)
+            total = _backward(ring._replace(round=round), own, per_query, held, finite, zeros)
             found = zip((total.query, *total.go[:2]), arrays, strict=True)
             return total.params, [x.astype(y.dtype) for x, y in found]
 
