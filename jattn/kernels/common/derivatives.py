@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn.kernels.common import lowering
-from jattn.kernels.common.rules import with_derivative
+from jattn.kernels.common.custom_derivative import with_derivative
 from jattn.softmax import Normalizer
 from jattn.spec import Spec, with_parameters
 

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.kernels.common import partition, reverse_mode
-from jattn.kernels.common.rules import changes_of
+from jattn.kernels.common.custom_derivative import changes_of
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
