@@ -282,7 +282,7 @@ class Ring(NamedTuple):
 
             def put(name: str, part: Array, zero: Array) -> Array:
                 axis = _key_axis(name, zero)
-                return part if axis is None else slicing.put(zero, part, self.first(far), axis)
+                return part if axis is None else slicing.add_at(zero, part, self.first(far), axis)
 
             parts = list(zip(letters, d_params, zeros.stay, strict=True))
             stay = [None if zero is None else put(name, part, zero) for name, part, zero in parts]

@@ -267,15 +267,15 @@ def backward_head(
             else:
                 dq, dk_j, d_here = _of_pairs(spec, qt_i.T, k_j, d_products, d_here)
                 dkt = dk_j.T
-            dq_i, dk = dq_i + dq, slicing.put(dk, dkt, run.start, 1)
-            dv = slicing.put(dv, _dot(dt_i, weights, spec), run.start, 1)
+            dq_i, dk = dq_i + dq, slicing.add_at(dk, dkt, run.start, 1)
+            dv = slicing.add_at(dv, _dot(dt_i, weights, spec), run.start, 1)
             starts = {"T": i * rows, "S": run.start}
-            d_params = slicing.put_leaves(d_params, d_here, letters, starts)
+            d_params = slicing.add_leaves(d_params, d_here, letters, starts)
             return dq_i, dk, dv, d_params
 
         state = (jnp.zeros_like(head.q_finite[:rows]), total.key, total.value, total.params)
         dq_i, *rest = tile_schedule.visit(schedule, i, step, state)
-        return _Gradients(slicing.put(total.query, dq_i, i * rows, 0), *rest)
+        return _Gradients(slicing.add_at(total.query, dq_i, i * rows, 0), *rest)
 
     zeros = (head.q_finite, head.k_finite.T, head.values.finite.T, parameters(spec))
     total = tile_schedule.fold_blocks(
@@ -331,7 +331,7 @@ def _backward_blocks(
                 q_i = slicing.take(head.q_finite, i * rows, rows)
                 dq, _, d_here = _of_pairs(spec, q_i, k_j, d_products, d_here)
             starts = {"T": 0, "S": run.start}
-            return dq_i + dq, slicing.put_leaves(d_params, d_here, letters, starts)
+            return dq_i + dq, slicing.add_leaves(d_params, d_here, letters, starts)
 
         own = parameters(slicing.slice_tile(spec, i * rows, rows, 0, S))
         state = jax.tree.map(jnp.zeros_like, (head.q_finite[:rows], own))
@@ -372,7 +372,7 @@ def take_head(x: Array, b: Any, h: Any, size: int) -> Array:
     return slicing.pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
+def write_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
     """`[B, T, N, ...]` with the rows x `[t, ...]` of head (b, h) written from `row` on."""
     start = (b, jnp.int32(row), h) + (np.int32(0),) * (total.ndim - 3)
     one = x[: total.shape[1], ...]
@@ -429,7 +429,7 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: P
         k, v = (take_head(x, b, h // shapes.G, S) for x in (key, value))
         selected = select_head(spec, b, h)
         results = _forward_head(selected, b, h, q, k, v, problem.tiling, problem.blocks)
-        return jax.tree.map(lambda x, y: put_head(x, y, b, h), total, results)
+        return jax.tree.map(lambda x, y: write_head(x, y, b, h), total, results)
 
     total = _no_results(shapes, shapes.T, accumulation(query.dtype))
     return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
@@ -477,7 +477,7 @@ def _forward_band(
 
         def put(total: Array, x: Array) -> Array:
             joined = x.reshape(batched * band.rows, *x.shape[2:])
-            return put_head(total, joined, b, h, i[0] * band.rows)
+            return write_head(total, joined, b, h, i[0] * band.rows)
 
         return jax.tree.map(put, total, results)
 
@@ -523,16 +523,16 @@ def backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: 
             per_query = tuple(take_head(x, b, h, T) for x in per_head)
             selected = select_head(spec, b, h)
             part = backward_head(selected, b, h, per_query, k, v, problem.tiling, problem.blocks)
-            params = slicing.put_params(params, part.params, letters, b, h)
+            params = slicing.add_params(params, part.params, letters, b, h)
             sums = [x + y for x, y in zip(sums, (part.key, part.value), strict=True)]
-            return params, put_head(d_query, part.query, b, h), *sums
+            return params, write_head(d_query, part.query, b, h), *sums
 
         zeros = (jnp.zeros(x.shape[::-1], accumulation(x.dtype)) for x in (k, v))
         params, d_query, *sums = tile_schedule.repeat(
             0, shapes.G, of_head, (params, d_query, *zeros)
         )
         each = zip((d_key, d_value), sums, strict=True)
-        return params, d_query, *(put_head(x, y.T, b, kv) for x, y in each)
+        return params, d_query, *(write_head(x, y.T, b, kv) for x, y in each)
 
     total = (
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],

@@ -24,7 +24,7 @@ from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import slicing, tile_schedule, vjp
 from jattn.kernels.common.derivatives import Moving, Passes
 from jattn.kernels.xla import blockwise
-from jattn.kernels.xla.blockwise import Problem, Values, put_head, take_head
+from jattn.kernels.xla.blockwise import Problem, Values, take_head, write_head
 from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
 
 
@@ -175,7 +175,7 @@ def _in_turn(
         own = select_head(course, b, h)
         walk = _Walk.of_band(band) if band else _Walk.of(problem, own.spec, b, h)
         results = _head(own, b, h, rows, columns, walk)
-        return jax.tree.map(lambda x, y: put_head(x, y, b, h), total, results)
+        return jax.tree.map(lambda x, y: write_head(x, y, b, h), total, results)
 
     total = (jnp.zeros_like(moving.out), jnp.zeros_like(moving.log_total))
     return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
