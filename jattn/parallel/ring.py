@@ -298,7 +298,7 @@ class Ring(NamedTuple):
 
 
 def _repeat(count: int, body: Any, state: Any) -> Any:
-    """`body(i, state)` for i below `count`; written out where that is one."""
+    """`body(i, state)` for i below `count`; without a loop where that is one."""
     if count <= 1:
         return body(0, state) if count else state
     return lax.fori_loop(
