@@ -51,8 +51,9 @@ def inputs(arrays: Iterable[Array], others: Any = ()) -> list[Array]:
     the function reads besides.
 
     Within `shard_map`, each array comes back as one that varies over all axes of the mesh over
-    which any of `arrays` and `others` varies. The results and their cotangents vary over the same axes.
-    Where an array was the same on several devices, its gradient is the sum over these.
+    which any of `arrays` and `others` varies. The results and their cotangents vary
+    over the same axes. Where an array was the same on several devices, its gradient is the sum
+    over these.
     """
     every = list(arrays)
     return [_input.bind(x) for x in varied_like(every, others)]

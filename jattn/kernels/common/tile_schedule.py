@@ -55,7 +55,7 @@ class Schedule(NamedTuple):
         return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
 
     def unrolled(self, blocks: int) -> bool:
-        """Whether the loop over the blocks is unrolled: there is one, or each has runs of its own."""
+        """Whether the loop over blocks is unrolled: there is one, or each has runs of its own."""
         return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
 
 

@@ -241,7 +241,7 @@ def _forward(
     own, scaled = static_scale(spec, query)
     if decode.pays(own, Shapes.of(query, value)):
         wide = scaled.astype(accumulation(query.dtype))
-        out, normalizer = decode.attend(own, wide, decode.as_held(key, value))
+        out, normalizer = decode.attend(own, wide, decode.as_paged(key, value))
         return out, normalizer, jnp.zeros((), bool)
     operands = operands_of(own, scaled, key, value)
     (B, T, N), dtype = query.shape[:3], operands.dtype
