@@ -1,7 +1,8 @@
 """Slices of a call: a tile of a head, batch rows, padding to whole tiles; and gradients added up.
 
-Arrays of masks and score functions say by their axis names where they lie along B, N, T and S, so
-that nothing here knows a mask.
+Arrays of masks and score functions say by their axis names where they lie along B, N, T and S. So
+they are cut without knowing which mask or score function they belong to. Padding adds a mask of its
+own: `masks.Lengths`, which leaves out the padded queries and keys.
 """
 
 import dataclasses
