@@ -90,7 +90,7 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
 
 
 def reach_all(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
-    """x; but NaN if there is no mask and a value is not finite, as then all queries attend to it."""
+    """x; or NaN where there is no mask and a value is not finite, which all queries attend to."""
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 
 
