@@ -225,7 +225,7 @@ def run(
     if implementation == "reference":
         return reference.attend(spec, query, key, value)
     functions, traced = registry.functions(names, shapes, named=named)
-    return vjp.attention(functions, tangents.passes(), spec, query, key, value, traced)
+    return vjp.attention(functions, tangents.functions(), spec, query, key, value, traced)
 
 
 def _attention_to_cache(

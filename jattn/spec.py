@@ -1,7 +1,9 @@
-"""What is to be computed (`Spec`), how (`Tiling`), and every check of a user's arguments.
+"""What is to be computed (`Spec`), how (`Tiling`), and the checks of the arguments of a call.
 
-All errors about arguments are raised here, before anything is compiled, with the shape expected
-in letters and in numbers and the shape that came.
+`check_shapes` and `make_spec` raise errors about arguments before anything is compiled, with the
+shape expected in letters and in numbers and the shape that came. Some errors are raised
+elsewhere: by masks and score functions when they are made, by `registry` for names of
+implementations, and for caches and meshes by the functions that take them.
 """
 
 import dataclasses
@@ -190,16 +192,20 @@ def _fits(declared_letter: str, size: Size, wanted: Size | None) -> bool:
 
 
 def _check_letters(
-    path: str, letters: str, shape: Shape, shapes: Shapes, whole: tuple[int, int] | None
+    path: str, letters: str, shape: Shape, shapes: Shapes, global_sizes: tuple[int, int] | None
 ) -> None:
     """Raises ValueError unless an array declared along `letters` fits the call.
 
     Letters other than B, T, S and N (table rows, layout cells) take whatever size comes. Where the
-    call is a shard of a `whole` of T queries and S keys, arrays along both hold all keys.
+    call is a shard of one with `global_sizes` (T, S), arrays along both hold all keys.
     """
     named = letters.split()
-    beside_queries = whole and "T" in letters.replace("#", "").split()
-    sizes = {"T": shapes.T, "S": whole[1] if whole and beside_queries else shapes.S, "N": shapes.N}
+    beside_queries = global_sizes and "T" in letters.replace("#", "").split()
+    sizes = {
+        "T": shapes.T,
+        "S": global_sizes[1] if global_sizes and beside_queries else shapes.S,
+        "N": shapes.N,
+    }
     trailing = [x for x in named if "*" not in x]
     batch = shapes.batch if len(trailing) < len(named) else ()
     mark = "#" if "*#B" in named else ""
@@ -233,17 +239,19 @@ def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
     return f"; write {' or '.join(found[:2])}" if len(shape) < len(axes) and found else ""
 
 
-def check_leaves(spec: Spec, shapes: Shapes, whole: tuple[int, int] | None = None) -> None:
-    """Raises ValueError where an array of mask, score or positions does not fit the call, which may
-    be a shard of a `whole` of T queries and S keys."""
+def check_leaves(spec: Spec, shapes: Shapes, global_sizes: tuple[int, int] | None = None) -> None:
+    """Raises ValueError where an array of mask, score or positions does not fit the call.
+
+    `global_sizes` are T and S of the unsharded call, where this one is a shard of it.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(spec)), strict=True):
         if letters:
             name = jax.tree_util.keystr(path).lstrip(".")
-            _check_letters(name, letters, np.shape(leaf), shapes, whole)
+            _check_letters(name, letters, np.shape(leaf), shapes, global_sizes)
     for mask in jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, Blocks)):
         if isinstance(mask, Blocks):
-            mask.check_covers(*(whole or (shapes.T, shapes.S)))
+            mask.check_covers(*(global_sizes or (shapes.T, shapes.S)))
 
 
 def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
@@ -270,10 +278,11 @@ def make_spec(
     dropout_key: Any = None,
     precision: Any = None,
     lse: bool = False,
-    whole: tuple[int, int] | None = None,
+    global_sizes: tuple[int, int] | None = None,
 ) -> Spec:
-    """Checks the arguments of a call and puts them into a `Spec`. It may be a shard of a `whole` of
-    T queries and S keys.
+    """Checks the arguments of a call and puts them into a `Spec`.
+
+    `global_sizes` are T and S of the unsharded call, where this one is a shard of it.
 
     Raises TypeError and ValueError, naming the argument.
     """
@@ -296,7 +305,7 @@ def make_spec(
         lse=bool(lse),
         overflowed=_either(q_outside, kv_outside),
     )
-    check_leaves(spec, shapes, whole)
+    check_leaves(spec, shapes, global_sizes)
     return _with_lasting_functions(spec, shapes)
 
 
@@ -305,8 +314,11 @@ def _is_function(x: Any) -> bool:
 
 
 def _with_lasting_functions(spec: Spec, shapes: Shapes) -> Spec:
-    """The spec as a key of compiled programs: of users' functions that compute the same one stands
-    for all, and none holds arrays of the trace around this call."""
+    """The spec as a key of compiled programs, which outlive this call.
+
+    Users' functions that compute the same become one object, so that specs with them are equal. A
+    function that closes over arrays of a surrounding trace gets these as operands instead.
+    """
 
     def lasting(x: Any) -> Any:
         if isinstance(x, Score):
@@ -314,7 +326,7 @@ def _with_lasting_functions(spec: Spec, shapes: Shapes) -> Spec:
             return Score(frozen(own.fn), *own.operands)
         if isinstance(x, Predicate):
             own = x.hoist_closure() if holds_tracers(x.fn) else x
-            # Without its bounds it is evaluated, which is the same.
+            # Bounds only save time: without them the predicate is evaluated.
             bounds = None if holds_tracers(x.bounds_fn) else x.bounds_fn
             return Predicate(frozen(own.fn), *own.operands, bounds=bounds and frozen(bounds))
         return x

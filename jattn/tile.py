@@ -1,9 +1,12 @@
 """The unit of meaning: the masked scores of one head for a block of queries and keys.
 
-`modify` is the one place where scale, score functions and mask are put in order. The reference
-calls it once with everything, other implementations tile by tile; gradients of score functions are
-derivatives of this same function. Here too are the two products around the softmax, dropout, and
-the mapping of a one-head function over heads and batch.
+`modify` puts scale, score functions and mask in order, for every kernel in JAX. The reference calls
+it once with everything, other implementations tile by tile; gradients of score functions are
+derivatives of this same function. Two steps are also done elsewhere. Some kernels multiply the
+queries by the scale beforehand (`spec.scaled`, `native.static_scale`), and hand `modify` a spec
+whose scale is 1. The kernel in C++ has the same order in its own code. Here too are the
+two products around the softmax, dropout, and the mapping of a one-head function over heads and
+batch.
 
 What is masked does not exist. In sums over rows of q, k or v a masked row has weight 0, but
 0 × NaN is NaN; so the products take non-finite rows as 0 wherever such a sum runs, and a query
@@ -77,16 +80,17 @@ def weigh(
 
 
 def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
-    """What a key's scores are added: NaN where its value is not finite, else 0.
+    """What is added to the scores of each key: NaN where its value is not finite, else 0.
 
-    The mask selects it away like any score, so exactly the queries that attend become NaN.
+    The mask then selects masked scores away, so that NaN stays only in the rows of queries that
+    attend to the key.
     """
     # x − x is NaN for NaN and infinities: one plain sum, where a reduction of booleans is slow.
     return jax.lax.stop_gradient(jnp.sum((v - v).astype(accumulation(v.dtype)), axis=-1))
 
 
 def reach_all(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
-    """Without a mask x, or NaN if a value is not finite: all attend to it. With one x as it is."""
+    """x; or NaN where there is no mask and a value is not finite, which all queries attend to."""
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 
 

@@ -65,7 +65,7 @@ class Tuning(NamedTuple):
 
     row: in place of `TABLE`.
     max_width: keys in a run of tiles or in a wide tile, at most: they bound the memory.
-    max_written_out: the longest program that is written out run by run, in runs. Side by side, more
+    max_written_out: the longest schedule that is unrolled run by run, in runs. Side by side, more
         of them take memory and time.
     max_band: scores of a block of queries in a band, at most.
     band_blocks: blocks of a band that run together: enough for the cores, few enough for their

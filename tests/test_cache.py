@@ -597,7 +597,9 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
         {"kv_positions": places},
     ]
     for wrong in refused:
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected None with a cache"):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(wrong))}: expected None: a call with a cache"
+        ):
             layer(x, cache=cache, **wrong)
     with pytest.raises(ValueError, match="valid: expected a cache"):
         layer(x, valid=np.ones((1, 2), bool))  # pyright: ignore[reportArgumentType]

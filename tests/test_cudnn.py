@@ -318,7 +318,7 @@ def test_around_it_the_contract_holds(monkeypatch, name):
 
     def everything(kernel: Any) -> Any:
         def both(q: Any, k: Any, v: Any) -> Any:
-            attend = functools.partial(vjp.attention, kernel.functions, tangents.passes(), spec)
+            attend = functools.partial(vjp.attention, kernel.functions, tangents.functions(), spec)
             out, pull = jax.vjp(lambda *qkv: attend(*qkv)[0], q, k, v)
             return out, *pull(d_out)
 

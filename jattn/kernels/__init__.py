@@ -1,1 +1,1 @@
-"""Implementations of attention, one file each, all of the same meaning."""
+"""The kernels, each a way of computing attention, and the table of them; see README.md."""

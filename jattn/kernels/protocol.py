@@ -10,9 +10,13 @@ class Kernel(Protocol):
     """One way of computing attention. A module is one if it has these functions."""
 
     def supports(self, spec: Spec, shapes: Shapes) -> str | None:
-        """None, or why it cannot compute this call anywhere. Asked while the call is traced."""
+        """None, or why it cannot compute this call. Asked while the call is traced.
+
+        It looks at structure and shapes. A kernel that is traced with the program (see
+        `registry.Row.when`) also looks at the machine, as nobody asks it later: cuDNN does.
+        """
         ...
 
     def functions(self, platform: str) -> AttentionVJP:
-        """Its forward and backward function for one of the platforms of its row."""
+        """Its functions for one of the platforms of its row."""
         ...

@@ -15,28 +15,27 @@ from jattn.spec import Shapes, Spec
 
 
 class Later(NamedTuple):
-    """A kernel whose file is imported when it is first asked: most programs need one of them."""
+    """A kernel whose file is imported when it is first asked: most programs need one of them.
+
+    Its methods are the functions of that file. Those that `Kernel` lacks are explained in `Row`;
+    only some files have them.
+    """
 
     module: str
 
     def supports(self, spec: Spec, shapes: Shapes) -> str | None:
-        """That of the kernel."""
         return self._kernel().supports(spec, shapes)
 
     def functions(self, platform: str) -> AttentionVJP:
-        """Those of the kernel."""
         return self._kernel().functions(platform)
 
     def too_small(self, spec: Spec, shapes: Shapes) -> str | None:
-        """That of a kernel that has it; see `Row`."""
         return self._kernel().too_small(spec, shapes)
 
     def unavailable(self, shapes: Shapes, wait: bool) -> str | None:
-        """That of a kernel that has it; see `Row`."""
         return self._kernel().unavailable(shapes, wait)
 
     def unbuilt(self, spec: Spec, shapes: Shapes) -> str | None:
-        """That of a kernel that has it; see `Row`."""
         return self._kernel().unbuilt(spec, shapes)
 
     def _kernel(self) -> Any:
@@ -46,23 +45,28 @@ class Later(NamedTuple):
 class Row(NamedTuple):
     """A kernel, where it runs, and when it is traced.
 
-    platforms: those that it is for; None for all.
-    interpreted: those on which JAX's interpreter runs it, slowly, for who names it.
-    when: "lowered", when the program is lowered, for the platforms that it is lowered for.
-        "traced", with the program, for all its platforms: JAX must see calls of cuDNN then, to
-        lower for the devices at hand. "settled", with the program, for the platform that JAX runs
-        on by default; such a kernel is for who names it.
-    too_small: why a call that names no kernel goes elsewhere, if it does.
-    unavailable: why it cannot run on this machine, or in this program, if that is so; asked when a
-        program is lowered. Where the second argument is True, it may wait for what it needs.
-    unbuilt: why what is compiled for such calls alone could not be, if that was tried: the kernel's
-        functions raise `Unbuilt` then, and a call that names no kernel takes the next.
+    platforms: the platforms that it is for; None stands for all.
+    interpreted: the platforms on which JAX's interpreter can run it. That is slow, and happens only
+        in calls that name the kernel.
+    when: when the kernel's functions are traced, and for which platform.
+        "lowered": when the program is lowered, for the platform that it is lowered for.
+        "traced": together with the program, for each of its platforms, as a branch of the program
+        for that platform. JAX has to see calls of cuDNN in the traced program.
+        "default_platform": together with the program, for the platform that JAX runs on by default.
+        A call has to name such a kernel.
+    too_small: says why a call is too small for the kernel. A call that names no kernel then takes
+        another one.
+    unavailable: says why the kernel cannot run on this machine or in this program. It is asked when
+        a program is lowered. It may wait for what the kernel needs if its second argument is True.
+    unbuilt: says why the code that has to be compiled for such a call could not be, if that was
+        tried. The kernel's functions raise `Unbuilt` then, and a call that names no kernel takes
+        the next one.
     """
 
     kernel: Kernel
     platforms: tuple[str, ...] | None = None
     interpreted: tuple[str, ...] = ()
-    when: Literal["lowered", "traced", "settled"] = "lowered"
+    when: Literal["lowered", "traced", "default_platform"] = "lowered"
     too_small: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
     unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
     unbuilt: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
@@ -84,12 +88,15 @@ KERNELS: dict[str, Row] = {
     "pallas": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
     "tpu": Row(Later("jattn.kernels.tpu.tiled"), ("tpu",), interpreted=("cpu",)),
     "hopper": Row(
-        Later("jattn.kernels.gpu.hopper"), ("cuda",), interpreted=("cpu",), when="settled"
+        Later("jattn.kernels.gpu.hopper"), ("cuda",), interpreted=("cpu",), when="default_platform"
     ),
 }
-"""By name, in the order in which `implementation=None` tries them on their platforms. Blockwise can
-compute every call, so what stands behind it is for who names it: on CUDA None gives cuDNN or, where
-that cannot, blockwise."""
+"""By name, in the order in which `implementation=None` tries them on their platforms.
+
+Blockwise can compute every call, so a call has to name the kernels behind it. On CUDA, None gives
+cuDNN only where cuDNN supports the call. One of its conditions is that `XLA_FLAGS` tells XLA to use
+deterministic operations (`--xla_gpu_deterministic_ops=true`). Otherwise None gives blockwise there.
+"""
 
 NAMES: tuple[str, ...] = (*KERNELS, "reference")
 """What `implementation` may name. The reference is the formula, which JAX itself differentiates: it
@@ -108,7 +115,7 @@ def refuse(name: str, reason: str | None) -> None:
 
 
 def check_supported(name: str, spec: Spec, shapes: Shapes) -> None:
-    """Raises NotImplementedError if the implementation cannot compute the call anywhere."""
+    """Raises NotImplementedError if the implementation does not support the call."""
     if name in KERNELS:
         refuse(name, KERNELS[name].kernel.supports(spec, shapes))
 
@@ -127,8 +134,8 @@ def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
 
 
 def candidates(spec: Spec, shapes: Shapes) -> list[str]:
-    """The kernels that can compute a call, in order, up to one that is for every platform. Those
-    behind it are for who names them."""
+    """The kernels that can compute a call, in order, up to one that is for every platform. A call
+    has to name those behind it."""
     found: list[str] = []
     for name, row in KERNELS.items():
         if not row.too_small(spec, shapes) and not row.kernel.supports(spec, shapes):
@@ -144,8 +151,8 @@ def functions(
     """What `vjp.attention` takes: the functions of the first of these kernels that can run on a
     platform, and by platform those that are traced with the program."""
     row = KERNELS[names[0]]
-    if row.when == "settled":
-        return row.kernel.functions(_settled_platform()), {}
+    if row.when == "default_platform":
+        return row.kernel.functions(_default_platform()), {}
     traced = (row.platforms or ()) if row.when == "traced" else ()
     choose = functools.partial(_first_that_can, tuple(names), shapes, named)
     return choose, {platform: row.kernel.functions(platform) for platform in traced}
@@ -177,13 +184,13 @@ def _otherwise(
 
 
 def _elsewhere(row: Row, platform: str, *, named: bool) -> str | None:
-    """Why a kernel is not for a platform; None if it is. It is interpreted for who names it."""
+    """Why a kernel is not for a platform; None if it is. It is interpreted only if named."""
     if row.platforms and platform not in (*row.platforms, *(row.interpreted if named else ())):
         return f"is for {' and '.join(row.platforms)}, the program is for {platform}"
     return None
 
 
-def _settled_platform() -> str:
+def _default_platform() -> str:
     """The platform of an abstract device in the mesh, else of JAX's default backend: JAX's
     interpreter has effects, which a program cannot take on when it is lowered."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -55,6 +55,9 @@ class MultiHeadAttention(Module):
         use_bias: whether the four projections have biases.
         dtype: of the computation; default: of inputs and parameters together.
         param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.Precision`.
+        kernel_init: the initializer of the four kernels; default Lecun's, normally distributed.
+        bias_init: the initializer of the four biases; default zeros.
         normalize_qk: normalise each head's queries and keys (Dehghani et al. 2023), by "layer"
             (which is what True means) or "rms" normalisation with a learned scale.
         rotary: rotate queries and keys by their positions (True: the usual `Rotary()`; an
@@ -62,8 +65,14 @@ class MultiHeadAttention(Module):
         mask, score: applied in every call, combined with the call's own by `&` and `>>`. Their
             arrays are constants; see `LearnedScore` for parameters.
         implementation: as in `jattn.attention`.
+        rngs: the parameters draw their keys from its stream `params`. A stream `dropout` in it is
+            kept, for calls that bring no `rngs` of their own.
 
-    Raises ValueError when a number of heads does not divide.
+    Raises:
+        TypeError: for an argument of the wrong type.
+        ValueError: for a size that is not positive, for heads that do not divide a width or a
+            number of heads, for a `head_dim` that does not go with `qkv_features`, for a
+            `dropout_rate` outside [0, 1), and for an unknown name.
     """
 
     @advised_by(CONSTRUCTOR_ADVICE)
@@ -120,11 +129,7 @@ class MultiHeadAttention(Module):
             out_features=self.out_features,
             in_kv_features=self.in_kv_features,
         )
-        _check_divides("num_heads", num_heads, "qkv_features", self.qkv_features)
-        _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
-        self.head_dim = self.qkv_features // num_heads
-        self.value_dim = self.head_dim if value_dim is None else value_dim
-        check_size("value_dim", self.value_dim)
+        self._set_head_sizes(value_dim)
         self.scale = None if scale is None else float(scale)
         self.use_bias = use_bias
         self.dtype = dtype
@@ -135,19 +140,33 @@ class MultiHeadAttention(Module):
         self.normalize_qk = "layer" if normalize_qk is True else normalize_qk
         self.rotary = Rotary() if rotary is True else rotary or None
         self.implementation = implementation
-        memory = (self.in_kv_features, self.num_kv_heads)
-        self.query = self._projection(in_features, num_heads, self.head_dim, "heads", rngs)
-        self.key = self._projection(*memory, self.head_dim, "kv_heads", rngs)
-        self.value = self._projection(*memory, self.value_dim, "kv_heads", rngs)
-        self.query_ln = self._norm(rngs)
-        self.key_ln = self._norm(rngs)
-        self.out = self._output(rngs)
-        logits = jnp.zeros(num_heads, param_dtype)
-        self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
+        self._make_parameters(sinks, rngs)
         self.mask = None if mask is None else PytreeVariables(as_mask(mask))
         self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.weights_tap = WeightsTap()
+
+    def _set_head_sizes(self, value_dim: int | None) -> None:
+        """Sets the sizes of a head, once the widths of all heads together are checked."""
+        _check_divides("num_heads", self.num_heads, "qkv_features", self.qkv_features)
+        _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
+        self.head_dim = self.qkv_features // self.num_heads
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        check_size("value_dim", self.value_dim)
+
+    def _make_parameters(self, sinks: bool, rngs: nnx.Rngs) -> None:
+        """Makes the projections, the norms and the sinks, of the sizes and options that are set."""
+        kv_sizes = (self.in_kv_features, self.num_kv_heads)
+        self.query = self._projection(
+            self.in_features, self.num_heads, self.head_dim, "heads", rngs
+        )
+        self.key = self._projection(*kv_sizes, self.head_dim, "kv_heads", rngs)
+        self.value = self._projection(*kv_sizes, self.value_dim, "kv_heads", rngs)
+        self.query_ln = self._norm(rngs)
+        self.key_ln = self._norm(rngs)
+        self.out = self._output(rngs)
+        logits = jnp.zeros(self.num_heads, self.param_dtype)
+        self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
 
     def _linear(self, *sizes: Any, rngs: nnx.Rngs, **options: Any) -> nnx.LinearGeneral:
         return nnx.LinearGeneral(
@@ -538,4 +557,7 @@ def _check_is_cache(name: str, value: Any) -> None:
 def _check_with_cache(arguments: dict[str, Any]) -> None:
     for name, given in arguments.items():
         if given is not None:
-            raise ValueError(f"{name}: expected None with a cache, which knows, got an array")
+            raise ValueError(
+                f"{name}: expected None: a call with a cache is self-attention, "
+                f"and the cache knows the positions; got an array"
+            )

@@ -187,7 +187,7 @@ def attention_shard(
         if value_of is not None:
             bound_size(name, value_of)
     shapes = _check_shapes(query, key, value)
-    whole = (shapes.T * devices, shapes.S * devices)
+    global_sizes = (shapes.T * devices, shapes.S * devices)
     spec = make_spec(
         shapes,
         mask=mask,
@@ -199,11 +199,11 @@ def attention_shard(
         dropout_key=dropout_key,
         precision=precision,
         lse=return_lse,
-        whole=whole,
+        global_sizes=global_sizes,
     )
     registry.check_name(implementation)
     cut = _Cut(scheme, axes, implementation)
-    cut.check(shapes._replace(T=whole[0], S=whole[1]))
+    cut.check(shapes._replace(T=global_sizes[0], S=global_sizes[1]))
     return cut.attend(spec, query, key, value, shapes)
 
 

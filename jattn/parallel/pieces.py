@@ -1,12 +1,10 @@
 """The kernel of a piece: what computes a part of the keys, whose normalizer comes from all."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from jattn.kernels import registry
-from jattn.kernels.common import lowering
-from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.common import lowering, vjp
 from jattn.spec import Shapes, Spec
 
 
@@ -34,11 +32,5 @@ def run(
         registry.check_supported(name, spec, shapes)
     names = names or [x for x in registry.candidates(spec, shapes) if x in _OF_PIECES]
     functions: Any = registry.functions(names, shapes, named=implementation is not None)[0]
-    found = functools.partial(_run_on, functions, which)
+    found = functools.partial(vjp.run_on, functions, which)
     return lowering.platform_dependent(found, like, spec, *operands)
-
-
-def _run_on(
-    functions: Callable[[str], AttentionVJP], which: str, platform: str, *operands: Any
-) -> Any:
-    return functions(platform).run(which, *operands)

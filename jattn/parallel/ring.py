@@ -33,7 +33,7 @@ from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_paramet
 
 
 class Hops(NamedTuple):
-    """So many `times` each device sends what it holds `distance` further, if it is a `source`."""
+    """Repeated `times`: each device in `sources` sends its shard `distance` devices ahead."""
 
     distance: int
     times: int
@@ -135,28 +135,28 @@ def _put_back(letters: str, leaf: Array, found: Array, part: slice) -> Array:
     return lax.dynamic_update_slice_in_dim(leaf.astype(found.dtype), found, part.start, axis)
 
 
-class Held(NamedTuple):
-    """What goes round: keys and values of a shard or of a part of it, and the spec's arrays along
-    S."""
+class KVShard(NamedTuple):
+    """What goes round: the keys and values of a shard, or of a part of it, and the spec's arrays
+    along S."""
 
     key: Array
     value: Array
     arrays: list[Array]
 
     @classmethod
-    def of(cls, spec: Spec, key: Array, value: Array) -> "Held":
-        """What a device starts with."""
+    def of(cls, spec: Spec, key: Array, value: Array) -> "KVShard":
+        """The shard that a device starts with: its own."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
         return cls(key, value, [x for letters, x in pairs if travels(letters)])
 
-    def part(self, spec: Spec, part: slice) -> "Held":
+    def part(self, spec: Spec, part: slice) -> "KVShard":
         """The part of a shard that travels."""
         letters = filter(travels, jax.tree.leaves(axis_names(spec)))
         arrays = [_part(*x, part) for x in zip(letters, self.arrays, strict=True)]
-        return Held(_part(_KEYS, self.key, part), _part(_KEYS, self.value, part), arrays)
+        return KVShard(_part(_KEYS, self.key, part), _part(_KEYS, self.value, part), arrays)
 
     def cut(self, spec: Spec, first: Any) -> Spec:
-        """The spec with its arrays along S cut to what is held, which begins at key `first`."""
+        """The spec with its arrays along S cut to this shard, which begins at key `first`."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
         def one(letters: str, leaf: Any) -> Any:
@@ -169,31 +169,37 @@ class Held(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward pass sums: gradients that stay, those of the query and of parameters, and
-    those that go home with a shard; None in place of parameters that are of the other kind."""
+    """What the backward pass sums.
+
+    query: the gradient of the queries, which never leaves its device.
+    local: those of the parameters that stay on the device, as the query does.
+    with_shard: those of keys, of values, and of the parameters that travel with a shard.
+
+    Both lists of parameters have an entry for each; it is None in the list of the other kind.
+    """
 
     query: Array
-    stay: list[Any]
-    go: tuple[Array, Array, list[Any]]
+    local: list[Any]
+    with_shard: tuple[Array, Array, list[Any]]
 
     @property
     def params(self) -> list[Array]:
         """The gradients of parameters."""
-        return [y if x is None else x for x, y in zip(self.stay, self.go[2], strict=True)]
+        return [y if x is None else x for x, y in zip(self.local, self.with_shard[2], strict=True)]
 
     def part(self, letters: list[str], part: slice) -> "Gradients":
-        """Those that travel cut to a part of a shard."""
-        return self._moving(letters, lambda name, x, _: _part(name, x, part), self.go)
+        """Those that travel with a shard, cut to a part of it."""
+        return self._moving(letters, lambda name, x, _: _part(name, x, part), self.with_shard)
 
-    def put_back(self, letters: list[str], go: Any, part: slice) -> "Gradients":
+    def put_back(self, letters: list[str], with_shard: Any, part: slice) -> "Gradients":
         """Those of a whole shard with these, which have come home, in place of a part."""
-        return self._moving(letters, lambda name, x, y: _put_back(name, x, y, part), go)
+        return self._moving(letters, lambda name, x, y: _put_back(name, x, y, part), with_shard)
 
     def _moving(self, letters: list[str], function: Any, others: Any) -> "Gradients":
-        names, (d_key, d_value, d_params) = (_KEYS, _KEYS, *letters), self.go
+        names, (d_key, d_value, d_params) = (_KEYS, _KEYS, *letters), self.with_shard
         pairs = zip(names, (d_key, d_value, *d_params), (*others[:2], *others[2]), strict=True)
         d_key, d_value, *d_params = (None if x is None else function(n, x, y) for n, x, y in pairs)
-        return self._replace(go=(d_key, d_value, d_params))
+        return self._replace(with_shard=(d_key, d_value, d_params))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -202,8 +208,14 @@ class Gradients(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A round of a call: how the call is cut, which way shards of so many keys go, what computes a
-    piece, and which heads go round."""
+    """One round of a call on a ring of devices.
+
+    axes: how the call is cut over the mesh.
+    route: how the shards travel.
+    keys: how many keys a shard has.
+    implementation: the kernel that was named to compute the pieces, if one was.
+    round: which heads go round.
+    """
 
     axes: Axes
     route: Route
@@ -211,22 +223,22 @@ class Ring(NamedTuple):
     implementation: str | None
     round: Round = Round()
 
-    def shard(self, far: Any) -> Any:
-        """Which shard this device holds when all are that far from home."""
-        return (self.axes.place - far) % self.axes.devices
+    def shard(self, distance: Any) -> Any:
+        """Which shard this device holds when all have travelled this `distance` from home."""
+        return (self.axes.place - distance) % self.axes.devices
 
-    def first(self, far: Any) -> Any:
+    def first(self, distance: Any) -> Any:
         """Where the keys that this device holds begin among all, as the shards lie."""
-        at_home = isinstance(far, int) and far == 0
-        return self.shard(far) * self.keys + (0 if at_home else self.route.part.start)
+        at_home = isinstance(distance, int) and distance == 0
+        return self.shard(distance) * self.keys + (0 if at_home else self.route.part.start)
 
-    def piece(self, spec: Spec, query: Array, held: Held, far: Any) -> Spec:
-        """The spec of the queries and the keys that this device has."""
-        (B, T, N, _), S = query.shape, held.key.shape[1]
-        axes, first, (share, shares) = self.axes, self.first(far), self.round
+    def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Any) -> Spec:
+        """The spec of this device's queries and of the shard that it holds."""
+        (B, T, N, _), S = query.shape, kv.key.shape[1]
+        axes, first, (share, shares) = self.axes, self.first(distance), self.round
         b, h = axes.first(B, N * shares)
         h = h if shares == 1 else h + share * N
-        places = axes.places(self.keys, self.shard(far))
+        places = axes.places(self.keys, self.shard(distance))
         place = Place(
             b,
             h,
@@ -235,26 +247,26 @@ class Ring(NamedTuple):
             (axes.run(T), min(S, axes.run(self.keys))),
             first if axes.order == "contiguous" else None,
         )
-        own = at_place(held.cut(spec, first), place)
+        own = at_place(kv.cut(spec, first), place)
         return dataclasses.replace(own, partial=True)
 
     def if_needed(self, shard: Any, compute: Any, otherwise: Any) -> Any:
-        """`compute()`, or what else there is where no query needs the shard."""
+        """`compute()`; `otherwise` where none of this device's queries needs the shard."""
         if self.route.needed.all():
             return compute()
         wanted = jnp.asarray(self.route.needed)[self.axes.place, shard]
         return lax.cond(wanted, compute, lambda: otherwise)
 
     def forward(
-        self, spec: Spec, query: Array, held: Held, far: Any, state: tuple[Any, Any, Any]
+        self, spec: Spec, query: Array, kv: KVShard, distance: Any, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
         """`(out, normalizer, all_finite)` with what a shard of keys adds."""
-        shard, shapes = self.shard(far), Shapes.of(query, held.value)
+        shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
 
         def compute() -> Any:
-            own = self.piece(spec, query, held, far)
+            own = self.piece(spec, query, kv, distance)
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-            operands = (own, query, held.key, held.value)
+            operands = (own, query, kv.key, kv.value)
             out, normalizer, finite = pieces.run(
                 "forward", like, self.implementation, *operands, shapes=shapes
             )
@@ -263,31 +275,39 @@ class Ring(NamedTuple):
         return self.if_needed(shard, compute, state)
 
     def backward(
-        self, spec: Spec, per_query: PerQuery, held: Held, far: Any, finite: Array, zeros: Gradients
+        self,
+        spec: Spec,
+        per_query: PerQuery,
+        kv: KVShard,
+        distance: Any,
+        finite: Array,
+        zeros: Gradients,
     ) -> Gradients:
         """What a shard of keys adds to gradients."""
-        shard, shapes = self.shard(far), Shapes.of(per_query.query, held.value)
+        shard, shapes = self.shard(distance), Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
 
         def compute() -> Gradients:
-            own = self.piece(spec, per_query.query, held, far)
-            wide = (zeros.query, *zeros.go[:2])
+            own = self.piece(spec, per_query.query, kv, distance)
+            wide = (zeros.query, *zeros.with_shard[:2])
             like = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(own), *wide)
             )
-            operands = (own, per_query, held.key, held.value, finite)
+            operands = (own, per_query, kv.key, kv.value, finite)
             d_params, d_query, d_key, d_value = pieces.run(
                 "backward", like, self.implementation, *operands, shapes=shapes
             )
 
             def put(name: str, part: Array, zero: Array) -> Array:
                 axis = _key_axis(name, zero)
-                return part if axis is None else slicing.put(zero, part, self.first(far), axis)
+                return (
+                    part if axis is None else slicing.add_at(zero, part, self.first(distance), axis)
+                )
 
-            parts = list(zip(letters, d_params, zeros.stay, strict=True))
-            stay = [None if zero is None else put(name, part, zero) for name, part, zero in parts]
-            go = [part if zero is None else None for _, part, zero in parts]
-            return Gradients(d_query, stay, (d_key, d_value, go))
+            parts = list(zip(letters, d_params, zeros.local, strict=True))
+            local = [None if zero is None else put(name, part, zero) for name, part, zero in parts]
+            travelling = [part if zero is None else None for _, part, zero in parts]
+            return Gradients(d_query, local, (d_key, d_value, travelling))
 
         return self.if_needed(shard, compute, zeros)
 
@@ -298,7 +318,7 @@ class Ring(NamedTuple):
 
 
 def _repeat(count: int, body: Any, state: Any) -> Any:
-    """`body(i, state)` for i below `count`; written out where that is one."""
+    """`body(i, state)` for i below `count`; without a loop where that is one."""
     if count <= 1:
         return body(0, state) if count else state
     return lax.fori_loop(
@@ -306,59 +326,61 @@ def _repeat(count: int, body: Any, state: Any) -> Any:
     )
 
 
-def _forward(ring: Ring, spec: Spec, query: Array, held: Held, state: Any) -> Any:
-    """What all shards add to `state`; while one is computed the next is on its way."""
-    hops, far = ring.route.hops, 0
-    coming = hops[0].send(held.part(spec, ring.route.part), ring.axes) if hops else None
-    state = ring.forward(spec, query, held, far, state)
+def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> Any:
+    """What all shards add to `state`. While one is computed, the next is being sent."""
+    hops, distance = ring.route.hops, 0
+    next_shard = hops[0].send(kv.part(spec, ring.route.part), ring.axes) if hops else None
+    state = ring.forward(spec, query, kv, distance, state)
     for this, then in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, far: int = far, this: Hops = this) -> Any:
-            held, state = carried
-            coming = this.send(held, ring.axes)
-            return coming, ring.forward(spec, query, held, far + (i + 1) * this.distance, state)
+        def body(i: Any, carried: Any, distance: int = distance, this: Hops = this) -> Any:
+            kv, state = carried
+            next_shard = this.send(kv, ring.axes)
+            return next_shard, ring.forward(
+                spec, query, kv, distance + (i + 1) * this.distance, state
+            )
 
-        held, state = _repeat(this.times - 1, body, (coming, state))
-        coming = then and then.send(held, ring.axes)
-        far += this.times * this.distance
-        state = ring.forward(spec, query, held, far, state)
+        kv, state = _repeat(this.times - 1, body, (next_shard, state))
+        next_shard = then and then.send(kv, ring.axes)
+        distance += this.times * this.distance
+        state = ring.forward(spec, query, kv, distance, state)
     return state
 
 
 def _backward(
-    ring: Ring, spec: Spec, per_query: PerQuery, held: Held, finite: Array, zeros: Gradients
+    ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, finite: Array, zeros: Gradients
 ) -> Gradients:
-    """The gradients from all shards; while one is computed, the next and the gradients of this one
-    from the devices before are on their way."""
-    hops, letters, part, far = ring.route.hops, parameter_letters(spec), ring.route.part, 0
+    """The gradients from all shards. While one is computed, two things are being sent: the next
+    shard, and the gradients that the devices before have found for this one."""
+    hops, letters, part, distance = ring.route.hops, parameter_letters(spec), ring.route.part, 0
     # Keys are sent once more: XLA would keep those that came in the forward pass until now.
-    held, per_query = lax.optimization_barrier((held, per_query))
-    coming = hops[0].send(held.part(spec, part), ring.axes) if hops else None
-    own = ring.backward(spec, per_query, held, far, finite, zeros)
+    kv, per_query = lax.optimization_barrier((kv, per_query))
+    next_shard = hops[0].send(kv.part(spec, part), ring.axes) if hops else None
+    own = ring.backward(spec, per_query, kv, distance, finite, zeros)
     if not hops:
         return own
     total, zeros = own.part(letters, part), zeros.part(letters, part)
 
-    def added(hop: Hops, total: Gradients, held: Held, far: Any) -> Gradients:
-        total = total._replace(go=hop.send_all(total.go, ring.axes))
-        found = ring.backward(spec, per_query, held, far, finite, zeros)
+    def added(hop: Hops, total: Gradients, kv: KVShard, distance: Any) -> Gradients:
+        total = total._replace(with_shard=hop.send_all(total.with_shard, ring.axes))
+        found = ring.backward(spec, per_query, kv, distance, finite, zeros)
         return jax.tree.map(jnp.add, total, found)
 
     for this, then in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, far: int = far, this: Hops = this) -> Any:
-            held, total = carried
-            coming = this.send(held, ring.axes)
-            return coming, added(this, total, held, far + (i + 1) * this.distance)
+        def body(i: Any, carried: Any, distance: int = distance, this: Hops = this) -> Any:
+            kv, total = carried
+            next_shard = this.send(kv, ring.axes)
+            return next_shard, added(this, total, kv, distance + (i + 1) * this.distance)
 
-        held, total = _repeat(this.times - 1, body, (coming, total))
-        coming = then and then.send(held, ring.axes)
-        far += this.times * this.distance
-        total = added(this, total, held, far)
-    d_key, d_value, d_params = total.go
-    narrow = d_key.astype(held.key.dtype), d_value.astype(held.value.dtype)
+        kv, total = _repeat(this.times - 1, body, (next_shard, total))
+        next_shard = then and then.send(kv, ring.axes)
+        distance += this.times * this.distance
+        total = added(this, total, kv, distance)
+    d_key, d_value, d_params = total.with_shard
+    narrow = d_key.astype(kv.key.dtype), d_value.astype(kv.value.dtype)
     home = ring.route.home.send((*narrow, d_params), ring.axes)
-    return total._replace(go=own.go).put_back(letters, home, part)
+    return total._replace(with_shard=own.with_shard).put_back(letters, home, part)
 
 
 def attend(
@@ -392,9 +414,9 @@ def attend(
         def compute(round: Round) -> Any:
             own = round.cut_spec(whole)
             query, key, value = map(round.cut, qkv)
-            held = axes.vary(Held.of(own, key, value), query)
-            state = zeros(N // count, (held, query))
-            return _forward(ring._replace(round=round), own, query, held, state)
+            kv = axes.vary(KVShard.of(own, key, value), query)
+            state = zeros(N // count, (kv, query))
+            return _forward(ring._replace(round=round), own, query, kv, state)
 
         def put(round: Round, total: Any, found: Any) -> Any:
             return *jax.tree.map(round.put, total[:2], found[:2]), total[2] & found[2]
@@ -407,7 +429,7 @@ def attend(
         params, spec, query, key, value, out, normalizer, finite = residuals
         whole = with_parameters(spec, params)
         rows = query, out, normalizer, *cotangents
-        moving = [travels(x) for x in parameter_letters(spec)]
+        which_travel = [travels(x) for x in parameter_letters(spec)]
 
         def compute(round: Round) -> Any:
             own = round.cut_spec(whole)
@@ -415,14 +437,14 @@ def attend(
             delta = jnp.sum(d_out * out, axis=-1) - d_lse
             per_query = PerQuery.of(query, d_out, normalizer, delta)
             arrays = query, round.cut(key), round.cut(value)
-            params = list(zip(parameters(own), moving, strict=True))
-            stay = [None if m else jnp.zeros_like(x) for x, m in params]
-            go = [jnp.zeros_like(x) if m else None for x, m in params]
+            params = list(zip(parameters(own), which_travel, strict=True))
+            local = [None if sent else jnp.zeros_like(x) for x, sent in params]
+            travelling = [jnp.zeros_like(x) if sent else None for x, sent in params]
             wide = [jnp.zeros(x.shape, dtype) for x in arrays]
-            zeros = Gradients(wide[0], stay, (wide[1], wide[2], go))
-            held, zeros = axes.vary((Held.of(own, *arrays[1:]), zeros), arrays[0])
-            total = _backward(ring._replace(round=round), own, per_query, held, finite, zeros)
-            found = zip((total.query, *total.go[:2]), arrays, strict=True)
+            zeros = Gradients(wide[0], local, (wide[1], wide[2], travelling))
+            kv, zeros = axes.vary((KVShard.of(own, *arrays[1:]), zeros), arrays[0])
+            total = _backward(ring._replace(round=round), own, per_query, kv, finite, zeros)
+            found = zip((total.query, *total.with_shard[:2]), arrays, strict=True)
             return total.params, [x.astype(y.dtype) for x, y in found]
 
         def put(round: Round, total: Any, found: Any) -> Any:

@@ -106,17 +106,3 @@ def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
         return one(0, 0)[None, None]
     every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
     return every(jnp.arange(B, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32))
-
-
-def varying(operands: Any) -> tuple[Any, Any]:
-    """Operands that all vary over the same axes of a mesh (under `shard_map`), and these axes."""
-    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(operands)]
-    over = types[0].update(varying=frozenset().union(*(x.varying for x in types)))
-
-    return jax.tree.map(functools.partial(vary, over), operands), over
-
-
-def vary(over: Any, x: Array) -> Array:
-    """x as one that varies over these axes."""
-    missing = tuple(over.varying - jax.typeof(x).manual_axis_type.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x

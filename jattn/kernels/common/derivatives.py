@@ -1,17 +1,24 @@
 """Derivatives of attention, of first and second order and in every mode.
 
-Attention is y = F(θ), of parameters, queries, keys and values θ. Four maps are all that derivatives
-up to the second ask for, and each is the derivative or the transpose of others:
+Attention is y = F(θ), of parameters, queries, keys and values θ. Five functions are all that
+derivatives up to the second ask for. Here θ̇ and a are tangents of θ, c is a cotangent of y:
 
-    F(θ)        changes with θ̇ by    T(θ; θ̇)
-    T(θ; a)     = F'(θ) a             transposed in a it is G, changes with θ̇ by Q(θ; a, θ̇)
-    G(θ; c)     = F'(θ)ᵀ c            changes with θ̇ by H(θ; c, θ̇)
-    H(θ; c, u)  = ∂G(θ; c)/∂θ u       transposed in u it is itself: a matrix of second derivatives
-    Q(θ; a, u)  = ∂T(θ; a)/∂θ u       transposed in u it is H(θ; c, a)
+    F(θ)                                      the results
+    jvp(θ; a)           = F'(θ) a             their tangents, linear in a
+    vjp(θ; c)           = F'(θ)ᵀ c            the gradients, linear in c
+    jvp_of_jvp(θ; a, θ̇) = ∂jvp(θ; a)/∂θ θ̇     the tangent of jvp
+    jvp_of_vjp(θ; c, θ̇) = ∂vjp(θ; c)/∂θ θ̇     the tangent of vjp
 
-F and G are a kernel's forward and backward function. T, H and Q are blockwise passes: T is linear
-in a, H and Q are derivatives of the backward pass and of T, along a change of θ and of all that the
-forward pass has found for them.
+The transposes, which reverse mode asks for, are among them:
+
+    of jvp, in a             vjp(θ; c)
+    of jvp_of_jvp, in θ̇      jvp_of_vjp(θ; c, a)
+    of jvp_of_vjp, in θ̇      jvp_of_vjp itself: it is a symmetric matrix of second derivatives
+
+F and vjp are a kernel's forward and backward function. The other three are computed blockwise, by
+`DerivativeFunctions`: jvp by its `tangent`, the tangents of jvp and vjp as JAX's derivatives, in
+forward mode, of its `tangent` and its `backward`. Both read what the forward function has found,
+the residuals, and so the residuals have a tangent too.
 """
 
 import functools
@@ -23,13 +30,16 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn.kernels.common import lowering
-from jattn.kernels.common.rules import with_derivative
+from jattn.kernels.common.custom_derivative import with_derivative
 from jattn.softmax import Normalizer
 from jattn.spec import Spec, with_parameters
 
 
 class Inputs(NamedTuple):
-    """What attention is differentiated by, or a change of it or a cotangent, with None for 0."""
+    """What attention is differentiated by: parameters of the spec, query, key and value.
+
+    The same class holds their tangents or cotangents; None stands for 0.
+    """
 
     params: Any
     query: Any
@@ -37,8 +47,11 @@ class Inputs(NamedTuple):
     value: Any
 
 
-class Known(NamedTuple):
-    """What the forward pass has found, see `AttentionVJP`, or a change of it; of `kept` a list."""
+class Residuals(NamedTuple):
+    """What the forward function has found, see `AttentionVJP`, or the tangents of it.
+
+    `kept` is the list of what `forward_with_weights` keeps besides.
+    """
 
     out: Any
     normalizer: Normalizer
@@ -47,24 +60,25 @@ class Known(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out `[B, T, N, V]` and lse `[B, T, N]`, or a change of them or a cotangent."""
+    """out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
 
     out: Any
     lse: Any
 
 
-def _results(known: Known) -> Results:
-    """Of the two numbers of a normalizer the one that has a tangent, that of their sum."""
-    return Results(known.out, known.normalizer.log_total)
+def _results(residuals: Residuals) -> Results:
+    """The parts of residuals that have tangents: out, and of the normalizer `log_total`, which
+    stands for the sum of its two numbers."""
+    return Results(residuals.out, residuals.normalizer.log_total)
 
 
-def _moved(d_lse: Array) -> Any:
-    """A change of a normalizer by that of the sum of its two numbers."""
+def _normalizer_tangent(d_lse: Array) -> Any:
+    """The tangent of a normalizer, from the tangent of the sum of its two numbers."""
     return Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
 
 
-_At = tuple[Spec, Inputs, Known]
-_AtBoth = tuple[Spec, Inputs, Known, Results]
+_At = tuple[Spec, Inputs, Residuals]
+_AtBoth = tuple[Spec, Inputs, Residuals, Results]
 
 
 class PerQuery(NamedTuple):
@@ -87,18 +101,21 @@ class PerQuery(NamedTuple):
         return cls(query, d_out, _finite(maximum), log_total, delta)
 
 
-def _per_query(query: Array, known: Known, cotangents: Results) -> PerQuery:
-    delta = jnp.sum(cotangents.out * known.out, axis=-1) - cotangents.lse
-    return PerQuery.of(query, cotangents.out, known.normalizer, delta)
+def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQuery:
+    delta = jnp.sum(cotangents.out * residuals.out, axis=-1) - cotangents.lse
+    return PerQuery.of(query, cotangents.out, residuals.normalizer, delta)
 
 
 def _finite(maximum: Array) -> Array:
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
-class Moving(NamedTuple):
-    """What a tangent pass is given along the queries, each `[B, T, N, ...]`: the query and its
-    tangent, and of the forward pass the output and the normalizer as in `PerQuery`."""
+class TangentInputs(NamedTuple):
+    """What `DerivativeFunctions.tangent` is given along the queries, each `[B, T, N, ...]`.
+
+    The query and its tangent, the output of the forward function, and the normalizer as in
+    `PerQuery`.
+    """
 
     query: Any
     tangent: Any
@@ -107,12 +124,12 @@ class Moving(NamedTuple):
     log_total: Any
 
 
-class Passes(NamedTuple):
+class DerivativeFunctions(NamedTuple):
     """Functions in JAX's own operations, which it differentiates in forward mode.
 
-    tangent(platform, spec, d_params, moving, key, d_key, value, d_value) -> (d_out, d_lse)
-        `[B, T, N, V]` and `[B, T, N]`, of a change of the spec's `parameters`, the queries, the
-        keys and the values; `moving` is a `Moving`.
+    tangent(platform, spec, d_params, inputs, key, d_key, value, d_value) -> (d_out, d_lse)
+        The tangents `[B, T, N, V]` and `[B, T, N]` of the results, from those of the spec's
+        `parameters`, the queries, the keys and the values. `inputs` is a `TangentInputs`.
     backward(platform, spec, per_query, key, value) -> (d_parameters, d_query, d_key, d_value)
         As that of an `AttentionVJP`.
     """
@@ -122,10 +139,10 @@ class Passes(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Attention with its derivatives, made of three functions of a kernel and the passes.
+    """Attention with its derivatives, made of three functions of a kernel and those that none has.
 
     value(spec, *qkv) -> (out, lse)
-    forward(spec, *qkv) -> Known
+    forward(spec, *qkv) -> Residuals
     backward(spec, per_query, key, value, all_finite, *kept) -> gradients as those of an
         `AttentionVJP`, in the dtype of sums.
     """
@@ -133,7 +150,7 @@ class Attention(NamedTuple):
     value: Callable[..., Any]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    passes: Passes
+    derivatives: DerivativeFunctions
 
     def __call__(self, spec: Spec, inputs: Inputs) -> Results:
         """F, differentiable by the inputs."""
@@ -141,192 +158,219 @@ class Attention(NamedTuple):
         def value(spec: Spec, inputs: Inputs) -> Results:
             return Results(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
 
-        def rule(operands: Any, changes: Any) -> tuple[Results, Results]:
+        def rule(operands: Any, tangents: Any) -> tuple[Results, Results]:
             spec, inputs = operands
-            known = self._known(spec, inputs)
-            found = Results(known.out, known.normalizer.lse)
-            return found, self._tangent(spec, inputs, known, changes[1])
+            residuals = self._residuals(spec, inputs)
+            found = Results(residuals.out, residuals.normalizer.lse)
+            return found, self._jvp(spec, inputs, residuals, tangents[1])
 
         return with_derivative(value, rule)(spec, inputs)
 
-    def _known(self, spec: Spec, inputs: Inputs) -> Known:
-        """What the forward pass finds. Weights depend on the sum of a normalizer's two numbers
-        alone, so that only one of them has a tangent."""
+    def _residuals(self, spec: Spec, inputs: Inputs) -> Residuals:
+        """What the forward function finds.
 
-        def value(spec: Spec, inputs: Inputs) -> Known:
+        Weights depend on the normalizer by the sum of its two numbers alone, so that only one of
+        them has a tangent.
+        """
+
+        def value(spec: Spec, inputs: Inputs) -> Residuals:
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
-        def rule(operands: Any, changes: Any) -> tuple[Known, Known]:
+        def rule(operands: Any, tangents: Any) -> tuple[Residuals, Residuals]:
             spec, inputs = operands
-            known = self._known(spec, inputs)
-            d_out, d_lse = self._tangent(spec, inputs, known, changes[1])
-            return known, Known(d_out, _moved(d_lse), None, [None] * len(known.kept))
+            residuals = self._residuals(spec, inputs)
+            d_out, d_lse = self._jvp(spec, inputs, residuals, tangents[1])
+            return residuals, Residuals(
+                d_out, _normalizer_tangent(d_lse), None, [None] * len(residuals.kept)
+            )
 
         return with_derivative(value, rule)(spec, inputs)
 
-    def _gradients(self, spec: Spec, inputs: Inputs, known: Known, cotangents: Results) -> Inputs:
-        """G, in the dtypes of the inputs."""
+    def _vjp(self, spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results) -> Inputs:
+        """The gradients, in the dtypes of the inputs."""
 
-        def value(spec: Spec, inputs: Inputs, known: Known, cotangents: Results) -> Inputs:
-            per_query = _per_query(inputs.query, known, cotangents)
+        def value(spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results) -> Inputs:
+            per_query = _per_query(inputs.query, residuals, cotangents)
             keys = (inputs.key, inputs.value)
             own = with_parameters(spec, inputs.params)
-            found = self.backward(own, per_query, *keys, known.all_finite, *known.kept)
+            found = self.backward(own, per_query, *keys, residuals.all_finite, *residuals.kept)
             return _cast(found, inputs)
 
-        def rule(operands: _AtBoth, changes: Any) -> tuple[Inputs, Inputs]:
-            _, d_inputs, d_known, d_cotangents = changes
-            change = _Change(d_inputs, _results(d_known), d_cotangents)
-            return self._gradients(*operands), self._curvature(*operands, change)
+        def rule(operands: _AtBoth, tangents: Any) -> tuple[Inputs, Inputs]:
+            _, d_inputs, d_residuals, d_cotangents = tangents
+            given = _Tangents(d_inputs, _results(d_residuals), d_cotangents)
+            return self._vjp(*operands), self._jvp_of_vjp(*operands, given)
 
-        return with_derivative(value, rule)(spec, inputs, known, cotangents)
+        return with_derivative(value, rule)(spec, inputs, residuals, cotangents)
 
-    def _tangent(self, spec: Spec, inputs: Inputs, known: Known, along: Inputs) -> Results:
-        """T."""
-        if not jax.tree.leaves(along):
-            return jax.tree.map(jnp.zeros_like, _results(known))
+    def _jvp(self, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs) -> Results:
+        """The tangents of the results."""
+        if not jax.tree.leaves(tangent):
+            return jax.tree.map(jnp.zeros_like, _results(residuals))
 
-        def run(platform: str, spec: Spec, inputs: Inputs, known: Known, along: Inputs) -> Results:
-            return self._pass(platform, spec, inputs, known, _filled(along, inputs))
+        def run(
+            platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
+        ) -> Results:
+            return self._compute_jvp(platform, spec, inputs, residuals, _filled(tangent, inputs))
 
-        given = _given(along)
+        given = _given(tangent)
 
         def transpose(rest: _At, cotangents: Results) -> Inputs:
-            return _wanted(self._gradients(*rest, cotangents), given)
+            return _wanted(self._vjp(*rest, cotangents), given)
 
-        def derivative(rest: _At, along: Inputs, d_rest: Any, d_along: Inputs) -> Results:
-            _, d_inputs, d_known = d_rest
-            return self._bending(*rest, along, _Change(d_inputs, _results(d_known), d_along))
+        def derivative(rest: _At, tangent: Inputs, d_rest: Any, d_tangent: Inputs) -> Results:
+            _, d_inputs, d_residuals = d_rest
+            return self._jvp_of_jvp(
+                *rest, tangent, _Tangents(d_inputs, _results(d_residuals), d_tangent)
+            )
 
-        like = _results(known)
+        like = _results(residuals)
         rules = lowering.Linear(transpose, derivative)
-        return lowering.linear(run, like, rules, spec, inputs, known, along)
+        return lowering.linear(run, like, rules, spec, inputs, residuals, tangent)
 
-    def _pass(
-        self, platform: str, spec: Spec, inputs: Inputs, known: Known, along: Inputs
+    def _compute_jvp(
+        self, platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
     ) -> Results:
-        """T as it is computed, which JAX may differentiate."""
-        maximum, log_total = known.normalizer
-        moving = Moving(inputs.query, along.query, known.out, _finite(maximum), log_total)
-        keys = (inputs.key, along.key, inputs.value, along.value)
+        """`_jvp` as it is computed: in operations that JAX can differentiate."""
+        maximum, log_total = residuals.normalizer
+        rows = TangentInputs(
+            inputs.query, tangent.query, residuals.out, _finite(maximum), log_total
+        )
+        keys = (inputs.key, tangent.key, inputs.value, tangent.value)
         own = with_parameters(spec, inputs.params)
-        return Results(*self.passes.tangent(platform, own, along.params, moving, *keys))
+        return Results(*self.derivatives.tangent(platform, own, tangent.params, rows, *keys))
 
-    def _curvature(
-        self, spec: Spec, inputs: Inputs, known: Known, cotangents: Results, change: "_Change"
+    def _jvp_of_vjp(
+        self,
+        spec: Spec,
+        inputs: Inputs,
+        residuals: Residuals,
+        cotangents: Results,
+        tangents: "_Tangents",
     ) -> Inputs:
-        """H, with what G changes by with its cotangents."""
-        if not jax.tree.leaves(change):
+        """The tangents of `_vjp`, by the inputs and by the cotangents that it is linear in."""
+        if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, inputs)
 
         def gradients(
-            platform: str, spec: Spec, inputs: Inputs, known: Known, cotangents: Results
+            platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results
         ) -> Inputs:
-            per_query = _per_query(inputs.query, known, cotangents)
+            per_query = _per_query(inputs.query, residuals, cotangents)
             own = with_parameters(spec, inputs.params)
-            found = self.passes.backward(platform, own, per_query, inputs.key, inputs.value)
+            found = self.derivatives.backward(platform, own, per_query, inputs.key, inputs.value)
             return _cast(found, inputs)
 
         def run(
             platform: str,
             spec: Spec,
             inputs: Inputs,
-            known: Known,
+            residuals: Residuals,
             cotangents: Results,
-            change: _Change,
+            tangents: _Tangents,
         ) -> Inputs:
             run = functools.partial(gradients, platform, spec)
-            if not jax.tree.leaves((change.inputs, change.results)):
-                return run(inputs, known, _filled(change.operand, cotangents))
-            return change.along(run, inputs, known, cotangents)
+            if not jax.tree.leaves((tangents.inputs, tangents.results)):
+                return run(inputs, residuals, _filled(tangents.operand, cotangents))
+            return tangents.derivative_of(run, inputs, residuals, cotangents)
 
-        given = _given(change)
+        given = _given(tangents)
 
-        def transpose(rest: _AtBoth, cotangent: Inputs) -> _Change:
-            d_results = self._tangent(*rest[:3], cotangent)
-            found = self._curvature(*rest, _Change(cotangent, d_results, _NOTHING))
-            return _Change(
+        def transpose(rest: _AtBoth, cotangent: Inputs) -> _Tangents:
+            d_results = self._jvp(*rest[:3], cotangent)
+            found = self._jvp_of_vjp(*rest, _Tangents(cotangent, d_results, _NOTHING))
+            return _Tangents(
                 _wanted(found, given.inputs), _NOTHING, _wanted(d_results, given.operand)
             )
 
-        rules = lowering.Linear(transpose, _third)
-        return lowering.linear(run, inputs, rules, spec, inputs, known, cotangents, change)
+        rules = lowering.Linear(transpose, _refuse_third_order)
+        return lowering.linear(run, inputs, rules, spec, inputs, residuals, cotangents, tangents)
 
-    def _bending(
-        self, spec: Spec, inputs: Inputs, known: Known, along: Inputs, change: "_Change"
+    def _jvp_of_jvp(
+        self,
+        spec: Spec,
+        inputs: Inputs,
+        residuals: Residuals,
+        tangent: Inputs,
+        tangents: "_Tangents",
     ) -> Results:
-        """Q, with what T changes by with what it is linear in."""
-        if not jax.tree.leaves(change):
-            return jax.tree.map(jnp.zeros_like, _results(known))
+        """The tangents of `_jvp`, by the inputs and by the tangent that it is linear in."""
+        if not jax.tree.leaves(tangents):
+            return jax.tree.map(jnp.zeros_like, _results(residuals))
 
         def run(
             platform: str,
             spec: Spec,
             inputs: Inputs,
-            known: Known,
-            along: Inputs,
-            change: _Change,
+            residuals: Residuals,
+            tangent: Inputs,
+            tangents: _Tangents,
         ) -> Results:
-            run = functools.partial(self._pass, platform, spec)
-            return change.along(run, inputs, known, _filled(along, inputs))
+            run = functools.partial(self._compute_jvp, platform, spec)
+            return tangents.derivative_of(run, inputs, residuals, _filled(tangent, inputs))
 
-        given = _given(change)
+        given = _given(tangents)
 
-        def transpose(rest: Any, cotangents: Results) -> _Change:
-            spec, inputs, known, along = rest
-            d_results = self._tangent(spec, inputs, known, along)
-            own = _Change(along, d_results, _NOTHING)
-            found = self._curvature(spec, inputs, known, cotangents, own)
-            d_along = self._gradients(spec, inputs, known, cotangents)
-            return _Change(_wanted(found, given.inputs), _NOTHING, _wanted(d_along, given.operand))
+        def transpose(rest: Any, cotangents: Results) -> _Tangents:
+            spec, inputs, residuals, tangent = rest
+            d_results = self._jvp(spec, inputs, residuals, tangent)
+            own = _Tangents(tangent, d_results, _NOTHING)
+            found = self._jvp_of_vjp(spec, inputs, residuals, cotangents, own)
+            d_tangent = self._vjp(spec, inputs, residuals, cotangents)
+            return _Tangents(
+                _wanted(found, given.inputs), _NOTHING, _wanted(d_tangent, given.operand)
+            )
 
-        like = _results(known)
-        rules = lowering.Linear(transpose, _third)
-        return lowering.linear(run, like, rules, spec, inputs, known, along, change)
+        like = _results(residuals)
+        rules = lowering.Linear(transpose, _refuse_third_order)
+        return lowering.linear(run, like, rules, spec, inputs, residuals, tangent, tangents)
 
 
 _NOTHING = Results(None, None)
 
 
-class _Change(NamedTuple):
-    """A change of inputs, with that of the results which goes with it, and of what a function of
-    both is linear in besides. None stands for 0.
+class _Tangents(NamedTuple):
+    """The tangents that `_jvp_of_vjp` and `_jvp_of_jvp` are linear in. None stands for 0.
 
-    A transpose gives the results' change no cotangent: that of the inputs has it all.
+    inputs: those of the inputs.
+    results: those of the results, which follow from those of the inputs. A transpose gives them no
+        cotangent: that of the inputs has it all.
+    operand: those of what the differentiated function is itself linear in.
     """
 
     inputs: Inputs
     results: Results
     operand: Any
 
-    def along(
-        self, function: Callable[..., Any], inputs: Inputs, known: Known, operand: Any
+    def derivative_of(
+        self, function: Callable[..., Any], inputs: Inputs, residuals: Residuals, operand: Any
     ) -> Any:
-        """The derivative of `function(inputs, known, operand)` along the change."""
+        """The derivative of `function(inputs, residuals, operand)` along these tangents."""
 
-        def moved(inputs: Inputs, results: Results, operand: Any) -> Any:
-            normalizer = known.normalizer._replace(log_total=results.lse)
-            return function(inputs, known._replace(out=results.out, normalizer=normalizer), operand)
+        def at_results(inputs: Inputs, results: Results, operand: Any) -> Any:
+            normalizer = residuals.normalizer._replace(log_total=results.lse)
+            return function(
+                inputs, residuals._replace(out=results.out, normalizer=normalizer), operand
+            )
 
-        at = (inputs, _results(known), operand)
-        return jax.jvp(moved, at, _filled(self, at))[1]
+        at = (inputs, _results(residuals), operand)
+        return jax.jvp(at_results, at, _filled(self, at))[1]
 
 
 def _is_none(x: Any) -> bool:
     return x is None
 
 
-def _filled(change: Any, like: Any) -> Any:
-    """A change with zeros for None."""
+def _filled(tangents: Any, like: Any) -> Any:
+    """Tangents with zeros for None."""
     one = lambda x, y: jnp.zeros_like(y) if x is None else x  # noqa: E731
-    leaves = jax.tree.leaves(change, is_leaf=_is_none)
+    leaves = jax.tree.leaves(tangents, is_leaf=_is_none)
     given, structure = jax.tree.flatten(like)
     return jax.tree.unflatten(structure, map(one, leaves, given))
 
 
-def _given(change: Any) -> Any:
-    """Where a change is given, True: a rule that outlives a trace may not hold its arrays."""
-    return jax.tree.map(lambda x: True, change)
+def _given(tangents: Any) -> Any:
+    """True where a tangent is given: a rule that outlives a trace may not hold its arrays."""
+    return jax.tree.map(lambda x: True, tangents)
 
 
 def _wanted(found: Any, given: Any) -> Any:
@@ -341,7 +385,7 @@ def _cast(gradients: Any, inputs: Inputs) -> Inputs:
     return jax.tree.map(lambda x, y: x.astype(y.dtype), Inputs(*gradients), inputs)
 
 
-def _third(*_: Any) -> NoReturn:
+def _refuse_third_order(*_: Any) -> NoReturn:
     raise NotImplementedError(
         "here are first and second derivatives; "
         "jattn.attention(..., implementation='reference') differentiates in every order"

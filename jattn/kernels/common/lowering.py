@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.kernels.common import partition, reverse_mode
-from jattn.kernels.common.rules import changes_of
+from jattn.kernels.common.custom_derivative import none_for_zero
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
@@ -78,7 +78,7 @@ class Linear(NamedTuple):
     transpose(rest, cotangents) -> cotangents of the last operand, from those of all results; None
         stands for 0. `rest` are the other operands.
     derivative(rest, last, d_rest, d_last) -> tangents of the results, where some of the `rest`
-        change; None stands for 0.
+        have tangents; None stands for 0.
     """
 
     transpose: Callable[..., Any]
@@ -251,10 +251,10 @@ def _jvp(operands: Any, tangents: Any, *, linear: _Flat | None, **how: Any) -> A
         reverse_mode.refuse()
     results = _operation.bind(*operands, linear=linear, **how)
     n = len(operands) - linear.last
-    changes = changes_of(tangents)
-    if any(x is not None for x in changes[:n]):
+    given = none_for_zero(tangents)
+    if any(x is not None for x in given[:n]):
         rest, last = list(operands[:n]), list(operands[n:])
-        return results, linear.derivative(rest, last, changes[:n], changes[n:])
+        return results, linear.derivative(rest, last, given[:n], given[n:])
     last = [ad.instantiate_zeros(x) for x in tangents[n:]]
     return results, _operation.bind(*operands[:n], *last, linear=linear, **how)
 

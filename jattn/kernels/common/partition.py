@@ -69,7 +69,7 @@ def partitioned(
     which: str, function: Callable[..., Any], like: Any, operands: Any
 ) -> Callable[..., Any]:
     """A function of an `AttentionVJP`, by its name, as one that is cut where its operands are."""
-    spec, per_query, key, _, *rest = operands  # whether all is finite, cotangents of weights
+    spec, per_query, key, _, *rest = operands  # whether all is finite, weights that were kept
     keys = by_key(key)
     rows = [BY_QUERY[: x.ndim] for x in jax.tree.leaves(per_query)]
     given = (*_of_tree(spec), *rows, keys, keys, *(BY_HEAD[: x.ndim] for x in rest))

@@ -1,7 +1,9 @@
-"""Reverse mode only: kernels with a derivative rule of their own say so, wherever they are used.
+"""Reverse mode only: what has a derivative rule of its own for reverse mode alone says so.
 
 JAX notices forward mode through such a kernel late, when an enclosing `jit` is compiled, and names
-functions that a user has never heard of. What passes through `inputs` raises with the way out.
+functions that a user has never heard of. Arrays that pass through `inputs` raise an error that
+names an implementation which has the derivative. Such rules need operands that vary over the same
+axes of a mesh, within `shard_map`; the functions for that are here too.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,11 +45,15 @@ batching.primitive_batchers[_tangent] = refuse
 
 
 def inputs(arrays: Iterable[Array], others: Any = ()) -> list[Array]:
-    """The arrays that a kernel's own derivative rule is for; it reads a tree of `others` beside.
+    """The `arrays`, as operands of a function whose derivative rule is for reverse mode alone.
 
-    Their tangents raise NotImplementedError when they are computed. Within `shard_map` each comes
-    back as one that varies over every axis of the mesh over which any operand does: so do the
-    results and the cotangents, and what was the same on several devices gets the sum of theirs.
+    A forward-mode derivative by one of them raises NotImplementedError. `others` is a tree of what
+    the function reads besides.
+
+    Within `shard_map`, each array comes back as one that varies over all axes of the mesh over
+    which any of `arrays` and `others` varies. The results and their cotangents vary
+    over the same axes. Where an array was the same on several devices, its gradient is the sum
+    over these.
     """
     every = list(arrays)
     return [_input.bind(x) for x in varied_like(every, others)]
@@ -59,6 +65,13 @@ def varied_like(results: Any, operands: Any) -> Any:
     leaves = jax.tree.leaves((results, operands))
     axes = frozenset[str]().union(*map(varying, leaves))
     return jax.tree.map(lambda x: vary(axes, x), results)
+
+
+def varying_alike(operands: Any) -> tuple[Any, Any]:
+    """A tree of operands that all vary over the same axes of a mesh, within `shard_map`; and their
+    `manual_axis_type`, which results of Pallas's calls are declared with."""
+    alike = varied_like(operands, ())
+    return alike, jax.typeof(jax.tree.leaves(alike)[0]).manual_axis_type
 
 
 def varying(x: Any) -> frozenset[str]:

@@ -1,7 +1,8 @@
-"""Slices of a call: a tile of a head, batch rows, padding to whole tiles; and gradients put back.
+"""Slices of a call: a tile of a head, batch rows, padding to whole tiles; and gradients added up.
 
-Arrays of masks and score functions say by their axis names where they lie along B, N, T and S, so
-that nothing here knows a mask.
+Arrays of masks and score functions say by their axis names where they lie along B, N, T and S. So
+they are cut without knowing which mask or score function they belong to. Padding adds a mask of its
+own: `masks.Lengths`, which leaves out the padded queries and keys.
 """
 
 import dataclasses
@@ -178,7 +179,7 @@ def take(x: Array, start: Any, size: Size, axis: int = 0) -> Array:
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def put(x: Array, value: Array, start: Any, axis: int) -> Array:
+def add_at(x: Array, value: Array, start: Any, axis: int) -> Array:
     """x with `value` added to a run along an axis."""
     size = value.shape[axis]
     if x.shape[axis] == size:
@@ -187,14 +188,14 @@ def put(x: Array, value: Array, start: Any, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(x, old + value, start, axis)
 
 
-def put_leaves(
+def add_leaves(
     totals: list[Array], parts: list[Array], letters: list[str], starts: dict[str, Any]
 ) -> list[Array]:
     """Gradients of parameters with a tile's parts of them added where they belong."""
-    return [_put_leaf(*x, starts) for x in zip(totals, parts, letters, strict=True)]
+    return [_add_leaf(*x, starts) for x in zip(totals, parts, letters, strict=True)]
 
 
-def _put_leaf(total: Array, part: Array, letters: str, starts: dict[str, Any]) -> Array:
+def _add_leaf(total: Array, part: Array, letters: str, starts: dict[str, Any]) -> Array:
     start: list[Any] = [np.int32(0)] * total.ndim
     for axis, letter in _axes(letters, part):
         start[axis] = jnp.int32(starts[letter])
@@ -216,14 +217,14 @@ def _join_leaf(stacked: Array, leaf: Array, letters: str) -> Array:
     return stacked.sum(axis=0)
 
 
-def put_params(
+def add_params(
     totals: list[Array], parts: list[Array], letters: list[str], b: Any, h: Any
 ) -> list[Array]:
     """Gradients of parameters with one head's added at its batch row and head."""
-    return [_put_param(*x, b, h) for x in zip(totals, parts, letters, strict=True)]
+    return [_add_param(*x, b, h) for x in zip(totals, parts, letters, strict=True)]
 
 
-def _put_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array:
+def _add_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array:
     named = letters.replace("#", "").split()
     start = [np.int32(0)] * total.ndim
     for name, index in (("*B", b), ("N", h)):

@@ -1,7 +1,8 @@
-"""The schedule of a head's tiles: which there are, which are visited, and what each sees.
+"""The schedule of a head's tiles: which tiles there are, and which of them are visited.
 
-The tile map decides it through loop bounds: empty tiles are not visited, full ones leave the mask
-out. Kernels say what is done at a tile; here stands nothing about softmax or products.
+The tile map decides it through loop bounds. Empty tiles are skipped: no step of a loop visits them.
+Full tiles are visited without the mask. Kernels say what is done at a tile; nothing here knows of
+softmax or products.
 """
 
 import functools
@@ -54,7 +55,7 @@ class Schedule(NamedTuple):
         return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
 
     def unrolled(self, blocks: int) -> bool:
-        """Whether the program is written out block by block."""
+        """Whether the loop over blocks is unrolled: there is one, or each has runs of its own."""
         return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
 
 
@@ -74,11 +75,13 @@ def schedule(
     tiling: Tiling,
     *,
     by_key: bool = False,
-    written_out: bool = True,
+    unrolled: bool = True,
 ) -> Schedule:
-    """The schedule of head (b, h); known while tracing if the mask is static. `by_key` goes over
-    the queries of each block of keys. `written_out` tells whether several runs may be, or are a
-    loop.
+    """The schedule of head (b, h); known while tracing if the mask is static.
+
+    With `by_key` it lists, for each block of keys, the queries that it visits. `unrolled` says
+    whether several runs may be unrolled; otherwise, and where there are more than
+    `tuning.max_written_out` of them, the program loops over them.
     """
     kinds_of_tiles, block = kinds(spec, T, S, tiling, b, h), tiling.block_kv
     if by_key:
@@ -88,7 +91,7 @@ def schedule(
         runs = [_runs_of(row, block) for row in kinds_of_tiles]
         if all(row == runs[0] for row in runs):
             runs = runs[:1]
-        if sum(map(len, runs)) <= (tuning.current().max_written_out if written_out else 1):
+        if sum(map(len, runs)) <= (tuning.current().max_written_out if unrolled else 1):
             return Schedule(block, runs, [])
     if columns == 1:
         return Schedule(block, [[Run(0, block, True)]], [])  # looking is no cheaper than computing

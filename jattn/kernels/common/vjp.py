@@ -1,8 +1,9 @@
 """Attention by a kernel's functions, differentiable; written once for all kernels.
 
-A kernel is two functions: forward from q, k and v to out and lse, backward from these and the
-cotangents to the gradients. Which kernel's functions a program holds is settled when it is lowered.
-What other derivatives are made of stands in `derivatives`.
+A kernel is an `AttentionVJP`: a forward function from q, k and v to out and lse, a backward
+function from these and the cotangents to the gradients, and two more forward functions that it may
+have, for calls that want more or less of the results. Which kernel's functions a program holds is
+decided when it is lowered. How other derivatives are made of them is written in `derivatives`.
 """
 
 import functools
@@ -18,7 +19,13 @@ from jattn import softmax, tuning
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode
 from jattn.kernels.common.branches import unbatched_cond
-from jattn.kernels.common.derivatives import Attention, Inputs, Known, Passes, PerQuery
+from jattn.kernels.common.derivatives import (
+    Attention,
+    DerivativeFunctions,
+    Inputs,
+    PerQuery,
+    Residuals,
+)
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters
 
@@ -29,8 +36,8 @@ class Unbuilt(OSError):
 
 
 class AttentionVJP(NamedTuple):
-    """The forward and the backward function of a kernel, for one flat batch axis, in the dtype of
-    sums.
+    """The functions of a kernel, for one flat batch axis, in the dtype of sums. The last two may be
+    None.
 
     forward(spec, query, key, value) -> (out [B, T, N, V], normalizer of [B, T, N], all_finite [])
         `all_finite` is a boolean for the backward function: nothing was found that is not finite. A
@@ -90,7 +97,7 @@ def keeps_weights(shapes: Shapes) -> bool:
 
 def attention(
     functions: AttentionVJP | Callable[[str], AttentionVJP],
-    passes: Passes,
+    derivatives: DerivativeFunctions,
     spec: Spec,
     query: Array,
     key: Array,
@@ -99,7 +106,7 @@ def attention(
 ) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])`, by `functions(platform)`, and differentiable.
 
-    Their backward function is for reverse mode; the `passes` are for all else. The spec's
+    Their backward function is for reverse mode; `derivatives` are for all else. The spec's
     `parameters` take part in derivatives. Functions of a platform in `traced` are traced with the
     program, in place of those by `functions(platform)`; and so are `functions` that are the same
     for all platforms.
@@ -113,11 +120,13 @@ def attention(
     qkv = (query, key, value)
     query, key, value, *params = reverse_mode.varied_like((*qkv, *parameters(spec)), spec)
     inputs = Inputs(params, query, key, value)
-    out, lse = _with_derivatives(run, passes, Shapes.of(query, value))(spec, inputs)
+    out, lse = _with_derivatives(run, derivatives, Shapes.of(query, value))(spec, inputs)
     return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
 
 
-def _with_derivatives(run: Callable[..., Any], passes: Passes, shapes: Shapes) -> Attention:
+def _with_derivatives(
+    run: Callable[..., Any], derivatives: DerivativeFunctions, shapes: Shapes
+) -> Attention:
     """Attention by `run(which, like, *operands)`: a function of a kernel by its name, with what is
     like its results."""
     (B,), T, S, N, *_ = shapes
@@ -135,17 +144,17 @@ def _with_derivatives(run: Callable[..., Any], passes: Passes, shapes: Shapes) -
         out, normalizer, _ = run(which, like[:3], spec, *qkv)
         return out, normalizer.lse
 
-    def forward(spec: Spec, *qkv: Array) -> Known:
+    def forward(spec: Spec, *qkv: Array) -> Residuals:
         which, types = ("forward_with_weights", like) if keep else ("forward", like[:3])
         out, normalizer, all_finite, *kept = run(which, types, spec, *qkv)
-        return Known(out, normalizer, all_finite, kept)
+        return Residuals(out, normalizer, all_finite, kept)
 
     def backward(spec: Spec, per_query: PerQuery, *rest: Array) -> Any:
         operands = (per_query.query, *rest[:2])
         sums = [jax.ShapeDtypeStruct(x.shape, dtype) for x in operands]
         return run("backward", (parameters(spec), *sums), spec, per_query, *rest)
 
-    return Attention(value, forward, backward, passes)
+    return Attention(value, forward, backward, derivatives)
 
 
 def _run_one(
@@ -160,7 +169,7 @@ def _run_one(
         return functions.run(which, *operands)
 
     def when_lowered(*operands: Any) -> Any:
-        function = functools.partial(_run_on, functions, which)
+        function = functools.partial(run_on, functions, which)
         function = partition.partitioned(which, function, like, operands)
         return lowering.platform_dependent(function, like, *operands)
 
@@ -170,9 +179,10 @@ def _run_one(
     return jax.lax.platform_dependent(*operands, default=when_lowered, **others)
 
 
-def _run_on(
+def run_on(
     functions: Callable[[str], AttentionVJP], which: str, platform: str, *operands: Any
 ) -> Any:
+    """One of the functions that a platform has, by name."""
     return functions(platform).run(which, *operands)
 
 

@@ -17,18 +17,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn import masks, scores, tile, tuning
 from jattn._pytree import is_static, leading, number
 from jattn._types import accumulation
-from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common import few_queries, slicing, tile_schedule
 from jattn.kernels.cpu import library
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask
 
 
 def unsupported(spec: Spec, shapes: Shapes) -> str | None:
-    """Why not: it knows few queries, scores that are sums, and no dropout."""
-    if shapes.T > tuning.current().few_queries:
-        return f"expected at most {tuning.current().few_queries} queries at a time, got {shapes.T}"
-    if spec.dropout_rate:
-        return "dropout is for training"
+    """Why it cannot compute a call: it takes few queries, score functions that add, no dropout."""
+    if reason := few_queries.unsupported(spec, shapes):
+        return reason
     if not is_static(spec.scale):
         return "the scale is an array, expected a number"
     kinds = (scores.Alibi, scores.RelativeBias, scores.Bias)
@@ -37,7 +35,7 @@ def unsupported(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def pays(spec: Spec, shapes: Shapes) -> bool:
-    """Whether it is what plain arrays are faster with, and there is such a library."""
+    """Whether plain arrays go faster by it than by `attention.cc`, and its library is there."""
     if shapes.S < tuning.current().many_keys or unsupported(spec, shapes):
         return False
     return unavailable(shapes.dtype) is None
@@ -48,9 +46,11 @@ def unavailable(dtype: Any) -> str | None:
     return library.unavailable("decode", accumulation(dtype))
 
 
-class Held(NamedTuple):
-    """Keys and values in pages, `[P, K, page, H]` or `by_token` `[P, page, K, H]`, and in which of
-    them row b's are; without a table page b."""
+class PagedKV(NamedTuple):
+    """Keys and values in pages, `[P, K, page, H]`, or `[P, page, K, H]` if `by_token`.
+
+    `table` lists the pages of each batch row. Without a table, row b has page b alone.
+    """
 
     keys: Float[Array, "P _ _ H"]
     values: Float[Array, "P _ _ V"]
@@ -99,14 +99,14 @@ def _added(spec: Spec, shapes: Shapes, dtype: Any) -> Float[Array, "b n T S"]:
 
 
 def attend(
-    spec: Spec, query: Float[Array, "B T N H"], held: Held
+    spec: Spec, query: Float[Array, "B T N H"], paged: PagedKV
 ) -> tuple[Float[Array, "B T N V"], Normalizer]:
     """The output in the dtype of sums, and the normalizers `[B, T, N]`."""
     (B, T, N, _), dtype = query.shape, accumulation(query.dtype)
-    table = jnp.zeros((B, 0), jnp.int32) if held.table is None else held.table
-    page = held.keys.shape[1 if held.by_token else 2]
-    S, K = page * max(1, table.shape[1]), held.keys.shape[2 if held.by_token else 1]
-    H, V = held.keys.shape[-1], held.values.shape[-1]
+    table = jnp.zeros((B, 0), jnp.int32) if paged.table is None else paged.table
+    page = paged.keys.shape[1 if paged.by_token else 2]
+    S, K = page * max(1, table.shape[1]), paged.keys.shape[2 if paged.by_token else 1]
+    H, V = paged.keys.shape[-1], paged.values.shape[-1]
     shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
     rows = jax.ShapeDtypeStruct((B, T, N), dtype)
     like = [jax.ShapeDtypeStruct((B, T, N, V), dtype), rows, rows]
@@ -114,22 +114,22 @@ def attend(
     run = jax.ffi.ffi_call(name, like, vmap_method="broadcast_all")
     out, maximum, log_total = run(
         query.astype(dtype),
-        held.keys,
-        held.values,
+        paged.keys,
+        paged.values,
         table,
         _allowed(spec, shapes),
         _added(spec, shapes, dtype),
         scale=float(number(spec.scale)),
-        by_token=held.by_token,
+        by_token=paged.by_token,
     )
     return out, Normalizer(maximum, log_total)
 
 
-def as_held(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]) -> Held:
-    """Arrays as they are handed to `attention`."""
+def as_paged(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]) -> PagedKV:
+    """Arrays of keys and values, as `attention` takes them: each batch row is one page."""
     if not readable(key.dtype, key.dtype):
         key, value = (x.astype(accumulation(x.dtype)) for x in (key, value))
-    return Held(key, value, by_token=True)
+    return PagedKV(key, value, by_token=True)
 
 
 def readable(dtype: Any, query_dtype: Any) -> bool:

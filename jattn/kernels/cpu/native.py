@@ -2,9 +2,9 @@
 
 XLA's products on CPUs are fast for large matrices and far from it for those of attention, and it
 does not keep the scores of a tile in the caches between the products and the softmax. The kernel
-does, for the masks that leave each query one run of keys and the score functions that `rules`
-knows, and for others by a rule that `generator` writes for them. Beside the results it needs a few
-tiles for each thread, about a megabyte with heads of 64.
+does. For the masks that leave each query one run of keys, and the score functions that `rules`
+knows, its code is built in; for others, `generator` writes a rule. Beside the results it needs
+a few tiles for each thread, about a megabyte with heads of 64.
 """
 
 import dataclasses
@@ -29,14 +29,17 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 
+_NO_PAIRS = "it computes products of queries and keys"
+
+
 def supports(spec: Spec, shapes: Shapes) -> str | None:
-    """Whatever stands in the kernel, see `by_hand`, or can be generated for it."""
+    """Calls whose rule is built into the kernel, see `not_built_in`, or can be generated for it."""
     if spec.origin is not None and (spec.origin.q is not None or spec.origin.kv is not None):
         return "dropout of a piece counts places of the whole, it knows those of the piece"
-    if not by_hand(spec, shapes):
+    if not not_built_in(spec, shapes):
         return None
     if spec.pair is not None:
-        return "it computes products of queries and keys"
+        return _NO_PAIRS
     if shapes.T == 0 or shapes.S == 0:
         return "there are no pairs of queries and keys to compile functions for"
     try:
@@ -54,7 +57,7 @@ def too_small(spec: Spec, shapes: Shapes) -> str | None:
     if not isinstance(shapes.B, int):  # of an exported program, which goes without
         return None
     pairs, least = shapes.B * shapes.N * shapes.T * shapes.S, tuning.current().generated_pairs
-    if pairs >= least or not by_hand(spec, shapes):
+    if pairs >= least or not not_built_in(spec, shapes):
         return None
     return (
         f"{pairs:,} pairs of queries and keys are too few to compile its functions for: it takes "
@@ -62,10 +65,10 @@ def too_small(spec: Spec, shapes: Shapes) -> str | None:
     )
 
 
-def by_hand(spec: Spec, shapes: Shapes) -> str | None:
-    """Why the rules that stand in `attention.cc` itself are not enough, if that is so."""
+def not_built_in(spec: Spec, shapes: Shapes) -> str | None:
+    """Why a rule has to be generated for a call; None where `attention.cc` has it built in."""
     if spec.pair is not None:
-        return "it computes products of queries and keys"
+        return _NO_PAIRS
     if spec.kv_positions is not None:
         return "positions of keys are given, it knows those of queries only"
     try:
@@ -92,7 +95,7 @@ def unavailable(shapes: Shapes, wait: bool) -> str | None:
 
 def unbuilt(spec: Spec, shapes: Shapes) -> str | None:
     """Why the rule of a call could not be compiled, if that was tried."""
-    if not by_hand(spec, shapes):
+    if not not_built_in(spec, shapes):
         return None
     dtype, found = accumulation(shapes.dtype), list[str]()
 
@@ -126,8 +129,11 @@ def _diagonals(spec: Spec, shapes: Shapes, dtype: Any) -> Array:
 
 
 class Operands(NamedTuple):
-    """What both functions of the kernel take, and its numbers; `rule` if one was generated, with
-    what it reads."""
+    """What the forward and the backward function of the kernel take.
+
+    arrays, attributes: the arrays and the numbers that they are called with.
+    rule: the generated rule, if the call has one, and in `read` the arrays that it reads.
+    """
 
     dtype: Any
     arrays: list[Array]
@@ -163,7 +169,7 @@ def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> Operands:
         "row": np.int64(0),
         "chunk": np.int64(0),
     }
-    if by_hand(spec, shapes):
+    if not_built_in(spec, shapes):
         arrays = [*given, *[nothing] * 4, jnp.zeros((1, 1, 0), dtype), seeds]
         rule = generator.rule_of(spec, dtype, gradients=bool(parameters(spec)))
         (row, chunk), tile_map = _tile_map(spec, shapes, rule)
@@ -221,8 +227,8 @@ def call(which: str, results: Any, operands: Operands, arrays: list[Array], **mo
 
 
 def static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
-    """A call whose scale is a number, as the kernel takes it: an array, a scalar or `[N]`, is
-    multiplied with the queries, in the dtype of sums."""
+    """A call whose scale is a number, as the kernel takes it. A scale that is an array, a scalar or
+    `[N]`, is multiplied with the queries, in the dtype of sums; the spec's is 1 then."""
     if is_static(spec.scale):
         return spec, query
     wide = query.astype(accumulation(query.dtype))
@@ -241,7 +247,7 @@ def _forward(
     own, scaled = static_scale(spec, query)
     if decode.pays(own, Shapes.of(query, value)):
         wide = scaled.astype(accumulation(query.dtype))
-        out, normalizer = decode.attend(own, wide, decode.as_held(key, value))
+        out, normalizer = decode.attend(own, wide, decode.as_paged(key, value))
         return out, normalizer, jnp.zeros((), bool)
     operands = operands_of(own, scaled, key, value)
     (B, T, N), dtype = query.shape[:3], operands.dtype
@@ -295,6 +301,10 @@ def _summed(x: Array, like: Array) -> Array:
 
 
 def functions(platform: str) -> AttentionVJP:
-    """Forward and backward, each one call."""
+    """Forward, backward, and forward without a normalizer.
+
+    Each is one call of the kernel in `attention.cc`. Forward, a few queries on many keys are a call
+    of the one in `decode.cc` instead.
+    """
     alone = functools.partial(_forward, normalized=False)
     return AttentionVJP(_forward, _backward, forward_alone=alone)

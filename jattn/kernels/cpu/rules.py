@@ -1,7 +1,9 @@
 """Masks and score functions in the terms of `src/attention.cc`.
 
-What a mask becomes is said by `as_runs`, what a score function by `as_terms`: open functions, with
-which a class of your own can be registered to run there.
+The kernel knows no mask by name. It reads two arrays, `from` and `until`: each query sees the keys
+j with from <= j < until. `as_runs` makes them of a mask. Causal, for example, is the run from 0 to
+the query's own position. `as_terms` says what a score function becomes. Both are open functions:
+register a class of your own to have it run there.
 
     @as_runs.register
     def _(mask: MyMask, place: QueryBlock) -> Runs: ...

@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from jattn import softmax, tile
 from jattn._pytree import axis_names, axis_of, is_static, number
-from jattn.kernels.common import block_mask, slicing, tile_schedule
+from jattn.kernels.common import block_mask, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import kernel_refs, mosaic_interpreter, triton
 from jattn.masks import Span
@@ -417,7 +417,7 @@ def _launch(
 ) -> list[Array]:
     """`kernel(place, operands, results, scratch)` in programs (b, h, i) of three warpgroups,
     interpreted on a CPU."""
-    operands, over = block_mask.varying(jax.tree.map(jnp.asarray, operands))
+    operands, over = reverse_mode.varying_alike(jax.tree.map(jnp.asarray, operands))
     flat, structure = jax.tree.flatten(operands)
 
     def body(*refs: Any) -> None:
@@ -440,7 +440,7 @@ def _launch(
             lowering_semantics=_mosaic().LoweringSemantics.Lane,
         ),
     )
-    return [block_mask.vary(over, x) for x in call(*flat)]
+    return [reverse_mode.vary(over.varying, x) for x in call(*flat)]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jattn import softmax, tile, tuning
-from jattn.kernels.common import block_mask, slicing, tile_schedule
+from jattn.kernels.common import block_mask, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import kernel_refs
 from jattn.kernels.xla import blockwise
@@ -166,7 +166,7 @@ def _run(
 
     Each program sees all operands and its own blocks of the results.
     """
-    operands, over = block_mask.varying(jax.tree.map(jnp.asarray, tuple(operands)))
+    operands, over = reverse_mode.varying_alike(jax.tree.map(jnp.asarray, tuple(operands)))
     # Not with the library: this takes longer to import than all of it.
     triton = importlib.import_module("jax.experimental.pallas.triton")
     call = pl.pallas_call(

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile, tuning
-from jattn.kernels.common import block_mask, slicing
+from jattn.kernels.common import block_mask, reverse_mode, slicing
 from jattn.kernels.tpu import operands
 from jattn.kernels.tpu.operands import Place
 from jattn.spec import Shapes, Spec, Tiling, has_mask
@@ -138,7 +138,7 @@ def launch(
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     group, tiling = problem.shapes.G, problem.tiling
     inputs = [block_of(x, tiling, keys) for x, keys in arrays]
-    flat, over = block_mask.varying(
+    flat, over = reverse_mode.varying_alike(
         [*map(jnp.asarray, visits.arrays), *problem.rules.arrays, *(x for x, _ in arrays)]
     )
     leaves = len(problem.rules.arrays)

@@ -78,5 +78,5 @@ def attend(
         out, _ = reference.attend(spec, q, k, v)
     else:
         functions = functools.partial(blockwise.functions, tiling=tiling)
-        out, _ = vjp.attention(functions, tangents.passes(tiling), spec, q, k, v)
+        out, _ = vjp.attention(functions, tangents.functions(tiling), spec, q, k, v)
     return out.reshape(*shapes.batch, shapes.T, shapes.V)

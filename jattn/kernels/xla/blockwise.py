@@ -70,17 +70,21 @@ def _visited(spec: Spec, T: int, S: int) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------
 
 
-class Blocks(NamedTuple):
-    """How the blocks of a head are run: so many `batched`, and whether schedules are
-    `written_out`."""
+class BlockLoop(NamedTuple):
+    """How the loop over the blocks of a head runs.
+
+    batched: how many blocks run at once, in a `vmap`.
+    unrolled: whether the runs of a block may be unrolled: written one after another into the
+        program.
+    """
 
     batched: int
-    written_out: bool
+    unrolled: bool
 
     @classmethod
-    def beside(cls, heads: int, tiling: Tiling) -> "Blocks":
-        """For so many heads that run together. What is written out, a compiler for their devices
-        runs side by side, which takes memory for the scores of all keys."""
+    def for_heads(cls, heads: int, tiling: Tiling) -> "BlockLoop":
+        """For so many heads that run at once, on GPUs and TPUs. Nothing is unrolled there: their
+        compilers run unrolled tiles side by side, which takes memory for the scores of all keys."""
         scores = heads * tile_schedule.widest(tiling)
         return cls(max(1, tuning.current().scores_together // scores), False)
 
@@ -93,7 +97,7 @@ class Blocks(NamedTuple):
         return lax.map(function, indices, batch_size=together if together > 1 else None)
 
 
-IN_TURN = Blocks(1, written_out=True)
+IN_TURN = BlockLoop(1, unrolled=True)
 
 
 class Values(NamedTuple):
@@ -138,11 +142,11 @@ def _forward_head(
     k: Array,
     v: Array,
     tiling: Tiling,
-    blocks: Blocks = IN_TURN,
+    block_loop: BlockLoop = IN_TURN,
 ) -> tuple[Float[Array, "T V"], Normalizer]:
     """Output and normalizer of one head; sizes are whole tiles."""
     schedule = tile_schedule.schedule(
-        spec, b, h, len(q), len(k), tiling, written_out=blocks.written_out
+        spec, b, h, len(q), len(k), tiling, unrolled=block_loop.unrolled
     )
     rows = tiling.block_q
     values = Values.of(spec, v)
@@ -165,7 +169,7 @@ def _forward_head(
         first = None if schedule.of(i) else softmax.empty(rows, v.shape[1], values.finite.dtype)
         return softmax.quotient(tile_schedule.visit(schedule, i, step, first))
 
-    found = tile_schedule.map_blocks(schedule, len(q) // rows, block, blocks.map)
+    found = tile_schedule.map_blocks(schedule, len(q) // rows, block, block_loop.map)
     out, (maximum, log_total) = jax.tree.map(tile_schedule.join, found)
     return tile.reach_all(spec, v, out / factor), Normalizer(
         tile.reach_all(spec, v, maximum), log_total
@@ -238,7 +242,7 @@ def backward_head(
     k: Array,
     v: Array,
     tiling: Tiling,
-    blocks: Blocks = IN_TURN,
+    block_loop: BlockLoop = IN_TURN,
 ) -> _Gradients:
     """Gradients of one head, block of queries after block; `per_query` is a `PerQuery`.
 
@@ -247,7 +251,7 @@ def backward_head(
     """
     q, d_out, *_ = per_query
     schedule = tile_schedule.schedule(
-        spec, b, h, len(q), len(k), tiling, written_out=blocks.written_out
+        spec, b, h, len(q), len(k), tiling, unrolled=block_loop.unrolled
     )
     rows = tiling.block_q
     spec, q, scale = scaled(spec, q)
@@ -267,15 +271,15 @@ def backward_head(
             else:
                 dq, dk_j, d_here = _of_pairs(spec, qt_i.T, k_j, d_products, d_here)
                 dkt = dk_j.T
-            dq_i, dk = dq_i + dq, slicing.put(dk, dkt, run.start, 1)
-            dv = slicing.put(dv, _dot(dt_i, weights, spec), run.start, 1)
+            dq_i, dk = dq_i + dq, slicing.add_at(dk, dkt, run.start, 1)
+            dv = slicing.add_at(dv, _dot(dt_i, weights, spec), run.start, 1)
             starts = {"T": i * rows, "S": run.start}
-            d_params = slicing.put_leaves(d_params, d_here, letters, starts)
+            d_params = slicing.add_leaves(d_params, d_here, letters, starts)
             return dq_i, dk, dv, d_params
 
         state = (jnp.zeros_like(head.q_finite[:rows]), total.key, total.value, total.params)
         dq_i, *rest = tile_schedule.visit(schedule, i, step, state)
-        return _Gradients(slicing.put(total.query, dq_i, i * rows, 0), *rest)
+        return _Gradients(slicing.add_at(total.query, dq_i, i * rows, 0), *rest)
 
     zeros = (head.q_finite, head.k_finite.T, head.values.finite.T, parameters(spec))
     total = tile_schedule.fold_blocks(
@@ -303,7 +307,7 @@ def _backward_blocks(
     k: Array,
     v: Array,
     tiling: Tiling,
-    blocks: Blocks,
+    block_loop: BlockLoop,
 ) -> _Gradients:
     """As `backward_head`, some blocks at once: those of queries over their keys for the gradients
     of queries and parameters, those of keys over their queries for those of keys and values.
@@ -313,7 +317,7 @@ def _backward_blocks(
     q, *_ = per_query
     (rows, columns), T, S = tiling, len(q), len(k)
     by_query, by_key = (
-        tile_schedule.schedule(spec, b, h, T, S, tiling, by_key=x, written_out=blocks.written_out)
+        tile_schedule.schedule(spec, b, h, T, S, tiling, by_key=x, unrolled=block_loop.unrolled)
         for x in (False, True)
     )
     spec, q, scale = scaled(spec, q)
@@ -331,7 +335,7 @@ def _backward_blocks(
                 q_i = slicing.take(head.q_finite, i * rows, rows)
                 dq, _, d_here = _of_pairs(spec, q_i, k_j, d_products, d_here)
             starts = {"T": 0, "S": run.start}
-            return dq_i + dq, slicing.put_leaves(d_params, d_here, letters, starts)
+            return dq_i + dq, slicing.add_leaves(d_params, d_here, letters, starts)
 
         own = parameters(slicing.slice_tile(spec, i * rows, rows, 0, S))
         state = jax.tree.map(jnp.zeros_like, (head.q_finite[:rows], own))
@@ -353,8 +357,8 @@ def _backward_blocks(
         zeros = (head.k_finite[:columns], head.values.finite[:columns])
         return tile_schedule.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
 
-    d_query, d_params = tile_schedule.map_blocks(by_query, T // rows, of_queries, blocks.map)
-    d_key, d_value = tile_schedule.map_blocks(by_key, S // columns, of_keys, blocks.map)
+    d_query, d_params = tile_schedule.map_blocks(by_query, T // rows, of_queries, block_loop.map)
+    d_key, d_value = tile_schedule.map_blocks(by_key, S // columns, of_keys, block_loop.map)
     d_params = slicing.join_leaves(d_params, parameters(spec), letters)
     d_query, d_key, d_value = map(tile_schedule.join, (d_query, d_key, d_value))
     return _Gradients(d_query * scale, d_key.T, d_value.T, d_params)
@@ -372,7 +376,7 @@ def take_head(x: Array, b: Any, h: Any, size: int) -> Array:
     return slicing.pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def put_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
+def write_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
     """`[B, T, N, ...]` with the rows x `[t, ...]` of head (b, h) written from `row` on."""
     start = (b, jnp.int32(row), h) + (np.int32(0),) * (total.ndim - 3)
     one = x[: total.shape[1], ...]
@@ -405,10 +409,10 @@ class Problem(NamedTuple):
         return slicing.round_up(self.shapes.T, self.shapes.S, self.tiling)
 
     @property
-    def blocks(self) -> Blocks:
-        """How those of a head are run."""
+    def block_loop(self) -> BlockLoop:
+        """How the loop over the blocks of a head runs."""
         if self.way == "vmap":
-            return Blocks.beside(self.shapes.B * self.shapes.N, self.tiling)
+            return BlockLoop.for_heads(self.shapes.B * self.shapes.N, self.tiling)
         return IN_TURN
 
     def pad(self, spec: Spec) -> Spec:
@@ -428,8 +432,8 @@ def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: P
         q = take_head(query, b, h, T)
         k, v = (take_head(x, b, h // shapes.G, S) for x in (key, value))
         selected = select_head(spec, b, h)
-        results = _forward_head(selected, b, h, q, k, v, problem.tiling, problem.blocks)
-        return jax.tree.map(lambda x, y: put_head(x, y, b, h), total, results)
+        results = _forward_head(selected, b, h, q, k, v, problem.tiling, problem.block_loop)
+        return jax.tree.map(lambda x, y: write_head(x, y, b, h), total, results)
 
     total = _no_results(shapes, shapes.T, accumulation(query.dtype))
     return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
@@ -477,7 +481,7 @@ def _forward_band(
 
         def put(total: Array, x: Array) -> Array:
             joined = x.reshape(batched * band.rows, *x.shape[2:])
-            return put_head(total, joined, b, h, i[0] * band.rows)
+            return write_head(total, joined, b, h, i[0] * band.rows)
 
         return jax.tree.map(put, total, results)
 
@@ -497,11 +501,11 @@ def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
 
 def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, all heads at once."""
-    shapes, (T, S), blocks = problem.shapes, problem.padded, problem.blocks
+    shapes, (T, S), block_loop = problem.shapes, problem.padded, problem.block_loop
 
     def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
         q, k, v = slicing.pad_to(q, T), slicing.pad_to(k, S), slicing.pad_to(v, S)
-        results = _forward_head(spec, b, h, q, k, v, problem.tiling, blocks)
+        results = _forward_head(spec, b, h, q, k, v, problem.tiling, block_loop)
         return jax.tree.map(lambda x: x[: shapes.T], results)
 
     return tile.over_heads(one, spec, (query,), (key, value), out_axes=1)
@@ -522,17 +526,19 @@ def backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: 
             h = kv * shapes.G + g
             per_query = tuple(take_head(x, b, h, T) for x in per_head)
             selected = select_head(spec, b, h)
-            part = backward_head(selected, b, h, per_query, k, v, problem.tiling, problem.blocks)
-            params = slicing.put_params(params, part.params, letters, b, h)
+            part = backward_head(
+                selected, b, h, per_query, k, v, problem.tiling, problem.block_loop
+            )
+            params = slicing.add_params(params, part.params, letters, b, h)
             sums = [x + y for x, y in zip(sums, (part.key, part.value), strict=True)]
-            return params, put_head(d_query, part.query, b, h), *sums
+            return params, write_head(d_query, part.query, b, h), *sums
 
         zeros = (jnp.zeros(x.shape[::-1], accumulation(x.dtype)) for x in (k, v))
         params, d_query, *sums = tile_schedule.repeat(
             0, shapes.G, of_head, (params, d_query, *zeros)
         )
         each = zip((d_key, d_value), sums, strict=True)
-        return params, d_query, *(put_head(x, y.T, b, kv) for x, y in each)
+        return params, d_query, *(write_head(x, y.T, b, kv) for x, y in each)
 
     total = (
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],
@@ -543,13 +549,13 @@ def backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: 
 
 def backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: Problem) -> Any:
     """As `backward_loop`, all heads at once."""
-    shapes, (T, S), blocks = problem.shapes, problem.padded, problem.blocks
+    shapes, (T, S), block_loop = problem.shapes, problem.padded, problem.block_loop
 
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
         *per_query, k, v = operands
         per_query = tuple(slicing.pad_to(x, T) for x in per_query)
         k, v = (slicing.pad_to(x, S) for x in (k, v))
-        part = _backward_blocks(spec, b, h, per_query, k, v, problem.tiling, blocks)
+        part = _backward_blocks(spec, b, h, per_query, k, v, problem.tiling, block_loop)
         return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
 
     axes = (1, 1, 1, [0] * len(parameters(spec)))

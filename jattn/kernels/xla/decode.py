@@ -19,7 +19,14 @@ from jaxtyping import Array, Bool, Float
 from jattn import masks, softmax, tile, tuning
 from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
-from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
+from jattn.kernels.common import (
+    few_queries,
+    lowering,
+    partition,
+    reverse_mode,
+    slicing,
+    tile_schedule,
+)
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.xla import tangents
 from jattn.softmax import Normalizer
@@ -28,11 +35,7 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Few queries without dropout, of a cache; the derivative is that of blockwise."""
-    if shapes.T > tuning.current().few_queries:
-        return f"expected at most {tuning.current().few_queries} queries at a time, got {shapes.T}"
-    if spec.dropout_rate:
-        return "dropout is for training"
-    return None
+    return few_queries.unsupported(spec, shapes)
 
 
 def _over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +186,7 @@ def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Arr
         return _guarded(spec, query, cache)
     from jattn.kernels.cpu import decode as native  # noqa: PLC0415  as in `registry`
 
-    return native.attend(spec, query, native.Held(*cache.pages()))
+    return native.attend(spec, query, native.PagedKV(*cache.pages()))
 
 
 def _shapes(query: Array, cache: Cache) -> Shapes:

@@ -390,4 +390,4 @@ def _add_rows(total: Any, parts: list[Array], first: Any) -> list[Array]:
     if total is None:
         return parts
     pairs = zip(total, parts, strict=True)
-    return [slicing.put(x, y, first, 0) if x.ndim else x + y for x, y in pairs]
+    return [slicing.add_at(x, y, first, 0) if x.ndim else x + y for x, y in pairs]

@@ -121,7 +121,7 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
                 on_keys,
                 above,
             )
-            return state, slicing.put(received, jnp.sum(w, axis=0), run.start, 0)
+            return state, slicing.add_at(received, jnp.sum(w, axis=0), run.start, 0)
 
         zeros = jnp.zeros(rows, dtype)
         state = Rows(
@@ -183,13 +183,13 @@ def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
             starts = {"T": i * size, "S": run.start}
             return (
                 dq_i + jnp.dot(d_products, k_j),
-                slicing.put(dk, dk_j, run.start, 0),
-                slicing.put_leaves(d_params, d_here, letters, starts),
+                slicing.add_at(dk, dk_j, run.start, 0),
+                slicing.add_leaves(d_params, d_here, letters, starts),
             )
 
         dq, *rest = total
         dq_i, *rest = tile_schedule.visit(schedule, i, step, (jnp.zeros_like(at(q_finite)), *rest))
-        return slicing.put(dq, dq_i, i * size, 0), *rest
+        return slicing.add_at(dq, dq_i, i * size, 0), *rest
 
     zeros = jax.tree.map(jnp.zeros_like, (q_finite, k_finite, parameters(head.asked.spec)))
     return tile_schedule.fold_blocks(schedule, len(head.q) // size, block, zeros)

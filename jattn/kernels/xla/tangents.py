@@ -1,12 +1,12 @@
-"""The passes of derivatives that no kernel has: tile by tile, in memory linear in T and S.
+"""The derivative functions that no kernel has: tile by tile, in memory linear in T and S.
 
-Along a change of parameters, queries and keys the scores s change by ds, the derivative of the same
-`jattn.tile` that makes s. With the weights p = exp(s − lse) of the rows
+From tangents of parameters, queries and keys comes ds, the tangent of the scores s: the derivative
+of the same `jattn.tile` that makes s. With the weights p = exp(s − lse) of the rows
 
     d_lse = Σ p ds        d_out = Σ drop(p) (ds v + dv) − d_lse out
 
 so that one visit of each tile is enough. Second derivatives are derivatives in forward mode, taken
-by JAX, of this pass and of `blockwise`'s backward pass.
+by JAX, of this function and of `blockwise`'s backward function.
 """
 
 import functools
@@ -22,42 +22,45 @@ from jattn import softmax, tile, tuning
 from jattn._pytree import pytree_dataclass, select_head
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import slicing, tile_schedule, vjp
-from jattn.kernels.common.derivatives import Moving, Passes
+from jattn.kernels.common.derivatives import DerivativeFunctions, TangentInputs
 from jattn.kernels.xla import blockwise
-from jattn.kernels.xla.blockwise import Problem, Values, put_head, take_head
+from jattn.kernels.xla.blockwise import Problem, Values, take_head, write_head
 from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
 
 
 @pytree_dataclass
-class _Course:
-    """A spec, and the tangents of its parameters in the places of these: what is cut out of one is
-    cut out of the other."""
+class _SpecAndTangent:
+    """A spec, and the same with the tangents of its parameters in place of these: what is cut out
+    of one is cut out of the other."""
 
     spec: Spec
     tangent: Spec
 
 
-class _Walk(NamedTuple):
-    """How a head is walked over: in blocks of so many `rows`. `visit(i, step, state)` folds over
-    the keys that a block visits, and `map(block)` stacks the results of all."""
+class _HeadSchedule(NamedTuple):
+    """In which order the tiles of a head are visited: in blocks of so many `rows`.
+
+    `visit(i, step, state)` folds over the keys that block i visits. `map(block)` stacks the results
+    of all blocks.
+    """
 
     rows: int
     visit: Callable[..., Any]
     map: Callable[[Callable[[Any], Any]], Any]
 
     @classmethod
-    def of(cls, problem: Problem, spec: Spec, b: Any, h: Any) -> "_Walk":
-        (T, S), tiling, blocks = problem.padded, problem.tiling, problem.blocks
-        written_out = blocks.written_out
-        schedule = tile_schedule.schedule(spec, b, h, T, S, tiling, written_out=written_out)
+    def of(cls, problem: Problem, spec: Spec, b: Any, h: Any) -> "_HeadSchedule":
+        (T, S), tiling, block_loop = problem.padded, problem.tiling, problem.block_loop
+        unrolled = block_loop.unrolled
+        schedule = tile_schedule.schedule(spec, b, h, T, S, tiling, unrolled=unrolled)
 
         def over_blocks(block: Callable[[Any], Any]) -> Any:
-            return tile_schedule.map_blocks(schedule, T // tiling.block_q, block, blocks.map)
+            return tile_schedule.map_blocks(schedule, T // tiling.block_q, block, block_loop.map)
 
         return cls(tiling.block_q, functools.partial(tile_schedule.visit, schedule), over_blocks)
 
     @classmethod
-    def of_band(cls, band: tile_schedule.Band) -> "_Walk":
+    def of_band(cls, band: tile_schedule.Band) -> "_HeadSchedule":
         """Of a mask that leaves a band: each block sees one run of keys, and some go together."""
         starts = jnp.asarray(band.starts)
 
@@ -70,25 +73,30 @@ class _Walk(NamedTuple):
 
 
 def _head(
-    course: _Course, b: Any, h: Any, operands: Moving, keys: tuple[Array, ...], walk: _Walk
+    specs: _SpecAndTangent,
+    b: Any,
+    h: Any,
+    operands: TangentInputs,
+    keys: tuple[Array, ...],
+    schedule: _HeadSchedule,
 ) -> tuple[Array, Array]:
     """`(d_out [T, V], d_lse [T])` of one head; sizes are whole tiles."""
-    (spec, q, _), (along, dq, _) = (
-        scaled(*x) for x in ((course.spec, operands.query), (course.tangent, operands.tangent))
+    (spec, q, _), (tangent, dq, _) = (
+        scaled(*x) for x in ((specs.spec, operands.query), (specs.tangent, operands.tangent))
     )
-    course, operands = _Course(spec, along), operands._replace(query=q, tangent=dq)
+    specs, operands = _SpecAndTangent(spec, tangent), operands._replace(query=q, tangent=dq)
     k, dk, v, dv = keys
     values, d_values = Values.of(spec, v), dv.astype(accumulation(v.dtype))
     d_values = jnp.where(jnp.isfinite(v), d_values, 0)
-    rows = walk.rows
+    rows = schedule.rows
 
     def block(i: Any) -> tuple[Array, Array]:
-        own = Moving(*(slicing.take(x, i * rows, rows) for x in operands))
+        own = TangentInputs(*(slicing.take(x, i * rows, rows) for x in operands))
 
         def step(run: tile_schedule.Run, state: tuple[Array, Array]) -> tuple[Array, Array]:
-            here = slicing.Tile.at(course.spec, b, h, i * rows, rows, run)
+            here = slicing.Tile.at(specs.spec, b, h, i * rows, rows, run)
             d_params = parameters(
-                slicing.slice_tile(course.tangent, i * rows, rows, run.start, run.size)
+                slicing.slice_tile(specs.tangent, i * rows, rows, run.start, run.size)
             )
             k_j, dk_j, dv_j = (slicing.take(x, run.start, run.size) for x in (k, dk, d_values))
             v_j = values.at(run)
@@ -100,17 +108,17 @@ def _head(
             at = (parameters(here.spec), own.query, k_j)
             s, ds = jax.jvp(score, at, (d_params, own.tangent, dk_j))
             weights = softmax.weights(s, own.maximum, own.log_total, run.masked)
-            changes = weights * ds
+            weighted_ds = weights * ds
             d_lse, weighted = state
-            weighted = weighted + _dot(here.drop(changes), v_j.finite, spec)
+            weighted = weighted + _dot(here.drop(weighted_ds), v_j.finite, spec)
             weighted = weighted + _dot(here.drop(weights), dv_j, spec)
-            return d_lse + jnp.sum(changes, axis=-1), weighted
+            return d_lse + jnp.sum(weighted_ds, axis=-1), weighted
 
         state = (jnp.zeros_like(own.log_total), jnp.zeros_like(own.out))
-        d_lse, weighted = walk.visit(i, step, state)
+        d_lse, weighted = schedule.visit(i, step, state)
         return weighted - d_lse[:, None] * own.out, d_lse
 
-    d_out, d_lse = map(tile_schedule.join, walk.map(block))
+    d_out, d_lse = map(tile_schedule.join, schedule.map(block))
     return d_out, d_lse
 
 
@@ -123,28 +131,28 @@ def _tangent(
     platform: str,
     spec: Spec,
     d_params: list[Array],
-    moving: Moving,
+    inputs: TangentInputs,
     *keys: Array,
 ) -> tuple[Array, Array]:
-    """As `Passes.tangent`."""
-    query, tangent, *wide = _widened(moving.query, moving.tangent, *keys)
+    """As `DerivativeFunctions.tangent`."""
+    query, tangent, *wide = _widened(inputs.query, inputs.tangent, *keys)
     keys = tuple(wide)
-    moving = moving._replace(query=query, tangent=tangent)
+    inputs = inputs._replace(query=query, tangent=tangent)
     problem = Problem.of(platform, spec, query, keys[2], tiling)
-    course = _Course(*(problem.pad(x) for x in (spec, with_parameters(spec, d_params))))
+    specs = _SpecAndTangent(*(problem.pad(x) for x in (spec, with_parameters(spec, d_params))))
     if problem.way == "loop":
-        return _in_turn(course, moving, tuple(keys), problem)
+        return _in_turn(specs, inputs, tuple(keys), problem)
     T, S = problem.padded
 
-    def one(course: Any, b: Any, h: Any, *operands: Array) -> tuple[Array, Array]:
-        rows = Moving(*(slicing.pad_to(x, T) for x in operands[: len(moving)]))
-        columns = tuple(slicing.pad_to(x, S) for x in operands[len(moving) :])
-        walk = _Walk.of(problem, course.spec, b, h)
-        found = _head(course, b, h, rows, columns, walk)
+    def one(specs: Any, b: Any, h: Any, *operands: Array) -> tuple[Array, Array]:
+        rows = TangentInputs(*(slicing.pad_to(x, T) for x in operands[: len(inputs)]))
+        columns = tuple(slicing.pad_to(x, S) for x in operands[len(inputs) :])
+        schedule = _HeadSchedule.of(problem, specs.spec, b, h)
+        found = _head(specs, b, h, rows, columns, schedule)
         return jax.tree.map(lambda x: x[: problem.shapes.T], found)
 
     over_batch = _over_batch(platform, problem)
-    return tile.over_heads(one, course, moving, tuple(keys), out_axes=1, over_batch=over_batch)
+    return tile.over_heads(one, specs, inputs, tuple(keys), out_axes=1, over_batch=over_batch)
 
 
 def _widened(*arrays: Array) -> list[Array]:
@@ -160,31 +168,34 @@ def _over_batch(platform: str, problem: Problem) -> Any:
 
 
 def _in_turn(
-    course: _Course, moving: Moving, keys: tuple[Array, ...], problem: Problem
+    specs: _SpecAndTangent, inputs: TangentInputs, keys: tuple[Array, ...], problem: Problem
 ) -> tuple[Array, Array]:
     """Head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
     band = None
-    if course.spec.pair is None:
-        band = tile_schedule.band(select_head(course.spec, 0, 0), T, S, problem.tiling)
+    if specs.spec.pair is None:
+        band = tile_schedule.band(select_head(specs.spec, 0, 0), T, S, problem.tiling)
 
     def body(n: Any, total: Any) -> Any:
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
-        rows = Moving(*(take_head(x, b, h, T) for x in moving))
+        rows = TangentInputs(*(take_head(x, b, h, T) for x in inputs))
         columns = tuple(take_head(x, b, h // shapes.G, S) for x in keys)
-        own = select_head(course, b, h)
-        walk = _Walk.of_band(band) if band else _Walk.of(problem, own.spec, b, h)
-        results = _head(own, b, h, rows, columns, walk)
-        return jax.tree.map(lambda x, y: put_head(x, y, b, h), total, results)
+        own = select_head(specs, b, h)
+        schedule = (
+            _HeadSchedule.of_band(band) if band else _HeadSchedule.of(problem, own.spec, b, h)
+        )
+        results = _head(own, b, h, rows, columns, schedule)
+        return jax.tree.map(lambda x, y: write_head(x, y, b, h), total, results)
 
-    total = (jnp.zeros_like(moving.out), jnp.zeros_like(moving.log_total))
+    total = (jnp.zeros_like(inputs.out), jnp.zeros_like(inputs.log_total))
     return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
 
 
 def _backward(
     tiling: Tiling | None, platform: str, spec: Spec, per_query: Any, key: Array, value: Array
 ) -> Any:
-    """As `Passes.backward`: blockwise's for several tiles, which JAX can differentiate."""
+    """As `DerivativeFunctions.backward`: that of blockwise for several tiles, for JAX to
+    differentiate."""
     query, key, value = _widened(per_query[0], key, value)
     per_query = (query, *per_query[1:])
     problem = Problem.of(platform, spec, per_query[0], value, tiling)
@@ -200,7 +211,7 @@ def _backward_single(
 ) -> Any:
     def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
         *rows, k, v = operands
-        part = blockwise.backward_head(spec, b, h, rows, k, v, problem.tiling, problem.blocks)
+        part = blockwise.backward_head(spec, b, h, rows, k, v, problem.tiling, problem.block_loop)
         return part.query, part.key.T, part.value.T, part.params
 
     axes = (1, 1, 1, [0] * len(parameters(spec)))
@@ -209,11 +220,11 @@ def _backward_single(
     return tile.gather_gradients(spec, key.shape[2], *found)
 
 
-def passes(tiling: Tiling | None = None) -> Passes:
-    """The passes, with the tiles of `blockwise.functions(platform, tiling)`."""
-    return Passes(*(functools.partial(f, tiling) for f in (_tangent, _backward)))
+def functions(tiling: Tiling | None = None) -> DerivativeFunctions:
+    """Both, with the tiles of `blockwise.functions(platform, tiling)`."""
+    return DerivativeFunctions(*(functools.partial(f, tiling) for f in (_tangent, _backward)))
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis, by `blockwise`."""
-    return vjp.attention(blockwise.functions, passes(), spec, query, key, value)
+    return vjp.attention(blockwise.functions, functions(), spec, query, key, value)

@@ -25,7 +25,7 @@ def with_derivative(
     """A function of trees of arrays, which closes over nothing traced, with its rule in forward
     mode:
 
-    derivative(operands, changes) -> (results, changes of them), with None for a change that is 0.
+    derivative(operands, tangents) -> (results, their tangents), with None for a tangent that is 0.
     """
 
     def run(*operands: Any) -> Any:
@@ -37,8 +37,8 @@ def with_derivative(
             found, like = jax.tree.flatten(function(*jax.tree.unflatten(structure, flat)))
             return found
 
-        def rule(flat: list[Any], changes: list[Any]) -> tuple[list[Any], list[Any]]:
-            given = (jax.tree.unflatten(structure, x) for x in (flat, changes))
+        def rule(flat: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+            given = (jax.tree.unflatten(structure, x) for x in (flat, tangents))
             results, found = derivative(*given)
             return jax.tree.leaves(results), like.flatten_up_to(found)
 
@@ -48,8 +48,8 @@ def with_derivative(
     return run
 
 
-def changes_of(tangents: Any) -> list[Any]:
-    """A rule's changes: tangents, with None for those that are 0."""
+def none_for_zero(tangents: Any) -> list[Any]:
+    """Tangents as a rule takes them: None stands for those that are 0."""
     return [None if _is_zero(x) else x for x in tangents]
 
 
@@ -71,7 +71,7 @@ def _types(*_: Any, program: Any, rule: Any) -> Any:
 
 
 def _jvp(operands: Any, tangents: Any, *, program: Any, rule: Any) -> Any:
-    results, found = rule(list(operands), changes_of(tangents))
+    results, found = rule(list(operands), none_for_zero(tangents))
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     return results, [y if x is None else x for x, y in zip(found, zeros, strict=True)]
 
