@@ -70,7 +70,7 @@ def learn(
     # nnx.jit is jax.jit for functions that change modules: JAX compiles the function once.
     @nnx.jit
     def update(model: Any, optimizer: Any, *batch: jax.Array) -> jax.Array:
-        # The loss, and its gradient by the parameters of its first argument, the model.
+        # The loss, and its gradient with respect to the parameters of the model.
         value, gradients = nnx.value_and_grad(loss)(model, *batch)
         # This changes the parameters in place.
         optimizer.update(model, gradients)
@@ -128,6 +128,10 @@ def contexts() -> Figure:
     figure, axes = panels(1, width=6.0, height=3.6)
     axes.scatter(*rivers.T, label="bank of a river, stream or lake")
     axes.scatter(*money.T, marker="^", label="bank with money, cash or a loan")
-    axes.set(xlabel="first direction", ylabel="second direction", title="bank in 36 sentences")
+    axes.set(
+        xlabel="first direction",
+        ylabel="second direction",
+        title="bank in 36 sentences (some coincide)",
+    )
     axes.legend()
     return figure

@@ -64,7 +64,9 @@ def positions() -> Figure:
     turned = jattn.positions.rotary(q, jnp.array([3, 10, 40, 47]))[:, 0]
     near, far = turned[0] @ turned[1], turned[2] @ turned[3]
     check("rotary: places 3 and 10 give the product of 40 and 47", same(near, far, 1e-9))
-    check("places 3 and 40 give another", not same(near, turned[0] @ turned[2], 1e-3))
+    check(
+        "rotary: places 3 and 40 give another product", not same(near, turned[0] @ turned[2], 1e-3)
+    )
 
     # The picture.
     figure, axes = panels(2, width=8.5, height=3.4)
@@ -108,7 +110,7 @@ def residual_and_norm() -> Figure:
     layer, x + f(norm(x)): this is pre-norm. There the sum still grows, but slowly.
 
     The tables compare 1 to 32 layers, each with its own random matrix and without training: the
-    standard deviation of what comes out, and the size of the gradient by what goes in.
+    standard deviation of what comes out, and the size of the gradient with respect to what goes in.
 
     Misprint in “Mechanisms”: a vector is printed as x = Σ λ_i v_i, with the eigenvalues as its
     coefficients. The coefficients of x are other numbers.
@@ -152,7 +154,9 @@ def residual_and_norm() -> Figure:
         tables["gradient"].items(), ("o-", "s--", "v-.", "^:"), strict=True
     ):
         axis.plot(depths, values, style, label=kind)
-    axis.set(xscale="log", yscale="log", xlabel="layers", title="gradient by the input")
+    axis.set(
+        xscale="log", yscale="log", xlabel="layers", title="gradient with respect to the input"
+    )
     axis.set_xticks(depths, map(str, depths))
     axis.minorticks_off()
     axis.legend()

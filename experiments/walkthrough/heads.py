@@ -69,7 +69,9 @@ def heads() -> Figure:
     layer = jattn.nn.MultiHeadAttention(count, width, mask=masks.Causal(), rngs=nnx.Rngs(0))
     # A module with the same parameters that computes a list of heads.
     listed = jattn.nn.SingleHeads(layer)
+    # Modules compute in 32 bits, where rounding shows sooner.
     check("both modules give the same, to 1e-4", same(layer(x), listed(x), 1e-4))
+    # Flax calls a matrix of parameters a kernel.
     print(f"query matrices of the module {list(layer.query.kernel.shape)}")
     print(f"its last matrix {list(layer.out.kernel.shape)}")
     # [N, T, S], of the first sentence. The picture counts heads from 1.
@@ -115,13 +117,14 @@ def additive() -> Figure:
 
     ours = jattn.multiplicative_attention(query, key, key, middle)
     general = jax.nn.softmax((query @ middle) @ key.T, axis=1) @ key
-    check("Luong's score is a dot product with q W for q", same(ours, general))
+    check("jattn.multiplicative_attention is softmax((q W) Kᵀ) K", same(ours, general))
 
     # 2,048 words. The function is compiled for them and not run; the program tells its memory.
     long = jnp.zeros((2048, size))
     # jax.jit is the compiler of JAX. `lower` takes arguments for their shapes alone.
     program = jax.jit(jattn.additive_attention).lower(long, long, long, w_query, w_key, w_score)
     memory: Any = program.compile().memory_analysis()
+    # Temporary memory: what the program needs besides its arguments and its result.
     used = memory.temp_size_in_bytes
     # Eight bytes for each number of 64 bits.
     whole = 2048 * 2048 * hidden * 8

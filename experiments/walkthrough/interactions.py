@@ -116,7 +116,7 @@ def query_key_value() -> Figure:
     L = jattn.normalised_interaction((x @ w_query) @ (x @ w_key).T)
     show("L = softmax(Q Kᵀ)", L, 8)
     check("L is as printed in “Understanding”, to eight digits", matches(L, printed.SIZES_L))
-    check("so is V = X R", matches(x @ w_value, printed.SIZES_V))
+    check("V = X R is as printed", matches(x @ w_value, printed.SIZES_V))
     # The whole of attention in one call. Scale 1: the text does not divide the scores by √H.
     y = jattn.self_attention(x, w_query, w_key, w_value, scale=1.0)
     check("so is attention, Y = L V", matches(y, printed.SIZES_LV))
@@ -127,8 +127,8 @@ def query_key_value() -> Figure:
     L5 = jattn.normalised_interaction((x5 @ w_query5) @ (x5 @ w_key5).T)
     y5 = jattn.interaction(x5, L5, w_value5)
     check("with all sizes 5, L is as printed", matches(L5, printed.SQUARE_L))
-    check("V is, too", matches(x5 @ w_value5, printed.SQUARE_V))
-    check("Y is, too", matches(y5, printed.SQUARE_LV))
+    check("V is as printed, too", matches(x5 @ w_value5, printed.SQUARE_V))
+    check("Y is as printed, too", matches(y5, printed.SQUARE_LV))
 
     # “Coding” has six words of three numbers, and queries, keys and values of two. It divides
     # the scores by √2, as self_attention does if it is given no scale.
@@ -148,8 +148,8 @@ def greatest_weight(query: jax.Array, keys: jax.Array, scale: float) -> jax.Arra
 
 
 def gradients(queries: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
-    """The gradient of each query's greatest weight by the query: [1000, H]."""
-    # jax.grad makes a function that computes the gradient by the first argument.
+    """The gradient of each query's greatest weight with respect to the query: [1000, H]."""
+    # jax.grad makes a function that computes the gradient with respect to the first argument.
     one = jax.grad(greatest_weight)
     # jax.vmap makes one for many queries and their keys at once, with one scale for all.
     return jax.vmap(one, in_axes=(0, 0, None))(queries, keys, scale)
@@ -163,11 +163,11 @@ def scaling() -> Figure:
     variance H, so scores grow as √H. With large scores the softmax is nearly a step: one weight is
     nearly 1, and the others are nearly 0.
 
-    How does the greatest weight change with the query? Its gradient by the query tells. If the
-    softmax is nearly a step, this gradient is nearly 0 for most queries. For a few queries two keys
-    are nearly tied, and there the gradient is large. So most queries take almost no part in
-    learning. The table has the median of 1000 queries, because the mean hides this: it does not
-    fall with H.
+    How does the greatest weight change with the query? Its gradient with respect to the query
+    tells. If the softmax is nearly a step, this gradient is nearly 0 for most queries. For a few
+    queries two keys are nearly tied, and there the gradient is large. So most queries take almost
+    no part in learning. The table has the median of 1000 queries, because the mean hides this: it
+    does not fall with H.
 
     Scores divided by √H have variance 1 for every H. “LLMs Part 2” guesses that the root is a
     heuristic. It is the standard deviation of the scores under the assumption above. Up to H = 64
@@ -178,7 +178,8 @@ def scaling() -> Figure:
     """
     sizes = [4, 16, 64, 256, 1024]
     rng = np.random.default_rng(0)
-    # For each H and each of two scales: spread of scores, greatest weight, gradients.
+    # For each H and each of two scales: spread (standard deviation) of scores, greatest weight,
+    # gradients.
     spread, top, steep = np.zeros((2, 5)), np.zeros((2, 5)), np.zeros((2, 5, 1000))
     for i, size in enumerate(sizes):
         query = jnp.asarray(rng.normal(size=(1000, size)))
@@ -212,7 +213,7 @@ def scaling() -> Figure:
 
     # The picture.
     figure, axes = panels(2, width=8.0)
-    drawn = (top, "greatest weight, mean"), (median, "gradient by the query, median")
+    drawn = (top, "greatest weight, mean"), (median, "gradient, median")
     for axis, (values, title) in zip(axes, drawn, strict=True):
         axis.plot(sizes, values[0], "o-", label="unscaled")
         axis.plot(sizes, values[1], "s--", label="divided by √H")

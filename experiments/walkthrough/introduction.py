@@ -16,7 +16,8 @@ KNOWLEDGE = (
     "Attention lets every word of a sentence look at every other word. These steps lead from dot "
     "products of vectors to the Transformer of 2017. Each step has a text, a few lines of Python "
     "that call the library `jattn`, the output of these lines, and pictures.",
-    "You need to know vectors, products of matrices and a little Python. The arrays are those of "
+    "You need to know vectors, products of matrices, variance, gradients and a little Python; for "
+    "two remarks, the singular value decomposition and eigenvalues. The arrays are those of "
     "JAX, `jnp`. They work like those of NumPy, `np`: `x @ y` is the product of two matrices, "
     "`x.T` is the transpose, and `x[:, 0]` is the first column. A shape such as `[4, 5]` means "
     "four rows of five numbers. What else a step needs of JAX is said where it first appears.",

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+// extern "C" keeps the name of the function, by which Python calls it.
 extern "C" void attend(const float* q, const float* k, const float* v, float* out, int n, int d) {
 #pragma omp parallel for
   for (int i = 0; i < n; i++) {
@@ -13,11 +14,13 @@ extern "C" void attend(const float* q, const float* k, const float* v, float* ou
     float most = -INFINITY, sum = 0;
     for (int j = 0; j < n; j++) {
       float product = 0;
+// Several products at once, each with a sum of its own; then these sums are added.
 #pragma omp simd reduction(+ : product)
       for (int c = 0; c < d; c++) product += q[i * d + c] * k[j * d + c];
-      score[j] = product / std::sqrt(static_cast<float>(d));
+      score[j] = product / std::sqrt(static_cast<float>(d));  // d as a number of type float
       most = std::max(most, score[j]);
     }
+    // First the score becomes its exponential, then that is added to the sum.
     for (int j = 0; j < n; j++) sum += score[j] = std::exp(score[j] - most);
     for (int c = 0; c < d; c++) out[i * d + c] = 0;
     for (int j = 0; j < n; j++)

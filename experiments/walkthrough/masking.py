@@ -43,7 +43,8 @@ def causal() -> list[Figure]:
     ways to hide them. The first computes all weights, sets those of later words to 0, and divides
     each row by its new sum. The second sets the scores of later words to −∞ before the softmax,
     because e^−∞ is 0. Both give the same weights: in the first way, the sum over the whole row
-    cancels in the division, and no later score is left.
+    cancels in the division, and no later score is left. But a later score of 1e30 would leave 0/0
+    in the first way, where −∞ hides it.
 
     “Coding” prints a table of weights, but not the parameters behind it. So the step starts from
     this table. The text also prints the scores; it hides the later ones.
@@ -55,13 +56,13 @@ def causal() -> list[Figure]:
     full if it allows every pair, and mixed otherwise. Empty tiles are not computed.
 
     Misprints in “Coding”: the first three rows of the masked and of the divided table have five
-    numbers instead of six. The last row of the divided table has 0.1555 instead of 0.1565. In the
-    class `CausalAttention`, `masked_fill` lacks the underscore at its end, so its result is lost.
+    numbers instead of six. The last row of the divided table has 0.1555 instead of 0.1565.
 
     Errors in “LLMs Part 2”: `M @ attention_scores` is a product of matrices, which mixes rows,
     where entry times entry is meant. Besides, a score times 0 is 0, and e^0 is 1, so later words
-    still get weights; the output shows this. The version with −∞ uses `mask`, which is not defined
-    there, and takes the softmax of `attention_scores_norm` instead of `attenion_scores_masked`.
+    still get weights; with the scores used here, over half of them. The version with −∞ uses
+    `mask`, which is not defined there, and takes the softmax of `attention_scores_norm` instead of
+    `attenion_scores_masked`.
     """
     table = jnp.asarray(printed.WEIGHTS)
     triangle = masks.Causal().dense(6, 6)
@@ -76,7 +77,8 @@ def causal() -> list[Figure]:
     ours = jattn.renormalised_causal(table)
     check("jattn.renormalised_causal(weights) gives the same", same(ours, divided))
 
-    # As printed, with −∞ above the diagonal. Where the mask is False, any number will do: 0.25.
+    # The text prints −∞ above the diagonal. The mask hides these places anyway, and −∞ times the 0
+    # of a unit vector is not a number. So they get 0.25, as they might get any other number.
     scores = jnp.where(triangle, jnp.array(printed.MASKED_SCORES), 0.25)
     by_infinity = softmax_of_scores(scores, mask=masks.Causal(), scale=0.5**0.5)
     check("the softmax of the printed scores / √2 is as printed", same(by_infinity, expected, 1e-4))
@@ -87,17 +89,18 @@ def causal() -> list[Figure]:
     wild = softmax_of_scores(jnp.where(triangle, scores, 1e30), mask=masks.Causal(), scale=1.0)
     check("with −∞, later scores of 1e30 change nothing", same(wild, by_infinity, 0))
     moved = jax.nn.softmax(jnp.where(triangle, scores, 0.5), axis=1)
-    check("the other way, later scores of 0.5 do not", same(jattn.renormalised_causal(moved), ours))
+    divides = same(jattn.renormalised_causal(moved), ours)
+    check("with division, later scores of 0.5 change nothing either", divides)
     zeroed = jax.nn.softmax(scores * triangle, axis=1)
     print(f"scores times 0: weights of the first word {np.round(zeroed[0], 2)}")
-    check("later words get over half of them", zeroed[0, 1:].sum() > 0.5)
+    check("scores times 0: later words get over half of its weights", zeroed[0, 1:].sum() > 0.5)
 
     x, (w_query, w_key, w_value) = masked_example()
     L = jattn.normalised_interaction((x @ w_query) @ (x @ w_key).T, masks.Causal())
     check("masked L is as printed in “Understanding”", matches(L, printed.MASKED_L))
-    check("V is, too", matches(x @ w_value, printed.MASKED_V))
+    check("V is as printed in “Understanding”", matches(x @ w_value, printed.MASKED_V))
     y = jattn.self_attention(x, w_query, w_key, w_value, mask=masks.Causal(), scale=1.0)
-    check("Y is, too", matches(y, printed.MASKED_LV))
+    check("Y is as printed in “Understanding”", matches(y, printed.MASKED_LV))
     # The pictures.
     title = "masks.Causal() & (masks.Window(left=23) | masks.Global(8))"
     near = masks.Causal() & (masks.Window(left=23) | masks.Global(8))
@@ -139,12 +142,12 @@ def dropout() -> Figure:
     check("with p = 0.2, 0.3 becomes 0.375 or 0", found == [0, 0.375])
     share = float(jnp.mean(fifth == 0))
     print(f"share of weights that are dropped: {share:.3f}")
-    check("that is 0.2, to 0.03", abs(share - 0.2) < 0.03)
+    check("the share that is dropped is 0.2, to 0.03", abs(share - 0.2) < 0.03)
     sums = fifth.sum(axis=1)
     least, mean, most = (float(f(sums)) for f in (jnp.min, jnp.mean, jnp.max))
     print(f"sums of rows: {least:.2f} … {most:.2f}, mean {mean:.3f}")
-    check("their mean is 1, to 0.05", abs(mean - 1) < 0.05)
-    check("they differ by more than 0.5", most - least > 0.5)
+    check("the mean of the sums is 1, to 0.05", abs(mean - 1) < 0.05)
+    check("the sums differ by more than 0.5", most - least > 0.5)
     check("the same seed drops the same weights", same(dropped(query, 0.2), fifth, 0))
     check("also with the first 100 rows alone", same(dropped(query[:100], 0.2), fifth[:100]))
     half = dropped(query, 0.5)

@@ -35,7 +35,7 @@ def influence(model: Callable[..., Any], x: jax.Array) -> float:
     def last(first: jax.Array) -> jax.Array:
         return model(x.at[0].set(first))[-1]
 
-    # jax.jacrev: the derivative of every number of the output by every number of the argument.
+    # jax.jacrev: the derivative of each number of the output with respect to each of the input.
     return float(jnp.max(jnp.abs(jax.jacrev(last)(x[0]))))
 
 
@@ -57,10 +57,10 @@ def recurrence() -> Figure:
     scores.
 
     The step compares a gated recurrent unit and causal attention, both of width 128 and without
-    training. The gradient is that of the last output by the first word. The times are those of a
-    forward pass on the machine that made this page. The recurrent network needs as many steps as
-    there are words, so its time grows with T. The time of attention grows with T × T as soon as the
-    pairs outweigh all else. Where the two lines cross depends on the machine.
+    training. The gradient is that of the last output with respect to the first word. The times are
+    of a forward pass on the machine that made this page. The recurrent network needs as many steps
+    as there are words, so its time grows with T. The time of attention grows with T × T as soon as
+    the pairs outweigh all else. Where the two lines cross depends on the machine.
     """
     width = 128
     # GRU: a gated recurrent unit, from [T, 128] to [T, 128]. Its parameters have 64 bits here.
@@ -90,7 +90,8 @@ def recurrence() -> Figure:
     slow, direct = reach["recurrent"], reach["attention"]
     faded = slow[2] < 1e-30 * slow[0]
     check("recurrent: from 16 to 256 words the gradient falls over 10³⁰-fold", faded)
-    check("attention: it falls less than 100-fold", direct[2] > direct[0] / 100)
+    kept = direct[2] > direct[0] / 100
+    check("attention: from 16 to 256 words it falls less than 100-fold", kept)
     longer = times["recurrent"][4] / times["recurrent"][2]
     check("recurrent: 4,096 words take over 8 times as long as 256", longer > 8)
     faster = times["attention"][2] < times["recurrent"][2]

@@ -123,7 +123,7 @@ def simple_self_attention() -> Figure:
     show("context vectors", context)
     check("each row of weights sums to 1", same(weights.sum(axis=1), np.ones(6)))
     check("the scores are symmetric", same(scores, scores.T))
-    check("the weights are not", not same(weights, weights.T, 0.01))
+    check("the weights are not symmetric", not same(weights, weights.T, 0.01))
 
     # The second word, "journey", by the definition, one word at a time.
     alike = np.array([np.exp(np.dot(INPUTS[1], other)) for other in INPUTS])

@@ -98,7 +98,7 @@ def transformer() -> list[Figure]:
 
     count = sum(math.prod(shape) for shape in parameter_shapes(base))
     print(f"the base model has {count / 1e6:.1f} million parameters")
-    check("these are the 65 million of the paper, to 5 %", abs(count / 65e6 - 1) < 0.05)
+    check("that is within 5 % of the paper's 65 million", abs(count / 65e6 - 1) < 0.05)
     # The pictures.
     words = [f"source {n}" for n in range(1, 5)] + 2 * ["padding"]
     written = [f"target {n}" for n in range(1, 6)]
