@@ -260,6 +260,6 @@ def alignments(
 
 
 def _links(most: np.ndarray, source: np.ndarray, target: np.ndarray) -> list[tuple[int, int]]:
-    """The links between words, where target position i attends most to source position `most[i]`."""
+    """The links between words: target position i attends most to source position `most[i]`."""
     words = np.flatnonzero((target != EOS) & (target != PAD) & (source[most] != EOS))
     return [(int(most[index]), int(index)) for index in words]

@@ -275,7 +275,8 @@ def _first_beams(active: Array, beams: int, length: int) -> _Beams:
 
 
 def _expanded(alive: _Beams, logits: Array, position: Array) -> tuple[Array, _Beams]:
-    """The 2·K likeliest continuations at a position, and the number of each one's beam, `[B, 2K]`."""
+    """The 2·K likeliest continuations at a position, and the number of the beam of each,
+    `[B, 2K]`."""
     sentences, beams = alive.log_probs.shape
     log_probs = jax.nn.log_softmax(_of_allowed_tokens(logits))
     vocabulary = log_probs.shape[-1]
