@@ -268,7 +268,7 @@ MUTANTS: dict[str, Mutant] = {
     "mean-of-means": mutant(
         TRAINING,
         "return jax.tree.map(jnp.add, sums, gradient(params, batch, key, tokens)), None",
-        "own = jnp.maximum(jnp.sum(loss_mask(batch)), 1) * steps\n"
+        "own = jnp.maximum(jnp.sum(loss_mask(batch)), 1) * len(micro_batches.source)\n"
         "        return jax.tree.map(jnp.add, sums, gradient(params, batch, key, own)), None",
         "translation",
     ),

@@ -135,12 +135,12 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     state, records = trained(parts)
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[0] > losses[-1] + 0.2
-    before = jax.device_get(parts.first_state().params)
+    before = jax.device_get(parts.init_state().params)
     still = [name for name in before if np.array_equal(before[name], state.params[name])]
     assert not still
     empty = Batch(*(np.zeros_like(array) for array in next(iter(parts.batches.epoch(0)))))
-    before = jax.device_get(parts.first_state().params)
-    after, measured = parts.step(parts.first_state(), empty)
+    before = jax.device_get(parts.init_state().params)
+    after, measured = parts.step(parts.init_state(), empty)
     assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
     assert_equal(after.params, before)
 

@@ -140,7 +140,7 @@ def test_nothing_moves_where_there_is_no_terminal(trained):
 @pytest.mark.slow
 def test_a_terminal_gets_a_bar_with_loss_speed_and_remaining_time(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    bench().loop().run(bench().first_state())
+    bench().loop().run(bench().init_state())
     drawn = sys.stderr.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     for part in ("loss=", "tokens/s=", "<", "step/s", "12/12"):
         assert part in drawn

@@ -84,7 +84,7 @@ def run_command(*arguments: object) -> int:
 
 def variables_of(directory):
     run = Run.open(directory)
-    _, state = training.first_state(run)
+    _, state = training.init_state(run)
     return jax.tree.leaves(run.restore(state)[0])
 
 

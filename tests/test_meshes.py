@@ -26,7 +26,7 @@ def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float],
     """The losses of the first steps, and the state after them, which lies as it began."""
     placement = Placement.of(meshes.parse_mesh(mesh or "data=1"), bench.model)
     step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
-    state = placement.state(bench.first_state())
+    state = placement.state(bench.init_state())
     lie = jax.tree.map(lambda array: array.sharding, state)
     found = []
     for _, batch in zip(range(steps), bench.batches.from_step(0), strict=False):

@@ -165,7 +165,7 @@ def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, wher
     """Others cannot have us load what they wrote where they may write, sealed or not."""
     contents, mark = planted
     home, library = copied(built, tmp_path)
-    library.write_bytes(contents + compiler._seal(library.name, contents))
+    library.write_bytes(contents + compiler._checksum(library.name, contents))
     if where == "folder for all":
         library.parent.chmod(0o777)
     elif os.geteuid() == 0:

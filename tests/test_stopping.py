@@ -95,7 +95,7 @@ def digest(params: Any) -> str:
 def losses_of_params() -> dict[str, float]:
     """Which validation loss is that of which parameters: those at each epoch's end."""
     parts, seen = small_bench(), []
-    parts.loop(validate=lambda params: seen.append(digest(params)) or {}).run(parts.first_state())
+    parts.loop(validate=lambda params: seen.append(digest(params)) or {}).run(parts.init_state())
     assert len(set(seen)) == len(LOSSES)
     return dict(zip(seen, LOSSES, strict=True))
 
@@ -104,9 +104,9 @@ def train(run: Run, *, calls: int | None = None) -> None:
     """Trains as the command does, from the last checkpoint, and is killed at a call to save or
     report."""
     parts = small_bench()
-    state = parts.first_state()
+    state = parts.init_state()
     if run.steps():
-        saved, step = run.restore(jax.eval_shape(parts.first_state))
+        saved, step = run.restore(jax.eval_shape(parts.init_state))
         state = jax.tree.map(jnp.asarray, saved)
         run.forget_metrics_after(step)
     else:
@@ -173,7 +173,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     train(run)
     assert told(run) == told(uninterrupted)
     assert run.steps() == uninterrupted.steps()
-    for part in (small_bench().first_state, lambda: small_bench().first_state().params):
+    for part in (small_bench().init_state, lambda: small_bench().init_state().params):
         like = jax.eval_shape(part)
         prefix = "" if isinstance(like, training.State) else "params/"
         assert_equal(run.restore(like, prefix=prefix), uninterrupted.restore(like, prefix=prefix))
@@ -197,7 +197,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
     """And where the damaged one is believed, comes to parameters that no other run has."""
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
     run = Run.open(tmp_path / "run")
-    like = jax.eval_shape(small_bench().first_state)
+    like = jax.eval_shape(small_bench().init_state)
     state, step = run.restore(like)
     digests = run.directory / "digests" / f"{step}.json"
     before = digests.read_text()

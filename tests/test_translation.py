@@ -79,8 +79,8 @@ class Bench:
     optimiser: Any
     step: training.Step
 
-    def first_state(self) -> State:
-        return training.first_state(self.model, self.optimiser, self.config.seed)
+    def init_state(self) -> State:
+        return training.init_state(self.model, self.optimiser, self.config.seed)
 
     def loop(self, **changes) -> training.Loop:
         parts = {
@@ -235,7 +235,7 @@ class TwoTables:
 def in_parts(model: Any, parts: int, *, dropout_rate: float = 0.0) -> tuple[State, training.Step]:
     config = dataclasses.replace(TINY, accumulation_steps=parts, dropout_rate=dropout_rate)
     optimiser = training.make_optimiser(config, config.steps)
-    state = training.first_state(model, optimiser, 0)
+    state = training.init_state(model, optimiser, 0)
     return state, training.make_step(model, optimiser, config)
 
 
@@ -299,7 +299,7 @@ def test_rows_of_batches_accumulated_are_divisible():
 
 
 def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
-    batch, state = first_batch(), bench().first_state()
+    batch, state = first_batch(), bench().init_state()
     key = jax.random.fold_in(jax.random.key(TINY.seed), 0)
 
     @jax.jit
@@ -317,7 +317,7 @@ def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
 
 def test_a_batch_of_padding_alone_changes_no_parameter():
     empty = Batch(*(np.zeros_like(array) for array in first_batch()))
-    state = bench().first_state()
+    state = bench().init_state()
     before = jax.device_get(state.params)
     after, measured = bench().step(state, empty)
     assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
@@ -391,7 +391,7 @@ def test_learning_rate_of_every_schedule():
 
 
 def test_the_first_step_moves_every_parameter_that_it_should():
-    state = bench().first_state()
+    state = bench().init_state()
     before = jax.device_get(state.params)
     after, _ = bench().step(state, first_batch())
     still = [name for name in before if np.array_equal(before[name], after.params[name])]
@@ -406,7 +406,7 @@ def trained(bench: Bench, first: State | None = None, **changes):
     """The state at the end and the records, without what the clock says."""
     records = []
     loop = bench.loop(report=records.append, **changes)
-    state = loop.run(bench.first_state() if first is None else first)
+    state = loop.run(bench.init_state() if first is None else first)
     clock = ("seconds", "tokens_per_second")
     return state, [{k: v for k, v in record.items() if k not in clock} for record in records]
 
@@ -457,7 +457,7 @@ def saved_halfway(directory: Path) -> Run:
 
     save = lambda state: run.save(state, int(state.step))  # noqa: E731
     with pytest.raises(Killed):
-        bench().loop(report=report, save=save).run(bench().first_state())
+        bench().loop(report=report, save=save).run(bench().init_state())
     return run
 
 
@@ -467,7 +467,7 @@ def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     run = saved_halfway(tmp_path / "run")
     opened = Run.open(tmp_path / "run")
     assert opened == run
-    saved, step = opened.restore(jax.eval_shape(bench().first_state))
+    saved, step = opened.restore(jax.eval_shape(bench().init_state))
     assert step == TINY.checkpoint_every < TINY.steps
     halfway = jax.tree.map(jnp.asarray, saved)
     resumed, rest = trained(bench(), copied(halfway))
@@ -486,7 +486,7 @@ def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
 
     anew = FromTheFirst(bench().batches.pairs, tokens_per_batch=TINY.tokens_per_batch, max_shapes=1)
     assert anew.shapes == bench().batches.shapes
-    fresh = bench().first_state()
+    fresh = bench().init_state()
     for forgets in (
         {"first": halfway._replace(opt_state=fresh.opt_state)},
         {"first": halfway._replace(params=fresh.params)},
@@ -515,7 +515,7 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
 
     loop = bench().loop(step=step, save=lambda state: run.save(state, int(state.step)))
     with pytest.raises(training.NonFiniteLoss, match=f"step {poisoned_at}: .* nan"):
-        loop.run(bench().first_state())
+        loop.run(bench().init_state())
     assert run.steps() == [TINY.checkpoint_every]
     params, _ = run.restore(bench().model.shapes, prefix="params/")
     assert all(np.isfinite(array).all() for array in params.values())
@@ -1052,7 +1052,7 @@ def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
 
 
 def assert_same_run(one: Run, other: Run) -> None:
-    like = jax.eval_shape(bench().first_state)
+    like = jax.eval_shape(bench().init_state)
     (state, step), (also, last) = one.restore(like), other.restore(like)
     assert step == last == TINY.steps
     assert_equal(state, also)
@@ -1078,7 +1078,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, cap
     assert "begins anew: there is no checkpoint yet" in capsys.readouterr().out
     whole, again = Run.open(directory), Run.open(tmp_path / "run")
     assert_same_run(whole, again)
-    state, step = again.restore(jax.eval_shape(bench().first_state))
+    state, step = again.restore(jax.eval_shape(bench().init_state))
     rate = state.opt_state[1][0].nu["output/kernel"]
     rate.flat[-1] = np.nextafter(rate.flat[-1], np.float32(9))
     again.save(state, step)

@@ -36,7 +36,7 @@ from experiments.translation.memory import keep_freed_memory
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.text import EncodedPairs, Ragged
-from experiments.translation.training import first_state, make_optimiser, make_step
+from experiments.translation.training import init_state, make_optimiser, make_step
 from experiments.translation.vocabulary import EOS
 
 
@@ -78,7 +78,7 @@ def ours(config: Config, batch: AnyBatch) -> Trainer:
     model = Model(config, VOCABULARY, VOCABULARY)
     optimiser = make_optimiser(config, total_steps=1000)
     step = make_step(model, optimiser, config)
-    state = first_state(model, optimiser, seed=0)
+    state = init_state(model, optimiser, seed=0)
 
     def run() -> None:
         nonlocal state

@@ -143,7 +143,7 @@ def _write(options: argparse.Namespace) -> None:
         if not options.prompt:
             raise ValueError("--prompt: expected at least one character")
         prompt = run.characters.encode(options.prompt)
-        definition, state = training.first_state(run)
+        definition, state = training.init_state(run)
         state, _ = run.restore(state)
     model = nnx.merge(definition, state.variables)
 

@@ -44,7 +44,7 @@ def optimiser(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=decay))
 
 
-def first_state(run: Run) -> tuple[Any, State]:
+def init_state(run: Run) -> tuple[Any, State]:
     """The model's definition, and the state before the first step."""
     model = models.make(run.settings, len(run.characters.alphabet))
     definition, variables = nnx.split(model)
@@ -77,7 +77,7 @@ def train(run: Run, texts: Texts, tell: Report, *, resume: bool) -> None:
         Failure: the loss is no number any more.
     """
     settings = run.settings
-    definition, state = first_state(run)
+    definition, state = init_state(run)
     first = 0
     if resume:
         state, first = run.restore(state)

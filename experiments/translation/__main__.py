@@ -63,7 +63,7 @@ from experiments.translation.training import (
     State,
     Texts,
     check_batch,
-    first_state,
+    init_state,
     make_batches,
     make_optimiser,
     make_step,
@@ -318,10 +318,10 @@ def _fitted(plan: _Plan, console: Console, *, resume: bool) -> _Trained:
         report=reporting.keep(console, run) if processes.leads() else lambda record: None,
         validate=lambda params: reporting.validated(run, evaluator, placement.whole(params)),
         save=lambda state: _save(run, placement.host(state)),
-        place=lambda batch: placement.batch(batch, config.accumulation_steps),
+        put_on_devices=lambda batch: placement.batch(batch, config.accumulation_steps),
         stops=lambda: _has_stopped(run),
     )
-    state = first_state(model, optimiser, config.seed)
+    state = init_state(model, optimiser, config.seed)
     if resume:
         with _users_part():
             state = _resumed(run, state, loop.total_steps)

@@ -78,12 +78,12 @@ def loss_mask(batch: AnyBatch) -> Any:
     return np.arange(batch.target_out.shape[1]) < batch.target_lengths[:, None]
 
 
-def filled_up(batch: AnyBatch, multiple: int, parts: int = 1) -> AnyBatch:
-    """The batch with empty rows at its end, such that `multiple` divides the rows; of one that is
-    taken in equal `parts`, at the end of each part."""
+def filled_up(batch: AnyBatch, multiple: int, micro_batches: int = 1) -> AnyBatch:
+    """The batch with empty rows at its end, so that `multiple` divides the number of rows. Where it
+    is to be cut into `micro_batches`, empty rows are added at the end of each."""
 
     def fill(name: str, array: np.ndarray) -> np.ndarray:
-        own = array.reshape(parts, -1, *array.shape[1:])
+        own = array.reshape(micro_batches, -1, *array.shape[1:])
         empty = ((0, 0), (0, -own.shape[1] % multiple), *((0, 0),) * (own.ndim - 2))
         own = np.pad(own, empty, constant_values=_IN_EMPTY_ROWS.get(name, 0))
         return own.reshape(-1, *array.shape[1:])

@@ -39,7 +39,7 @@ class Search:
         temperature: of sampling.
         top_k: of sampling.
         top_p: of sampling.
-        seed: of sampling: it and a sentence's place in the list decide what is drawn for it.
+        seed: of sampling: it and a sentence's index in the list decide what is drawn for it.
 
     Raises:
         ValueError: a value that does not fit; the message names it.
@@ -186,17 +186,17 @@ def translations(
     rows = max(_ROWS // search.rows, 1)
     batches = Batches(pairs, rows_per_batch=rows, max_shapes=model.config.max_shapes)
     same = dataclasses.replace(search, seed=0)  # another seed compiles nothing anew
-    for batch, places in batches.in_order():
+    for batch, indices in batches.in_order():
         length = min(model.config.max_length, longest_translation(batch.source.shape[1]))
-        keys = _keys(search.seed, places) if search.kind == "sample" else None
+        keys = _keys(search.seed, indices) if search.kind == "sample" else None
         found = search_batch(
             model, params, batch.source, batch.source_lengths, keys, length=length, search=same
         )
-        for place, *row in zip(places, *map(np.asarray, found), strict=True):
-            if place >= 0:
-                has_words = list(sources[place]) != [EOS]
-                results[place] = _translations(*row) if has_words else [_NOTHING]
-        report(int((places >= 0).sum()))
+        for index, *row in zip(indices, *map(np.asarray, found), strict=True):
+            if index >= 0:
+                has_words = list(sources[index]) != [EOS]
+                results[index] = _translations(*row) if has_words else [_NOTHING]
+        report(int((indices >= 0).sum()))
     return results
 
 
@@ -209,14 +209,14 @@ def longest_translation(source_width: int) -> int:
 def _pairs(
     model: Model, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
 ) -> EncodedPairs:
-    places = np.arange(len(sources))
+    indices = np.arange(len(sources))
     sizes = model.source_size, model.target_size
-    return EncodedPairs(Ragged.of(sources), Ragged.of(targets), places, *sizes)
+    return EncodedPairs(Ragged.of(sources), Ragged.of(targets), indices, *sizes)
 
 
-def _keys(seed: int, places: np.ndarray) -> Array:
-    """A key for each sentence by its place in the list, wherever batching puts it."""
-    numbers = np.maximum(places, 0).astype(np.uint32)
+def _keys(seed: int, indices: np.ndarray) -> Array:
+    """A key for each sentence by its index in the list, wherever batching puts it."""
+    numbers = np.maximum(indices, 0).astype(np.uint32)
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
 
 
@@ -250,16 +250,16 @@ def alignments(
     name = model.alignment
     pairs = _pairs(model, sources, targets)
     batches = Batches(pairs, rows_per_batch=_ROWS, max_shapes=model.config.max_shapes)
-    for batch, places in batches.in_order():
+    for batch, indices in batches.in_order():
         weights = model.weights(params, batch.source, batch.source_lengths, batch.target_in)[name]
         most = np.asarray(jnp.argmax(jnp.mean(weights, axis=1), axis=-1))
-        for row, place in enumerate(places):
-            if place >= 0:
-                links[place] = _links(most[row], batch.source[row], batch.target_out[row])
+        for row, index in enumerate(indices):
+            if index >= 0:
+                links[index] = _links(most[row], batch.source[row], batch.target_out[row])
     return links
 
 
 def _links(most: np.ndarray, source: np.ndarray, target: np.ndarray) -> list[tuple[int, int]]:
-    """The links between words, where target place i looks at source place `most[i]` most."""
+    """The links between words: target position i attends most to source position `most[i]`."""
     words = np.flatnonzero((target != EOS) & (target != PAD) & (source[most] != EOS))
-    return [(int(most[place]), int(place)) for place in words]
+    return [(int(most[index]), int(index)) for index in words]

@@ -1,9 +1,9 @@
-"""The loss: cross-entropy over the vocabulary, a chunk of places at a time.
+"""The loss: cross-entropy over the vocabulary, a chunk of positions at a time.
 
-The logits `[places, V]` are the largest array of a training step by far, and only what follows from
-them is wanted. So they are never whole: a chunk of places is projected, its loss taken, and at once
-the gradients of what it was projected from, while the logits are in the cache. Places that do not
-count are put last, and chunks of nothing else are not computed.
+The logits `[positions, V]` are by far the largest array of a training step. Only the loss and its
+gradients are wanted of them, so they are never whole. A chunk of positions is projected, and its
+loss and the gradients by its features and the projection are computed while its logits are in the
+cache. Positions that do not count are put last, and chunks that hold no others are not computed.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax import Array, lax
 # Logits at a time: enough for fast products, and on a CPU few enough to stay in its cache.
 _CHUNK = {"cpu": 2**21}
 _CHUNK_ELSEWHERE = 2**27
-_MULTIPLE = 64  # of places
+_MULTIPLE = 64  # of positions
 
 
 class Projection(NamedTuple):
@@ -46,44 +46,44 @@ def cross_entropy(
     mask: Any,
     *,
     smoothing: float = 0.0,
-    shares: tuple[int, int] = (1, 1),
+    num_shards: tuple[int, int] = (1, 1),
 ) -> Array:
-    """The cross-entropy of the places in the mask, in nats, summed: `[]`, float32 at least.
+    """The cross-entropy of the positions in the mask, in nats, summed: `[]`, float32 at least.
 
     The target distribution is `smoothing` spread over all V tokens in equal shares, and the rest on
-    the label (Szegedy et al. 2015); it sums to 1. What stands at the other places does
-    not exist: its gradient is 0, and so is that of a loss over no place at all.
+    the label (Szegedy et al. 2015); it sums to 1. What stands at the other positions
+    does not exist: its gradient is 0, and so is that of a loss over no position at all.
 
     Args:
         features: `[..., D]`, what is projected.
         projection: to logits over V tokens.
         labels: int32 `[...]`, in 0..V-1.
-        mask: which places count, bool `[...]`.
+        mask: which positions count, bool `[...]`.
         smoothing: in [0, 1).
-        shares: into how many equal shares the first two axes are cut over devices. Each goes over
-            its own places, so that no device needs those of another.
+        num_shards: into how many equal shards the first two axes are cut over devices. Each device
+            computes its own shard and needs no other.
     """
 
-    def of_share(features: Array, labels: Array, mask: Array) -> Array:
+    def of_shard(features: Array, labels: Array, mask: Array) -> Array:
         features = features.reshape(-1, features.shape[-1])
         return _total(smoothing, features, projection, labels.reshape(-1), mask.reshape(-1))
 
-    places = features, jnp.asarray(labels), jnp.asarray(mask)
-    if shares == (1, 1):
-        return of_share(*places)
-    return jnp.sum(jax.vmap(of_share)(*(_in_shares(x, shares) for x in places)))
+    positions = features, jnp.asarray(labels), jnp.asarray(mask)
+    if num_shards == (1, 1):
+        return of_shard(*positions)
+    return jnp.sum(jax.vmap(of_shard)(*(_in_shards(x, num_shards) for x in positions)))
 
 
-def _in_shares(x: Array, shares: tuple[int, int]) -> Array:
-    """`[B, T, ...]` as `[shares, places, ...]`."""
-    rows, columns = shares
+def _in_shards(x: Array, num_shards: tuple[int, int]) -> Array:
+    """`[B, T, ...]` as `[shards, positions, ...]`."""
+    rows, columns = num_shards
     x = x.reshape(rows, x.shape[0] // rows, columns, x.shape[1] // columns, *x.shape[2:])
     return jnp.swapaxes(x, 1, 2).reshape(rows * columns, -1, *x.shape[4:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(smoothing: float, features: Array, projection: Projection, *places: Array) -> Array:
-    rows, chunks = _sorted(features, projection, *places)
+def _total(smoothing: float, features: Array, projection: Projection, *positions: Array) -> Array:
+    rows, chunks = _sorted(features, projection, *positions)
 
     def add(number: Array, total: Array) -> Array:
         losses, _ = _chunk_losses(smoothing, projection, rows.chunk(number))
@@ -93,12 +93,12 @@ def _total(smoothing: float, features: Array, projection: Projection, *places: A
 
 
 class _Rows(NamedTuple):
-    """Places in whole chunks, those that count first."""
+    """Positions in whole chunks, those that count first."""
 
     features: Array  # [chunks, C, D]; 0 where nothing counts
     labels: Array  # [chunks, C]
     mask: Array  # [chunks, C]
-    order: Array  # [places]: where each came from
+    order: Array  # [positions]: where each came from
 
     def chunk(self, number: Array) -> tuple[Array, Array, Array]:
         return self.features[number], self.labels[number], self.mask[number]
@@ -144,9 +144,9 @@ def _chunk_losses(
 
 
 def _total_forward(
-    smoothing: float, features: Array, projection: Projection, *places: Array
+    smoothing: float, features: Array, projection: Projection, *positions: Array
 ) -> tuple[Array, Any]:
-    rows, chunks = _sorted(features, projection, *places)
+    rows, chunks = _sorted(features, projection, *positions)
     kernel, bias = projection.kernel, projection.bias
     dtype, wide = features.dtype, _wide(features)
 

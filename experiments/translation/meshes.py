@@ -2,7 +2,7 @@
 
     data       rows of the batches
     model      heads, the inner width of feed-forward networks, and vocabularies
-    context    the places of the sentences; attention is `jattn.parallel`'s, whose keys go round
+    context    the positions of the sentences; attention is `jattn.parallel`'s, whose keys go round
 
 Which axes a parameter has is told by its module, in the words of `jattn.nn`'s logical axes. The
 optimiser keeps its memory of a parameter where the parameter lies. A mesh changes no number but by
@@ -109,37 +109,38 @@ class Placement:
         return cls(mesh, model.axes)
 
     @property
-    def shares(self) -> tuple[int, int]:
-        """Into how many shares the rows of a batch are cut, and its places."""
+    def num_shards(self) -> tuple[int, int]:
+        """Into how many shards the rows of a batch are cut, and its positions."""
         if self.mesh is None:
             return 1, 1
         return self.mesh.shape["data"], self.mesh.shape["context"]
 
     def model(self, model: Model) -> Model:
         """The model as it is called on the mesh."""
-        return model if self.shares[1] == 1 else dataclasses.replace(model, mesh=self.mesh)
+        return model if self.num_shards[1] == 1 else dataclasses.replace(model, mesh=self.mesh)
 
     def check_shapes(self, shapes: Sequence[Shape]) -> None:
-        """Makes sure that the devices can share the places of batches of these shapes.
+        """Makes sure that the devices can share the positions of batches of these shapes.
 
         Raises:
             ValueError: they cannot; the message names the width.
         """
         for width in (width for shape in shapes for width in shape[1:]):
-            if width % self.shares[1]:
+            if width % self.num_shards[1]:
                 raise ValueError(
                     f"--mesh: expected a divisor of all widths of batches for context, "
-                    f"got {self.shares[1]} and a width of {width}"
+                    f"got {self.num_shards[1]} and a width of {width}"
                 )
 
-    def batch(self, batch: AnyBatch, parts: int = 1) -> AnyBatch:
+    def batch(self, batch: AnyBatch, micro_batches: int = 1) -> AnyBatch:
         """A batch on the devices, its rows shared evenly.
 
-        Where it is taken in `parts`, each of them is, and it is filled up at the end of each.
+        Where it is to be cut into `micro_batches`, the rows of each are shared evenly, and empty
+        rows fill up the end of each.
         """
         if self.mesh is None:
             return batch
-        whole = filled_up(batch, self.shares[0], parts)
+        whole = filled_up(batch, self.num_shards[0], micro_batches)
         return jax.tree.map(lambda x: self._put_as(x, self._of_batch(x)), whole)
 
     def state(self, state: _Tree) -> _Tree:
@@ -149,14 +150,14 @@ class Placement:
             return state
         return jax.tree.map(self._put_as, state, self._shardings(state))
 
-    def held(self, state: _Tree) -> _Tree:
-        """Within a compiled function: the tree, cut as `state` cuts it."""
+    def constrained(self, state: _Tree) -> _Tree:
+        """Within a compiled function: the tree, constrained to be cut as `state` cuts it."""
         if self.mesh is None:
             return state
         return jax.lax.with_sharding_constraint(state, self._shardings(state))
 
-    def parts(self, batch: AnyBatch, count: int) -> AnyBatch:
-        """Within a compiled function: a batch with an axis of equal parts before that of rows."""
+    def micro_batches(self, batch: AnyBatch, count: int) -> AnyBatch:
+        """Within a compiled function: a batch cut into `count` equal ones, stacked."""
 
         def cut(x: Any) -> Any:
             x = jnp.reshape(x, (count, -1, *x.shape[1:]))
@@ -167,7 +168,7 @@ class Placement:
         return jax.tree.map(cut, batch)
 
     def _of_batch(self, x: Any, before: int = 0) -> NamedSharding:
-        """Of an array `[rows]` or `[rows, places]`, after so many other axes."""
+        """Of an array `[rows]` or `[rows, positions]`, after so many other axes."""
         return self._sharding(P(*[None] * before, *("data", "context")[: x.ndim - before]))
 
     def whole(self, tree: _Tree) -> _Tree:
@@ -211,7 +212,7 @@ class Placement:
     def _put_as(self, array: Any, sharding: NamedSharding) -> Any:
         """Each process gives its own devices what they shall have; none asks another."""
         host = np.asarray(array)
-        return jax.make_array_from_callback(host.shape, sharding, lambda place: host[place])
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 ONE_DEVICE = Placement()

@@ -30,7 +30,7 @@ class Model:
     """A translator from source and target ids to logits, whose parameters are an argument.
 
     Source ids `[B, S]` come with their lengths `[B]`; what is beyond a length is padding and is
-    attended to by nobody. Padding behind the target needs no mask: no earlier place sees it.
+    attended to by nobody. Padding behind the target needs no mask: no earlier position sees it.
 
     Models of equal configuration and sizes are equal, and share what is compiled for them.
 
@@ -84,7 +84,7 @@ class Model:
     def features(
         self, params: Params, batch: AnyBatch, *, dropout_key: Array | None = None
     ) -> tuple[Array, Projection]:
-        """What is known at each target place about what follows it, `[B, T, D]`, and what makes
+        """What is known at each target position about what follows it, `[B, T, D]`, and what makes
         logits over the target vocabulary of it; without a key no dropout."""
         module = self.module(params)
         features = module.features(
@@ -97,7 +97,7 @@ class Model:
         return features, Projection(*module.projection)
 
     def logits(self, params: Params, batch: AnyBatch) -> Array:
-        """What follows each target place, `[B, T, target vocabulary]`, without dropout."""
+        """What follows each target position, `[B, T, target vocabulary]`, without dropout."""
         features, projection = self.features(params, batch)
         return projection.logits(features)
 

@@ -2,7 +2,7 @@
 
 A search knows the model only as a step: `step(state, tokens [R])` takes the token that comes next
 in each of R rows, `<bos>` first, and gives the logits `[R, V]` of what follows it, and the state
-for the next call. What the state is, and how it knows its place, is the step's own affair.
+for the next call. What the state is, and how it knows its position, is the step's own affair.
 
 Every search is one loop over the whole batch, in which the step is traced once, whatever the
 length. A row stays as it is after its `<eos>`, with `<pad>` behind, and the loop ends with its last
@@ -110,8 +110,8 @@ def sample(
     rows = jnp.arange(active.shape[0])
     keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
-    def drawn(logits: Array, place: Array) -> Array:
-        here = jax.vmap(jax.random.fold_in, (0, None))(keys, place)
+    def drawn(logits: Array, position: Array) -> Array:
+        here = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
         return sample_tokens(here, logits, temperature, top_k, top_p)
 
     return _each_token(step, state, active, length, drawn)
@@ -134,26 +134,26 @@ def _each_token(
     length: int,
     choose: Callable[[Array, Array], Array],
 ) -> Sequences:
-    """Generates what `choose` takes from the logits `[B, V]` of each place, a token per row."""
+    """Generates what `choose` takes from the logits `[B, V]` of each position, a token per row."""
     _check_counts(length=length)
     rows = active.shape[0]
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
-        place, _, active, *_ = carry
-        return (place < length) & jnp.any(active)
+        position, _, active, *_ = carry
+        return (position < length) & jnp.any(active)
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        place, tokens, active, generated, state = carry
+        position, tokens, active, generated, state = carry
         logits, state = step(state, tokens)
         logits = _of_allowed_tokens(logits)
-        chosen = choose(logits, place).astype(jnp.int32)
+        chosen = choose(logits, position).astype(jnp.int32)
         log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), chosen[:, None], axis=-1)
         tokens = jnp.where(active, chosen, PAD)
         generated = Sequences(
-            generated.ids.at[:, place].set(tokens),
+            generated.ids.at[:, position].set(tokens),
             generated.log_probs + jnp.where(active, log_probs[:, 0], 0),
         )
-        return place + 1, tokens, active & (tokens != EOS), generated, state
+        return position + 1, tokens, active & (tokens != EOS), generated, state
 
     nothing = Sequences(jnp.full((rows, length), PAD, jnp.int32), jnp.zeros((rows,), jnp.float32))
     first = jnp.full((rows,), BOS, jnp.int32)
@@ -196,11 +196,11 @@ def beam(
 ) -> Hypotheses:
     """The best hypotheses that a beam meets, by log probability over a penalty of their length.
 
-    At each place, of the 2·K likeliest continuations of the K beams, those that end go to the
+    At each position, of the 2·K likeliest continuations of the K beams, those that end go to the
     finished hypotheses, of which the best are kept, and the first K others are the next beams; so
     the beam is never narrower than K. A sentence is done when none of its beams could still become
     better than the worst hypothesis kept; what the best is does therefore not depend on `n_best`.
-    Beams that are there after the last place count as hypotheses without `<eos>`.
+    Beams that are there after the last position count as hypotheses without `<eos>`.
 
     One beam is the greedy search, which ends at the first `<eos>`, and finds one hypothesis.
 
@@ -228,20 +228,20 @@ def beam(
     first_rows = beams * jnp.arange(sentences, dtype=jnp.int32)[:, None]
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
-        place, alive, *_ = carry
-        return (place < length) & jnp.any(alive.log_probs > _ABSENT)
+        position, alive, *_ = carry
+        return (position < length) & jnp.any(alive.log_probs > _ABSENT)
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        place, alive, finished, state = carry
+        position, alive, finished, state = carry
         logits, state = step(state, alive.tokens.reshape(-1))
-        parents, longer = _expanded(alive, logits, place)
-        finished = _best(pool, finished, _finished(longer, divisor(place + 1)))
+        parents, longer = _expanded(alive, logits, position)
+        finished = _best(pool, finished, _finished(longer, divisor(position + 1)))
         kept, alive = _next_beams(longer, beams)
         state = reorder(state, (first_rows + _gathered(parents, kept)).reshape(-1))
         # A log probability only falls, so this is the most that the likeliest beam can come to.
-        reachable = alive.log_probs[:, :1] / jnp.maximum(divisor(length), divisor(place + 2))
+        reachable = alive.log_probs[:, :1] / jnp.maximum(divisor(length), divisor(position + 2))
         alive = _still_open(reachable > finished.scores[:, -1:], alive)
-        return place + 1, alive, finished, state
+        return position + 1, alive, finished, state
 
     nothing = _no_hypotheses(sentences, pool, length)
     start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), nothing, state)
@@ -274,8 +274,9 @@ def _first_beams(active: Array, beams: int, length: int) -> _Beams:
     )
 
 
-def _expanded(alive: _Beams, logits: Array, place: Array) -> tuple[Array, _Beams]:
-    """The 2·K likeliest continuations at a place, and for each the number of its beam `[B, 2K]`."""
+def _expanded(alive: _Beams, logits: Array, position: Array) -> tuple[Array, _Beams]:
+    """The 2·K likeliest continuations at a position, and the number of the beam of each,
+    `[B, 2K]`."""
     sentences, beams = alive.log_probs.shape
     log_probs = jax.nn.log_softmax(_of_allowed_tokens(logits))
     vocabulary = log_probs.shape[-1]
@@ -284,7 +285,7 @@ def _expanded(alive: _Beams, logits: Array, place: Array) -> tuple[Array, _Beams
     totals = jnp.where(alive.log_probs[:, :, None] > _ABSENT, totals, _ABSENT)
     totals, chosen = jax.lax.top_k(totals.reshape(sentences, beams * vocabulary), 2 * beams)
     parents, tokens = chosen // vocabulary, chosen % vocabulary
-    ids = _gathered(alive.ids, parents).at[:, :, place].set(tokens)
+    ids = _gathered(alive.ids, parents).at[:, :, position].set(tokens)
     return parents, _Beams(ids, totals, tokens)
 
 
@@ -295,7 +296,7 @@ def _finished(longer: _Beams, divisor: Array) -> Hypotheses:
 
 
 def _next_beams(longer: _Beams, beams: int) -> tuple[Array, _Beams]:
-    """The likeliest continuations that do not end, and their places among all `[B, K]`."""
+    """The likeliest continuations that do not end, and their indices among all `[B, K]`."""
     log_probs = jnp.where(longer.tokens == EOS, _ABSENT, longer.log_probs)
     _, kept = jax.lax.top_k(log_probs, beams)
     longer = longer._replace(log_probs=log_probs)
@@ -318,9 +319,9 @@ def _best(count: int, *pools: Hypotheses) -> Hypotheses:
     return jax.tree.map(lambda array: _gathered(array, chosen), together)
 
 
-def _gathered(array: Array, places: Array) -> Array:
-    """Of each sentence the entries of an array `[B, N, ...]` at its places `[B, M]`."""
-    return jax.vmap(lambda entries, chosen: entries[chosen])(array, places)
+def _gathered(array: Array, indices: Array) -> Array:
+    """Of each sentence the entries of an array `[B, N, ...]` at its indices `[B, M]`."""
+    return jax.vmap(lambda entries, chosen: entries[chosen])(array, indices)
 
 
 def _scored(generated: Sequences, active: Array, alpha: float) -> Hypotheses:

@@ -116,13 +116,15 @@ def total_loss(
     *,
     smoothing: float = 0.0,
     dropout_key: Array | None = None,
-    shares: tuple[int, int] = (1, 1),
+    num_shards: tuple[int, int] = (1, 1),
 ) -> Array:
-    """The losses of a batch's target tokens, summed; rows and places may be in shares on devices,
-    as many as `shares` says."""
+    """The sum of the losses of a batch's target tokens.
+
+    `num_shards` are the numbers of shards into which rows and positions are cut over devices.
+    """
     features, projection = model.features(params, batch, dropout_key=dropout_key)
     mask = loss_mask(batch)
-    options = {"smoothing": smoothing, "shares": shares}
+    options = {"smoothing": smoothing, "num_shards": num_shards}
     return cross_entropy(features, projection, batch.target_out, mask, **options)
 
 
@@ -179,7 +181,12 @@ class State(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a step is known by: its loss, summed over tokens, and the norm of its gradient."""
+    """What a step reports.
+
+    Attributes:
+        loss: the sum of the losses of its target tokens, `[]`.
+        gradient_norm: the norm of its gradient over all parameters, `[]`.
+    """
 
     loss: Array
     gradient_norm: Array
@@ -188,7 +195,7 @@ class StepMetrics(NamedTuple):
 Step = Callable[[State, AnyBatch], tuple[State, StepMetrics]]
 
 
-def first_state(model: Model, optimiser: optax.GradientTransformation, seed: int) -> State:
+def init_state(model: Model, optimiser: optax.GradientTransformation, seed: int) -> State:
     """The state before the first step."""
     params = model.init(seed)
     return State(params, optimiser.init(params), jnp.zeros((), jnp.int32))
@@ -202,24 +209,28 @@ def make_step(
 ) -> Step:
     """One update as a compiled function, which takes over the buffers of the state it is given.
 
-    The loss is the mean over the tokens of the batch, so that each token weighs the same in a batch
-    however the padding lies; a batch without tokens has loss 0 and gradients 0. A batch that is
-    taken in parts gives the gradient of the whole, as each part's share is by the whole's tokens.
+    The loss is the mean over the target tokens of the batch. Padding is not counted. A batch
+    without tokens has loss 0 and gradients 0.
+
+    With `config.accumulation_steps` above 1 the batch is cut into micro-batches, one after another.
+    The loss of each is divided by the number of tokens of the whole batch, so that the gradients of
+    the micro-batches add up to the gradient of the whole batch.
+
     State and batch lie where `placement` puts them.
     """
-    shares = placement.shares
+    num_shards = placement.num_shards
     model = placement.model(model)
 
     def gradient(params: Params, batch: AnyBatch, key: Array, tokens: Array) -> Any:
-        """Of the mean loss, and the loss summed."""
+        """The gradient of the mean loss, and the sum of the losses."""
         dropout_key = key if config.dropout_rate > 0 else None
 
-        def share(params: Params) -> tuple[Array, Array]:
+        def loss_fn(params: Params) -> tuple[Array, Array]:
             options = {"smoothing": config.label_smoothing, "dropout_key": dropout_key}
-            total = total_loss(model, params, batch, shares=shares, **options)
+            total = total_loss(model, params, batch, num_shards=num_shards, **options)
             return total / tokens.astype(total.dtype), total
 
-        return jax.grad(share, has_aux=True)(params)
+        return jax.grad(loss_fn, has_aux=True)(params)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: State, batch: AnyBatch) -> tuple[State, StepMetrics]:
@@ -228,13 +239,13 @@ def make_step(
         if config.accumulation_steps == 1:
             grads, total = gradient(state.params, batch, key, tokens)
         else:
-            parts = placement.parts(batch, config.accumulation_steps)
-            grads, total = _accumulated(gradient, state.params, parts, key, tokens)
+            micro_batches = placement.micro_batches(batch, config.accumulation_steps)
+            grads, total = _accumulated(gradient, state.params, micro_batches, key, tokens)
         updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(total, _norm(grads))
+        metrics = StepMetrics(total, _global_norm(grads))
         after = State(params, opt_state, state.step + 1)
-        return placement.held(after), metrics
+        return placement.constrained(after), metrics
 
     return step
 
@@ -242,23 +253,28 @@ def make_step(
 def _accumulated(
     gradient: Callable[..., Any],
     params: Params,
-    parts: AnyBatch,
+    micro_batches: AnyBatch,
     key: Array,
     tokens: Array,
 ) -> Any:
-    """The sum of the gradients of a batch's equal parts, of which one at a time is in memory."""
+    """The sum of what `gradient` gives for each micro-batch: gradients, and losses.
 
-    def add(sums: Any, part: Any) -> tuple[Any, None]:
-        batch, key = part
+    They are computed one after another, so that the memory is that of one micro-batch.
+    """
+
+    def add(sums: Any, micro_batch: Any) -> tuple[Any, None]:
+        batch, key = micro_batch
         return jax.tree.map(jnp.add, sums, gradient(params, batch, key, tokens)), None
 
-    zeros = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), key, tokens)
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    zeros = jax.eval_shape(gradient, params, first, key, tokens)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-    keys = jax.random.split(key, len(parts.source))
-    return jax.lax.scan(add, zeros, (parts, keys))[0]
+    keys = jax.random.split(key, len(micro_batches.source))
+    return jax.lax.scan(add, zeros, (micro_batches, keys))[0]
 
 
-def _norm(grads: Params) -> Array:
+def _global_norm(grads: Params) -> Array:
+    """The norm of all gradients together, as of one vector."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(array)) for array in grads.values()))
 
 
@@ -281,11 +297,11 @@ class Loop:
         report: takes a record of metrics.
         validate: takes the parameters at the end of each epoch and of training, and returns the
             figures to report.
-        save: takes the state at intervals and at the end, and with early stopping after each
-            validation. What it is given is known to be good.
-        place: puts a checked batch on the devices.
-        stops: asked after each validation, and what it goes by has been reported and saved,
-            whether training ends here.
+        save: takes the state at intervals, at the end, and with early stopping after each
+            validation. All losses and gradients up to that state were finite.
+        put_on_devices: puts a checked batch on the devices.
+        stops: says whether training ends here. It is asked after each validation, when the
+            validation's figures have been reported and the state has been saved.
     """
 
     config: Config
@@ -295,7 +311,7 @@ class Loop:
     report: Callable[[dict[str, Any]], None]
     validate: Callable[[Params], dict[str, Any]]
     save: Callable[[State], None]
-    place: Callable[[AnyBatch], AnyBatch] = lambda batch: batch
+    put_on_devices: Callable[[AnyBatch], AnyBatch] = lambda batch: batch
     stops: Callable[[], bool] = lambda: False
 
     @property
@@ -305,12 +321,12 @@ class Loop:
 
     @property
     def epochs(self) -> float:
-        """How many passes over the text that is."""
+        """How many passes over the text the steps make."""
         return self.total_steps / len(self.batches)
 
     @property
     def shapes(self) -> Sequence[tuple[int, int, int]]:
-        """Rows, source places and target places of the batches: what is compiled."""
+        """The rows, source width and target width of the batches: a step is compiled for each."""
         return self.batches.shapes
 
     def run(self, state: State) -> State:
@@ -325,7 +341,7 @@ class Loop:
             window = _Window(first)
             for number, batch in self._batches(first, last):
                 self.check(batch)
-                state, metrics = self.step(state, self.place(batch))
+                state, metrics = self.step(state, self.put_on_devices(batch))
                 window.add(batch, metrics)
                 bar.update()
                 if self._due(number):
@@ -358,8 +374,8 @@ class Loop:
     def _pause(self, number: int, state: State, bar: tqdm) -> None:
         if self._ends_epoch(number):
             bar.clear()
-            place = {"step": number, "epoch": number / len(self.batches)}
-            self.report({**place, **self.validate(state.params)})
+            progress_fields = {"step": number, "epoch": number / len(self.batches)}
+            self.report({**progress_fields, **self.validate(state.params)})
             bar.unpause()
         if self._saves(number):
             self.save(state)
@@ -382,7 +398,7 @@ class _Window:
     def add(self, batch: AnyBatch, metrics: StepMetrics) -> None:
         self._tokens.append(int(np.sum(loss_mask(batch))))
         self._metrics.append(metrics)
-        # One step waits in the queue, not fifty: the bar tells the truth.
+        # Waiting here keeps one step queued, so that the progress bar shows steps that are done.
         if len(self._metrics) > 1:
             self._metrics[-2].loss.block_until_ready()
 
@@ -391,10 +407,10 @@ class _Window:
         losses, norms = np.asarray(jax.device_get(self._metrics), np.float64).T
         bad = ~(np.isfinite(losses) & np.isfinite(norms))
         if bad.any():
-            place = int(bad.argmax())
+            first_bad = int(bad.argmax())
             raise NonFiniteLoss(
-                f"step {self._first + place + 1}: the loss is {losses[place]:g} and the norm of "
-                f"its gradient {norms[place]:g}; training stopped"
+                f"step {self._first + first_bad + 1}: the loss is {losses[first_bad]:g} and the "
+                f"norm of its gradient {norms[first_bad]:g}; training stopped"
             )
         tokens = sum(self._tokens)
         seconds = time.perf_counter() - self._began

@@ -25,8 +25,8 @@ def product(
     (contracted, _), (batch, _) = dimension_numbers
     inner = len(contracted)
     rows, columns = inputs.shape[: inputs.ndim - inner], kernel.shape[inner:]
-    plain = jax.default_backend() != "cpu" or out_sharding is not None or batch or not rows
-    if plain or _is_shared(inputs) or _is_shared(kernel):
+    keep_axes = jax.default_backend() != "cpu" or out_sharding is not None or batch or not rows
+    if keep_axes or _is_shared(inputs) or _is_shared(kernel):
         options["out_sharding"] = out_sharding
         return lax.dot_general(inputs, kernel, dimension_numbers, **options)
     size = math.prod(kernel.shape[:inner])

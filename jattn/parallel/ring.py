@@ -298,14 +298,17 @@ class Ring(NamedTuple):
                 "backward", like, self.implementation, *operands, shapes=shapes
             )
 
-            def put(name: str, part: Array, zero: Array) -> Array:
+            def part_of_all(name: str, part: Array, zero: Array) -> Array:
                 axis = _key_axis(name, zero)
                 return (
                     part if axis is None else slicing.add_at(zero, part, self.first(distance), axis)
                 )
 
             parts = list(zip(letters, d_params, zeros.local, strict=True))
-            local = [None if zero is None else put(name, part, zero) for name, part, zero in parts]
+            local = [
+                None if zero is None else part_of_all(name, part, zero)
+                for name, part, zero in parts
+            ]
             travelling = [part if zero is None else None for _, part, zero in parts]
             return Gradients(d_query, local, (d_key, d_value, travelling))
 

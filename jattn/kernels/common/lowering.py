@@ -106,7 +106,7 @@ def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) 
         like: a tree of what has the shapes and dtypes of the results.
         operands: trees of arrays.
 
-    Derivatives raise NotImplementedError: they belong to who calls this.
+    Derivatives raise NotImplementedError: the caller has to give them.
     """
     return _bind(function, like, operands, None)
 

@@ -227,11 +227,11 @@ def cut(run: Callable[..., Any], letters: Letters, operands: Any, like: Any) -> 
     call = custom_partitioning(lambda *flat: tuple(jnp.zeros(x.shape, x.dtype) for x in like))
     call.def_partition(partition=partition, sharding_rule=_rule(Letters(*own), sizes))
 
-    def whole(*flat: Any) -> tuple[Any, ...]:
+    def on_all_devices(*flat: Any) -> tuple[Any, ...]:
         pairs = zip(flat, keys, strict=True)
         return call(*(jax.random.key_data(x) if is_key else x for x, is_key in pairs))
 
-    return whole
+    return on_all_devices
 
 
 def _sizes(letters: Letters, operands: Any) -> dict[str, int]:

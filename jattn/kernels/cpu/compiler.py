@@ -50,13 +50,13 @@ def load(source: str, dtype: str, tiles: str) -> tuple[ctypes.CDLL, Path | None]
     """
     texts = [(_HERE / name).read_text(encoding="utf-8") for name in (*_HEADERS, source)]
     stem = f"{Path(source).stem}-{dtype}"
-    said = f"jattn: building {source} for {dtype}"
+    notice = f"jattn: building {source} for {dtype}"
     flags = [*_flags(dtype, tiles), "-isystem", jax.ffi.include_dir()]
 
     def compiled(command: list[str], path: Path) -> bytes:
         return _compiled([*command, str(_HERE / source)], path)
 
-    return _load(stem, texts, flags, compiled, said)
+    return _load(stem, texts, flags, compiled, notice)
 
 
 def load_rule(text: str, dtype: str) -> ctypes.CDLL:
@@ -82,10 +82,10 @@ def _load(
     texts: list[str],
     flags: list[str],
     compiled: Callable[[list[str], Path], bytes],
-    said: str | None,
+    notice: str | None,
 ) -> tuple[ctypes.CDLL, Path | None]:
     """A library of these texts, and where it is kept: there already, or `compiled` by a command to
-    a path. `said` is told to users beforehand."""
+    a path. `notice` is told to users beforehand."""
     if os.name != "posix":
         raise BuildError(f"it is not built on {platform.system()}")
     command = [*compiler(), *flags]
@@ -98,8 +98,8 @@ def _load(
             contents = _read(kept)  # another process may have built it meanwhile
             if contents is None:
                 own = "for this process: no cache folder is its own"
-                if said:
-                    _tell(f"{said}, {'once for this machine' if kept else own}; some seconds")
+                if notice:
+                    _tell(f"{notice}, {'once for this machine' if kept else own}; some seconds")
                 contents = _in_private_folder(lambda path: compiled(command, path), folder)
                 kept = kept if kept and _keep(kept, contents) else None
 
@@ -197,7 +197,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def stop() -> None:
-    """Ends all compilers, so that who waits for them is told."""
+    """Ends all compilers, so that those who wait for them are told."""
     for process in tuple(_running):
         _kill(process)
 
@@ -229,8 +229,8 @@ def _is_safe(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o022
 
 
-def _seal(name: str, contents: bytes) -> bytes:
-    """What stands after the contents of a file."""
+def _checksum(name: str, contents: bytes) -> bytes:
+    """The checksum of a file's name and contents, which is written behind the contents."""
     return hashlib.sha256(name.encode() + contents).digest()
 
 
@@ -283,11 +283,11 @@ def _read(path: Path | None) -> bytes | None:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
                 return None
-            sealed = file.read()
+            data = file.read()
     except OSError:
         return None
-    contents, seal = sealed[:-32], sealed[-32:]
-    return contents if contents and seal == _seal(path.name, contents) else None
+    contents, checksum = data[:-32], data[-32:]
+    return contents if contents and checksum == _checksum(path.name, contents) else None
 
 
 def _keep(path: Path, contents: bytes) -> bool:
@@ -297,7 +297,7 @@ def _keep(path: Path, contents: bytes) -> bool:
         # Whoever builds at the same time writes the same; a reader sees all of it or nothing.
         handle, unfinished = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            file.write(contents + _seal(path.name, contents))
+            file.write(contents + _checksum(path.name, contents))
             file.flush()
             os.fchmod(handle, 0o644)  # an image may be built by root and run by others
             os.fsync(handle)

@@ -122,7 +122,7 @@ def _name(function: str, dtype: str, tiles: str) -> str:
 
 
 def _library(function: str, dtype: Any) -> _Library:
-    """The library of a function, whose loading begins with the first who asks."""
+    """The library of a function, whose loading begins with the first call that asks."""
     key = (_SOURCES[function], np.dtype(dtype).name, tuning.current().cpu_tiles)
     with _lock:
         if key not in _libraries:
@@ -153,7 +153,7 @@ def _words(error: Exception) -> str:
 
 @atexit.register
 def _stop() -> None:
-    """Ends compilers that nobody waits for, and lets who called them clean up."""
+    """Ends compilers that nobody waits for, and lets their callers clean up."""
     compiler.stop()
     for library in _libraries.values():
         try:

@@ -7,7 +7,7 @@ by `as_cudnn`, an open function: register a class of your own to have it run her
     def _(mask: MyMask) -> Flags: ...
 
 `supports` gives a reason for everything that cuDNN would refuse while compiling, and for everything
-that it computes but means otherwise. Two things it cannot know, as they are settled later: cuDNN
+that it computes but means otherwise. Two things it cannot know, as they are decided later: cuDNN
 wants query, key and value sharded alike, and neither tokens nor head sizes sharded.
 """
 

@@ -304,7 +304,7 @@ class _Problem(NamedTuple):
     scale: _Scale
     approximate: bool
     drops: bool
-    plain: bool
+    unmodified: bool
 
     @classmethod
     def of(
@@ -314,8 +314,8 @@ class _Problem(NamedTuple):
         unit = _Unit(interpreted, transposed=by_key)
         scale, spec = _Scale.of(spec)
         rules, drops = _SpecRefs(spec, own), spec.dropout_rate > 0
-        approximate, plain = _approximate(spec, rules), _is_plain(spec)
-        return cls(shapes, tiling, rules, unit, scale, approximate, drops, plain)
+        approximate, unmodified = _approximate(spec, rules), _is_unmodified(spec)
+        return cls(shapes, tiling, rules, unit, scale, approximate, drops, unmodified)
 
     @property
     def by_key(self) -> bool:
@@ -324,7 +324,7 @@ class _Problem(NamedTuple):
     @property
     def drops_alone(self) -> bool:
         """Whether dropout is all that happens to weights of products."""
-        return self.drops and self.plain
+        return self.drops and self.unmodified
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -732,9 +732,9 @@ def _d_products(
     if spec.dropout_rate:
         d_weights = here.drop(d_weights) - rows.delta[:, None]
     products = _times(products, factors.before)
-    if _is_plain(spec):
-        weights = _plain_weights(masked, factors, here, products, rows)
-        return _d_plain(masked, here, weights, d_weights), here.drop(weights)
+    if _is_unmodified(spec):
+        weights = _unmodified_weights(masked, factors, here, products, rows)
+        return _d_unmodified(masked, here, weights, d_weights), here.drop(weights)
     score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
     weights = _weights(masked, factors, score, rows)
     if masked:  # also in a row that is NaN
@@ -742,12 +742,12 @@ def _d_products(
     return pull(weights * d_weights)[0], here.drop(weights)
 
 
-def _is_plain(spec: Spec) -> bool:
-    """Whether scores are products, but for the mask."""
+def _is_unmodified(spec: Spec) -> bool:
+    """Whether scores are products of queries and keys, but for the mask."""
     return spec.score is None and is_static(spec.scale) and spec.scale == 1
 
 
-def _plain_weights(
+def _unmodified_weights(
     masked: bool, factors: _Scale, here: slicing.Tile, products: Array, rows: _Rows
 ) -> Array:
     """Those of products, 0 where masked also in a row that is NaN."""
@@ -757,7 +757,7 @@ def _plain_weights(
     return jnp.where(spec.mask.evaluate(here.b, here.h, here.rows, here.columns), weights, 0)
 
 
-def _d_plain(masked: bool, here: slicing.Tile, weights: Array, d_weights: Array) -> Array:
+def _d_unmodified(masked: bool, here: slicing.Tile, weights: Array, d_weights: Array) -> Array:
     found = weights * d_weights
     return jnp.where(weights == 0, 0, found) if masked and has_mask(here.spec) else found
 
@@ -766,7 +766,7 @@ def _signed(
     masked: bool, factors: _Scale, here: slicing.Tile, products: Array, rows: _Rows
 ) -> Array:
     """Weights, and in their sign whether dropout drops them: one number each in registers."""
-    weights = _plain_weights(masked, factors, here, products, rows)
+    weights = _unmodified_weights(masked, factors, here, products, rows)
     return jnp.where(here.keeps(), weights, -weights)
 
 
@@ -782,7 +782,7 @@ def _d_signed(
     dropped, weights = signed < 0, jnp.abs(signed)
     kept = jnp.where(dropped, 0, 1 / (1 - here.spec.dropout_rate)).astype(jnp.float32)
     d_weights = d_weights * kept - rows.delta[:, None]
-    return _d_plain(masked, here, weights, d_weights), weights * kept
+    return _d_unmodified(masked, here, weights, d_weights), weights * kept
 
 
 def _weights(masked: bool, factors: _Scale, score: Array, rows: _Rows) -> Array:
@@ -970,7 +970,7 @@ def _forward_pass(
     tiling = choose_tiling(Shapes.of(query, value))
     spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
     if has_mask(spec):
-        # What is masked does not exist: NaN reaches who attends to it through the scores.
+        # What is masked does not exist: NaN reaches those that attend to it through the scores.
         marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
         k, v = k + marks.astype(k.dtype), tile.finite(v)
     problem = _Problem.of(spec, shapes, tiling, platform == "cpu")
@@ -992,7 +992,7 @@ def _backward_pass(
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
-        # Rows with NaN in them reach who attends to them through maximum and delta.
+        # Rows with NaN in them reach those that attend to them through maximum and delta.
         query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
     operands = (query, d_out, *rows), *keys
     by_query, by_key = (

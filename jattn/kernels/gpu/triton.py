@@ -190,8 +190,9 @@ def _run(
 # ---------------------------------------------------------------------------------------------
 
 
-def _clean(spec: Spec, x: Array) -> Array:
-    """What sums run over: without a mask nothing needs hiding."""
+def _finite(spec: Spec, x: Array) -> Array:
+    """What sums over queries or keys run over: 0 in place of what is not finite, where there is a
+    mask that may hide it."""
     return tile.finite(x) if has_mask(spec) else x
 
 
@@ -216,7 +217,7 @@ def _d_scores(
     With weights p and dp = d_out vᵀ, that is p (dp − delta).
     """
     weights = softmax.weights(score, rows.maximum, rows.log_total, masked)
-    d_weights = here.drop(_dot(rows.d_out, _clean(here.spec, v).T, here.spec))
+    d_weights = here.drop(_dot(rows.d_out, _finite(here.spec, v).T, here.spec))
     return weights * (d_weights - rows.delta[:, None]), here.drop(weights)
 
 
@@ -300,7 +301,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
         def step(j: Any, masked: bool, state: softmax.Partial) -> softmax.Partial:
             here, (k, v) = problem.tile(memory, b, h, i, j), problem.keys(memory, b, h, j)
             score = here.modify(_products(here, q, k, v), masked)
-            weigh = lambda w: _dot(here.drop(w), _clean(here.spec, v), here.spec)  # noqa: E731
+            weigh = lambda w: _dot(here.drop(w), _finite(here.spec, v), here.spec)  # noqa: E731
             return softmax.combine(state, softmax.of(score, weigh, differentiable=False))
 
         first = softmax.empty(problem.tiling.block_q, shapes.V, jnp.float32)
@@ -329,7 +330,7 @@ def _d_queries(problem: _Problem, memory: _Operands, kinds: Any) -> Array:
         def step(j: Any, masked: bool, total: Array) -> Array:
             here, (k, v) = problem.tile(memory, b, h, i, j), problem.keys(memory, b, h, j)
             d_products, _ = _d_products(here, rows, k, v, masked)
-            return total + _dot(d_products, _clean(here.spec, k), here.spec)
+            return total + _dot(d_products, _finite(here.spec, k), here.spec)
 
         zeros = jnp.zeros((problem.tiling.block_q, shapes.H), jnp.float32)
         result[...] = visits.fold(visits_ref, (b, h, i), step, zeros)
@@ -354,7 +355,7 @@ def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
             def step(i: Any, masked: bool, total: Any) -> Any:
                 here, rows = problem.tile(memory, b, h, i, j), problem.rows(memory, b, h, i)
                 d_products, weights = _d_products(here, rows, k, v, masked)
-                d_k = _dot(d_products.T, _clean(here.spec, rows.q), here.spec)
+                d_k = _dot(d_products.T, _finite(here.spec, rows.q), here.spec)
                 return total[0] + d_k, total[1] + _dot(weights.T, rows.d_out, here.spec)
 
             return visits.fold(visits_ref, (b, h, j), step, total)

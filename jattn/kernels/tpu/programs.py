@@ -66,8 +66,8 @@ class Visits(NamedTuple):
     ends: Any
 
     def tile(self, b: Any, h: Any, block: Any, step: Any) -> Any:
-        """Which tile a block visits at a step; behind the last one it again, so that nothing is
-        fetched."""
+        """Which tile a block visits at a step. Behind the last tile it is the last again, so
+        that nothing is fetched."""
         row = *block_mask.clamped(self.order, b, h), block
         last = jnp.maximum(self.ends[(*row, 1)] - 1, 0)
         return self.order[(*row, jnp.minimum(step, last))]
@@ -217,9 +217,9 @@ def at_tile(
     visits: Visits, at: tuple[Any, ...], body: Callable[[bool], None], kinds: tuple[int, ...]
 ) -> None:
     """`body(masked)` if there is a tile to visit."""
-    plain, masked = visits.kind(*at)
+    full, masked = visits.kind(*at)
     if masks.FULL in kinds:
-        pl.when(plain)(functools.partial(body, False))
+        pl.when(full)(functools.partial(body, False))
     if masks.MIXED in kinds:
         pl.when(masked)(functools.partial(body, True))
 

@@ -8,7 +8,7 @@ The kernel knows no scale: queries times the scale would be rounded, and so woul
 multiplies what is masked with 0, but 0 × NaN is NaN. And it rounds out to the dtype of the inputs,
 where the backward pass needs the digits. So the traced kernel is edited: around its matrix products
 stand factors, in float32, and what keeps numbers finite, and what it stores is exchanged, without
-more memory or traffic. A key whose value is not finite becomes NaN there, and with it who attends
+more memory or traffic. A key whose value is not finite becomes NaN there, and with it what attends
 to it; rows that are NaN take no part in the backward pass.
 
 Two things differ from other implementations. Of the softmax it keeps one number, maximum + log of
@@ -211,7 +211,8 @@ def _forward(
     dead = lse < _DEAD
     out = jnp.where(dead[..., None], 0, out.astype(jnp.float32))
     lse = jnp.where(dead, -jnp.inf, lse)
-    # The kernel keeps no maximum apart; a log of −inf tells the backward pass who has no keys.
+    # The kernel keeps no maximum apart. A log of −inf tells the backward pass that a query has no
+    # keys.
     log_total = jnp.where(dead, -jnp.inf, jnp.zeros_like(lse))
     return out, Normalizer(lse, log_total), jnp.zeros((), bool)
 

@@ -181,7 +181,7 @@ def _dot(a: Array, b: Array, spec: Spec) -> Array:
 
 
 class _Gradients(NamedTuple):
-    """Of one head. Those of keys and values stand transposed: see `backward_head`."""
+    """Gradients of one head. Those of keys and values are transposed, see `backward_head`."""
 
     query: Float[Array, "T H"]
     key: Float[Array, "H S"]

@@ -70,7 +70,8 @@ def _part(
     """What a run of keys contributes to R = G × T queries of each key head.
 
     Masked values have weight 0, and 0 × NaN is NaN: `exact` takes values that are not finite as 0,
-    for which it reads them twice, and lets NaN reach those who attend to them by the scores.
+    for which it reads them twice, and lets NaN reach the queries that attend to them, by the
+    scores.
     """
     dtype = accumulation(queries.dtype)
     key, value = key.astype(queries.dtype), value.astype(dtype)
@@ -173,7 +174,7 @@ def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> boo
     return native.unavailable(shapes.dtype) is None
 
 
-def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+def _with_fallback(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """By XLA, and again with `exact` where the result is not finite."""
     found = _portable(False, spec, query, cache)
     first = lambda found, spec, query, cache: found  # noqa: E731
@@ -183,7 +184,7 @@ def _guarded(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]
 
 def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     if not _runs_native(platform, spec, _shapes(query, cache), cache):
-        return _guarded(spec, query, cache)
+        return _with_fallback(spec, query, cache)
     from jattn.kernels.cpu import decode as native  # noqa: PLC0415  as in `registry`
 
     return native.attend(spec, query, native.PagedKV(*cache.pages()))

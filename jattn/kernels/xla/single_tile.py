@@ -39,8 +39,8 @@ def _scores(
 ) -> tuple[Array, Any]:
     """Scores of a head, and the function from their cotangent to those of products and parameters.
 
-    With `select` the mask selects scores, and keys whose values are not finite reach those who
-    attend to them; otherwise the mask is added.
+    With `select` the mask selects scores, and keys whose values are not finite reach the
+    queries that attend to them; otherwise the mask is added.
     """
     products = tile.product(q, k, spec.precision)
     if select:
