@@ -25,8 +25,8 @@ class Sizes(NamedTuple):
     where XLA cannot fuse selections with products. With `in_turn` heads of several tiles run one
     after another, where one alone fills the cores and stays in their caches.
 
-    At least `ring_queries` queries, in all heads together, keep the device busy: a round of a ring
-    over several devices has as many.
+    At least `ring_queries` queries, in all heads together, and `ring_keys` keys keep the device
+    busy: a round of a ring over several devices has as many.
     """
 
     max_untiled: int = 256 * 256
@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
     add_masks: bool = False
     in_turn: bool = False
     ring_queries: int = 2**14
+    ring_keys: int = 2**13
 
 
 DEFAULT = Sizes()
@@ -55,6 +56,7 @@ TABLE: dict[str, Sizes] = {
         add_masks=True,
         in_turn=True,
         ring_queries=2**12,
+        ring_keys=2**12,
     ),
 }
 """By device kind as JAX spells it ("NVIDIA H200", "TPU v5 lite", "cpu"); `DEFAULT` for others."""
@@ -86,6 +88,7 @@ class Tuning(NamedTuple):
     many_keys: at least so many keys, too: the time of that kernel is that of reading the keys.
     ring_rounds: rounds in which heads go round a ring of devices, if not in one; fewer than these
         save no memory.
+    ring_chunks: chunks of a shard's keys that go round one after another, at most; a power of two.
     splash_block: queries and keys of a tile of the kernel for TPUs, at most.
     tpu_tile: queries and keys of a tile of our own kernel for TPUs, at most.
     gpu_tile: queries and keys of a tile of the kernels by Triton, at most.
@@ -111,6 +114,7 @@ class Tuning(NamedTuple):
     few_queries: int = 8
     many_keys: int = 512
     ring_rounds: int = 4
+    ring_chunks: int = 4
     splash_block: int = 512
     tpu_tile: tuple[int, int] = (512, 512)
     gpu_tile: tuple[int, int] = (64, 64)

@@ -185,20 +185,22 @@ def test_of_a_shard_only_a_part_travels():
 
 
 def in_rounds() -> Any:
-    """Each key head goes round by itself, however short the shards are."""
-    return tuning.using(row=tuning.sizes("cpu")._replace(ring_queries=1), ring_rounds=1)
+    """Each key head goes round by itself and half of a shard's keys after another, however short
+    the shards are."""
+    row = tuning.sizes("cpu")._replace(ring_queries=1, ring_keys=1)
+    return tuning.using(row=row, ring_rounds=1, ring_chunks=2)
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["part", *(x for x in RULES if x != "part")])
-def test_equals_one_device_where_heads_go_round_in_turn(name, order):
+def test_equals_one_device_where_heads_and_keys_go_round_in_turn(name, order):
     attend = functools.partial(parallel.attention, mesh=mesh_of(x=4), axis_name="x", order=order)
     like = [jax.ShapeDtypeStruct((B, T, heads, H), jnp.float64) for heads in (N, K, K)]
     with in_rounds():
         check(RULES[name], 4, order, attend)
         sent = {x.times for x in parallel.exchanges(*like, devices=4) if x.array == "key"}
-    assert sent == {3 * K}
+    assert sent == {3 * K * 2}
 
 
 def test_heads_go_round_in_turn_where_they_are_cut_too(monkeypatch):
@@ -241,6 +243,23 @@ def test_batch_and_heads_are_cut_too():
             order="zigzag",
         )
         check(rule, 2, "zigzag", attend)
+
+
+@pytest.mark.parametrize("explicit", [("data", "context", "model"), ("context",)])
+def test_a_mesh_whose_axes_are_part_of_types_takes_arrays_as_they_are(explicit):
+    """`jax.make_mesh` makes such by default, and a new user's first arrays are on one device."""
+    names = ("data", "context", "model")
+    kinds = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+    types = tuple(kinds[name not in explicit] for name in names)
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=types)
+    axes: Any = {"axis_name": "context", "batch_axis": "data", "head_axis": "model"}
+    for name, scheme in (("segments", "ring"), ("arrays", "gather"), ("prefix", "all_to_all")):
+        check(
+            RULES[name],
+            2,
+            "zigzag",
+            functools.partial(parallel.attention, mesh=mesh, scheme=scheme, order="zigzag", **axes),
+        )
 
 
 DROPPED = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
@@ -458,15 +477,14 @@ def test_what_cannot_be_shared_is_refused_with_both_numbers():
 def temporaries(devices: int, scheme: Any, order: Any) -> float:
     """Of each device's program for 65,536 positions, forward and backward, over the size of its
     shard of queries; its shards of keys and values are as large."""
-    shape = (1, 65_536, 8, 16)
+    shape = (1, 65_536, 8, 64)
     mesh = mesh_of(x=devices)
 
     def run(*qkv: Any) -> Any:
-        return jnp.sum(
-            parallel.attention(
-                *qkv, mask=masks.Causal(), mesh=mesh, axis_name="x", scheme=scheme, order=order
-            )
+        out = parallel.attention(
+            *qkv, mask=masks.Causal(), mesh=mesh, axis_name="x", scheme=scheme, order=order
         )
+        return jnp.sum(out**2)
 
     sharding = jax.NamedSharding(mesh, P(None, "x"))
     grad = users_jit(jax.grad(run, (0, 1, 2)), in_shardings=(sharding,) * 3)
@@ -479,8 +497,10 @@ def temporaries(devices: int, scheme: Any, order: Any) -> float:
 @pytest.mark.parametrize("order", ORDERS[::-1])
 @pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
 def test_temporaries_fall_with_the_number_of_devices(scheme, order):
-    """They are so many shards, however many devices there are. One device sends nothing and holds
-    nothing for it."""
+    """They are so many shards, however many devices there are; in a ring each further device takes
+    some of the memory from all others, also the second, which is the first that sends."""
     table = {n: temporaries(n, scheme, order) for n in (1, 2, 4, 8)}
-    assert max(table.values()) < (4 if scheme == "ring" else 8.5), table
-    assert table[1] < 1.5 or scheme != "ring", table
+    assert max(table.values()) < (2.2 if scheme == "ring" else 8.5), table
+    if scheme == "ring":
+        of_each = [held / devices for devices, held in table.items()]
+        assert all(b < 0.97 * a for a, b in itertools.pairwise(of_each)), table

@@ -179,6 +179,16 @@ def test_a_cache_cut_by_places_stays_cut(rule, T):
     assert found[1].keys.sharding.is_equivalent_to(own.keys.sharding, 4)
 
 
+def test_a_cache_on_one_device_goes_to_a_mesh_whose_axes_are_part_of_types():
+    """`jax.make_mesh` makes such a one by default."""
+    mesh, cache = jax.make_mesh((2, 4), ("data", "context")), filled("dense")
+    options: Any = {**PLACES["arrays"], "return_lse": True}
+    cut: Any = {"mesh": mesh, "axis_name": "context", "batch_axis": "data"}
+    step = lambda q, k, v, cache: parallel.cached_attention(q, k, v, cache, **options, **cut)  # noqa: E731
+    want = quick_jit(lambda q, k, v, cache: jattn.cached_attention(q, k, v, cache, **options))
+    agree(quick_jit(step)(*tokens(3), cache), want(*tokens(3), cache))
+
+
 def test_parts_of_equal_greatest_scores_count_by_their_tokens():
     """At scores of 4e8 a log of a number of tokens is lost in lse, and the mean must not be."""
     mesh, cache = mesh_of(context=8), DenseCache.create(1, S, 1, 4, 1)

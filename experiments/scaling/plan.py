@@ -71,16 +71,20 @@ def memory(case: Case) -> float:
 
 def _ring(case: Case, sizes: _Sizes) -> float:
     """The shard that is read and the one under way (of two devices, one is the input), the output
-    so far, and backward the gradients that are under way. Of a few heads, where these go round by
-    themselves, and with copies of their queries and gradients."""
-    rounds = max((x.rounds for x in case.exchanges()), default=1)
+    so far, and backward the gradients that are under way. Of a few heads or keys, where these go
+    round by themselves; of heads with copies of their queries and gradients."""
     if case.devices == 1:
         return 0.0
-    held = sizes.kv * min(2, case.devices - 1) + sizes.q_sums
+    rounds, chunks = max(((x.rounds, x.chunks) for x in case.exchanges()), default=(1, 1))
+    held = sizes.kv * (min(2, case.devices - 1) if chunks == 1 else 2)
     held += sizes.kv_sums if case.backward else 0.0
+    # XLA holds a shard's sums beside the last: of two devices, or where chunks are added up.
+    apart = case.devices == 2 or (case.backward and chunks > 1)
+    held = held / chunks + sizes.q_sums * (2 if apart else 1)
     if rounds == 1:
         return held
-    copies = sizes.q + sizes.q_sums + (sizes.q + sizes.kv_sums if case.backward else 0.0)
+    copies = sizes.q + (0.0 if apart else sizes.q_sums)
+    copies += sizes.q + sizes.kv_sums / chunks if case.backward else 0.0
     return (held + copies) / rounds
 
 

@@ -24,7 +24,7 @@ from jattn.kernels.common import slicing
 from jattn.masks import Mask
 from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
-from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition
+from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
 
@@ -376,11 +376,7 @@ def _on_mesh(
         own = check_shapes(query, key, value)
         return cut.attend(spec, query, key, value, own)
 
-    lse = P(*batch, axes.heads, axes.name)
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(of_spec, tokens, tokens, tokens),
-        out_specs=(tokens, lse) if spec.lse else tokens,
-    )
-    return run(spec, query, key, value)
+    lse, cuts = P(*batch, axes.heads, axes.name), (of_spec, tokens, tokens, tokens)
+    out_specs = (tokens, lse) if spec.lse else tokens
+    run = jax.shard_map(local, mesh=mesh, in_specs=cuts, out_specs=out_specs)
+    return run(*typed(mesh, cuts, (spec, query, key, value)))

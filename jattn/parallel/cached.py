@@ -27,7 +27,7 @@ from jattn.kernels.xla import decode
 from jattn.masks import MaskLike
 from jattn.parallel import pieces
 from jattn.parallel.axes import Axes, AxisName, check_axis_name
-from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition
+from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.scores import ScoreLike
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, prepare
@@ -180,15 +180,12 @@ def _on_mesh(
         out, lse = _joined(axes, *_attend_part(axes, spec, query, cache))
         return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2), cache
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(of_spec, tokens, tokens, rows, of_cache),
-        out_specs=(tokens, P(axes.batch, axes.heads), of_cache),
-    )
+    cuts = (of_spec, tokens, tokens, rows, of_cache)
+    out_specs = (tokens, P(axes.batch, axes.heads), of_cache)
+    run = jax.shard_map(local, mesh=mesh, in_specs=cuts, out_specs=out_specs)
     constant = jax.custom_jvp(run)
     constant.defjvp(_refuse)
-    out, lse, cache = constant(spec, query, new, slots, cache)
+    out, lse, cache = constant(*typed(mesh, cuts, (spec, query, new, slots, cache)))
     return cache_results(spec, cache.overflowed, out, lse), cache
 
 

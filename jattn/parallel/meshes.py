@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jattn.parallel.axes import Axes, AxisName
@@ -64,3 +65,23 @@ def partition(
         broadcast = letter.startswith("#") and leaf.shape[axis] == 1
         own[axis] = None if broadcast else along.get(letter.lstrip("#"))
     return P(*own)
+
+
+def typed(mesh: Any, cuts: Any, arrays: Any) -> Any:
+    """The arrays, cut as `jax.shard_map` will cut them, by `cuts`, where the axes of the mesh are
+    part of types.
+
+    Such are the meshes that `jax.make_mesh` makes. There `jax.shard_map` takes no array that is not
+    cut yet.
+    """
+    names = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in names if kind == AxisType.Explicit}
+    if not explicit:
+        return arrays
+
+    def one(cut: P, tree: Any) -> Any:
+        own = P(*(tuple(x for x in _names(axis) if x in explicit) or None for axis in cut))
+        sharding = NamedSharding(mesh, own)
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), tree)
+
+    return jax.tree.map(one, cuts, arrays)

@@ -87,6 +87,12 @@ def unshard_tokens(x: Any, devices: int, *, axis: int = -1, order: str = "contig
     return _taken(x, devices, axis, order, back=True)
 
 
+def _typed_sharding(x: Array) -> Any:
+    """How an array is cut, if that is part of its type; None otherwise."""
+    sharding = jax.typeof(x).sharding
+    return sharding if any(axis is not None for axis in sharding.spec) else None
+
+
 def _taken(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
     check_size("devices", devices)
     check_order(order)
@@ -106,8 +112,10 @@ def _taken(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
             return leaf
         places = placed(leaf.shape[axis], devices, order)
         places = np.argsort(places) if back else places
-        xp = np if isinstance(leaf, np.ndarray) else jnp
-        return xp.take(leaf, places, axis=axis)
+        if isinstance(leaf, np.ndarray):
+            return leaf.take(places, axis)
+        index = (slice(None),) * (axis % leaf.ndim)
+        return leaf.at[*index, places].get(out_sharding=_typed_sharding(leaf), mode="clip")
 
     return jax.tree.map(one, x)
 

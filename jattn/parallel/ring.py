@@ -4,13 +4,15 @@ Each device computes its queries with the shard of keys that it holds while the 
 way (Liu et al. 2023, "Ring Attention with Blockwise Transformers"). Backward, keys and values go
 round once more, and their gradients with them. A device holds two shards at a time, whatever the
 length: memory is linear in its own tokens. Long shards go round in several rounds, a few heads in
-each, so that a device holds two shards of a few heads. Shards that a mask surely empties are not
-computed, and not sent past the devices that need them; of a shard, only that part travels which
-others need.
+each and a chunk of their keys after another, so that a device holds two such chunks. Shards that a
+mask surely empties are not computed, and not sent past the devices that need them; of a shard, only
+that part travels which others need.
 """
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -116,23 +118,15 @@ def _key_axis(letters: str, leaf: Any) -> int | None:
     return axis if has_part else None
 
 
-_KEYS = "S _ _"  # the letters of keys and values, and of their gradients
+_QUERIES, _KEYS = "T N _", "S N _"  # the letters of queries, keys and values, and their gradients
 
 
-def _part(letters: str, leaf: Array, part: slice) -> Array:
-    """A shard of an array along S cut to a part; arrays of size 1 there as they are."""
+def _part(letters: str, leaf: Array, start: Any, size: int) -> Array:
+    """A run of keys of an array along S; arrays of size 1 there as they are."""
     axis: Any = axis_of("S", letters, leaf.ndim)
-    if leaf.shape[axis] == 1:
+    if leaf.shape[axis] in (1, size):
         return leaf
-    return lax.slice_in_dim(leaf, part.start, part.stop, axis=axis)
-
-
-def _put_back(letters: str, leaf: Array, found: Array, part: slice) -> Array:
-    """A shard of an array along S with this in place of a part."""
-    if found.shape == leaf.shape:
-        return found
-    axis: Any = axis_of("S", letters, leaf.ndim)
-    return lax.dynamic_update_slice_in_dim(leaf.astype(found.dtype), found, part.start, axis)
+    return moved(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis), leaf)
 
 
 class KVShard(NamedTuple):
@@ -144,16 +138,11 @@ class KVShard(NamedTuple):
     arrays: list[Array]
 
     @classmethod
-    def of(cls, spec: Spec, key: Array, value: Array) -> "KVShard":
-        """The shard that a device starts with: its own."""
+    def of(cls, spec: Spec, key: Array, value: Array, first: Any = 0) -> "KVShard":
+        """What a device starts with: its own keys, from the first one that goes round."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
-        return cls(key, value, [x for letters, x in pairs if travels(letters)])
-
-    def part(self, spec: Spec, part: slice) -> "KVShard":
-        """The part of a shard that travels."""
-        letters = filter(travels, jax.tree.leaves(axis_names(spec)))
-        arrays = [_part(*x, part) for x in zip(letters, self.arrays, strict=True)]
-        return KVShard(_part(_KEYS, self.key, part), _part(_KEYS, self.value, part), arrays)
+        arrays = [_part(*x, first, key.shape[1]) for x in pairs if travels(x[0])]
+        return cls(key, value, arrays)
 
     def cut(self, spec: Spec, first: Any) -> Spec:
         """The spec with its arrays along S cut to this shard, which begins at key `first`."""
@@ -171,35 +160,33 @@ class KVShard(NamedTuple):
 class Gradients(NamedTuple):
     """What the backward pass sums.
 
-    query: the gradient of the queries, which never leaves its device.
-    local: those of the parameters that stay on the device, as the query does.
+    local: those of queries, and of the parameters that stay on the device as queries do.
     with_shard: those of keys, of values, and of the parameters that travel with a shard.
 
     Both lists of parameters have an entry for each; it is None in the list of the other kind.
     """
 
-    query: Array
-    local: list[Any]
-    with_shard: tuple[Array, Array, list[Any]]
+    local: tuple[Any, list[Any]]
+    with_shard: tuple[Any, Any, list[Any]]
+
+    @classmethod
+    def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
+        """These in place of those of each array; the parameters have `letters`."""
+        pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
+        local = [None if sent else x for sent, x in pairs]
+        return cls((query, local), (key, value, [x if sent else None for sent, x in pairs]))
 
     @property
     def params(self) -> list[Array]:
         """The gradients of parameters."""
-        return [y if x is None else x for x, y in zip(self.local, self.with_shard[2], strict=True)]
+        pairs = zip(self.local[1], self.with_shard[2], strict=True)
+        return [y if x is None else x for x, y in pairs]
 
-    def part(self, letters: list[str], part: slice) -> "Gradients":
-        """Those that travel with a shard, cut to a part of it."""
-        return self._moving(letters, lambda name, x, _: _part(name, x, part), self.with_shard)
-
-    def put_back(self, letters: list[str], with_shard: Any, part: slice) -> "Gradients":
-        """Those of a whole shard with these, which have come home, in place of a part."""
-        return self._moving(letters, lambda name, x, y: _put_back(name, x, y, part), with_shard)
-
-    def _moving(self, letters: list[str], function: Any, others: Any) -> "Gradients":
-        names, (d_key, d_value, d_params) = (_KEYS, _KEYS, *letters), self.with_shard
-        pairs = zip(names, (d_key, d_value, *d_params), (*others[:2], *others[2]), strict=True)
-        d_key, d_value, *d_params = (None if x is None else function(n, x, y) for n, x, y in pairs)
-        return self._replace(with_shard=(d_key, d_value, d_params))
+    def part(self, letters: list[str], size: int) -> "Gradients":
+        """With those that travel with a shard cut to so many keys."""
+        names = Gradients.of(letters, "", _KEYS, _KEYS, letters).with_shard
+        cut = lambda letters, x: _part(letters, x, 0, size)  # noqa: E731
+        return self._replace(with_shard=jax.tree.map(cut, names, self.with_shard))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -215,6 +202,7 @@ class Ring(NamedTuple):
     keys: how many keys a shard has.
     implementation: the kernel that was named to compute the pieces, if one was.
     round: which heads go round.
+    begin: the first key of each shard that goes round.
     """
 
     axes: Axes
@@ -222,6 +210,35 @@ class Ring(NamedTuple):
     keys: int
     implementation: str | None
     round: Round = Round()
+    begin: Any = 0
+
+    def runs(self) -> Iterator[tuple["Ring", int, int]]:
+        """The runs of a shard's keys: what stays on each device before the part that travels, this
+        part, and what stays behind it. Of each its ring, how many keys a chunk of it has, and how
+        many chunks."""
+        part, stays = self.route.part, self.route._replace(hops=())
+        if not self.route.hops:
+            part = slice(0, 0)
+        yield self._replace(route=stays), part.start, 1
+        count = rounds.chunks(part.stop - part.start)
+        yield self._replace(begin=part.start), (part.stop - part.start) // count, count
+        yield self._replace(route=stays, begin=part.stop), self.keys - part.stop, 1
+
+    def each_chunk(
+        self, spec: Spec, query: Array, key: Array, value: Array, body: Any, state: Any
+    ) -> Any:
+        """`state` after `body(ring, kv, state)` of each chunk of a shard's keys, with the ring of
+        that chunk. `key` and `value` have all heads."""
+        for run, size, count in self.runs():
+
+            def one(i: Any, state: Any, run: Ring = run, size: int = size) -> Any:
+                begin = run.begin + i * size
+                cut = functools.partial(self.round.cut, keys=(begin, size))
+                kv = self.axes.vary(KVShard.of(spec, cut(key), cut(value), begin), query)
+                return body(run._replace(begin=begin), kv, state)
+
+            state = _repeat(count if size else 0, one, state)
+        return state
 
     def shard(self, distance: Any) -> Any:
         """Which shard this device holds when all have travelled this `distance` from home."""
@@ -229,8 +246,7 @@ class Ring(NamedTuple):
 
     def first(self, distance: Any) -> Any:
         """Where the keys that this device holds begin among all, as the shards lie."""
-        at_home = isinstance(distance, int) and distance == 0
-        return self.shard(distance) * self.keys + (0 if at_home else self.route.part.start)
+        return self.shard(distance) * self.keys + self.begin
 
     def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Any) -> Spec:
         """The spec of this device's queries and of the shard that it holds."""
@@ -243,7 +259,7 @@ class Ring(NamedTuple):
             b,
             h,
             axes.places(T),
-            places if S == self.keys else places[self.route.part],
+            slicing.take(places, self.begin, S),
             (axes.run(T), min(S, axes.run(self.keys))),
             first if axes.order == "contiguous" else None,
         )
@@ -281,15 +297,22 @@ class Ring(NamedTuple):
         kv: KVShard,
         distance: Any,
         finite: Array,
-        zeros: Gradients,
+        so_far: Gradients,
     ) -> Gradients:
-        """What a shard of keys adds to gradients."""
+        """`so_far`, in which those that travel are 0, with what a shard of keys adds."""
         shard, shapes = self.shard(distance), Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
+        names = Gradients.of(letters, _QUERIES, "", "", letters).local
+
+        def add(name: str, total: Array, part: Array) -> Array:
+            axis = _key_axis(name, total)
+            if axis is None:
+                return total + part
+            return slicing.add_at(total, part, self.first(distance), axis)
 
         def compute() -> Gradients:
             own = self.piece(spec, per_query.query, kv, distance)
-            wide = (zeros.query, *zeros.with_shard[:2])
+            wide = (so_far.local[0], *so_far.with_shard[:2])
             like = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(own), *wide)
             )
@@ -297,22 +320,11 @@ class Ring(NamedTuple):
             d_params, d_query, d_key, d_value = pieces.run(
                 "backward", like, self.implementation, *operands, shapes=shapes
             )
+            found = Gradients.of(letters, d_query, d_key, d_value, d_params)
+            local = jax.tree.map(add, names, so_far.local, found.local)
+            return found._replace(local=local)
 
-            def part_of_all(name: str, part: Array, zero: Array) -> Array:
-                axis = _key_axis(name, zero)
-                return (
-                    part if axis is None else slicing.add_at(zero, part, self.first(distance), axis)
-                )
-
-            parts = list(zip(letters, d_params, zeros.local, strict=True))
-            local = [
-                None if zero is None else part_of_all(name, part, zero)
-                for name, part, zero in parts
-            ]
-            travelling = [part if zero is None else None for _, part, zero in parts]
-            return Gradients(d_query, local, (d_key, d_value, travelling))
-
-        return self.if_needed(shard, compute, zeros)
+        return self.if_needed(shard, compute, so_far)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -332,7 +344,7 @@ def _repeat(count: int, body: Any, state: Any) -> Any:
 def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> Any:
     """What all shards add to `state`. While one is computed, the next is being sent."""
     hops, distance = ring.route.hops, 0
-    next_shard = hops[0].send(kv.part(spec, ring.route.part), ring.axes) if hops else None
+    next_shard = hops and hops[0].send(kv, ring.axes)
     state = ring.forward(spec, query, kv, distance, state)
     for this, then in itertools.zip_longest(hops, hops[1:]):
 
@@ -351,23 +363,26 @@ def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> A
 
 
 def _backward(
-    ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, finite: Array, zeros: Gradients
+    ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, finite: Array, so_far: Gradients
 ) -> Gradients:
-    """The gradients from all shards. While one is computed, two things are being sent: the next
-    shard, and the gradients that the devices before have found for this one."""
-    hops, letters, part, distance = ring.route.hops, parameter_letters(spec), ring.route.part, 0
+    """`so_far`, in which those that travel are 0, with the gradients from all shards.
+
+    While one is computed, two things are being sent: the next shard, and the gradients that the
+    devices before have found for this one.
+    """
+    hops, distance = ring.route.hops, 0
     # Keys are sent once more: XLA would keep those that came in the forward pass until now.
     kv, per_query = lax.optimization_barrier((kv, per_query))
-    next_shard = hops[0].send(kv.part(spec, part), ring.axes) if hops else None
-    own = ring.backward(spec, per_query, kv, distance, finite, zeros)
+    next_shard = hops and hops[0].send(kv, ring.axes)
+    total = ring.backward(spec, per_query, kv, distance, finite, so_far)
     if not hops:
-        return own
-    total, zeros = own.part(letters, part), zeros.part(letters, part)
+        return total
 
     def added(hop: Hops, total: Gradients, kv: KVShard, distance: Any) -> Gradients:
-        total = total._replace(with_shard=hop.send_all(total.with_shard, ring.axes))
-        found = ring.backward(spec, per_query, kv, distance, finite, zeros)
-        return jax.tree.map(jnp.add, total, found)
+        arrived = hop.send_all(total.with_shard, ring.axes)
+        total = total._replace(with_shard=so_far.with_shard)
+        total = ring.backward(spec, per_query, kv, distance, finite, total)
+        return total._replace(with_shard=jax.tree.map(jnp.add, arrived, total.with_shard))
 
     for this, then in itertools.zip_longest(hops, hops[1:]):
 
@@ -383,7 +398,66 @@ def _backward(
     d_key, d_value, d_params = total.with_shard
     narrow = d_key.astype(kv.key.dtype), d_value.astype(kv.value.dtype)
     home = ring.route.home.send((*narrow, d_params), ring.axes)
-    return total._replace(with_shard=own.with_shard).put_back(letters, home, part)
+    return total._replace(with_shard=home)
+
+
+class Call(NamedTuple):
+    """A call on a ring, whose heads go round in so many `rounds`. The spec is whole."""
+
+    ring: Ring
+    rounds: int
+
+    def zeros(self, query: Array, value: Array, beside: Any) -> Any:
+        """`(out, normalizer, all_finite)` of no keys."""
+        dtype = accumulation(query.dtype)
+        row = jnp.zeros(query.shape[:3], dtype)
+        out, finite = jnp.zeros((*row.shape, value.shape[-1]), dtype), jnp.ones((), bool)
+        return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), beside)
+
+    def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+        """`(out, normalizer, all_finite)` of this device's queries and all keys."""
+        arrays = spec, query, key, value
+
+        def compute(round: Round, total: Any) -> Any:
+            spec, query, ring = round.cut_spec(arrays[0]), round.cut(arrays[1]), self.ring
+            body = lambda ring, kv, state: _forward(ring, spec, query, kv, state)  # noqa: E731
+            state = self.zeros(query, value, arrays)
+            ring = ring._replace(round=round)
+            found = ring.each_chunk(spec, query, key, value, body, state)
+            return *jax.tree.map(round.put, total[:2], found[:2]), total[2] & found[2]
+
+        return rounds.run(self.rounds, compute, self.zeros(query, value, arrays))
+
+    def backward(
+        self, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
+    ) -> Gradients:
+        """The gradients, in the dtypes of the arrays."""
+        letters, dtype = parameter_letters(spec), accumulation(key.dtype)
+        names = Gradients.of(letters, _QUERIES, _KEYS, _KEYS, letters)
+        arrays, vary = (spec, per_query), self.ring.axes.vary
+
+        def compute(round: Round, total: Gradients) -> Gradients:
+            spec, per_query = round.cut_spec(arrays[0]), jax.tree.map(round.cut, arrays[1])
+            query, ring = per_query.query, self.ring._replace(round=round)
+            like = query, *(jax.eval_shape(round.cut, x) for x in (key, value))
+            d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in like)
+            d_params = map(jnp.zeros_like, parameters(spec))
+            zeros = vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
+
+            def body(ring: Ring, kv: KVShard, state: Any) -> Any:
+                total, local = state
+                so_far = zeros.part(letters, kv.key.shape[1])._replace(local=local)
+                found = _backward(ring, spec, per_query, kv, finite, so_far)
+                add = functools.partial(round.add, first_key=ring.begin)
+                return jax.tree.map(add, names.with_shard, total, found.with_shard), found.local
+
+            state = total.with_shard, zeros.local
+            with_shard, local = ring.each_chunk(spec, query, key, value, body, state)
+            return Gradients(jax.tree.map(round.add, names.local, total.local, local), with_shard)
+
+        total = Gradients.of(letters, per_query.query, key, value, parameters(spec))
+        total = vary(jax.tree.map(jnp.zeros_like, total), per_query.query)
+        return rounds.run(self.rounds, compute, total)
 
 
 def attend(
@@ -393,70 +467,28 @@ def attend(
 
     The spec is prepared, its arrays are this device's; there is one flat batch axis.
     """
-    (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
-    dtype, n = accumulation(query.dtype), axes.devices
+    T, S, n = query.shape[1], key.shape[1], axes.devices
     if spec.dropout_rate:
         spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
     route = Route.of(spec, n * T, n * S, n, axes.order)
     count = rounds.count(Shapes.of(query, value)) if route.hops else 1
-    ring = Ring(axes, route, S, implementation)
-    by_head = [Round.axis(*x) for x in zip(parameter_letters(spec), parameters(spec), strict=True)]
+    call = Call(Ring(axes, route, S, implementation), count)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
         return run_forward(params, spec, *qkv)[0]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        whole = with_parameters(spec, params)
-
-        def zeros(heads: int, beside: Any) -> Any:
-            row = jnp.zeros((B, T, heads), dtype)
-            out, finite = jnp.zeros((B, T, heads, V), dtype), jnp.ones((), bool)
-            return axes.vary((out, Normalizer(row - jnp.inf, row), finite), beside)
-
-        def compute(round: Round) -> Any:
-            own = round.cut_spec(whole)
-            query, key, value = map(round.cut, qkv)
-            kv = axes.vary(KVShard.of(own, key, value), query)
-            state = zeros(N // count, (kv, query))
-            return _forward(ring._replace(round=round), own, query, kv, state)
-
-        def put(round: Round, total: Any, found: Any) -> Any:
-            return *jax.tree.map(round.put, total[:2], found[:2]), total[2] & found[2]
-
-        results = rounds.run(count, compute, zeros(N, (whole, qkv)), put)
-        out, normalizer, finite = results
+        out, normalizer, finite = call.forward(with_parameters(spec, params), *qkv)
         return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, finite)
 
     def run_backward(residuals: Any, cotangents: Any) -> Any:
         params, spec, query, key, value, out, normalizer, finite = residuals
-        whole = with_parameters(spec, params)
-        rows = query, out, normalizer, *cotangents
-        which_travel = [travels(x) for x in parameter_letters(spec)]
-
-        def compute(round: Round) -> Any:
-            own = round.cut_spec(whole)
-            query, out, normalizer, d_out, d_lse = jax.tree.map(round.cut, rows)
-            delta = jnp.sum(d_out * out, axis=-1) - d_lse
-            per_query = PerQuery.of(query, d_out, normalizer, delta)
-            arrays = query, round.cut(key), round.cut(value)
-            params = list(zip(parameters(own), which_travel, strict=True))
-            local = [None if sent else jnp.zeros_like(x) for x, sent in params]
-            travelling = [jnp.zeros_like(x) if sent else None for x, sent in params]
-            wide = [jnp.zeros(x.shape, dtype) for x in arrays]
-            zeros = Gradients(wide[0], local, (wide[1], wide[2], travelling))
-            kv, zeros = axes.vary((KVShard.of(own, *arrays[1:]), zeros), arrays[0])
-            total = _backward(ring._replace(round=round), own, per_query, kv, finite, zeros)
-            found = zip((total.query, *total.with_shard[:2]), arrays, strict=True)
-            return total.params, [x.astype(y.dtype) for x, y in found]
-
-        def put(round: Round, total: Any, found: Any) -> Any:
-            by_round = zip(total[0], found[0], by_head, strict=True)
-            return [round.put(*x) for x in by_round], jax.tree.map(round.put, total[1], found[1])
-
-        zeros = axes.vary(jax.tree.map(jnp.zeros_like, (params, [query, key, value])), query)
-        d_params, gradients = rounds.run(count, compute, zeros, put)
-        return d_params, None, *gradients
+        d_out, d_lse = cotangents
+        delta = jnp.sum(d_out * out, axis=-1) - d_lse
+        per_query = PerQuery.of(query, d_out, normalizer, delta)
+        found = call.backward(with_parameters(spec, params), per_query, key, value, finite)
+        return found.params, None, found.local[0], *found.with_shard[:2]
 
     run.defvjp(run_forward, run_backward)
     inputs = reverse_mode.inputs((query, key, value, *parameters(spec)), spec)

@@ -14,7 +14,6 @@ from jaxtyping import Array
 
 from jattn import tuning
 from jattn._pytree import axis_names, axis_of
-from jattn.kernels.common import slicing
 from jattn.spec import Shapes, Spec
 
 
@@ -36,6 +35,15 @@ def count(shapes: Shapes) -> int:
     return max(fine, default=1)
 
 
+def chunks(keys: int) -> int:
+    """In how many chunks a run of so many keys of each shard goes round, one after another: as many
+    as leave each enough keys to keep the device busy."""
+    least, count = tuning.sizes(jax.default_backend()).ring_keys, tuning.current().ring_chunks
+    while count > 1 and (keys % count or keys // count < least):
+        count //= 2
+    return count
+
+
 _HEADS = 2  # the axis of heads in arrays `[B, T, N, ...]` and `[B, S, K, ...]`
 
 
@@ -51,33 +59,51 @@ class Round(NamedTuple):
         axis = axis_of("N", letters, leaf.ndim)
         return axis if axis is not None and leaf.shape[axis] > 1 else None
 
-    def cut(self, x: Array, axis: int | None = _HEADS) -> Array:
-        """The share of an array; one that is the same for all heads as it is."""
-        if axis is None:
+    def cut(self, x: Array, axis: int | None = _HEADS, keys: Any = None) -> Array:
+        """The share of an array, one that is the same for all heads as it is; and of `[B, S, ...]`
+        the `keys`, which are the first one and their number."""
+        start: list[Any] = [0] * x.ndim
+        size = list(x.shape)
+        if axis is not None:
+            size[axis] //= self.shares
+            start[axis] = self.share * size[axis]
+        if keys is not None:
+            start[1], size[1] = keys
+        if size == [*x.shape]:
             return x
-        size = x.shape[axis] // self.shares
-        return moved(lambda y: slicing.take(y, self.share * size, size, axis), x)
+        return moved(lambda y: lax.dynamic_slice(y, list(map(jnp.int32, start)), size), x)
 
     def cut_spec(self, spec: Spec) -> Spec:
         """The spec with its arrays along N cut to the share."""
         cut = lambda letters, leaf: self.cut(leaf, self.axis(letters, leaf))  # noqa: E731
         return jax.tree.map(cut, axis_names(spec), spec)
 
-    def put(self, total: Array, found: Array, axis: int | None = _HEADS) -> Array:
-        """`total` with what this round has found; sums over rounds where heads have no part."""
-        if axis is None:
+    def put(self, total: Array, found: Array) -> Array:
+        """`total` with what this round has found for its heads."""
+        start = self.share * found.shape[_HEADS]
+        return lax.dynamic_update_slice_in_dim(total, found, start, _HEADS)
+
+    def add(self, letters: str, total: Array, found: Array, first_key: Any = 0) -> Array:
+        """`total` with what this round has found, for a run of keys, added where it belongs."""
+        start: list[Any] = [0] * total.ndim
+        for letter, first in (("N", None), ("S", first_key)):
+            axis = axis_of(letter, letters, total.ndim)
+            if axis is not None and found.shape[axis] < total.shape[axis]:
+                start[axis] = self.share * found.shape[axis] if first is None else first
+        found = found.astype(total.dtype)
+        if found.shape == total.shape:
             return total + found
-        start = self.share * found.shape[axis]
-        return lax.dynamic_update_slice_in_dim(total, found, start, axis)
+        start = list(map(jnp.int32, start))
+        old = lax.dynamic_slice(total, start, found.shape)
+        return lax.dynamic_update_slice(total, old + found, start)
 
 
-def run(rounds: int, compute: Any, zeros: Any, put: Any) -> Any:
-    """What `compute(round)` finds in all rounds, put into `zeros` by `put(round, total, found)`."""
+def run(rounds: int, compute: Any, total: Any) -> Any:
+    """`total` after `compute(round, total)` of all rounds."""
     if rounds == 1:
-        return compute(Round())
+        return compute(Round(), total)
 
     def body(i: Any, total: Any) -> Any:
-        round = Round(lax.convert_element_type(i, jnp.int32), rounds)
-        return put(round, total, compute(round))
+        return compute(Round(lax.convert_element_type(i, jnp.int32), rounds), total)
 
-    return lax.fori_loop(0, rounds, body, zeros)
+    return lax.fori_loop(0, rounds, body, total)

@@ -37,8 +37,8 @@ class Exchange(NamedTuple):
     `kind` is the operation's name in XLA's programs: "collective-permute", "all-to-all",
     "all-gather" or "reduce-scatter". `bytes` are what a device sends each time, by the last two
     kinds to its neighbour in a circle; `times` is how often, `devices` how many send; `backward`
-    tells whether the backward pass does. A ring's heads may take turns: `rounds` is how many times
-    shards of a few heads go round, which `times` counts all.
+    tells whether the backward pass does. A ring's heads may take turns, in `rounds`, and in each a
+    shard's keys, in `chunks`; `times` counts all.
     """
 
     kind: str
@@ -48,6 +48,7 @@ class Exchange(NamedTuple):
     devices: int
     backward: bool
     rounds: int = 1
+    chunks: int = 1
 
 
 def exchanges(
@@ -139,7 +140,9 @@ def _ring(call: _Call) -> Iterator[Exchange]:
     shapes, n = call.shapes, call.devices
     S = shapes.S
     route = Route.of(call.spec, shapes.T, S, n, call.order)
-    sent = n * (route.part.stop - route.part.start)  # tokens, of all devices together
+    keys = route.part.stop - route.part.start
+    chunks = rounds.chunks(keys)
+    sent = n * (keys // chunks)  # tokens at a time, of all devices together
     count = rounds.count(shapes._replace(T=shapes.T // n)) if route.hops else 1
     K = shapes.K // count
     going = [("key", call.share(sent, K, shapes.H)), ("value", call.share(sent, K, shapes.V))]
@@ -153,14 +156,14 @@ def _ring(call: _Call) -> Iterator[Exchange]:
     for backward in (False, True):
         for name, size in going:
             for hops in route.hops:
-                times, sources = hops.times * count, len(hops.sources)
-                yield Exchange(kind, name, size, times, sources, backward, count)
+                times, sources = hops.times * count * chunks, len(hops.sources)
+                yield Exchange(kind, name, size, times, sources, backward, count, chunks)
     if route.hops:
         hops = sum(x.times for x in route.hops)
         for name, last in (("d_key", shapes.H), ("d_value", shapes.V)):
-            for dtype, times in ((wide, hops), (call.dtype, 1)):
-                size = call.share(sent, K, last, dtype=dtype)
-                yield Exchange(kind, name, size, times * count, n, True, count)
+            for dtype, hops_each in ((wide, hops), (call.dtype, 1)):
+                size, times = call.share(sent, K, last, dtype=dtype), hops_each * count * chunks
+                yield Exchange(kind, name, size, times, n, True, count, chunks)
 
 
 def _all_to_all(call: _Call) -> Iterator[Exchange]:
