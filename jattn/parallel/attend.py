@@ -155,9 +155,11 @@ def attention_shard(
         key: `[*B, S, K, H]`, this device's tokens.
         value: `[*B, S, K, V]`.
         axis_name: the axis of the mesh along which the tokens are cut.
-        scheme: "ring": keys go round, memory is linear in a device's own tokens. "all_to_all":
-            tokens are exchanged for heads, of which the devices share N evenly. "gather": each
-            device gets a copy of all keys.
+        scheme: "ring": keys go round while others are computed with, memory is linear in a device's
+            own tokens; GPUs before Hopper need
+            `XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true` for it. "all_to_all": tokens
+            are exchanged for heads, of which the devices share N evenly. "gather": each device gets
+            a copy of all keys.
         order: in which order the devices hold the tokens, see `shard_tokens`.
         batch_axis: the axis, or axes, of the mesh along which the batch is cut, if it is: functions
             and dropout then see batch rows of the whole.
