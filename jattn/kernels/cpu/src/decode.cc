@@ -17,6 +17,8 @@ constexpr Index kPart = 1 << 20;      // bytes of keys in a part at least
 constexpr Index kTogether = 1 << 14;  // sums of heads that go together, at most
 constexpr Index kTurned = 64;         // keys that are transposed at a time
 constexpr Index kFewRows = 16;        // for which sums across lanes are cheaper than transposing keys
+constexpr Index kFewAlone = 8;        // the same where a head's keys are read alone
+constexpr Index kFewSums = 4;         // rows whose sums stay in registers without `product`
 constexpr Index kPair = 2;            // keys that are multiplied side by side
 constexpr Index kLine = 64;           // bytes
 
@@ -282,22 +284,31 @@ class Reader {
   }
 
   void visit(Keys now, Keys then) {
-    const bool few = R_ <= kFewRows && H_ % kLanes == 0 && now.count % kLanes == 0;
+    const Index most_few = heads_ == 1 ? kFewAlone : kFewRows;
+    const bool few = R_ <= most_few && H_ % kLanes == 0 && now.count % kLanes == 0;
     const Rows<const E> values = call_.values.at(b_, k_, now.j);
     const Index each = few ? now.count / kPair * times(R_, 4) : up(now.count, kTurned) / kTurned;
     Ahead for_values(values, heads_, now.count, heads_ * each);
     few ? multiply(now, for_values) : multiply_turned(now, for_values);
     if (exact_ || V_ != call_.values.size) return weigh_copies(now);
     for (Index r = 0; r < heads_ * R_; ++r) soften(r, now);
+    const Index run = heads_ == 1 && R_ > kFewSums ? kTurned : kLanes;
     const Index columns = V_ / kLanes, blocks = times(columns, kWide) * times(R_, 4);
+    const Index steps = run == kTurned ? up(now.count, run) / run : now.count * blocks;
     const Index place = then.count ? then.j : now.j;  // past the last page there is no other
     const Rows<const E> keys = call_.keys.at(b_, k_, place);
-    Ahead for_keys(keys, heads_, then.count, heads_ * now.count * blocks);
-    for (Index s = 0; s < now.count; s += kLanes)
+    Ahead for_keys(keys, heads_, then.count, heads_ * steps);
+    for (Index s = 0; s < now.count; s += run)
       for (Index h = 0; h < heads_; ++h) {
-        const Index count = std::min<Index>(kLanes, now.count - s);
+        const Index count = std::min(run, now.count - s);
         const Rows<const E> rows = call_.values.at(b_, k_ + h, now.j + s);
-        weigh(h, s, count, widened(rows, count, wide_), for_keys);
+        const Rows<const T> wide = widened(rows, count, wide_);
+        if (run == kLanes) {
+          weigh(h, s, count, wide, for_keys);
+          continue;
+        }
+        for_keys.step();
+        product(R_, V_, count, scores_ + s, tile_, 1, wide.start, wide.stride, part_.out, V_, true);
       }
   }
 
