@@ -25,7 +25,7 @@ from jattn import softmax, tile
 from jattn._pytree import axis_names, axis_of
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import reverse_mode, slicing
-from jattn.kernels.common.derivatives import PerQuery
+from jattn.kernels.common.derivatives import PerQuery, row_dots
 from jattn.kernels.common.place import Place, at_place
 from jattn.parallel import pieces, placement, rounds
 from jattn.parallel.axes import Axes
@@ -485,7 +485,7 @@ def attend(
     def run_backward(residuals: Any, cotangents: Any) -> Any:
         params, spec, query, key, value, out, normalizer, finite = residuals
         d_out, d_lse = cotangents
-        delta = jnp.sum(d_out * out, axis=-1) - d_lse
+        delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
         found = call.backward(with_parameters(spec, params), per_query, key, value, finite)
         return found.params, None, found.local[0], *found.with_shard[:2]

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from jattn.kernels.common import lowering
@@ -101,8 +102,14 @@ class PerQuery(NamedTuple):
         return cls(query, d_out, _finite(maximum), log_total, delta)
 
 
+def row_dots(x: Array, y: Array) -> Array:
+    """The sums of x · y along the last axis; XLA's sums of products take ten times as long on CPUs.
+    """
+    return jnp.einsum("...v,...v->...", x, y, precision=lax.Precision.HIGHEST)
+
+
 def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQuery:
-    delta = jnp.sum(cotangents.out * residuals.out, axis=-1) - cotangents.lse
+    delta = row_dots(cotangents.out, residuals.out) - cotangents.lse
     return PerQuery.of(query, cotangents.out, residuals.normalizer, delta)
 
 
