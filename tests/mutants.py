@@ -294,8 +294,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-delta": mutant(
         DERIVATIVES,
-        "delta = jnp.sum(cotangents.out * residuals.out, axis=-1) - cotangents.lse",
-        "delta = jnp.sum(cotangents.out * residuals.out, axis=-1)",
+        "delta = row_dots(cotangents.out, residuals.out) - cotangents.lse",
+        "delta = row_dots(cotangents.out, residuals.out)",
         "contract",
     ),
     "parameters-forgotten": mutant(

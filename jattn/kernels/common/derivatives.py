@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from jattn.kernels.common import lowering
@@ -103,9 +102,12 @@ class PerQuery(NamedTuple):
 
 
 def row_dots(x: Array, y: Array) -> Array:
-    """The sums of x · y along the last axis; XLA's sums of products take ten times as long on CPUs.
+    """The sums of x · y along the last axis.
+
+    Axes of size 1 are left out on the way: with them XLA's sum takes twenty times as long on CPUs.
     """
-    return jnp.einsum("...v,...v->...", x, y, precision=lax.Precision.HIGHEST)
+    alone = tuple(axis for axis in range(x.ndim - 1) if x.shape[axis] == 1)
+    return jnp.expand_dims(jnp.sum(jnp.squeeze(x * y, alone), axis=-1), alone)
 
 
 def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQuery:
