@@ -182,12 +182,6 @@ class Gradients(NamedTuple):
         pairs = zip(self.local[1], self.with_shard[2], strict=True)
         return [y if x is None else x for x, y in pairs]
 
-    def part(self, letters: list[str], size: int) -> "Gradients":
-        """With those that travel with a shard cut to so many keys."""
-        names = Gradients.of(letters, "", _KEYS, _KEYS, letters).with_shard
-        cut = lambda letters, x: _part(letters, x, 0, size)  # noqa: E731
-        return self._replace(with_shard=jax.tree.map(cut, names, self.with_shard))
-
 
 # ---------------------------------------------------------------------------------------------
 # One shard of keys
@@ -439,19 +433,20 @@ class Call(NamedTuple):
         def compute(round: Round, total: Gradients) -> Gradients:
             spec, per_query = round.cut_spec(arrays[0]), jax.tree.map(round.cut, arrays[1])
             query, ring = per_query.query, self.ring._replace(round=round)
-            like = query, *(jax.eval_shape(round.cut, x) for x in (key, value))
-            d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in like)
-            d_params = map(jnp.zeros_like, parameters(spec))
-            zeros = vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
+
+            def zeros(key: Any, value: Any, spec: Spec) -> Gradients:
+                d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in (query, key, value))
+                d_params = map(jnp.zeros_like, parameters(spec))
+                return vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
 
             def body(ring: Ring, kv: KVShard, state: Any) -> Any:
                 total, local = state
-                so_far = zeros.part(letters, kv.key.shape[1])._replace(local=local)
+                so_far = zeros(kv.key, kv.value, kv.cut(spec, ring.begin))._replace(local=local)
                 found = _backward(ring, spec, per_query, kv, finite, so_far)
                 add = functools.partial(round.add, first_key=ring.begin)
                 return jax.tree.map(add, names.with_shard, total, found.with_shard), found.local
 
-            state = total.with_shard, zeros.local
+            state = total.with_shard, zeros(key, value, spec).local
             with_shard, local = ring.each_chunk(spec, query, key, value, body, state)
             return Gradients(jax.tree.map(round.add, names.local, total.local, local), with_shard)
 

@@ -1,7 +1,7 @@
 """Rounds of a ring: heads take turns, so that a device holds shards of a few heads at a time.
 
 In each round the shards of keys and values of an equal share of the key heads go round, with the
-queries that read them.
+queries that read them. Of a long shard a chunk of the keys goes round after another.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from jattn import tuning
 from jattn._pytree import axis_names, axis_of
+from jattn.kernels.common import slicing
 from jattn.spec import Shapes, Spec
 
 
@@ -90,12 +91,7 @@ class Round(NamedTuple):
             axis = axis_of(letter, letters, total.ndim)
             if axis is not None and found.shape[axis] < total.shape[axis]:
                 start[axis] = self.share * found.shape[axis] if first is None else first
-        found = found.astype(total.dtype)
-        if found.shape == total.shape:
-            return total + found
-        start = list(map(jnp.int32, start))
-        old = lax.dynamic_slice(total, start, found.shape)
-        return lax.dynamic_update_slice(total, old + found, start)
+        return slicing.add_block(total, found.astype(total.dtype), start)
 
 
 def run(rounds: int, compute: Any, total: Any) -> Any:

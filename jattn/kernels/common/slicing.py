@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -181,11 +180,18 @@ def take(x: Array, start: Any, size: Size, axis: int = 0) -> Array:
 
 def add_at(x: Array, value: Array, start: Any, axis: int) -> Array:
     """x with `value` added to a run along an axis."""
-    size = value.shape[axis]
-    if x.shape[axis] == size:
+    starts: list[Any] = [0] * x.ndim
+    starts[axis] = start
+    return add_block(x, value, starts)
+
+
+def add_block(x: Array, value: Array, starts: list[Any]) -> Array:
+    """x with `value`, which has as many axes, added from these places on."""
+    if x.shape == value.shape:
         return x + value
-    old = lax.dynamic_slice_in_dim(x, start, size, axis)
-    return lax.dynamic_update_slice_in_dim(x, old + value, start, axis)
+    starts = [jnp.int32(start) for start in starts]
+    old = lax.dynamic_slice(x, starts, value.shape)
+    return lax.dynamic_update_slice(x, old + value, starts)
 
 
 def add_leaves(
@@ -196,13 +202,10 @@ def add_leaves(
 
 
 def _add_leaf(total: Array, part: Array, letters: str, starts: dict[str, Any]) -> Array:
-    start: list[Any] = [np.int32(0)] * total.ndim
+    start: list[Any] = [0] * total.ndim
     for axis, letter in _axes(letters, part):
-        start[axis] = jnp.int32(starts[letter])
-    if total.shape == part.shape:
-        return total + part
-    old = lax.dynamic_slice(total, start, part.shape)
-    return lax.dynamic_update_slice(total, old + part, start)
+        start[axis] = starts[letter]
+    return add_block(total, part, start)
 
 
 def join_leaves(stacked: list[Array], leaves: list[Array], letters: list[str]) -> list[Array]:
@@ -226,11 +229,10 @@ def add_params(
 
 def _add_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array:
     named = letters.replace("#", "").split()
-    start = [np.int32(0)] * total.ndim
+    start: list[Any] = [0] * total.ndim
     for name, index in (("*B", b), ("N", h)):
         if name in named:
             axis = named.index(name)
             part = jnp.expand_dims(part, axis)
-            start[axis] = index if total.shape[axis] != 1 else np.int32(0)
-    old = lax.dynamic_slice(total, start, part.shape)
-    return lax.dynamic_update_slice(total, old + part, start)
+            start[axis] = index if total.shape[axis] != 1 else 0
+    return add_block(total, part, start)
