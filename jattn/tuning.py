@@ -108,7 +108,7 @@ class Tuning(NamedTuple):
     additive_keys: int = 16
     additive_pairs: int = 512
     decode_block: int = 512
-    cpu_tiles: str = "64, 128, 512"
+    cpu_tiles: str = "64, 128, 1024"
     generated_pairs: int = 2**20
     looked_at: tuple[int, int] = (2**20, 2**26)
     few_queries: int = 8

@@ -20,7 +20,7 @@ from jattn.kernels.cpu.compiler import compiler
 
 SOURCES = Path(__file__).parent / "sanitized"
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
-TINY, USERS = "16, 8, 16", "64, 128, 512"
+TINY, USERS = "16, 8, 16", "64, 128, 1024"
 PROGRAMS = [
     ("attention", 1, TINY),
     ("attention", 0, TINY),

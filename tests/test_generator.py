@@ -59,6 +59,13 @@ CALLS: dict[str, tuple[Any, Any]] = {
         None,
         Score(lambda s, b, h, q, kv, t: s + t[h, (q + kv) % 64] * t[h, (q * kv) % 64], TABLE),
     ),
+    "table by place in a picture": (
+        None,
+        Score(
+            lambda s, b, h, q, kv, t: s + t[h, q // 32 - kv // 32 + 5, q % 32 - kv % 32 + 31],
+            jnp.asarray(RNG.normal(size=(N, 10, 63)), jnp.float32),
+        ),
+    ),
     "bias": (masks.Causal(), Score(lambda s, b, h, q, kv, t: s + t[0, h, q, kv], BIAS)),
     "by key": (
         masks.Causal(),

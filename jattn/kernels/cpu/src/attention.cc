@@ -115,12 +115,17 @@ struct Block {
   alignas(64) uint32_t hashes[kQueries];
   Range whole, parts[2];  // parts: if there are two
 
-  Block(const Rules& rules, Index first, Index count)
+  Block(const Rules& rules, Index first, Index count) : Block(rules, first, count, 0, rules.S) {}
+
+  // For keys j .. end - 1: of no others is the map read.
+  Block(const Rules& rules, Index first, Index count, Index j, Index end)
       : first(first), count(count), width(up(count, kLanes)) {
     if (!rules.own.map) read_runs(rules);
     if (rules.threshold) hash(rules);
-    whole = range(rules, {0, width});
-    for (Index p = 0; in_parts() && p < 2; ++p) parts[p] = range(rules, {p * kPart, kPart});
+    whole = range(rules, {0, width}, j, end);
+    if (!in_parts() || whole.least_from >= whole.most_until) return;
+    for (Index p = 0; p < 2; ++p)
+      parts[p] = range(rules, {p * kPart, kPart}, whole.least_from, whole.most_until);
   }
 
   // What a rule is told of some lanes and keys.
@@ -146,12 +151,12 @@ struct Block {
       hashes[i] = mix(rules.seed ^ mix(static_cast<uint32_t>(first + i)));
   }
 
-  Range range(const Rules& rules, Lanes lanes) const {
+  Range range(const Rules& rules, Lanes lanes, Index j, Index end) const {
     constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
     Range x{lanes, std::numeric_limits<Index>::max(), 0, std::numeric_limits<Index>::max(), 0,
             kMost, std::numeric_limits<int32_t>::min(), 0, 0};
     if (rules.own.map) {
-      read_map(rules.own, x);
+      read_map(rules.own, x, j, end);
       return x;
     }
     for (Index i = lanes.first; i < lanes.end(); ++i) {
@@ -167,11 +172,11 @@ struct Block {
     return x;
   }
 
-  // The first and the last key that the map leaves.
-  void read_map(const HeadRule& own, Range& x) const {
+  // The first and the last key of chunks from j to end that the map leaves.
+  void read_map(const HeadRule& own, Range& x, Index j, Index end) const {
     x.first_row = (first + x.lanes.first) / own.row;
     x.rows = (first + std::min(count, x.lanes.end()) - 1) / own.row - x.first_row + 1;
-    Index low = 0, high = own.chunks;
+    Index low = j / own.chunk, high = (end + own.chunk - 1) / own.chunk;
     trim(own, x, low, high);
     x.least_from = low < high ? low * own.chunk : own.S;
     x.most_until = low < high ? std::min(high * own.chunk, own.S) : 0;
@@ -546,8 +551,10 @@ struct BackwardBlock {
 
   static Index size(Index H, Index V) { return Products::Backward::size(kQueries, kKeys, H, V); }
 
-  BackwardBlock(const Head& head, Index first, Index count, Index H, Index V, Bench bench)
-      : block(head.rules, first, count),
+  // For keys j .. end - 1.
+  BackwardBlock(const Head& head, Index first, Index count, Index j, Index end, Index H, Index V,
+                Bench bench)
+      : block(head.rules, first, count, j, end),
         H(H),
         V(V),
         sums(block.width, kKeys, H, V, bench),
@@ -648,7 +655,7 @@ template <bool kQuery, bool kOfKeys, typename Products>
 void backward(const Head& head, const Back& back, Index first, Index last, Index from,
               Index until, const Sums<Products>& sums, Index H, Index V, const Bench& bench) {
   for (Index i = first; i < last; i += kQueries) {
-    BackwardBlock<Products> one(head, i, std::min(kQueries, last - i), H, V, bench);
+    BackwardBlock<Products> one(head, i, std::min(kQueries, last - i), from, until, H, V, bench);
     const Range& whole = one.block.whole;
     const Index end = std::min(until, whole.most_until);
     bool there = false;
