@@ -207,53 +207,73 @@ def keep(
     A hash of (key, b, h, query place, key place), so that the decision about a weight is the same
     however attention is tiled, mapped or sharded, and in forward and backward.
     """
-    return _kept(rate, _row_hash(key, b, h, q_places), _column_hash(kv_places))
+    rows = _row_hash(seed(key, b, h), q_places)
+    return _kept(rate, rows, q_places, _column_hash(kv_places))
 
 
-def _row_hash(key: Any, b: Any, h: Any, places: Indices) -> UInt32[Array, " t"]:
-    return _mix(seed(key, b, h) ^ _mix(jnp.asarray(places).astype(jnp.uint32)))
+def _row_hash(seed: UInt32[Array, ""], places: Indices) -> UInt32[Array, " t"]:
+    own = jnp.asarray(places).astype(jnp.uint32) & np.uint32(2**32 - 1 - SHARED)
+    return _mix(seed ^ _mix(own))
 
 
 def _column_hash(places: Indices) -> UInt32[Array, " s"]:
     return _mix(jnp.asarray(places).astype(jnp.uint32) + np.uint32(0x85EBCA6B))
 
 
-def _kept(
-    rate: float, rows: UInt32[Array, " t"], columns: UInt32[Array, " s"]
-) -> Bool[Array, "t s"]:
-    """Whether `_mix` of the sum of two hashes is at least the threshold.
+# Queries whose places differ in this bit share a hash but for its last multiplication: of a tile of
+# products, the matrix units of GPUs leave both to the same thread.
+SHARED = 8
+# With the second number words are the first one's times 2891336453, a multiplier of which pairs are
+# spread most evenly (L'Ecuyer 1999, table 4).
+_LAST = 0x846CA68B, 0x846CA68B * 2891336453 % 2**32
 
-    The last step of `_mix` changes the lower half of x to its exclusive or with the upper half. The
-    lower half only counts where the upper one is that of the threshold, which is a constant.
-    """
-    x, least = rows[:, None] + columns[None, :], threshold(rate)
+
+def _kept(
+    rate: float, rows: UInt32[Array, " t"], q_places: Indices, columns: UInt32[Array, " s"]
+) -> Bool[Array, "t s"]:
+    """Whether the sum of two hashes, mixed by the rounds of `_mix` without the last shift, is at
+    least the threshold."""
+    x = rows[:, None] + columns[None, :]
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return (x ^ np.uint32(least >> 16)) >= np.uint32(least)
+    second = jnp.asarray(q_places).astype(jnp.uint32) & np.uint32(SHARED)
+    first, other = map(np.uint32, _LAST)
+    last = jnp.where(second == 0, first, other)
+    return (x ^ (x >> 15)) * last[:, None] >= np.uint32(threshold(rate))
 
 
 @pytree_dataclass
 class Hashes:
-    """In place of a spec's dropout key: what `keep` mixes, computed once for all tiles."""
+    """In place of a spec's dropout key: what is computed once for all tiles. Of queries it has
+    hashes, or seeds of which each tile makes them; `places` are those in the whole call of which
+    this is a piece, None where they are its own."""
 
     rows: Any = array_field("*B N T")
+    seeds: Any = array_field("*B N")
     columns: Any = array_field("S")
+    places: Any = array_field("T")
 
 
-def hashed(spec: Spec, shapes: Shapes) -> Spec:
-    """The spec of one flat batch axis with `Hashes` in place of its dropout key, if it has one."""
+def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
+    """The spec of one flat batch axis with `Hashes` in place of its dropout key, if it has one;
+    with those of rows or with seeds."""
     if spec.dropout_rate == 0:
         return spec
-    rows, columns = (span(size, None) for size in (shapes.T, shapes.S))
+    at = functools.partial(_places, spec, rows=span(shapes.T, None), columns=span(shapes.S, None))
 
-    def row_hash(b: Any, h: Any) -> Array:
-        at = _places(spec, b, h, rows, columns)
-        return _row_hash(spec.dropout_key, *at[:3])
+    def one(b: Any, h: Any) -> Array:
+        b, h, places, _ = at(b, h)
+        own = seed(spec.dropout_key, b, h)
+        return _row_hash(own, places) if rows else own
 
-    each = jax.vmap(jax.vmap(row_hash, (None, 0)), (0, None))
-    of_rows = each(*(jnp.arange(size, dtype=jnp.int32) for size in (shapes.B, shapes.N)))
-    of_columns = _column_hash(_places(spec, 0, 0, rows, columns)[3])
-    return dataclasses.replace(spec, dropout_key=Hashes(of_rows, of_columns), origin=None)
+    each = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+    found = each(*(jnp.arange(size, dtype=jnp.int32) for size in (shapes.B, shapes.N)))
+    hashes = Hashes(
+        found if rows else None,
+        None if rows else found,
+        _column_hash(at(0, 0)[3]),
+        None if spec.origin is None else spec.origin.q,
+    )
+    return dataclasses.replace(spec, dropout_key=hashes, origin=None)
 
 
 def drop(
@@ -270,7 +290,9 @@ def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, 
     """Which weights the dropout of a spec keeps."""
     key, rate = spec.dropout_key, spec.dropout_rate
     if isinstance(key, Hashes):
-        return _kept(rate, key.rows, key.columns)
+        places = rows.places if key.places is None else key.places
+        own = _row_hash(key.seeds, places) if key.rows is None else key.rows
+        return _kept(rate, own, places, key.columns)
     return keep(key, rate, *_places(spec, b, h, rows, columns))
 
 

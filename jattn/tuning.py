@@ -94,6 +94,7 @@ class Tuning(NamedTuple):
     gpu_tile: queries and keys of a tile of the kernels by Triton, at most.
     gpu_programs: programs that keep a GPU busy.
     gpu_tiles_each: tiles of keys that are worth a program of their own on a GPU.
+    gpu_cached_bytes: keys and values that the second cache of a GPU keeps beside everything else.
     gpu_gathered_entries: entries of a parameter that functions index on a GPU, at most: its
         gradient's kernel goes over a tile once for each. XLA sums those of larger ones.
     """
@@ -120,6 +121,7 @@ class Tuning(NamedTuple):
     gpu_tile: tuple[int, int] = (64, 64)
     gpu_programs: int = 256
     gpu_tiles_each: int = 4
+    gpu_cached_bytes: int = 2**24
     gpu_gathered_entries: int = 512
 
 

@@ -226,13 +226,28 @@ def test_every_word_of_the_key_counts():
         assert abs(changed.mean() - 0.5) < 5 * 0.5 / 32
 
 
+def mixed(x: int, last: int) -> int:
+    """Two rounds of Wellons's hash, of which the second multiplies with `last`; all bits of 32."""
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    return (x ^ x >> 15) * last % 2**32
+
+
 @pytest.mark.parametrize("rate", [1e-9, 0.1, 0.5, 0.999])
-def test_decisions_are_those_of_the_whole_hash(rate):
-    """Half a million hashes have the upper half of the threshold 8 times each."""
-    rng, (rows, columns) = np.random.default_rng(0), (1024, 2048)
-    words = [jnp.asarray(rng.integers(0, 2**32, size, np.uint32)) for size in (rows, columns)]
-    whole = tile._mix(words[0][:, None] + words[1][None, :]) >= np.uint32(tile.threshold(rate))
-    np.testing.assert_array_equal(tile._kept(rate, *words), whole)
+def test_decisions_are_those_of_the_hash(rate):
+    """In Python's integers, which do not overflow."""
+    whole = lambda x: mixed(x, 0x846CA68B) ^ mixed(x, 0x846CA68B) >> 16  # noqa: E731
+    last = 0x846CA68B, 0x846CA68B * 2891336453 % 2**32
+    seed = int(tile.seed(KEY, 1, 2))
+    expected = [
+        [
+            mixed((whole(seed ^ whole(i & ~8)) + whole(j + 0x85EBCA6B)) % 2**32, last[i >> 3 & 1])
+            >= tile.threshold(rate)
+            for j in range(30)
+        ]
+        for i in range(40)
+    ]
+    got = tile.keep(KEY, rate, 1, 2, jnp.arange(40), jnp.arange(30))
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_the_decisions_are_pinned():
@@ -273,10 +288,21 @@ def test_neighbours_are_independent(axis):
         assert abs(pairs.mean()) * np.sqrt(pairs.size) < 5, distance
 
 
+@pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 0.9, 0.998])
+def test_queries_that_share_a_hash_are_independent(rate):
+    """Both are dropped as often as chance has it, also where one of them seldom is."""
+    kept = decisions(rate, 1, 2, 512, 2048).reshape(2, 32, 2, 8, 2048)
+    first, second = ~kept[:, :, 0], ~kept[:, :, 1]
+    for shift in (0, 1, 3):
+        both = first & np.roll(second, shift, axis=-1)
+        deviation = np.sqrt(rate**2 * (1 - rate**2) / both.size)
+        assert abs(both.mean() - rate**2) < 5 * deviation
+
+
 def test_rectangles_are_independent():
     """A hash that only mixes a word of the row with a word of the column fails here."""
     kept = signs(decisions(0.5, 2, 2, 64, 64), 0.5)
-    for di, dj in ((1, 1), (2, 3), (4, 4), (17, 5), (32, 32)):
+    for di, dj in ((1, 1), (2, 3), (4, 4), (8, 1), (8, 8), (17, 5), (32, 32)):
         corners = kept[:, :, di:, dj:] * kept[:, :, :-di, :-dj]
         corners = corners * kept[:, :, di:, :-dj] * kept[:, :, :-di, dj:]
         assert abs(corners.mean()) * np.sqrt(corners.size) < 5, (di, dj)

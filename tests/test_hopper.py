@@ -6,6 +6,7 @@ products and where arrays lie in registers are only translated here.
 """
 
 import functools
+import heapq
 import importlib
 import re
 import threading
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
+from jattn.kernels.common import block_mask
 from jattn.kernels.gpu import hopper as hopper_kernel
 from jattn.kernels.gpu import mosaic_interpreter
 from jattn.spec import Shapes, Spec, Tiling, prepare
@@ -360,6 +362,59 @@ def test_scores_are_counted_in_products_where_functions_can():
     assert example(None)[0] == (1.0, 0.125)
     assert example(scores.Alibi([0.5]))[0] == (1.0, 0.125)
     assert example(scores.Score(lambda s, b, h, q, kv: s * s))[0] == (0.125, 1.0)
+
+
+# --- the order of programs ----------------------------------------------------------------------
+
+
+def programs(mask: Any, shapes: Shapes, by_key: bool) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """The programs (b, h, i) of a launch as they start, and how many tiles each visits."""
+    spec = prepare(Spec(mask, None, 0.125, None, None), shapes)
+    tiling = Tiling(64, 128) if by_key else Tiling(128, 128)
+    problem = hopper_kernel._Problem.of(spec, shapes, tiling, True, by_key)
+    visits = block_mask.of(problem.kinds(spec), by_key=by_key)
+    heads = shapes.K if by_key else shapes.N
+    order = hopper_kernel._Order.of(problem, visits, heads)
+    started = np.indices(order.grid, np.int32).reshape(3, -1)
+    longest = None if order.longest_first is None else jnp.asarray(order.longest_first)
+    place = jax.vmap(lambda *index: order.place(index, longest))
+    found = np.stack(np.broadcast_arrays(*place(*started)), axis=-1)
+    group, visited = shapes.N // heads, np.asarray(visits.ends[..., 1])
+    visited = np.broadcast_to(visited, (shapes.B, shapes.N, visited.shape[-1]))
+    visited = visited.reshape(shapes.B, heads, group, -1).sum(axis=2)
+    return [tuple(x) for x in found.tolist()], visited
+
+
+def lost(started: list[tuple[int, ...]], visited: np.ndarray, cores: int = 132) -> float:
+    """The share of all cores' time in which some have nothing left to do, where each takes the
+    next program that starts."""
+    free = [0] * cores
+    for place in started:
+        heapq.heapreplace(free, free[0] + int(visited[place]) + 1)
+    return 1 - sum(free) / (cores * max(free))
+
+
+IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), axis=1), jnp.int32)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "alone"),
+    [(masks.Causal(), 0.1), (masks.Causal() & masks.Segments(IDS), 0.05), (masks.Full(), None)],
+    ids=["causal", "documents", "full"],
+)
+def test_the_longest_programs_start_first(mask, alone, by_key):
+    """As many as there are, each once; and where they differ, less time is lost at the end than if
+    they started as they are numbered."""
+    shapes = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
+    started, visited = programs(mask, shapes, by_key)
+    numbered = [tuple(map(int, x)) for x in np.argwhere(visited >= 0)]
+    assert sorted(started) == numbered
+    if alone is None:
+        assert started == numbered
+        return
+    assert lost(started, visited) < 0.05
+    assert lost(numbered, visited) > alone
 
 
 # --- functions in registers ---------------------------------------------------------------------

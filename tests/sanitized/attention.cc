@@ -74,8 +74,11 @@ struct Problem {
   // What a weight is multiplied with.
   double kept(Index b, Index n, Index i, Index j) const {
     if (!threshold) return 1;
-    const uint32_t row = hash(seeds[b * N + n] ^ hash(i)), column = hash(j + 0x85EBCA6Bu);
-    return hash(row + column) >= threshold ? grown : 0;
+    const uint32_t row = hash(seeds[b * N + n] ^ hash(i & ~8)), column = hash(j + 0x85EBCA6Bu);
+    uint32_t x = row + column;
+    x ^= x >> 16, x *= 0x7FEB352Du, x ^= x >> 15, x *= 0x846CA68Bu;
+    if (i & 8) x *= 2891336453u;
+    return x >= threshold ? grown : 0;
   }
 };
 

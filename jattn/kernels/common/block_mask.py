@@ -43,6 +43,18 @@ class BlockMask(NamedTuple):
         ends = jnp.stack([full, jnp.broadcast_to(visited, full.shape)], axis=-1)
         return self._replace(ends=ends, kinds=tuple(sorted({*self.kinds, masks.MIXED})))
 
+    def longest_first(self, heads: int) -> Any:
+        """For each of `heads` its blocks `[B, heads, n]` in falling order of the tiles that they
+        visit; B and heads have size 1 where all are alike. None where all visit as many."""
+        visited = self.ends[..., 1]
+        B, N, n = visited.shape
+        if 1 < heads < N:  # of key heads, which go through what all heads of their group visit
+            visited = visited.reshape(B, heads, N // heads, n).sum(axis=2)
+        if isinstance(visited, np.ndarray):
+            order = np.argsort(-visited, axis=-1, stable=True)
+            return None if (visited == visited[..., :1]).all() else order.astype(np.int32)
+        return jnp.argsort(-visited, axis=-1, stable=True).astype(np.int32)
+
     def fold(
         self,
         memory: Any,

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import softmax, tile
+from jattn import softmax, tile, tuning
 from jattn._pytree import axis_names, axis_of, is_static, number
 from jattn.kernels.common import block_mask, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
@@ -202,7 +202,10 @@ class _Unit(NamedTuple):
         return self.lay(lax.broadcast_in_dim(row, square, (0 if kept else 1,)), "ts")
 
     def places(self, start: Any, size: int, axis: str) -> Array:
-        return start + self.lay(lax.iota(jnp.int32, size), axis)
+        places = self.lay(lax.iota(jnp.int32, size), axis)
+        second = places & np.int32(tile.SHARED)
+        # In this order, so that the compiler finds what two rows of a thread share.
+        return (start + (places - second)) + second
 
     def read(self, memory: Any, index: tuple[Any, ...], letters: list[str]) -> _Value:
         """A part of an array in global memory."""
@@ -312,7 +315,8 @@ class _Problem(NamedTuple):
     ) -> "_Problem":
         own = Tiling(tiling.block_q, _ROWS) if by_key else Tiling(_ROWS, tiling.block_kv)
         unit = _Unit(interpreted, transposed=by_key)
-        scale, spec = _Scale.of(spec)
+        # Rows that come by have their hashes with them, others make theirs once.
+        scale, spec = _Scale.of(tile.hashed(spec, shapes, rows=by_key))
         rules, drops = _SpecRefs(spec, own), spec.dropout_rate > 0
         approximate, unmodified = _approximate(spec, rules), _is_unmodified(spec)
         return cls(shapes, tiling, rules, unit, scale, approximate, drops, unmodified)
@@ -412,25 +416,65 @@ class _Tile(NamedTuple):
         return mosaic_interpreter.run(here, *given, shapes=expected, transposed=unit.transposed)
 
 
+class _Order(NamedTuple):
+    """The programs (b, h, i) of a launch in the order in which they start.
+
+    Those that visit most tiles start first, so that all end at about the same time: the last ones
+    of a causal mask would else go on alone. Of heads, those start together whose keys and values
+    the second cache holds.
+    """
+
+    heads: int  # of each batch row
+    grid: tuple[int, int, int]  # sections, blocks of each head, heads of a section; these in a row
+    longest_first: Any  # the blocks, [B or 1, heads or 1, blocks], or None where all are as long
+
+    @classmethod
+    def of(cls, problem: _Problem, visits: block_mask.BlockMask, heads: int) -> "_Order":
+        shapes, longest_first = problem.shapes, visits.longest_first(heads)
+        each, units = 2 * shapes.S * shapes.H * shapes.dtype.itemsize, shapes.B * heads
+        most = 1 if longest_first is None else tuning.current().gpu_cached_bytes // each
+        together = max(x for x in range(1, units + 1) if units % x == 0 and x <= max(1, most))
+        grid = units // together, problem.blocks[problem.by_key], together
+        return cls(heads, grid, longest_first)
+
+    def place(self, index: tuple[Any, Any, Any], longest_first: Any) -> tuple[Any, Any, Any]:
+        """(b, h, i) of the program at this place of the grid."""
+        section, rank, unit = index
+        unit = section * np.int32(self.grid[2]) + unit
+        b, h = lax.div(unit, np.int32(self.heads)), lax.rem(unit, np.int32(self.heads))
+        if longest_first is None:
+            return b, h, rank
+        return b, h, longest_first[(*block_mask.clamped(longest_first, b, h), rank)]
+
+
 def _launch(
-    name: str, problem: _Problem, heads: int, kernel: Any, operands: Any, results: Any, scratch: Any
+    name: str,
+    problem: _Problem,
+    order: _Order,
+    kernel: Any,
+    operands: Any,
+    results: Any,
+    scratch: Any,
 ) -> list[Array]:
     """`kernel(place, operands, results, scratch)` in programs (b, h, i) of three warpgroups,
     interpreted on a CPU."""
-    operands, over = reverse_mode.varying_alike(jax.tree.map(jnp.asarray, operands))
-    flat, structure = jax.tree.flatten(operands)
+    given = jax.tree.map(jnp.asarray, (order.longest_first, operands))
+    given, over = reverse_mode.varying_alike(given)
+    flat, structure = jax.tree.flatten(given)
+    names = "section", "rank", "unit"
 
     def body(*refs: Any) -> None:
         n, m = len(flat), len(flat) + len(results)
-        place = tuple(lax.axis_index(x) for x in ("b", "h", "i"))
-        kernel(place, jax.tree.unflatten(structure, refs[:n]), refs[n:m], refs[m:])
+        longest_first, operands = jax.tree.unflatten(structure, refs[:n])
+        place = order.place(tuple(map(lax.axis_index, names)), longest_first)
+        kernel(place, operands, refs[n:m], refs[m:])
 
     call = _mosaic().kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(*x) for x in results],
         scratch_types=scratch,
-        grid=(problem.shapes.B, heads, problem.blocks[problem.by_key]),
-        grid_names=("b", "h", "i"),
+        grid=order.grid,
+        grid_names=names,
         num_threads=_GROUPS + 1,
         thread_name="warpgroup",
         kernel_name=name,
@@ -659,7 +703,8 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
     tiles = _tiles_in_memory(_STAGES, columns, shapes.H, shapes.dtype)
     scratch = _Memory.scratch(kept, (tiles, *problem.scratch_beside()), (tiles,))
     name = "jattn_hopper_forward"
-    found = _launch(name, problem, shapes.N, kernel, operands, (out, along, along), scratch)
+    order = _Order.of(problem, visits, shapes.N)
+    found = _launch(name, problem, order, kernel, operands, (out, along, along), scratch)
     return found[0], softmax.Normalizer(*(jnp.swapaxes(x, 1, 2) for x in found[1:]))
 
 
@@ -939,7 +984,8 @@ def _gradients(
     scratch = _Memory.scratch(tuple(kept), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     heads = shapes.K if by_key else shapes.N
-    return _launch(name, problem, heads, kernel, operands, results, scratch)
+    order = _Order.of(problem, visits, heads)
+    return _launch(name, problem, order, kernel, operands, results, scratch)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -956,8 +1002,7 @@ def _padded(
     tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
 ) -> slicing.Call:
     width = _width(key.shape[3], value.shape[3])
-    call = slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
-    return call._replace(spec=tile.hashed(call.spec, call.shapes))
+    return slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
 
 
 def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:

@@ -82,11 +82,16 @@ struct Rules {
   HeadRule own;          // in place of runs, ids, bias and cap, if there is one
 };
 
-// As `jattn.tile`: Wellons's "lowbias32".
+// As `jattn.tile`: Wellons's "lowbias32"; queries whose places differ in one bit share all of a hash
+// but its last factor.
+constexpr uint32_t kShared = 8, kLast = 0x846CA68Bu, kOtherLast = kLast * 2891336453u;
 template <typename W>
-inline W mix(W x) {
+inline W first_round(W x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
-  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 15);
+}
+inline uint32_t mix(uint32_t x) {
+  x = first_round(x) * kLast;
   return x ^ (x >> 16);
 }
 
@@ -112,7 +117,7 @@ struct Range {
 struct Block {
   Index first, count, width;  // width: count as whole vectors
   alignas(64) Int from[kQueries], until[kQueries], ids[kQueries];
-  alignas(64) uint32_t hashes[kQueries];
+  alignas(64) uint32_t hashes[kQueries], last[kQueries];
   Range whole, parts[2];  // parts: if there are two
 
   Block(const Rules& rules, Index first, Index count) : Block(rules, first, count, 0, rules.S) {}
@@ -147,8 +152,11 @@ struct Block {
   }
 
   void hash(const Rules& rules) {
-    for (Index i = 0; i < width; ++i)
-      hashes[i] = mix(rules.seed ^ mix(static_cast<uint32_t>(first + i)));
+    for (Index i = 0; i < width; ++i) {
+      const uint32_t place = static_cast<uint32_t>(first + i);
+      hashes[i] = mix(rules.seed ^ mix(place & ~kShared));
+      last[i] = place & kShared ? kOtherLast : kLast;
+    }
   }
 
   Range range(const Rules& rules, Lanes lanes, Index j, Index end) const {
@@ -270,11 +278,13 @@ struct Block {
   Vector dropped(const Rules& rules, Vector weights, Index i, Index j) const {
     const uint32_t column = mix(static_cast<uint32_t>(j) + 0x85EBCA6Bu);
 #if JATTN_SINGLE
-    const Words bits = mix(load<Words>(hashes + i) + column);
+    const Words bits = first_round(load<Words>(hashes + i) + column) * load<Words>(last + i);
     return bits >= rules.threshold ? weights * rules.grown : Vector{};
 #else
-    for (int l = 0; l < kLanes; ++l)
-      weights[l] = mix(hashes[i + l] + column) >= rules.threshold ? weights[l] * rules.grown : 0;
+    for (int l = 0; l < kLanes; ++l) {
+      const uint32_t bits = first_round(hashes[i + l] + column) * last[i + l];
+      weights[l] = bits >= rules.threshold ? weights[l] * rules.grown : 0;
+    }
     return weights;
 #endif
   }
