@@ -439,3 +439,37 @@ def test_arrays_in_registers_lack_axes_of_size_one(transposed):
     chosen, *sums = function(row, column, tile, one)
     for x, y in zip(got, (chosen.T if transposed else chosen, *sums), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-12)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("q_first", "kv_first"), [(640, 128), (0, 2**23), (2**30, 5)])
+def test_distances_of_places_are_those_of_integers(transposed, q_first, kv_first):
+    """Exactly, where floats hold them, and rounded once more where they do not."""
+
+    def function(q: Any, kv: Any) -> Any:
+        q, kv = q[:, None], kv[None, :]
+        apart = (q - kv).astype(jnp.float32)
+        return apart, jnp.abs(apart), abs(kv - q).astype(jnp.float32), (kv - q).astype(jnp.float32)
+
+    q, kv = q_first + jnp.arange(16, dtype=jnp.int32), kv_first + jnp.arange(24, dtype=jnp.int32)
+    runs = mosaic_interpreter.Run(jnp.int32(q_first), q), mosaic_interpreter.Run(kv_first, kv)
+    program = jax.make_jaxpr(
+        lambda *at: mosaic_interpreter.run(
+            function,
+            *at,
+            transposed=transposed,
+            runs=tuple(x._replace(values=y) for x, y in zip(runs, at, strict=True)),
+        )
+    )(q, kv)
+    got = eval_jaxpr(program.jaxpr, program.consts, q, kv)
+    far = max(q_first, kv_first) > 2**24
+    for x, y in zip(got, function(q, kv), strict=True):
+        np.testing.assert_allclose(x.T if transposed else x, y, rtol=2**-23 if far else 0)
+    used = {id(x) for equation in program.eqns for x in equation.invars}
+    used |= set(map(id, program.jaxpr.outvars))
+    converted = [
+        x.outvars[0]
+        for x in program.eqns
+        if x.primitive.name == "convert_element_type" and id(x.outvars[0]) in used
+    ]
+    assert max(x.aval.ndim for x in converted) < 2  # no tile of integers is

@@ -360,12 +360,21 @@ class _Problem(NamedTuple):
         parts = self.rules.parts(leaves, place)
         return [memory.at[index] for memory, index in (parts[i] for i in self.beside)]
 
-    def tile(self, leaves: list[Any], place: kernel_refs.TileIndex) -> "_Tile":
-        """What a tile needs, read before the products that are waited for, but for what comes by in
-        shared memory."""
-        unit, later = self.unit, self.beside
+    def numbers(self, leaves: list[Any], b: Any, h: Any) -> dict[int, "_Value"]:
+        """Those of the spec's arrays that are a number for all tiles of a head."""
+        place = kernel_refs.TileIndex(b, h, 0, 0)
         parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
-        read = [None if i in later else unit.read(*part, letters) for i, (part, letters) in parts]
+        alike = ((i, x, y) for i, (x, y) in parts if not {"T", "S"} & set(y))
+        return {i: self.unit.read(*x, y) for i, x, y in alike}
+
+    def tile(
+        self, leaves: list[Any], place: kernel_refs.TileIndex, numbers: dict[int, "_Value"]
+    ) -> "_Tile":
+        """What a tile needs beside `numbers`, read before the products that are waited for, but for
+        what comes by in shared memory."""
+        unit, known = self.unit, dict.fromkeys(self.beside) | numbers
+        parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
+        read = [known[i] if i in known else unit.read(*x, letters) for i, (x, letters) in parts]
         return _Tile(unit, self.rules, read, place)
 
 
@@ -413,7 +422,10 @@ class _Tile(NamedTuple):
         leaves = [x for x in self.leaves if x is not None]
         given = [x.value for x in leaves], at, operands
         expected = [x.expected for x in leaves], *_types(given[1:], unit.transposed)
-        return mosaic_interpreter.run(here, *given, shapes=expected, transposed=unit.transposed)
+        runs = mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])
+        return mosaic_interpreter.run(
+            here, *given, shapes=expected, transposed=unit.transposed, runs=runs
+        )
 
 
 class _Order(NamedTuple):
@@ -667,10 +679,11 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
             row = i * rows + group * _ROWS
             own = pl.ds(row, _ROWS)
             q = memory.load(0, group, query.at[b, own, h])
+            numbers = problem.numbers(leaves, b, h)
 
             def step(j: Any, masked: bool, state: Any) -> Any:
                 turn, part = state
-                here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns))
+                here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns), numbers)
 
                 def by_key(k: Any, *beside: Any) -> Any:
                     pair, change = [(q, k)], memory.change_turns
@@ -899,9 +912,11 @@ class _Backward(NamedTuple):
         kept = [memory.load(x, group, self.kept[x].at[own]) for x in range(2)]
         mine = None if by_key else _Rows.read(unit, self.rows, *self.at[:2], block)
 
+        numbers = {} if self.problem.heads > 1 else self.problem.numbers(self.leaves, *self.at[:2])
+
         def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
             turn, *totals = state
-            here = self.problem.tile(self.leaves, self.place(h, start, x * _ROWS))
+            here = self.problem.tile(self.leaves, self.place(h, start, x * _ROWS), numbers)
 
             # Always 0, which the compiler does not know: addresses of what is kept are computed
             # where they are used, and take up no registers.

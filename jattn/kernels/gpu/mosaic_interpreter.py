@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -27,25 +28,85 @@ _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _LOOPS = ("scan", "while", "cond")
 
 
+class Run(NamedTuple):
+    """An argument of integers that follow one another from `first` on."""
+
+    first: Any
+    values: Array
+
+
 def run(
-    function: Callable[..., Any], *arguments: Any, shapes: Any = None, transposed: bool = False
+    function: Callable[..., Any],
+    *arguments: Any,
+    shapes: Any = None,
+    transposed: bool = False,
+    runs: tuple[Run, ...] = (),
 ) -> Any:
     """`function(*arguments)`, where `shapes` are those that it expects: arguments and results lack
-    their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed.
+    their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed. `runs` says of which
+    arguments more is known.
 
     Raises NotImplementedError for what registers cannot do.
     """
     values = jax.tree.leaves(arguments)
     expected = jax.tree.map(jax.typeof, arguments) if shapes is None else shapes
     program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
-    found = _Registers(transposed).evaluate(program.jaxpr, program.consts, values)
+    registers = _Registers(transposed, runs, [])
+    found = registers.evaluate(program.jaxpr, program.consts, values)
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
+class _Along(NamedTuple):
+    """Of a tile: the same along one axis, these values along the other."""
+
+    values: Array
+    axis: int
+
+
+# Of the columns of a tile a thread has those whose places differ in other bits than these.
+_OF_THREADS = 6
+
+
+class _Apart(NamedTuple):
+    """Of a tile: a difference, or its absolute value."""
+
+    left: _Along
+    right: _Along
+    absolute: bool = False
+
+    def as_float(self, runs: tuple[Run, ...], transposed: bool, converted: Array) -> Array:
+        """The difference as `converted` has it where columns follow one another. All is counted
+        from the first column, so that the floats are exact where converted integers are."""
+        rows, columns = sorted((self.left, self.right), key=lambda x: x.axis)
+        starts = [self.first(runs, x.values) for x in (rows, columns)]
+        if None in starts:
+            return converted
+
+        def spread(x: Array, axis: int) -> Array:
+            return lax.broadcast_in_dim(x.astype(jnp.float32), converted.shape, (axis,))
+
+        column = columns.values - starts[1]
+        of_thread = column & np.int32(_OF_THREADS)
+        near, own = spread(column - of_thread, 1), spread(of_thread, 1)
+        if transposed:  # registers are scarce there
+            far = spread(rows.values - starts[1], 0) - own
+        else:
+            far = (spread(rows.values - starts[0], 0) - own) + jnp.float32(starts[0] - starts[1])
+        apart = far - near if self.left is rows else near - far
+        return jnp.abs(apart) if self.absolute else apart
+
+    @staticmethod
+    def first(runs: tuple[Run, ...], values: Array) -> Any:
+        return next((run.first for run in runs if run.values is values), None)
+
+
 class _Registers(NamedTuple):
-    """How arrays lie that a traced function computes."""
+    """How arrays lie that a traced function computes, and which of them are known to be spread from
+    one axis, or to be the difference of two that are: `(array, what is known)`."""
 
     transposed: bool
+    runs: tuple[Run, ...]
+    noted: list[tuple[Any, Any]]
 
     def shape(self, expected: tuple[int, ...]) -> tuple[int, ...]:
         narrow = tuple(size for size in expected if size != 1)
@@ -104,7 +165,24 @@ class _Registers(NamedTuple):
             return 1 - lax.square(values[0])
         if equation.primitive.name == "div" and self.shape(shapes[0]) and not shapes[1]:
             return self.quotient(values, shapes, result)
-        return equation.primitive.bind(*values, **equation.params)
+        return self.noticed(equation, values, equation.primitive.bind(*values, **equation.params))
+
+    def noticed(self, equation: Any, values: list[Any], found: Any) -> Any:
+        """What was found, or the same in fewer operations: the distance of two places as a float
+        is one, made of what each thread knows of them; the distance converted is two."""
+        name, (apart, *_) = equation.primitive.name, [self.noted_of(x) for x in values]
+        if name == "sub" and jnp.ndim(found) == 2:
+            pair = [self.noted_of(x) for x in values]
+            if all(isinstance(x, _Along) for x in pair) and pair[0].axis != pair[1].axis:
+                self.noted.append((found, _Apart(*pair)))
+        elif name == "abs" and isinstance(apart, _Apart):
+            self.noted.append((found, apart._replace(absolute=True)))
+        elif isinstance(apart, _Apart) and found.dtype == jnp.float32:
+            return apart.as_float(self.runs, self.transposed, found)
+        return found
+
+    def noted_of(self, x: Any) -> Any:
+        return next((noted for array, noted in self.noted if array is x), None)
 
     def quotient(self, values: Any, shapes: Any, result: Any) -> Array:
         """A tile divided by one number: of floats multiplied with its reciprocal, which is one
@@ -119,4 +197,8 @@ class _Registers(NamedTuple):
         if self.shape(before) == self.shape(after):
             return x
         kept = [axis for axis, size in zip(axes, before, strict=True) if size != 1]
-        return lax.broadcast_in_dim(x, self.shape(after), self.axes(after, kept))
+        axes = self.axes(after, kept)
+        found = lax.broadcast_in_dim(x, self.shape(after), axes)
+        if len(axes) == 1 and jnp.ndim(found) == 2:
+            self.noted.append((found, _Along(x, axes[0])))
+        return found
