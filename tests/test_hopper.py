@@ -346,7 +346,7 @@ def example(score: Any, **rules: Any) -> Any:
     shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
     spec = prepare(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
     problem = hopper_kernel._Problem.of(spec, shapes, Tiling(128, 128), True)
-    return problem.scale, problem.approximate
+    return problem.scale, problem.approximate, problem.special
 
 
 def test_what_may_be_approximate():
@@ -356,12 +356,23 @@ def test_what_may_be_approximate():
     assert not example(scores.SoftCap(30.0), precision="highest")[1]
     assert example(scores.Alibi([0.5]), precision="highest")[1]
     assert not example(waves)[1]
+    assert [example(x)[2] for x in (None, scores.Alibi([0.5]), scores.SoftCap(30.0))] == [0, 0, 1]
 
 
 def test_scores_are_counted_in_products_where_functions_can():
     assert example(None)[0] == (1.0, 0.125)
     assert example(scores.Alibi([0.5]))[0] == (1.0, 0.125)
     assert example(scores.Score(lambda s, b, h, q, kv: s * s))[0] == (0.125, 1.0)
+
+
+def test_powers_of_two_by_products():
+    """As exact as float32, and 1 at 0: a sum is multiplied with it again for each tile."""
+    x = np.concatenate([-np.linspace(0, 126, 100_001), [-0.0]]).astype(np.float32)
+    got = np.asarray(quick_jit(hopper_kernel._exp2_by_products)(jnp.asarray(x)), np.float64)
+    np.testing.assert_allclose(got, np.exp2(x.astype(np.float64)), rtol=3e-7)
+    assert got[0] == got[-1] == 1
+    least = hopper_kernel._exp2_by_products(jnp.array([-127.0, -1e38, -jnp.inf], jnp.float32))
+    np.testing.assert_array_equal(least, np.full(3, 2.0**-126, np.float32))
 
 
 # --- the order of programs ----------------------------------------------------------------------

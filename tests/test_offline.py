@@ -544,14 +544,15 @@ def test_every_case_of_the_table_compiles(target, implementation, dtypes, name):
 
 # Instructions of the loop over tiles that need no mask, of the forward kernel, of that for queries
 # and of that for keys: at most 1.05 times those of JAX's own kernel (467, 246, 295 in jax 0.10.2),
-# 1.3 times with a rule, and fewer than the cycles of the matrix units (1,024, 768, 1,024) with
-# dropout and a soft cap.
+# 1.3 times with a rule (1.33 with distances of places); with dropout and a soft cap fewer than the
+# cycles of the matrix units (1,024, 768, 1,024).
 INSTRUCTIONS = {
     "full": (490, 258, 309),
     "causal": (490, 258, 309),
     "segments": (607, 319, 383),
     "dropout": (970, 550, 750),
-    "soft-cap": (670, 520, 570),
+    "alibi": (620, 330, 383),
+    "soft-cap": (690, 520, 570),
 }
 
 
@@ -567,7 +568,9 @@ def test_kernels_for_hopper_spill_nothing_and_stay_short(target, name):
     for kernel, limit in limits.items():
         assert found[kernel]["spill_bytes"] == 0, kernel
         assert found[kernel]["warnings"] == (), kernel
-        assert found[kernel]["main_loop"]["instructions"] <= limit, kernel
+        loop = found[kernel]["main_loop"]
+        assert loop["instructions"] <= limit, kernel
+        assert loop["special_cycles"] <= loop["matrix_cycles"], kernel
 
 
 def test_what_is_worse_than_it_was():

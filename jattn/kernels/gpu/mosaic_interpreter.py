@@ -19,9 +19,10 @@ from jaxtyping import Array
 
 # What is computed entry by entry, and what Mosaic GPU knows of that.
 _ELEMENTWISE = frozenset(
-    """abs add add_any and clamp convert_element_type copy cos div eq erf exp exp2 ge gt integer_pow
-    le log logistic lt max min mul ne neg not one_minus_square or rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin square sub tanh xor""".split()
+    """abs add add_any and bitcast_convert_type clamp convert_element_type copy cos div eq erf exp
+    exp2 ge gt integer_pow le log logistic lt max min mul ne neg not one_minus_square or rem round
+    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub tanh
+    xor""".split()
 )
 _REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
