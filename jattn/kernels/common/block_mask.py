@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import masks
+from jattn import masks, tuning
 from jattn._pytree import leading, select_head
 from jattn.kernels.common import tile_schedule
 from jattn.spec import Spec, Tiling
@@ -102,6 +102,13 @@ def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
         order = order[..., : max(1, ends.max())]
     occurring = tuple(np.unique(kinds).tolist()) if static else (masks.MIXED, masks.FULL)
     return BlockMask(order.astype(np.int32), ends.astype(np.int32), occurring)
+
+
+def parts(programs: int, tiles: int) -> int:
+    """Into how many parts so many tiles of keys are split on a GPU, where there are few queries, as
+    in decoding: each has a program of its own then, beside so many."""
+    sizes = tuning.current()
+    return max(1, min(sizes.gpu_programs // programs, tiles // sizes.gpu_tiles_each))
 
 
 def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:

@@ -439,34 +439,38 @@ class _Tile(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """The programs (b, h, i) of a launch in the order in which they start.
+    """The programs (part, b, h, i) of a launch in the order in which they start.
 
     Those that visit most tiles start first, so that all end at about the same time: the last ones
     of a causal mask would else go on alone. Of heads, those start together whose keys and values
     the second cache holds.
     """
 
-    heads: int  # of each batch row
+    sizes: tuple[int, int]  # batch rows, heads of each
     grid: tuple[int, int, int]  # sections, blocks of each head, heads of a section; these in a row
     longest_first: Any  # the blocks, [B or 1, heads or 1, blocks], or None where all are as long
 
     @classmethod
-    def of(cls, problem: _Problem, visits: block_mask.BlockMask, heads: int) -> "_Order":
+    def of(
+        cls, problem: _Problem, visits: block_mask.BlockMask, heads: int, parts: int = 1
+    ) -> "_Order":
+        """`parts` of what each block visits have programs of their own."""
         shapes, longest_first = problem.shapes, visits.longest_first(heads)
-        each, units = 2 * shapes.S * shapes.H * shapes.dtype.itemsize, shapes.B * heads
+        each, units = 2 * shapes.S * shapes.H * shapes.dtype.itemsize, parts * shapes.B * heads
         most = 1 if longest_first is None else tuning.current().gpu_cached_bytes // each
         together = max(x for x in range(1, units + 1) if units % x == 0 and x <= max(1, most))
         grid = units // together, problem.blocks[problem.by_key], together
-        return cls(heads, grid, longest_first)
+        return cls((shapes.B, heads), grid, longest_first)
 
-    def place(self, index: tuple[Any, Any, Any], longest_first: Any) -> tuple[Any, Any, Any]:
-        """(b, h, i) of the program at this place of the grid."""
+    def place(self, index: tuple[Any, Any, Any], longest_first: Any) -> tuple[Any, Any, Any, Any]:
+        """(part, b, h, i) of the program at this place of the grid."""
         section, rank, unit = index
-        unit = section * np.int32(self.grid[2]) + unit
-        b, h = lax.div(unit, np.int32(self.heads)), lax.rem(unit, np.int32(self.heads))
+        unit, (rows, heads) = section * np.int32(self.grid[2]) + unit, map(np.int32, self.sizes)
+        row, h = lax.div(unit, heads), lax.rem(unit, heads)
+        part, b = lax.div(row, rows), lax.rem(row, rows)
         if longest_first is None:
-            return b, h, rank
-        return b, h, longest_first[(*block_mask.clamped(longest_first, b, h), rank)]
+            return part, b, h, rank
+        return part, b, h, longest_first[(*block_mask.clamped(longest_first, b, h), rank)]
 
 
 def _launch(
@@ -478,7 +482,7 @@ def _launch(
     results: Any,
     scratch: Any,
 ) -> list[Array]:
-    """`kernel(place, operands, results, scratch)` in programs (b, h, i) of three warpgroups,
+    """`kernel(place, operands, results, scratch)` in programs (part, b, h, i) of three warpgroups,
     interpreted on a CPU."""
     given = jax.tree.map(jnp.asarray, (order.longest_first, operands))
     given, over = reverse_mode.varying_alike(given)
@@ -689,13 +693,16 @@ def _by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
 
 
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
-    """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 128 queries."""
+    """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 128 queries, or for
+    each of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
     visits = block_mask.of(problem.kinds(spec))
+    parts = block_mask.parts(shapes.B * shapes.N * problem.blocks[0], problem.blocks[1])
 
-    def kernel(at: Any, operands: Any, results: Any, scratch: Any) -> None:
+    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
         (query, key, value, leaves, visits_ref), memory = operands, _Memory(*scratch)
-        (b, h, i), kv = at, lax.div(at[1], np.int32(shapes.G))
+        (part, b, h, i), kv = place, lax.div(place[2], np.int32(shapes.G))
+        fold = functools.partial(visits.fold, visits_ref, (b, h, i), part=(part, parts))
 
         def copy() -> None:
             def step(j: Any, masked: bool, turn: Any) -> Any:
@@ -706,7 +713,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
                 memory.streams[1].fill(turn, value.at[b, run, kv])
                 return turn + 1
 
-            memory.drain(visits.fold(visits_ref, at, step, jnp.int32(0)))
+            memory.drain(fold(step, jnp.int32(0)))
 
         def compute(group: Any) -> None:
             row = i * rows + group * _ROWS
@@ -715,7 +722,7 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
             numbers = problem.numbers(leaves, b, h)
 
             def step(j: Any, masked: bool, state: Any) -> Any:
-                turn, part = state
+                turn, before = state
                 here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns), numbers)
 
                 def by_key(k: Any, *beside: Any) -> Any:
@@ -725,44 +732,59 @@ def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Arr
 
                 products, here = memory.streams[0].use(turn, by_key)
                 online = functools.partial(_online, masked, problem.scale, problem.special)
-                weights, part = here.run(online, products, part)
+                weights, found = here.run(online, products, before)
                 weights = weights.astype(shapes.dtype)
                 memory.change_turns()
-                weigh = lambda v: unit.products([(weights, v)], onto=[part.weighted])  # noqa: E731
+                weigh = lambda v: unit.products([(weights, v)], onto=[found.weighted])  # noqa: E731
                 (weighted,) = memory.streams[1].use(turn, weigh)
-                return turn + 1, part._replace(weighted=weighted)
+                return turn + 1, found._replace(weighted=weighted)
 
             laid = map(unit.lay, _nothing(shapes.V), ("t", "t", "ts"))
             state = jnp.int32(0), softmax.Partial(*laid)
             pl.when(group == 1)(memory.change_turns)
-            _, found = visits.fold(visits_ref, at, step, state)
+            _, found = fold(step, state)
             pl.when(group == 0)(memory.change_turns)
-            _leave(memory, group, found, (b, h, own), results)
+            _leave(memory, group, found, (part, b, h, own), results)
 
         _by_group(copy, compute)
 
     operands = query, key, value, problem.rules.arrays, visits.arrays
-    out = (shapes.B, shapes.T, shapes.N, shapes.V), shapes.dtype
-    along = (shapes.B, shapes.N, shapes.T), jnp.float32
+    order, name = _Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
+    results, scratch = _forward_results(shapes, parts), _forward_scratch(problem)
+    out, *along = _launch(name, problem, order, kernel, operands, results, scratch)
+    return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
+
+
+def _forward_results(shapes: Shapes, parts: int) -> list[Any]:
+    """Of each part of the keys; outputs that are yet to be joined are in float32."""
+    heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32
+    out = parts, shapes.B, shapes.T, shapes.N, shapes.V
+    return [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
+
+
+def _forward_scratch(problem: _Problem) -> _Memory:
+    shapes, columns = problem.shapes, problem.tiling.block_kv
     queries = _tiles_in_memory(_GROUPS, _ROWS, shapes.H, shapes.dtype)
     kept = queries, *[_mosaic().SMEM((_GROUPS, _ROWS), jnp.float32)] * 2
     tiles = _tiles_in_memory(_STAGES, columns, shapes.H, shapes.dtype)
-    scratch = _Memory.scratch(kept, (tiles, *problem.scratch_beside()), (tiles,))
-    name = "jattn_hopper_forward"
-    order = _Order.of(problem, visits, shapes.N)
-    found = _launch(name, problem, order, kernel, operands, (out, along, along), scratch)
-    return found[0], softmax.Normalizer(*(jnp.swapaxes(x, 1, 2) for x in found[1:]))
+    return _Memory.scratch(kept, (tiles, *problem.scratch_beside()), (tiles,))
 
 
 def _leave(memory: _Memory, group: Any, found: softmax.Partial, at: Any, results: Any) -> None:
-    """Output and normalizer of a warpgroup's queries, through the memory that it keeps."""
-    (b, h, own), (queries, *kept) = at, (place.at[group] for place in memory.own)
+    """Output and normalizer of a warpgroup's queries, through the memory that it keeps; the output
+    of a part of the keys as it is, in float32."""
+    (part, b, h, own), (queries, *kept) = at, (place.at[group] for place in memory.own)
     out, normalizer = mosaic_interpreter.run(softmax.finish, found)
-    queries[...] = out.astype(queries.dtype)
+    result = results[0].at[part, b, own, h]
+    apart = result.dtype != queries.dtype
+    if apart:
+        result[...] = out
+    else:
+        queries[...] = out.astype(queries.dtype)
     for place, x in zip(kept, normalizer, strict=True):
         place[...] = x
-    along = [(x, result.at[b, h, own]) for x, result in zip(kept, results[1:], strict=True)]
-    _store([(queries, results[0].at[b, own, h]), *along])
+    along = [(x, to.at[part, b, h, own]) for x, to in zip(kept, results[1:], strict=True)]
+    _store(along if apart else [(queries, result), *along])
 
 
 def _nothing(width: int) -> softmax.Partial:
@@ -1015,8 +1037,8 @@ def _gradients(
     if by_key:
         visits = visits.without_full(far)
 
-    def kernel(at: Any, operands: Any, results: Any, scratch: Any) -> None:
-        program = _Backward(problem, visits, at, *operands)
+    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+        program = _Backward(problem, visits, place[1:], *operands)
         memory = _Memory(*scratch)
         _by_group(
             functools.partial(program.copy, memory),

@@ -281,17 +281,11 @@ def _by_block(problem: _Problem, width: int, parts: int = 1, *, keys: bool = Fal
     return _Result(shape, (None, block, None, width), at)
 
 
-def _parts(problem: _Problem) -> int:
-    """Into how many parts the keys are split where there are few queries, as in decoding."""
-    programs = problem.shapes.B * problem.shapes.N * problem.blocks[0]
-    sizes = tuning.current()
-    return max(1, min(sizes.gpu_programs // programs, problem.blocks[1] // sizes.gpu_tiles_each))
-
-
 def _forward(problem: _Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for each block of queries, or for
     each of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
-    shapes, (n, _), parts = problem.shapes, problem.blocks, _parts(problem)
+    shapes, (n, m) = problem.shapes, problem.blocks
+    parts = block_mask.parts(shapes.B * shapes.N * n, m)
     visits = block_mask.of(problem.kinds(spec))
 
     def kernel(memory: _Operands, visits_ref: Any, out_ref: Any, *rows_refs: Any) -> None:
