@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu import hopper as hopper_kernel
-from jattn.kernels.gpu import mosaic_interpreter
+from jattn.kernels.gpu import mosaic_interpreter, registers, tile_weights, warpgroups
 from jattn.spec import Shapes, Spec, Tiling, prepare
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
@@ -351,7 +350,7 @@ def example(score: Any, **rules: Any) -> Any:
     """The scale, and whether approximate instructions will do, of a small call."""
     shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
     spec = prepare(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
-    problem = hopper_kernel._Problem.of(spec, shapes, Tiling(128, 128), True)
+    problem = registers.Problem.of(spec, shapes, Tiling(128, 128), True)
     return problem.scale, problem.approximate, problem.special
 
 
@@ -374,10 +373,10 @@ def test_scores_are_counted_in_products_where_functions_can():
 def test_powers_of_two_by_products():
     """As exact as float32, and 1 at 0: a sum is multiplied with it again for each tile."""
     x = np.concatenate([-np.linspace(0, 126, 100_001), [-0.0]]).astype(np.float32)
-    got = np.asarray(quick_jit(hopper_kernel._exp2_by_products)(jnp.asarray(x)), np.float64)
+    got = np.asarray(quick_jit(tile_weights.exp2_by_products)(jnp.asarray(x)), np.float64)
     np.testing.assert_allclose(got, np.exp2(x.astype(np.float64)), rtol=3e-7)
     assert got[0] == got[-1] == 1
-    least = hopper_kernel._exp2_by_products(jnp.array([-127.0, -1e38, -jnp.inf], jnp.float32))
+    least = tile_weights.exp2_by_products(jnp.array([-127.0, -1e38, -jnp.inf], jnp.float32))
     np.testing.assert_array_equal(least, np.full(3, 2.0**-126, np.float32))
 
 
@@ -388,10 +387,10 @@ def programs(mask: Any, shapes: Shapes, by_key: bool) -> tuple[list[tuple[int, .
     """The programs (b, h, i) of a launch as they start, and how many tiles each visits."""
     spec = prepare(Spec(mask, None, 0.125, None, None), shapes)
     tiling = Tiling(64, 128) if by_key else Tiling(128, 128)
-    problem = hopper_kernel._Problem.of(spec, shapes, tiling, True, by_key)
+    problem = registers.Problem.of(spec, shapes, tiling, True, by_key)
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     heads = shapes.K if by_key else shapes.N
-    order = hopper_kernel._Order.of(problem, visits, heads)
+    order = warpgroups.Order.of(problem, visits, heads)
     started = np.indices(order.grid, np.int32).reshape(3, -1)
     longest = None if order.longest_first is None else jnp.asarray(order.longest_first)
     place = jax.vmap(lambda *index: order.place(index, longest))

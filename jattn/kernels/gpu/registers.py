@@ -1,0 +1,360 @@
+"""A tile as a warpgroup of a GPU holds it: 64 rows of products, spread over the registers of 128
+threads, with the part of a spec that belongs to them.
+
+The layout is that of the matrix units: a thread has rows r and r + 8 of a tile, and of each eight
+columns two. Functions of masks and scores run on such arrays through `mosaic_interpreter`.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jattn import tile
+from jattn._pytree import is_static, number
+from jattn.kernels.common import block_mask, slicing
+from jattn.kernels.gpu import kernel_refs, mosaic_interpreter
+from jattn.masks import Span
+from jattn.spec import Shapes, Spec, Tiling
+
+
+WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
+ROWS = 64  # queries of a warpgroup: what one instruction multiplies
+
+
+class SpecRefs(kernel_refs.SpecRefs):
+    """A spec as a warpgroup reads it. Booleans are bytes, as they are in memory."""
+
+    def __init__(self, spec: Spec, tiling: Tiling):
+        super().__init__(spec, tiling)
+        self.boolean = [x.dtype == bool for x in self.arrays]
+        self.arrays = [x.astype(jnp.int8) if x.dtype == bool else x for x in self.arrays]
+
+    def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
+        """The tile of these parts of the arrays, at these places."""
+        pairs = zip(leaves, self.boolean, strict=True)
+        found = self.assembled(
+            [x != 0 if boolean else x for x, boolean in pairs], b, h, rows, columns
+        )
+        if found.spec.q_positions is None and found.spec.kv_positions is None:
+            return found._replace(rows=Span(rows, rows), columns=Span(columns, columns))
+        return found
+
+    def example(self) -> tuple[Callable[..., Any], Any]:
+        """A function from a tile's products to scores and their derivative, and operands of it, to
+        be traced."""
+        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in self.sizes.values())
+        zero = jnp.zeros((), jnp.int32)
+        place = kernel_refs.TileIndex(zero, zero, zero, zero)
+        parts = [_part(x, index) for x, index in self.parts(self.arrays, place)]
+        products = jnp.zeros(tuple(self.sizes.values()), jnp.float32)
+
+        def modify(*operands: Any) -> Any:
+            *at, products = operands
+            score, pull = jax.vjp(lambda x: self.at(*at).modify(x, True), products)
+            return score, pull(score)
+
+        return modify, (parts, zero, zero, rows, columns, products)
+
+    def along(self, letter: str) -> list[int]:
+        """Which arrays run along a letter only, of each batch row and head: a tile's part of them
+        can be copied as it is. Their numbers have 4 bytes, so that parts start at multiples of
+        128."""
+        return [
+            i
+            for i, (x, letters) in enumerate(zip(self.arrays, self.letters, strict=True))
+            if letters[-1:] == [letter]
+            and set(letters) <= {"*B", "N", letter}
+            and x.shape[-1] > 1
+            and x.dtype.itemsize == 4
+        ]
+
+
+def _part(memory: Array, index: tuple[Any, ...]) -> Array:
+    if any(x is None for x in index):
+        raise NotImplementedError("to look up entries of an array")
+    return jnp.zeros([x.size for x in index if isinstance(x, pl.Slice)], memory.dtype)
+
+
+def types(operands: Any, transposed: bool = False) -> Any:
+    step = -1 if transposed else 1
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[::step], x.dtype), operands)
+
+
+class _Value(NamedTuple):
+    """An array in registers, without axes of size 1, and its type with them."""
+
+    value: Any
+    expected: Any
+
+
+class Unit(NamedTuple):
+    """What a warpgroup computes with, and how arrays lie in its registers: `axes` names the axes
+    of a tile "ts" along which they run; rows of a transposed tile are keys.
+
+    JAX's interpreter knows neither layouts nor all operands of products: there XLA multiplies.
+    """
+
+    interpreted: bool
+    transposed: bool = False
+
+    def lay(self, x: Any, axes: str) -> Any:
+        if self.interpreted or not axes:
+            return x
+        tile_layout, along_rows = mosaic().Layout.WGMMA, "s" if self.transposed else "t"
+        one = tile_layout.reduce(1 if axes == along_rows else 0)
+        return mosaic().layout_cast(x, tile_layout if axes == "ts" else one)
+
+    def spread(self, row: Array, axis: str) -> Array:
+        """A square tile, the same along the other axis."""
+        square, kept = (row.shape[0],) * 2, axis == ("s" if self.transposed else "t")
+        return self.lay(lax.broadcast_in_dim(row, square, (0 if kept else 1,)), "ts")
+
+    def places(self, start: Any, size: int, axis: str) -> Array:
+        places = self.lay(lax.iota(jnp.int32, size), axis)
+        second = places & np.int32(tile.SHARED)
+        # In this order, so that the compiler finds what two rows of a thread share.
+        return (start + (places - second)) + second
+
+    def read(self, memory: Any, index: tuple[Any, ...], letters: list[str]) -> _Value:
+        """A part of an array in global memory."""
+        runs = [isinstance(x, pl.Slice) for x in index]
+        sizes = [x.size for x, run in zip(index, runs, strict=True) if run]
+        wide = [run and x.size > 1 for x, run in zip(index, runs, strict=True)]
+        axes = "".join(x.lower() for x, run in zip(letters, wide, strict=False) if run)
+        index = tuple(0 if x > y else z for x, y, z in zip(runs, wide, index, strict=True))
+        expected = jax.ShapeDtypeStruct(tuple(sizes), memory.dtype)
+        if self.interpreted or not axes:
+            return _Value(memory[index], expected)
+        part, load = memory.at[index], mosaic().load
+        older = [()] if "idx" in inspect.signature(load).parameters else []
+        return _Value(self.lay(load(part, *older, optimized=False), axes), expected)
+
+    def products(
+        self,
+        pairs: Any,
+        transposed: bool = False,
+        onto: Any = None,
+        started: Callable[[], None] = lambda: None,
+    ) -> list[Array]:
+        """a · b or a · bᵀ for each pair, added to what `onto` holds for it, in flight together; a
+        in shared memory or registers, b in shared memory. `started()` runs before the wait for
+        products that are added to nothing."""
+        if self.interpreted:
+            started()
+            pairs = [(a[...], b[...].T if transposed else b[...]) for a, b in pairs]
+            found = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
+            return found if onto is None else [x + y for x, y in zip(onto, found, strict=True)]
+        pairs = [(a, b.transpose((1, 0)) if transposed else b) for a, b in pairs]
+
+        def multiply(totals: Any) -> None:
+            for total, pair in zip(totals, pairs, strict=True):
+                mosaic().wgmma(total, *pair)
+
+        if onto is not None:
+            return pl.run_state(multiply)([mosaic().ACC.init(x) for x in onto])
+
+        def fresh(*totals: Any) -> list[Array]:
+            multiply(totals)
+            started()
+            return [total[...] for total in totals]
+
+        shapes = [(a.shape[0], b.shape[1]) for a, b in pairs]
+        return pl.run_scoped(fresh, *[mosaic().ACC(shape, jnp.float32) for shape in shapes])
+
+
+@functools.cache
+def mosaic() -> Any:
+    # Not with the library: this takes longer to import than all of it.
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def interpreter() -> Any:
+    """Parameters of the interpreter, which older versions do not export."""
+    name = "jax._src.pallas.mosaic_gpu.interpret.params"
+    home = mosaic() if hasattr(mosaic(), "InterpretGPUParams") else importlib.import_module(name)
+    return home.InterpretGPUParams()
+
+
+class Scale(NamedTuple):
+    """A scale that is known and positive, out of the way of the loops over tiles: score functions
+    take products times `before`, the softmax takes scores times `after`, in the same operation in
+    which it subtracts the maximum. One of the two is 1: `before`, where score functions can count
+    in units of products."""
+
+    before: float = 1.0
+    after: float = 1.0
+
+    @classmethod
+    def of(cls, spec: Spec) -> tuple["Scale", Spec]:
+        """The scale, and the spec without it."""
+        scale = number(spec.scale)
+        if not is_static(spec.scale) or not 0 < scale < math.inf:
+            return cls(), spec
+        spec = dataclasses.replace(spec, scale=1.0)
+        if spec.score is None:
+            return cls(after=scale), spec
+        score = spec.score.per(scale)
+        if score is None:
+            return cls(before=scale), spec
+        return cls(after=scale), dataclasses.replace(spec, score=score)
+
+    @property
+    def gradient(self) -> float:
+        """What sums of the scores' cotangents still lack."""
+        return self.before * self.after
+
+
+class Problem(NamedTuple):
+    """The sizes of a call in whole tiles, the tiles of a program and the spec as its warpgroups
+    read it: each has 64 of the program's queries, or of its keys if `by_key`."""
+
+    shapes: Shapes
+    tiling: Tiling
+    rules: SpecRefs
+    unit: Unit
+    scale: Scale
+    approximate: bool
+    special: bool
+    drops: bool
+    unmodified: bool
+
+    @classmethod
+    def of(
+        cls, spec: Spec, shapes: Shapes, tiling: Tiling, interpreted: bool, by_key: bool = False
+    ) -> "Problem":
+        own = Tiling(tiling.block_q, ROWS) if by_key else Tiling(ROWS, tiling.block_kv)
+        unit = Unit(interpreted, transposed=by_key)
+        # Rows that come by have their hashes with them, others make theirs once.
+        scale, spec = Scale.of(tile.hashed(spec, shapes, rows=by_key))
+        rules, drops = SpecRefs(spec, own), spec.dropout_rate > 0
+        operations, unmodified = _operations(spec, rules), is_unmodified(spec)
+        how = _approximate(spec, operations), bool(operations & _SPECIAL), drops, unmodified
+        return cls(shapes, tiling, rules, unit, scale, *how)
+
+    @property
+    def by_key(self) -> bool:
+        return self.unit.transposed
+
+    @property
+    def drops_alone(self) -> bool:
+        """Whether dropout is all that happens to weights of products."""
+        return self.drops and self.unmodified
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """How many of queries and of keys."""
+        return self.shapes.T // self.tiling.block_q, self.shapes.S // self.tiling.block_kv
+
+    @property
+    def heads(self) -> int:
+        """Query heads that share what a program keeps."""
+        return self.shapes.G if self.by_key else 1
+
+    def kinds(self, spec: Spec) -> Any:
+        """The tile maps `[B or 1, N or 1, n, m]`."""
+        return block_mask.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
+
+    @property
+    def beside(self) -> list[int]:
+        """Which of the spec's arrays come by in shared memory, beside a tile of keys (queries)."""
+        return self.rules.along("T" if self.by_key else "S")
+
+    def scratch_beside(self, places: int) -> list[Any]:
+        """Shared memory for these, for so many tiles."""
+        size = self.rules.sizes["T" if self.by_key else "S"]
+        arrays = [self.rules.arrays[i] for i in self.beside]
+        return [mosaic().SMEM((places, size), x.dtype) for x in arrays]
+
+    def parts_beside(self, leaves: list[Any], place: kernel_refs.TileIndex) -> list[Any]:
+        """A tile's parts of these in global memory."""
+        parts = self.rules.parts(leaves, place)
+        return [memory.at[index] for memory, index in (parts[i] for i in self.beside)]
+
+    def numbers(self, leaves: list[Any], b: Any, h: Any) -> dict[int, "_Value"]:
+        """Those of the spec's arrays that are a number for all tiles of a head."""
+        place = kernel_refs.TileIndex(b, h, 0, 0)
+        parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
+        alike = ((i, x, y) for i, (x, y) in parts if not {"T", "S"} & set(y))
+        return {i: self.unit.read(*x, y) for i, x, y in alike}
+
+    def tile(
+        self, leaves: list[Any], place: kernel_refs.TileIndex, numbers: dict[int, "_Value"]
+    ) -> "Tile":
+        """What a tile needs beside `numbers`, read before the products that are waited for, but for
+        what comes by in shared memory."""
+        unit, known = self.unit, dict.fromkeys(self.beside) | numbers
+        parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
+        read = [known[i] if i in known else unit.read(*x, letters) for i, (x, letters) in parts]
+        return Tile(unit, self.rules, read, place)
+
+
+# What is only approximated by the instructions for it, too roughly for functions of positions; the
+# error of tanh is 5e-4, about what rounding to 16 bits is.
+_ROUGH = frozenset("sin cos tan log log1p".split())
+# What the unit that computes 2^x computes too.
+_SPECIAL = _ROUGH | frozenset("erf exp exp2 logistic rsqrt sqrt tanh".split())
+
+
+def _operations(spec: Spec, rules: SpecRefs) -> frozenset[str]:
+    """What score functions and their derivatives are made of."""
+    if spec.score is None:
+        return frozenset()
+    function, operands = rules.example()
+    return frozenset(kernel_refs.primitives(jax.make_jaxpr(function)(*operands).jaxpr))
+
+
+def _approximate(spec: Spec, operations: frozenset[str]) -> bool:
+    """Whether approximate instructions will do; that for exp2 always would."""
+    exact = spec.precision in ("highest", "float32", lax.Precision.HIGHEST)
+    return not operations & (_ROUGH | {"tanh", "logistic"} if exact else _ROUGH)
+
+
+def is_unmodified(spec: Spec) -> bool:
+    """Whether scores are products of queries and keys, but for the mask."""
+    return spec.score is None and is_static(spec.scale) and spec.scale == 1
+
+
+class Tile(NamedTuple):
+    """A spec in registers."""
+
+    unit: Unit
+    rules: SpecRefs
+    leaves: list[_Value | None]
+    place: kernel_refs.TileIndex
+
+    def completed(self, beside: Any) -> "Tile":
+        """With what came by in shared memory."""
+        letter = "T" if self.unit.transposed else "S"
+        run, left = (pl.ds(0, self.rules.sizes[letter]),), iter(beside)
+        leaves = [
+            self.unit.read(next(left), run, [letter]) if x is None else x for x in self.leaves
+        ]
+        return self._replace(leaves=leaves)
+
+    def run(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """`function(tile, *operands)`."""
+        unit, (b, h, row, column) = self.unit, self.place
+        rows, columns = self.rules.sizes.values()
+        at = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
+
+        def here(leaves: Any, at: Any, operands: Any) -> Any:
+            return function(self.rules.at(leaves, *at), *operands)
+
+        leaves = [x for x in self.leaves if x is not None]
+        given = [x.value for x in leaves], at, operands
+        expected = [x.expected for x in leaves], *types(given[1:], unit.transposed)
+        runs = mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])
+        return mosaic_interpreter.run(
+            here, *given, shapes=expected, transposed=unit.transposed, runs=runs
+        )

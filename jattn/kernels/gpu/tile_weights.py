@@ -1,0 +1,186 @@
+"""Weights of a tile in registers, and the cotangents of its products: the online softmax with all
+exponents to the base 2, as units of GPUs compute 2^x.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jattn import softmax
+from jattn.kernels.common import slicing
+from jattn.kernels.gpu.registers import ROWS, Scale, Unit, is_unmodified
+from jattn.spec import has_mask
+
+
+_LOG2E = math.log2(math.e)
+_NEAR = 256.0  # numbers below have 15 digits behind the binary point, and more
+_LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # times log₂ e it is finite
+
+
+def online(
+    masked: bool,
+    factors: Scale,
+    special: bool,
+    here: slicing.Tile,
+    products: Array,
+    part: softmax.Partial,
+) -> tuple[Array, softmax.Partial]:
+    """The weights of more keys, and what there is so far, both relative to a new maximum. The unit
+    for 2^x computes weights alone where it has `special` functions of scores to compute."""
+    exp2 = exp2_by_products if special else jnp.exp2
+    score = here.modify(times(products, factors.before), masked)
+    maximum = jnp.maximum(part.maximum, times(jnp.max(score, axis=-1), factors.after))
+    shift = maximum * _LOG2E
+    weights = jnp.exp2(_exponent(score, factors, shift))
+    scale = exp2(part.maximum * _LOG2E - shift)
+    total = part.total * scale + jnp.sum(weights, axis=-1)
+    return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
+
+
+# Of 2^r for |r| of at most a half, from r^5 down: relative error 9e-8, and none at 0, where a
+# maximum stays what it was.
+_POWERS = 1.32647272e-3, 9.67151268e-3, 5.55073374e-2, 2.40222421e-1, 6.93146978e-1, 1.0
+
+
+def exp2_by_products(x: Array) -> Array:
+    """2^x for x of at most 0, and 2^-126 below -126."""
+    x = jnp.maximum(x, -126.0)
+    magic = np.float32(1.5 * 2**23)  # adding it rounds, and leaves an integer in the lowest bits
+    bits = lax.bitcast_convert_type(x + magic, jnp.int32)
+    rest = x - (bits - magic.view(np.int32)).astype(jnp.float32)
+    power = functools.reduce(lambda found, one: found * rest + one, _POWERS, jnp.zeros_like(x))
+    power = lax.bitcast_convert_type(power, jnp.int32) + lax.shift_left(bits, np.int32(23))
+    return lax.bitcast_convert_type(power, jnp.float32)
+
+
+def _exponent(score: Array, factors: Scale, shift: Array) -> Array:
+    """To the base 2, relative to a shift, in one operation for each score.
+
+    What that rounds differs from what `shift` was rounded to, by a factor for each row; so the
+    backward pass computes the same from the same maximum.
+    """
+    return score * (factors.after * _LOG2E) - shift[:, None]
+
+
+def times(x: Array, factor: float) -> Array:
+    return x if factor == 1 else x * factor
+
+
+def nothing(width: int) -> softmax.Partial:
+    """What no keys contribute."""
+    total, weighted = (jnp.zeros(shape, jnp.float32) for shape in ((ROWS,), (ROWS, width)))
+    return softmax.Partial(jnp.full((ROWS,), _LOWEST, jnp.float32), total, weighted)
+
+
+class Rows(NamedTuple):
+    """What the backward pass knows of a row of queries: the softmax's shift and the log of its
+    total, both to the base 2, and the sum of output times its cotangent."""
+
+    shift: Any
+    log_total: Any
+    delta: Any
+
+    @classmethod
+    def stacked(cls, per_query: Any) -> tuple[Array, Array]:
+        """`[B, N, blocks of 64, 3 · 64]`, of maximum, log_total and delta `[B, T, N]`; and the
+        heads `[B, N]` in which shift and log of the total cannot be one number, which would have
+        too few digits. In others it is the shift, and the log is 0."""
+        maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
+        shift, log_total = maximum * _LOG2E, log_total * _LOG2E
+        near = jnp.abs(shift + log_total) < _NEAR
+        far = jnp.any(~near, axis=2)
+        apart = far[..., None]
+        shift, log_total = (
+            jnp.where(apart, shift, shift + log_total),
+            jnp.where(apart, log_total, 0),
+        )
+        rows = jnp.stack(cls(shift, log_total, delta), axis=2)
+        blocks = rows.reshape(*rows.shape[:3], -1, ROWS).swapaxes(2, 3)
+        return blocks.reshape(*blocks.shape[:3], 3 * ROWS), far
+
+    @classmethod
+    def read(cls, unit: Unit, memory: Any, *block: Any) -> "Rows":
+        """Of a block of queries, from shared or global memory."""
+        letters = [""] * len(block) + ["t"]
+        runs = [pl.ds(i * ROWS, ROWS) for i in range(3)]
+        return cls(*(unit.read(memory, (*block, run), letters).value for run in runs))
+
+
+def d_products(
+    masked: bool,
+    factors: Scale,
+    here: slicing.Tile,
+    products: Array,
+    d_weights: Array,
+    rows: Rows,
+) -> tuple[Array, Array]:
+    """The cotangent of q kᵀ from that of the weights, d_out vᵀ, less `factors.gradient`; and the
+    weights after dropout.
+
+    With weights p, the scores' cotangent is p (d_weights − delta). Without dropout `d_weights` come
+    without delta, from which their sum started.
+    """
+    spec = here.spec
+    if spec.dropout_rate:
+        d_weights = here.drop(d_weights) - rows.delta[:, None]
+    products = times(products, factors.before)
+    if is_unmodified(spec):
+        weights = _unmodified_weights(masked, factors, here, products, rows)
+        return _d_unmodified(masked, here, weights, d_weights), here.drop(weights)
+    score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
+    weights = _weights(masked, factors, score, rows)
+    if masked:  # also in a row that is NaN
+        weights = jnp.where(score == -jnp.inf, 0, weights)
+    return pull(weights * d_weights)[0], here.drop(weights)
+
+
+def _unmodified_weights(
+    masked: bool, factors: Scale, here: slicing.Tile, products: Array, rows: Rows
+) -> Array:
+    """Those of products, 0 where masked also in a row that is NaN."""
+    spec, weights = here.spec, _weights(masked, factors, products, rows)
+    if not masked or not has_mask(spec):
+        return weights
+    return jnp.where(spec.mask.evaluate(here.b, here.h, here.rows, here.columns), weights, 0)
+
+
+def _d_unmodified(masked: bool, here: slicing.Tile, weights: Array, d_weights: Array) -> Array:
+    found = weights * d_weights
+    return jnp.where(weights == 0, 0, found) if masked and has_mask(here.spec) else found
+
+
+def signed(masked: bool, factors: Scale, here: slicing.Tile, products: Array, rows: Rows) -> Array:
+    """Weights, and in their sign whether dropout drops them: one number each in registers."""
+    weights = _unmodified_weights(masked, factors, here, products, rows)
+    return jnp.where(here.keeps(), weights, -weights)
+
+
+def d_signed(
+    masked: bool,
+    factors: Scale,
+    here: slicing.Tile,
+    signed: Array,
+    d_weights: Array,
+    rows: Rows,
+) -> tuple[Array, Array]:
+    """`d_products` from what `signed` gives."""
+    dropped, weights = signed < 0, jnp.abs(signed)
+    kept = jnp.where(dropped, 0, 1 / (1 - here.spec.dropout_rate)).astype(jnp.float32)
+    d_weights = d_weights * kept - rows.delta[:, None]
+    return _d_unmodified(masked, here, weights, d_weights), weights * kept
+
+
+def _weights(masked: bool, factors: Scale, score: Array, rows: Rows) -> Array:
+    """Those of a tile. Where no mask is needed, a log of the total is part of the shift, or left to
+    the end."""
+    exponent = _exponent(score, factors, rows.shift)
+    if masked and rows.log_total is not None:
+        exponent = exponent - rows.log_total[:, None]
+    return jnp.exp2(exponent)

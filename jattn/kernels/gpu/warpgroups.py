@@ -1,0 +1,211 @@
+"""Programs of three warpgroups: one copies tiles to shared memory, a few ahead of their use, two
+compute. How they are launched, and how they wait for one another.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jattn import tuning
+from jattn.kernels.common import block_mask, reverse_mode
+from jattn.kernels.gpu.registers import WIDTH, Problem, interpreter, mosaic
+
+
+GROUPS = 2  # warpgroups that compute
+STAGES = 2  # places for tiles that come by in shared memory, a power of two
+
+
+class Order(NamedTuple):
+    """The programs (part, b, h, i) of a launch in the order in which they start.
+
+    Those that visit most tiles start first, so that all end at about the same time: the last ones
+    of a causal mask would else go on alone. Of heads, those start together whose keys and values
+    the second cache holds.
+    """
+
+    sizes: tuple[int, int]  # batch rows, heads of each
+    grid: tuple[int, int, int]  # sections, blocks of each head, heads of a section; these in a row
+    longest_first: Any  # the blocks, [B or 1, heads or 1, blocks], or None where all are as long
+
+    @classmethod
+    def of(
+        cls, problem: Problem, visits: block_mask.BlockMask, heads: int, parts: int = 1
+    ) -> "Order":
+        """`parts` of what each block visits have programs of their own."""
+        shapes, longest_first = problem.shapes, visits.longest_first(heads)
+        each, units = 2 * shapes.S * shapes.H * shapes.dtype.itemsize, parts * shapes.B * heads
+        most = 1 if longest_first is None else tuning.current().gpu_cached_bytes // each
+        together = max(x for x in range(1, units + 1) if units % x == 0 and x <= max(1, most))
+        grid = units // together, problem.blocks[problem.by_key], together
+        return cls((shapes.B, heads), grid, longest_first)
+
+    def place(self, index: tuple[Any, Any, Any], longest_first: Any) -> tuple[Any, Any, Any, Any]:
+        """(part, b, h, i) of the program at this place of the grid."""
+        section, rank, unit = index
+        unit, (rows, heads) = section * np.int32(self.grid[2]) + unit, map(np.int32, self.sizes)
+        row, h = lax.div(unit, heads), lax.rem(unit, heads)
+        part, b = lax.div(row, rows), lax.rem(row, rows)
+        if longest_first is None:
+            return part, b, h, rank
+        return part, b, h, longest_first[(*block_mask.clamped(longest_first, b, h), rank)]
+
+
+def launch(
+    name: str,
+    problem: Problem,
+    order: Order,
+    kernel: Any,
+    operands: Any,
+    results: Any,
+    scratch: Any,
+) -> list[Array]:
+    """`kernel(place, operands, results, scratch)` in programs (part, b, h, i) of three warpgroups,
+    interpreted on a CPU."""
+    given = jax.tree.map(jnp.asarray, (order.longest_first, operands))
+    given, over = reverse_mode.varying_alike(given)
+    flat, structure = jax.tree.flatten(given)
+    names = "section", "rank", "unit"
+
+    def body(*refs: Any) -> None:
+        n, m = len(flat), len(flat) + len(results)
+        longest_first, operands = jax.tree.unflatten(structure, refs[:n])
+        place = order.place(tuple(map(lax.axis_index, names)), longest_first)
+        kernel(place, operands, refs[n:m], refs[m:])
+
+    call = mosaic().kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(*x) for x in results],
+        scratch_types=scratch,
+        grid=order.grid,
+        grid_names=names,
+        num_threads=GROUPS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        interpret=interpreter() if problem.unit.interpreted else False,
+        compiler_params=mosaic().CompilerParams(
+            approx_math=problem.approximate,
+            lowering_semantics=mosaic().LoweringSemantics.Lane,
+        ),
+    )
+    return [reverse_mode.vary(over.varying, x) for x in call(*flat)]
+
+
+def tiles_in_memory(count: int, rows: int, width: int, dtype: Any) -> Any:
+    """Tiles in shared memory as matrix units read them, without conflicts between its banks."""
+    gpu = mosaic()
+    swizzled = gpu.TilingTransform((8, WIDTH)), gpu.SwizzleTransform(128)
+    return gpu.SMEM((count, rows, width), dtype, transforms=swizzled)
+
+
+class _Ring(NamedTuple):
+    """Places in shared memory that one warpgroup fills and the others use up, in turn; each holds a
+    tile, or a few arrays that come and go together."""
+
+    arrays: tuple[Any, ...]
+    filled: Any
+    free: Any
+
+    @classmethod
+    def scratch(cls, *arrays: Any) -> "_Ring":
+        """Of arrays in shared memory `[places, ...]`."""
+        return cls(
+            arrays,
+            mosaic().Barrier(num_barriers=STAGES, num_arrivals=len(arrays)),
+            mosaic().Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
+        )
+
+    def fill(self, turn: Any, *sources: Any) -> None:
+        """Copies to the place of this turn, once that is free."""
+        place = _place(turn)
+
+        @pl.when(turn >= STAGES)
+        def _() -> None:
+            mosaic().barrier_wait(self.free.at[place])
+
+        for source, array in zip(sources, self.arrays, strict=True):
+            mosaic().copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
+
+    def drain(self, turns: Any) -> None:
+        """Waits until all that was filled in so many turns is used up."""
+        for place in range(STAGES):
+
+            @pl.when(turns > place)
+            def _(place: int = place) -> None:
+                mosaic().barrier_wait(self.free.at[place])
+
+    def use(self, turn: Any, function: Callable[..., Any]) -> Any:
+        """`function(*arrays)` of this turn, once they are there; their place is free afterwards."""
+        place = _place(turn)
+        mosaic().barrier_wait(self.filled.at[place])
+        found = function(*[x.at[place] for x in self.arrays])
+        mosaic().barrier_arrive(self.free.at[place])
+        return found
+
+
+def _place(turn: Any) -> Any:
+    return lax.bitwise_and(turn, np.int32(STAGES - 1))
+
+
+class Memory(NamedTuple):
+    """Shared memory: what each computing warpgroup keeps, where its results leave too, and what
+    comes by in turn."""
+
+    own: Any
+    filled: Any
+    streams: tuple[_Ring, ...]
+    turns: Any
+
+    @classmethod
+    def scratch(cls, own: Any, *streams: Any) -> "Memory":
+        """Of the arrays of each stream."""
+        filled = mosaic().Barrier(num_barriers=2 * GROUPS)
+        turns = mosaic().Barrier(num_arrivals=GROUPS)
+        return cls(own, filled, tuple(_Ring.scratch(*arrays) for arrays in streams), turns)
+
+    def change_turns(self) -> None:
+        """Waits until the other computing warpgroup comes here too: one is at its products then,
+        the other at its softmax, and after the next call the other way round."""
+        mosaic().barrier_arrive(self.turns)
+        mosaic().barrier_wait(self.turns)
+
+    def load(self, which: int, group: Any, source: Any) -> Any:
+        """One of the arrays that a warpgroup keeps."""
+        gpu, own, filled = mosaic(), self.own[which].at[group], 2 * group + which
+        gpu.copy_gmem_to_smem(source, own, self.filled.at[filled])
+        gpu.barrier_wait(self.filled.at[filled])
+        return own
+
+    def drain(self, turns: Any) -> None:
+        """Waits until all that came by in so many turns is used up."""
+        for stream in self.streams:
+            stream.drain(turns)
+
+
+def store(pairs: Any) -> None:
+    """Results from shared memory to global memory."""
+    mosaic().commit_smem()
+    for source, result in pairs:
+        mosaic().copy_smem_to_gmem(source, result)
+    mosaic().wait_smem_to_gmem(0)
+
+
+def by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
+    """What the warpgroups of a program do: `compute(group)` most, `copy()` one, with registers to
+    match."""
+    group = lax.axis_index("warpgroup")
+
+    @pl.when(group == GROUPS)
+    def _() -> None:
+        mosaic().set_max_registers(24, action="decrease")
+        copy()
+
+    @pl.when(group < GROUPS)
+    def _() -> None:
+        mosaic().set_max_registers(240, action="increase")
+        compute(group)
