@@ -1,4 +1,5 @@
-"""The kernels for Hopper GPUs: interpreted on a CPU, and translated for a GPU.
+"""The kernels in Mosaic, for Hopper GPUs and for all since Ampere: interpreted on a CPU, and
+translated for a Hopper.
 
 What is interpreted is how tiles come and go: copies, barriers, places in shared memory, index
 arrays, and what is computed from them; a barrier that is passed too often or left over raises. The
@@ -49,6 +50,9 @@ def _compiled_once(monkeypatch):
 
     home = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")
     monkeypatch.setattr(home, "_run_jaxpr", run)
+
+
+each_kernel = pytest.mark.parametrize("implementation", ["hopper", "ampere"])
 
 
 class Call(NamedTuple):
@@ -125,12 +129,13 @@ LIMITS = (1e-2, 2e-6, 2e-2)
 
 
 @pytest.mark.slow
+@each_kernel
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_gradients(name):
+def test_values_and_gradients(name, implementation):
     """Also the same again bit for bit, with NaN in what does not exist."""
     call = CALLS[name]
     given = operands(call)
-    run = quick_jit(functools.partial(everything, call, "hopper"))
+    run = quick_jit(functools.partial(everything, call, implementation))
     got = run(*given)
     assert got[0].dtype == call.dtype
     assert got[1].dtype == jnp.float32
@@ -149,21 +154,23 @@ CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions"
 
 
 @pytest.mark.one_in(3)
+@each_kernel
 @pytest.mark.parametrize("name", CASES_OF_TABLE)
-def test_contract(name):
+def test_contract(name, implementation):
     case = CASES[name]
-    run = quick_jit(functools.partial(contract.everything, "hopper", case))
+    run = quick_jit(functools.partial(contract.everything, implementation, case))
     got = run(contract.on_device(inputs(case, "bfloat16")))
     assert_accurate(name, "bfloat16", jax.tree.map(np.asarray, got))
 
 
-def forward(call: Call, given: Any, **rules: Any) -> Any:
-    attend = functools.partial(jattn.attention, implementation="hopper", return_lse=True)
+def forward(call: Call, implementation: str, given: Any, **rules: Any) -> Any:
+    attend = functools.partial(jattn.attention, implementation=implementation, return_lse=True)
     return quick_jit(functools.partial(attend, **call.rules(call.dtype), **rules))(*given[:3])
 
 
 @pytest.mark.slow
-def test_the_tile_map_decides():
+@each_kernel
+def test_the_tile_map_decides(implementation):
     """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
 
     def lie(tile: Any) -> Any:
@@ -173,45 +180,55 @@ def test_the_tile_map_decides():
 
     call = CALLS["full"]
     given = operands(call)
-    lied = forward(call, given, mask=masks.Predicate(lambda b, h, i, j: i < 0, bounds=lie))
+    lied = forward(
+        call, implementation, given, mask=masks.Predicate(lambda b, h, i, j: i < 0, bounds=lie)
+    )
     q, k, v, *_ = given
-    assert_same(lied, forward(call, (q, k[:, :128], v[:, :128])))
+    assert_same(lied, forward(call, implementation, (q, k[:, :128], v[:, :128])))
 
 
-def test_weights_of_the_backward_pass_sum_to_one_at_large_logits():
+@each_kernel
+def test_weights_of_the_backward_pass_sum_to_one_at_large_logits(implementation):
     """Logits of a million that differ by a few units: maximum and log of the total in one number
-    have an error of 4 %."""
-    q = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
-    steps = RNG.integers(-2, 3, (1, 128, 1, 64))
+    have an error of 4 %, and so have sums of several tiles that are not relative to what was
+    rounded."""
+    q = jnp.ones((1, 256, 1, 64), jnp.bfloat16)
+    steps = RNG.integers(-2, 3, (1, 256, 1, 64))
     steps[..., 0] = 2**20
     k = jnp.asarray(steps, jnp.bfloat16)
 
     def total(v: Any) -> Any:
-        out = jattn.attention(q, k, v, implementation="hopper", mask=masks.Causal(), scale=1.0)
+        out = jattn.attention(
+            q, k, v, implementation=implementation, mask=masks.Causal(), scale=1.0
+        )
         return jnp.sum(out, dtype=jnp.float32)
 
-    d_value = quick_jit(jax.grad(total))(jnp.ones((1, 128, 1, 64), jnp.bfloat16))
-    np.testing.assert_allclose(np.sum(d_value.astype(np.float32), axis=1), 128, rtol=4e-3)
+    d_value = quick_jit(jax.grad(total))(jnp.ones((1, 256, 1, 64), jnp.bfloat16))
+    np.testing.assert_allclose(np.sum(d_value.astype(np.float32), axis=1), 256, rtol=4e-3)
 
 
-def test_nan_reaches_who_attends_to_it():
+@each_kernel
+def test_nan_reaches_who_attends_to_it(implementation):
     call = CALLS["full"]
     q, k, v, *_ = operands(call)
-    out, _ = forward(call, (q, k, v.at[:, 100].set(jnp.inf)), mask=masks.Causal())
+    hidden = q, k, v.at[:, 100].set(jnp.inf)
+    out, _ = forward(call, implementation, hidden, mask=masks.Causal())
     assert np.isnan(out[:, 100:]).all()
     assert np.isfinite(out[:, :100].astype(jnp.float32)).all()
 
 
-def test_many_keys_for_few_queries_go_in_parts(monkeypatch):
+@pytest.mark.parametrize(("implementation", "expected"), [("hopper", 2), ("ampere", 4)])
+def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation, expected):
     """Which are joined in float32: the error is that of one rounding to bfloat16."""
     with tuning.using(gpu_tiles_each=1):
-        assert_parts(monkeypatch, "hopper", jnp.bfloat16, 2, 2**-8)
+        assert_parts(monkeypatch, implementation, jnp.bfloat16, expected, 2**-8)
 
 
-def test_vmap_is_more_programs():
+@each_kernel
+def test_vmap_is_more_programs(implementation):
     call = CALLS["full"]
     q, k, v, *_ = operands(call)
-    attend = functools.partial(jattn.attention, implementation="hopper", mask=masks.Causal())
+    attend = functools.partial(jattn.attention, implementation=implementation, mask=masks.Causal())
     mapped = quick_jit(jax.vmap(attend, (0, None, None)))(jnp.stack([q, -q]), k, v)
     one = quick_jit(attend)
     assert_same(mapped, jnp.stack([one(q, k, v), one(-q, k, v)]))
@@ -350,7 +367,7 @@ def example(score: Any, **rules: Any) -> Any:
     """The scale, and whether approximate instructions will do, of a small call."""
     shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
     spec = prepare(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
-    problem = registers.Problem.of(spec, shapes, Tiling(128, 128), True)
+    problem = registers.Problem.of(spec, shapes, Tiling(128, 128), registers.Unit(True))
     return problem.scale, problem.approximate, problem.special
 
 
@@ -387,7 +404,7 @@ def programs(mask: Any, shapes: Shapes, by_key: bool) -> tuple[list[tuple[int, .
     """The programs (b, h, i) of a launch as they start, and how many tiles each visits."""
     spec = prepare(Spec(mask, None, 0.125, None, None), shapes)
     tiling = Tiling(64, 128) if by_key else Tiling(128, 128)
-    problem = registers.Problem.of(spec, shapes, tiling, True, by_key)
+    problem = registers.Problem.of(spec, shapes, tiling, registers.Unit(True, by_key))
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     heads = shapes.K if by_key else shapes.N
     order = warpgroups.Order.of(problem, visits, heads)

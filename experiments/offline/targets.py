@@ -1,5 +1,6 @@
 """The devices that programs are compiled for, and compiling for one that is not here."""
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -24,6 +25,7 @@ class Target(NamedTuple):
     tools: tuple[tuple[str, str], ...]  # programs that are needed, likewise
     description: str = ""  # of a GPU, as XLA's compiler wants it
     peak: tuple[int, float] | None = None  # products of 16-bit numbers a cycle and core; TFLOP/s
+    capability: str | None = None  # of a GPU
 
     @property
     def is_gpu(self) -> bool:
@@ -70,12 +72,13 @@ def _gpu(
         name,
         "cuda",
         kind,
-        (*own, "pallas", "blockwise", "reference", *peers),
-        (*own, "pallas"),
+        (*own, "ampere", "pallas", "blockwise", "reference", *peers),
+        (*own, "ampere", "pallas"),
         (("jax_plugins.xla_cuda12", "jax[cuda12]"),),
         (("ptxas", "jax[cuda12]"), ("nvdisasm", "nvidia-cuda-nvdisasm")),
         f'gpu_device_info {{ {described} }} {_VERSIONS} device_description_str: "{kind}"',
         peak,
+        f"{capability}.0",
     )
 
 
@@ -216,6 +219,13 @@ def _described(target: Target, tpus: str, gpus: int) -> Any:
     ).devices
 
 
+@dataclasses.dataclass(frozen=True)
+class _Gpu(jax.sharding.AbstractDevice):
+    """One whose kind Mosaic knows: it takes others for a Hopper."""
+
+    compute_capability: str | None = None
+
+
 def compiled(target: Target, function: Callable[..., Any], *arguments: Any) -> Any:
     """`function` as a program for a target.
 
@@ -227,7 +237,10 @@ def compiled(target: Target, function: Callable[..., Any], *arguments: Any) -> A
     """
     here = jax.sharding.SingleDeviceSharding(device(target))
     platform = "gpu" if target.platform == "cuda" else target.platform
-    kind = jax.sharding.AbstractDevice(target.kind, num_cores=None, platform=platform)
+    described = {"device_kind": target.kind, "num_cores": None, "platform": platform}
+    kind: Any = jax.sharding.AbstractDevice(**described)
+    if target.is_gpu:
+        kind = _Gpu(**described, compute_capability=target.capability)
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -87,6 +87,9 @@ KERNELS: dict[str, Row] = {
     "blockwise": Row(blockwise),
     "pallas": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
     "tpu": Row(Later("jattn.kernels.tpu.tiled"), ("tpu",), interpreted=("cpu",)),
+    "ampere": Row(
+        Later("jattn.kernels.gpu.ampere"), ("cuda",), interpreted=("cpu",), when="default_platform"
+    ),
     "hopper": Row(
         Later("jattn.kernels.gpu.hopper"), ("cuda",), interpreted=("cpu",), when="default_platform"
     ),

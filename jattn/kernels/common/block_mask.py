@@ -62,9 +62,16 @@ class BlockMask(NamedTuple):
         step: Callable[..., Any],
         state: Any,
         part: tuple[Any, int] = (0, 1),
+        fetch: Callable[[Any, Any], None] | None = None,
+        turn: Any = 0,
     ) -> Any:
         """Folds `step(j, masked, state)` over what block `at` (b, h, i) visits, or over one of
-        several parts of that."""
+        several parts of that.
+
+        With `fetch(j, turn)`, which starts to copy what block j needs, it is called for the first
+        one before all steps, with this turn, and `step(j, masked, fetch_next, state)` calls
+        `fetch_next(turn)` for the following one.
+        """
         order, ends = memory
         here = (*clamped(order, *at[:2]), at[2])
         full, visited = ends[(*here, 0)], ends[(*here, 1)]
@@ -75,8 +82,19 @@ class BlockMask(NamedTuple):
         )
 
         def visit(masked: bool, place: Any, state: Any) -> Any:
-            return step(order[(*here, place)], masked, state)
+            if fetch is None:
+                return step(order[(*here, place)], masked, state)
+            return step(
+                order[(*here, place)], masked, functools.partial(fetch_at, place + 1), state
+            )
 
+        def fetch_at(place: Any, turn: Any) -> None:
+            start_copy = fetch
+            if start_copy is not None:
+                there = lambda: start_copy(order[(*here, place)], turn)  # noqa: E731
+                lax.cond(place < stop, there, lambda: None)
+
+        fetch_at(start, turn)
         if masks.FULL in self.kinds:
             run = jnp.minimum(start, full), jnp.minimum(stop, full)
             state = tile_schedule.repeat(*run, functools.partial(visit, False), state)

@@ -12,7 +12,6 @@ tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels 
 interpreter.
 """
 
-import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -25,21 +24,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import softmax, tile
-from jattn._pytree import axis_names, axis_of
-from jattn.kernels.common import block_mask, slicing, tile_schedule
-from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
-from jattn.kernels.gpu import kernel_refs, mosaic_interpreter, triton
-from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, SpecRefs, Tile, mosaic, types
-from jattn.kernels.gpu.tile_weights import (
-    Rows,
-    d_products,
-    d_signed,
-    nothing,
-    online,
-    signed,
-    times,
-)
+from jattn import softmax
+from jattn.kernels.common import block_mask, tile_schedule
+from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter
+from jattn.kernels.gpu.registers import ROWS, Problem, Tile, mosaic
+from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     GROUPS,
     STAGES,
@@ -50,26 +40,16 @@ from jattn.kernels.gpu.warpgroups import (
     store,
     tiles_in_memory,
 )
-from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
+from jattn.spec import Shapes, Spec
 
 
 _CAPABILITY = "9.0"  # others have no wgmma
 _MISCOMPILING = (12080, 12091)  # `ptxas` of these: JAX's `attention_mgpu` refuses causal masks
-_WIDEST_BACKWARD = 128  # head size of which two gradients fit registers beside a tile
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    if shapes.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"expected bfloat16 or float16, got {shapes.dtype}"
-    if max(shapes.H, shapes.V) > triton.MAX_HEAD_SIZE:
-        return f"expected head sizes up to {triton.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
-    if 0 in (shapes.B, shapes.T, shapes.S):
-        return None
-    leaves, structure = jax.tree.flatten(dataclasses.replace(spec, dropout_key=None))
-    return _other_machine() or _unsupported_reason(
-        structure, tuple((x.shape, x.dtype) for x in leaves), shapes
-    )
+    return _other_machine() or mosaic_call.unsupported(_KERNELS.tiling(shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -90,35 +70,6 @@ def _cuda_version() -> int:
     """That of the CUDA runtime: 12091 is 12.9.1; 0 where JAX knows of none."""
     versions = importlib.import_module("jax._src.lib").cuda_versions
     return versions.cuda_runtime_get_version() if versions else 0
-
-
-@functools.lru_cache(maxsize=1024)
-def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
-    """What mask or score function do that registers cannot, found by tracing them for one tile."""
-    tiling = choose_tiling(shapes)
-
-    def one_tile(leaves: Any) -> Any:
-        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
-        spec = dataclasses.replace(spec, dropout_rate=0.0)
-        spec = slicing.pad_spec(
-            spec, shapes.T, shapes.S, *slicing.round_up(shapes.T, shapes.S, tiling)
-        )
-        rules = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
-        modify, operands = rules.example()
-        return mosaic_interpreter.run(
-            modify, *jax.tree.map(jnp.squeeze, operands), shapes=types(operands)
-        )
-
-    try:
-        jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
-    except NotImplementedError as error:
-        return f"a function of mask or score needs {error}"
-    return None
-
-
-def choose_tiling(shapes: Shapes) -> Tiling:
-    """Tiles of which two fit shared memory (227 KiB) and one the registers of a warpgroup."""
-    return Tiling(GROUPS * ROWS, 128 if max(shapes.H, shapes.V) <= 128 else 64)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -296,7 +247,7 @@ class _Backward(NamedTuple):
 
         zeros = [jnp.zeros((ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
         _, *found = self.fold(step, (jnp.int32(0), *(unit.lay(x, "ts") for x in zeros)))
-        found = self.finished(found, mine)
+        found = finished(self.problem, found, mine)
         for place, total in zip(kept, found, strict=False):
             place[...] = total.astype(place.dtype)
         store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
@@ -307,37 +258,14 @@ class _Backward(NamedTuple):
         return kernel_refs.TileIndex(self.at[0], h, row, column)
 
     def add(
-        self, here: "Tile", masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Any
+        self, here: Tile, masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Any
     ) -> list[Array]:
         """The totals with what a tile adds, whose arrays came by."""
-        unit, problem, streamed, beside = self.problem.unit, self.problem, arrays[:2], arrays[2:]
-        (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
-        (products,) = unit.products([products], transposed=True)
-        if mine is None:
-            rows, here = Rows.read(unit, beside[0]), here.completed(beside[1:])
-        else:
-            rows, here = mine._replace(log_total=None), here.completed(beside)
-        if problem.drops_alone:
-            products = here.run(functools.partial(signed, masked, problem.scale), products, rows)
-        onto = None if problem.drops else [unit.spread(-rows.delta, "t")]
-        (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
-        derive = d_signed if problem.drops_alone else d_products
-        derive = functools.partial(derive, masked, problem.scale)
-        found = here.run(derive, products, d_weights, rows)
-        factors = [(x.astype(y.dtype), y) for x, y in zip(found, streamed, strict=True)]
-        return unit.products(factors[: len(totals)], onto=totals)
-
-    def finished(self, totals: list[Array], rows: Rows | None) -> list[Array]:
-        """The gradients from the totals."""
-        factor = self.problem.scale.gradient
-        first, *others = totals
-        if rows is None:
-            return [times(first, factor), *others]
-
-        def normalized(total: Array, log_total: Array) -> Array:
-            return total * times(jnp.exp2(-log_total), factor)[:, None]
-
-        return [mosaic_interpreter.run(normalized, first, rows.log_total)]
+        streamed, beside = arrays[:2], arrays[2:]
+        if mine is not None:
+            return add_gradients(self.problem, masked, mine, kept, streamed, totals, here, beside)
+        read = functools.partial(Rows.read, self.problem.unit, beside[0])
+        return add_gradients(self.problem, masked, read, kept, streamed, totals, here, beside[1:])
 
 
 def _gradients(
@@ -372,78 +300,16 @@ def _gradients(
     return launch(name, problem, order, kernel, operands, results, scratch)
 
 
-# ---------------------------------------------------------------------------------------------
-# The call
-# ---------------------------------------------------------------------------------------------
-
-
-def _width(H: int, V: int) -> int:
-    """The one head size of a call as kernels take it, of keys and values alike."""
-    return -(-max(H, V) // WIDTH) * WIDTH
-
-
-def _padded(
-    tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
-) -> slicing.Call:
-    width = _width(key.shape[3], value.shape[3])
-    return slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
-
-
-def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
-    return slicing.unpadded(x, shape).astype(jnp.float32)
-
-
-def _forward_pass(
-    platform: str, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Array, softmax.Normalizer, Array]:
-    tiling = choose_tiling(Shapes.of(query, value))
-    spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
-    if has_mask(spec):
-        # What is masked does not exist: NaN reaches those that attend to it through the scores.
-        marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
-        k, v = k + marks.astype(k.dtype), tile.finite(v)
-    problem = Problem.of(spec, shapes, tiling, platform == "cpu")
-    out, normalizer = _forward(problem, spec, q, k, v)
-    rows = query.shape[:3]
-    normalizer = jax.tree.map(lambda x: _unpadded(x, rows), normalizer)
-    return _unpadded(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
-
-
-def _backward_pass(
-    platform: str, spec: Spec, per_query: Any, key: Array, value: Array, all_finite: Array
-) -> tuple[list[Array], Array, Array, Array]:
-    """Those of parameters by `triton`, and all where heads are too wide for shared memory or
-    arrays along T and S would have to be transposed."""
-    if _width(key.shape[3], value.shape[3]) > _WIDEST_BACKWARD or _runs_along_both(spec):
-        return triton.functions(platform).backward(spec, per_query, key, value, all_finite)
-    d_params = triton.parameter_gradients(platform, spec, per_query, key, value)
-    small, wide = ROWS, GROUPS * ROWS
-    call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
-    (query, d_out, *rows), keys = call.rows, (call.key, call.value)
-    if has_mask(spec):
-        # Rows with NaN in them reach those that attend to them through maximum and delta.
-        query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
-    operands = (query, d_out, *rows), *keys
-    by_query, by_key = (
-        Problem.of(call.spec, call.shapes, Tiling(*sizes), platform == "cpu", transposed)
-        for sizes, transposed in (((wide, small), False), ((small, wide), True))
-    )
-    (d_query,) = _gradients(by_query, call.spec, *operands)
-    d_key, d_value = _gradients(by_key, call.spec, *operands)
-    pairs = (d_query, per_query[0]), (d_key, key), (d_value, value)
-    d_query, d_key, d_value = (_unpadded(d, x.shape) for d, x in pairs)
-    return d_params, d_query, d_key, d_value
-
-
-def _runs_along_both(spec: Spec) -> bool:
-    def one(letters: str, leaf: Any) -> bool:
-        axes = [axis_of(x, letters, leaf.ndim) for x in "TS"]
-        return all(axis is not None and leaf.shape[axis] > 1 for axis in axes)
-
-    return any(jax.tree.leaves(jax.tree.map(one, axis_names(spec), spec)))
+# Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup.
+_KERNELS = mosaic_call.Kernels(
+    rows=GROUPS * ROWS,
+    columns=lambda size: 128 if size <= 128 else 64,
+    by_warp=False,
+    forward=_forward,
+    gradients=_gradients,
+)
 
 
 def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
-    forward, backward = (functools.partial(f, platform) for f in (_forward_pass, _backward_pass))
-    return AttentionVJP(with_headroom(forward), backward)
+    return mosaic_call.functions(_KERNELS, platform)

@@ -103,10 +103,12 @@ class Unit(NamedTuple):
     of a tile "ts" along which they run; rows of a transposed tile are keys.
 
     JAX's interpreter knows neither layouts nor all operands of products: there XLA multiplies.
+    `by_warp`: products are those of single warps, which all GPUs since Ampere have.
     """
 
     interpreted: bool
     transposed: bool = False
+    by_warp: bool = False
 
     def lay(self, x: Any, axes: str) -> Any:
         if self.interpreted or not axes:
@@ -156,6 +158,9 @@ class Unit(NamedTuple):
             found = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
             return found if onto is None else [x + y for x, y in zip(onto, found, strict=True)]
         pairs = [(a, b.transpose((1, 0)) if transposed else b) for a, b in pairs]
+        if self.by_warp:
+            onto = [None for _ in pairs] if onto is None else onto
+            return [self._by_warp(a, b, x) for (a, b), x in zip(pairs, onto, strict=True)]
 
         def multiply(totals: Any) -> None:
             for total, pair in zip(totals, pairs, strict=True):
@@ -171,6 +176,32 @@ class Unit(NamedTuple):
 
         shapes = [(a.shape[0], b.shape[1]) for a, b in pairs]
         return pl.run_scoped(fresh, *[mosaic().ACC(shape, jnp.float32) for shape in shapes])
+
+    def _by_warp(self, a: Any, b: Any, total: Array | None) -> Array:
+        if total is None:
+            total = self.lay(jnp.zeros((a.shape[0], b.shape[1]), jnp.float32), "ts")
+        right = mosaic().load(b, layout=mosaic().Layout.MMA_RHS(b.dtype))
+        return mosaic().mma(total, _as_left(a), right)
+
+
+def _as_left(x: Any) -> Array:
+    """From shared memory, or from what products have left in registers, where it is already."""
+    layout = mosaic().Layout.MMA_LHS(x.dtype)
+    if not isinstance(x, jax.Array):
+        return mosaic().load(x, layout=layout)
+    lower = importlib.import_module("jax.experimental.mosaic.gpu")
+    result = mosaic().ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    @mosaic().inline_mgpu(arg_types=(mosaic().Layout.WGMMA,), return_type=result)
+    def renamed(_: Any, x: Any) -> Any:
+        # Registers of sums come by eight columns and halves of the rows, those of the left side of
+        # a product by sixteen columns, halves of the rows and halves of the columns.
+        pairs = x.registers.reshape(-1, 2, 2).swapaxes(1, 2)
+        to = layout.to_mgpu()
+        registers = pairs.reshape(to.registers_shape(x.shape))
+        return lower.FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
+
+    return renamed(x)
 
 
 @functools.cache
@@ -230,11 +261,9 @@ class Problem(NamedTuple):
     unmodified: bool
 
     @classmethod
-    def of(
-        cls, spec: Spec, shapes: Shapes, tiling: Tiling, interpreted: bool, by_key: bool = False
-    ) -> "Problem":
+    def of(cls, spec: Spec, shapes: Shapes, tiling: Tiling, unit: Unit) -> "Problem":
+        by_key = unit.transposed
         own = Tiling(tiling.block_q, ROWS) if by_key else Tiling(ROWS, tiling.block_kv)
-        unit = Unit(interpreted, transposed=by_key)
         # Rows that come by have their hashes with them, others make theirs once.
         scale, spec = Scale.of(tile.hashed(spec, shapes, rows=by_key))
         rules, drops = SpecRefs(spec, own), spec.dropout_rate > 0
@@ -268,7 +297,7 @@ class Problem(NamedTuple):
     @property
     def beside(self) -> list[int]:
         """Which of the spec's arrays come by in shared memory, beside a tile of keys (queries)."""
-        return self.rules.along("T" if self.by_key else "S")
+        return [] if self.unit.by_warp else self.rules.along("T" if self.by_key else "S")
 
     def scratch_beside(self, places: int) -> list[Any]:
         """Shared memory for these, for so many tiles."""

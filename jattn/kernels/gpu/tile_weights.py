@@ -4,6 +4,7 @@ exponents to the base 2, as units of GPUs compute 2^x.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,8 @@ from jaxtyping import Array
 
 from jattn import softmax
 from jattn.kernels.common import slicing
-from jattn.kernels.gpu.registers import ROWS, Scale, Unit, is_unmodified
+from jattn.kernels.gpu import mosaic_interpreter
+from jattn.kernels.gpu.registers import ROWS, Problem, Scale, Tile, Unit, is_unmodified
 from jattn.spec import has_mask
 
 
@@ -37,11 +39,17 @@ def online(
     exp2 = exp2_by_products if special else jnp.exp2
     score = here.modify(times(products, factors.before), masked)
     maximum = jnp.maximum(part.maximum, times(jnp.max(score, axis=-1), factors.after))
-    shift = maximum * _LOG2E
+    shift = _shift(maximum)
     weights = jnp.exp2(_exponent(score, factors, shift))
-    scale = exp2(part.maximum * _LOG2E - shift)
+    scale = exp2(_shift(part.maximum) - shift)
     total = part.total * scale + jnp.sum(weights, axis=-1)
     return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
+
+
+def _shift(maximum: Array) -> Array:
+    """To the base 2. Weights are relative to this number as it is rounded: a maximum, which changes
+    nothing, keeps the product from becoming one operation with a subtraction."""
+    return jnp.maximum(maximum * _LOG2E, _LOWEST * _LOG2E)
 
 
 # Of 2^r for |r| of at most a half, from r^5 down: relative error 9e-8, and none at 0, where a
@@ -184,3 +192,44 @@ def _weights(masked: bool, factors: Scale, score: Array, rows: Rows) -> Array:
     if masked and rows.log_total is not None:
         exponent = exponent - rows.log_total[:, None]
     return jnp.exp2(exponent)
+
+
+def add_gradients(
+    problem: Problem,
+    masked: bool,
+    rows: Rows | Callable[[], Rows],
+    kept: Any,
+    streamed: Any,
+    totals: list[Array],
+    here: Tile,
+    beside: Any = (),
+) -> list[Array]:
+    """The gradients with what a tile adds to them. What is kept and what comes by are query and
+    d_out, or key and value; `rows` those of the queries that are kept, or how to read them while
+    products are under way."""
+    unit = problem.unit
+    (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
+    (products,) = unit.products([products], transposed=True)
+    rows, here = rows() if callable(rows) else rows._replace(log_total=None), here.completed(beside)
+    if problem.drops_alone:
+        products = here.run(functools.partial(signed, masked, problem.scale), products, rows)
+    onto = None if problem.drops else [unit.spread(-rows.delta, "t")]
+    (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
+    derive = d_signed if problem.drops_alone else d_products
+    derive = functools.partial(derive, masked, problem.scale)
+    found = here.run(derive, products, d_weights, rows)
+    factors = [(x.astype(y.dtype), y) for x, y in zip(found, streamed, strict=True)]
+    return unit.products(factors[: len(totals)], onto=totals)
+
+
+def finished(problem: Problem, totals: list[Array], rows: Rows | None) -> list[Array]:
+    """The gradients from the totals; `rows` are those of queries that are kept."""
+    factor = problem.scale.gradient
+    first, *others = totals
+    if rows is None:
+        return [times(first, factor), *others]
+
+    def normalized(total: Array, log_total: Array) -> Array:
+        return total * times(jnp.exp2(-log_total), factor)[:, None]
+
+    return [mosaic_interpreter.run(normalized, first, rows.log_total)]

@@ -64,8 +64,9 @@ def launch(
     operands: Any,
     results: Any,
     scratch: Any,
+    warpgroups: int = GROUPS + 1,
 ) -> list[Array]:
-    """`kernel(place, operands, results, scratch)` in programs (part, b, h, i) of three warpgroups,
+    """`kernel(place, operands, results, scratch)` in programs (part, b, h, i) of warpgroups,
     interpreted on a CPU."""
     given = jax.tree.map(jnp.asarray, (order.longest_first, operands))
     given, over = reverse_mode.varying_alike(given)
@@ -84,7 +85,7 @@ def launch(
         scratch_types=scratch,
         grid=order.grid,
         grid_names=names,
-        num_threads=GROUPS + 1,
+        num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
         interpret=interpreter() if problem.unit.interpreted else False,

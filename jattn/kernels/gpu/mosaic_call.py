@@ -1,0 +1,166 @@
+"""The call of kernels in Mosaic: what their matrix units need of arrays, and the backward pass.
+
+`hopper` and `ampere` are kernels of this kind.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jattn import softmax, tile
+from jattn._pytree import axis_names, axis_of
+from jattn.kernels.common import slicing
+from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
+from jattn.kernels.gpu import mosaic_interpreter, triton
+from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, SpecRefs, Unit, types
+from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
+
+
+_WIDEST_BACKWARD = 128  # head size of which two gradients fit registers beside a tile
+
+
+class Kernels(NamedTuple):
+    """Those of one kind of GPU.
+
+    rows: queries of a program, and keys in the backward pass.
+    columns: keys of a tile in the forward pass, for a head size.
+    by_warp: whether products are those of single warps.
+    forward: `(problem, spec, query, key, value)` to output `[B, T, N, V]` and the normalizer
+        `[B, T, N]`.
+    gradients: `(problem, spec, per_query, key, value)` to those of queries, or of keys and values
+        where `problem.by_key`.
+    """
+
+    rows: int
+    columns: Callable[[int], int]
+    by_warp: bool
+    forward: Callable[..., Any]
+    gradients: Callable[..., list[Array]]
+
+    def tiling(self, shapes: Shapes) -> Tiling:
+        return Tiling(self.rows, self.columns(max(shapes.H, shapes.V)))
+
+    def unit(self, platform: str, transposed: bool = False) -> Unit:
+        return Unit(platform == "cpu", transposed, self.by_warp)
+
+
+def unsupported(tiling: Tiling, spec: Spec, shapes: Shapes) -> str | None:
+    """Why kernels of these tiles cannot, but for the machine."""
+    if shapes.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"expected bfloat16 or float16, got {shapes.dtype}"
+    if max(shapes.H, shapes.V) > triton.MAX_HEAD_SIZE:
+        return f"expected head sizes up to {triton.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
+    if 0 in (shapes.B, shapes.T, shapes.S):
+        return None
+    leaves, structure = jax.tree.flatten(dataclasses.replace(spec, dropout_key=None))
+    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)
+
+
+@functools.lru_cache(maxsize=1024)
+def _unsupported_reason(
+    structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Tiling
+) -> str | None:
+    """What mask or score function do that registers cannot, found by tracing them for one tile."""
+
+    def one_tile(leaves: Any) -> Any:
+        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
+        spec = dataclasses.replace(spec, dropout_rate=0.0)
+        spec = slicing.pad_spec(
+            spec, shapes.T, shapes.S, *slicing.round_up(shapes.T, shapes.S, tiling)
+        )
+        rules = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
+        modify, operands = rules.example()
+        return mosaic_interpreter.run(
+            modify, *jax.tree.map(jnp.squeeze, operands), shapes=types(operands)
+        )
+
+    try:
+        jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
+    except NotImplementedError as error:
+        return f"a function of mask or score needs {error}"
+    return None
+
+
+def _width(H: int, V: int) -> int:
+    """The one head size of a call as kernels take it, of keys and values alike."""
+    return -(-max(H, V) // WIDTH) * WIDTH
+
+
+def _padded(
+    tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
+) -> slicing.Call:
+    width = _width(key.shape[3], value.shape[3])
+    return slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
+
+
+def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
+    return slicing.unpadded(x, shape).astype(jnp.float32)
+
+
+def _forward_pass(
+    kernels: Kernels, platform: str, spec: Spec, query: Array, key: Array, value: Array
+) -> tuple[Array, softmax.Normalizer, Array]:
+    tiling = kernels.tiling(Shapes.of(query, value))
+    spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
+    if has_mask(spec):
+        # What is masked does not exist: NaN reaches those that attend to it through the scores.
+        marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
+        k, v = k + marks.astype(k.dtype), tile.finite(v)
+    problem = Problem.of(spec, shapes, tiling, kernels.unit(platform))
+    out, normalizer = kernels.forward(problem, spec, q, k, v)
+    rows = query.shape[:3]
+    normalizer = jax.tree.map(lambda x: _unpadded(x, rows), normalizer)
+    return _unpadded(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
+
+
+def _backward_pass(
+    kernels: Kernels,
+    platform: str,
+    spec: Spec,
+    per_query: Any,
+    key: Array,
+    value: Array,
+    all_finite: Array,
+) -> tuple[list[Array], Array, Array, Array]:
+    """Those of parameters by `triton`, and all where heads are too wide for shared memory or
+    arrays along T and S would have to be transposed."""
+    if _width(key.shape[3], value.shape[3]) > _WIDEST_BACKWARD or _runs_along_both(spec):
+        return triton.functions(platform).backward(spec, per_query, key, value, all_finite)
+    d_params = triton.parameter_gradients(platform, spec, per_query, key, value)
+    small, wide = ROWS, kernels.rows
+    call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
+    (query, d_out, *rows), keys = call.rows, (call.key, call.value)
+    if has_mask(spec):
+        # Rows with NaN in them reach those that attend to them through maximum and delta.
+        query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
+    operands = (query, d_out, *rows), *keys
+    by_query, by_key = (
+        Problem.of(call.spec, call.shapes, Tiling(*sizes), kernels.unit(platform, transposed))
+        for sizes, transposed in (((wide, small), False), ((small, wide), True))
+    )
+    (d_query,) = kernels.gradients(by_query, call.spec, *operands)
+    d_key, d_value = kernels.gradients(by_key, call.spec, *operands)
+    pairs = (d_query, per_query[0]), (d_key, key), (d_value, value)
+    d_query, d_key, d_value = (_unpadded(d, x.shape) for d, x in pairs)
+    return d_params, d_query, d_key, d_value
+
+
+def _runs_along_both(spec: Spec) -> bool:
+    def one(letters: str, leaf: Any) -> bool:
+        axes = [axis_of(x, letters, leaf.ndim) for x in "TS"]
+        return all(axis is not None and leaf.shape[axis] > 1 for axis in axes)
+
+    return any(jax.tree.leaves(jax.tree.map(one, axis_names(spec), spec)))
+
+
+def functions(kernels: Kernels, platform: str) -> AttentionVJP:
+    """Forward and backward; interpreted on a CPU."""
+    forward, backward = (
+        functools.partial(f, kernels, platform) for f in (_forward_pass, _backward_pass)
+    )
+    return AttentionVJP(with_headroom(forward), backward)
