@@ -21,6 +21,7 @@ from experiments.offline import calls, command, job, kept, machine_code, targets
 from experiments.offline.job import Job
 from experiments.offline.machine_code import Instruction
 from jattn import masks, scores
+from jattn.kernels.gpu import registers
 from tests.cases import CASES, Case, Inputs, inputs
 
 
@@ -474,6 +475,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 COMPILED = [
     (targets.H100, "pallas", DTYPES),
     (targets.H100, "hopper", DTYPES[:2]),
+    (targets.A100, "ampere", DTYPES[:2]),
     (targets.V5E, "splash", ("bfloat16", "float32")),
     (targets.V5E, "blockwise", DTYPES),
 ]
@@ -573,6 +575,23 @@ def test_kernels_for_hopper_spill_nothing_and_stay_short(target, name):
         assert loop["special_cycles"] <= loop["matrix_cycles"], kernel
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("name", ["full", "causal", "segments", "alibi", "dropout", "soft-cap"])
+@pytest.mark.parametrize("target", [targets.A100], ids=["a100"])
+@pytest.mark.usefixtures("compilers")
+def test_kernels_by_single_warps_spill_nothing(target, name, head):
+    row = job.run(Job(target.name, name, "ampere", head, "bfloat16", "gradients"), 600.0)
+    if not hasattr(registers.mosaic(), "mma"):
+        assert "expected JAX 0.12" in row["message"]
+        return
+    assert row["status"] == "compiled", row["message"]
+    found = [x for x in row["kernels"] if x["kernel"].startswith("jattn_ampere")]
+    assert len(found) == (1 if head == 256 else 3)
+    for kernel in found:
+        assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
+
+
 def test_what_is_worse_than_it_was():
     kernel = {"kernel": "a", "spill_bytes": 0, "main_loop": LOOP}
     longer = LOOP | {"instructions": 600}
@@ -643,11 +662,18 @@ def test_the_command(tmp_path, target):
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [x["status"] for x in rows] == ["compiled"] * 2 * len(target.usual)
+    assert len(rows) == 2 * len(target.usual)
+    assert {x["status"] for x in rows if x["implementation"] != "ampere"} == {"compiled"}
+    by_warp = hasattr(registers.mosaic(), "mma")
+    assert {x["status"] for x in rows if x["implementation"] == "ampere"} <= {
+        "compiled" if by_warp else "unsupported"
+    }
+    rows = [x for x in rows if x["status"] == "compiled"]
     assert all(x["temporary_bytes"] is not None for x in rows)
     if target.is_gpu:
         kernels = {kernel["kernel"] for x in rows for kernel in x["kernels"]}
-        assert {"jattn_hopper_forward", "jattn_hopper_d_keys", "jattn_forward"} <= kernels
+        expected = {f"jattn_{x}_forward" for x in target.usual if x in ("hopper", "ampere")}
+        assert expected - (set() if by_warp else {"jattn_ampere_forward"}) <= kernels
         hot = rows[0]["kernels"][0]["main_loop"]
         assert hot["matrix_cycles"] > 0 and hot["special_cycles"] > 0
     else:

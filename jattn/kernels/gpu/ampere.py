@@ -179,7 +179,8 @@ def _gradients(
     shapes, by_key, unit = problem.shapes, problem.by_key, problem.unit
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     query, d_out, *rows = per_head
-    rows, far = Rows.stacked(rows)
+    size = problem.rules.sizes["T" if by_key else "S"]  # of what comes by
+    rows, far = Rows.stacked(rows, problem.rules.sizes["T"])
     if by_key:
         visits = visits.without_full(far)
 
@@ -197,13 +198,13 @@ def _gradients(
             head = h if by_key else lax.div(h, group)
 
             def fetch(x: Any, turn: Any) -> None:
-                stream.fill(turn, *[y.at[b, head, pl.ds(x * ROWS, ROWS)] for y in others])
+                stream.fill(turn, *[y.at[b, head, pl.ds(x * size, size)] for y in others])
 
             def step(x: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
                 turn, *totals = state
                 arrays = stream.wait(turn)
                 fetch_next(turn + 1)
-                row, column = (x * ROWS, start) if by_key else (start, x * ROWS)
+                row, column = (x * size, start) if by_key else (start, x * size)
                 at = kernel_refs.TileIndex(b, h, row, column)
                 here = problem.tile(leaves, at, numbers)
                 read = functools.partial(Rows.read, unit, rows, b, h, x)
@@ -223,15 +224,22 @@ def _gradients(
     operands = *tensors, rows, problem.rules.arrays, visits.arrays
     results = [(x.shape, shapes.dtype) for x in (tensors[1] if by_key else tensors[0][:1])]
     scratch = [
-        _Stream.scratch(n, *[tiles_in_memory(n, ROWS, shapes.H, shapes.dtype)] * 2) for n in (1, 2)
+        _Stream.scratch(n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
+        for n, rows in ((1, ROWS), (2, size))
     ]
     name = "jattn_ampere_d_keys" if by_key else "jattn_ampere_d_queries"
     order = Order.of(problem, visits, shapes.K if by_key else shapes.N)
     return _heads_first(*launch(name, problem, order, kernel, operands, results, scratch, 1))
 
 
+# As many keys and queries as fit registers, beside what masks and score functions need.
 _KERNELS = mosaic_call.Kernels(
-    rows=ROWS, columns=lambda size: 64, by_warp=True, forward=_forward, gradients=_gradients
+    rows=ROWS,
+    columns=lambda width: 64 if width <= 128 else 16,
+    streamed=lambda width: (64, 32) if width <= 64 else (32, 16),
+    by_warp=True,
+    forward=_forward,
+    gradients=_gradients,
 )
 
 

@@ -275,7 +275,7 @@ def _gradients(
     shapes, by_key = problem.shapes, problem.by_key
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     query, d_out, *rows = per_head
-    rows, far = Rows.stacked(rows)
+    rows, far = Rows.stacked(rows, ROWS)
     if by_key:
         visits = visits.without_full(far)
 
@@ -303,7 +303,8 @@ def _gradients(
 # Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup.
 _KERNELS = mosaic_call.Kernels(
     rows=GROUPS * ROWS,
-    columns=lambda size: 128 if size <= 128 else 64,
+    columns=lambda width: 128 if width <= 128 else 64,
+    streamed=lambda width: (ROWS, ROWS),
     by_warp=False,
     forward=_forward,
     gradients=_gradients,

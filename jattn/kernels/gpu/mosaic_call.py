@@ -29,6 +29,8 @@ class Kernels(NamedTuple):
 
     rows: queries of a program, and keys in the backward pass.
     columns: keys of a tile in the forward pass, for a head size.
+    streamed: of a tile the keys in gradients of queries, and the queries in gradients of keys, for
+        a head size.
     by_warp: whether products are those of single warps.
     forward: `(problem, spec, query, key, value)` to output `[B, T, N, V]` and the normalizer
         `[B, T, N]`.
@@ -38,6 +40,7 @@ class Kernels(NamedTuple):
 
     rows: int
     columns: Callable[[int], int]
+    streamed: Callable[[int], tuple[int, int]]
     by_warp: bool
     forward: Callable[..., Any]
     gradients: Callable[..., list[Array]]
@@ -129,10 +132,12 @@ def _backward_pass(
 ) -> tuple[list[Array], Array, Array, Array]:
     """Those of parameters by `triton`, and all where heads are too wide for shared memory or
     arrays along T and S would have to be transposed."""
-    if _width(key.shape[3], value.shape[3]) > _WIDEST_BACKWARD or _runs_along_both(spec):
+    width = _width(key.shape[3], value.shape[3])
+    if width > _WIDEST_BACKWARD or _runs_along_both(spec):
         return triton.functions(platform).backward(spec, per_query, key, value, all_finite)
     d_params = triton.parameter_gradients(platform, spec, per_query, key, value)
-    small, wide = ROWS, kernels.rows
+    wide = kernels.rows
+    keys_each, queries_each = kernels.streamed(width)
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
@@ -141,7 +146,7 @@ def _backward_pass(
     operands = (query, d_out, *rows), *keys
     by_query, by_key = (
         Problem.of(call.spec, call.shapes, Tiling(*sizes), kernels.unit(platform, transposed))
-        for sizes, transposed in (((wide, small), False), ((small, wide), True))
+        for sizes, transposed in (((wide, keys_each), False), ((queries_each, wide), True))
     )
     (d_query,) = kernels.gradients(by_query, call.spec, *operands)
     d_key, d_value = kernels.gradients(by_key, call.spec, *operands)

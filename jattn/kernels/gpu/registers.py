@@ -117,10 +117,11 @@ class Unit(NamedTuple):
         one = tile_layout.reduce(1 if axes == along_rows else 0)
         return mosaic().layout_cast(x, tile_layout if axes == "ts" else one)
 
-    def spread(self, row: Array, axis: str) -> Array:
-        """A square tile, the same along the other axis."""
-        square, kept = (row.shape[0],) * 2, axis == ("s" if self.transposed else "t")
-        return self.lay(lax.broadcast_in_dim(row, square, (0 if kept else 1,)), "ts")
+    def spread(self, along: Array, size: int) -> Array:
+        """A tile that is the same along keys, of which there are so many."""
+        t = along.shape[0]
+        shape, axis = ((size, t), 1) if self.transposed else ((t, size), 0)
+        return self.lay(lax.broadcast_in_dim(along, shape, (axis,)), "ts")
 
     def places(self, start: Any, size: int, axis: str) -> Array:
         places = self.lay(lax.iota(jnp.int32, size), axis)

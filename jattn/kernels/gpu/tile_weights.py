@@ -96,9 +96,9 @@ class Rows(NamedTuple):
     delta: Any
 
     @classmethod
-    def stacked(cls, per_query: Any) -> tuple[Array, Array]:
-        """`[B, N, blocks of 64, 3 · 64]`, of maximum, log_total and delta `[B, T, N]`; and the
-        heads `[B, N]` in which shift and log of the total cannot be one number, which would have
+    def stacked(cls, per_query: Any, size: int) -> tuple[Array, Array]:
+        """`[B, N, blocks, 3 · size]`, of maximum, log_total and delta `[B, T, N]`; and the heads
+        `[B, N]` in which shift and log of the total cannot be one number, which would have
         too few digits. In others it is the shift, and the log is 0."""
         maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
         shift, log_total = maximum * _LOG2E, log_total * _LOG2E
@@ -110,14 +110,15 @@ class Rows(NamedTuple):
             jnp.where(apart, log_total, 0),
         )
         rows = jnp.stack(cls(shift, log_total, delta), axis=2)
-        blocks = rows.reshape(*rows.shape[:3], -1, ROWS).swapaxes(2, 3)
-        return blocks.reshape(*blocks.shape[:3], 3 * ROWS), far
+        blocks = rows.reshape(*rows.shape[:3], -1, size).swapaxes(2, 3)
+        return blocks.reshape(*blocks.shape[:3], 3 * size), far
 
     @classmethod
     def read(cls, unit: Unit, memory: Any, *block: Any) -> "Rows":
         """Of a block of queries, from shared or global memory."""
         letters = [""] * len(block) + ["t"]
-        runs = [pl.ds(i * ROWS, ROWS) for i in range(3)]
+        size = memory.shape[-1] // 3
+        runs = [pl.ds(i * size, size) for i in range(3)]
         return cls(*(unit.read(memory, (*block, run), letters).value for run in runs))
 
 
@@ -213,7 +214,7 @@ def add_gradients(
     rows, here = rows() if callable(rows) else rows._replace(log_total=None), here.completed(beside)
     if problem.drops_alone:
         products = here.run(functools.partial(signed, masked, problem.scale), products, rows)
-    onto = None if problem.drops else [unit.spread(-rows.delta, "t")]
+    onto = None if problem.drops else [unit.spread(-rows.delta, problem.rules.sizes["S"])]
     (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
     derive = d_signed if problem.drops_alone else d_products
     derive = functools.partial(derive, masked, problem.scale)
