@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu import mosaic_interpreter, registers, tile_weights, warpgroups
+from jattn.kernels.gpu import ampere, mosaic_interpreter, registers, tile_weights, warpgroups
 from jattn.spec import Shapes, Spec, Tiling, prepare
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
@@ -507,3 +507,26 @@ def test_distances_of_places_are_those_of_integers(transposed, q_first, kv_first
         if x.primitive.name == "convert_element_type" and id(x.outvars[0]) in used
     ]
     assert max(x.aval.ndim for x in converted) < 2  # no tile of integers is
+
+
+# --- since Ampere -------------------------------------------------------------------------------
+
+
+def test_gpus_before_ampere_are_refused(monkeypatch):
+    device = types.SimpleNamespace(compute_capability="7.5")
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+    reason = ampere.supports(Spec(masks.Full(), None, 0.125, None, None), SMALL)
+    assert reason == "expected compute capability 8.0 or more, got 7.5"
+
+
+@pytest.mark.parametrize(
+    ("capability", "interpreted", "expected"),
+    [("8.6", False, False), ("9.0", False, True), ("10.0", False, True), ("8.0", True, True)],
+)
+def test_who_copies_tiles(monkeypatch, capability, interpreted, expected):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+    assert ampere._copies_by_unit(registers.Unit(interpreted)) == expected
+
+
+SMALL = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.dtype("bfloat16"))

@@ -24,7 +24,7 @@ from jattn import softmax
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter
-from jattn.kernels.gpu.registers import ROWS, Problem, mosaic
+from jattn.kernels.gpu.registers import ROWS, Problem, Unit, mosaic
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
 from jattn.spec import Shapes, Spec
@@ -40,9 +40,8 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def _other_machine() -> str | None:
-    try:
-        device, *_ = jax.local_devices(backend="cuda")
-    except RuntimeError:  # there is none, and the program for another machine
+    device = _device()
+    if device is None:  # and the program is for another machine
         return None
     if _capability_of(device) < _LEAST:
         return f"expected compute capability 8.0 or more, got {device.compute_capability}"
@@ -52,17 +51,23 @@ def _other_machine() -> str | None:
 _OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
 
 
+def _device() -> Any:
+    """One that runs CUDA, or None."""
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+
+
 def _capability_of(device: Any) -> tuple[int, ...]:
     return tuple(map(int, device.compute_capability.split(".")))
 
 
-def _copies_by_unit() -> bool:
+def _copies_by_unit(unit: Unit) -> bool:
     """Whether the device that the program is for has a unit that copies. JAX takes one that says
-    nothing for a Hopper, and so must this."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None and jax.default_backend() == "gpu":
-        device = jax.local_devices(backend="gpu")[0]
-    known = hasattr(device, "compute_capability")
+    nothing for a Hopper, and so must this; the interpreter is one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or _device()
+    known = hasattr(device, "compute_capability") and not unit.interpreted
     return not known or _capability_of(device) >= _COPYING_UNIT
 
 
@@ -74,9 +79,9 @@ class _Stream(NamedTuple):
     filled: Any
 
     @classmethod
-    def scratch(cls, places: int, *arrays: Any) -> "_Stream":
+    def scratch(cls, unit: Unit, places: int, *arrays: Any) -> "_Stream":
         """Of arrays in shared memory `[places, ...]`."""
-        if not _copies_by_unit():
+        if not _copies_by_unit(unit):
             return cls(arrays, None)
         barrier = mosaic().Barrier(num_barriers=places, num_arrivals=len(arrays))
         return cls(arrays, barrier)
@@ -165,7 +170,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     out = (*heads, shapes.V), jnp.float32 if parts > 1 else shapes.dtype
     results = [out, (heads, jnp.float32), (heads, jnp.float32)]
     tile = functools.partial(tiles_in_memory, 1, width=shapes.H, dtype=shapes.dtype)
-    scratch = [_Stream.scratch(1, tile(rows=x)) for x in (rows, columns, columns)]
+    scratch = [_Stream.scratch(unit, 1, tile(rows=x)) for x in (rows, columns, columns)]
     order = Order.of(problem, visits, shapes.N, parts)
     found = launch("jattn_ampere_forward", problem, order, kernel, operands, results, scratch, 1)
     out, *along = (jnp.swapaxes(x, 2, 3) for x in found)
@@ -224,7 +229,7 @@ def _gradients(
     operands = *tensors, rows, problem.rules.arrays, visits.arrays
     results = [(x.shape, shapes.dtype) for x in (tensors[1] if by_key else tensors[0][:1])]
     scratch = [
-        _Stream.scratch(n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
+        _Stream.scratch(unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
         for n, rows in ((1, ROWS), (2, size))
     ]
     name = "jattn_ampere_d_keys" if by_key else "jattn_ampere_d_queries"
