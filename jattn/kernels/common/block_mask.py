@@ -48,7 +48,7 @@ class BlockMask(NamedTuple):
         visit; B and heads have size 1 where all are alike. None where all visit as many."""
         visited = self.ends[..., 1]
         B, N, n = visited.shape
-        if 1 < heads < N:  # of key heads, which go through what all heads of their group visit
+        if heads < N:  # of key heads, which go through what all heads of their group visit
             visited = visited.reshape(B, heads, N // heads, n).sum(axis=2)
         if isinstance(visited, np.ndarray):
             order = np.argsort(-visited, axis=-1, stable=True)
@@ -62,46 +62,72 @@ class BlockMask(NamedTuple):
         step: Callable[..., Any],
         state: Any,
         part: tuple[Any, int] = (0, 1),
-        fetch: Callable[[Any, Any], None] | None = None,
-        turn: Any = 0,
     ) -> Any:
         """Folds `step(j, masked, state)` over what block `at` (b, h, i) visits, or over one of
-        several parts of that.
+        several parts of that."""
+        run = _Run.of(memory, at, part)
+        return self._over(run, lambda j, masked, _, state: step(j, masked, state), state)
 
-        With `fetch(j, turn)`, which starts to copy what block j needs, it is called for the first
-        one before all steps, with this turn, and `step(j, masked, fetch_next, state)` calls
-        `fetch_next(turn)` for the following one.
-        """
+    def fold_ahead(
+        self,
+        memory: Any,
+        at: tuple[Any, Any, Any],
+        fetch: Callable[[Any, Any], None],
+        turn: Any,
+        step: Callable[..., Any],
+        state: Any,
+        part: tuple[Any, int] = (0, 1),
+    ) -> Any:
+        """As `fold`, where `fetch(j, turn)` starts to copy what block j needs. It is called for the
+        first one before all steps, and `step(j, masked, fetch_next, state)` calls
+        `fetch_next(turn)` for the one that follows."""
+        run = _Run.of(memory, at, part)
+
+        def fetch_at(place: Any, turn: Any) -> None:
+            lax.cond(place < run.stop, lambda: fetch(run.block(place), turn), lambda: None)
+
+        def ahead(j: Any, masked: bool, place: Any, state: Any) -> Any:
+            return step(j, masked, functools.partial(fetch_at, place + 1), state)
+
+        fetch_at(run.start, turn)
+        return self._over(run, ahead, state)
+
+    def _over(self, run: "_Run", step: Callable[..., Any], state: Any) -> Any:
+        """Folds `step(j, masked, place, state)`."""
+
+        def visit(masked: bool, place: Any, state: Any) -> Any:
+            return step(run.block(place), masked, place, state)
+
+        if masks.FULL in self.kinds:
+            ends = jnp.minimum(run.start, run.full), jnp.minimum(run.stop, run.full)
+            state = tile_schedule.repeat(*ends, functools.partial(visit, False), state)
+        if masks.MIXED in self.kinds:
+            ends = jnp.maximum(run.start, run.full), jnp.maximum(run.stop, run.full)
+            state = tile_schedule.repeat(*ends, functools.partial(visit, True), state)
+        return state
+
+
+class _Run(NamedTuple):
+    """What a block visits: places start .. stop - 1 of its list `order[here]`, of which those below
+    `full` need no mask."""
+
+    order: Any
+    here: tuple[Any, ...]
+    start: Any
+    stop: Any
+    full: Any
+
+    @classmethod
+    def of(cls, memory: Any, at: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_Run":
         order, ends = memory
         here = (*clamped(order, *at[:2]), at[2])
         full, visited = ends[(*here, 0)], ends[(*here, 1)]
         each = lax.div(visited + part[1] - 1, np.int32(part[1]))
-        start, stop = (
-            jnp.minimum(part[0] * each, visited),
-            jnp.minimum((part[0] + 1) * each, visited),
-        )
+        start, stop = (jnp.minimum(x * each, visited) for x in (part[0], part[0] + 1))
+        return cls(order, here, start, stop, full)
 
-        def visit(masked: bool, place: Any, state: Any) -> Any:
-            if fetch is None:
-                return step(order[(*here, place)], masked, state)
-            return step(
-                order[(*here, place)], masked, functools.partial(fetch_at, place + 1), state
-            )
-
-        def fetch_at(place: Any, turn: Any) -> None:
-            start_copy = fetch
-            if start_copy is not None:
-                there = lambda: start_copy(order[(*here, place)], turn)  # noqa: E731
-                lax.cond(place < stop, there, lambda: None)
-
-        fetch_at(start, turn)
-        if masks.FULL in self.kinds:
-            run = jnp.minimum(start, full), jnp.minimum(stop, full)
-            state = tile_schedule.repeat(*run, functools.partial(visit, False), state)
-        if masks.MIXED in self.kinds:
-            run = jnp.maximum(start, full), jnp.maximum(stop, full)
-            state = tile_schedule.repeat(*run, functools.partial(visit, True), state)
-        return state
+    def block(self, place: Any) -> Any:
+        return self.order[(*self.here, place)]
 
 
 def clamped(x: Any, *index: Any) -> tuple[Any, ...]:

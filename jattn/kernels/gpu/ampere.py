@@ -159,7 +159,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 
         state = first, softmax.Partial(*map(unit.lay, nothing(shapes.V), ("t", "t", "ts")))
         at, share = (b, h, i), (part, parts)
-        _, found = visits.fold(visits_ref, at, step, state, share, fetch, first)
+        _, found = visits.fold_ahead(visits_ref, at, fetch, first, step, state, share)
         out, normalizer = mosaic_interpreter.run(softmax.finish, found)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
@@ -217,7 +217,7 @@ def _gradients(
                 found = add_gradients(problem, masked, of_rows, near, arrays, totals, here)
                 return turn + 1, *found
 
-            return visits.fold(visits_ref, (b, h, i), step, state, fetch=fetch, turn=state[0])
+            return visits.fold_ahead(visits_ref, (b, h, i), fetch, state[0], step, state)
 
         zeros = [unit.lay(jnp.zeros((ROWS, shapes.H), jnp.float32), "ts") for _ in results]
         _, *found = tile_schedule.repeat(0, problem.heads, of_head, (first, *zeros))
