@@ -66,8 +66,8 @@ def launch(
     scratch: Any,
     warpgroups: int = GROUPS + 1,
 ) -> list[Array]:
-    """`kernel(place, operands, results, scratch)` in programs (part, b, h, i) of warpgroups,
-    interpreted on a CPU."""
+    """`kernel(place, operands, results, scratch)` in programs (part, b, h, i), each of so many
+    warpgroups; interpreted on a CPU."""
     given = jax.tree.map(jnp.asarray, (order.longest_first, operands))
     given, over = reverse_mode.varying_alike(given)
     flat, structure = jax.tree.flatten(given)
