@@ -25,7 +25,14 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu import ampere, mosaic_interpreter, registers, tile_weights, warpgroups
+from jattn.kernels.gpu import (
+    ampere,
+    mosaic_interpreter,
+    registers,
+    streams,
+    tile_weights,
+    warpgroups,
+)
 from jattn.spec import Shapes, Spec, Tiling, prepare
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
@@ -66,6 +73,11 @@ class Call(NamedTuple):
 
 RNG = np.random.default_rng(0)
 LONG = np.arange(200) // 70
+SEEN = RNG.random((1, 2, 70, 100)) < 0.5
+
+
+def normal(*shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float16)
 
 
 def _near_or_even(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -99,6 +111,17 @@ CALLS = {
             "q_positions": jnp.arange(100)[None] + 120,
             "dropout_rate": 0.3,
             "dropout_key": jax.random.key(1),
+        },
+    ),
+    "biases": Call(
+        (2, 70, 100, 2, 1, 40, 24),
+        jnp.float16,
+        lambda dtype: {
+            "mask": masks.Dense(jnp.asarray(SEEN)),
+            "score": scores.Bias(normal(1, 1, 70, 100))
+            >> scores.Bias(normal(2, 1, 70, 1))
+            >> scores.Temperature(jnp.asarray([0.75, 1.5], dtype))
+            >> scores.Bias(normal(1, 2, 1, 100)),
         },
     ),
 }
@@ -254,7 +277,8 @@ TRANSLATED = {
         lambda dtype: {"mask": masks.Predicate(_near_or_even)},
     ),
 }
-BY_PALLAS = ("wide_heads", "dense_bias")  # their gradients
+BY_PALLAS = ("wide_heads",)  # its gradients
+WITH_PARAMETERS = "causal_segments_alibi", "biases", "dense_bias"
 
 
 def hopper() -> Any:
@@ -276,7 +300,7 @@ def translated(function: Any, given: Any) -> set[str]:
 
 KERNELS = {f"jattn_{x}" for x in ("forward", "d_queries", "d_keys", "d_parameter")}
 HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
-KERNELS |= HOPPER
+KERNELS |= HOPPER | {"jattn_mosaic_d_parameter"}
 
 
 @pytest.mark.one_in(4)
@@ -286,7 +310,7 @@ def test_it_is_translated_for_cuda(name):
     call = TRANSLATED[name]
     found = translated(functools.partial(everything, call, "hopper"), operands(call))
     gradients = {"jattn_d_queries", "jattn_d_keys"} if name in BY_PALLAS else HOPPER
-    parameters = {"jattn_d_parameter"} if name in ("causal_segments_alibi", "dense_bias") else set()
+    parameters = {"jattn_mosaic_d_parameter"} if name in WITH_PARAMETERS else set()
     assert found == {"jattn_hopper_forward"} | gradients | parameters
 
 
@@ -313,6 +337,18 @@ def reason(dtype: Any = jnp.bfloat16, H: int = 8, **rules: Any) -> str | None:
 TABLE = jnp.arange(7, dtype=jnp.float32)
 
 
+@jax.custom_vjp
+def product(x: Any, y: Any) -> Any:
+    return x * y
+
+
+product.defvjp(lambda x, y: (x * y, (x, y)), lambda kept, d: (d * kept[1], d * kept[0]))
+
+
+def reverse_mode_only(s: Any, b: Any, h: Any, q: Any, kv: Any, factor: Any) -> Any:
+    return product(s, factor.astype(s.dtype))
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -321,8 +357,12 @@ TABLE = jnp.arange(7, dtype=jnp.float32)
         ({"score": scores.Score(lambda s, b, h, q, kv: s + TABLE[kv])}, "a captured array"),
         ({"score": scores.RelativeBias(jnp.ones((8, 1)))}, "to look up entries"),
         ({"score": scores.Score(lambda s, b, h, q, kv: jnp.arctan(s))}, "needs atan"),
+        (
+            {"score": scores.Score(reverse_mode_only, jnp.ones((), jnp.bfloat16))},
+            "custom_vjp has not",
+        ),
     ],
-    ids=["float32", "head size", "captured", "looked up", "arctan"],
+    ids=["float32", "head size", "captured", "looked up", "arctan", "reverse mode"],
 )
 def test_reasons(arguments, words):
     assert words in str(reason(**arguments))
@@ -509,6 +549,32 @@ def test_distances_of_places_are_those_of_integers(transposed, q_first, kv_first
     assert max(x.aval.ndim for x in converted) < 2  # no tile of integers is
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_numbers_are_spread_to_tiles_and_powers_are_products(transposed):
+    """Rows of one number have no layout of their own, and Mosaic knows of powers the square."""
+
+    def function(row: Any, tile: Any) -> Any:
+        ones = jnp.ones_like(row)
+        return [tile * ones, *[tile**x for x in (-2, -1, 0, 3, 4, 7)]]
+
+    tile = jnp.asarray(RNG.uniform(0.5, 2.0, (4, 3)), jnp.float32)
+    row = tile[:, :1]
+    expected = function(row, tile)
+    turn = (lambda x: x.T) if transposed else (lambda x: x)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (row, tile)]
+
+    def run(row: Any, tile: Any) -> Any:
+        return mosaic_interpreter.run(function, row, tile, shapes=shapes, transposed=transposed)
+
+    given = row[:, 0], turn(tile)
+    for x, y in zip(run(*given), expected, strict=True):
+        np.testing.assert_allclose(turn(x), y, rtol=1e-6)
+    program = jax.make_jaxpr(run)(*given)
+    spread = [x for x in program.eqns if x.primitive.name == "broadcast_in_dim"]
+    assert all(x.invars[0].aval.ndim != 1 for x in spread)
+    assert "integer_pow" not in {x.primitive.name for x in program.eqns}
+
+
 # --- since Ampere -------------------------------------------------------------------------------
 
 
@@ -526,7 +592,7 @@ def test_gpus_before_ampere_are_refused(monkeypatch):
 def test_who_copies_tiles(monkeypatch, capability, interpreted, expected):
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
-    assert ampere._copies_by_unit(registers.Unit(interpreted)) == expected
+    assert streams._copies_by_unit(registers.Unit(interpreted)) == expected
 
 
 SMALL = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.dtype("bfloat16"))

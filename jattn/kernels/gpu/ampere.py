@@ -11,9 +11,8 @@ interpreter.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,15 +22,15 @@ from jaxtyping import Array
 from jattn import softmax
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter
-from jattn.kernels.gpu.registers import ROWS, Problem, Unit, mosaic
+from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
+from jattn.kernels.gpu.registers import ROWS, Problem, mosaic
+from jattn.kernels.gpu.streams import Stream, heads_first, put
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
 from jattn.spec import Shapes, Spec
 
 
 _LEAST = (8, 0)  # compute capability: others have no products in bfloat16
-_COPYING_UNIT = (9, 0)  # since this one
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -40,89 +39,15 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def _other_machine() -> str | None:
-    device = _device()
+    device = streams.device()
     if device is None:  # and the program is for another machine
         return None
-    if _capability_of(device) < _LEAST:
+    if streams.capability_of(device) < _LEAST:
         return f"expected compute capability 8.0 or more, got {device.compute_capability}"
     return None if hasattr(mosaic(), "mma") else _OLD
 
 
 _OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
-
-
-def _device() -> Any:
-    """One that runs CUDA, or None."""
-    try:
-        return jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return None
-
-
-def _capability_of(device: Any) -> tuple[int, ...]:
-    return tuple(map(int, device.compute_capability.split(".")))
-
-
-def _copies_by_unit(unit: Unit) -> bool:
-    """Whether the device that the program is for has a unit that copies. JAX takes one that says
-    nothing for a Hopper, and so must this; the interpreter is one."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or _device()
-    known = hasattr(device, "compute_capability") and not unit.interpreted
-    return not known or _capability_of(device) >= _COPYING_UNIT
-
-
-class _Stream(NamedTuple):
-    """Places in shared memory, filled and used in turn; each holds arrays that come and go
-    together. `filled` is a barrier for each place, None where threads copy themselves."""
-
-    arrays: tuple[Any, ...]
-    filled: Any
-
-    @classmethod
-    def scratch(cls, unit: Unit, places: int, *arrays: Any) -> "_Stream":
-        """Of arrays in shared memory `[places, ...]`."""
-        if not _copies_by_unit(unit):
-            return cls(arrays, None)
-        barrier = mosaic().Barrier(num_barriers=places, num_arrivals=len(arrays))
-        return cls(arrays, barrier)
-
-    def _place(self, turn: Any) -> Any:
-        return lax.rem(turn, np.int32(self.arrays[0].shape[0]))
-
-    def fill(self, turn: Any, *sources: Any) -> None:
-        """Starts to copy to the place of this turn. All threads must be done with what it held, and
-        are: all have waited for another copy since."""
-        gpu, place = mosaic(), self._place(turn)
-        if self.filled is not None:
-            gpu.commit_smem()
-        for source, array in zip(sources, self.arrays, strict=True):
-            if self.filled is None:
-                inside = gpu.OOBFillMode.PROMISE_IN_BOUNDS
-                gpu.copy_gmem_to_smem(source, array.at[place], oob_mode=inside)
-            else:
-                gpu.copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
-
-    def wait(self, turn: Any) -> list[Any]:
-        """The arrays of this turn, once they are there and all threads have come here."""
-        place = self._place(turn)
-        if self.filled is None:
-            mosaic().wait_gmem_to_smem(0)
-        else:
-            mosaic().barrier_wait(self.filled.at[place])
-        return [x.at[place] for x in self.arrays]
-
-
-def _put(problem: Problem, memory: Any, value: Array) -> None:
-    """From registers to global memory."""
-    if problem.unit.interpreted:
-        memory[...] = value
-    else:
-        mosaic().store(memory, value, optimized=False)
-
-
-def _heads_first(*arrays: Array) -> list[Array]:
-    """Threads copy rows that follow one another in memory."""
-    return [jnp.swapaxes(x, 1, 2) for x in arrays]
 
 
 def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
@@ -163,14 +88,14 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         out, normalizer = mosaic_interpreter.run(softmax.finish, found)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
-            _put(problem, result.at[part, b, h, own], x)
+            put(problem, result.at[part, b, h, own], x)
 
-    operands = *_heads_first(query, key, value), problem.rules.arrays, visits.arrays
+    operands = *heads_first(query, key, value), problem.rules.arrays, visits.arrays
     heads = parts, shapes.B, shapes.N, shapes.T
     out = (*heads, shapes.V), jnp.float32 if parts > 1 else shapes.dtype
     results = [out, (heads, jnp.float32), (heads, jnp.float32)]
     tile = functools.partial(tiles_in_memory, 1, width=shapes.H, dtype=shapes.dtype)
-    scratch = [_Stream.scratch(unit, 1, tile(rows=x)) for x in (rows, columns, columns)]
+    scratch = [Stream.scratch(unit, 1, tile(rows=x)) for x in (rows, columns, columns)]
     order = Order.of(problem, visits, shapes.N, parts)
     found = launch("jattn_ampere_forward", problem, order, kernel, operands, results, scratch, 1)
     out, *along = (jnp.swapaxes(x, 2, 3) for x in found)
@@ -223,18 +148,18 @@ def _gradients(
         _, *found = tile_schedule.repeat(0, problem.heads, of_head, (first, *zeros))
         for result, total in zip(results, finished(problem, found, own), strict=True):
             to = result.at[b, unit_head, pl.ds(start, ROWS)]
-            _put(problem, to, total.astype(result.dtype))
+            put(problem, to, total.astype(result.dtype))
 
-    tensors = _heads_first(query, d_out), _heads_first(key, value)
+    tensors = heads_first(query, d_out), heads_first(key, value)
     operands = *tensors, rows, problem.rules.arrays, visits.arrays
     results = [(x.shape, shapes.dtype) for x in (tensors[1] if by_key else tensors[0][:1])]
     scratch = [
-        _Stream.scratch(unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
+        Stream.scratch(unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
         for n, rows in ((1, ROWS), (2, size))
     ]
     name = "jattn_ampere_d_keys" if by_key else "jattn_ampere_d_queries"
     order = Order.of(problem, visits, shapes.K if by_key else shapes.N)
-    return _heads_first(*launch(name, problem, order, kernel, operands, results, scratch, 1))
+    return heads_first(*launch(name, problem, order, kernel, operands, results, scratch, 1))
 
 
 # As many keys and queries as fit registers, beside what masks and score functions need.

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import softmax, tile
-from jattn._pytree import axis_names, axis_of
 from jattn.kernels.common import slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
-from jattn.kernels.gpu import mosaic_interpreter, triton
+from jattn.kernels.gpu import mosaic_interpreter, parameter_gradients, triton
 from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, SpecRefs, Unit, types
-from jattn.spec import Shapes, Spec, Tiling, has_mask, prepare
+from jattn.kernels.gpu.tile_weights import with_slope
+from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters, prepare
 
 
 _WIDEST_BACKWARD = 128  # head size of which two gradients fit registers beside a tile
@@ -78,9 +78,15 @@ def _unsupported_reason(
         )
         rules = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
         modify, operands = rules.example()
-        return mosaic_interpreter.run(
-            modify, *jax.tree.map(jnp.squeeze, operands), shapes=types(operands)
-        )
+
+        def all_of_it(*operands: Any) -> Any:
+            *at, products = operands
+            here = rules.at(*at)
+            each = range(len(parameters(here.spec)))
+            return modify(*operands), [with_slope(here, x, products, True) for x in each]
+
+        given = jax.tree.map(jnp.squeeze, operands)
+        return mosaic_interpreter.run(all_of_it, *given, shapes=types(operands))
 
     try:
         jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
@@ -130,12 +136,10 @@ def _backward_pass(
     value: Array,
     all_finite: Array,
 ) -> tuple[list[Array], Array, Array, Array]:
-    """Those of parameters by `triton`, and all where heads are too wide for shared memory or
-    arrays along T and S would have to be transposed."""
+    """All by `triton` where heads are too wide for shared memory."""
     width = _width(key.shape[3], value.shape[3])
-    if width > _WIDEST_BACKWARD or _runs_along_both(spec):
+    if width > _WIDEST_BACKWARD:
         return triton.functions(platform).backward(spec, per_query, key, value, all_finite)
-    d_params = triton.parameter_gradients(platform, spec, per_query, key, value)
     wide = kernels.rows
     keys_each, queries_each = kernels.streamed(width)
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
@@ -144,23 +148,24 @@ def _backward_pass(
         # Rows with NaN in them reach those that attend to them through maximum and delta.
         query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
     operands = (query, d_out, *rows), *keys
-    by_query, by_key = (
-        Problem.of(call.spec, call.shapes, Tiling(*sizes), kernels.unit(platform, transposed))
-        for sizes, transposed in (((wide, keys_each), False), ((queries_each, wide), True))
-    )
-    (d_query,) = kernels.gradients(by_query, call.spec, *operands)
-    d_key, d_value = kernels.gradients(by_key, call.spec, *operands)
+
+    def by_query(rows: int) -> Problem:
+        tiling = Tiling(rows, keys_each)
+        return Problem.of(call.spec, call.shapes, tiling, kernels.unit(platform))
+
+    def by_key(columns: int) -> Problem:
+        tiling = Tiling(queries_each, columns)
+        return Problem.of(call.spec, call.shapes, tiling, kernels.unit(platform, transposed=True))
+
+    d_params = []
+    if parameters(spec):
+        problems = by_query(ROWS), by_key(ROWS)
+        d_params = parameter_gradients.of(*problems, call.spec, *operands)
+    (d_query,) = kernels.gradients(by_query(wide), call.spec, *operands)
+    d_key, d_value = kernels.gradients(by_key(wide), call.spec, *operands)
     pairs = (d_query, per_query[0]), (d_key, key), (d_value, value)
     d_query, d_key, d_value = (_unpadded(d, x.shape) for d, x in pairs)
-    return d_params, d_query, d_key, d_value
-
-
-def _runs_along_both(spec: Spec) -> bool:
-    def one(letters: str, leaf: Any) -> bool:
-        axes = [axis_of(x, letters, leaf.ndim) for x in "TS"]
-        return all(axis is not None and leaf.shape[axis] > 1 for axis in axes)
-
-    return any(jax.tree.leaves(jax.tree.map(one, axis_names(spec), spec)))
+    return slicing.unpadded_parameters(d_params, spec), d_query, d_key, d_value
 
 
 def functions(kernels: Kernels, platform: str) -> AttentionVJP:

@@ -25,6 +25,7 @@ _ELEMENTWISE = frozenset(
     xor""".split()
 )
 _REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
+_OTHER_WORDS = {"custom_lin": "a parameter's derivative in forward mode, which custom_vjp has not"}
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _LOOPS = ("scan", "while", "cond")
 
@@ -55,6 +56,12 @@ def run(
     registers = _Registers(transposed, runs, [])
     found = registers.evaluate(program.jaxpr, program.consts, values)
     return jax.tree.unflatten(jax.tree.structure(out), found)
+
+
+class _Same(NamedTuple):
+    """Of rows or columns: all this number. As such it is spread to a tile."""
+
+    value: Any
 
 
 class _Along(NamedTuple):
@@ -101,9 +108,19 @@ class _Apart(NamedTuple):
         return next((run.first for run in runs if run.values is values), None)
 
 
+def _power(x: Array, exponent: int) -> Array:
+    """x to the power of an integer, of which Mosaic GPU knows the square only."""
+    if exponent < 0:
+        return 1 / _power(x, -exponent)
+    if exponent < 2:
+        return x if exponent else jnp.ones_like(x)
+    half = lax.square(_power(x, exponent // 2))
+    return half * x if exponent % 2 else half
+
+
 class _Registers(NamedTuple):
-    """How arrays lie that a traced function computes, and which of them are known to be spread from
-    one axis, or to be the difference of two that are: `(array, what is known)`."""
+    """How arrays lie that a traced function computes, and what is known of some of them: that they
+    are one number, spread from one axis, or the difference of two that are."""
 
     transposed: bool
     runs: tuple[Run, ...]
@@ -151,7 +168,7 @@ class _Registers(NamedTuple):
         if name == "iota" and result.size == 1:
             return [jnp.zeros((), result.dtype)]
         if name not in _ELEMENTWISE:
-            raise NotImplementedError(name)
+            raise NotImplementedError(_OTHER_WORDS.get(name, name))
         return [self.elementwise(equation, values, shapes, result.shape)]
 
     def elementwise(self, equation: Any, values: Any, shapes: Any, result: Any) -> Array:
@@ -164,6 +181,8 @@ class _Registers(NamedTuple):
             return functools.reduce(lax.add, values)
         if equation.primitive.name == "one_minus_square":
             return 1 - lax.square(values[0])
+        if equation.primitive.name == "integer_pow":
+            return _power(values[0], equation.params["y"])
         if equation.primitive.name == "div" and self.shape(shapes[0]) and not shapes[1]:
             return self.quotient(values, shapes, result)
         return self.noticed(equation, values, equation.primitive.bind(*values, **equation.params))
@@ -198,8 +217,12 @@ class _Registers(NamedTuple):
         if self.shape(before) == self.shape(after):
             return x
         kept = [axis for axis, size in zip(axes, before, strict=True) if size != 1]
-        axes = self.axes(after, kept)
+        axes, number = self.axes(after, kept), self.noted_of(x)
+        if isinstance(number, _Same):
+            x, axes = number.value, ()
         found = lax.broadcast_in_dim(x, self.shape(after), axes)
+        if not axes:
+            self.noted.append((found, _Same(x)))
         if len(axes) == 1 and jnp.ndim(found) == 2:
             self.noted.append((found, _Along(x, axes[0])))
         return found

@@ -33,12 +33,23 @@ ROWS = 64  # queries of a warpgroup: what one instruction multiplies
 
 
 class SpecRefs(kernel_refs.SpecRefs):
-    """A spec as a warpgroup reads it. Booleans are bytes, as they are in memory."""
+    """A spec as a warpgroup reads it. Booleans are bytes, as they are in memory; arrays along T and
+    S are transposed where tiles are."""
 
-    def __init__(self, spec: Spec, tiling: Tiling):
+    def __init__(self, spec: Spec, tiling: Tiling, transposed: bool = False):
         super().__init__(spec, tiling)
         self.boolean = [x.dtype == bool for x in self.arrays]
         self.arrays = [x.astype(jnp.int8) if x.dtype == bool else x for x in self.arrays]
+        self.turned = [transposed and {"T", "S"} <= set(x) for x in self.letters]
+        for i, turned in enumerate(self.turned):
+            if turned:
+                self._turn(i)
+
+    def _turn(self, i: int) -> None:
+        names = self.letters[i]
+        t, s = names.index("T"), names.index("S")
+        self.arrays[i] = self.arrays[i].swapaxes(t, s)
+        self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in names]
 
     def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
         """The tile of these parts of the arrays, at these places."""
@@ -57,6 +68,7 @@ class SpecRefs(kernel_refs.SpecRefs):
         zero = jnp.zeros((), jnp.int32)
         place = kernel_refs.TileIndex(zero, zero, zero, zero)
         parts = [_part(x, index) for x, index in self.parts(self.arrays, place)]
+        parts = [x.T if turned else x for x, turned in zip(parts, self.turned, strict=True)]
         products = jnp.zeros(tuple(self.sizes.values()), jnp.float32)
 
         def modify(*operands: Any) -> Any:
@@ -115,7 +127,7 @@ class Unit(NamedTuple):
             return x
         tile_layout, along_rows = mosaic().Layout.WGMMA, "s" if self.transposed else "t"
         one = tile_layout.reduce(1 if axes == along_rows else 0)
-        return mosaic().layout_cast(x, tile_layout if axes == "ts" else one)
+        return mosaic().layout_cast(x, tile_layout if len(axes) == 2 else one)
 
     def spread(self, along: Array, size: int) -> Array:
         """A tile that is the same along keys, of which there are so many."""
@@ -136,7 +148,8 @@ class Unit(NamedTuple):
         wide = [run and x.size > 1 for x, run in zip(index, runs, strict=True)]
         axes = "".join(x.lower() for x, run in zip(letters, wide, strict=False) if run)
         index = tuple(0 if x > y else z for x, y, z in zip(runs, wide, index, strict=True))
-        expected = jax.ShapeDtypeStruct(tuple(sizes), memory.dtype)
+        turned = self.transposed and {"T", "S"} <= set(letters)
+        expected = jax.ShapeDtypeStruct(tuple(sizes[:: -1 if turned else 1]), memory.dtype)
         if self.interpreted or not axes:
             return _Value(memory[index], expected)
         part, load = memory.at[index], mosaic().load
@@ -267,7 +280,7 @@ class Problem(NamedTuple):
         own = Tiling(tiling.block_q, ROWS) if by_key else Tiling(ROWS, tiling.block_kv)
         # Rows that come by have their hashes with them, others make theirs once.
         scale, spec = Scale.of(tile.hashed(spec, shapes, rows=by_key))
-        rules, drops = SpecRefs(spec, own), spec.dropout_rate > 0
+        rules, drops = SpecRefs(spec, own, by_key), spec.dropout_rate > 0
         operations, unmodified = _operations(spec, rules), is_unmodified(spec)
         how = _approximate(spec, operations), bool(operations & _SPECIAL), drops, unmodified
         return cls(shapes, tiling, rules, unit, scale, *how)

@@ -18,7 +18,7 @@ from jattn import softmax
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu import mosaic_interpreter
 from jattn.kernels.gpu.registers import ROWS, Problem, Scale, Tile, Unit, is_unmodified
-from jattn.spec import has_mask
+from jattn.spec import has_mask, parameters, with_parameters
 
 
 _LOG2E = math.log2(math.e)
@@ -150,6 +150,42 @@ def d_products(
     return pull(weights * d_weights)[0], here.drop(weights)
 
 
+def d_parameter(
+    which: int,
+    along: tuple[int, ...],
+    masked: bool,
+    factors: Scale,
+    here: slicing.Tile,
+    products: Array,
+    d_weights: Array,
+    rows: Rows,
+) -> Array:
+    """What a tile adds to the gradient of one of its parameters, summed over axes but `along`, less
+    `factors.after`."""
+    if here.spec.dropout_rate:
+        d_weights = here.drop(d_weights) - rows.delta[:, None]
+    score, slope = with_slope(here, which, times(products, factors.before), masked)
+    found = _weights(masked, factors, score, rows) * d_weights * slope
+    if masked:  # also in a row that is NaN
+        found = jnp.where(score == -jnp.inf, 0, found)
+    return jnp.sum(found, axis=tuple({0, 1} - set(along)))
+
+
+def with_slope(
+    here: slicing.Tile, which: int, products: Array, masked: bool
+) -> tuple[Array, Array]:
+    """Scores, and the derivative of each by the entry of a parameter that it depends on. It is one
+    at most: so forward mode finds all of them at once, with ones in all directions."""
+    values = parameters(here.spec)
+
+    def scores(x: Any) -> Array:
+        replaced = with_parameters(here.spec, [*values[:which], x, *values[which + 1 :]])
+        return here._replace(spec=replaced).modify(products, masked)
+
+    own = values[which]
+    return jax.jvp(scores, (own,), (jnp.ones_like(own),))
+
+
 def _unmodified_weights(
     masked: bool, factors: Scale, here: slicing.Tile, products: Array, rows: Rows
 ) -> Array:
@@ -205,9 +241,27 @@ def add_gradients(
     here: Tile,
     beside: Any = (),
 ) -> list[Array]:
-    """The gradients with what a tile adds to them. What is kept and what comes by are query and
-    d_out, or key and value; `rows` those of the queries that are kept, or how to read them while
-    products are under way."""
+    """The gradients with what a tile adds to them; the others as `of_tile` takes them."""
+    found = of_tile(problem, masked, rows, kept, streamed, here, beside)
+    factors = [(x.astype(y.dtype), y) for x, y in zip(found, streamed, strict=True)]
+    return problem.unit.products(factors[: len(totals)], onto=totals)
+
+
+def of_tile(
+    problem: Problem,
+    masked: bool,
+    rows: Rows | Callable[[], Rows],
+    kept: Any,
+    streamed: Any,
+    here: Tile,
+    beside: Any = (),
+    derive: Callable[..., Any] | None = None,
+) -> Any:
+    """What `derive` makes of a tile's products and d_out vᵀ; by itself it is `d_products`.
+
+    What is kept and what comes by are query and d_out, or key and value; `rows` those of the
+    queries that are kept, or how to read them while products are under way.
+    """
     unit = problem.unit
     (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
     (products,) = unit.products([products], transposed=True)
@@ -216,11 +270,9 @@ def add_gradients(
         products = here.run(functools.partial(signed, masked, problem.scale), products, rows)
     onto = None if problem.drops else [unit.spread(-rows.delta, problem.rules.sizes["S"])]
     (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
-    derive = d_signed if problem.drops_alone else d_products
+    derive = derive or (d_signed if problem.drops_alone else d_products)
     derive = functools.partial(derive, masked, problem.scale)
-    found = here.run(derive, products, d_weights, rows)
-    factors = [(x.astype(y.dtype), y) for x, y in zip(found, streamed, strict=True)]
-    return unit.products(factors[: len(totals)], onto=totals)
+    return here.run(derive, products, d_weights, rows)
 
 
 def finished(problem: Problem, totals: list[Array], rows: Rows | None) -> list[Array]:

@@ -31,6 +31,7 @@ from jattn import softmax, tile, tuning
 from jattn.kernels.common import block_mask, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import kernel_refs
+from jattn.kernels.gpu.parameter import Parameter
 from jattn.kernels.xla import blockwise
 from jattn.spec import (
     Shapes,
@@ -364,58 +365,12 @@ def _d_keys(problem: _Problem, memory: _Operands, kinds: Any) -> list[Array]:
     return _run("jattn_d_keys", problem, programs, kernel, (memory, visits.arrays), results)
 
 
-class _Parameter(NamedTuple):
-    """A parameter of the score function: which one, its sizes by letter for one head, and
-    how many batch rows and heads have one of their own."""
-
-    which: int
-    sizes: dict[str, int]
-    own: tuple[int, int]
-
-    @classmethod
-    def of(cls, spec: Spec, which: int) -> "_Parameter":
-        leaf, letters = parameters(spec)[which], parameter_letters(spec)[which]
-        names = letters.replace("#", "").split() or [str(axis) for axis in range(leaf.ndim)]
-        sizes = dict(zip(names, leaf.shape, strict=True))
-        return cls(which, sizes, (sizes.pop("*B", 1), sizes.pop("N", 1)))
-
-    @property
-    def looked_up(self) -> bool:
-        """Whether a tile may read any of its entries."""
-        return not set(self.sizes) <= {"T", "S"}
-
-    @property
-    def entries(self) -> int:
-        return math.prod(self.sizes.values())
-
-    def runs_along(self, letter: str) -> bool:
-        return self.sizes.get(letter, 1) > 1
-
-    def block(self, tiling: Tiling) -> tuple[int, ...]:
-        """The shape of its part at a tile; all entries of one that is looked up."""
-        if self.looked_up:
-            return (pl.next_power_of_2(self.entries),)
-        at_tile = dict(zip("TS", tiling, strict=True))
-        return tuple(at_tile[x] if size > 1 else 1 for x, size in self.sizes.items())
-
-    def joined(self, parts: Array) -> Array:
-        """From those of all blocks, `[B, N, n, ...]`, the gradient for each head `[B, N, ...]`."""
-        along = [axis for axis, size in enumerate(self.sizes.values()) if size > 1]
-        if self.looked_up:
-            parts = parts.sum(axis=2)[..., : self.entries]
-        elif along:
-            parts = jnp.moveaxis(parts, 2, 2 + along[0])
-        else:
-            parts = parts.sum(axis=2)
-        return parts.reshape(*parts.shape[:2], *self.sizes.values())
-
-
 def _d_parameters(problem: _Problem, spec: Spec, memory: _Operands, kinds: Any) -> list[Array]:
     """The gradients of all parameters, each in its own shape. Where one is looked up and has many
     entries, XLA sums them up tile by tile: it can scatter."""
     found = []
     for which, leaf in enumerate(parameters(spec)):
-        parameter = _Parameter.of(spec, which)
+        parameter = Parameter.of(spec, which)
         if parameter.looked_up and parameter.entries > tuning.current().gpu_gathered_entries:
             rows, keys, values, _ = memory
             every = blockwise.parameter_gradients(spec, rows, keys, values, problem.tiling)
@@ -428,7 +383,7 @@ def _d_parameters(problem: _Problem, spec: Spec, memory: _Operands, kinds: Any) 
     return found
 
 
-def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kinds: Any) -> Array:
+def _d_by_block(problem: _Problem, parameter: Parameter, memory: _Operands, kinds: Any) -> Array:
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for each block of queries, or of keys where it runs along S."""
     shapes, by_key = problem.shapes, parameter.runs_along("S") and not parameter.looked_up
@@ -454,12 +409,11 @@ def _d_by_block(problem: _Problem, parameter: _Parameter, memory: _Operands, kin
     return parameter.joined(parts.reshape(shapes.B, shapes.N, n, *block))
 
 
-def _d_by_tile(problem: _Problem, parameter: _Parameter, memory: _Operands, kinds: Any) -> Array:
+def _d_by_tile(problem: _Problem, parameter: Parameter, memory: _Operands, kinds: Any) -> Array:
     """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles,
     which goes through the batch rows and heads that share it: nothing larger is ever held."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
-    own = parameter.own
-    shared = [1 if mine > 1 else all_ for mine, all_ in zip(own, (shapes.B, shapes.N), strict=True)]
+    own, shared = parameter.own, parameter.shared(shapes.B, shapes.N)
 
     def kernel(memory: _Operands, kinds_ref: Any, result: Any) -> None:
         *first, i, j = _coordinates(pl.program_id(0), *own, n, m)
@@ -513,42 +467,19 @@ def _forward_pass(
     return slicing.unpadded(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
 
 
-class _Reverse(NamedTuple):
-    """What the kernels of a backward pass have in common."""
-
-    problem: _Problem
-    spec: Spec
-    memory: _Operands
-    kinds: Any
-
-    @classmethod
-    def of(cls, platform: str, spec: Spec, per_query: Any, key: Array, value: Array) -> "_Reverse":
-        call, problem = _padded(platform, spec, cast_cotangent(per_query), key, value)
-        memory = _Operands(_Rows(*call.rows), call.key, call.value, problem.rules.arrays)
-        return cls(problem, call.spec, memory, problem.kinds(call.spec))
-
-
 def _backward_pass(
     platform: str, spec: Spec, per_query: Any, key: Array, value: Array, _: Array
 ) -> tuple[list[Array], Array, Array, Array]:
-    problem, padded_spec, memory, kinds = _Reverse.of(platform, spec, per_query, key, value)
+    call, problem = _padded(platform, spec, cast_cotangent(per_query), key, value)
+    memory = _Operands(_Rows(*call.rows), call.key, call.value, problem.rules.arrays)
+    kinds = problem.kinds(call.spec)
     d_key, d_value = _d_keys(problem, memory, kinds)
     return (
-        slicing.unpadded_parameters(_d_parameters(problem, padded_spec, memory, kinds), spec),
+        slicing.unpadded_parameters(_d_parameters(problem, call.spec, memory, kinds), spec),
         slicing.unpadded(_d_queries(problem, memory, kinds), per_query[0].shape),
         slicing.unpadded(d_key, key.shape),
         slicing.unpadded(d_value, value.shape),
     )
-
-
-def parameter_gradients(
-    platform: str, spec: Spec, per_query: Any, key: Array, value: Array
-) -> list[Array]:
-    """Of the backward pass those of parameters only, for kernels that leave these to this one."""
-    if not parameters(spec):
-        return []
-    problem, padded_spec, memory, kinds = _Reverse.of(platform, spec, per_query, key, value)
-    return slicing.unpadded_parameters(_d_parameters(problem, padded_spec, memory, kinds), spec)
 
 
 def functions(platform: str) -> AttentionVJP:

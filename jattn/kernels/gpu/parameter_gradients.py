@@ -1,0 +1,207 @@
+"""Gradients of the parameters of score functions, by the products of kernels in Mosaic.
+
+A program is one warpgroup, which computes weights and their cotangents once more and sums what a
+parameter's entries get of them:
+
+- a parameter along T, or along neither T nor S: for 64 queries, over the keys that they see;
+- one along S: for 64 keys, over the queries that see them;
+- one along both: for a tile, over the batch rows and heads that share it. Nothing larger is held.
+
+Where nobody asks for a gradient XLA leaves out its kernel.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jattn import tile
+from jattn.kernels.common import block_mask, tile_schedule
+from jattn.kernels.gpu.kernel_refs import TileIndex
+from jattn.kernels.gpu.parameter import Parameter
+from jattn.kernels.gpu.registers import ROWS, Problem, Scale
+from jattn.kernels.gpu.streams import Stream, heads_first, put
+from jattn.kernels.gpu.tile_weights import Rows, d_parameter, of_tile
+from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.spec import Spec, parameter_letters, parameters, with_parameters
+
+
+_NAME = "jattn_mosaic_d_parameter"
+_PLACES = 2  # for tiles in shared memory
+
+
+def of(
+    by_query: Problem, by_key: Problem, spec: Spec, per_query: Any, key: Array, value: Array
+) -> list[Array]:
+    """Those of all parameters of a padded call, in float32, each in its own shape."""
+
+    def in_kernels(values: list[Array]) -> list[Array]:
+        return parameters(Scale.of(with_parameters(spec, values))[1])
+
+    derived, pull = jax.vjp(in_kernels, [x.astype(jnp.float32) for x in parameters(spec)])
+    found = []
+    for which, letters in enumerate(parameter_letters(spec)):
+        parameter = Parameter.of(spec, which)
+        along_keys, along_queries = map(parameter.runs_along, "ST")
+        problem = by_key if along_keys and not along_queries else by_query
+        find = _by_tile if along_keys and along_queries else _by_block
+        parts = find(problem, spec, parameter, per_query, key, value)
+        found.append(tile.sum_heads(parts * problem.scale.after, derived[which], letters))
+    return pull(found)[0]
+
+
+class _Program(NamedTuple):
+    """What a program works with: which parameter, references to all that it reads, and a place in
+    shared memory for the tiles of some queries and some keys."""
+
+    problem: Problem
+    parameter: Parameter
+    tensors: Any  # query, d_out, key and value, heads first
+    rows: Any  # what `Rows` stacks
+    leaves: list[Any]
+    stream: Stream
+
+    def at(self, b: Any, h: Any, i: Any, j: Any) -> TileIndex:
+        """The tile of blocks i of queries and j of keys."""
+        rows, columns = self.problem.rules.sizes.values()
+        return TileIndex(b, h, i * rows, j * columns)
+
+    def fetch(self, turn: Any, at: TileIndex) -> None:
+        """Starts to copy what a tile needs."""
+        rows, columns = self.problem.rules.sizes.values()
+        query, d_out, key, value = self.tensors
+        own = at.b, at.h, pl.ds(at.row, rows)
+        seen = at.b, lax.div(at.h, np.int32(self.problem.shapes.G)), pl.ds(at.column, columns)
+        tiles = query.at[own], d_out.at[own], key.at[seen], value.at[seen]
+        self.stream.fill(turn, *tiles, *self.problem.parts_beside(self.leaves, at))
+
+    def add(self, total: Array, turn: Any, masked: bool, at: TileIndex, fetch_next: Any) -> Array:
+        """The sum with what a tile adds."""
+        problem, unit, parameter = self.problem, self.problem.unit, self.parameter
+        *tensors, beside = self._tiles(turn)
+        fetch_next()
+        here = problem.tile(self.leaves, at, {})
+        kept, others = tensors[::-1] if problem.by_key else tensors
+        block = lax.div(at.row, np.int32(problem.rules.sizes["T"]))
+        rows = functools.partial(Rows.read, unit, self.rows, at.b, at.h, block)
+        along = tuple(axis for axis, x in enumerate("TS") if parameter.runs_along(x))
+        derive = functools.partial(d_parameter, parameter.which, along or (0,))
+        found = of_tile(problem, masked, rows, kept, others, here, beside, derive)
+        return total + found
+
+    def _tiles(self, turn: Any) -> tuple[Any, Any, Any]:
+        query, d_out, key, value, *beside = self.stream.wait(turn)
+        return (query, d_out), (key, value), beside
+
+
+def _run(
+    problem: Problem,
+    parameter: Parameter,
+    order: Order,
+    body: Callable[[_Program, Any, Any, Any], None],
+    arrays: tuple[Any, Any, Any],
+    index: Any,
+    result: tuple[int, ...],
+) -> Array:
+    """`body(program, place, index, result)` in all programs, for the arrays of a padded call."""
+    (query, d_out, *rows), key, value = arrays
+
+    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+        tensors, rows, leaves, index = operands
+        program = _Program(problem, parameter, tensors, rows, leaves, scratch[0])
+        body(program, place, index, results[0])
+
+    sizes = problem.rules.sizes
+    rows, _ = Rows.stacked(rows, sizes["T"])
+    tensors = heads_first(query, d_out, key, value)
+    tiles = [
+        tiles_in_memory(_PLACES, sizes[x], problem.shapes.H, problem.shapes.dtype) for x in "TTSS"
+    ]
+    scratch = [Stream.scratch(problem.unit, _PLACES, *tiles, *problem.scratch_beside(_PLACES))]
+    operands, results = (tensors, rows, problem.rules.arrays, index), [(result, jnp.float32)]
+    return launch(_NAME, problem, order, kernel, operands, results, scratch, 1)[0]
+
+
+def _by_block(
+    problem: Problem,
+    spec: Spec,
+    parameter: Parameter,
+    per_query: Any,
+    key: Array,
+    value: Array,
+) -> Array:
+    """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
+    for every 64 queries, or keys where `problem.by_key`."""
+    shapes, by_key = problem.shapes, problem.by_key
+    visits = block_mask.of(problem.kinds(spec), by_key=by_key)
+    _, far = Rows.stacked(per_query[2:], problem.rules.sizes["T"])
+    visits = visits.without_full(far)
+
+    def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:
+        _, b, h, x = place
+
+        def at(y: Any) -> TileIndex:
+            return program.at(b, h, *((y, x) if by_key else (x, y)))
+
+        def step(y: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
+            turn, total = state
+            ahead = functools.partial(fetch_next, turn + 1)
+            return turn + 1, program.add(total, turn, masked, at(y), ahead)
+
+        fetch = lambda y, turn: program.fetch(turn, at(y))  # noqa: E731
+        zeros = problem.unit.lay(jnp.zeros((ROWS,), jnp.float32), "s" if by_key else "t")
+        first = jnp.int32(0)
+        _, total = visits.fold_ahead(visits_ref, (b, h, x), fetch, first, step, (first, zeros))
+        put(problem, result.at[b, h, pl.ds(x * ROWS, ROWS)], total)
+
+    arrays, order = (per_query, key, value), Order.of(problem, visits, shapes.N)
+    result = shapes.B, shapes.N, shapes.S if by_key else shapes.T
+    return parameter.of_heads(_run(problem, parameter, order, body, arrays, visits.arrays, result))
+
+
+def _by_tile(
+    problem: Problem,
+    spec: Spec,
+    parameter: Parameter,
+    per_query: Any,
+    key: Array,
+    value: Array,
+) -> Array:
+    """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles."""
+    shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
+    own, shared = parameter.own, parameter.shared(shapes.B, shapes.N)
+    count = shared[0] * shared[1]
+
+    def body(program: _Program, place: Any, kinds: Any, result: Any) -> None:
+        _, b, h, tile_index = place
+        i, j = (f(tile_index, np.int32(m)) for f in (lax.div, lax.rem))
+
+        def at(index: Any) -> TileIndex:
+            first, second = (f(index, np.int32(shared[1])) for f in (lax.div, lax.rem))
+            return program.at(b + first, h + second, i, j)
+
+        def of_head(index: Any, state: Any) -> Any:
+            here = at(index)
+            kind = kinds[(*block_mask.clamped(kinds, here.b, here.h), i, j)]
+
+            def visit(_: Any, state: Any) -> Any:
+                turn, total = state
+                program.fetch(turn, here)
+                return turn + 1, program.add(total, turn, True, here, lambda: None)
+
+            # Not by comparing: a bound that is a converted boolean is folded to one bit.
+            return tile_schedule.repeat(0, jnp.minimum(kind, np.int32(1)), visit, state)
+
+        zeros = problem.unit.lay(jnp.zeros((rows, columns), jnp.float32), "ts")
+        _, total = tile_schedule.repeat(0, count, of_head, (jnp.int32(0), zeros))
+        put(problem, result.at[b, h, pl.ds(i * rows, rows), pl.ds(j * columns, columns)], total)
+
+    order = Order(own, (own[0] * own[1], n * m, 1), None)
+    kinds, result = problem.kinds(spec).astype(np.int32), (*own, shapes.T, shapes.S)
+    return _run(problem, parameter, order, body, (per_query, key, value), kinds, result)

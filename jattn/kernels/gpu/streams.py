@@ -1,0 +1,93 @@
+"""Tiles that the only warpgroup of a program copies to shared memory ahead of their use, and what
+it leaves in global memory.
+
+Before Hopper each thread copies its share and all wait for one another; since Hopper a unit of its
+own copies, and a barrier says when a tile is there.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jattn.kernels.gpu.registers import Problem, Unit, mosaic
+
+
+_COPYING_UNIT = (9, 0)  # compute capability since which there is one
+
+
+def device() -> Any:
+    """One that runs CUDA, or None."""
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+
+
+def capability_of(device: Any) -> tuple[int, ...]:
+    return tuple(map(int, device.compute_capability.split(".")))
+
+
+def _copies_by_unit(unit: Unit) -> bool:
+    """Whether the device that the program is for has a unit that copies. JAX takes one that says
+    nothing for a Hopper, and so must this; the interpreter is one."""
+    target = jax.sharding.get_abstract_mesh().abstract_device or device()
+    known = hasattr(target, "compute_capability") and not unit.interpreted
+    return not known or capability_of(target) >= _COPYING_UNIT
+
+
+class Stream(NamedTuple):
+    """Places in shared memory, filled and used in turn; each holds arrays that come and go
+    together. `filled` is a barrier for each place, None where threads copy themselves."""
+
+    arrays: tuple[Any, ...]
+    filled: Any
+
+    @classmethod
+    def scratch(cls, unit: Unit, places: int, *arrays: Any) -> "Stream":
+        """Of arrays in shared memory `[places, ...]`."""
+        if not _copies_by_unit(unit):
+            return cls(arrays, None)
+        barrier = mosaic().Barrier(num_barriers=places, num_arrivals=len(arrays))
+        return cls(arrays, barrier)
+
+    def _place(self, turn: Any) -> Any:
+        return lax.rem(turn, np.int32(self.arrays[0].shape[0]))
+
+    def fill(self, turn: Any, *sources: Any) -> None:
+        """Starts to copy to the place of this turn. All threads must be done with what it held, and
+        are: all have waited for another copy since."""
+        gpu, place = mosaic(), self._place(turn)
+        if self.filled is not None:
+            gpu.commit_smem()
+        for source, array in zip(sources, self.arrays, strict=True):
+            if self.filled is None:
+                inside = gpu.OOBFillMode.PROMISE_IN_BOUNDS
+                gpu.copy_gmem_to_smem(source, array.at[place], oob_mode=inside)
+            else:
+                gpu.copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
+
+    def wait(self, turn: Any) -> list[Any]:
+        """The arrays of this turn, once they are there and all threads have come here."""
+        place = self._place(turn)
+        if self.filled is None:
+            mosaic().wait_gmem_to_smem(0)
+        else:
+            mosaic().barrier_wait(self.filled.at[place])
+        return [x.at[place] for x in self.arrays]
+
+
+def put(problem: Problem, memory: Any, value: Array) -> None:
+    """From registers to global memory."""
+    if problem.unit.interpreted or not hasattr(mosaic(), "store"):
+        memory[...] = value
+    else:
+        mosaic().store(memory, value, optimized=False)
+
+
+def heads_first(*arrays: Array) -> list[Array]:
+    """Threads copy rows that follow one another in memory."""
+    return [jnp.swapaxes(x, 1, 2) for x in arrays]
