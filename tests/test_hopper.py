@@ -27,6 +27,7 @@ from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu import (
     ampere,
+    lookup,
     mosaic_interpreter,
     registers,
     streams,
@@ -73,6 +74,7 @@ class Call(NamedTuple):
 
 RNG = np.random.default_rng(0)
 LONG = np.arange(200) // 70
+DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 100)), axis=1)
 SEEN = RNG.random((1, 2, 70, 100)) < 0.5
 
 
@@ -82,6 +84,22 @@ def normal(*shape: int) -> Any:
 
 def _near_or_even(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (abs(q - kv) <= 20) | ((q + 2 * kv + h + b) % 3 == 0)
+
+
+def _same_document(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    ids, first = operands
+    return (ids[b, q] == ids[b, kv - 1]) & (kv >= first[h])
+
+
+def _seen(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    return operands[0][0, h, q, kv]
+
+
+def _relative(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    slopes, table = operands
+    near = jnp.clip(q - kv, -5, 5) + 5
+    change = table[h, near] * slopes[1 - h].astype(table.dtype)
+    return score * slopes[h].astype(score.dtype) + change.astype(score.dtype)
 
 
 CALLS = {
@@ -111,6 +129,18 @@ CALLS = {
             "q_positions": jnp.arange(100)[None] + 120,
             "dropout_rate": 0.3,
             "dropout_key": jax.random.key(1),
+        },
+    ),
+    "tables": Call(
+        (2, 70, 100, 2, 1, 64, 64),
+        jnp.bfloat16,
+        lambda dtype: {
+            "mask": masks.Predicate(
+                _same_document, jnp.asarray(DOCUMENTS), jnp.asarray([0, 7], jnp.int32)
+            )
+            & masks.Predicate(_seen, jnp.asarray(SEEN)),
+            "score": scores.Score(_relative, jnp.asarray([0.5, 0.25], dtype), normal(2, 11))
+            >> scores.RelativeBias(normal(32, 2)),
         },
     ),
     "biases": Call(
@@ -294,10 +324,11 @@ def translated(function: Any, given: Any) -> set[str]:
     ):
         export = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
         program = export(*given).mlir_module()
-    assert "stablehlo.dot_general" not in program
-    return set(re.findall(r"jattn_\w+", program)) & KERNELS
+    products = {XLA_PRODUCT} if XLA_PRODUCT in program else set()
+    return set(re.findall(r"jattn_\w+", program)) & KERNELS | products
 
 
+XLA_PRODUCT = "stablehlo.dot_general"
 KERNELS = {f"jattn_{x}" for x in ("forward", "d_queries", "d_keys", "d_parameter")}
 HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
 KERNELS |= HOPPER | {"jattn_mosaic_d_parameter"}
@@ -311,6 +342,7 @@ def test_it_is_translated_for_cuda(name):
     found = translated(functools.partial(everything, call, "hopper"), operands(call))
     gradients = {"jattn_d_queries", "jattn_d_keys"} if name in BY_PALLAS else HOPPER
     parameters = {"jattn_mosaic_d_parameter"} if name in WITH_PARAMETERS else set()
+    parameters |= {XLA_PRODUCT} if name == "tables" else set()  # for their gradients
     assert found == {"jattn_hopper_forward"} | gradients | parameters
 
 
@@ -355,14 +387,17 @@ def reverse_mode_only(s: Any, b: Any, h: Any, q: Any, kv: Any, factor: Any) -> A
         ({"dtype": jnp.float32}, "got float32"),
         ({"H": 257}, "up to 256, got 257"),
         ({"score": scores.Score(lambda s, b, h, q, kv: s + TABLE[kv])}, "a captured array"),
-        ({"score": scores.RelativeBias(jnp.ones((8, 1)))}, "to look up entries"),
+        (
+            {"score": scores.Score(lambda s, b, h, q, kv, t: t[0].sum() + s, TABLE[None])},
+            "only index",
+        ),
         ({"score": scores.Score(lambda s, b, h, q, kv: jnp.arctan(s))}, "needs atan"),
         (
             {"score": scores.Score(reverse_mode_only, jnp.ones((), jnp.bfloat16))},
             "custom_vjp has not",
         ),
     ],
-    ids=["float32", "head size", "captured", "looked up", "arctan", "reverse mode"],
+    ids=["float32", "head size", "captured", "sliced", "arctan", "reverse mode"],
 )
 def test_reasons(arguments, words):
     assert words in str(reason(**arguments))
@@ -573,6 +608,40 @@ def test_numbers_are_spread_to_tiles_and_powers_are_products(transposed):
     spread = [x for x in program.eqns if x.primitive.name == "broadcast_in_dim"]
     assert all(x.invars[0].aval.ndim != 1 for x in spread)
     assert "integer_pow" not in {x.primitive.name for x in program.eqns}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
+    """One for all places that are the same; rows and columns are told apart although both are 4."""
+    table = jnp.arange(20, dtype=jnp.float32) * 10
+    asked = []
+
+    def entries(places: Any, axes: str) -> Any:
+        asked.append((jnp.ndim(places), axes))
+        return table[places]
+
+    def function(row: Any, column: Any, one: Any) -> Any:
+        seen = lookup.Table(0, (4, 5), jnp.dtype("float32")).seen((one, None), False)
+        per_key = jax.vmap(lambda i, j: (seen[i - 1], seen[j], seen[i + j], seen[one]), (None, 0))
+        return jax.vmap(per_key, (0, None))(row, column)
+
+    rows, columns, one = jnp.arange(4, dtype=jnp.int32), jnp.array([3, 1, 0, 1]), jnp.int32(2)
+    given = rows, columns.astype(jnp.int32), one
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    found = mosaic_interpreter.run(
+        function,
+        *given,
+        shapes=shapes,
+        transposed=transposed,
+        lines=[(given[0], "t"), (given[1], "s")],
+        tables={0: entries},
+    )
+    i, j = np.meshgrid(rows, columns, indexing="ij")
+    row = np.asarray(table).reshape(4, 5)[2]
+    wanted = row[i - 1], row[j], row[np.minimum(i + j, 4)], np.full((4, 4), row[2])
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(x.T if transposed else x, y)
+    assert sorted(asked) == [(0, ""), (1, "s"), (1, "t"), (2, "ts")]
 
 
 # --- since Ampere -------------------------------------------------------------------------------

@@ -44,8 +44,11 @@ class GatherRef:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) != self.ndim or not all(map(_is_index, index)):
             raise TypeError(f"an integer for each of {self.ndim} axes")
-        inside = [_inside(x, size) for x, size in zip(index, self.shape, strict=True)]
-        inside = list(jnp.broadcast_arrays(*inside))
+        return self.inside(*[_inside(x, size) for x, size in zip(index, self.shape, strict=True)])
+
+    def inside(self, *index: Array) -> Array:
+        """The entries at integers of int32 that are known to be places of the array."""
+        inside = list(jnp.broadcast_arrays(*index))
         places = iter(inside)
         entry = self.memory[tuple(next(places) if x is None else x for x in self.selected)]
         flat = jnp.zeros((), jnp.int32)
@@ -163,18 +166,8 @@ def unsupported_reason(spec: Spec, shapes: Shapes, tiling: Tiling) -> str | None
 def _unsupported_reason(
     structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Tiling
 ) -> str | None:
-    def padded(leaves: Any) -> Spec:
-        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
-        T, S = shapes.T, shapes.S
-        return slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
-
-    def outside(leaves: Any, products: Array) -> Array:
-        run = tile_schedule.Run(0, tiling.block_kv, True)
-        here = slicing.Tile.at(select_head(padded(leaves), 0, 0), 0, 0, 0, tiling.block_q, run)
-        return here.modify(products, True)
-
     def inside(leaves: Any, products: Array) -> Array:
-        rules = SpecRefs(padded(leaves), tiling)
+        rules = SpecRefs(padded(structure, leaves, shapes, tiling), tiling)
 
         def kernel(memory: Any, products: Any, result: Any) -> None:
             here = rules.tile(memory, TileIndex(0, 0, 0, 0))
@@ -185,15 +178,41 @@ def _unsupported_reason(
         result = jax.ShapeDtypeStruct(tiling, jnp.float32, manual_axis_type=nowhere)
         return pl.pallas_call(kernel, out_shape=result)(rules.arrays, products)
 
-    operands = [jax.ShapeDtypeStruct(*x) for x in avals], jax.ShapeDtypeStruct(tiling, jnp.float32)
+    leaves, products = [jax.ShapeDtypeStruct(*x) for x in avals], _products(tiling)
     try:
-        program = jax.make_jaxpr(inside)(*operands)
+        program = jax.make_jaxpr(inside)(leaves, products)
     except (TypeError, ValueError) as error:
-        jax.eval_shape(outside, *operands)  # raises what is wrong everywhere
-        return f"a function in a kernel can only index its operands, and captures no array: {error}"
+        raise_if_wrong_everywhere(structure, leaves, shapes, tiling)
+        return ONLY_INDEXED.format(error)
     (kernel,) = (x.params["jaxpr"] for x in program.eqns if x.primitive.name == "pallas_call")
     unknown = sorted(primitives(kernel) - _PRIMITIVES)
     return f"a function of mask or score needs {', '.join(unknown)}" if unknown else None
+
+
+ONLY_INDEXED = "a function in a kernel can only index its operands, and captures no array: {}"
+
+
+def raise_if_wrong_everywhere(
+    structure: Any, leaves: list[Any], shapes: Shapes, tiling: Tiling
+) -> None:
+    """Raises what a spec raises outside of kernels too; `leaves` are shapes and dtypes."""
+
+    def outside(leaves: Any, products: Array) -> Array:
+        spec = select_head(padded(structure, leaves, shapes, tiling), 0, 0)
+        run = tile_schedule.Run(0, tiling.block_kv, True)
+        return slicing.Tile.at(spec, 0, 0, 0, tiling.block_q, run).modify(products, True)
+
+    jax.eval_shape(outside, leaves, _products(tiling))
+
+
+def _products(tiling: Tiling) -> Any:
+    return jax.ShapeDtypeStruct(tiling, jnp.float32)
+
+
+def padded(structure: Any, leaves: Any, shapes: Shapes, tiling: Tiling) -> Spec:
+    """The spec of these leaves, for whole tiles."""
+    spec, (T, S) = prepare(jax.tree.unflatten(structure, leaves), shapes), (shapes.T, shapes.S)
+    return slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
 
 
 def primitives(jaxpr: Any) -> set[str]:

@@ -15,10 +15,17 @@ from jaxtyping import Array
 from jattn import softmax, tile
 from jattn.kernels.common import slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
-from jattn.kernels.gpu import mosaic_interpreter, parameter_gradients, triton
+from jattn.kernels.gpu import (
+    by_distance,
+    kernel_refs,
+    mosaic_interpreter,
+    parameter_gradients,
+    triton,
+)
+from jattn.kernels.gpu.parameter import Parameter
 from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, SpecRefs, Unit, types
 from jattn.kernels.gpu.tile_weights import with_slope
-from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters, prepare
+from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
 
 
 _WIDEST_BACKWARD = 128  # head size of which two gradients fit registers beside a tile
@@ -60,7 +67,8 @@ def unsupported(tiling: Tiling, spec: Spec, shapes: Shapes) -> str | None:
         return f"expected head sizes up to {triton.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
-    leaves, structure = jax.tree.flatten(dataclasses.replace(spec, dropout_key=None))
+    spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
+    leaves, structure = jax.tree.flatten(spec)
     return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)
 
 
@@ -71,27 +79,29 @@ def _unsupported_reason(
     """What mask or score function do that registers cannot, found by tracing them for one tile."""
 
     def one_tile(leaves: Any) -> Any:
-        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
-        spec = dataclasses.replace(spec, dropout_rate=0.0)
-        spec = slicing.pad_spec(
-            spec, shapes.T, shapes.S, *slicing.round_up(shapes.T, shapes.S, tiling)
-        )
+        spec = kernel_refs.padded(structure, leaves, shapes, tiling)
+        spec = by_distance.replaced(spec, shapes)
         rules = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
         modify, operands = rules.example()
 
         def all_of_it(*operands: Any) -> Any:
             *at, products = operands
             here = rules.at(*at)
-            each = range(len(parameters(here.spec)))
+            each = [x for x in range(len(parameters(spec))) if not Parameter.of(spec, x).looked_up]
             return modify(*operands), [with_slope(here, x, products, True) for x in each]
 
         given = jax.tree.map(jnp.squeeze, operands)
-        return mosaic_interpreter.run(all_of_it, *given, shapes=types(operands))
+        known = rules.traced(given)
+        return mosaic_interpreter.run(all_of_it, *given, **known, shapes=types(operands))
 
+    operands = [jax.ShapeDtypeStruct(*x) for x in avals]
     try:
-        jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
+        jax.eval_shape(one_tile, operands)
     except NotImplementedError as error:
         return f"a function of mask or score needs {error}"
+    except (TypeError, ValueError) as error:
+        kernel_refs.raise_if_wrong_everywhere(structure, operands, shapes, tiling)
+        return kernel_refs.ONLY_INDEXED.format(error)
     return None
 
 

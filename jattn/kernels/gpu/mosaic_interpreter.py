@@ -43,19 +43,30 @@ def run(
     shapes: Any = None,
     transposed: bool = False,
     runs: tuple[Run, ...] = (),
+    lines: Any = (),
+    tables: Any = None,
 ) -> Any:
     """`function(*arguments)`, where `shapes` are those that it expects: arguments and results lack
-    their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed. `runs` says of which
-    arguments more is known.
+    their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed.
+
+    `runs` says of which arguments more is known, `lines` along which axis of a tile "ts" arguments
+    run, and `tables` how entries are looked up: `tables[which](places, axes)`.
 
     Raises NotImplementedError for what registers cannot do.
     """
     values = jax.tree.leaves(arguments)
     expected = jax.tree.map(jax.typeof, arguments) if shapes is None else shapes
     program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
-    registers = _Registers(transposed, runs, [])
+    known = [(x, _Line(axis)) for x, axis in lines if len(axis) == 1]
+    registers = _Registers(transposed, runs, known, tables or {})
     found = registers.evaluate(program.jaxpr, program.consts, values)
     return jax.tree.unflatten(jax.tree.structure(out), found)
+
+
+class _Line(NamedTuple):
+    """Of rows or columns: along which axis of a tile "ts" they run."""
+
+    axis: str
 
 
 class _Same(NamedTuple):
@@ -125,6 +136,7 @@ class _Registers(NamedTuple):
     transposed: bool
     runs: tuple[Run, ...]
     noted: list[tuple[Any, Any]]
+    tables: dict[int, Callable[..., Array]]
 
     def shape(self, expected: tuple[int, ...]) -> tuple[int, ...]:
         narrow = tuple(size for size in expected if size != 1)
@@ -152,31 +164,69 @@ class _Registers(NamedTuple):
 
     def apply(self, equation: Any, values: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
+        called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
+        if called is None:
+            return [self.compute(equation, values)]
+        program = getattr(called, "jaxpr", called)
+        return self.evaluate(program, getattr(called, "consts", ()), values)
+
+    def compute(self, equation: Any, values: list[Any]) -> Any:
+        name, params = equation.primitive.name, equation.params
         shapes = [x.aval.shape for x in equation.invars]
         (result, *_) = (x.aval for x in equation.outvars)
-        called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
-        if called is not None:
-            program = getattr(called, "jaxpr", called)
-            return self.evaluate(program, getattr(called, "consts", ()), values)
         if name == "broadcast_in_dim":
-            return [self.spread(values[0], shapes[0], params["broadcast_dimensions"], result.shape)]
+            return self.spread(values[0], shapes[0], params["broadcast_dimensions"], result.shape)
         if name in ("reshape", "squeeze") and self.shape(shapes[0]) == self.shape(result.shape):
-            return values[:1]
+            return values[0]
         if name in _REDUCTIONS:
             axes = self.axes(shapes[0], params["axes"])
-            return [_REDUCTIONS[name](values[0], axis=axes) if axes else values[0]]
+            return _REDUCTIONS[name](values[0], axis=axes) if axes else values[0]
         if name == "iota" and result.size == 1:
-            return [jnp.zeros((), result.dtype)]
+            return jnp.zeros((), result.dtype)
+        if name == "lookup":
+            return self.looked_up(values[0], result.shape, params["which"])
         if name not in _ELEMENTWISE:
             raise NotImplementedError(_OTHER_WORDS.get(name, name))
-        return [self.elementwise(equation, values, shapes, result.shape)]
+        return self.elementwise(equation, values, shapes, result.shape)
 
-    def elementwise(self, equation: Any, values: Any, shapes: Any, result: Any) -> Array:
+    def looked_up(self, places: Any, shape: tuple[int, ...], which: int) -> Any:
+        """Entries of a table, one for all places that are the same."""
+        one = self.number(places)
+        if one is not None:
+            return self.spread(self.tables[which](one, ""), (), (), shape)
+        axes = self.axes_of(places, shape)
+        found = self.tables[which](places, axes)
+        if len(axes) == 1:
+            self.noted.append((found, _Line(axes)))
+        return found
+
+    def axes_of(self, x: Any, shape: tuple[int, ...]) -> str:
+        """The axes of a tile "ts" along which x runs, which is expected in this shape."""
+        wide = [size != 1 for size in shape]
+        if len(shape) == 2:
+            return "".join(axis for axis, runs in zip("ts", wide, strict=True) if runs)
+        line = self.noted_of(x, _Line)
+        if line is None:
+            raise NotImplementedError("to look up entries at places that come from a table's axis")
+        return line.axis
+
+    def elementwise(self, equation: Any, values: Any, shapes: Any, result: Any) -> Any:
+        numbers = [self.number(x) for x in values]
+        if self.shape(result) and None not in numbers:
+            found = self.elementwise(equation, numbers, [()] * len(numbers), ())
+            return self.spread(found, (), (), result)
         # Axes of size 1 broadcast, and numbers do.
         values = [
             self.spread(x, shape, range(len(result)), result) if self.shape(shape) else x
             for x, shape in zip(values, shapes, strict=True)
         ]
+        found = self.entry_by_entry(equation, values, shapes, result)
+        line = next((y for x in values if (y := self.noted_of(x, _Line)) is not None), None)
+        if jnp.ndim(found) == 1 and line is not None:
+            self.noted.append((found, line))
+        return found
+
+    def entry_by_entry(self, equation: Any, values: Any, shapes: Any, result: Any) -> Any:
         if equation.primitive.name in ("add_any", "copy"):
             return functools.reduce(lax.add, values)
         if equation.primitive.name == "one_minus_square":
@@ -190,19 +240,28 @@ class _Registers(NamedTuple):
     def noticed(self, equation: Any, values: list[Any], found: Any) -> Any:
         """What was found, or the same in fewer operations: the distance of two places as a float
         is one, made of what each thread knows of them; the distance converted is two."""
-        name, (apart, *_) = equation.primitive.name, [self.noted_of(x) for x in values]
+        name, apart = equation.primitive.name, self.noted_of(values[0], _Apart)
         if name == "sub" and jnp.ndim(found) == 2:
-            pair = [self.noted_of(x) for x in values]
-            if all(isinstance(x, _Along) for x in pair) and pair[0].axis != pair[1].axis:
+            pair = [self.noted_of(x, _Along) for x in values]
+            if None not in pair and pair[0].axis != pair[1].axis:
                 self.noted.append((found, _Apart(*pair)))
-        elif name == "abs" and isinstance(apart, _Apart):
+        elif apart is None:
+            return found
+        elif name == "abs":
             self.noted.append((found, apart._replace(absolute=True)))
-        elif isinstance(apart, _Apart) and found.dtype == jnp.float32:
+        elif found.dtype == jnp.float32:
             return apart.as_float(self.runs, self.transposed, found)
         return found
 
-    def noted_of(self, x: Any) -> Any:
-        return next((noted for array, noted in self.noted if array is x), None)
+    def noted_of(self, x: Any, kind: type) -> Any:
+        """What is known of this kind, or None."""
+        known = (noted for array, noted in self.noted if array is x and isinstance(noted, kind))
+        return next(known, None)
+
+    def number(self, x: Any) -> Any:
+        """The one number that x is, or None."""
+        alike = self.noted_of(x, _Same)
+        return x if jnp.ndim(x) == 0 else None if alike is None else alike.value
 
     def quotient(self, values: Any, shapes: Any, result: Any) -> Array:
         """A tile divided by one number: of floats multiplied with its reciprocal, which is one
@@ -217,11 +276,11 @@ class _Registers(NamedTuple):
         if self.shape(before) == self.shape(after):
             return x
         kept = [axis for axis, size in zip(axes, before, strict=True) if size != 1]
-        axes, number = self.axes(after, kept), self.noted_of(x)
-        if isinstance(number, _Same):
-            x, axes = number.value, ()
+        axes, number = self.axes(after, kept), self.number(x)
+        if number is not None:
+            x, axes = number, ()
         found = lax.broadcast_in_dim(x, self.shape(after), axes)
-        if not axes:
+        if number is not None:
             self.noted.append((found, _Same(x)))
         if len(axes) == 1 and jnp.ndim(found) == 2:
             self.noted.append((found, _Along(x, axes[0])))

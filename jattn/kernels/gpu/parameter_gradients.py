@@ -7,7 +7,8 @@ parameter's entries get of them:
 - one along S: for 64 keys, over the queries that see them;
 - one along both: for a tile, over the batch rows and heads that share it. Nothing larger is held.
 
-Where nobody asks for a gradient XLA leaves out its kernel.
+Where nobody asks for a gradient XLA leaves out its kernel. Those of tables that functions look
+entries up in are XLA's: it can scatter.
 """
 
 import functools
@@ -23,12 +24,14 @@ from jaxtyping import Array
 
 from jattn import tile
 from jattn.kernels.common import block_mask, tile_schedule
+from jattn.kernels.gpu import by_distance
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.parameter import Parameter
 from jattn.kernels.gpu.registers import ROWS, Problem, Scale
 from jattn.kernels.gpu.streams import Stream, heads_first, put
 from jattn.kernels.gpu.tile_weights import Rows, d_parameter, of_tile
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.xla import blockwise
 from jattn.spec import Spec, parameter_letters, parameters, with_parameters
 
 
@@ -42,18 +45,26 @@ def of(
     """Those of all parameters of a padded call, in float32, each in its own shape."""
 
     def in_kernels(values: list[Array]) -> list[Array]:
-        return parameters(Scale.of(with_parameters(spec, values))[1])
+        own = by_distance.replaced(with_parameters(spec, values), by_query.shapes)
+        return parameters(Scale.of(own)[1])
 
-    derived, pull = jax.vjp(in_kernels, [x.astype(jnp.float32) for x in parameters(spec)])
-    found = []
-    for which, letters in enumerate(parameter_letters(spec)):
-        parameter = Parameter.of(spec, which)
+    values = [x.astype(jnp.float32) for x in parameters(spec)]
+    derived, pull = jax.vjp(in_kernels, values)
+    kinds, found = [Parameter.of(spec, which) for which in range(len(values))], []
+    for parameter, leaf, letters in zip(kinds, derived, parameter_letters(spec), strict=True):
+        if parameter.looked_up:
+            found.append(jnp.zeros_like(leaf))
+            continue
         along_keys, along_queries = map(parameter.runs_along, "ST")
         problem = by_key if along_keys and not along_queries else by_query
         find = _by_tile if along_keys and along_queries else _by_block
         parts = find(problem, spec, parameter, per_query, key, value)
-        found.append(tile.sum_heads(parts * problem.scale.after, derived[which], letters))
-    return pull(found)[0]
+        found.append(tile.sum_heads(parts * problem.scale.after, leaf, letters))
+    (found,) = pull(found)
+    if any(x.looked_up for x in kinds):
+        every = blockwise.parameter_gradients(spec, per_query, key, value, by_query.tiling)
+        found = [y if x.looked_up else z for x, y, z in zip(kinds, every, found, strict=True)]
+    return found
 
 
 class _Program(NamedTuple):

@@ -23,7 +23,9 @@ from jaxtyping import Array
 from jattn import tile
 from jattn._pytree import is_static, number
 from jattn.kernels.common import block_mask, slicing
-from jattn.kernels.gpu import kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu import by_distance, kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.kernel_refs import TileIndex
+from jattn.kernels.gpu.lookup import Table, gather
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -34,16 +36,27 @@ ROWS = 64  # queries of a warpgroup: what one instruction multiplies
 
 class SpecRefs(kernel_refs.SpecRefs):
     """A spec as a warpgroup reads it. Booleans are bytes, as they are in memory; arrays along T and
-    S are transposed where tiles are."""
+    S are transposed where tiles are; those that functions index, `tables`, are flat."""
 
     def __init__(self, spec: Spec, tiling: Tiling, transposed: bool = False):
         super().__init__(spec, tiling)
         self.boolean = [x.dtype == bool for x in self.arrays]
         self.arrays = [x.astype(jnp.int8) if x.dtype == bool else x for x in self.arrays]
         self.turned = [transposed and {"T", "S"} <= set(x) for x in self.letters]
-        for i, turned in enumerate(self.turned):
-            if turned:
+        self.tables: dict[int, tuple[Table, list[str]]] = {}
+        for i, (x, index) in enumerate(self.parts(self.arrays, TileIndex(0, 0, 0, 0))):
+            if None in index:
+                self._flatten(i, x)
+            elif self.turned[i]:
                 self._turn(i)
+
+    def _flatten(self, i: int, x: Array) -> None:
+        if {"T", "S"} & set(self.letters[i]):
+            raise NotImplementedError("to look up entries of an array along T or S")
+        if x.size > np.iinfo(np.int32).max:
+            raise NotImplementedError(f"to look up entries of an array of {x.size} numbers")
+        self.tables[i] = Table(i, x.shape, x.dtype), self.letters[i]
+        self.arrays[i], self.letters[i] = x.reshape(-1), ["entries"]
 
     def _turn(self, i: int) -> None:
         names = self.letters[i]
@@ -52,11 +65,15 @@ class SpecRefs(kernel_refs.SpecRefs):
         self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in names]
 
     def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
-        """The tile of these parts of the arrays, at these places."""
+        """The tile of these parts of the arrays, at these places. Of tables there are no parts."""
         pairs = zip(leaves, self.boolean, strict=True)
-        found = self.assembled(
-            [x != 0 if boolean else x for x, boolean in pairs], b, h, rows, columns
-        )
+        leaves = [x != 0 if boolean and x is not None else x for x, boolean in pairs]
+        for i, (table, letters) in self.tables.items():
+            selected = self._index(table, letters, TileIndex(b, h, 0, 0))
+            leaves[i] = table.seen(selected, self.boolean[i])
+        found = self.assembled(leaves, b, h, rows, columns)
+        if self.tables:  # which may be read by the diagonals of whole matrices
+            return found
         if found.spec.q_positions is None and found.spec.kv_positions is None:
             return found._replace(rows=Span(rows, rows), columns=Span(columns, columns))
         return found
@@ -66,9 +83,9 @@ class SpecRefs(kernel_refs.SpecRefs):
         be traced."""
         rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in self.sizes.values())
         zero = jnp.zeros((), jnp.int32)
-        place = kernel_refs.TileIndex(zero, zero, zero, zero)
+        place = TileIndex(zero, zero, zero, zero)
         parts = [_part(x, index) for x, index in self.parts(self.arrays, place)]
-        parts = [x.T if turned else x for x, turned in zip(parts, self.turned, strict=True)]
+        parts = [x if x is None or not y else x.T for x, y in zip(parts, self.turned, strict=True)]
         products = jnp.zeros(tuple(self.sizes.values()), jnp.float32)
 
         def modify(*operands: Any) -> Any:
@@ -77,6 +94,21 @@ class SpecRefs(kernel_refs.SpecRefs):
             return score, pull(score)
 
         return modify, (parts, zero, zero, rows, columns, products)
+
+    def traced(self, operands: Any) -> dict[str, Any]:
+        """What `mosaic_interpreter.run` is told of such operands without axes of size 1."""
+        parts, _, _, rows, columns, _ = operands
+        lines = [(rows, "t"), (columns, "s")]
+        for x, array, letters in zip(parts, self.arrays, self.letters, strict=True):
+            sizes = zip(letters, array.shape, strict=False)
+            axes = "".join(x.lower() for x, size in sizes if x in ("T", "S") and size > 1)
+            lines.append((x, axes))
+
+        def zeros(dtype: Any, at: Array, axes: str) -> Array:
+            return jnp.zeros(at.shape, dtype)
+
+        tables = {i: functools.partial(zeros, x.dtype) for i, (x, _) in self.tables.items()}
+        return {"lines": lines, "tables": tables}
 
     def along(self, letter: str) -> list[int]:
         """Which arrays run along a letter only, of each batch row and head: a tile's part of them
@@ -92,9 +124,9 @@ class SpecRefs(kernel_refs.SpecRefs):
         ]
 
 
-def _part(memory: Array, index: tuple[Any, ...]) -> Array:
-    if any(x is None for x in index):
-        raise NotImplementedError("to look up entries of an array")
+def _part(memory: Array, index: tuple[Any, ...]) -> Array | None:
+    if None in index:
+        return None
     return jnp.zeros([x.size for x in index if isinstance(x, pl.Slice)], memory.dtype)
 
 
@@ -104,10 +136,18 @@ def types(operands: Any, transposed: bool = False) -> Any:
 
 
 class _Value(NamedTuple):
-    """An array in registers, without axes of size 1, and its type with them."""
+    """An array in registers, without axes of size 1, and its type with them; `axes` are those of a
+    tile along which it runs."""
 
     value: Any
     expected: Any
+    axes: str
+
+
+class _InMemory(NamedTuple):
+    """A table, of which a tile looks up what it needs."""
+
+    memory: Any
 
 
 class Unit(NamedTuple):
@@ -125,9 +165,21 @@ class Unit(NamedTuple):
     def lay(self, x: Any, axes: str) -> Any:
         if self.interpreted or not axes:
             return x
-        tile_layout, along_rows = mosaic().Layout.WGMMA, "s" if self.transposed else "t"
-        one = tile_layout.reduce(1 if axes == along_rows else 0)
-        return mosaic().layout_cast(x, tile_layout if len(axes) == 2 else one)
+        return mosaic().layout_cast(x, self._layout(axes))
+
+    def _layout(self, axes: str) -> Any:
+        of_tile, along_rows = mosaic().Layout.WGMMA, "s" if self.transposed else "t"
+        if len(axes) == 2:
+            return of_tile
+        return of_tile.reduce(1 if axes == along_rows else 0)
+
+    def look_up(self, memory: Any, places: Array, axes: str) -> Array:
+        """Entries of a flat array in global memory."""
+        if self.interpreted:
+            return memory[...][places]
+        if not axes:
+            return memory[places]
+        return gather(mosaic(), memory, self.lay(places, axes), self._layout(axes))
 
     def spread(self, along: Array, size: int) -> Array:
         """A tile that is the same along keys, of which there are so many."""
@@ -151,10 +203,10 @@ class Unit(NamedTuple):
         turned = self.transposed and {"T", "S"} <= set(letters)
         expected = jax.ShapeDtypeStruct(tuple(sizes[:: -1 if turned else 1]), memory.dtype)
         if self.interpreted or not axes:
-            return _Value(memory[index], expected)
+            return _Value(memory[index], expected, axes)
         part, load = memory.at[index], mosaic().load
         older = [()] if "idx" in inspect.signature(load).parameters else []
-        return _Value(self.lay(load(part, *older, optimized=False), axes), expected)
+        return _Value(self.lay(load(part, *older, optimized=False), axes), expected, axes)
 
     def products(
         self,
@@ -279,7 +331,8 @@ class Problem(NamedTuple):
         by_key = unit.transposed
         own = Tiling(tiling.block_q, ROWS) if by_key else Tiling(ROWS, tiling.block_kv)
         # Rows that come by have their hashes with them, others make theirs once.
-        scale, spec = Scale.of(tile.hashed(spec, shapes, rows=by_key))
+        spec = tile.hashed(by_distance.replaced(spec, shapes), shapes, rows=by_key)
+        scale, spec = Scale.of(spec)
         rules, drops = SpecRefs(spec, own, by_key), spec.dropout_rate > 0
         operations, unmodified = _operations(spec, rules), is_unmodified(spec)
         how = _approximate(spec, operations), bool(operations & _SPECIAL), drops, unmodified
@@ -319,24 +372,24 @@ class Problem(NamedTuple):
         arrays = [self.rules.arrays[i] for i in self.beside]
         return [mosaic().SMEM((places, size), x.dtype) for x in arrays]
 
-    def parts_beside(self, leaves: list[Any], place: kernel_refs.TileIndex) -> list[Any]:
+    def parts_beside(self, leaves: list[Any], place: TileIndex) -> list[Any]:
         """A tile's parts of these in global memory."""
         parts = self.rules.parts(leaves, place)
         return [memory.at[index] for memory, index in (parts[i] for i in self.beside)]
 
     def numbers(self, leaves: list[Any], b: Any, h: Any) -> dict[int, "_Value"]:
         """Those of the spec's arrays that are a number for all tiles of a head."""
-        place = kernel_refs.TileIndex(b, h, 0, 0)
+        place = TileIndex(b, h, 0, 0)
         parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
-        alike = ((i, x, y) for i, (x, y) in parts if not {"T", "S"} & set(y))
+        apart = {"T", "S", "entries"}
+        alike = ((i, x, y) for i, (x, y) in parts if not apart & set(y))
         return {i: self.unit.read(*x, y) for i, x, y in alike}
 
-    def tile(
-        self, leaves: list[Any], place: kernel_refs.TileIndex, numbers: dict[int, "_Value"]
-    ) -> "Tile":
+    def tile(self, leaves: list[Any], place: TileIndex, numbers: dict[int, "_Value"]) -> "Tile":
         """What a tile needs beside `numbers`, read before the products that are waited for, but for
         what comes by in shared memory."""
-        unit, known = self.unit, dict.fromkeys(self.beside) | numbers
+        unit, tables = self.unit, {i: _InMemory(leaves[i]) for i in self.rules.tables}
+        known = dict.fromkeys(self.beside) | tables | numbers
         parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
         read = [known[i] if i in known else unit.read(*x, letters) for i, (x, letters) in parts]
         return Tile(unit, self.rules, read, place)
@@ -373,8 +426,8 @@ class Tile(NamedTuple):
 
     unit: Unit
     rules: SpecRefs
-    leaves: list[_Value | None]
-    place: kernel_refs.TileIndex
+    leaves: list[_Value | _InMemory | None]
+    place: TileIndex
 
     def completed(self, beside: Any) -> "Tile":
         """With what came by in shared memory."""
@@ -394,10 +447,19 @@ class Tile(NamedTuple):
         def here(leaves: Any, at: Any, operands: Any) -> Any:
             return function(self.rules.at(leaves, *at), *operands)
 
-        leaves = [x for x in self.leaves if x is not None]
-        given = [x.value for x in leaves], at, operands
-        expected = [x.expected for x in leaves], *types(given[1:], unit.transposed)
-        runs = mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])
+        values = [x if isinstance(x, _Value) else None for x in self.leaves]
+        given = [x and x.value for x in values], at, operands
+        expected = [x and x.expected for x in values], *types(given[1:], unit.transposed)
         return mosaic_interpreter.run(
-            here, *given, shapes=expected, transposed=unit.transposed, runs=runs
+            here,
+            *given,
+            shapes=expected,
+            transposed=unit.transposed,
+            runs=(mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])),
+            lines=[(at[2], "t"), (at[3], "s"), *((x.value, x.axes) for x in values if x)],
+            tables={
+                i: functools.partial(unit.look_up, x.memory)
+                for i, x in enumerate(self.leaves)
+                if isinstance(x, _InMemory)
+            },
         )
