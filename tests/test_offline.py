@@ -575,19 +575,30 @@ def test_kernels_for_hopper_spill_nothing_and_stay_short(target, name):
         assert loop["special_cycles"] <= loop["matrix_cycles"], kernel
 
 
+# Rules with arrays along T and S, learned numbers, and functions that look up entries as well.
+SPILLS = *INSTRUCTIONS, "alibi-learned", "bias", "bias-by-key", "function-operands"
+LEARNED = "alibi-learned", "bias", "bias-by-key"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head", [64, 128, 256])
-@pytest.mark.parametrize("name", ["full", "causal", "segments", "alibi", "dropout", "soft-cap"])
-@pytest.mark.parametrize("target", [targets.A100], ids=["a100"])
+@pytest.mark.parametrize("name", SPILLS)
+@pytest.mark.parametrize(
+    ("target", "implementation"),
+    [(targets.A100, "ampere"), (targets.H100, "hopper")],
+    ids=["a100", "h100"],
+)
 @pytest.mark.usefixtures("compilers")
-def test_kernels_by_single_warps_spill_nothing(target, name, head):
-    row = job.run(Job(target.name, name, "ampere", head, "bfloat16", "gradients"), 600.0)
-    if not hasattr(registers.mosaic(), "mma"):
+def test_kernels_in_mosaic_spill_nothing(target, implementation, name, head):
+    row = job.run(Job(target.name, name, implementation, head, "bfloat16", "gradients"), 600.0)
+    if implementation == "ampere" and not hasattr(registers.mosaic(), "mma"):
         assert "expected JAX 0.12" in row["message"]
         return
     assert row["status"] == "compiled", row["message"]
-    found = [x for x in row["kernels"] if x["kernel"].startswith("jattn_ampere")]
-    assert len(found) == (1 if head == 256 else 3)
+    found = [x for x in row["kernels"] if x["kernel"].startswith("jattn_")]
+    passes = [f"jattn_{implementation}_{x}" for x in ("forward", "d_queries", "d_keys")]
+    expected = {*passes, "jattn_mosaic_d_parameter"} if name in LEARNED else {*passes}
+    assert {x["kernel"] for x in found} == expected
     for kernel in found:
         assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
 

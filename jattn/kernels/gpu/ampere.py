@@ -103,13 +103,14 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 
 
 def _gradients(
-    problem: Problem, spec: Spec, per_head: Any, key: Array, value: Array
+    problem: Problem, spec: Spec, per_head: Any, key: Array, value: Array, which: tuple[int, ...]
 ) -> list[Array]:
-    """Those of queries, or of keys and values where `problem.by_key`; a program for every 64."""
+    """Those of queries, or `which` of keys and values where `problem.by_key`; a program for every
+    64."""
     shapes, by_key, unit = problem.shapes, problem.by_key, problem.unit
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     query, d_out, *rows = per_head
-    size = problem.rules.sizes["T" if by_key else "S"]  # of what comes by
+    size = problem.streamed
     rows, far = Rows.stacked(rows, problem.rules.sizes["T"])
     if by_key:
         visits = visits.without_full(far)
@@ -139,6 +140,7 @@ def _gradients(
                 here = problem.tile(leaves, at, numbers)
                 read = functools.partial(Rows.read, unit, rows, b, h, x)
                 of_rows = read if own is None else own
+                totals = dict(zip(which, totals, strict=True))
                 found = add_gradients(problem, masked, of_rows, near, arrays, totals, here)
                 return turn + 1, *found
 
@@ -146,13 +148,14 @@ def _gradients(
 
         zeros = [unit.lay(jnp.zeros((ROWS, shapes.H), jnp.float32), "ts") for _ in results]
         _, *found = tile_schedule.repeat(0, problem.heads, of_head, (first, *zeros))
-        for result, total in zip(results, finished(problem, found, own), strict=True):
+        found = finished(problem, dict(zip(which, found, strict=True)), own)
+        for result, total in zip(results, found, strict=True):
             to = result.at[b, unit_head, pl.ds(start, ROWS)]
             put(problem, to, total.astype(result.dtype))
 
     tensors = heads_first(query, d_out), heads_first(key, value)
     operands = *tensors, rows, problem.rules.arrays, visits.arrays
-    results = [(x.shape, shapes.dtype) for x in (tensors[1] if by_key else tensors[0][:1])]
+    results = [(tensors[by_key][i].shape, shapes.dtype) for i in which]
     scratch = [
         Stream.scratch(unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
         for n, rows in ((1, ROWS), (2, size))
@@ -166,7 +169,7 @@ def _gradients(
 _KERNELS = mosaic_call.Kernels(
     rows=ROWS,
     columns=lambda width: 64 if width <= 128 else 16,
-    streamed=lambda width: (64, 32) if width <= 64 else (32, 16),
+    streamed=lambda width: (64, 32) if width <= 64 else (32 if width <= 128 else 16, 16),
     by_warp=True,
     forward=_forward,
     gradients=_gradients,

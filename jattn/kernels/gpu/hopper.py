@@ -32,7 +32,6 @@ from jattn.kernels.gpu.registers import ROWS, Problem, Tile, mosaic
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     GROUPS,
-    STAGES,
     Memory,
     Order,
     by_group,
@@ -44,6 +43,7 @@ from jattn.spec import Shapes, Spec
 
 
 _CAPABILITY = "9.0"  # others have no wgmma
+_AHEAD = 2  # places in shared memory for tiles that come by
 _MISCOMPILING = (12080, 12091)  # `ptxas` of these: JAX's `attention_mgpu` refuses causal masks
 
 
@@ -151,8 +151,8 @@ def _forward_scratch(problem: Problem) -> Memory:
     shapes, columns = problem.shapes, problem.tiling.block_kv
     queries = tiles_in_memory(GROUPS, ROWS, shapes.H, shapes.dtype)
     kept = queries, *[mosaic().SMEM((GROUPS, ROWS), jnp.float32)] * 2
-    tiles = tiles_in_memory(STAGES, columns, shapes.H, shapes.dtype)
-    return Memory.scratch(kept, (tiles, *problem.scratch_beside(STAGES)), (tiles,))
+    tiles = tiles_in_memory(_AHEAD, columns, shapes.H, shapes.dtype)
+    return Memory.scratch(kept, (tiles, *problem.scratch_beside(_AHEAD)), (tiles,))
 
 
 def _leave(memory: Memory, group: Any, found: softmax.Partial, at: Any, results: Any) -> None:
@@ -180,6 +180,7 @@ class _Backward(NamedTuple):
     """
 
     problem: Problem
+    which: tuple[int, ...]
     visits: block_mask.BlockMask
     at: Any
     per_query: Any
@@ -195,6 +196,10 @@ class _Backward(NamedTuple):
     @property
     def streamed(self) -> Any:
         return self.per_query if self.problem.by_key else self.per_key
+
+    @property
+    def size(self) -> int:
+        return self.problem.streamed
 
     def fold(self, step: Callable[..., Any], state: Any) -> Any:
         """Folds `step(h, x, masked, state)` over the heads that share what is kept, and over the
@@ -214,9 +219,9 @@ class _Backward(NamedTuple):
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
             head = h if by_key else lax.div(h, group)
-            index = self.at[0], pl.ds(x * ROWS, ROWS), head
+            index = self.at[0], pl.ds(x * self.size, self.size), head
             tiles = [source.at[index] for source in self.streamed]
-            place = self.place(h, self.at[2] * GROUPS * ROWS, x * ROWS)
+            place = self.place(h, self.at[2] * GROUPS * ROWS, x * self.size)
             rows = [self.rows.at[self.at[0], h, x]] if by_key else []
             beside = self.problem.parts_beside(self.leaves, place)
             memory.streams[0].fill(turn, *tiles, *rows, *beside)
@@ -236,18 +241,20 @@ class _Backward(NamedTuple):
 
         def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
             turn, *totals = state
-            here = self.problem.tile(self.leaves, self.place(h, start, x * ROWS), numbers)
+            here = self.problem.tile(self.leaves, self.place(h, start, x * self.size), numbers)
 
             # Always 0, which the compiler does not know: addresses of what is kept are computed
             # where they are used, and take up no registers.
-            zero = lax.shift_right_logical(turn, np.int32(30)) if by_key else 0
+            scarce = by_key or self.problem.shapes.H > 128
+            zero = lax.shift_right_logical(turn, np.int32(30)) if scarce else 0
             near = [x.at[group + zero] for x in memory.own]
+            totals = dict(zip(self.which, totals, strict=True))
             add = functools.partial(self.add, here, masked, mine, near, totals)
             return turn + 1, *memory.streams[0].use(turn, add)
 
         zeros = [jnp.zeros((ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
         _, *found = self.fold(step, (jnp.int32(0), *(unit.lay(x, "ts") for x in zeros)))
-        found = finished(self.problem, found, mine)
+        found = finished(self.problem, dict(zip(self.which, found, strict=True)), mine)
         for place, total in zip(kept, found, strict=False):
             place[...] = total.astype(place.dtype)
         store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
@@ -269,18 +276,19 @@ class _Backward(NamedTuple):
 
 
 def _gradients(
-    problem: Problem, spec: Spec, per_head: Any, key: Array, value: Array
+    problem: Problem, spec: Spec, per_head: Any, key: Array, value: Array, which: tuple[int, ...]
 ) -> list[Array]:
-    """Those of queries, or of keys and values where `problem.by_key`."""
+    """Those of queries, or `which` of keys and values where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     query, d_out, *rows = per_head
-    rows, far = Rows.stacked(rows, ROWS)
+    size = problem.streamed
+    rows, far = Rows.stacked(rows, size if by_key else ROWS)
     if by_key:
         visits = visits.without_full(far)
 
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
-        program = _Backward(problem, visits, place[1:], *operands)
+        program = _Backward(problem, which, visits, place[1:], *operands)
         memory = Memory(*scratch)
         by_group(
             functools.partial(program.copy, memory),
@@ -288,11 +296,12 @@ def _gradients(
         )
 
     operands = (query, d_out), (key, value), rows, problem.rules.arrays, visits.arrays
-    results = [(x.shape, shapes.dtype) for x in ((key, value) if by_key else (query,))]
-    kept = [tiles_in_memory(GROUPS, ROWS, shapes.H, shapes.dtype) for _ in range(2)]
-    beside = [mosaic().SMEM((STAGES, 3 * ROWS), jnp.float32)] if by_key else []
-    tiles = tiles_in_memory(STAGES, ROWS, shapes.H, shapes.dtype)
-    stream = tiles, tiles, *beside, *problem.scratch_beside(STAGES)
+    given = (key, value) if by_key else (query, d_out)
+    results = [(given[i].shape, shapes.dtype) for i in which]
+    tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
+    kept = [tiles(GROUPS, ROWS) for _ in range(2)]
+    beside = [mosaic().SMEM((_AHEAD, 3 * size), jnp.float32)] if by_key else []
+    stream = *[tiles(_AHEAD, size)] * 2, *beside, *problem.scratch_beside(_AHEAD)
     scratch = Memory.scratch(tuple(kept), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     heads = shapes.K if by_key else shapes.N
@@ -304,7 +313,7 @@ def _gradients(
 _KERNELS = mosaic_call.Kernels(
     rows=GROUPS * ROWS,
     columns=lambda width: 128 if width <= 128 else 64,
-    streamed=lambda width: (ROWS, ROWS),
+    streamed=lambda width: (64, 64) if width <= 128 else (32, 32),
     by_warp=False,
     forward=_forward,
     gradients=_gradients,

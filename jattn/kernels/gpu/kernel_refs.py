@@ -24,6 +24,9 @@ from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, prepare
 
 
+MAX_HEAD_SIZE = 256
+
+
 class GatherRef:
     """An array in memory, as functions in a kernel see it: `array[i, j]` reads these entries.
 

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from jattn.kernels.gpu import (
     kernel_refs,
     mosaic_interpreter,
     parameter_gradients,
-    triton,
 )
 from jattn.kernels.gpu.parameter import Parameter
 from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, SpecRefs, Unit, types
@@ -28,7 +28,7 @@ from jattn.kernels.gpu.tile_weights import with_slope
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
 
 
-_WIDEST_BACKWARD = 128  # head size of which two gradients fit registers beside a tile
+_WIDEST_TOGETHER = 128  # head size of which two gradients fit registers beside a tile
 
 
 class Kernels(NamedTuple):
@@ -41,8 +41,8 @@ class Kernels(NamedTuple):
     by_warp: whether products are those of single warps.
     forward: `(problem, spec, query, key, value)` to output `[B, T, N, V]` and the normalizer
         `[B, T, N]`.
-    gradients: `(problem, spec, per_query, key, value)` to those of queries, or of keys and values
-        where `problem.by_key`.
+    gradients: `(problem, spec, per_query, key, value, which)` to those of queries, or of keys and
+        values where `problem.by_key`; `which` of these.
     """
 
     rows: int
@@ -63,8 +63,10 @@ def unsupported(tiling: Tiling, spec: Spec, shapes: Shapes) -> str | None:
     """Why kernels of these tiles cannot, but for the machine."""
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"expected bfloat16 or float16, got {shapes.dtype}"
-    if max(shapes.H, shapes.V) > triton.MAX_HEAD_SIZE:
-        return f"expected head sizes up to {triton.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
+    if max(shapes.H, shapes.V) > kernel_refs.MAX_HEAD_SIZE:
+        return (
+            f"expected head sizes up to {kernel_refs.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
+        )
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
     spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
@@ -144,13 +146,9 @@ def _backward_pass(
     per_query: Any,
     key: Array,
     value: Array,
-    all_finite: Array,
+    _: Array,
 ) -> tuple[list[Array], Array, Array, Array]:
-    """All by `triton` where heads are too wide for shared memory."""
-    width = _width(key.shape[3], value.shape[3])
-    if width > _WIDEST_BACKWARD:
-        return triton.functions(platform).backward(spec, per_query, key, value, all_finite)
-    wide = kernels.rows
+    width, wide = _width(key.shape[3], value.shape[3]), kernels.rows
     keys_each, queries_each = kernels.streamed(width)
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
@@ -171,8 +169,10 @@ def _backward_pass(
     if parameters(spec):
         problems = by_query(ROWS), by_key(ROWS)
         d_params = parameter_gradients.of(*problems, call.spec, *operands)
-    (d_query,) = kernels.gradients(by_query(wide), call.spec, *operands)
-    d_key, d_value = kernels.gradients(by_key(wide), call.spec, *operands)
+    (d_query,) = kernels.gradients(by_query(wide), call.spec, *operands, (0,))
+    together = [(0, 1)] if width <= _WIDEST_TOGETHER else [(0,), (1,)]
+    d_keys = (kernels.gradients(by_key(wide), call.spec, *operands, x) for x in together)
+    d_key, d_value = itertools.chain.from_iterable(d_keys)
     pairs = (d_query, per_query[0]), (d_key, key), (d_value, value)
     d_query, d_key, d_value = (_unpadded(d, x.shape) for d, x in pairs)
     return slicing.unpadded_parameters(d_params, spec), d_query, d_key, d_value

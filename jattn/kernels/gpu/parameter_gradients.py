@@ -36,7 +36,7 @@ from jattn.spec import Spec, parameter_letters, parameters, with_parameters
 
 
 _NAME = "jattn_mosaic_d_parameter"
-_PLACES = 2  # for tiles in shared memory
+_MOST_BYTES = 200 * 1024  # of shared memory for tiles
 
 
 def of(
@@ -96,7 +96,9 @@ class _Program(NamedTuple):
         """The sum with what a tile adds."""
         problem, unit, parameter = self.problem, self.problem.unit, self.parameter
         *tensors, beside = self._tiles(turn)
-        fetch_next()
+        ahead = self.stream.places > 1
+        if ahead:
+            fetch_next()
         here = problem.tile(self.leaves, at, {})
         kept, others = tensors[::-1] if problem.by_key else tensors
         block = lax.div(at.row, np.int32(problem.rules.sizes["T"]))
@@ -104,6 +106,8 @@ class _Program(NamedTuple):
         along = tuple(axis for axis, x in enumerate("TS") if parameter.runs_along(x))
         derive = functools.partial(d_parameter, parameter.which, along or (0,))
         found = of_tile(problem, masked, rows, kept, others, here, beside, derive)
+        if not ahead:
+            fetch_next()
         return total + found
 
     def _tiles(self, turn: Any) -> tuple[Any, Any, Any]:
@@ -131,10 +135,11 @@ def _run(
     sizes = problem.rules.sizes
     rows, _ = Rows.stacked(rows, sizes["T"])
     tensors = heads_first(query, d_out, key, value)
-    tiles = [
-        tiles_in_memory(_PLACES, sizes[x], problem.shapes.H, problem.shapes.dtype) for x in "TTSS"
-    ]
-    scratch = [Stream.scratch(problem.unit, _PLACES, *tiles, *problem.scratch_beside(_PLACES))]
+    width, dtype = problem.shapes.H, problem.shapes.dtype
+    each = 2 * (sizes["T"] + sizes["S"]) * width * dtype.itemsize
+    places = 2 if 2 * each <= _MOST_BYTES else 1
+    tiles = [tiles_in_memory(places, sizes[x], width, dtype) for x in "TTSS"]
+    scratch = [Stream.scratch(problem.unit, places, *tiles, *problem.scratch_beside(places))]
     operands, results = (tensors, rows, problem.rules.arrays, index), [(result, jnp.float32)]
     return launch(_NAME, problem, order, kernel, operands, results, scratch, 1)[0]
 

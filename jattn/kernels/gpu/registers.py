@@ -244,8 +244,16 @@ class Unit(NamedTuple):
         return pl.run_scoped(fresh, *[mosaic().ACC(shape, jnp.float32) for shape in shapes])
 
     def _by_warp(self, a: Any, b: Any, total: Array | None) -> Array:
-        if total is None:
-            total = self.lay(jnp.zeros((a.shape[0], b.shape[1]), jnp.float32), "ts")
+        zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+        total = self.lay(zeros, "ts") if total is None else total
+        if not isinstance(a, jax.Array):  # not all of it in registers at once
+            for start in range(0, a.shape[1], WIDTH):
+                run = pl.ds(start, WIDTH)
+                total = self._product(a.at[:, run], b.at[run], total)
+            return total
+        return self._product(a, b, total)
+
+    def _product(self, a: Any, b: Any, total: Array) -> Array:
         right = mosaic().load(b, layout=mosaic().Layout.MMA_RHS(b.dtype))
         return mosaic().mma(total, _as_left(a), right)
 
@@ -341,6 +349,11 @@ class Problem(NamedTuple):
     @property
     def by_key(self) -> bool:
         return self.unit.transposed
+
+    @property
+    def streamed(self) -> int:
+        """Queries of a tile if `by_key`, else keys: of those that come by."""
+        return self.tiling[0 if self.by_key else 1]
 
     @property
     def drops_alone(self) -> bool:

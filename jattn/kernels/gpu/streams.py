@@ -54,12 +54,16 @@ class Stream(NamedTuple):
         barrier = mosaic().Barrier(num_barriers=places, num_arrivals=len(arrays))
         return cls(arrays, barrier)
 
+    @property
+    def places(self) -> int:
+        return self.arrays[0].shape[0]
+
     def _place(self, turn: Any) -> Any:
-        return lax.rem(turn, np.int32(self.arrays[0].shape[0]))
+        return lax.rem(turn, np.int32(self.places))
 
     def fill(self, turn: Any, *sources: Any) -> None:
         """Starts to copy to the place of this turn. All threads must be done with what it held, and
-        are: all have waited for another copy since."""
+        are where they have waited for another copy since. Where a unit copies they wait here."""
         gpu, place = mosaic(), self._place(turn)
         if self.filled is not None:
             gpu.commit_smem()

@@ -237,14 +237,15 @@ def add_gradients(
     rows: Rows | Callable[[], Rows],
     kept: Any,
     streamed: Any,
-    totals: list[Array],
+    totals: dict[int, Array],
     here: Tile,
     beside: Any = (),
 ) -> list[Array]:
-    """The gradients with what a tile adds to them; the others as `of_tile` takes them."""
+    """The gradients with what a tile adds to them: 0 is that of queries or keys, 1 of values. The
+    others are as `of_tile` takes them."""
     found = of_tile(problem, masked, rows, kept, streamed, here, beside)
-    factors = [(x.astype(y.dtype), y) for x, y in zip(found, streamed, strict=True)]
-    return problem.unit.products(factors[: len(totals)], onto=totals)
+    factors = [(found[i].astype(streamed[i].dtype), streamed[i]) for i in totals]
+    return problem.unit.products(factors, onto=[*totals.values()])
 
 
 def of_tile(
@@ -275,14 +276,13 @@ def of_tile(
     return here.run(derive, products, d_weights, rows)
 
 
-def finished(problem: Problem, totals: list[Array], rows: Rows | None) -> list[Array]:
+def finished(problem: Problem, totals: dict[int, Array], rows: Rows | None) -> list[Array]:
     """The gradients from the totals; `rows` are those of queries that are kept."""
     factor = problem.scale.gradient
-    first, *others = totals
     if rows is None:
-        return [times(first, factor), *others]
+        return [times(x, 1.0 if which else factor) for which, x in totals.items()]
 
     def normalized(total: Array, log_total: Array) -> Array:
         return total * times(jnp.exp2(-log_total), factor)[:, None]
 
-    return [mosaic_interpreter.run(normalized, first, rows.log_total)]
+    return [mosaic_interpreter.run(normalized, totals[0], rows.log_total)]

@@ -14,11 +14,10 @@ from jaxtyping import Array
 
 from jattn import tuning
 from jattn.kernels.common import block_mask, reverse_mode
-from jattn.kernels.gpu.registers import WIDTH, Problem, interpreter, mosaic
+from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, interpreter, mosaic
 
 
 GROUPS = 2  # warpgroups that compute
-STAGES = 2  # places for tiles that come by in shared memory, a power of two
 
 
 class Order(NamedTuple):
@@ -97,10 +96,11 @@ def launch(
     return [reverse_mode.vary(over.varying, x) for x in call(*flat)]
 
 
-def tiles_in_memory(count: int, rows: int, width: int, dtype: Any) -> Any:
-    """Tiles in shared memory as matrix units read them, without conflicts between its banks."""
-    gpu = mosaic()
-    swizzled = gpu.TilingTransform((8, WIDTH)), gpu.SwizzleTransform(128)
+def tiles_in_memory(count: int, rows: int, width: int, dtype: Any, least: int = ROWS) -> Any:
+    """Tiles in shared memory as matrix units read them, without conflicts between its banks. Those
+    that other tiles of `least` rows are multiplied with lie in runs of as many columns."""
+    gpu, run = mosaic(), min(least, WIDTH)
+    swizzled = gpu.TilingTransform((8, run)), gpu.SwizzleTransform(run * dtype.itemsize)
     return gpu.SMEM((count, rows, width), dtype, transforms=swizzled)
 
 
@@ -114,18 +114,26 @@ class _Ring(NamedTuple):
 
     @classmethod
     def scratch(cls, *arrays: Any) -> "_Ring":
-        """Of arrays in shared memory `[places, ...]`."""
+        """Of arrays in shared memory `[places, ...]`; places are a power of two."""
+        places = arrays[0].shape[0]
         return cls(
             arrays,
-            mosaic().Barrier(num_barriers=STAGES, num_arrivals=len(arrays)),
-            mosaic().Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
+            mosaic().Barrier(num_barriers=places, num_arrivals=len(arrays)),
+            mosaic().Barrier(num_barriers=places, num_arrivals=GROUPS),
         )
+
+    @property
+    def places(self) -> int:
+        return self.arrays[0].shape[0]
+
+    def _place(self, turn: Any) -> Any:
+        return lax.bitwise_and(turn, np.int32(self.places - 1))
 
     def fill(self, turn: Any, *sources: Any) -> None:
         """Copies to the place of this turn, once that is free."""
-        place = _place(turn)
+        place = self._place(turn)
 
-        @pl.when(turn >= STAGES)
+        @pl.when(turn >= self.places)
         def _() -> None:
             mosaic().barrier_wait(self.free.at[place])
 
@@ -134,7 +142,7 @@ class _Ring(NamedTuple):
 
     def drain(self, turns: Any) -> None:
         """Waits until all that was filled in so many turns is used up."""
-        for place in range(STAGES):
+        for place in range(self.places):
 
             @pl.when(turns > place)
             def _(place: int = place) -> None:
@@ -142,15 +150,11 @@ class _Ring(NamedTuple):
 
     def use(self, turn: Any, function: Callable[..., Any]) -> Any:
         """`function(*arrays)` of this turn, once they are there; their place is free afterwards."""
-        place = _place(turn)
+        place = self._place(turn)
         mosaic().barrier_wait(self.filled.at[place])
         found = function(*[x.at[place] for x in self.arrays])
         mosaic().barrier_arrive(self.free.at[place])
         return found
-
-
-def _place(turn: Any) -> Any:
-    return lax.bitwise_and(turn, np.int32(STAGES - 1))
 
 
 class Memory(NamedTuple):
