@@ -24,7 +24,14 @@ from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, prepare
 
 
-MAX_HEAD_SIZE = 256
+_MAX_HEAD_SIZE = 256
+
+
+def too_wide(shapes: Shapes) -> str | None:
+    """Why registers do not hold such heads, or None."""
+    width = max(shapes.H, shapes.V)
+    expected = f"expected head sizes up to {_MAX_HEAD_SIZE}"
+    return f"{expected}, got {width}" if width > _MAX_HEAD_SIZE else None
 
 
 class GatherRef:

@@ -63,12 +63,9 @@ def unsupported(tiling: Tiling, spec: Spec, shapes: Shapes) -> str | None:
     """Why kernels of these tiles cannot, but for the machine."""
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"expected bfloat16 or float16, got {shapes.dtype}"
-    if max(shapes.H, shapes.V) > kernel_refs.MAX_HEAD_SIZE:
-        return (
-            f"expected head sizes up to {kernel_refs.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
-        )
-    if 0 in (shapes.B, shapes.T, shapes.S):
-        return None
+    too_wide = kernel_refs.too_wide(shapes)
+    if too_wide or 0 in (shapes.B, shapes.T, shapes.S):
+        return too_wide
     spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
     leaves, structure = jax.tree.flatten(spec)
     return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)

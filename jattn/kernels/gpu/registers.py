@@ -245,17 +245,14 @@ class Unit(NamedTuple):
 
     def _by_warp(self, a: Any, b: Any, total: Array | None) -> Array:
         zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
-        total = self.lay(zeros, "ts") if total is None else total
-        if not isinstance(a, jax.Array):  # not all of it in registers at once
-            for start in range(0, a.shape[1], WIDTH):
-                run = pl.ds(start, WIDTH)
-                total = self._product(a.at[:, run], b.at[run], total)
-            return total
-        return self._product(a, b, total)
-
-    def _product(self, a: Any, b: Any, total: Array) -> Array:
-        right = mosaic().load(b, layout=mosaic().Layout.MMA_RHS(b.dtype))
-        return mosaic().mma(total, _as_left(a), right)
+        found = self.lay(zeros, "ts") if total is None else total
+        runs = [pl.ds(start, WIDTH) for start in range(0, a.shape[1], WIDTH)]
+        # What is in memory comes to registers by parts.
+        pairs = [(a, b)] if isinstance(a, jax.Array) else [(a.at[:, x], b.at[x]) for x in runs]
+        for left, right in pairs:
+            right = mosaic().load(right, layout=mosaic().Layout.MMA_RHS(right.dtype))
+            found = mosaic().mma(found, _as_left(left), right)
+        return found
 
 
 def _as_left(x: Any) -> Array:

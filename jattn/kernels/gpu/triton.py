@@ -48,12 +48,10 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not: what registers cannot hold, and functions that do more than look up."""
     if shapes.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"expected float32, bfloat16 or float16, got {shapes.dtype}"
-    if max(shapes.H, shapes.V) > kernel_refs.MAX_HEAD_SIZE:
-        return (
-            f"expected head sizes up to {kernel_refs.MAX_HEAD_SIZE}, got {max(shapes.H, shapes.V)}"
-        )
-    nothing = 0 in (shapes.B, shapes.T, shapes.S)
-    return None if nothing else kernel_refs.unsupported_reason(spec, shapes, choose_tiling(shapes))
+    too_wide = kernel_refs.too_wide(shapes)
+    if too_wide or 0 in (shapes.B, shapes.T, shapes.S):
+        return too_wide
+    return kernel_refs.unsupported_reason(spec, shapes, choose_tiling(shapes))
 
 
 def choose_tiling(shapes: Shapes) -> Tiling:
