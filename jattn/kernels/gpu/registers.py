@@ -249,8 +249,8 @@ class Unit(NamedTuple):
         runs = [pl.ds(start, WIDTH) for start in range(0, a.shape[1], WIDTH)]
         # What is in memory comes to registers by parts.
         pairs = [(a, b)] if isinstance(a, jax.Array) else [(a.at[:, x], b.at[x]) for x in runs]
-        for left, right in pairs:
-            right = mosaic().load(right, layout=mosaic().Layout.MMA_RHS(right.dtype))
+        for left, other in pairs:
+            right = mosaic().load(other, layout=mosaic().Layout.MMA_RHS(other.dtype))
             found = mosaic().mma(found, _as_left(left), right)
         return found
 
