@@ -23,8 +23,9 @@ from jattn.spec import Spec, Tiling
 
 class BlockMask(NamedTuple):
     """Which tiles each block visits: `order [B, N, n, m]` lists them, those without need of a mask
-    first; `ends [B, N, n, 2]` says how many of these there are, and how many in all. Axes B and N
-    have size 1 where all are alike. `kinds` are the kinds of tile that may occur.
+    first, or is None where all visit 0, 1, 2 and so on; `ends [B, N, n, 2]` says how many of these
+    there are, and how many in all. Axes B and N have size 1 where all are alike. `kinds` are the
+    kinds of tile that may occur.
     """
 
     order: Any
@@ -35,6 +36,14 @@ class BlockMask(NamedTuple):
     def arrays(self) -> tuple[Any, Any]:
         """What is passed to a kernel, and comes back to `fold` as `memory`."""
         return self.order, self.ends
+
+    def compact(self) -> "BlockMask":
+        """The same without an order that is known to be 0, 1, 2 and so on."""
+        if not isinstance(self.order, np.ndarray):
+            return self
+        places = np.arange(self.order.shape[-1])
+        in_turn = (self.order == places) | (places >= self.ends[..., 1:])
+        return self._replace(order=None) if in_turn.all() else self
 
     def without_full(self, heads: Array) -> "BlockMask":
         """The same, but `heads [B, N]` treat all tiles as if they needed a mask."""
@@ -108,11 +117,11 @@ class BlockMask(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What a block visits: places start .. stop - 1 of its list `order[here]`, of which those below
-    `full` need no mask."""
+    """What block `at` (b, h, i) visits: places start .. stop - 1 of its list in `order`, of which
+    those below `full` need no mask."""
 
     order: Any
-    here: tuple[Any, ...]
+    at: tuple[Any, Any, Any]
     start: Any
     stop: Any
     full: Any
@@ -120,14 +129,15 @@ class _Run(NamedTuple):
     @classmethod
     def of(cls, memory: Any, at: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_Run":
         order, ends = memory
-        here = (*clamped(order, *at[:2]), at[2])
-        full, visited = ends[(*here, 0)], ends[(*here, 1)]
+        full, visited = (ends[(*clamped(ends, *at[:2]), at[2], x)] for x in (0, 1))
         each = lax.div(visited + part[1] - 1, np.int32(part[1]))
         start, stop = (jnp.minimum(x * each, visited) for x in (part[0], part[0] + 1))
-        return cls(order, here, start, stop, full)
+        return cls(order, at, start, stop, full)
 
     def block(self, place: Any) -> Any:
-        return self.order[(*self.here, place)]
+        if self.order is None:
+            return place
+        return self.order[(*clamped(self.order, *self.at[:2]), self.at[2], place)]
 
 
 def clamped(x: Any, *index: Any) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
 from jattn.kernels.gpu.registers import ROWS, Problem, mosaic
 from jattn.kernels.gpu.streams import Stream, heads_first, put
-from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finished, nothing, online
+from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
 from jattn.spec import Shapes, Spec
 
@@ -54,7 +54,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 64 queries, or for each
     of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
-    visits = block_mask.of(problem.kinds(spec))
+    visits = problem.visits(spec)
     parts = block_mask.parts(shapes.B * shapes.N * problem.blocks[0], problem.blocks[1])
 
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
@@ -85,7 +85,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         state = first, softmax.Partial(*map(unit.lay, nothing(shapes.V), ("t", "t", "ts")))
         at, share = (b, h, i), (part, parts)
         _, found = visits.fold_ahead(visits_ref, at, fetch, first, step, state, share)
-        out, normalizer = mosaic_interpreter.run(softmax.finish, found)
+        out, normalizer = mosaic_interpreter.run(finish, found)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
             put(problem, result.at[part, b, h, own], x)
@@ -108,7 +108,7 @@ def _gradients(
     """Those of queries, or `which` of keys and values where `problem.by_key`; a program for every
     64."""
     shapes, by_key, unit = problem.shapes, problem.by_key, problem.unit
-    visits = block_mask.of(problem.kinds(spec), by_key=by_key)
+    visits = problem.visits(spec)
     query, d_out, *rows = per_head
     size = problem.streamed
     rows, far = Rows.stacked(rows, problem.rules.sizes["T"])

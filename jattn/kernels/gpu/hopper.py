@@ -29,7 +29,7 @@ from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter
 from jattn.kernels.gpu.registers import ROWS, Problem, Tile, mosaic
-from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finished, nothing, online
+from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     GROUPS,
     Memory,
@@ -81,7 +81,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 128 queries, or for
     each of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
-    visits = block_mask.of(problem.kinds(spec))
+    visits = problem.visits(spec)
     parts = block_mask.parts(shapes.B * shapes.N * problem.blocks[0], problem.blocks[1])
 
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
@@ -159,7 +159,7 @@ def _leave(memory: Memory, group: Any, found: softmax.Partial, at: Any, results:
     """Output and normalizer of a warpgroup's queries, through the memory that it keeps; the output
     of a part of the keys as it is, in float32."""
     (part, b, h, own), (queries, *kept) = at, (place.at[group] for place in memory.own)
-    out, normalizer = mosaic_interpreter.run(softmax.finish, found)
+    out, normalizer = mosaic_interpreter.run(finish, found)
     result = results[0].at[part, b, own, h]
     apart = result.dtype != queries.dtype
     if apart:
@@ -280,7 +280,7 @@ def _gradients(
 ) -> list[Array]:
     """Those of queries, or `which` of keys and values where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
-    visits = block_mask.of(problem.kinds(spec), by_key=by_key)
+    visits = problem.visits(spec)
     query, d_out, *rows = per_head
     size = problem.streamed
     rows, far = Rows.stacked(rows, size if by_key else ROWS)

@@ -155,7 +155,7 @@ def _by_block(
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for every 64 queries, or keys where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
-    visits = block_mask.of(problem.kinds(spec), by_key=by_key)
+    visits = problem.visits(spec)
     _, far = Rows.stacked(per_query[2:], problem.rules.sizes["T"])
     visits = visits.without_full(far)
 

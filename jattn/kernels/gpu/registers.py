@@ -367,6 +367,10 @@ class Problem(NamedTuple):
         """Query heads that share what a program keeps."""
         return self.shapes.G if self.by_key else 1
 
+    def visits(self, spec: Spec) -> block_mask.BlockMask:
+        """The tiles that each block of queries visits, or of keys if `by_key`."""
+        return block_mask.of(self.kinds(spec), by_key=self.by_key).compact()
+
     def kinds(self, spec: Spec) -> Any:
         """The tile maps `[B or 1, N or 1, n, m]`."""
         return block_mask.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)

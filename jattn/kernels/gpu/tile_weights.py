@@ -23,7 +23,7 @@ from jattn.spec import has_mask, parameters, with_parameters
 
 _LOG2E = math.log2(math.e)
 _NEAR = 256.0  # numbers below have 15 digits behind the binary point, and more
-_LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # times log₂ e it is finite
+_LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # twice as much is finite
 
 
 def online(
@@ -34,22 +34,36 @@ def online(
     products: Array,
     part: softmax.Partial,
 ) -> tuple[Array, softmax.Partial]:
-    """The weights of more keys, and what there is so far, both relative to a new maximum. The unit
-    for 2^x computes weights alone where it has `special` functions of scores to compute."""
+    """The weights of more keys, and what there is so far, both relative to a new maximum.
+
+    The maximum is to the base 2, and all is relative to it as it is rounded: it comes from `max`,
+    so that no product becomes one operation with a subtraction. Where the unit for 2^x has
+    `special` functions of scores to compute, it computes weights alone.
+    """
     exp2 = exp2_by_products if special else jnp.exp2
-    score = here.modify(times(products, factors.before), masked)
-    maximum = jnp.maximum(part.maximum, times(jnp.max(score, axis=-1), factors.after))
-    shift = _shift(maximum)
-    weights = jnp.exp2(_exponent(score, factors, shift))
-    scale = exp2(_shift(part.maximum) - shift)
+    score, factor = here.modify(times(products, factors.before), masked), factors.after * _LOG2E
+    maximum = jnp.maximum(part.maximum, jnp.max(score, axis=-1) * factor)
+    weights = jnp.exp2(score * factor - maximum[:, None])
+    scale = exp2(part.maximum - maximum)
     total = part.total * scale + jnp.sum(weights, axis=-1)
     return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
 
 
+def finish(part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
+    """Output and normalizer. The maximum is rounded once more. What that changes, when the backward
+    pass takes it to the base 2 again, goes to the log of the total."""
+    maximum = jnp.maximum(part.maximum * math.log(2), 2 * _LOWEST)  # or two products become one
+    lost = (part.maximum - _shift(maximum)) * math.log(2)
+    natural = part._replace(maximum=maximum)
+    out, normalizer = softmax.finish(natural)
+    lost = jnp.where(part.total > 0, lost, 0)
+    return out, normalizer._replace(log_total=normalizer.log_total + lost)
+
+
 def _shift(maximum: Array) -> Array:
-    """To the base 2. Weights are relative to this number as it is rounded: a maximum, which changes
-    nothing, keeps the product from becoming one operation with a subtraction."""
-    return jnp.maximum(maximum * _LOG2E, _LOWEST * _LOG2E)
+    """To the base 2, rounded: the maximum keeps the product from becoming one operation with a
+    subtraction."""
+    return jnp.maximum(maximum * _LOG2E, 2 * _LOWEST)
 
 
 # Of 2^r for |r| of at most a half, from r^5 down: relative error 9e-8, and none at 0, where a
@@ -66,15 +80,6 @@ def exp2_by_products(x: Array) -> Array:
     power = functools.reduce(lambda found, one: found * rest + one, _POWERS, jnp.zeros_like(x))
     power = lax.bitcast_convert_type(power, jnp.int32) + lax.shift_left(bits, np.int32(23))
     return lax.bitcast_convert_type(power, jnp.float32)
-
-
-def _exponent(score: Array, factors: Scale, shift: Array) -> Array:
-    """To the base 2, relative to a shift, in one operation for each score.
-
-    What that rounds differs from what `shift` was rounded to, by a factor for each row; so the
-    backward pass computes the same from the same maximum.
-    """
-    return score * (factors.after * _LOG2E) - shift[:, None]
 
 
 def times(x: Array, factor: float) -> Array:
@@ -225,7 +230,7 @@ def d_signed(
 def _weights(masked: bool, factors: Scale, score: Array, rows: Rows) -> Array:
     """Those of a tile. Where no mask is needed, a log of the total is part of the shift, or left to
     the end."""
-    exponent = _exponent(score, factors, rows.shift)
+    exponent = score * (factors.after * _LOG2E) - rows.shift[:, None]
     if masked and rows.log_total is not None:
         exponent = exponent - rows.log_total[:, None]
     return jnp.exp2(exponent)
