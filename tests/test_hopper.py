@@ -155,6 +155,8 @@ CALLS = {
         (2, 70, 100, 2, 1, 40, 24),
         jnp.float16,
         lambda dtype: {
+            "dropout_rate": 0.3,
+            "dropout_key": jax.random.key(2),
             "mask": masks.Dense(jnp.asarray(SEEN)),
             "score": scores.Bias(normal(1, 1, 70, 100))
             >> scores.Bias(normal(2, 1, 70, 1))
@@ -635,6 +637,26 @@ def test_numbers_are_spread_to_tiles_and_powers_are_products(transposed):
     spread = [x for x in program.eqns if x.primitive.name == "broadcast_in_dim"]
     assert all(x.invars[0].aval.ndim != 1 for x in spread)
     assert "integer_pow" not in {x.primitive.name for x in program.eqns}
+
+
+def test_integers_of_8_bits_are_compared_wider():
+    """Mosaic compiles hardly anything else with them."""
+    tile = jnp.asarray(RNG.integers(-128, 128, (4, 3)), jnp.int8)
+
+    def run(function: Any) -> Any:
+        return lambda x: mosaic_interpreter.run(function, x)
+
+    compared = run(lambda x: (x > 3) | (x == -1))
+    np.testing.assert_array_equal(compared(tile), (tile > 3) | (tile == -1))
+    operands = [
+        x.aval.dtype
+        for equation in jax.make_jaxpr(compared)(tile).eqns
+        if equation.primitive.name in ("gt", "eq")
+        for x in equation.invars
+    ]
+    assert operands == [jnp.dtype("int32")] * 4
+    with pytest.raises(NotImplementedError, match="add of integers of 8 bits"):
+        run(lambda x: x + x)(tile)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

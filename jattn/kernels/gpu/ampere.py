@@ -2,8 +2,7 @@
 
 FlashAttention-2 (Dao 2023) in Pallas's Mosaic GPU form. A program is one warpgroup, which holds 64
 queries, or in the backward pass 64 queries or keys, and computes while the tile that follows is
-copied to shared memory. Before Hopper each thread copies its share and all wait for one another;
-since Hopper a unit of its own copies, and a barrier says when a tile is there.
+copied to shared memory, see `streams`.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
 tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's

@@ -197,10 +197,6 @@ class _Backward(NamedTuple):
     def streamed(self) -> Any:
         return self.per_query if self.problem.by_key else self.per_key
 
-    @property
-    def size(self) -> int:
-        return self.problem.streamed
-
     def fold(self, step: Callable[..., Any], state: Any) -> Any:
         """Folds `step(h, x, masked, state)` over the heads that share what is kept, and over the
         blocks x that each of them visits."""
@@ -219,9 +215,9 @@ class _Backward(NamedTuple):
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
             head = h if by_key else lax.div(h, group)
-            index = self.at[0], pl.ds(x * self.size, self.size), head
+            index = self.at[0], pl.ds(x * self.problem.streamed, self.problem.streamed), head
             tiles = [source.at[index] for source in self.streamed]
-            place = self.place(h, self.at[2] * GROUPS * ROWS, x * self.size)
+            place = self.place(h, self.at[2] * GROUPS * ROWS, x * self.problem.streamed)
             rows = [self.rows.at[self.at[0], h, x]] if by_key else []
             beside = self.problem.parts_beside(self.leaves, place)
             memory.streams[0].fill(turn, *tiles, *rows, *beside)
@@ -241,11 +237,12 @@ class _Backward(NamedTuple):
 
         def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
             turn, *totals = state
-            here = self.problem.tile(self.leaves, self.place(h, start, x * self.size), numbers)
+            at = self.place(h, start, x * self.problem.streamed)
+            here = self.problem.tile(self.leaves, at, numbers)
 
+            scarce = by_key or self.problem.shapes.H > 128  # registers
             # Always 0, which the compiler does not know: addresses of what is kept are computed
             # where they are used, and take up no registers.
-            scarce = by_key or self.problem.shapes.H > 128
             zero = lax.shift_right_logical(turn, np.int32(30)) if scarce else 0
             near = [x.at[group + zero] for x in memory.own]
             totals = dict(zip(self.which, totals, strict=True))

@@ -24,6 +24,9 @@ _ELEMENTWISE = frozenset(
     rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub tanh
     xor""".split()
 )
+_COMPARISONS = frozenset("eq ge gt le lt ne".split())
+_ANY_WIDTH = frozenset("and convert_element_type copy not or select_n xor".split())
+_NARROW = jnp.dtype("int8"), jnp.dtype("uint8")
 _REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 _OTHER_WORDS = {"custom_lin": "a parameter's derivative in forward mode, which custom_vjp has not"}
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -117,6 +120,15 @@ class _Apart(NamedTuple):
     @staticmethod
     def first(runs: tuple[Run, ...], values: Array) -> Any:
         return next((run.first for run in runs if run.values is values), None)
+
+
+def _widened(name: str, values: list[Any]) -> list[Any]:
+    """Integers of 8 bits as Mosaic GPU takes them, which can do hardly anything with them."""
+    if name in _COMPARISONS:
+        return [lax.convert_element_type(x, jnp.int32) for x in values]
+    if name not in _ANY_WIDTH:
+        raise NotImplementedError(f"{name} of integers of 8 bits")
+    return values
 
 
 def _power(x: Array, exponent: int) -> Array:
@@ -227,6 +239,8 @@ class _Registers(NamedTuple):
         return found
 
     def entry_by_entry(self, equation: Any, values: Any, shapes: Any, result: Any) -> Any:
+        if any(x.aval.dtype in _NARROW for x in equation.invars):
+            values = _widened(equation.primitive.name, values)
         if equation.primitive.name in ("add_any", "copy"):
             return functools.reduce(lax.add, values)
         if equation.primitive.name == "one_minus_square":

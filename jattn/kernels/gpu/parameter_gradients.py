@@ -58,7 +58,7 @@ def of(
         along_keys, along_queries = map(parameter.runs_along, "ST")
         problem = by_key if along_keys and not along_queries else by_query
         find = _by_tile if along_keys and along_queries else _by_block
-        parts = find(problem, spec, parameter, per_query, key, value)
+        parts = find(problem, spec, parameter, (per_query, key, value))
         found.append(tile.sum_heads(parts * problem.scale.after, leaf, letters))
     (found,) = pull(found)
     if any(x.looked_up for x in kinds):
@@ -73,7 +73,7 @@ class _Program(NamedTuple):
 
     problem: Problem
     parameter: Parameter
-    tensors: Any  # query, d_out, key and value, heads first
+    tensors: Any  # query, d_out, key and value, heads first for products by warps
     rows: Any  # what `Rows` stacks
     leaves: list[Any]
     stream: Stream
@@ -87,10 +87,14 @@ class _Program(NamedTuple):
         """Starts to copy what a tile needs."""
         rows, columns = self.problem.rules.sizes.values()
         query, d_out, key, value = self.tensors
-        own = at.b, at.h, pl.ds(at.row, rows)
-        seen = at.b, lax.div(at.h, np.int32(self.problem.shapes.G)), pl.ds(at.column, columns)
+        own = self._index(at.b, at.h, pl.ds(at.row, rows))
+        group = lax.div(at.h, np.int32(self.problem.shapes.G))
+        seen = self._index(at.b, group, pl.ds(at.column, columns))
         tiles = query.at[own], d_out.at[own], key.at[seen], value.at[seen]
         self.stream.fill(turn, *tiles, *self.problem.parts_beside(self.leaves, at))
+
+    def _index(self, b: Any, h: Any, run: Any) -> tuple[Any, Any, Any]:
+        return (b, h, run) if self.problem.unit.by_warp else (b, run, h)
 
     def add(self, total: Array, turn: Any, masked: bool, at: TileIndex, fetch_next: Any) -> Array:
         """The sum with what a tile adds."""
@@ -134,7 +138,8 @@ def _run(
 
     sizes = problem.rules.sizes
     rows, _ = Rows.stacked(rows, sizes["T"])
-    tensors = heads_first(query, d_out, key, value)
+    tensors = query, d_out, key, value
+    tensors = heads_first(*tensors) if problem.unit.by_warp else tensors
     width, dtype = problem.shapes.H, problem.shapes.dtype
     each = 2 * (sizes["T"] + sizes["S"]) * width * dtype.itemsize
     places = 2 if 2 * each <= _MOST_BYTES else 1
@@ -144,19 +149,12 @@ def _run(
     return launch(_NAME, problem, order, kernel, operands, results, scratch, 1)[0]
 
 
-def _by_block(
-    problem: Problem,
-    spec: Spec,
-    parameter: Parameter,
-    per_query: Any,
-    key: Array,
-    value: Array,
-) -> Array:
+def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -> Array:
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for every 64 queries, or keys where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
     visits = problem.visits(spec)
-    _, far = Rows.stacked(per_query[2:], problem.rules.sizes["T"])
+    _, far = Rows.stacked(arrays[0][2:], problem.rules.sizes["T"])
     visits = visits.without_full(far)
 
     def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:
@@ -176,19 +174,12 @@ def _by_block(
         _, total = visits.fold_ahead(visits_ref, (b, h, x), fetch, first, step, (first, zeros))
         put(problem, result.at[b, h, pl.ds(x * ROWS, ROWS)], total)
 
-    arrays, order = (per_query, key, value), Order.of(problem, visits, shapes.N)
+    order = Order.of(problem, visits, shapes.N)
     result = shapes.B, shapes.N, shapes.S if by_key else shapes.T
     return parameter.of_heads(_run(problem, parameter, order, body, arrays, visits.arrays, result))
 
 
-def _by_tile(
-    problem: Problem,
-    spec: Spec,
-    parameter: Parameter,
-    per_query: Any,
-    key: Array,
-    value: Array,
-) -> Array:
+def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -> Array:
     """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
     own, shared = parameter.own, parameter.shared(shapes.B, shapes.N)
@@ -220,4 +211,4 @@ def _by_tile(
 
     order = Order(own, (own[0] * own[1], n * m, 1), None)
     kinds, result = problem.kinds(spec).astype(np.int32), (*own, shapes.T, shapes.S)
-    return _run(problem, parameter, order, body, (per_query, key, value), kinds, result)
+    return _run(problem, parameter, order, body, arrays, kinds, result)

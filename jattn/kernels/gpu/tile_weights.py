@@ -23,7 +23,7 @@ from jattn.spec import has_mask, parameters, with_parameters
 
 _LOG2E = math.log2(math.e)
 _NEAR = 256.0  # numbers below have 15 digits behind the binary point, and more
-_LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # twice as much is finite
+_LOWEST = float(jnp.finfo(jnp.float32).min)  # maximum of no keys, to the base 2
 
 
 def online(
@@ -52,7 +52,7 @@ def online(
 def finish(part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
     """Output and normalizer. The maximum is rounded once more. What that changes, when the backward
     pass takes it to the base 2 again, goes to the log of the total."""
-    maximum = jnp.maximum(part.maximum * math.log(2), 2 * _LOWEST)  # or two products become one
+    maximum = jnp.maximum(part.maximum * math.log(2), _LOWEST)  # or two products become one
     lost = (part.maximum - _shift(maximum)) * math.log(2)
     natural = part._replace(maximum=maximum)
     out, normalizer = softmax.finish(natural)
@@ -63,7 +63,7 @@ def finish(part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
 def _shift(maximum: Array) -> Array:
     """To the base 2, rounded: the maximum keeps the product from becoming one operation with a
     subtraction."""
-    return jnp.maximum(maximum * _LOG2E, 2 * _LOWEST)
+    return jnp.maximum(maximum * _LOG2E, _LOWEST)
 
 
 # Of 2^r for |r| of at most a half, from r^5 down: relative error 9e-8, and none at 0, where a
