@@ -736,6 +736,8 @@ POSITIONS = [
         ),
     ),
     Case("decode", Sizes(T=1), CAUSAL, q_positions=np.array([6])),
+    Case("decode_function", Sizes(T=1), PREDICATE, FUNCTION, q_positions=np.array([6])),
+    Case("one_key_function", Sizes(S=1), PREDICATE, FUNCTION, kv_positions=np.array([3])),
     Case("decode_window", Sizes(T=2, S=8), CAUSAL & window(1, None), q_positions=np.array([6, 7])),
     Case(
         "decode_per_row",

@@ -213,7 +213,7 @@ def test_values_and_gradients(name, implementation):
 
 
 # Of the table of cases what the calls above have not; small heads are padded.
-CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions"
+CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_function"
 
 
 @pytest.mark.one_in(3)
@@ -340,7 +340,7 @@ def translated(function: Any, given: Any) -> set[str]:
 XLA_PRODUCT = "stablehlo.dot_general"
 KERNELS = {f"jattn_{x}" for x in ("forward", "d_queries", "d_keys", "d_parameter")}
 HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
-KERNELS |= HOPPER | {"jattn_mosaic_d_parameter"}
+KERNELS |= HOPPER | {"jattn_mosaic_d_parameter", "jattn_mosaic_decode"}
 
 
 @pytest.mark.one_in(4)

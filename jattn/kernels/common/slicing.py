@@ -97,6 +97,16 @@ def _span(positions: Any, start: Any, size: int) -> Span:
     return Span(places if positions is None else positions.astype(jnp.int32), places)
 
 
+def span_in_kernel(positions: Any, places: Array) -> Span:
+    """Of a tile whose places are given. Positions are one where T or S is 1.
+
+    Never one object for both: positions that are known to be consecutive invite slicing by
+    diagonals, which is for whole matrices."""
+    if positions is None:
+        return Span(places + 0, places)
+    return Span(jnp.broadcast_to(positions.astype(jnp.int32), places.shape), places)
+
+
 def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
     """The spec for sizes that are whole tiles; queries past T and keys past S are masked."""
 

@@ -20,7 +20,6 @@ from jaxtyping import Array
 
 from jattn._pytree import axis_names, select_head
 from jattn.kernels.common import slicing, tile_schedule
-from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, prepare
 
 
@@ -136,19 +135,14 @@ class SpecRefs:
     def assembled(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
         """The tile of these parts of the arrays, at these places."""
         spec = jax.tree.unflatten(self.treedef, leaves)
-        spans = _span(spec.q_positions, rows), _span(spec.kv_positions, columns)
+        pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
+        spans = (slicing.span_in_kernel(*x) for x in pairs)
         return slicing.Tile(spec, b, h, *spans)
 
 
 def _read(memory: Any, index: tuple[Any, ...]) -> Any:
     """A part of an array, or a way to look entries up."""
     return GatherRef(memory, index) if any(x is None for x in index) else memory[index]
-
-
-def _span(positions: Any, places: Any) -> Span:
-    # Never one object for both: positions that are known to be consecutive invite slicing by
-    # diagonals, which is for whole matrices.
-    return Span(places + 0 if positions is None else positions.astype(jnp.int32), places)
 
 
 # What Pallas translates for GPUs.

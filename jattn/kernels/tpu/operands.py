@@ -19,7 +19,6 @@ from jaxtyping import Array
 from jattn._pytree import axis_names
 from jattn.kernels.common import slicing
 from jattn.kernels.tpu import two_axes
-from jattn.masks import Span
 from jattn.spec import Spec, Tiling
 
 
@@ -183,13 +182,8 @@ class SpecOperands:
 
         def here(leaves: Any, b: Any, h: Any, rows: Any, columns: Any, *operands: Any) -> Any:
             spec = jax.tree.unflatten(self._treedef, leaves)
-            spans = _span(spec.q_positions, rows), _span(spec.kv_positions, columns)
+            pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
+            spans = (slicing.span_in_kernel(*x) for x in pairs)
             return function(slicing.Tile(spec, b, h, *spans), *operands)
 
         return two_axes.run(here, given, expected)
-
-
-def _span(positions: Any, places: Any) -> Span:
-    # Never one object for both: positions that are known to be consecutive invite slicing by
-    # diagonals, which is for whole matrices.
-    return Span(places + 0 if positions is None else positions.astype(jnp.int32), places)
