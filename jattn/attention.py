@@ -263,8 +263,13 @@ def _attend_cache(
 ) -> Any:
     if implementation is None and not decode.supports(spec, shapes):
         implementation = "decode"
+    own, decoder = prepare(spec, shapes), None
+    if implementation not in (None, "decode"):
+        decoder = registry.decoder(implementation, own, shapes, cache)
     if implementation == "decode":
-        out, lse = decode.attend(prepare(spec, shapes), query, cache)
+        out, lse = decode.attend(own, query, cache)
+    elif decoder:
+        out, lse = decode.attend(own, query, cache, functools.partial(decode.attend_by, decoder))
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         out, lse = run(implementation, spec, query, key, value, shapes)

@@ -6,12 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jaxtyping import Array
 
+from jattn.cache import Cache
 from jattn.checks import check_choice
 from jattn.kernels.common.vjp import AttentionVJP, Unbuilt
 from jattn.kernels.protocol import Kernel
 from jattn.kernels.xla import blockwise
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
+
+
+CacheResults = tuple[Array, Normalizer]
+"""`out [B, T, N, V]` in the dtype of sums, and normalizers `[B, T, N]`."""
 
 
 class Later(NamedTuple):
@@ -38,6 +45,12 @@ class Later(NamedTuple):
     def unbuilt(self, spec: Spec, shapes: Shapes) -> str | None:
         return self._kernel().unbuilt(spec, shapes)
 
+    def unreadable(self, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
+        return self._kernel().unreadable(spec, shapes, cache)
+
+    def decode(self, platform: str, spec: Spec, query: Array, cache: Cache) -> CacheResults:
+        return self._kernel().decode(platform, spec, query, cache)
+
     def _kernel(self) -> Any:
         return importlib.import_module(self.module)
 
@@ -61,6 +74,10 @@ class Row(NamedTuple):
     unbuilt: says why the code that has to be compiled for such a call could not be, if that was
         tried. The kernel's functions raise `Unbuilt` then, and a call that names no kernel takes
         the next one.
+    decode: `(platform, spec, query, cache)` to `CacheResults`, by a kernel that reads a cache where
+        its keys and values lie. Without it, and where `unreadable` says why it cannot read a cache,
+        the kernel is given them as arrays. Where something masked is not finite, neither are these
+        results.
     """
 
     kernel: Kernel
@@ -70,9 +87,13 @@ class Row(NamedTuple):
     too_small: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
     unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
     unbuilt: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
+    decode: Callable[[str, Spec, Array, Cache], CacheResults] | None = None
+    unreadable: Callable[[Spec, Shapes, Cache], str | None] = lambda spec, shapes, cache: None
 
 
 _NATIVE = Later("jattn.kernels.cpu.native")
+_AMPERE = Later("jattn.kernels.gpu.ampere")
+_HOPPER = Later("jattn.kernels.gpu.hopper")
 
 KERNELS: dict[str, Row] = {
     "cudnn": Row(Later("jattn.kernels.gpu.cudnn"), ("cuda",), when="traced"),
@@ -88,10 +109,20 @@ KERNELS: dict[str, Row] = {
     "pallas": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
     "tpu": Row(Later("jattn.kernels.tpu.tiled"), ("tpu",), interpreted=("cpu",)),
     "ampere": Row(
-        Later("jattn.kernels.gpu.ampere"), ("cuda",), interpreted=("cpu",), when="default_platform"
+        _AMPERE,
+        ("cuda",),
+        interpreted=("cpu",),
+        when="default_platform",
+        decode=_AMPERE.decode,
+        unreadable=_AMPERE.unreadable,
     ),
     "hopper": Row(
-        Later("jattn.kernels.gpu.hopper"), ("cuda",), interpreted=("cpu",), when="default_platform"
+        _HOPPER,
+        ("cuda",),
+        interpreted=("cpu",),
+        when="default_platform",
+        decode=_HOPPER.decode,
+        unreadable=_HOPPER.unreadable,
     ),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms.
@@ -159,6 +190,16 @@ def functions(
     traced = (row.platforms or ()) if row.when == "traced" else ()
     choose = functools.partial(_first_that_can, tuple(names), shapes, named)
     return choose, {platform: row.kernel.functions(platform) for platform in traced}
+
+
+def decoder(
+    name: str, spec: Spec, shapes: Shapes, cache: Cache
+) -> Callable[[Spec, Array, Cache], CacheResults] | None:
+    """How a kernel reads a cache in place; None where it is to be given arrays."""
+    row = KERNELS.get(name)
+    if row is None or row.decode is None or row.unreadable(spec, shapes, cache):
+        return None
+    return functools.partial(row.decode, _default_platform())
 
 
 def _first_that_can(

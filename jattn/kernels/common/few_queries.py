@@ -1,6 +1,9 @@
 """What every kernel for a few queries on many keys asks of a call."""
 
+from jaxtyping import Array
+
 from jattn import tuning
+from jattn.cache import Cache
 from jattn.spec import Shapes, Spec
 
 
@@ -12,3 +15,10 @@ def unsupported(spec: Spec, shapes: Shapes) -> str | None:
     if spec.dropout_rate:
         return "dropout is for training"
     return None
+
+
+def shapes(query: Array, cache: Cache) -> Shapes:
+    """The sizes of a call of `query [B, T, N, H]` on a cache of B rows."""
+    B, T, N, H = query.shape
+    S, K, V = cache.capacity, cache.num_kv_heads, cache.values.shape[-1]
+    return Shapes((B,), T, S, N, K, H, V, query.dtype)

@@ -19,13 +19,16 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax
+from jattn.cache import Cache
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.gpu import decode as gpu_decode
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
 from jattn.kernels.gpu.registers import ROWS, Problem, mosaic
 from jattn.kernels.gpu.streams import Stream, heads_first, put
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
@@ -177,6 +180,19 @@ _KERNELS = mosaic_call.Kernels(
 
 def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
+    _check_version(platform)
+    return mosaic_call.functions(_KERNELS, platform)
+
+
+def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    """As `gpu.decode.attend`."""
+    _check_version(platform)
+    return gpu_decode.attend(_KERNELS, platform, spec, query, cache)
+
+
+unreadable = functools.partial(gpu_decode.unsupported, _KERNELS)
+
+
+def _check_version(platform: str) -> None:
     if platform != "cpu" and not hasattr(mosaic(), "mma"):
         raise NotImplementedError(f"implementation 'ampere': {_OLD}")
-    return mosaic_call.functions(_KERNELS, platform)

@@ -27,6 +27,7 @@ from jaxtyping import Array
 from jattn import softmax
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.gpu import decode as gpu_decode
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter
 from jattn.kernels.gpu.registers import ROWS, Problem, Tile, mosaic
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
@@ -320,3 +321,7 @@ _KERNELS = mosaic_call.Kernels(
 def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
     return mosaic_call.functions(_KERNELS, platform)
+
+
+decode = functools.partial(gpu_decode.attend, _KERNELS)
+unreadable = functools.partial(gpu_decode.unsupported, _KERNELS)

@@ -19,11 +19,10 @@ from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import (
     by_distance,
     kernel_refs,
-    mosaic_interpreter,
     parameter_gradients,
 )
 from jattn.kernels.gpu.parameter import Parameter
-from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, SpecRefs, Unit, types
+from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, SpecRefs, Unit
 from jattn.kernels.gpu.tile_weights import with_slope
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
 
@@ -89,10 +88,20 @@ def _unsupported_reason(
             each = [x for x in range(len(parameters(spec))) if not Parameter.of(spec, x).looked_up]
             return modify(*operands), [with_slope(here, x, products, True) for x in each]
 
-        given = jax.tree.map(jnp.squeeze, operands)
-        known = rules.traced(given)
-        return mosaic_interpreter.run(all_of_it, *given, **known, shapes=types(operands))
+        return rules.run_example(all_of_it, operands)
 
+    return reason(one_tile, structure, avals, shapes, tiling)
+
+
+def reason(
+    one_tile: Callable[[Any], Any],
+    structure: Any,
+    avals: tuple[Any, ...],
+    shapes: Shapes,
+    tiling: Tiling,
+) -> str | None:
+    """Why registers cannot run `one_tile(leaves)`, which is traced for a spec of this structure
+    whose arrays have these shapes and dtypes."""
     operands = [jax.ShapeDtypeStruct(*x) for x in avals]
     try:
         jax.eval_shape(one_tile, operands)

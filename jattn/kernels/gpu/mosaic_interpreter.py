@@ -215,6 +215,8 @@ class _Registers(NamedTuple):
     def axes_of(self, x: Any, shape: tuple[int, ...]) -> str:
         """The axes of a tile "ts" along which x runs, which is expected in this shape."""
         wide = [size != 1 for size in shape]
+        if sum(wide) == 2:
+            return "ts"
         if len(shape) == 2:
             return "".join(axis for axis, runs in zip("ts", wide, strict=True) if runs)
         line = self.noted_of(x, _Line)

@@ -95,7 +95,13 @@ class SpecRefs(kernel_refs.SpecRefs):
 
         return modify, (parts, zero, zero, rows, columns, products)
 
-    def traced(self, operands: Any) -> dict[str, Any]:
+    def run_example(self, function: Callable[..., Any], operands: Any) -> Any:
+        """A function of the operands of `example`, in registers."""
+        given = jax.tree.map(jnp.squeeze, operands)
+        known = self._known(given)
+        return mosaic_interpreter.run(function, *given, **known, shapes=types(operands))
+
+    def _known(self, operands: Any) -> dict[str, Any]:
         """What `mosaic_interpreter.run` is told of such operands without axes of size 1."""
         parts, _, _, rows, columns, _ = operands
         lines = [(rows, "t"), (columns, "s")]
@@ -332,13 +338,20 @@ class Problem(NamedTuple):
     unmodified: bool
 
     @classmethod
-    def of(cls, spec: Spec, shapes: Shapes, tiling: Tiling, unit: Unit) -> "Problem":
+    def of(
+        cls,
+        spec: Spec,
+        shapes: Shapes,
+        tiling: Tiling,
+        unit: Unit,
+        refs: Callable[..., SpecRefs] = SpecRefs,
+    ) -> "Problem":
         by_key = unit.transposed
         own = Tiling(tiling.block_q, ROWS) if by_key else Tiling(ROWS, tiling.block_kv)
         # Rows that come by have their hashes with them, others make theirs once.
         spec = tile.hashed(by_distance.replaced(spec, shapes), shapes, rows=by_key)
         scale, spec = Scale.of(spec)
-        rules, drops = SpecRefs(spec, own, by_key), spec.dropout_rate > 0
+        rules, drops = refs(spec, own, by_key), spec.dropout_rate > 0
         operations, unmodified = _operations(spec, rules), is_unmodified(spec)
         how = _approximate(spec, operations), bool(operations & _SPECIAL), drops, unmodified
         return cls(shapes, tiling, rules, unit, scale, *how)

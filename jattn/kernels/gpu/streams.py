@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn.kernels.gpu.registers import Problem, Unit, mosaic
@@ -47,12 +48,13 @@ class Stream(NamedTuple):
     filled: Any
 
     @classmethod
-    def scratch(cls, unit: Unit, places: int, *arrays: Any) -> "Stream":
-        """Of arrays in shared memory `[places, ...]`."""
+    def scratch(cls, unit: Unit, places: int, *arrays: Any, copies: int | None = None) -> "Stream":
+        """Of arrays in shared memory `[places, ...]`, which so many copies fill, by default one
+        each."""
         if not _copies_by_unit(unit):
             return cls(arrays, None)
-        barrier = mosaic().Barrier(num_barriers=places, num_arrivals=len(arrays))
-        return cls(arrays, barrier)
+        copies = len(arrays) if copies is None else copies
+        return cls(arrays, mosaic().Barrier(num_barriers=places, num_arrivals=copies))
 
     @property
     def places(self) -> int:
@@ -63,16 +65,27 @@ class Stream(NamedTuple):
 
     def fill(self, turn: Any, *sources: Any) -> None:
         """Starts to copy to the place of this turn. All threads must be done with what it held, and
-        are where they have waited for another copy since. Where a unit copies they wait here."""
-        gpu, place = mosaic(), self._place(turn)
+        are where they have waited for another copy since. Where a unit copies they wait here.
+
+        A source is a part of an array in global memory, or a list of parts that follow one another
+        in shared memory."""
+        place = self._place(turn)
         if self.filled is not None:
-            gpu.commit_smem()
+            mosaic().commit_smem()
         for source, array in zip(sources, self.arrays, strict=True):
-            if self.filled is None:
-                inside = gpu.OOBFillMode.PROMISE_IN_BOUNDS
-                gpu.copy_gmem_to_smem(source, array.at[place], oob_mode=inside)
-            else:
-                gpu.copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
+            if not isinstance(source, list):
+                self._copy(source, array.at[place], place)
+                continue
+            size = array.shape[1] // len(source)
+            for x, part in enumerate(source):
+                self._copy(part, array.at[place, pl.ds(x * size, size)], place)
+
+    def _copy(self, source: Any, to: Any, place: Any) -> None:
+        if self.filled is None:
+            inside = mosaic().OOBFillMode.PROMISE_IN_BOUNDS
+            mosaic().copy_gmem_to_smem(source, to, oob_mode=inside)
+        else:
+            mosaic().copy_gmem_to_smem(source, to, self.filled.at[place])
 
     def wait(self, turn: Any) -> list[Any]:
         """The arrays of this turn, once they are there and all threads have come here."""

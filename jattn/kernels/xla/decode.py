@@ -38,6 +38,9 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     return few_queries.unsupported(spec, shapes)
 
 
+Forward = Callable[[Spec, Array, Cache], tuple[Array, Normalizer]]
+
+
 def _over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     """Maps a function of one key head over `[B, K]`."""
     return jax.vmap(jax.vmap(function))
@@ -174,26 +177,19 @@ def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> boo
     return native.unavailable(shapes.dtype) is None
 
 
-def _with_fallback(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """By XLA, and again with `exact` where the result is not finite."""
-    found = _portable(False, spec, query, cache)
+def _or_exact(found: Any, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    """What was found, and by XLA with `exact` where that is not finite."""
     first = lambda found, spec, query, cache: found  # noqa: E731
     again = lambda found, spec, query, cache: _portable(True, spec, query, cache)  # noqa: E731
     return unbatched_cond(jnp.isfinite(jnp.sum(found[0])), first, again, found, spec, query, cache)
 
 
 def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    if not _runs_native(platform, spec, _shapes(query, cache), cache):
-        return _with_fallback(spec, query, cache)
+    if not _runs_native(platform, spec, few_queries.shapes(query, cache), cache):
+        return _or_exact(_portable(False, spec, query, cache), spec, query, cache)
     from jattn.kernels.cpu import decode as native  # noqa: PLC0415  as in `registry`
 
     return native.attend(spec, query, native.PagedKV(*cache.pages()))
-
-
-def _shapes(query: Array, cache: Cache) -> Shapes:
-    B, T, N, H = query.shape
-    K, S, V = cache.num_kv_heads, cache.capacity, cache.values.shape[-1]
-    return Shapes((B,), T, S, N, K, H, V, query.dtype)
 
 
 def attend_part(spec: Spec, query: Array, cache: Cache) -> tuple[Output, Normalizer]:
@@ -207,10 +203,15 @@ def attend_part(spec: Spec, query: Array, cache: Cache) -> tuple[Output, Normali
     return lowering.platform_dependent(forward, like, spec, query, cache)
 
 
-def _attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
+def _attend(forward: Forward, spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
     """As `attend`, in the dtype of sums and without a derivative."""
-    out, normalizer = attend_part(spec, query, cache)
+    out, normalizer = forward(spec, query, cache)
     return out, jnp.swapaxes(normalizer.lse, 1, 2)
+
+
+def attend_by(forward: Forward, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    """As `attend_part`, by a kernel."""
+    return _or_exact(forward(spec, query, cache), spec, query, cache)
 
 
 def _as_arrays(
@@ -222,7 +223,9 @@ def _as_arrays(
     return tangents.attend(with_parameters(spec, params), query, key, value)
 
 
-def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
+def attend(
+    spec: Spec, query: Array, cache: Cache, forward: Forward = attend_part
+) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
 
     The derivative is that of blockwise attention to what the cache holds.
@@ -232,11 +235,11 @@ def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
     def run(params: Any, query: Array, keys: Array, values: Array, rest: Any) -> Any:
         spec, cache = rest
         cache = dataclasses.replace(cache, keys=keys, values=values)
-        return reverse_mode.nondifferentiable(_attend)(with_parameters(spec, params), query, cache)
+        alone = reverse_mode.nondifferentiable(functools.partial(_attend, forward))
+        return alone(with_parameters(spec, params), query, cache)
 
-    def forward(*operands: Any) -> Any:
-        out, lse = run(*operands)
-        return (out, lse), operands
+    def keep(*operands: Any) -> Any:
+        return run(*operands), operands
 
     def backward(operands: Any, cotangents: Any) -> Any:
         *differentiable, (spec, cache) = operands
@@ -244,7 +247,7 @@ def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
         cast = [d.astype(x.dtype) for d, x in zip(cotangents, found, strict=True)]
         return *pull(tuple(cast)), None
 
-    run.defvjp(forward, backward)
+    run.defvjp(keep, backward)
     differentiable = (query, cache.keys, cache.values, *parameters(spec))
     query, keys, values, *params = reverse_mode.inputs(differentiable, (spec, cache))
     out, lse = run(params, query, keys, values, (spec, cache))

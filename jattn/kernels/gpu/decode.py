@@ -1,0 +1,237 @@
+"""A few queries against a cache on GPUs since Ampere: keys and values are read where they lie.
+
+A program is one warpgroup. It holds the queries of all heads that share a key head, see
+`grouped_rows`, and goes through the keys of one batch row, or through a part of them (Dao et al.
+2023, "Flash-Decoding"), while those that follow are copied to shared memory, see `streams`. Of a
+paged cache it finds the pages in the table (Kwon et al. 2023, PagedAttention). Tiles that the mask
+empties are not read: rows of the batch take as long as they are.
+
+On a CPU the kernel runs in JAX's interpreter. It compiles for GPUs, and has not run on one.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jattn import masks, softmax
+from jattn._types import Size
+from jattn.cache import Cache
+from jattn.kernels.common import block_mask, few_queries, slicing
+from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter
+from jattn.kernels.gpu.grouped_rows import GroupedRefs, Grouping
+from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, Unit
+from jattn.kernels.gpu.streams import Stream, put
+from jattn.kernels.gpu.tile_weights import finish, nothing, online
+from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.softmax import Normalizer
+from jattn.spec import Shapes, Spec, Tiling
+
+
+_LEAST_RUN = 8  # keys that follow one another in memory: rows of a tile as matrix units read it
+_TILES_EACH = 4  # times as many tiles as elsewhere are worth a program: it leaves whole tiles
+_NAME = "jattn_mosaic_decode"
+
+
+class _Sizes(NamedTuple):
+    """How a call is cut: heads that are together, keys of a tile, and keys of a run, which follow
+    one another in memory. S are the keys that there are."""
+
+    grouping: Grouping
+    columns: int
+    run: int
+    S: Size
+
+    @classmethod
+    def of(cls, kernels: mosaic_call.Kernels, shapes: Shapes, page: int) -> "_Sizes":
+        columns = min(ROWS, kernels.columns(max(shapes.H, shapes.V)))
+        return cls(Grouping.of(shapes.T, shapes.G), columns, math.gcd(page, columns), shapes.S)
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(ROWS, self.columns)
+
+    @property
+    def capacity(self) -> Size:
+        """The keys of whole tiles."""
+        return -(-self.S // self.columns) * self.columns
+
+
+def unsupported(
+    kernels: mosaic_call.Kernels, spec: Spec, shapes: Shapes, cache: Cache
+) -> str | None:
+    """Why a cache cannot be read in place, by kernels that support the call; None if it can."""
+    keys, values, _ = jax.eval_shape(lambda cache: cache.pages(), cache)
+    sizes = _Sizes.of(kernels, shapes, keys.shape[2])
+    if spec.dropout_rate:
+        return "dropout is for training"
+    if sizes.run < _LEAST_RUN:
+        return f"expected pages of a multiple of {_LEAST_RUN} tokens, got {keys.shape[2]}"
+    if reason := _other_arrays(shapes, keys, values):
+        return reason
+    leaves, structure = jax.tree.flatten(spec)
+    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, sizes)
+
+
+def _other_arrays(shapes: Shapes, keys: Any, values: Any) -> str | None:
+    if not 0 < shapes.T <= ROWS:
+        return f"expected 1 to {ROWS} queries, got {shapes.T}"
+    if 0 in (shapes.B, shapes.S):
+        return "there are no keys"
+    if keys.dtype != shapes.dtype or values.dtype != shapes.dtype:
+        return f"expected a cache of {shapes.dtype}, got {keys.dtype} and {values.dtype}"
+    if shapes.H % WIDTH or shapes.V % WIDTH:
+        return f"expected head sizes in multiples of {WIDTH}, got {shapes.H} and {shapes.V}"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _unsupported_reason(
+    structure: Any, avals: tuple[Any, ...], shapes: Shapes, sizes: _Sizes
+) -> str | None:
+    """What mask or score function do that registers cannot for rows of several heads."""
+
+    def one_tile(leaves: Any) -> Any:
+        spec = kernel_refs.padded(structure, leaves, shapes, Tiling(1, sizes.columns))
+        refs = GroupedRefs(sizes.grouping, shapes.N, spec, sizes.tiling)
+        return refs.run_example(*refs.example())
+
+    return mosaic_call.reason(one_tile, structure, avals, shapes, sizes.tiling)
+
+
+def attend(
+    kernels: mosaic_call.Kernels, platform: str, spec: Spec, query: Array, cache: Cache
+) -> tuple[Array, Normalizer]:
+    """Output `[B, T, N, V]` and normalizer `[B, T, N]`, in float32, of a prepared spec. What is
+    masked has to be finite: else the output is not.
+
+    A program for every key head, group of rows and part of the keys of each batch row.
+    """
+    keys, values, table = cache.pages()
+    shapes = few_queries.shapes(query, cache)
+    sizes = _Sizes.of(kernels, shapes, keys.shape[2])
+    spec = slicing.pad_spec(spec, shapes.T, shapes.S, shapes.T, sizes.capacity)
+    visits = block_mask.of(_kinds(spec, shapes, sizes)).compact()
+    query = sizes.grouping.apart(jnp.swapaxes(query, 1, 2), shapes.N, 1)
+    problem = _problem(spec, query, shapes, sizes, kernels.unit(platform))
+    parts = _parts(problem)
+    pages = _Pages(keys, values, jnp.minimum(table, len(keys) - 1))
+    found = _launch(problem, sizes, parts, visits, query, pages)
+    out, *along = (sizes.grouping.together(x, 2) for x in found)
+    out, normalizer = softmax.join(out, Normalizer(*along))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).astype(jnp.float32), (out, normalizer))
+
+
+def _kinds(spec: Spec, shapes: Shapes, sizes: _Sizes) -> Any:
+    """The tile maps `[B or 1, N / heads or 1, 1, n]` of all heads that are together."""
+    kinds = block_mask.kinds(spec, shapes.T, sizes.capacity, Tiling(shapes.T, sizes.columns))
+    B, N, *rest = kinds.shape
+    kinds = kinds.reshape(B, max(1, N // sizes.grouping.heads), -1, *rest)
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    least, most = kinds.min(axis=2), kinds.max(axis=2)
+    some = xp.where(most == masks.EMPTY, masks.EMPTY, masks.MIXED)
+    return xp.where(least == masks.FULL, masks.FULL, some)
+
+
+def _problem(spec: Spec, query: Array, shapes: Shapes, sizes: _Sizes, unit: Unit) -> Problem:
+    """The call as one of so many heads with 64 queries each."""
+    grouped = shapes._replace(T=ROWS, S=sizes.capacity, N=query.shape[1])
+    refs = functools.partial(GroupedRefs, sizes.grouping, shapes.N)
+    return Problem.of(spec, grouped, sizes.tiling, unit, refs)
+
+
+def _parts(problem: Problem) -> int:
+    """Into how many parts the keys of a batch row are split."""
+    programs, (_, tiles) = problem.shapes.B * problem.shapes.N, problem.blocks
+    return block_mask.parts(programs, tiles // _TILES_EACH)
+
+
+class _Pages(NamedTuple):
+    """Keys `[P, K, page, H]` and values `[P, K, page, V]`, and which pages each row has, `[B, M]`:
+    arrays, or references to them."""
+
+    keys: Any
+    values: Any
+    table: Any
+
+    def runs(self, sizes: _Sizes, b: Any, kv: Any, j: Any) -> tuple[list[Any], list[Any]]:
+        """Of tile j the runs of keys and of values. Behind the last key that there is, they are
+        those before it, which the mask leaves out."""
+        keys, values, page = [], [], np.int32(self.keys.shape[2])
+        for start in range(0, sizes.columns, sizes.run):
+            place = jnp.minimum(j * sizes.columns + start, sizes.S - sizes.run)
+            own = self.table[b, lax.div(place, page)], kv
+            run = pl.ds(pl.multiple_of(lax.rem(place, page), sizes.run), sizes.run)
+            keys.append(self.keys.at[(*own, run)])
+            values.append(self.values.at[(*own, run)])
+        return keys, values
+
+
+def _launch(
+    problem: Problem,
+    sizes: _Sizes,
+    parts: int,
+    visits: block_mask.BlockMask,
+    query: Array,
+    pages: _Pages,
+) -> list[Array]:
+    """Output `[parts, B, N, 64, V]` and normalizer `[parts, B, N, 64]`, N counting groups of
+    rows."""
+    shapes, unit, columns = problem.shapes, problem.unit, sizes.columns
+
+    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+        (query, pages, leaves, visits_ref), (queries, stream) = operands, scratch
+        (part, b, h, _), kv = place, lax.div(place[2], np.int32(shapes.G))
+        first = jnp.int32(0)
+        queries.fill(first, query.at[b, h])
+        numbers, (q,) = problem.numbers(leaves, b, h), queries.wait(first)
+        at = lambda j: kernel_refs.TileIndex(b, h, 0, j * columns)  # noqa: E731
+
+        def fetch(j: Any, turn: Any) -> None:
+            runs = pages.runs(sizes, b, kv, j)
+            stream.fill(turn, *runs, *problem.parts_beside(leaves, at(j)))
+
+        def step(j: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
+            turn, before = state
+            k, v, *beside = stream.wait(turn)
+            fetch_next(turn + 1)
+            here = problem.tile(leaves, at(j), numbers)
+            (products,) = unit.products([(q, k)], transposed=True)
+            soften = functools.partial(online, masked, problem.scale, problem.special)
+            weights, found = here.completed(beside).run(soften, products, before)
+            pair = weights.astype(shapes.dtype), v
+            (weighted,) = unit.products([pair], onto=[found.weighted])
+            return turn + 1, found._replace(weighted=weighted)
+
+        state = first, softmax.Partial(*map(unit.lay, nothing(shapes.V), ("t", "t", "ts")))
+        block, share = (b, h, 0), (part, parts)
+        _, found = visits.fold_ahead(visits_ref, block, fetch, first, step, state, share)
+        out, normalizer = mosaic_interpreter.run(finish, found)
+        for result, x in zip(results, (out.astype(results[0].dtype), *normalizer), strict=True):
+            put(problem, result.at[part, b, h], x)
+
+    rows = parts, shapes.B, shapes.N, ROWS
+    out = (*rows, shapes.V), jnp.float32 if parts > 1 else shapes.dtype
+    results = [out, (rows, jnp.float32), (rows, jnp.float32)]
+    operands = query, pages, problem.rules.arrays, visits.arrays
+    order = Order.of(problem, visits, shapes.N, parts)
+    return launch(_NAME, problem, order, kernel, operands, results, _scratch(problem, sizes), 1)
+
+
+def _scratch(problem: Problem, sizes: _Sizes) -> list[Stream]:
+    """Shared memory for the queries, and for two tiles of keys and values."""
+    shapes, unit, columns = problem.shapes, problem.unit, sizes.columns
+    tile = functools.partial(tiles_in_memory, dtype=shapes.dtype)
+    tiles = [tile(2, columns, size, least=columns) for size in (shapes.H, shapes.V)]
+    beside, queries = problem.scratch_beside(2), tile(1, ROWS, shapes.H)
+    copies = 2 * (columns // sizes.run) + len(beside)
+    return [
+        Stream.scratch(unit, 1, queries),
+        Stream.scratch(unit, 2, *tiles, *beside, copies=copies),
+    ]

@@ -1,0 +1,270 @@
+"""The kernel in Mosaic that decodes from caches: interpreted on a CPU, and translated for a Hopper.
+
+What it should give is attention by the formula, in float64, to what each row of the cache holds.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores, tuning
+from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from jattn.kernels import registry
+from jattn.kernels.gpu import decode
+from jattn.spec import Shapes, make_spec
+from tests.conftest import quick_jit
+from tests.oracle import error
+from tests.test_cache import poisoned
+from tests.test_hopper import _compiled_once, each_kernel, translated  # noqa: F401
+
+
+B, N, K, H, V = 3, 4, 2, 64, 128
+LENGTHS = np.array([130, 75, 0])  # the middle one ends within a tile
+TOKENS = 130
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    """Numbers of bfloat16, in a dtype."""
+    numbers = np.random.default_rng(sum(shape)).normal(size=shape)
+    return jnp.asarray(numbers, jnp.bfloat16).astype(dtype)
+
+
+CACHES: dict[str, Any] = {
+    "dense": lambda: DenseCache.create(B, 192, K, H, V, dtype=jnp.bfloat16),
+    "dense_odd": lambda: DenseCache.create(B, 136, K, H, V, dtype=jnp.bfloat16),
+    "rolling": lambda: RollingCache.create(B, 50, K, H, V, dtype=jnp.bfloat16, chunk=30),
+    "paged": lambda: PagedCache.create(B, 144, K, H, V, dtype=jnp.bfloat16),
+    "paged_wide": lambda: PagedCache.create(B, 256, K, H, V, dtype=jnp.bfloat16, page_size=128),
+}
+KEYS, VALUES = normal(B, TOKENS, K, H), normal(B, TOKENS, K, V)
+
+
+def filled(kind: str, before: float = 0) -> Cache:
+    """A cache with the tokens of each row, in pieces; pages of rows lie between one another. What
+    was there before still is where no token has come to."""
+    cache = poisoned(CACHES[kind](), before)
+    for start in range(0, TOKENS, 26):
+        piece = slice(start, start + 26)
+        valid = np.arange(start, start + 26) < LENGTHS[:, None]
+        cache = cache.append(KEYS[:, piece], VALUES[:, piece], valid=valid)
+    return cache
+
+
+def _thirds(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    return (q + kv + h + operands[0][b]) % 3 != 0
+
+
+def _steeper(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    return score * operands[0][h].astype(score.dtype) + (q % 7).astype(score.dtype)
+
+
+def functions(T: int, S: int, b: Any, dtype: Any) -> Any:
+    """Of heads, batch rows and positions, looked up and along heads."""
+    return {
+        "mask": masks.Causal() & masks.Predicate(_thirds, jnp.asarray([2, 0, 1], jnp.int32)[b]),
+        "score": scores.Alibi(jnp.asarray([0.5, 0.25, 0.125, 0.0625], dtype))
+        >> scores.SoftCap(5.0)
+        >> scores.Score(_steeper, jnp.asarray([0.5, 1.0, 1.5, 2.0], dtype))
+        >> scores.RelativeBias(normal(32, N, dtype=dtype))
+        >> scores.Temperature(jnp.asarray([1.0, 2.0, 0.5, 1.5], dtype)),
+    }
+
+
+def arrays(T: int, S: int, b: Any, dtype: Any) -> Any:
+    """Along all axes, and along some of them."""
+    rng = np.random.default_rng(1)
+    seen, by_query = rng.random((1, N, 1, 256)) < 0.7, rng.random((B, 1, T, 256)) < 0.9
+    return {
+        "mask": masks.Dense(jnp.asarray(seen[..., :S]))
+        & masks.Dense(jnp.asarray(by_query[b, ..., :S])),
+        "score": scores.Bias(normal(B, N, T, 256, dtype=dtype)[b, ..., :S])
+        >> scores.Bias(normal(1, 1, T, 1, dtype=dtype))
+        >> scores.Bias(normal(1, N, 1, 256, dtype=dtype)[..., :S]),
+    }
+
+
+def causal(T: int, S: int, b: Any, dtype: Any) -> Any:
+    return {"mask": masks.Causal(), "scale": 0.3}
+
+
+class Call(NamedTuple):
+    """A kind of cache, T queries and the rules of a call."""
+
+    kind: str
+    T: int
+    rules: Any
+
+
+CALLS = [
+    Call("dense", 1, causal),
+    Call("dense", 3, functions),
+    Call("dense_odd", 2, arrays),
+    Call("dense", 40, functions),  # of one head at a time
+    Call("rolling", 1, functions),
+    Call("paged", 1, functions),
+    Call("paged", 3, arrays),
+    Call("paged_wide", 1, causal),
+]
+
+
+def decoded(call: Call, cache: Cache, implementation: str, **options: Any) -> Any:
+    """out and lse of queries that were appended last, or before: causal masks differ then."""
+    query = normal(B, call.T, N, H)
+    every = call.rules(call.T, cache.capacity, slice(None), jnp.bfloat16)
+
+    def attend(query: Any, cache: Any) -> Any:
+        return jattn.attention(
+            query, cache, implementation=implementation, return_lse=True, **(every | options)
+        )
+
+    return quick_jit(attend)(query, cache)
+
+
+def formula(call: Call) -> Any:
+    """The same of each row's tokens, one row at a time, in float64."""
+    found, wide = [], lambda x: jnp.asarray(x, jnp.float64)
+    for b, length in enumerate(LENGTHS):
+        own, run = slice(b, b + 1), slice(0, length)
+        rules = call.rules(call.T, length, own, jnp.float64)
+        if call.kind == "rolling":
+            rules["mask"] = rules["mask"] & masks.Window(left=50)
+        found.append(
+            jattn.attention(
+                wide(normal(B, call.T, N, H)[own]),
+                wide(KEYS[own, run]),
+                wide(VALUES[own, run]),
+                q_positions=jnp.arange(length - call.T, length)[None],
+                implementation="reference",
+                return_lse=True,
+                **rules,
+            )
+        )
+    return [jnp.concatenate(x) for x in zip(*found, strict=True)]
+
+
+def assert_right(call: Call, got: Any) -> None:
+    for x, y, limit in zip(got, formula(call), (1e-2, 2e-6), strict=True):
+        assert error(x, y) <= limit
+
+
+@pytest.fixture
+def read_in_place(monkeypatch):
+    """How many times the kernel has run."""
+    counted: list[Any] = []
+    ours = decode._launch
+    monkeypatch.setattr(decode, "_launch", lambda *x: counted.append(x) or ours(*x))
+    return counted
+
+
+@pytest.mark.one_in(4)
+@each_kernel
+@pytest.mark.parametrize("call", CALLS, ids=lambda x: f"{x.kind}-{x.T}-{x.rules.__name__}")
+def test_values(call, implementation, read_in_place):
+    got = decoded(call, filled(call.kind), implementation)
+    assert len(read_in_place) == 1
+    assert_right(call, got)
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_what_was_never_written_does_not_exist(kind):
+    """NaN in slots behind the last token, and in pages that no row holds."""
+    call, cache = Call(kind, 2, causal), filled(kind, np.nan)
+    assert np.isnan(np.asarray(cache.values, np.float32)).any()
+    assert_right(call, decoded(call, cache, "hopper"))
+
+
+@each_kernel
+def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place):
+    """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
+
+    def lie(tile: Any) -> Any:
+        first = np.asarray(tile.columns.start) < 64
+        rows = np.ones_like(np.asarray(tile.rows.start), bool)
+        return rows & first, rows & first
+
+    keys, values = (x[:, :128].at[:, 64:].set(jnp.nan) for x in (KEYS, VALUES))
+    whole = DenseCache.of(keys, values)
+    part = DenseCache.of(keys[:, :64], values[:, :64])
+    mask = masks.Predicate(lambda b, h, i, j: i < 0, bounds=lie)
+    everything = masks.Predicate(lambda b, h, i, j: i >= 0)
+    # Without the cache's own mask, which tells more of the same tiles.
+    lied = decoded(Call("dense", 1, causal), whole, implementation, mask=mask)
+    wanted = decoded(Call("dense", 1, causal), part, implementation, mask=everything)
+    for x, y in zip(lied, wanted, strict=True):
+        assert error(x, y) <= 1e-6
+    assert len(read_in_place) == 2
+
+
+@each_kernel
+def test_long_rows_go_in_parts(monkeypatch, implementation, read_in_place):
+    """Some of which have no keys that may be attended to."""
+    monkeypatch.setattr(decode, "_TILES_EACH", 1)
+    with tuning.using(gpu_tiles_each=1):
+        call = Call("dense", 1, causal)
+        got = decoded(call, filled("dense"), implementation)
+    assert [x[2] for x in read_in_place] == [3]
+    assert_right(call, got)
+
+
+def test_vmap_is_more_programs(read_in_place):
+    call, cache = Call("paged", 1, causal), filled("paged")
+    queries = jnp.stack([normal(B, 1, N, H), -normal(B, 1, N, H)])
+    attend = functools.partial(jattn.attention, implementation="hopper", mask=masks.Causal())
+    mapped = quick_jit(jax.vmap(attend, (0, None)))(queries, cache)
+    one = decoded(call, cache, "hopper", scale=None)[0]
+    np.testing.assert_array_equal(mapped[0], one)
+    assert error(mapped[1], one) > 0.1
+
+
+def test_gradients_are_those_of_arrays():
+    call, cache = Call("paged", 2, arrays), filled("paged")
+    given: Any = cache
+    rules = call.rules(2, cache.capacity, slice(None), jnp.bfloat16)
+
+    def loss(implementation: str, query: Any, keys: Any) -> Any:
+        held: Any = dataclasses.replace(given, keys=keys)
+        out = jattn.attention(query, held, implementation=implementation, **rules)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    derive = functools.partial(quick_jit, static_argnums=0)(jax.grad(loss, (1, 2)))
+    operands = normal(B, 2, N, H), cache.keys
+    for x, y in zip(derive("hopper", *operands), derive("decode", *operands), strict=True):
+        assert error(x, y) <= 1e-2
+
+
+def test_it_is_translated_for_cuda():
+    for kind, T in (("dense_odd", 3), ("paged", 1)):
+        call = Call(kind, T, functions)
+        given = normal(B, T, N, H), filled(kind)
+        rules = call.rules(T, given[1].capacity, slice(None), jnp.bfloat16)
+        attend = functools.partial(jattn.attention, implementation="hopper", **rules)
+        assert "jattn_mosaic_decode" in translated(attend, given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"T": 65}, "1 to 64 queries, got 65"),
+        ({"dtype": jnp.float32}, "a cache of bfloat16, got float32"),
+        ({"size": 80}, "multiples of 64, got 64 and 80"),
+        ({"page_size": 12}, "pages of a multiple of 8 tokens, got 12"),
+        ({"score": scores.Score(lambda s, b, h, q, kv: jnp.arctan(s))}, "needs atan"),
+    ],
+    ids=["none", "queries", "dtype", "width", "page", "function"],
+)
+def test_what_is_not_read_in_place(changes, words):
+    T, size, dtype = (changes.get(*x) for x in (("T", 1), ("size", V), ("dtype", jnp.bfloat16)))
+    page = changes.get("page_size", 16)
+    cache = PagedCache.create(B, 192, K, H, size, dtype=dtype, page_size=page)
+    shapes = Shapes((B,), T, cache.capacity, N, K, H, size, jnp.dtype(jnp.bfloat16))
+    spec = make_spec(shapes, mask=cache.mask(), score=changes.get("score"))
+    reason = registry.KERNELS["hopper"].unreadable(spec, shapes, cache)
+    assert (words in str(reason)) if words else reason is None
