@@ -21,7 +21,7 @@ from jattn.spec import Shapes, make_spec
 from tests.conftest import quick_jit
 from tests.oracle import error
 from tests.test_cache import poisoned
-from tests.test_hopper import _compiled_once, each_kernel, translated  # noqa: F401
+from tests.test_hopper import _compiled_once, each_kernel, pretend, translated  # noqa: F401
 
 
 B, N, K, H, V = 3, 4, 2, 64, 128
@@ -266,5 +266,17 @@ def test_what_is_not_read_in_place(changes, words):
     cache = PagedCache.create(B, 192, K, H, size, dtype=dtype, page_size=page)
     shapes = Shapes((B,), T, cache.capacity, N, K, H, size, jnp.dtype(jnp.bfloat16))
     spec = make_spec(shapes, mask=cache.mask(), score=changes.get("score"))
-    reason = registry.KERNELS["hopper"].unreadable(spec, shapes, cache)
+    reason = registry.KERNELS["hopper"].unreadable("cpu", spec, shapes, cache)
     assert (words in str(reason)) if words else reason is None
+
+
+@pytest.mark.parametrize(("capability", "least"), [("8.0", 32), ("9.0", 8)])
+def test_threads_copy_no_small_pages(monkeypatch, capability, least):
+    """Of four warps each has to copy something."""
+    pretend(monkeypatch, capability, 13000)
+    cache = PagedCache.create(B, 192, K, H, V, dtype=jnp.bfloat16)
+    shapes = Shapes((B,), 1, cache.capacity, N, K, H, V, jnp.dtype(jnp.bfloat16))
+    spec = make_spec(shapes, mask=cache.mask())
+    reason = registry.KERNELS["ampere"].unreadable("cuda", spec, shapes, cache)
+    words = f"pages of a multiple of {least} tokens, got 16"
+    assert (words in str(reason)) if least > 16 else reason is None

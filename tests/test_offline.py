@@ -603,6 +603,29 @@ def test_kernels_in_mosaic_spill_nothing(target, implementation, name, head):
         assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("name", [x.name for x in calls.CACHES])
+@pytest.mark.parametrize(
+    ("target", "implementation"),
+    [(targets.A100, "ampere"), (targets.H100, "hopper")],
+    ids=["a100", "h100"],
+)
+@pytest.mark.usefixtures("compilers")
+def test_caches_are_read_in_place(target, implementation, name, head):
+    """Temporaries are what is held where a result is not finite: blocks of a few hundred keys."""
+    row = job.run(Job(target.name, name, implementation, head, "bfloat16", "forward"), 600.0)
+    if implementation == "ampere" and not hasattr(registers.mosaic(), "mma"):
+        assert "expected JAX 0.12" in row["message"]
+        return
+    assert row["status"] == "compiled", row["message"]
+    (kernel,) = (x for x in row["kernels"] if x["kernel"].startswith("jattn_"))
+    assert kernel["kernel"] == "jattn_mosaic_decode"
+    assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ())
+    cache = calls.CALLS[name].arrays(head, "bfloat16")[1:3]
+    assert row["temporary_bytes"] < 0.5 * sum(x.size * x.dtype.itemsize for x in cache)
+
+
 def test_what_is_worse_than_it_was():
     kernel = {"kernel": "a", "spill_bytes": 0, "main_loop": LOOP}
     longer = LOOP | {"instructions": 600}

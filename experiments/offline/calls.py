@@ -14,6 +14,7 @@ import jattn
 from experiments.benchmark import cases
 from experiments.offline import peers
 from jattn import masks, scores
+from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 
 
 Shape = tuple[int, ...]
@@ -75,6 +76,34 @@ class Call:
             return out, pull(d_out)
 
         return both
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCall(Call):
+    """A step of decoding: one query of each head for a batch of caches, of a size by its `cache`.
+
+    Keys and values of `arrays` are the cache's own; the rest of it is an operand.
+    """
+
+    cache: Callable[[int, Any], Cache] = dataclasses.field(kw_only=True)
+
+    def arrays(self, head: int, dtype: str) -> tuple[Any, ...]:
+        """As for any call."""
+        held: Any = jax.eval_shape(lambda: self.cache(head, jnp.dtype(dtype)))
+        query = jax.ShapeDtypeStruct((len(held.lengths), 1, 4 * held.num_kv_heads, head), dtype)
+        rest = dataclasses.replace(held, keys=None, values=None)
+        return query, held.keys, held.values, {}, {"cache": rest}, query
+
+    def forward(self, implementation: str | None) -> Callable[..., Any]:
+        """A function of `arrays` that gives the output."""
+        if implementation in peers.PEERS:
+            return peers.attend(implementation, self.name)
+
+        def attend(q: Any, k: Any, v: Any, parameters: Arrays, operands: Any, _: Any) -> Any:
+            held = dataclasses.replace(operands["cache"], keys=k, values=v)
+            return jattn.attention(q, held, implementation=implementation, **self.rules({}))
+
+        return attend
 
 
 def _of_benchmark(case: cases.Case) -> Call:
@@ -197,5 +226,27 @@ OTHERS = (
     Call("ragged", _masked(lambda a: masks.Causal()), query=(B, 1000, N), held=(B, 1999, K)),
 )
 
-CALLS = {call.name: call for call in (*MASKS, *SCORES, *OTHERS, *map(_of_benchmark, cases.CASES))}
-assert len(CALLS) == len((*MASKS, *SCORES, *OTHERS, *cases.CASES)), "two cases of one name"
+
+def _cached(cache: Callable[[int, Any], Cache]) -> dict[str, Any]:
+    return {"rules": _masked(lambda a: masks.Causal()), "cache": cache}
+
+
+_ROWS, _HELD = 32, 8  # rows of the batch and key heads
+CACHES = (
+    CacheCall(
+        "decode-dense",
+        **_cached(lambda H, dtype: DenseCache.create(_ROWS, 4096, _HELD, H, None, dtype)),
+    ),
+    CacheCall(
+        "decode-rolling",
+        **_cached(lambda H, dtype: RollingCache.create(_ROWS, 1024, _HELD, H, None, dtype, 64)),
+    ),
+    CacheCall(
+        "decode-paged",
+        **_cached(lambda H, dtype: PagedCache.create(_ROWS, 4096, _HELD, H, None, dtype, 32)),
+    ),
+)
+
+_EVERY = (*MASKS, *SCORES, *OTHERS, *CACHES, *map(_of_benchmark, cases.CASES))
+CALLS = {call.name: call for call in _EVERY}
+assert len(CALLS) == len(_EVERY), "two cases of one name"

@@ -45,8 +45,8 @@ class Later(NamedTuple):
     def unbuilt(self, spec: Spec, shapes: Shapes) -> str | None:
         return self._kernel().unbuilt(spec, shapes)
 
-    def unreadable(self, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
-        return self._kernel().unreadable(spec, shapes, cache)
+    def unreadable(self, platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
+        return self._kernel().unreadable(platform, spec, shapes, cache)
 
     def decode(self, platform: str, spec: Spec, query: Array, cache: Cache) -> CacheResults:
         return self._kernel().decode(platform, spec, query, cache)
@@ -75,9 +75,9 @@ class Row(NamedTuple):
         tried. The kernel's functions raise `Unbuilt` then, and a call that names no kernel takes
         the next one.
     decode: `(platform, spec, query, cache)` to `CacheResults`, by a kernel that reads a cache where
-        its keys and values lie. Without it, and where `unreadable` says why it cannot read a cache,
-        the kernel is given them as arrays. Where something masked is not finite, neither are these
-        results.
+        its keys and values lie. Without it, and where `unreadable(platform, spec, shapes, cache)`
+        says why it cannot, the kernel is given them as arrays. Its results may be not finite where
+        something masked is not.
     """
 
     kernel: Kernel
@@ -88,7 +88,7 @@ class Row(NamedTuple):
     unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
     unbuilt: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
     decode: Callable[[str, Spec, Array, Cache], CacheResults] | None = None
-    unreadable: Callable[[Spec, Shapes, Cache], str | None] = lambda spec, shapes, cache: None
+    unreadable: Callable[[str, Spec, Shapes, Cache], str | None] = lambda *call: None
 
 
 _NATIVE = Later("jattn.kernels.cpu.native")
@@ -196,10 +196,10 @@ def decoder(
     name: str, spec: Spec, shapes: Shapes, cache: Cache
 ) -> Callable[[Spec, Array, Cache], CacheResults] | None:
     """How a kernel reads a cache in place; None where it is to be given arrays."""
-    row = KERNELS.get(name)
-    if row is None or row.decode is None or row.unreadable(spec, shapes, cache):
+    row, platform = KERNELS.get(name), _default_platform()
+    if row is None or row.decode is None or row.unreadable(platform, spec, shapes, cache):
         return None
-    return functools.partial(row.decode, _default_platform())
+    return functools.partial(row.decode, platform)
 
 
 def _first_that_can(

@@ -190,7 +190,7 @@ def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array
     return gpu_decode.attend(_KERNELS, platform, spec, query, cache)
 
 
-unreadable = functools.partial(gpu_decode.unsupported, _KERNELS)
+unreadable = functools.partial(gpu_decode.unreadable, _KERNELS)
 
 
 def _check_version(platform: str) -> None:

@@ -24,7 +24,7 @@ from jattn import masks, softmax
 from jattn._types import Size
 from jattn.cache import Cache
 from jattn.kernels.common import block_mask, few_queries, slicing
-from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter
+from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
 from jattn.kernels.gpu.grouped_rows import GroupedRefs, Grouping
 from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, Unit
 from jattn.kernels.gpu.streams import Stream, put
@@ -34,7 +34,6 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling
 
 
-_LEAST_RUN = 8  # keys that follow one another in memory: rows of a tile as matrix units read it
 _TILES_EACH = 4  # times as many tiles as elsewhere are worth a program: it leaves whole tiles
 _NAME = "jattn_mosaic_decode"
 
@@ -63,18 +62,19 @@ class _Sizes(NamedTuple):
         return -(-self.S // self.columns) * self.columns
 
 
-def unsupported(
-    kernels: mosaic_call.Kernels, spec: Spec, shapes: Shapes, cache: Cache
+def unreadable(
+    kernels: mosaic_call.Kernels, platform: str, spec: Spec, shapes: Shapes, cache: Cache
 ) -> str | None:
     """Why a cache cannot be read in place, by kernels that support the call; None if it can."""
     keys, values, _ = jax.eval_shape(lambda cache: cache.pages(), cache)
-    sizes = _Sizes.of(kernels, shapes, keys.shape[2])
-    if spec.dropout_rate:
-        return "dropout is for training"
-    if sizes.run < _LEAST_RUN:
-        return f"expected pages of a multiple of {_LEAST_RUN} tokens, got {keys.shape[2]}"
     if reason := _other_arrays(shapes, keys, values):
         return reason
+    sizes = _Sizes.of(kernels, shapes, keys.shape[2])
+    least = streams.least_rows(kernels.unit(platform), min(shapes.H, shapes.V))
+    if sizes.run < least:
+        return f"expected pages of a multiple of {least} tokens, got {keys.shape[2]}"
+    if spec.dropout_rate:
+        return "dropout is for training"
     leaves, structure = jax.tree.flatten(spec)
     return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, sizes)
 

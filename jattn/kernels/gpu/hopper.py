@@ -324,4 +324,4 @@ def functions(platform: str) -> AttentionVJP:
 
 
 decode = functools.partial(gpu_decode.attend, _KERNELS)
-unreadable = functools.partial(gpu_decode.unsupported, _KERNELS)
+unreadable = functools.partial(gpu_decode.unreadable, _KERNELS)

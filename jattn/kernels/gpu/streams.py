@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn.kernels.gpu.registers import Problem, Unit, mosaic
+from jattn.kernels.gpu.registers import WIDTH, Problem, Unit, mosaic
 
 
 _COPYING_UNIT = (9, 0)  # compute capability since which there is one
@@ -38,6 +38,12 @@ def _copies_by_unit(unit: Unit) -> bool:
     target = jax.sharding.get_abstract_mesh().abstract_device or device()
     known = hasattr(target, "compute_capability") and not unit.interpreted
     return not known or capability_of(target) >= _COPYING_UNIT
+
+
+def least_rows(unit: Unit, width: int) -> int:
+    """Rows of so many numbers that a copy has at least: where threads copy, each warp takes runs of
+    8 rows and 64 columns."""
+    return 8 if _copies_by_unit(unit) else max(8, 4 * 8 * WIDTH // width)
 
 
 class Stream(NamedTuple):
