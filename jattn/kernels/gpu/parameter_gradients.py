@@ -111,6 +111,7 @@ class _Program(NamedTuple):
         derive = functools.partial(d_parameter, parameter.which, along or (0,))
         found = of_tile(problem, masked, rows, kept, others, here, beside, derive)
         if not ahead:
+            self.stream.release()
             fetch_next()
         return total + found
 

@@ -71,7 +71,8 @@ class Stream(NamedTuple):
 
     def fill(self, turn: Any, *sources: Any) -> None:
         """Starts to copy to the place of this turn. All threads must be done with what it held, and
-        are where they have waited for another copy since. Where a unit copies they wait here.
+        are where they have waited for another copy since, or in `release`. Where a unit copies they
+        wait here.
 
         A source is a part of an array in global memory, or a list of parts that follow one another
         in shared memory."""
@@ -101,6 +102,12 @@ class Stream(NamedTuple):
         else:
             mosaic().barrier_wait(self.filled.at[place])
         return [x.at[place] for x in self.arrays]
+
+    def release(self) -> None:
+        """All threads are done with what they have read, so that even the only place may be filled
+        again."""
+        if self.filled is None:
+            mosaic().wait_gmem_to_smem(0)
 
 
 def put(problem: Problem, memory: Any, value: Array) -> None:
