@@ -108,7 +108,7 @@ class Kernel(NamedTuple):
 
 FORWARD, D_QUERIES, D_KEYS = (Kernel(name, "none", (0,)) for name in PASSES)
 BY_BLOCK, BY_TILE = (Kernel(D_PARAMETER, score) for score in PARAMETERS)
-AHEAD = D_QUERIES, D_KEYS, BY_BLOCK  # copy a tile while they compute one
+AHEAD = D_QUERIES, D_KEYS, BY_BLOCK, BY_TILE  # copy a tile while they compute one
 
 
 class Without(copies.Machine):

@@ -558,6 +558,29 @@ def test_an_order_that_is_known_is_not_read(mask, by_key, in_turn):
         np.testing.assert_array_equal(row[:visited], np.arange(visited))
 
 
+@pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 1), (1, 3), (1, 1)])
+@pytest.mark.parametrize("own", [(2, 3), (2, 1), (1, 3), (1, 1)])
+def test_which_heads_visit_a_tile(xp, sizes, own):
+    """Of two batch rows with three heads each, with maps and lists of tiles of their own or not."""
+    kinds = RNG.integers(0, 3, (*sizes, 2, 4))
+    rows, heads = 2 // own[0], 3 // own[1]
+    visits = block_mask.of_heads(xp.asarray(kinds), own, (rows, heads))
+    assert visits.kinds == (masks.MIXED,)
+    found = np.zeros((2, 3, 2, 4), bool)
+    for b, h, tile in np.ndindex(*own, 8):
+        full, visited = visits.ends[(*block_mask.clamped(visits.ends, b, h), tile)]
+        assert full == 0
+        order = range(6)
+        if visits.order is not None:
+            order = visits.order[(*block_mask.clamped(visits.order, b, h), tile)]
+        for x in map(int, order[:visited]):
+            at = b + x // heads, h + x % heads, *divmod(tile, 4)
+            assert not found[at]
+            found[at] = True
+    np.testing.assert_array_equal(found, np.broadcast_to(kinds, found.shape) != masks.EMPTY)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_arrays_in_registers_lack_axes_of_size_one(transposed):
     """The same numbers from arrays that lie otherwise."""

@@ -158,6 +158,19 @@ def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
     return BlockMask(order.astype(np.int32), ends.astype(np.int32), occurring)
 
 
+def of_heads(kinds: Any, own: tuple[int, int], shared: tuple[int, int]) -> BlockMask:
+    """From tile maps `[B or 1, N or 1, n, m]`: for each tile, in the order of rows, which heads
+    visit it; all do with the mask. There are `own` batch rows and heads with lists of their own,
+    and `shared` that each list is of, numbered batch row by batch row; one of the two is 1."""
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    (B, N), tiles = map(min, own, kinds.shape), kinds.shape[2] * kinds.shape[3]
+    visited = xp.minimum(kinds, masks.MIXED).reshape(*kinds.shape[:2], tiles)
+    visited = xp.broadcast_to(visited, (B * shared[0], N * shared[1], tiles))
+    visited = visited.reshape(B, shared[0], N, shared[1], tiles).transpose(0, 2, 4, 1, 3)
+    found = of(visited.reshape(B, N, tiles, -1)).compact()
+    return found._replace(kinds=(masks.MIXED,))
+
+
 def parts(programs: int, tiles: int) -> int:
     """Into how many parts so many tiles of keys are split on a GPU, where there are few queries, as
     in decoding: each has a program of its own then, beside so many."""

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import tile
-from jattn.kernels.common import block_mask, tile_schedule
+from jattn.kernels.common import block_mask
 from jattn.kernels.gpu import by_distance
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.parameter import Parameter
@@ -96,6 +96,27 @@ class _Program(NamedTuple):
     def _index(self, b: Any, h: Any, run: Any) -> tuple[Any, Any, Any]:
         return (b, h, run) if self.problem.unit.by_warp else (b, run, h)
 
+    def fold(
+        self,
+        visits: block_mask.BlockMask,
+        memory: Any,
+        place: tuple[Any, Any, Any],
+        at: Callable[[Any], TileIndex],
+        zeros: Array,
+    ) -> Array:
+        """What all tiles `at(x)` add that a place visits."""
+
+        def fetch(x: Any, turn: Any) -> None:
+            self.fetch(turn, at(x))
+
+        def step(x: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
+            turn, total = state
+            ahead = functools.partial(fetch_next, turn + 1)
+            return turn + 1, self.add(total, turn, masked, at(x), ahead)
+
+        first = jnp.int32(0)
+        return visits.fold_ahead(memory, place, fetch, first, step, (first, zeros))[1]
+
     def add(self, total: Array, turn: Any, masked: bool, at: TileIndex, fetch_next: Any) -> Array:
         """The sum with what a tile adds."""
         problem, unit, parameter = self.problem, self.problem.unit, self.parameter
@@ -164,15 +185,8 @@ def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -
         def at(y: Any) -> TileIndex:
             return program.at(b, h, *((y, x) if by_key else (x, y)))
 
-        def step(y: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
-            turn, total = state
-            ahead = functools.partial(fetch_next, turn + 1)
-            return turn + 1, program.add(total, turn, masked, at(y), ahead)
-
-        fetch = lambda y, turn: program.fetch(turn, at(y))  # noqa: E731
         zeros = problem.unit.lay(jnp.zeros((ROWS,), jnp.float32), "s" if by_key else "t")
-        first = jnp.int32(0)
-        _, total = visits.fold_ahead(visits_ref, (b, h, x), fetch, first, step, (first, zeros))
+        total = program.fold(visits, visits_ref, (b, h, x), at, zeros)
         put(problem, result.at[b, h, pl.ds(x * ROWS, ROWS)], total)
 
     order = Order.of(problem, visits, shapes.N)
@@ -184,9 +198,9 @@ def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) ->
     """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
     own, shared = parameter.own, parameter.shared(shapes.B, shapes.N)
-    count = shared[0] * shared[1]
+    visits = block_mask.of_heads(problem.kinds(spec), own, shared)
 
-    def body(program: _Program, place: Any, kinds: Any, result: Any) -> None:
+    def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:
         _, b, h, tile_index = place
         i, j = (f(tile_index, np.int32(m)) for f in (lax.div, lax.rem))
 
@@ -194,22 +208,9 @@ def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) ->
             first, second = (f(index, np.int32(shared[1])) for f in (lax.div, lax.rem))
             return program.at(b + first, h + second, i, j)
 
-        def of_head(index: Any, state: Any) -> Any:
-            here = at(index)
-            kind = kinds[(*block_mask.clamped(kinds, here.b, here.h), i, j)]
-
-            def visit(_: Any, state: Any) -> Any:
-                turn, total = state
-                program.fetch(turn, here)
-                return turn + 1, program.add(total, turn, True, here, lambda: None)
-
-            # Not by comparing: a bound that is a converted boolean is folded to one bit.
-            return tile_schedule.repeat(0, jnp.minimum(kind, np.int32(1)), visit, state)
-
         zeros = problem.unit.lay(jnp.zeros((rows, columns), jnp.float32), "ts")
-        _, total = tile_schedule.repeat(0, count, of_head, (jnp.int32(0), zeros))
+        total = program.fold(visits, visits_ref, (b, h, tile_index), at, zeros)
         put(problem, result.at[b, h, pl.ds(i * rows, rows), pl.ds(j * columns, columns)], total)
 
-    order = Order(own, (own[0] * own[1], n * m, 1), None)
-    kinds, result = problem.kinds(spec).astype(np.int32), (*own, shapes.T, shapes.S)
-    return _run(problem, parameter, order, body, arrays, kinds, result)
+    order, result = Order(own, (own[0] * own[1], n * m, 1), None), (*own, shapes.T, shapes.S)
+    return _run(problem, parameter, order, body, arrays, visits.arrays, result)
