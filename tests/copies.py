@@ -18,7 +18,7 @@ second rule. Kernels keep it without that.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,29 +82,53 @@ class Global(_Reference):
 
 
 class Place(_Reference):
-    """One place of an array in shared memory."""
+    """One place of an array in shared memory. Parts of it are some of its rows."""
 
     def __init__(self, group: "Warpgroup", shape: tuple[int, ...], dtype: Any):
         super().__init__(lambda index: self)
         self.group, self.shape, self.dtype = group, shape, dtype
-        self.content: Any = None
+        self.content, self.written = np.zeros(shape, dtype), np.zeros(shape[0], bool)
         self.read = -1  # after how many waits
 
     def __getitem__(self, index: Any) -> Any:
-        if self.content is None:
+        if not self.written.all():
             raise Race("a place is read to which nothing was copied")
-        if self in self.group.under_way:
+        if any(x.place is self for x in self.group.under_way):
             raise Race("a place is read while a copy to it is under way")
         self.read = self.group.waits
         return jnp.asarray(self.content[index])
 
 
+class Part(NamedTuple):
+    """Rows of a place."""
+
+    place: Place
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, places: list[Place], index: Any) -> "Part":
+        place = places[int(index[0])]
+        (run,) = _inside(index[1], place.shape)
+        return cls(place, run.start, run.stop)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stop - self.start, *self.place.shape[1:]
+
+    def overlaps(self, other: "Part") -> bool:
+        apart = self.stop <= other.start or other.stop <= self.start
+        return self.place is other.place and not apart
+
+
 class Shared(_Reference):
-    """An array in shared memory, `[places, ...]`."""
+    """An array in shared memory, `[places, ...]`. What kernels read are whole places."""
 
     def __init__(self, group: "Warpgroup", like: Any):
         places = [Place(group, like.shape[1:], like.dtype) for _ in range(like.shape[0])]
-        super().__init__(lambda index: places[int(index)])
+        super().__init__(
+            lambda index: Part.of(places, index) if isinstance(index, tuple) else places[int(index)]
+        )
         self.shape, self.dtype = like.shape, like.dtype
 
 
@@ -113,17 +137,19 @@ class Warpgroup:
 
     def __init__(self) -> None:
         self.waits = 0
-        self.under_way: list[Place] = []
+        self.under_way: list[Part] = []
 
-    def copy(self, source: Global, place: Place) -> None:
-        if place in self.under_way:
+    def copy(self, source: Global, to: Place | Part) -> None:
+        part = Part(to, 0, to.shape[0]) if isinstance(to, Place) else to
+        if any(map(part.overlaps, self.under_way)):
             raise Race("a copy starts to a place to which one is under way")
-        if place.read == self.waits:
+        if part.place.read == self.waits:
             raise Race("a copy starts to a place that other warps may still read")
-        if source.shape != place.shape:
-            raise ValueError(f"expected {place.shape}, got {source.shape}")
-        place.content = source.array.copy()
-        self.under_way.append(place)
+        if source.shape != part.shape:
+            raise ValueError(f"expected {part.shape}, got {source.shape}")
+        rows = slice(part.start, part.stop)
+        part.place.content[rows], part.place.written[rows] = source.array, True
+        self.under_way.append(part)
 
     def wait(self, count: int) -> None:
         """Until at most so many copies are under way."""
@@ -160,10 +186,10 @@ class Machine:
 
         return run
 
-    def copy(self, source: Global, place: Place, barrier: Any = None, *, oob_mode: Any) -> None:
+    def copy(self, source: Global, to: Place | Part, barrier: Any = None, *, oob_mode: Any) -> None:
         if barrier is not None:
             raise ValueError("a copy by threads has no barrier")
-        self.group.copy(source, place)
+        self.group.copy(source, to)
 
     def wait(self, count: int) -> None:
         self.waits[self.runs] += 1

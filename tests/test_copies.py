@@ -12,11 +12,13 @@ from jax.experimental import pallas as pl
 
 import jattn
 from jattn import masks, scores
+from jattn.attention import check_cache
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.gpu import ampere, parameter_gradients, streams
 from jattn.spec import Shapes, Spec, prepare
 from tests import copies
+from tests import test_gpu_decode as gpu_decode
 from tests.copies import Place, Race, Warpgroup
 from tests.oracle import error
 from tests.test_contract import assert_same
@@ -65,8 +67,39 @@ def reference(name: str) -> Any:
     return out, lse, *jax.tree.leaves(pull((d_out, jnp.zeros_like(lse))))
 
 
+DECODE = "jattn_mosaic_decode"
+CALL = gpu_decode.Call("paged", 1, gpu_decode.causal)  # four copies for the keys of a tile
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache():
+    """Filled by compiled programs."""
+    cache()
+
+
+@functools.cache
+def cache() -> Any:
+    return gpu_decode.filled(CALL.kind)
+
+
+def decoded() -> Any:
+    """out and lse of a step of decoding."""
+    query, held = gpu_decode.normal(gpu_decode.B, 1, gpu_decode.N, 64), cache()
+    rules = CALL.rules(1, held.capacity, slice(None), jnp.bfloat16)
+    shapes, spec = check_cache(query, held, None, rules)
+    out, normalizer = ampere.decode("cpu", prepare(spec, shapes), query, held)
+    return out, normalizer.lse.swapaxes(1, 2)
+
+
+def test_decoding_has_no_races():
+    with copies.by_threads() as machine:
+        got = decoded()
+    assert set(machine.waits) == {DECODE}
+    gpu_decode.assert_right(CALL, got)
+
+
 def with_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_gradients, "_MOST_BYTES", 0)
+    monkeypatch.setitem(parameter_gradients._MOST_BYTES, True, 0)
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -105,10 +138,17 @@ class Kernel(NamedTuple):
     score: str
     needless: tuple[int, ...] = ()
 
+    def run(self) -> None:
+        if self.name == DECODE:
+            decoded()
+        else:
+            everything(self.score)
+
 
 FORWARD, D_QUERIES, D_KEYS = (Kernel(name, "none", (0,)) for name in PASSES)
+DECODING = Kernel(DECODE, "none", (0,))
 BY_BLOCK, BY_TILE = (Kernel(D_PARAMETER, score) for score in PARAMETERS)
-AHEAD = D_QUERIES, D_KEYS, BY_BLOCK, BY_TILE  # copy a tile while they compute one
+AHEAD = D_QUERIES, D_KEYS, BY_BLOCK, BY_TILE, DECODING  # copy a tile while they compute one
 
 
 class Without(copies.Machine):
@@ -130,12 +170,12 @@ def by_kernel(kernels: tuple[Kernel, ...]) -> Any:
     return pytest.mark.parametrize("kernel", kernels, ids=names)
 
 
-@by_kernel((FORWARD, D_QUERIES, D_KEYS, BY_BLOCK, BY_TILE))
+@by_kernel((FORWARD, *AHEAD))
 def test_a_wait_that_is_missing_is_a_race(kernel):
     for which in {*range(4)} - {*kernel.needless}:
         with copies.by_threads(Without(kernel, which)):
             with pytest.raises(Race):
-                everything(kernel.score)
+                kernel.run()
 
 
 @by_kernel((FORWARD, *AHEAD))
@@ -154,7 +194,7 @@ def test_a_copy_before_the_wait_is_a_race(monkeypatch, kernel):
     under_way = "a copy starts to a place to which one is under way"
     other_warps = "a copy starts to a place that other warps may still read"
     with copies.by_threads(machine), pytest.raises(Race) as race:
-        everything(kernel.score)
+        kernel.run()
     assert str(race.value) == (under_way if kernel is FORWARD else other_warps)
 
 
@@ -167,7 +207,7 @@ def test_one_place_where_two_are_needed_is_a_race(monkeypatch, kernel):
         lambda self, turn: 0 if machine.runs == kernel.name else place(self, turn),
     )
     with copies.by_threads(machine), pytest.raises(Race, match="read while a copy"):
-        everything(kernel.score)
+        kernel.run()
 
 
 def test_nothing_is_under_way_at_the_end():

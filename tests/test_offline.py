@@ -599,8 +599,11 @@ def test_kernels_in_mosaic_spill_nothing(target, implementation, name, head):
     passes = [f"jattn_{implementation}_{x}" for x in ("forward", "d_queries", "d_keys")]
     expected = {*passes, "jattn_mosaic_d_parameter"} if name in LEARNED else {*passes}
     assert {x["kernel"] for x in found} == expected
+    # What a block may have: other GPUs since Ampere have less than an A100.
+    most = (99 if implementation == "ampere" else 227) * 1024
     for kernel in found:
         assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
+        assert kernel["shared_bytes"] <= most, kernel["kernel"]
 
 
 @pytest.mark.exhaustive

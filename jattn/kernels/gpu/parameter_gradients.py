@@ -36,7 +36,8 @@ from jattn.spec import Spec, parameter_letters, parameters, with_parameters
 
 
 _NAME = "jattn_mosaic_d_parameter"
-_MOST_BYTES = 200 * 1024  # of shared memory for tiles
+# Of shared memory for tiles: on Hopper, and where all GPUs since Ampere have so much.
+_MOST_BYTES = {False: 200 * 1024, True: 96 * 1024}
 
 
 def of(
@@ -164,7 +165,7 @@ def _run(
     tensors = heads_first(*tensors) if problem.unit.by_warp else tensors
     width, dtype = problem.shapes.H, problem.shapes.dtype
     each = 2 * (sizes["T"] + sizes["S"]) * width * dtype.itemsize
-    places = 2 if 2 * each <= _MOST_BYTES else 1
+    places = 2 if 2 * each <= _MOST_BYTES[problem.unit.by_warp] else 1
     tiles = [tiles_in_memory(places, sizes[x], width, dtype) for x in "TTSS"]
     scratch = [Stream.scratch(problem.unit, places, *tiles, *problem.scratch_beside(places))]
     operands, results = (tensors, rows, problem.rules.arrays, index), [(result, jnp.float32)]
