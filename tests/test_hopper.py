@@ -40,7 +40,7 @@ from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
 from tests.test_contract import assert_same
-from tests.test_pallas import assert_accurate, assert_parts
+from tests.test_triton import assert_accurate, assert_parts
 
 
 @pytest.fixture(autouse=True)

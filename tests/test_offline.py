@@ -303,10 +303,10 @@ def given(*arguments: str, target: str = "h100") -> Any:
 
 
 def test_jobs_are_the_product_of_the_arguments():
-    asked = given("--cases", "full", "bias", "--head", "64", "128", "--implementation", "pallas")
+    asked = given("--cases", "full", "bias", "--head", "64", "128", "--implementation", "triton")
     found = command.chosen(asked, targets.H100)
     assert len(found) == len(set(found)) == 2 * 2 * 2
-    assert found[0] == Job("h100", "full", "pallas", 64, "bfloat16", "forward")
+    assert found[0] == Job("h100", "full", "triton", 64, "bfloat16", "forward")
     assert {x.which for x in found} == {"forward", "gradients"}
 
 
@@ -473,7 +473,7 @@ def test_every_mask_and_every_score_function_is_there():
 HEADS = (64, 128, 256, 80)
 DTYPES = ("bfloat16", "float16", "float32")
 COMPILED = [
-    (targets.H100, "pallas", DTYPES),
+    (targets.H100, "triton", DTYPES),
     (targets.H100, "hopper", DTYPES[:2]),
     (targets.A100, "ampere", DTYPES[:2]),
     (targets.V5E, "splash", ("bfloat16", "float32")),

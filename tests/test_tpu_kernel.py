@@ -14,7 +14,7 @@ from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
 from tests.test_contract import everything, on_device
-from tests.test_pallas import assert_accurate, largest
+from tests.test_triton import assert_accurate, largest
 
 
 @pytest.mark.one_in(47)

@@ -94,6 +94,7 @@ class Row(NamedTuple):
 _NATIVE = Later("jattn.kernels.cpu.native")
 _AMPERE = Later("jattn.kernels.gpu.ampere")
 _HOPPER = Later("jattn.kernels.gpu.hopper")
+_PALLAS = Later("jattn.kernels.gpu.pallas")
 
 KERNELS: dict[str, Row] = {
     "cudnn": Row(Later("jattn.kernels.gpu.cudnn"), ("cuda",), when="traced"),
@@ -106,7 +107,14 @@ KERNELS: dict[str, Row] = {
         unbuilt=_NATIVE.unbuilt,
     ),
     "blockwise": Row(blockwise),
-    "pallas": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
+    "pallas": Row(
+        _PALLAS,
+        ("cuda", "rocm"),
+        interpreted=("cpu",),
+        decode=_PALLAS.decode,
+        unreadable=_PALLAS.unreadable,
+    ),
+    "triton": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
     "tpu": Row(Later("jattn.kernels.tpu.tiled"), ("tpu",), interpreted=("cpu",)),
     "ampere": Row(
         _AMPERE,

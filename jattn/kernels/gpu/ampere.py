@@ -32,7 +32,7 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
-_LEAST = (8, 0)  # compute capability: others have no products in bfloat16
+LEAST = (8, 0)  # compute capability: others have no products in bfloat16
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -44,9 +44,14 @@ def _other_machine() -> str | None:
     device = streams.device()
     if device is None:  # and the program is for another machine
         return None
-    if streams.capability_of(device) < _LEAST:
+    if streams.capability_of(device) < LEAST:
         return f"expected compute capability 8.0 or more, got {device.compute_capability}"
-    return None if hasattr(mosaic(), "mma") else _OLD
+    return None if has_products() else _OLD
+
+
+def has_products() -> bool:
+    """Whether this version of JAX has those of single warps."""
+    return hasattr(mosaic(), "mma")
 
 
 _OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
@@ -194,5 +199,5 @@ unreadable = functools.partial(gpu_decode.unreadable, _KERNELS)
 
 
 def _check_version(platform: str) -> None:
-    if platform != "cpu" and not hasattr(mosaic(), "mma"):
+    if platform != "cpu" and not has_products():
         raise NotImplementedError(f"implementation 'ampere': {_OLD}")

@@ -17,7 +17,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -28,7 +27,7 @@ from jattn import softmax
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter
+from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
 from jattn.kernels.gpu.registers import ROWS, Problem, Tile, mosaic
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
@@ -43,7 +42,7 @@ from jattn.kernels.gpu.warpgroups import (
 from jattn.spec import Shapes, Spec
 
 
-_CAPABILITY = "9.0"  # others have no wgmma
+CAPABILITY = (9, 0)  # others have no wgmma
 _AHEAD = 2  # places in shared memory for tiles that come by
 _MISCOMPILING = (12080, 12091)  # `ptxas` of these: JAX's `attention_mgpu` refuses causal masks
 
@@ -54,12 +53,11 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def _other_machine() -> str | None:
-    try:
-        device, *_ = jax.local_devices(backend="cuda")
-    except RuntimeError:  # there is none, and the program for another machine
+    device = streams.device()
+    if device is None:  # and the program is for another machine
         return None
-    if device.compute_capability != _CAPABILITY:
-        return f"expected compute capability {_CAPABILITY}, got {device.compute_capability}"
+    if streams.capability_of(device) != CAPABILITY:
+        return f"expected compute capability 9.0, got {device.compute_capability}"
     version = _cuda_version()
     if _MISCOMPILING[0] <= version < _MISCOMPILING[1]:
         found = f"{version // 1000}.{version % 1000 // 10}.{version % 10}"

@@ -32,12 +32,17 @@ def capability_of(device: Any) -> tuple[int, ...]:
     return tuple(map(int, device.compute_capability.split(".")))
 
 
-def _copies_by_unit(unit: Unit) -> bool:
-    """Whether the device that the program is for has a unit that copies. JAX takes one that says
-    nothing for a Hopper, and so must this; the interpreter is one."""
+def capability() -> tuple[int, ...] | None:
+    """That of the device that a program is for; None if nobody says, and JAX takes it for a
+    Hopper."""
     target = jax.sharding.get_abstract_mesh().abstract_device or device()
-    known = hasattr(target, "compute_capability") and not unit.interpreted
-    return not known or capability_of(target) >= _COPYING_UNIT
+    return capability_of(target) if hasattr(target, "compute_capability") else None
+
+
+def _copies_by_unit(unit: Unit) -> bool:
+    """Whether the device that the program is for has a unit that copies; the interpreter has."""
+    found = None if unit.interpreted else capability()
+    return found is None or found >= _COPYING_UNIT
 
 
 def least_rows(unit: Unit, width: int) -> int:

@@ -1,0 +1,72 @@
+"""The kernels in Pallas for GPUs under one name.
+
+They are those in Mosaic, for the GPU that a program is lowered for. JAX gives up Triton, so its
+kernels run only where Mosaic has none: in float32, on AMD's GPUs, on those before Ampere, and on
+Ampere before JAX 0.12. On a CPU it is Triton's that are interpreted, since these are quicker there.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from jaxtyping import Array
+
+from jattn.cache import Cache
+from jattn.kernels.common import few_queries
+from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.gpu import ampere, hopper, streams, triton
+from jattn.softmax import Normalizer
+from jattn.spec import Shapes, Spec
+
+
+def supports(spec: Spec, shapes: Shapes) -> str | None:
+    """None or why none of them can."""
+    reasons = [kernel.supports(spec, shapes) for kernel in (hopper, ampere, triton)]
+    return None if None in reasons else reasons[-1]
+
+
+def _kernels(platform: str) -> list[ModuleType]:
+    """Those for a platform, in the order in which they are tried."""
+    capability = streams.capability() if platform == "cuda" else ()
+    if capability is None or capability == hopper.CAPABILITY:
+        return [hopper, triton]
+    if capability >= ampere.LEAST and ampere.has_products():
+        return [ampere, triton]
+    return [triton]
+
+
+def _chosen(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
+    kernels = _kernels(platform)
+    for kernel in kernels:
+        if not (reason := kernel.supports(spec, shapes)):
+            return kernel
+    raise NotImplementedError(f"implementation 'pallas': {reason}")
+
+
+def functions(platform: str) -> AttentionVJP:
+    """Forward and backward of the first that supports a call; interpreted on a CPU."""
+
+    def of_call(spec: Spec, query: Array, value: Array) -> AttentionVJP:
+        return _chosen(platform, spec, Shapes.of(query, value)).functions(platform)
+
+    def forward(spec: Spec, query: Array, key: Array, value: Array) -> Any:
+        return of_call(spec, query, value).forward(spec, query, key, value)
+
+    def backward(spec: Spec, per_query: Any, key: Array, value: Array, *rest: Any) -> Any:
+        kernel = of_call(spec, per_query.query, value)
+        return kernel.backward(spec, per_query, key, value, *rest)
+
+    return AttentionVJP(forward, backward)
+
+
+def unreadable(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
+    """Why a cache cannot be read in place."""
+    kernel = _chosen(platform, spec, shapes)
+    if kernel is triton:
+        return "kernels in Triton take arrays"
+    return kernel.unreadable(platform, spec, shapes, cache)
+
+
+def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    """As `gpu.decode.attend`, where `unreadable` gives no reason."""
+    kernel = _chosen(platform, spec, few_queries.shapes(query, cache))
+    return kernel.decode(platform, spec, query, cache)
