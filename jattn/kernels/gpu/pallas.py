@@ -35,9 +35,10 @@ def _kernels(platform: str) -> list[ModuleType]:
 
 
 def _chosen(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
-    kernels = _kernels(platform)
-    for kernel in kernels:
-        if not (reason := kernel.supports(spec, shapes)):
+    reason = None
+    for kernel in _kernels(platform):
+        reason = kernel.supports(spec, shapes)
+        if not reason:
             return kernel
     raise NotImplementedError(f"implementation 'pallas': {reason}")
 
