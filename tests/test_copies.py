@@ -40,6 +40,7 @@ SCORES = {
     "along_queries": scores.Bias(normal(B, 1, T, 1)),
     "along_keys": scores.Bias(normal(1, N, 1, S)),
     "along_both": scores.Bias(normal(1, 1, T, S)),
+    "by_distance": scores.RelativeBias(normal(32, N)),
 }
 PASSES = "jattn_ampere_forward", "jattn_ampere_d_queries", "jattn_ampere_d_keys"
 D_PARAMETER = "jattn_mosaic_d_parameter"
@@ -113,7 +114,7 @@ def test_kernels_have_no_races(name):
         assert error(x, y) <= limit
 
 
-PARAMETERS = "along_queries", "along_both"  # by block and by tile
+PARAMETERS = "along_queries", "along_both", "by_distance"  # by block, by tile, by diagonal
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -147,8 +148,15 @@ class Kernel(NamedTuple):
 
 FORWARD, D_QUERIES, D_KEYS = (Kernel(name, "none", (0,)) for name in PASSES)
 DECODING = Kernel(DECODE, "none", (0,))
-BY_BLOCK, BY_TILE = (Kernel(D_PARAMETER, score) for score in PARAMETERS)
-AHEAD = D_QUERIES, D_KEYS, BY_BLOCK, BY_TILE, DECODING  # copy a tile while they compute one
+BY_BLOCK, BY_TILE, BY_DIAGONAL = (Kernel(D_PARAMETER, score) for score in PARAMETERS)
+AHEAD = (
+    D_QUERIES,
+    D_KEYS,
+    BY_BLOCK,
+    BY_TILE,
+    BY_DIAGONAL,
+    DECODING,
+)  # copy a tile while they compute one
 
 
 class Without(copies.Machine):

@@ -29,6 +29,7 @@ from jattn.kernels.gpu import (
     ampere,
     lookup,
     mosaic_interpreter,
+    parameter_gradients,
     registers,
     streams,
     tile_weights,
@@ -141,6 +142,16 @@ CALLS = {
             & masks.Predicate(_seen, jnp.asarray(SEEN)),
             "score": scores.Score(_relative, jnp.asarray([0.5, 0.25], dtype), normal(2, 11))
             >> scores.RelativeBias(normal(32, 2)),
+        },
+    ),
+    "distances": Call(
+        (2, 70, 130, 2, 1, 64, 64),
+        jnp.float16,
+        lambda dtype: {
+            "mask": masks.Causal() | masks.Lengths(kv=jnp.array([130, 20])),
+            "score": scores.RelativeBias(normal(32, 2), max_distance=64) >> scores.SoftCap(5.0),
+            "dropout_rate": 0.3,
+            "dropout_key": jax.random.key(3),
         },
     ),
     "wide_heads": Call(
@@ -317,7 +328,14 @@ TRANSLATED = {
         lambda dtype: {"mask": masks.Predicate(_near_or_even)},
     ),
 }
-WITH_PARAMETERS = "causal_segments_alibi", "wide_heads", "biases", "dense_bias"
+WITH_PARAMETERS = (
+    "causal_segments_alibi",
+    "tables",
+    "distances",
+    "wide_heads",
+    "biases",
+    "dense_bias",
+)
 
 
 def hopper() -> Any:
@@ -532,6 +550,40 @@ def test_the_longest_programs_start_first(mask, alone, by_key):
         return
     assert lost(started, visited) < 0.05
     assert lost(numbered, visited) > alone
+
+
+@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("shared", [False, True])
+def test_which_tiles_visit_a_diagonal(step, shared):
+    rng, (B, N, n, m) = np.random.default_rng(step), (2, 3, 3, 4)
+    kinds = rng.integers(0, 3, (B, 1 if shared else N, n, m))
+    visits = block_mask.of_diagonals(kinds, step, B)
+    assert visits.ends.shape == (1, kinds.shape[1], m + (n - 1) * step, 2)
+    for h, d in np.ndindex(*visits.ends.shape[1:3]):
+        full, count = visits.ends[0, h, d]
+        listed = np.arange(count) if visits.order is None else visits.order[0, h, d, :count]
+        wanted = {
+            b * n + i
+            for b, i, j in np.ndindex(B, n, m)
+            if j == d + (i - (n - 1)) * step and kinds[b, h, i, j]
+        }
+        assert full == 0
+        assert set(listed.tolist()) == wanted
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4, 4), (8, 2)])
+def test_tiles_of_diagonals_are_summed_by_distance(rows, columns):
+    n, m = 3, 4 * rows // columns
+    step = rows // columns
+    matrix = RNG.normal(size=(2, n * rows, m * columns))
+    tiles = np.zeros((2, m + (n - 1) * step, rows, columns))
+    for i, j in np.ndindex(n, m):
+        run = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+        tiles[:, j + (n - 1 - i) * step] += matrix[:, *run]
+    distances = range(1 - n * rows, m * columns)
+    wanted = np.stack([np.trace(matrix, x, 1, 2) for x in distances], axis=1)
+    found = parameter_gradients._of_distances(jnp.asarray(tiles))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
 
 
 # --- functions in registers ---------------------------------------------------------------------

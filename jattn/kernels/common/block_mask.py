@@ -171,6 +171,23 @@ def of_heads(kinds: Any, own: tuple[int, int], shared: tuple[int, int]) -> Block
     return found._replace(kinds=(masks.MIXED,))
 
 
+def of_diagonals(kinds: Any, step: int, batch: int) -> BlockMask:
+    """From tile maps `[B or 1, N or 1, n, m]`: for each diagonal of tiles, from the last queries
+    and the first keys on, which (b, i) visit it, numbered batch row by batch row; all do with the
+    mask. Of a block of queries `step` blocks of keys are as long."""
+    xp: Any = np if isinstance(kinds, np.ndarray) else jnp
+    _, N, n, m = kinds.shape
+    last = (n - 1) * step
+    i, d = np.arange(n), np.arange(m + last)[:, None]
+    j = d - last + i * step
+    outside = (j < 0) | (j >= m)
+    visited = xp.minimum(kinds, masks.MIXED)[:, :, i, np.clip(j, 0, m - 1)]
+    visited = xp.where(outside, masks.EMPTY, visited)  # [B, N, diagonals, n]
+    visited = xp.broadcast_to(visited, (batch, N, m + last, n)).transpose(1, 2, 0, 3)
+    found = of(visited.reshape(1, N, m + last, batch * n)).compact()
+    return found._replace(kinds=(masks.MIXED,))
+
+
 def parts(programs: int, tiles: int) -> int:
     """Into how many parts so many tiles of keys are split on a GPU, where there are few queries, as
     in decoding: each has a program of its own then, beside so many."""

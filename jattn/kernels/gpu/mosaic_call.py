@@ -85,7 +85,8 @@ def _unsupported_reason(
         def all_of_it(*operands: Any) -> Any:
             *at, products = operands
             here = rules.at(*at)
-            each = [x for x in range(len(parameters(spec))) if not Parameter.of(spec, x).looked_up]
+            kinds = [Parameter.of(spec, x) for x in range(len(parameters(spec)))]
+            each = [x.which for x in kinds if x.by_distance or not x.looked_up]
             return modify(*operands), [with_slope(here, x, products, True) for x in each]
 
         return rules.run_example(all_of_it, operands)

@@ -34,6 +34,18 @@ class Parameter(NamedTuple):
     def entries(self) -> int:
         return math.prod(self.sizes.values())
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether a tile reads the entries of its diagonals."""
+        return "distances" in self.sizes
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of a tile over which its gradient is not summed there, at least one."""
+        if self.by_distance:
+            return 0, 1
+        return tuple(axis for axis, x in enumerate("TS") if self.runs_along(x)) or (0,)
+
     def runs_along(self, letter: str) -> bool:
         return self.sizes.get(letter, 1) > 1
 

@@ -5,10 +5,12 @@ parameter's entries get of them:
 
 - a parameter along T, or along neither T nor S: for 64 queries, over the keys that they see;
 - one along S: for 64 keys, over the queries that see them;
-- one along both: for a tile, over the batch rows and heads that share it. Nothing larger is held.
+- one along both: for a tile, over the batch rows and heads that share it. Nothing larger is held;
+- one by the distance of queries and keys: for a diagonal of tiles, in each of which the same
+  entries belong to the same places.
 
-Where nobody asks for a gradient XLA leaves out its kernel. Those of tables that functions look
-entries up in are XLA's: it can scatter.
+Where nobody asks for a gradient XLA leaves out its kernel. Those of other tables that functions
+look entries up in are XLA's: it can scatter.
 """
 
 import functools
@@ -45,27 +47,43 @@ def of(
 ) -> list[Array]:
     """Those of all parameters of a padded call, in float32, each in its own shape."""
 
-    def in_kernels(values: list[Array]) -> list[Array]:
+    def in_kernels(values: list[Array]) -> Spec:
         own = by_distance.replaced(with_parameters(spec, values), by_query.shapes)
-        return parameters(Scale.of(own)[1])
+        return Scale.of(own)[1]
 
     values = [x.astype(jnp.float32) for x in parameters(spec)]
-    derived, pull = jax.vjp(in_kernels, values)
-    kinds, found = [Parameter.of(spec, which) for which in range(len(values))], []
-    for parameter, leaf, letters in zip(kinds, derived, parameter_letters(spec), strict=True):
-        if parameter.looked_up:
+    derived, pull = jax.vjp(lambda values: parameters(in_kernels(values)), values)
+    own = in_kernels(values)
+    kinds, found = [Parameter.of(own, which) for which in range(len(values))], []
+    for parameter, leaf, letters in zip(kinds, derived, parameter_letters(own), strict=True):
+        if _scattered(parameter):
             found.append(jnp.zeros_like(leaf))
             continue
-        along_keys, along_queries = map(parameter.runs_along, "ST")
-        problem = by_key if along_keys and not along_queries else by_query
-        find = _by_tile if along_keys and along_queries else _by_block
+        find, problem = _kernel(parameter, by_query, by_key)
         parts = find(problem, spec, parameter, (per_query, key, value))
         found.append(tile.sum_heads(parts * problem.scale.after, leaf, letters))
     (found,) = pull(found)
-    if any(x.looked_up for x in kinds):
+    if any(map(_scattered, kinds)):
         every = blockwise.parameter_gradients(spec, per_query, key, value, by_query.tiling)
-        found = [y if x.looked_up else z for x, y, z in zip(kinds, every, found, strict=True)]
+        found = [y if _scattered(x) else z for x, y, z in zip(kinds, every, found, strict=True)]
     return found
+
+
+def _scattered(parameter: Parameter) -> bool:
+    """Whether its gradient is XLA's."""
+    return parameter.looked_up and not parameter.by_distance
+
+
+def _kernel(
+    parameter: Parameter, by_query: Problem, by_key: Problem
+) -> tuple[Callable[..., Array], Problem]:
+    """What finds its gradient, in a call by queries or by keys."""
+    if parameter.by_distance:
+        return _by_diagonal, by_query
+    along_keys, along_queries = map(parameter.runs_along, "ST")
+    if along_keys and along_queries:
+        return _by_tile, by_query
+    return _by_block, by_key if along_keys else by_query
 
 
 class _Program(NamedTuple):
@@ -129,8 +147,7 @@ class _Program(NamedTuple):
         kept, others = tensors[::-1] if problem.by_key else tensors
         block = lax.div(at.row, np.int32(problem.rules.sizes["T"]))
         rows = functools.partial(Rows.read, unit, self.rows, at.b, at.h, block)
-        along = tuple(axis for axis, x in enumerate("TS") if parameter.runs_along(x))
-        derive = functools.partial(d_parameter, parameter.which, along or (0,))
+        derive = functools.partial(d_parameter, parameter.which, parameter.axes)
         found = of_tile(problem, masked, rows, kept, others, here, beside, derive)
         if not ahead:
             self.stream.release()
@@ -215,3 +232,42 @@ def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) ->
 
     order, result = Order(own, (own[0] * own[1], n * m, 1), None), (*own, shapes.T, shapes.S)
     return _run(problem, parameter, order, body, arrays, visits.arrays, result)
+
+
+def _by_diagonal(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -> Array:
+    """Of a parameter by distance, for each head `[1, N, distances]`; a program for each diagonal of
+    tiles, which adds them up, and leaves its 64 rows to XLA."""
+    shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
+    step = rows // columns
+    visits = block_mask.of_diagonals(problem.kinds(spec), step, shapes.B)
+    diagonals = m + (n - 1) * step
+
+    def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:
+        _, _, h, d = place
+
+        def at(index: Any) -> TileIndex:
+            b, i = (f(index, np.int32(n)) for f in (lax.div, lax.rem))
+            return program.at(b, h, i, d + (i - (n - 1)) * step)
+
+        zeros = problem.unit.lay(jnp.zeros((rows, columns), jnp.float32), "ts")
+        put(problem, result.at[h, d], program.fold(visits, visits_ref, (0, h, d), at, zeros))
+
+    longest = visits.longest_first(visits.ends.shape[1])
+    order = Order((1, shapes.N), (shapes.N, diagonals, 1), longest)
+    result = shapes.N, diagonals, rows, columns
+    sums = _run(problem, parameter, order, body, arrays, visits.arrays, result)
+    return _of_distances(sums)[None]
+
+
+def _of_distances(sums: Array) -> Array:
+    """Tiles `[N, diagonals, t, s]`, each the sum of one diagonal's, summed by distance. Distances
+    are counted from that of the last query and the first key."""
+    N, diagonals, t, s = sums.shape
+    # Each row starts one place later than the one below, so that distances stand in columns.
+    wide = jnp.pad(sums[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, t)))
+    rows = wide.reshape(N, diagonals, t * (s + t))[:, :, : t * (s + t - 1)]
+    along = rows.reshape(N, diagonals, t, s + t - 1).sum(axis=2)
+    along = jnp.pad(along, ((0, 0), (0, 0), (0, 1))).reshape(N, diagonals, t // s + 1, s)
+    # Diagonals overlap: what one has in its second part belongs to the first part of the next.
+    parts = [jnp.pad(along[:, :, x], ((0, 0), (x, t // s - x), (0, 0))) for x in range(t // s + 1)]
+    return sum(parts[1:], parts[0]).reshape(N, -1)[:, :-1]

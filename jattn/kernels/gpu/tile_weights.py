@@ -17,6 +17,7 @@ from jaxtyping import Array
 from jattn import softmax
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu import mosaic_interpreter
+from jattn.kernels.gpu.kernel_refs import GatherRef
 from jattn.kernels.gpu.registers import ROWS, Problem, Scale, Tile, Unit, is_unmodified
 from jattn.spec import has_mask, parameters, with_parameters
 
@@ -182,13 +183,16 @@ def with_slope(
     """Scores, and the derivative of each by the entry of a parameter that it depends on. It is one
     at most: so forward mode finds all of them at once, with ones in all directions."""
     values = parameters(here.spec)
+    own = values[which]
 
     def scores(x: Any) -> Array:
-        replaced = with_parameters(here.spec, [*values[:which], x, *values[which + 1 :]])
+        more = own.wrapped(lambda entry, _: entry + x) if isinstance(own, GatherRef) else x
+        replaced = with_parameters(here.spec, [*values[:which], more, *values[which + 1 :]])
         return here._replace(spec=replaced).modify(products, masked)
 
-    own = values[which]
-    return jax.jvp(scores, (own,), (jnp.ones_like(own),))
+    # What is looked up has no array here: all its entries grow alike.
+    at = jnp.zeros((), own.dtype) if isinstance(own, GatherRef) else own
+    return jax.jvp(scores, (at,), (jnp.ones_like(at),))
 
 
 def _unmodified_weights(
