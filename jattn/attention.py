@@ -263,8 +263,11 @@ def _attend_cache(
 ) -> Any:
     if implementation is None and not decode.supports(spec, shapes):
         implementation = "decode"
+    prepared = prepare(spec, shapes)
     if implementation == "decode":
-        out, lse = decode.attend(prepare(spec, shapes), query, cache)
+        out, lse = decode.attend(prepared, query, cache)
+    elif forward := registry.reader(implementation, prepared, shapes, cache):
+        out, lse = decode.attend(prepared, query, cache, forward)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         out, lse = run(implementation, spec, query, key, value, shapes)

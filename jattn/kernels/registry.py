@@ -161,6 +161,27 @@ def functions(
     return choose, {platform: row.kernel.functions(platform) for platform in traced}
 
 
+READERS: dict[str, str] = {"tpu": "jattn.kernels.tpu.decode"}
+"""By the name of a kernel the file that attends to a cache where it lies, for a few queries:
+`supports(spec, shapes, cache)` says why not, `attend(platform, spec, query, cache)` does it."""
+
+
+def reader(name: str | None, spec: Spec, shapes: Shapes, cache: Any) -> Callable[..., Any] | None:
+    """The function by which a kernel attends to a cache, of `(platform, spec, query, cache)`; None
+    where it has to read arrays. It raises where the program is not for the kernel's platforms."""
+    if name not in READERS:
+        return None
+    kernel = importlib.import_module(READERS[name])
+    if kernel.supports(spec, shapes, cache):
+        return None
+
+    def attend(platform: str, *operands: Any) -> Any:
+        refuse(name, _elsewhere(KERNELS[name], platform, named=True))
+        return kernel.attend(platform, *operands)
+
+    return attend
+
+
 def _first_that_can(
     names: Sequence[str], shapes: Shapes, named: bool, platform: str
 ) -> AttentionVJP:

@@ -33,6 +33,11 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 
+Forward = Callable[[str, Spec, Array, Any], tuple[Array, Normalizer]]
+"""`(platform, spec, query, cache)` to `out [B, T, N, V]` in the dtype of sums and the normalizers
+`[B, T, N]`."""
+
+
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Few queries without dropout, of a cache; the derivative is that of blockwise."""
     return few_queries.unsupported(spec, shapes)
@@ -196,20 +201,24 @@ def _shapes(query: Array, cache: Cache) -> Shapes:
     return Shapes((B,), T, S, N, K, H, V, query.dtype)
 
 
-def attend_part(spec: Spec, query: Array, cache: Cache) -> tuple[Output, Normalizer]:
+def attend_part(
+    spec: Spec, query: Array, cache: Cache, forward: Forward = _forward
+) -> tuple[Output, Normalizer]:
     """As `attend`, in the dtype of sums, with the normalizers `[B, T, N]` and without a derivative:
     what parts of a cache are put together by."""
     (*rows, _), dtype = query.shape, accumulation(query.dtype)
     row = jax.ShapeDtypeStruct(rows, dtype)
     out = jax.ShapeDtypeStruct((*rows, cache.values.shape[-1]), dtype)
     like = (out, Normalizer(row, row))  # pyright: ignore[reportArgumentType]
-    forward = partition.partitioned_on_cache(_forward, spec, query, cache)
+    forward = partition.partitioned_on_cache(forward, spec, query, cache)
     return lowering.platform_dependent(forward, like, spec, query, cache)
 
 
-def _attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
+def _attend(
+    forward: Forward, spec: Spec, query: Array, cache: Cache
+) -> tuple[Output, LogSumExp]:
     """As `attend`, in the dtype of sums and without a derivative."""
-    out, normalizer = attend_part(spec, query, cache)
+    out, normalizer = attend_part(spec, query, cache, forward)
     return out, jnp.swapaxes(normalizer.lse, 1, 2)
 
 
@@ -222,19 +231,23 @@ def _as_arrays(
     return tangents.attend(with_parameters(spec, params), query, key, value)
 
 
-def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
+def attend(
+    spec: Spec, query: Array, cache: Cache, forward: Forward = _forward
+) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
 
-    The derivative is that of blockwise attention to what the cache holds.
+    `forward` is that of a kernel, see `registry.reader`, or by default this file's own. The
+    derivative is that of blockwise attention to what the cache holds.
     """
 
     @jax.custom_vjp
     def run(params: Any, query: Array, keys: Array, values: Array, rest: Any) -> Any:
         spec, cache = rest
         cache = dataclasses.replace(cache, keys=keys, values=values)
-        return reverse_mode.nondifferentiable(_attend)(with_parameters(spec, params), query, cache)
+        found = reverse_mode.nondifferentiable(functools.partial(_attend, forward))
+        return found(with_parameters(spec, params), query, cache)
 
-    def forward(*operands: Any) -> Any:
+    def keep(*operands: Any) -> Any:
         out, lse = run(*operands)
         return (out, lse), operands
 
@@ -244,7 +257,7 @@ def attend(spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
         cast = [d.astype(x.dtype) for d, x in zip(cotangents, found, strict=True)]
         return *pull(tuple(cast)), None
 
-    run.defvjp(forward, backward)
+    run.defvjp(keep, backward)
     differentiable = (query, cache.keys, cache.values, *parameters(spec))
     query, keys, values, *params = reverse_mode.inputs(differentiable, (spec, cache))
     out, lse = run(params, query, keys, values, (spec, cache))

@@ -1,0 +1,425 @@
+"""A few queries against a cache on TPUs: pages are read where they lie, nothing is gathered.
+
+One program goes through a list of blocks of keys, fetched before it begins: of each batch row those
+that the mask leaves, so that rows of different lengths take steps of their own number. While one
+block is computed, the pages of the next are copied into the core's memory, those of all key heads at
+once, as they lie side by side (after Kwon et al. 2023, "PagedAttention", Dao et al. 2023,
+"Flash-Decoding", and the ragged paged attention of vLLM's TPU backend). The queries of a group's
+heads are the rows of one product with the key head that they share; the scores of each head are
+those of `jattn.tile`.
+
+What is masked does not exist: a block whose weighted values are not all finite is computed again,
+with 0 in place of what is not finite.
+
+On a CPU the same kernel is interpreted. It compiles for TPUs, and has not run on one.
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from jattn import masks, tuning
+from jattn.cache import Cache
+from jattn.kernels.common import block_mask, few_queries, reverse_mode, slicing, tile_schedule
+from jattn.kernels.tpu import operands, programs
+from jattn.kernels.tpu.operands import LANES, Place
+from jattn.softmax import Normalizer
+from jattn.spec import Shapes, Spec, Tiling
+
+
+_SUBLANES = 8  # rows of a register of 32-bit numbers
+_MOST_SCALARS = 2**16  # numbers in the memory of the scalar core
+_BLOCK_BYTES = 2**21  # of keys and values; two blocks lie in the core's memory
+_ROW_BYTES = 2**22  # of queries, results and sums of a batch row
+
+
+class Layout(NamedTuple):
+    """How a cache of S slots is read: `block` slots at a time, of which `piece` lie side by side,
+    in pages of `page`. S is rounded up to whole blocks."""
+
+    S: int
+    block: int
+    piece: int
+    page: int
+
+    @classmethod
+    def of(cls, shapes: Shapes, page: int) -> "Layout | None":
+        """None where pages are not whole registers, or a block of keys is too large."""
+        item = jnp.dtype(shapes.dtype).itemsize
+        least = 4 * _SUBLANES // item  # rows of a register
+        wide = sum(-(-size // LANES) * LANES for size in (shapes.H, shapes.V))
+        most = min(tuning.current().tpu_decode_block, _BLOCK_BYTES // (shapes.K * wide * item))
+        sizes = [
+            size
+            for size in range(least, min(page, most) + 1, least)
+            if page % size == 0 and math.lcm(size, LANES) <= most
+        ]
+        if not sizes or page % least:
+            return None
+        whole = math.lcm(sizes[-1], LANES)
+        block = min(most // whole, -(-shapes.S // whole)) * whole
+        return cls(-(-shapes.S // block) * block, block, sizes[-1], page)
+
+    @property
+    def pieces(self) -> int:
+        """Of a row."""
+        return self.S // self.piece
+
+    @property
+    def in_block(self) -> int:
+        """Pieces of a block."""
+        return self.block // self.piece
+
+    @property
+    def in_page(self) -> int:
+        """Pieces of a page."""
+        return self.page // self.piece
+
+
+# ---------------------------------------------------------------------------------------------
+# What it can do
+# ---------------------------------------------------------------------------------------------
+
+
+def supports(spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
+    """None, or why a cache cannot be read where it lies, for a call that `tiled` supports."""
+    if reason := few_queries.unsupported(spec, shapes):
+        return reason
+    if 0 in (shapes.B, shapes.T):
+        return "there are no queries"
+    for x in (cache.keys, cache.values):
+        if x.dtype != shapes.dtype:
+            return f"expected a cache of {shapes.dtype} as the query, got {x.dtype}"
+    layout = Layout.of(shapes, cache.keys.shape[2])
+    if layout is None:
+        return f"pages of {cache.keys.shape[2]} keys of {shapes.K} heads are not read in blocks"
+    wide = shapes.H + 3 * shapes.V + 4 * LANES
+    if shapes.N * _padded(shapes.T) * wide * 4 > _ROW_BYTES:
+        return f"{shapes.T} queries of {shapes.N} heads do not fit into a core's memory"
+    return _scalars_reason(spec, shapes, layout)
+
+
+def _scalars_reason(spec: Spec, shapes: Shapes, layout: Layout) -> str | None:
+    """Whether the lists, and what functions look up, fit into scalar memory."""
+    lists = shapes.B * (layout.pieces + 3 * (layout.S // layout.block))
+    own = operands.SpecOperands(_padded_spec(spec, shapes, layout), _tiling(shapes, layout))
+    if lists + own.scalar_entries <= _MOST_SCALARS:
+        return None
+    return f"lists of {lists} pages and blocks do not fit into scalar memory"
+
+
+def _padded(T: int) -> int:
+    """T in whole registers."""
+    return -(-T // _SUBLANES) * _SUBLANES
+
+
+def _tiling(shapes: Shapes, layout: Layout) -> Tiling:
+    return Tiling(_padded(shapes.T), layout.block)
+
+
+def _padded_spec(spec: Spec, shapes: Shapes, layout: Layout) -> Spec:
+    """The spec with arrays of whole tiles; what the queries that are none see does not matter."""
+    return slicing.pad_arrays(spec, _padded(shapes.T), layout.S)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is read
+# ---------------------------------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """What a program does in turn: of each step the batch row, the block and its kind; and where
+    in the pool each piece of a row lies, −1 where it is not read. All but `count`, how many steps
+    there are, lie in a kernel's scalar memory. A row that sees nothing has one empty step."""
+
+    rows: Any
+    blocks: Any
+    kinds: Any
+    places: Any
+    count: Any = None
+
+    @classmethod
+    def of(
+        cls, spec: Spec, shapes: Shapes, layout: Layout, table: Int[Array, "B M"], pages: int
+    ) -> "Steps":
+        """`pages` are those of the pool; the table has that number where there is none."""
+        B, blocks = shapes.B, layout.S // layout.block
+        tiles = block_mask.kinds(spec, shapes.T, layout.S, Tiling(shapes.T, layout.piece))
+        tiles = jnp.asarray(tiles)[:, :, 0]
+        some, every = jnp.any(tiles, axis=1), jnp.all(tiles == masks.FULL, axis=1)
+        places = _places(layout, table, pages)
+        places = jnp.where(some, places, -1)
+
+        def by_block(x: Array) -> Array:
+            return x.reshape(-1, blocks, layout.in_block)
+
+        kinds = jnp.any(by_block(some), axis=2).astype(jnp.int32)
+        kinds += jnp.all(by_block(every), axis=2).astype(jnp.int32)
+        kinds = jnp.broadcast_to(kinds, (B, blocks))
+        first = jnp.arange(blocks, dtype=jnp.int32)[None, :] == 0
+        wanted = (kinds != masks.EMPTY) | first & ~jnp.any(kinds, axis=1, keepdims=True)
+        (order,), (count,) = tile_schedule.where_true(jnp, wanted.reshape(1, -1))
+        number = jnp.int32(blocks)
+        rows, own = lax.div(order, number), lax.rem(order, number)
+        return cls(rows, own, kinds.reshape(-1)[order], places.reshape(-1), count)
+
+
+def _places(layout: Layout, table: Array, pages: int) -> Int[Array, "B n"]:
+    """Where in the pool, in pieces, each piece of a row lies."""
+    inside = jnp.arange(layout.in_page, dtype=jnp.int32)[None, None, :]
+    table = table.astype(jnp.int32)[:, :, None]
+    places = jnp.where(table < pages, table * layout.in_page + inside, -1)
+    places = places.reshape(table.shape[0], -1)
+    behind = layout.pieces - places.shape[1]
+    return jnp.pad(places, ((0, 0), (0, behind)), constant_values=-1)
+
+
+# ---------------------------------------------------------------------------------------------
+# The kernel
+# ---------------------------------------------------------------------------------------------
+
+
+class _Memory(NamedTuple):
+    """What lies in the core's memory: of two steps in turn the keys `[2, K, block, H]`, the values,
+    and what rows have summed after a step, `[2, K, R, ·]` as in `programs.no_keys`."""
+
+    keys: Any
+    values: Any
+    arrived: Any  # semaphores
+    maximum: Any
+    total: Any
+    weighted: Any
+
+    @classmethod
+    def shapes(cls, shapes: Shapes, layout: Layout) -> "_Memory":
+        pltpu = importlib.import_module("jax.experimental.pallas.tpu")
+        K, R = shapes.K, shapes.G * _padded(shapes.T)
+
+        def block(size: int) -> Any:
+            return pltpu.VMEM((2, K, layout.block, size), shapes.dtype)
+
+        def sums(size: int) -> Any:
+            return pltpu.VMEM((2, K, R, size), jnp.float32)
+
+        copies = pltpu.SemaphoreType.DMA((2, 2))
+        return cls(block(shapes.H), block(shapes.V), copies, sums(1), sums(1), sums(shapes.V))
+
+    @property
+    def sums(self) -> tuple[Any, Any, Any]:
+        return self.maximum, self.total, self.weighted
+
+
+class _Kernel(NamedTuple):
+    """The kernel of a call, with a spec whose arrays are padded."""
+
+    spec: Spec
+    shapes: Shapes
+    layout: Layout
+    rules: operands.SpecOperands
+
+    @property
+    def rows(self) -> int:
+        """Those of a product: the queries of a group's heads."""
+        return self.shapes.G * _padded(self.shapes.T)
+
+    def __call__(self, steps: Steps, leaves: Any, arrays: Any, results: Any, memory: Any) -> None:
+        query, *pools = arrays
+        step, last = pl.program_id(0), pl.num_programs(0) - 1
+        slot, b = lax.rem(step, jnp.int32(2)), steps.rows[step]
+        copies = _Copies(self.layout, steps, pools, memory)
+
+        @pl.when(step == 0)
+        def _first() -> None:
+            # What no copy reaches is masked. It should be finite, or blocks are computed twice.
+            memory.values[...] = jnp.zeros_like(memory.values)
+            copies.start(step, slot)
+
+        @pl.when(step < last)
+        def _ahead() -> None:
+            copies.start(step + 1, 1 - slot)
+
+        @pl.when((step == 0) | (steps.rows[jnp.maximum(step - 1, 0)] != b))
+        def _begin() -> None:
+            nothing = programs.no_keys(self.rows, self.shapes.V)
+            for sums, value in zip(memory.sums, nothing, strict=True):
+                sums[...] = jnp.broadcast_to(value, sums.shape)
+
+        copies.wait(step, slot)
+        for kind in (masks.MIXED, masks.FULL):
+
+            @pl.when(steps.kinds[step] == kind)
+            def _visit(masked: bool = kind == masks.MIXED) -> None:
+                at = Place(b, 0, 0, steps.blocks[step])
+                finite = self._visit(leaves, query, memory, slot, at, masked, exact=False)
+
+                @pl.when(jnp.logical_not(finite))
+                def _again() -> None:
+                    self._visit(leaves, query, memory, slot, at, True, exact=True)
+
+        @pl.when((step == last) | (steps.rows[jnp.minimum(step + 1, last)] != b))
+        def _end() -> None:
+            self._finish(memory, slot, results)
+
+    def _visit(
+        self, leaves: Any, query: Any, memory: Any, slot: Any, at: Place, masked: bool, exact: bool
+    ) -> Any:
+        """Adds a block to what rows have summed; whether its weighted values are all finite."""
+        headroom = programs.headroom(self.layout.S)
+
+        def one(kv: Any, marks: Array) -> Array:
+            q, k, v = query[kv], memory.keys[slot, kv], memory.values[slot, kv]
+            if exact:
+                products = programs.query_key_products(self.spec, q, k, v)
+                v = programs.finite(self.spec, v)
+            else:
+                products = programs.dot(q, k, (1, 1), self.spec)
+            score = self._modified(leaves, kv, at, products, masked)
+            maximum, total, weighted = (x[1 - slot, kv] for x in memory.sums)
+            weights, factor, *new = programs.more_keys(score, maximum, total)
+            part = programs.dot(weights * headroom, v, (1, 0), self.spec)
+            new.append(weighted * factor + part)
+            for sums, value in zip(memory.sums, new, strict=True):
+                sums[slot, kv] = value
+            return marks + (part - part)  # NaN where it is not finite
+
+        marks = jnp.zeros((self.rows, self.shapes.V), jnp.float32)
+        return jnp.sum(tile_schedule.repeat(0, self.shapes.K, one, marks)) == 0
+
+    def _modified(self, leaves: Any, kv: Any, at: Place, products: Array, masked: bool) -> Array:
+        """Scores `[R, block]` of a group, whose heads may have masks and scores of their own."""
+        T, found = _padded(self.shapes.T), []
+        for g in range(self.shapes.G):
+            own = at._replace(h=kv * self.shapes.G + g)
+            part = products[g * T : (g + 1) * T]
+            score = self.rules.run(lambda here, x: here.modify(x, masked), leaves, own, part)
+            found.append(jnp.broadcast_to(score, part.shape))
+        return jnp.concatenate(found, axis=0)
+
+    def _finish(self, memory: Any, slot: Any, results: Any) -> None:
+        def one(kv: Any, _: Any) -> Any:
+            sums = (x[slot, kv] for x in memory.sums)
+            out, *both = programs.all_keys(*sums, programs.headroom(self.layout.S))
+            results[0][kv] = out
+            for result, column in zip(results[1:], both, strict=True):
+                result[kv] = operands.row(column)
+            return 0
+
+        tile_schedule.repeat(0, self.shapes.K, one, 0)
+
+
+class _Copies(NamedTuple):
+    """The copies of a step's keys and values from the pools into one of two slots."""
+
+    layout: Layout
+    steps: Steps
+    pools: Any
+    memory: _Memory
+
+    def start(self, step: Any, slot: Any) -> None:
+        self._each(step, slot, lambda copy: copy.start())
+
+    def wait(self, step: Any, slot: Any) -> None:
+        self._each(step, slot, lambda copy: copy.wait())
+
+    def _each(self, step: Any, slot: Any, do: Callable[[Any], None]) -> None:
+        pltpu = importlib.import_module("jax.experimental.pallas.tpu")
+        in_block, in_page, size = self.layout.in_block, self.layout.in_page, self.layout.piece
+        first = self.steps.rows[step] * self.layout.pieces + self.steps.blocks[step] * in_block
+
+        def one(piece: Any, _: Any) -> Any:
+            place = self.steps.places[first + piece]
+
+            @pl.when(place >= 0)
+            def _copy() -> None:
+                page, inside = lax.div(place, jnp.int32(in_page)), lax.rem(place, jnp.int32(in_page))
+                source, target = (
+                    pl.ds(pl.multiple_of(x * size, size), size) for x in (inside, piece)
+                )
+                buffers = self.memory.keys, self.memory.values
+                for which, (pool, buffer) in enumerate(zip(self.pools, buffers, strict=True)):
+                    do(
+                        pltpu.make_async_copy(
+                            pool.at[page, :, source],
+                            buffer.at[slot, :, target],
+                            self.memory.arrived.at[slot, which],
+                        )
+                    )
+
+            return 0
+
+        tile_schedule.repeat(0, in_block, one, 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# The call
+# ---------------------------------------------------------------------------------------------
+
+
+def attend(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    """`out [B, T, N, V]` in float32 and the normalizers `[B, T, N]` of a prepared spec and a call
+    that it supports; interpreted on a CPU."""
+    (B, T, N, H), (keys, values, table) = query.shape, cache.pages()
+    K, V = cache.num_kv_heads, values.shape[-1]
+    shapes = Shapes((B,), T, cache.capacity, N, K, H, V, query.dtype)
+    layout = Layout.of(shapes, keys.shape[2])
+    assert layout is not None, "it is asked whether it supports a call"
+    spec = slicing.pad_spec(spec, T, shapes.S, T, layout.S)
+    steps = Steps.of(spec, shapes, layout, table, keys.shape[0])
+    spec = _padded_spec(spec, shapes, layout)
+    rules = operands.SpecOperands(spec, _tiling(shapes, layout), every_head=True)
+    kernel = _Kernel(spec, shapes, layout, rules)
+    query = jnp.pad(query, ((0, 0), (0, _padded(T) - T), (0, 0), (0, 0)))
+    rows = jnp.swapaxes(query, 1, 2).reshape(B, K, kernel.rows, H)
+    out, *both = _launch(kernel, steps, rows, keys, values, platform == "cpu")
+    out, *both = (
+        jnp.moveaxis(x.reshape(B, N, _padded(T), *x.shape[4:])[:, :, :T], 1, 2)
+        for x in (out.reshape(B, K, 1, kernel.rows, V), *both)
+    )
+    return out, Normalizer(*both)
+
+
+def _launch(
+    kernel: _Kernel, steps: Steps, rows: Array, keys: Array, values: Array, interpret: bool
+) -> list[Array]:
+    """`[B, K, R, V]`, and maximum and log of the sum `[B, K, 1, R]`."""
+    pltpu = importlib.import_module("jax.experimental.pallas.tpu")
+    (B, K, R, _), (*lists, count) = rows.shape, steps
+    flat, over = reverse_mode.varying_alike([*lists, *kernel.rules.arrays, rows, keys, values])
+    leaves, memory = len(kernel.rules.arrays), _Memory.shapes(kernel.shapes, kernel.layout)
+    results = [(B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)]
+
+    def place(step: Any, *lists: Any) -> Place:
+        return Place(lists[0][step], 0, 0, lists[1][step])
+
+    def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape[1:]), lambda *at: (place(*at).b, 0, 0, 0))
+
+    def body(*refs: Any) -> None:
+        own, refs = Steps(*refs[:4]), refs[4:]
+        first, second = leaves + 3, leaves + 3 + len(results)
+        parts = refs[:leaves], refs[leaves:first], refs[first:second]
+        kernel(own, *parts, _Memory(*refs[second:]))
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(lists),
+            grid=(count,),
+            in_specs=[*kernel.rules.blocks(place), of_row(rows.shape), anywhere, anywhere],
+            out_specs=list(map(of_row, results)),
+            scratch_shapes=list(memory),
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x, jnp.float32, manual_axis_type=over) for x in results],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        name="jattn_decode",
+        interpret=interpret,
+    )
+    return list(call(*flat))
