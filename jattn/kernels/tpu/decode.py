@@ -35,7 +35,7 @@ from jattn.spec import Shapes, Spec, Tiling
 
 
 _SUBLANES = 8  # rows of a register of 32-bit numbers
-_MOST_SCALARS = 2**16  # numbers in the memory of the scalar core
+_MOST_SCALARS = 3 * 2**16  # numbers in the memory of the scalar core, three quarters of it
 _BLOCK_BYTES = 2**21  # of keys and values; two blocks lie in the core's memory
 _ROW_BYTES = 2**22  # of queries, results and sums of a batch row
 
@@ -135,15 +135,15 @@ def _padded_spec(spec: Spec, shapes: Shapes, layout: Layout) -> Spec:
 
 
 class Steps(NamedTuple):
-    """What a program does in turn: of each step the batch row, the block and its kind; and where
-    in the pool each piece of a row lies, −1 where it is not read. All but `count`, how many steps
-    there are, lie in a kernel's scalar memory. A row that sees nothing has one empty step."""
+    """What a program does in turn: of each step the batch row, the block and its kind; where in
+    the pool each piece of a row lies, −1 where it is not read; and `[1]` how many steps there are.
+    In a kernel these lie in scalar memory. A row that sees nothing has one empty step."""
 
     rows: Any
     blocks: Any
     kinds: Any
     places: Any
-    count: Any = None
+    count: Any
 
     @classmethod
     def of(
@@ -165,7 +165,7 @@ class Steps(NamedTuple):
         kinds = jnp.broadcast_to(kinds, (B, blocks))
         first = jnp.arange(blocks, dtype=jnp.int32)[None, :] == 0
         wanted = (kinds != masks.EMPTY) | first & ~jnp.any(kinds, axis=1, keepdims=True)
-        (order,), (count,) = tile_schedule.where_true(jnp, wanted.reshape(1, -1))
+        (order,), count = tile_schedule.where_true(jnp, wanted.reshape(1, -1))
         number = jnp.int32(blocks)
         rows, own = lax.div(order, number), lax.rem(order, number)
         return cls(rows, own, kinds.reshape(-1)[order], places.reshape(-1), count)
@@ -231,7 +231,7 @@ class _Kernel(NamedTuple):
 
     def __call__(self, steps: Steps, leaves: Any, arrays: Any, results: Any, memory: Any) -> None:
         query, *pools = arrays
-        step, last = pl.program_id(0), pl.num_programs(0) - 1
+        step, last = pl.program_id(0), steps.count[0] - 1
         slot, b = lax.rem(step, jnp.int32(2)), steps.rows[step]
         copies = _Copies(self.layout, steps, pools, memory)
 
@@ -390,19 +390,20 @@ def _launch(
 ) -> list[Array]:
     """`[B, K, R, V]`, and maximum and log of the sum `[B, K, 1, R]`."""
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
-    (B, K, R, _), (*lists, count) = rows.shape, steps
-    flat, over = reverse_mode.varying_alike([*lists, *kernel.rules.arrays, rows, keys, values])
+    B, K, R, _ = rows.shape
+    flat, over = reverse_mode.varying_alike([*steps, *kernel.rules.arrays, rows, keys, values])
     leaves, memory = len(kernel.rules.arrays), _Memory.shapes(kernel.shapes, kernel.layout)
     results = [(B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)]
 
     def place(step: Any, *lists: Any) -> Place:
-        return Place(lists[0][step], 0, 0, lists[1][step])
+        own = Steps(*lists)
+        return Place(own.rows[step], 0, 0, own.blocks[step])
 
     def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape[1:]), lambda *at: (place(*at).b, 0, 0, 0))
 
     def body(*refs: Any) -> None:
-        own, refs = Steps(*refs[:4]), refs[4:]
+        own, refs = Steps(*refs[: len(steps)]), refs[len(steps) :]
         first, second = leaves + 3, leaves + 3 + len(results)
         parts = refs[:leaves], refs[leaves:first], refs[first:second]
         kernel(own, *parts, _Memory(*refs[second:]))
@@ -411,8 +412,8 @@ def _launch(
     call = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(lists),
-            grid=(count,),
+            num_scalar_prefetch=len(steps),
+            grid=(steps.count[0],),
             in_specs=[*kernel.rules.blocks(place), of_row(rows.shape), anywhere, anywhere],
             out_specs=list(map(of_row, results)),
             scratch_shapes=list(memory),
