@@ -1,12 +1,13 @@
 """A few queries against a cache on TPUs: pages are read where they lie, nothing is gathered.
 
-One program goes through a list of blocks of keys, fetched before it begins: of each batch row those
-that the mask leaves, so that rows of different lengths take steps of their own number. While one
-block is computed, the pages of the next are copied into the core's memory, those of all key heads at
-once, as they lie side by side (after Kwon et al. 2023, "PagedAttention", Dao et al. 2023,
-"Flash-Decoding", and the ragged paged attention of vLLM's TPU backend). The queries of a group's
-heads are the rows of one product with the key head that they share; the scores of each head are
-those of `jattn.tile`.
+One program goes through a list of blocks of keys. The list is fetched before the program begins,
+and holds of each batch row the blocks that the mask leaves, so that a short row takes few steps.
+While one block is computed, the pages of the next are copied into the core's memory. A page's key
+heads lie side by side, and are copied together. The ideas are those of PagedAttention (Kwon et al.
+2023), Flash-Decoding (Dao et al. 2023) and the ragged paged attention of vLLM's backend for TPUs.
+
+The queries of a group's heads are the rows of one product with the key head that they share; the
+scores of each head are those of `jattn.tile`.
 
 What is masked does not exist: a block whose weighted values are not all finite is computed again,
 with 0 in place of what is not finite.
@@ -304,8 +305,9 @@ class _Kernel(NamedTuple):
 
     def _finish(self, memory: Any, slot: Any, results: Any) -> None:
         def one(kv: Any, _: Any) -> Any:
-            sums = (x[slot, kv] for x in memory.sums)
-            out, *both = programs.all_keys(*sums, programs.headroom(self.layout.S))
+            maximum, total, weighted = (x[slot, kv] for x in memory.sums)
+            headroom = programs.headroom(self.layout.S)
+            out, *both = programs.all_keys(maximum, total, weighted, headroom)
             results[0][kv] = out
             for result, column in zip(results[1:], both, strict=True):
                 result[kv] = operands.row(column)
@@ -338,7 +340,8 @@ class _Copies(NamedTuple):
 
             @pl.when(place >= 0)
             def _copy() -> None:
-                page, inside = lax.div(place, jnp.int32(in_page)), lax.rem(place, jnp.int32(in_page))
+                each = jnp.int32(in_page)
+                page, inside = lax.div(place, each), lax.rem(place, each)
                 source, target = (
                     pl.ds(pl.multiple_of(x * size, size), size) for x in (inside, piece)
                 )

@@ -214,9 +214,7 @@ def attend_part(
     return lowering.platform_dependent(forward, like, spec, query, cache)
 
 
-def _attend(
-    forward: Forward, spec: Spec, query: Array, cache: Cache
-) -> tuple[Output, LogSumExp]:
+def _attend(forward: Forward, spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
     """As `attend`, in the dtype of sums and without a derivative."""
     out, normalizer = attend_part(spec, query, cache, forward)
     return out, jnp.swapaxes(normalizer.lse, 1, 2)
