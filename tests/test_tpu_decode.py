@@ -454,32 +454,46 @@ def test_none_does_not_take_it():
 # --- compiled for TPUs -------------------------------------------------------------------------
 
 
-def compiled(target: targets.Target, make: Callable[[], Any], **rules: Any) -> Any:
-    """The program of 32 rows, whose caches hold 512 MiB."""
-    cache = jax.eval_shape(make)
-    query = jax.ShapeDtypeStruct((32, 1, 32, 128), jnp.bfloat16)
-    call = functools.partial(jattn.attention, implementation="tpu", **rules)
-    with tuning.using(tpu_decode_block=1024):
-        return targets.compiled(target, call, query, cache)
+def step(implementation: str | None, cache: Any, token: Any) -> tuple[Any, Any]:
+    """A step of decoding: the cache with a token, and what it attends to."""
+    query, key, value = token
+    cache = cache.append(key, value)
+    rules: Any = {"mask": masks.Causal(), "score": scores.Alibi(scores.alibi_slopes(32))}
+    return cache, jattn.attention(query, cache, implementation=implementation, **rules)
+
+
+TOKENS, HEADS, SIZE = 4096, 8, 128  # caches of 32 rows, 512 MiB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [targets.V5E, targets.V6E], ids=["v5e", "v6e"])
 @pytest.mark.parametrize("page_size", [None, 16, 128])
-def test_no_copy_of_the_cache(target, page_size):
+@pytest.mark.parametrize("steps", [None, 4])
+def test_no_copy_of_the_cache(target, page_size, steps):
+    """Neither where attention reads it, nor where tokens are written, also in a loop."""
     if targets.missing(target):
         pytest.skip("what compiles for it is not installed")
-    sizes: Any = (32, 4096, 8, 128)
 
-    def make() -> Any:
+    def operands() -> Any:
+        sizes: Any = (32, TOKENS, HEADS, SIZE)
+        options: dict[str, Any] = {"dtype": jnp.bfloat16}
         if page_size is None:
-            return DenseCache.create(*sizes, dtype=jnp.bfloat16)
-        return PagedCache.create(*sizes, dtype=jnp.bfloat16, page_size=page_size)
+            cache = DenseCache.create(*sizes, **options)
+        else:
+            cache = PagedCache.create(*sizes, **options, page_size=page_size)
+        several = () if steps is None else (steps,)
+        token = (jnp.zeros((*several, 32, 1, n, SIZE), jnp.bfloat16) for n in (32, HEADS, HEADS))
+        return cache, tuple(token)
 
-    rules: Any = {"mask": masks.Causal(), "score": scores.Alibi(scores.alibi_slopes(32))}
-    with jax.enable_x64(False):
-        program = compiled(target, make, **rules)
-    memory = program.memory_analysis()
+    def program(cache: Any, tokens: Any) -> Any:
+        one = functools.partial(step, "tpu")
+        if steps is not None:
+            return jax.lax.scan(one, cache, tokens)
+        return one(cache, tokens)
+
+    with jax.enable_x64(False), tuning.using(tpu_decode_block=1024):
+        found = targets.compiled(target, program, *jax.eval_shape(operands), donated=(0,))
+    memory = found.memory_analysis()
     assert memory.argument_size_in_bytes > 2**29
-    assert memory.temp_size_in_bytes < 2**20
-    assert program.as_text().count("tpu_custom_call") == 1
+    assert memory.temp_size_in_bytes < 2**21
+    assert found.as_text().count('custom_call_target="tpu_custom_call"') == 1
