@@ -43,19 +43,29 @@ _ROW_BYTES = 2**22  # of queries, results and sums of a batch row
 
 class Layout(NamedTuple):
     """How a cache of S slots is read: `block` slots at a time, of which `piece` lie side by side,
-    in pages of `page`. S is rounded up to whole blocks."""
+    in pages of `page`. S is rounded up to whole blocks.
+
+    `axes` are those of the slots in a block of keys `[slots, H]`, and in one of values. Where H
+    leaves lanes of registers empty and a page does not, XLA lays slots along the lanes, and blocks
+    are `[H, slots]`.
+    """
 
     S: int
     block: int
     piece: int
     page: int
+    axes: tuple[int, int]
 
     @classmethod
     def of(cls, shapes: Shapes, page: int) -> "Layout | None":
         """None where pages are not whole registers, or a block of keys is too large."""
-        item = jnp.dtype(shapes.dtype).itemsize
-        least = 4 * _SUBLANES // item  # rows of a register
-        wide = sum(-(-size // LANES) * LANES for size in (shapes.H, shapes.V))
+        item, heads = jnp.dtype(shapes.dtype).itemsize, (shapes.H, shapes.V)
+        rows = 4 * _SUBLANES // item  # of a register
+        axes = tuple(int(size % LANES > 0 and page % LANES == 0) for size in heads)
+        wide = sum(
+            _round_up(size, (LANES, rows)[axis]) for size, axis in zip(heads, axes, strict=True)
+        )
+        least = max((rows, LANES)[axis] for axis in axes)
         most = min(tuning.current().tpu_decode_block, _BLOCK_BYTES // (shapes.K * wide * item))
         sizes = [
             size
@@ -65,8 +75,8 @@ class Layout(NamedTuple):
         if not sizes or page % least:
             return None
         whole = math.lcm(sizes[-1], LANES)
-        block = min(most // whole, -(-shapes.S // whole)) * whole
-        return cls(-(-shapes.S // block) * block, block, sizes[-1], page)
+        block = min(most // whole * whole, _round_up(shapes.S, whole))
+        return cls(_round_up(shapes.S, block), block, sizes[-1], page, axes)
 
     @property
     def pieces(self) -> int:
@@ -118,7 +128,11 @@ def _scalars_reason(spec: Spec, shapes: Shapes, layout: Layout) -> str | None:
 
 def _padded(T: int) -> int:
     """T in whole registers."""
-    return -(-T // _SUBLANES) * _SUBLANES
+    return _round_up(T, _SUBLANES)
+
+
+def _round_up(size: int, by: int) -> int:
+    return -(-size // by) * by
 
 
 def _tiling(shapes: Shapes, layout: Layout) -> Tiling:
@@ -188,8 +202,9 @@ def _places(layout: Layout, table: Array, pages: int) -> Int[Array, "B n"]:
 
 
 class _Memory(NamedTuple):
-    """What lies in the core's memory: of two steps in turn the keys `[2, K, block, H]`, the values,
-    and what rows have summed after a step, `[2, K, R, ·]` as in `programs.no_keys`."""
+    """What lies in the core's memory: of two steps in turn the keys `[2, K, block, H]`, or as the
+    layout has them, the values, and what rows have summed after a step, `[2, K, R, ·]` as in
+    `programs.no_keys`."""
 
     keys: Any
     values: Any
@@ -203,14 +218,16 @@ class _Memory(NamedTuple):
         pltpu = importlib.import_module("jax.experimental.pallas.tpu")
         K, R = shapes.K, shapes.G * _padded(shapes.T)
 
-        def block(size: int) -> Any:
-            return pltpu.VMEM((2, K, layout.block, size), shapes.dtype)
+        def block(size: int, axis: int) -> Any:
+            sizes = (size, layout.block) if axis else (layout.block, size)
+            return pltpu.VMEM((2, K, *sizes), shapes.dtype)
 
         def sums(size: int) -> Any:
             return pltpu.VMEM((2, K, R, size), jnp.float32)
 
         copies = pltpu.SemaphoreType.DMA((2, 2))
-        return cls(block(shapes.H), block(shapes.V), copies, sums(1), sums(1), sums(shapes.V))
+        keys, values = map(block, (shapes.H, shapes.V), layout.axes)
+        return cls(keys, values, copies, sums(1), sums(1), sums(shapes.V))
 
     @property
     def sums(self) -> tuple[Any, Any, Any]:
@@ -272,19 +289,21 @@ class _Kernel(NamedTuple):
         self, leaves: Any, query: Any, memory: Any, slot: Any, at: Place, masked: bool, exact: bool
     ) -> Any:
         """Adds a block to what rows have summed; whether its weighted values are all finite."""
-        headroom = programs.headroom(self.layout.S)
+        headroom, (of_keys, of_values) = programs.headroom(self.layout.S), self.layout.axes
 
         def one(kv: Any, marks: Array) -> Array:
             q, k, v = query[kv], memory.keys[slot, kv], memory.values[slot, kv]
-            if exact:
-                products = programs.query_key_products(self.spec, q, k, v)
+            products = programs.dot(q, k, (1, 1 - of_keys), self.spec)
+            if exact:  # NaN where a value is not finite
+                wide = v.astype(jnp.float32)
+                ones = jnp.ones((self.rows, self.shapes.V), v.dtype)
+                odd = (wide - wide).astype(v.dtype)
+                products += programs.dot(ones, odd, (1, 1 - of_values), self.spec)
                 v = programs.finite(self.spec, v)
-            else:
-                products = programs.dot(q, k, (1, 1), self.spec)
             score = self._modified(leaves, kv, at, products, masked)
             maximum, total, weighted = (x[1 - slot, kv] for x in memory.sums)
             weights, factor, *new = programs.more_keys(score, maximum, total)
-            part = programs.dot(weights * headroom, v, (1, 0), self.spec)
+            part = programs.dot(weights * headroom, v, (1, of_values), self.spec)
             new.append(weighted * factor + part)
             for sums, value in zip(memory.sums, new, strict=True):
                 sums[slot, kv] = value
@@ -346,11 +365,13 @@ class _Copies(NamedTuple):
                     pl.ds(pl.multiple_of(x * size, size), size) for x in (inside, piece)
                 )
                 buffers = self.memory.keys, self.memory.values
-                for which, (pool, buffer) in enumerate(zip(self.pools, buffers, strict=True)):
+                both = zip(self.pools, buffers, self.layout.axes, strict=True)
+                for which, (pool, buffer, axis) in enumerate(both):
+                    every = (slice(None),) * (1 + axis)
                     do(
                         pltpu.make_async_copy(
-                            pool.at[page, :, source],
-                            buffer.at[slot, :, target],
+                            pool.at[(page, *every, source)],
+                            buffer.at[(slot, *every, target)],
                             self.memory.arrived.at[slot, which],
                         )
                     )
@@ -380,7 +401,11 @@ def attend(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array
     kernel = _Kernel(spec, shapes, layout, rules)
     query = jnp.pad(query, ((0, 0), (0, _padded(T) - T), (0, 0), (0, 0)))
     rows = jnp.swapaxes(query, 1, 2).reshape(B, K, kernel.rows, H)
-    out, *both = _launch(kernel, steps, rows, keys, values, platform == "cpu")
+    pools = [
+        jnp.swapaxes(x, 2, 3) if axis else x
+        for x, axis in zip((keys, values), layout.axes, strict=True)
+    ]
+    out, *both = _launch(kernel, steps, rows, pools, platform == "cpu")
     out, *both = (
         jnp.moveaxis(x.reshape(B, N, _padded(T), *x.shape[4:])[:, :, :T], 1, 2)
         for x in (out.reshape(B, K, 1, kernel.rows, V), *both)
@@ -389,12 +414,12 @@ def attend(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array
 
 
 def _launch(
-    kernel: _Kernel, steps: Steps, rows: Array, keys: Array, values: Array, interpret: bool
+    kernel: _Kernel, steps: Steps, rows: Array, pools: list[Array], interpret: bool
 ) -> list[Array]:
     """`[B, K, R, V]`, and maximum and log of the sum `[B, K, 1, R]`."""
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     B, K, R, _ = rows.shape
-    flat, over = reverse_mode.varying_alike([*steps, *kernel.rules.arrays, rows, keys, values])
+    flat, over = reverse_mode.varying_alike([*steps, *kernel.rules.arrays, rows, *pools])
     leaves, memory = len(kernel.rules.arrays), _Memory.shapes(kernel.shapes, kernel.layout)
     results = [(B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)]
 
