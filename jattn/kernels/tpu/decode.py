@@ -61,7 +61,8 @@ class Layout(NamedTuple):
         """None where pages are not whole registers, or a block of keys is too large."""
         item, heads = jnp.dtype(shapes.dtype).itemsize, (shapes.H, shapes.V)
         rows = 4 * _SUBLANES // item  # of a register
-        axes = tuple(int(size % LANES > 0 and page % LANES == 0) for size in heads)
+        of_keys, of_values = (int(size % LANES > 0 and page % LANES == 0) for size in heads)
+        axes = of_keys, of_values
         wide = sum(
             _round_up(size, (LANES, rows)[axis]) for size, axis in zip(heads, axes, strict=True)
         )
