@@ -146,7 +146,9 @@ def attention(
         dropout_key: a JAX random key, needed if the rate is above 0.
         precision: of the matrix products, as in `jax.lax.Precision`.
         implementation: a name from `explain`, which then runs or raises; None takes the first that
-            supports the call on the platform that the program is lowered for.
+            supports the call on the platform that the program is lowered for. Of a cache, a kernel
+            reads a copy. Two do not, for a few queries: "decode", which None takes, and "tpu" where
+            the cache has the query's dtype and its pages are whole registers.
         return_lse: also return the log of the softmax's denominator.
         return_weights: also return the weights, last; for looking at, as memory grows with T × S.
 

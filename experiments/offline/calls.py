@@ -14,6 +14,7 @@ import jattn
 from experiments.benchmark import cases
 from experiments.offline import peers
 from jattn import masks, scores
+from jattn.cache import Cache, PagedCache
 
 
 Shape = tuple[int, ...]
@@ -32,7 +33,8 @@ class Call:
     """One call of `jattn.attention`, by default self-attention of grouped heads.
 
     `operands` are integer and boolean arrays of the rules, `parameters` shapes of float arrays in
-    the query's dtype, of which gradients are taken; `rules` turns both into keyword arguments.
+    the query's dtype, of which gradients are taken; `rules` turns both into keyword arguments, and
+    `cache` keys, values and operands into a cache to attend to.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Call:
     parameters: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
     query: Shape = (B, T, N)
     held: Shape = (B, T, K)  # keys and values
+    cache: Callable[[Any, Any, Arrays], Cache] | None = None
 
     def arrays(self, head: int, dtype: str) -> tuple[Any, ...]:
         """query, key, value, parameters, operands, and the gradient of the output."""
@@ -57,7 +60,8 @@ class Call:
 
         def attend(q: Any, k: Any, v: Any, parameters: Arrays, operands: Arrays, _: Any) -> Any:
             rules = self.rules({**parameters, **operands})
-            return jattn.attention(q, k, v, implementation=implementation, **rules)
+            pair = (k, v) if self.cache is None else (self.cache(k, v, operands),)
+            return jattn.attention(q, *pair, implementation=implementation, **rules)
 
         return attend
 
@@ -165,6 +169,12 @@ MASKS = (
     ),
 )
 
+
+def _paged(k: Any, v: Any, operands: Arrays) -> PagedCache:
+    overflowed = jnp.zeros(operands["lengths"].shape, bool)
+    return PagedCache(k, v, operands["table"], operands["lengths"], overflowed)
+
+
 _GATES = {"gate": (N,), "by_key": (B, T)}
 SCORES = (
     Call("soft-cap", _scored(lambda a: scores.SoftCap(30.0))),
@@ -195,6 +205,14 @@ OTHERS = (
     Call("dropout", _dropout, _KEY),
     Call("ungrouped", _masked(lambda a: masks.Causal()), held=(B, T, N)),
     Call("ragged", _masked(lambda a: masks.Causal()), query=(B, 1000, N), held=(B, 1999, K)),
+    Call(  # 32 rows of up to 4,096 tokens, in pages of 16
+        "paged",
+        _masked(lambda a: masks.Causal()),
+        {"table": ((32, 256), "int32"), "lengths": ((32,), "int32")},
+        query=(32, 1, 32),
+        held=(32 * 256, 8, 16),
+        cache=_paged,
+    ),
 )
 
 CALLS = {call.name: call for call in (*MASKS, *SCORES, *OTHERS, *map(_of_benchmark, cases.CASES))}
