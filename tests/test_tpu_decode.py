@@ -411,10 +411,10 @@ def test_reasons():
     few, many = (jnp.ones((2, T, 4, 16), jnp.float32) for T in (1, 9))
     assert reason(few, cache) is None
     assert reason(few, DenseCache.create(2, 60, 2, 16)) == (
-        "pages of 60 keys of 2 heads are not read in blocks"
+        "pages of 60 keys of float32 are no whole registers"
     )
     assert reason(few, PagedCache.create(2, 64, 2, 16, page_size=4)) == (
-        "pages of 4 keys of 2 heads are not read in blocks"
+        "pages of 4 keys of float32 are no whole registers"
     )
     assert "expected a cache of float32 as the query, got bfloat16" == reason(
         few, DenseCache.create(2, 64, 2, 16, dtype=jnp.bfloat16)

@@ -60,7 +60,7 @@ class Call:
 
         def attend(q: Any, k: Any, v: Any, parameters: Arrays, operands: Arrays, _: Any) -> Any:
             rules = self.rules({**parameters, **operands})
-            pair = (k, v) if self.cache is None else (self.cache(k, v, operands),)
+            pair: Any = (k, v) if self.cache is None else (self.cache(k, v, operands),)
             return jattn.attention(q, *pair, implementation=implementation, **rules)
 
         return attend

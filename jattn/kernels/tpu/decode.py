@@ -37,8 +37,8 @@ from jattn.spec import Shapes, Spec, Tiling
 
 _SUBLANES = 8  # rows of a register of 32-bit numbers
 _MOST_SCALARS = 3 * 2**16  # numbers in the memory of the scalar core, three quarters of it
-_BLOCK_BYTES = 2**21  # of keys and values; two blocks lie in the core's memory
-_ROW_BYTES = 2**22  # of queries, results and sums of a batch row
+_BLOCK_BYTES = 2**21  # of keys and values, if so few are a register's lanes of keys
+_MOST_BYTES = 14 * 2**20  # of a core's memory
 
 
 class Layout(NamedTuple):
@@ -55,10 +55,11 @@ class Layout(NamedTuple):
     piece: int
     page: int
     axes: tuple[int, int]
+    block_bytes: int
 
     @classmethod
     def of(cls, shapes: Shapes, page: int) -> "Layout | None":
-        """None where pages are not whole registers, or a block of keys is too large."""
+        """None where pages are not whole registers."""
         item, heads = jnp.dtype(shapes.dtype).itemsize, (shapes.H, shapes.V)
         rows = 4 * _SUBLANES // item  # of a register
         of_keys, of_values = (int(size % LANES > 0 and page % LANES == 0) for size in heads)
@@ -67,7 +68,8 @@ class Layout(NamedTuple):
             _round_up(size, (LANES, rows)[axis]) for size, axis in zip(heads, axes, strict=True)
         )
         least = max((rows, LANES)[axis] for axis in axes)
-        most = min(tuning.current().tpu_decode_block, _BLOCK_BYTES // (shapes.K * wide * item))
+        each = shapes.K * wide * item
+        most = min(tuning.current().tpu_decode_block, max(_BLOCK_BYTES // each, LANES))
         sizes = [
             size
             for size in range(least, min(page, most) + 1, least)
@@ -77,7 +79,7 @@ class Layout(NamedTuple):
             return None
         whole = math.lcm(sizes[-1], LANES)
         block = min(most // whole * whole, _round_up(shapes.S, whole))
-        return cls(_round_up(shapes.S, block), block, sizes[-1], page, axes)
+        return cls(_round_up(shapes.S, block), block, sizes[-1], page, axes, block * each)
 
     @property
     def pieces(self) -> int:
@@ -111,20 +113,23 @@ def supports(spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
             return f"expected a cache of {shapes.dtype} as the query, got {x.dtype}"
     layout = Layout.of(shapes, cache.keys.shape[2])
     if layout is None:
-        return f"pages of {cache.keys.shape[2]} keys of {shapes.K} heads are not read in blocks"
-    wide = shapes.H + 3 * shapes.V + 4 * LANES
-    if shapes.N * _padded(shapes.T) * wide * 4 > _ROW_BYTES:
-        return f"{shapes.T} queries of {shapes.N} heads do not fit into a core's memory"
-    return _scalars_reason(spec, shapes, layout)
+        return f"pages of {cache.keys.shape[2]} keys of {shapes.dtype} are no whole registers"
+    return _memory_reason(spec, shapes, layout)
 
 
-def _scalars_reason(spec: Spec, shapes: Shapes, layout: Layout) -> str | None:
-    """Whether the lists, and what functions look up, fit into scalar memory."""
+def _memory_reason(spec: Spec, shapes: Shapes, layout: Layout) -> str | None:
+    """Whether all that a step needs fits into a core's memories."""
+    spec, tiling = _padded_spec(spec, shapes, layout), _tiling(shapes, layout)
+    rules = operands.SpecOperands(spec, tiling, every_head=True)
     lists = shapes.B * (layout.pieces + 3 * (layout.S // layout.block))
-    own = operands.SpecOperands(_padded_spec(spec, shapes, layout), _tiling(shapes, layout))
-    if lists + own.scalar_entries <= _MOST_SCALARS:
-        return None
-    return f"lists of {lists} pages and blocks do not fit into scalar memory"
+    if lists + rules.scalar_entries > _MOST_SCALARS:
+        return f"lists of {lists} pages and blocks do not fit into scalar memory"
+    # What comes and goes is there twice, for this step and the next; so are the sums.
+    sizes = sum(_round_up(size, LANES) for size in (shapes.H, 2 * shapes.V, LANES, LANES))
+    each = shapes.N * tiling.block_q * sizes + rules.block_entries
+    if 2 * (4 * each + layout.block_bytes) > _MOST_BYTES:
+        return f"{shapes.T} queries of {shapes.N} heads do not fit into a core's memory"
+    return None
 
 
 def _padded(T: int) -> int:

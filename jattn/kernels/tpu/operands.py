@@ -157,6 +157,16 @@ class SpecOperands:
         parts = zip(self._parts, self.arrays, strict=True)
         return sum(x.size for part, x in parts if not part.in_blocks)
 
+    @property
+    def block_entries(self) -> int:
+        """How many numbers a program is given in blocks, in whole registers of 32 bits."""
+        shapes = [
+            (x.outer[1] if self._every_head else 1, *x.block_shape(self._tiling))
+            for x in self._parts
+            if x.in_blocks
+        ]
+        return sum(heads * max(t, 8) * s for heads, t, s in shapes)
+
     def blocks(self, place: Callable[..., Place]) -> list[pl.BlockSpec]:
         """How the arrays are cut for a program whose tile `place(*indices)` gives."""
         return [part.block(self._tiling, place, self._every_head) for part in self._parts]
