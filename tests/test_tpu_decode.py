@@ -422,8 +422,13 @@ def test_reasons():
     assert "expected at most 8 queries" in str(reason(many, cache))
     long = jax.eval_shape(lambda: PagedCache.create(64, 2**17, 2, 16, page_size=16))
     query = jax.ShapeDtypeStruct((64, 1, 4, 16), jnp.float32)
-    found = jax.eval_shape(lambda q, c: jnp.zeros(reason(q, c) is not None), query, long)
-    assert found.shape == (1,)
+    found: list[Any] = []
+    jax.eval_shape(lambda q, c: found.append(reason(q, c)), query, long)
+    assert "do not fit into scalar memory" in found[0]
+    wide = jax.eval_shape(lambda: DenseCache.create(1, 256, 256, 256))
+    query = jax.ShapeDtypeStruct((1, 8, 256, 256), jnp.float32)
+    jax.eval_shape(lambda q, c: found.append(reason(q, c)), query, wide)
+    assert "8 queries of 256 heads do not fit into a core's memory" in found[1]
 
 
 @pytest.mark.parametrize("make", [
