@@ -146,7 +146,10 @@ def attention(
         dropout_key: a JAX random key, needed if the rate is above 0.
         precision: of the matrix products, as in `jax.lax.Precision`.
         implementation: a name from `explain`, which then runs or raises; None takes the first that
-            supports the call on the platform that the program is lowered for.
+            supports the call on the platform that the program is lowered for. A cache is read
+            where it lies by "decode", which None takes for a few queries, and by "tpu", "pallas",
+            "ampere" and "hopper" where it has the query's dtype and pages of whole tiles; other
+            kernels read a copy.
         return_lse: also return the log of the softmax's denominator.
         return_weights: also return the weights, last; for looking at, as memory grows with T × S.
 
@@ -263,13 +266,11 @@ def _attend_cache(
 ) -> Any:
     if implementation is None and not decode.supports(spec, shapes):
         implementation = "decode"
-    own, decoder = prepare(spec, shapes), None
-    if implementation not in (None, "decode"):
-        decoder = registry.decoder(implementation, own, shapes, cache)
+    own = prepare(spec, shapes)
     if implementation == "decode":
         out, lse = decode.attend(own, query, cache)
-    elif decoder:
-        out, lse = decode.attend(own, query, cache, functools.partial(decode.attend_by, decoder))
+    elif forward := registry.decoder(implementation, own, shapes, cache):
+        out, lse = decode.attend(own, query, cache, forward)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         out, lse = run(implementation, spec, query, key, value, shapes)

@@ -194,12 +194,15 @@ def write(
     """Tokens `[B, T, K, H]` written to their rows' slots; those at slot S are left out."""
     tokens = jnp.swapaxes(jnp.asarray(tokens).astype(buffer.dtype), 1, 2)
 
-    def row(buffer: Array, tokens: Array, slots: Array) -> Array:
+    def head(buffer: Array, tokens: Array, slots: Array) -> Array:
         # "drop" leaves out what lies beyond the end; the default would move it to the last slot.
-        return buffer.at[:, slots].set(tokens, mode="drop")
+        return buffer.at[slots].set(tokens, mode="drop")
 
-    # Mapped, and not indexed by row: XLA then sees that rows on different devices stay apart.
-    return jax.vmap(row)(buffer, tokens, slots)
+    # Mapped, and not indexed by row: XLA then sees that rows on different devices stay apart. Of
+    # heads too, or XLA for TPUs copies the buffer into an order in which those of a token lie side
+    # by side, and back.
+    slots = jnp.broadcast_to(slots[:, None], tokens.shape[:3])
+    return jax.vmap(jax.vmap(head))(buffer, tokens, slots)
 
 
 def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> tuple[Array, Array]:
@@ -454,11 +457,13 @@ class PagedCache(Cache):
             self._kept(slots, valid), jnp.take_along_axis(table, place, axis=1), self.num_pages
         )
 
+        index = jnp.stack([pages, slots % self.page_size], axis=-1)
+
         def write(pool: Array, tokens: Any) -> Array:
             own = pool.at[copied[0]].get(mode="clip")
             pool = pool.at[copied[1]].set(own, mode="drop")
             tokens = jnp.asarray(tokens).astype(pool.dtype)
-            return pool.at[pages, :, slots % self.page_size].set(tokens, mode="drop")
+            return _write_pages(pool, tokens, index)
 
         overflowed = self.overflowed | (wanted > self.capacity) | short
         keys, values = write(self.keys, key), write(self.values, value)
@@ -468,6 +473,25 @@ class PagedCache(Cache):
         rows, missing = picked_rows(indices, len(self.lengths))
         table, lengths, overflowed = (x[rows] for x in (self.table, self.lengths, self.overflowed))
         return PagedCache(self.keys, self.values, table, lengths, overflowed | missing)
+
+
+def _write_pages(
+    pool: Float[Array, "P K p H"], tokens: Float[Array, "B T K H"], index: Int[Array, "B T 2"]
+) -> Float[Array, "P K p H"]:
+    """Tokens written to their pages and slots; those of page P are left out.
+
+    Heads are a batch axis, as in `write`; `at[]` and `vmap` have it only in front.
+    """
+    index = jnp.broadcast_to(index[:, :, None], (*tokens.shape[:3], 2))
+    axes = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(3,),
+        inserted_window_dims=(0, 2),
+        scatter_dims_to_operand_dims=(0, 2),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(2,),
+    )
+    drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(pool, index, tokens, axes, mode=drop)
 
 
 @jax.jit

@@ -91,6 +91,7 @@ class Tuning(NamedTuple):
     ring_chunks: chunks of a shard's keys that go round one after another, at most; a power of two.
     splash_block: queries and keys of a tile of the kernel for TPUs, at most.
     tpu_tile: queries and keys of a tile of our own kernel for TPUs, at most.
+    tpu_decode_block: keys of a cache that the kernel for TPUs reads together, at most.
     gpu_tile: queries and keys of a tile of the kernels by Triton, at most.
     gpu_programs: programs that keep a GPU busy.
     gpu_tiles_each: tiles of keys that are worth a program of their own on a GPU.
@@ -118,6 +119,7 @@ class Tuning(NamedTuple):
     ring_chunks: int = 4
     splash_block: int = 512
     tpu_tile: tuple[int, int] = (512, 512)
+    tpu_decode_block: int = 1024
     gpu_tile: tuple[int, int] = (64, 64)
     gpu_programs: int = 256
     gpu_tiles_each: int = 4

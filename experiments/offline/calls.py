@@ -33,7 +33,8 @@ class Call:
     """One call of `jattn.attention`, by default self-attention of grouped heads.
 
     `operands` are integer and boolean arrays of the rules, `parameters` shapes of float arrays in
-    the query's dtype, of which gradients are taken; `rules` turns both into keyword arguments.
+    the query's dtype, of which gradients are taken; `rules` turns both into keyword arguments, and
+    `cache` keys, values and operands into a cache to attend to.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Call:
     parameters: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
     query: Shape = (B, T, N)
     held: Shape = (B, T, K)  # keys and values
+    cache: Callable[[Any, Any, Arrays], Cache] | None = None
 
     def arrays(self, head: int, dtype: str) -> tuple[Any, ...]:
         """query, key, value, parameters, operands, and the gradient of the output."""
@@ -58,7 +60,8 @@ class Call:
 
         def attend(q: Any, k: Any, v: Any, parameters: Arrays, operands: Arrays, _: Any) -> Any:
             rules = self.rules({**parameters, **operands})
-            return jattn.attention(q, k, v, implementation=implementation, **rules)
+            pair: Any = (k, v) if self.cache is None else (self.cache(k, v, operands),)
+            return jattn.attention(q, *pair, implementation=implementation, **rules)
 
         return attend
 
@@ -76,34 +79,6 @@ class Call:
             return out, pull(d_out)
 
         return both
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheCall(Call):
-    """A step of decoding: one query of each head for a batch of caches, of a size by its `cache`.
-
-    Keys and values of `arrays` are the cache's own; the rest of it is an operand.
-    """
-
-    cache: Callable[[int, Any], Cache] = dataclasses.field(kw_only=True)
-
-    def arrays(self, head: int, dtype: str) -> tuple[Any, ...]:
-        """As for any call."""
-        held: Any = jax.eval_shape(lambda: self.cache(head, jnp.dtype(dtype)))
-        query = jax.ShapeDtypeStruct((len(held.lengths), 1, 4 * held.num_kv_heads, head), dtype)
-        rest = dataclasses.replace(held, keys=None, values=None)
-        return query, held.keys, held.values, {}, {"cache": rest}, query
-
-    def forward(self, implementation: str | None) -> Callable[..., Any]:
-        """A function of `arrays` that gives the output."""
-        if implementation in peers.PEERS:
-            return peers.attend(implementation, self.name)
-
-        def attend(q: Any, k: Any, v: Any, parameters: Arrays, operands: Any, _: Any) -> Any:
-            held = dataclasses.replace(operands["cache"], keys=k, values=v)
-            return jattn.attention(q, held, implementation=implementation, **self.rules({}))
-
-        return attend
 
 
 def _of_benchmark(case: cases.Case) -> Call:
@@ -227,24 +202,34 @@ OTHERS = (
 )
 
 
-def _cached(cache: Callable[[int, Any], Cache]) -> dict[str, Any]:
-    return {"rules": _masked(lambda a: masks.Causal()), "cache": cache}
+def _no_overflow(operands: Arrays) -> Any:
+    return jnp.zeros(operands["lengths"].shape, bool)
 
 
-_ROWS, _HELD = 32, 8  # rows of the batch and key heads
+def _dense(k: Any, v: Any, operands: Arrays) -> Cache:
+    return DenseCache(k, v, operands["lengths"], _no_overflow(operands))
+
+
+def _rolling(k: Any, v: Any, operands: Arrays) -> Cache:
+    return RollingCache(k, v, operands["lengths"], _no_overflow(operands), window=1024)
+
+
+def _paged(k: Any, v: Any, operands: Arrays) -> Cache:
+    return PagedCache(k, v, operands["table"], operands["lengths"], _no_overflow(operands))
+
+
+def _decode(name: str, cache: Callable[..., Cache], held: Shape, **operands: Any) -> Call:
+    """A step of decoding: a query for each of 32 rows, whose 32 heads read 8."""
+    operands["lengths"] = ((32,), "int32")
+    mask = _masked(lambda a: masks.Causal())
+    return Call(name, mask, operands, query=(32, 1, 32), held=held, cache=cache)
+
+
 CACHES = (
-    CacheCall(
-        "decode-dense",
-        **_cached(lambda H, dtype: DenseCache.create(_ROWS, 4096, _HELD, H, None, dtype)),
-    ),
-    CacheCall(
-        "decode-rolling",
-        **_cached(lambda H, dtype: RollingCache.create(_ROWS, 1024, _HELD, H, None, dtype, 64)),
-    ),
-    CacheCall(
-        "decode-paged",
-        **_cached(lambda H, dtype: PagedCache.create(_ROWS, 4096, _HELD, H, None, dtype, 32)),
-    ),
+    _decode("dense-cache", _dense, (32, 8, 4096)),
+    _decode("rolling-cache", _rolling, (32, 8, 1088)),
+    # up to 4,096 tokens in pages of 16
+    _decode("paged-cache", _paged, (32 * 256, 8, 16), table=((32, 256), "int32")),
 )
 
 _EVERY = (*MASKS, *SCORES, *OTHERS, *CACHES, *map(_of_benchmark, cases.CASES))

@@ -226,11 +226,14 @@ class _Gpu(jax.sharding.AbstractDevice):
     compute_capability: str | None = None
 
 
-def compiled(target: Target, function: Callable[..., Any], *arguments: Any) -> Any:
+def compiled(
+    target: Target, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()
+) -> Any:
     """`function` as a program for a target.
 
     `arguments` are trees of arrays or of `jax.ShapeDtypeStruct`, of which only shapes and dtypes
-    count. GPU compilers call ptxas: it must be found through PATH.
+    count; the memory of those that are `donated` may hold results. GPU compilers call ptxas: it
+    must be found through PATH.
 
     Raises:
         UserError: what compiles for it is not installed.
@@ -244,4 +247,4 @@ def compiled(target: Target, function: Callable[..., Any], *arguments: Any) -> A
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(function).lower(*avals).compile()
+        return jax.jit(function, donate_argnums=donated).lower(*avals).compile()

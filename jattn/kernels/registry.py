@@ -12,7 +12,7 @@ from jattn.cache import Cache
 from jattn.checks import check_choice
 from jattn.kernels.common.vjp import AttentionVJP, Unbuilt
 from jattn.kernels.protocol import Kernel
-from jattn.kernels.xla import blockwise
+from jattn.kernels.xla import blockwise, decode
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
@@ -76,8 +76,7 @@ class Row(NamedTuple):
         the next one.
     decode: `(platform, spec, query, cache)` to `CacheResults`, by a kernel that reads a cache where
         its keys and values lie. Without it, and where `unreadable(platform, spec, shapes, cache)`
-        says why it cannot, the kernel is given them as arrays. Its results may be not finite where
-        something masked is not.
+        says why it cannot, the kernel is given them as arrays.
     """
 
     kernel: Kernel
@@ -95,6 +94,7 @@ _NATIVE = Later("jattn.kernels.cpu.native")
 _AMPERE = Later("jattn.kernels.gpu.ampere")
 _HOPPER = Later("jattn.kernels.gpu.hopper")
 _PALLAS = Later("jattn.kernels.gpu.pallas")
+_TPU_DECODE = Later("jattn.kernels.tpu.decode")
 
 KERNELS: dict[str, Row] = {
     "cudnn": Row(Later("jattn.kernels.gpu.cudnn"), ("cuda",), when="traced"),
@@ -115,7 +115,13 @@ KERNELS: dict[str, Row] = {
         unreadable=_PALLAS.unreadable,
     ),
     "triton": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
-    "tpu": Row(Later("jattn.kernels.tpu.tiled"), ("tpu",), interpreted=("cpu",)),
+    "tpu": Row(
+        Later("jattn.kernels.tpu.tiled"),
+        ("tpu",),
+        interpreted=("cpu",),
+        decode=_TPU_DECODE.decode,
+        unreadable=_TPU_DECODE.unreadable,
+    ),
     "ampere": Row(
         _AMPERE,
         ("cuda",),
@@ -201,13 +207,24 @@ def functions(
 
 
 def decoder(
-    name: str, spec: Spec, shapes: Shapes, cache: Cache
+    name: str | None, spec: Spec, shapes: Shapes, cache: Cache
 ) -> Callable[[Spec, Array, Cache], CacheResults] | None:
-    """How a kernel reads a cache in place; None where it is to be given arrays."""
-    row, platform = KERNELS.get(name), _default_platform()
-    if row is None or row.decode is None or row.unreadable(platform, spec, shapes, cache):
+    """How a kernel reads a cache where it lies; None where it is to be given arrays."""
+    if name not in KERNELS:
         return None
-    return functools.partial(row.decode, platform)
+    row, platform = KERNELS[name], _default_platform()
+    if row.decode is None or row.unreadable(platform, spec, shapes, cache):
+        return None
+    if row.when == "default_platform":
+        return functools.partial(row.decode, platform)
+    return functools.partial(decode.attend_part, forward=functools.partial(_decode_on, name))
+
+
+def _decode_on(name: str, platform: str, *operands: Any) -> CacheResults:
+    row = KERNELS[name]
+    refuse(name, _elsewhere(row, platform, named=True))
+    assert row.decode is not None
+    return row.decode(platform, *operands)
 
 
 def _first_that_can(

@@ -107,11 +107,11 @@ def span_in_kernel(positions: Any, places: Array) -> Span:
     return Span(jnp.broadcast_to(positions.astype(jnp.int32), places.shape), places)
 
 
-def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
-    """The spec for sizes that are whole tiles; queries past T and keys past S are masked."""
+def pad_arrays(spec: Spec, T: int, S: int) -> Spec:
+    """The spec with its arrays along T and S as long as that; the last entry is repeated."""
 
     def one(letters: str, leaf: Any) -> Any:
-        for letter, size in (("T", T_padded), ("S", S_padded)):
+        for letter, size in (("T", T), ("S", S)):
             axis = axis_of(letter, letters, leaf.ndim)
             if axis is not None and 1 < leaf.shape[axis] < size:
                 widths = [(0, 0)] * leaf.ndim
@@ -119,7 +119,12 @@ def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
                 leaf = jnp.pad(leaf, widths, mode="edge")
         return leaf
 
-    spec = jax.tree.map(one, axis_names(spec), spec)
+    return jax.tree.map(one, axis_names(spec), spec)
+
+
+def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
+    """The spec for sizes that are whole tiles; queries past T and keys past S are masked."""
+    spec = pad_arrays(spec, T_padded, S_padded)
     if T_padded > T or S_padded > S:
         exist = masks.Lengths(T if T_padded > T else None, S if S_padded > S else None)
         spec = dataclasses.replace(spec, mask=spec.mask & exist)

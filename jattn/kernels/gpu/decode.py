@@ -30,6 +30,7 @@ from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, Unit
 from jattn.kernels.gpu.streams import Stream, put
 from jattn.kernels.gpu.tile_weights import finish, nothing, online
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.xla import decode as xla_decode
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -108,12 +109,12 @@ def _unsupported_reason(
 def attend(
     kernels: mosaic_call.Kernels, platform: str, spec: Spec, query: Array, cache: Cache
 ) -> tuple[Array, Normalizer]:
-    """Output `[B, T, N, V]` and normalizer `[B, T, N]`, in float32, of a prepared spec. What is
-    masked has to be finite: else the output is not.
+    """Output `[B, T, N, V]` and normalizer `[B, T, N]`, in float32, of a prepared spec.
 
-    A program for every key head, group of rows and part of the keys of each batch row.
+    A program for every key head, group of rows and part of the keys of each batch row. A masked
+    value that is not finite makes the output so, as 0 × NaN is NaN: XLA computes it again then.
     """
-    keys, values, table = cache.pages()
+    call, (keys, values, table) = (spec, query, cache), cache.pages()
     shapes = few_queries.shapes(query, cache)
     sizes = _Sizes.of(kernels, shapes, keys.shape[2])
     spec = slicing.pad_spec(spec, shapes.T, shapes.S, shapes.T, sizes.capacity)
@@ -125,7 +126,8 @@ def attend(
     found = _launch(problem, sizes, parts, visits, query, pages)
     out, *along = (sizes.grouping.together(x, 2) for x in found)
     out, normalizer = softmax.join(out, Normalizer(*along))
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).astype(jnp.float32), (out, normalizer))
+    found = out.astype(jnp.float32), normalizer
+    return xla_decode.or_exact(jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), found), *call)
 
 
 def _kinds(spec: Spec, shapes: Shapes, sizes: _Sizes) -> Any:

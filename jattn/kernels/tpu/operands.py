@@ -91,7 +91,7 @@ class _Part(NamedTuple):
             leaf, small = leaf.reshape(-1), jnp.int32
         return leaf.astype(small) if leaf.dtype == bool else leaf
 
-    def block(self, tiling: Tiling, place: Callable[..., Place]) -> pl.BlockSpec:
+    def block(self, tiling: Tiling, place: Callable[..., Place], every: bool) -> pl.BlockSpec:
         if not self.in_blocks:
             # Not with the library: this takes longer to import than all of it.
             tpu = importlib.import_module("jax.experimental.pallas.tpu")
@@ -99,10 +99,11 @@ class _Part(NamedTuple):
 
         def index(*at: Any) -> tuple[Any, ...]:
             b, h, i, j = place(*at)
-            outer = (x if n > 1 else 0 for x, n in zip((b, h), self.outer, strict=True))
+            outer = b if self.outer[0] > 1 else 0, h if self.outer[1] > 1 and not every else 0
             return *outer, *((i, j) if all(self.along) else (0, i if self.along[0] else j))
 
-        return pl.BlockSpec((None, None, *self.block_shape(tiling)), index)
+        heads = self.outer[1] if every else None
+        return pl.BlockSpec((None, heads, *self.block_shape(tiling)), index)
 
     def block_shape(self, tiling: Tiling) -> tuple[int, int]:
         return (tiling.block_q, tiling.block_kv) if all(self.along) else (1, tiling[self.along[1]])
@@ -110,7 +111,8 @@ class _Part(NamedTuple):
     def value(self, ref: Any, at: Place) -> Any:
         """In a kernel: what a tile is given, on two axes."""
         if self.in_blocks:
-            found = ref[...]
+            every = len(ref.shape) > 2
+            found = ref[at.h if self.outer[1] > 1 else 0] if every else ref[...]
             if self.dtype == bool:
                 found = found.astype(jnp.int32) != 0
             return found if self.along[1] else column(found)
@@ -136,12 +138,15 @@ class _Part(NamedTuple):
 
 
 class SpecOperands:
-    """A spec as a kernel takes it: `arrays` to pass in `blocks`, and `run` to compute with them."""
+    """A spec as a kernel takes it: `arrays` to pass in `blocks`, and `run` to compute with them.
 
-    def __init__(self, spec: Spec, tiling: Tiling):
+    A program has one head, or `every_head`; the blocks of that have all heads.
+    """
+
+    def __init__(self, spec: Spec, tiling: Tiling, every_head: bool = False):
         leaves, self._treedef = jax.tree.flatten(spec)
         letters = jax.tree.leaves(axis_names(spec))
-        self._tiling = tiling
+        self._tiling, self._every_head = tiling, every_head
         self._parts = [_Part.of(*x, tiling) for x in zip(leaves, letters, strict=True)]
         self.arrays = [x.array(leaf) for x, leaf in zip(self._parts, leaves, strict=True)]
 
@@ -151,9 +156,19 @@ class SpecOperands:
         parts = zip(self._parts, self.arrays, strict=True)
         return sum(x.size for part, x in parts if not part.in_blocks)
 
+    @property
+    def block_entries(self) -> int:
+        """How many numbers a program is given in blocks, in whole registers of 32 bits."""
+        shapes = [
+            (x.outer[1] if self._every_head else 1, *x.block_shape(self._tiling))
+            for x in self._parts
+            if x.in_blocks
+        ]
+        return sum(heads * max(t, 8) * s for heads, t, s in shapes)
+
     def blocks(self, place: Callable[..., Place]) -> list[pl.BlockSpec]:
         """How the arrays are cut for a program whose tile `place(*indices)` gives."""
-        return [part.block(self._tiling, place) for part in self._parts]
+        return [part.block(self._tiling, place, self._every_head) for part in self._parts]
 
     def traced(self, function: Callable[..., Any], *operands: Array) -> Any:
         """`run` at the first tile, outside of a kernel."""

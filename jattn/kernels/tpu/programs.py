@@ -7,6 +7,7 @@ computed.
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -205,6 +206,39 @@ def query_key_products(spec: Spec, q: Array, k: Array, v: Array) -> Float[Array,
         marks = jnp.sum(wide - wide, axis=1, keepdims=True)
         k = (k.astype(jnp.float32) + marks).astype(k.dtype)
     return dot(q, k, (1, 1), spec)
+
+
+def headroom(S: int) -> float:
+    """What weights are multiplied with, so that no sum of S weighted values overflows whose mean
+    does not."""
+    return 2.0 ** -math.ceil(math.log2(2 * S))
+
+
+def no_keys(rows: int, V: int) -> tuple[Array, Array, Array]:
+    """Maximum `[R, 1]`, sum of weights `[R, 1]` and weighted values `[R, V]` before any key."""
+    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+    least = jnp.full((rows, 1), float(jnp.finfo(jnp.float32).min))
+    return least, zeros((rows, 1)), zeros((rows, V))
+
+
+def more_keys(
+    score: Float[Array, "R s"], maximum: Array, total: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Weights, the factor to those of the keys before, and maximum and sum with these keys."""
+    top = jnp.maximum(maximum, jnp.max(score, axis=1, keepdims=True))
+    weights, factor = jnp.exp(score - top), jnp.exp(maximum - top)
+    return weights, factor, top, total * factor + jnp.sum(weights, axis=1, keepdims=True)
+
+
+def all_keys(
+    maximum: Array, total: Array, weighted: Array, headroom: float
+) -> tuple[Array, Array, Array]:
+    """The output `[R, V]`, and the maximum and the log of the sum `[R, 1]`."""
+    broken, dead = jnp.isnan(total), total == 0
+    by = jnp.where(broken | dead, 1.0, total)
+    out = jnp.where(broken, jnp.nan, weighted / by * (1 / headroom))
+    top = jnp.where(dead, -jnp.inf, jnp.where(broken, jnp.nan, maximum))
+    return out, top, jnp.log(by)
 
 
 def lists(problem: Problem, by_key: bool = False) -> tuple[block_mask.BlockMask, int]:

@@ -15,7 +15,6 @@ On a CPU the same kernels are interpreted. They compile for TPUs, and have not r
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from jaxtyping import Array
 from jattn.kernels.common import slicing
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
-from jattn.kernels.tpu import bias_gradient, operands
+from jattn.kernels.tpu import bias_gradient, operands, programs
 from jattn.kernels.tpu.operands import Place
 from jattn.kernels.tpu.programs import (
     Block,
@@ -123,8 +122,7 @@ def _forward(
     `[B, N, 1, T]`."""
     shapes, tiling, spec = problem.shapes, problem.tiling, problem.spec
     (visits, steps), rows = lists(problem), tiling.block_q
-    # So that no sum of weighted values overflows whose mean does not.
-    headroom = 2.0 ** -math.ceil(math.log2(2 * shapes.S))
+    headroom = programs.headroom(shapes.S)
 
     def kernel(visits_at: Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
         q_ref, k_ref, v_ref = arrays
@@ -134,35 +132,26 @@ def _forward(
 
         @pl.when(step == 0)
         def _start() -> None:
-            maximum[...] = jnp.full((rows, 1), float(jnp.finfo(jnp.float32).min))
-            total[...] = jnp.zeros((rows, 1), jnp.float32)
-            weighted[...] = jnp.zeros((rows, shapes.V), jnp.float32)
+            maximum[...], total[...], weighted[...] = programs.no_keys(rows, shapes.V)
 
         def visit(masked: bool) -> None:
-            k, v, before = k_ref[...], v_ref[...], maximum[...]
+            k, v = k_ref[...], v_ref[...]
             found = query_key_products(spec, q_ref[...], k, v)
             score = problem.rules.run(lambda here, x: here.modify(x, masked), leaves, at, found)
             score = jnp.broadcast_to(score, tiling)
-            top = jnp.maximum(before, jnp.max(score, axis=1, keepdims=True))
-            weights, factor = jnp.exp(score - top), jnp.exp(before - top)
-            total[...] = total[...] * factor + jnp.sum(weights, axis=1, keepdims=True)
+            weights, factor, *new = programs.more_keys(score, maximum[...], total[...])
             kept = problem.rules.run(lambda here, x: here.drop(x), leaves, at, weights)
             part = dot(kept * headroom, finite(spec, v), (1, 0), spec)
-            maximum[...], weighted[...] = top, weighted[...] * factor + part
+            (maximum[...], total[...]), weighted[...] = new, weighted[...] * factor + part
 
         at_tile(visits_at, (b, h, i, step), visit, visits.kinds)
 
         @pl.when(step == pl.num_programs(3) - 1)
         def _end() -> None:
-            summed = total[...]
-            broken, dead = jnp.isnan(summed), summed == 0
-            by = jnp.where(broken | dead, 1.0, summed)
-            out = weighted[...] / by * (1 / headroom)
-            results[0][...] = jnp.where(broken, jnp.nan, out).astype(dtype)
-            if statistics:
-                top = jnp.where(dead, -jnp.inf, jnp.where(broken, jnp.nan, maximum[...]))
-                results[1][...] = operands.row(top)
-                results[2][...] = operands.row(jnp.log(by))
+            out, *both = programs.all_keys(maximum[...], total[...], weighted[...], headroom)
+            results[0][...] = out.astype(dtype)
+            for result, column in zip(results[1:], both, strict=statistics):
+                result[...] = operands.row(column)
 
     B, N, T = shapes.B, shapes.N, shapes.T
     results = [Block((B, N, T, shapes.V), dtype, rows, False)]

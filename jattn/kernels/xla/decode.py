@@ -33,12 +33,14 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
 
 
+Forward = Callable[[Spec, Array, Any], tuple[Array, Normalizer]]
+"""`(spec, query, cache)` to `out [B, T, N, V]` in the dtype of sums and the normalizers
+`[B, T, N]`."""
+
+
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """Few queries without dropout, of a cache; the derivative is that of blockwise."""
     return few_queries.unsupported(spec, shapes)
-
-
-Forward = Callable[[Spec, Array, Cache], tuple[Array, Normalizer]]
 
 
 def _over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +179,7 @@ def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> boo
     return native.unavailable(shapes.dtype) is None
 
 
-def _or_exact(found: Any, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+def or_exact(found: Any, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """What was found, and by XLA with `exact` where that is not finite."""
     first = lambda found, spec, query, cache: found  # noqa: E731
     again = lambda found, spec, query, cache: _portable(True, spec, query, cache)  # noqa: E731
@@ -186,20 +188,22 @@ def _or_exact(found: Any, spec: Spec, query: Array, cache: Cache) -> tuple[Array
 
 def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     if not _runs_native(platform, spec, few_queries.shapes(query, cache), cache):
-        return _or_exact(_portable(False, spec, query, cache), spec, query, cache)
+        return or_exact(_portable(False, spec, query, cache), spec, query, cache)
     from jattn.kernels.cpu import decode as native  # noqa: PLC0415  as in `registry`
 
     return native.attend(spec, query, native.PagedKV(*cache.pages()))
 
 
-def attend_part(spec: Spec, query: Array, cache: Cache) -> tuple[Output, Normalizer]:
+def attend_part(
+    spec: Spec, query: Array, cache: Cache, forward: Callable[..., Any] = _forward
+) -> tuple[Output, Normalizer]:
     """As `attend`, in the dtype of sums, with the normalizers `[B, T, N]` and without a derivative:
-    what parts of a cache are put together by."""
+    what parts of a cache are put together by. `forward` takes the platform first."""
     (*rows, _), dtype = query.shape, accumulation(query.dtype)
     row = jax.ShapeDtypeStruct(rows, dtype)
     out = jax.ShapeDtypeStruct((*rows, cache.values.shape[-1]), dtype)
     like = (out, Normalizer(row, row))  # pyright: ignore[reportArgumentType]
-    forward = partition.partitioned_on_cache(_forward, spec, query, cache)
+    forward = partition.partitioned_on_cache(forward, spec, query, cache)
     return lowering.platform_dependent(forward, like, spec, query, cache)
 
 
@@ -207,11 +211,6 @@ def _attend(forward: Forward, spec: Spec, query: Array, cache: Cache) -> tuple[O
     """As `attend`, in the dtype of sums and without a derivative."""
     out, normalizer = forward(spec, query, cache)
     return out, jnp.swapaxes(normalizer.lse, 1, 2)
-
-
-def attend_by(forward: Forward, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """As `attend_part`, by a kernel."""
-    return _or_exact(forward(spec, query, cache), spec, query, cache)
 
 
 def _as_arrays(
@@ -228,7 +227,8 @@ def attend(
 ) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
 
-    The derivative is that of blockwise attention to what the cache holds.
+    `forward` is that of a kernel, see `registry.decoder`, or by default this file's own. The
+    derivative is that of blockwise attention to what the cache holds.
     """
 
     @jax.custom_vjp
