@@ -93,6 +93,12 @@ KERNELS: dict[str, Row] = {
     "hopper": Row(
         Later("jattn.kernels.gpu.hopper"), ("cuda",), interpreted=("cpu",), when="default_platform"
     ),
+    "blackwell": Row(
+        Later("jattn.kernels.gpu.blackwell"),
+        ("cuda",),
+        interpreted=("cpu",),
+        when="default_platform",
+    ),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms.
 
