@@ -34,7 +34,7 @@ _LEAST = (8, 0)  # compute capability: others have no products in bfloat16
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling_of(shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -166,7 +166,7 @@ def _gradients(
 
 # As many keys and queries as fit registers, beside what masks and score functions need.
 _FORWARD = mosaic_call.Forward(
-    tiling=lambda width: Tiling(ROWS, 64 if width <= 128 else 16),
+    tiling=lambda x: Tiling(ROWS, 64 if max(x.H, x.V) <= 128 else 16),
     products=Products.WARP,
     run=_forward,
 )

@@ -35,13 +35,12 @@ from jattn.spec import Shapes, Spec, Tiling
 
 _CAPABILITY = 10  # before the point: others have no such matrix units
 _CHUNK = 64  # columns of the weighted sum that are in registers at a time
-_REGISTERS = 32  # of threads that only copy, or start products; others have what is left
-_ALL_REGISTERS = 2**16 // TENSOR_ROWS  # of a thread of each warpgroup together
+_FEW_REGISTERS, _MANY_REGISTERS = 24, 240  # of a thread: three warpgroups have 504
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling_of(shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -288,19 +287,29 @@ class _Program(NamedTuple):
     def run(self, results: Any) -> None:
         """All warpgroups, with registers to match what they do."""
         groups, role = _groups(self.problem), lax.axis_index("warpgroup")
-        most = (_ALL_REGISTERS - 2 * _REGISTERS) // groups // 8 * 8
-        jobs = [(role == groups, self.copy), (role == groups + 1, self.multiply)]
-        for chosen, job in jobs:
 
-            @pl.when(chosen)
-            def _(job: Any = job) -> None:
-                mosaic().set_max_registers(_REGISTERS, action="decrease")
-                job()
+        @pl.when(role >= groups)
+        def _() -> None:
+            mosaic().set_max_registers(_FEW_REGISTERS, action="decrease")
+            self.serve(role - groups)
 
         @pl.when(role < groups)
         def _() -> None:
-            mosaic().set_max_registers(min(most, 240), action="increase")
+            mosaic().set_max_registers(_MANY_REGISTERS, action="increase")
             self.compute(results, role)
+
+    def serve(self, which: Any) -> None:
+        """Two warps of a warpgroup, of which one copies and one starts products; of those that are
+        interpreted, two warpgroups."""
+
+        def work(which: Any) -> None:
+            pl.when(which == 0)(self.copy)
+            pl.when(which == 1)(self.multiply)
+
+        if self.problem.unit.interpreted:
+            work(which)
+        else:
+            mosaic().warp_map(work)
 
 
 def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
@@ -316,16 +325,25 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32
     out = parts, shapes.B, shapes.T, shapes.N, shapes.V
     results = [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
-    order, warpgroups = Order.of(problem, visits, shapes.N, parts), _groups(problem) + 2
+    order, others = Order.of(problem, visits, shapes.N, parts), 2 if problem.unit.interpreted else 1
     name, scratch = "jattn_blackwell_forward", _Memory.scratch(problem)
-    found = launch(name, problem, order, kernel, operands, results, scratch, warpgroups)
+    found = launch(
+        name, problem, order, kernel, operands, results, scratch, _groups(problem) + others
+    )
     out, *along = found
     return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
 
 
-# Scores and sums of two groups fill tensor memory (512 columns) where heads are of 128.
+def _tiling(shapes: Shapes) -> Tiling:
+    """Scores and sums of two groups fill tensor memory where heads are of 128: it has 512
+    columns."""
+    wide = max(shapes.H, shapes.V) > 128
+    groups = 1 if wide or shapes.T <= TENSOR_ROWS else 2
+    return Tiling(groups * TENSOR_ROWS, 64 if wide else 128)
+
+
 _FORWARD = mosaic_call.Forward(
-    tiling=lambda width: Tiling(2 * TENSOR_ROWS, 128) if width <= 128 else Tiling(TENSOR_ROWS, 64),
+    tiling=_tiling,
     products=Products.TENSOR_MEMORY,
     run=_forward,
 )

@@ -49,7 +49,7 @@ _MISCOMPILING = (12080, 12091)  # `ptxas` of these: JAX's `attention_mgpu` refus
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling_of(shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -308,7 +308,7 @@ def _gradients(
 
 # Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup.
 _FORWARD = mosaic_call.Forward(
-    tiling=lambda width: Tiling(GROUPS * ROWS, 128 if width <= 128 else 64),
+    tiling=lambda x: Tiling(GROUPS * ROWS, 128 if max(x.H, x.V) <= 128 else 64),
     products=Products.WARPGROUP,
     run=_forward,
 )

@@ -34,18 +34,15 @@ _WIDEST_TOGETHER = 128  # head size of which two gradients fit registers beside 
 class Forward(NamedTuple):
     """The forward kernel of one kind of GPU.
 
-    tiling: queries of a program and keys of a tile, for a head size.
+    tiling: queries of a program and keys of a tile, for a call.
     products: what multiplies.
     run: `(problem, spec, query, key, value)` to output `[B, T, N, V]` and the normalizer
         `[B, T, N]`.
     """
 
-    tiling: Callable[[int], Tiling]
+    tiling: Callable[[Shapes], Tiling]
     products: Products
     run: Callable[..., Any]
-
-    def tiling_of(self, shapes: Shapes) -> Tiling:
-        return self.tiling(max(shapes.H, shapes.V))
 
     def unit(self, platform: str) -> Unit:
         return Unit(platform == "cpu", False, self.products)
@@ -135,7 +132,7 @@ def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
 def _forward_pass(
     kernel: Forward, platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, softmax.Normalizer, Array]:
-    tiling = kernel.tiling_of(Shapes.of(query, value))
+    tiling = kernel.tiling(Shapes.of(query, value))
     spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
     if has_mask(spec):
         # What is masked does not exist: NaN reaches those that attend to it through the scores.
