@@ -32,6 +32,7 @@ from jattn.kernels.gpu import (
     mosaic_interpreter,
     registers,
     streams,
+    tensor_memory,
     tile_weights,
     warpgroups,
 )
@@ -733,6 +734,27 @@ def test_gpus_without_tensor_memory_are_refused(monkeypatch, capability, refused
         assert reason == f"expected compute capability 10.x, got {capability}"
     else:
         assert reason == (None if registers.knows_ampere() else ampere.OLD)
+
+
+@pytest.mark.parametrize("queries", [100, 200])  # of one group, and of two
+def test_nobody_reads_tensor_memory_before_it_is_written(monkeypatch, queries):
+    """Nor writes before it is read: the interpreter looks whether barriers order all that is done
+    to memory by warpgroups, copies and matrix units. Where two groups keep scores and weights in
+    one memory, it does not tell their parts from one another: there each is in its own."""
+    if not registers.knows_ampere():
+        pytest.skip("this version of JAX cannot interpret tensor memory; expected JAX 0.12")
+    params = registers.mosaic().InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(warpgroups, "interpreter", lambda: params)
+    if queries > registers.TENSOR_ROWS:
+        monkeypatch.setattr(tensor_memory, "alternatives", lambda _, *arrays: arrays)
+    ids = jnp.asarray(np.arange(600) // 250)[None]
+    call = Call((1, queries, 600, 2, 1, 64, 64), jnp.bfloat16, lambda dtype: {})
+    rules = {"mask": masks.Lengths(kv=590) & ~masks.Segments(ids[:, :queries], ids + 1)}
+    given = operands(call)
+    got = forward(call, "blackwell", given, **rules)
+    want = forward(call, "reference", [x.astype(jnp.float32) for x in given], **rules)
+    for x, y, limit in zip(got, want, LIMITS, strict=False):
+        assert error(x, y) <= limit
 
 
 @pytest.mark.parametrize(

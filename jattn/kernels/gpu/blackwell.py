@@ -228,7 +228,10 @@ class _Program(NamedTuple):
             products = tensor_memory.load(unit, memory.scores_of(own, columns))
             tensor_memory.wait_for_loads(unit)
             for ring in memory.beside:
-                here = ring.use(turn, lambda *beside: here.completed(beside))  # noqa: B023
+                ring.wait(turn)
+                here = here.completed(ring.at(turn))
+                mosaic().commit_smem()  # copies may write then to what was read
+                mosaic().barrier_arrive(ring.freed(turn))
             soften = functools.partial(
                 online_apart, masked, self.problem.scale, self.problem.special
             )
