@@ -1,12 +1,15 @@
 """Attention on Blackwell GPUs for any mask, by their fifth matrix units and tensor memory.
 
 The forward pass has the form of FlashAttention-4 (Zadouri et al. 2026) and of CUTLASS's attention
-for Blackwell, in Pallas's Mosaic GPU. Of a program's warpgroups one copies tiles of keys and values
-to shared memory, and one starts products. Two others hold 128 queries each, a row for each thread,
-so that no thread needs another one for a row's maximum and sum. Scores come from tensor memory to
-registers, weights go back in their place, and the weighted sum stays in tensor memory, where it is
-rescaled: the matrix units multiply for one warpgroup while the other is at its softmax
-(FlashAttention-3, Shah et al. 2024).
+for Blackwell, in Pallas's Mosaic GPU. Of a program's warpgroups one has a warp that copies tiles of
+keys and values to shared memory, and a warp that starts products. Two others hold 128 queries each.
+Scores come from tensor memory to registers, a row for each thread, so that no thread needs another
+one for a row's maximum and sum. Weights go back in their place, and the weighted sum stays in
+tensor memory, where it is rescaled: the matrix units multiply for one warpgroup while the other is
+at its softmax (FlashAttention-3, Shah et al. 2024).
+
+Of FlashAttention-4 three things are missing: that sums are only rescaled where maxima move far,
+powers of two by products, and pairs of multiprocessors.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
 tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are those of `ampere`. The

@@ -1,5 +1,5 @@
-"""Programs of three warpgroups: one copies tiles to shared memory, a few ahead of their use, two
-compute. How they are launched, and how they wait for one another.
+"""Programs of warpgroups, of which one copies tiles to shared memory, a few ahead of their use: how
+they are launched, and how they wait for one another. By default there are three, and two compute.
 """
 
 from collections.abc import Callable
