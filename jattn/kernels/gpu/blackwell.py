@@ -143,7 +143,7 @@ class _Program(NamedTuple):
         return self.at[3] * self.problem.tiling.block_q + group * TENSOR_ROWS
 
     def copy(self) -> None:
-        """What the warpgroup does that only copies."""
+        """What the warp does that only copies."""
         (query, key, value, leaves, _), memory = self.operands, self.memory
         _, b, h, _ = self.at
         kv, columns = lax.div(h, np.int32(self.problem.shapes.G)), self.problem.tiling.block_kv
@@ -165,7 +165,7 @@ class _Program(NamedTuple):
             ring.drain(turns)
 
     def multiply(self) -> None:
-        """What the warpgroup does that starts products. Those of one group are under way while the
+        """What the warp does that starts products. Those of one group are under way while the
         other one's weights are computed."""
         memory, groups, unit = self.memory, range(_groups(self.problem)), self.problem.unit
         for group in groups:
