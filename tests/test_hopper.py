@@ -1,5 +1,5 @@
-"""The kernels in Mosaic, for Hopper GPUs and for all since Ampere: interpreted on a CPU, and
-translated for a Hopper.
+"""The kernels in Mosaic, for Hopper GPUs, for all since Ampere and for Blackwell: interpreted on a
+CPU, and translated for a Hopper.
 
 What is interpreted is how tiles come and go: copies, barriers, places in shared memory, index
 arrays, and what is computed from them; a barrier that is passed too often or left over raises. The
@@ -27,11 +27,13 @@ from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu import (
     ampere,
+    blackwell,
     lookup,
     mosaic_interpreter,
     parameter_gradients,
     registers,
     streams,
+    tensor_memory,
     tile_weights,
     warpgroups,
 )
@@ -61,7 +63,7 @@ def _compiled_once(monkeypatch):
     monkeypatch.setattr(home, "_run_jaxpr", run)
 
 
-each_kernel = pytest.mark.parametrize("implementation", ["hopper", "ampere"])
+each_kernel = pytest.mark.parametrize("implementation", ["hopper", "ampere", "blackwell"])
 
 
 class Call(NamedTuple):
@@ -292,7 +294,9 @@ def test_nan_reaches_who_attends_to_it(implementation):
     assert np.isfinite(out[:, :100].astype(jnp.float32)).all()
 
 
-@pytest.mark.parametrize(("implementation", "expected"), [("hopper", 2), ("ampere", 4)])
+@pytest.mark.parametrize(
+    ("implementation", "expected"), [("hopper", 2), ("ampere", 4), ("blackwell", 2)]
+)
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation, expected):
     """Which are joined in float32: the error is that of one rounding to bfloat16."""
     with tuning.using(gpu_tiles_each=1):
@@ -789,3 +793,61 @@ def test_who_copies_tiles(monkeypatch, capability, interpreted, expected):
 
 
 SMALL = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.dtype("bfloat16"))
+
+
+# --- for Blackwell ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"), [("9.0", True), ("12.0", True), ("10.3", False)]
+)
+def test_gpus_without_tensor_memory_are_refused(monkeypatch, capability, refused):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+    reason = blackwell.supports(Spec(masks.Full(), None, 0.125, None, None), SMALL)
+    if refused:
+        assert reason == f"expected compute capability 10.x, got {capability}"
+    else:
+        assert reason == (None if registers.knows_ampere() else ampere.OLD)
+
+
+@pytest.mark.parametrize("queries", [100, 200])  # of one group, and of two
+def test_nobody_reads_tensor_memory_before_it_is_written(monkeypatch, queries):
+    """Nor writes before it is read: the interpreter looks whether barriers order all that is done
+    to memory by warpgroups, copies and matrix units. Where two groups keep scores and weights in
+    one memory, it does not tell their parts from one another: there each is in its own."""
+    if not registers.knows_ampere():
+        pytest.skip("this version of JAX cannot interpret tensor memory; expected JAX 0.12")
+    params = registers.mosaic().InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(warpgroups, "interpreter", lambda: params)
+    if queries > registers.TENSOR_ROWS:
+        monkeypatch.setattr(tensor_memory, "alternatives", lambda _, *arrays: arrays)
+    ids = jnp.asarray(np.arange(600) // 250)[None]
+    call = Call((1, queries, 600, 2, 1, 64, 64), jnp.bfloat16, lambda dtype: {})
+    rules = {"mask": masks.Lengths(kv=590) & ~masks.Segments(ids[:, :queries], ids + 1)}
+    given = operands(call)
+    got = forward(call, "blackwell", given, **rules)
+    want = forward(call, "reference", [x.astype(jnp.float32) for x in given], **rules)
+    for x, y, limit in zip(got, want, LIMITS, strict=False):
+        assert error(x, y) <= limit
+
+
+@pytest.mark.parametrize(
+    ("rules", "apart"),
+    [
+        ({"mask": masks.Causal()}, False),
+        ({"mask": masks.Segments(jnp.asarray(LONG)[None])}, True),
+        ({"score": scores.Bias(jnp.ones((1, 1, 1, 200), jnp.bfloat16))}, True),
+        ({"score": scores.Alibi(jnp.ones(1, jnp.bfloat16))}, False),
+        ({"score": scores.RelativeBias(jnp.ones((32, 1), jnp.bfloat16))}, True),
+    ],
+    ids=["causal", "segments", "bias by key", "alibi", "table"],
+)
+def test_rows_lie_apart_where_a_tile_reads_numbers_of_its_keys(rules, apart):
+    """Else each thread would hold those of all its keys."""
+    shapes = Shapes((1,), 200, 200, 1, 1, 64, 64, jnp.dtype("bfloat16"))
+    given = {"mask": masks.Full(), "score": None} | rules
+    spec = prepare(Spec(given["mask"], given["score"], 0.125, None, None), shapes)
+    unit = registers.Unit(True, by=registers.Products.TENSOR_MEMORY)
+    problem = registers.Problem.of(spec, shapes, Tiling(256, 128), unit)
+    assert problem.unit.apart is apart

@@ -22,11 +22,8 @@ from tests.conftest import quick_jit
 # cuDNN needs a GPU, kernels in Mosaic take 16 bits. Splash keeps one number of the softmax, whose
 # digits large logits use up, and no headroom for sums of values; what of this holds for it is
 # called in its own tests.
-KERNELS = [
-    name
-    for name in IMPLEMENTATIONS
-    if name not in ("cudnn", "splash", "hopper", "ampere", "pallas")
-]
+FOR_DEVICES = "cudnn", "splash", "hopper", "ampere", "blackwell", "pallas"
+KERNELS = [name for name in IMPLEMENTATIONS if name not in FOR_DEVICES]
 
 every_kernel = pytest.mark.parametrize("implementation", KERNELS)
 

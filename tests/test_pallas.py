@@ -11,7 +11,7 @@ import pytest
 import jattn
 from jattn import masks
 from jattn.cache import DenseCache
-from jattn.kernels.gpu import ampere, hopper, pallas, streams, triton
+from jattn.kernels.gpu import ampere, blackwell, hopper, pallas, registers, streams, triton
 from jattn.spec import Shapes, make_spec
 from tests.conftest import quick_jit
 from tests.test_contract import assert_same
@@ -31,6 +31,8 @@ TRITON = {"jattn_forward", "jattn_d_queries", "jattn_d_keys"}
         ("cuda", "9.0", True, "float32", triton),
         ("cuda", "8.0", True, "bfloat16", ampere),
         ("cuda", "12.0", True, "float16", ampere),
+        ("cuda", "10.0", True, "float16", blackwell),
+        ("cuda", "10.3", True, "float32", triton),
         ("cuda", "8.6", False, "bfloat16", triton),
         ("cuda", "7.5", True, "float16", triton),
         ("cuda", None, True, "bfloat16", hopper),  # JAX compiles for one, too
@@ -42,7 +44,8 @@ def test_which_kernel_runs(monkeypatch, platform, capability, products, dtype, e
     device = capability and types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(streams, "device", lambda: device)
     monkeypatch.setattr(hopper, "_cuda_version", lambda: 13000)
-    monkeypatch.setattr(ampere, "has_products", lambda: products)
+    for module in (ampere, blackwell, registers):
+        monkeypatch.setattr(module, "knows_ampere", lambda: products)
     shapes = SHAPES._replace(dtype=jnp.dtype(dtype))
     assert pallas._chosen(platform, SPEC, shapes) is expected
 

@@ -44,7 +44,8 @@ class Instruction(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """An innermost loop with matrix products, during one round."""
+    """An innermost loop over tiles, during one round. Of the matrix units of Blackwell it knows
+    neither sizes nor cycles."""
 
     instructions: int
     matrix_cycles: int
@@ -72,6 +73,7 @@ _ROOTS = {
     "shared": "LDS STS LDSM STSM",
     "global": "LD ST LDG STG LDC ULDC LDGSTS ATOM ATOMG RED UTMALDG UTMASTG UTMAREDG UBLKCP",
     "local": "LDL STL",
+    "tensor": "LDTM STTM UTCBAR UTCATOMSWS",
     "wait": "BAR SYNCS WARPGROUP WARPSYNC DEPBAR LDGDEPBAR ELECT FENCE MEMBAR NANOSLEEP "
     "UTMACMDFLUSH UTMACCTL ACQBULK CCTL",
     "move": "MOV UMOV R2UR S2R S2UR CS2R MOVM",
@@ -183,16 +185,18 @@ def instructions(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def loops(sass: str) -> list[Loop]:
-    """The innermost loops with matrix products, in the code's order.
+    """The innermost loops over tiles, in the code's order: those with matrix products or, where
+    other warps start them (Blackwell), those that leave weights in tensor memory.
 
     A loop is what lies between a label and a later jump back to it.
     """
     code, labels = instructions(sass)
+    apart = any(x.root == "STTM" for x in code)
     spans = set()
     for end, instruction in enumerate(code):
         target = _TARGET.search(instruction.operands) if instruction.root == "BRA" else None
         start = labels.get(target[1], end + 1) if target else end + 1
-        if start <= end and any(kind(x) == "matrix" for x in code[start : end + 1]):
+        if start <= end and any(_is_of_tile(x, apart) for x in code[start : end + 1]):
             spans.add((start, end))
     innermost = [
         (start, end)
@@ -200,6 +204,10 @@ def loops(sass: str) -> list[Loop]:
         if not any((a, b) != (start, end) and start <= a and b <= end for a, b in spans)
     ]
     return [_loop(code[start : end + 1]) for start, end in innermost]
+
+
+def _is_of_tile(instruction: Instruction, apart: bool) -> bool:
+    return instruction.root == "STTM" if apart else kind(instruction) == "matrix"
 
 
 def _loop(body: list[Instruction]) -> Loop:

@@ -114,6 +114,7 @@ B200 = _gpu(
     "b200",
     "NVIDIA B200",
     10,
+    ("blackwell",),
     shared_memory=228,
     core_count=148,
     fpus_per_core=128,

@@ -138,6 +138,14 @@ KERNELS: dict[str, Row] = {
         decode=_HOPPER.decode,
         unreadable=_HOPPER.unreadable,
     ),
+    "blackwell": Row(
+        Later("jattn.kernels.gpu.blackwell"),
+        ("cuda",),
+        interpreted=("cpu",),
+        when="default_platform",
+        decode=_AMPERE.decode,  # reading is all that counts
+        unreadable=_AMPERE.unreadable,
+    ),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms.
 

@@ -24,12 +24,12 @@ from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import decode as gpu_decode
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
-from jattn.kernels.gpu.registers import ROWS, Problem, mosaic
+from jattn.kernels.gpu.registers import ROWS, Problem, Products, knows_ampere
 from jattn.kernels.gpu.streams import Stream, heads_first, put
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec
+from jattn.spec import Shapes, Spec, Tiling
 
 
 LEAST = (8, 0)  # compute capability: others have no products in bfloat16
@@ -37,7 +37,7 @@ LEAST = (8, 0)  # compute capability: others have no products in bfloat16
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_KERNELS.tiling(shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -46,15 +46,10 @@ def _other_machine() -> str | None:
         return None
     if streams.capability_of(device) < LEAST:
         return f"expected compute capability 8.0 or more, got {device.compute_capability}"
-    return None if has_products() else _OLD
+    return None if knows_ampere() else OLD
 
 
-def has_products() -> bool:
-    """Whether this version of JAX has those of single warps."""
-    return hasattr(mosaic(), "mma")
-
-
-_OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
+OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
 
 
 def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
@@ -89,7 +84,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
             (weighted,) = unit.products([pair], onto=[found.weighted])
             return turn + 1, found._replace(weighted=weighted)
 
-        state = first, softmax.Partial(*map(unit.lay, nothing(shapes.V), ("t", "t", "ts")))
+        state = first, softmax.Partial(*map(unit.lay, nothing(rows, shapes.V), ("t", "t", "ts")))
         at, share = (b, h, i), (part, parts)
         _, found = visits.fold_ahead(visits_ref, at, fetch, first, step, state, share)
         out, normalizer = mosaic_interpreter.run(finish, found)
@@ -173,31 +168,34 @@ def _gradients(
 
 
 # As many keys and queries as fit registers, beside what masks and score functions need.
-_KERNELS = mosaic_call.Kernels(
+_FORWARD = mosaic_call.Forward(
+    tiling=lambda x: Tiling(ROWS, 64 if max(x.H, x.V) <= 128 else 16),
+    products=Products.WARP,
+    run=_forward,
+)
+BACKWARD = mosaic_call.Backward(
     rows=ROWS,
-    columns=lambda width: 64 if width <= 128 else 16,
     streamed=lambda width: (64, 32) if width <= 64 else (32 if width <= 128 else 16, 16),
-    by_warp=True,
-    forward=_forward,
-    gradients=_gradients,
+    products=Products.WARP,
+    run=_gradients,
 )
 
 
 def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
     _check_version(platform)
-    return mosaic_call.functions(_KERNELS, platform)
+    return mosaic_call.functions(_FORWARD, BACKWARD, platform)
 
 
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """As `gpu.decode.attend`."""
     _check_version(platform)
-    return gpu_decode.attend(_KERNELS, platform, spec, query, cache)
+    return gpu_decode.attend(_FORWARD, platform, spec, query, cache)
 
 
-unreadable = functools.partial(gpu_decode.unreadable, _KERNELS)
+unreadable = functools.partial(gpu_decode.unreadable, _FORWARD)
 
 
 def _check_version(platform: str) -> None:
-    if platform != "cpu" and not has_products():
-        raise NotImplementedError(f"implementation 'ampere': {_OLD}")
+    if platform != "cpu" and not knows_ampere():
+        raise NotImplementedError(f"implementation 'ampere': {OLD}")

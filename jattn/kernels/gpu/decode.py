@@ -49,8 +49,8 @@ class _Sizes(NamedTuple):
     S: Size
 
     @classmethod
-    def of(cls, kernels: mosaic_call.Kernels, shapes: Shapes, page: int) -> "_Sizes":
-        columns = min(ROWS, kernels.columns(max(shapes.H, shapes.V)))
+    def of(cls, kernel: mosaic_call.Forward, shapes: Shapes, page: int) -> "_Sizes":
+        columns = min(ROWS, kernel.tiling(shapes).block_kv)
         return cls(Grouping.of(shapes.T, shapes.G), columns, math.gcd(page, columns), shapes.S)
 
     @property
@@ -64,14 +64,14 @@ class _Sizes(NamedTuple):
 
 
 def unreadable(
-    kernels: mosaic_call.Kernels, platform: str, spec: Spec, shapes: Shapes, cache: Cache
+    kernel: mosaic_call.Forward, platform: str, spec: Spec, shapes: Shapes, cache: Cache
 ) -> str | None:
     """Why a cache cannot be read in place, by kernels that support the call; None if it can."""
     keys, values, _ = jax.eval_shape(lambda cache: cache.pages(), cache)
     if reason := _other_arrays(shapes, keys, values):
         return reason
-    sizes = _Sizes.of(kernels, shapes, keys.shape[2])
-    least = streams.least_rows(kernels.unit(platform), min(shapes.H, shapes.V))
+    sizes = _Sizes.of(kernel, shapes, keys.shape[2])
+    least = streams.least_rows(kernel.unit(platform), min(shapes.H, shapes.V))
     if sizes.run < least:
         return f"expected pages of a multiple of {least} tokens, got {keys.shape[2]}"
     if spec.dropout_rate:
@@ -107,7 +107,7 @@ def _unsupported_reason(
 
 
 def attend(
-    kernels: mosaic_call.Kernels, platform: str, spec: Spec, query: Array, cache: Cache
+    kernel: mosaic_call.Forward, platform: str, spec: Spec, query: Array, cache: Cache
 ) -> tuple[Array, Normalizer]:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`, in float32, of a prepared spec.
 
@@ -116,11 +116,11 @@ def attend(
     """
     call, (keys, values, table) = (spec, query, cache), cache.pages()
     shapes = few_queries.shapes(query, cache)
-    sizes = _Sizes.of(kernels, shapes, keys.shape[2])
+    sizes = _Sizes.of(kernel, shapes, keys.shape[2])
     spec = slicing.pad_spec(spec, shapes.T, shapes.S, shapes.T, sizes.capacity)
     visits = block_mask.of(_kinds(spec, shapes, sizes)).compact()
     query = sizes.grouping.apart(jnp.swapaxes(query, 1, 2), shapes.N, 1)
-    problem = _problem(spec, query, shapes, sizes, kernels.unit(platform))
+    problem = _problem(spec, query, shapes, sizes, kernel.unit(platform))
     parts = _parts(problem)
     pages = _Pages(keys, values, jnp.minimum(table, len(keys) - 1))
     found = _launch(problem, sizes, parts, visits, query, pages)
@@ -211,7 +211,7 @@ def _launch(
             (weighted,) = unit.products([pair], onto=[found.weighted])
             return turn + 1, found._replace(weighted=weighted)
 
-        state = first, softmax.Partial(*map(unit.lay, nothing(shapes.V), ("t", "t", "ts")))
+        state = first, softmax.Partial(*map(unit.lay, nothing(ROWS, shapes.V), ("t", "t", "ts")))
         block, share = (b, h, 0), (part, parts)
         _, found = visits.fold_ahead(visits_ref, block, fetch, first, step, state, share)
         out, normalizer = mosaic_interpreter.run(finish, found)

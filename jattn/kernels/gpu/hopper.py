@@ -28,7 +28,7 @@ from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import decode as gpu_decode
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
-from jattn.kernels.gpu.registers import ROWS, Problem, Tile, mosaic
+from jattn.kernels.gpu.registers import ROWS, Problem, Products, Tile, mosaic
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     GROUPS,
@@ -39,7 +39,7 @@ from jattn.kernels.gpu.warpgroups import (
     store,
     tiles_in_memory,
 )
-from jattn.spec import Shapes, Spec
+from jattn.spec import Shapes, Spec, Tiling
 
 
 CAPABILITY = (9, 0)  # others have no wgmma
@@ -49,7 +49,7 @@ _MISCOMPILING = (12080, 12091)  # `ptxas` of these: JAX's `attention_mgpu` refus
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_KERNELS.tiling(shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -123,7 +123,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
                 (weighted,) = memory.streams[1].use(turn, weigh)
                 return turn + 1, found._replace(weighted=weighted)
 
-            laid = map(unit.lay, nothing(shapes.V), ("t", "t", "ts"))
+            laid = map(unit.lay, nothing(ROWS, shapes.V), ("t", "t", "ts"))
             state = jnp.int32(0), softmax.Partial(*laid)
             pl.when(group == 1)(memory.change_turns)
             _, found = fold(step, state)
@@ -306,20 +306,23 @@ def _gradients(
 
 
 # Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup.
-_KERNELS = mosaic_call.Kernels(
+_FORWARD = mosaic_call.Forward(
+    tiling=lambda x: Tiling(GROUPS * ROWS, 128 if max(x.H, x.V) <= 128 else 64),
+    products=Products.WARPGROUP,
+    run=_forward,
+)
+_BACKWARD = mosaic_call.Backward(
     rows=GROUPS * ROWS,
-    columns=lambda width: 128 if width <= 128 else 64,
     streamed=lambda width: (64, 64) if width <= 128 else (32, 32),
-    by_warp=False,
-    forward=_forward,
-    gradients=_gradients,
+    products=Products.WARPGROUP,
+    run=_gradients,
 )
 
 
 def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
-    return mosaic_call.functions(_KERNELS, platform)
+    return mosaic_call.functions(_FORWARD, _BACKWARD, platform)
 
 
-decode = functools.partial(gpu_decode.attend, _KERNELS)
-unreadable = functools.partial(gpu_decode.unreadable, _KERNELS)
+decode = functools.partial(gpu_decode.attend, _FORWARD)
+unreadable = functools.partial(gpu_decode.unreadable, _FORWARD)

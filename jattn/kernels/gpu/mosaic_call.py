@@ -1,6 +1,6 @@
 """The call of kernels in Mosaic: what their matrix units need of arrays, and the backward pass.
 
-`hopper` and `ampere` are kernels of this kind.
+`hopper`, `ampere` and `blackwell` are kernels of this kind.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jattn.kernels.gpu import (
     parameter_gradients,
 )
 from jattn.kernels.gpu.parameter import Parameter
-from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, SpecRefs, Unit
+from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, Products, SpecRefs, Unit
 from jattn.kernels.gpu.tile_weights import with_slope
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
 
@@ -30,32 +30,41 @@ from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
 _WIDEST_TOGETHER = 128  # head size of which two gradients fit registers beside a tile
 
 
-class Kernels(NamedTuple):
-    """Those of one kind of GPU.
+class Forward(NamedTuple):
+    """The forward kernel of one kind of GPU.
 
-    rows: queries of a program, and keys in the backward pass.
-    columns: keys of a tile in the forward pass, for a head size.
+    tiling: queries of a program and keys of a tile, for a call.
+    products: what multiplies.
+    run: `(problem, spec, query, key, value)` to output `[B, T, N, V]` and the normalizer
+        `[B, T, N]`.
+    """
+
+    tiling: Callable[[Shapes], Tiling]
+    products: Products
+    run: Callable[..., Any]
+
+    def unit(self, platform: str) -> Unit:
+        return Unit(platform == "cpu", False, self.products)
+
+
+class Backward(NamedTuple):
+    """The kernels of one kind of GPU for gradients.
+
+    rows: queries, or keys, of a program.
     streamed: of a tile the keys in gradients of queries, and the queries in gradients of keys, for
         a head size.
-    by_warp: whether products are those of single warps.
-    forward: `(problem, spec, query, key, value)` to output `[B, T, N, V]` and the normalizer
-        `[B, T, N]`.
-    gradients: `(problem, spec, per_query, key, value, which)` to those of queries, or of keys and
+    products: what multiplies.
+    run: `(problem, spec, per_query, key, value, which)` to gradients of queries, or of keys and
         values where `problem.by_key`; `which` of these.
     """
 
     rows: int
-    columns: Callable[[int], int]
     streamed: Callable[[int], tuple[int, int]]
-    by_warp: bool
-    forward: Callable[..., Any]
-    gradients: Callable[..., list[Array]]
-
-    def tiling(self, shapes: Shapes) -> Tiling:
-        return Tiling(self.rows, self.columns(max(shapes.H, shapes.V)))
+    products: Products
+    run: Callable[..., list[Array]]
 
     def unit(self, platform: str, transposed: bool = False) -> Unit:
-        return Unit(platform == "cpu", transposed, self.by_warp)
+        return Unit(platform == "cpu", transposed, self.products)
 
 
 def unsupported(tiling: Tiling, spec: Spec, shapes: Shapes) -> str | None:
@@ -131,23 +140,23 @@ def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _forward_pass(
-    kernels: Kernels, platform: str, spec: Spec, query: Array, key: Array, value: Array
+    kernel: Forward, platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, softmax.Normalizer, Array]:
-    tiling = kernels.tiling(Shapes.of(query, value))
+    tiling = kernel.tiling(Shapes.of(query, value))
     spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
     if has_mask(spec):
         # What is masked does not exist: NaN reaches those that attend to it through the scores.
         marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
         k, v = k + marks.astype(k.dtype), tile.finite(v)
-    problem = Problem.of(spec, shapes, tiling, kernels.unit(platform))
-    out, normalizer = kernels.forward(problem, spec, q, k, v)
+    problem = Problem.of(spec, shapes, tiling, kernel.unit(platform))
+    out, normalizer = kernel.run(problem, spec, q, k, v)
     rows = query.shape[:3]
     normalizer = jax.tree.map(lambda x: _unpadded(x, rows), normalizer)
     return _unpadded(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
 
 
 def _backward_pass(
-    kernels: Kernels,
+    kernels: Backward,
     platform: str,
     spec: Spec,
     per_query: Any,
@@ -176,18 +185,18 @@ def _backward_pass(
     if parameters(spec):
         problems = by_query(ROWS), by_key(ROWS)
         d_params = parameter_gradients.of(*problems, call.spec, *operands)
-    (d_query,) = kernels.gradients(by_query(wide), call.spec, *operands, (0,))
+    (d_query,) = kernels.run(by_query(wide), call.spec, *operands, (0,))
     together = [(0, 1)] if width <= _WIDEST_TOGETHER else [(0,), (1,)]
-    d_keys = (kernels.gradients(by_key(wide), call.spec, *operands, x) for x in together)
+    d_keys = (kernels.run(by_key(wide), call.spec, *operands, x) for x in together)
     d_key, d_value = itertools.chain.from_iterable(d_keys)
     pairs = (d_query, per_query[0]), (d_key, key), (d_value, value)
     d_query, d_key, d_value = (_unpadded(d, x.shape) for d, x in pairs)
     return slicing.unpadded_parameters(d_params, spec), d_query, d_key, d_value
 
 
-def functions(kernels: Kernels, platform: str) -> AttentionVJP:
+def functions(forward: Forward, backward: Backward, platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
-    forward, backward = (
-        functools.partial(f, kernels, platform) for f in (_forward_pass, _backward_pass)
+    return AttentionVJP(
+        with_headroom(functools.partial(_forward_pass, forward, platform)),
+        functools.partial(_backward_pass, backward, platform),
     )
-    return AttentionVJP(with_headroom(forward), backward)

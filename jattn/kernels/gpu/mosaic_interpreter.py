@@ -48,12 +48,14 @@ def run(
     runs: tuple[Run, ...] = (),
     lines: Any = (),
     tables: Any = None,
+    lay: Callable[[Array], Array] = lambda x: x,
 ) -> Any:
     """`function(*arguments)`, where `shapes` are those that it expects: arguments and results lack
     their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed.
 
     `runs` says of which arguments more is known, `lines` along which axis of a tile "ts" arguments
-    run, and `tables` how entries are looked up: `tables[which](places, axes)`.
+    run, and `tables` how entries are looked up: `tables[which](places, axes)`. `lay` puts a tile
+    where others lie that was spread from rows or columns.
 
     Raises NotImplementedError for what registers cannot do.
     """
@@ -61,7 +63,7 @@ def run(
     expected = jax.tree.map(jax.typeof, arguments) if shapes is None else shapes
     program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
     known = [(x, _Line(axis)) for x, axis in lines if len(axis) == 1]
-    registers = _Registers(transposed, runs, known, tables or {})
+    registers = _Registers(transposed, runs, known, tables or {}, lay)
     found = registers.evaluate(program.jaxpr, program.consts, values)
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
@@ -96,7 +98,13 @@ class _Apart(NamedTuple):
     right: _Along
     absolute: bool = False
 
-    def as_float(self, runs: tuple[Run, ...], transposed: bool, converted: Array) -> Array:
+    def as_float(
+        self,
+        runs: tuple[Run, ...],
+        transposed: bool,
+        converted: Array,
+        lay: Callable[[Array], Array],
+    ) -> Array:
         """The difference as `converted` has it where columns follow one another. All is counted
         from the first column, so that the floats are exact where converted integers are."""
         rows, columns = sorted((self.left, self.right), key=lambda x: x.axis)
@@ -105,7 +113,7 @@ class _Apart(NamedTuple):
             return converted
 
         def spread(x: Array, axis: int) -> Array:
-            return lax.broadcast_in_dim(x.astype(jnp.float32), converted.shape, (axis,))
+            return lay(lax.broadcast_in_dim(x.astype(jnp.float32), converted.shape, (axis,)))
 
         column = columns.values - starts[1]
         of_thread = column & np.int32(_OF_THREADS)
@@ -149,6 +157,7 @@ class _Registers(NamedTuple):
     runs: tuple[Run, ...]
     noted: list[tuple[Any, Any]]
     tables: dict[int, Callable[..., Array]]
+    lay: Callable[[Array], Array]
 
     def shape(self, expected: tuple[int, ...]) -> tuple[int, ...]:
         narrow = tuple(size for size in expected if size != 1)
@@ -266,7 +275,7 @@ class _Registers(NamedTuple):
         elif name == "abs":
             self.noted.append((found, apart._replace(absolute=True)))
         elif found.dtype == jnp.float32:
-            return apart.as_float(self.runs, self.transposed, found)
+            return apart.as_float(self.runs, self.transposed, found, self.lay)
         return found
 
     def noted_of(self, x: Any, kind: type) -> Any:
@@ -299,5 +308,6 @@ class _Registers(NamedTuple):
         if number is not None:
             self.noted.append((found, _Same(x)))
         if len(axes) == 1 and jnp.ndim(found) == 2:
+            found = self.lay(found)
             self.noted.append((found, _Along(x, axes[0])))
         return found

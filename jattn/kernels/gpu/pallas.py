@@ -13,25 +13,26 @@ from jaxtyping import Array
 from jattn.cache import Cache
 from jattn.kernels.common import few_queries
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import ampere, hopper, streams, triton
+from jattn.kernels.gpu import ampere, blackwell, hopper, registers, streams, triton
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why none of them can."""
-    reasons = [kernel.supports(spec, shapes) for kernel in (hopper, ampere, triton)]
+    reasons = [kernel.supports(spec, shapes) for kernel in (hopper, blackwell, ampere, triton)]
     return None if None in reasons else reasons[-1]
 
 
 def _kernels(platform: str) -> list[ModuleType]:
     """Those for a platform, in the order in which they are tried."""
-    capability = streams.capability() if platform == "cuda" else ()
+    capability: tuple[int, ...] | None = streams.capability() if platform == "cuda" else (0,)
     if capability is None or capability == hopper.CAPABILITY:
         return [hopper, triton]
-    if capability >= ampere.LEAST and ampere.has_products():
-        return [ampere, triton]
-    return [triton]
+    if capability < ampere.LEAST or not registers.knows_ampere():
+        return [triton]
+    own = [blackwell] if capability[0] == blackwell.CAPABILITY else []
+    return [*own, ampere, triton]
 
 
 def _chosen(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
@@ -61,13 +62,19 @@ def functions(platform: str) -> AttentionVJP:
 
 def unreadable(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
     """Why a cache cannot be read in place."""
-    kernel = _chosen(platform, spec, shapes)
+    kernel = _reading(platform, spec, shapes)
     if kernel is triton:
         return "kernels in Triton take arrays"
     return kernel.unreadable(platform, spec, shapes, cache)
 
 
+def _reading(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
+    """Of Blackwell's kernels that for caches is Ampere's: reading is all that counts."""
+    kernel = _chosen(platform, spec, shapes)
+    return ampere if kernel is blackwell else kernel
+
+
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """As `gpu.decode.attend`, where `unreadable` gives no reason."""
-    kernel = _chosen(platform, spec, few_queries.shapes(query, cache))
+    kernel = _reading(platform, spec, few_queries.shapes(query, cache))
     return kernel.decode(platform, spec, query, cache)

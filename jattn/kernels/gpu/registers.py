@@ -2,10 +2,12 @@
 threads, with the part of a spec that belongs to them.
 
 The layout is that of the matrix units: a thread has rows r and r + 8 of a tile, and of each eight
-columns two. Functions of masks and scores run on such arrays through `mosaic_interpreter`.
+columns two. Out of Blackwell's tensor memory come 128 rows, one for each thread. Functions of masks
+and scores run on such arrays through `mosaic_interpreter`.
 """
 
 import dataclasses
+import enum
 import functools
 import importlib
 import inspect
@@ -32,6 +34,7 @@ from jattn.spec import Shapes, Spec, Tiling
 
 WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
 ROWS = 64  # queries of a warpgroup: what one instruction multiplies
+TENSOR_ROWS = 128  # the same where products leave to tensor memory
 
 
 class SpecRefs(kernel_refs.SpecRefs):
@@ -116,6 +119,10 @@ class SpecRefs(kernel_refs.SpecRefs):
         tables = {i: functools.partial(zeros, x.dtype) for i, (x, _) in self.tables.items()}
         return {"lines": lines, "tables": tables}
 
+    def differs_by_key(self) -> bool:
+        """Whether a tile reads numbers for each of its keys."""
+        return bool(self.tables) or any("S" in x for x in self.letters)
+
     def along(self, letter: str) -> list[int]:
         """Which arrays run along a letter only, of each batch row and head: a tile's part of them
         can be copied as it is. Their numbers have 4 bytes, so that parts start at multiples of
@@ -156,28 +163,54 @@ class _InMemory(NamedTuple):
     memory: Any
 
 
+class Products(enum.Enum):
+    """What multiplies: a warpgroup together, as on Hopper; single warps, as on all GPUs since
+    Ampere; or Blackwell's matrix units, which leave products in a memory of their own."""
+
+    WARPGROUP = enum.auto()
+    WARP = enum.auto()
+    TENSOR_MEMORY = enum.auto()
+
+
 class Unit(NamedTuple):
     """What a warpgroup computes with, and how arrays lie in its registers: `axes` names the axes
     of a tile "ts" along which they run; rows of a transposed tile are keys.
 
     JAX's interpreter knows neither layouts nor all operands of products: there XLA multiplies.
-    `by_warp`: products are those of single warps, which all GPUs since Ampere have.
+    `apart`: a row out of tensor memory lies in four threads, as rows of other products do. Each has
+    a quarter of the columns then.
     """
 
     interpreted: bool
     transposed: bool = False
-    by_warp: bool = False
+    by: Products = Products.WARPGROUP
+    apart: bool = False
+
+    @property
+    def by_warp(self) -> bool:
+        return self.by is Products.WARP
+
+    @property
+    def rows(self) -> int:
+        """Queries of a warpgroup, or keys."""
+        return TENSOR_ROWS if self.by is Products.TENSOR_MEMORY else ROWS
 
     def lay(self, x: Any, axes: str) -> Any:
         if self.interpreted or not axes:
             return x
-        return mosaic().layout_cast(x, self._layout(axes))
+        return mosaic().layout_cast(x, self.layout(axes))
 
-    def _layout(self, axes: str) -> Any:
-        of_tile, along_rows = mosaic().Layout.WGMMA, "s" if self.transposed else "t"
+    def layout(self, axes: str) -> Any:
+        of_tile, along_rows = self._layout_of_tile(), "s" if self.transposed else "t"
         if len(axes) == 2:
             return of_tile
         return of_tile.reduce(1 if axes == along_rows else 0)
+
+    def _layout_of_tile(self) -> Any:
+        layouts = mosaic().Layout
+        if self.by is not Products.TENSOR_MEMORY:
+            return layouts.WGMMA
+        return layouts.TCGEN05 if self.apart else layouts.TCGEN05_TMEM_NATIVE
 
     def look_up(self, memory: Any, places: Array, axes: str) -> Array:
         """Entries of a flat array in global memory."""
@@ -185,7 +218,7 @@ class Unit(NamedTuple):
             return memory[...][places]
         if not axes:
             return memory[places]
-        return gather(mosaic(), memory, self.lay(places, axes), self._layout(axes))
+        return gather(mosaic(), memory, self.lay(places, axes), self.layout(axes))
 
     def spread(self, along: Array, size: int) -> Array:
         """A tile that is the same along keys, of which there are so many."""
@@ -287,6 +320,11 @@ def mosaic() -> Any:
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
+def knows_ampere() -> bool:
+    """Whether this version of JAX has products of single warps; older ones have not."""
+    return hasattr(mosaic(), "mma")
+
+
 def interpreter() -> Any:
     """Parameters of the interpreter, which older versions do not export."""
     name = "jax._src.pallas.mosaic_gpu.interpret.params"
@@ -325,7 +363,7 @@ class Scale(NamedTuple):
 
 class Problem(NamedTuple):
     """The sizes of a call in whole tiles, the tiles of a program and the spec as its warpgroups
-    read it: each has 64 of the program's queries, or of its keys if `by_key`."""
+    read it: each has some of the program's queries, or of its keys if `by_key`."""
 
     shapes: Shapes
     tiling: Tiling
@@ -347,11 +385,13 @@ class Problem(NamedTuple):
         refs: Callable[..., SpecRefs] = SpecRefs,
     ) -> "Problem":
         by_key = unit.transposed
-        own = Tiling(tiling.block_q, ROWS) if by_key else Tiling(ROWS, tiling.block_kv)
+        (q, kv), rows = tiling, unit.rows
+        own = Tiling(q, rows) if by_key else Tiling(rows, kv)
         # Rows that come by have their hashes with them, others make theirs once.
         spec = tile.hashed(by_distance.replaced(spec, shapes), shapes, rows=by_key)
         scale, spec = Scale.of(spec)
         rules, drops = refs(spec, own, by_key), spec.dropout_rate > 0
+        unit = unit._replace(apart=rules.differs_by_key())
         operations, unmodified = _operations(spec, rules), is_unmodified(spec)
         how = _approximate(spec, operations), bool(operations & _SPECIAL), drops, unmodified
         return cls(shapes, tiling, rules, unit, scale, *how)
@@ -482,6 +522,7 @@ class Tile(NamedTuple):
             *given,
             shapes=expected,
             transposed=unit.transposed,
+            lay=lambda x: unit.lay(x, "ts"),
             runs=(mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])),
             lines=[(at[2], "t"), (at[3], "s"), *((x.value, x.axes) for x in values if x)],
             tables={

@@ -18,7 +18,7 @@ from jattn import softmax
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu import mosaic_interpreter
 from jattn.kernels.gpu.kernel_refs import GatherRef
-from jattn.kernels.gpu.registers import ROWS, Problem, Scale, Tile, Unit, is_unmodified
+from jattn.kernels.gpu.registers import Problem, Scale, Tile, Unit, is_unmodified
 from jattn.spec import has_mask, parameters, with_parameters
 
 
@@ -48,6 +48,28 @@ def online(
     scale = exp2(part.maximum - maximum)
     total = part.total * scale + jnp.sum(weights, axis=-1)
     return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
+
+
+def online_apart(
+    masked: bool,
+    factors: Scale,
+    special: bool,
+    here: slicing.Tile,
+    products: Array,
+    maximum: Array,
+    total: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """`online` where the weighted sum is not in registers: weights, the new maximum and total, and
+    what the sum of a row is to be multiplied with before more is added to it."""
+    part = softmax.Partial(maximum, total, jnp.ones_like(total)[:, None])
+    weights, found = online(masked, factors, special, here, products, part)
+    return weights, found.maximum, found.total, found.weighted.reshape(-1)
+
+
+def finish_apart(maximum: Array, total: Array) -> tuple[Array, softmax.Normalizer]:
+    """`finish` for such a sum: what it is to be multiplied with, and the normalizer."""
+    out, normalizer = finish(softmax.Partial(maximum, total, jnp.ones_like(total)[:, None]))
+    return out.reshape(-1), normalizer
 
 
 def finish(part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
@@ -87,10 +109,10 @@ def times(x: Array, factor: float) -> Array:
     return x if factor == 1 else x * factor
 
 
-def nothing(width: int) -> softmax.Partial:
+def nothing(rows: int, width: int) -> softmax.Partial:
     """What no keys contribute."""
-    total, weighted = (jnp.zeros(shape, jnp.float32) for shape in ((ROWS,), (ROWS, width)))
-    return softmax.Partial(jnp.full((ROWS,), _LOWEST, jnp.float32), total, weighted)
+    total, weighted = (jnp.zeros(shape, jnp.float32) for shape in ((rows,), (rows, width)))
+    return softmax.Partial(jnp.full((rows,), _LOWEST, jnp.float32), total, weighted)
 
 
 class Rows(NamedTuple):

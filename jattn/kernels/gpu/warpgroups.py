@@ -1,5 +1,5 @@
-"""Programs of three warpgroups: one copies tiles to shared memory, a few ahead of their use, two
-compute. How they are launched, and how they wait for one another.
+"""Programs of warpgroups, of which one copies tiles to shared memory, a few ahead of their use: how
+they are launched, and how they wait for one another. By default there are three, and two compute.
 """
 
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def tiles_in_memory(count: int, rows: int, width: int, dtype: Any, least: int = 
     return gpu.SMEM((count, rows, width), dtype, transforms=swizzled)
 
 
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
     """Places in shared memory that one warpgroup fills and the others use up, in turn; each holds a
     tile, or a few arrays that come and go together."""
 
@@ -113,13 +113,14 @@ class _Ring(NamedTuple):
     free: Any
 
     @classmethod
-    def scratch(cls, *arrays: Any) -> "_Ring":
-        """Of arrays in shared memory `[places, ...]`; places are a power of two."""
+    def scratch(cls, *arrays: Any, free: Any = None) -> "Ring":
+        """Of arrays in shared memory `[places, ...]`; places are a power of two. `free` are its
+        barriers, by default such at which the computing warpgroups arrive."""
         places = arrays[0].shape[0]
         return cls(
             arrays,
             mosaic().Barrier(num_barriers=places, num_arrivals=len(arrays)),
-            mosaic().Barrier(num_barriers=places, num_arrivals=GROUPS),
+            free or mosaic().Barrier(num_barriers=places, num_arrivals=GROUPS),
         )
 
     @property
@@ -150,11 +151,23 @@ class _Ring(NamedTuple):
 
     def use(self, turn: Any, function: Callable[..., Any]) -> Any:
         """`function(*arrays)` of this turn, once they are there; their place is free afterwards."""
-        place = self._place(turn)
-        mosaic().barrier_wait(self.filled.at[place])
-        found = function(*[x.at[place] for x in self.arrays])
-        mosaic().barrier_arrive(self.free.at[place])
+        self.wait(turn)
+        found = function(*self.at(turn))
+        mosaic().barrier_arrive(self.freed(turn))
         return found
+
+    def wait(self, turn: Any) -> None:
+        """Until the arrays of this turn are there."""
+        mosaic().barrier_wait(self.filled.at[self._place(turn)])
+
+    def at(self, turn: Any) -> list[Any]:
+        """The arrays of this turn."""
+        place = self._place(turn)
+        return [x.at[place] for x in self.arrays]
+
+    def freed(self, turn: Any) -> Any:
+        """The barrier at which those arrive that are done with them."""
+        return self.free.at[self._place(turn)]
 
 
 class Memory(NamedTuple):
@@ -163,7 +176,7 @@ class Memory(NamedTuple):
 
     own: Any
     filled: Any
-    streams: tuple[_Ring, ...]
+    streams: tuple[Ring, ...]
     turns: Any
 
     @classmethod
@@ -171,7 +184,7 @@ class Memory(NamedTuple):
         """Of the arrays of each stream."""
         filled = mosaic().Barrier(num_barriers=2 * GROUPS)
         turns = mosaic().Barrier(num_arrivals=GROUPS)
-        return cls(own, filled, tuple(_Ring.scratch(*arrays) for arrays in streams), turns)
+        return cls(own, filled, tuple(Ring.scratch(*arrays) for arrays in streams), turns)
 
     def change_turns(self) -> None:
         """Waits until the other computing warpgroup comes here too: one is at its products then,

@@ -1,0 +1,362 @@
+"""Attention on Blackwell GPUs for any mask, by their fifth matrix units and tensor memory.
+
+The forward pass has the form of FlashAttention-4 (Zadouri et al. 2026) and of CUTLASS's attention
+for Blackwell, in Pallas's Mosaic GPU. Of a program's warpgroups one has a warp that copies tiles of
+keys and values to shared memory, and a warp that starts products. Two others hold 128 queries each.
+Scores come from tensor memory to registers, a row for each thread, so that no thread needs another
+one for a row's maximum and sum. Weights go back in their place, and the weighted sum stays in
+tensor memory, where it is rescaled: the matrix units multiply for one warpgroup while the other is
+at its softmax (FlashAttention-3, Shah et al. 2024).
+
+Of FlashAttention-4 three things are missing: that sums are only rescaled where maxima move far,
+powers of two by products, and pairs of multiprocessors.
+
+What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
+tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are those of `ampere`. The
+kernel is compiled for such GPUs and interpreted on a CPU, but has not yet run on one.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jattn import softmax
+from jattn.kernels.common import block_mask
+from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.gpu import ampere, mosaic_call, mosaic_interpreter, streams, tensor_memory
+from jattn.kernels.gpu.kernel_refs import TileIndex
+from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, knows_ampere, mosaic
+from jattn.kernels.gpu.tile_weights import finish_apart, nothing, online_apart
+from jattn.kernels.gpu.warpgroups import Order, Ring, launch, store, tiles_in_memory
+from jattn.spec import Shapes, Spec, Tiling
+
+
+CAPABILITY = 10  # before the point: others have no such matrix units
+_CHUNK = 64  # columns of the weighted sum that are in registers at a time
+_FEW_REGISTERS, _MANY_REGISTERS = 24, 240  # of a thread: three warpgroups have 504
+
+
+def supports(spec: Spec, shapes: Shapes) -> str | None:
+    """None or why not."""
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
+
+
+def _other_machine() -> str | None:
+    device = streams.device()
+    if device is None:  # and the program is for another machine
+        return None
+    if streams.capability_of(device)[0] != CAPABILITY:
+        return f"expected compute capability {CAPABILITY}.x, got {device.compute_capability}"
+    return None if knows_ampere() else ampere.OLD
+
+
+class _Memory(NamedTuple):
+    """Of a program with some groups of 128 queries.
+
+    In shared memory: `queries`, where the output leaves too, and numbers of each row, `kept`; tiles
+    of `keys` and `values` that come by, and the spec's arrays `beside` keys. In tensor memory, of
+    each group beside another: `scores`, an alternative of which are `weights`, and `sums`.
+
+    Barriers of each group: its queries are `loaded`; the matrix units have `scored` a tile, `added`
+    weighted values, and are `done` with all; a group has `softened` the scores of a tile.
+    """
+
+    queries: Any
+    kept: tuple[Any, ...]
+    keys: Ring
+    values: Ring
+    beside: tuple[Ring, ...]
+    tile: Any
+    sums: Any
+    loaded: Any
+    scored: Any
+    softened: Any
+    added: Any
+    done: Any
+
+    @classmethod
+    def scratch(cls, problem: Problem) -> "_Memory":
+        shapes, columns, unit = problem.shapes, problem.tiling.block_kv, problem.unit
+        groups, ahead = _groups(problem), 2 if shapes.H > 64 else 4
+        tensors = functools.partial(tensor_memory.scratch, unit)
+        barrier = functools.partial(tensor_memory.barrier, unit)
+        tiles = tiles_in_memory(ahead, columns, shapes.H, shapes.dtype)
+        arrays, rows = (
+            problem.scratch_beside(ahead),
+            mosaic().SMEM((groups, TENSOR_ROWS), "float32"),
+        )
+        used = mosaic().Barrier(num_barriers=ahead, num_arrivals=groups)
+        # Weights take half the columns of scores, and begin where these do.
+        scores, weights = tensors(groups * columns), tensors(2 * groups * columns, shapes.dtype)
+        return cls(
+            queries=tiles_in_memory(groups, TENSOR_ROWS, shapes.H, shapes.dtype),
+            kept=(rows,) * 3,
+            keys=Ring.scratch(tiles, free=barrier(ahead, groups)),
+            values=Ring.scratch(tiles, free=barrier(ahead, groups)),
+            beside=(Ring.scratch(*arrays, free=used),) if arrays else (),
+            tile=tensor_memory.alternatives(unit, scores, weights),
+            sums=tensors(groups * shapes.V),
+            loaded=mosaic().Barrier(num_barriers=groups),
+            scored=barrier(groups),
+            softened=barrier(groups),
+            added=barrier(groups),
+            done=barrier(groups),
+        )
+
+    def scores_of(self, group: Any, columns: int) -> Any:
+        return self.tile[0].at[:, pl.ds(group * columns, columns)]
+
+    def weights_of(self, group: Any, columns: int) -> Any:
+        return self.tile[1].at[:, pl.ds(group * 2 * columns, columns)]
+
+    def sum_of(self, group: Any, start: int, size: int) -> Any:
+        width = self.sums.shape[1] // self.queries.shape[0]
+        return self.sums.at[:, pl.ds(group * width + start, size)]
+
+
+def _groups(problem: Problem) -> int:
+    return problem.tiling.block_q // TENSOR_ROWS
+
+
+class _Program(NamedTuple):
+    """A program for some groups of 128 queries of a head, or for each of them and each part of the
+    keys (Dao et al. 2023, "Flash-Decoding")."""
+
+    problem: Problem
+    visits: block_mask.BlockMask
+    memory: _Memory
+    at: Any  # part, b, h, i
+    parts: int
+    operands: Any
+
+    def fold(self, step: Any, state: Any) -> Any:
+        (part, *at), visits_ref = self.at, self.operands[-1]
+        return self.visits.fold(visits_ref, tuple(at), step, state, part=(part, self.parts))
+
+    def rows(self, group: Any) -> Any:
+        """Where the queries of a group start."""
+        return self.at[3] * self.problem.tiling.block_q + group * TENSOR_ROWS
+
+    def copy(self) -> None:
+        """What the warp does that only copies."""
+        (query, key, value, leaves, _), memory = self.operands, self.memory
+        _, b, h, _ = self.at
+        kv, columns = lax.div(h, np.int32(self.problem.shapes.G)), self.problem.tiling.block_kv
+        for group in range(_groups(self.problem)):
+            own = query.at[b, pl.ds(self.rows(group), TENSOR_ROWS), h]
+            mosaic().copy_gmem_to_smem(own, memory.queries.at[group], memory.loaded.at[group])
+
+        def step(j: Any, masked: bool, turn: Any) -> Any:
+            run = pl.ds(j * columns, columns)
+            memory.keys.fill(turn, key.at[b, run, kv])
+            parts = self.problem.parts_beside(leaves, TileIndex(b, h, 0, j * columns))
+            for ring in memory.beside:
+                ring.fill(turn, *parts)
+            memory.values.fill(turn, value.at[b, run, kv])
+            return turn + 1
+
+        turns = self.fold(step, jnp.int32(0))
+        for ring in (memory.keys, memory.values, *memory.beside):
+            ring.drain(turns)
+
+    def multiply(self) -> None:
+        """What the warp does that starts products. Those of one group are under way while the
+        other one's weights are computed."""
+        memory, groups, unit = self.memory, range(_groups(self.problem)), self.problem.unit
+        for group in groups:
+            mosaic().barrier_wait(memory.loaded.at[group])
+
+        def step(j: Any, masked: bool, turn: Any) -> Any:
+            for group in groups:
+
+                @pl.when(turn > 0)
+                def _(group: int = group) -> None:
+                    self.add(group, turn - 1)
+                    # Weights lie where scores are written now.
+                    tensor_memory.commit(unit, memory.added.at[group])
+                    mosaic().barrier_wait(memory.added.at[group])
+
+                self.score(group, turn)
+            return turn + 1
+
+        turns = self.fold(step, jnp.int32(0))
+        for group in groups:
+            pl.when(turns > 0)(functools.partial(self.add, group, turns - 1))
+            tensor_memory.commit(unit, memory.done.at[group])
+
+    def score(self, group: int, turn: Any) -> None:
+        """Starts the products of a group's queries and the keys of a turn."""
+        memory, unit = self.memory, self.problem.unit
+        if group == 0:
+            memory.keys.wait(turn)
+        (keys,) = memory.keys.at(turn)
+        scores = memory.scores_of(group, self.problem.tiling.block_kv)
+        tensor_memory.multiply(unit, scores, memory.queries.at[group], keys, transposed=True)
+        tensor_memory.commit(unit, memory.keys.freed(turn), memory.scored.at[group])
+
+    def add(self, group: int, turn: Any) -> None:
+        """Starts to add the weighted values of a turn."""
+        memory, unit = self.memory, self.problem.unit
+        mosaic().barrier_wait(memory.softened.at[group])
+        if group == 0:
+            memory.values.wait(turn)
+        (values,) = memory.values.at(turn)
+        weights = memory.weights_of(group, self.problem.tiling.block_kv)
+        total = memory.sum_of(group, 0, self.problem.shapes.V)
+        tensor_memory.multiply(unit, total, weights, values)
+        tensor_memory.commit(unit, memory.values.freed(turn))
+
+    def compute(self, results: Any, group: Any) -> None:
+        """What a warpgroup does that computes weights."""
+        (*_, leaves, _), memory, unit = self.operands, self.memory, self.problem.unit
+        (_, b, h, _), columns = self.at, self.problem.tiling.block_kv
+        row, numbers = self.rows(group), self.problem.numbers(leaves, b, h)
+        zeros = unit.lay(jnp.zeros((TENSOR_ROWS, _CHUNK), jnp.float32), "ts")
+        for start in range(0, self.problem.shapes.V, _CHUNK):
+            tensor_memory.store(unit, memory.sum_of(group, start, _CHUNK), zeros)
+        tensor_memory.wait_for_stores(unit)
+
+        def step(j: Any, masked: bool, state: Any) -> Any:
+            turn, maximum, total = state
+            # Always 0, which the compiler does not know: addresses are computed where they are
+            # used, and take up no registers.
+            own = group + lax.shift_right_logical(turn, np.int32(30))
+            here = self.problem.tile(leaves, TileIndex(b, h, row, j * columns), numbers)
+            mosaic().barrier_wait(memory.scored.at[own])
+            products = tensor_memory.load(unit, memory.scores_of(own, columns))
+            tensor_memory.wait_for_loads(unit)
+            for ring in memory.beside:
+                ring.wait(turn)
+                here = here.completed(ring.at(turn))
+                mosaic().commit_smem()  # copies may write then to what was read
+                mosaic().barrier_arrive(ring.freed(turn))
+            soften = functools.partial(
+                online_apart, masked, self.problem.scale, self.problem.special
+            )
+            weights, maximum, total, factor = here.run(soften, products, maximum, total)
+            weights = weights.astype(self.problem.shapes.dtype)
+            tensor_memory.store(unit, memory.weights_of(own, columns), weights)
+            self.rescale(own, factor)
+            tensor_memory.wait_for_stores(unit)
+            mosaic().barrier_arrive(memory.softened.at[own])
+            return turn + 1, maximum, total
+
+        maximum, total, _ = nothing(TENSOR_ROWS, 1)
+        state = jnp.int32(0), unit.lay(maximum, "t"), unit.lay(total, "t")
+        _, maximum, total = self.fold(step, state)
+        mosaic().barrier_wait(memory.done.at[group])
+        self.leave(group, maximum, total, results)
+
+    def rescale(self, group: Any, factor: Array) -> None:
+        """The weighted sum of a group, by rows."""
+        unit = self.problem.unit
+        for start in range(0, self.problem.shapes.V, _CHUNK):
+            part = self.memory.sum_of(group, start, _CHUNK)
+            found = tensor_memory.load(unit, part)
+            tensor_memory.wait_for_loads(unit)
+            tensor_memory.store(unit, part, found * unit.spread(factor, _CHUNK))
+
+    def leave(self, group: Any, maximum: Array, total: Array, results: Any) -> None:
+        """Output and normalizer of a group; the output of a part of the keys in float32."""
+        (part, b, h, _), memory = self.at, self.memory
+        factor, normalizer = mosaic_interpreter.run(finish_apart, maximum, total)
+        kept = [place.at[group] for place in memory.kept]
+        for place, x in zip(kept, (factor, *normalizer), strict=True):
+            place[...] = x
+        own = pl.ds(self.rows(group), TENSOR_ROWS)
+        queries, result = memory.queries.at[group], results[0].at[part, b, own, h]
+        apart = result.dtype != queries.dtype
+        out = self.output(group, kept[0])
+        if apart:
+            result[...] = out
+        else:
+            queries[...] = out.astype(queries.dtype)
+        along = [(x, y.at[part, b, h, own]) for x, y in zip(kept[1:], results[1:], strict=True)]
+        store(along if apart else [(queries, result), *along])
+
+    def output(self, group: Any, factor: Any) -> Array:
+        """The normalised sum, as shared memory takes it without conflicts between its banks."""
+        unit, width = self.problem.unit, self.problem.shapes.V
+        total = self.memory.sum_of(group, 0, width)
+        if unit.interpreted:
+            return tensor_memory.load(unit, total) * factor[...][:, None]
+        layout = mosaic().Layout.TCGEN05
+        out = tensor_memory.load(unit, total, layout)
+        factor = mosaic().load(factor, layout=layout.reduce(1))
+        return out * mosaic().layout_cast(lax.broadcast_in_dim(factor, out.shape, (0,)), layout)
+
+    def run(self, results: Any) -> None:
+        """All warpgroups, with registers to match what they do."""
+        groups, role = _groups(self.problem), lax.axis_index("warpgroup")
+
+        @pl.when(role >= groups)
+        def _() -> None:
+            mosaic().set_max_registers(_FEW_REGISTERS, action="decrease")
+            self.serve(role - groups)
+
+        @pl.when(role < groups)
+        def _() -> None:
+            mosaic().set_max_registers(_MANY_REGISTERS, action="increase")
+            self.compute(results, role)
+
+    def serve(self, which: Any) -> None:
+        """Two warps of a warpgroup, of which one copies and one starts products; of those that are
+        interpreted, two warpgroups."""
+
+        def work(which: Any) -> None:
+            pl.when(which == 0)(self.copy)
+            pl.when(which == 1)(self.multiply)
+
+        if self.problem.unit.interpreted:
+            work(which)
+        else:
+            mosaic().warp_map(work)
+
+
+def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+    """Output `[B, T, N, V]` and normalizer `[B, T, N]`."""
+    shapes, visits = problem.shapes, problem.visits(spec)
+    parts = block_mask.parts(shapes.B * shapes.N * problem.blocks[0], problem.blocks[1])
+
+    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+        memory = _Memory(*scratch)
+        _Program(problem, visits, memory, place, parts, operands).run(results)
+
+    operands = query, key, value, problem.rules.arrays, visits.arrays
+    heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32
+    out = parts, shapes.B, shapes.T, shapes.N, shapes.V
+    results = [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
+    order, others = Order.of(problem, visits, shapes.N, parts), 2 if problem.unit.interpreted else 1
+    name, scratch = "jattn_blackwell_forward", _Memory.scratch(problem)
+    found = launch(
+        name, problem, order, kernel, operands, results, scratch, _groups(problem) + others
+    )
+    out, *along = found
+    return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
+
+
+def _tiling(shapes: Shapes) -> Tiling:
+    """Scores and sums of two groups fill tensor memory where heads are of 128: it has 512
+    columns."""
+    wide = max(shapes.H, shapes.V) > 128
+    groups = 1 if wide or shapes.T <= TENSOR_ROWS else 2
+    return Tiling(groups * TENSOR_ROWS, 64 if wide else 128)
+
+
+_FORWARD = mosaic_call.Forward(
+    tiling=_tiling,
+    products=Products.TENSOR_MEMORY,
+    run=_forward,
+)
+
+
+def functions(platform: str) -> AttentionVJP:
+    """Forward and backward; interpreted on a CPU."""
+    if platform != "cpu" and not knows_ampere():
+        raise NotImplementedError(f"implementation 'blackwell': {ampere.OLD}")
+    return mosaic_call.functions(_FORWARD, ampere.BACKWARD, platform)
