@@ -23,7 +23,7 @@ from jaxtyping import Array
 from jattn import tile
 from jattn._pytree import is_static, number
 from jattn.kernels.common import block_mask, slicing
-from jattn.kernels.gpu import by_distance, kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu import kernel_refs, mosaic_interpreter
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.lookup import Table, gather
 from jattn.masks import Span
@@ -349,7 +349,7 @@ class Problem(NamedTuple):
         by_key = unit.transposed
         own = Tiling(tiling.block_q, ROWS) if by_key else Tiling(ROWS, tiling.block_kv)
         # Rows that come by have their hashes with them, others make theirs once.
-        spec = tile.hashed(by_distance.replaced(spec, shapes), shapes, rows=by_key)
+        spec = tile.hashed(spec, shapes, rows=by_key)
         scale, spec = Scale.of(spec)
         rules, drops = refs(spec, own, by_key), spec.dropout_rate > 0
         operations, unmodified = _operations(spec, rules), is_unmodified(spec)
