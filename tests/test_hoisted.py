@@ -22,6 +22,7 @@ T, S, N = SHAPES.T, SHAPES.S, SHAPES.N
 TABLE = RNG.normal(size=(2, 3, 11)).astype(np.float32)
 IDS = np.asarray([3, 1, 4, 1, 5, 9, 2], np.int32)
 Q_POSITIONS = np.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
+KV_POSITIONS = np.asarray([[2, 7, 1, 8, 2, 8, 1], [6, 1, 8, 0, 3, 3, 9]], np.int32)
 
 
 def spec_of(place: Any, **positions: Any) -> Spec:
@@ -92,8 +93,9 @@ def values(place: Any, field: str, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
 def test_which_look_ups_are_made_before(name, shifted):
     """And what they find. With positions of their own no array by distance is known."""
     place, field = PLACES[name]
-    positions = {"q_positions": jnp.asarray(Q_POSITIONS)} if shifted else {}
-    spec = spec_of(place, **positions)
+    q, kv = Q_POSITIONS, KV_POSITIONS
+    positions = {"q_positions": jnp.asarray(q), "kv_positions": jnp.asarray(kv)}
+    spec = spec_of(place, **positions) if shifted else spec_of(place)
     found: Any = hoisted.replaced(spec, SHAPES).score
     if field is None or (shifted and field == "by_distance"):
         assert found is spec.score
@@ -101,8 +103,9 @@ def test_which_look_ups_are_made_before(name, shifted):
     assert found.sites == ((field, 0),)
     assert [x is None for x in found.operands] == [True, False]
     (got,) = getattr(found, field)
-    q = Q_POSITIONS if shifted else np.tile(np.arange(T), (2, 1))
-    want = values(place, field, q, np.tile(np.arange(S), (2, 1)))
+    if not shifted:
+        q, kv = (np.tile(np.arange(size), (2, 1)) for size in (T, S))
+    want = values(place, field, q, kv)
     if field == "by_head":
         want = want[..., 0]
     if field == "by_distance":

@@ -172,6 +172,19 @@ CALLS = {
         },
         (slice(60), slice(90)),
     ),
+    "look_ups_at_positions": Call(
+        (2, 70, 100, 2, 1, 64, 64),
+        jnp.float16,
+        lambda dtype: {
+            "q_positions": jnp.arange(70)[None] + jnp.asarray([[30], [40]]),
+            "kv_positions": jnp.arange(100)[::-1],
+            "score": scores.Score(
+                _of_all_kinds,
+                jnp.asarray([0.5, 0.25], dtype),
+                *(normal(*shape) for shape in ((2, 70), (2, 2, 100), (2, 11), (7,), (3,))),
+            ),
+        },
+    ),
     "hoistable": Call(
         (2, 70, 100, 2, 1, 64, 64),
         jnp.float16,
@@ -371,6 +384,7 @@ WITH_PARAMETERS = (
     "causal_segments_alibi",
     "tables",
     "look_ups",
+    "look_ups_at_positions",
     "hoistable",
     "distances",
     "wide_heads",
@@ -409,7 +423,7 @@ def test_it_is_translated_for_cuda(name):
     call = TRANSLATED[name]
     found = translated(functools.partial(everything, call, "hopper"), operands(call))
     parameters = {"jattn_mosaic_d_parameter"} if name in WITH_PARAMETERS else set()
-    parameters |= {XLA_PRODUCT} if name == "look_ups" else set()  # for that of pairs
+    parameters |= {XLA_PRODUCT} if "look_ups" in name else set()  # for that of pairs
     assert found == HOPPER | parameters
 
 

@@ -80,7 +80,8 @@ class Hoisted(scores.ScoreFunction):
         along = {"by_head": self.by_head, "by_query": by_query, "by_key": by_key}
 
         def run(*scalars: Any) -> Any:
-            sites, distance = iter(self.sites), scalars[4] - scalars[3] + self.before
+            sites = iter(self.sites)
+            distance = (scalars[KEY] + self.before) - scalars[QUERY]  # the sum once for each key
 
             def entry(*_: Any) -> Any:
                 field, which = next(sites)
