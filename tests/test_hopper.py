@@ -105,6 +105,21 @@ def _relative(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> An
     return score * slopes[h].astype(score.dtype) + change.astype(score.dtype)
 
 
+def _of_all_kinds(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    """Entries by head, by query, by key (the last before the first), by distance, twice of one
+    operand, and by pairs."""
+    gate, by_query, by_key, table, pairs, _ = (x.astype(score.dtype) for x in operands)
+    steps = table[h, jnp.clip(q - kv, -5, 5) + 5] * table[1 - h, jnp.where(q > kv, 3, 4)]
+    along = by_query[b, (q * 7) % 70] + by_key[h, b, kv - 1] + gate[h] * gate[h]
+    return score * gate[1 - h] + along + steps + pairs[(q + 3 * kv) % 7]
+
+
+def _hoistable(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    """As in FlexAttention: entries by head, by key and by distance alone."""
+    gate, by_key, table = (x.astype(score.dtype) for x in operands)
+    return score * gate[h] + by_key[b, kv] + table[h, jnp.clip(q - kv, -5, 5) + 5]
+
+
 CALLS = {
     "full": Call((1, 128, 384, 1, 1, 64, 64), jnp.bfloat16, lambda dtype: {}),
     "causal_segments_alibi": Call(
@@ -144,6 +159,43 @@ CALLS = {
             & masks.Predicate(_seen, jnp.asarray(SEEN)),
             "score": scores.Score(_relative, jnp.asarray([0.5, 0.25], dtype), normal(2, 11))
             >> scores.RelativeBias(normal(32, 2)),
+        },
+    ),
+    "look_ups": Call(
+        (2, 70, 100, 2, 1, 64, 64),
+        jnp.float16,
+        lambda dtype: {
+            "mask": masks.Lengths(q=jnp.array([60, 60]), kv=jnp.array([90, 90])),
+            "score": scores.Score(
+                _of_all_kinds,
+                jnp.asarray([0.5, 0.25], dtype),
+                *(normal(*shape) for shape in ((2, 70), (2, 2, 100), (2, 11), (7,), (3,))),
+            ),
+        },
+        (slice(60), slice(90)),
+    ),
+    "look_ups_at_positions": Call(
+        (2, 70, 100, 2, 1, 64, 64),
+        jnp.float16,
+        lambda dtype: {
+            "q_positions": jnp.arange(70)[None] + jnp.asarray([[30], [40]]),
+            "kv_positions": jnp.arange(100)[::-1],
+            "score": scores.Score(
+                _of_all_kinds,
+                jnp.asarray([0.5, 0.25], dtype),
+                *(normal(*shape) for shape in ((2, 70), (2, 2, 100), (2, 11), (7,), (3,))),
+            ),
+        },
+    ),
+    "hoistable": Call(
+        (2, 70, 100, 2, 1, 64, 64),
+        jnp.float16,
+        lambda dtype: {
+            "mask": masks.Causal(),
+            "score": scores.Score(
+                _hoistable, jnp.asarray([0.5, 0.25], dtype), normal(2, 100), normal(2, 11)
+            )
+            >> scores.Temperature(jnp.asarray([0.75, 1.5], dtype)),
         },
     ),
     "distances": Call(
@@ -335,6 +387,9 @@ TRANSLATED = {
 WITH_PARAMETERS = (
     "causal_segments_alibi",
     "tables",
+    "look_ups",
+    "look_ups_at_positions",
+    "hoistable",
     "distances",
     "wide_heads",
     "biases",
@@ -372,7 +427,7 @@ def test_it_is_translated_for_cuda(name):
     call = TRANSLATED[name]
     found = translated(functools.partial(everything, call, "hopper"), operands(call))
     parameters = {"jattn_mosaic_d_parameter"} if name in WITH_PARAMETERS else set()
-    parameters |= {XLA_PRODUCT} if name == "tables" else set()  # for their gradients
+    parameters |= {XLA_PRODUCT} if "look_ups" in name else set()  # for that of pairs
     assert found == HOPPER | parameters
 
 

@@ -578,7 +578,7 @@ def test_kernels_for_hopper_spill_nothing_and_stay_short(target, name):
 
 # Rules with arrays along T and S, learned numbers, and functions that look up entries as well.
 SPILLS = *INSTRUCTIONS, "alibi-learned", "bias", "bias-by-key", "function-operands", "t5-table"
-LEARNED = "alibi-learned", "bias", "bias-by-key", "t5-table"
+LEARNED = "alibi-learned", "bias", "bias-by-key", "function-operands", "t5-table"
 
 
 @pytest.mark.exhaustive

@@ -4,16 +4,13 @@ T5's relative bias takes a logarithm for each pair of places. Its values for all
 are computed before.
 """
 
-import dataclasses
-import functools
-import operator
 from typing import Any
 
 import jax.numpy as jnp
 
 from jattn import scores
 from jattn._pytree import array_field, pytree_dataclass, static_field
-from jattn.spec import Shapes, Spec
+from jattn.spec import Shapes
 
 
 @pytree_dataclass
@@ -31,17 +28,8 @@ class ByDistance(scores.ScoreFunction):
         return ByDistance(self.values.astype(jnp.float32) / unit, self.before)
 
 
-def replaced(spec: Spec, shapes: Shapes) -> Spec:
-    """The spec with such functions by their values, where positions are places."""
-    if spec.score is None or spec.q_positions is not None or spec.kv_positions is not None:
-        return spec
-    each = [_of(x, shapes) for x in scores.in_order(spec.score)]
-    return dataclasses.replace(spec, score=functools.reduce(operator.rshift, each))
-
-
-def _of(score: scores.ScoreFunction, shapes: Shapes) -> scores.ScoreFunction:
-    if not isinstance(score, scores.RelativeBias):
-        return score
+def of(score: scores.RelativeBias, shapes: Shapes) -> ByDistance:
+    """The function of a call, where positions are places."""
     before = shapes.T - 1
     bucket = scores.relative_bucket(
         jnp.arange(before + shapes.S, dtype=jnp.int32) - before,

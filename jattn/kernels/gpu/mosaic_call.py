@@ -16,11 +16,7 @@ from jaxtyping import Array
 from jattn import softmax, tile
 from jattn.kernels.common import slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
-from jattn.kernels.gpu import (
-    by_distance,
-    kernel_refs,
-    parameter_gradients,
-)
+from jattn.kernels.gpu import hoisted, kernel_refs, parameter_gradients
 from jattn.kernels.gpu.parameter import Parameter
 from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, Products, SpecRefs, Unit
 from jattn.kernels.gpu.tile_weights import with_slope
@@ -87,7 +83,8 @@ def _unsupported_reason(
 
     def one_tile(leaves: Any) -> Any:
         spec = kernel_refs.padded(structure, leaves, shapes, tiling)
-        spec = by_distance.replaced(spec, shapes)
+        T, S = slicing.round_up(shapes.T, shapes.S, tiling)
+        spec = hoisted.replaced(spec, shapes._replace(T=T, S=S))
         rules = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
         modify, operands = rules.example()
 
@@ -148,7 +145,8 @@ def _forward_pass(
         # What is masked does not exist: NaN reaches those that attend to it through the scores.
         marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
         k, v = k + marks.astype(k.dtype), tile.finite(v)
-    problem = Problem.of(spec, shapes, tiling, kernel.unit(platform))
+    own = hoisted.replaced(spec, shapes)
+    problem = Problem.of(own, shapes, tiling, kernel.unit(platform))
     out, normalizer = kernel.run(problem, spec, q, k, v)
     rows = query.shape[:3]
     normalizer = jax.tree.map(lambda x: _unpadded(x, rows), normalizer)
@@ -171,15 +169,15 @@ def _backward_pass(
     if has_mask(spec):
         # Rows with NaN in them reach those that attend to them through maximum and delta.
         query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
-    operands = (query, d_out, *rows), *keys
+    operands, own = ((query, d_out, *rows), *keys), hoisted.replaced(call.spec, call.shapes)
 
     def by_query(rows: int) -> Problem:
         tiling = Tiling(rows, keys_each)
-        return Problem.of(call.spec, call.shapes, tiling, kernels.unit(platform))
+        return Problem.of(own, call.shapes, tiling, kernels.unit(platform))
 
     def by_key(columns: int) -> Problem:
         tiling = Tiling(queries_each, columns)
-        return Problem.of(call.spec, call.shapes, tiling, kernels.unit(platform, transposed=True))
+        return Problem.of(own, call.shapes, tiling, kernels.unit(platform, transposed=True))
 
     d_params = []
     if parameters(spec):

@@ -9,8 +9,8 @@ parameter's entries get of them:
 - one by the distance of queries and keys: for a diagonal of tiles, in each of which the same
   entries belong to the same places.
 
-Where nobody asks for a gradient XLA leaves out its kernel. Those of other tables that functions
-look entries up in are XLA's: it can scatter.
+Where nobody asks for a gradient XLA leaves out its kernel. What functions look up is such a
+parameter where `hoisted` makes it one. Other tables that they index have XLA's: it can scatter.
 """
 
 import functools
@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from jattn import tile
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu import by_distance
+from jattn.kernels.gpu import hoisted
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.parameter import Parameter
 from jattn.kernels.gpu.registers import ROWS, Problem, Scale
@@ -48,13 +48,13 @@ def of(
     """Those of all parameters of a padded call, in float32, each in its own shape."""
 
     def in_kernels(values: list[Array]) -> Spec:
-        own = by_distance.replaced(with_parameters(spec, values), by_query.shapes)
+        own = hoisted.replaced(with_parameters(spec, values), by_query.shapes)
         return Scale.of(own)[1]
 
     values = [x.astype(jnp.float32) for x in parameters(spec)]
     derived, pull = jax.vjp(lambda values: parameters(in_kernels(values)), values)
     own = in_kernels(values)
-    kinds, found = [Parameter.of(own, which) for which in range(len(values))], []
+    kinds, found = [Parameter.of(own, which) for which in range(len(derived))], []
     for parameter, leaf, letters in zip(kinds, derived, parameter_letters(own), strict=True):
         if _scattered(parameter):
             found.append(jnp.zeros_like(leaf))
@@ -63,9 +63,13 @@ def of(
         parts = find(problem, spec, parameter, (per_query, key, value))
         found.append(tile.sum_heads(parts * problem.scale.after, leaf, letters))
     (found,) = pull(found)
-    if any(map(_scattered, kinds)):
+    # What is left to XLA is the same array in both specs.
+    left = [x for x, kind in zip(parameters(own), kinds, strict=True) if _scattered(kind)]
+    assert all(any(x is y for x in values) for y in left)
+    if left:
         every = blockwise.parameter_gradients(spec, per_query, key, value, by_query.tiling)
-        found = [y if _scattered(x) else z for x, y, z in zip(kinds, every, found, strict=True)]
+        scattered = [any(x is y for y in left) for x in values]
+        found = [y if x else z for x, y, z in zip(scattered, every, found, strict=True)]
     return found
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array
 from jattn import tile
 from jattn._pytree import is_static, number
 from jattn.kernels.common import block_mask, slicing
-from jattn.kernels.gpu import by_distance, kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu import kernel_refs, mosaic_interpreter
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.lookup import Table, gather
 from jattn.masks import Span
@@ -388,7 +388,7 @@ class Problem(NamedTuple):
         (q, kv), rows = tiling, unit.rows
         own = Tiling(q, rows) if by_key else Tiling(rows, kv)
         # Rows that come by have their hashes with them, others make theirs once.
-        spec = tile.hashed(by_distance.replaced(spec, shapes), shapes, rows=by_key)
+        spec = tile.hashed(spec, shapes, rows=by_key)
         scale, spec = Scale.of(spec)
         rules, drops = refs(spec, own, by_key), spec.dropout_rate > 0
         unit = unit._replace(apart=rules.differs_by_key())

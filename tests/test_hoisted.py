@@ -1,0 +1,161 @@
+"""Look-ups of score functions that kernels in Mosaic have made before: which they are, and that the
+arrays hold what the function finds."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jattn import masks, scores
+from jattn.kernels.gpu import hoisted
+from jattn.spec import Shapes, Spec, prepare
+from tests.test_hopper import example, reason
+
+
+RNG = np.random.default_rng(0)
+SHAPES = Shapes((2,), 5, 7, 3, 1, 64, 64, jnp.dtype("bfloat16"))
+T, S, N = SHAPES.T, SHAPES.S, SHAPES.N
+TABLE = RNG.normal(size=(2, 3, 11)).astype(np.float32)
+IDS = np.asarray([3, 1, 4, 1, 5, 9, 2], np.int32)
+Q_POSITIONS = np.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
+KV_POSITIONS = np.asarray([[2, 7, 1, 8, 2, 8, 1], [6, 1, 8, 0, 3, 3, 9]], np.int32)
+
+
+def spec_of(place: Any, **positions: Any) -> Spec:
+    """With a function that adds the entries at `place(score, b, h, q, kv, ids)` of a table."""
+
+    def function(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any, ids: Any) -> Any:
+        return score + table[place(score, b, h, q, kv, ids)]
+
+    score = scores.Score(function, jnp.asarray(TABLE), jnp.asarray(IDS))
+    return dataclasses.replace(prepared(score), **positions)
+
+
+def prepared(score: scores.Score) -> Spec:
+    return prepare(Spec(masks.Full(), score, 1.0, None, None), SHAPES)
+
+
+def ones(size: int) -> Any:
+    return jnp.ones((size,), jnp.float32)
+
+
+def near(distance: Any) -> Any:
+    return jnp.clip(distance, -5, 5) + 5
+
+
+PLACES: dict[str, tuple[Any, str | None]] = {
+    "nothing": (lambda s, b, h, q, kv, ids: (1, 2, -3), "by_head"),
+    "head": (lambda s, b, h, q, kv, ids: (0, h, 4), "by_head"),
+    "row and head": (lambda s, b, h, q, kv, ids: (b, h, b + h), "by_head"),
+    "query": (lambda s, b, h, q, kv, ids: (0, 1, q - 2), "by_query"),
+    "row, head and query": (lambda s, b, h, q, kv, ids: (b, h, ids[q] % 7), "by_query"),
+    "key": (lambda s, b, h, q, kv, ids: (b, 1 - h, ids[kv]), "by_key"),
+    "distance": (lambda s, b, h, q, kv, ids: (1, h, near(q - kv)), "by_distance"),
+    "distance the other way": (lambda s, b, h, q, kv, ids: (1, 2, near(kv - q)), "by_distance"),
+    "moved distance": (lambda s, b, h, q, kv, ids: (1, 2, 3 + q - kv), "by_distance"),
+    "which is first": (lambda s, b, h, q, kv, ids: (0, 0, jnp.where(q < kv, 1, 2)), "by_distance"),
+    "row and distance": (lambda s, b, h, q, kv, ids: (b, h, near(q - kv)), None),
+    "sum": (lambda s, b, h, q, kv, ids: (0, h, (q + kv) % 11), None),
+    "twice the key": (lambda s, b, h, q, kv, ids: (0, h, near(q - kv - kv)), None),
+    "moved before it is compared": (
+        lambda s, b, h, q, kv, ids: (0, h, jnp.where(q + 2**30 > kv, 1, 2)),
+        None,
+    ),
+    "remainders": (lambda s, b, h, q, kv, ids: (0, h, q % 3 - kv % 3 + 3), None),
+    "score": (lambda s, b, h, q, kv, ids: (0, h, jnp.int32(s)), None),
+}
+
+
+def values(place: Any, field: str, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+    """What the function finds, in loops: `[B, N]` with T, S or distances behind, all of them."""
+
+    def entry(b: int, h: int, q: int, kv: int) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            index = place(0.0, *map(jnp.int32, (b, h, q, kv)), jnp.asarray(IDS))
+        index = [int(x) + n if x < 0 else int(x) for x, n in zip(index, TABLE.shape, strict=True)]
+        return TABLE[tuple(min(x, n - 1) for x, n in zip(index, TABLE.shape, strict=True))]
+
+    behind = {
+        "by_head": lambda b: [(0, 0)],
+        "by_query": lambda b: [(x, 0) for x in q[b]],
+        "by_key": lambda b: [(0, x) for x in kv[b]],
+        "by_distance": lambda b: [(max(-d, 0), max(d, 0)) for d in range(1 - T, S)],
+    }[field]
+    return np.asarray([[[entry(b, h, *x) for x in behind(b)] for h in range(N)] for b in range(2)])
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_which_look_ups_are_made_before(name, shifted):
+    """And what they find. With positions of their own no array by distance is known."""
+    place, field = PLACES[name]
+    q, kv = Q_POSITIONS, KV_POSITIONS
+    positions = {"q_positions": jnp.asarray(q), "kv_positions": jnp.asarray(kv)}
+    spec = spec_of(place, **positions) if shifted else spec_of(place)
+    found: Any = hoisted.replaced(spec, SHAPES).score
+    if field is None or (shifted and field == "by_distance"):
+        assert found is spec.score
+        return
+    assert found.sites == ((field, 0),)
+    assert [x is None for x in found.operands] == [True, False]
+    (got,) = getattr(found, field)
+    if not shifted:
+        q, kv = (np.tile(np.arange(size), (2, 1)) for size in (T, S))
+    want = values(place, field, q, kv)
+    if field == "by_head":
+        want = want[..., 0]
+    if field == "by_distance":
+        want = want[0]
+    np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
+    for axis, (size, other) in enumerate(zip(got.shape, want.shape, strict=True)):
+        alike = (want == want.take([0], axis)).all()
+        assert size == (1 if alike and other in (2, N) else other)
+
+
+def test_an_operand_with_another_look_up_stays():
+    """Of the others, what is looked up twice has one array."""
+
+    def function(
+        s: Any, b: Any, h: Any, q: Any, kv: Any, gate: Any, pairs: Any, unused: Any
+    ) -> Any:
+        return s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
+
+    spec = prepared(scores.Score(function, ones(3), ones(12), ones(4)))
+    found: Any = hoisted.replaced(spec, SHAPES).score
+    assert [x is None for x in found.operands] == [True, False, True]
+    assert found.sites == (("by_head", 0), ("by_head", 0), ("by_query", 0))
+
+
+def _in_a_branch(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+    return lax.cond(q > kv, lambda: s + table[h], lambda: s)
+
+
+def _several(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+    return s + table[h + jnp.arange(2, dtype=jnp.int32)].sum()
+
+
+def _mapped(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+    return s + jax.vmap(lambda x: table[x])(h + jnp.arange(2, dtype=jnp.int32)).sum()
+
+
+@pytest.mark.parametrize("function", [_in_a_branch, _several, _mapped])
+def test_what_cannot_be_read_stays(function):
+    spec = prepared(scores.Score(function, ones(4)))
+    assert hoisted.replaced(spec, SHAPES).score is spec.score
+
+
+def test_kernels_need_not_compute_what_makes_an_index():
+    """Neither operations that they lack, nor instructions that are exact enough for these."""
+
+    def place(s: Any, b: Any, h: Any, q: Any, kv: Any, ids: Any) -> Any:
+        far = jnp.arctan(jnp.log1p(abs(q - kv).astype(jnp.float32)))
+        return 0, 0, jnp.int32(far * 4)
+
+    spec = spec_of(place)
+    assert reason(score=spec.score) is None
+    assert example(hoisted.replaced(spec, SHAPES).score)[1]
+    assert "needs log1p" in str(reason(score=spec.score, q_positions=jnp.arange(5)[None]))
