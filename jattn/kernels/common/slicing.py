@@ -7,7 +7,7 @@ own: `masks.Lengths`, which leaves out the padded queries and keys.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,19 @@ def round_up(T: int, S: int, tiling: Tiling) -> tuple[int, int]:
     """T and S as whole tiles."""
     block_q, block_kv = tiling
     return -(-T // block_q) * block_q, -(-S // block_kv) * block_kv
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """What makes scores and weights of products: a tile of one head, or of rows of several."""
+
+    def modify(self, products: Array, masked: bool) -> Array:
+        """Scores from products of queries and keys."""
+        ...
+
+    def drop(self, weights: Array) -> Array:
+        """Dropout on weights."""
+        ...
 
 
 class Tile(NamedTuple):

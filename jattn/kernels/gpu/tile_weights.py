@@ -31,7 +31,7 @@ def online(
     masked: bool,
     factors: Scale,
     special: bool,
-    here: slicing.Tile,
+    here: slicing.Scored,
     products: Array,
     part: softmax.Partial,
 ) -> tuple[Array, softmax.Partial]:
@@ -54,7 +54,7 @@ def online_apart(
     masked: bool,
     factors: Scale,
     special: bool,
-    here: slicing.Tile,
+    here: slicing.Scored,
     products: Array,
     maximum: Array,
     total: Array,
