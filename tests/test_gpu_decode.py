@@ -163,7 +163,7 @@ def read_in_place(monkeypatch):
     return counted
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @each_kernel
 @pytest.mark.parametrize("call", CALLS, ids=lambda x: f"{x.kind}-{x.T}-{x.rules.__name__}")
 def test_values(call, implementation, read_in_place):
@@ -180,6 +180,7 @@ def test_what_was_never_written_does_not_exist(kind):
     assert_right(call, decoded(call, cache, "hopper"))
 
 
+@pytest.mark.one_in(3)
 @each_kernel
 def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place):
     """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
@@ -202,6 +203,7 @@ def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place)
     assert len(read_in_place) == 2
 
 
+@pytest.mark.one_in(3)
 @each_kernel
 def test_long_rows_go_in_parts(monkeypatch, implementation, read_in_place):
     """Some of which have no keys that may be attended to."""

@@ -238,7 +238,7 @@ def attend(query: Any, cache: Any, implementation: str = "tpu", **rules: Any) ->
     return quick_jit(call)(jnp.asarray(query), cache, rules)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(16)
 @every_cache
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(("T", "G"), [(1, 4), (4, 1), (4, 4), (1, 1)])
@@ -253,6 +253,7 @@ def test_values(kind, name, T, G):
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("poison", [np.inf, -1e38])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_what_no_row_holds_does_not_exist(kind, poison):
@@ -263,6 +264,7 @@ def test_what_no_row_holds_does_not_exist(kind, poison):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.one_in(3)
 @every_cache
 def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
     """A value that the last query alone sees, and a key that the window leaves to none."""
@@ -287,6 +289,7 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
         np.testing.assert_array_equal(out[1:], want[1:])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["dense_long", "paged", "paged_long"])
 def test_the_tile_map_decides(kind):
     """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
@@ -312,6 +315,7 @@ def test_a_mean_is_finite_where_the_sum_is_not():
     np.testing.assert_allclose(lse, np.log(256), rtol=1e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("page_size", [16, 32, 256])
 @pytest.mark.parametrize("V", [128, 24])
 def test_16_bits(page_size, V):
@@ -337,6 +341,7 @@ def test_blocks_that_need_no_mask_and_blocks_that_do_in_the_default_size():
     assert oracle.error(out, truth(found, rule, query).out) < 4e-6
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("mapped", ["all", "query"])
 def test_mapped(kind, mapped):
