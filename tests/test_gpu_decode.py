@@ -15,8 +15,7 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
-from jattn.kernels import registry
-from jattn.kernels.gpu import decode
+from jattn.kernels.gpu import ampere, decode, hopper
 from jattn.spec import Shapes, make_spec
 from tests.conftest import quick_jit
 from tests.oracle import error
@@ -83,11 +82,19 @@ def arrays(T: int, S: int, b: Any, dtype: Any) -> Any:
     seen, by_query = rng.random((1, N, 1, 256)) < 0.7, rng.random((B, 1, T, 256)) < 0.9
     return {
         "mask": masks.Dense(jnp.asarray(seen[..., :S]))
-        & masks.Dense(jnp.asarray(by_query[b, ..., :S])),
+        & masks.Dense(jnp.asarray(by_query[b, ..., :S]))
+        & masks.Lengths(q=jnp.asarray([T, T - 1, T])[b]),
         "score": scores.Bias(normal(B, N, T, 256, dtype=dtype)[b, ..., :S])
         >> scores.Bias(normal(1, 1, T, 1, dtype=dtype))
         >> scores.Bias(normal(1, N, 1, 256, dtype=dtype)[..., :S]),
     }
+
+
+def full_for_some(T: int, S: int, b: Any, dtype: Any) -> Any:
+    """The first head sees all keys: its tiles need no mask, those of its group do."""
+    seen = np.random.default_rng(2).random((1, N, 1, 256)) < 0.7
+    seen[:, 0] = True
+    return {"mask": masks.Dense(jnp.asarray(seen[..., :S]))}
 
 
 def causal(T: int, S: int, b: Any, dtype: Any) -> Any:
@@ -104,6 +111,7 @@ class Call(NamedTuple):
 
 CALLS = [
     Call("dense", 1, causal),
+    Call("dense", 1, full_for_some),
     Call("dense", 3, functions),
     Call("dense_odd", 2, arrays),
     Call("dense", 40, functions),  # of one head at a time
@@ -268,7 +276,7 @@ def test_what_is_not_read_in_place(changes, words):
     cache = PagedCache.create(B, 192, K, H, size, dtype=dtype, page_size=page)
     shapes = Shapes((B,), T, cache.capacity, N, K, H, size, jnp.dtype(jnp.bfloat16))
     spec = make_spec(shapes, mask=cache.mask(), score=changes.get("score"))
-    reason = registry.KERNELS["hopper"].unreadable("cpu", spec, shapes, cache)
+    reason = hopper.unreadable("cpu", spec, shapes, cache)
     assert (words in str(reason)) if words else reason is None
 
 
@@ -279,6 +287,6 @@ def test_threads_copy_no_small_pages(monkeypatch, capability, least):
     cache = PagedCache.create(B, 192, K, H, V, dtype=jnp.bfloat16)
     shapes = Shapes((B,), 1, cache.capacity, N, K, H, V, jnp.dtype(jnp.bfloat16))
     spec = make_spec(shapes, mask=cache.mask())
-    reason = registry.KERNELS["ampere"].unreadable("cuda", spec, shapes, cache)
+    reason = ampere.unreadable("cuda", spec, shapes, cache)
     words = f"pages of a multiple of {least} tokens, got 16"
     assert (words in str(reason)) if least > 16 else reason is None

@@ -74,9 +74,9 @@ class Row(NamedTuple):
     unbuilt: says why the code that has to be compiled for such a call could not be, if that was
         tried. The kernel's functions raise `Unbuilt` then, and a call that names no kernel takes
         the next one.
-    decode: `(platform, spec, query, cache)` to `CacheResults`, by a kernel that reads a cache where
-        its keys and values lie. Without it, and where `unreadable(platform, spec, shapes, cache)`
-        says why it cannot, the kernel is given them as arrays.
+    reader: a file whose `decode(platform, spec, query, cache)` reads a cache where its keys and
+        values lie. Without it, and where its `unreadable(platform, spec, shapes, cache)` says why
+        it cannot, the kernel is given them as arrays.
     """
 
     kernel: Kernel
@@ -86,8 +86,7 @@ class Row(NamedTuple):
     too_small: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
     unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
     unbuilt: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
-    decode: Callable[[str, Spec, Array, Cache], CacheResults] | None = None
-    unreadable: Callable[[str, Spec, Shapes, Cache], str | None] = lambda *call: None
+    reader: Later | None = None
 
 
 _NATIVE = Later("jattn.kernels.cpu.native")
@@ -111,40 +110,35 @@ KERNELS: dict[str, Row] = {
         _PALLAS,
         ("cuda", "rocm"),
         interpreted=("cpu",),
-        decode=_PALLAS.decode,
-        unreadable=_PALLAS.unreadable,
+        reader=_PALLAS,
     ),
     "triton": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
     "tpu": Row(
         Later("jattn.kernels.tpu.tiled"),
         ("tpu",),
         interpreted=("cpu",),
-        decode=_TPU_DECODE.decode,
-        unreadable=_TPU_DECODE.unreadable,
+        reader=_TPU_DECODE,
     ),
     "ampere": Row(
         _AMPERE,
         ("cuda",),
         interpreted=("cpu",),
         when="default_platform",
-        decode=_AMPERE.decode,
-        unreadable=_AMPERE.unreadable,
+        reader=_AMPERE,
     ),
     "hopper": Row(
         _HOPPER,
         ("cuda",),
         interpreted=("cpu",),
         when="default_platform",
-        decode=_HOPPER.decode,
-        unreadable=_HOPPER.unreadable,
+        reader=_HOPPER,
     ),
     "blackwell": Row(
         Later("jattn.kernels.gpu.blackwell"),
         ("cuda",),
         interpreted=("cpu",),
         when="default_platform",
-        decode=_AMPERE.decode,  # reading is all that counts
-        unreadable=_AMPERE.unreadable,
+        reader=_AMPERE,  # reading is all that counts
     ),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms.
@@ -221,18 +215,17 @@ def decoder(
     if name not in KERNELS:
         return None
     row, platform = KERNELS[name], _default_platform()
-    if row.decode is None or row.unreadable(platform, spec, shapes, cache):
+    reader = row.reader
+    if reader is None or reader.unreadable(platform, spec, shapes, cache):
         return None
     if row.when == "default_platform":
-        return functools.partial(row.decode, platform)
-    return functools.partial(decode.attend_part, forward=functools.partial(_decode_on, name))
+        return functools.partial(reader.decode, platform)
 
+    def when_lowered(platform: str, *operands: Any) -> CacheResults:
+        refuse(name, _elsewhere(row, platform, named=True))
+        return reader.decode(platform, *operands)
 
-def _decode_on(name: str, platform: str, *operands: Any) -> CacheResults:
-    row = KERNELS[name]
-    refuse(name, _elsewhere(row, platform, named=True))
-    assert row.decode is not None
-    return row.decode(platform, *operands)
+    return functools.partial(decode.attend_part, forward=when_lowered)
 
 
 def _first_that_can(

@@ -41,12 +41,12 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def _other_machine() -> str | None:
-    device = streams.device()
-    if device is None:  # and the program is for another machine
-        return None
-    if streams.capability_of(device) < LEAST:
-        return f"expected compute capability 8.0 or more, got {device.compute_capability}"
-    return None if knows_ampere() else OLD
+    return streams.unfit(lambda x: x >= LEAST, "8.0 or more") or old()
+
+
+def old() -> str | None:
+    """Why this version of JAX does not compile for this machine's device."""
+    return None if streams.device() is None or knows_ampere() else OLD
 
 
 OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"

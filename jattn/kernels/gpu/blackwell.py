@@ -47,12 +47,7 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def _other_machine() -> str | None:
-    device = streams.device()
-    if device is None:  # and the program is for another machine
-        return None
-    if streams.capability_of(device)[0] != CAPABILITY:
-        return f"expected compute capability {CAPABILITY}.x, got {device.compute_capability}"
-    return None if knows_ampere() else ampere.OLD
+    return streams.unfit(lambda x: x[0] == CAPABILITY, f"{CAPABILITY}.x") or ampere.old()
 
 
 class _Memory(NamedTuple):

@@ -53,16 +53,15 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def _other_machine() -> str | None:
-    device = streams.device()
-    if device is None:  # and the program is for another machine
-        return None
-    if streams.capability_of(device) != CAPABILITY:
-        return f"expected compute capability 9.0, got {device.compute_capability}"
+    return streams.unfit(lambda x: x == CAPABILITY, "9.0") or _miscompiled()
+
+
+def _miscompiled() -> str | None:
     version = _cuda_version()
-    if _MISCOMPILING[0] <= version < _MISCOMPILING[1]:
-        found = f"{version // 1000}.{version % 1000 // 10}.{version % 10}"
-        return f"CUDA {found} compiles masks wrongly; expected CUDA 12.9.1 or later"
-    return None
+    if streams.device() is None or not _MISCOMPILING[0] <= version < _MISCOMPILING[1]:
+        return None
+    found = f"{version // 1000}.{version % 1000 // 10}.{version % 10}"
+    return f"CUDA {found} compiles masks wrongly; expected CUDA 12.9.1 or later"
 
 
 def _cuda_version() -> int:

@@ -5,6 +5,7 @@ Before Hopper each thread copies its share and all wait for one another; since H
 own copies, and a barrier says when a tile is there.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,15 @@ def device() -> Any:
 
 def capability_of(device: Any) -> tuple[int, ...]:
     return tuple(map(int, device.compute_capability.split(".")))
+
+
+def unfit(fits: Callable[[tuple[int, ...]], bool], expected: str) -> str | None:
+    """Why this machine's device is not one of such a compute capability; None if it is, or if there
+    is none, and the program is for another machine."""
+    found = device()
+    if found is None or fits(capability_of(found)):
+        return None
+    return f"expected compute capability {expected}, got {found.compute_capability}"
 
 
 def capability() -> tuple[int, ...] | None:
