@@ -47,6 +47,13 @@ def of(expression: Expression, scalars: Sequence[Interval]) -> Interval:
     return found[id(result)]
 
 
+def of_operation(op: str, dtype: Any, args: Sequence[Interval], param: Any = None) -> Interval:
+    """The interval of one operation of `expressions.Node`, whose operands lie in these."""
+    operands = tuple(Node("input", (), x.lo.dtype) for x in args)
+    with np.errstate(all="ignore"), jax.numpy_dtype_promotion("standard"):
+        return _of_node(Node(op, operands, np.dtype(dtype), param), [*args], (), [])
+
+
 _MOST_NUMBERS = 2**20  # of the runs of a scalar, that are taken one by one
 _TRACED = -1  # in place of a scalar: a table that only the program knows
 
@@ -125,7 +132,7 @@ def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) 
         or not _is_number(node.dtype)
         or not all(_is_number(x.dtype) for x in node.args)
     ):
-        return _anything(node.dtype)
+        return anything(node.dtype)
     if args and not _static(args) and _kind(node.dtype) in "bi" and all(x.lo is x.hi for x in args):
         exact = expressions.apply(node, [x.lo for x in args])  # a batch row or a head
         return Interval(exact, exact)
@@ -152,7 +159,7 @@ def _kind(dtype: Any) -> str:
     return "?"
 
 
-def _anything(dtype: Any) -> Interval:
+def anything(dtype: Any) -> Interval:
     kind = _kind(dtype)
     if kind == "b":
         return Interval(np.False_, np.True_)
@@ -329,7 +336,7 @@ def _at_corners(node: Node, exact: Callable[..., Any], *args: Interval) -> Inter
     fits = np.True_
     for one in estimates:
         fits = fits & (one >= limits.min + margin) & (one <= limits.max - margin)
-    return _either(fits, Interval(lo, hi), _anything(node.dtype))
+    return _either(fits, Interval(lo, hi), anything(node.dtype))
 
 
 @_rule("add")
@@ -365,7 +372,7 @@ def _(node: Node, x: Interval) -> Interval:
 @_rule("integer_pow")
 def _(node: Node, x: Interval) -> Interval:
     exponent: Any = node.param
-    return _power(node, x, exponent) if exponent > 0 else _anything(node.dtype)
+    return _power(node, x, exponent) if exponent > 0 else anything(node.dtype)
 
 
 def _power(node: Node, x: Interval, exponent: int) -> Interval:
@@ -390,13 +397,13 @@ def _(node: Node, x: Interval) -> Interval:
         ends = abs(x.lo), abs(x.hi)
     else:
         least = jnp.iinfo(node.dtype).min
-        x = _either(x.lo > least, x, _anything(node.dtype))
+        x = _either(x.lo > least, x, anything(node.dtype))
         ends = xp.abs(x.lo), xp.abs(x.hi)
     through = (x.lo <= 0) & (x.hi >= 0)
     found = Interval(_where(through, 0, xp.minimum(*ends)), xp.maximum(*ends), x.nan)
     if _kind(node.dtype) == "f":
         return found
-    return _either(x.lo > jnp.iinfo(node.dtype).min, found, _anything(node.dtype))
+    return _either(x.lo > jnp.iinfo(node.dtype).min, found, anything(node.dtype))
 
 
 @_rule("sign")
@@ -425,7 +432,7 @@ def _(node: Node, low: Interval, x: Interval, high: Interval) -> Interval:
 def _(node: Node, x: Interval, y: Interval) -> Interval:
     if _kind(node.dtype) == "f":
         apart = (y.lo > 0) | (y.hi < 0)
-        return _either(apart, _at_corners(node, lambda a, b: a / b, x, y), _anything(node.dtype))
+        return _either(apart, _at_corners(node, lambda a, b: a / b, x, y), anything(node.dtype))
     return _quotient(node, x, y, _truncated)
 
 
@@ -447,7 +454,7 @@ def _quotient(node: Node, x: Interval, y: Interval, divide: Any) -> Interval:
     ends = [divide(a, b) for a in safe[0][:2] for b in safe[1][:2]]
     lo = xp.minimum(xp.minimum(ends[0], ends[1]), xp.minimum(ends[2], ends[3]))
     hi = xp.maximum(xp.maximum(ends[0], ends[1]), xp.maximum(ends[2], ends[3]))
-    return _either(usual, Interval(lo, hi), _anything(node.dtype))
+    return _either(usual, Interval(lo, hi), anything(node.dtype))
 
 
 @_rule("remainder")
@@ -465,9 +472,9 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
 def _(node: Node, x: Interval, y: Interval) -> Interval:
     """As C++ has it: with the sign of x."""
     if _kind(node.dtype) == "f":
-        return _anything(node.dtype)
+        return anything(node.dtype)
     found = _RULES["remainder"](node, x, y)
-    return _either(x.lo >= 0, found, _anything(node.dtype))
+    return _either(x.lo >= 0, found, anything(node.dtype))
 
 
 @_rule("and")
@@ -514,7 +521,7 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
 def _bits(node: Node, x: Interval, y: Interval, operation: Any) -> Interval:
     alone = (x.lo == x.hi) & (y.lo == y.hi)
     point = operation(x.lo, y.lo)
-    return _either(alone, Interval(point, point), _anything(node.dtype))
+    return _either(alone, Interval(point, point), anything(node.dtype))
 
 
 @_rule("not")
@@ -528,7 +535,7 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
     if node.op == "shift_right_logical":
         usual = usual & (x.lo >= 0)
     by = _where(usual, y.lo, 0).astype(node.dtype)
-    return _either(usual, Interval(x.lo >> by, x.hi >> by), _anything(node.dtype))
+    return _either(usual, Interval(x.lo >> by, x.hi >> by), anything(node.dtype))
 
 
 @_rule("shift_left")
@@ -537,7 +544,7 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
     usual = (y.lo == y.hi) & (y.lo >= 0) & (y.lo < bits)
     factor = np.asarray(1, node.dtype) << _where(usual, y.lo, 0).astype(node.dtype)
     found = _RULES["mul"](node, x, Interval(factor, factor))
-    return _either(usual, found, _anything(node.dtype))
+    return _either(usual, found, anything(node.dtype))
 
 
 def _truth(x: Any) -> Any:
@@ -614,12 +621,12 @@ def _(node: Node, x: Interval) -> Interval:
         fits = (x.lo >= min(limits.min + margin, 0)) & (x.hi <= limits.max - margin) & ~x.nan
         safe = (xp.trunc(_where(fits, end, 0)) for end in x[:2])
         return _either(
-            fits, Interval(*(end.astype(node.dtype) for end in safe)), _anything(node.dtype)
+            fits, Interval(*(end.astype(node.dtype) for end in safe)), anything(node.dtype)
         )
     own = jnp.iinfo(x.lo.dtype)
     fits = (x.lo >= max(limits.min, own.min)) & (x.hi <= min(limits.max, own.max))
     safe = (_where(fits, end, 0).astype(node.dtype) for end in x[:2])
-    return _either(fits, Interval(*safe), _anything(node.dtype))
+    return _either(fits, Interval(*safe), anything(node.dtype))
 
 
 def _rising(name: str, roundings: int, absolute: float, function: Callable[..., Any]) -> None:

@@ -205,25 +205,24 @@ _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 @functools.cache
-def _division(name: str, *operands: tuple[Any, bool]) -> str:
-    """The program of `x // y` or `x % y` of scalars, as it stands in other programs; operands are
-    dtypes, and whether they are weak."""
-    like = [jax.ShapeDtypeStruct((), dtype, weak_type=weak) for dtype, weak in operands]
+def _division(name: str, *operands: tuple[Any, Shape, bool]) -> str:
+    """The program of `x // y` or `x % y`, as it stands in other programs; operands are dtypes,
+    shapes, and whether dtypes are weak."""
+    like = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for dtype, shape, weak in operands]
     function = {"floor_divide": jax.numpy.floor_divide, "remainder": jax.numpy.remainder}[name]
     with jax.numpy_dtype_promotion("standard"):
         (equation,) = jax.make_jaxpr(function)(*like).jaxpr.eqns
     return str(equation.params["jaxpr"])
 
 
-def _is_division(equation: Any, program: Any) -> bool:
-    """Whether it calls JAX's own floor division or remainder of integers."""
+def is_division(equation: Any, program: Any) -> bool:
+    """Whether it calls JAX's own floor division or remainder of integers, whose program this is;
+    the name that it calls says which."""
     name, avals = equation.params.get("name"), [x.aval for x in equation.invars]
     if name not in _DIVISIONS or not all(np.issubdtype(x.dtype, np.integer) for x in avals):
         return False
-    operands = [(x.dtype, x.weak_type) for x in avals]
-    if any(x.shape for x in avals) or len(operands) != 2:
-        return False
-    return str(program) == _division(name, *operands)
+    operands = [(x.dtype, x.shape, x.weak_type) for x in avals]
+    return len(operands) == 2 and str(program) == _division(name, *operands)
 
 
 class _Reader:
@@ -325,7 +324,7 @@ class _Reader:
         if name == "cond":
             return self.cond(params["branches"], values)
         if called is not None and name not in ("scan", "while"):
-            if _is_division(equation, called):
+            if not equation.outvars[0].aval.shape and is_division(equation, called):
                 return [self.entries(params["name"], values, equation.outvars[0].aval, None)]
             program = getattr(called, "jaxpr", called)
             return self.run(program, getattr(called, "consts", ()), values)

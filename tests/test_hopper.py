@@ -347,6 +347,26 @@ def test_nan_reaches_who_attends_to_it(implementation):
     assert np.isfinite(out[:, :100].astype(jnp.float32)).all()
 
 
+def _hidden(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return jnp.where((kv > q) | (kv == 5), -jnp.inf, jnp.tanh(score))
+
+
+@each_kernel
+def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementation):
+    """Masks are written as scores of −inf too."""
+    q, k, v = normal(96, 2, 64), normal(100, 2, 64), normal(100, 2, 64)
+
+    def attend(v: Any) -> Any:
+        broken = q.at[50].set(jnp.nan)
+        return jattn.attention(broken, k, v, score=_hidden, implementation=implementation)
+
+    out, pull = jax.vjp(attend, v)
+    (d_value,) = pull(jnp.ones_like(out))
+    assert [*jnp.flatnonzero(jnp.isnan(out).any((1, 2)))] == [50]
+    reached = jnp.isnan(d_value).any((1, 2))
+    assert [*jnp.flatnonzero(reached)] == [x for x in range(51) if x != 5]
+
+
 @pytest.mark.parametrize(
     ("implementation", "expected"), [("hopper", 2), ("ampere", 4), ("blackwell", 2)]
 )
@@ -792,6 +812,57 @@ def test_integers_of_8_bits_are_compared_wider():
     assert operands == [jnp.dtype("int32")] * 4
     with pytest.raises(NotImplementedError, match="add of integers of 8 bits"):
         run(lambda x: x + x)(tile)
+
+
+DIVISIONS: dict[str, tuple[Any, bool]] = {
+    "remainder": (lambda b, q, kv: (q + kv + b) % 7, True),
+    "quotient": (lambda b, q, kv: (q + 2 * kv) // 8, True),
+    "by a number": (lambda b, q, kv: (q + kv) // (b + 1), True),
+    "of a row": (lambda b, q, kv: q // 3 * 100 + kv % 5, True),
+    "of rows alike": (lambda b, q, kv: jnp.full_like(q, 17) // 5 + kv, True),
+    "twice": (lambda b, q, kv: (q // 4 * 9 + abs(q - kv)) // 8 % 3, True),
+    "truncated": (
+        lambda b, q, kv: jax.lax.rem(jax.lax.div(q + kv, np.int32(3)), np.int32(4)),
+        True,
+    ),
+    "may be negative": (lambda b, q, kv: (q - kv) % 7, False),
+    "may be negative, quotient": (lambda b, q, kv: (q - kv) // 4, False),
+    "by what may be 0": (lambda b, q, kv: (q + kv + 1) // (kv % 2 + b), False),
+    "overflows": (lambda b, q, kv: (q * 2**29 + kv) % 7, False),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, transposed):
+    """And all are divided as Python divides them."""
+    function, expected = DIVISIONS[name]
+    b, q, kv = jnp.int32(1), jnp.arange(12, dtype=jnp.int32), jnp.arange(10, dtype=jnp.int32)
+
+    def whole(b: Any, q: Any, kv: Any) -> Any:
+        return function(b, q[:, None], kv[None, :])
+
+    def run(*at: Any) -> Any:
+        below = [*zip(at, (2, 12, 10), strict=True)]
+        return mosaic_interpreter.run(whole, *at, below=below, transposed=transposed)
+
+    found = run(b, q, kv)
+    np.testing.assert_array_equal(found.T if transposed else found, whole(b, q, kv))
+    program = jax.make_jaxpr(run)(b, q, kv)
+    divided = [
+        str(x.invars[0].aval.dtype) for x in program.eqns if x.primitive.name in ("div", "rem")
+    ]
+    assert ({*divided} == {"uint32"}) is expected
+
+
+def test_a_function_called_like_a_division_is_run():
+    @jax.jit
+    def remainder(x: Any, y: Any) -> Any:
+        return x * y
+
+    q = jnp.arange(12, dtype=jnp.int32)
+    found = mosaic_interpreter.run(lambda q: remainder(q, jnp.int32(5)), q, below=[(q, 12)])
+    np.testing.assert_array_equal(found, 5 * q)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -16,18 +16,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from jattn import bounds, expressions
+from jattn.bounds import Interval
+
 
 # What is computed entry by entry, and what Mosaic GPU knows of that.
 _ELEMENTWISE = frozenset(
     """abs add add_any and bitcast_convert_type clamp convert_element_type copy cos div eq erf exp
-    exp2 ge gt integer_pow le log logistic lt max min mul ne neg not one_minus_square or rem round
-    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub tanh
-    xor""".split()
+    exp2 floor_divide ge gt integer_pow le log logistic lt max min mul ne neg not one_minus_square
+    or rem remainder round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+    sin square sub tanh xor""".split()
 )
 _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 _ANY_WIDTH = frozenset("and convert_element_type copy not or select_n xor".split())
 _NARROW = jnp.dtype("int8"), jnp.dtype("uint8")
 _REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
+# Functions that others call; of what is never negative they are these.
+_CALLED_DIVISIONS: Any = {"floor_divide": lax.div, "remainder": lax.rem}
 _OTHER_WORDS = {"custom_lin": "a parameter's derivative in forward mode, which custom_vjp has not"}
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _LOOPS = ("scan", "while", "cond")
@@ -47,6 +52,7 @@ def run(
     transposed: bool = False,
     runs: tuple[Run, ...] = (),
     lines: Any = (),
+    below: Any = (),
     tables: Any = None,
     lay: Callable[[Array], Array] = lambda x: x,
 ) -> Any:
@@ -54,15 +60,17 @@ def run(
     their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed.
 
     `runs` says of which arguments more is known, `lines` along which axis of a tile "ts" arguments
-    run, and `tables` how entries are looked up: `tables[which](places, axes)`. `lay` puts a tile
-    where others lie that was spread from rows or columns.
+    run, `below` which arguments are integers from 0 to less than a size, and `tables` how entries
+    are looked up: `tables[which](places, axes)`. `lay` puts a tile where others lie that was spread
+    from rows or columns.
 
     Raises NotImplementedError for what registers cannot do.
     """
     values = jax.tree.leaves(arguments)
     expected = jax.tree.map(jax.typeof, arguments) if shapes is None else shapes
     program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
-    known = [(x, _Line(axis)) for x, axis in lines if len(axis) == 1]
+    known: list[Any] = [(x, _Line(axis)) for x, axis in lines if len(axis) == 1]
+    known += [(x, Interval(np.int32(0), np.int32(size - 1))) for x, size in below]
     registers = _Registers(transposed, runs, known, tables or {}, lay)
     found = registers.evaluate(program.jaxpr, program.consts, values)
     return jax.tree.unflatten(jax.tree.structure(out), found)
@@ -149,9 +157,24 @@ def _power(x: Array, exponent: int) -> Array:
     return half * x if exponent % 2 else half
 
 
+def _operation(equation: Any) -> str:
+    """Its name; of a call the name of what it calls."""
+    name = equation.primitive.name
+    return equation.params["name"] if name in ("jit", "pjit") else name
+
+
+def _unsigned(divide: Callable[..., Array], x: Array, by: Array) -> Array:
+    """Integers that are not negative, divided as unsigned ones: half as many instructions."""
+    by = lax.broadcast_in_dim(by, x.shape, ()) if jnp.ndim(by) < jnp.ndim(x) else by
+    x = lax.broadcast_in_dim(x, by.shape, ()) if jnp.ndim(x) < jnp.ndim(by) else x
+    unsigned = f"uint{8 * x.dtype.itemsize}"
+    found = divide(*(lax.convert_element_type(y, unsigned) for y in (x, by)))
+    return lax.convert_element_type(found, x.dtype)
+
+
 class _Registers(NamedTuple):
     """How arrays lie that a traced function computes, and what is known of some of them: that they
-    are one number, spread from one axis, or the difference of two that are."""
+    are one number, spread from one axis, or the difference of two that are; where integers lie."""
 
     transposed: bool
     runs: tuple[Run, ...]
@@ -188,11 +211,13 @@ class _Registers(NamedTuple):
         called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
         if called is None:
             return [self.compute(equation, values)]
+        if expressions.is_division(equation, called) and self.never_negative(equation, values):
+            return [self.compute(equation, values)]
         program = getattr(called, "jaxpr", called)
         return self.evaluate(program, getattr(called, "consts", ()), values)
 
     def compute(self, equation: Any, values: list[Any]) -> Any:
-        name, params = equation.primitive.name, equation.params
+        name, params = _operation(equation), equation.params
         shapes = [x.aval.shape for x in equation.invars]
         (result, *_) = (x.aval for x in equation.outvars)
         if name == "broadcast_in_dim":
@@ -208,7 +233,28 @@ class _Registers(NamedTuple):
             return self.looked_up(values[0], result.shape, params["which"])
         if name not in _ELEMENTWISE:
             raise NotImplementedError(_OTHER_WORDS.get(name, name))
-        return self.elementwise(equation, values, shapes, result.shape)
+        found = self.elementwise(equation, values, shapes, result.shape)
+        if jnp.issubdtype(result.dtype, jnp.integer):
+            intervals = self.intervals(equation, values)
+            of = bounds.of_operation(name, result.dtype, intervals, params.get("y"))
+            self.noted.append((found, of))
+        return found
+
+    def intervals(self, equation: Any, values: list[Any]) -> list[Interval]:
+        """Where operands lie, as far as that is known."""
+        found = []
+        for x, variable in zip(values, equation.invars, strict=True):
+            noted, number = self.noted_of(x, Interval), self.number(x)
+            if number is not None and not isinstance(number, jax.Array):  # it is known already
+                value = np.asarray(number, variable.aval.dtype)
+                noted = Interval(value, value)
+            found.append(bounds.anything(variable.aval.dtype) if noted is None else noted)
+        return found
+
+    def never_negative(self, equation: Any, values: list[Any]) -> bool:
+        """Whether it divides integers of at least 0 by such of at least 1."""
+        x, by = self.intervals(equation, values)
+        return bool(x.lo >= 0 and by.lo >= 1)
 
     def looked_up(self, places: Any, shape: tuple[int, ...], which: int) -> Any:
         """Entries of a table, one for all places that are the same."""
@@ -252,6 +298,9 @@ class _Registers(NamedTuple):
     def entry_by_entry(self, equation: Any, values: Any, shapes: Any, result: Any) -> Any:
         if any(x.aval.dtype in _NARROW for x in equation.invars):
             values = _widened(equation.primitive.name, values)
+        divide = self.unsigned_division(equation, values)
+        if divide is not None:
+            return _unsigned(divide, *values)
         if equation.primitive.name in ("add_any", "copy"):
             return functools.reduce(lax.add, values)
         if equation.primitive.name == "one_minus_square":
@@ -261,6 +310,12 @@ class _Registers(NamedTuple):
         if equation.primitive.name == "div" and self.shape(shapes[0]) and not shapes[1]:
             return self.quotient(values, shapes, result)
         return self.noticed(equation, values, equation.primitive.bind(*values, **equation.params))
+
+    def unsigned_division(self, equation: Any, values: list[Any]) -> Callable[..., Array] | None:
+        """Of unsigned integers, if that divides these as well; of a call this is known before."""
+        if equation.primitive in (lax.div_p, lax.rem_p):
+            return equation.primitive.bind if self.never_negative(equation, values) else None
+        return _CALLED_DIVISIONS.get(_operation(equation))
 
     def noticed(self, equation: Any, values: list[Any], found: Any) -> Any:
         """What was found, or the same in fewer operations: the distance of two places as a float
@@ -307,6 +362,9 @@ class _Registers(NamedTuple):
         found = lax.broadcast_in_dim(x, self.shape(after), axes)
         if number is not None:
             self.noted.append((found, _Same(x)))
+        interval = self.noted_of(x, Interval)
+        if interval is not None:
+            self.noted.append((found, interval))
         if len(axes) == 1 and jnp.ndim(found) == 2:
             found = self.lay(found)
             self.noted.append((found, _Along(x, axes[0])))

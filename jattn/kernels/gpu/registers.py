@@ -459,7 +459,7 @@ class Problem(NamedTuple):
         known = dict.fromkeys(self.beside) | tables | numbers
         parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
         read = [known[i] if i in known else unit.read(*x, letters) for i, (x, letters) in parts]
-        return Tile(unit, self.rules, read, place)
+        return Tile(unit, self.shapes, self.rules, read, place)
 
 
 # What is only approximated by the instructions for it, too roughly for functions of positions; the
@@ -492,6 +492,7 @@ class Tile(NamedTuple):
     """A spec in registers."""
 
     unit: Unit
+    shapes: Shapes
     rules: SpecRefs
     leaves: list[_Value | _InMemory | None]
     place: TileIndex
@@ -507,7 +508,7 @@ class Tile(NamedTuple):
 
     def run(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(tile, *operands)`."""
-        unit, (b, h, row, column) = self.unit, self.place
+        unit, shapes, (b, h, row, column) = self.unit, self.shapes, self.place
         rows, columns = self.rules.sizes.values()
         at = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
 
@@ -525,6 +526,7 @@ class Tile(NamedTuple):
             lay=lambda x: unit.lay(x, "ts"),
             runs=(mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])),
             lines=[(at[2], "t"), (at[3], "s"), *((x.value, x.axes) for x in values if x)],
+            below=[*zip(at, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],
             tables={
                 i: functools.partial(unit.look_up, x.memory)
                 for i, x in enumerate(self.leaves)

@@ -171,11 +171,16 @@ def d_products(
     if is_unmodified(spec):
         weights = _unmodified_weights(masked, factors, here, products, rows)
         return _d_unmodified(masked, here, weights, d_weights), here.drop(weights)
-    score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
+    score, pull = jax.vjp(lambda x: here.modify(x, False), products)
+    if masked and has_mask(spec):
+        allowed = spec.mask.evaluate(here.b, here.h, here.rows, here.columns)
+        score = jnp.where(allowed, score, -jnp.inf)
     weights = _weights(masked, factors, score, rows)
-    if masked:  # also in a row that is NaN
-        weights = jnp.where(score == -jnp.inf, 0, weights)
-    return pull(weights * d_weights)[0], here.drop(weights)
+    (found,) = pull(weights * d_weights)
+    if masked:  # after all else, which may be NaN, also in all of a row
+        hidden = score == -jnp.inf
+        weights, found = jnp.where(hidden, 0, weights), jnp.where(hidden, 0, found)
+    return found, here.drop(weights)
 
 
 def d_parameter(
@@ -297,11 +302,14 @@ def of_tile(
     unit = problem.unit
     (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
     (products,) = unit.products([products], transposed=True)
-    rows, here = rows() if callable(rows) else rows._replace(log_total=None), here.completed(beside)
+    read = rows if callable(rows) else functools.partial(rows._replace, log_total=None)
+    rows, here = read(), here.completed(beside)
     if problem.drops_alone:
         products = here.run(functools.partial(signed, masked, problem.scale), products, rows)
     onto = None if problem.drops else [unit.spread(-rows.delta, problem.rules.sizes["S"])]
     (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
+    if masked and not problem.drops_alone:
+        rows = read()  # again, as registers are scarce while products are under way
     derive = derive or (d_signed if problem.drops_alone else d_products)
     derive = functools.partial(derive, masked, problem.scale)
     return here.run(derive, products, d_weights, rows)
