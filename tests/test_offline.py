@@ -697,7 +697,7 @@ def test_blockwise_takes_memory_linear_in_the_length(target):
 KEPT = sorted((ROOT / "experiments" / "offline" / "kept").glob("*.jsonl"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
 def test_nothing_is_worse_than_what_was_kept(tmp_path, path):
     options = ["--target", path.stem, "--against", str(path), "--out", str(tmp_path / "rows.jsonl")]

@@ -308,7 +308,7 @@ def of_tile(
         products = here.run(functools.partial(signed, masked, problem.scale), products, rows)
     onto = None if problem.drops else [unit.spread(-rows.delta, problem.rules.sizes["S"])]
     (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
-    if masked and not problem.drops_alone:
+    if not problem.drops_alone and (masked or not problem.unmodified):
         rows = read()  # again, as registers are scarce while products are under way
     derive = derive or (d_signed if problem.drops_alone else d_products)
     derive = functools.partial(derive, masked, problem.scale)
