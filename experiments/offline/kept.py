@@ -39,13 +39,21 @@ def worse(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     for name in ("temporary_bytes", "bytes_moved"):
         if (now[name] or 0) > _MORE * (before[name] or 0) + _FEW_BYTES:
             yield f"{name} {before[name]}, now {now[name]}"
-    kernels = {one["kernel"]: one for one in before.get("kernels", ())}
-    for one in now.get("kernels", ()):
-        old, name = kernels.get(one["kernel"]), one["kernel"]
+    kernels = _kernels(before)
+    for at, one in _kernels(now).items():
+        old, name = kernels.get(at), one["kernel"]
         if old and one["spill_bytes"] > old["spill_bytes"]:
             yield f"{name} spills {old['spill_bytes']}, now {one['spill_bytes']} bytes"
         if old and (now_has := _instructions(one)) > _MORE * _instructions(old):
             yield f"{name} has a loop of {_instructions(old)}, now {now_has} instructions"
+
+
+def _kernels(row: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
+    """By name and, as two may have one, by how many of that name come before."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for one in row.get("kernels", ()):
+        found[one["kernel"], sum(name == one["kernel"] for name, _ in found)] = one
+    return found
 
 
 def _instructions(kernel: dict[str, Any]) -> int:
