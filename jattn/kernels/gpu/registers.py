@@ -406,11 +406,6 @@ class Problem(NamedTuple):
         return self.tiling[0 if self.by_key else 1]
 
     @property
-    def drops_alone(self) -> bool:
-        """Whether dropout is all that happens to weights of products."""
-        return self.drops and self.unmodified
-
-    @property
     def blocks(self) -> tuple[int, int]:
         """How many of queries and of keys."""
         return self.shapes.T // self.tiling.block_q, self.shapes.S // self.tiling.block_kv

@@ -238,9 +238,10 @@ def _d_unmodified(masked: bool, here: slicing.Tile, weights: Array, d_weights: A
 
 
 def signed(masked: bool, factors: Scale, here: slicing.Tile, products: Array, rows: Rows) -> Array:
-    """Weights, and in their sign whether dropout drops them: one number each in registers."""
+    """Weights of products, and in their sign whether dropout drops them: one number each in
+    registers."""
     weights = _unmodified_weights(masked, factors, here, products, rows)
-    return jnp.where(here.keeps(), weights, -weights)
+    return jnp.where(here.keeps(), weights, -weights) if here.spec.dropout_rate else weights
 
 
 def d_signed(
@@ -252,6 +253,8 @@ def d_signed(
     rows: Rows,
 ) -> tuple[Array, Array]:
     """`d_products` from what `signed` gives."""
+    if not here.spec.dropout_rate:
+        return _d_unmodified(masked, here, signed, d_weights), signed
     dropped, weights = signed < 0, jnp.abs(signed)
     kept = jnp.where(dropped, 0, 1 / (1 - here.spec.dropout_rate)).astype(jnp.float32)
     d_weights = d_weights * kept - rows.delta[:, None]
@@ -304,13 +307,15 @@ def of_tile(
     (products,) = unit.products([products], transposed=True)
     read = rows if callable(rows) else functools.partial(rows._replace, log_total=None)
     rows, here = read(), here.completed(beside)
-    if problem.drops_alone:
+    # Registers are scarce while products are under way: what has many to keep is computed between
+    # them, or read again behind them.
+    between = problem.unmodified and (masked or problem.drops)
+    if between:
         products = here.run(functools.partial(signed, masked, problem.scale), products, rows)
     onto = None if problem.drops else [unit.spread(-rows.delta, problem.rules.sizes["S"])]
     (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
-    if not problem.drops_alone and (masked or not problem.unmodified):
-        rows = read()  # again, as registers are scarce while products are under way
-    derive = derive or (d_signed if problem.drops_alone else d_products)
+    rows = rows if problem.unmodified else read()
+    derive = derive or (d_signed if between else d_products)
     derive = functools.partial(derive, masked, problem.scale)
     return here.run(derive, products, d_weights, rows)
 
