@@ -578,7 +578,10 @@ def test_kernels_for_hopper_spill_nothing_and_stay_short(target, name):
 
 
 # Rules with arrays along T and S, learned numbers, and functions that look up entries as well.
-LEARNED = "alibi-learned", "bias", "bias-by-key", "cap-then-bias", "function-operands", "t5-table"
+LEARNED = (
+    *("alibi-learned", "bias", "bias-by-key", "cap-then-bias", "documents-biased"),
+    *("function-operands", "t5-table"),
+)
 MASKED = "predicate", "softcap"  # with most to compute in registers
 SPILLS = *INSTRUCTIONS, *MASKED, *LEARNED
 

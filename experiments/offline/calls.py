@@ -167,6 +167,17 @@ MASKS = (
         },
         _POSITIONS,
     ),
+    Call(
+        "documents-biased",  # as many arrays as a tile may need
+        lambda a: {
+            "mask": masks.Causal() & masks.Segments(a["ids"]),
+            "score": scores.Bias(a["bias"]) >> scores.Alibi(a["slopes"]),
+            "q_positions": a["positions"],
+            "kv_positions": a["positions"],
+        },
+        _IDS | _POSITIONS,
+        {"bias": (B, N, T, T), "slopes": (N,)},
+    ),
 )
 
 _GATES = {"gate": (N,), "by_key": (B, T)}

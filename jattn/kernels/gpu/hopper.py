@@ -28,7 +28,7 @@ from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import decode as gpu_decode
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
-from jattn.kernels.gpu.registers import ROWS, Problem, Products, Tile, mosaic
+from jattn.kernels.gpu.registers import ROWS, Problem, Products, mosaic
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     GROUPS,
@@ -101,17 +101,21 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         def compute(group: Any) -> None:
             row = i * rows + group * ROWS
             own = pl.ds(row, ROWS)
-            q = memory.load(0, group, query.at[b, own, h])
+            memory.load(0, group, query.at[b, own, h])
             numbers = problem.numbers(leaves, b, h)
 
             def step(j: Any, masked: bool, state: Any) -> Any:
                 turn, before = state
-                here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns), numbers)
+                near = _near(group, turn, _has_much_to_keep(problem, masked))
+                index = kernel_refs.TileIndex(b, h, i * rows + near * ROWS, j * columns)
+                read = functools.partial(problem.tile, leaves, index, numbers)
+                # What a tile that needs a mask reads is read where registers are free.
+                early = None if masked else read()
 
                 def by_key(k: Any, *beside: Any) -> Any:
-                    pair, change = [(q, k)], memory.change_turns
+                    pair, change = [(memory.own[0].at[near], k)], memory.change_turns
                     (products,) = unit.products(pair, transposed=True, started=change)
-                    return products, here.completed(beside)
+                    return products, (early or read()).completed(beside)
 
                 products, here = memory.streams[0].use(turn, by_key)
                 soften = functools.partial(online, masked, problem.scale, problem.special)
@@ -136,6 +140,17 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     results, scratch = _forward_results(shapes, parts), _forward_scratch(problem)
     out, *along = launch(name, problem, order, kernel, operands, results, scratch)
     return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
+
+
+def _has_much_to_keep(problem: Problem, masked: bool) -> bool:
+    """Whether a tile needs about all registers there are."""
+    return masked or problem.shapes.H > 128 or bool(problem.rules.varying)
+
+
+def _near(group: Any, turn: Any, scarce: bool) -> Any:
+    """The number of a warpgroup, where registers are scarce so that the compiler does not know it:
+    addresses are computed where they are used then, and take up no registers."""
+    return group + lax.shift_right_logical(turn, np.int32(30)) if scarce else group
 
 
 def _forward_results(shapes: Shapes, parts: int) -> list[Any]:
@@ -236,13 +251,10 @@ class _Backward(NamedTuple):
         def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
             turn, *totals = state
             at = self.place(h, start, x * self.problem.streamed)
-            here = self.problem.tile(self.leaves, at, numbers)
-
-            scarce = by_key or self.problem.shapes.H > 128  # registers
-            # Always 0, which the compiler does not know: addresses of what is kept are computed
-            # where they are used, and take up no registers.
-            zero = lax.shift_right_logical(turn, np.int32(30)) if scarce else 0
-            near = [x.at[group + zero] for x in memory.own]
+            read = functools.partial(self.problem.tile, self.leaves, at, numbers)
+            here = read if masked else read()
+            place = _near(group, turn, by_key or _has_much_to_keep(self.problem, masked))
+            near = [x.at[place] for x in memory.own]
             totals = dict(zip(self.which, totals, strict=True))
             add = functools.partial(self.add, here, masked, mine, near, totals)
             return turn + 1, *memory.streams[0].use(turn, add)
@@ -260,7 +272,7 @@ class _Backward(NamedTuple):
         return kernel_refs.TileIndex(self.at[0], h, row, column)
 
     def add(
-        self, here: Tile, masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Any
+        self, here: Any, masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Any
     ) -> list[Array]:
         """The totals with what a tile adds, whose arrays came by."""
         streamed, beside = arrays[:2], arrays[2:]

@@ -123,6 +123,12 @@ class SpecRefs(kernel_refs.SpecRefs):
         """Whether a tile reads numbers for each of its keys."""
         return bool(self.tables) or any("S" in x for x in self.letters)
 
+    @property
+    def varying(self) -> list[int]:
+        """Which arrays tiles of a head read different parts of."""
+        parts = {"T", "S", "entries"}
+        return [i for i, letters in enumerate(self.letters) if parts & set(letters)]
+
     def along(self, letter: str) -> list[int]:
         """Which arrays run along a letter only, of each batch row and head: a tile's part of them
         can be copied as it is. Their numbers have 4 bytes, so that parts start at multiples of
@@ -443,8 +449,7 @@ class Problem(NamedTuple):
         """Those of the spec's arrays that are a number for all tiles of a head."""
         place = TileIndex(b, h, 0, 0)
         parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))
-        apart = {"T", "S", "entries"}
-        alike = ((i, x, y) for i, (x, y) in parts if not apart & set(y))
+        alike = ((i, x, y) for i, (x, y) in parts if i not in self.rules.varying)
         return {i: self.unit.read(*x, y) for i, x, y in alike}
 
     def tile(self, leaves: list[Any], place: TileIndex, numbers: dict[int, "_Value"]) -> "Tile":

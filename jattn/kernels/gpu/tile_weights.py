@@ -277,7 +277,7 @@ def add_gradients(
     kept: Any,
     streamed: Any,
     totals: dict[int, Array],
-    here: Tile,
+    here: Tile | Callable[[], Tile],
     beside: Any = (),
 ) -> list[Array]:
     """The gradients with what a tile adds to them: 0 is that of queries or keys, 1 of values. The
@@ -293,31 +293,36 @@ def of_tile(
     rows: Rows | Callable[[], Rows],
     kept: Any,
     streamed: Any,
-    here: Tile,
+    here: Tile | Callable[[], Tile],
     beside: Any = (),
     derive: Callable[..., Any] | None = None,
 ) -> Any:
     """What `derive` makes of a tile's products and d_out vᵀ; by itself it is `d_products`.
 
     What is kept and what comes by are query and d_out, or key and value; `rows` those of the
-    queries that are kept, or how to read them while products are under way.
+    queries that are kept, or how to read them while products are under way; `here` is a tile, or
+    how to read it where it is needed, which takes longer and leaves more registers.
     """
     unit = problem.unit
     (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
     (products,) = unit.products([products], transposed=True)
     read = rows if callable(rows) else functools.partial(rows._replace, log_total=None)
-    rows, here = read(), here.completed(beside)
+    rows, at = read(), None if callable(here) else here.completed(beside)
     # Registers are scarce while products are under way: what has many to keep is computed between
-    # them, or read again behind them.
+    # them, or read behind them, maybe again.
     between = problem.unmodified and (masked or problem.drops)
     if between:
-        products = here.run(functools.partial(signed, masked, problem.scale), products, rows)
+        at = at or _read(here).completed(beside)
+        products = at.run(functools.partial(signed, masked, problem.scale), products, rows)
     onto = None if problem.drops else [unit.spread(-rows.delta, problem.rules.sizes["S"])]
     (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
-    rows = rows if problem.unmodified else read()
+    rows, at = rows if problem.unmodified else read(), at or _read(here).completed(beside)
     derive = derive or (d_signed if between else d_products)
-    derive = functools.partial(derive, masked, problem.scale)
-    return here.run(derive, products, d_weights, rows)
+    return at.run(functools.partial(derive, masked, problem.scale), products, d_weights, rows)
+
+
+def _read(here: Tile | Callable[[], Tile]) -> Tile:
+    return here() if callable(here) else here
 
 
 def finished(problem: Problem, totals: dict[int, Array], rows: Rows | None) -> list[Array]:
