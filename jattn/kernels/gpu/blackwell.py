@@ -114,6 +114,12 @@ class _Memory(NamedTuple):
         return self.sums.at[:, pl.ds(group * width + start, size)]
 
 
+def _hidden(group: Any, turn: Any) -> Any:
+    """The number of a group. The compiler does not know that it is the same in each turn: addresses
+    are computed where they are used, and take up no registers."""
+    return group + lax.shift_right_logical(turn, np.int32(30))
+
+
 def _groups(problem: Problem) -> int:
     return problem.tiling.block_q // TENSOR_ROWS
 
@@ -173,7 +179,7 @@ class _Program(NamedTuple):
                 def _(group: int = group) -> None:
                     self.add(group, turn - 1)
                     # Weights lie where scores are written now.
-                    tensor_memory.commit(unit, memory.added.at[group])
+                    tensor_memory.commit(unit, memory.added.at[_hidden(group, turn)])
                     mosaic().barrier_wait(memory.added.at[group])
 
                 self.score(group, turn)
@@ -182,7 +188,7 @@ class _Program(NamedTuple):
         turns = self.fold(step, jnp.int32(0))
         for group in groups:
             pl.when(turns > 0)(functools.partial(self.add, group, turns - 1))
-            tensor_memory.commit(unit, memory.done.at[group])
+            tensor_memory.commit(unit, memory.done.at[_hidden(group, turns)])
 
     def score(self, group: int, turn: Any) -> None:
         """Starts the products of a group's queries and the keys of a turn."""
@@ -192,7 +198,8 @@ class _Program(NamedTuple):
         (keys,) = memory.keys.at(turn)
         scores = memory.scores_of(group, self.problem.tiling.block_kv)
         tensor_memory.multiply(unit, scores, memory.queries.at[group], keys, transposed=True)
-        tensor_memory.commit(unit, memory.keys.freed(turn), memory.scored.at[group])
+        scored = memory.scored.at[_hidden(group, turn)]
+        tensor_memory.commit(unit, memory.keys.freed(turn), scored)
 
     def add(self, group: int, turn: Any) -> None:
         """Starts to add the weighted values of a turn."""
@@ -218,9 +225,7 @@ class _Program(NamedTuple):
 
         def step(j: Any, masked: bool, state: Any) -> Any:
             turn, maximum, total = state
-            # Always 0, which the compiler does not know: addresses are computed where they are
-            # used, and take up no registers.
-            own = group + lax.shift_right_logical(turn, np.int32(30))
+            own = _hidden(group, turn)
             here = self.problem.tile(leaves, TileIndex(b, h, row, j * columns), numbers)
             mosaic().barrier_wait(memory.scored.at[own])
             products = tensor_memory.load(unit, memory.scores_of(own, columns))
