@@ -32,7 +32,7 @@ from jattn.kernels.gpu import ampere, mosaic_call, mosaic_interpreter, streams, 
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, knows_ampere, mosaic
 from jattn.kernels.gpu.tile_weights import finish_apart, nothing, online_apart
-from jattn.kernels.gpu.warpgroups import Order, Ring, launch, store, tiles_in_memory
+from jattn.kernels.gpu.warpgroups import Order, Ring, launch_by_role, store, tiles_in_memory
 from jattn.spec import Shapes, Spec, Tiling
 
 
@@ -131,9 +131,14 @@ class _Program(NamedTuple):
     problem: Problem
     visits: block_mask.BlockMask
     memory: _Memory
-    at: Any  # part, b, h, i
+    place: Any
     parts: int
     operands: Any
+
+    @property
+    def at(self) -> Any:
+        """part, b, h, i, read where they are used."""
+        return self.place()
 
     def fold(self, step: Any, state: Any) -> Any:
         (part, *at), visits_ref = self.at, self.operands[-1]
@@ -302,7 +307,7 @@ class _Program(NamedTuple):
         @pl.when(role < groups)
         def _() -> None:
             mosaic().set_max_registers(_MANY_REGISTERS, action="increase")
-            self.compute(results, role)
+            self.compute(results, role if groups > 1 else 0)
 
     def serve(self, which: Any) -> None:
         """Two warps of a warpgroup, of which one copies and one starts products; of those that are
@@ -333,7 +338,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     results = [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
     order, others = Order.of(problem, visits, shapes.N, parts), 2 if problem.unit.interpreted else 1
     name, scratch = "jattn_blackwell_forward", _Memory.scratch(problem)
-    found = launch(
+    found = launch_by_role(
         name, problem, order, kernel, operands, results, scratch, _groups(problem) + others
     )
     out, *along = found
