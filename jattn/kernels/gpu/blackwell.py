@@ -17,6 +17,7 @@ kernel is compiled for such GPUs and interpreted on a CPU, but has not yet run o
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import ampere, mosaic_call, mosaic_interpreter, streams, tensor_memory
 from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, knows_ampere, mosaic
-from jattn.kernels.gpu.tile_weights import finish_apart, nothing, online_apart
+from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, Tile, knows_ampere, mosaic
+from jattn.kernels.gpu.tile_weights import finish_apart, highest, nothing, weigh
 from jattn.kernels.gpu.warpgroups import Order, Ring, launch_by_role, store, tiles_in_memory
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -120,6 +121,12 @@ def _hidden(group: Any, turn: Any) -> Any:
     return group + lax.shift_right_logical(turn, np.int32(30))
 
 
+def slack(dropout_rate: float) -> float:
+    """How far, to the base 2, a maximum moves before sums are rescaled: weights are at most 2^8
+    after dropout then, in float16 too, and have as many digits as any."""
+    return 8 + math.log2(1 - dropout_rate)
+
+
 def _groups(problem: Problem) -> int:
     return problem.tiling.block_q // TENSOR_ROWS
 
@@ -132,6 +139,7 @@ class _Program(NamedTuple):
     visits: block_mask.BlockMask
     memory: _Memory
     place: Any
+    slack: float
     parts: int
     operands: Any
 
@@ -229,7 +237,7 @@ class _Program(NamedTuple):
         tensor_memory.wait_for_stores(unit)
 
         def step(j: Any, masked: bool, state: Any) -> Any:
-            turn, maximum, total = state
+            turn, *sums = state
             own = _hidden(group, turn)
             here = self.problem.tile(leaves, TileIndex(b, h, row, j * columns), numbers)
             mosaic().barrier_wait(memory.scored.at[own])
@@ -240,22 +248,37 @@ class _Program(NamedTuple):
                 here = here.completed(ring.at(turn))
                 mosaic().commit_smem()  # copies may write then to what was read
                 mosaic().barrier_arrive(ring.freed(turn))
-            soften = functools.partial(
-                online_apart, masked, self.problem.scale, self.problem.special
-            )
-            weights, maximum, total, factor = here.run(soften, products, maximum, total)
-            weights = weights.astype(self.problem.shapes.dtype)
-            tensor_memory.store(unit, memory.weights_of(own, columns), weights)
-            self.rescale(own, factor)
+            sums = self.soften(own, masked, here, products, *sums)
             tensor_memory.wait_for_stores(unit)
             mosaic().barrier_arrive(memory.softened.at[own])
-            return turn + 1, maximum, total
+            return turn + 1, *sums
 
-        maximum, total, _ = nothing(TENSOR_ROWS, 1)
-        state = jnp.int32(0), unit.lay(maximum, "t"), unit.lay(total, "t")
-        _, maximum, total = self.fold(step, state)
+        shift, total, _ = nothing(TENSOR_ROWS, 1)
+        state = jnp.int32(0), unit.lay(shift, "t"), unit.lay(total, "t")
+        _, shift, total = self.fold(step, state)
         mosaic().barrier_wait(memory.done.at[group])
-        self.leave(group, maximum, total, results)
+        self.leave(group, shift, total, results)
+
+    def soften(
+        self, group: Any, masked: bool, here: Tile, products: Array, shift: Array, total: Array
+    ) -> tuple[Array, Array]:
+        """Leaves a tile's weights where its scores were; the new shift and total.
+
+        Sums stay relative to a maximum that is no longer the highest, until that of any row has
+        moved far. This is exact: all that a row sums is relative to the same shift.
+        """
+        unit, problem = self.problem.unit, self.problem
+        score, maximum = here.run(
+            functools.partial(highest, masked, problem.scale), products, shift
+        )
+        far = tensor_memory.any_above(unit, maximum - shift, self.slack)
+        now = jnp.where(far, maximum, shift)
+        soften = functools.partial(weigh, problem.scale, problem.special)
+        weights, total, factor = here.run(soften, score, shift, now, total)
+        place = self.memory.weights_of(group, problem.tiling.block_kv)
+        tensor_memory.store(unit, place, weights.astype(problem.shapes.dtype))
+        pl.when(far)(functools.partial(self.rescale, group, factor))
+        return now, total
 
     def rescale(self, group: Any, factor: Array) -> None:
         """The weighted sum of a group, by rows."""
@@ -266,10 +289,10 @@ class _Program(NamedTuple):
             tensor_memory.wait_for_loads(unit)
             tensor_memory.store(unit, part, found * unit.spread(factor, _CHUNK))
 
-    def leave(self, group: Any, maximum: Array, total: Array, results: Any) -> None:
+    def leave(self, group: Any, shift: Array, total: Array, results: Any) -> None:
         """Output and normalizer of a group; the output of a part of the keys in float32."""
         (part, b, h, _), memory = self.at, self.memory
-        factor, normalizer = mosaic_interpreter.run(finish_apart, maximum, total)
+        factor, normalizer = mosaic_interpreter.run(finish_apart, shift, total)
         kept = [place.at[group] for place in memory.kept]
         for place, x in zip(kept, (factor, *normalizer), strict=True):
             place[...] = x
@@ -330,7 +353,9 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
         memory = _Memory(*scratch)
-        _Program(problem, visits, memory, place, parts, operands).run(results)
+        _Program(problem, visits, memory, place, slack(spec.dropout_rate), parts, operands).run(
+            results
+        )
 
     operands = query, key, value, problem.rules.arrays, visits.arrays
     heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32
