@@ -39,7 +39,8 @@ from jattn.spec import Shapes, Spec, Tiling
 
 CAPABILITY = 10  # before the point: others have no such matrix units
 _CHUNK = 64  # columns of the weighted sum that are in registers at a time
-_FEW_REGISTERS, _MANY_REGISTERS = 24, 240  # of a thread: three warpgroups have 504
+# Of a thread: three warpgroups have 504 together, and two have as many as each can use.
+_FEW_REGISTERS, _MANY_REGISTERS = 24, 240
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -239,8 +240,13 @@ class _Program(NamedTuple):
         def step(j: Any, masked: bool, state: Any) -> Any:
             turn, *sums = state
             own = _hidden(group, turn)
-            here = self.problem.tile(leaves, TileIndex(b, h, row, j * columns), numbers)
+            read = functools.partial(
+                self.problem.tile, leaves, TileIndex(b, h, row, j * columns), numbers
+            )
+            # Where the unit for 2^x limits all, others compute while this warpgroup reads.
+            here = None if self.problem.special else read()
             mosaic().barrier_wait(memory.scored.at[own])
+            here = here or read()
             products = tensor_memory.load(unit, memory.scores_of(own, columns))
             tensor_memory.wait_for_loads(unit)
             for ring in memory.beside:
@@ -324,12 +330,14 @@ class _Program(NamedTuple):
 
         @pl.when(role >= groups)
         def _() -> None:
-            mosaic().set_max_registers(_FEW_REGISTERS, action="decrease")
+            if groups > 1:
+                mosaic().set_max_registers(_FEW_REGISTERS, action="decrease")
             self.serve(role - groups)
 
         @pl.when(role < groups)
         def _() -> None:
-            mosaic().set_max_registers(_MANY_REGISTERS, action="increase")
+            if groups > 1:
+                mosaic().set_max_registers(_MANY_REGISTERS, action="increase")
             self.compute(results, role if groups > 1 else 0)
 
     def serve(self, which: Any) -> None:
