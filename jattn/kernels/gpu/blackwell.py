@@ -240,14 +240,9 @@ class _Program(NamedTuple):
         def step(j: Any, masked: bool, state: Any) -> Any:
             turn, *sums = state
             own = _hidden(group, turn)
-            read = functools.partial(
-                self.problem.tile, leaves, TileIndex(b, h, row, j * columns), numbers
-            )
-            # Where the unit for 2^x limits all, others compute while this warpgroup reads.
-            here = None if self.problem.special else read()
+            here = self.problem.tile(leaves, TileIndex(b, h, row, j * columns), numbers)
             mosaic().barrier_wait(memory.scored.at[own])
-            here = here or read()
-            products = tensor_memory.load(unit, memory.scores_of(own, columns))
+            products = tensor_memory.load_by_parts(unit, memory.scores_of(own, columns))
             tensor_memory.wait_for_loads(unit)
             for ring in memory.beside:
                 ring.wait(turn)
@@ -282,7 +277,7 @@ class _Program(NamedTuple):
         soften = functools.partial(weigh, problem.scale, problem.special)
         weights, total, factor = here.run(soften, score, shift, now, total)
         place = self.memory.weights_of(group, problem.tiling.block_kv)
-        tensor_memory.store(unit, place, weights.astype(problem.shapes.dtype))
+        tensor_memory.store_by_parts(unit, place, weights.astype(problem.shapes.dtype))
         pl.when(far)(functools.partial(self.rescale, group, factor))
         return now, total
 

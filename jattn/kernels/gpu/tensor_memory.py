@@ -11,6 +11,8 @@ import importlib
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn.kernels.gpu.registers import TENSOR_ROWS, Unit, knows_ampere, mosaic
@@ -69,6 +71,20 @@ def load(unit: Unit, memory: Any, layout: Any = None) -> Array:
     return mosaic().async_load_tmem(memory, layout=layout or unit.layout("ts"))
 
 
+# Columns of a part: what one instruction moves takes up registers that follow one another. Larger
+# runs of them are hard to find where registers are scarce, and numbers are spilled.
+_PART = 16
+
+
+def _parts(memory: Any) -> list[Any]:
+    return [memory.at[:, pl.ds(start, _PART)] for start in range(0, memory.shape[1], _PART)]
+
+
+def load_by_parts(unit: Unit, memory: Any) -> Array:
+    """`load` of a tile that fills most registers."""
+    return jnp.concatenate([load(unit, part) for part in _parts(memory)], axis=1)
+
+
 def wait_for_loads(unit: Unit) -> None:
     """Others may write then to what was read."""
     if not _in_shared_memory(unit):
@@ -80,6 +96,13 @@ def store(unit: Unit, memory: Any, value: Array) -> None:
         memory[...] = value
     else:
         mosaic().async_store_tmem(memory, value)
+
+
+def store_by_parts(unit: Unit, memory: Any, value: Array) -> None:
+    """`store` of a tile that fills most registers."""
+    for i, part in enumerate(_parts(memory)):
+        first = i * _PART
+        store(unit, part, lax.slice(value, (0, first), (value.shape[0], first + _PART)))
 
 
 def wait_for_stores(unit: Unit) -> None:
