@@ -5,11 +5,11 @@ for Blackwell, in Pallas's Mosaic GPU. Of a program's warpgroups one has a warp 
 keys and values to shared memory, and a warp that starts products. Two others hold 128 queries each.
 Scores come from tensor memory to registers, a row for each thread, so that no thread needs another
 one for a row's maximum and sum. Weights go back in their place, and the weighted sum stays in
-tensor memory, where it is rescaled: the matrix units multiply for one warpgroup while the other is
-at its softmax (FlashAttention-3, Shah et al. 2024).
+tensor memory: the matrix units multiply for one warpgroup while the other is at its softmax
+(FlashAttention-3, Shah et al. 2024). As in FlashAttention-4 the sum is only rescaled where a
+maximum has moved far: until then all stays relative to the maximum before.
 
-Of FlashAttention-4 three things are missing: that sums are only rescaled where maxima move far,
-powers of two by products, and pairs of multiprocessors.
+Of FlashAttention-4 two things are missing: powers of two by products, and pairs of multiprocessors.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
 tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are those of `ampere`. The

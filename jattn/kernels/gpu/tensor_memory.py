@@ -71,18 +71,18 @@ def load(unit: Unit, memory: Any, layout: Any = None) -> Array:
     return mosaic().async_load_tmem(memory, layout=layout or unit.layout("ts"))
 
 
-# Columns of a part: what one instruction moves takes up registers that follow one another. Larger
-# runs of them are hard to find where registers are scarce, and numbers are spilled.
-_PART = 16
+# Columns that one instruction moves: they take up registers that follow one another. Larger runs of
+# them are hard to find where registers are scarce, and numbers are spilled.
+_LOADED, _STORED = 32, 16
 
 
-def _parts(memory: Any) -> list[Any]:
-    return [memory.at[:, pl.ds(start, _PART)] for start in range(0, memory.shape[1], _PART)]
+def _parts(memory: Any, columns: int) -> list[Any]:
+    return [memory.at[:, pl.ds(first, columns)] for first in range(0, memory.shape[1], columns)]
 
 
 def load_by_parts(unit: Unit, memory: Any) -> Array:
     """`load` of a tile that fills most registers."""
-    return jnp.concatenate([load(unit, part) for part in _parts(memory)], axis=1)
+    return jnp.concatenate([load(unit, part) for part in _parts(memory, _LOADED)], axis=1)
 
 
 def wait_for_loads(unit: Unit) -> None:
@@ -100,9 +100,9 @@ def store(unit: Unit, memory: Any, value: Array) -> None:
 
 def store_by_parts(unit: Unit, memory: Any, value: Array) -> None:
     """`store` of a tile that fills most registers."""
-    for i, part in enumerate(_parts(memory)):
-        first = i * _PART
-        store(unit, part, lax.slice(value, (0, first), (value.shape[0], first + _PART)))
+    for i, part in enumerate(_parts(memory, _STORED)):
+        first = i * _STORED
+        store(unit, part, lax.slice(value, (0, first), (value.shape[0], first + _STORED)))
 
 
 def wait_for_stores(unit: Unit) -> None:
