@@ -118,7 +118,8 @@ class _Memory(NamedTuple):
 
 def _hidden(group: Any, turn: Any) -> Any:
     """The number of a group. The compiler does not know that it is the same in each turn: addresses
-    are computed where they are used, and take up no registers."""
+    are computed where they are used, and take up no registers. Where matrix units arrive at a
+    barrier whose address is known, ptxas even keeps that of all shared memory, and spills it."""
     return group + lax.shift_right_logical(turn, np.int32(30))
 
 
@@ -139,14 +140,14 @@ class _Program(NamedTuple):
     problem: Problem
     visits: block_mask.BlockMask
     memory: _Memory
-    place: Any
+    place: Any  # reads part, b, h, i
     slack: float
     parts: int
     operands: Any
 
     @property
     def at(self) -> Any:
-        """part, b, h, i, read where they are used."""
+        """Read where they are used: no role keeps them for another."""
         return self.place()
 
     def fold(self, step: Any, state: Any) -> Any:
@@ -322,17 +323,16 @@ class _Program(NamedTuple):
     def run(self, results: Any) -> None:
         """All warpgroups, with registers to match what they do."""
         groups, role = _groups(self.problem), lax.axis_index("warpgroup")
+        limit = mosaic().set_max_registers if groups > 1 else lambda *_, **__: None
 
         @pl.when(role >= groups)
         def _() -> None:
-            if groups > 1:
-                mosaic().set_max_registers(_FEW_REGISTERS, action="decrease")
+            limit(_FEW_REGISTERS, action="decrease")
             self.serve(role - groups)
 
         @pl.when(role < groups)
         def _() -> None:
-            if groups > 1:
-                mosaic().set_max_registers(_MANY_REGISTERS, action="increase")
+            limit(_MANY_REGISTERS, action="increase")
             self.compute(results, role if groups > 1 else 0)
 
     def serve(self, which: Any) -> None:

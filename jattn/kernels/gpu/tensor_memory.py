@@ -130,7 +130,7 @@ def any_above(unit: Unit, rows: Array, limit: float) -> Array:
 
     @mosaic().inline_mgpu(arg_types=(unit.layout("t"),), return_type=result)
     def ask(_: Any, rows: Any) -> Any:
-        above = [x for x in (rows > limit).registers.flat]
+        above = (rows > limit).registers.flat
         own = [vector.extract(x, [], [i]) for x in above for i in range(x.type.shape[0])]
         found = utils.inline_ptx(
             f"bar.red.or.pred $0, $1, {TENSOR_ROWS}, $2;",
