@@ -301,18 +301,16 @@ class _Program(NamedTuple):
         own = pl.ds(self.rows(group), TENSOR_ROWS)
         queries, result = memory.queries.at[group], results[0].at[part, b, own, h]
         apart = result.dtype != queries.dtype
-        out = self.output(group, kept[0])
-        if apart:
-            result[...] = out
-        else:
-            queries[...] = out.astype(queries.dtype)
+        for start in range(0, self.problem.shapes.V, _CHUNK):
+            place = (result if apart else queries).at[:, pl.ds(start, _CHUNK)]
+            place[...] = self.output(group, start, kept[0]).astype(place.dtype)
         along = [(x, y.at[part, b, h, own]) for x, y in zip(kept[1:], results[1:], strict=True)]
         store(along if apart else [(queries, result), *along])
 
-    def output(self, group: Any, factor: Any) -> Array:
-        """The normalised sum, as shared memory takes it without conflicts between its banks."""
-        unit, width = self.problem.unit, self.problem.shapes.V
-        total = self.memory.sum_of(group, 0, width)
+    def output(self, group: Any, start: int, factor: Any) -> Array:
+        """Columns of the normalised sum, as shared memory takes them without conflicts between its
+        banks."""
+        unit, total = self.problem.unit, self.memory.sum_of(group, start, _CHUNK)
         if unit.interpreted:
             return tensor_memory.load(unit, total) * factor[...][:, None]
         layout = mosaic().Layout.TCGEN05
