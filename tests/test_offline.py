@@ -637,7 +637,7 @@ def test_caches_are_read_in_place(target, implementation, name, head):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head", [64, 128, 256])
-@pytest.mark.parametrize("name", SPILLS)
+@pytest.mark.parametrize("name", [*SPILLS, "decode"])  # which has few queries, and parts of keys
 @pytest.mark.parametrize("target", [targets.B200], ids=["b200"])
 @pytest.mark.usefixtures("compilers")
 def test_the_kernel_for_blackwell_spills_nothing(target, name, head):
