@@ -959,6 +959,78 @@ def test_nobody_reads_tensor_memory_before_it_is_written(monkeypatch, queries):
         assert error(x, y) <= limit
 
 
+def growing(step: float, tiles: int, dtype: Any) -> list[Any]:
+    """Query, key and value of scores that grow by a step with each tile of 128 keys, by half of it,
+    by nothing or fall by it, depending on the row, and differ by a few units within a tile."""
+    rng = np.random.default_rng(7)
+    query, key = (0.25 * rng.normal(size=(1, n, 1, 64)) for n in (128, 128 * tiles))
+    query[0, :, 0, 0] = np.resize([1, 0.5, 0, -1], 128)
+    key[0, :, 0, 0] = np.repeat(np.arange(tiles) * step, 128)
+    value = rng.normal(size=(1, 128 * tiles, 1, 64))
+    return [jnp.asarray(x, dtype) for x in (query, key, value)]
+
+
+ANSWERS: list[bool] = []  # here, so that programs that were traced before write to it too
+_ANY_ABOVE = tensor_memory.any_above
+
+
+def noted(*arguments: Any) -> Any:
+    far = _ANY_ABOVE(*arguments)
+    jax.debug.callback(lambda x: ANSWERS.append(bool(x)), far)
+    return far
+
+
+def moves(query: Any, key: Any) -> list[bool]:
+    """After which tiles sums are rescaled: the maximum of any row, to the base 2, is more than 8
+    above what its sum is relative to."""
+    q, k = (np.asarray(x, np.float64)[0, :, 0] for x in (query, key))
+    highest = (q @ k.T * np.log2(np.e)).reshape(len(q), -1, 128).max(axis=2)
+    highest = np.maximum.accumulate(highest, axis=1).T
+    relative, found = np.full(len(q), -np.inf), []
+    for maxima in highest:
+        found.append(bool((maxima - relative > 8).any()))
+        relative = maxima if found[-1] else relative
+    return found
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype", "expected"),
+    [(0.0, "bfloat16", 1), (1.0, "float16", 4), (128.0, "bfloat16", 20), (2048.0, "bfloat16", 20)],
+)
+def test_sums_are_rescaled_where_maxima_move_far(monkeypatch, step, dtype, expected):
+    """Not before: exponents grow by 1.44 with each of 20 tiles where scores grow by 1."""
+    monkeypatch.setattr(tensor_memory, "any_above", noted)
+    ANSWERS.clear()
+    given = growing(step, 20, dtype)
+    call = Call((1, 128, 2560, 1, 1, 64, 64), jnp.dtype(dtype), lambda dtype: {"scale": 1.0})
+    with tuning.using(gpu_tiles_each=20):  # in one part
+        got = forward(call, "blackwell", given)
+    jax.effects_barrier()
+    want = forward(call, "reference", [x.astype(jnp.float64) for x in given])
+    for x, y, limit in zip(got, want, LIMITS, strict=False):
+        assert error(x, y) <= limit
+    assert ANSWERS == moves(*given[:2])
+    assert sum(ANSWERS) == expected
+
+
+def test_a_row_that_sees_keys_late_starts_there():
+    """Its maximum is the lowest number until then, while those of others move or do not."""
+    given = growing(1.0, 20, "bfloat16")
+    call = Call((1, 128, 2560, 1, 1, 64, 64), jnp.bfloat16, lambda dtype: {"scale": 1.0})
+    mask = masks.Predicate(lambda b, h, q, kv: (kv >= 40 * (q % 64)) & (q != 5))
+    got = forward(call, "blackwell", given, mask=mask)
+    want = forward(call, "reference", [x.astype(jnp.float64) for x in given], mask=mask)
+    for x, y, limit in zip(got, want, LIMITS, strict=False):
+        assert error(x, y) <= limit
+    assert not np.asarray(got[0][:, 5], np.float32).any()
+
+
+@pytest.mark.parametrize(("rate", "slack"), [(0.0, 8.0), (0.5, 7.0), (0.9999, -5.29)])
+def test_weights_that_dropout_keeps_have_room_to_grow(rate, slack):
+    """Those of float16 end at 65,504."""
+    assert blackwell.slack(rate) == pytest.approx(slack, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("rules", "apart"),
     [

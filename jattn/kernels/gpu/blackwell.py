@@ -5,11 +5,11 @@ for Blackwell, in Pallas's Mosaic GPU. Of a program's warpgroups one has a warp 
 keys and values to shared memory, and a warp that starts products. Two others hold 128 queries each.
 Scores come from tensor memory to registers, a row for each thread, so that no thread needs another
 one for a row's maximum and sum. Weights go back in their place, and the weighted sum stays in
-tensor memory, where it is rescaled: the matrix units multiply for one warpgroup while the other is
-at its softmax (FlashAttention-3, Shah et al. 2024).
+tensor memory: the matrix units multiply for one warpgroup while the other is at its softmax
+(FlashAttention-3, Shah et al. 2024). As in FlashAttention-4 the sum is only rescaled where a
+maximum has moved far: until then all stays relative to the maximum before.
 
-Of FlashAttention-4 three things are missing: that sums are only rescaled where maxima move far,
-powers of two by products, and pairs of multiprocessors.
+Of FlashAttention-4 two things are missing: powers of two by products, and pairs of multiprocessors.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
 tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are those of `ampere`. The
@@ -17,6 +17,7 @@ kernel is compiled for such GPUs and interpreted on a CPU, but has not yet run o
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,15 +31,16 @@ from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import ampere, mosaic_call, mosaic_interpreter, streams, tensor_memory
 from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, knows_ampere, mosaic
-from jattn.kernels.gpu.tile_weights import finish_apart, nothing, online_apart
-from jattn.kernels.gpu.warpgroups import Order, Ring, launch, store, tiles_in_memory
+from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, Tile, knows_ampere, mosaic
+from jattn.kernels.gpu.tile_weights import finish_apart, highest, nothing, weigh
+from jattn.kernels.gpu.warpgroups import Order, Ring, launch_by_role, store, tiles_in_memory
 from jattn.spec import Shapes, Spec, Tiling
 
 
 CAPABILITY = 10  # before the point: others have no such matrix units
 _CHUNK = 64  # columns of the weighted sum that are in registers at a time
-_FEW_REGISTERS, _MANY_REGISTERS = 24, 240  # of a thread: three warpgroups have 504
+# Of a thread: three warpgroups have 504 together, and two have as many as each can use.
+_FEW_REGISTERS, _MANY_REGISTERS = 24, 240
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -114,6 +116,19 @@ class _Memory(NamedTuple):
         return self.sums.at[:, pl.ds(group * width + start, size)]
 
 
+def _hidden(group: Any, turn: Any) -> Any:
+    """The number of a group. The compiler does not know that it is the same in each turn: addresses
+    are computed where they are used, and take up no registers. Where matrix units arrive at a
+    barrier whose address is known, ptxas even keeps that of all shared memory, and spills it."""
+    return group + lax.shift_right_logical(turn, np.int32(30))
+
+
+def slack(dropout_rate: float) -> float:
+    """How far, to the base 2, a maximum moves before sums are rescaled: weights are at most 2^8
+    after dropout then, in float16 too, and have as many digits as any."""
+    return 8 + math.log2(1 - dropout_rate)
+
+
 def _groups(problem: Problem) -> int:
     return problem.tiling.block_q // TENSOR_ROWS
 
@@ -125,9 +140,15 @@ class _Program(NamedTuple):
     problem: Problem
     visits: block_mask.BlockMask
     memory: _Memory
-    at: Any  # part, b, h, i
+    place: Any  # reads part, b, h, i
+    slack: float
     parts: int
     operands: Any
+
+    @property
+    def at(self) -> Any:
+        """Read where they are used: no role keeps them for another."""
+        return self.place()
 
     def fold(self, step: Any, state: Any) -> Any:
         (part, *at), visits_ref = self.at, self.operands[-1]
@@ -173,7 +194,7 @@ class _Program(NamedTuple):
                 def _(group: int = group) -> None:
                     self.add(group, turn - 1)
                     # Weights lie where scores are written now.
-                    tensor_memory.commit(unit, memory.added.at[group])
+                    tensor_memory.commit(unit, memory.added.at[_hidden(group, turn)])
                     mosaic().barrier_wait(memory.added.at[group])
 
                 self.score(group, turn)
@@ -182,7 +203,7 @@ class _Program(NamedTuple):
         turns = self.fold(step, jnp.int32(0))
         for group in groups:
             pl.when(turns > 0)(functools.partial(self.add, group, turns - 1))
-            tensor_memory.commit(unit, memory.done.at[group])
+            tensor_memory.commit(unit, memory.done.at[_hidden(group, turns)])
 
     def score(self, group: int, turn: Any) -> None:
         """Starts the products of a group's queries and the keys of a turn."""
@@ -192,7 +213,8 @@ class _Program(NamedTuple):
         (keys,) = memory.keys.at(turn)
         scores = memory.scores_of(group, self.problem.tiling.block_kv)
         tensor_memory.multiply(unit, scores, memory.queries.at[group], keys, transposed=True)
-        tensor_memory.commit(unit, memory.keys.freed(turn), memory.scored.at[group])
+        scored = memory.scored.at[_hidden(group, turn)]
+        tensor_memory.commit(unit, memory.keys.freed(turn), scored)
 
     def add(self, group: int, turn: Any) -> None:
         """Starts to add the weighted values of a turn."""
@@ -217,35 +239,48 @@ class _Program(NamedTuple):
         tensor_memory.wait_for_stores(unit)
 
         def step(j: Any, masked: bool, state: Any) -> Any:
-            turn, maximum, total = state
-            # Always 0, which the compiler does not know: addresses are computed where they are
-            # used, and take up no registers.
-            own = group + lax.shift_right_logical(turn, np.int32(30))
+            turn, *sums = state
+            own = _hidden(group, turn)
             here = self.problem.tile(leaves, TileIndex(b, h, row, j * columns), numbers)
             mosaic().barrier_wait(memory.scored.at[own])
-            products = tensor_memory.load(unit, memory.scores_of(own, columns))
+            products = tensor_memory.load_by_parts(unit, memory.scores_of(own, columns))
             tensor_memory.wait_for_loads(unit)
             for ring in memory.beside:
                 ring.wait(turn)
                 here = here.completed(ring.at(turn))
                 mosaic().commit_smem()  # copies may write then to what was read
                 mosaic().barrier_arrive(ring.freed(turn))
-            soften = functools.partial(
-                online_apart, masked, self.problem.scale, self.problem.special
-            )
-            weights, maximum, total, factor = here.run(soften, products, maximum, total)
-            weights = weights.astype(self.problem.shapes.dtype)
-            tensor_memory.store(unit, memory.weights_of(own, columns), weights)
-            self.rescale(own, factor)
+            sums = self.soften(own, masked, here, products, *sums)
             tensor_memory.wait_for_stores(unit)
             mosaic().barrier_arrive(memory.softened.at[own])
-            return turn + 1, maximum, total
+            return turn + 1, *sums
 
-        maximum, total, _ = nothing(TENSOR_ROWS, 1)
-        state = jnp.int32(0), unit.lay(maximum, "t"), unit.lay(total, "t")
-        _, maximum, total = self.fold(step, state)
+        shift, total, _ = nothing(TENSOR_ROWS, 1)
+        state = jnp.int32(0), unit.lay(shift, "t"), unit.lay(total, "t")
+        _, shift, total = self.fold(step, state)
         mosaic().barrier_wait(memory.done.at[group])
-        self.leave(group, maximum, total, results)
+        self.leave(group, shift, total, results)
+
+    def soften(
+        self, group: Any, masked: bool, here: Tile, products: Array, shift: Array, total: Array
+    ) -> tuple[Array, Array]:
+        """Leaves a tile's weights where its scores were; the new shift and total.
+
+        Sums stay relative to a maximum that is no longer the highest, until that of any row has
+        moved far. This is exact: all that a row sums is relative to the same shift.
+        """
+        unit, problem = self.problem.unit, self.problem
+        score, maximum = here.run(
+            functools.partial(highest, masked, problem.scale), products, shift
+        )
+        far = tensor_memory.any_above(unit, maximum - shift, self.slack)
+        now = jnp.where(far, maximum, shift)
+        soften = functools.partial(weigh, problem.scale, problem.special)
+        weights, total, factor = here.run(soften, score, shift, now, total)
+        place = self.memory.weights_of(group, problem.tiling.block_kv)
+        tensor_memory.store_by_parts(unit, place, weights.astype(problem.shapes.dtype))
+        pl.when(far)(functools.partial(self.rescale, group, factor))
+        return now, total
 
     def rescale(self, group: Any, factor: Array) -> None:
         """The weighted sum of a group, by rows."""
@@ -256,28 +291,26 @@ class _Program(NamedTuple):
             tensor_memory.wait_for_loads(unit)
             tensor_memory.store(unit, part, found * unit.spread(factor, _CHUNK))
 
-    def leave(self, group: Any, maximum: Array, total: Array, results: Any) -> None:
+    def leave(self, group: Any, shift: Array, total: Array, results: Any) -> None:
         """Output and normalizer of a group; the output of a part of the keys in float32."""
         (part, b, h, _), memory = self.at, self.memory
-        factor, normalizer = mosaic_interpreter.run(finish_apart, maximum, total)
+        factor, normalizer = mosaic_interpreter.run(finish_apart, shift, total)
         kept = [place.at[group] for place in memory.kept]
         for place, x in zip(kept, (factor, *normalizer), strict=True):
             place[...] = x
         own = pl.ds(self.rows(group), TENSOR_ROWS)
         queries, result = memory.queries.at[group], results[0].at[part, b, own, h]
         apart = result.dtype != queries.dtype
-        out = self.output(group, kept[0])
-        if apart:
-            result[...] = out
-        else:
-            queries[...] = out.astype(queries.dtype)
+        for start in range(0, self.problem.shapes.V, _CHUNK):
+            place = (result if apart else queries).at[:, pl.ds(start, _CHUNK)]
+            place[...] = self.output(group, start, kept[0]).astype(place.dtype)
         along = [(x, y.at[part, b, h, own]) for x, y in zip(kept[1:], results[1:], strict=True)]
         store(along if apart else [(queries, result), *along])
 
-    def output(self, group: Any, factor: Any) -> Array:
-        """The normalised sum, as shared memory takes it without conflicts between its banks."""
-        unit, width = self.problem.unit, self.problem.shapes.V
-        total = self.memory.sum_of(group, 0, width)
+    def output(self, group: Any, start: int, factor: Any) -> Array:
+        """Columns of the normalised sum, as shared memory takes them without conflicts between its
+        banks."""
+        unit, total = self.problem.unit, self.memory.sum_of(group, start, _CHUNK)
         if unit.interpreted:
             return tensor_memory.load(unit, total) * factor[...][:, None]
         layout = mosaic().Layout.TCGEN05
@@ -288,16 +321,17 @@ class _Program(NamedTuple):
     def run(self, results: Any) -> None:
         """All warpgroups, with registers to match what they do."""
         groups, role = _groups(self.problem), lax.axis_index("warpgroup")
+        limit = mosaic().set_max_registers if groups > 1 else lambda *_, **__: None
 
         @pl.when(role >= groups)
         def _() -> None:
-            mosaic().set_max_registers(_FEW_REGISTERS, action="decrease")
+            limit(_FEW_REGISTERS, action="decrease")
             self.serve(role - groups)
 
         @pl.when(role < groups)
         def _() -> None:
-            mosaic().set_max_registers(_MANY_REGISTERS, action="increase")
-            self.compute(results, role)
+            limit(_MANY_REGISTERS, action="increase")
+            self.compute(results, role if groups > 1 else 0)
 
     def serve(self, which: Any) -> None:
         """Two warps of a warpgroup, of which one copies and one starts products; of those that are
@@ -320,7 +354,9 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
         memory = _Memory(*scratch)
-        _Program(problem, visits, memory, place, parts, operands).run(results)
+        _Program(problem, visits, memory, place, slack(spec.dropout_rate), parts, operands).run(
+            results
+        )
 
     operands = query, key, value, problem.rules.arrays, visits.arrays
     heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32
@@ -328,7 +364,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     results = [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
     order, others = Order.of(problem, visits, shapes.N, parts), 2 if problem.unit.interpreted else 1
     name, scratch = "jattn_blackwell_forward", _Memory.scratch(problem)
-    found = launch(
+    found = launch_by_role(
         name, problem, order, kernel, operands, results, scratch, _groups(problem) + others
     )
     out, *along = found

@@ -6,9 +6,13 @@ JAX before 0.12 cannot interpret any of this: there shared memory is in its plac
 multiplies at once.
 """
 
+import functools
+import importlib
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn.kernels.gpu.registers import TENSOR_ROWS, Unit, knows_ampere, mosaic
@@ -67,6 +71,20 @@ def load(unit: Unit, memory: Any, layout: Any = None) -> Array:
     return mosaic().async_load_tmem(memory, layout=layout or unit.layout("ts"))
 
 
+# Columns that one instruction moves: they take up registers that follow one another. Larger runs of
+# them are hard to find where registers are scarce, and numbers are spilled.
+_LOADED, _STORED = 32, 16
+
+
+def _parts(memory: Any, columns: int) -> list[Any]:
+    return [memory.at[:, pl.ds(first, columns)] for first in range(0, memory.shape[1], columns)]
+
+
+def load_by_parts(unit: Unit, memory: Any) -> Array:
+    """`load` of a tile that fills most registers."""
+    return jnp.concatenate([load(unit, part) for part in _parts(memory, _LOADED)], axis=1)
+
+
 def wait_for_loads(unit: Unit) -> None:
     """Others may write then to what was read."""
     if not _in_shared_memory(unit):
@@ -80,7 +98,47 @@ def store(unit: Unit, memory: Any, value: Array) -> None:
         mosaic().async_store_tmem(memory, value)
 
 
+def store_by_parts(unit: Unit, memory: Any, value: Array) -> None:
+    """`store` of a tile that fills most registers."""
+    for i, part in enumerate(_parts(memory, _STORED)):
+        first = i * _STORED
+        store(unit, part, lax.slice(value, (0, first), (value.shape[0], first + _STORED)))
+
+
 def wait_for_stores(unit: Unit) -> None:
     """Others may read then what was written, and the matrix units may."""
     if not _in_shared_memory(unit):
         mosaic().commit_tmem()
+
+
+def any_above(unit: Unit, rows: Array, limit: float) -> Array:
+    """Whether a number of any row is above the limit. All threads of a warpgroup ask together, and
+    do the same then: those that read or write this memory wait for one another."""
+    if unit.interpreted:
+        return jnp.any(rows > limit)
+    lower, utils, ir, arith, vector = (
+        importlib.import_module(x)
+        for x in (
+            "jax.experimental.mosaic.gpu",
+            "jax.experimental.mosaic.gpu.utils",
+            "jaxlib.mlir.ir",
+            "jaxlib.mlir.dialects.arith",
+            "jaxlib.mlir.dialects.vector",
+        )
+    )
+    result = mosaic().ShapeDtypeStruct((), jnp.dtype(bool), layout=mosaic().Layout.WG_SPLAT)
+
+    @mosaic().inline_mgpu(arg_types=(unit.layout("t"),), return_type=result)
+    def ask(_: Any, rows: Any) -> Any:
+        above = (rows > limit).registers.flat
+        own = [vector.extract(x, [], [i]) for x in above for i in range(x.type.shape[0])]
+        found = utils.inline_ptx(
+            f"bar.red.or.pred $0, $1, {TENSOR_ROWS}, $2;",
+            utils.warpgroup_barrier_idx(sync=False),
+            functools.reduce(arith.ori, own),
+            result_types=ir.IntegerType.get_signless(1),
+            has_side_effects=True,
+        )
+        return lower.FragmentedArray.splat(found, (), is_signed=False)
+
+    return ask(rows)

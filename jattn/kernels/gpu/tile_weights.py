@@ -41,29 +41,33 @@ def online(
     so that no product becomes one operation with a subtraction. Where the unit for 2^x has
     `special` functions of scores to compute, it computes weights alone.
     """
-    exp2 = exp2_by_products if special else jnp.exp2
-    score, factor = here.modify(times(products, factors.before), masked), factors.after * _LOG2E
-    maximum = jnp.maximum(part.maximum, jnp.max(score, axis=-1) * factor)
-    weights = jnp.exp2(score * factor - maximum[:, None])
-    scale = exp2(part.maximum - maximum)
-    total = part.total * scale + jnp.sum(weights, axis=-1)
-    return here.drop(weights), softmax.Partial(maximum, total, part.weighted * scale[:, None])
+    score, maximum = highest(masked, factors, here, products, part.maximum)
+    weights, total, scale = weigh(factors, special, here, score, part.maximum, maximum, part.total)
+    return weights, softmax.Partial(maximum, total, part.weighted * scale[:, None])
 
 
-def online_apart(
-    masked: bool,
+def highest(
+    masked: bool, factors: Scale, here: slicing.Scored, products: Array, maximum: Array
+) -> tuple[Array, Array]:
+    """The scores of more keys, and the maximum of all so far."""
+    score = here.modify(times(products, factors.before), masked)
+    return score, jnp.maximum(maximum, jnp.max(score, axis=-1) * (factors.after * _LOG2E))
+
+
+def weigh(
     factors: Scale,
     special: bool,
     here: slicing.Scored,
-    products: Array,
-    maximum: Array,
+    score: Array,
+    before: Array,
+    now: Array,
     total: Array,
-) -> tuple[Array, Array, Array, Array]:
-    """`online` where the weighted sum is not in registers: weights, the new maximum and total, and
-    what the sum of a row is to be multiplied with before more is added to it."""
-    part = softmax.Partial(maximum, total, jnp.ones_like(total)[:, None])
-    weights, found = online(masked, factors, special, here, products, part)
-    return weights, found.maximum, found.total, found.weighted.reshape(-1)
+) -> tuple[Array, Array, Array]:
+    """Weights relative to what the shift is now, the new total, and what sums that are relative to
+    the shift before are to be multiplied with."""
+    weights = jnp.exp2(score * (factors.after * _LOG2E) - now[:, None])
+    scale = (exp2_by_products if special else jnp.exp2)(before - now)
+    return here.drop(weights), total * scale + jnp.sum(weights, axis=-1), scale
 
 
 def finish_apart(maximum: Array, total: Array) -> tuple[Array, softmax.Normalizer]:

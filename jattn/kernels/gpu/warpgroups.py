@@ -55,7 +55,17 @@ class Order(NamedTuple):
         return part, b, h, longest_first[(*block_mask.clamped(longest_first, b, h), rank)]
 
 
-def launch(
+def launch(name: str, problem: Problem, order: Order, kernel: Any, *rest: Any) -> list[Array]:
+    """`kernel(place, operands, results, scratch)` in programs (part, b, h, i), otherwise as
+    `launch_by_role`."""
+
+    def placed(place: Callable[[], Any], *given: Any) -> None:
+        kernel(place(), *given)
+
+    return launch_by_role(name, problem, order, placed, *rest)
+
+
+def launch_by_role(
     name: str,
     problem: Problem,
     order: Order,
@@ -65,8 +75,9 @@ def launch(
     scratch: Any,
     warpgroups: int = GROUPS + 1,
 ) -> list[Array]:
-    """`kernel(place, operands, results, scratch)` in programs (part, b, h, i), each of so many
-    warpgroups; interpreted on a CPU."""
+    """`kernel(place, operands, results, scratch)` in programs of so many warpgroups, where
+    `place()` reads (part, b, h, i): what all warpgroups share takes up registers in each of them.
+    Interpreted on a CPU."""
     given = jax.tree.map(jnp.asarray, (order.longest_first, operands))
     given, over = reverse_mode.varying_alike(given)
     flat, structure = jax.tree.flatten(given)
@@ -75,7 +86,10 @@ def launch(
     def body(*refs: Any) -> None:
         n, m = len(flat), len(flat) + len(results)
         longest_first, operands = jax.tree.unflatten(structure, refs[:n])
-        place = order.place(tuple(map(lax.axis_index, names)), longest_first)
+
+        def place() -> Any:
+            return order.place(tuple(map(lax.axis_index, names)), longest_first)
+
         kernel(place, operands, refs[n:m], refs[m:])
 
     call = mosaic().kernel(
