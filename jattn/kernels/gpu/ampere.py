@@ -37,7 +37,7 @@ LEAST = (8, 0)  # compute capability: others have no products in bfloat16
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(spec, shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -169,13 +169,13 @@ def _gradients(
 
 # As many keys and queries as fit registers, beside what masks and score functions need.
 _FORWARD = mosaic_call.Forward(
-    tiling=lambda x: Tiling(ROWS, 64 if max(x.H, x.V) <= 128 else 16),
+    tiling=lambda _, x: Tiling(ROWS, 64 if max(x.H, x.V) <= 128 else 16),
     products=Products.WARP,
     run=_forward,
 )
 BACKWARD = mosaic_call.Backward(
     rows=ROWS,
-    streamed=lambda width: (64, 32) if width <= 64 else (32 if width <= 128 else 16, 16),
+    streamed=lambda _, width: (64, 32) if width <= 64 else (32 if width <= 128 else 16, 16),
     products=Products.WARP,
     run=_gradients,
 )

@@ -20,6 +20,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,13 +40,11 @@ from jattn.spec import Shapes, Spec, Tiling
 
 CAPABILITY = 10  # before the point: others have no such matrix units
 _CHUNK = 64  # columns of the weighted sum that are in registers at a time
-# Of a thread: three warpgroups have 504 together, and two have as many as each can use.
-_FEW_REGISTERS, _MANY_REGISTERS = 24, 240
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(spec, shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -319,18 +318,15 @@ class _Program(NamedTuple):
         return out * mosaic().layout_cast(lax.broadcast_in_dim(factor, out.shape, (0,)), layout)
 
     def run(self, results: Any) -> None:
-        """All warpgroups, with registers to match what they do."""
+        """All warpgroups."""
         groups, role = _groups(self.problem), lax.axis_index("warpgroup")
-        limit = mosaic().set_max_registers if groups > 1 else lambda *_, **__: None
 
         @pl.when(role >= groups)
         def _() -> None:
-            limit(_FEW_REGISTERS, action="decrease")
             self.serve(role - groups)
 
         @pl.when(role < groups)
         def _() -> None:
-            limit(_MANY_REGISTERS, action="increase")
             self.compute(results, role if groups > 1 else 0)
 
     def serve(self, which: Any) -> None:
@@ -371,12 +367,14 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
 
 
-def _tiling(shapes: Shapes) -> Tiling:
+def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     """Scores and sums of two groups fill tensor memory where heads are of 128: it has 512
-    columns."""
+    columns. Registers hold long tiles where these read no arrays."""
     wide = max(shapes.H, shapes.V) > 128
     groups = 1 if wide or shapes.T <= TENSOR_ROWS else 2
-    return Tiling(groups * TENSOR_ROWS, 64 if wide else 128)
+    arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves((spec.mask, spec.score)))
+    short = wide or arrays or spec.dropout_rate > 0
+    return Tiling(groups * TENSOR_ROWS, 64 if short else 128)
 
 
 _FORWARD = mosaic_call.Forward(

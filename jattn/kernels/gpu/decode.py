@@ -49,8 +49,8 @@ class _Sizes(NamedTuple):
     S: Size
 
     @classmethod
-    def of(cls, kernel: mosaic_call.Forward, shapes: Shapes, page: int) -> "_Sizes":
-        columns = min(ROWS, kernel.tiling(shapes).block_kv)
+    def of(cls, kernel: mosaic_call.Forward, spec: Spec, shapes: Shapes, page: int) -> "_Sizes":
+        columns = min(ROWS, kernel.tiling(spec, shapes).block_kv)
         return cls(Grouping.of(shapes.T, shapes.G), columns, math.gcd(page, columns), shapes.S)
 
     @property
@@ -70,7 +70,7 @@ def unreadable(
     keys, values, _ = jax.eval_shape(lambda cache: cache.pages(), cache)
     if reason := _other_arrays(shapes, keys, values):
         return reason
-    sizes = _Sizes.of(kernel, shapes, keys.shape[2])
+    sizes = _Sizes.of(kernel, spec, shapes, keys.shape[2])
     least = streams.least_rows(kernel.unit(platform), min(shapes.H, shapes.V))
     if sizes.run < least:
         return f"expected pages of a multiple of {least} tokens, got {keys.shape[2]}"
@@ -116,7 +116,7 @@ def attend(
     """
     call, (keys, values, table) = (spec, query, cache), cache.pages()
     shapes = few_queries.shapes(query, cache)
-    sizes = _Sizes.of(kernel, shapes, keys.shape[2])
+    sizes = _Sizes.of(kernel, spec, shapes, keys.shape[2])
     spec = slicing.pad_spec(spec, shapes.T, shapes.S, shapes.T, sizes.capacity)
     visits = block_mask.of(_kinds(spec, shapes, sizes)).compact()
     query = sizes.grouping.apart(jnp.swapaxes(query, 1, 2), shapes.N, 1)

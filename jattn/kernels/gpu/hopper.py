@@ -28,7 +28,7 @@ from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import decode as gpu_decode
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
-from jattn.kernels.gpu.registers import ROWS, Problem, Products, mosaic
+from jattn.kernels.gpu.registers import ROWS, Problem, Products, few, mosaic, reads_much
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     GROUPS,
@@ -49,7 +49,7 @@ _MISCOMPILING = (12080, 12091)  # `ptxas` of these: JAX's `attention_mgpu` refus
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(spec, shapes), spec, shapes)
 
 
 def _other_machine() -> str | None:
@@ -316,23 +316,33 @@ def _gradients(
     return launch(name, problem, order, kernel, operands, results, scratch)
 
 
-# Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup.
-_FORWARD = mosaic_call.Forward(
-    tiling=lambda x: Tiling(GROUPS * ROWS, 128 if max(x.H, x.V) <= 128 else 64),
-    products=Products.WARPGROUP,
-    run=_forward,
-)
-_BACKWARD = mosaic_call.Backward(
-    rows=GROUPS * ROWS,
-    streamed=lambda width: (64, 64) if width <= 128 else (32, 32),
-    products=Products.WARPGROUP,
-    run=_gradients,
-)
+def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
+    """Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup."""
+    widest = 128 if not few() else 0 if reads_much(spec) else 64  # of heads that have long tiles
+    return Tiling(GROUPS * ROWS, 128 if max(shapes.H, shapes.V) <= widest else 64)
+
+
+_FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=_forward)
+
+
+def _streamed(spec: Spec, width: int) -> tuple[int, int]:
+    fits = width <= 128 and not (few() and reads_much(spec))
+    return (64, 64) if fits else (32, 32)
+
+
+def _backward() -> mosaic_call.Backward:
+    return mosaic_call.Backward(
+        rows=GROUPS * ROWS,
+        streamed=_streamed,
+        products=Products.WARPGROUP,
+        run=_gradients,
+        widest_together=64 if few() else 128,
+    )
 
 
 def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
-    return mosaic_call.functions(_FORWARD, _BACKWARD, platform)
+    return mosaic_call.functions(_FORWARD, _backward(), platform)
 
 
 decode = functools.partial(gpu_decode.attend, _FORWARD)

@@ -23,19 +23,16 @@ from jattn.kernels.gpu.tile_weights import with_slope
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
 
 
-_WIDEST_TOGETHER = 128  # head size of which two gradients fit registers beside a tile
-
-
 class Forward(NamedTuple):
     """The forward kernel of one kind of GPU.
 
-    tiling: queries of a program and keys of a tile, for a call.
+    tiling: queries of a program and keys of a tile, for a spec and shapes.
     products: what multiplies.
     run: `(problem, spec, query, key, value)` to output `[B, T, N, V]` and the normalizer
         `[B, T, N]`.
     """
 
-    tiling: Callable[[Shapes], Tiling]
+    tiling: Callable[[Spec, Shapes], Tiling]
     products: Products
     run: Callable[..., Any]
 
@@ -48,16 +45,19 @@ class Backward(NamedTuple):
 
     rows: queries, or keys, of a program.
     streamed: of a tile the keys in gradients of queries, and the queries in gradients of keys, for
-        a head size.
+        a spec and a head size.
     products: what multiplies.
     run: `(problem, spec, per_query, key, value, which)` to gradients of queries, or of keys and
         values where `problem.by_key`; `which` of these.
+    widest_together: the head size up to which registers hold those of keys and of values beside a
+        tile; of wider heads each has a kernel of its own.
     """
 
     rows: int
-    streamed: Callable[[int], tuple[int, int]]
+    streamed: Callable[[Spec, int], tuple[int, int]]
     products: Products
     run: Callable[..., list[Array]]
+    widest_together: int = 128
 
     def unit(self, platform: str, transposed: bool = False) -> Unit:
         return Unit(platform == "cpu", transposed, self.products)
@@ -139,7 +139,7 @@ def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
 def _forward_pass(
     kernel: Forward, platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, softmax.Normalizer, Array]:
-    tiling = kernel.tiling(Shapes.of(query, value))
+    tiling = kernel.tiling(spec, Shapes.of(query, value))
     spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
     if has_mask(spec):
         # What is masked does not exist: NaN reaches those that attend to it through the scores.
@@ -163,7 +163,7 @@ def _backward_pass(
     _: Array,
 ) -> tuple[list[Array], Array, Array, Array]:
     width, wide = _width(key.shape[3], value.shape[3]), kernels.rows
-    keys_each, queries_each = kernels.streamed(width)
+    keys_each, queries_each = kernels.streamed(spec, width)
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
@@ -184,7 +184,7 @@ def _backward_pass(
         problems = by_query(ROWS), by_key(ROWS)
         d_params = parameter_gradients.of(*problems, call.spec, *operands)
     (d_query,) = kernels.run(by_query(wide), call.spec, *operands, (0,))
-    together = [(0, 1)] if width <= _WIDEST_TOGETHER else [(0,), (1,)]
+    together = [(0, 1)] if width <= kernels.widest_together else [(0,), (1,)]
     d_keys = (kernels.run(by_key(wide), call.spec, *operands, x) for x in together)
     d_key, d_value = itertools.chain.from_iterable(d_keys)
     pairs = (d_query, per_query[0]), (d_key, key), (d_value, value)

@@ -331,6 +331,17 @@ def knows_ampere() -> bool:
     return hasattr(mosaic(), "mma")
 
 
+def few() -> bool:
+    """Whether the threads of three warpgroups have 168 registers each, as none can be moved to
+    those that compute: JAX since 0.12 has nvJitLink compile kernels, which ignores `setmaxnreg`."""
+    return knows_ampere()
+
+
+def reads_much(spec: Spec) -> bool:
+    """Whether a tile keeps more in registers than products, weights and what their rows have."""
+    return spec.score is not None or spec.dropout_rate > 0
+
+
 def interpreter() -> Any:
     """Parameters of the interpreter, which older versions do not export."""
     name = "jax._src.pallas.mosaic_gpu.interpret.params"

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jattn import tuning
 from jattn.kernels.common import block_mask, reverse_mode
-from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, interpreter, mosaic
+from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, few, interpreter, mosaic
 
 
 GROUPS = 2  # warpgroups that compute
@@ -227,6 +227,12 @@ def store(pairs: Any) -> None:
     mosaic().wait_smem_to_gmem(0)
 
 
+def limit_registers(count: int, action: str) -> None:
+    """Of each thread of a warpgroup, where that has an effect."""
+    if not few():
+        mosaic().set_max_registers(count, action=action)
+
+
 def by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
     """What the warpgroups of a program do: `compute(group)` most, `copy()` one, with registers to
     match."""
@@ -234,10 +240,10 @@ def by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
 
     @pl.when(group == GROUPS)
     def _() -> None:
-        mosaic().set_max_registers(24, action="decrease")
+        limit_registers(24, "decrease")
         copy()
 
     @pl.when(group < GROUPS)
     def _() -> None:
-        mosaic().set_max_registers(240, action="increase")
+        limit_registers(240, "increase")
         compute(group)
