@@ -12,8 +12,8 @@ Of FlashAttention-4 three things are missing: that sums are only rescaled where 
 powers of two by products, and pairs of multiprocessors.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
-tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are those of `ampere`. The
-kernel is compiled for such GPUs and interpreted on a CPU, but has not yet run on one.
+tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are `blackwell_gradients`. The
+kernels are compiled for such GPUs and interpreted on a CPU, but have not yet run on one.
 """
 
 import functools
@@ -28,7 +28,14 @@ from jaxtyping import Array
 from jattn import softmax
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import ampere, mosaic_call, mosaic_interpreter, streams, tensor_memory
+from jattn.kernels.gpu import (
+    ampere,
+    blackwell_gradients,
+    mosaic_call,
+    mosaic_interpreter,
+    streams,
+    tensor_memory,
+)
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, knows_ampere, mosaic
 from jattn.kernels.gpu.tile_weights import finish_apart, nothing, online_apart
@@ -354,4 +361,4 @@ def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
     if platform != "cpu" and not knows_ampere():
         raise NotImplementedError(f"implementation 'blackwell': {ampere.OLD}")
-    return mosaic_call.functions(_FORWARD, ampere.BACKWARD, platform)
+    return mosaic_call.functions(_FORWARD, blackwell_gradients.BACKWARD, platform)

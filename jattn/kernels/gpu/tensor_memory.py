@@ -6,9 +6,12 @@ JAX before 0.12 cannot interpret any of this: there shared memory is in its plac
 multiplies at once.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn.kernels.gpu.registers import TENSOR_ROWS, Unit, knows_ampere, mosaic
@@ -84,3 +87,40 @@ def wait_for_stores(unit: Unit) -> None:
     """Others may read then what was written, and the matrix units may."""
     if not _in_shared_memory(unit):
         mosaic().commit_tmem()
+
+
+FEW_REGISTERS, MANY_REGISTERS = 24, 240  # of a thread: three warpgroups have 504
+
+
+def warpgroups(unit: Unit, computing: int) -> int:
+    """How many a program has in which so many compute; see `by_role`."""
+    return computing + (2 if unit.interpreted else 1)
+
+
+def by_role(
+    unit: Unit,
+    computing: int,
+    copy: Callable[[], None],
+    multiply: Callable[[], None],
+    compute: Callable[[Any], None],
+) -> None:
+    """What the warpgroups of a program do, with registers to match: most `compute(group)`. Of one
+    more a warp copies and another starts products; of those that are interpreted, two more."""
+    role = lax.axis_index("warpgroup")
+
+    def serve(which: Any) -> None:
+        pl.when(which == 0)(copy)
+        pl.when(which == 1)(multiply)
+
+    @pl.when(role >= computing)
+    def _() -> None:
+        mosaic().set_max_registers(FEW_REGISTERS, action="decrease")
+        if unit.interpreted:
+            serve(role - computing)
+        else:
+            mosaic().warp_map(serve)
+
+    @pl.when(role < computing)
+    def _() -> None:
+        mosaic().set_max_registers(MANY_REGISTERS, action="increase")
+        compute(role)
