@@ -28,11 +28,14 @@ from jattn.spec import Spec
 
 _KEYS, _VALUES = 0, 1  # gradients of keys, or of queries, and of values
 _SHARE = 64  # columns of a tile that a warpgroup has in registers, twice
+# Head size of which two gradients and two tiles of 128 columns fill tensor memory, which has 512,
+# and two places for such tiles fit shared memory beside the rows that are kept.
+_WIDE = 128
 
 
 class _Memory(NamedTuple):
-    """In shared memory: the `kept` rows, which results leave through; tiles that come by, `first` of
-    queries (keys) and `second` of d_out (values), and numbers of rows and the spec's arrays
+    """In shared memory: the `kept` rows, which results leave through; tiles that come by, `first`
+    of queries (keys) and `second` of d_out (values), and numbers of rows and the spec's arrays
     `beside` them. In tensor memory: `scores`, an alternative of which are weights; `pulled`, the
     cotangents of weights, or else of scores; and gradients, the `sums`.
 
@@ -70,7 +73,7 @@ class _Memory(NamedTuple):
             tiles = tiles_in_memory(places, size, shapes.H, shapes.dtype)
             return Ring.scratch(tiles, free=barrier(places))
 
-        fits = shapes.H <= 128  # shared memory
+        fits = shapes.H <= _WIDE
         return cls(
             kept=tiles_in_memory(_kept(which), TENSOR_ROWS, shapes.H, shapes.dtype),
             first=ring(2),
@@ -222,7 +225,7 @@ class _Program(backward.Program):
         unit, by_key = self.problem.unit, self.problem.by_key
         mine = None if by_key else self.mine(unit)
         numbers = {} if self.problem.heads > 1 else self.problem.numbers(self.leaves, *self.at[:2])
-        self.each_part(memory, group, functools.partial(self.clear, memory))
+        self.each(group, functools.partial(self.clear, memory))
         tensor_memory.wait_for_stores(unit)
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
@@ -243,7 +246,7 @@ class _Program(backward.Program):
 
         self.fold(step, jnp.int32(0))
         mosaic().barrier_wait(memory.done)
-        self.each_part(memory, group, functools.partial(self.leave, memory, results))
+        self.each(group, functools.partial(self.leave, memory, results))
 
     def mine(self, unit: Any) -> Rows:
         """Of the queries that are kept."""
@@ -284,29 +287,29 @@ class _Program(backward.Program):
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def each_part(self, memory: _Memory, group: Any, function: Any) -> None:
-        """`function(gradient, start)` of 64 columns of a gradient, in a warpgroup for each."""
-        starts = range(0, self.problem.shapes.H, WIDTH)
-        parts = [(gradient, start) for gradient in self.which for start in starts]
-        for i, part in enumerate(parts):
-            pl.when(group == i % self.problem.shares)(functools.partial(function, *part))
+    def each(self, group: Any, function: Any) -> None:
+        """`function(gradient)` of each gradient in a warpgroup of its own, or in the only one."""
+        for place, gradient in enumerate(self.which):
+            pl.when(group == place % self.problem.shares)(functools.partial(function, gradient))
 
-    def clear(self, memory: _Memory, gradient: int, start: int) -> None:
+    def clear(self, memory: _Memory, gradient: int) -> None:
         unit = self.problem.unit
         zeros = unit.lay(jnp.zeros((TENSOR_ROWS, WIDTH), jnp.float32), "ts")
-        tensor_memory.store(unit, memory.sum_of(self.which, gradient, start, WIDTH), zeros)
+        for start in range(0, self.problem.shapes.H, WIDTH):
+            part = memory.sum_of(self.which, gradient, start, WIDTH)
+            tensor_memory.store(unit, part, zeros)
 
-    def leave(self, memory: _Memory, results: Any, gradient: int, start: int) -> None:
-        """A part of a gradient, as shared memory takes it without conflicts between its banks."""
-        unit = self.problem.unit._replace(apart=True)
-        total = tensor_memory.load(unit, memory.sum_of(self.which, gradient, start, WIDTH))
-        tensor_memory.wait_for_loads(unit)
-        rows = None if self.problem.by_key else self.mine(unit)
-        (found,) = finished(self.problem._replace(unit=unit), {gradient: total}, rows)
-        place, columns = self.which.index(gradient), pl.ds(start, WIDTH)
-        part, result = memory.kept.at[place, :, columns], results[place].at[*self.own, columns]
-        part[...] = found.astype(part.dtype)
-        store([(part, result)])
+    def leave(self, memory: _Memory, results: Any, gradient: int) -> None:
+        """A gradient, as shared memory takes it without conflicts between its banks."""
+        place, unit = self.which.index(gradient), self.problem.unit._replace(apart=True)
+        problem, kept = self.problem._replace(unit=unit), memory.kept.at[place]
+        rows = None if problem.by_key else self.mine(unit)
+        for start in range(0, problem.shapes.H, WIDTH):
+            total = tensor_memory.load(unit, memory.sum_of(self.which, gradient, start, WIDTH))
+            tensor_memory.wait_for_loads(unit)
+            (found,) = finished(problem, {gradient: total}, rows)
+            kept[:, pl.ds(start, WIDTH)] = found.astype(kept.dtype)
+        store([(kept, results[place].at[*self.own])])
 
 
 def _narrow(tile: Any, group: Any) -> Any:
@@ -319,25 +322,26 @@ def _gradients(
     problem: Problem, spec: Spec, per_query: Any, key: Array, value: Array, which: tuple[int, ...]
 ) -> list[Array]:
     """Those of queries, or `which` of keys and values where `problem.by_key`."""
-    unit, groups = problem.unit, problem.shares
+    unit, groups, by_key = problem.unit, problem.shares, problem.by_key
+    if problem.shapes.H > _WIDE:  # what is left of shared memory
+        problem = problem._replace(most_beside=1 if by_key else 2)
 
     def run(program: _Program, results: Any, scratch: Any) -> None:
         memory = _Memory(*scratch)
         works = program.copy, program.multiply, functools.partial(program.compute, results=results)
         tensor_memory.by_role(unit, groups, *(functools.partial(x, memory) for x in works))
 
-    name = "jattn_blackwell_d_keys" if problem.by_key else "jattn_blackwell_d_queries"
+    gradient = ("keys" if _KEYS in which else "values") if by_key else "queries"
+    name = f"jattn_blackwell_d_{gradient}"
     call = problem, spec, per_query, key, value, which
-    size = _SHARE if problem.by_key else TENSOR_ROWS
+    size = _SHARE if by_key else TENSOR_ROWS
     scratch, computing = _Memory.scratch(problem, which), tensor_memory.warpgroups(unit, groups)
     return backward.launched(name, _Program, call, size, run, scratch, computing)
 
 
-# Two tiles and two gradients of heads of 128 fill tensor memory, which has 512 columns; of wider
-# heads two tiles of 128 rows do not fit shared memory beside the rows that are kept.
 BACKWARD = mosaic_call.Backward(
     rows=TENSOR_ROWS,
-    streamed=lambda width: (128, 128) if width <= 128 else (64, 64),
+    streamed=lambda width: (128, 128) if width <= _WIDE else (64, 64),
     products=Products.TENSOR_MEMORY,
     run=_gradients,
     columns=_SHARE,

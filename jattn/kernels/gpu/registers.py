@@ -379,6 +379,7 @@ class Problem(NamedTuple):
     special: bool
     drops: bool
     unmodified: bool
+    most_beside: int | None = None
 
     @classmethod
     def of(
@@ -442,8 +443,10 @@ class Problem(NamedTuple):
 
     @property
     def beside(self) -> list[int]:
-        """Which of the spec's arrays come by in shared memory, beside a tile of keys (queries)."""
-        return [] if self.unit.by_warp else self.rules.along("T" if self.by_key else "S")
+        """Which of the spec's arrays come by in shared memory, beside a tile of keys (queries):
+        `most_beside` of them, or all."""
+        along = self.rules.along("T" if self.by_key else "S")
+        return [] if self.unit.by_warp else along[: self.most_beside]
 
     def scratch_beside(self, *places: int) -> list[Any]:
         """Shared memory for these, for so many tiles."""
