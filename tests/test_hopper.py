@@ -938,17 +938,22 @@ def test_gpus_without_tensor_memory_are_refused(monkeypatch, capability, refused
         assert reason == (None if registers.knows_ampere() else ampere.OLD)
 
 
-@pytest.mark.parametrize("queries", [100, 200])  # of one group, and of two
-def test_nobody_reads_tensor_memory_before_it_is_written(monkeypatch, queries):
-    """Nor writes before it is read: the interpreter looks whether barriers order all that is done
-    to memory by warpgroups, copies and matrix units. Where two groups keep scores and weights in
-    one memory, it does not tell their parts from one another: there each is in its own."""
+def _detect_races(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
+    """The interpreter looks whether barriers order all that is done to memory by warpgroups, copies
+    and matrix units. Where two groups keep two arrays in one memory, it does not tell their parts
+    from one another: there each is `apart`."""
     if not registers.knows_ampere():
         pytest.skip("this version of JAX cannot interpret tensor memory; expected JAX 0.12")
     params = registers.mosaic().InterpretGPUParams(detect_races=True)
     monkeypatch.setattr(warpgroups, "interpreter", lambda: params)
-    if queries > registers.TENSOR_ROWS:
+    if apart:
         monkeypatch.setattr(tensor_memory, "alternatives", lambda _, *arrays: arrays)
+
+
+@pytest.mark.parametrize("queries", [100, 200])  # of one group, and of two
+def test_nobody_reads_tensor_memory_before_it_is_written(monkeypatch, queries):
+    """Nor writes before it is read."""
+    _detect_races(monkeypatch, queries > registers.TENSOR_ROWS)
     ids = jnp.asarray(np.arange(600) // 250)[None]
     call = Call((1, queries, 600, 2, 1, 64, 64), jnp.bfloat16, lambda dtype: {})
     rules = {"mask": masks.Lengths(kv=590) & ~masks.Segments(ids[:, :queries], ids + 1)}
@@ -1029,6 +1034,25 @@ def test_a_row_that_sees_keys_late_starts_there():
 def test_weights_that_dropout_keeps_have_room_to_grow(rate, slack):
     """Those of float16 end at 65,504."""
     assert blackwell.slack(rate) == pytest.approx(slack, abs=0.01)
+
+
+def _three_documents(dtype: Any) -> Any:
+    """Tiles full, mixed and empty."""
+    q, kv = (jnp.asarray(np.arange(size) // 250)[None] for size in (300, 520))
+    return {"mask": masks.Lengths(kv=510) & ~masks.Segments(q, kv + 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [64, 160])  # of two groups, and of one, and gradients one by one
+def test_nobody_reads_gradients_in_tensor_memory_before_they_are_written(monkeypatch, head):
+    _detect_races(monkeypatch, head <= 128)
+    call = Call((1, 300, 520, 2, 1, head, head), jnp.bfloat16, _three_documents)
+    given = operands(call)
+    got = quick_jit(functools.partial(everything, call, "blackwell"))(*given)
+    wide = [x.astype(jnp.float32) for x in given]
+    want = quick_jit(functools.partial(everything, call, "reference"))(*wide)
+    for x, y, limit in zip(got, want, (*LIMITS, *LIMITS[2:] * 2), strict=True):
+        assert error(x, y) <= limit
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ maximum has moved far: until then all stays relative to the maximum before.
 Of FlashAttention-4 two things are missing: powers of two by products, and pairs of multiprocessors.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
-tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are those of `ampere`. The
-kernel is compiled for such GPUs and interpreted on a CPU, but has not yet run on one.
+tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are `blackwell_gradients`. The
+kernels are compiled for such GPUs and interpreted on a CPU, but have not yet run on one.
 """
 
 import functools
@@ -30,7 +30,14 @@ from jaxtyping import Array
 from jattn import softmax
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import ampere, mosaic_call, mosaic_interpreter, streams, tensor_memory
+from jattn.kernels.gpu import (
+    ampere,
+    blackwell_gradients,
+    mosaic_call,
+    mosaic_interpreter,
+    streams,
+    tensor_memory,
+)
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, Tile, knows_ampere, mosaic
 from jattn.kernels.gpu.tile_weights import finish_apart, highest, nothing, weigh
@@ -318,29 +325,9 @@ class _Program(NamedTuple):
         return out * mosaic().layout_cast(lax.broadcast_in_dim(factor, out.shape, (0,)), layout)
 
     def run(self, results: Any) -> None:
-        """All warpgroups."""
-        groups, role = _groups(self.problem), lax.axis_index("warpgroup")
-
-        @pl.when(role >= groups)
-        def _() -> None:
-            self.serve(role - groups)
-
-        @pl.when(role < groups)
-        def _() -> None:
-            self.compute(results, role if groups > 1 else 0)
-
-    def serve(self, which: Any) -> None:
-        """Two warps of a warpgroup, of which one copies and one starts products; of those that are
-        interpreted, two warpgroups."""
-
-        def work(which: Any) -> None:
-            pl.when(which == 0)(self.copy)
-            pl.when(which == 1)(self.multiply)
-
-        if self.problem.unit.interpreted:
-            work(which)
-        else:
-            mosaic().warp_map(work)
+        compute = functools.partial(self.compute, results)
+        groups, unit = _groups(self.problem), self.problem.unit
+        tensor_memory.by_role(unit, groups, self.copy, self.multiply, compute)
 
 
 def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
@@ -358,11 +345,10 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32
     out = parts, shapes.B, shapes.T, shapes.N, shapes.V
     results = [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
-    order, others = Order.of(problem, visits, shapes.N, parts), 2 if problem.unit.interpreted else 1
+    order = Order.of(problem, visits, shapes.N, parts)
+    warpgroups = tensor_memory.warpgroups(problem.unit, _groups(problem))
     name, scratch = "jattn_blackwell_forward", _Memory.scratch(problem)
-    found = launch_by_role(
-        name, problem, order, kernel, operands, results, scratch, _groups(problem) + others
-    )
+    found = launch_by_role(name, problem, order, kernel, operands, results, scratch, warpgroups)
     out, *along = found
     return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
 
@@ -388,4 +374,4 @@ def functions(platform: str) -> AttentionVJP:
     """Forward and backward; interpreted on a CPU."""
     if platform != "cpu" and not knows_ampere():
         raise NotImplementedError(f"implementation 'blackwell': {ampere.OLD}")
-    return mosaic_call.functions(_FORWARD, ampere.BACKWARD, platform)
+    return mosaic_call.functions(_FORWARD, blackwell_gradients.BACKWARD, platform)

@@ -14,8 +14,7 @@ interpreter.
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +23,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax
-from jattn.kernels.common import block_mask, tile_schedule
+from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
+from jattn.kernels.gpu import backward, kernel_refs, mosaic_call, mosaic_interpreter, streams
 from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
 from jattn.kernels.gpu.registers import ROWS, Problem, Products, few, mosaic, reads_much
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
@@ -185,55 +184,17 @@ def _leave(memory: Memory, group: Any, found: softmax.Partial, at: Any, results:
     store(along if apart else [(queries, result), *along])
 
 
-class _Backward(NamedTuple):
-    """A program of a backward pass: 128 queries or, `by_key`, 128 keys, of which each computing
-    warpgroup keeps 64 and goes through what they attend to, or are attended by.
-
-    `per_query` are query and d_out, `per_key` key and value, `rows` what `Rows` stacks.
-    """
-
-    problem: Problem
-    which: tuple[int, ...]
-    visits: block_mask.BlockMask
-    at: Any
-    per_query: Any
-    per_key: Any
-    rows: Any
-    leaves: list[Any]
-    visits_ref: Any
-
-    @property
-    def kept(self) -> Any:
-        return self.per_key if self.problem.by_key else self.per_query
-
-    @property
-    def streamed(self) -> Any:
-        return self.per_query if self.problem.by_key else self.per_key
-
-    def fold(self, step: Callable[..., Any], state: Any) -> Any:
-        """Folds `step(h, x, masked, state)` over the heads that share what is kept, and over the
-        blocks x that each of them visits."""
-        heads = self.problem.heads
-
-        def of_head(g: Any, state: Any) -> Any:
-            h = self.at[1] * heads + g
-            place = self.at[0], h, self.at[2]
-            return self.visits.fold(self.visits_ref, place, functools.partial(step, h), state)
-
-        return tile_schedule.repeat(0, heads, of_head, state)
+class _Backward(backward.Program):
+    """128 queries or, `by_key`, 128 keys, of which each computing warpgroup keeps 64."""
 
     def copy(self, memory: Memory) -> None:
         """What the warpgroup does that only copies."""
-        group, by_key = np.int32(self.problem.shapes.G), self.problem.by_key
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
-            head = h if by_key else lax.div(h, group)
-            index = self.at[0], pl.ds(x * self.problem.streamed, self.problem.streamed), head
-            tiles = [source.at[index] for source in self.streamed]
             place = self.place(h, self.at[2] * GROUPS * ROWS, x * self.problem.streamed)
-            rows = [self.rows.at[self.at[0], h, x]] if by_key else []
+            rows = [self.rows.at[self.at[0], h, x]] if self.problem.by_key else []
             beside = self.problem.parts_beside(self.leaves, place)
-            memory.streams[0].fill(turn, *tiles, *rows, *beside)
+            memory.streams[0].fill(turn, *self.tiles(h, x), *rows, *beside)
             return turn + 1
 
         memory.drain(self.fold(step, jnp.int32(0)))
@@ -266,11 +227,6 @@ class _Backward(NamedTuple):
             place[...] = total.astype(place.dtype)
         store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
 
-    def place(self, h: Any, start: Any, other: Any) -> kernel_refs.TileIndex:
-        """That of the tile of what is kept and what comes by."""
-        row, column = (other, start) if self.problem.by_key else (start, other)
-        return kernel_refs.TileIndex(self.at[0], h, row, column)
-
     def add(
         self, here: Any, masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Any
     ) -> list[Array]:
@@ -283,37 +239,26 @@ class _Backward(NamedTuple):
 
 
 def _gradients(
-    problem: Problem, spec: Spec, per_head: Any, key: Array, value: Array, which: tuple[int, ...]
+    problem: Problem, spec: Spec, per_query: Any, key: Array, value: Array, which: tuple[int, ...]
 ) -> list[Array]:
     """Those of queries, or `which` of keys and values where `problem.by_key`."""
-    shapes, by_key = problem.shapes, problem.by_key
-    visits = problem.visits(spec)
-    query, d_out, *rows = per_head
-    size = problem.streamed
-    rows, far = Rows.stacked(rows, size if by_key else ROWS)
-    if by_key:
-        visits = visits.without_full(far)
+    shapes, by_key, size = problem.shapes, problem.by_key, problem.streamed
 
-    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
-        program = _Backward(problem, which, visits, place[1:], *operands)
+    def run(program: _Backward, results: Any, scratch: Any) -> None:
         memory = Memory(*scratch)
         by_group(
             functools.partial(program.copy, memory),
             functools.partial(program.compute, memory, results),
         )
 
-    operands = (query, d_out), (key, value), rows, problem.rules.arrays, visits.arrays
-    given = (key, value) if by_key else (query, d_out)
-    results = [(given[i].shape, shapes.dtype) for i in which]
     tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
     kept = [tiles(GROUPS, ROWS) for _ in range(2)]
     beside = [mosaic().SMEM((_AHEAD, 3 * size), jnp.float32)] if by_key else []
     stream = *[tiles(_AHEAD, size)] * 2, *beside, *problem.scratch_beside(_AHEAD)
     scratch = Memory.scratch(tuple(kept), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
-    heads = shapes.K if by_key else shapes.N
-    order = Order.of(problem, visits, heads)
-    return launch(name, problem, order, kernel, operands, results, scratch)
+    call = problem, spec, per_query, key, value, which
+    return backward.launched(name, _Backward, call, size if by_key else ROWS, run, scratch)
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:

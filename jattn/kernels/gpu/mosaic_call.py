@@ -51,6 +51,9 @@ class Backward(NamedTuple):
         values where `problem.by_key`; `which` of these.
     widest_together: the head size up to which registers hold those of keys and of values beside a
         tile; of wider heads each has a kernel of its own.
+    columns: of a tile, what a warpgroup computes at most; None: all.
+    of_parameters: the kernels whose tiles and products those for gradients of parameters have;
+        None: these.
     """
 
     rows: int
@@ -58,6 +61,8 @@ class Backward(NamedTuple):
     products: Products
     run: Callable[..., list[Array]]
     widest_together: int = 128
+    columns: int | None = None
+    of_parameters: "Backward | None" = None
 
     def unit(self, platform: str, transposed: bool = False) -> Unit:
         return Unit(platform == "cpu", transposed, self.products)
@@ -163,7 +168,6 @@ def _backward_pass(
     _: Array,
 ) -> tuple[list[Array], Array, Array, Array]:
     width, wide = _width(key.shape[3], value.shape[3]), kernels.rows
-    keys_each, queries_each = kernels.streamed(spec, width)
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
@@ -171,21 +175,21 @@ def _backward_pass(
         query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
     operands, own = ((query, d_out, *rows), *keys), hoisted.replaced(call.spec, call.shapes)
 
-    def by_query(rows: int) -> Problem:
-        tiling = Tiling(rows, keys_each)
-        return Problem.of(own, call.shapes, tiling, kernels.unit(platform))
-
-    def by_key(columns: int) -> Problem:
-        tiling = Tiling(queries_each, columns)
-        return Problem.of(own, call.shapes, tiling, kernels.unit(platform, transposed=True))
+    def problem(kernels: Backward, rows: int, by_key: bool) -> Problem:
+        keys_each, queries_each = kernels.streamed(spec, width)
+        tiling = Tiling(queries_each, rows) if by_key else Tiling(rows, keys_each)
+        unit = kernels.unit(platform, transposed=by_key)
+        return Problem.of(own, call.shapes, tiling, unit, columns=kernels.columns)
 
     d_params = []
     if parameters(spec):
-        problems = by_query(ROWS), by_key(ROWS)
+        own_kernels = kernels.of_parameters or kernels
+        problems = problem(own_kernels, ROWS, False), problem(own_kernels, ROWS, True)
         d_params = parameter_gradients.of(*problems, call.spec, *operands)
-    (d_query,) = kernels.run(by_query(wide), call.spec, *operands, (0,))
+    (d_query,) = kernels.run(problem(kernels, wide, False), call.spec, *operands, (0,))
     together = [(0, 1)] if width <= kernels.widest_together else [(0,), (1,)]
-    d_keys = (kernels.run(by_key(wide), call.spec, *operands, x) for x in together)
+    by_key = problem(kernels, wide, True)
+    d_keys = (kernels.run(by_key, call.spec, *operands, x) for x in together)
     d_key, d_value = itertools.chain.from_iterable(d_keys)
     pairs = (d_query, per_query[0]), (d_key, key), (d_value, value)
     d_query, d_key, d_value = (_unpadded(d, x.shape) for d, x in pairs)

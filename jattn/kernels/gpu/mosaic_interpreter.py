@@ -45,7 +45,12 @@ class Run(NamedTuple):
     values: Array
 
 
-def run(
+def run(function: Callable[..., Any], *arguments: Any, **known: Any) -> Any:
+    """`function(*arguments)`; `known` as in `run_typed`."""
+    return run_typed(function, *arguments, **known)[0]
+
+
+def run_typed(
     function: Callable[..., Any],
     *arguments: Any,
     shapes: Any = None,
@@ -55,9 +60,10 @@ def run(
     below: Any = (),
     tables: Any = None,
     lay: Callable[[Array], Array] = lambda x: x,
-) -> Any:
-    """`function(*arguments)`, where `shapes` are those that it expects: arguments and results lack
-    their axes of size 1, and are `[s, t]` in place of `[t, s]` if transposed.
+) -> tuple[Any, Any]:
+    """`function(*arguments)` and its results' types, where `shapes` are those that it expects:
+    arguments and results lack their axes of size 1, and are `[s, t]` in place of `[t, s]` if
+    transposed; types do not and are not.
 
     `runs` says of which arguments more is known, `lines` along which axis of a tile "ts" arguments
     run, `below` which arguments are integers from 0 to less than a size, and `tables` how entries
@@ -73,7 +79,7 @@ def run(
     known += [(x, Interval(np.int32(0), np.int32(size - 1))) for x, size in below]
     registers = _Registers(transposed, runs, known, tables or {}, lay)
     found = registers.evaluate(program.jaxpr, program.consts, values)
-    return jax.tree.unflatten(jax.tree.structure(out), found)
+    return jax.tree.unflatten(jax.tree.structure(out), found), out
 
 
 class _Line(NamedTuple):

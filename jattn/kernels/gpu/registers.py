@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -161,6 +162,10 @@ class _Value(NamedTuple):
     value: Any
     expected: Any
     axes: str
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, _Value)
 
 
 class _InMemory(NamedTuple):
@@ -391,6 +396,7 @@ class Problem(NamedTuple):
     special: bool
     drops: bool
     unmodified: bool
+    most_beside: int | None = None
 
     @classmethod
     def of(
@@ -400,15 +406,17 @@ class Problem(NamedTuple):
         tiling: Tiling,
         unit: Unit,
         refs: Callable[..., SpecRefs] = SpecRefs,
+        columns: int | None = None,
     ) -> "Problem":
+        """`columns` of a tile are a warpgroup's at most; by default all."""
         by_key = unit.transposed
-        (q, kv), rows = tiling, unit.rows
+        (q, kv), rows = (x if columns is None else min(x, columns) for x in tiling), unit.rows
         own = Tiling(q, rows) if by_key else Tiling(rows, kv)
         # Rows that come by have their hashes with them, others make theirs once.
         spec = tile.hashed(spec, shapes, rows=by_key)
         scale, spec = Scale.of(spec)
         rules, drops = refs(spec, own, by_key), spec.dropout_rate > 0
-        unit = unit._replace(apart=rules.differs_by_key())
+        unit = unit._replace(apart=by_key or rules.differs_by_key())
         operations, unmodified = _operations(spec, rules), is_unmodified(spec)
         how = _approximate(spec, operations), bool(operations & _SPECIAL), drops, unmodified
         return cls(shapes, tiling, rules, unit, scale, *how)
@@ -421,6 +429,11 @@ class Problem(NamedTuple):
     def streamed(self) -> int:
         """Queries of a tile if `by_key`, else keys: of those that come by."""
         return self.tiling[0 if self.by_key else 1]
+
+    @property
+    def shares(self) -> int:
+        """Warpgroups that compute columns of one tile."""
+        return self.streamed // self.rules.sizes["T" if self.by_key else "S"]
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -442,14 +455,16 @@ class Problem(NamedTuple):
 
     @property
     def beside(self) -> list[int]:
-        """Which of the spec's arrays come by in shared memory, beside a tile of keys (queries)."""
-        return [] if self.unit.by_warp else self.rules.along("T" if self.by_key else "S")
+        """Which of the spec's arrays come by in shared memory, beside a tile of keys (queries):
+        `most_beside` of them, or all."""
+        along = self.rules.along("T" if self.by_key else "S")
+        return [] if self.unit.by_warp else along[: self.most_beside]
 
-    def scratch_beside(self, places: int) -> list[Any]:
+    def scratch_beside(self, *places: int) -> list[Any]:
         """Shared memory for these, for so many tiles."""
         size = self.rules.sizes["T" if self.by_key else "S"]
         arrays = [self.rules.arrays[i] for i in self.beside]
-        return [mosaic().SMEM((places, size), x.dtype) for x in arrays]
+        return [mosaic().SMEM((*places, size), x.dtype) for x in arrays]
 
     def parts_beside(self, leaves: list[Any], place: TileIndex) -> list[Any]:
         """A tile's parts of these in global memory."""
@@ -519,6 +534,11 @@ class Tile(NamedTuple):
 
     def run(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(tile, *operands)`."""
+        found = self.run_typed(function, *operands)
+        return jax.tree.map(lambda x: x.value, found, is_leaf=_is_value)
+
+    def run_typed(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """The same with types, as other calls take operands that lack axes of size 1."""
         unit, shapes, (b, h, row, column) = self.unit, self.shapes, self.place
         rows, columns = self.rules.sizes.values()
         at = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
@@ -527,9 +547,14 @@ class Tile(NamedTuple):
             return function(self.rules.at(leaves, *at), *operands)
 
         values = [x if isinstance(x, _Value) else None for x in self.leaves]
+        typed = jax.tree.map(self._typed, operands, is_leaf=_is_value)
+        operands, expected = (
+            jax.tree.map(operator.attrgetter(x), typed, is_leaf=_is_value)
+            for x in ("value", "expected")
+        )
         given = [x and x.value for x in values], at, operands
-        expected = [x and x.expected for x in values], *types(given[1:], unit.transposed)
-        return mosaic_interpreter.run(
+        expected = [x and x.expected for x in values], types(at), expected
+        found, out = mosaic_interpreter.run_typed(
             here,
             *given,
             shapes=expected,
@@ -544,3 +569,7 @@ class Tile(NamedTuple):
                 if isinstance(x, _InMemory)
             },
         )
+        return jax.tree.map(lambda x, expected: _Value(x, expected, ""), found, out)
+
+    def _typed(self, x: Any) -> "_Value":
+        return x if _is_value(x) else _Value(x, types(x, self.unit.transposed), "")

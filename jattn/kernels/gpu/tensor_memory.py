@@ -8,6 +8,7 @@ multiplies at once.
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -142,3 +143,35 @@ def any_above(unit: Unit, rows: Array, limit: float) -> Array:
         return lower.FragmentedArray.splat(found, (), is_signed=False)
 
     return ask(rows)
+
+
+def warpgroups(unit: Unit, computing: int) -> int:
+    """How many a program has in which so many compute; see `by_role`."""
+    return computing + (2 if unit.interpreted else 1)
+
+
+def by_role(
+    unit: Unit,
+    computing: int,
+    copy: Callable[[], None],
+    multiply: Callable[[], None],
+    compute: Callable[[Any], None],
+) -> None:
+    """What the warpgroups of a program do: most `compute(group)`. Of one more a warp copies and
+    another starts products; of those that are interpreted, two more."""
+    role = lax.axis_index("warpgroup")
+
+    def serve(which: Any) -> None:
+        pl.when(which == 0)(copy)
+        pl.when(which == 1)(multiply)
+
+    @pl.when(role >= computing)
+    def _() -> None:
+        if unit.interpreted:
+            serve(role - computing)
+        else:
+            mosaic().warp_map(serve)
+
+    @pl.when(role < computing)
+    def _() -> None:
+        compute(role if computing > 1 else 0)

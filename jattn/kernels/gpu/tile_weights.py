@@ -175,16 +175,61 @@ def d_products(
     if is_unmodified(spec):
         weights = _unmodified_weights(masked, factors, here, products, rows)
         return _d_unmodified(masked, here, weights, d_weights), here.drop(weights)
-    score, pull = jax.vjp(lambda x: here.modify(x, False), products)
-    if masked and has_mask(spec):
-        allowed = spec.mask.evaluate(here.b, here.h, here.rows, here.columns)
-        score = jnp.where(allowed, score, -jnp.inf)
+    score, pull = _score_and_pull(masked, here, products)
     weights = _weights(masked, factors, score, rows)
     (found,) = pull(weights * d_weights)
     if masked:  # after all else, which may be NaN, also in all of a row
         hidden = score == -jnp.inf
         weights, found = jnp.where(hidden, 0, weights), jnp.where(hidden, 0, found)
     return found, here.drop(weights)
+
+
+def _score_and_pull(masked: bool, here: slicing.Tile, products: Array) -> tuple[Array, Any]:
+    """Scores, and their derivative without the mask."""
+    score, pull = jax.vjp(lambda x: here.modify(x, False), products)
+    if masked and has_mask(here.spec):
+        allowed = here.spec.mask.evaluate(here.b, here.h, here.rows, here.columns)
+        score = jnp.where(allowed, score, -jnp.inf)
+    return score, pull
+
+
+def weights_first(
+    masked: bool, factors: Scale, here: slicing.Tile, products: Array, rows: Rows
+) -> tuple[Array, Array, Any]:
+    """What products of queries and keys say alone: weights after dropout, and for
+    `d_products_then` those before it, in their sign whether it drops them, and the derivative of
+    the scores, or None where these are the products."""
+    spec, products, pull = here.spec, times(products, factors.before), None
+    if is_unmodified(spec):
+        weights = _unmodified_weights(masked, factors, here, products, rows)
+    else:
+        score, pull = _score_and_pull(masked, here, products)
+        weights = _weights(masked, factors, score, rows)
+        weights = jnp.where(score == -jnp.inf, 0, weights) if masked else weights
+    if not spec.dropout_rate:
+        return weights, weights, pull
+    signed = jnp.where(here.keeps(), weights, -weights)
+    return jnp.where(signed < 0, 0, weights * _kept(spec)), signed, pull
+
+
+def d_products_then(
+    masked: bool, here: slicing.Tile, signed: Array, pull: Any, d_weights: Array, rows: Rows
+) -> Array:
+    """The cotangent of q kᵀ, less `factors.gradient`, from that of the weights and what
+    `weights_first` found."""
+    if here.spec.dropout_rate:
+        d_weights = jnp.where(signed < 0, 0, d_weights * _kept(here.spec))
+    weights = jnp.abs(signed) if here.spec.dropout_rate else signed
+    found = weights * (d_weights - rows.delta[:, None])
+    if pull is not None:
+        (found,) = pull(found)
+    # What is masked has no weight; what its products would give may be NaN.
+    return jnp.where(weights == 0, 0, found) if masked else found
+
+
+def _kept(spec: Any) -> float:
+    """The factor of weights that dropout keeps."""
+    return 1 / (1 - spec.dropout_rate)
 
 
 def d_parameter(
@@ -260,7 +305,7 @@ def d_signed(
     if not here.spec.dropout_rate:
         return _d_unmodified(masked, here, signed, d_weights), signed
     dropped, weights = signed < 0, jnp.abs(signed)
-    kept = jnp.where(dropped, 0, 1 / (1 - here.spec.dropout_rate)).astype(jnp.float32)
+    kept = jnp.where(dropped, 0, _kept(here.spec)).astype(jnp.float32)
     d_weights = d_weights * kept - rows.delta[:, None]
     return _d_unmodified(masked, here, weights, d_weights), weights * kept
 
@@ -338,4 +383,5 @@ def finished(problem: Problem, totals: dict[int, Array], rows: Rows | None) -> l
     def normalized(total: Array, log_total: Array) -> Array:
         return total * times(jnp.exp2(-log_total), factor)[:, None]
 
-    return [mosaic_interpreter.run(normalized, totals[0], rows.log_total)]
+    lay = functools.partial(problem.unit.lay, axes="ts")
+    return [mosaic_interpreter.run(normalized, totals[0], rows.log_total, lay=lay)]

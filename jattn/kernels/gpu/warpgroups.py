@@ -127,13 +127,15 @@ class Ring(NamedTuple):
     free: Any
 
     @classmethod
-    def scratch(cls, *arrays: Any, free: Any = None) -> "Ring":
-        """Of arrays in shared memory `[places, ...]`; places are a power of two. `free` are its
-        barriers, by default such at which the computing warpgroups arrive."""
+    def scratch(cls, *arrays: Any, free: Any = None, copies: int | None = None) -> "Ring":
+        """Of arrays in shared memory `[places, ...]`, which so many copies fill, by default one
+        each; places are a power of two. `free` are its barriers, by default such at which the
+        computing warpgroups arrive."""
         places = arrays[0].shape[0]
+        copies = len(arrays) if copies is None else copies
         return cls(
             arrays,
-            mosaic().Barrier(num_barriers=places, num_arrivals=len(arrays)),
+            mosaic().Barrier(num_barriers=places, num_arrivals=copies),
             free or mosaic().Barrier(num_barriers=places, num_arrivals=GROUPS),
         )
 
@@ -145,7 +147,8 @@ class Ring(NamedTuple):
         return lax.bitwise_and(turn, np.int32(self.places - 1))
 
     def fill(self, turn: Any, *sources: Any) -> None:
-        """Copies to the place of this turn, once that is free."""
+        """Copies to the place of this turn, once that is free. A source is a part of an array in
+        global memory, or a list of the parts of a tile."""
         place = self._place(turn)
 
         @pl.when(turn >= self.places)
@@ -153,7 +156,10 @@ class Ring(NamedTuple):
             mosaic().barrier_wait(self.free.at[place])
 
         for source, array in zip(sources, self.arrays, strict=True):
-            mosaic().copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
+            whole = not isinstance(source, list)
+            parts = [((), source)] if whole else [((x,), y) for x, y in enumerate(source)]
+            for index, part in parts:
+                mosaic().copy_gmem_to_smem(part, array.at[place, *index], self.filled.at[place])
 
     def drain(self, turns: Any) -> None:
         """Waits until all that was filled in so many turns is used up."""

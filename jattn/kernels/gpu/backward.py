@@ -1,0 +1,96 @@
+"""A program of a backward pass on GPUs: some queries, or some keys, which it keeps, while tiles of
+what they attend to, or are attended by, come by.
+
+There are two kernels: one by queries gives their gradients, one by keys those of keys and values.
+No two programs add to the same numbers, so that all runs give the same.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from jattn.kernels.common import block_mask, tile_schedule
+from jattn.kernels.gpu.kernel_refs import TileIndex
+from jattn.kernels.gpu.registers import Problem
+from jattn.kernels.gpu.tile_weights import Rows
+from jattn.kernels.gpu.warpgroups import GROUPS, Order, launch
+from jattn.spec import Spec
+
+
+class Program(NamedTuple):
+    """`at` is (b, h, i), where h is a key head if `by_key`; `per_query` are query and d_out,
+    `per_key` key and value, `rows` what `Rows` stacks. `which` gradients are asked for: 0 is that
+    of queries or keys, 1 that of values."""
+
+    problem: Problem
+    which: tuple[int, ...]
+    visits: block_mask.BlockMask
+    at: Any
+    per_query: Any
+    per_key: Any
+    rows: Any
+    leaves: list[Any]
+    visits_ref: Any
+
+    @property
+    def kept(self) -> Any:
+        return self.per_key if self.problem.by_key else self.per_query
+
+    @property
+    def streamed(self) -> Any:
+        return self.per_query if self.problem.by_key else self.per_key
+
+    def fold(self, step: Callable[..., Any], state: Any) -> Any:
+        """Folds `step(h, x, masked, state)` over the heads that share what is kept, and over the
+        blocks x that each of them visits."""
+        heads = self.problem.heads
+
+        def of_head(g: Any, state: Any) -> Any:
+            h = self.at[1] * heads + g
+            place = self.at[0], h, self.at[2]
+            return self.visits.fold(self.visits_ref, place, functools.partial(step, h), state)
+
+        return tile_schedule.repeat(0, heads, of_head, state)
+
+    def tiles(self, h: Any, x: Any) -> list[Any]:
+        """Block x of what comes by of a query head, in global memory."""
+        head = h if self.problem.by_key else lax.div(h, np.int32(self.problem.shapes.G))
+        size = self.problem.streamed
+        return [source.at[self.at[0], pl.ds(x * size, size), head] for source in self.streamed]
+
+    def place(self, h: Any, start: Any, other: Any) -> TileIndex:
+        """That of the tile of what is kept and what comes by."""
+        row, column = (other, start) if self.problem.by_key else (start, other)
+        return TileIndex(self.at[0], h, row, column)
+
+
+def launched(
+    name: str,
+    kind: Any,
+    call: tuple[Problem, Spec, Any, Array, Array, tuple[int, ...]],
+    size: int,
+    run: Callable[..., None],
+    scratch: Any,
+    warpgroups: int = GROUPS + 1,
+) -> list[Array]:
+    """`run(program, results, scratch)` in programs of a `kind`, each of so many warpgroups, for a
+    call of `mosaic_call.Backward.run`; rows are stacked in blocks of a size."""
+    problem, spec, (query, d_out, *rows), key, value, which = call
+    shapes, by_key, visits = problem.shapes, problem.by_key, problem.visits(spec)
+    rows, far = Rows.stacked(rows, size)
+    if by_key:
+        visits = visits.without_full(far)
+
+    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+        run(kind(problem, which, visits, place[1:], *operands), results, scratch)
+
+    operands = (query, d_out), (key, value), rows, problem.rules.arrays, visits.arrays
+    given = (key, value) if by_key else (query, d_out)
+    results = [(given[i].shape, shapes.dtype) for i in which]
+    order = Order.of(problem, visits, shapes.K if by_key else shapes.N)
+    return launch(name, problem, order, kernel, operands, results, scratch, warpgroups)
