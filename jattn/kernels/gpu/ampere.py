@@ -174,7 +174,7 @@ _FORWARD = mosaic_call.Forward(
     run=_forward,
 )
 BACKWARD = mosaic_call.Backward(
-    rows=ROWS,
+    rows=lambda _: ROWS,
     streamed=lambda _, width: (64, 32) if width <= 64 else (32 if width <= 128 else 16, 16),
     products=Products.WARP,
     run=_gradients,

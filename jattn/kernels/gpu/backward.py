@@ -18,7 +18,7 @@ from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.registers import Problem
 from jattn.kernels.gpu.tile_weights import Rows
-from jattn.kernels.gpu.warpgroups import GROUPS, Order, launch
+from jattn.kernels.gpu.warpgroups import Order, launch
 from jattn.spec import Spec
 
 
@@ -76,7 +76,7 @@ def launched(
     size: int,
     run: Callable[..., None],
     scratch: Any,
-    warpgroups: int = GROUPS + 1,
+    warpgroups: int,
 ) -> list[Array]:
     """`run(program, results, scratch)` in programs of a `kind`, each of so many warpgroups, for a
     call of `mosaic_call.Backward.run`; rows are stacked in blocks of a size."""

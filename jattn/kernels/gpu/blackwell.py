@@ -85,7 +85,7 @@ class _Memory(NamedTuple):
     @classmethod
     def scratch(cls, problem: Problem) -> "_Memory":
         shapes, columns, unit = problem.shapes, problem.tiling.block_kv, problem.unit
-        groups, ahead = _groups(problem), 2 if shapes.H > 64 else 4
+        groups, ahead = problem.groups, 2 if shapes.H > 64 else 4
         tensors = functools.partial(tensor_memory.scratch, unit)
         barrier = functools.partial(tensor_memory.barrier, unit)
         tiles = tiles_in_memory(ahead, columns, shapes.H, shapes.dtype)
@@ -135,10 +135,6 @@ def slack(dropout_rate: float) -> float:
     return 8 + math.log2(1 - dropout_rate)
 
 
-def _groups(problem: Problem) -> int:
-    return problem.tiling.block_q // TENSOR_ROWS
-
-
 class _Program(NamedTuple):
     """A program for some groups of 128 queries of a head, or for each of them and each part of the
     keys (Dao et al. 2023, "Flash-Decoding")."""
@@ -169,7 +165,7 @@ class _Program(NamedTuple):
         (query, key, value, leaves, _), memory = self.operands, self.memory
         _, b, h, _ = self.at
         kv, columns = lax.div(h, np.int32(self.problem.shapes.G)), self.problem.tiling.block_kv
-        for group in range(_groups(self.problem)):
+        for group in range(self.problem.groups):
             own = query.at[b, pl.ds(self.rows(group), TENSOR_ROWS), h]
             mosaic().copy_gmem_to_smem(own, memory.queries.at[group], memory.loaded.at[group])
 
@@ -189,7 +185,7 @@ class _Program(NamedTuple):
     def multiply(self) -> None:
         """What the warp does that starts products. Those of one group are under way while the
         other one's weights are computed."""
-        memory, groups, unit = self.memory, range(_groups(self.problem)), self.problem.unit
+        memory, groups, unit = self.memory, range(self.problem.groups), self.problem.unit
         for group in groups:
             mosaic().barrier_wait(memory.loaded.at[group])
 
@@ -326,7 +322,7 @@ class _Program(NamedTuple):
 
     def run(self, results: Any) -> None:
         compute = functools.partial(self.compute, results)
-        groups, unit = _groups(self.problem), self.problem.unit
+        groups, unit = self.problem.groups, self.problem.unit
         tensor_memory.by_role(unit, groups, self.copy, self.multiply, compute)
 
 
@@ -346,7 +342,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     out = parts, shapes.B, shapes.T, shapes.N, shapes.V
     results = [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
     order = Order.of(problem, visits, shapes.N, parts)
-    warpgroups = tensor_memory.warpgroups(problem.unit, _groups(problem))
+    warpgroups = tensor_memory.warpgroups(problem.unit, problem.groups)
     name, scratch = "jattn_blackwell_forward", _Memory.scratch(problem)
     found = launch_by_role(name, problem, order, kernel, operands, results, scratch, warpgroups)
     out, *along = found

@@ -340,7 +340,7 @@ def _gradients(
 
 
 BACKWARD = mosaic_call.Backward(
-    rows=TENSOR_ROWS,
+    rows=lambda _: TENSOR_ROWS,
     streamed=lambda _, width: (128, 128) if width <= _WIDE else (64, 64),
     products=Products.TENSOR_MEMORY,
     run=_gradients,

@@ -30,7 +30,6 @@ from jattn.kernels.gpu import decode as gpu_decode
 from jattn.kernels.gpu.registers import ROWS, Problem, Products, few, mosaic, reads_much
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
-    GROUPS,
     Memory,
     Order,
     by_group,
@@ -132,12 +131,13 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
             pl.when(group == 0)(memory.change_turns)
             _leave(memory, group, found, (part, b, h, own), results)
 
-        by_group(copy, compute)
+        by_group(problem.groups, copy, compute)
 
     operands = query, key, value, problem.rules.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
     results, scratch = _forward_results(shapes, parts), _forward_scratch(problem)
-    out, *along = launch(name, problem, order, kernel, operands, results, scratch)
+    warpgroups = problem.groups + 1
+    out, *along = launch(name, problem, order, kernel, operands, results, scratch, warpgroups)
     return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
 
 
@@ -161,10 +161,11 @@ def _forward_results(shapes: Shapes, parts: int) -> list[Any]:
 
 def _forward_scratch(problem: Problem) -> Memory:
     shapes, columns = problem.shapes, problem.tiling.block_kv
-    queries = tiles_in_memory(GROUPS, ROWS, shapes.H, shapes.dtype)
-    kept = queries, *[mosaic().SMEM((GROUPS, ROWS), jnp.float32)] * 2
+    groups = problem.groups
+    queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
+    kept = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
     tiles = tiles_in_memory(_AHEAD, columns, shapes.H, shapes.dtype)
-    return Memory.scratch(kept, (tiles, *problem.scratch_beside(_AHEAD)), (tiles,))
+    return Memory.scratch(groups, kept, (tiles, *problem.scratch_beside(_AHEAD)), (tiles,))
 
 
 def _leave(memory: Memory, group: Any, found: softmax.Partial, at: Any, results: Any) -> None:
@@ -191,7 +192,9 @@ class _Backward(backward.Program):
         """What the warpgroup does that only copies."""
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
-            place = self.place(h, self.at[2] * GROUPS * ROWS, x * self.problem.streamed)
+            place = self.place(
+                h, self.at[2] * self.problem.groups * ROWS, x * self.problem.streamed
+            )
             rows = [self.rows.at[self.at[0], h, x]] if self.problem.by_key else []
             beside = self.problem.parts_beside(self.leaves, place)
             memory.streams[0].fill(turn, *self.tiles(h, x), *rows, *beside)
@@ -201,7 +204,7 @@ class _Backward(backward.Program):
 
     def compute(self, memory: Memory, results: Any, group: Any) -> None:
         """What a warpgroup does that computes."""
-        block = self.at[2] * GROUPS + group
+        block = self.at[2] * self.problem.groups + group
         start, unit, by_key = block * ROWS, self.problem.unit, self.problem.by_key
         own = self.at[0], pl.ds(start, ROWS), self.at[1]
         kept = [memory.load(x, group, self.kept[x].at[own]) for x in range(2)]
@@ -243,28 +246,39 @@ def _gradients(
 ) -> list[Array]:
     """Those of queries, or `which` of keys and values where `problem.by_key`."""
     shapes, by_key, size = problem.shapes, problem.by_key, problem.streamed
+    groups = problem.groups
 
     def run(program: _Backward, results: Any, scratch: Any) -> None:
         memory = Memory(*scratch)
         by_group(
+            groups,
             functools.partial(program.copy, memory),
             functools.partial(program.compute, memory, results),
         )
 
     tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
-    kept = [tiles(GROUPS, ROWS) for _ in range(2)]
+    kept = [tiles(groups, ROWS) for _ in range(2)]
     beside = [mosaic().SMEM((_AHEAD, 3 * size), jnp.float32)] if by_key else []
     stream = *[tiles(_AHEAD, size)] * 2, *beside, *problem.scratch_beside(_AHEAD)
-    scratch = Memory.scratch(tuple(kept), stream)
+    scratch = Memory.scratch(groups, tuple(kept), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     call = problem, spec, per_query, key, value, which
-    return backward.launched(name, _Backward, call, size if by_key else ROWS, run, scratch)
+    return backward.launched(
+        name, _Backward, call, size if by_key else ROWS, run, scratch, groups + 1
+    )
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     """Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup."""
     widest = 128 if not few() else 0 if reads_much(spec) else 64  # of heads that have long tiles
-    return Tiling(GROUPS * ROWS, 128 if max(shapes.H, shapes.V) <= widest else 64)
+    width = max(shapes.H, shapes.V)
+    return Tiling(_rows(width), 128 if width <= widest else 64)
+
+
+def _rows(width: int) -> int:
+    """Of a program. Where registers cannot be moved, and wide heads need more than two computing
+    warpgroups and a copying one have, one computes."""
+    return ROWS if few() and width > 128 else 2 * ROWS
 
 
 _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=_forward)
@@ -277,7 +291,7 @@ def _streamed(spec: Spec, width: int) -> tuple[int, int]:
 
 def _backward() -> mosaic_call.Backward:
     return mosaic_call.Backward(
-        rows=GROUPS * ROWS,
+        rows=_rows,
         streamed=_streamed,
         products=Products.WARPGROUP,
         run=_gradients,

@@ -43,7 +43,7 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """The kernels of one kind of GPU for gradients.
 
-    rows: queries, or keys, of a program.
+    rows: queries, or keys, of a program, for a head size.
     streamed: of a tile the keys in gradients of queries, and the queries in gradients of keys, for
         a spec and a head size.
     products: what multiplies.
@@ -56,7 +56,7 @@ class Backward(NamedTuple):
         None: these.
     """
 
-    rows: int
+    rows: Callable[[int], int]
     streamed: Callable[[Spec, int], tuple[int, int]]
     products: Products
     run: Callable[..., list[Array]]
@@ -167,7 +167,8 @@ def _backward_pass(
     value: Array,
     _: Array,
 ) -> tuple[list[Array], Array, Array, Array]:
-    width, wide = _width(key.shape[3], value.shape[3]), kernels.rows
+    width = _width(key.shape[3], value.shape[3])
+    wide = kernels.rows(width)
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):

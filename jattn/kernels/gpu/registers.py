@@ -436,6 +436,11 @@ class Problem(NamedTuple):
         return self.streamed // self.rules.sizes["T" if self.by_key else "S"]
 
     @property
+    def groups(self) -> int:
+        """Warpgroups of a program that keep queries, or keys if `by_key`."""
+        return self.tiling[1 if self.by_key else 0] // self.unit.rows
+
+    @property
     def blocks(self) -> tuple[int, int]:
         """How many of queries and of keys."""
         return self.shapes.T // self.tiling.block_q, self.shapes.S // self.tiling.block_kv

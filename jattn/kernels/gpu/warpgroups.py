@@ -1,7 +1,8 @@
 """Programs of warpgroups, of which one copies tiles to shared memory, a few ahead of their use: how
-they are launched, and how they wait for one another. By default there are three, and two compute.
+they are launched, and how they wait for one another.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,9 +16,6 @@ from jaxtyping import Array
 from jattn import tuning
 from jattn.kernels.common import block_mask, reverse_mode
 from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, few, interpreter, mosaic
-
-
-GROUPS = 2  # warpgroups that compute
 
 
 class Order(NamedTuple):
@@ -73,7 +71,7 @@ def launch_by_role(
     operands: Any,
     results: Any,
     scratch: Any,
-    warpgroups: int = GROUPS + 1,
+    warpgroups: int,
 ) -> list[Array]:
     """`kernel(place, operands, results, scratch)` in programs of so many warpgroups, where
     `place()` reads (part, b, h, i): what all warpgroups share takes up registers in each of them.
@@ -127,16 +125,15 @@ class Ring(NamedTuple):
     free: Any
 
     @classmethod
-    def scratch(cls, *arrays: Any, free: Any = None, copies: int | None = None) -> "Ring":
+    def scratch(cls, *arrays: Any, free: Any, copies: int | None = None) -> "Ring":
         """Of arrays in shared memory `[places, ...]`, which so many copies fill, by default one
-        each; places are a power of two. `free` are its barriers, by default such at which the
-        computing warpgroups arrive."""
+        each; places are a power of two. `free` are its barriers."""
         places = arrays[0].shape[0]
         copies = len(arrays) if copies is None else copies
         return cls(
             arrays,
             mosaic().Barrier(num_barriers=places, num_arrivals=copies),
-            free or mosaic().Barrier(num_barriers=places, num_arrivals=GROUPS),
+            free,
         )
 
     @property
@@ -200,15 +197,17 @@ class Memory(NamedTuple):
     turns: Any
 
     @classmethod
-    def scratch(cls, own: Any, *streams: Any) -> "Memory":
-        """Of the arrays of each stream."""
-        filled = mosaic().Barrier(num_barriers=2 * GROUPS)
-        turns = mosaic().Barrier(num_arrivals=GROUPS)
-        return cls(own, filled, tuple(Ring.scratch(*arrays) for arrays in streams), turns)
+    def scratch(cls, groups: int, own: Any, *streams: Any) -> "Memory":
+        """Of so many computing warpgroups, and of the arrays of each stream."""
+        barrier = functools.partial(mosaic().Barrier, num_arrivals=groups)
+        rings = [Ring.scratch(*x, free=barrier(num_barriers=x[0].shape[0])) for x in streams]
+        filled = mosaic().Barrier(num_barriers=2 * groups)
+        return cls(own, filled, tuple(rings), barrier())
 
     def change_turns(self) -> None:
         """Waits until the other computing warpgroup comes here too: one is at its products then,
-        the other at its softmax, and after the next call the other way round."""
+        the other at its softmax, and after the next call the other way round. One that is alone
+        goes on."""
         mosaic().barrier_arrive(self.turns)
         mosaic().barrier_wait(self.turns)
 
@@ -239,17 +238,17 @@ def limit_registers(count: int, action: str) -> None:
         mosaic().set_max_registers(count, action=action)
 
 
-def by_group(copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
-    """What the warpgroups of a program do: `compute(group)` most, `copy()` one, with registers to
-    match."""
+def by_group(groups: int, copy: Callable[[], None], compute: Callable[[Any], None]) -> None:
+    """What the warpgroups of a program do: so many `compute(group)`, and one does `copy()`, with
+    registers to match."""
     group = lax.axis_index("warpgroup")
 
-    @pl.when(group == GROUPS)
+    @pl.when(group == groups)
     def _() -> None:
         limit_registers(24, "decrease")
         copy()
 
-    @pl.when(group < GROUPS)
+    @pl.when(group < groups)
     def _() -> None:
         limit_registers(240, "increase")
         compute(group)
