@@ -643,15 +643,22 @@ def test_caches_are_read_in_place(target, implementation, name, head):
 @pytest.mark.parametrize("name", [*SPILLS, "decode"])  # which has few queries, and parts of keys
 @pytest.mark.parametrize("target", [targets.B200], ids=["b200"])
 @pytest.mark.usefixtures("compilers")
-def test_the_kernel_for_blackwell_spills_nothing(target, name, head):
-    row = job.run(Job(target.name, name, "blackwell", head, "bfloat16", "forward"), 600.0)
+def test_kernels_for_blackwell_have_the_registers_that_loops_over_tiles_need(target, name, head):
+    """But for gradients of keys under dropout, which lack a dozen."""
+    row = job.run(Job(target.name, name, "blackwell", head, "bfloat16", "gradients"), 600.0)
     if not registers.knows_ampere():
         assert "expected JAX 0.12" in row["message"]
         return
     assert row["status"] == "compiled", row["message"]
-    (kernel,) = [x for x in row["kernels"] if x["kernel"] == "jattn_blackwell_forward"]
-    assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ())
-    assert kernel["shared_bytes"] <= 227 * 1024
+    found = [x for x in row["kernels"] if x["kernel"].startswith("jattn_blackwell")]
+    passes = {"forward", "d_queries", "d_keys"} | ({"d_values"} if head > 128 else set())
+    assert {x["kernel"].removeprefix("jattn_blackwell_") for x in found} == passes
+    for kernel in found:
+        assert kernel["warnings"] == (), kernel["kernel"]
+        assert kernel["shared_bytes"] <= 227 * 1024, kernel["kernel"]
+        few = name == "dropout" and kernel["kernel"] == "jattn_blackwell_d_keys"
+        spilled = kernel["main_loop"]["by_kind"].get("local", 0)
+        assert spilled <= (16 if few else 0), kernel["kernel"]
 
 
 def test_what_is_worse_than_it_was():

@@ -27,7 +27,7 @@ from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import backward, kernel_refs, mosaic_call, mosaic_interpreter, streams
 from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu.registers import ROWS, Problem, Products, few, mosaic, reads_much
+from jattn.kernels.gpu.registers import ROWS, Problem, Products, few, mosaic, needs_many
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     Memory,
@@ -270,7 +270,7 @@ def _gradients(
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     """Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup."""
-    widest = 128 if not few() else 0 if reads_much(spec) else 64  # of heads that have long tiles
+    widest = 0 if few() and needs_many(spec) else 128  # of heads that have long tiles
     width = max(shapes.H, shapes.V)
     return Tiling(_rows(width), 128 if width <= widest else 64)
 
@@ -285,7 +285,7 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    fits = width <= 128 and not (few() and reads_much(spec))
+    fits = width <= 128 and not (few() and needs_many(spec))
     return (64, 64) if fits else (32, 32)
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import tile
+from jattn import masks, tile
 from jattn._pytree import is_static, number
 from jattn.kernels.common import block_mask, slicing
 from jattn.kernels.gpu import kernel_refs, mosaic_interpreter
@@ -342,9 +342,14 @@ def few() -> bool:
     return knows_ampere()
 
 
-def reads_much(spec: Spec) -> bool:
-    """Whether a tile keeps more in registers than products, weights and what their rows have."""
-    return spec.score is not None or spec.dropout_rate > 0
+_DIVIDING = masks.Predicate, masks.Dilated  # positions of each pair, or a function may
+
+
+def needs_many(spec: Spec) -> bool:
+    """Whether a tile needs more registers than for products, weights and a mask that compares."""
+    nodes = jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, _DIVIDING))
+    divides = any(isinstance(x, _DIVIDING) for x in nodes)
+    return spec.score is not None or spec.dropout_rate > 0 or divides
 
 
 def interpreter() -> Any:
