@@ -285,7 +285,8 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    fits = width <= 128 and not (few() and needs_many(spec))
+    scarce = few() and (needs_many(spec) or spec.score is not None)
+    fits = width <= 128 and not scarce
     return (64, 64) if fits else (32, 32)
 
 

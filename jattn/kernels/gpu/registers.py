@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import masks, tile
+from jattn import masks, scores, tile
 from jattn._pytree import is_static, number
 from jattn.kernels.common import block_mask, slicing
 from jattn.kernels.gpu import kernel_refs, mosaic_interpreter
@@ -342,14 +342,17 @@ def few() -> bool:
     return knows_ampere()
 
 
-_DIVIDING = masks.Predicate, masks.Dilated  # positions of each pair, or a function may
+# Formulas of many operations, or maybe so.
+_LONG = masks.Predicate, masks.Dilated, masks.Global, scores.Score
 
 
 def needs_many(spec: Spec) -> bool:
-    """Whether a tile needs more registers than for products, weights and a mask that compares."""
-    nodes = jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, _DIVIDING))
-    divides = any(isinstance(x, _DIVIDING) for x in nodes)
-    return spec.score is not None or spec.dropout_rate > 0 or divides
+    """Whether a tile's scores need more registers than products and a mask or function of few
+    operations that reads no array along T or S."""
+    nodes = jax.tree.leaves((spec.mask, spec.score), is_leaf=lambda x: isinstance(x, _LONG))
+    is_long = any(isinstance(x, _LONG) for x in nodes)
+    arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves(spec.score))
+    return spec.dropout_rate > 0 or is_long or arrays
 
 
 def interpreter() -> Any:
