@@ -644,7 +644,8 @@ def test_caches_are_read_in_place(target, implementation, name, head):
 @pytest.mark.parametrize("target", [targets.B200], ids=["b200"])
 @pytest.mark.usefixtures("compilers")
 def test_kernels_for_blackwell_have_the_registers_that_loops_over_tiles_need(target, name, head):
-    """But for gradients of keys under dropout, which lack a dozen."""
+    """But for gradients of keys under dropout and of functions whose derivatives are kept while
+    products are under way."""
     row = job.run(Job(target.name, name, "blackwell", head, "bfloat16", "gradients"), 600.0)
     if not registers.knows_ampere():
         assert "expected JAX 0.12" in row["message"]
@@ -656,9 +657,10 @@ def test_kernels_for_blackwell_have_the_registers_that_loops_over_tiles_need(tar
     for kernel in found:
         assert kernel["warnings"] == (), kernel["kernel"]
         assert kernel["shared_bytes"] <= 227 * 1024, kernel["kernel"]
-        few = name == "dropout" and kernel["kernel"] == "jattn_blackwell_d_keys"
+        keeps = name in ("dropout", "soft-cap", "softcap", "cap-then-bias", "documents-biased")
+        few = keeps and kernel["kernel"] == "jattn_blackwell_d_keys"
         spilled = kernel["main_loop"]["by_kind"].get("local", 0)
-        assert spilled <= (16 if few else 0), kernel["kernel"]
+        assert spilled <= (60 if few else 0), kernel["kernel"]
 
 
 def test_what_is_worse_than_it_was():
