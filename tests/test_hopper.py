@@ -818,6 +818,7 @@ DIVISIONS: dict[str, tuple[Any, bool]] = {
     "remainder": (lambda b, q, kv: (q + kv + b) % 7, True),
     "quotient": (lambda b, q, kv: (q + 2 * kv) // 8, True),
     "by a number": (lambda b, q, kv: (q + kv) // (b + 1), True),
+    "of a number": (lambda b, q, kv: 170 // (q + kv + 1) + 7 % (kv + 2), True),
     "of a row": (lambda b, q, kv: q // 3 * 100 + kv % 5, True),
     "of rows alike": (lambda b, q, kv: jnp.full_like(q, 17) // 5 + kv, True),
     "twice": (lambda b, q, kv: (q // 4 * 9 + abs(q - kv)) // 8 % 3, True),

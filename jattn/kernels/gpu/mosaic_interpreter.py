@@ -169,13 +169,12 @@ def _operation(equation: Any) -> str:
     return equation.params["name"] if name in ("jit", "pjit") else name
 
 
-def _unsigned(divide: Callable[..., Array], x: Array, by: Array) -> Array:
+def _unsigned(divide: Callable[..., Any], dtype: Any, x: Any, by: Any) -> Any:
     """Integers that are not negative, divided as unsigned ones: half as many instructions."""
-    by = lax.broadcast_in_dim(by, x.shape, ()) if jnp.ndim(by) < jnp.ndim(x) else by
-    x = lax.broadcast_in_dim(x, by.shape, ()) if jnp.ndim(x) < jnp.ndim(by) else x
-    unsigned = f"uint{8 * x.dtype.itemsize}"
-    found = divide(*(lax.convert_element_type(y, unsigned) for y in (x, by)))
-    return lax.convert_element_type(found, x.dtype)
+    shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(by))
+    operands = [lax.convert_element_type(y, f"uint{8 * dtype.itemsize}") for y in (x, by)]
+    spread = [y if jnp.shape(y) == shape else lax.broadcast_in_dim(y, shape, ()) for y in operands]
+    return lax.convert_element_type(divide(*spread), dtype)
 
 
 class _Registers(NamedTuple):
@@ -306,7 +305,7 @@ class _Registers(NamedTuple):
             values = _widened(equation.primitive.name, values)
         divide = self.unsigned_division(equation, values)
         if divide is not None:
-            return _unsigned(divide, *values)
+            return _unsigned(divide, equation.outvars[0].aval.dtype, *values)
         if equation.primitive.name in ("add_any", "copy"):
             return functools.reduce(lax.add, values)
         if equation.primitive.name == "one_minus_square":
