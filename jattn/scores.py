@@ -267,7 +267,7 @@ def relative_bucket(
     return after + jnp.where(distance < exact, distance, far)
 
 
-def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
+def difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
     """kv − q, held within ±(2³¹ − 1)."""
     difference, most = kv - q, jnp.iinfo(kv.dtype).max
     after = jnp.where(difference > 0, difference, most)
@@ -301,7 +301,8 @@ class RelativeBias(ScoreFunction):
                 f"{self.max_distance} leave no logarithmic buckets"
             )
 
-    def _bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
+    def bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
+        """That of each distance kv − q."""
         return relative_bucket(
             distance,
             self.table.shape[0],
@@ -313,13 +314,13 @@ class RelativeBias(ScoreFunction):
         table = _like(self.table, score)
         if rows.consecutive and columns.consecutive and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
-        distance = _difference(columns.positions[None, :], rows.positions[:, None])
-        return score + table[self._bucket(distance)]
+        distance = difference(columns.positions[None, :], rows.positions[:, None])
+        return score + table[self.bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:
         """One value for each diagonal, or one for all: reading the table for each score is slow."""
         distance = kv[0] - q[-1] + jnp.arange(sum(score.shape) - 1, dtype=kv.dtype)
-        bucket = self._bucket(distance)
+        bucket = self.bucket(distance)
         values = table[bucket]
         # Buckets only change outwards from distance 0, so equal ends have nothing between them.
         alone = bucket[0] == bucket[-1]

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jattn import masks, scores
-from jattn.kernels.gpu import hoisted
+from jattn.kernels.gpu import by_distance, hoisted
 from jattn.spec import Shapes, Spec, prepare
 from tests.test_hopper import example, reason
 
@@ -35,7 +35,7 @@ def spec_of(place: Any, **positions: Any) -> Spec:
     return dataclasses.replace(prepared(score), **positions)
 
 
-def prepared(score: scores.Score) -> Spec:
+def prepared(score: scores.ScoreFunction) -> Spec:
     return prepare(Spec(masks.Full(), score, 1.0, None, None), SHAPES)
 
 
@@ -114,6 +114,16 @@ def test_which_look_ups_are_made_before(name, shifted):
     for axis, (size, other) in enumerate(zip(got.shape, want.shape, strict=True)):
         alike = (want == want.take([0], axis)).all()
         assert size == (1 if alike and other in (2, N) else other)
+
+
+@pytest.mark.parametrize(("farthest", "known"), [(20, True), (2**16, True), (2**16 + 1, False)])
+def test_the_buckets_of_positions_are_known_before(farthest, known):
+    """Their table, a parameter whose gradient is XLA's, stays the same array."""
+    spec = prepared(scores.RelativeBias(jnp.ones((12, N)), max_distance=farthest))
+    spec: Any = dataclasses.replace(spec, kv_positions=jnp.asarray(KV_POSITIONS))
+    found: Any = hoisted.replaced(spec, SHAPES).score
+    assert isinstance(found, by_distance.ByBucket if known else scores.RelativeBias)
+    assert found.table is spec.score.table
 
 
 def test_an_operand_with_another_look_up_stays():

@@ -79,6 +79,9 @@ RNG = np.random.default_rng(0)
 LONG = np.arange(200) // 70
 DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 100)), axis=1)
 SEEN = RNG.random((1, 2, 70, 100)) < 0.5
+# Most are at most 60 apart, as buckets are, and some by more than 32 bits tell.
+FAR = np.random.default_rng(1).integers(0, 60, 170).astype(np.int32)
+FAR[::9], FAR[::11] = -(2**31) + 3, 2**31 - 5
 
 
 def normal(*shape: int) -> Any:
@@ -206,6 +209,15 @@ CALLS = {
             "score": scores.RelativeBias(normal(32, 2), max_distance=64) >> scores.SoftCap(5.0),
             "dropout_rate": 0.3,
             "dropout_key": jax.random.key(3),
+        },
+    ),
+    "distances_of_positions": Call(
+        (2, 70, 100, 2, 1, 64, 64),
+        jnp.float16,
+        lambda dtype: {
+            "q_positions": jnp.asarray(FAR[:70]),
+            "kv_positions": jnp.asarray(FAR[70:]),
+            "score": scores.RelativeBias(normal(24, 2), bidirectional=False, max_distance=50),
         },
     ),
     "wide_heads": Call(
@@ -416,6 +428,8 @@ WITH_PARAMETERS = (
     "biases",
     "dense_bias",
 )
+# Some of these gradients are XLA's: of what is looked up by pairs of queries and keys.
+WITH_PAIRS = "look_ups", "look_ups_at_positions", "distances_of_positions"
 
 
 def hopper() -> Any:
@@ -448,7 +462,7 @@ def test_it_is_translated_for_cuda(name):
     call = TRANSLATED[name]
     found = translated(functools.partial(everything, call, "hopper"), operands(call))
     parameters = {"jattn_mosaic_d_parameter"} if name in WITH_PARAMETERS else set()
-    parameters |= {XLA_PRODUCT} if "look_ups" in name else set()  # for that of pairs
+    parameters |= {XLA_PRODUCT} if name in WITH_PAIRS else set()
     assert found == HOPPER | parameters
 
 

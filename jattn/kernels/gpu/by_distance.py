@@ -1,7 +1,8 @@
-"""Score functions of the distance of two places, whose values kernels look up.
+"""Score functions of the distance of two places or positions, whose values kernels look up.
 
-T5's relative bias takes a logarithm for each pair of places. Its values for all T + S − 1 distances
-are computed before.
+T5's relative bias takes a logarithm for each pair. Of places its values for all T + S − 1 distances
+are computed before; of positions that are given its buckets, for all distances that have not the
+first or last one.
 """
 
 from typing import Any
@@ -28,13 +29,34 @@ class ByDistance(scores.ScoreFunction):
         return ByDistance(self.values.astype(jnp.float32) / unit, self.before)
 
 
-def of(score: scores.RelativeBias, shapes: Shapes) -> ByDistance:
+@pytree_dataclass
+class ByBucket(scores.ScoreFunction):
+    """score + table[buckets[kv − q + far], h], where distances are held within ±far."""
+
+    table: Any = array_field("buckets N")  # both `GatherRef`s in kernels
+    buckets: Any = array_field("distances")
+    far: int = static_field()
+
+    def evaluate(self, score, b, h, rows, columns):
+        distance = scores.difference(columns.positions[None, :], rows.positions[:, None])
+        place = jnp.clip(distance, -self.far, self.far) + self.far
+        return score + self.table.inside(self.buckets.inside(place)).astype(score.dtype)
+
+
+def of_places(score: scores.RelativeBias, shapes: Shapes) -> ByDistance:
     """The function of a call, where positions are places."""
     before = shapes.T - 1
-    bucket = scores.relative_bucket(
-        jnp.arange(before + shapes.S, dtype=jnp.int32) - before,
-        score.table.shape[0],
-        bidirectional=score.bidirectional,
-        max_distance=score.max_distance,
-    )
-    return ByDistance(score.table[bucket].T, before)
+    distance = jnp.arange(before + shapes.S, dtype=jnp.int32) - before
+    return ByDistance(score.table[score.bucket(distance)].T, before)
+
+
+_FARTHEST = 2**16  # of tables of buckets
+
+
+def of_positions(score: scores.RelativeBias) -> scores.ScoreFunction:
+    """The function for any positions; as it is where buckets are for greater distances."""
+    far = score.max_distance
+    if far > _FARTHEST:
+        return score
+    distance = jnp.arange(2 * far + 1, dtype=jnp.int32) - far
+    return ByBucket(score.table, score.bucket(distance), far)

@@ -41,8 +41,9 @@ def replaced(spec: Spec, shapes: Shapes) -> Spec:
 
 
 def _replaced(score: scores.ScoreFunction, spec: Spec, shapes: Shapes) -> scores.ScoreFunction:
-    if isinstance(score, scores.RelativeBias) and _positions_are_places(spec):
-        return by_distance.of(score, shapes)
+    if isinstance(score, scores.RelativeBias):
+        places = _positions_are_places(spec)
+        return by_distance.of_places(score, shapes) if places else by_distance.of_positions(score)
     return _of_function(score, spec, shapes) if isinstance(score, scores.Score) else score
 
 
