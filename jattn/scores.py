@@ -267,7 +267,7 @@ def relative_bucket(
     return after + jnp.where(distance < exact, distance, far)
 
 
-def difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
+def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
     """kv − q, held within ±(2³¹ − 1)."""
     difference, most = kv - q, jnp.iinfo(kv.dtype).max
     after = jnp.where(difference > 0, difference, most)
@@ -314,7 +314,7 @@ class RelativeBias(ScoreFunction):
         table = _like(self.table, score)
         if rows.consecutive and columns.consecutive and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
-        distance = difference(columns.positions[None, :], rows.positions[:, None])
+        distance = _difference(columns.positions[None, :], rows.positions[:, None])
         return score + table[self.bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:

@@ -580,10 +580,11 @@ def test_kernels_for_hopper_spill_nothing_and_stay_short(target, name):
 # Rules with arrays along T and S, learned numbers, and functions that look up entries as well.
 LEARNED = (
     *("alibi-learned", "bias", "bias-by-key", "cap-then-bias", "documents-biased"),
-    *("function-operands", "t5-table"),
+    *("function-operands", "function-capped", "chain", "t5-table"),
 )
-MASKED = "predicate", "softcap"  # with most to compute in registers
-SPILLS = *INSTRUCTIONS, *MASKED, *LEARNED
+# With most to compute in registers; the last one's table has gradients of XLA's.
+OTHERS = "predicate", "softcap", "t5-positions"
+SPILLS = *INSTRUCTIONS, *OTHERS, *LEARNED
 
 
 @pytest.mark.exhaustive

@@ -119,6 +119,16 @@ def _gated(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
     return score * gate[h].astype(score.dtype) + by_key[b, kv].astype(score.dtype)
 
 
+def _capped(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    cap, slope = (x[h].astype(score.dtype) for x in operands)
+    return cap * jnp.tanh(score / cap) - slope * jnp.abs(q - kv).astype(score.dtype)
+
+
+def _four(arrays: Arrays) -> scores.ScoreFunction:
+    learned = scores.Temperature(arrays["t"]) >> scores.SoftCap(arrays["cap"])
+    return learned >> scores.Alibi(arrays["slopes"]) >> scores.Score(_fading)
+
+
 def _dropout(arrays: Arrays) -> dict[str, Any]:
     key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32")
     return {"mask": masks.Causal(), "dropout_rate": 0.1, "dropout_key": key}
@@ -181,12 +191,19 @@ MASKS = (
 )
 
 _GATES = {"gate": (N,), "by_key": (B, T)}
+_CAPS = {"cap": (N,), "slope": (N,)}
 SCORES = (
     Call("soft-cap", _scored(lambda a: scores.SoftCap(30.0))),
     Call("soft-cap-learned", _scored(lambda a: scores.SoftCap(a["cap"])), {}, {"cap": ()}),
     Call("temperature", _scored(lambda a: scores.Temperature(a["t"])), {}, {"t": ()}),
     Call("alibi-learned", _scored(lambda a: scores.Alibi(a["slopes"])), {}, {"slopes": (N,)}),
     Call("t5-table", _scored(lambda a: scores.RelativeBias(a["table"])), {}, {"table": (32, N)}),
+    Call(
+        "t5-positions",
+        lambda a: {"score": scores.RelativeBias(a["table"]), "kv_positions": a["positions"]},
+        _POSITIONS,
+        {"table": (32, N)},
+    ),
     Call("bias", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (B, N, T, T)}),
     Call("bias-by-head", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (1, N, T, T)}),
     Call("bias-by-key", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (B, 1, 1, T)}),
@@ -197,6 +214,13 @@ SCORES = (
         {},
         _GATES,
     ),
+    Call(
+        "function-capped",
+        _scored(lambda a: scores.Score(_capped, a["cap"], a["slope"])),
+        {},
+        _CAPS,
+    ),
+    Call("chain", _scored(_four), {}, {"t": (), "cap": (), "slopes": (N,)}),
     Call(
         "cap-then-bias",
         _scored(lambda a: scores.SoftCap(30.0) >> scores.Bias(a["bias"])),

@@ -8,6 +8,7 @@ first or last one.
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jattn import scores
 from jattn._pytree import array_field, pytree_dataclass, static_field
@@ -38,8 +39,10 @@ class ByBucket(scores.ScoreFunction):
     far: int = static_field()
 
     def evaluate(self, score, b, h, rows, columns):
-        distance = scores.difference(columns.positions[None, :], rows.positions[:, None])
-        place = jnp.clip(distance, -self.far, self.far) + self.far
+        q, kv = rows.positions[:, None], columns.positions[None, :]
+        apart = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)  # 32 bits suffice
+        near = jnp.minimum(apart, np.uint32(self.far)).astype(jnp.int32)
+        place = self.far + jnp.where(kv > q, near, -near)
         return score + self.table.inside(self.buckets.inside(place)).astype(score.dtype)
 
 

@@ -42,12 +42,12 @@ def replaced(spec: Spec, shapes: Shapes) -> Spec:
 
 def _replaced(score: scores.ScoreFunction, spec: Spec, shapes: Shapes) -> scores.ScoreFunction:
     if isinstance(score, scores.RelativeBias):
-        places = _positions_are_places(spec)
+        places = positions_are_places(spec)
         return by_distance.of_places(score, shapes) if places else by_distance.of_positions(score)
     return _of_function(score, spec, shapes) if isinstance(score, scores.Score) else score
 
 
-def _positions_are_places(spec: Spec) -> bool:
+def positions_are_places(spec: Spec) -> bool:
     return spec.q_positions is None and spec.kv_positions is None
 
 
@@ -104,6 +104,12 @@ def _live(function: Callable[..., Any], *scalars: Any) -> Any:
     program = jax.make_jaxpr(function)(*scalars)
     live, _ = partial_eval.dce_jaxpr(program.jaxpr, [True], instantiate=True)
     return eval_jaxpr(live, program.consts, *scalars)[0]
+
+
+def depends_on_score(function: Callable[..., Any]) -> bool:
+    """Of a function of score, b, h, q and kv."""
+    program = jax.make_jaxpr(function)(jnp.float32(0), *[jnp.int32(0)] * 4)
+    return partial_eval.dce_jaxpr(program.jaxpr, [True])[1][SCORE]
 
 
 # --- which look-ups ------------------------------------------------------------------------------
@@ -234,7 +240,7 @@ def _growth(expression: expressions.Expression) -> dict[Node, int | None]:
 def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.ScoreFunction:
     """The function with arrays for its look-ups, in operands of which it makes no others."""
     leaves = jax.tree.leaves(score)
-    found = sites(score, _positions_are_places(spec)) if any(map(_is_table, leaves)) else None
+    found = sites(score, positions_are_places(spec)) if any(map(_is_table, leaves)) else None
     if found is None:
         return score
     stay = {x.operand for x in found if x.field is None}

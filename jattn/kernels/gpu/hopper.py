@@ -16,16 +16,24 @@ import functools
 import importlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import softmax
+from jattn import scores, softmax
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import backward, kernel_refs, mosaic_call, mosaic_interpreter, streams
+from jattn.kernels.gpu import (
+    backward,
+    hoisted,
+    kernel_refs,
+    mosaic_call,
+    mosaic_interpreter,
+    streams,
+)
 from jattn.kernels.gpu import decode as gpu_decode
 from jattn.kernels.gpu.registers import ROWS, Problem, Products, few, mosaic, needs_many
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
@@ -285,9 +293,23 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    scarce = few() and (needs_many(spec) or spec.score is not None)
+    scarce = needs_many(spec) or spec.score is not None if few() else _is_long(spec)
     fits = width <= 128 and not scarce
     return (64, 64) if fits else (32, 32)
+
+
+def _is_long(spec: Spec) -> bool:
+    """Whether a tile's scores and their derivative need more registers than gradients of keys and
+    of values leave: of a chain of more than two, of T5's bias by positions, or of a user's function
+    whose derivative depends on the score."""
+    chain = scores.in_order(spec.score)
+    by_positions = not hoisted.positions_are_places(spec)
+    functions = [x for x in chain if isinstance(x, scores.Score)]
+    return (
+        len(chain) > 2
+        or (by_positions and any(isinstance(x, scores.RelativeBias) for x in chain))
+        or any(hoisted.depends_on_score(jax.grad(x._scalar)) for x in functions)
+    )
 
 
 def _backward() -> mosaic_call.Backward:
