@@ -1058,10 +1058,13 @@ def _three_documents(dtype: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", [64, 160])  # of two groups, and of one, and gradients one by one
-def test_nobody_reads_gradients_in_tensor_memory_before_they_are_written(monkeypatch, head):
+@pytest.mark.parametrize("head", [64, 160])  # where gradients are together, and one by one
+@pytest.mark.parametrize("cap", [None, 3.0])  # with 64 columns of a warpgroup, and with 32
+def test_nobody_reads_gradients_in_tensor_memory_before_they_are_written(monkeypatch, head, cap):
     _detect_races(monkeypatch, head <= 128)
-    call = Call((1, 300, 520, 2, 1, head, head), jnp.bfloat16, _three_documents)
+    score = {} if cap is None else {"score": scores.SoftCap(cap)}
+    rules = lambda dtype: _three_documents(dtype) | score  # noqa: E731
+    call = Call((1, 300, 520, 2, 1, head, head), jnp.bfloat16, rules)
     given = operands(call)
     got = quick_jit(functools.partial(everything, call, "blackwell"))(*given)
     wide = [x.astype(jnp.float32) for x in given]

@@ -3,10 +3,12 @@ tensor memory.
 
 A program keeps 128 queries, or keys. As in the forward pass a warp copies the tiles that come by,
 and another starts products: kept rows times streamed ones, once for scores and once for the
-cotangents of weights, which one or two warpgroups take to registers, 64 columns each. What these
-make of them goes back to its place in tensor memory, as the left side of a product that is added to
-a gradient there. The matrix units multiply for the last tile while weights of the next one are
-computed: that order is FlashAttention-4's (Zadouri et al. 2026).
+cotangents of weights, which one or two warpgroups take to registers, 64 columns each, or 32 where
+scores and their derivative need more registers. What these make of them goes back to tensor memory,
+as the left side of a product that is added to a gradient there. The matrix units multiply for the
+last tile while weights of the next one are computed: that order is FlashAttention-4's (Zadouri et
+al. 2026). Gradients of keys have numbers of rows for each column: of these a warpgroup computes
+32 at once, or registers would not hold them beside what waits for cotangents of weights.
 
 Of that three things are missing: that the matrix units do not wait for products whose operands the
 next ones overwrite, powers of two by products, and pairs of multiprocessors.
@@ -16,10 +18,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn.kernels.gpu import ampere, backward, mosaic_call, tensor_memory
+from jattn import scores
+from jattn.kernels.gpu import ampere, backward, hoisted, mosaic_call, tensor_memory
 from jattn.kernels.gpu.registers import TENSOR_ROWS, WIDTH, Problem, Products, Tile, mosaic
 from jattn.kernels.gpu.tile_weights import Rows, d_products_then, finished, weights_first
 from jattn.kernels.gpu.warpgroups import Ring, store, tiles_in_memory
@@ -27,7 +31,7 @@ from jattn.spec import Spec
 
 
 _KEYS, _VALUES = 0, 1  # gradients of keys, or of queries, and of values
-_SHARE = 64  # columns of a tile that a warpgroup has in registers, twice
+_ROWS = 64  # that products add up
 # Head size of which two gradients and two tiles of 128 columns fill tensor memory, which has 512,
 # and two places for such tiles fit shared memory beside the rows that are kept.
 _WIDE = 128
@@ -36,8 +40,8 @@ _WIDE = 128
 class _Memory(NamedTuple):
     """In shared memory: the `kept` rows, which results leave through; tiles that come by, `first`
     of queries (keys) and `second` of d_out (values), and numbers of rows and the spec's arrays
-    `beside` them. In tensor memory: `scores`, an alternative of which are weights; `pulled`, the
-    cotangents of weights, or else of scores; and gradients, the `sums`.
+    `beside` them. In tensor memory: `scores`, in float32, and weights, in 16 bits; `pulled`,
+    likewise the cotangents of weights, and those of scores; and gradients, the `sums`.
 
     Barriers: rows are `loaded`; the matrix units have `scored` a tile and pulled its cotangents
     `back`, `added` a product to each gradient, and are `done` with all; computing warpgroups have
@@ -61,19 +65,20 @@ class _Memory(NamedTuple):
 
     @classmethod
     def scratch(cls, problem: Problem, which: tuple[int, ...]) -> "_Memory":
-        shapes, size, unit, groups = problem.shapes, problem.streamed, problem.unit, problem.shares
+        shapes, size, unit = problem.shapes, problem.streamed, problem.unit
         barrier = functools.partial(tensor_memory.barrier, unit)
         tensors = functools.partial(tensor_memory.scratch, unit)
 
-        def tile() -> Any:  # and in its place, of half the columns, one of 16 bits
-            narrow = tensors(2 * size, shapes.dtype)
-            return tensor_memory.alternatives(unit, tensors(size), narrow)
+        def tile() -> Any:  # in float32, and in 16 bits, which take half the columns
+            if _is_apart(problem):
+                return tensors(size), tensors(size, shapes.dtype)
+            return tensor_memory.alternatives(unit, tensors(size), tensors(2 * size, shapes.dtype))
 
         def ring(places: int) -> Ring:
             tiles = tiles_in_memory(places, size, shapes.H, shapes.dtype)
             return Ring.scratch(tiles, free=barrier(places))
 
-        fits = shapes.H <= _WIDE
+        fits, groups = shapes.H <= _WIDE, _groups(problem)
         return cls(
             kept=tiles_in_memory(_kept(which), TENSOR_ROWS, shapes.H, shapes.dtype),
             first=ring(2),
@@ -96,6 +101,18 @@ class _Memory(NamedTuple):
         return self.sums.at[:, pl.ds(which.index(gradient) * width + start, size)]
 
 
+def _is_apart(problem: Problem) -> bool:
+    """Whether a tile of 16 bits has a place of its own, where a product takes the columns of two
+    warpgroups. Else it is in that of a tile in float32. Those of a warpgroup begin where its wide
+    ones do, so that no other's are overwritten."""
+    return problem.streamed // _groups(problem) < _ROWS
+
+
+def _groups(problem: Problem) -> int:
+    """Warpgroups that compute, each as many of a tile's columns as any other."""
+    return min(2, problem.shares)
+
+
 def _kept(which: tuple[int, ...]) -> int:
     """How many tiles of rows a program keeps: of keys alone where only values have gradients."""
     return 2 if _KEYS in which else 1
@@ -103,17 +120,17 @@ def _kept(which: tuple[int, ...]) -> int:
 
 def _beside(problem: Problem, places: int) -> tuple[Ring, ...]:
     """A ring of what belongs to the columns of tiles, by shares; none if there is nothing."""
-    groups = problem.shares
-    arrays = problem.scratch_beside(places, groups)
-    copies = len(arrays) * groups
+    shares = problem.shares
+    arrays = problem.scratch_beside(places, shares)
+    copies = len(arrays) * shares
     if problem.by_key:
         arrays, copies = (
-            [mosaic().SMEM((places, groups, 3 * _SHARE), "float32"), *arrays],
+            [mosaic().SMEM((places, shares, 3 * problem.share), "float32"), *arrays],
             copies + 1,
         )
     if not arrays:
         return ()
-    used = mosaic().Barrier(num_barriers=places, num_arrivals=groups)
+    used = mosaic().Barrier(num_barriers=places, num_arrivals=_groups(problem))
     return (Ring.scratch(*arrays, free=used, copies=copies),)
 
 
@@ -124,23 +141,23 @@ class _Program(backward.Program):
     def own(self) -> Any:
         return self.at[0], pl.ds(self.at[2] * TENSOR_ROWS, TENSOR_ROWS), self.at[1]
 
-    def share(self, h: Any, x: Any, group: Any) -> Any:
-        """Where a warpgroup's columns of block x of a head are."""
-        column = x * self.problem.streamed + group * _SHARE
+    def share(self, h: Any, x: Any, number: Any) -> Any:
+        """Where some columns of block x of a head are."""
+        column = x * self.problem.streamed + number * self.problem.share
         return self.place(h, self.at[2] * TENSOR_ROWS, column)
 
     def copy(self, memory: _Memory) -> None:
         """What the warp does that only copies."""
-        groups = self.problem.shares
+        numbers = range(self.problem.shares)
         for i in range(memory.kept.shape[0]):
             mosaic().copy_gmem_to_smem(self.kept[i].at[self.own], memory.kept.at[i], memory.loaded)
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
             first, second = self.tiles(h, x)
             memory.first.fill(turn, first)
-            places = [self.share(h, x, group) for group in range(groups)]
+            places = [self.share(h, x, number) for number in numbers]
             shares = [self.problem.parts_beside(self.leaves, place) for place in places]
-            blocks = pl.ds(x * groups, groups)
+            blocks = pl.ds(x * len(numbers), len(numbers))
             rows = [self.rows.at[self.at[0], h, blocks]] if self.problem.by_key else []
             for ring in memory.beside:
                 ring.fill(turn, *rows, *map(list, zip(*shares, strict=True)))
@@ -210,9 +227,10 @@ class _Program(backward.Program):
         unit, width = self.problem.unit, self.problem.shapes.H
         (tile,) = ring.at(turn)
         total = memory.sum_of(self.which, gradient, 0, width)
-        for group in range(self.problem.shares):
-            rows = tile.at[pl.ds(group * _SHARE, _SHARE)]
-            tensor_memory.multiply(unit, total, _narrow(factors, group), rows)
+        for start in range(0, self.problem.streamed, _ROWS):
+            first = start if _is_apart(self.problem) else 2 * start
+            left = factors.at[:, pl.ds(first, _ROWS)]
+            tensor_memory.multiply(unit, total, left, tile.at[pl.ds(start, _ROWS)])
         # They lie where the products of the next turn are written.
         added = memory.added.at[gradient]
         tensor_memory.commit(unit, ring.freed(turn), added)
@@ -222,75 +240,131 @@ class _Program(backward.Program):
 
     def compute(self, memory: _Memory, group: Any, results: Any) -> None:
         """What a warpgroup does that computes."""
-        unit, by_key = self.problem.unit, self.problem.by_key
-        mine = None if by_key else self.mine(unit)
+        mine = None if self.problem.by_key else self.mine(self.problem.unit)
         numbers = {} if self.problem.heads > 1 else self.problem.numbers(self.leaves, *self.at[:2])
         self.each(group, functools.partial(self.clear, memory))
-        tensor_memory.wait_for_stores(unit)
+        tensor_memory.wait_for_stores(self.problem.unit)
 
         def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
-            here = self.problem.tile(self.leaves, self.share(h, x, group), numbers)
-            rows: Any = mine
+            own = self.own_shares(group)
+            tiles = [self.problem.tile(self.leaves, self.share(h, x, i), numbers) for i in own]
+            tiles, read = self.completed(memory, turn, own, tiles, mine)
+            found = self.weigh(memory, group, tiles, masked, read)
+            rows = [each() for each in read]  # again: weights leave no registers for delta
             for ring in memory.beside:
-                ring.wait(turn)
-                beside = [array.at[group] for array in ring.at(turn)]
-                if by_key:
-                    rows, beside = Rows.read(unit, beside[0]), beside[1:]
-                here = here.completed(beside)
                 mosaic().commit_smem()  # copies may write then to what was read
                 mosaic().barrier_arrive(ring.freed(turn))
-            found = self.weigh(memory, group, here, masked, rows)
             if _KEYS in self.which:
-                self.derive(memory, group, here, masked, rows, found)
+                self.derive(memory, group, tiles, masked, rows, found)
             return turn + 1
 
         self.fold(step, jnp.int32(0))
         mosaic().barrier_wait(memory.done)
         self.each(group, functools.partial(self.leave, memory, results))
 
+    def completed(
+        self, memory: _Memory, turn: Any, own: list[Any], tiles: list[Tile], mine: Any
+    ) -> tuple[list[Tile], list[Any]]:
+        """A turn's tiles with what comes by beside them, and how to read of each what is known of
+        rows, where that is not `mine`."""
+        read: list[Any] = [lambda: mine for _ in own]
+        for ring in memory.beside:
+            ring.wait(turn)
+            for i, number in enumerate(own):
+                beside = [array.at[number] for array in ring.at(turn)]
+                if self.problem.by_key:
+                    read[i] = functools.partial(Rows.read, self.problem.unit, beside.pop(0))
+                tiles[i] = tiles[i].completed(beside)
+        return tiles, read
+
     def mine(self, unit: Any) -> Rows:
         """Of the queries that are kept."""
         return Rows.read(unit, self.rows, *self.at)
 
-    def weigh(self, memory: _Memory, group: Any, here: Tile, masked: bool, rows: Rows) -> Any:
+    def weigh(
+        self, memory: _Memory, group: Any, tiles: list[Tile], masked: bool, read: list[Any]
+    ) -> list[Any]:
         """Weights from the scores of a turn."""
         unit, scores = self.problem.unit, memory.scores
         mosaic().barrier_wait(memory.scored)
-        products = tensor_memory.load(unit, scores[0].at[:, pl.ds(group * _SHARE, _SHARE)])
-        tensor_memory.wait_for_loads(unit)
+        products = self.taken(scores[0], group, self.columns)
         if _VALUES not in self.which:
             mosaic().barrier_arrive(memory.weighed)
-        if not self.problem.by_key:
-            rows = rows._replace(log_total=None)
         first = functools.partial(weights_first, masked, self.problem.scale)
-        weights, *found = here.run_typed(first, products, rows)
+        weights, found = [], []
+        for here, part, each in zip(tiles, self.split(products), read, strict=True):
+            rows = each() if self.problem.by_key else each()._replace(log_total=None)
+            own, *others = here.run_typed(first, part, rows)
+            weights.append(own.value.astype(self.problem.shapes.dtype))
+            found.append(others)
         if _VALUES in self.which:
-            weights = weights.value.astype(self.problem.shapes.dtype)
-            tensor_memory.store(unit, _narrow(scores[1], group), weights)
+            tensor_memory.store(unit, self.narrow(scores[1], group), _joined(weights))
             tensor_memory.wait_for_stores(unit)
             mosaic().barrier_arrive(memory.weighed)
         return found
 
     def derive(
-        self, memory: _Memory, group: Any, here: Tile, masked: bool, rows: Rows, found: Any
+        self,
+        memory: _Memory,
+        group: Any,
+        tiles: list[Tile],
+        masked: bool,
+        rows: list[Rows],
+        found: list[Any],
     ) -> None:
         """The cotangents of a turn's scores, from those of weights."""
         unit, pulled = self.problem.unit, memory.pulled
         mosaic().barrier_wait(memory.back)
-        d_weights = tensor_memory.load(unit, pulled[0].at[:, pl.ds(group * _SHARE, _SHARE)])
-        tensor_memory.wait_for_loads(unit)
+        # Where registers are scarce, those of a share are used before others are taken.
+        runs = self.own_shares(group) if masked else [group]
+        size = self.problem.share if masked else self.columns
+        d_weights = (x for i in runs for x in self.split(self.taken(pulled[0], i, size)))
         then = functools.partial(d_products_then, masked)
-        d_scores = here.run(then, *found, d_weights, rows).astype(self.problem.shapes.dtype)
-        tensor_memory.store(unit, _narrow(pulled[1], group), d_scores)
+        d_scores = [
+            here.run(then, *own, part, each).astype(self.problem.shapes.dtype)
+            for here, part, own, each in zip(tiles, d_weights, found, rows, strict=True)
+        ]
+        tensor_memory.store(unit, self.narrow(pulled[1], group), _joined(d_scores))
         tensor_memory.wait_for_stores(unit)
         mosaic().barrier_arrive(memory.derived)
+
+    @property
+    def columns(self) -> int:
+        """Of a tile, those of a warpgroup."""
+        return self.problem.streamed // _groups(self.problem)
+
+    def own_shares(self, group: Any) -> list[Any]:
+        """The numbers of those that a warpgroup computes, one after another: registers hold no more
+        at once."""
+        each = self.columns // self.problem.share
+        return [group * each + i for i in range(each)]
+
+    def taken(self, tile: Any, i: Any, size: int) -> Array:
+        """The i-th run of so many columns of a tile, in registers."""
+        found = tensor_memory.load(self.problem.unit, tile.at[:, pl.ds(i * size, size)])
+        tensor_memory.wait_for_loads(self.problem.unit)
+        return found
+
+    def split(self, x: Array) -> list[Array]:
+        """Shares of columns."""
+        (rows, columns), share = x.shape, self.problem.share
+        if columns == share:
+            return [x]
+        firsts = range(0, columns, share)
+        return [lax.slice(x, (0, first), (rows, first + share)) for first in firsts]
+
+    def narrow(self, tile: Any, group: Any) -> Any:
+        """A warpgroup's columns of a tile of 16 bits."""
+        first = group * self.columns * (1 if _is_apart(self.problem) else 2)
+        return tile.at[:, pl.ds(first, self.columns)]
 
     # --- gradients ------------------------------------------------------------------------------
 
     def each(self, group: Any, function: Any) -> None:
         """`function(gradient)` of each gradient in a warpgroup of its own, or in the only one."""
         for place, gradient in enumerate(self.which):
-            pl.when(group == place % self.problem.shares)(functools.partial(function, gradient))
+            own = place % _groups(self.problem)
+            pl.when(group == own)(functools.partial(function, gradient))
 
     def clear(self, memory: _Memory, gradient: int) -> None:
         unit = self.problem.unit
@@ -312,17 +386,15 @@ class _Program(backward.Program):
         store([(kept, results[place].at[*self.own])])
 
 
-def _narrow(tile: Any, group: Any) -> Any:
-    """A warpgroup's share of a tile of 16 bits: where its share of the wide one begins, so that no
-    other's is overwritten."""
-    return tile.at[:, pl.ds(2 * group * _SHARE, _SHARE)]
+def _joined(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def _gradients(
     problem: Problem, spec: Spec, per_query: Any, key: Array, value: Array, which: tuple[int, ...]
 ) -> list[Array]:
     """Those of queries, or `which` of keys and values where `problem.by_key`."""
-    unit, groups, by_key = problem.unit, problem.shares, problem.by_key
+    unit, groups, by_key = problem.unit, _groups(problem), problem.by_key
     if problem.shapes.H > _WIDE:  # what is left of shared memory
         problem = problem._replace(most_beside=1 if by_key else 2)
 
@@ -334,16 +406,34 @@ def _gradients(
     gradient = ("keys" if _KEYS in which else "values") if by_key else "queries"
     name = f"jattn_blackwell_d_{gradient}"
     call = problem, spec, per_query, key, value, which
-    size = _SHARE if by_key else TENSOR_ROWS
+    size = problem.share if by_key else TENSOR_ROWS
     scratch, computing = _Memory.scratch(problem, which), tensor_memory.warpgroups(unit, groups)
     return backward.launched(name, _Program, call, size, run, scratch, computing)
 
 
+def _columns(spec: Spec, by_key: bool) -> int:
+    return 32 if by_key or _is_long(spec) else 64
+
+
+def _streamed(spec: Spec, width: int) -> tuple[int, int]:
+    fits = width <= _WIDE and not _is_long(spec)
+    return (128, 128) if fits else (64, 64)
+
+
+def _is_long(spec: Spec) -> bool:
+    """Whether a tile's scores and their derivative need more registers than 64 columns leave: with
+    dropout, and of all score functions but one that is linear, by places."""
+    chain = scores.in_order(spec.score)
+    others = any(isinstance(x, scores.SoftCap | scores.Score) for x in chain)
+    by_positions = bool(chain) and not hoisted.positions_are_places(spec)
+    return spec.dropout_rate > 0 or others or len(chain) > 1 or by_positions
+
+
 BACKWARD = mosaic_call.Backward(
     rows=lambda _: TENSOR_ROWS,
-    streamed=lambda _, width: (128, 128) if width <= _WIDE else (64, 64),
+    streamed=_streamed,
     products=Products.TENSOR_MEMORY,
     run=_gradients,
-    columns=_SHARE,
+    columns=_columns,
     of_parameters=ampere.BACKWARD,
 )

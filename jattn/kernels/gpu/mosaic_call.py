@@ -51,7 +51,7 @@ class Backward(NamedTuple):
         values where `problem.by_key`; `which` of these.
     widest_together: the head size up to which registers hold those of keys and of values beside a
         tile; of wider heads each has a kernel of its own.
-    columns: of a tile, what a warpgroup computes at most; None: all.
+    columns: of a tile, what a warpgroup computes at once, for a spec and by keys or not; None: all.
     of_parameters: the kernels whose tiles and products those for gradients of parameters have;
         None: these.
     """
@@ -61,7 +61,7 @@ class Backward(NamedTuple):
     products: Products
     run: Callable[..., list[Array]]
     widest_together: int = 128
-    columns: int | None = None
+    columns: Callable[[Spec, bool], int | None] = lambda *_: None
     of_parameters: "Backward | None" = None
 
     def unit(self, platform: str, transposed: bool = False) -> Unit:
@@ -180,7 +180,8 @@ def _backward_pass(
         keys_each, queries_each = kernels.streamed(spec, width)
         tiling = Tiling(queries_each, rows) if by_key else Tiling(rows, keys_each)
         unit = kernels.unit(platform, transposed=by_key)
-        return Problem.of(own, call.shapes, tiling, unit, columns=kernels.columns)
+        columns = kernels.columns(spec, by_key)
+        return Problem.of(own, call.shapes, tiling, unit, columns=columns)
 
     d_params = []
     if parameters(spec):

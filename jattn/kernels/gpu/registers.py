@@ -239,6 +239,8 @@ class Unit(NamedTuple):
 
     def places(self, start: Any, size: int, axis: str) -> Array:
         places = self.lay(lax.iota(jnp.int32, size), axis)
+        if self.by is Products.TENSOR_MEMORY:
+            return start + places
         second = places & np.int32(tile.SHARED)
         # In this order, so that the compiler finds what two rows of a thread share.
         return (start + (places - second)) + second
@@ -416,7 +418,7 @@ class Problem(NamedTuple):
         refs: Callable[..., SpecRefs] = SpecRefs,
         columns: int | None = None,
     ) -> "Problem":
-        """`columns` of a tile are a warpgroup's at most; by default all."""
+        """A warpgroup computes so many `columns` of a tile at once, or all."""
         by_key = unit.transposed
         (q, kv), rows = (x if columns is None else min(x, columns) for x in tiling), unit.rows
         own = Tiling(q, rows) if by_key else Tiling(rows, kv)
@@ -439,9 +441,14 @@ class Problem(NamedTuple):
         return self.tiling[0 if self.by_key else 1]
 
     @property
+    def share(self) -> int:
+        """Columns of a tile that a warpgroup computes at once."""
+        return self.rules.sizes["T" if self.by_key else "S"]
+
+    @property
     def shares(self) -> int:
-        """Warpgroups that compute columns of one tile."""
-        return self.streamed // self.rules.sizes["T" if self.by_key else "S"]
+        """Parts of so many columns of one tile."""
+        return self.streamed // self.share
 
     @property
     def groups(self) -> int:
@@ -475,9 +482,8 @@ class Problem(NamedTuple):
 
     def scratch_beside(self, *places: int) -> list[Any]:
         """Shared memory for these, for so many tiles."""
-        size = self.rules.sizes["T" if self.by_key else "S"]
         arrays = [self.rules.arrays[i] for i in self.beside]
-        return [mosaic().SMEM((*places, size), x.dtype) for x in arrays]
+        return [mosaic().SMEM((*places, self.share), x.dtype) for x in arrays]
 
     def parts_beside(self, leaves: list[Any], place: TileIndex) -> list[Any]:
         """A tile's parts of these in global memory."""
