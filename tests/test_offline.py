@@ -583,7 +583,7 @@ LEARNED = (
     *("function-operands", "function-capped", "chain", "t5-table"),
 )
 # With most to compute in registers; the last one's table has gradients of XLA's.
-OTHERS = "predicate", "softcap", "t5-positions"
+OTHERS = "predicate", "long-window", "softcap", "t5-positions"
 SPILLS = *INSTRUCTIONS, *OTHERS, *LEARNED
 
 
@@ -644,9 +644,7 @@ def test_caches_are_read_in_place(target, implementation, name, head):
 @pytest.mark.parametrize("name", [*SPILLS, "decode"])  # which has few queries, and parts of keys
 @pytest.mark.parametrize("target", [targets.B200], ids=["b200"])
 @pytest.mark.usefixtures("compilers")
-def test_kernels_for_blackwell_have_the_registers_that_loops_over_tiles_need(target, name, head):
-    """But for gradients of keys under dropout and of functions whose derivatives are kept while
-    products are under way."""
+def test_kernels_for_blackwell_spill_nothing(target, name, head):
     row = job.run(Job(target.name, name, "blackwell", head, "bfloat16", "gradients"), 600.0)
     if not registers.knows_ampere():
         assert "expected JAX 0.12" in row["message"]
@@ -656,12 +654,8 @@ def test_kernels_for_blackwell_have_the_registers_that_loops_over_tiles_need(tar
     passes = {"forward", "d_queries", "d_keys"} | ({"d_values"} if head > 128 else set())
     assert {x["kernel"].removeprefix("jattn_blackwell_") for x in found} == passes
     for kernel in found:
-        assert kernel["warnings"] == (), kernel["kernel"]
+        assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
         assert kernel["shared_bytes"] <= 227 * 1024, kernel["kernel"]
-        keeps = name in ("dropout", "soft-cap", "softcap", "cap-then-bias", "documents-biased")
-        few = keeps and kernel["kernel"] == "jattn_blackwell_d_keys"
-        spilled = kernel["main_loop"]["by_kind"].get("local", 0)
-        assert spilled <= (60 if few else 0), kernel["kernel"]
 
 
 def test_what_is_worse_than_it_was():

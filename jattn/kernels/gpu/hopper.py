@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import scores, softmax
+from jattn import masks, scores, softmax
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import (
@@ -278,9 +278,16 @@ def _gradients(
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     """Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup."""
-    widest = 0 if few() and needs_many(spec) else 128  # of heads that have long tiles
+    scarce = few() and (needs_many(spec) or _has_window_beside_others(spec.mask))
+    widest = 0 if scarce else 128  # of heads that have long tiles
     width = max(shapes.H, shapes.V)
     return Tiling(_rows(width), 128 if width <= widest else 64)
+
+
+def _has_window_beside_others(mask: masks.Mask) -> bool:
+    """Whether a mask compares keys with both ends of a window and with what another mask allows."""
+    nodes = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Window))
+    return any(isinstance(x, masks.Window) for x in nodes) and not isinstance(mask, masks.Window)
 
 
 def _rows(width: int) -> int:
