@@ -122,11 +122,12 @@ class _Memory(NamedTuple):
         return self.sums.at[:, pl.ds(group * width + start, size)]
 
 
-def _hidden(group: Any, turn: Any) -> Any:
-    """The number of a group. The compiler does not know that it is the same in each turn: addresses
-    are computed where they are used, and take up no registers. Where matrix units arrive at a
-    barrier whose address is known, ptxas even keeps that of all shared memory, and spills it."""
-    return group + lax.shift_right_logical(turn, np.int32(30))
+def _hidden(number: Any, turn: Any) -> Any:
+    """The number of a group, or of its first row. The compiler does not know that it is the same in
+    each turn: what follows from it is computed where it is used, and takes up no registers. Where
+    matrix units arrive at a barrier whose address is known, ptxas even keeps that of all shared
+    memory, and spills it."""
+    return number + lax.shift_right_logical(turn, np.int32(30))
 
 
 def slack(dropout_rate: float) -> float:
@@ -243,7 +244,8 @@ class _Program(NamedTuple):
         def step(j: Any, masked: bool, state: Any) -> Any:
             turn, *sums = state
             own = _hidden(group, turn)
-            here = self.problem.tile(leaves, TileIndex(b, h, row, j * columns), numbers)
+            place = TileIndex(b, h, _hidden(row, turn) if masked else row, j * columns)
+            here = self.problem.tile(leaves, place, numbers)
             mosaic().barrier_wait(memory.scored.at[own])
             products = tensor_memory.load_by_parts(unit, memory.scores_of(own, columns))
             tensor_memory.wait_for_loads(unit)
@@ -261,7 +263,7 @@ class _Program(NamedTuple):
         state = jnp.int32(0), unit.lay(shift, "t"), unit.lay(total, "t")
         _, shift, total = self.fold(step, state)
         mosaic().barrier_wait(memory.done.at[group])
-        self.leave(group, shift, total, results)
+        self.leave(group, row, shift, total, results)
 
     def soften(
         self, group: Any, masked: bool, here: Tile, products: Array, shift: Array, total: Array
@@ -293,14 +295,14 @@ class _Program(NamedTuple):
             tensor_memory.wait_for_loads(unit)
             tensor_memory.store(unit, part, found * unit.spread(factor, _CHUNK))
 
-    def leave(self, group: Any, shift: Array, total: Array, results: Any) -> None:
+    def leave(self, group: Any, row: Any, shift: Array, total: Array, results: Any) -> None:
         """Output and normalizer of a group; the output of a part of the keys in float32."""
         (part, b, h, _), memory = self.at, self.memory
         factor, normalizer = mosaic_interpreter.run(finish_apart, shift, total)
         kept = [place.at[group] for place in memory.kept]
         for place, x in zip(kept, (factor, *normalizer), strict=True):
             place[...] = x
-        own = pl.ds(self.rows(group), TENSOR_ROWS)
+        own = pl.ds(row, TENSOR_ROWS)
         queries, result = memory.queries.at[group], results[0].at[part, b, own, h]
         apart = result.dtype != queries.dtype
         for start in range(0, self.problem.shapes.V, _CHUNK):

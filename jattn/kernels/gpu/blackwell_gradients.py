@@ -412,21 +412,23 @@ def _gradients(
 
 
 def _columns(spec: Spec, by_key: bool) -> int:
-    return 32 if by_key or _is_long(spec) else 64
+    return 32 if by_key or _is_long(spec, by_key=False) else 64
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    fits = width <= _WIDE and not _is_long(spec)
-    return (128, 128) if fits else (64, 64)
+    fits = (width <= _WIDE and not _is_long(spec, by_key) for by_key in (False, True))
+    keys, queries = (128 if x else 64 for x in fits)
+    return keys, queries
 
 
-def _is_long(spec: Spec) -> bool:
-    """Whether a tile's scores and their derivative need more registers than 64 columns leave: with
-    dropout, and of all score functions but one that is linear, by places."""
+def _is_long(spec: Spec, by_key: bool) -> bool:
+    """Whether a tile's scores and their derivative need more registers than 64 columns leave: of
+    all score functions but one that is linear, by places; and with dropout by keys, where hashes
+    are of columns."""
     chain = scores.in_order(spec.score)
     others = any(isinstance(x, scores.SoftCap | scores.Score) for x in chain)
     by_positions = bool(chain) and not hoisted.positions_are_places(spec)
-    return spec.dropout_rate > 0 or others or len(chain) > 1 or by_positions
+    return (by_key and spec.dropout_rate > 0) or others or len(chain) > 1 or by_positions
 
 
 BACKWARD = mosaic_call.Backward(

@@ -239,8 +239,8 @@ class Unit(NamedTuple):
 
     def places(self, start: Any, size: int, axis: str) -> Array:
         places = self.lay(lax.iota(jnp.int32, size), axis)
-        if self.by is Products.TENSOR_MEMORY:
-            return start + places
+        if self.by is Products.TENSOR_MEMORY and axis == "s":
+            return start + places  # of few operations, which leave registers
         second = places & np.int32(tile.SHARED)
         # In this order, so that the compiler finds what two rows of a thread share.
         return (start + (places - second)) + second
