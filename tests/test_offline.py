@@ -583,7 +583,7 @@ LEARNED = (
     *("function-operands", "function-capped", "chain", "t5-table"),
 )
 # With most to compute in registers; the last one's table has gradients of XLA's.
-OTHERS = "predicate", "long-window", "softcap", "t5-positions"
+OTHERS = "positions", "predicate", "long-window", "softcap", "t5-positions"
 SPILLS = *INSTRUCTIONS, *OTHERS, *LEARNED
 
 

@@ -356,7 +356,8 @@ def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     columns. Registers hold long tiles where these read no arrays."""
     wide = max(shapes.H, shapes.V) > 128
     groups = 1 if wide or shapes.T <= TENSOR_ROWS else 2
-    arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves((spec.mask, spec.score)))
+    rules = spec.mask, spec.score, spec.q_positions, spec.kv_positions
+    arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves(rules))
     short = wide or arrays or spec.dropout_rate > 0
     return Tiling(groups * TENSOR_ROWS, 64 if short else 128)
 
