@@ -296,7 +296,8 @@ class _Program(NamedTuple):
             tensor_memory.store(unit, part, found * unit.spread(factor, _CHUNK))
 
     def leave(self, group: Any, row: Any, shift: Array, total: Array, results: Any) -> None:
-        """Output and normalizer of a group; the output of a part of the keys in float32."""
+        """Output and normalizer of a group, whose first query is in a row; the output of a part of
+        the keys in float32."""
         (part, b, h, _), memory = self.at, self.memory
         factor, normalizer = mosaic_interpreter.run(finish_apart, shift, total)
         kept = [place.at[group] for place in memory.kept]
