@@ -379,13 +379,12 @@ def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementa
     assert [*jnp.flatnonzero(reached)] == [x for x in range(51) if x != 5]
 
 
-@pytest.mark.parametrize(
-    ("implementation", "expected"), [("hopper", 2), ("ampere", 4), ("blackwell", 2)]
-)
-def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation, expected):
+@each_kernel
+def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
     """Which are joined in float32: the error is that of one rounding to bfloat16."""
+    long = implementation == "hopper" and not registers.few()  # tiles of 128 keys, others of 64
     with tuning.using(gpu_tiles_each=1):
-        assert_parts(monkeypatch, implementation, jnp.bfloat16, expected, 2**-8)
+        assert_parts(monkeypatch, implementation, jnp.bfloat16, 2 if long else 4, 2**-8)
 
 
 @each_kernel
