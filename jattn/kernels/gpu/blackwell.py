@@ -236,6 +236,8 @@ class _Program(NamedTuple):
         (*_, leaves, _), memory, unit = self.operands, self.memory, self.problem.unit
         (_, b, h, _), columns = self.at, self.problem.tiling.block_kv
         row, numbers = self.rows(group), self.problem.numbers(leaves, b, h)
+        # One group has registers for what follows from rows; dropout's hashes take long to compute.
+        scarce = self.problem.groups > 1 and not self.problem.drops
         zeros = unit.lay(jnp.zeros((TENSOR_ROWS, _CHUNK), jnp.float32), "ts")
         for start in range(0, self.problem.shapes.V, _CHUNK):
             tensor_memory.store(unit, memory.sum_of(group, start, _CHUNK), zeros)
@@ -244,8 +246,8 @@ class _Program(NamedTuple):
         def step(j: Any, masked: bool, state: Any) -> Any:
             turn, *sums = state
             own = _hidden(group, turn)
-            place = TileIndex(b, h, _hidden(row, turn) if masked else row, j * columns)
-            here = self.problem.tile(leaves, place, numbers)
+            first = _hidden(row, turn) if masked and scarce else row
+            here = self.problem.tile(leaves, TileIndex(b, h, first, j * columns), numbers)
             mosaic().barrier_wait(memory.scored.at[own])
             products = tensor_memory.load_by_parts(unit, memory.scores_of(own, columns))
             tensor_memory.wait_for_loads(unit)
