@@ -108,6 +108,11 @@ def _is_apart(problem: Problem) -> bool:
     return problem.streamed // _groups(problem) < _ROWS
 
 
+def _narrow(problem: Problem, tile: Any, start: Any, size: int) -> Any:
+    """Columns of a tile of 16 bits."""
+    return tile.at[:, pl.ds(start if _is_apart(problem) else 2 * start, size)]
+
+
 def _groups(problem: Problem) -> int:
     """Warpgroups that compute, each as many of a tile's columns as any other."""
     return min(2, problem.shares)
@@ -228,8 +233,7 @@ class _Program(backward.Program):
         (tile,) = ring.at(turn)
         total = memory.sum_of(self.which, gradient, 0, width)
         for start in range(0, self.problem.streamed, _ROWS):
-            first = start if _is_apart(self.problem) else 2 * start
-            left = factors.at[:, pl.ds(first, _ROWS)]
+            left = _narrow(self.problem, factors, start, _ROWS)
             tensor_memory.multiply(unit, total, left, tile.at[pl.ds(start, _ROWS)])
         # They lie where the products of the next turn are written.
         added = memory.added.at[gradient]
@@ -355,8 +359,7 @@ class _Program(backward.Program):
 
     def narrow(self, tile: Any, group: Any) -> Any:
         """A warpgroup's columns of a tile of 16 bits."""
-        first = group * self.columns * (1 if _is_apart(self.problem) else 2)
-        return tile.at[:, pl.ds(first, self.columns)]
+        return _narrow(self.problem, tile, group * self.columns, self.columns)
 
     # --- gradients ------------------------------------------------------------------------------
 

@@ -300,7 +300,7 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    scarce = needs_many(spec) or spec.score is not None if few() else _is_long(spec)
+    scarce = (needs_many(spec) or spec.score is not None) if few() else _is_long(spec)
     fits = width <= 128 and not scarce
     return (64, 64) if fits else (32, 32)
 
