@@ -8,7 +8,7 @@ products and where arrays lie in registers are only translated here.
 
 import functools
 import heapq
-import importlib
+import importlib.metadata
 import re
 import threading
 import types
@@ -544,12 +544,34 @@ def test_other_gpus_lack_its_instructions(monkeypatch):
     assert reason() is None
 
 
+NVCC, NVJITLINK = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"
+
+
 @pytest.mark.parametrize(
-    ("version", "refused"), [(12071, ""), (12080, "12.8.0"), (12090, "12.9.0"), (12091, "")]
+    ("runtime", "compilers", "refused"),
+    [
+        (12071, {}, ""),
+        (12080, {NVCC: "12.8.61", NVJITLINK: "12.8.61"}, f"{NVCC} 12.8.61 and {NVJITLINK} 12.8.61"),
+        (12090, {NVCC: "12.9.41"}, f"{NVCC} 12.9.41"),  # CUDA 12.9.0
+        (12090, {NVCC: "12.9.86", NVJITLINK: "12.9.41"}, f"{NVCC} 12.9.86 and {NVJITLINK} 12.9.41"),
+        (12090, {NVCC: "12.9.86", NVJITLINK: "12.9.86"}, ""),  # CUDA 12.9.1
+        (12090, {}, "neither"),
+        (13000, {}, ""),
+    ],
 )
-def test_a_compiler_that_breaks_masks_is_refused(monkeypatch, version, refused):
-    pretend(monkeypatch, "9.0", version)
-    words = f"CUDA {refused} compiles masks wrongly; expected CUDA 12.9.1 or later"
+def test_a_compiler_that_breaks_masks_is_refused(monkeypatch, runtime, compilers, refused):
+    pretend(monkeypatch, "9.0", runtime)
+
+    def version(name: str) -> str:
+        if name not in compilers:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return compilers[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    words = (
+        "CUDA 12.8.0 to 12.9.0 compile masks wrongly; expected CUDA 12.9.1 or later, which is "
+        f"{NVCC} and {NVJITLINK} 12.9.86, got {refused}"
+    )
     assert reason(mask=masks.Causal()) == (words if refused else None)
 
 

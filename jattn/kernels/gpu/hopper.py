@@ -12,8 +12,9 @@ tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels 
 interpreter.
 """
 
+import contextlib
 import functools
-import importlib
+import importlib.metadata
 from typing import Any
 
 import jax
@@ -50,7 +51,10 @@ from jattn.spec import Shapes, Spec, Tiling
 
 CAPABILITY = (9, 0)  # others have no wgmma
 _AHEAD = 2  # places in shared memory for tiles that come by
-_MISCOMPILING = (12080, 12091)  # `ptxas` of these: JAX's `attention_mgpu` refuses causal masks
+# CUDA 12.8.0 to 12.9.0 compile masks wrongly: JAX's `attention_mgpu` refuses causal ones there. The
+# compilers of 12.9.0 and 12.9.1 differ in their version, and their CUDA runtimes do not.
+_MISCOMPILING, _MENDED = range(12080, 12100), (12, 9, 86)
+_COMPILERS = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"  # the first with JAX before 0.12
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -63,17 +67,31 @@ def _other_machine() -> str | None:
 
 
 def _miscompiled() -> str | None:
-    version = _cuda_version()
-    if streams.device() is None or not _MISCOMPILING[0] <= version < _MISCOMPILING[1]:
+    if streams.device() is None or _cuda_version() not in _MISCOMPILING:
         return None
-    found = f"{version // 1000}.{version % 1000 // 10}.{version % 10}"
-    return f"CUDA {found} compiles masks wrongly; expected CUDA 12.9.1 or later"
+    found = _compilers()
+    if found and min(found.values()) >= _MENDED:
+        return None
+    named = [f"{name} {'.'.join(map(str, version))}" for name, version in found.items()]
+    return (
+        "CUDA 12.8.0 to 12.9.0 compile masks wrongly; expected CUDA 12.9.1 or later, which is "
+        f"{' and '.join(_COMPILERS)} 12.9.86, got {' and '.join(named) or 'neither'}"
+    )
 
 
 def _cuda_version() -> int:
-    """That of the CUDA runtime: 12091 is 12.9.1; 0 where JAX knows of none."""
+    """That of the CUDA runtime: 12090 is 12.9.0 or 12.9.1; 0 where JAX knows of none."""
     versions = importlib.import_module("jax._src.lib").cuda_versions
     return versions.cuda_runtime_get_version() if versions else 0
+
+
+def _compilers() -> dict[str, tuple[int, ...]]:
+    """The versions of CUDA's compilers that are installed as packages."""
+    found = {}
+    for name in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = tuple(map(int, importlib.metadata.version(name).split(".")[:3]))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------
