@@ -616,22 +616,27 @@ def test_powers_of_two_by_products():
 # --- the order of programs ----------------------------------------------------------------------
 
 
-def programs(mask: Any, shapes: Shapes, by_key: bool) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """The programs (b, h, i) of a launch as they start, and how many tiles each visits."""
+def order_of(mask: Any, shapes: Shapes, by_key: bool) -> tuple[warpgroups.Order, np.ndarray]:
+    """The order of a launch, and how many tiles each of its places (b, h, i) visits."""
     spec = prepare(Spec(mask, None, 0.125, None, None), shapes)
     tiling = Tiling(64, 128) if by_key else Tiling(128, 128)
     problem = registers.Problem.of(spec, shapes, tiling, registers.Unit(True, by_key))
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     heads = shapes.K if by_key else shapes.N
-    order = warpgroups.Order.of(problem, visits, heads)
+    group, visited = shapes.N // heads, np.asarray(visits.ends[..., 1])
+    visited = np.broadcast_to(visited, (shapes.B, shapes.N, visited.shape[-1]))
+    visited = visited.reshape(shapes.B, heads, group, -1).sum(axis=2)
+    return warpgroups.Order.of(problem, visits, heads), visited
+
+
+def programs(mask: Any, shapes: Shapes, by_key: bool) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """The programs (b, h, i) of a launch as they start, and how many tiles each visits."""
+    order, visited = order_of(mask, shapes, by_key)
     started = np.indices(order.grid, np.int32).reshape(3, -1)
     longest = None if order.longest_first is None else jnp.asarray(order.longest_first)
     place = jax.vmap(lambda *index: order.place(index, longest))
     _, *found = place(*started)
     found = np.stack(np.broadcast_arrays(*found), axis=-1)
-    group, visited = shapes.N // heads, np.asarray(visits.ends[..., 1])
-    visited = np.broadcast_to(visited, (shapes.B, shapes.N, visited.shape[-1]))
-    visited = visited.reshape(shapes.B, heads, group, -1).sum(axis=2)
     return [tuple(x) for x in found.tolist()], visited
 
 
@@ -665,6 +670,37 @@ def test_the_longest_programs_start_first(mask, alone, by_key):
         return
     assert lost(started, visited) < 0.05
     assert lost(numbered, visited) > alone
+
+
+@pytest.mark.parametrize("mask", [masks.Causal(), masks.Window(300, 0) | masks.Global(4)])
+@pytest.mark.parametrize("count", [132, 114])
+def test_programs_of_several_places_lose_no_more_than_programs_of_one(mask, count):
+    shapes = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
+    order, visited = order_of(mask, shapes, False)
+    places = order.rounds(count)
+    assert places.shape[0] == count
+    assert sorted(places[places >= 0]) == [*range(2 * 16 * 32)]  # blocks of 128 queries
+    index = np.unravel_index(np.maximum(places, 0), order.grid)
+    _, *found = order.place(index, order.longest_first)
+    busy = np.sum((np.asarray(visited)[tuple(found)] + 1) * (places >= 0), axis=1)
+    assert 1 - busy.mean() / busy.max() <= lost(programs(mask, shapes, False)[0], visited, count)
+
+
+def test_rounds_are_for_what_is_known_to_take_longer():
+    shapes = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
+    for mask in (masks.Full(), masks.Causal() & masks.Segments(IDS)):
+        assert order_of(mask, shapes, False)[0].rounds(132) is None
+    assert order_of(masks.Causal(), shapes, False)[0].rounds(2 * 16 * 32) is None
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_program_goes_on_with_other_queries(monkeypatch, count):
+    """With the same result for each, bit for bit."""
+    call = Call((1, 300, 300, 2, 1, 64, 64), jnp.bfloat16, lambda dtype: {"mask": masks.Causal()})
+    given = operands(call)
+    alone = forward(call, "hopper", given)
+    monkeypatch.setattr(streams, "multiprocessors", lambda: count)
+    assert_same(forward(call, "hopper", given), alone)
 
 
 @pytest.mark.parametrize("step", [1, 4])

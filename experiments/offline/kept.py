@@ -9,7 +9,8 @@ from experiments.ending import UserError
 from experiments.offline.job import COMPILED, Job
 
 
-_MORE = 1.1  # times as much is worse
+_MORE_MEMORY = 1.1  # times as much is worse
+_MORE_INSTRUCTIONS = 1.02
 _FEW_BYTES = 2**20
 
 
@@ -37,15 +38,23 @@ def worse(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     if before["status"] != COMPILED or now["status"] != COMPILED:
         return
     for name in ("temporary_bytes", "bytes_moved"):
-        if (now[name] or 0) > _MORE * (before[name] or 0) + _FEW_BYTES:
+        if (now[name] or 0) > _MORE_MEMORY * (before[name] or 0) + _FEW_BYTES:
             yield f"{name} {before[name]}, now {now[name]}"
     kernels = _kernels(before)
     for at, one in _kernels(now).items():
-        old, name = kernels.get(at), one["kernel"]
-        if old and one["spill_bytes"] > old["spill_bytes"]:
-            yield f"{name} spills {old['spill_bytes']}, now {one['spill_bytes']} bytes"
-        if old and (now_has := _instructions(one)) > _MORE * _instructions(old):
-            yield f"{name} has a loop of {_instructions(old)}, now {now_has} instructions"
+        yield from _worse_kernel(kernels.get(at), one)
+
+
+def _worse_kernel(old: dict[str, Any] | None, one: dict[str, Any]) -> Iterator[str]:
+    """A kernel that was not there is worse where it spills or the compiler warns of it."""
+    name, spilled = one["kernel"], old["spill_bytes"] if old else 0
+    if one["spill_bytes"] > spilled:
+        yield f"{name} spills {spilled}, now {one['spill_bytes']} bytes"
+    for said in one["warnings"]:
+        if not old or said not in old["warnings"]:
+            yield f"{name} has a new warning: {said}"
+    if old and (now_has := _instructions(one)) > _MORE_INSTRUCTIONS * _instructions(old):
+        yield f"{name} has a loop of {_instructions(old)}, now {now_has} instructions"
 
 
 def _kernels(row: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:

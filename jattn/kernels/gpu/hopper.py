@@ -15,6 +15,7 @@ interpreter.
 import contextlib
 import functools
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,13 +37,22 @@ from jattn.kernels.gpu import (
     streams,
 )
 from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu.registers import ROWS, Problem, Products, few, mosaic, needs_many
+from jattn.kernels.gpu.registers import (
+    ROWS,
+    Problem,
+    Products,
+    Tile,
+    few,
+    mosaic,
+    needs_many,
+)
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     Memory,
     Order,
     by_group,
-    launch,
+    later,
+    launch_in_rounds,
     store,
     tiles_in_memory,
 )
@@ -106,65 +116,104 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     visits = problem.visits(spec)
     parts = block_mask.parts(shapes.B * shapes.N * problem.blocks[0], problem.blocks[1])
 
-    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+    def kernel(each: Any, operands: Any, results: Any, scratch: Any) -> None:
         (query, key, value, leaves, visits_ref), memory = operands, Memory(*scratch)
-        (part, b, h, i), kv = place, lax.div(place[2], np.int32(shapes.G))
-        fold = functools.partial(visits.fold, visits_ref, (b, h, i), part=(part, parts))
+
+        def fold(place: Any, step: Any, state: Any) -> Any:
+            part, b, h, i = place
+            return visits.fold(visits_ref, (b, h, i), step, state, (part, parts))
 
         def copy() -> None:
-            def step(j: Any, masked: bool, turn: Any) -> Any:
-                run = pl.ds(j * columns, columns)
-                place = kernel_refs.TileIndex(b, h, i * rows, j * columns)
-                beside = problem.parts_beside(leaves, place)
-                memory.streams[0].fill(turn, key.at[b, run, kv], *beside)
-                memory.streams[1].fill(turn, value.at[b, run, kv])
-                return turn + 1
+            def at(place: Any, turn: Any) -> Any:
+                part, b, h, i = place(0)
+                kv = lax.div(h, np.int32(shapes.G))
 
-            memory.drain(fold(step, jnp.int32(0)))
+                def step(j: Any, masked: bool, turn: Any) -> Any:
+                    run = pl.ds(j * columns, columns)
+                    tile = kernel_refs.TileIndex(b, h, i * rows, j * columns)
+                    beside = problem.parts_beside(leaves, tile)
+                    memory.streams[0].fill(turn, key.at[b, run, kv], *beside)
+                    memory.streams[1].fill(turn, value.at[b, run, kv])
+                    return turn + 1
+
+                return fold((part, b, h, i), step, turn)
+
+            memory.drain(each(at, jnp.int32(0)))
 
         def compute(group: Any) -> None:
-            row = i * rows + group * ROWS
-            own = pl.ds(row, ROWS)
-            memory.load(0, group, query.at[b, own, h])
-            numbers = problem.numbers(leaves, b, h)
+            own = lambda i: pl.ds(i * rows + group * ROWS, ROWS)  # noqa: E731
 
-            def step(j: Any, masked: bool, state: Any) -> Any:
-                turn, before = state
-                near = _near(group, turn, _has_much_to_keep(problem, masked))
-                index = kernel_refs.TileIndex(b, h, i * rows + near * ROWS, j * columns)
-                read = functools.partial(problem.tile, leaves, index, numbers)
-                # What a tile that needs a mask reads is read where registers are free.
-                early = None if masked else read()
+            def at(place: Any, turn: Any) -> Any:
+                part, b, h, i = place(0)
+                memory.load(0, group, query.at[b, own(i), h])
+                numbers = problem.numbers(leaves, b, h)
 
-                def by_key(k: Any, *beside: Any) -> Any:
-                    pair, change = [(memory.own[0].at[near], k)], memory.change_turns
-                    (products,) = unit.products(pair, transposed=True, started=change)
-                    return products, (early or read()).completed(beside)
+                def step(j: Any, masked: bool, state: Any) -> Any:
+                    turn, before = state
+                    near = _near(group, turn, _has_much_to_keep(problem, masked))
+                    _, b, h, i = place(turn)
+                    index = kernel_refs.TileIndex(b, h, i * rows + near * ROWS, j * columns)
+                    read = functools.partial(problem.tile, leaves, index, numbers)
+                    return turn + 1, _online(problem, memory, near, masked, read, turn, before)
 
-                products, here = memory.streams[0].use(turn, by_key)
-                soften = functools.partial(online, masked, problem.scale, problem.special)
-                weights, found = here.run(soften, products, before)
-                weights = weights.astype(shapes.dtype)
-                memory.change_turns()
-                weigh = lambda v: unit.products([(weights, v)], onto=[found.weighted])  # noqa: E731
-                (weighted,) = memory.streams[1].use(turn, weigh)
-                return turn + 1, found._replace(weighted=weighted)
+                laid = map(unit.lay, nothing(ROWS, shapes.V), ("t", "t", "ts"))
+                state = turn, softmax.Partial(*laid)
+                pl.when(group == 1)(memory.change_turns)
+                turn, found = fold((part, b, h, i), step, state)
+                pl.when(group == 0)(memory.change_turns)
+                part, b, h, i = place(turn)
+                _leave(memory, group, found, (part, b, h, own(i)), results)
+                return turn
 
-            laid = map(unit.lay, nothing(ROWS, shapes.V), ("t", "t", "ts"))
-            state = jnp.int32(0), softmax.Partial(*laid)
-            pl.when(group == 1)(memory.change_turns)
-            _, found = fold(step, state)
-            pl.when(group == 0)(memory.change_turns)
-            _leave(memory, group, found, (part, b, h, own), results)
+            each(at, jnp.int32(0))
 
         by_group(problem.groups, copy, compute)
 
     operands = query, key, value, problem.rules.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
     results, scratch = _forward_results(shapes, parts), _forward_scratch(problem)
-    warpgroups = problem.groups + 1
-    out, *along = launch(name, problem, order, kernel, operands, results, scratch, warpgroups)
+    rounds = (
+        order.rounds(streams.multiprocessors()) if _has_registers(problem, spec, visits) else None
+    )
+    given = operands, results, scratch, problem.groups + 1
+    out, *along = launch_in_rounds(name, problem, order, rounds, kernel, *given)
     return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
+
+
+def _online(
+    problem: Problem,
+    memory: Memory,
+    near: Any,
+    masked: bool,
+    read: Callable[[], Tile],
+    turn: Any,
+    before: softmax.Partial,
+) -> softmax.Partial:
+    """What a warpgroup has so far with one more tile of keys and values, which `read` describes."""
+    unit, dtype = problem.unit, problem.shapes.dtype
+    # What a tile that needs a mask reads is read where registers are free.
+    early = None if masked else read()
+
+    def by_key(k: Any, *beside: Any) -> Any:
+        pair, change = [(memory.own[0].at[near], k)], memory.change_turns
+        (products,) = unit.products(pair, transposed=True, started=change)
+        return products, (early or read()).completed(beside)
+
+    products, here = memory.streams[0].use(turn, by_key)
+    soften = functools.partial(online, masked, problem.scale, problem.special)
+    weights, found = here.run(soften, products, before)
+    weights = weights.astype(dtype)
+    memory.change_turns()
+    weigh = lambda v: unit.products([(weights, v)], onto=[found.weighted])  # noqa: E731
+    (weighted,) = memory.streams[1].use(turn, weigh)
+    return found._replace(weighted=weighted)
+
+
+def _has_registers(problem: Problem, spec: Spec, visits: block_mask.BlockMask) -> bool:
+    """Whether tiles leave registers for what a program keeps between two places."""
+    scarce = few() and problem.shapes.H == 128
+    simple = spec.score is None and not spec.dropout_rate and visits.order is None
+    return simple and not scarce
 
 
 def _has_much_to_keep(problem: Problem, masked: bool) -> bool:
@@ -174,8 +223,8 @@ def _has_much_to_keep(problem: Problem, masked: bool) -> bool:
 
 def _near(group: Any, turn: Any, scarce: bool) -> Any:
     """The number of a warpgroup, where registers are scarce so that the compiler does not know it:
-    addresses are computed where they are used then, and take up no registers."""
-    return group + lax.shift_right_logical(turn, np.int32(30)) if scarce else group
+    addresses are computed where they are used then."""
+    return group + later(turn) if scarce else group
 
 
 def _forward_results(shapes: Shapes, parts: int) -> list[Any]:
@@ -318,9 +367,11 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    scarce = (needs_many(spec) or spec.score is not None) if few() else _is_long(spec)
-    fits = width <= 128 and not scarce
-    return (64, 64) if fits else (32, 32)
+    if few():
+        scarce = needs_many(spec) or spec.score is not None
+    else:
+        scarce = _is_long(spec) or width > 128
+    return (32, 32) if scarce else (64, 64)
 
 
 def _is_long(spec: Spec) -> bool:

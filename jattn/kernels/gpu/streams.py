@@ -29,6 +29,11 @@ def device() -> Any:
         return None
 
 
+def multiprocessors() -> int:
+    """Of the device that runs CUDA; those of an H100 or H200 if there is none."""
+    return getattr(device(), "core_count", 132)
+
+
 def capability_of(device: Any) -> tuple[int, ...]:
     return tuple(map(int, device.compute_capability.split(".")))
 
