@@ -35,18 +35,23 @@ class Race(Exception):
     """What a kernel does may come out otherwise on a GPU."""
 
 
+def inside(x: Any, size: int) -> int | slice:
+    """The same index of an axis for NumPy, which would cut off what lies outside."""
+    if isinstance(x, slice):
+        if x != slice(None):
+            raise NotImplementedError(x)
+        return slice(0, size)
+    start, count = (int(x.start), x.size) if isinstance(x, pl.Slice) else (int(x), 1)
+    if not 0 <= start <= start + count <= size:
+        raise IndexError(f"{start} .. {start + count} of an axis of {size}")
+    return slice(start, start + count) if isinstance(x, pl.Slice) else start
+
+
 def _inside(index: Any, shape: tuple[int, ...]) -> Any:
-    """The same index for NumPy, which would cut off what lies outside."""
     if index is Ellipsis:
         return index
     axes = index if isinstance(index, tuple) else (index,)
-    found = []
-    for x, size in zip(axes, shape, strict=False):
-        start, count = (int(x.start), x.size) if isinstance(x, pl.Slice) else (int(x), 1)
-        if not 0 <= start <= start + count <= size:
-            raise IndexError(f"{start} .. {start + count} of an axis of {size}")
-        found.append(slice(start, start + count) if isinstance(x, pl.Slice) else start)
-    return tuple(found)
+    return tuple(inside(x, size) for x, size in zip(axes, shape, strict=False))
 
 
 class _Reference:

@@ -261,6 +261,8 @@ class Ring(NamedTuple):
         """`function(*arrays)` of this turn, once they are there; their place is free afterwards."""
         self.wait(turn)
         found = function(*self.at(turn))
+        if any(len(x.shape) == 2 for x in self.arrays):  # numbers, which threads read
+            mosaic().commit_smem()  # copies may write then to what was read
         mosaic().barrier_arrive(self.freed(turn))
         return found
 

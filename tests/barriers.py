@@ -1,0 +1,473 @@
+"""A model of warpgroups that wait for one another at barriers, while units of their own copy and
+multiply, as on GPUs since Hopper. It finds what is not ordered, also where values do not show it.
+
+It runs kernels as they stand, operation by operation, on arrays of NumPy in place of a GPU's
+memory: each warpgroup in a thread, of which one at a time goes on until it must wait. Whatever is
+done to shared memory and tensor memory is an event. A warpgroup knows of its own events, and at a
+barrier learns of those that the ones knew of who arrived there. Of what a unit does only those know
+who wait for it; a unit knows what the warpgroup knew that started it. Therefore:
+
+- who reads knows of all that was written there before, and who writes of all reads, too;
+- units know of what threads did to shared memory only after a fence, `commit_smem`;
+- a barrier is passed again only when all who wait there are known to have seen it passed before;
+- when a program ends, no copy is under way, and each time that a barrier was passed somebody saw;
+- somebody always goes on.
+
+Products that Blackwell's matrix units add to the same numbers follow one another; others have no
+order. What a program leaves in global memory no other warpgroup reads.
+"""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jattn.kernels.gpu import tensor_memory
+from jattn.kernels.gpu.registers import Unit, mosaic
+from tests.copies import Global, Race, inside
+
+
+class Knowledge(NamedTuple):
+    """Events, a bit each, that are before what threads do next, and before what units do."""
+
+    threads: int = 0
+    units: int = 0
+
+    def with_events(self, threads: int, units: int) -> "Knowledge":
+        return Knowledge(self.threads | threads, self.units | units)
+
+    def with_all(self, events: int) -> "Knowledge":
+        return self.with_events(events, events)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+class Events:
+    """What was done to one place in memory, in which an array lies or several."""
+
+    def __init__(self, machine: "Machine", name: str, tensor: bool):
+        self.machine, self.name, self.tensor = machine, name, tensor
+        self.past: list[tuple[tuple[slice, ...], int, bool]] = []
+
+    def add(self, box: tuple[slice, ...], event: int, known: int, writes: bool) -> None:
+        for other, before, wrote in self.past:
+            pairs = zip(box, other, strict=True)
+            apart = any(x.stop <= y.start or y.stop <= x.start for x, y in pairs)
+            if (writes or wrote) and not apart and not before & known:
+                now, then = ("written" if x else "read" for x in (writes, wrote))
+                raise Race(f"{self.name} is {now} by who does not know that it was {then}")
+        self.past.append((box, event, writes))
+
+
+class Part:
+    """What a kernel takes for a reference: a part of an array, without axes that were indexed by a
+    number. `box` are the places of all axes."""
+
+    def __init__(
+        self, events: Events, content: np.ndarray, box: tuple[slice, ...], axes: list[int]
+    ):
+        self.events, self.content, self.box, self.axes = events, content, box, axes
+        self.shape, self.dtype = content.shape, content.dtype
+
+    @classmethod
+    def whole(cls, events: Events, like: "Array") -> "Part":
+        # What nobody has written is NaN, or a large number.
+        floating = jnp.issubdtype(like.dtype, jnp.floating)
+        content = np.full(like.shape, np.nan if floating else 99, like.dtype)
+        box = tuple(slice(0, size) for size in like.shape)
+        return cls(events, content, box, [*range(len(like.shape))])
+
+    @property
+    def at(self) -> "_At":
+        return _At(self.part)
+
+    def part(self, index: Any) -> "Part":
+        if index is Ellipsis:
+            return self
+        index = index if isinstance(index, tuple) else (index,)
+        index += (slice(None),) * (len(self.shape) - len(index))
+        selected = tuple(inside(x, size) for x, size in zip(index, self.shape, strict=True))
+        box, axes = list(self.box), []
+        for axis, x in zip(self.axes, selected, strict=True):
+            first, run = box[axis].start, x if isinstance(x, slice) else slice(x, x + 1)
+            box[axis] = slice(first + run.start, first + run.stop)
+            axes += [axis] if isinstance(x, slice) else []
+        return Part(self.events, self.content[selected], tuple(box), axes)
+
+    def transpose(self, _: Any) -> "Part":
+        return Part(self.events, self.content.T, self.box, self.axes[::-1])
+
+    def note(self, event: int, known: int, writes: bool) -> None:
+        """Places along the last axis are bytes: arrays of other types may lie there too."""
+        *box, last = self.box
+        each = self.dtype.itemsize
+        run = slice(last.start * each, last.stop * each)
+        self.events.add((*box, run), event, known, writes)
+
+    def __getitem__(self, index: Any) -> Any:
+        part = self.part(index)
+        self.events.machine.touch(part, writes=False)
+        return jnp.array(part.content)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        part = self.part(index)
+        self.events.machine.touch(part, writes=True)
+        part.content[...] = value
+
+
+class _At:
+    def __init__(self, part: Callable[[Any], Any]):
+        self.part = part
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.part(index)
+
+
+class Barrier:
+    """How often it was passed, what those learn who wait there, and which waits have ended."""
+
+    def __init__(self, name: str, arrivals: int):
+        self.name, self.arrivals = name, arrivals
+        self.pending: list[Knowledge] = []
+        self.passed: list[Knowledge] = []
+        self.seen: list[int] = []
+        self.waits: dict[int, int] = {}  # of each warpgroup
+
+    def arrive(self, known: Knowledge) -> None:
+        self.pending.append(known)
+        if len(self.pending) < self.arrivals:
+            return
+        found = Knowledge()
+        for x in self.pending:
+            found = found.with_events(*x)
+        if self.seen and self.seen[-1] & ~found.threads:
+            raise self.too_early()
+        self.passed.append(found)
+        self.seen.append(0)
+        self.pending = []
+
+    def too_early(self) -> Race:
+        return Race(f"{self.name} is passed again before all have seen it passed")
+
+    def end(self) -> None:
+        if self.pending or not all(self.seen):
+            raise Race(f"a program ends while nobody has waited for {self.name}")
+
+
+class Barriers:
+    """An array of them, or one."""
+
+    def __init__(self, each: list[Barrier]):
+        self.each, self.at = each, _At(lambda index: Barriers([each[int(index)]]))
+
+    @property
+    def one(self) -> Barrier:
+        (found,) = self.each
+        return found
+
+
+# --- what kernels ask for -----------------------------------------------------------------------
+
+
+class Array:
+    """In shared memory, or in tensor memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, tensor: bool = False):
+        self.shape, self.dtype, self.tensor = shape, jnp.dtype(dtype), tensor
+
+    def make(self, machine: "Machine", name: str) -> Any:
+        return Part.whole(Events(machine, name, self.tensor), self)
+
+
+class Alternatives:
+    """Arrays in one place."""
+
+    def __init__(self, *arrays: Array):
+        self.arrays = arrays
+
+    def make(self, machine: "Machine", name: str) -> Any:
+        events = Events(machine, name, tensor=True)
+        return tuple(Part.whole(events, x) for x in self.arrays)
+
+
+class Arrivals:
+    """So many of each of some barriers."""
+
+    def __init__(
+        self, num_arrivals: int = 1, num_barriers: int = 1, orders_tensor_core: bool = False
+    ):
+        self.arrivals, self.barriers = num_arrivals, num_barriers
+
+    def make(self, machine: "Machine", name: str) -> Any:
+        arrivals = machine.arrivals(name, self.arrivals)
+        made = [Barrier(name, arrivals) for _ in range(self.barriers)]
+        machine.barriers += made
+        return Barriers(made)
+
+
+# --- programs -----------------------------------------------------------------------------------
+
+
+class Warpgroup:
+    """What it knows, and its events that it has not waited for yet."""
+
+    def __init__(self, number: int):
+        self.number, self.known = number, Knowledge()
+        self.multiplies = False  # what is read now is read by matrix units
+        self.copied_out = self.loaded = self.stored = self.multiplied = 0
+        self.added: dict[Any, int] = {}  # products, by where they are added
+        self.ready: Callable[[], bool] = lambda: True
+        self.resumed, self.ended = threading.Semaphore(0), False
+
+
+class _Stopped(BaseException):
+    """Another warpgroup has failed."""
+
+
+class Passes(NamedTuple):
+    """How many arrivals pass a barrier, and how often it was passed in a program, at most."""
+
+    arrivals: int
+    most: int
+
+
+class Machine:
+    """What runs kernels in place of Mosaic: `runs` is one's name, `did` says what each did, and
+    `passes` how often its barriers were passed, by their names."""
+
+    def __init__(self) -> None:
+        self.runs = ""
+        self.did: dict[str, set[str]] = {}
+        self.passes: dict[str, dict[str, Passes]] = {}
+        self.place: dict[str, Any] = {}
+        self.barriers: list[Barrier] = []
+        self.events, self.group = 0, Warpgroup(0)
+        self.paused, self.errors = threading.Semaphore(0), list[BaseException]()
+
+    def does(self, what: str) -> bool:
+        """Whether the kernel that runs does this; models of mistakes say no."""
+        self.did[self.runs].add(what)
+        return True
+
+    def arrivals(self, barrier: str, count: int) -> int:
+        """How many a barrier of the kernel that runs takes; models of mistakes say another."""
+        return count
+
+    def kernel(self, body: Any, **how: Any) -> Callable[..., list[Any]]:
+        def run(*operands: Any) -> list[Any]:
+            given = [Global(np.asarray(x)) for x in operands]
+            results = [np.full(x.shape, np.nan, x.dtype) for x in how["out_type"]]
+            self.runs = how["kernel_name"]
+            self.did.setdefault(self.runs, set())
+            self.passes.setdefault(self.runs, {})
+            for index in itertools.product(*map(range, how["grid"])):
+                self.place = dict(zip(how["grid_names"], map(jnp.int32, index), strict=True))
+                refs = [*given, *map(Global, results)]
+                self._program(body, refs, how["scratch_types"], how.get("num_threads", 1))
+            return list(map(jnp.asarray, results))
+
+        return run
+
+    def _program(self, body: Any, refs: list[Any], scratch: Any, count: int) -> None:
+        self.events, self.barriers, self.errors = 0, [], []
+
+        def make(path: Any, asked: Any) -> Any:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return asked.make(self, name)
+
+        refs += jax.tree_util.tree_map_with_path(make, scratch)
+        groups = [Warpgroup(i) for i in range(count)]
+        for group in groups:
+            run = threading.Thread(target=self._run, args=(group, body, refs), daemon=True)
+            run.start()
+        while left := [x for x in groups if not x.ended]:
+            ready = [x for x in left if self.errors or x.ready()]
+            if not ready:
+                self.errors.append(Race("all wait, and nobody arrives"))
+            self.group = (ready or left)[0]
+            self.group.resumed.release()
+            self.paused.acquire()
+        if self.errors:
+            raise self.errors[0]
+        passes = self.passes[self.runs]
+        for barrier in self.barriers:
+            barrier.end()
+            _, most = passes.get(barrier.name, (0, 0))
+            passes[barrier.name] = Passes(barrier.arrivals, max(most, len(barrier.passed)))
+        if any(x.copied_out or x.stored for x in groups):
+            raise Race("a program ends while copies are under way")
+
+    def _run(self, group: Warpgroup, body: Any, refs: list[Any]) -> None:
+        group.resumed.acquire()
+        try:
+            with jax.disable_jit():
+                if not self.errors:
+                    body(*refs)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self.errors.append(error)
+        group.ended = True
+        self.paused.release()
+
+    def axis_index(self, name: str) -> Any:
+        return jnp.int32(self.group.number) if name == "warpgroup" else self.place[name]
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def event(self) -> int:
+        self.events += 1
+        return 1 << self.events
+
+    def touch(self, part: Part, writes: bool) -> None:
+        """By the threads of a warpgroup, or by matrix units for which it waits."""
+        group, event = self.group, self.event()
+        by_unit = group.multiplies
+        part.note(event, group.known.units if by_unit else group.known.threads, writes)
+        group.known = group.known.with_events(event, event if by_unit else 0)
+
+    def copy_in(self, source: Global, to: Part, barrier: Barriers) -> None:
+        if source.shape != to.shape:
+            raise ValueError(f"expected {to.shape}, got {source.shape}")
+        known, event = self.group.known, self.event()
+        to.note(event, known.units, writes=True)
+        to.content[...] = source.array
+        barrier.one.arrive(known.with_all(event))
+
+    def copy_out(self, source: Part, to: Global) -> None:
+        event = self.event()
+        source.note(event, self.group.known.units, writes=False)
+        to.array[...] = source.content
+        self.group.copied_out |= event
+
+    def wait_for_copies_out(self, count: int) -> None:
+        if count:
+            raise NotImplementedError("to wait for some of the copies")
+        if self.does("wait_smem_to_gmem"):
+            self.group.known = self.group.known.with_all(self.group.copied_out)
+            self.group.copied_out = 0
+
+    def fence(self) -> None:
+        if self.does("commit_smem"):
+            self.group.known = self.group.known.with_all(self.group.known.threads)
+
+    def arrive(self, barriers: Barriers) -> None:
+        barrier = barriers.one
+        if self.does(f"arrive {barrier.name}"):
+            barrier.arrive(self.group.known)
+
+    def wait(self, barriers: Barriers) -> None:
+        barrier, group = barriers.one, self.group
+        if not self.does(f"wait {barrier.name}"):
+            return
+        turn = barrier.waits.get(group.number, 0)
+        group.ready = lambda: len(barrier.passed) > turn
+        if not group.ready():
+            self.paused.release()
+            group.resumed.acquire()
+            if self.errors:
+                raise _Stopped
+        if len(barrier.passed) > turn + 1:
+            raise barrier.too_early()
+        group.ready, event = lambda: True, self.event()
+        barrier.waits[group.number] = turn + 1
+        barrier.seen[turn] |= event
+        group.known = group.known.with_events(*barrier.passed[turn]).with_all(event)
+
+    # --- products -------------------------------------------------------------------------------
+
+    def products(self, unit: Unit, pairs: Any, **how: Any) -> Any:
+        """For which a warpgroup waits. Their operands are read from start to end, by a unit unless
+        single warps multiply."""
+        group = self.group
+        group.multiplies = not unit.by_warp
+        for x in itertools.chain.from_iterable(pairs):
+            _ = x[...]
+        found = _PRODUCTS(unit, pairs, **how)
+        group.multiplies = False
+        return found
+
+    def multiply(self, total: Part, a: Part, b: Part, accumulate: bool) -> None:
+        group, event = self.group, self.event()
+        where = id(total.events), *((x.start, x.stop) for x in total.box)
+        known = group.known.with_all(group.added.get(where, 0))
+        for x in (a, b):
+            x.note(event, known.threads if x.events.tensor else known.units, writes=False)
+        total.note(event, known.threads, writes=True)
+        product = a.content.astype(np.float32) @ b.content.astype(np.float32)
+        total.content[...] = total.content + product if accumulate else product
+        group.added[where] = event | group.added.get(where, 0)
+        group.multiplied |= event
+
+    def arrive_after_products(self, barriers: Barriers) -> None:
+        barrier = barriers.one
+        if self.does(f"arrive {barrier.name}"):
+            barrier.arrive(self.group.known.with_all(self.group.multiplied))
+
+    def load(self, source: Part) -> Any:
+        event = self.event()
+        source.note(event, self.group.known.threads, writes=False)
+        self.group.loaded |= event
+        return jnp.array(source.content)
+
+    def wait_for_loads(self) -> None:
+        if self.does("wait_load_tmem"):
+            self.group.known = self.group.known.with_all(self.group.loaded)
+
+    def store(self, to: Part, value: Any) -> None:
+        event = self.event()
+        to.note(event, self.group.known.threads, writes=True)
+        to.content[...] = value
+        self.group.stored |= event
+
+    def wait_for_stores(self) -> None:
+        if self.does("commit_tmem"):
+            self.group.known = self.group.known.with_all(self.group.stored)
+            self.group.stored = 0
+
+
+_PRODUCTS = Unit.products
+
+
+@contextlib.contextmanager
+def on(machine: Machine) -> Iterator[None]:
+    """Kernels that are called inside run on a machine."""
+    ours: dict[str, Any] = {
+        "kernel": machine.kernel,
+        "SMEM": lambda shape, dtype, transforms=(): Array(shape, dtype),
+        "TMEM": lambda shape, dtype, packed: Array(shape, dtype, tensor=True),
+        "RefUnion": Alternatives,
+        "Barrier": Arrivals,
+        "barrier_wait": machine.wait,
+        "barrier_arrive": machine.arrive,
+        "copy_gmem_to_smem": machine.copy_in,
+        "copy_smem_to_gmem": machine.copy_out,
+        "wait_smem_to_gmem": machine.wait_for_copies_out,
+        "commit_smem": machine.fence,
+        "set_max_registers": lambda count, action: None,
+        "tcgen05_mma": machine.multiply,
+        "tcgen05_commit_arrive": machine.arrive_after_products,
+        "async_load_tmem": machine.load,
+        "wait_load_tmem": machine.wait_for_loads,
+        "async_store_tmem": machine.store,
+        "commit_tmem": machine.wait_for_stores,
+    }
+
+    def products(unit: Unit, pairs: Any, **how: Any) -> Any:
+        return machine.products(unit, pairs, **how)
+
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        for name, replaced in ours.items():
+            patch.setattr(mosaic(), name, replaced, raising=False)
+        patch.setattr(Unit, "products", products)
+        patch.setattr(tensor_memory, "_in_shared_memory", lambda unit: False)
+        patch.setattr(lax, "axis_index", machine.axis_index)
+        yield

@@ -1,0 +1,308 @@
+"""Kernels for Hopper and Blackwell on a model of their barriers and units (`tests.barriers`): they
+have no races, and mistakes in their order are races."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores, tuning
+from jattn.kernels.common import block_mask
+from jattn.kernels.common.derivatives import PerQuery
+from jattn.kernels.gpu import blackwell, hopper
+from jattn.kernels.gpu.registers import mosaic
+from jattn.kernels.gpu.warpgroups import Ring
+from jattn.spec import Shapes, Spec, Tiling, prepare
+from tests import barriers
+from tests.barriers import Machine
+from tests.copies import Race
+from tests.oracle import error
+from tests.test_hopper import LIMITS
+
+
+T, S = 300, 600
+IMPLEMENTATIONS: dict[str, Any] = {"hopper": hopper, "blackwell": blackwell}
+RNG = np.random.default_rng(0)
+# Documents and biases of keys come by beside tiles of these, and documents beside queries.
+IDS = jnp.asarray(np.arange(S) // 100)[None]
+MASK = masks.Lengths(kv=590) & ~masks.Segments(IDS[:, :T], IDS + 1)
+SCORE = scores.Bias(jnp.asarray(RNG.normal(size=(1, 1, 1, S)), jnp.float32))
+
+
+class Case(NamedTuple):
+    """Kernels of an implementation, for heads of a size."""
+
+    implementation: str
+    head: int
+
+    @property
+    def functions(self) -> Any:
+        return IMPLEMENTATIONS[self.implementation].functions("cpu")
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """Where heads are wide, Blackwell has a kernel for gradients of values, too."""
+        one_by_one = self.implementation == "blackwell" and self.head > 128
+        names = "forward", "d_queries", "d_keys", *(["d_values"] if one_by_one else [])
+        return tuple(f"jattn_{self.implementation}_{x}" for x in names)
+
+
+PARAMETER = "jattn_mosaic_d_parameter"
+CASES = [Case(x, head) for x in IMPLEMENTATIONS for head in (64, 160)]
+
+
+def slow(case: Case) -> Any:
+    return () if case == CASES[0] else pytest.mark.slow
+
+
+each_case = pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=slow(x), id=f"{x.implementation}-{x.head}") for x in CASES]
+)
+each_kernel = pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        pytest.param(x, kernel, marks=slow(x), id=f"{kernel.removeprefix('jattn_')}-{x.head}")
+        for x in CASES
+        for kernel in (*x.passes, PARAMETER)
+    ],
+)
+
+
+@functools.cache
+def given(head: int) -> Any:
+    """Query, key, value and the cotangent of the output, and a spec."""
+    shapes = [(1, size, 1, head) for size in (T, S, S, T)]
+    query, key, value, d_out = (jnp.asarray(RNG.normal(size=x), jnp.bfloat16) for x in shapes)
+    spec = prepare(Spec(MASK, SCORE, head**-0.5, None, None), Shapes.of(query, value))
+    return query, key, value, d_out, spec
+
+
+def forward(case: Case) -> Any:
+    """Output, normalizer, and whether all are finite; all keys in one part."""
+    *qkv, _, spec = given(case.head)
+    with tuning.using(gpu_tiles_each=S):
+        return case.functions.forward(spec, *qkv)
+
+
+def backward(case: Case, out: Any, normalizer: Any, finite: Any) -> Any:
+    """The gradients of the bias, query, key and value."""
+    query, key, value, d_out, spec = given(case.head)
+    d_out = d_out.astype(out.dtype)
+    per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(out * d_out, axis=-1))
+    d_parameters, *d_qkv = case.functions.backward(spec, per_query, key, value, finite)
+    return *d_parameters, *d_qkv
+
+
+class Run(NamedTuple):
+    """What the forward pass returns, gradients, and the machine without mistakes."""
+
+    forward: Any
+    gradients: Any
+    machine: Machine
+
+
+@functools.cache
+def right(case: Case) -> Run:
+    machine = Machine()
+    with barriers.on(machine):
+        found = forward(case)
+        return Run(found, backward(case, *found), machine)
+
+
+def reference(head: int) -> Any:
+    """The same by the formula in float64."""
+    *qkv, d_out = (x.astype(jnp.float64) for x in given(head)[:4])
+    attend = functools.partial(
+        jattn.attention, mask=MASK, return_lse=True, implementation="reference"
+    )
+    (out, lse), pull = jax.vjp(lambda x, *qkv: attend(*qkv, score=x), SCORE, *qkv)
+    return out, lse, *jax.tree.leaves(pull((d_out, jnp.zeros_like(lse))))
+
+
+@each_case
+def test_kernels_have_no_races(case):
+    """And compute what they should, of tiles of all kinds, which fill each place more than once."""
+    (out, normalizer, _), gradients, machine = right(case)
+    assert {*machine.did} == {*case.passes, PARAMETER}
+    got = out, normalizer.lse.swapaxes(1, 2), *gradients
+    for x, y, limit in zip(got, reference(case.head), (*LIMITS[:2], *LIMITS[2:] * 4), strict=True):
+        assert error(x, y) <= limit
+    kinds = block_mask.kinds(given(case.head)[-1], 384, 640, Tiling(128, 64))
+    assert {*np.unique(kinds)} == {masks.EMPTY, masks.MIXED, masks.FULL}
+    for kernel in case.passes:
+        passes = machine.passes[kernel]
+        assert min(x.most for name, x in passes.items() if name.endswith(".free")) > 1
+
+
+# --- mistakes -----------------------------------------------------------------------------------
+
+
+class Mistaken(Machine):
+    """A machine that runs one kernel only, which leaves out an operation, or one of whose barriers
+    takes more arrivals or fewer."""
+
+    def __init__(self, kernel: str, omits: str = "", barrier: str = "", more: int = 0):
+        super().__init__()
+        self.mistaken, self.omits, self.barrier, self.more = kernel, omits, barrier, more
+
+    def does(self, what: str) -> bool:
+        return what != self.omits
+
+    def arrivals(self, barrier: str, count: int) -> int:
+        return count + self.more if barrier == self.barrier else count
+
+    def kernel(self, body: Any, **how: Any) -> Callable[..., list[Any]]:
+        if how["kernel_name"] == self.mistaken:
+            return super().kernel(body, **how)
+        return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in how["out_type"]]
+
+
+def race(case: Case, machine: Mistaken) -> str | None:
+    """What is found."""
+    found = right(case).forward
+    try:
+        with barriers.on(machine):
+            forward(case) if machine.mistaken.endswith("forward") else backward(case, *found)
+    except Race as error:
+        return str(error)
+    return None
+
+
+@each_kernel
+def test_whatever_is_left_out_is_a_race(case, kernel):
+    """Waits for each barrier, arrivals there, and all other waits and fences."""
+    did = right(case).machine.did[kernel]
+    waits = {"commit_smem"} | ({"wait_smem_to_gmem"} if kernel != PARAMETER else set())
+    assert waits < did
+    assert [x for x in sorted(did) if race(case, Mistaken(kernel, omits=x)) is None] == []
+
+
+@each_kernel
+def test_as_many_as_arrive_pass_a_barrier(case, kernel):
+    passes = right(case).machine.passes[kernel]
+    mistakes = [
+        Mistaken(kernel, barrier=name, more=more)
+        for name, (arrivals, most) in passes.items()
+        for more in (-1, 1)
+        if most and arrivals + more
+    ]
+    assert mistakes
+    assert [(x.barrier, x.more) for x in mistakes if race(case, x) is None] == []
+
+
+class Mistake(NamedTuple):
+    """In what rings do, and the race that it is."""
+
+    method: str
+    instead: Callable[..., Any]
+    found: str
+
+
+def hasty_fill(self: Ring, turn: Any, *sources: Any) -> None:
+    """Waits for no place."""
+    place = self._place(turn)
+    for source, array in zip(sources, self.arrays, strict=True):
+        mosaic().copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
+
+
+def early_use(self: Ring, turn: Any, function: Callable[..., Any]) -> Any:
+    """Says that a place is free before it is used."""
+    self.wait(turn)
+    mosaic().commit_smem()
+    mosaic().barrier_arrive(self.freed(turn))
+    return function(*self.at(turn))
+
+
+MISTAKES = {
+    "fills what is in use": Mistake("fill", hasty_fill, "is written by who does not know"),
+    "uses what is not there": Mistake("wait", lambda *_: None, "by who does not know"),
+    "frees what is in use": Mistake("use", early_use, "is written by who does not know"),
+    "leaves before all is used": Mistake("drain", lambda *_: None, "ends while nobody has waited"),
+    "has one place": Mistake("_place", lambda *_: 0, "is written by who does not know"),
+}
+
+
+@pytest.mark.parametrize("kernel", CASES[0].passes)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_ring_that_is_mistaken_has_a_race(monkeypatch, name, kernel):
+    right(CASES[0])
+    method, instead, found = MISTAKES[name]
+    monkeypatch.setattr(Ring, method, instead)
+    assert found in str(race(CASES[0], Mistaken(kernel)))
+
+
+# --- the model ----------------------------------------------------------------------------------
+
+
+def program(*roles: Callable[..., None], arrivals: int = 1) -> None:
+    """A warpgroup for each role, which takes an array in global memory, one in shared memory that
+    has two places, and a barrier."""
+    machine = Machine()
+    with barriers.on(machine):
+        scratch = [mosaic().SMEM((2, 4), jnp.float32), mosaic().Barrier(num_arrivals=arrivals)]
+
+        def body(*refs: Any) -> None:
+            roles[int(jax.lax.axis_index("warpgroup"))](*refs)
+
+        shape = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+        mosaic().kernel(
+            body,
+            out_type=[shape],
+            scratch_types=scratch,
+            grid=(1,),
+            grid_names=("x",),
+            num_threads=len(roles),
+            kernel_name="example",
+        )()
+
+
+def writes(place: int) -> Callable[..., None]:
+    return lambda _, shared, barrier: shared.at[place].__setitem__(..., 1.0)
+
+
+def test_who_does_not_wait_has_no_order():
+    program(writes(0), writes(1))
+    with pytest.raises(Race, match="is written by who does not know that it was written"):
+        program(writes(0), writes(0))
+
+
+def test_order_is_passed_on_at_barriers():
+    def first(_: Any, shared: Any, barrier: Any) -> None:
+        shared[...] = jnp.ones((2, 4))
+        mosaic().barrier_arrive(barrier)
+
+    def second(_: Any, shared: Any, barrier: Any) -> None:
+        mosaic().barrier_wait(barrier)
+        np.testing.assert_array_equal(shared[...], np.ones((2, 4)))
+
+    program(first, second)
+    program(second, first)  # whoever starts
+    with pytest.raises(Race, match="nobody arrives"):
+        program(first, second, arrivals=2)
+    with pytest.raises(Race, match="ends while nobody has waited"):
+        program(first)
+    with pytest.raises(Race, match="passed again before all have seen"):
+        program(first, lambda *refs: mosaic().barrier_arrive(refs[2]), second)
+
+
+@pytest.mark.parametrize("fences", [False, True])
+def test_units_learn_at_fences_what_threads_did(fences):
+    def role(result: Any, shared: Any, barrier: Any) -> None:
+        shared[...] = jnp.ones((2, 4))
+        if fences:
+            mosaic().commit_smem()
+        mosaic().copy_smem_to_gmem(shared, result)
+        mosaic().wait_smem_to_gmem(0)
+        mosaic().barrier_arrive(barrier)
+        mosaic().barrier_wait(barrier)
+
+    if fences:
+        program(role)
+    else:
+        with pytest.raises(Race, match="is read by who does not know that it was written"):
+            program(role)
