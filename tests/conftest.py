@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from typing import Any
 # Programs are compiled in a hurry, with the same values to rounding, for most run once; users'
 # optimisations stand in `users_jit`. One piece of code for each program instead of many: a process
 # may hold only so many memory maps (65,530 by default on Linux), of which each piece takes some.
+# On other devices compilers have to optimise, and cuDNN and scatters to add in one order.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_cpu_parallel_codegen_split_count=1",
-        "--xla_backend_optimization_level=0",
+        "--xla_backend_optimization_level=0"
+        if os.environ["JAX_PLATFORMS"] == "cpu"
+        else "--xla_gpu_deterministic_ops=true",
     )
 ).strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 # Compiled programs are kept, for all processes of a run, also those that tests start, and for the
@@ -37,12 +41,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 
+ON_CPU = os.environ["JAX_PLATFORMS"] == "cpu"
+
 importlib.import_module("tests.typechecker")  # jaxtyping's import hook looks it up in `tests`
 gc.set_threshold(100_000, 50, 1000)  # tracing makes many objects: a tenth of the suite's time
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if not ON_CPU:  # there products of float32 have the digits of TF32 by default
+    jax.config.update("jax_default_matmul_precision", "highest")
 
 settings.register_profile(
     "ci",
@@ -60,6 +68,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def quick_options() -> dict[str, Any]:
     """Compiler options that make small programs on CPU quicker to compile still."""
     options = {"xla_cpu_use_fusion_emitters": False}
+    if not ON_CPU:
+        return {}
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
     except jax.errors.JaxRuntimeError:  # newer versions have no such switch
@@ -78,8 +88,21 @@ def users_jit(function: Any, **options: Any) -> Any:
     return jax.jit(function, compiler_options=level, **options)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, Any, Any]:
+    """On a GPU, tests of an implementation that this GPU has not are skipped, with its reason."""
+    try:
+        return (yield)
+    except NotImplementedError as reason:
+        if ON_CPU or not str(reason).startswith("implementation "):
+            raise
+        pytest.skip(str(reason))
+
+
 def pytest_configure(config: Any) -> None:
     """Programs of versions long gone do not fill the disk."""
+    if not ON_CPU:  # what runs there warns
+        config.addinivalue_line("filterwarnings", "ignore:The Pallas Triton backend is deprecated")
     programs = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     ours = programs.parent.name == ".pytest_cache" and not hasattr(config, "workerinput")
     if ours and programs.is_dir() and sum(x.stat().st_size for x in programs.iterdir()) > 4e9:

@@ -427,7 +427,8 @@ def test_precision_reaches_the_products(implementation):
 
     for precision in ("highest", jax.lax.Precision.HIGHEST):
         assert highest(precision=precision) >= 2
-    assert highest() == 0
+    with jax.default_matmul_precision(None):
+        assert highest() == 0
     with jax.default_matmul_precision("highest"):
         assert highest() >= 2
 
@@ -789,6 +790,8 @@ def test_inside_scan(implementation):
 def mesh(*names: str) -> Mesh:
     """Four devices in one or two axes."""
     shape = (4,) if len(names) == 1 else (2, 2)
+    if len(jax.devices()) < 4:
+        pytest.skip("there are fewer than four devices")
     return Mesh(np.array(jax.devices()[:4]).reshape(shape), names)
 
 

@@ -6,6 +6,7 @@
     python -m experiments.benchmark --gym                masks and scores of FlexAttention's users
     python -m experiments.benchmark training             steps of the translation experiment
     python -m experiments.benchmark tune                 the row of `jattn.tuning` for this machine
+    python -m experiments.benchmark device               a GPU, with cuDNN, FlexAttention and floors
     python -m experiments.benchmark offline --target h100    kernels compiled without the device
 
 Competitors take turns in one process, round after round, so that a machine whose speed drifts
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.benchmark import cases, gym, peers, timing, training, tune
+from experiments.benchmark import cases, device, gym, peers, timing, training, tune
 from experiments.benchmark.rules import RULES
 from experiments.ending import UserError, exit_status
 from experiments.files import append, replace
@@ -174,7 +175,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-_COMMANDS = {"training": training.main, "tune": tune.main, "offline": offline.main}
+_COMMANDS = {
+    "training": training.main,
+    "tune": tune.main,
+    "device": device.main,
+    "offline": offline.main,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,13 +5,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from experiments.ending import UserError
 from experiments.offline.job import COMPILED, Job
 
 
+_FOLDER = Path(__file__).parent / "kept"
 _MORE_MEMORY = 1.1  # times as much is worse
 _MORE_INSTRUCTIONS = 1.02
 _FEW_BYTES = 2**20
+
+
+def path(target: str) -> Path:
+    """Where rows are that were kept with the installed version of JAX; those of the newest if there
+    are none of it."""
+    here = _FOLDER / f"jax-{'.'.join(jax.__version__.split('.')[:2])}" / f"{target}.jsonl"
+    return here if here.exists() else max(_FOLDER.glob(f"jax-*/{target}.jsonl"))
 
 
 def read(path: Path, target: str) -> dict[Job, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """JAX's own kernels, called directly: what ours are compared with. They know few cases."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -47,20 +48,33 @@ def _mgpu(q: Any, k: Any, v: Any, causal: bool) -> Any:
     causal mask with the compilers of CUDA 12.8 and 12.9."""
     if causal:
         raise NotImplementedError("implementation 'jax_mgpu': no causal mask with these compilers")
-    mgpu = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
-    wide = 128 if q.shape[-1] <= 128 else 64
-    config = mgpu.TuningConfig(
+    config = mgpu_config(q.shape[-1], causal)
+    config = dataclasses.replace(config, block_kv=min(128, config.block_kv))
+    half = (x.astype(jnp.float16) for x in (q, k, v))
+    return mgpu().attention(*half, config).astype(q.dtype)
+
+
+def mgpu() -> Any:
+    """JAX's FlashAttention-3: `attention(query, key, value, config)`."""
+    return importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+
+
+def mgpu_config(head: int, causal: bool) -> Any:
+    """Its sizes: of those that fit, the greatest."""
+    wide = {64: 256, 128: 128, 256: 64}.get(head)
+    if wide is None:
+        raise NotImplementedError(f"implementation 'jax_mgpu': no sizes for heads of {head}")
+    return mgpu().TuningConfig(
         64,
         wide,
         2,
-        compute_wgs_bwd=2 if q.shape[-1] < 256 else 1,
+        causal=causal,
+        compute_wgs_bwd=2 if head < 256 else 1,
         block_q_dkv=64,
         block_kv_dkv=64,
         block_q_dq=64,
         block_kv_dq=64,
     )
-    half = (x.astype(jnp.float16) for x in (q, k, v))
-    return mgpu.attention(*half, config).astype(q.dtype)
 
 
 PEERS = {"jax_splash": _splash, "jax_mgpu": _mgpu}

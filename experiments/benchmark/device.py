@@ -1,0 +1,312 @@
+"""How fast attention is on a GPU, beside cuDNN, `jax.nn`, FlexAttention and JAX's own kernel.
+
+    python -m experiments.benchmark device
+    python -m experiments.benchmark device --implementations hopper --lengths 16384 --heads 128
+    python -m experiments.benchmark device --patterns causal window --peers "cudnn flags"
+
+16,384 tokens in sequences of each length and 2,048 numbers in heads of each size, as in the papers
+on FlashAttention; full and causal attention, a causal window and eight documents. The two passes
+are timed apart: `backward` starts from what a forward pass has left. Competitors take turns; a
+turn starts so many calls one after another that launching them does not count, and waits for the
+last. TFLOP/s are of the products that allowed pairs need, 2 forward and 5 backward; a ratio is the
+competitor's time over that of jattn, by the first of `--implementations` that runs. Predictions are
+those of `experiments/offline` for an H100.
+
+Who cannot run is left out, with the reason. cuDNN adds up gradients in any order here, which is
+faster; jattn's "cudnn" runs only with `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which slows
+both. At the end stands which of the floors are reached that the project sets itself. On a CPU,
+sizes have to be small: `--tokens 128 --lengths 64 --heads 16`.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import jattn
+from experiments.benchmark import timing
+from experiments.benchmark.cases import Case
+from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS, Calls, Peer, Task, ours
+from experiments.benchmark.peers import Runnable
+from experiments.benchmark.predictions import predicted
+from experiments.ending import UserError, one_line
+from experiments.files import append, replace
+
+
+PATTERNS = ("full", "causal", "window", "documents")
+IMPLEMENTATIONS = {
+    "cpu": ("native", "blockwise"),
+    "gpu": ("hopper", "blackwell", "ampere", "blockwise"),
+    "tpu": ("tpu", "blockwise"),
+}
+_TURN = 0.02  # seconds of a turn on a device, at least
+_MOST_CALLS = 1000
+_LONGEST = 200  # characters of a reason
+
+
+class Floor(NamedTuple):
+    """A figure to reach in a pass of some patterns: the ratio to a peer or, where `peer` is None,
+    TFLOP/s; only on some kind of device, at a length, for a head size, where these are given."""
+
+    backward: bool
+    patterns: tuple[str, ...]
+    peer: str | None
+    least: float
+    kind: str = ""
+    T: int | None = None
+    H: int | None = None
+
+    def figure(self, row: dict[str, Any]) -> float | None:
+        """That of a row; None if it is not about it, or if who is measured did not run."""
+        about = (row["pass"] == "backward") is self.backward and row["pattern"] in self.patterns
+        about = about and self.kind in row["device"]
+        if not about or self.T not in (None, row["T"]) or self.H not in (None, row["H"]):
+            return None
+        if self.peer:
+            return row["ratio"].get(self.peer)
+        return row["teraflops"].get(row["ours"])
+
+    def __str__(self) -> str:
+        where = "".join(
+            text
+            for text, given in (
+                (f" at T = {self.T}", self.T),
+                (f" for heads of {self.H}", self.H),
+                (f" on an {self.kind}", self.kind),
+            )
+            if given
+        )
+        what = f"{self.least:g} × {self.peer}" if self.peer else f"{self.least:g} TFLOP/s"
+        which = "backward" if self.backward else "forward"
+        return f"{which}, {' and '.join(self.patterns)}: at least {what}{where}"
+
+
+_DENSE, _SPARSE = PATTERNS[:2], PATTERNS[2:]
+FLOORS = (
+    Floor(False, _DENSE, CUDNN, 0.9),
+    Floor(False, _DENSE, None, 600, "H200", 16384, 128),
+    Floor(True, _DENSE, CUDNN, 0.85),
+    *(Floor(backward, _SPARSE, DENSE, 3) for backward in (False, True)),
+    *(Floor(backward, _SPARSE, FLEX, 1.2) for backward in (False, True)),
+)
+
+
+def floor_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """For each floor whether it is reached, with the least figure and the case that it is of."""
+    lines = []
+    for floor in FLOORS:
+        found = [(floor.figure(row), row["case"]) for row in rows]
+        known = [(figure, case) for figure, case in found if figure is not None]
+        if not known:
+            lines.append(f"not measured  {floor}")
+            continue
+        figure, case = min(known)
+        said = "reached      " if figure >= floor.least else "not reached  "
+        lines.append(f"{said} {floor}: {figure:.2f} in {case}, the least of {len(known)}")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------
+
+
+def cases_of(given: argparse.Namespace) -> list[Case]:
+    """As many sequences as hold `tokens`, as many heads as hold `width` numbers."""
+    return [
+        Case(
+            f"{pattern}-{T}-{H}",
+            max(1, given.tokens // T),
+            max(1, given.width // H),
+            T,
+            H,
+            pattern=pattern,
+            window=given.window,
+        )
+        for H in given.heads
+        for T in given.lengths
+        for pattern in given.patterns
+    ]
+
+
+def _repeated(one: Calls) -> tuple[Runnable, int]:
+    """A turn of a competitor and its number of calls: one on a CPU, where nothing is launched."""
+    one.wait(one.start())  # compiles
+    start = time.perf_counter()
+    one.wait(one.start())
+    took = time.perf_counter() - start
+    on_cpu = jax.default_backend() == "cpu"
+    calls = 1 if on_cpu else max(1, min(_MOST_CALLS, math.ceil(_TURN / took)))
+
+    def run() -> None:
+        last = None
+        for _ in range(calls):
+            last = one.start()
+        one.wait(last)
+
+    return Runnable(run), calls
+
+
+def _milliseconds(
+    task: Task, competitors: dict[str, Peer], seconds: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Medians of a call by competitor, taken in turn; and the reasons of those left out."""
+    turns: dict[str, tuple[Runnable, int]] = {}
+    reasons: dict[str, str] = {}
+    for name, make in competitors.items():
+        try:
+            turns[name] = _repeated(make(task))
+        except Exception as error:  # compilers and libraries raise errors of many kinds
+            kind = "" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: "
+            reasons[name] = f"{kind}{one_line(error)}"[:_LONGEST]
+    medians, _ = timing.in_turn({name: run for name, (run, _) in turns.items()}, seconds)
+    return {name: value / turns[name][1] for name, value in medians.items()}, reasons
+
+
+def measure(
+    task: Task, implementations: Iterable[str], peers: Iterable[str], seconds: float
+) -> dict[str, Any]:
+    """One row of the results."""
+    case = task.case
+    competitors: dict[str, Peer] = {x: functools.partial(ours, x) for x in implementations}
+    competitors |= {name: PEERS[name] for name in peers}
+    milliseconds, left_out = _milliseconds(task, competitors, seconds)
+    first = next((name for name in implementations if name in milliseconds), None)
+    work = case.flops(backward=False) * (5 / 2 if task.backward else 1)
+    kind = jax.devices()[0].device_kind
+    predictions = {x: predicted(x, kind, case, task.backward) for x in implementations}
+    return {
+        "case": case.name,
+        "pass": "backward" if task.backward else "forward",
+        **{name: getattr(case, name) for name in ("pattern", "B", "N", "T", "H")},
+        "window": case.window if case.pattern == "window" else None,
+        "dtype": task.dtype,
+        "ours": first,
+        "milliseconds": milliseconds,
+        "teraflops": {name: work / value / 1e9 for name, value in milliseconds.items()},
+        "ratio": {x: value / milliseconds[first] for x, value in milliseconds.items()}
+        if first
+        else {},
+        "predicted_teraflops": {name: x for name, x in predictions.items() if x},
+        "left_out": left_out,
+        "device": kind,
+        "versions": versions(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of what competes, and of what compiles it, as far as it is installed."""
+    found = {}
+    for name in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "triton"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    backend: Any = jax.devices()[0].client
+    return {
+        "jattn": jattn.__version__,
+        **found,
+        "platform": " ".join(backend.platform_version.split()),
+    }
+
+
+_TITLES = (
+    f"{'case':<22} {'pass':<9} {'competitor':<12} {'ms':>9} {'TFLOP/s':>8} "
+    f"{'ratio':>6} {'predicted':>11}"
+)
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """What is printed of a row: a line for each competitor that ran."""
+    said = []
+    for name, value in row["milliseconds"].items():
+        range_ = row["predicted_teraflops"].get(name)
+        shown = f"{range_[0]:.0f}-{range_[1]:.0f}" if range_ else "-"
+        ratio = f"{row['ratio'][name]:.2f}" if row["ratio"] else "-"
+        said.append(
+            f"{row['case']:<22} {row['pass']:<9} {name:<12} {value:>9.3f} "
+            f"{row['teraflops'][name]:>8.1f} {ratio:>6} {shown:>11}"
+        )
+    return said
+
+
+# ---------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmark device",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    usual = "; ".join(f"{platform}: {' '.join(x)}" for platform, x in IMPLEMENTATIONS.items())
+    parser.add_argument("--implementations", nargs="+", metavar="NAME", help=f"default: {usual}")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), metavar="PEER", default=[*PEERS])
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=PATTERNS)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--heads", type=int, nargs="+", default=[64, 128, 256], metavar="H")
+    parser.add_argument("--tokens", type=int, default=16384, help="in all sequences of a batch")
+    parser.add_argument("--width", type=int, default=2048, help="numbers in all heads of a token")
+    parser.add_argument("--window", type=int, default=256, help="keys before a query")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--pass", dest="which", choices=["forward", "backward", "both"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/device"))
+    return parser.parse_args(argv)
+
+
+def _implementations(given: argparse.Namespace) -> tuple[str, ...]:
+    """Those asked for, or those that are usual here.
+
+    Raises:
+        UserError: a name that there is not.
+    """
+    names = given.implementations or IMPLEMENTATIONS.get(jax.default_backend(), ("blockwise",))
+    tiny = jnp.ones((1, 2, 1, 8))
+    known = [*jattn.explain(tiny, tiny, tiny)]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"unknown implementations {unknown}; there are {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def main(argv: list[str]) -> None:
+    """Measures, prints a table, writes JSON lines and says which floors are reached.
+
+    Raises:
+        UserError: an unknown implementation.
+    """
+    given = _arguments(argv)
+    implementations = _implementations(given)
+    results, rows, said = given.out / "results.jsonl", [], set()
+    replace(results, "")
+    print(f"{jax.devices()[0].device_kind}, {given.dtype}, {versions()}")
+    print(_TITLES, flush=True)
+    passes = {"forward": [False], "backward": [True]}.get(given.which, [False, True])
+    for case in tqdm(cases_of(given), disable=None, leave=False):
+        inputs = *case.inputs(), case.inputs(seed=1)[0]
+        for backward in passes:
+            task = Task(case, backward, given.dtype, inputs)
+            row = measure(task, implementations, given.peers, given.seconds)
+            append(results, json.dumps(row, allow_nan=False))
+            rows.append(row)
+            for name, reason in row["left_out"].items():
+                if (name, reason) not in said:
+                    tqdm.write(f"{case.name:<22} {row['pass']:<9} {name} is left out: {reason}")
+            said |= set(row["left_out"].items())
+            tqdm.write("\n".join(lines(row)))
+    print("\n".join(["", *floor_lines(rows), f"results: {results}"]))

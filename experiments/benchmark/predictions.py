@@ -1,0 +1,52 @@
+"""What the model of `experiments.offline` predicts of kernels that were compiled for an H100."""
+
+import functools
+from typing import Any
+
+from experiments.benchmark.cases import Case
+from experiments.offline import kept, machine_code, targets
+from experiments.offline.job import Job
+
+
+_CASES = {"full": "full", "causal": "causal", "documents": "segments"}
+_LIKE_H100 = "H100", "H200", "GH200"  # all have its multiprocessors
+_THREADS, _EACH = 128, 8  # of a warpgroup; cycles of a power of two in each of its warps
+
+
+def predicted(implementation: str, kind: str, case: Case, backward: bool) -> list[float] | None:
+    """The least and the most TFLOP/s on tiles that need no mask, of products that a pass needs;
+    None where there is no prediction for a kernel on this kind of device."""
+    if not any(name in kind for name in _LIKE_H100):
+        return None
+    rows = _rows()
+    for name in (_CASES.get(case.pattern), "causal" if case.pattern == "documents" else None):
+        row = rows.get(Job("h100", str(name), implementation, case.H, "bfloat16", "gradients"))
+        if row and row["status"] == "compiled":
+            return _of_row(row, case.H, backward)
+    return None
+
+
+@functools.cache
+def _rows() -> dict[Job, dict[str, Any]]:
+    return kept.read(kept.path("h100"), "h100")
+
+
+def _of_row(row: dict[str, Any], head: int, backward: bool) -> list[float]:
+    """Of a pass, whose kernels compute some products anew: 2 are needed forward, 5 backward."""
+    loops = [
+        machine_code.Loop(**kernel["main_loop"])
+        for kernel in row["kernels"]
+        if kernel["kernel"].endswith("_forward") is not backward
+    ]
+    per_cycle, teraflops = targets.H100.peak or (1, 0.0)
+    found = []
+    for which in (0, 1):
+        cycles = sum(_products(x, head) / x.products_per_cycle[which] for x in loops)
+        found.append(round((5 if backward else 2) / cycles * teraflops / per_cycle, 1))
+    return found
+
+
+def _products(loop: machine_code.Loop, head: int) -> int:
+    """Of a pair of query and key, for which each loop takes one power of two."""
+    pairs = loop.special_cycles / _EACH * _THREADS
+    return round(loop.products / (pairs * head))

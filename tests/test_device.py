@@ -1,0 +1,107 @@
+"""The benchmark of a GPU: run on a CPU with tiny sizes; what it says of floors and predictions."""
+
+import json
+from typing import Any
+
+import jax
+import pytest
+
+from experiments.benchmark import __main__ as benchmark
+from experiments.benchmark import device, timing
+from experiments.benchmark.cases import Case
+from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS
+from experiments.benchmark.predictions import predicted
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="competitors there are others")
+@pytest.mark.filterwarnings("ignore:.*torch.*")
+def test_the_command_measures_who_runs_and_says_why_others_do_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "TURN", 0.001)
+    sizes = ["--tokens", "128", "--width", "32", "--lengths", "64", "--heads", "16"]
+    names = ["--implementations", "native", "blockwise", "hopper", "cudnn"]
+    options = ["--patterns", "documents", "--seconds", "0", "--out", str(tmp_path)]
+    settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with settings[0], settings[1], jax.enable_x64(False):
+        assert benchmark.main(["device", *names, *sizes, *options]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["pass"] for row in rows] == ["forward", "backward"]
+    ours, gpus = {"native", "blockwise"}, {"hopper", "cudnn", *PEERS} - {"jax.nn"}
+    for row in rows:
+        assert {*row["milliseconds"]} == ours | {"jax.nn"}
+        assert {*row["left_out"]} == gpus
+        assert (row["B"], row["N"], row["ours"]) == (2, 2, "native")
+        assert row["device"] == jax.devices()[0].device_kind
+        assert row["versions"]["jax"] == jax.__version__
+        assert row["ratio"]["native"] == 1
+    out = capsys.readouterr().out
+    assert "hopper is left out: a CPU would only interpret it" in out
+    assert out.count("not measured") == len(device.FLOORS)
+
+
+def test_unknown_names_are_refused(capsys):
+    assert benchmark.main(["device", "--implementations", "flash"]) == 2
+    assert "unknown implementations ['flash']; there are cudnn" in capsys.readouterr().err
+
+
+def row(pattern: str, which: str, teraflops: float, **ratio: float) -> dict[str, Any]:
+    """A row of the results of heads of 128 at 16,384 tokens on an H200."""
+    return {
+        "case": f"{pattern}-16384-128",
+        "pattern": pattern,
+        "pass": which,
+        "T": 16384,
+        "H": 128,
+        "device": "NVIDIA H200",
+        "ours": "hopper",
+        "teraflops": {"hopper": teraflops},
+        "ratio": ratio,
+    }
+
+
+def test_the_least_figure_decides_on_a_floor():
+    rows = [
+        row("full", "forward", 640, **{CUDNN: 0.95}),
+        row("causal", "forward", 610, **{CUDNN: 0.85}),
+        row("causal", "backward", 500, **{CUDNN: 0.86}),
+        row("window", "forward", 300, **{DENSE: 12.0, FLEX: 1.1}),
+    ]
+    lines = device.floor_lines(rows)
+    assert lines[0] == (
+        "not reached   forward, full and causal: at least 0.9 × cudnn flags: "
+        "0.85 in causal-16384-128, the least of 2"
+    )
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "reached",
+        "reached",
+        "reached",
+        "not measured",
+        "not reached",
+        "not measured",
+    ]
+    assert "600 TFLOP/s at T = 16384 for heads of 128 on an H200: 610.00" in lines[1]
+
+
+def test_calls_are_repeated_until_launching_them_does_not_count(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(device, "_MOST_CALLS", 5)
+    started, waited = [], []
+    calls = device.Calls(lambda: started.append(0) or len(started), waited.append)
+    turn, count = device._repeated(calls)
+    assert count == 5
+    turn.run()
+    assert (len(started), waited) == (7, [1, 2, 7])
+
+
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("backward", [False, True])
+def test_predictions_are_those_of_the_kept_kernels(head, backward):
+    found = [
+        predicted("hopper", "NVIDIA H200", Case("", 1, 1, 8, head, pattern=pattern), backward)
+        for pattern in ("full", "causal", "documents")
+    ]
+    for least, most in found:  # pyright: ignore[reportGeneralTypeIssues]
+        assert 300 < least < most < 990
+        assert not backward or most < 5 / 7 * 990  # 2 products are computed twice
+    assert predicted("hopper", "cpu", Case("", 1, 1, 8, head), backward) is None
+    assert predicted("ampere", "NVIDIA H200", Case("", 1, 1, 8, head), backward) is None
+    assert predicted("hopper", "NVIDIA H200", Case("", 1, 1, 8, 96), backward) is None

@@ -1,0 +1,85 @@
+"""The contract by the kernels that are for the device that is here, as that runs them: on a CPU a
+few cases, since its kernel has files of its own; on a GPU all.
+
+What an implementation cannot is skipped on a GPU, with its reason (`conftest.pytest_pyfunc_call`).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.kernels import registry
+from tests import test_contract as contract
+from tests.cases import CASES, inputs
+from tests.conftest import ON_CPU, quick_jit
+from tests.oracle import error
+from tests.test_triton import CEILINGS, assert_accurate
+
+
+PLATFORM = "cpu" if ON_CPU else {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+KERNELS = [name for name, row in registry.KERNELS.items() if PLATFORM in (row.platforms or ())]
+NAMES = ("chain", "lengths_both") if ON_CPU else tuple(CASES)
+DTYPES = ("float32", "bfloat16", "float16")
+
+pytestmark = pytest.mark.default_tiles
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", [x for x in KERNELS if x != "cudnn"])
+def test_contract(implementation, dtype, name):
+    """Values and gradients; the same again, bit for bit; the values with masked places poisoned."""
+    x = inputs(CASES[name], dtype)
+    program = quick_jit(functools.partial(contract.everything, implementation, CASES[name]))
+
+    def run(x: Any) -> Any:
+        return jax.tree.map(np.asarray, program(contract.on_device(x)))
+
+    results = run(x)
+    assert_accurate(name, dtype, results)
+    contract.assert_same(run(x), results)
+    rows, columns = contract.dead_places(name)
+    assert not results.out[rows].any()
+    assert np.all(np.swapaxes(results.lse, -1, -2)[rows] == -np.inf)
+    for poison in contract.POISONS[:2] if rows.any() or columns.any() else ():
+        q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
+        q[rows], k[columns], v[columns] = poison, poison, poison
+        got = run(x._replace(q=q, k=k, v=v))
+        assert_accurate(name, dtype, got)
+        assert not any(
+            got.gradients[label][places].any()
+            for label, places in (("q", rows), ("k", columns), ("v", columns))
+        )
+
+
+@pytest.mark.skipif("cudnn" not in KERNELS, reason="cuDNN is for CUDA")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_cudnn(dtype, name):
+    """Heads as it takes them, and no lse, which it rounds."""
+    case = CASES[name]
+    case = dataclasses.replace(case, sizes=case.sizes._replace(H=16, V=16))
+    x = inputs(case, dtype)
+    x = x._replace(d_lse=np.zeros_like(x.d_lse))
+
+    @quick_jit
+    def run(x: Any) -> Any:
+        def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
+            replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
+            return contract.attend("cudnn", case, replaced, return_lse=False)
+
+        out, pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
+        dq, dk, dv, d_parameters = pull(x.d_out)
+        return out, {"q": dq, "k": dk, "v": dv, **d_parameters}
+
+    out, gradients = run(contract.on_device(x))
+    want = contract.truth(case, x)
+    assert out.dtype == jnp.dtype(dtype)
+    assert error(out, want.out) <= contract.CEILINGS[dtype]
+    for label, gradient in gradients.items():
+        assert error(gradient, want.gradients[label]) <= CEILINGS[dtype], label
