@@ -14,7 +14,7 @@ import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.derivatives import PerQuery
-from jattn.kernels.gpu import blackwell, hopper
+from jattn.kernels.gpu import blackwell, hopper, streams
 from jattn.kernels.gpu.registers import mosaic
 from jattn.kernels.gpu.warpgroups import Ring
 from jattn.spec import Shapes, Spec, Tiling, prepare
@@ -193,6 +193,30 @@ def test_as_many_as_arrive_pass_a_barrier(case, kernel):
     ]
     assert mistakes
     assert [(x.barrier, x.more) for x in mistakes if race(case, x) is None] == []
+
+
+def of_several_places(machine: Machine) -> Any:
+    """The forward pass by one program, which has three blocks of queries."""
+    *qkv, _, _ = given(64)
+    shapes = Shapes.of(qkv[0], qkv[2])
+    spec = prepare(Spec(masks.Causal(), None, 0.125, None, None), shapes)
+    with barriers.on(machine), tuning.using(gpu_tiles_each=S):
+        return hopper.functions("cpu").forward(spec, *qkv)[:2]
+
+
+def test_programs_of_several_places_have_no_races(monkeypatch):
+    alone, several = Machine(), Machine()
+    want = of_several_places(alone)
+    monkeypatch.setattr(streams, "multiprocessors", lambda: 1)
+    got = of_several_places(several)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(x, y)
+    (kernel,) = several.did
+    (passes,), (before,) = several.passes.values(), alone.passes.values()
+    assert all(passes[name].most > before[name].most for name in passes if before[name].most)
+    for omitted in sorted(several.did[kernel]):
+        with pytest.raises(Race):
+            of_several_places(Mistaken(kernel, omits=omitted))
 
 
 class Mistake(NamedTuple):
