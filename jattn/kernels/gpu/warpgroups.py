@@ -35,7 +35,7 @@ class Order(NamedTuple):
     sizes: tuple[int, int]  # batch rows, heads of each
     grid: tuple[int, int, int]  # sections, blocks of each head, heads of a section; these in a row
     longest_first: Any  # the blocks, [B or 1, heads or 1, blocks], or None where all are as long
-    visited: Any  # tiles, [B or 1, heads or 1, blocks]
+    visited: Any = None  # tiles, [B or 1, heads or 1, blocks], of programs in rounds
 
     @classmethod
     def of(
