@@ -290,12 +290,13 @@ def test_values_and_gradients(name, implementation):
 
 
 # Of the table of cases what the calls above have not; small heads are padded.
-CASES_OF_TABLE = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_function"
+OFTEN = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_function"
+OTHERS = [pytest.param(x, marks=pytest.mark.exhaustive) for x in CASES if x not in OFTEN]
 
 
 @pytest.mark.one_in(6)
 @each_kernel
-@pytest.mark.parametrize("name", CASES_OF_TABLE)
+@pytest.mark.parametrize("name", [*OFTEN, *OTHERS])
 def test_contract(name, implementation):
     case = CASES[name]
     run = quick_jit(functools.partial(contract.everything, implementation, case))
