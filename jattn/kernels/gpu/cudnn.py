@@ -151,7 +151,8 @@ def _score_reason(spec: Spec, shapes: Shapes) -> str | None:
     if spec.score is None:
         return None
     if not isinstance(spec.score, scores.Bias):
-        return f"of score functions it has Bias only, got {type(spec.score).__name__}"
+        found = type(spec.score).__name__
+        return f"of score functions it has Bias only, got {found}; JAX keeps score_mod to itself"
     array = spec.score.array
     batch, shape = array.shape[:-3], list(array.shape[-3:])
     if any(size != 1 for size in batch) or shape != [shapes.N, shapes.T, shapes.S]:

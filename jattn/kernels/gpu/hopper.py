@@ -5,7 +5,8 @@ that and from `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has th
 only copies tiles of keys and values to shared memory, a few ahead of their use; the other two hold
 64 queries each and compute, in the forward pass by turns: the matrix units have products of one
 while the other is at its softmax. Barriers say whose turn it is, which place in shared memory is
-filled, and which is free again.
+filled, and which is free again. Of a causal mask there are as many programs as run at once, and
+each goes on with other queries, whose keys are copied before the last ones are done.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
 tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
