@@ -704,32 +704,41 @@ def rows_kept(path: Path) -> list[Any]:
 @each_kept
 def test_all_that_was_kept_compiles_and_spills_nothing(path):
     for one in rows_kept(path):
-        assert one["status"] == "compiled", one
+        if one["status"] != "compiled":
+            assert one["message"].startswith(f"implementation {one['implementation']!r}: ")
+            continue
         assert one["jax"].startswith(path.parent.name.removeprefix("jax-"))
         for kernel in one.get("kernels", ()):
             if kernel["kernel"].startswith("jattn_"):
                 assert (kernel["spill_bytes"], kernel["warnings"]) == (0, []), one["case"]
 
 
+# Kernels for output, gradients of queries, and of keys and values; JAX's of gradients have one name.
+PASSES = {
+    "jattn_hopper_forward": 0,
+    "jattn_hopper_d_queries": 1,
+    "jattn_hopper_d_keys": 2,
+    "entry": 0,
+    "anonymous": 1,
+}
+
+
 def loops_kept(path: Path, implementation: str) -> dict[tuple[str, int], list[dict[str, int]]]:
-    """The loops over tiles that need no mask, of the kernels for output, gradients of queries, and
-    gradients of keys and values, which two kernels may share, by case and head size."""
+    """Instructions and cycles of matrix units of the loops over tiles that need no mask, in
+    bfloat16 and of JAX's in float16, by case and head size: for output, gradients of queries, and
+    gradients of keys and values, which two kernels may share."""
     found = {}
     for one in rows_kept(path):
-        if one["implementation"] == implementation and one["pass"] == "gradients":
-            kernels = [x for x in one["kernels"] if not x["kernel"].endswith("d_parameter")]
-            loops = [x["main_loop"] for x in sorted(kernels, key=_pass_of)]
-            counts = [{n: x[n] for n in ("instructions", "matrix_cycles")} for x in loops]
-            both = {n: sum(x[n] for x in counts[2:]) for n in counts[0]}
+        if one["implementation"] != implementation or one["pass"] != "gradients":
+            continue
+        kernels = [x for x in one["kernels"] if x["kernel"] in PASSES]
+        kernels.sort(key=lambda x: (PASSES[x["kernel"]], x["main_loop"]["matrix_cycles"]))
+        names = "instructions", "matrix_cycles"
+        counts = [{name: x["main_loop"][name] for name in names} for x in kernels]
+        both = {name: sum(x[name] for x in counts[2:]) for name in names}
+        if implementation == "jax_mgpu" or one["dtype"] == "bfloat16":
             found[one["case"], one["head"]] = [*counts[:2], both]
     return found
-
-
-def _pass_of(kernel: dict[str, Any]) -> tuple[int, int]:
-    """JAX's kernels of gradients have one name; that of keys and values has more products."""
-    name, cycles = kernel["kernel"], kernel["main_loop"]["matrix_cycles"]
-    place = {"jattn_hopper_d_queries": 1, "jattn_hopper_d_keys": 2, "anonymous": 1}
-    return place.get(name, 0), cycles
 
 
 # Of JAX's own kernel without a mask; it spills with JAX 0.12.
