@@ -250,7 +250,7 @@ def test_a_row_whose_scores_are_all_minus_infinity_is_zero(T, mask, lse):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("V", [4, 130])
+@pytest.mark.parametrize("V", [4, 130, 260])
 def test_half_precision_rounds_out_only_at_the_end(V):
     """Gradients of rows with one key are 0 for q and k: out there is the value, whose digits they
     need; and lse has those of float32."""
@@ -271,6 +271,21 @@ def test_half_precision_rounds_out_only_at_the_end(V):
     for got, want in ((found[0], d_q), (found[1], d_k)):
         error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
         assert error < 5e-3
+
+
+@pytest.mark.parametrize(("V", "lost"), [(64, 2**-23), (128, 2**-23), (256, 2**-15)])
+def test_what_is_stored_beside_out_is_read_again(V, lost):
+    """lse by the bit, and out with 15 digits or more; what is not finite stays."""
+    rng = np.random.default_rng(0)
+    out = jnp.asarray(rng.normal(size=(8, V)), jnp.float32)
+    out = out.at[1, 3].set(jnp.inf).at[2, V - 1].set(-jnp.inf).at[3, 0].set(jnp.nan)
+    sums = jnp.asarray([*rng.normal(size=5), -np.inf, np.inf, 1e38], jnp.float32)
+    rounded, words = splash_vjp._split(out, jnp.broadcast_to(sums[:, None], (8, 128)))
+    again, lse = splash_vjp._joined(rounded[None, None], words[None, None])
+    np.testing.assert_array_equal(lse[0, 0], sums)
+    np.testing.assert_allclose(again[0, 0], out, rtol=lost)
+    stored, expected = (x.astype(jnp.float32) for x in (rounded, out.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(stored, expected)
 
 
 def two_keys(q: Any, k: Any, v: Any, weights: Any) -> Any:

@@ -53,6 +53,15 @@ class Call:
         operands = {name: aval(*described) for name, described in self.operands.items()}
         return query, held, held, parameters, operands, query
 
+    @property
+    def has_any_length(self) -> bool:
+        """Whether no array of its rules has the tokens' length."""
+        return not self.operands and not self.parameters and self.cache is None
+
+    def of_length(self, T: int) -> "Call":
+        """The same call of one batch row of T queries and keys."""
+        return dataclasses.replace(self, query=(1, T, self.query[2]), held=(1, T, self.held[2]))
+
     def forward(self, implementation: str | None) -> Callable[..., Any]:
         """A function of `arrays` that gives the output."""
         if implementation in peers.PEERS:

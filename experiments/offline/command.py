@@ -3,6 +3,7 @@
     python -m experiments.benchmark offline --target h100
     python -m experiments.benchmark offline --target h100 --cases causal bias --head 64 128
     python -m experiments.benchmark offline --target v5e --implementation splash --out v5e.jsonl
+    python -m experiments.benchmark offline --target h100 --cases full --lengths 4096 8192
 
 It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU there
 is a line for each kernel: registers, bytes spilled, bytes of shared memory, and of the loop over
@@ -12,7 +13,8 @@ For a TPU there is a line for each program: temporary memory, bytes moved, kerne
 shows what does not compile, does not fit, spills or is slow by its instructions; not wrong
 results, races or times. Rows go to `--out` as JSON lines.
 `jax_splash` and `jax_mgpu` are JAX's own kernels, for the few cases that they know. `--against`
-compares with rows that were kept, and compiles what those are of.
+compares with rows that were kept, and compiles what those are of. `--lengths` shows how temporary
+memory grows, by `blockwise` unless told; that of a TPU's VMEM counts too.
 
 The exit status is 1 where a case does not compile without the implementation saying why, or is
 worse than it was, and 2 where the command is wrong or the compilers are missing.
@@ -58,7 +60,7 @@ def main(argv: list[str]) -> None:
     if reason:
         raise UserError(reason)
     replace(given.out, "")
-    print(titles(target))
+    print(titles(target, bool(given.lengths)))
     failed = unsupported = spilled = worse = 0
     for each in tqdm(jobs, disable=None, leave=False):
         row = job.run(each, given.seconds)
@@ -94,7 +96,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--implementation", nargs="+", metavar="NAME", help=f"{kernels} (default {usual})"
     )
-    parser.add_argument("--head", nargs="+", type=_head_size, default=[128], metavar="H")
+    parser.add_argument("--head", nargs="+", type=_size, default=[128], metavar="H")
+    parser.add_argument(
+        "--lengths", nargs="+", type=_size, default=[], metavar="T", help="of queries and keys"
+    )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[DTYPES[0]])
     parser.add_argument(
         "--pass",
@@ -115,10 +120,10 @@ def _targets() -> tuple[targets.Target, ...]:
     return tuple(targets.TARGETS.values())
 
 
-def _head_size(text: str) -> int:
+def _size(text: str) -> int:
     size = int(text)
     if size < 1:
-        raise argparse.ArgumentTypeError(f"expected a head size of at least 1, got {size}")
+        raise argparse.ArgumentTypeError(f"expected a size of at least 1, got {size}")
     return size
 
 
@@ -126,45 +131,52 @@ def chosen(given: argparse.Namespace, target: targets.Target) -> list[Job]:
     """What the arguments ask for.
 
     Raises:
-        UserError: an implementation that the target has not.
+        UserError: an implementation that the target has not, or a case that has one length.
     """
-    implementations = given.implementation or target.usual
+    usual = ("blockwise",) if given.lengths else target.usual
+    implementations = given.implementation or usual
     for name in implementations:
         if name not in target.implementations:
             there = ", ".join(target.implementations)
             raise UserError(f"no implementation {name!r} for {target.name}; there are {there}")
     passes = job.PASSES if given.which == "both" else (given.which,)
-    names = given.cases or calls.CALLS
+    names = given.cases or (("full", "causal") if given.lengths else calls.CALLS)
+    for name in names:
+        if given.lengths and not calls.CALLS[name].has_any_length:
+            raise UserError(f"--lengths: the case {name} has arrays of one length")
     return [
-        Job(target.name, name, implementation, head, dtype, which)
+        Job(target.name, name, implementation, head, dtype, which, length)
         for implementation in implementations
         for name in names
         for head in given.head
         for dtype in given.dtype
         for which in passes
+        for length in given.lengths or [0]
     ]
 
 
-def titles(target: targets.Target) -> str:
+def titles(target: targets.Target, lengths: bool = False) -> str:
     """The table's first line."""
-    if target.is_gpu:
+    if target.is_gpu and not lengths:
         return f"{_CASE_TITLES} {_KERNEL.format(*_KERNEL_TITLES)}"
     return f"{_CASE_TITLES} {_PROGRAM.format(*_PROGRAM_TITLES)}"
 
 
 def lines(row: dict[str, Any]) -> list[str]:
     """What the table says of a row: a line for each kernel of a GPU, or for a TPU's program."""
-    start = _CASE.format(**row)
+    length = row.get("length", 0)
+    start = _CASE.format(**row | {"case": f"{row['case']} {length}" if length else row["case"]})
     if row["status"] != job.COMPILED:
         return [f"{start} {row['status'].upper()} {row['message']}"]
     target = targets.TARGETS[row["target"]]
-    if target.is_gpu:
+    if target.is_gpu and not length:
         said = [_of_kernel(kernel, target) for kernel in row["kernels"]]
         return [f"{start} {line}" for line in said or ["no kernel of its own"]]
     moved = "-" if row["bytes_moved"] is None else f"{row['bytes_moved'] / 1e9:.2f}"
     memory = row["temporary_bytes"]
     shown = "-" if memory is None else f"{memory / 2**20:.1f}"
-    return [f"{start} {_PROGRAM.format(shown, moved, row['custom_kernels'], row['loops'])}"]
+    counts = ("-" if row[x] is None else row[x] for x in ("custom_kernels", "loops"))
+    return [f"{start} {_PROGRAM.format(shown, moved, *counts)}"]
 
 
 def _of_kernel(kernel: dict[str, Any], target: targets.Target) -> str:

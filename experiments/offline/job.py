@@ -1,7 +1,7 @@
 """One call, compiled in a process of its own: what compilers write goes to a folder, and a compiler
 that aborts takes nobody with it.
 
-    python -m experiments.offline.job TARGET CASE IMPLEMENTATION HEAD DTYPE PASS FOLDER
+    python -m experiments.offline.job TARGET CASE IMPLEMENTATION HEAD DTYPE PASS LENGTH FOLDER
 
 The last line of its output is what came out, in JSON.
 """
@@ -31,7 +31,7 @@ _LONGEST = 500  # characters of an error
 
 
 class Job(NamedTuple):
-    """What is compiled. `gradients` holds the forward kernel too."""
+    """What is compiled. `gradients` holds the forward kernel too; length 0 is that of the case."""
 
     target: str
     case: str
@@ -39,6 +39,7 @@ class Job(NamedTuple):
     head: int
     dtype: str
     which: str  # of PASSES
+    length: int = 0
 
 
 def run(job: Job, seconds: float) -> dict[str, Any]:
@@ -54,8 +55,9 @@ def run(job: Job, seconds: float) -> dict[str, Any]:
                 row["kernels"] = kernels(Path(folder))
             except ValueError as error:
                 row |= {"status": FAILED, "message": one_line(error)[:_LONGEST]}
-    names = ("target", "case", "implementation", "head", "dtype", "pass")
-    return dict(zip(names, job, strict=True)) | row
+    names = ("target", "case", "implementation", "head", "dtype", "pass", "length")
+    asked = dict(zip(names if job.length else names[:-1], job, strict=False))
+    return asked | row
 
 
 def _in_a_process(job: Job, folder: Path, seconds: float) -> dict[str, Any]:
@@ -109,10 +111,13 @@ def is_reason(error: BaseException, implementation: str) -> bool:
 def outcome(job: Job) -> dict[str, Any]:
     """Compiles, here and now."""
     call, target = calls.CALLS[job.case], targets.TARGETS[job.target]
+    call = call.of_length(job.length) if job.length else call
+    options = targets.ALL_TEMPORARIES if job.length and not target.is_gpu else {}
     function = (call.gradients if job.which == "gradients" else call.forward)(job.implementation)
     start = time.perf_counter()
     try:
-        program = targets.compiled(target, function, *call.arrays(job.head, job.dtype))
+        arrays = call.arrays(job.head, job.dtype)
+        program = targets.compiled(target, function, *arrays, options=options)
     except Exception as error:  # whatever a compiler raises is what this is here to tell
         if is_reason(error, job.implementation):
             return {"status": UNSUPPORTED, "message": one_line(error)}
@@ -132,13 +137,20 @@ def outcome(job: Job) -> dict[str, Any]:
 def _of_program(program: Any) -> dict[str, Any]:
     """What XLA says: bytes of temporaries, bytes moved where it counts them, kernels, loops."""
     memory, cost = program.memory_analysis(), program.cost_analysis()
-    text = program.as_text()
+    try:
+        text = program.as_text()
+    except jax.errors.JaxRuntimeError:  # JAX 0.10's does not write down all copies for a v6e
+        text = None
     return {
         "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
         "bytes_moved": int(cost["bytes accessed"]) if cost and "bytes accessed" in cost else None,
-        "custom_kernels": len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic)', text)),
-        "loops": len(re.findall(r" while\(", text)),
+        "custom_kernels": _count(r'custom_call_target="(?:tpu_custom_call|mosaic)', text),
+        "loops": _count(r" while\(", text),
     }
+
+
+def _count(pattern: str, text: str | None) -> int | None:
+    return None if text is None else len(re.findall(pattern, text))
 
 
 def kernels(folder: Path) -> list[dict[str, Any]]:
@@ -217,9 +229,10 @@ def _shared_memory(folder: Path) -> dict[str, int]:
 
 def main(argv: list[str]) -> int:
     """Compiles and prints a line of JSON."""
-    target, case, implementation, head, dtype, which, _ = argv
+    target, case, implementation, head, dtype, which, length, _ = argv
     warnings.filterwarnings("ignore")
-    print(json.dumps(outcome(Job(target, case, implementation, int(head), dtype, which))))
+    job = Job(target, case, implementation, int(head), dtype, which, int(length))
+    print(json.dumps(outcome(job)))
     return 0
 
 

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -138,6 +139,8 @@ def _tpu(name: str, kind: str) -> Target:
     )
 
 
+# XLA places what fits into a TPU's VMEM and does not count it among temporaries, but without it.
+ALL_TEMPORARIES = {"xla_vf_vmem_memory_space_assignment": "false"}
 V5E, V6E = _tpu("v5e", "TPU v5 lite"), _tpu("v6e", "TPU v6 lite")
 TARGETS = {target.name: target for target in (H100, A100, B200, V5E, V6E)}
 
@@ -228,9 +231,13 @@ class _Gpu(jax.sharding.AbstractDevice):
 
 
 def compiled(
-    target: Target, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()
+    target: Target,
+    function: Callable[..., Any],
+    *arguments: Any,
+    donated: tuple[int, ...] = (),
+    options: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """`function` as a program for a target.
+    """`function` as a program for a target; `options` are for its compiler.
 
     `arguments` are trees of arrays or of `jax.ShapeDtypeStruct`, of which only shapes and dtypes
     count; the memory of those that are `donated` may hold results. GPU compilers call ptxas: it
@@ -248,4 +255,5 @@ def compiled(
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(function, donate_argnums=donated).lower(*avals).compile()
+        lowered = jax.jit(function, donate_argnums=donated).lower(*avals)
+        return lowered.compile(compiler_options=dict(options))

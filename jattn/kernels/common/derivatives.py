@@ -50,10 +50,12 @@ class Inputs(NamedTuple):
 class Residuals(NamedTuple):
     """What the forward function has found, see `AttentionVJP`, or the tangents of it.
 
-    `kept` is the list of what `forward_with_weights` keeps besides.
+    `kept` is the list of what `forward_with_weights` keeps besides. `rounded` is `out` in the
+    query's dtype: a kernel may have stored that apart from the digits that it lacks.
     """
 
     out: Any
+    rounded: Any
     normalizer: Normalizer
     all_finite: Any
     kept: Any
@@ -170,7 +172,8 @@ class Attention(NamedTuple):
         def rule(operands: Any, tangents: Any) -> tuple[Results, Results]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
-            found = Results(residuals.out, residuals.normalizer.lse)
+            out = residuals.rounded.astype(residuals.out.dtype)
+            found = Results(out, residuals.normalizer.lse)
             return found, self._jvp(spec, inputs, residuals, tangents[1])
 
         return with_derivative(value, rule)(spec, inputs)
@@ -189,9 +192,9 @@ class Attention(NamedTuple):
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             d_out, d_lse = self._jvp(spec, inputs, residuals, tangents[1])
-            return residuals, Residuals(
-                d_out, _normalizer_tangent(d_lse), None, [None] * len(residuals.kept)
-            )
+            d_rounded = d_out.astype(residuals.rounded.dtype)
+            d_normalizer, nothing = _normalizer_tangent(d_lse), [None] * len(residuals.kept)
+            return residuals, Residuals(d_out, d_rounded, d_normalizer, None, nothing)
 
         return with_derivative(value, rule)(spec, inputs)
 

@@ -7,9 +7,10 @@ are padded to. Operands and results have the dtype of the inputs.
 The kernel knows no scale: queries times the scale would be rounded, and so would gradients. It
 multiplies what is masked with 0, but 0 × NaN is NaN. And it rounds out to the dtype of the inputs,
 where the backward pass needs the digits. So the traced kernel is edited: around its matrix products
-stand factors, in float32, and what keeps numbers finite, and what it stores is exchanged, without
-more memory or traffic. A key whose value is not finite becomes NaN there, and with it what attends
-to it; rows that are NaN take no part in the backward pass.
+stand factors, in float32, and what keeps numbers finite; and beside out rounded it stores what that
+lacks, in place of copies of lse, without more memory. For values of more than 256 there is no room;
+queries are float32 instead. A key whose value is not finite becomes NaN there, and with it what
+attends to it; rows that are NaN take no part in the backward pass.
 
 Two things differ from other implementations. Of the softmax it keeps one number, maximum + log of
 the sum, as float32: at logits of size x the weights of the backward pass have a relative error of
@@ -206,15 +207,20 @@ def _cut(x: Array, *sizes: int) -> Array:
 def _forward(
     interpret: bool, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Normalizer, Array]:
+    return _forward_rounded(interpret, spec, query, key, value)[:3]
+
+
+def _forward_rounded(
+    interpret: bool, spec: Spec, query: Array, key: Array, value: Array
+) -> tuple[Array, Normalizer, Array, Array]:
     call = _Call.of(interpret, spec, query, key)
-    out, lse = _run_forward(call, True, query, key, value)
+    out, lse, rounded = _run_forward(call, True, query, key, value)
     dead = lse < _DEAD
-    out = jnp.where(dead[..., None], 0, out.astype(jnp.float32))
     lse = jnp.where(dead, -jnp.inf, lse)
     # The kernel keeps no maximum apart. A log of −inf tells the backward pass that a query has no
     # keys.
     log_total = jnp.where(dead, -jnp.inf, jnp.zeros_like(lse))
-    return out, Normalizer(lse, log_total), jnp.zeros((), bool)
+    return out, Normalizer(lse, log_total), jnp.zeros((), bool), rounded
 
 
 def _values(interpret: bool, spec: Spec, query: Array, key: Array, value: Array) -> Any:
@@ -228,10 +234,11 @@ def _values(interpret: bool, spec: Spec, query: Array, key: Array, value: Array)
 
 
 def _run_forward(call: _Call, lse: bool, query: Array, key: Array, value: Array) -> list[Array]:
-    """out `[B, T, N, V]` in the dtype of sums and, if wanted, lse `[B, T, N]`."""
-    made, V = call.made(lse=lse), value.shape[-1]
-    exchange = lse and query.dtype != jnp.float32 and _round_up(V) == _LANES
-    if lse and not exchange:  # that out be float32, as the queries are
+    """out `[B, T, N, V]`; if wanted out in the dtype of sums, lse `[B, T, N]`, and out as it is
+    stored."""
+    made, V, dtype = call.made(lse=lse), value.shape[-1], query.dtype
+    split = lse and dtype != jnp.float32 and _round_up(V) <= 2 * _LANES
+    if lse and not split:  # that out be float32, as the queries are
         query = query.astype(jnp.float32)
 
     def one(ids: Any, *qkv: Array) -> Any:
@@ -239,13 +246,17 @@ def _run_forward(call: _Call, lse: bool, query: Array, key: Array, value: Array)
         return forward(made.fwd_mask_info, *qkv, ids, None, **made.kwargs)
 
     products = (_Product(_reached(call.scale), ahead=True), _Product(_finite_times(1)))
-    run = _edited(one, products, exchange, values=not lse)
+    run = _edited(one, products, split, values=not lse)
     with default_settings():
         found = jax.tree.leaves(call.over_rows(run, *map(_padded, (query, key, value))))
-    if exchange:
-        parts, out = found
-        found = [out, _joined(parts)]
-    return [_cut(x, call.T, *sizes) for x, sizes in zip(found, ((V,), ()), strict=False)]
+    if split:
+        rounded, rest = found
+        found = [*_joined(rounded, rest), rounded]
+    elif lse:
+        out, total = found
+        out = jnp.where((total < _DEAD)[..., None], 0, out)
+        found = [out, total, out.astype(dtype)]
+    return [_cut(x, call.T, *(V,) * (x.ndim - 3)) for x in found]
 
 
 def _backward(
@@ -365,14 +376,14 @@ def _scores(scale: float, capped: bool) -> Any:
 def _edited(
     function: Callable[..., Any],
     products: tuple[_Product, ...],
-    exchange: bool = False,
+    split: bool = False,
     values: bool = False,
 ) -> Callable[..., Any]:
     """A function that calls a kernel, with these in place of the kernel's matrix products, in the
     order in which they stand there.
 
-    The forward kernel stores out in the dtype of the queries, and as many copies of lse in float32.
-    With `exchange` the first are lse in parts, and the second out; both come as they are stored.
+    The forward kernel stores out in the dtype of the queries, and 128 copies of lse in float32.
+    With `split` the second are lse together with what out lacks by that; both come as stored.
     With `values` out is 0 for rows whose scores are all −inf, which lse tells otherwise.
     """
 
@@ -385,8 +396,8 @@ def _edited(
         for edit in (_weighed, _divided) if values else ():
             edited = _everywhere(edit, edited)
         assert not left, "this version's kernel has fewer matrix products"
-        if exchange:
-            edited = _as_stored(_everywhere(_exchanged, edited))
+        if split:
+            edited = _as_stored(_everywhere(_with_digits, edited))
         return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(edited)(*leaves))
 
     return run
@@ -473,20 +484,20 @@ def _divided(equations: list[Any]) -> list[Any]:
     return found
 
 
-def _exchanged(equations: list[Any]) -> list[Any]:
-    """Where the kernel stores out and lse: lse in parts where out was, and out in float32."""
+def _with_digits(equations: list[Any]) -> list[Any]:
+    """Where the kernel stores out and lse: what `_split` makes of them, and 0 as the out of queries
+    without keys."""
     if not any(x.primitive is lax.log_p for x in equations):
         return equations
     first, second = [i for i, x in enumerate(equations) if x.primitive.name == "swap"][:2]
     stores = [equations[i] for i in (first, second)]
     out, lse = (x.invars[1] for x in stores)
     (rounded,) = (x for x in equations if out in x.outvars)
-    width = out.aval.shape[-1]
 
-    def exchange(out: Array, lse: Array) -> tuple[Array, Array]:
-        return _parts(lse)[:, :width], jnp.pad(out, ((0, 0), (0, lse.shape[1] - width)))
+    def split(out: Array, lse: Array) -> tuple[Array, Array]:
+        return _split(jnp.where(lse[:, :1] < _DEAD, 0, out), lse)
 
-    new, found = _traced(exchange, [rounded.invars[0], lse])
+    new, found = _traced(split, [rounded.invars[0], lse])
     for one, (store, x) in enumerate(zip(stores, found, strict=True)):
         stores[one] = store.replace(invars=[store.invars[0], x, *store.invars[2:]])
     between, after = equations[first + 1 : second], equations[second + 1 :]
@@ -501,23 +512,52 @@ def _as_stored(program: ClosedJaxpr) -> ClosedJaxpr:
     return program.replace(jaxpr=program.jaxpr.replace(eqns=kept, outvars=kept[-1].outvars[-2:]))
 
 
-def _parts(x: Array) -> Array:
-    """float32 `[t, 128]` of equal entries as bfloat16, 8 bits each in the first three of a row."""
+def _split(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Of out `[t, V]` and lse `[t, 128]`, equal in a row: out rounded, and in 128 words a row what
+    it lacks by that. A word holds that of one number, or the first 16 bits of that of two. Its last
+    bit is one of lse in 32 words."""
+    rounded = out.astype(jnp.bfloat16)
+    rest = _as_bits(out - rounded.astype(jnp.float32))
+    V, lane = out.shape[1], _lanes(lse)
+    if V > _LANES:
+        left, right = jnp.split(rest, 2, axis=1)
+        right = lax.shift_right_logical(right, jnp.full_like(right, 16))
+        rest = (left & _UPPER_HALF) | right
+    else:
+        rest = jnp.pad(rest, ((0, 0), (0, _LANES - V)))
+    bit = jnp.where(lane < 32, lax.shift_right_logical(_as_bits(lse), lane & 31) & 1, 0)
+    return rounded, _as_float((rest & ~1) | bit)
 
-    def top(x: Array) -> Array:
-        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16))
-        return lax.bitcast_convert_type(bits, jnp.float32)
 
-    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    first, second = top(x), top(x - top(x))
-    third = x - first - second
-    return jnp.where(lane == 0, first, jnp.where(lane == 1, second, third)).astype(jnp.bfloat16)
+def _joined(rounded: Array, words: Array) -> list[Array]:
+    """The inverse, of `[B, N, T, ·]`: what XLA takes in one go. lse is a sum over a row's bits, as
+    XLA would copy everything to take a column, and as it would hold two sides to put together, one
+    is padded to the other."""
+    lane, V, wide = _lanes(words), rounded.shape[-1], rounded.astype(jnp.float32)
+    bits = jnp.where(lane < 32, (_as_bits(words) & 1) << (lane & 31), 0)
+    lse = jnp.sum(bits, axis=-1, dtype=jnp.int32)
+    if V > _LANES:
+        sides = [(0, _LANES), (_LANES, 0)]
+        left, right = (_as_bits(jnp.pad(words, [*[(0, 0)] * 3, side])) for side in sides)
+        rest = (left & _UPPER_HALF) | ((right & ~1) << 16)
+    else:
+        rest = _as_bits(words[..., :V]) & ~1
+    return [jnp.where(jnp.isfinite(wide), wide + _as_float(rest), wide), _as_float(lse)]
 
 
-def _joined(parts: Array) -> Array:
-    """The inverse, of `[..., 128]`."""
-    first, second, third = (parts[..., i].astype(jnp.float32) for i in range(3))
-    return jnp.where(jnp.isfinite(first), (first + second) + third, first)
+_UPPER_HALF = np.int32(-(2**16))
+
+
+def _as_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _as_float(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.float32)
+
+
+def _lanes(x: Array) -> Array:
+    return lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
 
 
 def _traced(function: Callable[..., Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -534,7 +574,7 @@ def _traced(function: Callable[..., Any], operands: list[Any]) -> tuple[list[Any
 
 def functions(interpret: bool) -> AttentionVJP:
     """Those of the kernel."""
-    forward, backward, values = (
-        functools.partial(f, interpret) for f in (_forward, _backward, _values)
+    forward, backward, values, rounded = (
+        functools.partial(f, interpret) for f in (_forward, _backward, _values, _forward_rounded)
     )
-    return AttentionVJP(forward, backward, forward_alone=values)
+    return AttentionVJP(forward, backward, forward_alone=values, forward_rounded=rounded)
