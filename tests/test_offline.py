@@ -751,7 +751,7 @@ def test_all_that_was_kept_compiles_and_spills_nothing(path):
                 assert (kernel["spill_bytes"], kernel["warnings"]) == (0, []), one["case"]
 
 
-# Kernels for output, gradients of queries, and of keys and values; JAX's of gradients have one name.
+# For output, gradients of queries, and of keys and values; JAX's kernels of gradients have one name.
 PASSES = {
     "jattn_hopper_forward": 0,
     "jattn_hopper_d_queries": 1,
