@@ -369,7 +369,7 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
     if few():
-        scarce = needs_many(spec) or spec.score is not None
+        scarce = needs_many(spec) or (spec.score is not None and width > 64)
     else:
         scarce = _is_long(spec) or width > 128
     return (32, 32) if scarce else (64, 64)
