@@ -104,4 +104,4 @@ def test_predictions_are_those_of_the_kept_kernels(head, backward):
         assert not backward or most < 5 / 7 * 990  # 2 products are computed twice
     assert predicted("hopper", "cpu", Case("", 1, 1, 8, head), backward) is None
     assert predicted("ampere", "NVIDIA H200", Case("", 1, 1, 8, head), backward) is None
-    assert predicted("hopper", "NVIDIA H200", Case("", 1, 1, 8, 96), backward) is None
+    assert predicted("hopper", "NVIDIA H200", Case("", 1, 1, 8, 48), backward) is None
