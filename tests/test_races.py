@@ -66,7 +66,12 @@ each_case = pytest.mark.parametrize(
 each_kernel = pytest.mark.parametrize(
     ("case", "kernel"),
     [
-        pytest.param(x, kernel, marks=slow(x), id=f"{kernel.removeprefix('jattn_')}-{x.head}")
+        pytest.param(
+            x,
+            kernel,
+            marks=pytest.mark.exhaustive if x.head > 64 else slow(x),
+            id=f"{kernel.removeprefix('jattn_')}-{x.head}",
+        )
         for x in CASES
         for kernel in (*x.passes, PARAMETER)
     ],
