@@ -5,8 +5,8 @@ that and from `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has th
 only copies tiles of keys and values to shared memory, a few ahead of their use; the other two hold
 64 queries each and compute, in the forward pass by turns: the matrix units have products of one
 while the other is at its softmax. Barriers say whose turn it is, which place in shared memory is
-filled, and which is free again. Of a causal mask there are as many programs as run at once, and
-each goes on with other queries, whose keys are copied before the last ones are done.
+filled, and which is free again. Of a causal mask there are as many programs as run at once, if
+registers suffice: each goes on with other queries, whose keys are copied before it is done.
 
 What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
 tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
@@ -38,15 +38,7 @@ from jattn.kernels.gpu import (
     streams,
 )
 from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu.registers import (
-    ROWS,
-    Problem,
-    Products,
-    Tile,
-    few,
-    mosaic,
-    needs_many,
-)
+from jattn.kernels.gpu.registers import ROWS, Problem, Products, Tile, few, mosaic, needs_many
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     Memory,
@@ -173,9 +165,8 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     operands = query, key, value, problem.rules.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
     results, scratch = _forward_results(shapes, parts), _forward_scratch(problem)
-    rounds = (
-        order.rounds(streams.multiprocessors()) if _has_registers(problem, spec, visits) else None
-    )
+    several = _has_registers(problem, spec, visits)
+    rounds = order.rounds(streams.multiprocessors()) if several else None
     given = operands, results, scratch, problem.groups + 1
     out, *along = launch_in_rounds(name, problem, order, rounds, kernel, *given)
     return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
