@@ -241,16 +241,25 @@ def _kept(
     return (x ^ (x >> 15)) * last[:, None] >= np.uint32(threshold(rate))
 
 
+@jax.jit
+def shared(rows: UInt32[Array, " t"]) -> UInt32[Array, " t"]:
+    """Hashes of queries of a tile, equal for places that differ in the bit `SHARED` alone. A
+    compiler that knows it computes what follows once."""
+    return rows
+
+
 @pytree_dataclass
 class Hashes:
     """In place of a spec's dropout key: what is computed once for all tiles. Of queries it has
     hashes, or seeds of which each tile makes them; `places` are those in the whole call of which
-    this is a piece, None where they are its own."""
+    this is a piece, None where they are its own. `dropped` is 0, what dropped weights become, where
+    compilers do not know it: they would select among narrow numbers, one by one."""
 
     rows: Any = array_field("*B N T")
     seeds: Any = array_field("*B N")
     columns: Any = array_field("S")
     places: Any = array_field("T")
+    dropped: Any = array_field("")
 
 
 def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
@@ -272,6 +281,7 @@ def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
         None if rows else found,
         _column_hash(at(0, 0)[3]),
         None if spec.origin is None else spec.origin.q,
+        jnp.zeros((), jnp.float32),
     )
     return dataclasses.replace(spec, dropout_key=hashes, origin=None)
 
@@ -292,6 +302,7 @@ def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, 
     if isinstance(key, Hashes):
         places = rows.places if key.places is None else key.places
         own = _row_hash(key.seeds, places) if key.rows is None else key.rows
+        own = shared(own) if key.places is None else own
         return _kept(rate, own, places, key.columns)
     return keep(key, rate, *_places(spec, b, h, rows, columns))
 

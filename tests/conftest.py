@@ -117,13 +117,15 @@ def pytest_collection() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Within a file, tests of one case after one another: what they share is compiled once."""
+    """Within a file, tests of one case after one another: what they share is compiled once. Those
+    that take minutes come first: at the end one would run alone."""
     selection: Any = importlib.import_module("tests.selection")
     selection.thin(items)
 
-    def group(item: Any) -> tuple[str, ...]:
+    def group(item: Any) -> tuple[Any, ...]:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        return str(item.path), *(str(params.get(name, "")) for name in ("name", "implementation"))
+        case = (str(params.get(name, "")) for name in ("name", "implementation"))
+        return item.get_closest_marker("minutes") is None, str(item.path), *case
 
     items.sort(key=group)
 

@@ -536,6 +536,7 @@ def test_a_call_without_memory_is_an_error_and_no_end(built, quick, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("sanitizer", sanitizers.SANITIZERS)
 def test_sanitizers_find_nothing(sanitizer):
     """Neither in memory nor in arithmetic nor between threads; and all numbers are right: in some

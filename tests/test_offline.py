@@ -123,6 +123,41 @@ def test_only_innermost_loops_with_products_count():
     assert second.special_cycles == 0
 
 
+# Sums are rescaled, or not; then one of two things happens; and a wait goes elsewhere and back.
+BRANCHES = """\
+.L_x_1:
+        /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24 ;
+        /*0010*/              @!P0 BRA `(.L_x_9) ;
+.L_x_2:
+        /*0020*/                   VOTE.ANY P1, P1 ;
+        /*0030*/              @!P1 BRA `(.L_x_3) ;
+        /*0040*/                   FMUL R88, R88, R83 ;
+        /*0050*/                   FMUL R89, R89, R83 ;
+.L_x_3:
+        /*0060*/              @!P2 BRA `(.L_x_4) ;
+        /*0070*/                   FADD R3, R4, R5 ;
+        /*0080*/                   BRA `(.L_x_5) ;
+.L_x_4:
+        /*0090*/                   MUFU.EX2 R3, R4 ;
+        /*00a0*/                   MUFU.EX2 R4, R4 ;
+        /*00b0*/                   MUFU.EX2 R5, R4 ;
+.L_x_5:
+        /*00c0*/                   BRA.U UP0, `(.L_x_1) ;
+        /*00d0*/                   EXIT ;
+.L_x_9:
+        /*00e0*/                   NANOSLEEP R3 ;
+        /*00f0*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_what_a_jump_may_pass_over_counts_apart():
+    """And of two parts the second as the one that runs."""
+    (found,) = machine_code.loops(BRANCHES)
+    assert (found.instructions, found.sometimes) == (9, 4)
+    assert found.special_cycles == 3 * 8
+    assert found.by_kind == {"jump": 4, "special": 3, "matrix": 1, "wait": 1}
+
+
 def test_the_main_loop_has_most_products_in_fewest_instructions():
     found = machine_code.loops(SASS)
     assert machine_code.main_loop(found) == found[0]

@@ -146,6 +146,7 @@ def test_every_package_has_a_lower_bound():
 
 
 @pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="lower bounds are those of Python 3.11")
 def test_the_lower_bounds_work(tmp_path):
     """The README's examples, tokenisers, checkpoints, modules and pictures."""

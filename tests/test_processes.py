@@ -115,6 +115,7 @@ def losses(directory: Path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.minutes
 def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     """And the run goes on from its checkpoint, in one process on another mesh."""
     whole, halves, killed = (tmp_path / name for name in ("whole", "halves", "killed"))

@@ -231,6 +231,7 @@ def test_the_command_tells_what_is_wrong(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.minutes
 def test_all_steps_and_the_page(tmp_path):
     # As users run it: with their compiler's options and tiles, for some steps measure times.
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -143,6 +143,11 @@ def _dropout(arrays: Arrays) -> dict[str, Any]:
     return {"mask": masks.Causal(), "dropout_rate": 0.1, "dropout_key": key}
 
 
+def _dropout_in_documents(arrays: Any) -> dict[str, Any]:
+    mask = masks.Causal() & masks.Segments(arrays["ids"])
+    return _dropout(arrays) | {"mask": mask, "score": scores.Alibi(arrays["slopes"])}
+
+
 def _masked(build: Callable[[Arrays], Any]) -> Callable[[Arrays], dict[str, Any]]:
     return lambda arrays: {"mask": build(arrays)}
 
@@ -241,6 +246,7 @@ SCORES = (
 OTHERS = (
     Call("lse", lambda a: {"mask": masks.Causal(), "return_lse": True}),
     Call("dropout", _dropout, _KEY),
+    Call("dropout-documents", _dropout_in_documents, _KEY | _IDS, {"slopes": (N,)}),
     Call("ungrouped", _masked(lambda a: masks.Causal()), held=(B, T, N)),
     Call("ragged", _masked(lambda a: masks.Causal()), query=(B, 1000, N), held=(B, 1999, K)),
 )

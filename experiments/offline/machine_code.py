@@ -32,10 +32,12 @@ class Resources(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of machine code: `HGMMA.64x128x16.F32.BF16` and what follows it."""
+    """One line of machine code: `HGMMA.64x128x16.F32.BF16` and what follows it, and whether it
+    depends on a predicate before it."""
 
     name: str
     operands: str
+    predicated: bool = False
 
     @property
     def root(self) -> str:
@@ -45,7 +47,8 @@ class Instruction(NamedTuple):
 
 class Loop(NamedTuple):
     """An innermost loop over tiles, during one round. Of the matrix units of Blackwell it knows
-    neither sizes nor cycles."""
+    neither sizes nor cycles. What a jump may pass over, as sums are only rescaled where a maximum
+    has moved far, is counted `sometimes`, and nowhere else."""
 
     instructions: int
     matrix_cycles: int
@@ -53,6 +56,7 @@ class Loop(NamedTuple):
     shared_cycles: int
     products: int  # pairs of numbers that are multiplied and added
     by_kind: dict[str, int]  # instructions
+    sometimes: int = 0  # more instructions
 
     @property
     def products_per_cycle(self) -> tuple[float, float]:
@@ -86,7 +90,7 @@ _SPECIAL_CYCLES = 8
 _SHARED_BYTES = 128  # a cycle
 _WARPS = 4  # of a warpgroup
 
-_LINE = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
+_LINE = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(?:\{\s*)?(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 _LABEL = re.compile(r"\s*(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 
@@ -180,7 +184,7 @@ def instructions(sass: str) -> tuple[list[Instruction], dict[str, int]]:
             continue
         found = _LINE.match(line)
         if found:
-            code.append(Instruction(found[1], found[2].strip()))
+            code.append(Instruction(found[2], found[3].strip(), found[1] is not None))
     return code, labels
 
 
@@ -192,25 +196,38 @@ def loops(sass: str) -> list[Loop]:
     """
     code, labels = instructions(sass)
     apart = any(x.root == "STTM" for x in code)
-    spans = set()
-    for end, instruction in enumerate(code):
-        target = _TARGET.search(instruction.operands) if instruction.root == "BRA" else None
-        start = labels.get(target[1], end + 1) if target else end + 1
-        if start <= end and any(_is_of_tile(x, apart) for x in code[start : end + 1]):
-            spans.add((start, end))
+    jumps = _jumps(code, labels)
+    spans = {
+        (start, end)
+        for end, start in jumps
+        if start <= end and any(_is_of_tile(x, apart) for x in code[start : end + 1])
+    }
     innermost = [
         (start, end)
         for start, end in sorted(spans)
         if not any((a, b) != (start, end) and start <= a and b <= end for a, b in spans)
     ]
-    return [_loop(code[start : end + 1]) for start, end in innermost]
+    return [_loop(code, start, end, jumps) for start, end in innermost]
+
+
+def _jumps(code: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """From which place to which."""
+    found = ((i, _TARGET.search(x.operands)) for i, x in enumerate(code) if x.root == "BRA")
+    return [(i, labels[x[1]]) for i, x in found if x and x[1] in labels]
 
 
 def _is_of_tile(instruction: Instruction, apart: bool) -> bool:
     return instruction.root == "STTM" if apart else kind(instruction) == "matrix"
 
 
-def _loop(body: list[Instruction]) -> Loop:
+def _loop(code: list[Instruction], start: int, end: int, jumps: list[tuple[int, int]]) -> Loop:
+    over = {
+        place
+        for at, to in jumps
+        if start <= at < to <= end and code[at].predicated
+        for place in range(at + 1, to)
+    }
+    body = [code[place] for place in range(start, end + 1) if place not in over]
     by_kind = collections.Counter(map(kind, body))
     return Loop(
         instructions=len(body),
@@ -219,6 +236,7 @@ def _loop(body: list[Instruction]) -> Loop:
         shared_cycles=round(sum(map(shared_cycles, body))),
         products=sum(math.prod(_sizes(x)) for x in body),
         by_kind=dict(by_kind.most_common()),
+        sometimes=len(over),
     )
 
 

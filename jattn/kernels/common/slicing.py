@@ -36,8 +36,8 @@ class Scored(Protocol):
         """Scores from products of queries and keys."""
         ...
 
-    def drop(self, weights: Array) -> Array:
-        """Dropout on weights."""
+    def drop_unscaled(self, weights: Array) -> Array:
+        """Dropout on weights; those that it keeps stay as they are."""
         ...
 
 
@@ -71,6 +71,12 @@ class Tile(NamedTuple):
 
     def drop(self, weights: Array) -> Array:
         return tile.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
+
+    def drop_unscaled(self, weights: Array) -> Array:
+        """Dropout by `tile.Hashes` on weights; those that it keeps stay as they are."""
+        if self.spec.dropout_rate == 0:
+            return weights
+        return jnp.where(self.keeps(), weights, self.spec.dropout_key.dropped)
 
     def keeps(self) -> Array:
         """Which weights dropout keeps."""

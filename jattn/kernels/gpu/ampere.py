@@ -76,8 +76,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
             values.fill(turn, value.at[b, kv, pl.ds(j * columns, columns)])
             here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns), numbers)
             (products,) = unit.products([(q, k)], transposed=True)
-            soften = functools.partial(online, masked, problem.scale, problem.special)
-            weights, found = here.run(soften, products, before)
+            weights, found = online(problem, masked, here, products, before)
             (v,) = values.wait(turn)
             fetch_next(turn + 1)
             pair = weights.astype(shapes.dtype), v
@@ -87,7 +86,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         state = first, softmax.Partial(*map(unit.lay, nothing(rows, shapes.V), ("t", "t", "ts")))
         at, share = (b, h, i), (part, parts)
         _, found = visits.fold_ahead(visits_ref, at, fetch, first, step, state, share)
-        out, normalizer = mosaic_interpreter.run(finish, found)
+        out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), found)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
             put(problem, result.at[part, b, h, own], x)
@@ -113,7 +112,7 @@ def _gradients(
     visits = problem.visits(spec)
     query, d_out, *rows = per_head
     size = problem.streamed
-    rows, far = Rows.stacked(rows, problem.rules.sizes["T"])
+    rows, far = Rows.stacked(problem.factors, rows, problem.rules.sizes["T"])
     if by_key:
         visits = visits.without_full(far)
 

@@ -82,7 +82,7 @@ def launched(
     call of `mosaic_call.Backward.run`; rows are stacked in blocks of a size."""
     problem, spec, (query, d_out, *rows), key, value, which = call
     shapes, by_key, visits = problem.shapes, problem.by_key, problem.visits(spec)
-    rows, far = Rows.stacked(rows, size)
+    rows, far = Rows.stacked(problem.factors, rows, size)
     if by_key:
         visits = visits.without_full(far)
 

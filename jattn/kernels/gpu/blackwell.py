@@ -17,7 +17,6 @@ kernels are compiled for such GPUs and interpreted on a CPU, but have not yet ru
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +39,7 @@ from jattn.kernels.gpu import (
 )
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, Tile, knows_ampere, mosaic
-from jattn.kernels.gpu.tile_weights import finish_apart, highest, nothing, weigh
+from jattn.kernels.gpu.tile_weights import finish_apart, nothing, soften
 from jattn.kernels.gpu.warpgroups import Order, Ring, launch_by_role, store, tiles_in_memory
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -130,12 +129,6 @@ def _hidden(number: Any, turn: Any) -> Any:
     return number + lax.shift_right_logical(turn, np.int32(30))
 
 
-def slack(dropout_rate: float) -> float:
-    """How far, to the base 2, a maximum moves before sums are rescaled: weights are at most 2^8
-    after dropout then, in float16 too, and have as many digits as any."""
-    return 8 + math.log2(1 - dropout_rate)
-
-
 class _Program(NamedTuple):
     """A program for some groups of 128 queries of a head, or for each of them and each part of the
     keys (Dao et al. 2023, "Flash-Decoding")."""
@@ -144,7 +137,6 @@ class _Program(NamedTuple):
     visits: block_mask.BlockMask
     memory: _Memory
     place: Any  # reads part, b, h, i
-    slack: float
     parts: int
     operands: Any
 
@@ -270,23 +262,13 @@ class _Program(NamedTuple):
     def soften(
         self, group: Any, masked: bool, here: Tile, products: Array, shift: Array, total: Array
     ) -> tuple[Array, Array]:
-        """Leaves a tile's weights where its scores were; the new shift and total.
-
-        Sums stay relative to a maximum that is no longer the highest, until that of any row has
-        moved far. This is exact: all that a row sums is relative to the same shift.
-        """
+        """Leaves a tile's weights where its scores were; the new shift and total."""
         unit, problem = self.problem.unit, self.problem
-        score, maximum = here.run(
-            functools.partial(highest, masked, problem.scale), products, shift
-        )
-        far = tensor_memory.any_above(unit, maximum - shift, self.slack)
-        now = jnp.where(far, maximum, shift)
-        soften = functools.partial(weigh, problem.scale, problem.special)
-        weights, total, factor = here.run(soften, score, shift, now, total)
+        found = soften(problem, masked, here, products, shift, total)
         place = self.memory.weights_of(group, problem.tiling.block_kv)
-        tensor_memory.store_by_parts(unit, place, weights.astype(problem.shapes.dtype))
-        pl.when(far)(functools.partial(self.rescale, group, factor))
-        return now, total
+        tensor_memory.store_by_parts(unit, place, found.weights.astype(problem.shapes.dtype))
+        pl.when(found.far)(functools.partial(self.rescale, group, found.factor))
+        return found.shift, found.total
 
     def rescale(self, group: Any, factor: Array) -> None:
         """The weighted sum of a group, by rows."""
@@ -301,7 +283,9 @@ class _Program(NamedTuple):
         """Output and normalizer of a group, whose first query is in a row; the output of a part of
         the keys in float32."""
         (part, b, h, _), memory = self.at, self.memory
-        factor, normalizer = mosaic_interpreter.run(finish_apart, shift, total)
+        factor, normalizer = mosaic_interpreter.run(
+            functools.partial(finish_apart, self.problem.factors), shift, total
+        )
         kept = [place.at[group] for place in memory.kept]
         for place, x in zip(kept, (factor, *normalizer), strict=True):
             place[...] = x
@@ -338,9 +322,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
         memory = _Memory(*scratch)
-        _Program(problem, visits, memory, place, slack(spec.dropout_rate), parts, operands).run(
-            results
-        )
+        _Program(problem, visits, memory, place, parts, operands).run(results)
 
     operands = query, key, value, problem.rules.arrays, visits.arrays
     heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32

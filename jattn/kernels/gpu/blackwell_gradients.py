@@ -294,7 +294,7 @@ class _Program(backward.Program):
         products = self.taken(scores[0], group, self.columns)
         if _VALUES not in self.which:
             mosaic().barrier_arrive(memory.weighed)
-        first = functools.partial(weights_first, masked, self.problem.scale)
+        first = functools.partial(weights_first, masked, self.problem.factors)
         weights, found = [], []
         for here, part, each in zip(tiles, self.split(products), read, strict=True):
             rows = each() if self.problem.by_key else each()._replace(log_total=None)

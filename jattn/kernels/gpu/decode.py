@@ -205,8 +205,7 @@ def _launch(
             fetch_next(turn + 1)
             here = problem.tile(leaves, at(j), numbers)
             (products,) = unit.products([(q, k)], transposed=True)
-            soften = functools.partial(online, masked, problem.scale, problem.special)
-            weights, found = here.completed(beside).run(soften, products, before)
+            weights, found = online(problem, masked, here.completed(beside), products, before)
             pair = weights.astype(shapes.dtype), v
             (weighted,) = unit.products([pair], onto=[found.weighted])
             return turn + 1, found._replace(weighted=weighted)
@@ -214,7 +213,7 @@ def _launch(
         state = first, softmax.Partial(*map(unit.lay, nothing(ROWS, shapes.V), ("t", "t", "ts")))
         block, share = (b, h, 0), (part, parts)
         _, found = visits.fold_ahead(visits_ref, block, fetch, first, step, state, share)
-        out, normalizer = mosaic_interpreter.run(finish, found)
+        out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), found)
         for result, x in zip(results, (out.astype(results[0].dtype), *normalizer), strict=True):
             put(problem, result.at[part, b, h], x)
 

@@ -114,6 +114,6 @@ class _Tile(NamedTuple):
 
         return jax.vmap(row)(self.heads, self.queries, products, own)
 
-    def drop(self, weights: Array) -> Array:
+    def drop_unscaled(self, weights: Array) -> Array:
         """Dropout is for training."""
         return weights

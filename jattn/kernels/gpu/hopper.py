@@ -38,7 +38,16 @@ from jattn.kernels.gpu import (
     streams,
 )
 from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu.registers import ROWS, Problem, Products, Tile, few, mosaic, needs_many
+from jattn.kernels.gpu.registers import (
+    ROWS,
+    Factors,
+    Problem,
+    Products,
+    Tile,
+    few,
+    mosaic,
+    needs_many,
+)
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import (
     Memory,
@@ -155,7 +164,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
                 turn, found = fold((part, b, h, i), step, state)
                 pl.when(group == 0)(memory.change_turns)
                 part, b, h, i = place(turn)
-                _leave(memory, group, found, (part, b, h, own(i)), results)
+                _leave(problem.factors, memory, group, found, (part, b, h, own(i)), results)
                 return turn
 
             each(at, jnp.int32(0))
@@ -165,7 +174,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     operands = query, key, value, problem.rules.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
     results, scratch = _forward_results(shapes, parts), _forward_scratch(problem)
-    several = _has_registers(problem, spec, visits)
+    several = _has_registers(spec, visits)
     rounds = order.rounds(streams.multiprocessors()) if several else None
     given = operands, results, scratch, problem.groups + 1
     out, *along = launch_in_rounds(name, problem, order, rounds, kernel, *given)
@@ -192,8 +201,7 @@ def _online(
         return products, (early or read()).completed(beside)
 
     products, here = memory.streams[0].use(turn, by_key)
-    soften = functools.partial(online, masked, problem.scale, problem.special)
-    weights, found = here.run(soften, products, before)
+    weights, found = online(problem, masked, here, products, before)
     weights = weights.astype(dtype)
     memory.change_turns()
     weigh = lambda v: unit.products([(weights, v)], onto=[found.weighted])  # noqa: E731
@@ -201,11 +209,9 @@ def _online(
     return found._replace(weighted=weighted)
 
 
-def _has_registers(problem: Problem, spec: Spec, visits: block_mask.BlockMask) -> bool:
+def _has_registers(spec: Spec, visits: block_mask.BlockMask) -> bool:
     """Whether tiles leave registers for what a program keeps between two places."""
-    scarce = few() and problem.shapes.H == 128
-    simple = spec.score is None and not spec.dropout_rate and visits.order is None
-    return simple and not scarce
+    return spec.score is None and not spec.dropout_rate and visits.order is None
 
 
 def _has_much_to_keep(problem: Problem, masked: bool) -> bool:
@@ -235,11 +241,13 @@ def _forward_scratch(problem: Problem) -> Memory:
     return Memory.scratch(groups, kept, (tiles, *problem.scratch_beside(_AHEAD)), (tiles,))
 
 
-def _leave(memory: Memory, group: Any, found: softmax.Partial, at: Any, results: Any) -> None:
+def _leave(
+    factors: Factors, memory: Memory, group: Any, found: softmax.Partial, at: Any, results: Any
+) -> None:
     """Output and normalizer of a warpgroup's queries, through the memory that it keeps; the output
     of a part of the keys as it is, in float32."""
     (part, b, h, own), (queries, *kept) = at, (place.at[group] for place in memory.own)
-    out, normalizer = mosaic_interpreter.run(finish, found)
+    out, normalizer = mosaic_interpreter.run(functools.partial(finish, factors), found)
     result = results[0].at[part, b, own, h]
     apart = result.dtype != queries.dtype
     if apart:
@@ -337,7 +345,8 @@ def _gradients(
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     """Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup."""
-    scarce = few() and (needs_many(spec) or _has_window_beside_others(spec.mask))
+    many = spec.dropout_rate > 0 or needs_many(spec)
+    scarce = few() and (many or _has_window_beside_others(spec.mask))
     widest = 0 if scarce else 128  # of heads that have long tiles
     width = max(shapes.H, shapes.V)
     return Tiling(_rows(width), 128 if width <= widest else 64)
@@ -359,10 +368,11 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
+    both = spec.score is not None and spec.dropout_rate > 0
     if few():
-        scarce = needs_many(spec) or (spec.score is not None and width > 64)
+        scarce = needs_many(spec) or both or (spec.score is not None and width > 64)
     else:
-        scarce = _is_long(spec) or width > 128
+        scarce = _is_long(spec) or both or width > 128
     return (32, 32) if scarce else (64, 64)
 
 

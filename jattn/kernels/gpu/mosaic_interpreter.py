@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import bounds, expressions
+from jattn import bounds, expressions, tile
 from jattn.bounds import Interval
 
 
@@ -60,6 +60,7 @@ def run_typed(
     below: Any = (),
     tables: Any = None,
     lay: Callable[[Array], Array] = lambda x: x,
+    shared: Callable[[Array], Array] = lambda x: x,
 ) -> tuple[Any, Any]:
     """`function(*arguments)` and its results' types, where `shapes` are those that it expects:
     arguments and results lack their axes of size 1, and are `[s, t]` in place of `[t, s]` if
@@ -68,7 +69,7 @@ def run_typed(
     `runs` says of which arguments more is known, `lines` along which axis of a tile "ts" arguments
     run, `below` which arguments are integers from 0 to less than a size, and `tables` how entries
     are looked up: `tables[which](places, axes)`. `lay` puts a tile where others lie that was spread
-    from rows or columns.
+    from rows or columns. `shared` is what becomes of `tile.shared`.
 
     Raises NotImplementedError for what registers cannot do.
     """
@@ -77,7 +78,7 @@ def run_typed(
     program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
     known: list[Any] = [(x, _Line(axis)) for x, axis in lines if len(axis) == 1]
     known += [(x, Interval(np.int32(0), np.int32(size - 1))) for x, size in below]
-    registers = _Registers(transposed, runs, known, tables or {}, lay)
+    registers = _Registers(transposed, runs, known, tables or {}, lay, shared)
     found = registers.evaluate(program.jaxpr, program.consts, values)
     return jax.tree.unflatten(jax.tree.structure(out), found), out
 
@@ -186,6 +187,7 @@ class _Registers(NamedTuple):
     noted: list[tuple[Any, Any]]
     tables: dict[int, Callable[..., Array]]
     lay: Callable[[Array], Array]
+    shared: Callable[[Array], Array]
 
     def shape(self, expected: tuple[int, ...]) -> tuple[int, ...]:
         narrow = tuple(size for size in expected if size != 1)
@@ -214,6 +216,8 @@ class _Registers(NamedTuple):
     def apply(self, equation: Any, values: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
         called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
+        if _operation(equation) == tile.shared.__name__:
+            return [self.shared(values[0])]
         if called is None:
             return [self.compute(equation, values)]
         if expressions.is_division(equation, called) and self.never_negative(equation, values):

@@ -29,7 +29,7 @@ from jattn.kernels.common import block_mask
 from jattn.kernels.gpu import hoisted
 from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.parameter import Parameter
-from jattn.kernels.gpu.registers import ROWS, Problem, Scale
+from jattn.kernels.gpu.registers import ROWS, Factors, Problem
 from jattn.kernels.gpu.streams import Stream, heads_first, put
 from jattn.kernels.gpu.tile_weights import Rows, d_parameter, of_tile
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
@@ -49,7 +49,7 @@ def of(
 
     def in_kernels(values: list[Array]) -> Spec:
         own = hoisted.replaced(with_parameters(spec, values), by_query.shapes)
-        return Scale.of(own)[1]
+        return Factors.of(own)[1]
 
     values = [x.astype(jnp.float32) for x in parameters(spec)]
     derived, pull = jax.vjp(lambda values: parameters(in_kernels(values)), values)
@@ -61,7 +61,9 @@ def of(
             continue
         find, problem = _kernel(parameter, by_query, by_key)
         parts = find(problem, spec, parameter, (per_query, key, value))
-        found.append(tile.sum_heads(parts * problem.scale.after, leaf, letters))
+        found.append(
+            tile.sum_heads(parts * (problem.factors.after * problem.factors.kept), leaf, letters)
+        )
     (found,) = pull(found)
     # What is left to XLA is the same array in both specs.
     left = [x for x, kind in zip(parameters(own), kinds, strict=True) if _scattered(kind)]
@@ -181,7 +183,7 @@ def _run(
         body(program, place, index, results[0])
 
     sizes = problem.rules.sizes
-    rows, _ = Rows.stacked(rows, sizes["T"])
+    rows, _ = Rows.stacked(problem.factors, rows, sizes["T"])
     tensors = query, d_out, key, value
     tensors = heads_first(*tensors) if problem.unit.by_warp else tensors
     width, dtype = problem.shapes.H, problem.shapes.dtype
@@ -198,7 +200,7 @@ def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -
     for every 64 queries, or keys where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
     visits = problem.visits(spec)
-    _, far = Rows.stacked(arrays[0][2:], problem.rules.sizes["T"])
+    _, far = Rows.stacked(problem.factors, arrays[0][2:], problem.rules.sizes["T"])
     visits = visits.without_full(far)
 
     def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:

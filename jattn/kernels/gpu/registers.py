@@ -239,11 +239,7 @@ class Unit(NamedTuple):
 
     def places(self, start: Any, size: int, axis: str) -> Array:
         places = self.lay(lax.iota(jnp.int32, size), axis)
-        if self.by is Products.TENSOR_MEMORY and axis == "s":
-            return start + places  # of few operations, which leave registers
-        second = places & np.int32(tile.SHARED)
-        # In this order, so that the compiler finds what two rows of a thread share.
-        return (start + (places - second)) + second
+        return start + places
 
     def read(self, memory: Any, index: tuple[Any, ...], letters: list[str]) -> _Value:
         """A part of an array in global memory."""
@@ -259,6 +255,23 @@ class Unit(NamedTuple):
         part, load = memory.at[index], mosaic().load
         older = [()] if "idx" in inspect.signature(load).parameters else []
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected, axes)
+
+    def shared(self, x: Array) -> Array:
+        """`tile.shared` along queries: pairs that are equal are one register."""
+        if self.interpreted or (self.by is Products.TENSOR_MEMORY and not self.apart):
+            return x  # there no thread has both
+        layout, lower = self.layout("t"), importlib.import_module("jax.experimental.mosaic.gpu")
+        result = mosaic().ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+        @mosaic().inline_mgpu(arg_types=(layout,), return_type=result)
+        def known(_: Any, x: Any) -> Any:
+            # A thread has of 16 rows two, or of 16 columns two pairs, 8 places apart.
+            registers = x.registers.copy()
+            registers.flat[1::2] = registers.flat[::2]
+            how = {"_layout": x.layout, "_is_signed": x.is_signed}
+            return lower.FragmentedArray(_registers=registers, **how)
+
+        return known(x)
 
     def products(
         self,
@@ -350,11 +363,11 @@ _LONG = masks.Predicate, masks.Dilated, masks.Global, scores.Score
 
 def needs_many(spec: Spec) -> bool:
     """Whether a tile's scores need more registers than products and a mask or function of few
-    operations that reads no array along T or S."""
+    operations that reads no array along T or S; without dropout."""
     nodes = jax.tree.leaves((spec.mask, spec.score), is_leaf=lambda x: isinstance(x, _LONG))
     is_long = any(isinstance(x, _LONG) for x in nodes)
     arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves(spec.score))
-    return spec.dropout_rate > 0 or is_long or arrays
+    return is_long or arrays
 
 
 def interpreter() -> Any:
@@ -364,33 +377,35 @@ def interpreter() -> Any:
     return home.InterpretGPUParams()
 
 
-class Scale(NamedTuple):
-    """A scale that is known and positive, out of the way of the loops over tiles: score functions
-    take products times `before`, the softmax takes scores times `after`, in the same operation in
-    which it subtracts the maximum. One of the two is 1: `before`, where score functions can count
-    in units of products."""
+class Factors(NamedTuple):
+    """Numbers out of the way of the loops over tiles, of a scale that is known and positive, and of
+    dropout. Score functions take products times `before`. The softmax takes scores times `after`,
+    in the same operation in which it subtracts the maximum. One of the two is 1: `before`, where
+    score functions can count in units of products. Sums are multiplied with `kept` at the end
+    instead of the weights that dropout keeps."""
 
     before: float = 1.0
     after: float = 1.0
+    kept: float = 1.0
 
     @classmethod
-    def of(cls, spec: Spec) -> tuple["Scale", Spec]:
-        """The scale, and the spec without it."""
-        scale = number(spec.scale)
+    def of(cls, spec: Spec) -> tuple["Factors", Spec]:
+        """The factors, and the spec without its scale."""
+        scale, found = number(spec.scale), cls(kept=1 / (1 - spec.dropout_rate))
         if not is_static(spec.scale) or not 0 < scale < math.inf:
-            return cls(), spec
+            return found, spec
         spec = dataclasses.replace(spec, scale=1.0)
         if spec.score is None:
-            return cls(after=scale), spec
+            return found._replace(after=scale), spec
         score = spec.score.per(scale)
         if score is None:
-            return cls(before=scale), spec
-        return cls(after=scale), dataclasses.replace(spec, score=score)
+            return found._replace(before=scale), spec
+        return found._replace(after=scale), dataclasses.replace(spec, score=score)
 
     @property
     def gradient(self) -> float:
         """What sums of the scores' cotangents still lack."""
-        return self.before * self.after
+        return self.before * self.after * self.kept
 
 
 class Problem(NamedTuple):
@@ -401,7 +416,7 @@ class Problem(NamedTuple):
     tiling: Tiling
     rules: SpecRefs
     unit: Unit
-    scale: Scale
+    factors: Factors
     approximate: bool
     special: bool
     drops: bool
@@ -424,12 +439,12 @@ class Problem(NamedTuple):
         own = Tiling(q, rows) if by_key else Tiling(rows, kv)
         # Rows that come by have their hashes with them, others make theirs once.
         spec = tile.hashed(spec, shapes, rows=by_key)
-        scale, spec = Scale.of(spec)
+        factors, spec = Factors.of(spec)
         rules, drops = refs(spec, own, by_key), spec.dropout_rate > 0
         unit = unit._replace(apart=by_key or rules.differs_by_key())
         operations, unmodified = _operations(spec, rules), is_unmodified(spec)
         how = _approximate(spec, operations), bool(operations & _SPECIAL), drops, unmodified
-        return cls(shapes, tiling, rules, unit, scale, *how)
+        return cls(shapes, tiling, rules, unit, factors, *how)
 
     @property
     def by_key(self) -> bool:
@@ -579,6 +594,7 @@ class Tile(NamedTuple):
             shapes=expected,
             transposed=unit.transposed,
             lay=lambda x: unit.lay(x, "ts"),
+            shared=unit.shared,
             runs=(mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])),
             lines=[(at[2], "t"), (at[3], "s"), *((x.value, x.axes) for x in values if x)],
             below=[*zip(at, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],

@@ -6,8 +6,6 @@ JAX before 0.12 cannot interpret any of this: there shared memory is in its plac
 multiplies at once.
 """
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -110,39 +108,6 @@ def wait_for_stores(unit: Unit) -> None:
     """Others may read then what was written, and the matrix units may."""
     if not _in_shared_memory(unit):
         mosaic().commit_tmem()
-
-
-def any_above(unit: Unit, rows: Array, limit: float) -> Array:
-    """Whether a number of any row is above the limit. All threads of a warpgroup ask together, and
-    do the same then: those that read or write this memory wait for one another."""
-    if unit.interpreted:
-        return jnp.any(rows > limit)
-    lower, utils, ir, arith, vector = (
-        importlib.import_module(x)
-        for x in (
-            "jax.experimental.mosaic.gpu",
-            "jax.experimental.mosaic.gpu.utils",
-            "jaxlib.mlir.ir",
-            "jaxlib.mlir.dialects.arith",
-            "jaxlib.mlir.dialects.vector",
-        )
-    )
-    result = mosaic().ShapeDtypeStruct((), jnp.dtype(bool), layout=mosaic().Layout.WG_SPLAT)
-
-    @mosaic().inline_mgpu(arg_types=(unit.layout("t"),), return_type=result)
-    def ask(_: Any, rows: Any) -> Any:
-        above = (rows > limit).registers.flat
-        own = [vector.extract(x, [], [i]) for x in above for i in range(x.type.shape[0])]
-        found = utils.inline_ptx(
-            f"bar.red.or.pred $0, $1, {TENSOR_ROWS}, $2;",
-            utils.warpgroup_barrier_idx(sync=False),
-            functools.reduce(arith.ori, own),
-            result_types=ir.IntegerType.get_signless(1),
-            has_side_effects=True,
-        )
-        return lower.FragmentedArray.splat(found, (), is_signed=False)
-
-    return ask(rows)
 
 
 def warpgroups(unit: Unit, computing: int) -> int:

@@ -16,9 +16,9 @@ from jaxtyping import Array
 
 from jattn import softmax
 from jattn.kernels.common import slicing
-from jattn.kernels.gpu import mosaic_interpreter
+from jattn.kernels.gpu import mosaic_interpreter, votes
 from jattn.kernels.gpu.kernel_refs import GatherRef
-from jattn.kernels.gpu.registers import Problem, Scale, Tile, Unit, is_unmodified
+from jattn.kernels.gpu.registers import Factors, Problem, Tile, Unit, is_unmodified
 from jattn.spec import has_mask, parameters, with_parameters
 
 
@@ -27,35 +27,68 @@ _NEAR = 256.0  # numbers below have 15 digits behind the binary point, and more
 _LOWEST = float(jnp.finfo(jnp.float32).min)  # maximum of no keys, to the base 2
 
 
+# How far, to the base 2, a maximum moves before sums are rescaled. Weights are at most 2^8 then, in
+# float16 too, and have as many digits as any.
+_SLACK = 8.0
+
+
 def online(
-    masked: bool,
-    factors: Scale,
-    special: bool,
-    here: slicing.Scored,
-    products: Array,
-    part: softmax.Partial,
+    problem: Problem, masked: bool, here: Tile, products: Array, before: softmax.Partial
 ) -> tuple[Array, softmax.Partial]:
-    """The weights of more keys, and what there is so far, both relative to a new maximum.
+    """The weights of more keys, and what there is so far, both relative to a new shift; weighted
+    values are yet to be added."""
+    found = soften(problem, masked, here, products, before.maximum, before.total)
 
-    The maximum is to the base 2, and all is relative to it as it is rounded: it comes from `max`,
-    so that no product becomes one operation with a subtraction. Where the unit for 2^x has
-    `special` functions of scores to compute, it computes weights alone.
+    def rescaled(x: Array) -> Array:
+        return x * problem.unit.spread(found.factor, x.shape[1])
+
+    weighted = lax.cond(found.far, rescaled, lambda x: x, before.weighted)
+    return found.weights, softmax.Partial(found.shift, found.total, weighted)
+
+
+class Softened(NamedTuple):
+    """The weights of more keys, and shift and total of all so far. Where the shift has moved far,
+    each row of what is relative to the one before is to be multiplied with a factor."""
+
+    weights: Any
+    shift: Any
+    total: Any
+    far: Any
+    factor: Any
+
+
+def soften(
+    problem: Problem, masked: bool, here: Tile, products: Array, shift: Array, total: Array
+) -> Softened:
+    """The softmax of more keys.
+
+    Sums stay relative to a maximum that is no longer the highest, until that of any row has moved
+    far (Zadouri et al. 2026, "FlashAttention-4"). This is exact: all that a row sums is relative to
+    the same shift.
     """
-    score, maximum = highest(masked, factors, here, products, part.maximum)
-    weights, total, scale = weigh(factors, special, here, score, part.maximum, maximum, part.total)
-    return weights, softmax.Partial(maximum, total, part.weighted * scale[:, None])
+    highest = functools.partial(_highest, masked, problem.factors)
+    score, maximum = here.run(highest, products, shift)
+    far = votes.any_above(problem.unit, maximum - shift, _SLACK)
+    now = jnp.where(far, maximum, shift)
+    weigh = functools.partial(_weigh, problem.factors, problem.special)
+    weights, total, factor = here.run(weigh, score, shift, now, total)
+    return Softened(weights, now, total, far, factor)
 
 
-def highest(
-    masked: bool, factors: Scale, here: slicing.Scored, products: Array, maximum: Array
+def _highest(
+    masked: bool, factors: Factors, here: slicing.Scored, products: Array, maximum: Array
 ) -> tuple[Array, Array]:
-    """The scores of more keys, and the maximum of all so far."""
+    """The scores of more keys, and the maximum of all so far.
+
+    It is to the base 2, and all is relative to it as it is rounded: it comes from `max`, so that no
+    product becomes one operation with a subtraction.
+    """
     score = here.modify(times(products, factors.before), masked)
     return score, jnp.maximum(maximum, jnp.max(score, axis=-1) * (factors.after * _LOG2E))
 
 
-def weigh(
-    factors: Scale,
+def _weigh(
+    factors: Factors,
     special: bool,
     here: slicing.Scored,
     score: Array,
@@ -64,19 +97,23 @@ def weigh(
     total: Array,
 ) -> tuple[Array, Array, Array]:
     """Weights relative to what the shift is now, the new total, and what sums that are relative to
-    the shift before are to be multiplied with."""
+    the shift before are to be multiplied with. Where the unit for 2^x has `special` functions of
+    scores to compute, it computes weights alone."""
     weights = jnp.exp2(score * (factors.after * _LOG2E) - now[:, None])
     scale = (exp2_by_products if special else jnp.exp2)(before - now)
-    return here.drop(weights), total * scale + jnp.sum(weights, axis=-1), scale
+    return here.drop_unscaled(weights), total * scale + jnp.sum(weights, axis=-1), scale
 
 
-def finish_apart(maximum: Array, total: Array) -> tuple[Array, softmax.Normalizer]:
+def finish_apart(
+    factors: Factors, maximum: Array, total: Array
+) -> tuple[Array, softmax.Normalizer]:
     """`finish` for such a sum: what it is to be multiplied with, and the normalizer."""
-    out, normalizer = finish(softmax.Partial(maximum, total, jnp.ones_like(total)[:, None]))
+    ones = jnp.ones_like(total)[:, None]
+    out, normalizer = finish(factors, softmax.Partial(maximum, total, ones))
     return out.reshape(-1), normalizer
 
 
-def finish(part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
+def finish(factors: Factors, part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
     """Output and normalizer. The maximum is rounded once more. What that changes, when the backward
     pass takes it to the base 2 again, goes to the log of the total."""
     maximum = jnp.maximum(part.maximum * math.log(2), _LOWEST)  # or two products become one
@@ -84,7 +121,7 @@ def finish(part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
     natural = part._replace(maximum=maximum)
     out, normalizer = softmax.finish(natural)
     lost = jnp.where(part.total > 0, lost, 0)
-    return out, normalizer._replace(log_total=normalizer.log_total + lost)
+    return times(out, factors.kept), normalizer._replace(log_total=normalizer.log_total + lost)
 
 
 def _shift(maximum: Array) -> Array:
@@ -121,14 +158,15 @@ def nothing(rows: int, width: int) -> softmax.Partial:
 
 class Rows(NamedTuple):
     """What the backward pass knows of a row of queries: the softmax's shift and the log of its
-    total, both to the base 2, and the sum of output times its cotangent."""
+    total, both to the base 2; and minus delta, the sum of output times its cotangent, of what
+    dropout keeps unscaled."""
 
     shift: Any
     log_total: Any
-    delta: Any
+    minus_delta: Any
 
     @classmethod
-    def stacked(cls, per_query: Any, size: int) -> tuple[Array, Array]:
+    def stacked(cls, factors: Factors, per_query: Any, size: int) -> tuple[Array, Array]:
         """`[B, N, blocks, 3 · size]`, of maximum, log_total and delta `[B, T, N]`; and the heads
         `[B, N]` in which shift and log of the total cannot be one number, which would have
         too few digits. In others it is the shift, and the log is 0."""
@@ -141,7 +179,7 @@ class Rows(NamedTuple):
             jnp.where(apart, shift, shift + log_total),
             jnp.where(apart, log_total, 0),
         )
-        rows = jnp.stack(cls(shift, log_total, delta), axis=2)
+        rows = jnp.stack(cls(shift, log_total, delta * (-1 / factors.kept)), axis=2)
         blocks = rows.reshape(*rows.shape[:3], -1, size).swapaxes(2, 3)
         return blocks.reshape(*blocks.shape[:3], 3 * size), far
 
@@ -156,32 +194,35 @@ class Rows(NamedTuple):
 
 def d_products(
     masked: bool,
-    factors: Scale,
+    factors: Factors,
     here: slicing.Tile,
     products: Array,
     d_weights: Array,
     rows: Rows,
 ) -> tuple[Array, Array]:
     """The cotangent of q kᵀ from that of the weights, d_out vᵀ, less `factors.gradient`; and the
-    weights after dropout.
-
-    With weights p, the scores' cotangent is p (d_weights − delta). Without dropout `d_weights` come
-    without delta, from which their sum started.
-    """
-    spec = here.spec
-    if spec.dropout_rate:
-        d_weights = here.drop(d_weights) - rows.delta[:, None]
+    weights after dropout, less `factors.kept`."""
     products = times(products, factors.before)
-    if is_unmodified(spec):
+    if is_unmodified(here.spec):
         weights = _unmodified_weights(masked, factors, here, products, rows)
-        return _d_unmodified(masked, here, weights, d_weights), here.drop(weights)
+        kept = here.drop_unscaled(weights)
+        return _d_unmodified(masked, here, weights, kept, d_weights, rows), kept
     score, pull = _score_and_pull(masked, here, products)
     weights = _weights(masked, factors, score, rows)
-    (found,) = pull(weights * d_weights)
+    kept = here.drop_unscaled(weights)
+    (found,) = pull(_d_scores(here.spec, weights, kept, d_weights, rows))
     if masked:  # after all else, which may be NaN, also in all of a row
         hidden = score == -jnp.inf
-        weights, found = jnp.where(hidden, 0, weights), jnp.where(hidden, 0, found)
-    return found, here.drop(weights)
+        kept, found = jnp.where(hidden, 0, kept), jnp.where(hidden, 0, found)
+    return found, kept
+
+
+def _d_scores(spec: Any, weights: Array, kept: Array, d_weights: Array, rows: Rows) -> Array:
+    """The cotangent of scores: weights × (d_weights − delta), where d_weights are of the weights
+    after dropout. Without dropout they come with −delta, from which their sum started."""
+    if not spec.dropout_rate:
+        return weights * d_weights
+    return kept * d_weights + weights * rows.minus_delta[:, None]
 
 
 def _score_and_pull(masked: bool, here: slicing.Tile, products: Array) -> tuple[Array, Any]:
@@ -194,22 +235,20 @@ def _score_and_pull(masked: bool, here: slicing.Tile, products: Array) -> tuple[
 
 
 def weights_first(
-    masked: bool, factors: Scale, here: slicing.Tile, products: Array, rows: Rows
+    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
 ) -> tuple[Array, Array, Any]:
     """What products of queries and keys say alone: weights after dropout, and for
     `d_products_then` those before it, in their sign whether it drops them, and the derivative of
     the scores, or None where these are the products."""
-    spec, products, pull = here.spec, times(products, factors.before), None
-    if is_unmodified(spec):
+    products, pull = times(products, factors.before), None
+    if is_unmodified(here.spec):
         weights = _unmodified_weights(masked, factors, here, products, rows)
     else:
         score, pull = _score_and_pull(masked, here, products)
         weights = _weights(masked, factors, score, rows)
         weights = jnp.where(score == -jnp.inf, 0, weights) if masked else weights
-    if not spec.dropout_rate:
-        return weights, weights, pull
-    signed = jnp.where(here.keeps(), weights, -weights)
-    return jnp.where(signed < 0, 0, weights * _kept(spec)), signed, pull
+    signed = _signed(here, weights)
+    return _kept(here, signed), signed, pull
 
 
 def d_products_then(
@@ -217,37 +256,47 @@ def d_products_then(
 ) -> Array:
     """The cotangent of q kᵀ, less `factors.gradient`, from that of the weights and what
     `weights_first` found."""
-    if here.spec.dropout_rate:
-        d_weights = jnp.where(signed < 0, 0, d_weights * _kept(here.spec))
-    weights = jnp.abs(signed) if here.spec.dropout_rate else signed
-    found = weights * (d_weights - rows.delta[:, None])
+    weights, kept = _before(here, signed), _kept(here, signed)
+    if not here.spec.dropout_rate:
+        d_weights = d_weights + rows.minus_delta[:, None]
+    found = _d_scores(here.spec, weights, kept, d_weights, rows)
     if pull is not None:
         (found,) = pull(found)
     # What is masked has no weight; what its products would give may be NaN.
     return jnp.where(weights == 0, 0, found) if masked else found
 
 
-def _kept(spec: Any) -> float:
-    """The factor of weights that dropout keeps."""
-    return 1 / (1 - spec.dropout_rate)
+def _signed(here: slicing.Tile, weights: Array) -> Array:
+    """Weights, and in their sign whether dropout drops them: one number each in registers."""
+    return jnp.where(here.keeps(), weights, -weights) if here.spec.dropout_rate else weights
+
+
+def _before(here: slicing.Tile, signed: Array) -> Array:
+    """Weights before dropout."""
+    return jnp.abs(signed) if here.spec.dropout_rate else signed
+
+
+def _kept(here: slicing.Tile, signed: Array) -> Array:
+    """Weights after dropout, less `factors.kept`."""
+    return jnp.maximum(signed, 0) if here.spec.dropout_rate else signed
 
 
 def d_parameter(
     which: int,
     along: tuple[int, ...],
     masked: bool,
-    factors: Scale,
+    factors: Factors,
     here: slicing.Tile,
     products: Array,
     d_weights: Array,
     rows: Rows,
 ) -> Array:
     """What a tile adds to the gradient of one of its parameters, summed over axes but `along`, less
-    `factors.after`."""
-    if here.spec.dropout_rate:
-        d_weights = here.drop(d_weights) - rows.delta[:, None]
+    `factors.after` and `factors.kept`."""
     score, slope = with_slope(here, which, times(products, factors.before), masked)
-    found = _weights(masked, factors, score, rows) * d_weights * slope
+    weights = _weights(masked, factors, score, rows)
+    kept = here.drop_unscaled(weights)
+    found = _d_scores(here.spec, weights, kept, d_weights, rows) * slope
     if masked:  # also in a row that is NaN
         found = jnp.where(score == -jnp.inf, 0, found)
     return jnp.sum(found, axis=tuple({0, 1} - set(along)))
@@ -272,7 +321,7 @@ def with_slope(
 
 
 def _unmodified_weights(
-    masked: bool, factors: Scale, here: slicing.Tile, products: Array, rows: Rows
+    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
 ) -> Array:
     """Those of products, 0 where masked also in a row that is NaN."""
     spec, weights = here.spec, _weights(masked, factors, products, rows)
@@ -281,36 +330,34 @@ def _unmodified_weights(
     return jnp.where(spec.mask.evaluate(here.b, here.h, here.rows, here.columns), weights, 0)
 
 
-def _d_unmodified(masked: bool, here: slicing.Tile, weights: Array, d_weights: Array) -> Array:
-    found = weights * d_weights
+def _d_unmodified(
+    masked: bool, here: slicing.Tile, weights: Array, kept: Array, d_weights: Array, rows: Rows
+) -> Array:
+    found = _d_scores(here.spec, weights, kept, d_weights, rows)
     return jnp.where(weights == 0, 0, found) if masked and has_mask(here.spec) else found
 
 
-def signed(masked: bool, factors: Scale, here: slicing.Tile, products: Array, rows: Rows) -> Array:
-    """Weights of products, and in their sign whether dropout drops them: one number each in
-    registers."""
-    weights = _unmodified_weights(masked, factors, here, products, rows)
-    return jnp.where(here.keeps(), weights, -weights) if here.spec.dropout_rate else weights
+def signed(
+    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
+) -> Array:
+    """Of products weights, and in their sign whether dropout drops them."""
+    return _signed(here, _unmodified_weights(masked, factors, here, products, rows))
 
 
 def d_signed(
     masked: bool,
-    factors: Scale,
+    factors: Factors,
     here: slicing.Tile,
     signed: Array,
     d_weights: Array,
     rows: Rows,
 ) -> tuple[Array, Array]:
     """`d_products` from what `signed` gives."""
-    if not here.spec.dropout_rate:
-        return _d_unmodified(masked, here, signed, d_weights), signed
-    dropped, weights = signed < 0, jnp.abs(signed)
-    kept = jnp.where(dropped, 0, _kept(here.spec)).astype(jnp.float32)
-    d_weights = d_weights * kept - rows.delta[:, None]
-    return _d_unmodified(masked, here, weights, d_weights), weights * kept
+    weights, kept = _before(here, signed), _kept(here, signed)
+    return _d_unmodified(masked, here, weights, kept, d_weights, rows), kept
 
 
-def _weights(masked: bool, factors: Scale, score: Array, rows: Rows) -> Array:
+def _weights(masked: bool, factors: Factors, score: Array, rows: Rows) -> Array:
     """Those of a tile. Where no mask is needed, a log of the total is part of the shift, or left to
     the end."""
     exponent = score * (factors.after * _LOG2E) - rows.shift[:, None]
@@ -331,7 +378,8 @@ def add_gradients(
 ) -> list[Array]:
     """The gradients with what a tile adds to them: 0 is that of queries or keys, 1 of values. The
     others are as `of_tile` takes them."""
-    found = of_tile(problem, masked, rows, kept, streamed, here, beside)
+    derive = None if 0 in totals else d_products
+    found = of_tile(problem, masked, rows, kept, streamed, here, beside, derive)
     factors = [(found[i].astype(streamed[i].dtype), streamed[i]) for i in totals]
     return problem.unit.products(factors, onto=[*totals.values()])
 
@@ -346,7 +394,8 @@ def of_tile(
     beside: Any = (),
     derive: Callable[..., Any] | None = None,
 ) -> Any:
-    """What `derive` makes of a tile's products and d_out vᵀ; by itself it is `d_products`.
+    """What `derive` makes of a tile's products and d_out vᵀ; None is `d_products`, computed where
+    registers are free.
 
     What is kept and what comes by are query and d_out, or key and value; `rows` those of the
     queries that are kept, or how to read them while products are under way; `here` is a tile, or
@@ -359,15 +408,15 @@ def of_tile(
     rows, at = read(), None if callable(here) else here.completed(beside)
     # Registers are scarce while products are under way: what has many to keep is computed between
     # them, or read behind them, maybe again.
-    between = problem.unmodified and (masked or problem.drops)
+    between = derive is None and problem.unmodified and (masked or problem.drops)
     if between:
         at = at or _read(here).completed(beside)
-        products = at.run(functools.partial(signed, masked, problem.scale), products, rows)
-    onto = None if problem.drops else [unit.spread(-rows.delta, problem.rules.sizes["S"])]
+        products = at.run(functools.partial(signed, masked, problem.factors), products, rows)
+    onto = None if problem.drops else [unit.spread(rows.minus_delta, problem.rules.sizes["S"])]
     (d_weights,) = unit.products([d_weights], transposed=True, onto=onto)
     rows, at = rows if problem.unmodified else read(), at or _read(here).completed(beside)
     derive = derive or (d_signed if between else d_products)
-    return at.run(functools.partial(derive, masked, problem.scale), products, d_weights, rows)
+    return at.run(functools.partial(derive, masked, problem.factors), products, d_weights, rows)
 
 
 def _read(here: Tile | Callable[[], Tile]) -> Tile:
@@ -376,9 +425,9 @@ def _read(here: Tile | Callable[[], Tile]) -> Tile:
 
 def finished(problem: Problem, totals: dict[int, Array], rows: Rows | None) -> list[Array]:
     """The gradients from the totals; `rows` are those of queries that are kept."""
-    factor = problem.scale.gradient
+    factor, kept = problem.factors.gradient, problem.factors.kept
     if rows is None:
-        return [times(x, 1.0 if which else factor) for which, x in totals.items()]
+        return [times(x, kept if which else factor) for which, x in totals.items()]
 
     def normalized(total: Array, log_total: Array) -> Array:
         return total * times(jnp.exp2(-log_total), factor)[:, None]
