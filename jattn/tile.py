@@ -242,9 +242,9 @@ def _kept(
 
 
 @jax.jit
-def shared(rows: UInt32[Array, " t"]) -> UInt32[Array, " t"]:
-    """Hashes of queries of a tile, equal for places that differ in the bit `SHARED` alone. A
-    compiler that knows it computes what follows once."""
+def jattn_shared(rows: UInt32[Array, " t"]) -> UInt32[Array, " t"]:
+    """Hashes of queries of a tile, equal for places that differ in the bit `SHARED` alone. Kernels
+    know this function by its name, and compute once what follows from two of them."""
     return rows
 
 
@@ -302,7 +302,7 @@ def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, 
     if isinstance(key, Hashes):
         places = rows.places if key.places is None else key.places
         own = _row_hash(key.seeds, places) if key.rows is None else key.rows
-        own = shared(own) if key.places is None else own
+        own = jattn_shared(own) if key.places is None else own
         return _kept(rate, own, places, key.columns)
     return keep(key, rate, *_places(spec, b, h, rows, columns))
 

@@ -39,6 +39,7 @@ from jattn.kernels.gpu import (
     votes,
     warpgroups,
 )
+from jattn.masks import Span
 from jattn.spec import Origin, Shapes, Spec, Tiling, prepare
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
@@ -1132,29 +1133,39 @@ def test_weights_that_dropout_keeps_have_room_to_grow(implementation):
     assert error(got, want) <= LIMITS[0]
 
 
-def test_queries_share_hashes_with_those_eight_places_on():
-    """Else kernels of keys would take one for the other."""
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("first", [None, 5])  # of a larger call it may start anywhere
+def test_kernels_are_told_which_queries_share_a_hash(rows, first):
+    """Those that lie eight places apart. Where these have others, nothing is shared."""
     shapes = Shapes((2,), 64, 64, 3, 1, 64, 64, jnp.dtype("bfloat16"))
-    words = tile.key_words(jax.random.key(3))
-    spec = Spec(masks.Full(), None, 1.0, None, None, dropout_rate=0.5, dropout_key=words)
-    hashed = tile.hashed(spec, shapes, rows=True)
-    pairs = np.asarray(hashed.dropout_key.rows).reshape(2, 3, 4, 2, 8)
-    assert np.array_equal(pairs[..., 0, :], pairs[..., 1, :])
-    assert len(np.unique(pairs[..., 0, :])) == 2 * 3 * 4 * 8
-    refs = registers.SpecRefs(hashed, Tiling(64, 64), True)
-    assert refs.shared is not None
-    assert refs.arrays[refs.shared] is hashed.dropout_key.rows
+    dropout = {"dropout_rate": 0.5, "dropout_key": tile.key_words(jax.random.key(3))}
+    spec = Spec(masks.Full(), None, 1.0, None, None, **dropout)
+    if first is not None:
+        origin = Origin(0, 0, q=first + jnp.arange(64, dtype=jnp.int32))
+        spec = dataclasses.replace(spec, origin=origin)
+    hashes = tile.hashed(spec, shapes, rows=rows).dropout_key
+    parts = hashes.rows, hashes.seeds, hashes.columns, hashes.places
+    head = [x if x is None or x.ndim == 1 else x[1, 2] for x in parts]
+    found = []
 
+    def noted(x: Any) -> Any:
+        found.append(np.asarray(x))
+        return x
 
-def test_queries_at_places_of_a_larger_call_share_no_hashes():
-    """They may start anywhere there."""
-    shapes = Shapes((2,), 64, 64, 3, 1, 64, 64, jnp.dtype("bfloat16"))
-    words = tile.key_words(jax.random.key(3))
-    origin = Origin(0, 0, q=5 + jnp.arange(64, dtype=jnp.int32))
-    spec = Spec(masks.Full(), None, 1.0, None, None, dropout_rate=0.5, dropout_key=words)
-    hashed = tile.hashed(dataclasses.replace(spec, origin=origin), shapes, rows=True)
-    assert registers.SpecRefs(hashed, Tiling(64, 64), True).shared is None
-    assert registers.SpecRefs(spec, Tiling(64, 64), True).shared is None
+    def keeps(head: Any, places: Any) -> Any:
+        own = dataclasses.replace(spec, origin=None, dropout_key=tile.Hashes(*head, dropped=None))
+        return tile.keeps(own, 1, 2, Span(places, places), Span(places, places))
+
+    places = jnp.arange(64, dtype=jnp.int32)
+    kept = mosaic_interpreter.run(keeps, head, places, shared=noted)
+    own = places if first is None else first + places
+    wanted = tile.keep(spec.dropout_key, 0.5, 1, 2, own, places)
+    assert np.array_equal(kept, wanted)
+    assert len(found) == (first is None)
+    for x in found:
+        pairs = x.reshape(4, 2, 8)
+        assert np.array_equal(pairs[:, 0], pairs[:, 1])
+        assert len(np.unique(x)) == 32
 
 
 def _three_documents(dtype: Any) -> Any:

@@ -155,7 +155,7 @@ def test_what_a_jump_may_pass_over_counts_apart():
     (found,) = machine_code.loops(BRANCHES)
     assert (found.instructions, found.sometimes) == (9, 4)
     assert found.special_cycles == 3 * 8
-    assert found.by_kind == {"jump": 4, "special": 3, "matrix": 1, "wait": 1}
+    assert found.by_kind == {"jump": 4, "special": 3, "matrix": 1, "shuffle": 1}
 
 
 def test_the_main_loop_has_most_products_in_fewest_instructions():

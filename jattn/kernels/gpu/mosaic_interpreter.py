@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import bounds, expressions, tile
+from jattn import bounds, expressions
 from jattn.bounds import Interval
 
 
@@ -69,7 +69,7 @@ def run_typed(
     `runs` says of which arguments more is known, `lines` along which axis of a tile "ts" arguments
     run, `below` which arguments are integers from 0 to less than a size, and `tables` how entries
     are looked up: `tables[which](places, axes)`. `lay` puts a tile where others lie that was spread
-    from rows or columns. `shared` is what becomes of `tile.shared`.
+    from rows or columns. `shared` is what becomes of `tile.jattn_shared`.
 
     Raises NotImplementedError for what registers cannot do.
     """
@@ -216,7 +216,7 @@ class _Registers(NamedTuple):
     def apply(self, equation: Any, values: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
         called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
-        if _operation(equation) == tile.shared.__name__:
+        if _operation(equation) == "jattn_shared":
             return [self.shared(values[0])]
         if called is None:
             return [self.compute(equation, values)]

@@ -257,7 +257,7 @@ class Unit(NamedTuple):
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected, axes)
 
     def shared(self, x: Array) -> Array:
-        """`tile.shared` along queries: pairs that are equal are one register."""
+        """`tile.jattn_shared` along queries: pairs that are equal are one register."""
         if self.interpreted or (self.by is Products.TENSOR_MEMORY and not self.apart):
             return x  # there no thread has both
         layout, lower = self.layout("t"), importlib.import_module("jax.experimental.mosaic.gpu")
