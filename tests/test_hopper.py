@@ -1157,7 +1157,7 @@ def test_kernels_are_told_which_queries_share_a_hash(rows, first):
         return tile.keeps(own, 1, 2, Span(places, places), Span(places, places))
 
     places = jnp.arange(64, dtype=jnp.int32)
-    kept = mosaic_interpreter.run(keeps, head, places, shared=noted)
+    kept = mosaic_interpreter.run(keeps, head, places, held=mosaic_interpreter.Held(shared=noted))
     own = places if first is None else first + places
     wanted = tile.keep(spec.dropout_key, 0.5, 1, 2, own, places)
     assert np.array_equal(kept, wanted)

@@ -48,14 +48,18 @@ class Program(NamedTuple):
     def fold(self, step: Callable[..., Any], state: Any) -> Any:
         """Folds `step(h, x, masked, state)` over the heads that share what is kept, and over the
         blocks x that each of them visits."""
+        return self.fold_heads(lambda h: functools.partial(step, h), state)
+
+    def fold_heads(self, of_head: Callable[[Any], Callable[..., Any]], state: Any) -> Any:
+        """The same, where `of_head(h)` does what is done once for a head, and returns
+        `step(x, masked, state)`."""
         heads = self.problem.heads
 
-        def of_head(g: Any, state: Any) -> Any:
+        def one(g: Any, state: Any) -> Any:
             h = self.at[1] * heads + g
-            place = self.at[0], h, self.at[2]
-            return self.visits.fold(self.visits_ref, place, functools.partial(step, h), state)
+            return self.visits.fold(self.visits_ref, (self.at[0], h, self.at[2]), of_head(h), state)
 
-        return tile_schedule.repeat(0, heads, of_head, state)
+        return tile_schedule.repeat(0, heads, one, state)
 
     def tiles(self, h: Any, x: Any) -> list[Any]:
         """Block x of what comes by of a query head, in global memory."""

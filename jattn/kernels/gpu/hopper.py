@@ -285,21 +285,24 @@ class _Backward(backward.Program):
         kept = [memory.load(x, group, self.kept[x].at[own]) for x in range(2)]
         mine = None if by_key else Rows.read(unit, self.rows, *self.at[:2], block)
 
-        numbers = {} if self.problem.heads > 1 else self.problem.numbers(self.leaves, *self.at[:2])
+        def of_head(h: Any) -> Any:
+            numbers = self.problem.numbers(self.leaves, self.at[0], h)
 
-        def step(h: Any, x: Any, masked: bool, state: Any) -> Any:
-            turn, *totals = state
-            at = self.place(h, start, x * self.problem.streamed)
-            read = functools.partial(self.problem.tile, self.leaves, at, numbers)
-            here = read if masked else read()
-            place = _near(group, turn, by_key or _has_much_to_keep(self.problem, masked))
-            near = [x.at[place] for x in memory.own]
-            totals = dict(zip(self.which, totals, strict=True))
-            add = functools.partial(self.add, here, masked, mine, near, totals)
-            return turn + 1, *memory.streams[0].use(turn, add)
+            def step(x: Any, masked: bool, state: Any) -> Any:
+                turn, *totals = state
+                at = self.place(h, start, x * self.problem.streamed)
+                read = functools.partial(self.problem.tile, self.leaves, at, numbers)
+                here = read if masked else read()
+                place = _near(group, turn, by_key or _has_much_to_keep(self.problem, masked))
+                near = [x.at[place] for x in memory.own]
+                totals = dict(zip(self.which, totals, strict=True))
+                add = functools.partial(self.add, here, masked, mine, near, totals)
+                return turn + 1, *memory.streams[0].use(turn, add)
+
+            return step
 
         zeros = [jnp.zeros((ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
-        _, *found = self.fold(step, (jnp.int32(0), *(unit.lay(x, "ts") for x in zeros)))
+        _, *found = self.fold_heads(of_head, (jnp.int32(0), *(unit.lay(x, "ts") for x in zeros)))
         found = finished(self.problem, dict(zip(self.which, found, strict=True)), mine)
         for place, total in zip(kept, found, strict=False):
             place[...] = total.astype(place.dtype)
@@ -370,7 +373,7 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
     both = spec.score is not None and spec.dropout_rate > 0
     if few():
-        scarce = needs_many(spec) or both or (spec.score is not None and width > 64)
+        scarce = needs_many(spec) or both
     else:
         scarce = _is_long(spec) or both or width > 128
     return (32, 32) if scarce else (64, 64)

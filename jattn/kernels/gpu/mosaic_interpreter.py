@@ -45,6 +45,23 @@ class Run(NamedTuple):
     values: Array
 
 
+def _unchanged(x: Array) -> Array:
+    return x
+
+
+class Held(NamedTuple):
+    """How arrays are held in registers. `lay` puts a tile where others lie that was spread from
+    rows or columns. `shared` is what becomes of `tile.jattn_shared`, and `diagonals` of a tile that
+    is the same along each of its diagonals."""
+
+    lay: Callable[[Array], Array] = _unchanged
+    shared: Callable[[Array], Array] = _unchanged
+    diagonals: Callable[[Array], Array] = _unchanged
+
+
+_ANYHOW = Held()
+
+
 def run(function: Callable[..., Any], *arguments: Any, **known: Any) -> Any:
     """`function(*arguments)`; `known` as in `run_typed`."""
     return run_typed(function, *arguments, **known)[0]
@@ -59,8 +76,7 @@ def run_typed(
     lines: Any = (),
     below: Any = (),
     tables: Any = None,
-    lay: Callable[[Array], Array] = lambda x: x,
-    shared: Callable[[Array], Array] = lambda x: x,
+    held: Held = _ANYHOW,
 ) -> tuple[Any, Any]:
     """`function(*arguments)` and its results' types, where `shapes` are those that it expects:
     arguments and results lack their axes of size 1, and are `[s, t]` in place of `[t, s]` if
@@ -68,8 +84,7 @@ def run_typed(
 
     `runs` says of which arguments more is known, `lines` along which axis of a tile "ts" arguments
     run, `below` which arguments are integers from 0 to less than a size, and `tables` how entries
-    are looked up: `tables[which](places, axes)`. `lay` puts a tile where others lie that was spread
-    from rows or columns. `shared` is what becomes of `tile.jattn_shared`.
+    are looked up: `tables[which](places, axes)`.
 
     Raises NotImplementedError for what registers cannot do.
     """
@@ -78,7 +93,7 @@ def run_typed(
     program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
     known: list[Any] = [(x, _Line(axis)) for x, axis in lines if len(axis) == 1]
     known += [(x, Interval(np.int32(0), np.int32(size - 1))) for x, size in below]
-    registers = _Registers(transposed, runs, known, tables or {}, lay, shared)
+    registers = _Registers(transposed, runs, known, tables or {}, held)
     found = registers.evaluate(program.jaxpr, program.consts, values)
     return jax.tree.unflatten(jax.tree.structure(out), found), out
 
@@ -118,7 +133,7 @@ class _Apart(NamedTuple):
         runs: tuple[Run, ...],
         transposed: bool,
         converted: Array,
-        lay: Callable[[Array], Array],
+        held: Held,
     ) -> Array:
         """The difference as `converted` has it where columns follow one another. All is counted
         from the first column, so that the floats are exact where converted integers are."""
@@ -128,7 +143,7 @@ class _Apart(NamedTuple):
             return converted
 
         def spread(x: Array, axis: int) -> Array:
-            return lay(lax.broadcast_in_dim(x.astype(jnp.float32), converted.shape, (axis,)))
+            return held.lay(lax.broadcast_in_dim(x.astype(jnp.float32), converted.shape, (axis,)))
 
         column = columns.values - starts[1]
         of_thread = column & np.int32(_OF_THREADS)
@@ -137,7 +152,7 @@ class _Apart(NamedTuple):
             far = spread(rows.values - starts[1], 0) - own
         else:
             far = (spread(rows.values - starts[0], 0) - own) + jnp.float32(starts[0] - starts[1])
-        apart = far - near if self.left is rows else near - far
+        apart = held.diagonals(far - near if self.left is rows else near - far)
         return jnp.abs(apart) if self.absolute else apart
 
     @staticmethod
@@ -186,8 +201,7 @@ class _Registers(NamedTuple):
     runs: tuple[Run, ...]
     noted: list[tuple[Any, Any]]
     tables: dict[int, Callable[..., Array]]
-    lay: Callable[[Array], Array]
-    shared: Callable[[Array], Array]
+    held: Held
 
     def shape(self, expected: tuple[int, ...]) -> tuple[int, ...]:
         narrow = tuple(size for size in expected if size != 1)
@@ -217,7 +231,7 @@ class _Registers(NamedTuple):
         name, params = equation.primitive.name, equation.params
         called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
         if _operation(equation) == "jattn_shared":
-            return [self.shared(values[0])]
+            return [self.held.shared(values[0])]
         if called is None:
             return [self.compute(equation, values)]
         if expressions.is_division(equation, called) and self.never_negative(equation, values):
@@ -339,7 +353,7 @@ class _Registers(NamedTuple):
         elif name == "abs":
             self.noted.append((found, apart._replace(absolute=True)))
         elif found.dtype == jnp.float32:
-            return apart.as_float(self.runs, self.transposed, found, self.lay)
+            return apart.as_float(self.runs, self.transposed, found, self.held)
         return found
 
     def noted_of(self, x: Any, kind: type) -> Any:
@@ -375,6 +389,6 @@ class _Registers(NamedTuple):
         if interval is not None:
             self.noted.append((found, interval))
         if len(axes) == 1 and jnp.ndim(found) == 2:
-            found = self.lay(found)
+            found = self.held.lay(found)
             self.noted.append((found, _Along(x, axes[0])))
         return found

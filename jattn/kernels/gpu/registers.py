@@ -256,22 +256,29 @@ class Unit(NamedTuple):
         older = [()] if "idx" in inspect.signature(load).parameters else []
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected, axes)
 
-    def shared(self, x: Array) -> Array:
-        """`tile.jattn_shared` along queries: pairs that are equal are one register."""
+    def held(self) -> mosaic_interpreter.Held:
+        lay = functools.partial(self.lay, axes="ts")
         if self.interpreted or (self.by is Products.TENSOR_MEMORY and not self.apart):
-            return x  # there no thread has both
-        layout, lower = self.layout("t"), importlib.import_module("jax.experimental.mosaic.gpu")
+            return mosaic_interpreter.Held(lay)  # there a thread has one row
+        named = functools.partial(self._named, change=_share, axes="t")
+        return mosaic_interpreter.Held(
+            lay, named, functools.partial(self._named, change=_share_diagonals, axes="ts")
+        )
+
+    def _named(self, x: Array, change: Callable[[Any], None], axes: str) -> Array:
+        """The same array, some of whose registers, which are equal, have other names."""
+        lower = importlib.import_module("jax.experimental.mosaic.gpu")
+        layout = self.layout(axes)
         result = mosaic().ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
         @mosaic().inline_mgpu(arg_types=(layout,), return_type=result)
-        def known(_: Any, x: Any) -> Any:
-            # A thread has of 16 rows two, or of 16 columns two pairs, 8 places apart.
+        def named(_: Any, x: Any) -> Any:
             registers = x.registers.copy()
-            registers.flat[1::2] = registers.flat[::2]
+            change(registers)
             how = {"_layout": x.layout, "_is_signed": x.is_signed}
             return lower.FragmentedArray(_registers=registers, **how)
 
-        return known(x)
+        return named(x)
 
     def products(
         self,
@@ -318,6 +325,18 @@ class Unit(NamedTuple):
             right = mosaic().load(other, layout=mosaic().Layout.MMA_RHS(other.dtype))
             found = mosaic().mma(found, _as_left(left), right)
         return found
+
+
+def _share(registers: Any) -> None:
+    """Those of rows that are 8 apart, or of columns."""
+    registers.flat[1::2] = registers.flat[::2]
+
+
+def _share_diagonals(registers: Any) -> None:
+    """Those of rows and columns that are both 8 further on."""
+    by_place = registers.reshape(registers.shape[1], registers.shape[4])
+    for row in range(1, by_place.shape[1]):
+        by_place[1:, row] = by_place[:-1, row - 1]
 
 
 def _as_left(x: Any) -> Array:
@@ -593,8 +612,7 @@ class Tile(NamedTuple):
             *given,
             shapes=expected,
             transposed=unit.transposed,
-            lay=lambda x: unit.lay(x, "ts"),
-            shared=unit.shared,
+            held=unit.held(),
             runs=(mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])),
             lines=[(at[2], "t"), (at[3], "s"), *((x.value, x.axes) for x in values if x)],
             below=[*zip(at, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],

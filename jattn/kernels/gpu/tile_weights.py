@@ -433,4 +433,8 @@ def finished(problem: Problem, totals: dict[int, Array], rows: Rows | None) -> l
         return total * times(jnp.exp2(-log_total), factor)[:, None]
 
     lay = functools.partial(problem.unit.lay, axes="ts")
-    return [mosaic_interpreter.run(normalized, totals[0], rows.log_total, lay=lay)]
+    return [
+        mosaic_interpreter.run(
+            normalized, totals[0], rows.log_total, held=mosaic_interpreter.Held(lay)
+        )
+    ]
