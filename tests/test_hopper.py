@@ -1168,6 +1168,54 @@ def test_kernels_are_told_which_queries_share_a_hash(rows, first):
         assert len(np.unique(x)) == 32
 
 
+def registers_of(layout: Any, values: np.ndarray) -> Any:
+    """What the registers of a layout hold of an array, for one thread and place in a register after
+    the other; the layout says how an array is cut into tiles, and which axes of these belong to
+    warps, lanes and a register."""
+    for sizes in layout.tiling.tiles:
+        before, own = values.shape[: -len(sizes)], values.shape[-len(sizes) :]
+        pairs = [size for x, y in zip(own, sizes, strict=True) for size in (x // y, y)]
+        n = len(before)
+        order = [*range(n), *range(n, n + 2 * len(sizes), 2), *range(n + 1, n + 2 * len(sizes), 2)]
+        values = values.reshape(*before, *pairs).transpose(order)
+    of_threads = [x for x in (*layout.warp_dims, *layout.lane_dims) if isinstance(x, int)]
+    of_threads = [x % values.ndim for x in (*of_threads, layout.vector_dim)]
+    for place in np.ndindex(*(values.shape[x] for x in of_threads)):
+        index: list[Any] = [slice(None)] * values.ndim
+        for axis, x in zip(of_threads, place, strict=True):
+            index[axis] = slice(x, x + 1)
+        yield values[tuple(index)]
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("by", registers.Products)
+def test_registers_that_are_named_alike_hold_the_same(by, by_key):
+    """In the layouts that JAX defines: of queries that share a hash, and of distances."""
+    if by is registers.Products.TENSOR_MEMORY:
+        unit = registers.Unit(False, by_key, by, apart=True)
+        alone = jnp.arange(3.0)
+        assert unit._replace(apart=False).held().shared(alone) is alone
+    else:
+        unit = registers.Unit(False, by_key, by)
+    rows, columns = unit.rows, 96
+    queries = columns if by_key else rows
+    pairs = {
+        "t": (registers._share, np.arange(queries) & ~tile.SHARED),
+        "ts": (registers._share_diagonals, np.arange(rows)[:, None] - np.arange(columns)),
+    }
+    for axes, (change, values) in pairs.items():
+        layout = unit.layout(axes).to_mgpu()
+        distinct = []
+        for own in registers_of(layout, values):
+            assert own.shape == layout.registers_shape(values.shape)
+            named, numbers = own.copy(), np.arange(own.size).reshape(own.shape)
+            change(named)
+            change(numbers)
+            assert np.array_equal(named, own)
+            distinct.append(len(np.unique(numbers)) / own.size)
+        assert max(distinct) <= 0.6
+
+
 def _three_documents(dtype: Any) -> Any:
     """Tiles full, mixed and empty."""
     q, kv = (jnp.asarray(np.arange(size) // 250)[None] for size in (300, 520))
