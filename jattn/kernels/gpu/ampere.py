@@ -123,11 +123,11 @@ def _gradients(
         start, first, group = i * ROWS, jnp.int32(0), np.int32(shapes.G)
         kept.fill(first, *[x.at[b, unit_head, pl.ds(start, ROWS)] for x in mine])
         own, near = None if by_key else Rows.read(unit, rows, b, unit_head, i), kept.wait(first)
-        numbers = {} if problem.heads > 1 else problem.numbers(leaves, b, unit_head)
 
         def of_head(g: Any, state: Any) -> Any:
             h = unit_head * problem.heads + g
             head = h if by_key else lax.div(h, group)
+            numbers = problem.numbers(leaves, b, h)
 
             def fetch(x: Any, turn: Any) -> None:
                 stream.fill(turn, *[y.at[b, head, pl.ds(x * size, size)] for y in others])

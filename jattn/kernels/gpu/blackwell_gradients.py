@@ -245,24 +245,28 @@ class _Program(backward.Program):
     def compute(self, memory: _Memory, group: Any, results: Any) -> None:
         """What a warpgroup does that computes."""
         mine = None if self.problem.by_key else self.mine(self.problem.unit)
-        numbers = {} if self.problem.heads > 1 else self.problem.numbers(self.leaves, *self.at[:2])
         self.each(group, functools.partial(self.clear, memory))
         tensor_memory.wait_for_stores(self.problem.unit)
 
-        def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
-            own = self.own_shares(group)
-            tiles = [self.problem.tile(self.leaves, self.share(h, x, i), numbers) for i in own]
-            tiles, read = self.completed(memory, turn, own, tiles, mine)
-            found = self.weigh(memory, group, tiles, masked, read)
-            rows = [each() for each in read]  # again: weights leave no registers for delta
-            for ring in memory.beside:
-                mosaic().commit_smem()  # copies may write then to what was read
-                mosaic().barrier_arrive(ring.freed(turn))
-            if _KEYS in self.which:
-                self.derive(memory, group, tiles, masked, rows, found)
-            return turn + 1
+        def of_head(h: Any) -> Any:
+            numbers = self.problem.numbers(self.leaves, self.at[0], h)
 
-        self.fold(step, jnp.int32(0))
+            def step(x: Any, masked: bool, turn: Any) -> Any:
+                own = self.own_shares(group)
+                tiles = [self.problem.tile(self.leaves, self.share(h, x, i), numbers) for i in own]
+                tiles, read = self.completed(memory, turn, own, tiles, mine)
+                found = self.weigh(memory, group, tiles, masked, read)
+                rows = [each() for each in read]  # again: weights leave no registers for delta
+                for ring in memory.beside:
+                    mosaic().commit_smem()  # copies may write then to what was read
+                    mosaic().barrier_arrive(ring.freed(turn))
+                if _KEYS in self.which:
+                    self.derive(memory, group, tiles, masked, rows, found)
+                return turn + 1
+
+            return step
+
+        self.fold_heads(of_head, jnp.int32(0))
         mosaic().barrier_wait(memory.done)
         self.each(group, functools.partial(self.leave, memory, results))
 
