@@ -7,8 +7,8 @@
 
 It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU there
 is a line for each kernel: registers, bytes spilled, bytes of shared memory, and of the loop over
-tiles that need no mask the instructions, the cycles that matrix units, the special function unit
-(exp2) and shared memory are busy, and the least and most TFLOP/s that a model of these predicts.
+tiles that need no mask the instructions, those that a jump may pass over (+), the cycles that
+matrix units, the special function unit (exp2) and shared memory are busy, and the least and most TFLOP/s that a model of these predicts.
 For a TPU there is a line for each program: temporary memory, bytes moved, kernels and loops. It
 shows what does not compile, does not fit, spills or is slow by its instructions; not wrong
 results, races or times. Rows go to `--out` as JSON lines.
@@ -35,11 +35,11 @@ from experiments.offline.machine_code import Loop
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-_COLUMNS = ("instr", "matrix", "special", "smem")
-_COUNTS = ("instructions", "matrix_cycles", "special_cycles", "shared_cycles")
+_COLUMNS = ("instr", "+", "matrix", "special", "smem")
+_COUNTS = ("instructions", "sometimes", "matrix_cycles", "special_cycles", "shared_cycles")
 _CASE = "{case:<18} {implementation:<9} {head:>4} {dtype:<8} {pass:<9}"
 _CASE_TITLES = f"{'case':<18} {'kernels':<9} {'H':>4} {'dtype':<8} {'pass':<9}"
-_KERNEL = "{:<22} {:>5} {:>6} {:>7} {:>6} {:>7} {:>7} {:>7} {:>9}"
+_KERNEL = "{:<22} {:>5} {:>6} {:>7} {:>6} {:>4} {:>7} {:>7} {:>7} {:>9}"
 _KERNEL_TITLES = ("kernel", "regs", "spill", "shared", *_COLUMNS, "TFLOP/s")
 _PROGRAM = "{:>9} {:>9} {:>7} {:>6}"
 _PROGRAM_TITLES = ("temp MiB", "moved GB", "kernels", "loops")
@@ -180,17 +180,17 @@ def lines(row: dict[str, Any]) -> list[str]:
 
 
 def _of_kernel(kernel: dict[str, Any], target: targets.Target) -> str:
-    loop = kernel["main_loop"]
-    counts = ["-"] * len(_COUNTS) if loop is None else [loop[name] for name in _COUNTS]
+    loop = kernel["main_loop"] and Loop(**kernel["main_loop"])
+    counts = ["-" if loop is None else getattr(loop, name) for name in _COUNTS]
     used = (kernel["kernel"], kernel["registers"], kernel["spill_bytes"], kernel["shared_bytes"])
     warned = "".join(f" warning: {x}" for x in kernel["warnings"])
     return _KERNEL.format(*used, *counts, _predicted(loop, target)) + warned
 
 
-def _predicted(loop: dict[str, Any] | None, target: targets.Target) -> str:
+def _predicted(loop: Loop | None, target: targets.Target) -> str:
     """The TFLOP/s of a loop by the model of `machine_code`."""
     if loop is None or target.peak is None:
         return "-"
     per_cycle, teraflops = target.peak
-    least, most = (teraflops * x / per_cycle for x in Loop(**loop).products_per_cycle)
+    least, most = (teraflops * x / per_cycle for x in loop.products_per_cycle)
     return f"{least:.0f}-{most:.0f}"
