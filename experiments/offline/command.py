@@ -8,10 +8,10 @@
 It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU there
 is a line for each kernel: registers, bytes spilled, bytes of shared memory, and of the loop over
 tiles that need no mask the instructions, those that a jump may pass over (+), the cycles that
-matrix units, the special function unit (exp2) and shared memory are busy, and the least and most TFLOP/s that a model of these predicts.
-For a TPU there is a line for each program: temporary memory, bytes moved, kernels and loops. It
-shows what does not compile, does not fit, spills or is slow by its instructions; not wrong
-results, races or times. Rows go to `--out` as JSON lines.
+matrix units, the special function unit (exp2) and shared memory are busy, and the least and most
+TFLOP/s that a model of these predicts. For a TPU there is a line for each program: temporary
+memory, bytes moved, kernels and loops. It shows what does not compile, does not fit, spills or is
+slow by its instructions; not wrong results, races or times. Rows go to `--out` as JSON lines.
 `jax_splash` and `jax_mgpu` are JAX's own kernels, for the few cases that they know. `--against`
 compares with rows that were kept, and compiles what those are of. `--lengths` shows how temporary
 memory grows, by `blockwise` unless told; that of a TPU's VMEM counts too.
