@@ -59,7 +59,7 @@ class Held(NamedTuple):
     diagonals: Callable[[Array], Array] = _unchanged
 
 
-_ANYHOW = Held()
+_AS_THEY_ARE = Held()
 
 
 def run(function: Callable[..., Any], *arguments: Any, **known: Any) -> Any:
@@ -76,7 +76,7 @@ def run_typed(
     lines: Any = (),
     below: Any = (),
     tables: Any = None,
-    held: Held = _ANYHOW,
+    held: Held = _AS_THEY_ARE,
 ) -> tuple[Any, Any]:
     """`function(*arguments)` and its results' types, where `shapes` are those that it expects:
     arguments and results lack their axes of size 1, and are `[s, t]` in place of `[t, s]` if

@@ -238,8 +238,7 @@ class Unit(NamedTuple):
         return self.lay(lax.broadcast_in_dim(along, shape, (axis,)), "ts")
 
     def places(self, start: Any, size: int, axis: str) -> Array:
-        places = self.lay(lax.iota(jnp.int32, size), axis)
-        return start + places
+        return start + self.lay(lax.iota(jnp.int32, size), axis)
 
     def read(self, memory: Any, index: tuple[Any, ...], letters: list[str]) -> _Value:
         """A part of an array in global memory."""
@@ -257,13 +256,13 @@ class Unit(NamedTuple):
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected, axes)
 
     def held(self) -> mosaic_interpreter.Held:
+        """How functions of tiles hold arrays: what two rows of a thread share is in one register."""
         lay = functools.partial(self.lay, axes="ts")
         if self.interpreted or (self.by is Products.TENSOR_MEMORY and not self.apart):
             return mosaic_interpreter.Held(lay)  # there a thread has one row
-        named = functools.partial(self._named, change=_share, axes="t")
-        return mosaic_interpreter.Held(
-            lay, named, functools.partial(self._named, change=_share_diagonals, axes="ts")
-        )
+        shared = functools.partial(self._named, change=_share, axes="t")
+        diagonals = functools.partial(self._named, change=_share_diagonals, axes="ts")
+        return mosaic_interpreter.Held(lay, shared, diagonals)
 
     def _named(self, x: Array, change: Callable[[Any], None], axes: str) -> Array:
         """The same array, some of whose registers, which are equal, have other names."""
