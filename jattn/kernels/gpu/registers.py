@@ -256,7 +256,7 @@ class Unit(NamedTuple):
         return _Value(self.lay(load(part, *older, optimized=False), axes), expected, axes)
 
     def held(self) -> mosaic_interpreter.Held:
-        """How functions of tiles hold arrays: what two rows of a thread share is in one register."""
+        """How functions of tiles hold arrays: what two rows of a thread share, once."""
         lay = functools.partial(self.lay, axes="ts")
         if self.interpreted or (self.by is Products.TENSOR_MEMORY and not self.apart):
             return mosaic_interpreter.Held(lay)  # there a thread has one row
