@@ -148,6 +148,15 @@ def _dropout_in_documents(arrays: Any) -> dict[str, Any]:
     return _dropout(arrays) | {"mask": mask, "score": scores.Alibi(arrays["slopes"])}
 
 
+def _dropout_of_pairs(arrays: Any) -> dict[str, Any]:
+    return _dropout(arrays) | {"mask": masks.Dense(arrays["pairs"])}
+
+
+def _dropout_by_positions(arrays: Any) -> dict[str, Any]:
+    score = {"score": scores.RelativeBias(arrays["table"]), "kv_positions": arrays["positions"]}
+    return _dropout(arrays) | {"mask": masks.Full()} | score
+
+
 def _masked(build: Callable[[Arrays], Any]) -> Callable[[Arrays], dict[str, Any]]:
     return lambda arrays: {"mask": build(arrays)}
 
@@ -247,6 +256,8 @@ OTHERS = (
     Call("lse", lambda a: {"mask": masks.Causal(), "return_lse": True}),
     Call("dropout", _dropout, _KEY),
     Call("dropout-documents", _dropout_in_documents, _KEY | _IDS, {"slopes": (N,)}),
+    Call("dropout-dense", _dropout_of_pairs, _KEY | _PAIRS),
+    Call("dropout-t5", _dropout_by_positions, _KEY | _POSITIONS, {"table": (32, N)}),
     Call("ungrouped", _masked(lambda a: masks.Causal()), held=(B, T, N)),
     Call("ragged", _masked(lambda a: masks.Causal()), query=(B, 1000, N), held=(B, 1999, K)),
 )

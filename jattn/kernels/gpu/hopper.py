@@ -348,8 +348,9 @@ def _gradients(
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     """Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup."""
-    many = spec.dropout_rate > 0 or needs_many(spec)
-    scarce = few() and (many or _has_window_beside_others(spec.mask))
+    drops = spec.dropout_rate > 0
+    many = drops or needs_many(spec) or _has_window_beside_others(spec.mask)
+    scarce = many if few() else drops and _is_long(spec)
     widest = 0 if scarce else 128  # of heads that have long tiles
     width = max(shapes.H, shapes.V)
     return Tiling(_rows(width), 128 if width <= widest else 64)
@@ -359,6 +360,11 @@ def _has_window_beside_others(mask: masks.Mask) -> bool:
     """Whether a mask compares keys with both ends of a window and with what another mask allows."""
     nodes = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Window))
     return any(isinstance(x, masks.Window) for x in nodes) and not isinstance(mask, masks.Window)
+
+
+def _has_array_of_pairs(mask: masks.Mask) -> bool:
+    nodes = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Dense))
+    return any(isinstance(x, masks.Dense) for x in nodes)
 
 
 def _rows(width: int) -> int:
@@ -371,11 +377,9 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    both = spec.score is not None and spec.dropout_rate > 0
-    if few():
-        scarce = needs_many(spec) or both
-    else:
-        scarce = _is_long(spec) or both or width > 128
+    beside = spec.score is not None or (few() and _has_array_of_pairs(spec.mask))
+    many = needs_many(spec) if few() else _is_long(spec) or width > 128
+    scarce = many or (beside and spec.dropout_rate > 0)
     return (32, 32) if scarce else (64, 64)
 
 
