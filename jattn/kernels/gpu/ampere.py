@@ -166,6 +166,12 @@ def _gradients(
     return heads_first(*launch(name, problem, order, kernel, operands, results, scratch, 1))
 
 
+def _streamed(spec: Spec, width: int) -> tuple[int, int]:
+    if width <= 64:
+        return 32 if spec.score is not None and spec.dropout_rate else 64, 32
+    return 32 if width <= 128 else 16, 16
+
+
 # As many keys and queries as fit registers, beside what masks and score functions need.
 _FORWARD = mosaic_call.Forward(
     tiling=lambda _, x: Tiling(ROWS, 64 if max(x.H, x.V) <= 128 else 16),
@@ -174,7 +180,7 @@ _FORWARD = mosaic_call.Forward(
 )
 BACKWARD = mosaic_call.Backward(
     rows=lambda _: ROWS,
-    streamed=lambda _, width: (64, 32) if width <= 64 else (32 if width <= 128 else 16, 16),
+    streamed=_streamed,
     products=Products.WARP,
     run=_gradients,
 )

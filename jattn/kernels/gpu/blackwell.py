@@ -338,9 +338,11 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     """Scores and sums of two groups fill tensor memory where heads are of 128: it has 512
-    columns. Registers hold long tiles where these read no arrays."""
+    columns. Registers hold long tiles where these read no arrays, and those of two groups no tiles
+    with dropout beside score functions."""
     wide = max(shapes.H, shapes.V) > 128
-    groups = 1 if wide or shapes.T <= TENSOR_ROWS else 2
+    both = spec.score is not None and spec.dropout_rate > 0
+    groups = 1 if wide or both or shapes.T <= TENSOR_ROWS else 2
     rules = spec.mask, spec.score, spec.q_positions, spec.kv_positions
     arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves(rules))
     short = wide or arrays or spec.dropout_rate > 0

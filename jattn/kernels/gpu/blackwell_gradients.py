@@ -430,12 +430,13 @@ def _streamed(spec: Spec, width: int) -> tuple[int, int]:
 
 def _is_long(spec: Spec, by_key: bool) -> bool:
     """Whether a tile's scores and their derivative need more registers than 64 columns leave: of
-    all score functions but one that is linear, by places; and with dropout by keys, where hashes
-    are of columns."""
+    all score functions but one that is linear, by places; and with dropout beside any, or by keys,
+    where hashes are of columns."""
     chain = scores.in_order(spec.score)
     others = any(isinstance(x, scores.SoftCap | scores.Score) for x in chain)
     by_positions = bool(chain) and not hoisted.positions_are_places(spec)
-    return (by_key and spec.dropout_rate > 0) or others or len(chain) > 1 or by_positions
+    drops = spec.dropout_rate > 0 and (by_key or bool(chain))
+    return drops or others or len(chain) > 1 or by_positions
 
 
 BACKWARD = mosaic_call.Backward(
