@@ -123,17 +123,19 @@ def test_only_innermost_loops_with_products_count():
     assert second.special_cycles == 0
 
 
-# Sums are rescaled, or not; then one of two things happens; and a wait goes elsewhere and back.
+# Sums are rescaled, or not, by a vote; one of two things happens; a wait goes elsewhere and back.
 BRANCHES = """\
 .L_x_1:
         /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24 ;
         /*0010*/              @!P0 BRA `(.L_x_9) ;
 .L_x_2:
         /*0020*/                   VOTE.ANY P1, P1 ;
+        /*0028*/                   FSEL R88, R88, R83, P1 ;
         /*0030*/              @!P1 BRA `(.L_x_3) ;
         /*0040*/                   FMUL R88, R88, R83 ;
         /*0050*/                   FMUL R89, R89, R83 ;
 .L_x_3:
+        /*0058*/                   ISETP.GE.AND P2, PT, R3, R4, PT ;
         /*0060*/              @!P2 BRA `(.L_x_4) ;
         /*0070*/                   FADD R3, R4, R5 ;
         /*0080*/                   BRA `(.L_x_5) ;
@@ -150,12 +152,18 @@ BRANCHES = """\
 """
 
 
-def test_what_a_jump_may_pass_over_counts_apart():
-    """And of two parts the second as the one that runs."""
+def test_what_a_vote_jumps_over_counts_apart():
     (found,) = machine_code.loops(BRANCHES)
-    assert (found.instructions, found.sometimes) == (9, 4)
-    assert found.special_cycles == 3 * 8
-    assert found.by_kind == {"jump": 4, "special": 3, "matrix": 1, "shuffle": 1}
+    assert (found.instructions, found.sometimes) == (13, 2)
+    kinds = {"jump": 5, "special": 3, "float": 2, "matrix": 1, "shuffle": 1, "integer": 1}
+    assert found.by_kind == kinds
+
+
+def test_threads_of_a_warpgroup_vote_at_a_barrier():
+    at_barrier = BRANCHES.replace("VOTE.ANY P1, P1", "B2R.RESULT RZ, P1")
+    assert [x.sometimes for x in machine_code.loops(at_barrier)] == [2]
+    other = BRANCHES.replace("FSEL R88, R88, R83, P1", "PLOP3.LUT P1, PT, PT, PT, UP1, 0x80, 0x0")
+    assert [x.sometimes for x in machine_code.loops(other)] == [0]
 
 
 def test_the_main_loop_has_most_products_in_fewest_instructions():

@@ -7,7 +7,7 @@
 
 It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU there
 is a line for each kernel: registers, bytes spilled, bytes of shared memory, and of the loop over
-tiles that need no mask the instructions, those that a jump may pass over (+), the cycles that
+tiles that need no mask the instructions, those that a vote may jump over (+), the cycles that
 matrix units, the special function unit (exp2) and shared memory are busy, and the least and most
 TFLOP/s that a model of these predicts. For a TPU there is a line for each program: temporary
 memory, bytes moved, kernels and loops. It shows what does not compile, does not fit, spills or is

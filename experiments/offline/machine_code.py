@@ -32,12 +32,12 @@ class Resources(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of machine code: `HGMMA.64x128x16.F32.BF16` and what follows it, and whether it
-    depends on a predicate before it."""
+    """One line of machine code: `HGMMA.64x128x16.F32.BF16` and what follows it, and the predicate
+    on which it depends, `P1`."""
 
     name: str
     operands: str
-    predicated: bool = False
+    predicate: str = ""
 
     @property
     def root(self) -> str:
@@ -47,8 +47,8 @@ class Instruction(NamedTuple):
 
 class Loop(NamedTuple):
     """An innermost loop over tiles, during one round. Of the matrix units of Blackwell it knows
-    neither sizes nor cycles. What a jump may pass over, as sums are only rescaled where a maximum
-    has moved far, is counted `sometimes`, and nowhere else."""
+    neither sizes nor cycles. What warps jump over by a vote, as sums are only rescaled where a
+    maximum has moved far, is counted `sometimes`, and nowhere else."""
 
     instructions: int
     matrix_cycles: int
@@ -90,7 +90,9 @@ _SPECIAL_CYCLES = 8
 _SHARED_BYTES = 128  # a cycle
 _WARPS = 4  # of a warpgroup
 
-_LINE = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(?:\{\s*)?(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
+_NOTHING = Instruction("", "")
+
+_LINE = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(?:\{\s*)?(?:@!?(U?P\w+)\s+)?([A-Z][\w.]*)(.*)")
 _LABEL = re.compile(r"\s*(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 
@@ -184,7 +186,7 @@ def instructions(sass: str) -> tuple[list[Instruction], dict[str, int]]:
             continue
         found = _LINE.match(line)
         if found:
-            code.append(Instruction(found[2], found[3].strip(), found[1] is not None))
+            code.append(Instruction(found[2], found[3].strip(), found[1] or ""))
     return code, labels
 
 
@@ -220,11 +222,19 @@ def _is_of_tile(instruction: Instruction, apart: bool) -> bool:
     return instruction.root == "STTM" if apart else kind(instruction) == "matrix"
 
 
+def _is_voted(before: list[Instruction], predicate: str) -> bool:
+    """Whether threads have voted on a predicate, of a warp or at a barrier, before all else that
+    sets it."""
+    among_first = re.compile(rf"(?:[\w.!]+,\s*)?{predicate}\b")
+    last = (x for x in reversed(before) if among_first.match(x.operands))
+    return bool(predicate) and next(last, _NOTHING).root in ("VOTE", "B2R")
+
+
 def _loop(code: list[Instruction], start: int, end: int, jumps: list[tuple[int, int]]) -> Loop:
     over = {
         place
         for at, to in jumps
-        if start <= at < to <= end and code[at].predicated
+        if start <= at < to <= end and _is_voted(code[start:at], code[at].predicate)
         for place in range(at + 1, to)
     }
     body = [code[place] for place in range(start, end + 1) if place not in over]
