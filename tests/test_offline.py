@@ -118,6 +118,7 @@ def test_only_innermost_loops_with_products_count():
     )
     assert first.products_per_cycle == (2048 * 96 / (96 + 8), 2048)
     assert first._replace(special_cycles=192).products_per_cycle == (2048 / 3, 1024)
+    assert first._replace(shared_cycles=384).products_per_cycle == (512, 512)
     assert second.instructions == 6
     assert second.by_kind == {"matrix": 2, "local": 1, "float": 1, "integer": 1, "jump": 1}
     assert second.special_cycles == 0

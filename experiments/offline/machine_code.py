@@ -63,7 +63,8 @@ class Loop(NamedTuple):
         """Of a multiprocessor, at least and at most."""
         others = max(self.instructions, self.special_cycles)
         busiest = max(self.matrix_cycles, others, self.shared_cycles)
-        return self.products / (self.matrix_cycles + others), self.products / busiest
+        alone = max(self.matrix_cycles + others, busiest)
+        return self.products / alone, self.products / busiest
 
 
 _ROOTS = {
