@@ -1080,6 +1080,7 @@ def moves(query: Any, key: Any, columns: int) -> list[bool]:
 TOGETHER = {"hopper": (64, 128), "ampere": (64, 64), "blackwell": (128, 128)}
 
 
+@pytest.mark.one_in(2)
 @each_kernel
 @pytest.mark.parametrize(
     ("step", "dtype", "expected"),
