@@ -143,16 +143,16 @@ def _dropout(arrays: Arrays) -> dict[str, Any]:
     return {"mask": masks.Causal(), "dropout_rate": 0.1, "dropout_key": key}
 
 
-def _dropout_in_documents(arrays: Any) -> dict[str, Any]:
+def _dropout_in_documents(arrays: Arrays) -> dict[str, Any]:
     mask = masks.Causal() & masks.Segments(arrays["ids"])
     return _dropout(arrays) | {"mask": mask, "score": scores.Alibi(arrays["slopes"])}
 
 
-def _dropout_of_pairs(arrays: Any) -> dict[str, Any]:
+def _dropout_of_pairs(arrays: Arrays) -> dict[str, Any]:
     return _dropout(arrays) | {"mask": masks.Dense(arrays["pairs"])}
 
 
-def _dropout_by_positions(arrays: Any) -> dict[str, Any]:
+def _dropout_by_positions(arrays: Arrays) -> dict[str, Any]:
     score = {"score": scores.RelativeBias(arrays["table"]), "kv_positions": arrays["positions"]}
     return _dropout(arrays) | {"mask": masks.Full()} | score
 

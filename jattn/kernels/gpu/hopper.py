@@ -210,7 +210,8 @@ def _online(
 
 
 def _has_registers(spec: Spec, visits: block_mask.BlockMask) -> bool:
-    """Whether tiles leave registers for what a program keeps between two places."""
+    """Whether tiles leave registers for what a program keeps between two places: with score
+    functions and dropout not all do."""
     return spec.score is None and not spec.dropout_rate and visits.order is None
 
 
