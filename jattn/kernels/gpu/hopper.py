@@ -350,22 +350,19 @@ def _gradients(
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     """Of tiles two fit shared memory (227 KiB) and one the registers of a warpgroup."""
     drops = spec.dropout_rate > 0
-    many = drops or needs_many(spec) or _has_window_beside_others(spec.mask)
+    # Beside another mask, keys are compared with both ends of a window.
+    windowed = _has(spec.mask, masks.Window) and not isinstance(spec.mask, masks.Window)
+    many = drops or needs_many(spec) or windowed
     scarce = many if few() else drops and _is_long(spec)
     widest = 0 if scarce else 128  # of heads that have long tiles
     width = max(shapes.H, shapes.V)
     return Tiling(_rows(width), 128 if width <= widest else 64)
 
 
-def _has_window_beside_others(mask: masks.Mask) -> bool:
-    """Whether a mask compares keys with both ends of a window and with what another mask allows."""
-    nodes = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Window))
-    return any(isinstance(x, masks.Window) for x in nodes) and not isinstance(mask, masks.Window)
-
-
-def _has_array_of_pairs(mask: masks.Mask) -> bool:
-    nodes = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, masks.Dense))
-    return any(isinstance(x, masks.Dense) for x in nodes)
+def _has(mask: masks.Mask, kind: type) -> bool:
+    """Whether such a mask is in it."""
+    nodes = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, kind))
+    return any(isinstance(x, kind) for x in nodes)
 
 
 def _rows(width: int) -> int:
@@ -378,7 +375,7 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    beside = spec.score is not None or (few() and _has_array_of_pairs(spec.mask))
+    beside = spec.score is not None or (few() and _has(spec.mask, masks.Dense))
     many = needs_many(spec) if few() else _is_long(spec) or width > 128
     scarce = many or (beside and spec.dropout_rate > 0)
     return (32, 32) if scarce else (64, 64)
