@@ -105,7 +105,9 @@ class _Unsure(Exception):
     """Something that may change without another name, or of which nothing is known."""
 
 
-_SCALARS = (int, bool, str, bytes, type(None), type(Ellipsis))
+# Of Python's values, what is compared: the text of floats tells 0.0 from −0.0.
+_NUMBERS = dict.fromkeys((int, bool, str, bytes, type(None), type(Ellipsis)), lambda x: x)
+_NUMBERS |= {float: repr, complex: repr}
 _BUILTINS = frozenset(
     """abs all any bool complex dict divmod enumerate float int isinstance len list map max min pow
     range reversed round sorted sum tuple zip""".split()
@@ -139,7 +141,8 @@ def _is_export(value: Any) -> bool:
     """Whether a value is a module of these packages, or a function or class of theirs."""
     if isinstance(value, types.ModuleType):
         return _package(value.__name__) in _PACKAGES and _is_pure(value.__name__)
-    if isinstance(value, types.MethodType) or _package(type(value).__module__) not in ("builtins", "jax", "jaxlib", "numpy"):
+    kind = _package(type(value).__module__)
+    if isinstance(value, types.MethodType) or kind not in ("builtins", "jax", "jaxlib", "numpy"):
         return False
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if not isinstance(module, str) or not isinstance(name, str):
@@ -174,10 +177,8 @@ class _Key:
         self.reads_memory = False  # that can be written to
 
     def value(self, value: Any) -> Hashable:
-        if type(value) in _SCALARS:
-            return type(value), value
-        if type(value) in (float, complex):
-            return type(value), repr(value)  # tells 0.0 from −0.0
+        if type(value) in _NUMBERS:
+            return type(value), _NUMBERS[type(value)](value)
         if isinstance(value, np.number | np.bool_):
             return type(value), value.tobytes()
         if type(value) in (tuple, frozenset):

@@ -12,6 +12,7 @@ import gc
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn import cache, masks, nn, scores
-from jattn._functions import frozen
+from jattn import _functions, cache, masks, nn, spec
 from jattn.masks import Predicate
 from jattn.scores import Score
 
@@ -182,7 +182,7 @@ in_container(
     "structured array",
     structured,
     lambda x: int(x["number"][0]),
-    lambda x, y: set_item("number")(x, y),
+    set_item("number"),
 )
 in_container("object array", random_access, one, set_item(1))
 in_container("masked array", lambda x: np.ma.array([0, x]), lambda x: int(x[1]), set_item(1))
@@ -252,10 +252,10 @@ def module_attribute(use: Use, number: Any) -> Any:
 
 @held
 def imported_inside(use: Use, number: Any) -> Any:
-    import tests.test_changing_functions as itself  # noqa: PLC0415, PLW0406
+    import tests.test_changing_functions as itself  # noqa: PLC0415
 
     def function(*x: Any) -> Any:
-        import tests.test_changing_functions  # noqa: PLC0415, PLW0406
+        import tests.test_changing_functions  # noqa: PLC0415
 
         return use(tests.test_changing_functions.GLOBAL, *x)
 
@@ -459,12 +459,6 @@ def inside_lax(use: Use, number: Any) -> Any:
     return function, lambda new: set_item(())(box, new)
 
 
-def memory_mapped(path: Any, number: Any) -> tuple[np.ndarray, np.ndarray]:
-    """An array of a file twice: as it is read, and as it is written to."""
-    np.save(path, an_array(number))
-    return np.load(path, mmap_mode="r"), np.load(path, mmap_mode="r+")
-
-
 def in_window(width: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (kv <= q) & (q - kv < width)
 
@@ -532,3 +526,194 @@ def test_a_function_reads_what_is_held_when_it_is_called(name, kind):
 @pytest.mark.parametrize("name", ["list", "numpy in jnp", "bound_method"])
 def test_in_every_implementation(name, implementation, T, kind):
     check(kind, HOLDERS[name], T, implementation, (2, 5))
+
+
+# --- everything that takes functions ------------------------------------------------------------
+
+
+def changing(kind: str) -> tuple[dict[str, Any], list[Any]]:
+    """A function that reads a list, as an argument, and the list."""
+    box, use = [2], USES[kind]
+    return options(kind, lambda *x: use(box[0], *x)), box
+
+
+def given(kind: str, number: Any) -> dict[str, Any]:
+    """A function of a number that is known."""
+    return options(kind, functools.partial(USES[kind], number))
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "attention": lambda q, k, v, **rule: jattn.attention(q, k, v, **rule, return_lse=True),
+    "weights": lambda q, k, v, **rule: jattn.attention_weights(q, k, **rule),
+    "scores": lambda q, k, v, **rule: jattn.attention_scores(q, k, **rule),
+    "return_weights": lambda *x, **rule: jattn.attention(*x, **rule, return_weights=True),
+    "statistics": lambda q, k, v, **rule: jattn.statistics(q, k, **rule),
+    "top_weights": lambda q, k, v, **rule: jattn.top_weights(q, k, 2, **rule),
+    "weights_at": lambda q, k, v, **rule: jattn.viz.weights_at(q, k, rows=[3, 6], **rule),
+    "on a cache": lambda q, k, v, **rule: jattn.cached_attention(
+        q, k, v, cache.DenseCache.create(1, 16, 1, 8, dtype=q.dtype), **rule
+    )[0],
+    "in pieces": lambda q, k, v, **rule: jattn.cached_attention(
+        q, k, v, cache.RollingCache.create(1, 16, 1, 8, dtype=q.dtype, chunk=4), **rule
+    )[0],
+    "additive": lambda q, k, v, **rule: jattn.additive_attention(
+        q[:, :, 0], k[:, :, 0], v[:, :, 0], jnp.eye(8), jnp.eye(8), jnp.ones(8), **rule
+    ),
+    "vjp": lambda q, k, v, **rule: jax.vjp(lambda *x: jattn.attention(*x, **rule), q, k, v)[1](q),
+    "jvp": lambda q, k, v, **rule: jax.jvp(
+        lambda *x: jattn.attention(*x, **rule), (q, k, v), (k, v, q)
+    ),
+    "vmap": lambda *x, **rule: jax.vmap(lambda *x: jattn.attention(*x, **rule))(*x),
+}
+
+
+@pytest.mark.parametrize("kind", USES)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_reads_its_functions_again(name, kind):
+    x, (rule, box) = arrays(9), changing(kind)
+    for number in (2, 5, 2):
+        box[0] = number
+        got, want = CALLS[name](*x, **rule), CALLS[name](*x, **given(kind, number))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), got, want)
+
+
+def test_statistics_of_keys_that_a_function_selects():
+    q, k, _ = arrays(9)
+    keys, box = changing("mask")
+    for number in (2, 5):
+        box[0] = number
+        got = jattn.statistics(q, k, keys=keys["mask"]).on_keys
+        want = jattn.statistics(q, k, keys=given("mask", number)["mask"]).on_keys
+        np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_masks_are_evaluated_anew():
+    """Tiles that are looked at are kept for the function as it was."""
+    box = [100]
+    mask = Predicate(lambda b, h, q, kv: ((q * 7919 + kv) % 65536 < box[0]) & (q - kv < box[0]))
+    for number in (100, 60000, 100):
+        box[0] = number
+        q, kv = np.arange(1024)[:, None], np.arange(1024)[None, :]
+        want = ((q * 7919 + kv) % 65536 < number) & (q - kv < number)
+        np.testing.assert_array_equal(mask.dense(1024, 1024), want)
+        tiles = want.reshape(8, 128, 8, 128)
+        kinds = np.asarray(masks.tile_map(mask, 1024, 1024, 128, 128))
+        assert not tiles.any((1, 3))[kinds == masks.EMPTY].any()
+        assert tiles.all((1, 3))[kinds == masks.FULL].all()
+        found = jattn.explain(*arrays(1024), mask=mask).tiles
+        assert found is not None
+        assert found.empty <= 1 - tiles.any((1, 3)).mean()
+
+
+def test_an_explanation_is_about_the_call():
+    """What it counts and compiles later is the function as it was."""
+    rule, box = changing("mask")
+    x = arrays(512)
+    before, box[0] = jattn.explain(*x, **rule), 512
+    after = jattn.explain(*x, **rule)
+    assert before.tiles == jattn.explain(*x, **given("mask", 2)).tiles
+    assert after.tiles == jattn.explain(*x, mask=masks.Causal()).tiles
+    assert before.tiles != after.tiles
+
+
+@pytest.mark.parametrize("kind", USES)
+@pytest.mark.parametrize("T", [9, 1024])
+def test_a_gradient_that_is_taken_later_is_of_the_call(T, kind):
+    x, array = arrays(T), np.array([0, 2], np.int32)
+    box = [array]
+    for read in (lambda: jnp.asarray(array)[1], lambda: jnp.asarray(box[0])[1]):
+        array[1] = 2
+        rule = options(kind, lambda *x, read=read: USES[kind](read(), *x))
+        _, pull = jax.vjp(functools.partial(jattn.attention, **rule), *x)
+        array[1] = 5
+        _, exact = jax.vjp(functools.partial(plain, kind, 2), *x)
+        for got, want in zip(pull(x[0]), exact(x[0]), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-11)
+
+
+@pytest.mark.parametrize("where", ["module", "call"])
+def test_a_module_reads_its_function_again(where):
+    rule, box = changing("mask")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 8)))
+
+    def attended(mask: Any) -> Any:
+        own = mask if where == "module" else None
+        module = nn.MultiHeadAttention(
+            2, 8, mask=own, rngs=nnx.Rngs(0), param_dtype=jnp.float64, dtype=jnp.float64
+        )
+        return lambda: module(x, mask=None if where == "module" else mask)
+
+    call = attended(rule["mask"])
+    for number in (2, 5):
+        box[0] = number
+        np.testing.assert_allclose(call(), attended(given("mask", number)["mask"])(), atol=1e-12)
+
+
+@pytest.mark.parametrize("read", ["list", "array", "attribute"])
+def test_bounds_that_may_be_others_are_not_taken(read):
+    x, array, box = arrays(512), np.array([100]), [100]
+    settings = types.SimpleNamespace(width=100)
+    width = {"list": lambda: box[0], "array": lambda: array[0], "attribute": lambda: settings.width}
+
+    def bounds(tile: Any) -> Any:
+        (q_lo, q_hi, *_), (kv_lo, kv_hi, *_) = tile.rows, tile.columns
+        n = width[read]()
+        any_of_it = (kv_lo <= q_hi) & (q_lo - kv_hi < n)
+        return any_of_it, (kv_hi <= q_lo) & (q_hi - kv_lo < n)
+
+    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return in_window(jnp.int32(width[read]()), b, h, q, kv)
+
+    for number in (100, 400):
+        box[0] = settings.width = array[0] = number
+        got = jattn.attention(*x, mask=Predicate(rule, bounds=bounds), implementation="blockwise")
+        np.testing.assert_allclose(got, plain("mask", number, *x), atol=1e-12)
+
+
+def test_what_changes_in_each_reading_is_read_in_each_call():
+    q, k, v = arrays(9)
+    random = np.random.default_rng(0)
+    rule = Predicate(lambda b, h, i, j: j < int(random.integers(1, 9)))
+    again = np.random.default_rng(0)
+    for _ in range(6):
+        want = jattn.attention(q, k, v, mask=masks.Prefix(int(again.integers(1, 9))))
+        np.testing.assert_allclose(jattn.attention(q, k, v, mask=rule), want, atol=1e-12)
+
+
+# --- what it costs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["list", "numpy in jnp", "bound_method", "inside_lax"])
+def test_an_unchanged_function_runs_what_is_compiled(name, caplog):
+    x = arrays(9)
+    function, change = HOLDERS[name](in_window, 3)
+    jattn.attention(*x, mask=Predicate(function))
+    change(4)
+    jattn.attention(*x, mask=Predicate(function))
+    for number in (3, 4):
+        change(number)
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            caplog.clear()
+            jattn.attention(*x, mask=Predicate(function))
+        assert not [x for x in caplog.messages if x.startswith("Compiling")]
+
+
+def test_an_unchanged_array_is_not_traced_again():
+    x, table = arrays(9), np.arange(2**17)
+    rule = Predicate(lambda b, h, q, kv: jnp.asarray(table)[kv] <= q.astype(table.dtype))
+    first = jattn.attention(*x, mask=rule, implementation="reference")
+    with jax.no_tracing():
+        again = jattn.attention(*x, mask=rule, implementation="reference")
+    np.testing.assert_array_equal(first, again)
+
+
+@pytest.mark.parametrize("name", ["list", "numpy in jnp"])
+def test_functions_of_the_past_are_forgotten(name, monkeypatch):
+    monkeypatch.setattr(_functions, "_frozen", WeakValueDictionary())
+    q, k, _ = arrays(2)
+    function, change = HOLDERS[name](in_window, 0)
+    for number in range(spec._MOST_TRANSIENT + 20):
+        change(number)
+        jattn.attention_scores(q, k, mask=Predicate(function))
+    gc.collect()
+    assert len(_functions._frozen) <= spec._MOST_TRANSIENT + 1
