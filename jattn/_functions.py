@@ -307,7 +307,7 @@ def _with_copies(value: Any) -> Any:
         params = {name: _with_copies(x) for name, x in value.params.items()}
         return value.replace(invars=_with_copies(value.invars), params=params)
     if isinstance(value, ClosedJaxpr | Jaxpr):
-        program = getattr(value, "jaxpr", value)
+        program: Any = getattr(value, "jaxpr", value)
         eqns, outvars = _with_copies(program.eqns), _with_copies(program.outvars)
         program = program.replace(eqns=eqns, outvars=outvars)
         consts = getattr(value, "consts", None)

@@ -35,7 +35,7 @@ class PytreeVariables(Module):
         return jax.tree.unflatten(self.structure, [array[...] for array in self.arrays])
 
 
-def lasting_functions(module: nnx.Module) -> tuple[Any, ...]:
+def lasting_functions(module: Any) -> tuple[Any, ...]:
     """Returns the functions in masks and scores of a module, as they are now: a key of programs
     that are compiled for the module."""
     parts = [x() for _, x in nnx.iter_modules(module) if isinstance(x, PytreeVariables)]
