@@ -14,8 +14,9 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
+from jax.core import eval_jaxpr
 
+from jattn._functions import unseen
 from jattn._types import AnyArray, Indices, Shape
 
 
@@ -258,7 +259,7 @@ def closure_converted(
     `run` closes over nothing traced, so that it may be called after the trace in which `function`
     was written.
     """
-    program, like = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    program, like = jax.make_jaxpr(unseen(function), return_shape=True)(*arguments)
     jaxpr, structure = program.jaxpr, jax.tree.structure(like)
 
     def run(arrays: Any, *arguments: Any) -> Any:
@@ -266,24 +267,3 @@ def closure_converted(
         return jax.tree.unflatten(structure, found)
 
     return run, list(program.consts)
-
-
-def hoist_closure(
-    function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`function(*scalars, *operands)` with the traced arrays that it closes over as more operands.
-
-    A function that closes over none stays as it is. What is an operand can be differentiated, and
-    outlives the trace in which the function was written.
-    """
-    run, arrays = closure_converted(function, *scalars, *operands)
-    if not any(isinstance(x, Tracer) for x in arrays):
-        return function, operands
-    given = len(scalars) + len(operands)
-
-    def closed(*arguments: Any) -> Any:
-        return run(arguments[given:], *arguments[:given])
-
-    # Not `functools.wraps`, which would keep the function and with it the traced arrays.
-    closed.__name__ = getattr(function, "__name__", type(function).__name__)
-    return closed, (*operands, *arrays)

@@ -25,7 +25,15 @@ from jattn.kernels.common import lowering, vjp
 from jattn.kernels.xla import decode, reference, tangents
 from jattn.masks import MaskLike, as_mask
 from jattn.scores import ScoreLike, as_score
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+from jattn.spec import (
+    Shapes,
+    Spec,
+    check_shapes,
+    compiled,
+    make_spec,
+    nan_if_overflowed,
+    prepare,
+)
 
 
 SomeCache = TypeVar("SomeCache", bound=Cache)
@@ -200,7 +208,7 @@ def _with_weights(results: Any, weights: Array) -> tuple[Array, ...]:
     return (*results, weights) if isinstance(results, tuple) else (results, weights)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
+@compiled("implementation", "shapes")
 def _attend(
     spec: Spec,
     query: Array,
@@ -252,7 +260,7 @@ def _attention_to_cache(
     return _with_weights(results, _weights_of_cache(spec, query, cache, shapes=shapes))
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
+@compiled("shapes")
 def _weights_of_cache(spec: Spec, query: Array, cache: Cache, *, shapes: Shapes) -> Array:
     """`[B, N, T, S]` over the cache's slots, NaN in rows that overflowed."""
     key = jnp.swapaxes(cache.read()[0], 1, 2).astype(query.dtype)
@@ -260,7 +268,7 @@ def _weights_of_cache(spec: Spec, query: Array, cache: Cache, *, shapes: Shapes)
     return jnp.where(cache.overflowed[:, None, None, None], jnp.nan, weights)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
+@compiled("implementation", "shapes")
 def _attend_cache(
     spec: Spec, query: Array, cache: Cache, *, implementation: str | None, shapes: Shapes
 ) -> Any:
@@ -556,7 +564,7 @@ def _platform_of(x: Any) -> str:
     return "rocm" if "rocm" in version else "cuda"
 
 
-@functools.partial(jax.jit, static_argnames=("what", "shapes"))
+@compiled("what", "shapes")
 def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) -> Array:
     flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key)]
     result = getattr(reference, what)(prepare(spec, shapes), *flat)

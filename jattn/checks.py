@@ -146,11 +146,12 @@ def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any
         more = f" and {len(operands)} operands" if operands else ""
         raise TypeError(
             f"{owner}: expected a function of ({', '.join(wanted)}){more}, got "
-            f"{_name(fn)}({', '.join(signature.parameters)})"
+            f"{function_name(fn)}({', '.join(signature.parameters)})"
         ) from None
 
 
-def _name(fn: Any) -> str:
+def function_name(fn: Any) -> str:
+    """What messages call a function."""
     return getattr(fn, "__name__", type(fn).__name__)
 
 
@@ -171,7 +172,7 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
         )
     else:
         return
-    raise TypeError(f"{owner}: {_name(fn)} {reason}")
+    raise TypeError(f"{owner}: {function_name(fn)} {reason}")
 
 
 def check_dtype(name: str, value: Any) -> None:

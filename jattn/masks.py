@@ -26,13 +26,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jattn import bounds, expressions, integers, undecided
-from jattn._functions import holds_tracers
+from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._pytree import (
     array_field,
     axis_names,
     axis_of,
     flatten_batch,
-    hoist_closure,
     leading,
     letters_by_head,
     number,
@@ -51,6 +50,7 @@ from jattn.checks import (
     check_size,
     check_sizes,
     explained,
+    function_name,
     shown,
 )
 from jattn.integers import is_below, is_integer, is_known
@@ -957,21 +957,27 @@ class Predicate(Mask):
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "bounds_fn", bounds)
 
-    def hoist_closure(self) -> "Predicate":
-        """The same mask; traced arrays that its function closes over are operands.
+    def check(self) -> None:
+        """Raises TypeError unless the function returns a boolean scalar."""
+        jax.eval_shape(unseen(self._scalar), *[jnp.int32(0)] * 4)
+
+    def lasting(self) -> "Predicate":
+        """The same mask, with functions that do not change: see `jattn._functions`.
 
         Raises:
             TypeError: the function does not return a boolean scalar.
         """
-        zeros = [jnp.int32(0)] * 4
-        jax.eval_shape(self._scalar, *zeros)
-        with explained("Predicate", self.fn):
-            fn, operands = hoist_closure(self.fn, self.operands, *zeros)
-        return Predicate(fn, *operands, bounds=self.bounds_fn)
+        fn, operands, bounds = frozen(self.fn), self.operands, self.bounds_fn
+        if not is_frozen(fn):
+            name = function_name(self.fn)
+            fn, operands = traced(name, self._scalar, operands, *[jnp.int32(0)] * 4)
+        bounds = bounds and frozen(bounds)
+        # Bounds only save time: without them the predicate is evaluated.
+        return Predicate(fn, *operands, bounds=bounds if bounds and is_frozen(bounds) else None)
 
-    def _scalar(self, b: Any, h: Any, q: Any, kv: Any) -> Bool[Array, ""]:
+    def _scalar(self, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
         with explained("Predicate", self.fn):
-            truth = jnp.asarray(self.fn(b, h, q, kv, *self.operands))
+            truth = jnp.asarray(self.fn(b, h, q, kv, *(operands or self.operands)))
         if truth.dtype != jnp.bool_ or truth.shape:
             raise TypeError(
                 f"Predicate: {getattr(self.fn, '__name__', self.fn)} must return a boolean "
@@ -992,11 +998,8 @@ class Predicate(Mask):
         dtypes = np.int32, np.int32, q_lo.dtype, kv_lo.dtype
         given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
 
-        def scalar(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Array:
-            return Predicate(self.fn, *operands)._scalar(b, h, q, kv)
-
         with _promotion(q_lo.dtype):
-            found = bounds.of(expressions.read(scalar, dtypes, self.operands), given)
+            found = bounds.of(expressions.read(unseen(self._scalar), dtypes, self.operands), given)
         return found.hi, found.lo
 
     def bounds(self, tile):
@@ -1085,7 +1088,11 @@ def _looked_at(mask: Mask, tile: Tile, kind: np.ndarray) -> np.ndarray:
     """The kinds of tiles, of which those that bounds leave undecided are looked at if they may be;
     tiles of all positions between two, so that it does not matter in which order they stand."""
     found = undecided.boxes(_ends(tile), kind == MIXED, int(np.count_nonzero(kind)))
-    if not found or not _may_be_looked_at(mask, tile):
+    if not found:
+        return kind
+    is_leaf = lambda x: isinstance(x, Predicate)  # noqa: E731
+    mask = jax.tree.map(lambda x: x.lasting() if is_leaf(x) else x, mask, is_leaf=is_leaf)
+    if not _may_be_looked_at(mask, tile):
         return kind
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
 
@@ -1105,8 +1112,6 @@ def _may_be_looked_at(mask: Mask, tile: Tile) -> bool:
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
     functions = [x for x in leaves if isinstance(x, Predicate)]
     if not functions or jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
-        return False
-    if any(holds_tracers(x.fn) for x in functions):
         return False
     one = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
     return one or not any(undecided.reads(x._scalar, 4) & {0, 1} for x in functions)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._pytree import (
     array_field,
-    hoist_closure,
     is_static,
     letters_by_head,
     number,
@@ -36,6 +36,7 @@ from jattn.checks import (
     check_rule,
     check_size,
     explained,
+    function_name,
 )
 
 
@@ -367,21 +368,27 @@ class Score(ScoreFunction):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
 
-    def hoist_closure(self, dtype: Any) -> "Score":
-        """The same function of scores of a dtype; traced arrays it closes over are operands.
+    def check(self, dtype: Any) -> None:
+        """Raises TypeError unless the function returns a float scalar, of a score of a dtype."""
+        jax.eval_shape(unseen(self._scalar), *_examples(dtype))
+
+    def lasting(self, dtype: Any) -> "Score":
+        """The same function of scores of a dtype, which does not change: see `jattn._functions`.
 
         Raises:
             TypeError: the function does not return a float scalar.
         """
-        examples = jnp.zeros((), dtype), *[jnp.int32(0)] * 4
-        jax.eval_shape(self._scalar, *examples)
-        with explained("Score", self.fn):
-            fn, operands = hoist_closure(self.fn, self.operands, *examples)
+        fn, operands = frozen(self.fn), self.operands
+        if not is_frozen(fn):
+            wide = jax.tree.map(lambda x: _in_dtype(x, dtype), operands)
+            name = function_name(self.fn)
+            fn, more = traced(name, self._scalar, wide, *_examples(dtype))
+            operands = (*operands, *more[len(operands) :])
         return Score(fn, *operands)
 
-    def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
         with explained("Score", self.fn):
-            changed = jnp.asarray(self.fn(score, b, h, q, kv, *self.operands))
+            changed = jnp.asarray(self.fn(score, b, h, q, kv, *(operands or self.operands)))
         if changed.shape or not jnp.issubdtype(changed.dtype, np.floating):
             raise TypeError(
                 f"Score: {getattr(self.fn, '__name__', self.fn)} must return a float scalar, "
@@ -394,3 +401,14 @@ class Score(ScoreFunction):
         per_query = jax.vmap(per_key, (0, None, None, 0, None))
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
         return per_query(score, b, h, rows.positions, columns.positions)
+
+
+def _in_dtype(x: Any, dtype: Any) -> Any:
+    """Floats as they are when scores are computed, see `spec.prepare`."""
+    is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(dtype) if is_float else x
+
+
+def _examples(dtype: Any) -> tuple[Any, ...]:
+    """A score of a dtype, a batch row, a head, a query and a key."""
+    return jnp.zeros((), dtype), *[jnp.int32(0)] * 4

@@ -5,7 +5,6 @@ over the tiles of the scores once, after one pass of attention that finds their 
 """
 
 import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, MaskLike, Padding
 from jattn.scores import ScoreLike
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+from jattn.spec import Shapes, Spec, check_shapes, compiled, make_spec, nan_if_overflowed, prepare
 
 
 class Statistics(NamedTuple):
@@ -174,7 +173,7 @@ def _constant(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if hasattr(x, "dtype") else x
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
+@compiled("shapes")
 def _statistics(
     asked: Question, query: Array, key: Array, lse: Array, *, shapes: Shapes
 ) -> Statistics:
@@ -207,7 +206,7 @@ def _on_platform(platform: str, asked: Question, query: Array, key: Array, lse: 
     return tiles.by_tiles(asked, query, key, lse)
 
 
-@functools.partial(jax.jit, static_argnames=("n", "shapes"))
+@compiled("n", "shapes")
 def _top(
     spec: Spec, query: Array, key: Array, lse: Array, *, n: int, shapes: Shapes
 ) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import accumulation
 from jattn.kernels.common import tile_schedule, vjp
 from jattn.kernels.xla import blockwise, reference, tangents
-from jattn.spec import Shapes, Spec, Tiling, prepare
+from jattn.spec import Shapes, Spec, Tiling, compiled, prepare
 
 
 @pytree_dataclass
@@ -51,7 +51,7 @@ def choose_tiling(T: int, S: int) -> Tiling:
     return Tiling(*(tile_schedule.even(max(1, size), about) for size in (T, S)))
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
+@compiled("shapes")
 def weights(spec: Spec, query: Array, key: Array, w_score: Array, *, shapes: Shapes) -> Array:
     """Weights `[*B, T, S]` after softmax and dropout, of the projected arrays of `attend`."""
     q, k = (x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query, key))
@@ -59,7 +59,7 @@ def weights(spec: Spec, query: Array, key: Array, w_score: Array, *, shapes: Sha
     return reference.weights(spec, q, k).reshape(*shapes.batch, shapes.T, shapes.S)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "tiling"))
+@compiled("shapes", "tiling")
 def attend(
     spec: Spec,
     query: Array,
