@@ -377,10 +377,12 @@ def _(node: Node, x: Interval) -> Interval:
 
 def _power(node: Node, x: Interval, exponent: int) -> Interval:
     def power(a: Any) -> Any:
-        found = a
-        for _ in range(exponent - 1):
-            found = found * a
-        return found
+        product, left = None, exponent
+        while left:
+            if left % 2:
+                product = a if product is None else product * a
+            a, left = a * a, left // 2
+        return product
 
     found = _at_corners(node, power, x)
     roundings = _moved_out(found, node.dtype, 2 * exponent) if _kind(node.dtype) == "f" else found
