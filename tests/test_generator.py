@@ -350,6 +350,17 @@ def test_a_process_loads_only_so_many_rules(monkeypatch):
     assert len(library._rules) == 2
 
 
+def test_a_program_whose_rule_a_process_does_not_have_is_an_error(monkeypatch):
+    """As one that another process has compiled."""
+    monkeypatch.setattr(library, "add_rule", lambda *_: 12345)
+    q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
+    mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 17 != 3))
+    with tuning.using(generated_pairs=0):
+        run = jax.jit(lambda q: jattn.attention(q, q, q, mask=mask, implementation="native"))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="has not compiled the rule"):
+            jax.block_until_ready(run(q))
+
+
 # --- random functions ---------------------------------------------------------------------------
 
 
