@@ -24,6 +24,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -116,6 +117,32 @@ def _load(
     return _in_private_folder(from_copy, folder), kept
 
 
+# --- forks --------------------------------------------------------------------------------------
+
+
+_running: set[subprocess.Popen] = set()
+_locks: set[int] = set()  # handles of files
+_no_fork = threading.RLock()
+"""Held while files are opened that a forked process must not keep open."""
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: compilers, and locks of what they build, are its parent's."""
+    _running.clear()
+    for handle in _locks:
+        os.close(handle)
+    _locks.clear()
+    _no_fork.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_no_fork.acquire,
+        after_in_parent=_no_fork.release,
+        after_in_child=_leave_to_parent,
+    )
+
+
 # --- the compiler -------------------------------------------------------------------------------
 
 
@@ -178,9 +205,6 @@ def _compiled(command: list[str], path: Path, text: str) -> bytes:
     return path.read_bytes()
 
 
-_running: set[subprocess.Popen] = set()
-
-
 def _run(command: list[str]) -> str:
     """What a command prints; BuildError with what it complains about, or after `LIMIT`."""
     return _in_private_folder(lambda path: _run_in(path.parent, command), _folder())
@@ -190,26 +214,24 @@ def _run_in(folder: Path, command: list[str]) -> str:
     """Runs a command whose output and temporary files are put into a folder. Nobody waits for a
     process that the command leaves behind, as the end of a pipe would."""
     printed, complaints = folder / "printed", folder / "complaints"
-    with (
-        printed.open("wb") as stdout,
-        complaints.open("wb") as stderr,
-        subprocess.Popen(
+    with printed.open("wb") as stdout, complaints.open("wb") as stderr, _no_fork:
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             env={**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)},
             start_new_session=True,
-        ) as process,
-    ):
+        )
         _running.add(process)
-        try:
-            process.wait(LIMIT)
-        except subprocess.TimeoutExpired as reason:
-            raise BuildError(f"{command[0]} did not end within {LIMIT:g} s") from reason
-        finally:
-            _running.discard(process)
-            _kill(process)
+    try:
+        process.wait(LIMIT)
+    except subprocess.TimeoutExpired as reason:
+        raise BuildError(f"{command[0]} did not end within {LIMIT:g} s") from reason
+    finally:
+        _running.discard(process)
+        _kill(process)
+        process.wait()
     if process.returncode:
         said = complaints.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in said.splitlines() if line.strip()]
@@ -312,11 +334,12 @@ def _one_at_a_time(path: Path | None) -> Iterator[None]:
         return
     lock = path.with_suffix(".lock")
     try:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with _no_fork:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            _locks.add(handle)
     except OSError:
         yield
         return
-    _locks.add(handle)
     is_locked = _locked(handle)
     try:
         yield
@@ -324,12 +347,9 @@ def _one_at_a_time(path: Path | None) -> Iterator[None]:
         if is_locked:
             with contextlib.suppress(OSError):
                 lock.unlink()
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a forked process may have the handle too
-        _locks.discard(handle)
-        os.close(handle)
-
-
-_locks: set[int] = set()
+        with _no_fork:
+            _locks.discard(handle)
+            os.close(handle)
 
 
 def _locked(handle: int) -> bool:
@@ -411,18 +431,3 @@ def _temporary() -> Path:
     except OSError as reason:
         words = f"there is no folder for temporary files that is safe: {reason}"
         raise FileNotFoundError(words) from reason
-
-
-# --- forks --------------------------------------------------------------------------------------
-
-
-def _leave_to_parent() -> None:
-    """In a forked process: compilers, and locks of what they build, are its parent's."""
-    _running.clear()
-    for handle in _locks:
-        os.close(handle)
-    _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
