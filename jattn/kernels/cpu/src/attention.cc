@@ -17,9 +17,6 @@
 // What is masked is selected away; in sums over keys or queries it has weight 0, and there numbers
 // that are not finite count as 0, so that 0 × NaN does not reach anybody.
 
-#include <map>
-#include <mutex>
-
 #include "native.h"
 #include "pairs.h"
 #include "rule.h"
@@ -51,6 +48,8 @@ struct Generated {
   void (*forward)(const Place&, T* scores, bool masked);
   void (*backward)(const Place&, const T* before, T* d_scores);
   bool modifies, keeps;  // whether it changes more than masks, and needs scores before the change
+  int64_t number;
+  const Generated* next;
 };
 
 constexpr Index kMostOperands = 32;
@@ -770,14 +769,16 @@ struct Shared {
 // Results of as many numbers do not all stay in the caches until somebody reads them.
 Put put_of(Index size) { return size * sizeof(T) >= 1 << 20 ? Put::kPast : Put::kOver; }
 
-// Rules by number, for as long as the process lives.
-struct Known {
-  std::mutex lock;
-  std::map<int64_t, Generated> rules;
-};
-Known& known() {
-  static Known* all = new Known;  // never destroyed: threads of XLA may outlive `main`
-  return *all;
+// The rules of this process, in lists of numbers whose last bits are the same. Rules are added and
+// never removed, so that compiled programs find theirs, and nothing is locked when a process forks.
+std::atomic<const Generated*> rules_by_number[256];
+
+std::atomic<const Generated*>& rules_like(int64_t number) { return rules_by_number[number & 255]; }
+
+const Generated* rule_of(int64_t number) {
+  const Generated* rule = rules_like(number);
+  while (rule && rule->number != number) rule = rule->next;
+  return rule;
 }
 
 // The rule of a call: `map`, then its operands; and the gradients of those that have one.
@@ -1104,13 +1105,9 @@ Index bytes_of(const Buffer& x) { return static_cast<Index>(ffi::ByteWidth(x.ele
 ffi::Error find_rule(int64_t number, int64_t row, int64_t chunk, int64_t differentiated, Call& call,
                      ffi::RemainingArgs operands, ffi::RemainingRets* gradients) {
   if (!number) return ffi::Error::Success();
-  {
-    const std::lock_guard<std::mutex> guard(known().lock);
-    const auto found = known().rules.find(number);
-    if (found == known().rules.end())
-      return {ffi::ErrorCode::kFailedPrecondition, "jattn: this process has not compiled the rule"};
-    call.own.rule = &found->second;
-  }
+  call.own.rule = rule_of(number);
+  if (!call.own.rule)
+    return {ffi::ErrorCode::kFailedPrecondition, "jattn: this process has not compiled the rule"};
   call.own.row = row, call.own.chunk = chunk;
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto x = operands.get<Buffer>(i);
@@ -1213,11 +1210,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_statistics, run_statistics,
                                   .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
                                   .Ret<Buffer>() JATTN_ATTRIBUTES.Attr<double>("least"));
 
-// Adds a rule that was compiled; its library stays loaded.
+// Adds a rule that was compiled, once; its library stays loaded.
 extern "C" void jattn_add_rule(int64_t number, void* forward, void* backward, int modifies,
                                int keeps) {
-  const std::lock_guard<std::mutex> guard(known().lock);
-  known().rules[number] = {reinterpret_cast<void (*)(const Place&, T*, bool)>(forward),
-                           reinterpret_cast<void (*)(const Place&, const T*, T*)>(backward),
-                           modifies != 0, keeps != 0};
+  if (rule_of(number)) return;
+  auto* rule = new Generated{reinterpret_cast<void (*)(const Place&, T*, bool)>(forward),
+                             reinterpret_cast<void (*)(const Place&, const T*, T*)>(backward),
+                             modifies != 0, keeps != 0, number, rules_like(number)};
+  while (!rules_like(number).compare_exchange_weak(rule->next, rule)) {
+  }
 }
