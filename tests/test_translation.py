@@ -732,6 +732,30 @@ def test_a_sentence_is_translated_alone_as_among_others():
     assert decoding.translated(parts.model, params, []) == []
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("architecture", ["transformer", "rnnsearch"])
+@pytest.mark.parametrize("kind", ["greedy", "beam", "sample"])
+def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture, kind):
+    """Short sentences alone, and with long ones, which end in batches of other widths."""
+    config = TINY.changed([f"architecture={architecture}", "hidden=16", "max_length=64"])
+    model = Model(config, 40, 40)
+    params = {name: 3 * array for name, array in model.init(1).items()}
+    random = np.random.default_rng(0)
+    rows = [[*random.integers(4, 40, n).tolist(), EOS] for n in (2, 3, 5, 1, 4, 25, 30)]
+    search = decoding.Search(kind=kind, beams=2)
+
+    def found(rows: list[list[int]]) -> list[list[int]]:
+        return [ids.tolist() for ids in decoding.translated(model, params, rows, search)]
+
+    short = found(rows[:5])
+    together = found(rows)
+    assert short == together[:5]
+    assert kind == "sample" or found(rows[::-1]) == together[::-1]
+    limits = [decoding.longest_translation(len(row)) for row in rows]
+    assert all(len(ids) <= limit for ids, limit in zip(together, limits, strict=True))
+    assert any(len(ids) == limit for ids, limit in zip(short, limits, strict=False))
+
+
 # ------------------------------------------------------------------------------------- evaluation
 
 

@@ -128,12 +128,14 @@ def search_batch(
         model, params: the model.
         source, source_lengths: the batch; rows of length 0 are empty.
         keys: of the rows, `[B]`, where `search` draws.
-        length: the most tokens of a translation.
+        length: the most tokens of a translation; of a short sentence there are fewer, see
+            `longest_translation`.
         search: how to look for them; its seed is not read.
     """
     state = model.start(params, source, source_lengths, length, copies=search.rows)
     step = functools.partial(model.step, params)
     begin = step, state, source_lengths > 0, length
+    limits = longest_translation(source_lengths)
     if search.kind == "beam":
         return searches.beam(
             *begin,
@@ -141,13 +143,14 @@ def search_batch(
             n_best=search.n_best,
             length_penalty=search.length_penalty,
             reorder=model.reorder,
+            limits=limits,
         )
     if search.kind == "sample":
         assert keys is not None
         options = {name: getattr(search, name) for name in ("temperature", "top_k", "top_p")}
-        generated = searches.sample(*begin, keys, **options)
+        generated = searches.sample(*begin, keys, **options, limits=limits)
     else:
-        generated = searches.greedy(*begin)
+        generated = searches.greedy(*begin, limits=limits)
     log_probs = generated.log_probs[:, None]
     return Hypotheses(generated.ids[:, None], log_probs, log_probs)
 
@@ -200,10 +203,10 @@ def translations(
     return results
 
 
-def longest_translation(source_width: int) -> int:
-    """How many tokens a translation may have, by the width of its batch: half as many again as the
-    source, and some to spare."""
-    return source_width + source_width // 2 + 8
+def longest_translation(source_length: Any) -> Any:
+    """The most tokens of a translation by those of its source: half as many again, and some to
+    spare. A sentence has the same limit in every batch."""
+    return source_length + source_length // 2 + 8
 
 
 def _pairs(

@@ -62,7 +62,9 @@ class Hypotheses(NamedTuple):
 # ------------------------------------------------------------------------------ token after token
 
 
-def greedy(step: Step, state: Any, active: Array, length: int) -> Sequences:
+def greedy(
+    step: Step, state: Any, active: Array, length: int, *, limits: Array | None = None
+) -> Sequences:
     """The likeliest token after each other one.
 
     Args:
@@ -70,11 +72,17 @@ def greedy(step: Step, state: Any, active: Array, length: int) -> Sequences:
         state: what `step` is first called with; it has B rows.
         active: which rows have a sentence, bool `[B]`; the others stay `<pad>`.
         length: the most tokens of a sequence, `<eos>` counted.
+        limits: the most tokens of each row's sequence, int32 `[B]`, at most `length`; by default
+            `length`.
 
     Raises:
         ValueError: `length` below 1.
     """
-    return _each_token(step, state, active, length, lambda logits, _: jnp.argmax(logits, axis=-1))
+
+    def likeliest(logits: Array, _: Array) -> Array:
+        return jnp.argmax(logits, axis=-1)
+
+    return _each_token(step, state, active, length, likeliest, limits)
 
 
 def sample(
@@ -87,6 +95,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    limits: Array | None = None,
 ) -> Sequences:
     """Draws each token by its probability, which the options sharpen in this order.
 
@@ -100,13 +109,14 @@ def sample(
         top_k: draw from this many of the likeliest tokens.
         top_p: draw from the nucleus: as few of the likeliest tokens as together have at least
             this probability (Holtzman et al. 2020).
+        limits: as in `greedy`.
 
     Raises:
         ValueError: an option out of its range, or `length` below 1.
     """
     check_sampling(temperature, top_k, top_p)
     if temperature < np.finfo(np.float32).tiny:
-        return greedy(step, state, active, length)
+        return greedy(step, state, active, length, limits=limits)
     rows = jnp.arange(active.shape[0])
     keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
@@ -114,7 +124,7 @@ def sample(
         here = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
         return sample_tokens(here, logits, temperature, top_k, top_p)
 
-    return _each_token(step, state, active, length, drawn)
+    return _each_token(step, state, active, length, drawn, limits)
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -133,14 +143,15 @@ def _each_token(
     active: Array,
     length: int,
     choose: Callable[[Array, Array], Array],
+    limits: Array | None,
 ) -> Sequences:
     """Generates what `choose` takes from the logits `[B, V]` of each position, a token per row."""
     _check_counts(length=length)
     rows = active.shape[0]
+    limits = _row_limits(limits, rows, length)
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
-        position, _, active, *_ = carry
-        return (position < length) & jnp.any(active)
+        return jnp.any(carry[2])
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, tokens, active, generated, state = carry
@@ -153,7 +164,8 @@ def _each_token(
             generated.ids.at[:, position].set(tokens),
             generated.log_probs + jnp.where(active, log_probs[:, 0], 0),
         )
-        return position + 1, tokens, active & (tokens != EOS), generated, state
+        active = active & (tokens != EOS) & (position + 1 < limits)
+        return position + 1, tokens, active, generated, state
 
     nothing = Sequences(jnp.full((rows, length), PAD, jnp.int32), jnp.zeros((rows,), jnp.float32))
     first = jnp.full((rows,), BOS, jnp.int32)
@@ -193,6 +205,7 @@ def beam(
     n_best: int = 1,
     length_penalty: float = 0.6,
     reorder: Reorder,
+    limits: Array | None = None,
 ) -> Hypotheses:
     """The best hypotheses that a beam meets, by log probability over a penalty of their length.
 
@@ -200,7 +213,7 @@ def beam(
     finished hypotheses, of which the best are kept, and the first K others are the next beams; so
     the beam is never narrower than K. A sentence is done when none of its beams could still become
     better than the worst hypothesis kept; what the best is does therefore not depend on `n_best`.
-    Beams that are there after the last position count as hypotheses without `<eos>`.
+    Beams that are there after a sentence's last position count as hypotheses without `<eos>`.
 
     One beam is the greedy search, which ends at the first `<eos>`, and finds one hypothesis.
 
@@ -213,6 +226,7 @@ def beam(
         n_best: N, the number of hypotheses that come back.
         length_penalty: α of `penalty`; 0 for none.
         reorder: `reorder(state, rows [B·K])` gives the state of these rows.
+        limits: the most tokens of each sentence's hypotheses, as in `greedy`.
 
     Raises:
         ValueError: a number out of its range.
@@ -221,15 +235,16 @@ def beam(
     _check_counts(length=length)
     sentences = active.shape[0]
     if beams == 1:
-        generated = _scored(greedy(step, state, active, length), active, length_penalty)
+        generated = greedy(step, state, active, length, limits=limits)
+        generated = _scored(generated, active, length_penalty)
         return _best(n_best, generated, _no_hypotheses(sentences, n_best, length))
     divisor = functools.partial(penalty, alpha=length_penalty)
     pool = max(beams, n_best)
+    limits = _row_limits(limits, sentences, length)[:, None]
     first_rows = beams * jnp.arange(sentences, dtype=jnp.int32)[:, None]
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
-        position, alive, *_ = carry
-        return (position < length) & jnp.any(alive.log_probs > _ABSENT)
+        return jnp.any(carry[1].log_probs > _ABSENT)
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, alive, finished, state = carry
@@ -238,16 +253,16 @@ def beam(
         finished = _best(pool, finished, _finished(longer, divisor(position + 1)))
         kept, alive = _next_beams(longer, beams)
         state = reorder(state, (first_rows + _gathered(parents, kept)).reshape(-1))
+        at_limit = position + 1 >= limits
+        finished = _best(pool, finished, _cut(at_limit, alive, divisor(limits)))
         # A log probability only falls, so this is the most that the likeliest beam can come to.
-        reachable = alive.log_probs[:, :1] / jnp.maximum(divisor(length), divisor(position + 2))
-        alive = _still_open(reachable > finished.scores[:, -1:], alive)
+        reachable = alive.log_probs[:, :1] / jnp.maximum(divisor(limits), divisor(position + 2))
+        alive = _still_open(~at_limit & (reachable > finished.scores[:, -1:]), alive)
         return position + 1, alive, finished, state
 
     nothing = _no_hypotheses(sentences, pool, length)
     start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), nothing, state)
-    _, alive, finished, _ = jax.lax.while_loop(unfinished, advance, start)
-    cut = Hypotheses(alive.ids, alive.log_probs / divisor(length), alive.log_probs)
-    return _best(n_best, finished, cut)
+    return _best(n_best, jax.lax.while_loop(unfinished, advance, start)[2])
 
 
 def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
@@ -295,6 +310,12 @@ def _finished(longer: _Beams, divisor: Array) -> Hypotheses:
     return Hypotheses(longer.ids, log_probs / divisor, log_probs)
 
 
+def _cut(at_limit: Array, alive: _Beams, divisor: Array) -> Hypotheses:
+    """The beams of sentences at their limit `[B, 1]` as hypotheses; the others are not there."""
+    log_probs = jnp.where(at_limit, alive.log_probs, _ABSENT)
+    return Hypotheses(alive.ids, log_probs / divisor, log_probs)
+
+
 def _next_beams(longer: _Beams, beams: int) -> tuple[Array, _Beams]:
     """The likeliest continuations that do not end, and their indices among all `[B, K]`."""
     log_probs = jnp.where(longer.tokens == EOS, _ABSENT, longer.log_probs)
@@ -334,6 +355,13 @@ def _scored(generated: Sequences, active: Array, alpha: float) -> Hypotheses:
 def _no_hypotheses(sentences: int, count: int, length: int) -> Hypotheses:
     absent = jnp.full((sentences, count), _ABSENT, jnp.float32)
     return Hypotheses(jnp.full((sentences, count, length), PAD, jnp.int32), absent, absent)
+
+
+def _row_limits(limits: Array | None, rows: int, length: int) -> Array:
+    """The most tokens of each row, int32 `[rows]`; `length` where no limits are given."""
+    if limits is None:
+        return jnp.full(rows, length, jnp.int32)
+    return jnp.minimum(jnp.asarray(limits, jnp.int32), length)
 
 
 def _check_counts(**counts: int) -> None:
