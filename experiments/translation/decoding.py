@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from experiments.ending import Failure, interruptible
 from experiments.translation import searches
 from experiments.translation.batches import Batches
 from experiments.translation.model import Model, Params
@@ -179,8 +180,10 @@ def translations(
     """The `search.n_best` best translations of each row of source ids, best first.
 
     There are fewer where the model holds fewer sequences possible, and one without words of a row
-    without words. `report` is told of each batch
-    how many rows of source ids are done with it.
+    without words. `report` is told of each batch how many rows of source ids are done with it.
+
+    Raises:
+        Failure: the model gives no probabilities (NaN).
     """
     if not sources:
         return []
@@ -189,7 +192,7 @@ def translations(
     rows = max(_ROWS // search.rows, 1)
     batches = Batches(pairs, rows_per_batch=rows, max_shapes=model.config.max_shapes)
     same = dataclasses.replace(search, seed=0)  # another seed compiles nothing anew
-    for batch, indices in batches.in_order():
+    for batch, indices in interruptible(batches.in_order()):
         length = min(model.config.max_length, longest_translation(batch.source.shape[1]))
         keys = _keys(search.seed, indices) if search.kind == "sample" else None
         found = search_batch(
@@ -199,6 +202,7 @@ def translations(
             if index >= 0:
                 has_words = list(sources[index]) != [EOS]
                 results[index] = _translations(*row) if has_words else [_NOTHING]
+                _check_finite(results[index], index)
         report(int((indices >= 0).sum()))
     return results
 
@@ -230,6 +234,15 @@ def _translations(ids: np.ndarray, scores: np.ndarray, log_probs: np.ndarray) ->
         for row, score, log_prob in zip(ids, scores, log_probs, strict=True)
         if score != -np.inf
     ]
+
+
+def _check_finite(found: list[Translation], index: int) -> None:
+    """Raises Failure unless the model has given probabilities for a sentence."""
+    if not found or any(np.isnan(translation.log_prob) for translation in found):
+        raise Failure(
+            f"sentence {index + 1}: the model gives no probabilities (NaN); its training has "
+            "diverged, or its parameters are damaged"
+        )
 
 
 # ------------------------------------------------------------------------------------- alignments

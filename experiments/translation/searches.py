@@ -29,6 +29,8 @@ from jattn.generation import sample_tokens
 Step = Callable[[Any, Array], tuple[Array, Any]]
 Reorder = Callable[[Any, Array], Any]
 
+_MOST_BEAMS = 1000
+_MOST_PENALTY = 8  # the greatest whose powers of lengths up to 2^16 fit float32
 _ABSENT = -jnp.inf  # the log probability and the score of what there is not
 
 
@@ -268,8 +270,13 @@ def beam(
 def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
     """Raises ValueError for an option that `beam` does not take."""
     _check_counts(beams=beams, n_best=n_best)
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty: expected a finite number, got {length_penalty!r}")
+    if beams > _MOST_BEAMS:
+        raise ValueError(f"beams: expected at most {_MOST_BEAMS}, got {beams}")
+    if not -_MOST_PENALTY <= length_penalty <= _MOST_PENALTY:
+        raise ValueError(
+            f"length_penalty: expected a finite number in -{_MOST_PENALTY}..{_MOST_PENALTY}, "
+            f"got {length_penalty!r}"
+        )
 
 
 def penalty(length: Any, alpha: float) -> Array:
