@@ -842,6 +842,28 @@ def test_a_terminal_gets_a_bar_and_each_line_is_answered(run_directory, as_users
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_a_line_that_is_too_long_is_named_and_the_others_are_translated(
+    run_directory, as_users_run_it, capsys, monkeypatch, tmp_path
+):
+    first, second = (pair.source for pair in bench().texts.train[:2])
+    long = " ".join([first] * 9)
+    text, out = f"{first}\n{long}\n\n{second}\n{long}\n", tmp_path / "out"
+    (tmp_path / "text").write_text(text)
+    told = "2: expected at most 32 tokens (max_length, counting <eos>), got "
+    for place, arguments in (
+        ("stdin", ()),
+        ("SENTENCE", text.splitlines()),
+        (str(tmp_path / "text"), ("--file", str(tmp_path / "text"))),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        command = ["translate", "--run", str(run_directory), *arguments]
+        assert cli.main([*command, "--output", str(out), "--overwrite"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {place}:{told}") and error.count("\n") == 1
+        assert error.endswith("; its lines are empty, and those of 5\n")
+        assert [bool(line) for line in out.read_text().split("\n")] == [1, 0, 0, 1, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -849,6 +871,10 @@ def test_a_terminal_gets_a_bar_and_each_line_is_answered(run_directory, as_users
         (["--n-best", "2"], "n_best: expected at most 1 with kind='greedy', got 2"),
         (["--beam", "2", "--n-best", "3"], "n_best: expected at most 2 with 2 beams, got 3"),
         (["--beam", "0"], "beams: expected a whole number of at least 1, got 0"),
+        (["--beam", "1001"], "beams: expected at most 1000, got 1001"),
+        (["--beam", "2", "--length-penalty", "1e9"], "length_penalty: expected a finite number in"),
+        (["--max-unpacked", "-1"], "--max-unpacked: expected at least 1, got -1"),
+        (["--max-unpacked", "9" * 30], "--max-unpacked: expected at most"),
         (["--length-penalty", "1"], "--length-penalty: expected --beam with it"),
         (["--top-k", "3"], "--top-k: expected --sample with it"),
         (["--beam", "2", "--seed", "3"], "--seed: expected --sample with it"),

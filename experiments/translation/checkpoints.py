@@ -100,7 +100,6 @@ class Run:
         """
         directory = Path(directory)
         check_is_run(directory)
-        check_plain(directory)
         about = _read_json(directory / "config.json")
         if not isinstance(about, dict) or set(about) != {"format", "config", "text"}:
             raise ValueError(f"{directory / 'config.json'}: expected what training writes there")
@@ -322,13 +321,15 @@ def is_run(directory: Path) -> bool:
 
 
 def check_is_run(directory: Path) -> None:
-    """Makes sure that there is a run in this directory.
+    """Makes sure that there is a run in this directory, and nothing that leads elsewhere.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no run.
+        ValueError: there are links, pipes or devices.
     """
     if not is_run(directory):
         raise FileNotFoundError(f"run: expected a run's directory, found none at {directory}")
+    check_plain(directory)
 
 
 def is_vacant(directory: Path) -> bool:
