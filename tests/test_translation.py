@@ -658,7 +658,7 @@ def test_settings_are_read_by_type_and_checked():
         ("warmup_steps=2147483648", "warmup_steps: expected less than or equal to 2147483647"),
         ("encoder_layers=100000", "encoder_layers: expected less than or equal to 256"),
         ("sentences=100000000000", "sentences: expected less than or equal to 1000000"),
-        ("learning_rate=1e31", r"learning_rate: expected less than or equal to 1e\+30"),
+        ("learning_rate=1e31", "learning_rate: expected less than or equal to 10{30}, got"),
         (f"features={'9' * 5000}", r"features: expected .*, got '9{70,80}$"),
         ("norm=batch", "norm: expected 'pre' or 'post'"),
         ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),

@@ -272,10 +272,11 @@ def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
     _check_counts(beams=beams, n_best=n_best)
     if beams > _MOST_BEAMS:
         raise ValueError(f"beams: expected at most {_MOST_BEAMS}, got {beams}")
-    if not -_MOST_PENALTY <= length_penalty <= _MOST_PENALTY:
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty: expected a finite number, got {length_penalty!r}")
+    if abs(length_penalty) > _MOST_PENALTY:
         raise ValueError(
-            f"length_penalty: expected a finite number in -{_MOST_PENALTY}..{_MOST_PENALTY}, "
-            f"got {length_penalty!r}"
+            f"length_penalty: expected -{_MOST_PENALTY}..{_MOST_PENALTY}, got {length_penalty!r}"
         )
 
 
