@@ -772,16 +772,14 @@ def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture,
 @pytest.mark.parametrize("settings", [Config, LanguageSettings])
 def test_every_number_of_the_settings_has_two_bounds(settings):
     """And what is stored fits the 32 bits in which a device counts and computes."""
-    numbers: Any = {
-        field["name"]: field["schema"]["schema"]
-        for field in TypeAdapter(settings).core_schema["schema"]["fields"]  # pyright: ignore
-        if field["schema"]["schema"]["type"] in ("int", "float")
-    }
+    schema: Any = TypeAdapter(settings).core_schema
+    fields = {field["name"]: field["schema"]["schema"] for field in schema["schema"]["fields"]}
+    numbers = {name: each for name, each in fields.items() if each["type"] in ("int", "float")}
     assert len(numbers) > 10
-    for name, schema in numbers.items():
-        assert {"ge", "gt"} & schema.keys(), name
-        most = schema.get("le", schema.get("lt"))
-        assert most is not None and most <= (2**32 if schema["type"] == "int" else 1e30), name
+    for name, each in numbers.items():
+        assert {"ge", "gt"} & each.keys(), name
+        most = each.get("le", each.get("lt"))
+        assert most is not None and most <= (2**32 if each["type"] == "int" else 1e30), name
 
 
 def test_all_steps_together_fit_the_counter():

@@ -16,7 +16,7 @@ from jax import Array
 
 from experiments.ending import Failure, interruptible
 from experiments.translation import searches
-from experiments.translation.batches import Batches
+from experiments.translation.batches import MULTIPLE, Batches
 from experiments.translation.model import Model, Params
 from experiments.translation.searches import Hypotheses
 from experiments.translation.text import EncodedPairs, Ragged
@@ -208,9 +208,10 @@ def translations(
 
 
 def longest_translation(source_length: Any) -> Any:
-    """The most tokens of a translation by those of its source: half as many again, and some to
-    spare. A sentence has the same limit in every batch."""
-    return source_length + source_length // 2 + 8
+    """The most tokens of a translation by those of its source, rounded up: half as many again, and
+    some to spare. A sentence has the same limit in every batch."""
+    rounded = -(-source_length // MULTIPLE) * MULTIPLE
+    return rounded + rounded // 2 + 8
 
 
 def _pairs(

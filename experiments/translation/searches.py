@@ -12,7 +12,6 @@ other tokens among themselves. Of equally likely tokens the one of lower id come
 Letters: B sentences, K beams, R rows of the state (B, or B·K with a beam), V tokens.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -226,7 +225,7 @@ def beam(
         length: the most tokens of a hypothesis, `<eos>` counted.
         beams: K.
         n_best: N, the number of hypotheses that come back.
-        length_penalty: α of `penalty`; 0 for none.
+        length_penalty: α of `_penalties`; 0 for none.
         reorder: `reorder(state, rows [B·K])` gives the state of these rows.
         limits: the most tokens of each sentence's hypotheses, as in `greedy`.
 
@@ -240,7 +239,7 @@ def beam(
         generated = greedy(step, state, active, length, limits=limits)
         generated = _scored(generated, active, length_penalty)
         return _best(n_best, generated, _no_hypotheses(sentences, n_best, length))
-    divisor = functools.partial(penalty, alpha=length_penalty)
+    penalties = _penalties(length + 1, length_penalty)
     pool = max(beams, n_best)
     limits = _row_limits(limits, sentences, length)[:, None]
     first_rows = beams * jnp.arange(sentences, dtype=jnp.int32)[:, None]
@@ -252,13 +251,13 @@ def beam(
         position, alive, finished, state = carry
         logits, state = step(state, alive.tokens.reshape(-1))
         parents, longer = _expanded(alive, logits, position)
-        finished = _best(pool, finished, _finished(longer, divisor(position + 1)))
+        finished = _best(pool, finished, _finished(longer, penalties[position + 1]))
         kept, alive = _next_beams(longer, beams)
         state = reorder(state, (first_rows + _gathered(parents, kept)).reshape(-1))
         at_limit = position + 1 >= limits
-        finished = _best(pool, finished, _cut(at_limit, alive, divisor(limits)))
+        finished = _best(pool, finished, _cut(at_limit, alive, penalties[limits]))
         # A log probability only falls, so this is the most that the likeliest beam can come to.
-        reachable = alive.log_probs[:, :1] / jnp.maximum(divisor(limits), divisor(position + 2))
+        reachable = alive.log_probs[:, :1] / jnp.maximum(penalties[limits], penalties[position + 2])
         alive = _still_open(~at_limit & (reachable > finished.scores[:, -1:]), alive)
         return position + 1, alive, finished, state
 
@@ -280,10 +279,14 @@ def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
         )
 
 
-def penalty(length: Any, alpha: float) -> Array:
-    """What the log probability of so many tokens is divided by: ((5 + length) / 6)^α, float32
-    (Wu et al. 2016, equation 14)."""
-    return ((5 + jnp.asarray(length, jnp.float32)) / 6) ** alpha
+def _penalties(most: int, alpha: float) -> Array:
+    """What the log probability of 0..`most` tokens is divided by: ((5 + length) / 6)^α, float32
+    `[most + 1]` (Wu et al. 2016, equation 14).
+
+    NumPy computes them, because the last digit of XLA's powers depends on how many there are, and
+    so a sentence's score would depend on the others.
+    """
+    return jnp.asarray(((5 + np.arange(most + 1)) / 6) ** alpha, jnp.float32)
 
 
 def _first_beams(active: Array, beams: int, length: int) -> _Beams:
@@ -356,7 +359,8 @@ def _gathered(array: Array, indices: Array) -> Array:
 def _scored(generated: Sequences, active: Array, alpha: float) -> Hypotheses:
     """One hypothesis for each sentence that there is."""
     log_probs = jnp.where(active, generated.log_probs, _ABSENT)
-    scores = log_probs / penalty(jnp.sum(generated.ids != PAD, axis=-1), alpha)
+    penalties = _penalties(generated.ids.shape[1], alpha)
+    scores = log_probs / penalties[jnp.sum(generated.ids != PAD, axis=-1)]
     return Hypotheses(generated.ids[:, None], scores[:, None], log_probs[:, None])
 
 
