@@ -279,10 +279,11 @@ def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
     tables, limits = random_tables(6, seed=6), np.array([1, 7, 3, 5, 2, 4], np.int32)
     tables[:, :, EOS] -= 4  # nearly all come to their limits
     active, step = jnp.ones(6, bool), table_step(jnp.asarray(tables))
+    options: dict[str, Any] = {"beams": beams, "n_best": max(beams - 1, 1)}
+    options["length_penalty"] = alpha
     if not beams:
-        found = searches.greedy(step, first_state(6), active, 7, limits=limits)
+        found = searches.greedy(step, first_state(6), active, 7, limits=jnp.asarray(limits))
     else:
-        options = {"beams": beams, "n_best": max(beams - 1, 1), "length_penalty": alpha}
         begin = first_state(6, beams), active, 7
         found = searches.beam(step, *begin, reorder=reorder, limits=jnp.asarray(limits), **options)
     for sentence, limit in enumerate(limits.tolist()):
