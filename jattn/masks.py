@@ -15,6 +15,7 @@ Prefix, Dilated, Global, Predicate). *Places* index the arrays (Segments, Length
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Callable
@@ -730,16 +731,57 @@ class Lengths(Mask):
 
 def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
     """Places of each tile in an array of this size; those past the end repeat the last."""
-    start = jnp.asarray(extent.start, jnp.int32).reshape(-1)
-    offsets = jnp.arange(extent.size, dtype=jnp.int32)
-    return jnp.clip(start[:, None] + offsets[None, :], 0, size - 1)
+    xp = jnp if isinstance(extent.start, jax.Array) else np
+    start = xp.asarray(extent.start, np.int32).reshape(-1)
+    offsets = np.arange(extent.size, dtype=np.int32)
+    return xp.clip(start[:, None] + offsets[None, :], 0, size - 1)
 
 
-def _range_of(ids: AnyArray, extent: Extent) -> tuple[Any, Any]:
-    """Least and greatest of ids over each extent; places past the end repeat the last."""
-    taken = ids[_places(extent, ids.shape[0])]
-    shape = np.shape(extent.start)
-    return taken.min(axis=1).reshape(shape), taken.max(axis=1).reshape(shape)
+class _Ids(NamedTuple):
+    """The ids of each tile: the two least and the two greatest, one by one, and the range of those
+    between, `MOST..LEAST` where there are none. A padding id does not widen the range of others."""
+
+    ends: list[Any]
+    lo: Any
+    hi: Any
+
+    @classmethod
+    def of(cls, ids: AnyArray, extent: Extent) -> "_Ids":
+        is_static = is_known(ids) and not isinstance(extent.start, jax.Array)
+        xp, shape = np if is_static else jnp, np.shape(extent.start)
+        taken = xp.asarray(ids)[_places(extent, ids.shape[0])]
+        least, greatest = taken.min(axis=1), taken.max(axis=1)
+
+        def between(lo: Any, hi: Any) -> tuple[Any, Any]:
+            inner = (taken > lo[:, None]) & (taken < hi[:, None])
+            lo = xp.where(inner, taken, integers.MOST).min(axis=1)
+            return lo, xp.where(inner, taken, integers.LEAST).max(axis=1)
+
+        second = between(least, greatest)
+        rest = between(*second)
+        exists = second[0] <= second[1]
+        ends = [least, greatest, *(xp.where(exists, x, least) for x in second)]
+        return cls([x.reshape(shape) for x in ends], *(x.reshape(shape) for x in rest))
+
+    def may_hold(self, x: Any) -> Truth:
+        """Whether an id may be in the range."""
+        return (self.lo <= x) & (x <= self.hi)
+
+    def may_meet(self, other: "_Ids") -> Truth:
+        """Whether two tiles may have an id in common."""
+        meets = (self.lo <= other.hi) & (other.lo <= self.hi)
+        for x in self.ends:
+            meets = meets | other.may_hold(x)
+        for y in other.ends:
+            meets = meets | self.may_hold(y)
+        for x, y in itertools.product(self.ends, other.ends):
+            meets = meets | (x == y)
+        return meets
+
+    def is_only(self, other: "_Ids") -> Truth:
+        """Whether both tiles have one id, the same."""
+        (least, greatest, *_), (x, y, *_) = self.ends, other.ends
+        return (least == greatest) & (x == y) & (least == x)
 
 
 @pytree_dataclass
@@ -766,10 +808,8 @@ class Segments(Mask):
     def bounds(self, tile):
         if not tile.rows.size or not tile.columns.size:
             return np.False_, np.True_
-        q_lo, q_hi = _range_of(self.q_ids, tile.rows)
-        kv_lo, kv_hi = _range_of(self.kv_ids, tile.columns)
-        same = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
-        return (q_lo <= kv_hi) & (kv_lo <= q_hi), same
+        q, kv = _Ids.of(self.q_ids, tile.rows), _Ids.of(self.kv_ids, tile.columns)
+        return q.may_meet(kv), q.is_only(kv)
 
 
 @pytree_dataclass
