@@ -1026,22 +1026,23 @@ class Predicate(Mask):
         with _promotion(rows.positions.dtype):
             return every(b, h, rows.positions, columns.positions)
 
-    def _read_bounds(self, tile: Tile) -> tuple[Truth, Truth]:
-        """What the function itself says about a tile."""
-        q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
-        dtypes = np.int32, np.int32, q_lo.dtype, kv_lo.dtype
-        given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
+    def read(self, tile: Tile) -> "Predicate | _Rule":
+        """What tells bounds of a tile and its parts: the function as it is read once, or itself if
+        the user tells them."""
+        if self.bounds_fn is not None:
+            return self
+        q, _, kv, _ = _of_one_dtype(_ends(tile))
 
         def scalar(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Array:
             return Predicate(self.fn, *operands)._scalar(b, h, q, kv)
 
-        with _promotion(q_lo.dtype):
-            found = bounds.of(expressions.read(scalar, dtypes, self.operands), given)
-        return found.hi, found.lo
+        with _promotion(q.dtype):
+            dtypes = np.int32, np.int32, q.dtype, kv.dtype
+            return _Rule(expressions.read(scalar, dtypes, self.operands))
 
     def bounds(self, tile):
         if self.bounds_fn is None:
-            return self._read_bounds(tile)
+            return self.read(tile).bounds(tile)
         found = self.bounds_fn(tile)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
@@ -1050,6 +1051,22 @@ class Predicate(Mask):
         names = ("maybe_any", "surely_all")
         maybe_any, surely_all = map(_checked_truth, names, found, [tile.shape] * 2)
         return maybe_any, surely_all
+
+
+class _Rule(Mask):
+    """The function of a `Predicate` as an expression, which tells bounds by interval arithmetic."""
+
+    of_positions = True
+
+    def __init__(self, expression: expressions.Expression):
+        self.expression = expression
+
+    def bounds(self, tile):
+        q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
+        given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
+        with _promotion(q_lo.dtype):
+            found = bounds.of(self.expression, given)
+        return found.hi, found.lo
 
 
 def _of_one_dtype(ends: tuple[Any, ...]) -> list[Any]:
@@ -1114,38 +1131,64 @@ def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
 
 def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     """EMPTY, MIXED or FULL for each tile; arrays of the mask must be selected for one (b, h)."""
-    maybe_any, surely_all = mask.bounds(tile)
+    is_function = lambda x: isinstance(x, Predicate)  # noqa: E731
+    read = jax.tree.map(lambda x: x.read(tile) if is_function(x) else x, mask, is_leaf=is_function)
+    maybe_any, surely_all = read.bounds(tile)
     kind = maybe_any.astype(np.int8) + (maybe_any & surely_all).astype(np.int8)
     if isinstance(kind, jax.Array):
         return jnp.broadcast_to(kind, tile.shape)
-    return _looked_at(mask, tile, np.broadcast_to(kind, tile.shape))
-
-
-def _looked_at(mask: Mask, tile: Tile, kind: np.ndarray) -> np.ndarray:
-    """The kinds of tiles, of which those that bounds leave undecided are looked at if they may be;
-    tiles of all positions between two, so that it does not matter in which order they stand."""
-    found = undecided.boxes(_ends(tile), kind == MIXED, int(np.count_nonzero(kind)))
-    if not found or not _may_be_looked_at(mask, tile):
+    kind = np.broadcast_to(kind, tile.shape)
+    ends = undecided.boxes(_ends(tile), kind == MIXED, int(np.count_nonzero(kind)))
+    if ends is None or not (functions := _functions(mask)):
         return kind
+    some, every = _looked_into(mask, read, functions, tile, ends)
+    decided = kind.copy()
+    decided[kind == MIXED] = np.where(every, FULL, np.where(some, MIXED, EMPTY))
+    return decided
+
+
+def _looked_into(
+    mask: Mask, read: Mask, functions: list[Predicate], tile: Tile, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`(maybe_any, surely_all)` of undecided tiles, by their parts and then by their pairs; of all
+    positions between two, so that it does not matter in which order they stand."""
+
+    def bounds_of(ends: np.ndarray) -> tuple[Truth, Truth]:
+        q_lo, q_hi, kv_lo, kv_hi = ends.T
+        parts = Tile(Extent(q_lo, q_hi, q_lo, 1), Extent(kv_lo, kv_hi, kv_lo, 1))
+        parts.b, parts.h = tile.b, tile.h
+        return read.bounds(parts)
+
+    known = np.zeros(len(ends), bool)
+    some, every = ~known, known
+    if all(x.bounds_fn is None for x in functions):
+        some, every, known = undecided.by_parts(ends, bounds_of)
+    if known.all() or not _may_be_evaluated(functions, tile):
+        return some, every
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
 
     def rule(q: Array, kv: Array) -> Array:
         allowed = mask.evaluate(b, h, Span(q, q), Span(kv, kv))
         return jnp.broadcast_to(allowed, (q.size, kv.size))
 
-    some, every = undecided.truths((mask, b, h), rule, found)
-    decided = kind.copy()
-    decided[kind == MIXED] = np.where(every, FULL, np.where(some, MIXED, EMPTY))
-    return decided
+    found = undecided.truths((mask, b, h), rule, ends[~known], math.prod(tile.shape))
+    if found is not None:
+        some[~known], every[~known] = found
+    return some, every
 
 
-def _may_be_looked_at(mask: Mask, tile: Tile) -> bool:
-    """Whether a mask has functions, no arrays, and is the same for all heads or about one head."""
+def _functions(mask: Mask) -> list[Predicate]:
+    """The functions of a mask of positions without arrays; none for any other mask."""
     is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
-    functions = [x for x in leaves if isinstance(x, Predicate)]
-    if not functions or jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
-        return False
+    if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
+        return []
+    return [x for x in leaves if isinstance(x, Predicate)]
+
+
+def _may_be_evaluated(functions: list[Predicate], tile: Tile) -> bool:
+    """Whether functions close over nothing traced, and are the same for all heads or asked about
+    one head."""
     if any(holds_tracers(x.fn) for x in functions):
         return False
     one = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
