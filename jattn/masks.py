@@ -48,6 +48,7 @@ from jattn.checks import (
     check_array,
     check_function,
     check_operands,
+    check_returned,
     check_rule,
     check_size,
     check_sizes,
@@ -1011,13 +1012,8 @@ class Predicate(Mask):
 
     def _scalar(self, b: Any, h: Any, q: Any, kv: Any) -> Bool[Array, ""]:
         with explained("Predicate", self.fn):
-            truth = jnp.asarray(self.fn(b, h, q, kv, *self.operands))
-        if truth.dtype != jnp.bool_ or truth.shape:
-            raise TypeError(
-                f"Predicate: {getattr(self.fn, '__name__', self.fn)} must return a boolean "
-                f"scalar, got {truth.dtype} {list(truth.shape)}"
-            )
-        return truth
+            truth = self.fn(b, h, q, kv, *self.operands)
+        return check_returned("Predicate", self.fn, truth, "boolean")
 
     def evaluate(self, b, h, rows, columns):
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)

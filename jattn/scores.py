@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jattn._pytree import (
@@ -33,6 +32,7 @@ from jattn.checks import (
     check_flag,
     check_number,
     check_operands,
+    check_returned,
     check_rule,
     check_size,
     explained,
@@ -381,13 +381,8 @@ class Score(ScoreFunction):
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         with explained("Score", self.fn):
-            changed = jnp.asarray(self.fn(score, b, h, q, kv, *self.operands))
-        if changed.shape or not jnp.issubdtype(changed.dtype, np.floating):
-            raise TypeError(
-                f"Score: {getattr(self.fn, '__name__', self.fn)} must return a float scalar, "
-                f"got {changed.dtype} {list(changed.shape)}"
-            )
-        return changed.astype(score.dtype)
+            changed = self.fn(score, b, h, q, kv, *self.operands)
+        return check_returned("Score", self.fn, changed, "floating-point").astype(score.dtype)
 
     def evaluate(self, score, b, h, rows, columns):
         per_key = jax.vmap(self._scalar, (0, None, None, None, 0))
