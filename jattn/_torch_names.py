@@ -69,12 +69,7 @@ _DTYPES = {
     "long": "jnp.int32",
     "short": "jnp.int16",
 }
-_ELSEWHERE = {
-    "jnp": jnp,
-    "jax.nn": jax.nn,
-    "jax.lax": jax.lax,
-    "jax.scipy.special": jax.scipy.special,
-}
+_ELSEWHERE = {"jnp": jnp, "jax.nn": jax.nn, "jax.lax": jax.lax}
 
 
 def advice_for(error: Exception) -> str | None:

@@ -19,7 +19,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,12 @@ from jaxtyping import Array, Bool, Int
 from jattn import bounds, expressions, integers, undecided
 from jattn._functions import holds_tracers
 from jattn._pytree import (
+    HoldsTree,
     array_field,
     axis_names,
     axis_of,
     flatten_batch,
+    held_by_module,
     hoist_closure,
     leading,
     letters_by_head,
@@ -209,6 +211,18 @@ class Mask:
     __rand__ = __and__
     __ror__ = __or__
 
+    def __jax_array__(self) -> "_NoArray":
+        return _NoArray(self)
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return _NoArray(self).__array__()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            about = f"; {_NoArray(self)}" if name in ("astype", "ndim", "reshape") else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{about}")
+
     def __bool__(self) -> bool:
         raise TypeError(
             "a mask is neither true nor false: combine masks with &, | and ~ instead of and, or "
@@ -270,15 +284,36 @@ class Mask:
         )
 
 
-MaskLike = Callable[[Any, Any, Any, Any], Any] | Mask | AnyArray | None
+class _NoArray:
+    """What a mask gives for an array. JAX shows it in its errors about what is no array, and leaves
+    `array & mask` to the mask."""
+
+    def __init__(self, mask: Mask):
+        self.mask = mask
+
+    def __repr__(self) -> str:
+        rank = "" if any(leading(self.mask)) else "[None, None]"
+        return (
+            f"{self.mask!r}, which is a rule and no array: it goes to jattn.attention and the "
+            f"layers of jattn.nn; where Flax's layers, or others, want an array [*B, N, T, S], "
+            f"write mask=mask.dense(T, S){rank}"
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError(f"mask: expected an array, got {self!r}")
+
+
+MaskLike = Callable[[Any, Any, Any, Any], Any] | Mask | AnyArray | HoldsTree | None
 """What `mask` takes: see `as_mask`."""
 
 
 def as_mask(value: Any) -> Mask:
-    """A mask as it is, a boolean array as `Dense`, a function as `Predicate`, None as `Full`.
+    """A mask as it is, a boolean array as `Dense`, a function as `Predicate`, None as `Full`; of
+    what a module keeps of its mask (`layer.mask`) that mask.
 
     Raises TypeError for anything else.
     """
+    value = held_by_module(value)
     if value is None:
         return Full()
     if isinstance(value, Mask):
@@ -596,8 +631,9 @@ class Window(Mask):
 class Causal(Mask):
     """kv ≤ q by position: no query sees the future.
 
-    With default positions the first query sees the first key only, whatever T and S are; for
-    decoding, pass `q_positions`.
+    With default positions the first query sees the first key only, whatever T and S are. For the
+    last query to see all keys, as in decoding, pass `q_positions`, such as those of
+    `jattn.positions.aligned_to_end(T, S)`.
     """
 
     of_positions = True
@@ -860,10 +896,9 @@ class Dense(Mask):
     def __post_init__(self):
         _check_bool("Dense", "mask", self.array)
         if self.array.ndim < 3:
-            advice = "; write mask[None, None] if it is [T, S], mask[:, None, None] if it is [B, S]"
             raise ValueError(
-                f"Dense: expected a mask of full rank [*B, N, T, S], got {list(self.array.shape)}"
-                + (advice if self.array.ndim == 2 else "")
+                f"Dense: expected a mask of full rank [*B, N, T, S], got {list(self.array.shape)}; "
+                f"write {_TO_FULL_RANK[self.array.ndim]}"
             )
 
     def evaluate(self, b, h, rows, columns):
@@ -879,6 +914,13 @@ class Dense(Mask):
         by_row = self.array[q]  # [n, t, S]
         any_row, all_row = by_row.any(axis=1)[:, kv], by_row.all(axis=1)[:, kv]  # [n, m, s]
         return any_row.any(axis=-1), all_row.all(axis=-1)
+
+
+_TO_FULL_RANK = (
+    "mask[None, None, None, None] for the one truth, or masks.Full() and masks.Empty()",
+    "mask[None, None, None] if it is [S], mask[None, None, :, None] if it is [T]",
+    "mask[None, None] if it is [T, S], mask[:, None, None] if it is [B, S]",
+)
 
 
 def _check_bool(owner: str, name: str, value: Any) -> None:

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn._pytree import (
+    HoldsTree,
     array_field,
+    held_by_module,
     hoist_closure,
     is_static,
     letters_by_head,
@@ -107,15 +109,17 @@ def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
     return [] if score is None else [score]
 
 
-ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | None
+ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | HoldsTree | None
 """What `score` takes: see `as_score`."""
 
 
 def as_score(value: Any) -> Any:
-    """A score function as it is, a function as `Score`; None as it is.
+    """A score function as it is, a function as `Score`; None as it is; of what a module keeps of
+    its score function (`layer.score`) that function.
 
     Raises TypeError for anything else.
     """
+    value = held_by_module(value)
     if value is None or isinstance(value, ScoreFunction):
         return value
     if _is_function(value):

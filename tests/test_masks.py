@@ -6,6 +6,7 @@ with the library. Random expression trees carry their rule along with the mask.
 
 import dataclasses
 import functools
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -1141,3 +1142,38 @@ def test_wrong_masks_raise(name):
     build, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         build()
+
+
+def test_masks_are_no_arrays_but_combine_with_them():
+    array = jnp.ones((1, 1, 4, 4), bool)
+    for x in (array, np.asarray(array)):
+        assert isinstance(x & masks.Causal(), masks.And)
+        assert isinstance(x | masks.Causal(), masks.Or)
+    assert jax.jit(lambda x: (x & masks.Causal()).dense(4, 4))(array).shape == (1, 1, 4, 4)
+    uses: tuple[Any, ...] = (jnp.asarray, np.asarray, lambda x: jnp.where(x, 1, 0))
+    for use in uses:
+        with pytest.raises(TypeError, match=r"write mask=mask.dense\(T, S\)\[None, None\]"):
+            use(masks.Causal())
+    with pytest.raises(AttributeError, match=r"Causal has no attribute 'left'$"):
+        getattr(masks.Causal(), "left")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"),
+    [
+        ((), "mask[None, None, None, None]"),
+        ((S,), "mask[None, None, None] if it is [S]"),
+        ((T,), "mask[None, None, :, None] if it is [T]"),
+        ((T, S), "mask[None, None] if it is [T, S]"),
+    ],
+)
+def test_arrays_of_less_than_full_rank_are_advised(shape, advice):
+    q, k = jnp.ones((1, T, 2, 4)), jnp.ones((1, S, 2, 4))
+    mask = jnp.ones(shape, bool)
+    for array in (mask, np.asarray(mask), mask[()]):
+        with pytest.raises(ValueError, match=re.escape(advice)):
+            jattn.attention(q, k, k, mask=array)
+    index = re.search(r"\[.*?\]", advice)
+    assert index
+    full = eval(f"mask{index[0]}", {"mask": mask})  # what is advised works
+    jattn.attention(q, k, k, mask=full)

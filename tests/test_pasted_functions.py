@@ -40,9 +40,9 @@ PASTED: dict[str, tuple[Callable[[Any, Any], Any], type, str]] = {
     "to": (lambda q, k: (q - k).to(jnp.float32), AttributeError, "x.astype(dtype)"),
     "abs": (lambda q, k: (q - k).abs(), AttributeError, "jnp.abs(x, ...)"),
     "abs_": (lambda q, k: (q - k).abs_(), AttributeError, "x = jnp.abs(x, ...)"),
-    "sigmoid": (lambda q, k: TABLE[q].sigmoid(), AttributeError, "jax.nn.sigmoid(x, ...)"),
+    "sigmoid": (lambda q, k: theirs.asarray(q).sigmoid(), AttributeError, "jax.nn.sigmoid(x, ...)"),
     "masked_fill": (
-        lambda q, k: TABLE[q].masked_fill(q < k, 0),
+        lambda q, k: theirs.asarray(q).masked_fill(q < k, 0),
         AttributeError,
         "jnp.where(mask, value, x)",
     ),

@@ -112,4 +112,4 @@ def report() -> list[Ran]:
     A call within a `jit` that is compiled counts once, when it is traced.
     """
     rows = _ran.items()
-    return [Ran(calls, *about, name) for (*about, _), (calls, name) in rows]
+    return [Ran(calls, q, k, dtype, about, name) for (q, k, dtype, about, _), (calls, name) in rows]
