@@ -9,7 +9,7 @@ numbers are part of the structure (static, and so known while tracing), arrays a
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +249,20 @@ def take_tile(tree: Any, rows: Indices, columns: Indices) -> Any:
         return leaf
 
     return jax.tree.map(one, axis_names(tree), tree)
+
+
+@runtime_checkable
+class HoldsTree(Protocol):
+    """A module whose variables are the arrays of a tree, such as the `mask` of a layer."""
+
+    def held_tree(self) -> Any:
+        """The tree, with the present values of the variables."""
+        ...
+
+
+def held_by_module(value: Any) -> Any:
+    """The tree that a module holds; any other value as it is."""
+    return value.held_tree() if isinstance(value, HoldsTree) else value
 
 
 def closure_converted(

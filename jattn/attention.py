@@ -520,8 +520,8 @@ def explain(
     Maps each name to None where it can, else to its reason. `implementation=None` takes the first
     that can. Printed, it tells too which tiles the mask leaves, operations, bytes, temporaries of
     the compiled program, and what would be faster, see `jattn.explanation`. `platform` is "cpu",
-    "cuda", "rocm" or "tpu": what the program is lowered for; by default where the query lies or,
-    while tracing, where JAX puts arrays. The other arguments are those of `attention`;
+    "cuda" or "gpu", "rocm" or "tpu": what the program is lowered for; by default where the query
+    lies or, while tracing, where JAX puts arrays. The other arguments are those of `attention`;
     `implementation` and `return_weights` change nothing.
     """
     arguments = {
@@ -536,8 +536,8 @@ def explain(
         "lse": return_lse,
     }
     check_flag("return_weights", return_weights)
-    check_choice("platform", platform, (None, *lowering.PLATFORMS))
-    platform = platform or _platform_of(query)
+    check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
+    platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
     if isinstance(key, Cache):
         shapes, spec = check_cache(query, key, value, arguments)
         more = {"decode": decode.supports(spec, shapes)}

@@ -314,9 +314,11 @@ class RollingCache(Cache):
         dtype: Any = jnp.float32,
         chunk: int | None = None,
     ) -> "RollingCache":
-        """An empty cache; `chunk`, by default `window`, is how many tokens an append may bring."""
-        chunk = window if chunk is None else chunk
-        check_sizes(batch=batch, window=window, num_kv_heads=num_kv_heads, chunk=chunk)
+        """An empty cache; `chunk`, by default `window`, is how many tokens an append may bring.
+        With a window of 0 each token sees itself alone."""
+        check_size("window", window, 0)
+        chunk = max(window, 1) if chunk is None else chunk
+        check_sizes(batch=batch, num_kv_heads=num_kv_heads, chunk=chunk)
         shape = (batch, num_kv_heads, window + chunk)
         return cls(*_empty(shape, head_size, value_size, dtype), *_no_tokens(batch), window)
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._pytree import (
+    HoldsTree,
     array_field,
+    held_by_module,
     is_static,
     letters_by_head,
     number,
@@ -33,6 +34,7 @@ from jattn.checks import (
     check_flag,
     check_number,
     check_operands,
+    check_returned,
     check_rule,
     check_size,
     explained,
@@ -108,15 +110,17 @@ def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
     return [] if score is None else [score]
 
 
-ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | None
+ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | HoldsTree | None
 """What `score` takes: see `as_score`."""
 
 
 def as_score(value: Any) -> Any:
-    """A score function as it is, a function as `Score`; None as it is.
+    """A score function as it is, a function as `Score`; None as it is; of what a module keeps of
+    its score function (`layer.score`) that function.
 
     Raises TypeError for anything else.
     """
+    value = held_by_module(value)
     if value is None or isinstance(value, ScoreFunction):
         return value
     if _is_function(value):
@@ -388,13 +392,8 @@ class Score(ScoreFunction):
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
         with explained("Score", self.fn):
-            changed = jnp.asarray(self.fn(score, b, h, q, kv, *(operands or self.operands)))
-        if changed.shape or not jnp.issubdtype(changed.dtype, np.floating):
-            raise TypeError(
-                f"Score: {getattr(self.fn, '__name__', self.fn)} must return a float scalar, "
-                f"got {changed.dtype} {list(changed.shape)}"
-            )
-        return changed.astype(score.dtype)
+            changed = self.fn(score, b, h, q, kv, *(operands or self.operands))
+        return check_returned("Score", self.fn, changed, "floating-point").astype(score.dtype)
 
     def evaluate(self, score, b, h, rows, columns):
         per_key = jax.vmap(self._scalar, (0, None, None, None, 0))

@@ -32,6 +32,11 @@ class PytreeVariables(Module):
         )
 
     def __call__(self) -> Any:
+        return self.held_tree()
+
+    def held_tree(self) -> Any:
+        """The pytree. By this name it is found where the module stands for it, as in
+        `attention(..., mask=layer.mask)`."""
         return jax.tree.unflatten(self.structure, [array[...] for array in self.arrays])
 
 

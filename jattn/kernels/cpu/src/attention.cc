@@ -103,12 +103,36 @@ constexpr Index kLeast = JATTN_SINGLE ? 32 : kLanes;
 constexpr Index kPart = kQueries % (2 * kLeast) == 0 ? kQueries / 2 : kQueries;
 constexpr Index kWorth = kPart < 32 ? 1 : 32;  // keys of a part that are worth a piece of its own
 
+// The ids of some lanes: each of them while they are few, and the range of all.
+struct Ids {
+  static constexpr int kFew = 8;
+  int32_t each[kFew];
+  int count = 0;  // kFew + 1: more than are listed
+  int32_t least = std::numeric_limits<int32_t>::max(), most = std::numeric_limits<int32_t>::min();
+
+  bool listed(int32_t id) const {
+    const int32_t* end = each + std::min(count, kFew);
+    return std::find(each, end, id) != end;
+  }
+
+  void add(int32_t id) {
+    least = std::min(least, id), most = std::max(most, id);
+    if (count > kFew || listed(id)) return;
+    if (count < kFew) each[count] = id;
+    ++count;
+  }
+
+  bool may_have(int32_t id) const {
+    return least <= id && id <= most && (count > kFew || listed(id));
+  }
+};
+
 // What some lanes of a block see: keys from the first to the last that anybody sees, those that all
 // see, and ids; or rows of the map.
 struct Range {
   Lanes lanes;
   Index least_from, most_from, least_until, most_until;
-  int32_t least_id, most_id;
+  Ids ids;
   Index first_row, rows;
 };
 
@@ -159,9 +183,8 @@ struct Block {
   }
 
   Range range(const Rules& rules, Lanes lanes, Index j, Index end) const {
-    constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
-    Range x{lanes, std::numeric_limits<Index>::max(), 0, std::numeric_limits<Index>::max(), 0,
-            kMost, std::numeric_limits<int32_t>::min(), 0, 0};
+    constexpr Index kMost = std::numeric_limits<Index>::max();
+    Range x{lanes, kMost, 0, kMost, 0, {}, 0, 0};
     if (rules.own.map) {
       read_map(rules.own, x, j, end);
       return x;
@@ -172,9 +195,7 @@ struct Block {
       x.most_from = std::max<Index>(x.most_from, from[i]);
       x.least_until = std::min<Index>(x.least_until, real ? until[i] : x.least_until);
       x.most_until = std::max<Index>(x.most_until, sees ? until[i] : 0);
-      if (!rules.q_ids) continue;
-      x.least_id = std::min<int32_t>(x.least_id, ids[i]);
-      x.most_id = std::max<int32_t>(x.most_id, ids[i]);
+      if (rules.q_ids) x.ids.add(ids[i]);
     }
     return x;
   }
@@ -218,17 +239,19 @@ struct Block {
   // Those of `keys` keys from j on that are between the first and the last that anybody sees.
   // Lanes without a query may count as whatever suits: nothing reads them.
   Keys seen(const Rules& rules, const Range& x, Index j, Index keys) const {
-    const Index end = std::min(j + keys, x.most_until);
+    Index end = std::min(j + keys, x.most_until);
     j = std::max(j, x.least_from);
+    if (rules.own.map && j < end) return seen_in_map(rules.own, x, j, end);
+    if (rules.q_ids) {
+      while (j < end && !x.ids.may_have(rules.kv_ids[j])) ++j;
+      while (j < end && !x.ids.may_have(rules.kv_ids[end - 1])) --end;
+    }
     if (j >= end) return {Kind::kEmpty, j, 0};
-    if (rules.own.map) return seen_in_map(rules.own, x, j, end);
     // Lanes without a query must add nothing to the sums along diagonals.
     bool full = x.most_from <= j && x.least_until >= end && (count == width || !rules.d_bias);
-    if (rules.q_ids) {
-      const auto [low, high] = std::minmax_element(rules.kv_ids + j, rules.kv_ids + end);
-      if (*high < x.least_id || *low > x.most_id) return {Kind::kEmpty, j, 0};
-      full = full && x.least_id == x.most_id && *low == *high && *low == x.least_id;
-    }
+    const auto is_own = [&](int32_t id) { return id == x.ids.least; };
+    if (rules.q_ids)
+      full = full && x.ids.count == 1 && std::all_of(rules.kv_ids + j, rules.kv_ids + end, is_own);
     return {full ? Kind::kFull : Kind::kMixed, j, end - j};
   }
 
