@@ -19,7 +19,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.common.custom_derivative import none_for_zero
@@ -173,10 +173,11 @@ def _lower(
         return found
 
     local = [ShapedArray(x.shape, x.dtype) for x in context.avals_in]
-    letters = None if exported else _letters(function)
-    if letters and partition.may_be_cut(context):
-        run = partition.cut(run, letters, local, like)
-    return mlir.lower_fun(run)(context.replace(avals_in=local), *values)
+    if not exported and partition.may_be_cut(context) and (letters := _letters(function)):
+        one_device = functools.partial(_operation.bind, settings=settings, linear=None)
+        run = partition.cut(function, one_device, letters, local, like)
+    with use_abstract_mesh(AbstractMesh((), ())):  # the types of what one device computes have none
+        return mlir.lower_fun(run)(context.replace(avals_in=local), *values)
 
 
 def _letters(function: Any) -> partition.Letters | None:

@@ -7,6 +7,7 @@ row and the head where that begins. Gradients of what all rows or heads share ar
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -195,30 +196,44 @@ def may_be_cut(context: Any) -> bool:
     return several and by_rule and axes.abstract_mesh is not None
 
 
-def cut(run: Callable[..., Any], letters: Letters, operands: Any, like: Any) -> Callable[..., Any]:
-    """`run(*flat)` as a call that is partitioned; `operands` and `like` have the types of its
-    operands and results."""
+def cut(
+    function: Callable[..., Any],
+    on_one_device: Callable[..., Any],
+    letters: Letters,
+    operands: Any,
+    like: Any,
+) -> Callable[..., Any]:
+    """`function(platform, *flat)` as a call `(*flat)` that is partitioned.
+
+    `on_one_device(*flat, function=, like=)` stages a function of this kind out as one operation,
+    whose types know of no mesh. `operands` and `like` have the types of the operands and results.
+    """
     sizes = _sizes(letters, operands)
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in operands]
 
-    def on_words(*flat: Any) -> tuple[Any, ...]:
+    def on_words(platform: str, *flat: Any) -> Any:
         pairs = zip(flat, operands, keys, strict=True)
         own = [
             jax.random.wrap_key_data(x, impl=str(y.dtype._impl.name)) if is_key else x
             for x, y, is_key in pairs
         ]
-        return tuple(run(*own))
+        return function(platform, *own)
 
     def partition(mesh: Any, given: Any, results: Any) -> Any:
         cuts = _chosen(letters, [*given, *results], sizes)
 
-        def local(*flat: Any) -> tuple[Any, ...]:
+        def share(platform: str, *flat: Any) -> tuple[Any, ...]:
             with _sharing(cuts):
-                found = on_words(*flat)
+                found = on_words(platform, *flat)
             return tuple(map(cuts.joined, found, letters.results))
 
         shardings = [tuple(NamedSharding(mesh, cuts.spec(dims)) for dims in every) for every in own]
-        return mesh, local, shardings[1], shardings[0]
+        shares = tuple(
+            jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+            for sharding, x in zip(shardings[1], like, strict=True)
+        )
+        local = functools.partial(on_one_device, function=share, like=shares)
+        return mesh, lambda *flat: tuple(local(*flat)), shardings[1], shardings[0]
 
     words = tuple(
         (*dims, "") if is_key else dims for dims, is_key in zip(letters.operands, keys, strict=True)
