@@ -175,7 +175,9 @@ def _lower(
     local = [ShapedArray(x.shape, x.dtype) for x in context.avals_in]
     if not exported and partition.may_be_cut(context) and (letters := _letters(function)):
         one_device = functools.partial(_operation.bind, settings=settings, linear=None)
-        run = partition.cut(function, one_device, letters, local, like)
+        context = partition.with_prime_axes(context)
+        with settings.restored():
+            run = partition.cut(function, one_device, platform, letters, local, like)
     with use_abstract_mesh(AbstractMesh((), ())):  # the types of what one device computes have none
         return mlir.lower_fun(run)(context.replace(avals_in=local), *values)
 

@@ -263,8 +263,7 @@ class _Call(NamedTuple):
 
 def by_share(function: Callable[..., Any], like: Any, dims: Any, asked: Any, *operands: Any) -> Any:
     """`function(platform, asked, query, key, ...)` of arrays by batch row and head; where these are
-    cut under `jit`, of each device's share. The results run along `dims`; None: by head too."""
-    dims = dims or (partition.BY_HEAD,) * len(jax.tree.leaves(like))
+    cut under `jit`, of each device's share. The results run along `dims`."""
     given = (asked, *operands)
     rank = [x[: y.ndim] for x, y in zip(dims, jax.tree.leaves(like), strict=True)]
     cut = partition.partitioned_statistics(function, tuple(rank), given)
@@ -361,4 +360,5 @@ def top(spec: Spec, query: Array, key: Array, lse: LogSumExp, n: int) -> tuple[A
         return logs[:, :, :T], places[:, :, :T]
 
     operands = spec, query, key, lse
-    return by_share(run, jax.eval_shape(functools.partial(run, "any"), *operands), None, *operands)
+    like = jax.eval_shape(functools.partial(run, "any"), *operands)
+    return by_share(run, like, (partition.BY_HEAD,) * 2, *operands)
