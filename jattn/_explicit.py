@@ -5,11 +5,16 @@ There the type of an array says how it is cut, and JAX asks of every operation h
 under other meshes.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.core import Tracer
+from jax.extend.core import Literal
+from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 
@@ -40,6 +45,45 @@ def left_to_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]
     return decorate
 
 
+def is_bound(x: Any) -> bool:
+    """Whether a value is an array that belongs to a trace, or to a mesh by its type: a function
+    that closes over it cannot be called in another context."""
+    if isinstance(x, Tracer):
+        return True
+    return isinstance(x, jax.Array) and bool(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """A context without the mesh around it, if its axes are part of types."""
+    typed = jax.sharding.get_abstract_mesh().explicit_axes
+    empty = AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(empty) if typed else contextlib.nullcontext():
+        yield
+
+
+def evaluated(jaxpr: Any, arrays: Any, arguments: Any) -> list[Any]:
+    """As `jax.core.eval_jaxpr`, in the context of the caller: of its mesh, and not of that in which
+    the program was traced."""
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, arrays, strict=True))
+    values |= zip(jaxpr.invars, arguments, strict=True)
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values[x]
+
+    for equation in jaxpr.eqns:
+        operands = [read(x) for x in equation.invars]
+        if equation.primitive is jit_p:
+            inner = equation.params["jaxpr"]
+            results = evaluated(inner.jaxpr, inner.consts, operands)
+        else:
+            options = equation.primitive.get_bind_params(equation.params)
+            results = equation.primitive.bind(*operands, **options)
+            results = results if equation.primitive.multiple_results else [results]
+        values |= zip(equation.outvars, results, strict=True)
+    return [read(x) for x in jaxpr.outvars]
+
+
 def _mesh_of(operands: Any) -> AbstractMesh:
     """The mesh of the context, or else that of the arrays' types."""
     found = jax.sharding.get_abstract_mesh()
@@ -47,6 +91,16 @@ def _mesh_of(operands: Any) -> AbstractMesh:
         if found.empty:
             found = jax.typeof(x).sharding.mesh
     return found
+
+
+def typed_like(arrays: Any, others: Any) -> Any:
+    """A tree of arrays cut as others of the same shapes are, where that is part of types."""
+
+    def one(x: Any, y: Any) -> Any:
+        sharding = jax.typeof(y).sharding
+        return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
+
+    return jax.tree.map(one, arrays, others)
 
 
 def cuts_of(array: Any) -> tuple[Any, ...]:
@@ -65,6 +119,16 @@ def cuts_of(array: Any) -> tuple[Any, ...]:
 def as_operand(array: Any) -> PartitionSpec:
     """How an array is cut."""
     return PartitionSpec(*cuts_of(array))
+
+
+def as_rows(array: Any, rows: Any) -> PartitionSpec:
+    """How an array is cut that has so many rows in place of its own: along rows only where devices
+    can share these."""
+    first, *rest = cuts_of(array)
+    sizes = jax.typeof(array).sharding.mesh.shape
+    if rows % math.prod(sizes[x] for x in first or ()):
+        first = None
+    return PartitionSpec(first, *rest)
 
 
 class Cuts(NamedTuple):

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jattn._explicit import is_bound
+
 
 _frozen: WeakValueDictionary[Hashable, Callable[..., Any]] = WeakValueDictionary()
 
@@ -176,12 +178,13 @@ def _copied(value: Any) -> Any:
 
 
 def holds_tracers(function: Any) -> bool:
-    """Whether a function closes over traced arrays, as far as that can be seen."""
+    """Whether a function closes over arrays that are bound to a trace or to the types of a mesh, as
+    far as that can be seen."""
     visited: dict[int, Any] = {}
     left = [function]
     while left:
         value = left.pop()
-        if isinstance(value, Tracer):
+        if is_bound(value):
             return True
         if id(value) not in visited and not isinstance(value, _WITHOUT_PARTS):
             visited[id(value)] = value

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
 
+from jattn._explicit import evaluated, is_bound, without_mesh
 from jattn._types import AnyArray, Indices, Shape
 
 
@@ -258,11 +258,12 @@ def closure_converted(
     `run` closes over nothing traced, so that it may be called after the trace in which `function`
     was written.
     """
-    program, like = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    with without_mesh():  # `run` may be called where the mesh has other types
+        program, like = jax.make_jaxpr(function, return_shape=True)(*arguments)
     jaxpr, structure = program.jaxpr, jax.tree.structure(like)
 
     def run(arrays: Any, *arguments: Any) -> Any:
-        found = eval_jaxpr(jaxpr, arrays, *jax.tree.leaves(arguments))
+        found = evaluated(jaxpr, arrays, jax.tree.leaves(arguments))
         return jax.tree.unflatten(structure, found)
 
     return run, list(program.consts)
@@ -271,13 +272,14 @@ def closure_converted(
 def hoist_closure(
     function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`function(*scalars, *operands)` with the traced arrays that it closes over as more operands.
+    """`function(*scalars, *operands)` with the arrays that it closes over as more operands, if one
+    of them is bound to a trace or to the types of a mesh.
 
     A function that closes over none stays as it is. What is an operand can be differentiated, and
     outlives the trace in which the function was written.
     """
     run, arrays = closure_converted(function, *scalars, *operands)
-    if not any(isinstance(x, Tracer) for x in arrays):
+    if not any(map(is_bound, arrays)):
         return function, operands
     given = len(scalars) + len(operands)
 

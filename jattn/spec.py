@@ -317,17 +317,20 @@ def _with_lasting_functions(spec: Spec, shapes: Shapes) -> Spec:
     """The spec as a key of compiled programs, which outlive this call.
 
     Users' functions that compute the same become one object, so that specs with them are equal. A
-    function that closes over arrays of a surrounding trace gets these as operands instead.
+    function that closes over arrays of a surrounding trace gets these as operands instead, and so
+    does each where arrays have the mesh in their types.
     """
+    typed = bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
     def lasting(x: Any) -> Any:
         if isinstance(x, Score):
-            own = x.hoist_closure(accumulation(shapes.dtype)) if holds_tracers(x.fn) else x
+            opened = typed or holds_tracers(x.fn)
+            own = x.hoist_closure(accumulation(shapes.dtype)) if opened else x
             return Score(frozen(own.fn), *own.operands)
         if isinstance(x, Predicate):
-            own = x.hoist_closure() if holds_tracers(x.fn) else x
+            own = x.hoist_closure() if typed or holds_tracers(x.fn) else x
             # Bounds only save time: without them the predicate is evaluated.
-            bounds = None if holds_tracers(x.bounds_fn) else x.bounds_fn
+            bounds = None if typed or holds_tracers(x.bounds_fn) else x.bounds_fn
             return Predicate(frozen(own.fn), *own.operands, bounds=bounds and frozen(bounds))
         return x
 

@@ -160,8 +160,7 @@ def _dims(letters: str, leaf: Any, kept: str = "BTN") -> Dims:
     pairs = zip(named, leaf.shape, strict=True)
     # A symbolic size is not 1.
     return tuple(
-        x if x in kept and not (isinstance(size, int) and size == 1) else ""
-        for x, size in pairs
+        x if x in kept and not (isinstance(size, int) and size == 1) else "" for x, size in pairs
     )
 
 
