@@ -93,6 +93,23 @@ def _mesh_of(operands: Any) -> AbstractMesh:
     return found
 
 
+def left_again(arrays: Any) -> Any:
+    """A tree of arrays as they were within `left_to_xla`.
+
+    What JAX keeps there for a backward pass outside of a program comes back with types that say how
+    it is cut. Rules of our own for backward passes begin with this.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def one(x: Any) -> Any:
+        own = jax.typeof(x).sharding.mesh
+        if not own.explicit_axes or mesh.empty or mesh == own:
+            return x
+        return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
+
+    return jax.tree.map(one, arrays)
+
+
 def typed_like(arrays: Any, others: Any) -> Any:
     """A tree of arrays cut as others of the same shapes are, where that is part of types."""
 

@@ -7,7 +7,6 @@ row and the head where that begins. Gradients of what all rows or heads share ar
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import warnings
@@ -247,16 +246,25 @@ def may_be_cut(context: Any) -> bool:
     axes = context.module_context.axis_context
     by_rule = getattr(jax.config, "jax_use_shardy_partitioner", True)
     several = isinstance(axes, ShardingContext) and axes.num_devices > 1
-    return several and by_rule and axes.abstract_mesh is not None
+    return several and by_rule and _mesh_of(context) is not None
+
+
+def _mesh_of(context: Any) -> Any:
+    """The mesh of a program, or else of the types of its arrays."""
+    of_program = context.module_context.axis_context.abstract_mesh
+    of_types = (x.sharding.mesh for x in context.avals_in)
+    return of_program or next((x for x in of_types if not x.empty), None)
 
 
 def with_prime_axes(context: Any) -> Any:
     """As the context, with a mesh whose axes have prime sizes: XLA may cut key heads along a part
     of an axis, which has no name."""
-    module, mesh = context.module_context, context.module_context.axis_context.abstract_mesh
+    module, mesh = context.module_context, _mesh_of(context)
     axes = [axis for name, size in mesh.shape.items() for axis in _prime_axes(name, size)]
     names, sizes = zip(*axes, strict=True)
-    fine = dataclasses.replace(module.axis_context, abstract_mesh=AbstractMesh(sizes, names))
+    # Which devices these are makes no difference to a program, only how many.
+    devices = module.axis_context.device_assignment or tuple(jax.devices()[: mesh.size])
+    fine = ShardingContext(mesh.size, devices, AbstractMesh(sizes, names))
     return context.replace(module_context=module.replace(axis_context=fine))
 
 

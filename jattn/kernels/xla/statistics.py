@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jattn import tile, tuning
+from jattn._explicit import left_again
 from jattn._pytree import select_head
 from jattn._types import LogSumExp
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
@@ -300,7 +301,7 @@ def statistics(
         return found, (*operands, found[0])
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        params, asked, query, key, lse, rows = residuals
+        (params, asked, query, key, lse, rows), cotangents = left_again((residuals, cotangents))
         asked = _with(asked, params)
         d_params, d_query, d_key = _pulled_back(asked, query, key, lse, rows, cotangents[0])
         return d_params, None, d_query.astype(query.dtype), d_key.astype(key.dtype), None
