@@ -18,8 +18,9 @@ from weakref import WeakSet, WeakValueDictionary
 
 import jax
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jattn._explicit import evaluated, is_bound, without_mesh
 
 
 _frozen: WeakValueDictionary[Hashable, Callable[..., Any]] = WeakValueDictionary()
@@ -80,18 +81,19 @@ def traced(
     values of now. Equal programs are one function. Traced arrays that the function reads become
     more operands, which can be differentiated and outlive the trace in which they were made.
     """
-    program = jax.make_jaxpr(unseen(function))(*scalars, *operands)
+    with without_mesh():  # the program may run where the mesh has other types
+        program = jax.make_jaxpr(unseen(function))(*scalars, *operands)
     # With its constants alone, JAX from 0.12 on has them in the program itself.
     jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
-    arrays = [x for x in program.consts if isinstance(x, Tracer)]
-    constants = [None if isinstance(x, Tracer) else _with_copies(x) for x in program.consts]
+    arrays = [x for x in program.consts if is_bound(x)]
+    constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
     n_arguments = len(scalars) + len(operands)
 
     def make() -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             more = iter(arguments[n_arguments:])
             consts = [next(more) if x is None else x for x in constants]
-            (result,) = eval_jaxpr(jaxpr, consts, *jax.tree.leaves(arguments[:n_arguments]))
+            (result,) = evaluated(jaxpr, consts, jax.tree.leaves(arguments[:n_arguments]))
             return result
 
         run.__name__ = name
@@ -186,7 +188,7 @@ class _Key:
         if type(value) in (np.ndarray, np.memmap):
             self.reads_memory = True
             return self.memory(value)
-        if _is_export(value) or (isinstance(value, jax.Array) and not isinstance(value, Tracer)):
+        if _is_export(value) or (isinstance(value, jax.Array) and not is_bound(value)):
             return _Same(value)
         return self.program(value)
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar, dataclass_transform, runtime_checkabl
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
 
+from jattn._explicit import evaluated, without_mesh
 from jattn._functions import unseen
 from jattn._types import AnyArray, Indices, Shape
 
@@ -273,11 +273,12 @@ def closure_converted(
     `run` closes over nothing traced, so that it may be called after the trace in which `function`
     was written.
     """
-    program, like = jax.make_jaxpr(unseen(function), return_shape=True)(*arguments)
+    with without_mesh():  # `run` may be called where the mesh has other types
+        program, like = jax.make_jaxpr(unseen(function), return_shape=True)(*arguments)
     jaxpr, structure = program.jaxpr, jax.tree.structure(like)
 
     def run(arrays: Any, *arguments: Any) -> Any:
-        found = eval_jaxpr(jaxpr, arrays, *jax.tree.leaves(arguments))
+        found = evaluated(jaxpr, arrays, jax.tree.leaves(arguments))
         return jax.tree.unflatten(structure, found)
 
     return run, list(program.consts)

@@ -15,6 +15,7 @@ from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
 from jattn._advice import advised
+from jattn._explicit import Cuts, left_to_xla
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
@@ -208,7 +209,18 @@ def _with_weights(results: Any, weights: Array) -> tuple[Array, ...]:
     return (*results, weights) if isinstance(results, tuple) else (results, weights)
 
 
+def _cuts(spec: Spec, query: Array, *_: Any, **__: Any) -> Any:
+    """How results are cut where that is part of types: as queries are."""
+    cuts = Cuts.of(query)
+    return (cuts.out, cuts.by_head) if spec.lse else cuts.out
+
+
+def _matrix_cut(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
+    return Cuts.of(query).matrix
+
+
 @compiled("implementation", "shapes")
+@left_to_xla(_cuts)
 def _attend(
     spec: Spec,
     query: Array,
@@ -261,6 +273,7 @@ def _attention_to_cache(
 
 
 @compiled("shapes")
+@left_to_xla(_matrix_cut)
 def _weights_of_cache(spec: Spec, query: Array, cache: Cache, *, shapes: Shapes) -> Array:
     """`[B, N, T, S]` over the cache's slots, NaN in rows that overflowed."""
     key = jnp.swapaxes(cache.read()[0], 1, 2).astype(query.dtype)
@@ -269,6 +282,7 @@ def _weights_of_cache(spec: Spec, query: Array, cache: Cache, *, shapes: Shapes)
 
 
 @compiled("implementation", "shapes")
+@left_to_xla(_cuts)
 def _attend_cache(
     spec: Spec, query: Array, cache: Cache, *, implementation: str | None, shapes: Shapes
 ) -> Any:
@@ -565,6 +579,7 @@ def _platform_of(x: Any) -> str:
 
 
 @compiled("what", "shapes")
+@left_to_xla(_matrix_cut)
 def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) -> Array:
     flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key)]
     result = getattr(reference, what)(prepare(spec, shapes), *flat)

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advice import advised
+from jattn._explicit import Cuts, cuts_of, left_to_xla
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
 from jattn.attention import attention
 from jattn.checks import check_array, check_number, check_size
+from jattn.kernels.common import partition
 from jattn.kernels.common.questions import Question
 from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.xla import statistics as tiles
@@ -173,7 +176,22 @@ def _constant(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if hasattr(x, "dtype") else x
 
 
+def _cuts(asked: Question, query: Array, key: Array, *_: Any, **__: Any) -> Statistics:
+    """How results are cut where that is part of types: as queries are, but `received` as keys."""
+    cuts, keys = Cuts.of(query), cuts_of(key)[-3]
+    row, names = cuts.by_head, {x for part in (*cuts.batch, cuts.N) for x in part or ()}
+    received = P(*cuts.batch, cuts.N, None if names & set(keys or ()) else keys)
+    found = Statistics(*[row] * 6, received=received)
+    on_keys, above = asked.keys and row, None if asked.threshold is None else row
+    return found._replace(on_keys=on_keys, above=above)
+
+
+def _cuts_of_top(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
+    return (Cuts.of(query).matrix,) * 2
+
+
 @compiled("shapes")
+@left_to_xla(_cuts)
 def _statistics(
     asked: Question, query: Array, key: Array, lse: Array, *, shapes: Shapes
 ) -> Statistics:
@@ -193,7 +211,8 @@ def _statistics(
 def _by_platform(asked: Question, query: Array, key: Array, lse: Array) -> Any:
     """What is asked, by what the platform has that the program is lowered for."""
     like = jax.eval_shape(tiles.by_tiles, asked, query, key, lse)
-    return tiles.by_share(_on_platform, like, None, asked, query, key, lse)
+    dims = (*[partition.BY_HEAD] * len(jax.tree.leaves(like[0])), partition.RECEIVED)
+    return tiles.by_share(_on_platform, like, dims, asked, query, key, lse)
 
 
 def _on_platform(platform: str, asked: Question, query: Array, key: Array, lse: Array) -> Any:
@@ -207,6 +226,7 @@ def _on_platform(platform: str, asked: Question, query: Array, key: Array, lse: 
 
 
 @compiled("n", "shapes")
+@left_to_xla(_cuts_of_top)
 def _top(
     spec: Spec, query: Array, key: Array, lse: Array, *, n: int, shapes: Shapes
 ) -> tuple[Array, Array]:

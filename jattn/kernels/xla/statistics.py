@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jattn import tile, tuning
+from jattn._explicit import left_again
 from jattn._pytree import select_head
 from jattn._types import LogSumExp
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
@@ -263,8 +264,7 @@ class _Call(NamedTuple):
 
 def by_share(function: Callable[..., Any], like: Any, dims: Any, asked: Any, *operands: Any) -> Any:
     """`function(platform, asked, query, key, ...)` of arrays by batch row and head; where these are
-    cut under `jit`, of each device's share. The results run along `dims`; None: by head too."""
-    dims = dims or (partition.BY_HEAD,) * len(jax.tree.leaves(like))
+    cut under `jit`, of each device's share. The results run along `dims`."""
     given = (asked, *operands)
     rank = [x[: y.ndim] for x, y in zip(dims, jax.tree.leaves(like), strict=True)]
     cut = partition.partitioned_statistics(function, tuple(rank), given)
@@ -301,7 +301,7 @@ def statistics(
         return found, (*operands, found[0])
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        params, asked, query, key, lse, rows = residuals
+        (params, asked, query, key, lse, rows), cotangents = left_again((residuals, cotangents))
         asked = _with(asked, params)
         d_params, d_query, d_key = _pulled_back(asked, query, key, lse, rows, cotangents[0])
         return d_params, None, d_query.astype(query.dtype), d_key.astype(key.dtype), None
@@ -361,4 +361,5 @@ def top(spec: Spec, query: Array, key: Array, lse: LogSumExp, n: int) -> tuple[A
         return logs[:, :, :T], places[:, :, :T]
 
     operands = spec, query, key, lse
-    return by_share(run, jax.eval_shape(functools.partial(run, "any"), *operands), None, *operands)
+    like = jax.eval_shape(functools.partial(run, "any"), *operands)
+    return by_share(run, like, (partition.BY_HEAD,) * 2, *operands)
