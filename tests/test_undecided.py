@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, tuning
+from jattn import masks, tuning, undecided
 from jattn.masks import Predicate
 from tests.oracle import error
 
@@ -44,21 +44,23 @@ def test_they_are_what_their_pairs_are():
         assert np.array_equal(tile_map(both), tile_map(masks.Causal() & masks.Window(left=20)))
 
 
-def test_they_are_looked_at_once():
-    calls = []
-
-    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        calls.append(1)
-        return causal(b, h, q, kv)
-
-    mask = Predicate(rule)
-    tile_map(mask)
-    alone = len(calls)
+@pytest.mark.parametrize("read", ["number", "list"])
+def test_they_are_looked_at_once(read):
+    box = [0]
+    rules = {
+        "number": causal,
+        "list": lambda b, h, q, kv: causal(b, h, q, kv + box[0]),
+    }
+    mask = Predicate(rules[read])
+    undecided._kept.cache_clear()
     with tuning.using(**LOOKED_AT):
-        tile_map(mask)
-        first = len(calls)
-        tile_map(mask)
-    assert len(calls) - first == alone < first - alone
+        for _ in range(3):
+            tile_map(mask)
+        assert undecided._kept.cache_info().misses == 1
+        box[0] = 16
+        shift = 16 if read == "list" else 0
+        want = tile_map(Predicate(lambda b, h, q, kv: q >= kv + shift))
+        assert np.array_equal(tile_map(mask), want)
 
 
 def test_not_where_they_are_many_or_few():
