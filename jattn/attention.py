@@ -15,6 +15,7 @@ from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
 from jattn._advice import advised
+from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
@@ -107,6 +108,7 @@ def attention(
     return_weights: Literal[True],
 ) -> tuple[Output, LogSumExp, Weights]: ...
 @advised
+@may_be_minus_infinity(1)
 def attention(
     query: Queries,
     key: Keys | Cache,
@@ -378,6 +380,7 @@ def cached_attention(
     return_weights: Literal[True],
 ) -> tuple[tuple[Output, LogSumExp, Weights], SomeCache]: ...
 @advised
+@may_be_minus_infinity(1)
 def cached_attention(
     query: Queries,
     key: Keys,
@@ -565,6 +568,7 @@ def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) 
 
 
 @advised
+@may_be_minus_infinity(0)
 def attention_scores(
     query: Queries,
     key: Keys,

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.kernels.common import partition, reverse_mode
-from jattn.kernels.common.custom_derivative import none_for_zero
+from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
@@ -93,7 +93,7 @@ class _Flat(NamedTuple):
     derivative: Callable[..., list[Any]]
 
 
-_operation = Primitive("platform_dependent")
+_operation = Primitive("jattn_platform_dependent")
 _operation.multiple_results = True
 prim_requires_devices_during_lowering.add(_operation)  # the mesh, for `partition`
 
@@ -240,12 +240,6 @@ def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> A
     return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
 
 
-def _eager(*operands: Any, **how: Any) -> Any:
-    """Compiled also where users have switched that off: there is no platform but in a program."""
-    with jax.disable_jit(False):
-        return jax.jit(functools.partial(_operation.bind, **how))(*operands)
-
-
 def _jvp(operands: Any, tangents: Any, *, linear: _Flat | None, **how: Any) -> Any:
     if linear is None:
         reverse_mode.refuse()
@@ -266,7 +260,7 @@ def _transpose(cotangents: Any, *operands: Any, linear: _Flat, **_: Any) -> list
     return [None] * n + [x if want else None for x, want in zip(own, wanted, strict=True)]
 
 
-_operation.def_impl(_eager)
+register_eager_run(_operation)
 batching.primitive_batchers[_operation] = _batch
 ad.primitive_jvps[_operation] = _jvp
 ad.primitive_transposes[_operation] = _transpose
