@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn._debugging import may_be_minus_infinity
-from jattn._types import LogSumExp, Output, Scores, accumulation
+from jattn._types import LogSumExp, Output, Scores, Size, accumulation
 from jattn.checks import check_array
 
 
@@ -142,10 +142,10 @@ def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
     return most.astype(accumulation(values.dtype))
 
 
-def headroom(greatest: Float[Array, ""], terms: int) -> Float[Array, ""]:
+def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
     """What to multiply values with so that a sum of so many does not overflow: a power of two, and
     1 where it does not anyhow."""
-    terms = max(1, terms)
+    terms = max(1, terms) if isinstance(terms, int) else 2**31  # a symbol is any number
     limit = float(jnp.finfo(greatest.dtype).max) / (2 * terms)
     factor = 2.0 ** -math.ceil(math.log2(2 * terms))
     return jnp.where(greatest > limit, factor, 1).astype(greatest.dtype)
