@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar, overload
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
 from jattn._advice import advised
@@ -555,6 +554,8 @@ def _platform_of(x: Any) -> str:
     platform = device if isinstance(device, str) else device.platform
     if platform != "gpu":
         return platform
+    from jax.extend.backend import get_backend  # noqa: PLC0415  it imports all of Pallas
+
     version = get_backend(platform).platform_version
     return "rocm" if "rocm" in version else "cuda"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 from jax._src import checkify
+from jax._src.core import Primitive
 from jax.core import eval_jaxpr
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jattn._debugging import as_operation

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src.config import _check_vma as check_varying
+from jax._src.core import Primitive
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
