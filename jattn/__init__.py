@@ -4,36 +4,35 @@
 """
 
 import importlib
-from collections.abc import Callable
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from jattn import cache, masks, scores
-from jattn.attention import (
-    attention,
-    attention_scores,
-    attention_weights,
-    cached_attention,
-    explain,
-)
-from jattn.mechanisms import (
-    additive_attention,
-    additive_keys,
-    causal_interaction,
-    interaction,
-    multiplicative,
-    multiplicative_attention,
-    normalised_interaction,
-    renormalised_causal,
-    self_attention,
-    simple_self_attention,
-)
-from jattn.softmax import merge, with_sink
-from jattn.statistics import statistics, top_weights
 
 
 if TYPE_CHECKING:
-    from jattn import compat, nn, parallel, positions, viz
+    from jattn import cache, compat, masks, nn, parallel, positions, scores, viz
+    from jattn.attention import (
+        attention,
+        attention_scores,
+        attention_weights,
+        cached_attention,
+        explain,
+    )
     from jattn.generation import generate
+    from jattn.mechanisms import (
+        additive_attention,
+        additive_keys,
+        causal_interaction,
+        interaction,
+        multiplicative,
+        multiplicative_attention,
+        normalised_interaction,
+        renormalised_causal,
+        self_attention,
+        simple_self_attention,
+    )
+    from jattn.softmax import merge, with_sink
+    from jattn.statistics import statistics, top_weights
 
 __all__ = [
     "additive_attention",
@@ -73,12 +72,48 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
-    generate: Callable[..., Any]  # that of jattn.generation
+    _FILES = {
+        "attention": "attention attention_scores attention_weights cached_attention explain",
+        "generation": "generate",
+        "mechanisms": "additive_attention additive_keys causal_interaction interaction "
+        "multiplicative multiplicative_attention normalised_interaction renormalised_causal "
+        "self_attention simple_self_attention",
+        "softmax": "merge with_sink",
+        "statistics": "statistics top_weights",
+    }
+    _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
-        """Modules that the functions above do without are imported when they are first used."""
-        if name == "generate":
-            return importlib.import_module("jattn.generation").generate
-        if name in ("compat", "nn", "parallel", "positions", "viz"):
-            return importlib.import_module(f"jattn.{name}")
-        raise AttributeError(f"module 'jattn' has no attribute {name!r}")
+        """Files are imported when what they define is first used, so that a program that may not
+        use it starts as fast as without."""
+        try:
+            module = importlib.import_module(f"jattn.{_FILE_OF.get(name, name)}")
+        except ModuleNotFoundError as error:
+            if error.name != f"jattn.{name}":
+                raise
+            raise AttributeError(f"module 'jattn' has no attribute {name!r}") from None
+        globals()[name] = getattr(module, name) if name in _FILE_OF else module
+        return globals()[name]
+
+    class _Function:
+        """A function of the package with the name of its file. Python sets the package's attribute
+        to the file when that is imported; this keeps the function."""
+
+        def __init__(self, name: str):
+            self.name = name
+
+        def __get__(self, package: ModuleType, kind: Any = None) -> Any:
+            try:
+                return vars(package)[self.name]
+            except KeyError:
+                return __getattr__(self.name)
+
+        def __set__(self, package: ModuleType, value: Any) -> None:
+            if not isinstance(value, ModuleType):
+                vars(package)[self.name] = value
+
+    class _Package(ModuleType):
+        attention = _Function("attention")
+        statistics = _Function("statistics")
+
+    sys.modules[__name__].__class__ = _Package

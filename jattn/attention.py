@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar, overload
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.backend import get_backend
 from jaxtyping import Array, Bool, Int
 
 from jattn._advice import advised
+from jattn._debugging import may_be_minus_infinity
 from jattn._explicit import Cuts, left_to_xla
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
@@ -116,6 +116,7 @@ def attention(
     return_weights: Literal[True],
 ) -> tuple[Output, LogSumExp, Weights]: ...
 @advised
+@may_be_minus_infinity(1)
 def attention(
     query: Queries,
     key: Keys | Cache,
@@ -245,7 +246,7 @@ def run(
     named = implementation is not None
     names = [implementation] if named else registry.candidates(spec, shapes)
     spec = prepare(spec, shapes)
-    if implementation == "reference":
+    if names == ["reference"]:
         return reference.attend(spec, query, key, value)
     functions, traced = registry.functions(names, shapes, named=named)
     return vjp.attention(functions, tangents.functions(), spec, query, key, value, traced)
@@ -400,6 +401,7 @@ def cached_attention(
     return_weights: Literal[True],
 ) -> tuple[tuple[Output, LogSumExp, Weights], SomeCache]: ...
 @advised
+@may_be_minus_infinity(1)
 def cached_attention(
     query: Queries,
     key: Keys,
@@ -574,6 +576,8 @@ def _platform_of(x: Any) -> str:
     platform = device if isinstance(device, str) else device.platform
     if platform != "gpu":
         return platform
+    from jax.extend.backend import get_backend  # noqa: PLC0415  it imports all of Pallas
+
     version = get_backend(platform).platform_version
     return "rocm" if "rocm" in version else "cuda"
 
@@ -588,6 +592,7 @@ def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) 
 
 
 @advised
+@may_be_minus_infinity(0)
 def attention_scores(
     query: Queries,
     key: Keys,

@@ -43,7 +43,7 @@ from jattn._pytree import (
     static_field,
     take_tile,
 )
-from jattn._types import Allowed, AnyArray, Indices, Shape
+from jattn._types import Allowed, AnyArray, Indices, Shape, Size
 from jattn.bounds import Interval
 from jattn.checks import (
     check_array,
@@ -360,7 +360,7 @@ def as_span(value: Indices | Span) -> Span:
     return Span(indices, indices)
 
 
-def span(size: int, positions: Indices | None = None) -> Span:
+def span(size: Size, positions: Indices | None = None) -> Span:
     """All places of an axis, at the given positions (by default the same)."""
     places = jnp.arange(size, dtype=jnp.int32)
     return Span(places if positions is None else jnp.asarray(positions), places)

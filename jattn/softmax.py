@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn._types import LogSumExp, Output, Scores, accumulation
+from jattn._debugging import may_be_minus_infinity
+from jattn._types import LogSumExp, Output, Scores, Size, accumulation
 from jattn.checks import check_array
 
 
@@ -46,6 +47,10 @@ class Normalizer(NamedTuple):
     def lse(self) -> Float[Array, "..."]:
         """The log of the softmax's denominator."""
         return self.maximum + self.log_total
+
+    def finite(self) -> "Normalizer":
+        """The normalizer with a maximum of 0 in place of −inf, as derivatives read it."""
+        return self._replace(maximum=jnp.where(self.maximum == -jnp.inf, 0, self.maximum))
 
 
 def _lowest(dtype: Any) -> float:
@@ -137,10 +142,10 @@ def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
     return most.astype(accumulation(values.dtype))
 
 
-def headroom(greatest: Float[Array, ""], terms: int) -> Float[Array, ""]:
+def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
     """What to multiply values with so that a sum of so many does not overflow: a power of two, and
     1 where it does not anyhow."""
-    terms = max(1, terms)
+    terms = max(1, terms) if isinstance(terms, int) else 2**31  # a symbol is any number
     limit = float(jnp.finfo(greatest.dtype).max) / (2 * terms)
     factor = 2.0 ** -math.ceil(math.log2(2 * terms))
     return jnp.where(greatest > limit, factor, 1).astype(greatest.dtype)
@@ -184,6 +189,7 @@ def _check_part(name: str, out: Any, lse: Any) -> None:
         )
 
 
+@may_be_minus_infinity(1)
 def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     """Attention over all keys from attention over disjoint parts of them.
 
@@ -223,6 +229,7 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     return sum(others, start=first).astype(out.dtype), merged.astype(lse.dtype)
 
 
+@may_be_minus_infinity(1)
 def with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Output, LogSumExp]:
     """Adds to each head's softmax a learned logit without a value ("attention sink").
 

@@ -131,6 +131,11 @@ class Shapes(NamedTuple):
         return math.prod(self.batch)
 
     @property
+    def cuttable(self) -> bool:
+        """Whether T and S are numbers. They are symbols in a program that is exported for any."""
+        return isinstance(self.T, int) and isinstance(self.S, int)
+
+    @property
     def G(self) -> int:
         """Query heads for each key/value head."""
         return self.N // self.K

@@ -17,8 +17,8 @@ from jattn._explicit import Cuts, cuts_of, left_to_xla
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
 from jattn.attention import attention
 from jattn.checks import check_array, check_number, check_size
-from jattn.kernels.common import partition
-from jattn.kernels.common.questions import Question
+from jattn.kernels.common import partition, reverse_mode
+from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, MaskLike, Padding
@@ -96,6 +96,7 @@ def statistics(
         if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
             raise ValueError(f"threshold: expected a number in [0, 1), got {threshold!r}")
         threshold = float(threshold)
+    _check_cuttable("statistics", shapes)
     asked = Question(spec, _keys(keys, spec, shapes), threshold)
     return _statistics(asked, query, key, _lse(spec, query, key), shapes=shapes)
 
@@ -134,10 +135,20 @@ def top_weights(
         kv_positions=kv_positions,
         precision=precision,
     )
+    _check_cuttable("top_weights", shapes)
     check_size("n", n)
     if n > shapes.S:
         raise ValueError(f"n: expected at most S = {shapes.S}, got {n}")
     return _top(spec, query, key, _lse(spec, query, key), n=int(n), shapes=shapes)
+
+
+def _check_cuttable(name: str, shapes: Shapes) -> None:
+    """Raises NotImplementedError in a program that is exported for any T or S."""
+    if not shapes.cuttable:
+        raise NotImplementedError(
+            f"{name}: it cuts queries and keys into tiles, which needs numbers, and the program is "
+            f"exported for any T = {shapes.T}, S = {shapes.S}; attention_weights needs none"
+        )
 
 
 def _keys(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
@@ -198,7 +209,10 @@ def _statistics(
     on = asked.keys and prepare(asked.keys, shapes)
     question = Question(prepare(asked.spec, shapes), on, asked.threshold)
     flat = _flat(query, key, lse, shapes)
-    rows, received = tiles.statistics(_by_platform, question, *flat)
+    if 0 in (shapes.B, shapes.T, shapes.S):
+        rows, received = _of_no_pairs(question, *flat)
+    else:
+        rows, received = tiles.statistics(_by_platform, question, *flat)
     found = Statistics(**rows._asdict(), received=received)
 
     def shaped(x: Array) -> Array:
@@ -206,6 +220,15 @@ def _statistics(
         return nan_if_overflowed(asked.spec, x)[0] if x.dtype != jnp.int32 else x
 
     return jax.tree.map(shaped, found)
+
+
+def _of_no_pairs(asked: Question, query: Array, key: Array, lse: Array) -> tuple[Rows, Array]:
+    """The statistics where there are no queries or no keys."""
+    row, (B, S, _, _) = jnp.zeros_like(lse), key.shape
+    on_keys, above = (None if x is None else row for x in (asked.keys, asked.threshold))
+    rows = Rows(row, row, jnp.full(lse.shape, -1, jnp.int32), row, on_keys, above)
+    received = jnp.zeros((B, lse.shape[1], S), lse.dtype)
+    return reverse_mode.varied_like((rows, received), (asked, query, key, lse))
 
 
 def _by_platform(asked: Question, query: Array, key: Array, lse: Array) -> Any:
@@ -232,9 +255,11 @@ def _top(
 ) -> tuple[Array, Array]:
     query, key, lse = _flat(*jax.lax.stop_gradient((query, key, lse)), shapes)
     params = jax.tree.map(_constant, prepare(spec, shapes))
-    found, places = (
-        x.reshape(*shapes.batch, *x.shape[1:]) for x in tiles.top(params, query, key, lse, n)
-    )
+    if 0 in (shapes.B, shapes.T):
+        top = jnp.zeros((*lse.shape, n), lse.dtype), jnp.zeros((*lse.shape, n), jnp.int32)
+    else:
+        top = tiles.top(params, query, key, lse, n)
+    found, places = (x.reshape(*shapes.batch, *x.shape[1:]) for x in top)
     return nan_if_overflowed(spec, found)[0], places
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jattn._pytree import array_field, axis_names, is_static, number, pytree_dataclass
-from jattn._types import Indices, Scores, accumulation
+from jattn._types import Indices, Scores, Size, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
 from jattn.spec import Shapes, Spec, has_mask, parameter_letters, parameters
@@ -449,6 +449,6 @@ def sum_heads(parts: Array, leaf: Array, letters: str) -> Array:
     return parts.reshape(leaf.shape)
 
 
-def spans(spec: Spec, T: int, S: int) -> tuple[Span, Span]:
+def spans(spec: Spec, T: Size, S: Size) -> tuple[Span, Span]:
     """All queries and all keys of one head, at the spec's positions."""
     return span(T, spec.q_positions), span(S, spec.kv_positions)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax._src.core import Literal
 from jaxtyping import Array, Bool
 
 from jattn import tuning

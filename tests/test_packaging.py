@@ -20,6 +20,19 @@ from tests import test_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+IMPORTED = """
+import sys, time
+begin = time.process_time()
+import jax, jax.numpy
+middle = time.process_time()
+before = set(sys.modules)
+import jattn
+print((time.process_time() - middle) / (middle - begin))
+print(*sorted(set(sys.modules) - before))
+jattn.attention, jattn.masks, jattn.statistics
+print(*sorted(x for x in set(sys.modules) - before if x.startswith("jax._src.pallas")))
+"""
+
 BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 SAMPLE = """
 import jax
@@ -158,3 +171,20 @@ def test_the_lower_bounds_work(tmp_path):
     chosen = "examples_run_in or bpe or checkpoints or (nn and gradient) or heatmap"
     said = do(python, "-m", "pytest", *how, *files, "-k", chosen, folder=ROOT, PYTHONPATH=str(ROOT))
     assert " passed" in said
+
+
+def test_importing_costs_little_beyond_jax():
+    """Time counts as a share of what importing JAX takes, in seconds of the processor: a sixth of
+    it are about 80 ms. What is not imported costs nothing on a busy machine either."""
+    lines = do(sys.executable, "-c", IMPORTED, folder=ROOT).splitlines()
+    share, imported, pallas = float(lines[0]), lines[1].split(), lines[2:]
+    assert share < 1 / 6
+    assert not {x for x in imported if x.startswith(("flax", "matplotlib", "jaxtyping"))}
+    assert len([x for x in imported if x.startswith("jattn.")]) < 8
+    assert not any(pallas), "attention does without Pallas until a kernel needs it"
+
+
+def test_files_do_not_hide_the_functions_of_their_names():
+    code = "import jattn, jattn.attention, jattn.statistics; from jattn import attention as f; "
+    code += "print(callable(f), callable(jattn.statistics), jattn.attention is f)"
+    assert do(sys.executable, "-c", code, folder=ROOT).split() == ["True"] * 3

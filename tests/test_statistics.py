@@ -283,3 +283,24 @@ def test_mistakes_raise(name):
         jattn.statistics(*given(), **changes)
     with pytest.raises(ValueError, match="n: expected at most S = 53, got 54"):
         jattn.top_weights(*given(), 54)
+
+
+@pytest.mark.parametrize(("B", "T", "S"), [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)])
+def test_without_rows_queries_or_keys(B, T, S):
+    q, k = jnp.ones((B, T, 4, 8)), jnp.ones((B, S, 2, 8))
+    segments = masks.Segments(jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32))
+    for options in ({}, {"mask": masks.Causal(), "threshold": 0.1}, {"keys": segments}):
+        found = jattn.statistics(q, k, **options)
+        assert found.received.shape == (B, 4, S)
+        rows = [x for name, x in found._asdict().items() if name != "received" and x is not None]
+        assert all(x.shape == (B, 4, T) for x in rows)
+        assert not found.greatest.any() and (found.place == -1).all()
+    d_q, d_k = jax.grad(lambda q, k: jattn.statistics(q, k).entropy.sum(), (0, 1))(q, k)
+    assert (d_q.shape, d_k.shape) == (q.shape, k.shape) and not d_q.any()
+    if S:
+        weights, places = jattn.top_weights(q, k, 2)
+        assert weights.shape == places.shape == (B, 4, T, 2)
+    out = jattn.additive_attention(
+        q[:, :, 0], k[:, :, 0], k[:, :, 0], *[jnp.ones((8, 3))] * 2, jnp.ones(3)
+    )
+    assert out.shape == (B, T, 8)

@@ -187,6 +187,75 @@ def test_exported(name, symbolic):
         assert_same(exported.call(*arrays), expected)
 
 
+def squared(function: Callable[..., Any]) -> Callable[..., Any]:
+    def total(*arrays: Any) -> Any:
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(function(*arrays)))
+
+    return jax.grad(total, (0, 1, 2))
+
+
+FOR_ANY_LENGTH: dict[str, Callable[..., Any]] = {
+    "plain": jattn.attention,
+    "causal": functools.partial(jattn.attention, mask=masks.Causal(), return_lse=True),
+    "window": functools.partial(jattn.attention, mask=masks.Window(left=2, right=1)),
+    "alibi": functools.partial(jattn.attention, score=scores.Alibi(jnp.array([0.1, 0.2]))),
+    "functions": functools.partial(
+        jattn.attention,
+        mask=lambda b, h, i, j: (i - j) % 3 != 1,
+        score=lambda s, b, h, i, j: jnp.tanh(s),
+        implementation="reference",
+    ),
+    "dropout": functools.partial(jattn.attention, dropout_rate=0.3, dropout_key=jax.random.key(0)),
+    "gradients": squared(functools.partial(jattn.attention, mask=masks.Causal())),
+    "weights": lambda q, k, v: jattn.attention_weights(q, k, mask=masks.Causal()),
+}
+
+
+def assert_exported(function: Callable[..., Any], axes: str) -> None:
+    """Exports for any of the sizes in `axes`, of b, t and s, and runs that at several."""
+    symbols = dict(zip(axes.split(","), jax.export.symbolic_shape(axes), strict=True))
+
+    def shapes(**sizes: Any) -> list[tuple[Any, ...]]:
+        sizes = {"b": 2, "t": 4, "s": 5} | {x: n for x, n in sizes.items() if x in symbols}
+        return [(sizes["b"], sizes[x], 2, 8) for x in "tss"]
+
+    like = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes(**symbols)]
+    exported = jax.export.export(jax.jit(function))(*like)
+    for b, t, s in ((2, 4, 5), (1, 1, 3), (3, 70, 300)):
+        arrays = [jnp.asarray(normal(*x), jnp.float32) for x in shapes(b=b, t=t, s=s)]
+        assert_close(exported.call(*arrays), function(*arrays))
+
+
+def assert_close(found: Any, want: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("axes", ["t", "s", "b,t,s"])
+@pytest.mark.parametrize("name", FOR_ANY_LENGTH)
+def test_exported_for_any_length(name, axes):
+    assert_exported(FOR_ANY_LENGTH[name], axes)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 2}], ids=str)
+def test_exported_for_any_length_in_place_of_jax(options):
+    with jattn.compat.installed():
+        assert_exported(lambda *x: jax.nn.dot_product_attention(*x, **options), "b,t,s")
+        assert jattn.compat.report()[0].implementation == "reference"
+
+
+def test_what_needs_lengths_says_so():
+    t = jax.export.symbolic_shape("t")[0]
+    like = [jax.ShapeDtypeStruct((1, t, 2, 8), jnp.float32)] * 3
+    for name in ("blockwise", "native", "tpu"):
+        function = functools.partial(jattn.attention, implementation=name)
+        with pytest.raises(NotImplementedError, match="T = t, S = t; reference and None"):
+            jax.export.export(jax.jit(function))(*like)
+    for call in (jattn.statistics, functools.partial(jattn.top_weights, n=1)):
+        with pytest.raises(NotImplementedError, match="attention_weights needs none"):
+            jax.export.export(jax.jit(lambda q, k, call=call: call(q, k)))(*like[:2])
+
+
 # --- functions as users write them --------------------------------------------------------------
 
 

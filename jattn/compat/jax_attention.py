@@ -8,6 +8,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jattn import masks, scores
+from jattn._debugging import may_be_minus_infinity
 from jattn.attention import attention
 from jattn.masks import Mask
 
@@ -16,6 +17,7 @@ IMPLEMENTATIONS = {None: None, "xla": None, "cudnn": "cudnn"}
 """What jax.nn's names stand for here. "xla" is what jax.nn has everywhere, and so means any."""
 
 
+@may_be_minus_infinity(1)
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -167,13 +167,23 @@ def refuse(name: str, reason: str | None) -> None:
 def check_supported(name: str, spec: Spec, shapes: Shapes) -> None:
     """Raises NotImplementedError if the implementation does not support the call."""
     if name in KERNELS:
-        refuse(name, KERNELS[name].kernel.supports(spec, shapes))
+        refuse(name, _unsupported(KERNELS[name], spec, shapes))
+
+
+def _unsupported(row: Row, spec: Spec, shapes: Shapes) -> str | None:
+    """Why a kernel cannot compute a call, or a program for sizes that are not known yet."""
+    if not shapes.cuttable:
+        return (
+            "it cuts queries and keys into tiles, which needs numbers, and the program is exported "
+            f"for any T = {shapes.T}, S = {shapes.S}; reference and None need none"
+        )
+    return row.kernel.supports(spec, shapes)
 
 
 def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
     """For each name None, or why it cannot run the call on a platform."""
     found = {
-        name: row.kernel.supports(spec, shapes)
+        name: _unsupported(row, spec, shapes)
         or _elsewhere(row, platform, named=True)
         or row.too_small(spec, shapes)
         or row.unavailable(shapes, False)
@@ -185,7 +195,9 @@ def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
 
 def candidates(spec: Spec, shapes: Shapes) -> list[str]:
     """The kernels that can compute a call, in order, up to one that is for every platform. A call
-    has to name those behind it."""
+    has to name those behind it. The reference where T or S is a symbol."""
+    if not shapes.cuttable:
+        return ["reference"]
     found: list[str] = []
     for name, row in KERNELS.items():
         if not row.too_small(spec, shapes) and not row.kernel.supports(spec, shapes):

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values
 from jattn.checks import check_choice, check_flag
@@ -131,6 +132,7 @@ def attention_shard(
     implementation: str | None = None,
     return_lse: Literal[True],
 ) -> tuple[Output, LogSumExp]: ...
+@may_be_minus_infinity(1)
 def attention_shard(
     query: Queries,
     key: Keys,
@@ -264,6 +266,7 @@ def attention(
     return_lse: Literal[True],
     pad: bool = False,
 ) -> tuple[Output, LogSumExp]: ...
+@may_be_minus_infinity(1)
 def attention(
     query: Queries,
     key: Keys,

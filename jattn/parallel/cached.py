@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, accumulation
 from jattn.attention import cache_results, check_cache
@@ -68,6 +69,7 @@ def cached_attention(
     precision: Any = None,
     return_lse: Literal[True],
 ) -> tuple[tuple[Output, LogSumExp], DenseCache]: ...
+@may_be_minus_infinity(1)
 def cached_attention(
     query: Queries,
     key: Keys,

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import checkify
+from jax._src.core import Primitive
 from jax.core import eval_jaxpr
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jattn._debugging import as_operation
 
-_call = Primitive("call_with_derivative")
+
+_call = Primitive("jattn_attention")
 _call.multiple_results = True
 
 
@@ -46,6 +49,21 @@ def with_derivative(
         return jax.tree.unflatten(like, _call.bind(*flat, program=program, rule=rule))
 
     return run
+
+
+def compile_and_run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Runs one operation outside of any program, compiled also where users have switched that
+    off."""
+    with jax.disable_jit(False):
+        run = functools.partial(primitive.bind, **params)
+        return as_operation(run, primitive.name)(*operands)
+
+
+def register_eager_run(primitive: Primitive) -> None:
+    """Tells JAX how to run an operation outside of any program, and `checkify` that its results may
+    be NaN."""
+    primitive.def_impl(functools.partial(compile_and_run, primitive))
+    checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
 
 
 def none_for_zero(tangents: Any) -> list[Any]:
@@ -87,11 +105,7 @@ def _batch(operands: Any, axes: Any, *, program: Any, rule: Any) -> Any:
     return found, [0] * len(found)
 
 
-def _eager(*operands: Any, program: Any, rule: Any) -> Any:
-    return jax.jit(functools.partial(_run, program))(*operands)
-
-
-_call.def_impl(_eager)
+register_eager_run(_call)
 batching.primitive_batchers[_call] = _batch
 ad.primitive_jvps[_call] = _jvp
 mlir.register_lowering(_call, _lower)

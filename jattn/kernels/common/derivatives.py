@@ -60,6 +60,11 @@ class Residuals(NamedTuple):
     all_finite: Any
     kept: Any
 
+    def finite(self) -> "Residuals":
+        """The residuals as derivatives read them and programs keep them: `jax_debug_infs` finds no
+        infinity in them for a query without keys."""
+        return self._replace(normalizer=self.normalizer.finite())
+
 
 class Results(NamedTuple):
     """out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
@@ -99,8 +104,7 @@ class PerQuery(NamedTuple):
 
     @classmethod
     def of(cls, query: Array, d_out: Array, normalizer: Normalizer, delta: Array) -> "PerQuery":
-        maximum, log_total = normalizer
-        return cls(query, d_out, _finite(maximum), log_total, delta)
+        return cls(query, d_out, *normalizer.finite(), delta)
 
 
 def row_dots(x: Array, y: Array) -> Array:
@@ -114,11 +118,7 @@ def row_dots(x: Array, y: Array) -> Array:
 
 def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQuery:
     delta = row_dots(cotangents.out, residuals.out) - cotangents.lse
-    return PerQuery.of(query, cotangents.out, residuals.normalizer, delta)
-
-
-def _finite(maximum: Array) -> Array:
-    return jnp.where(maximum == -jnp.inf, 0, maximum)
+    return PerQuery(query, cotangents.out, *residuals.normalizer, delta)
 
 
 class TangentInputs(NamedTuple):
@@ -174,7 +174,7 @@ class Attention(NamedTuple):
             residuals = self._residuals(spec, inputs)
             out = residuals.rounded.astype(residuals.out.dtype)
             found = Results(out, residuals.normalizer.lse)
-            return found, self._jvp(spec, inputs, residuals, tangents[1])
+            return found, self._jvp(spec, inputs, residuals.finite(), tangents[1])
 
         return with_derivative(value, rule)(spec, inputs)
 
@@ -191,7 +191,7 @@ class Attention(NamedTuple):
         def rule(operands: Any, tangents: Any) -> tuple[Residuals, Residuals]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
-            d_out, d_lse = self._jvp(spec, inputs, residuals, tangents[1])
+            d_out, d_lse = self._jvp(spec, inputs, residuals.finite(), tangents[1])
             d_rounded = d_out.astype(residuals.rounded.dtype)
             d_normalizer, nothing = _normalizer_tangent(d_lse), [None] * len(residuals.kept)
             return residuals, Residuals(d_out, d_rounded, d_normalizer, None, nothing)
@@ -244,10 +244,7 @@ class Attention(NamedTuple):
         self, platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
     ) -> Results:
         """`_jvp` as it is computed: in operations that JAX can differentiate."""
-        maximum, log_total = residuals.normalizer
-        rows = TangentInputs(
-            inputs.query, tangent.query, residuals.out, _finite(maximum), log_total
-        )
+        rows = TangentInputs(inputs.query, tangent.query, residuals.out, *residuals.normalizer)
         keys = (inputs.key, tangent.key, inputs.value, tangent.value)
         own = with_parameters(spec, inputs.params)
         return Results(*self.derivatives.tangent(platform, own, tangent.params, rows, *keys))

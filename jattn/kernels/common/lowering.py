@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src.config import _check_vma as check_varying
+from jax._src.core import Primitive
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jattn._explicit import left_again
 from jattn.kernels.common import partition, reverse_mode
-from jattn.kernels.common.custom_derivative import none_for_zero
+from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
@@ -94,8 +94,10 @@ class _Flat(NamedTuple):
     derivative: Callable[..., list[Any]]
 
 
-_operation = Primitive("platform_dependent")
-_on_mesh = Primitive("platform_dependent_on_mesh")  # the same, of arrays whose types have a mesh
+_operation = Primitive("jattn_platform_dependent")
+_on_mesh = Primitive(
+    "jattn_platform_dependent_on_mesh"
+)  # the same, of arrays whose types have a mesh
 for _primitive in (_operation, _on_mesh):
     _primitive.multiple_results = True
 # The mesh, for `partition`. JAX then wants all arrays of a program to have the same mesh, which in
@@ -254,12 +256,6 @@ def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> A
     return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
 
 
-def _eager(*operands: Any, **how: Any) -> Any:
-    """Compiled also where users have switched that off: there is no platform but in a program."""
-    with jax.disable_jit(False):
-        return jax.jit(functools.partial(_operation.bind, **how))(*operands)
-
-
 def _jvp(operands: Any, tangents: Any, *, linear: _Flat | None, **how: Any) -> Any:
     if linear is None:
         reverse_mode.refuse()
@@ -283,7 +279,7 @@ def _transpose(cotangents: Any, *operands: Any, linear: _Flat, **_: Any) -> list
 
 for _primitive in (_operation, _on_mesh):
     _primitive.def_abstract_eval(_types)
-    _primitive.def_impl(_eager)
+    register_eager_run(_primitive)
     batching.primitive_batchers[_primitive] = _batch
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose

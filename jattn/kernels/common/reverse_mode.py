@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import jax
-from jax.extend.core import Primitive
+from jax._src.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 

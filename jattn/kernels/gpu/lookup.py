@@ -11,8 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import Primitive
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jaxtyping import Array
 

@@ -45,7 +45,7 @@ class AdditiveScore:
             return jnp.einsum("tna,a->tn", hidden, self.w_score)
 
         by_block = jax.lax.map(block, padded.reshape(blocks, size, A))
-        return jnp.moveaxis(by_block, 0, 1).reshape(t, -1)[:, :s]
+        return jnp.moveaxis(by_block, 0, 1).reshape(t, blocks * size)[:, :s]
 
 
 def choose_tiling(T: int, S: int) -> Tiling:
@@ -63,7 +63,7 @@ def _cuts(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
 @left_to_xla(_cuts)
 def weights(spec: Spec, query: Array, key: Array, w_score: Array, *, shapes: Shapes) -> Array:
     """Weights `[*B, T, S]` after softmax and dropout, of the projected arrays of `attend`."""
-    q, k = (x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query, key))
+    q, k = (x.reshape(shapes.B, x.shape[-2], 1, x.shape[-1]) for x in (query, key))
     spec = prepare(dataclasses.replace(spec, pair=AdditiveScore(w_score)), shapes)
     return reference.weights(spec, q, k).reshape(*shapes.batch, shapes.T, shapes.S)
 
@@ -82,7 +82,7 @@ def attend(
 ) -> Array:
     """`[*B, T, V]` from projected `query [*B, T, A]`, `key [*B, S, A]`, `value [*B, S, V]` and
     `w_score [A]`. A single tile is computed as the formula, which has all derivatives."""
-    q, k, v = (x.reshape(shapes.B, -1, 1, x.shape[-1]) for x in (query, key, value))
+    q, k, v = (x.reshape(shapes.B, x.shape[-2], 1, x.shape[-1]) for x in (query, key, value))
     spec = prepare(dataclasses.replace(spec, pair=AdditiveScore(w_score)), shapes)
     if tiling == (shapes.T, shapes.S) or 0 in (shapes.T, shapes.S):
         out, _ = reference.attend(spec, q, k, v)

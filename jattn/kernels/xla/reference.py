@@ -24,7 +24,7 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
 def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns, v)
-    factor = softmax.headroom(softmax.greatest(tile.finite(v.astype(score.dtype))), len(v))
+    factor = softmax.headroom(softmax.greatest(tile.finite(v.astype(score.dtype))), v.shape[0])
 
     def weigh(weights: Array) -> Array:
         dropped = tile.drop(spec, weights, b, h, rows, columns)

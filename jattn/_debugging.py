@@ -1,0 +1,63 @@
+"""What JAX's flags for debugging find in results.
+
+The log-sum-exp of a query without keys is −inf, and so is a masked score. Neither is a mistake in
+the program that calls, so `jax_debug_infs` must not stop at them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax._src.config import debug_infs
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def may_be_minus_infinity(place: int) -> Callable[[_F], _F]:
+    """A decorator for functions in whose results the array at `place`, counted in the flattened
+    tree, may hold −inf. Any other infinity in the results is still found by `jax_debug_infs`."""
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not debug_infs.value:
+                return function(*arguments, **named)
+            # The context manager `jax.debug_infs` would also drop the check of `jax_debug_nans`
+            # when it ends.
+            before = debug_infs.swap_local(False)
+            try:
+                results = function(*arguments, **named)
+            finally:
+                debug_infs.set_local(before)
+            leaves = jax.tree.leaves(results)
+            if place < len(leaves):
+                leaves[place] = jnp.where(leaves[place] == -jnp.inf, 0, leaves[place])
+            check_by_jax(function.__name__, leaves)
+            return results
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def check_by_jax(name: str, arrays: Any) -> None:
+    """Raises what JAX's debugging flags raise about the results of its operation `name`."""
+    as_operation(lambda x: x, name)(arrays)
+
+
+def as_operation(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function compiled and marked as one of JAX's own operations.
+
+    Where the results of a compiled function hold NaN, `jax_debug_nans` runs it again step by step,
+    down to what is so marked, which it names.
+    """
+
+    def run(*operands: Any) -> Any:
+        return function(*operands)
+
+    run.__name__ = run.__qualname__ = name
+    vars(run)["_apply_primitive"] = True
+    return jax.jit(run)

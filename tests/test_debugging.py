@@ -1,0 +1,135 @@
+"""JAX's flags for finding NaN and infinities, and `checkify`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import jattn
+from jattn import masks, parallel
+
+
+T = 6
+X = jnp.asarray(np.random.default_rng(0).standard_normal((1, T, 2, 8)), jnp.float32)
+WITH_NAN = X.at[:, 1].set(jnp.nan)
+DEAD = masks.Dense(np.broadcast_to(np.arange(T)[:, None] != 2, (1, 1, T, T)))  # query 2 has no keys
+
+ON_CPU = (None, "reference", "blockwise", "native", "pallas", "triton", "tpu")
+
+
+def attention(implementation: str | None, **options: Any) -> Callable[[Any], Any]:
+    return lambda x: jattn.attention(X, X, x, implementation=implementation, **options)
+
+
+def total(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: jnp.sum(function(x))
+
+
+WAYS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "eager": lambda function: function,
+    "jit": jax.jit,
+    "grad": lambda function: jax.value_and_grad(total(function)),
+    "jit_of_grad": lambda function: jax.jit(jax.value_and_grad(total(function))),
+    "grad_of_jit": lambda function: jax.value_and_grad(jax.jit(total(function))),
+    "vmap": lambda function: lambda x: jax.vmap(function)(x[None]),
+}
+
+IN_EVERY_WAY = [(None, way) for way in WAYS]
+IN_TWO_WAYS = [(name, way) for name in ON_CPU[1:] for way in ("eager", "jit_of_grad")]
+
+
+@pytest.mark.parametrize(("implementation", "way"), IN_EVERY_WAY + IN_TWO_WAYS)
+def test_debug_nans_finds_a_nan_that_reaches_attention(implementation, way):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):
+        WAYS[way](attention(implementation))(WITH_NAN)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "native"])
+def test_debug_nans_leaves_alone_what_is_masked(implementation):
+    mask = masks.Dense(np.broadcast_to(np.arange(T) != 1, (1, 1, T, T)))
+    function = attention(implementation, mask=mask)
+    with jax.debug_nans(True):
+        function(WITH_NAN)
+        WAYS["grad"](function)(WITH_NAN)
+
+
+def test_debug_nans_names_statistics_and_weights():
+    for function in (jattn.attention_weights, jattn.statistics):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError):
+            function(WITH_NAN, X)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "checkpoint", "scan"])
+@pytest.mark.parametrize("implementation", ["blockwise", "native"])
+def test_debug_infs_accepts_queries_without_keys(implementation, way):
+    function = attention(implementation, mask=DEAD)
+    if way == "checkpoint":
+        wrapped = jax.value_and_grad(jax.checkpoint(total(function)))
+    elif way == "scan":
+        repeated = lambda x: jax.lax.scan(lambda c, _: (function(c), None), x, length=2)[0]  # noqa: E731
+        wrapped = jax.value_and_grad(total(repeated))
+    else:
+        wrapped = WAYS[way](function)
+    with jax.debug_infs(True):
+        wrapped(X)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "native"])
+def test_debug_infs_accepts_the_minus_infinity_of_results(implementation):
+    function = attention(implementation, mask=DEAD, return_lse=True)
+    with jax.debug_infs(True):
+        out, lse = function(X)
+        assert np.array_equal(np.isneginf(np.asarray(lse))[0, 0], np.arange(T) == 2)
+        jattn.merge((out, lse), (out, lse))
+        jattn.with_sink(out, lse, jnp.zeros(2))
+        jax.value_and_grad(lambda x: jnp.sum(function(x)[0]))(X)
+        jattn.attention_scores(X, X, mask=DEAD)
+        jattn.attention_weights(X, X, mask=DEAD)
+        jattn.statistics(X, X, mask=DEAD)
+        jattn.compat.dot_product_attention(X, X, X, mask=DEAD.array, return_residual=True)
+
+
+def test_debug_infs_on_a_mesh():
+    mesh = jax.make_mesh((1,), ("data",))
+    with jax.debug_infs(True):
+        parallel.attention(
+            X, X, X, mesh=mesh, axis_name="data", mask=masks.Causal(), return_lse=True
+        )
+
+
+def test_both_flags_go_on_after_a_call():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        jattn.attention(X, X, X, mask=DEAD, return_lse=True)
+        with pytest.raises(FloatingPointError, match="inf"):
+            jnp.exp(jnp.float32(1e4))
+        with pytest.raises(FloatingPointError, match="inf"):
+            jax.jit(lambda x: jattn.attention(x, x, x, mask=DEAD) + jnp.exp(1e4 + x))(X)
+        with pytest.raises(FloatingPointError, match="nan"):
+            jattn.attention(X, X, WITH_NAN, mask=DEAD, return_lse=True)
+
+
+def test_debug_infs_finds_infinite_scores():
+    with jax.debug_infs(True), pytest.raises(FloatingPointError):
+        jattn.attention_scores(X, X, score=lambda s, b, h, i, j: jnp.exp(1e4 + s))
+
+
+@pytest.mark.parametrize(("implementation", "way"), IN_EVERY_WAY + IN_TWO_WAYS)
+def test_checkify_sees_a_nan(implementation, way):
+    checked = checkify.checkify(WAYS[way](attention(implementation)), checkify.nan_checks)
+    error, _ = checked(WITH_NAN)
+    assert "nan" in str(error.get())
+    error, _ = checked(X)
+    assert error.get() is None
+
+
+@pytest.mark.parametrize("way", ["eager", "grad"])
+@pytest.mark.parametrize("implementation", ["blockwise", "native"])
+def test_checkify_sees_no_nan_that_is_masked(implementation, way):
+    mask = masks.Dense(np.broadcast_to(np.arange(T) != 1, (1, 1, T, T))) & DEAD
+    function = WAYS[way](attention(implementation, mask=mask))
+    error, _ = checkify.checkify(function, checkify.nan_checks)(WITH_NAN)
+    assert error.get() is None
