@@ -95,9 +95,8 @@ class _Flat(NamedTuple):
 
 
 _operation = Primitive("jattn_platform_dependent")
-_on_mesh = Primitive(
-    "jattn_platform_dependent_on_mesh"
-)  # the same, of arrays whose types have a mesh
+# The same, of arrays whose types have a mesh.
+_on_mesh = Primitive("jattn_platform_dependent_on_mesh")
 for _primitive in (_operation, _on_mesh):
     _primitive.multiple_results = True
 # The mesh, for `partition`. JAX then wants all arrays of a program to have the same mesh, which in
