@@ -17,7 +17,7 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experi
 # A room is a folder or a file; one imports only from rooms that stand before it. Files of a folder
 # may import one another as long as none comes back to itself. A new file takes its place here.
 ROOMS = (
-    ("_explicit",),
+    ("_explicit", "_debugging"),
     ("_types", "_functions", "_svg", "_advice", "_torch_names", "tuning"),
     ("_pytree",),
     ("integers", "expressions"),
