@@ -420,7 +420,7 @@ class Problem(NamedTuple):
         return slicing.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
 
 
-def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
+def forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
     band = tile_schedule.band(select_head(spec, 0, 0), T, S, problem.tiling)
@@ -448,7 +448,7 @@ def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
 def _forward_band(
     spec: Spec, query: Array, key: Array, value: Array, problem: Problem, band: tile_schedule.Band
 ) -> Any:
-    """As `_forward_loop` for a mask that leaves a band: a few pieces of one head at once."""
+    """As `forward_loop` for a mask that leaves a band: a few pieces of one head at once."""
     shapes, (T, S) = problem.shapes, problem.padded
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
@@ -499,7 +499,7 @@ def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
     return jax.vmap(one)(starts).reshape(-1, size, x.shape[3])
 
 
-def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
+def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, all heads at once."""
     shapes, (T, S), block_loop = problem.shapes, problem.padded, problem.block_loop
 
@@ -587,7 +587,7 @@ def _forward(
     if problem.way == "single tile":
         sizes = tuning.sizes(platform)
         return single_tile.forward(spec, query, key, value, sizes, keep)
-    run = _forward_loop if problem.way == "loop" else _forward_vmap
+    run = forward_loop if problem.way == "loop" else forward_vmap
     found = run(problem.pad(spec), query, key, value, problem)
     kept = (no_weights(query, key, value),) if keep else ()
     return *found, jnp.zeros((), bool), *kept
