@@ -1,7 +1,7 @@
 """What the weights of attention look like, in numbers: without the T × S matrix.
 
 `statistics` reduces each row of weights to a few numbers, `top_weights` to its greatest. Both go
-over the tiles of the scores once, after one pass of attention that finds their denominators.
+over the tiles of the scores twice, the first time for the denominators of the softmax.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advice import advised
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
-from jattn.attention import attention
 from jattn.checks import check_array, check_number, check_size
 from jattn.kernels.common.questions import Question
 from jattn.kernels.common.vjp import Unbuilt
@@ -74,8 +73,7 @@ def statistics(
 
     Returns:
         `Statistics` of the weights before any dropout. Memory is linear in T and S, forward and
-        backward. Weights are rounded by about |lse| × 1e-7 of themselves (1e-16 in float64). For a
-        query whose keys are all masked everything is 0.
+        backward. For a query whose keys are all masked everything is 0.
 
     Raises what `attention_weights` raises.
     """
@@ -95,7 +93,7 @@ def statistics(
             raise ValueError(f"threshold: expected a number in [0, 1), got {threshold!r}")
         threshold = float(threshold)
     asked = Question(spec, _keys(keys, spec, shapes), threshold)
-    return _statistics(asked, query, key, _lse(spec, query, key), shapes=shapes)
+    return _statistics(asked, query, key, shapes=shapes)
 
 
 @advised
@@ -135,7 +133,7 @@ def top_weights(
     check_size("n", n)
     if n > shapes.S:
         raise ValueError(f"n: expected at most S = {shapes.S}, got {n}")
-    return _top(spec, query, key, _lse(spec, query, key), n=int(n), shapes=shapes)
+    return _top(spec, query, key, n=int(n), shapes=shapes)
 
 
 def _keys(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
@@ -152,35 +150,15 @@ def _keys(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
     return make_spec(shapes, mask=keys, scale=1.0, **places)
 
 
-def _lse(spec: Spec, query: Array, key: Array) -> Array:
-    """The log of the denominator of each row, `[*B, N, T]`, as a constant."""
-    query, key, score, scale = jax.tree.map(_constant, (query, key, spec.score, spec.scale))
-    _, lse = attention(
-        query,
-        key,
-        jnp.zeros((*key.shape[:-1], 1), query.dtype),
-        mask=spec.mask,
-        score=score,
-        scale=scale,
-        q_positions=spec.q_positions,
-        kv_positions=spec.kv_positions,
-        precision=spec.precision,
-        return_lse=True,
-    )
-    return lse
-
-
 def _constant(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if hasattr(x, "dtype") else x
 
 
 @functools.partial(jax.jit, static_argnames="shapes")
-def _statistics(
-    asked: Question, query: Array, key: Array, lse: Array, *, shapes: Shapes
-) -> Statistics:
+def _statistics(asked: Question, query: Array, key: Array, *, shapes: Shapes) -> Statistics:
     on = asked.keys and prepare(asked.keys, shapes)
     question = Question(prepare(asked.spec, shapes), on, asked.threshold)
-    flat = _flat(query, key, lse, shapes)
+    flat = _flat(query, key, shapes)
     rows, received = tiles.statistics(_by_platform, question, *flat)
     found = Statistics(**rows._asdict(), received=received)
 
@@ -191,35 +169,32 @@ def _statistics(
     return jax.tree.map(shaped, found)
 
 
-def _by_platform(asked: Question, query: Array, key: Array, lse: Array) -> Any:
+def _by_platform(asked: Question, query: Array, key: Array) -> Any:
     """What is asked, by what the platform has that the program is lowered for."""
-    like = jax.eval_shape(tiles.by_tiles, asked, query, key, lse)
-    return tiles.by_share(_on_platform, like, None, asked, query, key, lse)
+    like = jax.eval_shape(tiles.by_tiles, asked, query, key)
+    return tiles.by_share(_on_platform, like, None, asked, query, key)
 
 
-def _on_platform(platform: str, asked: Question, query: Array, key: Array, lse: Array) -> Any:
+def _on_platform(platform: str, asked: Question, query: Array, key: Array) -> Any:
     if platform == "cpu":
         from jattn.kernels.cpu import statistics as native  # noqa: PLC0415  as in `registry`
 
         with contextlib.suppress(Unbuilt):
             if not native.unsupported(asked, Shapes.of(query, key)):
-                return native.statistics(asked, query, key, lse)
-    return tiles.by_tiles(asked, query, key, lse)
+                return native.statistics(asked, query, key)
+    return tiles.by_tiles(asked, query, key)
 
 
 @functools.partial(jax.jit, static_argnames=("n", "shapes"))
-def _top(
-    spec: Spec, query: Array, key: Array, lse: Array, *, n: int, shapes: Shapes
-) -> tuple[Array, Array]:
-    query, key, lse = _flat(*jax.lax.stop_gradient((query, key, lse)), shapes)
+def _top(spec: Spec, query: Array, key: Array, *, n: int, shapes: Shapes) -> tuple[Array, Array]:
+    query, key = _flat(*jax.lax.stop_gradient((query, key)), shapes)
     params = jax.tree.map(_constant, prepare(spec, shapes))
     found, places = (
-        x.reshape(*shapes.batch, *x.shape[1:]) for x in tiles.top(params, query, key, lse, n)
+        x.reshape(*shapes.batch, *x.shape[1:]) for x in tiles.top(params, query, key, n)
     )
     return nan_if_overflowed(spec, found)[0], places
 
 
-def _flat(query: Array, key: Array, lse: Array, shapes: Shapes) -> tuple[Array, Array, Array]:
+def _flat(query: Array, key: Array, shapes: Shapes) -> tuple[Array, Array]:
     """With one batch axis."""
-    query, key = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key))
-    return query, key, lse.reshape(shapes.B, *lse.shape[-2:])
+    return query.reshape(shapes.B, *query.shape[-3:]), key.reshape(shapes.B, *key.shape[-3:])
