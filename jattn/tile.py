@@ -28,24 +28,13 @@ from jattn._pytree import array_field, axis_names, number, pytree_dataclass
 from jattn._types import Indices, Scores, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
+from jattn.softmax import rounded
 from jattn.spec import Shapes, Spec, has_mask, parameter_letters, parameters
 
 
 def finite(x: Array) -> Array:
     """x with 0 in place of NaN and infinities."""
     return jnp.where(jnp.isfinite(x), x, 0)
-
-
-def rounded(score: Scores) -> Scores:
-    """x as a number of its dtype, which a compiler may not contract with what follows.
-
-    Compilers make one operation, without rounding between, of a product and of the subtraction of
-    the maximum. The maximum is a rounded number, though, so that at large logits the largest score
-    minus the maximum is not 0 but up to half a unit in the last place, of which the exponential is
-    0 or infinite. A selection stays between both operations on every platform; XLA for CPUs drops
-    barriers before it fuses, and LLVM `reduce_precision` to the digits that a number has.
-    """
-    return jnp.where(jnp.isnan(score), jnp.nan, score)
 
 
 _FEW = 16  # channels; tiles of matrix products have at least as many
@@ -131,7 +120,7 @@ def modify(
 
     score, scale = products, number(spec.scale)
     if not isinstance(scale, float):
-        score = rounded(selected(score) * scale.astype(score.dtype))
+        score = rounded(selected(score) * jnp.asarray(scale, score.dtype))
     elif scale != 1:
         score = score * jnp.asarray(scale, score.dtype)
         score = score if abs(math.frexp(scale)[0]) == 0.5 else rounded(score)  # exact or not

@@ -445,8 +445,9 @@ def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
 
 
 def _band(spec: Spec, problem: Problem) -> tile_schedule.Band | None:
-    """The band that the forward pass of a padded spec goes along, if it does."""
-    if problem.way != "loop" or spec.pair is not None:
+    """The band that the forward pass of a padded spec goes along, if it does. The backward pass of
+    a part of the keys is given the normalizer of all, and so needs scores of the same tiles."""
+    if problem.way != "loop" or spec.pair is not None or spec.partial:
         return None
     return tile_schedule.band(select_head(spec, 0, 0), *problem.padded, problem.tiling)
 
