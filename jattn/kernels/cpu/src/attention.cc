@@ -1070,7 +1070,7 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
 
 // Where statistics of a call go; those that nobody asks for have no rows.
 struct Statistics {
-  Heads<const T> lse;
+  Heads<const T> maximum, log_total;
   Shared<int32_t> q_positions, kv_positions;
   Shared<T> marks;
   T threshold;
@@ -1079,7 +1079,8 @@ struct Statistics {
   T* received;  // [B, N, S]
 
   Asked asked(Index b, Index n) const {
-    return {lse.at(b, n), q_positions.at(b, n), kv_positions.at(b, n), marks.at(b, n), threshold};
+    return {maximum.at(b, n),      log_total.at(b, n), q_positions.at(b, n),
+            kv_positions.at(b, n), marks.at(b, n),     threshold};
   }
   Found at(Index b, Index n) const {
     return {entropy.at(b, n), greatest.at(b, n), distance.at(b, n),
@@ -1188,8 +1189,8 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
 
 ffi::Error run_statistics(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
                           Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
-                          Buffer lse, Buffer q_positions, Buffer kv_positions, Buffer marks,
-                          ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
+                          Buffer maximum, Buffer log_total, Buffer q_positions,
+                          Buffer kv_positions, Buffer marks, ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
                           Out distance, Out on_keys, Out above, Out received, double scale,
                           double cap, double grown, int64_t threshold, int64_t rule, int64_t row,
                           int64_t chunk, double least) {
@@ -1199,8 +1200,9 @@ ffi::Error run_statistics(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Bu
     if (!error.success()) return error;
     const Heads<int32_t> places{static_cast<int32_t*>(place->untyped_data()), call.t, call.N, 1};
     statistics_all(pool, call,
-                   {heads_of(lse, false), {q_positions, call.B}, {kv_positions, call.B},
-                    {marks, call.B}, static_cast<T>(least), heads_of(entropy, false),
+                   {heads_of(maximum, false), heads_of(log_total, false), {q_positions, call.B},
+                    {kv_positions, call.B}, {marks, call.B}, static_cast<T>(least),
+                    heads_of(entropy, false),
                     heads_of(greatest, false), heads_of(distance, false), heads_of(on_keys, false),
                     heads_of(above, false), places, static_cast<T*>(received->untyped_data())});
     return ffi::Error::Success();
@@ -1229,9 +1231,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_backward, run_backward,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_statistics, run_statistics,
                               JATTN_OPERANDS.Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
-                                  .Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>()
+                                  .Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>()
                                   .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
-                                  .Ret<Buffer>() JATTN_ATTRIBUTES.Attr<double>("least"));
+                                  .Ret<Buffer>().Ret<Buffer>() JATTN_ATTRIBUTES
+                                  .Attr<double>("least"));
 
 // Adds a rule that was compiled, once; its library stays loaded.
 extern "C" void jattn_add_rule(int64_t number, void* forward, void* backward, int modifies,
