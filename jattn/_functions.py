@@ -43,7 +43,8 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
         key = keys.value(function)
     except (_Unsure, RecursionError):
         return function
-    return _kept(key, lambda: _copied(function), transient=keys.reads_memory)
+    known = _frozen.get(key)
+    return known or _kept(key, _copied(function), transient=keys.reads_memory)
 
 
 def is_frozen(function: Callable[..., Any]) -> bool:
@@ -60,14 +61,12 @@ def is_transient(function: Callable[..., Any]) -> bool:
     return function in _transient
 
 
-def _kept(key: Hashable, make: Callable[[], Any], transient: bool) -> Callable[..., Any]:
-    """The function of a key, made if there is none."""
-    function = _frozen.get(key)
-    if function is None:
-        function = _frozen.setdefault(key, make())
-        _lasting.add(function)
-        if transient:
-            _transient.add(function)
+def _kept(key: Hashable, function: Callable[..., Any], transient: bool) -> Callable[..., Any]:
+    """A function that is kept from now on for a key, or the one that has been."""
+    function = _frozen.setdefault(key, function)
+    _lasting.add(function)
+    if transient:
+        _transient.add(function)
     return function
 
 
@@ -89,27 +88,22 @@ def traced(
     constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
     n_arguments = len(scalars) + len(operands)
 
-    def make() -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            more = iter(arguments[n_arguments:])
-            consts = [next(more) if x is None else x for x in constants]
-            (result,) = evaluated(jaxpr, consts, jax.tree.leaves(arguments[:n_arguments]))
-            return result
+    def run(*arguments: Any) -> Any:
+        more = iter(arguments[n_arguments:])
+        consts = [next(more) if x is None else x for x in constants]
+        (result,) = evaluated(jaxpr, consts, jax.tree.leaves(arguments[:n_arguments]))
+        return result
 
-        run.__name__ = name
-        return run
-
+    run.__name__ = name
     key = "program", name, n_arguments, _program_key(jaxpr, constants)
-    return _kept(key, make, transient=True), (*operands, *arrays)
+    return _kept(key, run, transient=True), (*operands, *arrays)
 
 
 class _Unsure(Exception):
     """Something that may change without another name, or of which nothing is known."""
 
 
-# Of Python's values, what is compared: the text of floats tells 0.0 from −0.0.
-_NUMBERS = dict.fromkeys((int, bool, str, bytes, type(None), type(Ellipsis)), lambda x: x)
-_NUMBERS |= {float: repr, complex: repr}
+_SCALARS = (int, bool, str, bytes, type(None), type(Ellipsis))
 _BUILTINS = frozenset(
     """abs all any bool complex dict divmod enumerate float int isinstance len list map max min pow
     range reversed round sorted sum tuple zip""".split()
@@ -131,7 +125,7 @@ _WRITES = frozenset(
     STORE_SLICE STORE_SUBSCR""".split()
     if x in dis.opmap
 )
-_WRITES_OF_CLOSURES = frozenset((dis.opmap["DELETE_DEREF"], dis.opmap["STORE_DEREF"]))
+_WRITES_OF_CLOSURES = _WRITES | {dis.opmap["DELETE_DEREF"], dis.opmap["STORE_DEREF"]}
 _MOST_BYTES = 2**24  # of an array that is compared by its bytes
 
 
@@ -179,15 +173,14 @@ class _Key:
         self.reads_memory = False  # that can be written to
 
     def value(self, value: Any) -> Hashable:
-        if type(value) in _NUMBERS:
-            return type(value), _NUMBERS[type(value)](value)
+        if type(value) in _SCALARS:
+            return type(value), value
+        if type(value) in (float, complex):
+            return type(value), repr(value)  # tells 0.0 from −0.0
         if isinstance(value, np.number | np.bool_):
             return type(value), value.tobytes()
         if type(value) in (tuple, frozenset):
             return type(value), type(value)(map(self.value, value))
-        if type(value) in (np.ndarray, np.memmap):
-            self.reads_memory = True
-            return self.memory(value)
         if _is_export(value) or (isinstance(value, jax.Array) and not is_bound(value)):
             return _Same(value)
         return self.program(value)
@@ -199,7 +192,7 @@ class _Key:
         return array.dtype, array.shape, array.tobytes()
 
     def program(self, value: Any) -> Hashable:
-        """Of what can be called."""
+        """Of what can be called, or written to."""
         if isinstance(value, types.CodeType):
             return self.code(value)
         if type(value) is types.FunctionType:
@@ -207,6 +200,9 @@ class _Key:
         if type(value) is functools.partial:
             named = tuple(sorted(value.keywords.items()))
             return "partial", *map(self.value, (value.func, value.args, named))
+        if type(value) in (np.ndarray, np.memmap):
+            self.reads_memory = True
+            return self.memory(value)
         raise _Unsure
 
     def function(self, function: types.FunctionType) -> Hashable:
@@ -223,11 +219,10 @@ class _Key:
         """What is executed, wherever it is written."""
         sizes = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
         names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-        run = code.co_code, code.co_exceptiontable
-        writes = _WRITES | _WRITES_OF_CLOSURES if code.co_freevars else _WRITES
-        if not writes.isdisjoint(code.co_code[::2]):
+        run, table = code.co_code, code.co_exceptiontable
+        if not (_WRITES_OF_CLOSURES if code.co_freevars else _WRITES).isdisjoint(run[::2]):
             raise _Unsure
-        return "code", sizes, names, run, tuple(map(self.value, code.co_consts))
+        return "code", sizes, names, run, table, tuple(map(self.value, code.co_consts))
 
 
 def _contents(function: types.FunctionType) -> list[Any]:
@@ -258,9 +253,11 @@ def _globals(function: types.FunctionType) -> dict[str, Any]:
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}
     if any(hasattr(builtins, x) for x in names if x not in found and x not in _BUILTINS):
         raise _Unsure
-    packages = {_package(x.__name__) for x in found.values() if isinstance(x, types.ModuleType)}
-    if not all(_IMPURE[x].isdisjoint(names) for x in packages.intersection(_IMPURE)):
-        raise _Unsure
+    for value in found.values():
+        if isinstance(value, types.ModuleType):
+            package = _package(value.__name__)
+            if package in _IMPURE and not _IMPURE[package].isdisjoint(names):
+                raise _Unsure
     return found
 
 

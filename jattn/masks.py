@@ -1004,8 +1004,10 @@ class Predicate(Mask):
     """Any rule: `fn(b, h, q_idx, kv_idx, *operands) -> bool`, on scalars, as in FlexAttention.
 
     Positions are what the function sees; `b` counts batch rows row-major. Operands are passed
-    whole and may be indexed. Compiled once per function object: define the function once, outside
-    the call.
+    whole and may be indexed. A call computes with what the function reads at the time of the call,
+    whatever that is. A function of numbers, strings, arrays and other such functions is traced
+    when one of them changes; one that reads lists, dicts or attributes is traced in each call, and
+    compiled where its program is another.
 
     Which tiles it empties is read off the function itself, by interval arithmetic (see
     `jattn.bounds`), as far as its operations are known there. `bounds(tile) -> (maybe_any,
@@ -1017,7 +1019,8 @@ class Predicate(Mask):
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
         )
 
-    `check_bounds` compares them with the function.
+    `check_bounds` compares them with the function. Bounds that read lists, dicts or attributes are
+    not used by attention, as these may change before it is differentiated.
     """
 
     of_positions = True

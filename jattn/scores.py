@@ -359,8 +359,8 @@ class Score(ScoreFunction):
     """Any function: `fn(score, b, h, q_idx, kv_idx, *operands)`, on scalars, as in FlexAttention.
 
     Positions are what the function sees; `b` counts batch rows row-major. Operands are passed whole
-    and may be indexed; the float ones are differentiable parameters. Compiled once per function
-    object: define the function once, outside the call.
+    and may be indexed; the float ones are differentiable parameters. A call computes with what the
+    function reads at the time of the call, see `masks.Predicate`.
     """
 
     fn: Callable[..., Any] = static_field()
