@@ -1097,15 +1097,14 @@ class Predicate(Mask):
         return maybe_any, surely_all
 
 
-class _Rule(Mask):
+class _Rule:
     """The function of a `Predicate` as an expression, which tells bounds by interval arithmetic."""
-
-    of_positions = True
 
     def __init__(self, expression: expressions.Expression):
         self.expression = expression
 
-    def bounds(self, tile):
+    def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
+        """As those of a mask."""
         q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
         given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
         with _promotion(q_lo.dtype):
@@ -1196,7 +1195,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
 
 
 def _looked_into(
-    mask: Mask, read: Mask, functions: list[Predicate], tile: Tile, ends: np.ndarray
+    mask: Mask, read: Any, functions: list[Predicate], tile: Tile, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """`(maybe_any, surely_all)` of undecided tiles, by their parts and then by their pairs; of all
     positions between two, so that it does not matter in which order they stand."""
