@@ -8,22 +8,25 @@ under other meshes.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.extend.core.primitives import jit_p
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def left_to_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Makes a function of arrays one whose results are cut as `results` says, of the same
-    arguments: a tree of `PartitionSpec`s."""
+    """Makes a function of trees of arrays one whose results are cut as `results` says.
+
+    That is a function of the same arguments, which gives a tree of `PartitionSpec`s, or a function
+    that gives one for each array of the results.
+    """
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
@@ -31,14 +34,14 @@ def left_to_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]
             mesh = _mesh_of(operands)
             if not mesh.explicit_axes:
                 return function(*operands, **options)
-            shardings = jax.tree.map(
-                lambda spec: NamedSharding(mesh, spec),
-                results(*operands, **options),
-                is_leaf=lambda x: isinstance(x, PartitionSpec),
-            )
-            inner = functools.partial(function, **options)
-            axes = mesh.explicit_axes
-            return jax.sharding.auto_axes(inner, axes=axes, out_sharding=shardings)(*operands)
+            auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+            with jax.sharding.use_abstract_mesh(auto):
+                found = function(*left_again(operands), **options)
+            cuts = results(*operands, **options)
+            if callable(cuts):
+                cuts = jax.tree.map(cuts, found)
+            typed = lambda x, cut: jax.sharding.reshard(x, NamedSharding(mesh, cut))  # noqa: E731
+            return jax.tree.map(typed, found, cuts)
 
         return run  # pyright: ignore[reportReturnType]
 
@@ -136,6 +139,15 @@ def cuts_of(array: Any) -> tuple[Any, ...]:
 def as_operand(array: Any) -> PartitionSpec:
     """How an array is cut."""
     return PartitionSpec(*cuts_of(array))
+
+
+def joined(first: Iterable[Any], second: Iterable[Any]) -> PartitionSpec:
+    """How an array is cut whose axes are those of two others: those of the second by what does not
+    cut the first yet."""
+    first = tuple(first)
+    used = {x for names in first for x in names or ()}
+    free = (tuple(x for x in names or () if x not in used) or None for names in second)
+    return PartitionSpec(*first, *free)
 
 
 def as_rows(array: Any, rows: Any) -> PartitionSpec:

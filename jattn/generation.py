@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn import integers
+from jattn._explicit import as_operand, cuts_of, left_to_xla
 from jattn._types import AnyArray
 from jattn.cache import Cache, RollingCache
 from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
@@ -173,17 +175,32 @@ def _written(
     sampling: _Sampling | None,
 ) -> Generated:
     """All of it in one program."""
-    model = nnx.merge(definition, variables)
 
-    def goes_on(state: _State) -> Array:
-        return (state.place < options.max_tokens) & jnp.any(state.active)
+    def cuts(variables: Any, prompt: Array, *_: Any) -> Generated:
+        rows = cuts_of(prompt)[0]
+        return Generated(PartitionSpec(rows, None), PartitionSpec(rows))
 
-    def advance(state: _State) -> _State:
-        return _advance(model, state, sampling, options)
+    @left_to_xla(cuts)
+    def run(
+        variables: Any,
+        prompt: Array,
+        valid: Array | None,
+        caches: Any,
+        sampling: _Sampling | None,
+    ) -> Generated:
+        model = nnx.merge(definition, variables)
 
-    state = _begin(model, prompt, valid, caches, options)
-    state = jax.lax.while_loop(goes_on, advance, state)
-    return Generated(state.tokens, state.lengths)
+        def goes_on(state: _State) -> Array:
+            return (state.place < options.max_tokens) & jnp.any(state.active)
+
+        def advance(state: _State) -> _State:
+            return _advance(model, state, sampling, options)
+
+        state = _begin(model, prompt, valid, caches, options)
+        state = jax.lax.while_loop(goes_on, advance, state)
+        return Generated(state.tokens, state.lengths)
+
+    return run(variables, prompt, valid, caches, sampling)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -195,14 +212,26 @@ def _begun(
     valid: Array | None,
     caches: Any,
 ) -> _State:
-    return _begin(nnx.merge(definition, variables), prompt, valid, caches, options)
+    def begin(variables: Any, prompt: Array, valid: Array | None, caches: Any) -> _State:
+        return _begin(nnx.merge(definition, variables), prompt, valid, caches, options)
+
+    def cuts(variables: Any, prompt: Array, *_: Any) -> Any:
+        """What has a row for each of the prompt is cut like it."""
+        rows, B = cuts_of(prompt)[0], len(prompt)
+        return lambda x: PartitionSpec(*[rows for size in x.shape[:1] if size == B])
+
+    return left_to_xla(cuts)(begin)(variables, prompt, valid, caches)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _advanced(
     definition: Any, options: _Options, variables: Any, state: _State, sampling: _Sampling | None
 ) -> _State:
-    return _advance(nnx.merge(definition, variables), state, sampling, options)
+    def advance(state: _State, variables: Any, sampling: _Sampling | None) -> _State:
+        return _advance(nnx.merge(definition, variables), state, sampling, options)
+
+    alike = left_to_xla(lambda state, *_: jax.tree.map(as_operand, state))
+    return alike(advance)(state, variables, sampling)
 
 
 def _begin(

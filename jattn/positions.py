@@ -12,10 +12,12 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn import integers
+from jattn._explicit import cuts_of, joined, left_to_xla
 from jattn._types import AnyArray, accumulation
 from jattn.checks import check_array, check_choice, check_dtype, check_number, check_size
 
@@ -298,4 +300,11 @@ def learned(
     check_array("positions", positions, "[...]", "integer")
     rows = jnp.asarray(integers.clamped(positions))
     wrapped = jnp.where(rows < 0, table.shape[0], rows)
-    return jnp.asarray(table).at[wrapped].get(mode="fill", fill_value=jnp.nan)
+    return _looked_up(jnp.asarray(table), wrapped)
+
+
+@jax.jit
+@left_to_xla(lambda table, rows: joined(cuts_of(rows), cuts_of(table)[1:]))
+def _looked_up(table: Array, rows: Array) -> Array:
+    """Rows of a table, NaN for those that it has not."""
+    return table.at[rows].get(mode="fill", fill_value=jnp.nan)

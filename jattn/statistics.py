@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advice import advised
-from jattn._explicit import Cuts, cuts_of, left_to_xla
+from jattn._explicit import Cuts, cuts_of, joined, left_to_xla
 from jattn._types import AnyArray, Keys, LogSumExp, Queries, accumulation
 from jattn.checks import check_array, check_number, check_size
 from jattn.kernels.common import partition, reverse_mode
@@ -169,10 +168,9 @@ def _constant(x: Any) -> Any:
 
 def _cuts(asked: Question, query: Array, key: Array, **_: Any) -> Statistics:
     """How results are cut where that is part of types: as queries are, but `received` as keys."""
-    cuts, keys = Cuts.of(query), cuts_of(key)[-3]
+    cuts = Cuts.of(query)
     row: Any = cuts.by_head
-    names = {x for part in (*cuts.batch, cuts.N) for x in part or ()}
-    received: Any = P(*cuts.batch, cuts.N, None if names & set(keys or ()) else keys)
+    received: Any = joined((*cuts.batch, cuts.N), cuts_of(key)[-3:-2])
     found = Statistics(*[row] * 6, received=received)
     on_keys, above = asked.keys and row, None if asked.threshold is None else row
     return found._replace(on_keys=on_keys, above=above)

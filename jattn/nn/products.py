@@ -7,6 +7,8 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
+from jattn._explicit import cuts_of, joined
+
 
 def product(
     inputs: Array,
@@ -27,6 +29,8 @@ def product(
     rows, columns = inputs.shape[: inputs.ndim - inner], kernel.shape[inner:]
     keep_axes = jax.default_backend() != "cpu" or out_sharding is not None or batch or not rows
     if keep_axes or _is_shared(inputs) or _is_shared(kernel):
+        if out_sharding is None and not batch and jax.typeof(inputs).sharding.mesh.explicit_axes:
+            out_sharding = joined(cuts_of(inputs)[: len(rows)], cuts_of(kernel)[inner:])
         options["out_sharding"] = out_sharding
         return lax.dot_general(inputs, kernel, dimension_numbers, **options)
     size = math.prod(kernel.shape[:inner])
