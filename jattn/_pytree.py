@@ -14,8 +14,9 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 
+from jattn._named_axes import evaluate
 from jattn._types import AnyArray, Indices, Shape
 
 
@@ -262,7 +263,7 @@ def closure_converted(
     jaxpr, structure = program.jaxpr, jax.tree.structure(like)
 
     def run(arrays: Any, *arguments: Any) -> Any:
-        found = eval_jaxpr(jaxpr, arrays, *jax.tree.leaves(arguments))
+        found = evaluate(jaxpr, arrays, *jax.tree.leaves(arguments))
         return jax.tree.unflatten(structure, found)
 
     return run, list(program.consts)

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Int
 
 from jattn import bounds, expressions, integers, undecided
 from jattn._functions import holds_tracers
+from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     array_field,
     axis_names,
@@ -956,6 +957,14 @@ class Predicate(Mask):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "bounds_fn", bounds)
+
+    def without_named_axes(self) -> "Predicate":
+        """The same mask, whose function closes over what it asks about named axes."""
+        zeros = [jnp.int32(0)] * 4
+        with explained("Predicate", self.fn):
+            fn = without_named_axes("Predicate", self.fn, *zeros, *self.operands)
+        bounds = self.bounds_fn if fn is self.fn else None  # they only save time
+        return Predicate(fn, *self.operands, bounds=bounds)
 
     def hoist_closure(self) -> "Predicate":
         """The same mask; traced arrays that its function closes over are operands.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     array_field,
     hoist_closure,
@@ -366,6 +367,14 @@ class Score(ScoreFunction):
         check_operands("Score", operands)
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
+
+    def without_named_axes(self, dtype: Any) -> "Score":
+        """The same function of scores of a dtype, which closes over what it asks about named
+        axes."""
+        examples = jnp.zeros((), dtype), *[jnp.int32(0)] * 4
+        with explained("Score", self.fn):
+            fn = without_named_axes("Score", self.fn, *examples, *self.operands)
+        return Score(fn, *self.operands)
 
     def hoist_closure(self, dtype: Any) -> "Score":
         """The same function of scores of a dtype; traced arrays it closes over are operands.

@@ -327,9 +327,11 @@ def _with_lasting_functions(spec: Spec, shapes: Shapes) -> Spec:
 
     def lasting(x: Any) -> Any:
         if isinstance(x, Score):
+            x = x.without_named_axes(accumulation(shapes.dtype))
             own = x.hoist_closure(accumulation(shapes.dtype)) if holds_tracers(x.fn) else x
             return Score(frozen(own.fn), *own.operands)
         if isinstance(x, Predicate):
+            x = x.without_named_axes()
             own = x.hoist_closure() if holds_tracers(x.fn) else x
             # Bounds only save time: without them the predicate is evaluated.
             bounds = None if holds_tracers(x.bounds_fn) else x.bounds_fn
