@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src.config import _check_vma as check_varying
 from jax._src.core import Literal, NamedAxisEffect, nonempty_axis_env
 from jax._src.core import pvary_p as vary_p
 from jax._src.pjit import jit_p
@@ -76,7 +77,8 @@ def _run(equations: list[Any], values: dict[Any, Any]) -> dict[Any, Any]:
     for equation in equations:
         given = varied_like([_read(values, x) for x in equation.invars], ())
         if equation.primitive is vary_p:
-            results = given
+            axes = frozenset(equation.params["axes"] if check_varying.value else ())
+            results = [vary(axes, x) for x in given]
         elif equation.primitive is jit_p:
             inner = equation.params["jaxpr"]
             results = evaluate(inner.jaxpr, inner.consts, *given)
