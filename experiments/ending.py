@@ -5,8 +5,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn, TypeVar
+
+
+_Item = TypeVar("_Item")
+
+_ENDING_SIGNALS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_signals_seen: list[int] = []
 
 
 class UserError(Exception):
@@ -30,6 +36,7 @@ def exit_status(command: Callable[[], object]) -> int:
     try:
         with _terminable():
             command()
+            raise_if_asked_to_end()
             sys.stdout.flush()
         return 0
     except UserError as error:
@@ -38,9 +45,28 @@ def exit_status(command: Callable[[], object]) -> int:
         return _ended(128 + 13, None)
     except (Failure, OSError) as error:
         return _ended(1, f"error: {error}")
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _ended(1, f"error: not enough memory: {str(error) or 'Python has none left'}")
     except KeyboardInterrupt as end:
         number = signal.SIGTERM if isinstance(end, Terminated) else signal.SIGINT
-        return _ended(128 + number, f"interrupted; {end}" if str(end) else "interrupted")
+        return _ended(128 + number, interrupted(str(end)))
+
+
+def interrupted(advice: str) -> str:
+    """What a command says when a signal has ended it."""
+    return f"interrupted; {advice}" if advice else "interrupted"
+
+
+def raise_if_asked_to_end() -> None:
+    """Raises what the handlers of SIGINT and SIGTERM raise, if one of them has been called.
+
+    Python drops an exception that a handler raises inside of a callback of JAX or a destructor, so
+    every loop asks here at each step.
+    """
+    if _signals_seen:
+        raise Terminated if _signals_seen[0] == signal.SIGTERM else KeyboardInterrupt
 
 
 def one_line(error: BaseException) -> str:
@@ -62,19 +88,33 @@ def _ended(status: int, message: str | None) -> int:
     return status
 
 
+def interruptible(items: Iterable[_Item]) -> Iterator[_Item]:
+    """The items, after `raise_if_asked_to_end` before each."""
+    for item in items:
+        raise_if_asked_to_end()
+        yield item
+
+
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """While it lasts, SIGTERM raises `Terminated`, unless somebody has seen to it already."""
+    """While it lasts, SIGINT raises `KeyboardInterrupt` and SIGTERM `Terminated`, unless somebody
+    has seen to the signal already."""
 
-    def terminate(*_: object) -> NoReturn:
-        raise Terminated
+    def end(number: int, _: object) -> NoReturn:
+        _signals_seen.append(number)
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, terminate)
+    _signals_seen.clear()
+    in_main = threading.current_thread() is threading.main_thread()
+    handled = [
+        number
+        for number, usual in _ENDING_SIGNALS.items()
+        if in_main and signal.getsignal(number) is usual
+    ]
+    for number in handled:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in handled:
+            signal.signal(number, _ENDING_SIGNALS[number])

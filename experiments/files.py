@@ -1,12 +1,18 @@
 """Files that are whole or not there, on the disk when they are said to be, and one clear line where
-they cannot be written: the disk is full, a quota is used up, a folder is read-only."""
+they cannot be written: the disk is full, a quota is used up, a folder is read-only.
+
+A run's folder may come from somebody else. `inside` and `check_plain` make sure that nothing in it
+leads elsewhere: a link, a pipe, a device."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 class Unwritten(OSError):
@@ -34,8 +40,9 @@ def replace(path: Path, content: str | bytes) -> None:
         path = path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+        draft.unlink(missing_ok=True)
         try:
-            with draft.open("wb") as file:
+            with draft.open("xb") as file:  # "x" follows no link
                 file.write(content.encode("utf-8") if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -52,12 +59,86 @@ def append(path: Path, line: str) -> None:
     """Adds a line, in UTF-8, to a file.
 
     Raises:
-        Unwritten: the system refuses it; the line may be there in part.
+        Unwritten: the system refuses it; the line may be there in part. Or it is no file of one
+            name, see `open_in_place`.
     """
-    with writing(path), path.open("ab") as file:
+    with writing(path), os.fdopen(open_in_place(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
         file.write(f"{line}\n".encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def open_in_place(path: Path, flags: int) -> int:
+    """Opens a file whose content is to be changed, made where it is missing, and returns its
+    descriptor.
+
+    Raises:
+        ValueError: it is no file, or has a second name (a hard link), whose content would change.
+    """
+    handle = os.open(path, flags | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        return handle
+    os.close(handle)
+    raise ValueError(f"expected a file of one name, got {_kind(status.st_mode)}")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file or folder in a folder that may come from somebody else.
+
+    Raises:
+        ValueError: part of the path below the folder is neither file nor folder.
+    """
+    path = folder
+    for part in Path(name).parts:
+        path = path / part
+        _check_kind(path)
+    return path
+
+
+def check_plain(folder: Path) -> None:
+    """Makes sure that there are only files and folders in a folder.
+
+    Raises:
+        ValueError: there is something else; the message names it.
+    """
+    for path in folder.iterdir():
+        _check_kind(path)
+        if path.is_dir():
+            check_plain(path)
+
+
+def _check_kind(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ValueError(f"{path}: expected a file or a folder, got {_kind(mode)}")
+
+
+def _kind(mode: int) -> str:
+    """What an entry of a folder is, in words."""
+    kinds = {
+        stat.S_IFREG: "a file with hard links",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def parsed(text: str) -> Any:
+    """What a text in JSON says.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("expected JSON, but it is nested too deeply") from None
 
 
 def sync_folder(folder: Path) -> None:

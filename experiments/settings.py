@@ -11,10 +11,17 @@ from experiments.names import nearest
 
 CHECKED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Rate = Annotated[float, Field(gt=0)]
-Limit = Annotated[float, Field(ge=0)]
+# Every number has both bounds: counts fit int32, other numbers float32, seeds uint32; of widths and
+# layers there are as many as the largest models have, and some to spare.
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Few = Annotated[int, Field(ge=1, le=1000)]
+Layers = Annotated[int, Field(ge=1, le=256)]
+Width = Annotated[int, Field(ge=1, le=2**18)]
+Length = Annotated[int, Field(ge=1, le=2**16)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Rate = Annotated[float, Field(gt=0, le=1e30)]
+Limit = Annotated[float, Field(ge=0, le=1e30)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -65,4 +72,4 @@ def _line(error: ValidationError) -> str:
     if found["type"] == "value_error":
         return str(found["ctx"]["error"])
     expected = found["msg"].removeprefix("Input should be ")
-    return f"{found['loc'][0]}: expected {expected}, got {found['input']!r}"
+    return f"{found['loc'][0]}: expected {expected}, got {found['input']!r:.80}"

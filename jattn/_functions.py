@@ -2,39 +2,101 @@
 
 A function that is written again, in a notebook's cell or in a loop, is another object. `frozen`
 gives the same object for all that are sure to compute the same, so that they share what is
-compiled.
+compiled. A function that reads what may change, a list or an attribute, is traced in each call by
+`traced`, which gives the same object for equal programs.
 """
 
 import builtins
 import contextlib
+import dis
 import functools
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jattn._explicit import evaluated, is_bound, without_mesh
 
 
 _frozen: WeakValueDictionary[Hashable, Callable[..., Any]] = WeakValueDictionary()
+_transient: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function as it is now, one for all functions of the same code with equal
     defaults, equal values closed over and equal globals; the function itself where that is unsure.
 
-    Sure are numbers, strings, None, JAX's arrays (the very same ones), tuples of these, functions
-    of which all this is known, and what JAX, NumPy and this package export. The copy does not
-    change when a variable that the function reads is assigned to.
+    Sure are numbers, strings, None, JAX's arrays (the very same ones), NumPy's arrays (their
+    bytes), tuples of these, functions of which all this is known, and what JAX, NumPy and this
+    package export. The copy does not change when a variable that the function reads is assigned to
+    or an array is written to.
     """
+    if is_frozen(function):
+        return function
+    keys = _Key()
     try:
-        key = _Key().value(function)
+        key = keys.value(function)
     except (_Unsure, RecursionError):
         return function
     known = _frozen.get(key)
-    return _frozen.setdefault(key, _copied(function)) if known is None else known
+    return known or _kept(key, _copied(function), transient=keys.reads_memory)
+
+
+def is_frozen(function: Callable[..., Any]) -> bool:
+    """Whether a function comes from `frozen` or `traced`, and so always computes the same."""
+    return isinstance(function, types.FunctionType) and function in _lasting
+
+
+_lasting: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def is_transient(function: Callable[..., Any]) -> bool:
+    """Whether a function is a snapshot of what may be written to, so that the next call may have
+    another one."""
+    return function in _transient
+
+
+def _kept(key: Hashable, function: Callable[..., Any], transient: bool) -> Callable[..., Any]:
+    """A function that is kept from now on for a key, or the one that has been."""
+    function = _frozen.setdefault(key, function)
+    _lasting.add(function)
+    if transient:
+        _transient.add(function)
+    return function
+
+
+def traced(
+    name: str, function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The program of `function(*scalars, *operands)` as a function of a name, and the operands that
+    it takes.
+
+    The program does not depend on what the function reads, whatever that is: it computes with the
+    values of now. Equal programs are one function. Traced arrays that the function reads become
+    more operands, which can be differentiated and outlive the trace in which they were made.
+    """
+    with without_mesh():  # the program may run where the mesh has other types
+        program = jax.make_jaxpr(unseen(function))(*scalars, *operands)
+    # With its constants alone, JAX from 0.12 on has them in the program itself.
+    jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
+    arrays = [x for x in program.consts if is_bound(x)]
+    constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
+    n_arguments = len(scalars) + len(operands)
+
+    def run(*arguments: Any) -> Any:
+        more = iter(arguments[n_arguments:])
+        consts = [next(more) if x is None else x for x in constants]
+        (result,) = evaluated(jaxpr, consts, jax.tree.leaves(arguments[:n_arguments]))
+        return result
+
+    run.__name__ = name
+    key = "program", name, n_arguments, _program_key(jaxpr, constants)
+    return _kept(key, run, transient=True), (*operands, *arrays)
 
 
 class _Unsure(Exception):
@@ -48,6 +110,23 @@ _BUILTINS = frozenset(
 )
 # Packages whose functions and classes stay as they are.
 _PACKAGES = frozenset(("jax", "jaxlib", "numpy", "math", "operator", "jattn"))
+# What of them may be something else in each call.
+_IMPURE = {
+    "numpy": frozenset(
+        """DataSource empty empty_like fromfile fromregex genfromtxt load loadtxt memmap
+        open_memmap random""".split()
+    ),
+    "jax": frozenset(("config",)),
+}
+# Instructions after which something outside a function, or a copy of it, may be another.
+_WRITES = frozenset(
+    dis.opmap[x]
+    for x in """DELETE_ATTR DELETE_GLOBAL DELETE_SUBSCR IMPORT_NAME STORE_ATTR STORE_GLOBAL
+    STORE_SLICE STORE_SUBSCR""".split()
+    if x in dis.opmap
+)
+_WRITES_OF_CLOSURES = _WRITES | {dis.opmap["DELETE_DEREF"], dis.opmap["STORE_DEREF"]}
+_MOST_BYTES = 2**24  # of an array that is compared by its bytes
 
 
 def _package(name: Any) -> str:
@@ -57,11 +136,20 @@ def _package(name: Any) -> str:
 def _is_export(value: Any) -> bool:
     """Whether a value is a module of these packages, or a function or class of theirs."""
     if isinstance(value, types.ModuleType):
-        return _package(value.__name__) in _PACKAGES
-    if isinstance(value, types.MethodType | functools.partial) or not callable(value):
+        return _package(value.__name__) in _PACKAGES and _is_pure(value.__name__)
+    kind = _package(type(value).__module__)
+    if isinstance(value, types.MethodType) or kind not in ("builtins", "jax", "jaxlib", "numpy"):
         return False
-    own = _package(type(value).__module__) in ("builtins", "jax", "jaxlib", "numpy")
-    return own and _package(getattr(value, "__module__", None)) in _PACKAGES
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        return False
+    # What these packages make of a user's function, as `numpy.vectorize` does, has no such name.
+    is_theirs = getattr(sys.modules.get(module), name, None) is value
+    return is_theirs and _package(module) in _PACKAGES and _is_pure(f"{module}.{name}")
+
+
+def _is_pure(path: str) -> bool:
+    return _IMPURE.get(_package(path), frozenset()).isdisjoint(path.split("."))
 
 
 class _Same:
@@ -82,6 +170,7 @@ class _Key:
 
     def __init__(self) -> None:
         self.reading: list[Any] = []
+        self.reads_memory = False  # that can be written to
 
     def value(self, value: Any) -> Hashable:
         if type(value) in _SCALARS:
@@ -92,12 +181,18 @@ class _Key:
             return type(value), value.tobytes()
         if type(value) in (tuple, frozenset):
             return type(value), type(value)(map(self.value, value))
-        if _is_export(value) or (isinstance(value, jax.Array) and not isinstance(value, Tracer)):
+        if _is_export(value) or (isinstance(value, jax.Array) and not is_bound(value)):
             return _Same(value)
         return self.program(value)
 
+    def memory(self, array: np.ndarray) -> Hashable:
+        """Of an array: its bytes, unless these are many or say nothing."""
+        if array.dtype.hasobject or array.nbytes > _MOST_BYTES:
+            raise _Unsure
+        return array.dtype, array.shape, array.tobytes()
+
     def program(self, value: Any) -> Hashable:
-        """Of what can be called."""
+        """Of what can be called, or written to."""
         if isinstance(value, types.CodeType):
             return self.code(value)
         if type(value) is types.FunctionType:
@@ -105,6 +200,9 @@ class _Key:
         if type(value) is functools.partial:
             named = tuple(sorted(value.keywords.items()))
             return "partial", *map(self.value, (value.func, value.args, named))
+        if type(value) in (np.ndarray, np.memmap):
+            self.reads_memory = True
+            return self.memory(value)
         raise _Unsure
 
     def function(self, function: types.FunctionType) -> Hashable:
@@ -121,8 +219,10 @@ class _Key:
         """What is executed, wherever it is written."""
         sizes = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
         names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-        run = code.co_code, code.co_exceptiontable
-        return "code", sizes, names, run, tuple(map(self.value, code.co_consts))
+        run, table = code.co_code, code.co_exceptiontable
+        if not (_WRITES_OF_CLOSURES if code.co_freevars else _WRITES).isdisjoint(run[::2]):
+            raise _Unsure
+        return "code", sizes, names, run, table, tuple(map(self.value, code.co_consts))
 
 
 def _contents(function: types.FunctionType) -> list[Any]:
@@ -148,18 +248,27 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _globals(function: types.FunctionType) -> dict[str, Any]:
-    """The globals that a function may read; those of Python itself must be pure."""
+    """The globals that a function may read; what it calls by name must be pure."""
     names = sorted(_names(function.__code__))
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}
     if any(hasattr(builtins, x) for x in names if x not in found and x not in _BUILTINS):
         raise _Unsure
+    for value in found.values():
+        if isinstance(value, types.ModuleType):
+            package = _package(value.__name__)
+            if package in _IMPURE and not _IMPURE[package].isdisjoint(names):
+                raise _Unsure
     return found
 
 
 def _copied(value: Any) -> Any:
     """A value that has a key, with all functions in it as they are now."""
-    if type(value) is tuple:
-        return tuple(map(_copied, value))
+    if type(value) in (tuple, frozenset):
+        return type(value)(map(_copied, value))
+    if isinstance(value, np.ndarray):
+        copy = np.array(value)
+        copy.flags.writeable = False
+        return copy
     if type(value) is functools.partial:
         named = {name: _copied(x) for name, x in value.keywords.items()}
         return functools.partial(_copied(value.func), *map(_copied, value.args), **named)
@@ -175,35 +284,69 @@ def _copied(value: Any) -> Any:
     return copy
 
 
-def holds_tracers(function: Any) -> bool:
-    """Whether a function closes over traced arrays, as far as that can be seen."""
-    visited: dict[int, Any] = {}
-    left = [function]
-    while left:
-        value = left.pop()
-        if isinstance(value, Tracer):
-            return True
-        if id(value) not in visited and not isinstance(value, _WITHOUT_PARTS):
-            visited[id(value)] = value
-            left.extend(_parts(value))
-    return False
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function as another object: of one that it has traced, JAX keeps the program."""
+
+    def again(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return again
 
 
-_WITHOUT_PARTS = (type, types.ModuleType, jax.Array, np.ndarray, *_SCALARS)
+def _with_copies(value: Any) -> Any:
+    """A program or a parameter of one with copies of NumPy's arrays. While an array of JAX's for
+    one of them lives, JAX takes it again, whatever was written to NumPy's."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Literal):
+        return Literal(_with_copies(value.val), value.aval)
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_copies, value))
+    if isinstance(value, JaxprEqn):
+        params = {name: _with_copies(x) for name, x in value.params.items()}
+        return value.replace(invars=_with_copies(value.invars), params=params)
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        program: Any = getattr(value, "jaxpr", value)
+        eqns, outvars = _with_copies(program.eqns), _with_copies(program.outvars)
+        program = program.replace(eqns=eqns, outvars=outvars)
+        consts = getattr(value, "consts", None)
+        return program if consts is None else ClosedJaxpr(program, _with_copies(consts))
+    return value
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    """What a function, or an object that it holds, is made of."""
-    if isinstance(value, types.FunctionType):
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*defaults, *_contents(value)]
-    if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
+def _program_key(jaxpr: Any, constants: Iterable[Any]) -> Hashable:
+    """A key of programs that are sure to compute the same; `constants` are None for operands."""
+    numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    avals = tuple(x.aval for x in numbers)
+
+    def operand(x: Any) -> Hashable:
+        return (x.aval, _parameter(x.val)) if hasattr(x, "val") else numbers[x]
+
+    equations = []
+    for equation in jaxpr.eqns:
+        operands = tuple(map(operand, equation.invars))
+        results = tuple(x.aval for x in equation.outvars)
+        how = tuple((name, _parameter(x)) for name, x in sorted(equation.params.items()))
+        numbers.update((x, len(numbers) + n) for n, x in enumerate(equation.outvars))
+        equations.append((equation.primitive, operands, results, how))
+    results = tuple(map(operand, jaxpr.outvars))
+    return avals, tuple(map(_parameter, constants)), tuple(equations), results
+
+
+def _parameter(value: Any) -> Hashable:
+    """A key of a constant or a parameter of a program: a value, a program or these in tuples."""
+    program = getattr(value, "jaxpr", value)
+    if hasattr(program, "eqns"):
+        return _program_key(program, getattr(value, "consts", ()))
     if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, list | tuple | set):
-        return value
-    wrapped = getattr(value, "__wrapped__", None)
-    return [*getattr(value, "__dict__", {}).values(), wrapped]
+        value = tuple(value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_parameter, value))
+    try:
+        if isinstance(value, jax.Array):
+            return _Same(value)
+        if hasattr(value, "dtype"):
+            return _Key().memory(np.asarray(value))
+        return type(value), repr(value) if isinstance(value, float | complex) else value
+    except _Unsure:
+        return _Same(value)

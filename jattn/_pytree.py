@@ -9,14 +9,14 @@ numbers are part of the structure (static, and so known while tracing), arrays a
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from jattn._named_axes import evaluate
+from jattn._explicit import evaluated, without_mesh
+from jattn._functions import unseen
 from jattn._types import AnyArray, Indices, Shape
 
 
@@ -251,6 +251,20 @@ def take_tile(tree: Any, rows: Indices, columns: Indices) -> Any:
     return jax.tree.map(one, axis_names(tree), tree)
 
 
+@runtime_checkable
+class HoldsTree(Protocol):
+    """A module whose variables are the arrays of a tree, such as the `mask` of a layer."""
+
+    def held_tree(self) -> Any:
+        """The tree, with the present values of the variables."""
+        ...
+
+
+def held_by_module(value: Any) -> Any:
+    """The tree that a module holds; any other value as it is."""
+    return value.held_tree() if isinstance(value, HoldsTree) else value
+
+
 def closure_converted(
     function: Callable[..., Any], *arguments: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
@@ -259,32 +273,12 @@ def closure_converted(
     `run` closes over nothing traced, so that it may be called after the trace in which `function`
     was written.
     """
-    program, like = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    with without_mesh():  # `run` may be called where the mesh has other types
+        program, like = jax.make_jaxpr(unseen(function), return_shape=True)(*arguments)
     jaxpr, structure = program.jaxpr, jax.tree.structure(like)
 
     def run(arrays: Any, *arguments: Any) -> Any:
-        found = evaluate(jaxpr, arrays, *jax.tree.leaves(arguments))
+        found = evaluated(jaxpr, arrays, jax.tree.leaves(arguments))
         return jax.tree.unflatten(structure, found)
 
     return run, list(program.consts)
-
-
-def hoist_closure(
-    function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`function(*scalars, *operands)` with the traced arrays that it closes over as more operands.
-
-    A function that closes over none stays as it is. What is an operand can be differentiated, and
-    outlives the trace in which the function was written.
-    """
-    run, arrays = closure_converted(function, *scalars, *operands)
-    if not any(isinstance(x, Tracer) for x in arrays):
-        return function, operands
-    given = len(scalars) + len(operands)
-
-    def closed(*arguments: Any) -> Any:
-        return run(arguments[given:], *arguments[:given])
-
-    # Not `functools.wraps`, which would keep the function and with it the traced arrays.
-    closed.__name__ = getattr(function, "__name__", type(function).__name__)
-    return closed, (*operands, *arrays)

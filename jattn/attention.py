@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from jattn._advice import advised
 from jattn._debugging import may_be_minus_infinity
+from jattn._explicit import Cuts, left_to_xla
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
@@ -25,7 +26,15 @@ from jattn.kernels.common import lowering, vjp
 from jattn.kernels.xla import decode, reference, tangents
 from jattn.masks import MaskLike, as_mask
 from jattn.scores import ScoreLike, as_score
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+from jattn.spec import (
+    Shapes,
+    Spec,
+    check_shapes,
+    compiled,
+    make_spec,
+    nan_if_overflowed,
+    prepare,
+)
 
 
 SomeCache = TypeVar("SomeCache", bound=Cache)
@@ -201,7 +210,18 @@ def _with_weights(results: Any, weights: Array) -> tuple[Array, ...]:
     return (*results, weights) if isinstance(results, tuple) else (results, weights)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
+def _cuts(spec: Spec, query: Array, *_: Any, **__: Any) -> Any:
+    """How results are cut where that is part of types: as queries are."""
+    cuts = Cuts.of(query)
+    return (cuts.out, cuts.by_head) if spec.lse else cuts.out
+
+
+def _matrix_cut(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
+    return Cuts.of(query).matrix
+
+
+@compiled("implementation", "shapes")
+@left_to_xla(_cuts)
 def _attend(
     spec: Spec,
     query: Array,
@@ -253,7 +273,8 @@ def _attention_to_cache(
     return _with_weights(results, _weights_of_cache(spec, query, cache, shapes=shapes))
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
+@compiled("shapes")
+@left_to_xla(_matrix_cut)
 def _weights_of_cache(spec: Spec, query: Array, cache: Cache, *, shapes: Shapes) -> Array:
     """`[B, N, T, S]` over the cache's slots, NaN in rows that overflowed."""
     key = jnp.swapaxes(cache.read()[0], 1, 2).astype(query.dtype)
@@ -261,7 +282,8 @@ def _weights_of_cache(spec: Spec, query: Array, cache: Cache, *, shapes: Shapes)
     return jnp.where(cache.overflowed[:, None, None, None], jnp.nan, weights)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "shapes"))
+@compiled("implementation", "shapes")
+@left_to_xla(_cuts)
 def _attend_cache(
     spec: Spec, query: Array, cache: Cache, *, implementation: str | None, shapes: Shapes
 ) -> Any:
@@ -514,8 +536,8 @@ def explain(
     Maps each name to None where it can, else to its reason. `implementation=None` takes the first
     that can. Printed, it tells too which tiles the mask leaves, operations, bytes, temporaries of
     the compiled program, and what would be faster, see `jattn.explanation`. `platform` is "cpu",
-    "cuda", "rocm" or "tpu": what the program is lowered for; by default where the query lies or,
-    while tracing, where JAX puts arrays. The other arguments are those of `attention`;
+    "cuda" or "gpu", "rocm" or "tpu": what the program is lowered for; by default where the query
+    lies or, while tracing, where JAX puts arrays. The other arguments are those of `attention`;
     `implementation` and `return_weights` change nothing.
     """
     arguments = {
@@ -530,8 +552,8 @@ def explain(
         "lse": return_lse,
     }
     check_flag("return_weights", return_weights)
-    check_choice("platform", platform, (None, *lowering.PLATFORMS))
-    platform = platform or _platform_of(query)
+    check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
+    platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
     if isinstance(key, Cache):
         shapes, spec = check_cache(query, key, value, arguments)
         more = {"decode": decode.supports(spec, shapes)}
@@ -560,7 +582,8 @@ def _platform_of(x: Any) -> str:
     return "rocm" if "rocm" in version else "cuda"
 
 
-@functools.partial(jax.jit, static_argnames=("what", "shapes"))
+@compiled("what", "shapes")
+@left_to_xla(_matrix_cut)
 def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) -> Array:
     flat = [x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key)]
     result = getattr(reference, what)(prepare(spec, shapes), *flat)

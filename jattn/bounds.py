@@ -376,13 +376,9 @@ def _(node: Node, x: Interval) -> Interval:
 
 
 def _power(node: Node, x: Interval, exponent: int) -> Interval:
-    def power(a: Any) -> Any:
-        found = a
-        for _ in range(exponent - 1):
-            found = found * a
-        return found
-
-    found = _at_corners(node, power, x)
+    found = _at_corners(node, lambda a: a**exponent, x)
+    if _kind(node.dtype) == "f" and 16 * exponent * float(jnp.finfo(node.dtype).eps) > 1:
+        return anything(node.dtype)
     roundings = _moved_out(found, node.dtype, 2 * exponent) if _kind(node.dtype) == "f" else found
     if exponent % 2:
         return roundings
@@ -656,6 +652,22 @@ _rising("logistic", 32, 32.0, lambda xp, x: 1 / (1 + xp.exp(-x)))
 def _(node: Node, x: Interval) -> Interval:
     """Halves go up or down."""
     return Interval(_xp(x).ceil(x.lo - 0.5), _xp(x).floor(x.hi + 0.5), x.nan)
+
+
+@_rule("reduce_precision")
+def _(node: Node, x: Interval) -> Interval:
+    """Exact: to round to fewer bits never falls."""
+    if not _static(x):
+        lo, hi = (expressions.apply(node, [end]) for end in x[:2])
+        return Interval(lo, hi, x.nan)
+    with jax.ensure_compile_time_eval():
+        lo, hi = (np.asarray(expressions.apply(node, [end])) for end in x[:2])
+    return Interval(lo, hi, x.nan)
+
+
+@_rule("custom")
+def _(node: Node, value: Interval, *inputs: Interval) -> Interval:
+    return value
 
 
 @_rule("rsqrt")

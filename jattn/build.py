@@ -26,7 +26,7 @@ def build(dtype: str) -> str | None:
             return f"cannot be built: {reason}"
         file = library.kept(function, dtype)
         if file is None:
-            return "cannot be kept: the cache folder cannot be written, or others may write it"
+            return "cannot be kept: the cache folder cannot be written, or others may replace it"
         print(f"{dtype}: {file}")
     return None if _works(dtype) else "gives other numbers than the formula"
 

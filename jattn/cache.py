@@ -13,15 +13,18 @@ not fit are left out, the row's flag `overflowed` is raised, and attention to th
 """
 
 import dataclasses
+import functools
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn import integers
+from jattn._explicit import as_operand, as_rows, cuts_of, left_to_xla, typed_like
 from jattn._pytree import array_field, pytree_dataclass, static_field
 from jattn._types import Shape, Size
 from jattn.checks import check_array, check_dtype, check_size, check_sizes
@@ -104,8 +107,7 @@ class Cache:
         `overflowed` is raised for what is picked instead.
         """
         rows, missing = picked_rows(indices, len(self.lengths))
-        picked = jax.tree.map(lambda x: x[rows], self)
-        return dataclasses.replace(picked, overflowed=picked.overflowed | missing)
+        return _picked(self, rows, missing)
 
     def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
         """The positions of T tokens before they are appended; that of padding means nothing."""
@@ -167,6 +169,14 @@ def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R
     return jnp.clip(rows, 0, B - 1), (rows < 0) | (rows >= B)
 
 
+@jax.jit
+@left_to_xla(lambda cache, rows, _: jax.tree.map(lambda x: as_rows(x, len(rows)), cache))
+def _picked(cache: Any, rows: Int[Array, " R"], missing: Bool[Array, " R"]) -> Any:
+    """These rows of a cache, or of its parts without a pool."""
+    picked = jax.tree.map(lambda x: x[rows], cache)
+    return dataclasses.replace(picked, overflowed=picked.overflowed | missing)
+
+
 def _counts(T: int, valid: Valid) -> Any:
     """How many tokens each row gets."""
     return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
@@ -188,6 +198,7 @@ def _check_room(wanted: Any, room: Any, what: str) -> None:
 
 
 @jax.jit
+@left_to_xla(lambda buffer, *_: as_operand(buffer))
 def write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
@@ -286,7 +297,7 @@ class DenseCache(Cache):
         slots = jnp.where(self._kept(slots, valid), slots, self.capacity)
         held = jnp.minimum(lengths, self.capacity)
         overflowed = self.overflowed | (lengths > self.capacity)
-        return slots, DenseCache(self.keys, self.values, held, overflowed)
+        return slots, typed_like(DenseCache(self.keys, self.values, held, overflowed), self)
 
 
 @pytree_dataclass
@@ -314,9 +325,11 @@ class RollingCache(Cache):
         dtype: Any = jnp.float32,
         chunk: int | None = None,
     ) -> "RollingCache":
-        """An empty cache; `chunk`, by default `window`, is how many tokens an append may bring."""
-        chunk = window if chunk is None else chunk
-        check_sizes(batch=batch, window=window, num_kv_heads=num_kv_heads, chunk=chunk)
+        """An empty cache; `chunk`, by default `window`, is how many tokens an append may bring.
+        With a window of 0 each token sees itself alone."""
+        check_size("window", window, 0)
+        chunk = max(window, 1) if chunk is None else chunk
+        check_sizes(batch=batch, num_kv_heads=num_kv_heads, chunk=chunk)
         shape = (batch, num_kv_heads, window + chunk)
         return cls(*_empty(shape, head_size, value_size, dtype), *_no_tokens(batch), window)
 
@@ -348,13 +361,14 @@ class RollingCache(Cache):
         if valid is not None:
             slots = jnp.where(valid, slots, self.capacity)
         lengths = self.lengths + counts  # negative where there are more than int32 counts
-        return RollingCache(
+        grown = RollingCache(
             write(self.keys, key, slots),
             write(self.values, value, slots),
             lengths,
             self.overflowed | (counts > self.chunk) | (lengths < 0),
             self.window,
         )
+        return typed_like(grown, self)
 
 
 @pytree_dataclass
@@ -413,7 +427,7 @@ class PagedCache(Cache):
 
     def pages_held(self) -> Int[Array, " P"]:
         """How many rows hold each page."""
-        return jnp.zeros(self.num_pages, jnp.int32).at[self._held()].add(1, mode="drop")
+        return _counted(self._held(), size=self.num_pages)
 
     def _held(self) -> Int[Array, "B M"]:
         """The table, with P where a row has not come to yet."""
@@ -434,18 +448,15 @@ class PagedCache(Cache):
         return self._gather(jax.lax.dynamic_slice_in_dim(self.table, first, pages, axis=1))
 
     def _gather(self, table: Int[Array, "B m"]) -> tuple[Array, Array]:
-        def gather(pages: Array) -> Array:
-            found = jnp.swapaxes(pages.at[table].get(mode="clip"), 1, 2)
-            return found.reshape(*found.shape[:2], -1, found.shape[-1])
-
-        return gather(self.keys), gather(self.values)
+        return _read_pages(self.keys, table), _read_pages(self.values, table)
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "PagedCache":
         T = self._check(key, value, valid)
         wanted = self.lengths + _counts(T, valid)
         _check_room(wanted, self.capacity, "tokens")
         lengths = jnp.minimum(wanted, self.capacity)
-        table, copied, short = _allocate(self, lengths)
+        held, page = self.pages_held(), self.page_size
+        table, copied, short = _allocate(held, self.table, self.lengths, lengths, page=page)
         if _known(short) and np.any(np.asarray(short)):
             raise ValueError(
                 f"append: row {int(np.argmax(np.asarray(short)))} needs another page, "
@@ -458,30 +469,34 @@ class PagedCache(Cache):
         )
 
         index = jnp.stack([pages, slots % self.page_size], axis=-1)
-
-        def write(pool: Array, tokens: Any) -> Array:
-            own = pool.at[copied[0]].get(mode="clip")
-            pool = pool.at[copied[1]].set(own, mode="drop")
-            tokens = jnp.asarray(tokens).astype(pool.dtype)
-            return _write_pages(pool, tokens, index)
-
         overflowed = self.overflowed | (wanted > self.capacity) | short
-        keys, values = write(self.keys, key), write(self.values, value)
-        return PagedCache(keys, values, table, lengths, overflowed)
+        keys, values = (
+            _write_pages(pool, jnp.asarray(tokens), index, copied)
+            for pool, tokens in ((self.keys, key), (self.values, value))
+        )
+        return typed_like(PagedCache(keys, values, table, lengths, overflowed), self)
 
     def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
         rows, missing = picked_rows(indices, len(self.lengths))
-        table, lengths, overflowed = (x[rows] for x in (self.table, self.lengths, self.overflowed))
-        return PagedCache(self.keys, self.values, table, lengths, overflowed | missing)
+        own = _picked(DenseCache(None, self.table, self.lengths, self.overflowed), rows, missing)
+        return PagedCache(self.keys, self.values, own.values, own.lengths, own.overflowed)
 
 
+@jax.jit
+@left_to_xla(lambda pool, *_: as_operand(pool))
 def _write_pages(
-    pool: Float[Array, "P K p H"], tokens: Float[Array, "B T K H"], index: Int[Array, "B T 2"]
+    pool: Float[Array, "P K p H"],
+    tokens: Float[Array, "B T K H"],
+    index: Int[Array, "B T 2"],
+    copied: tuple[Int[Array, " B"], Int[Array, " B"]],
 ) -> Float[Array, "P K p H"]:
-    """Tokens written to their pages and slots; those of page P are left out.
+    """Tokens written to their pages and slots, after pages are copied from the first of `copied` to
+    the second; those of page P are left out.
 
     Heads are a batch axis, as in `write`; `at[]` and `vmap` have it only in front.
     """
+    pool = pool.at[copied[1]].set(pool.at[copied[0]].get(mode="clip"), mode="drop")
+    tokens = tokens.astype(pool.dtype)
     index = jnp.broadcast_to(index[:, :, None], (*tokens.shape[:3], 2))
     axes = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(3,),
@@ -494,15 +509,37 @@ def _write_pages(
     return jax.lax.scatter(pool, index, tokens, axes, mode=drop)
 
 
+@functools.partial(jax.jit, static_argnames="size")
+@left_to_xla(lambda *_, **__: PartitionSpec(None))
+def _counted(pages: Int[Array, "B M"], *, size: Size) -> Int[Array, " P"]:
+    """How often each of `size` pages is among these."""
+    return jnp.zeros(size, jnp.int32).at[pages].add(1, mode="drop")
+
+
 @jax.jit
-def _allocate(cache: PagedCache, lengths: Array) -> tuple[Array, tuple[Array, Array], Array]:
-    """For rows grown to `lengths`: the new table, pages to copy from and to (P: none), and
-    which rows found no free page."""
-    P, page = cache.num_pages, cache.page_size
-    held = cache.pages_held()
-    begun, needed = (-(-x // page) for x in (cache.lengths, lengths))
-    last = jnp.take_along_axis(cache.table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
-    writes = (lengths > cache.lengths) & (cache.lengths % page > 0)
+@left_to_xla(lambda pool, table: PartitionSpec(cuts_of(table)[0], cuts_of(pool)[1], None, None))
+def _read_pages(pool: Float[Array, "P K p H"], table: Int[Array, "B m"]) -> Float[Array, "B K S H"]:
+    """What lies in these pages, of one row after another."""
+    found = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)
+    return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+
+def _cuts_of_allocation(held: Array, table: Array, before: Array, *_: Any, **__: Any) -> Any:
+    row = as_operand(before)
+    return as_operand(table), (row, row), row
+
+
+@functools.partial(jax.jit, static_argnames="page")
+@left_to_xla(_cuts_of_allocation)
+def _allocate(
+    held: Array, table: Array, before: Array, lengths: Array, *, page: int
+) -> tuple[Array, tuple[Array, Array], Array]:
+    """For rows that have grown from `before` to `lengths`: the new table, pages to copy from and to
+    (P: none), and which rows found no free page. So many rows as `held` says hold each page."""
+    P = held.shape[0]
+    begun, needed = (-(-x // page) for x in (before, lengths))
+    last = jnp.take_along_axis(table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
+    writes = (lengths > before) & (before % page > 0)
     writers = jnp.zeros(P, jnp.int32).at[jnp.where(writes, last, P)].add(1, mode="drop")
     rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
     first = jnp.full(P, rows.shape[0], jnp.int32)
@@ -520,11 +557,11 @@ def _allocate(cache: PagedCache, lengths: Array) -> tuple[Array, tuple[Array, Ar
     def taken(index: Array) -> Array:
         return jnp.where(index < count, free[jnp.minimum(index, P - 1)], P)
 
-    place = jnp.arange(cache.table.shape[1], dtype=jnp.int32)[None, :]
+    place = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
     copy = (place == begun[:, None] - 1) & copies[:, None]
     fresh = (place >= begun[:, None]) & (place < needed[:, None])
     index = (offset + copied - begun)[:, None] + place
-    table = jnp.where(copy, taken(offset)[:, None], cache.table)
+    table = jnp.where(copy, taken(offset)[:, None], table)
     table = jnp.where(fresh, taken(index), table)
     pages = jnp.where(copies, last, P), jnp.where(copies, taken(offset), P)
     return table, pages, (new > 0) & (offset + new > count)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn._pytree import number
+from jattn._torch_names import advice_for
 from jattn._types import Shape
 from jattn.integers import MOST, is_integer, is_known, known_range
 
@@ -146,17 +147,21 @@ def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any
         more = f" and {len(operands)} operands" if operands else ""
         raise TypeError(
             f"{owner}: expected a function of ({', '.join(wanted)}){more}, got "
-            f"{_name(fn)}({', '.join(signature.parameters)})"
+            f"{function_name(fn)}({', '.join(signature.parameters)})"
         ) from None
 
 
-def _name(fn: Any) -> str:
+def function_name(fn: Any) -> str:
+    """What messages call a function."""
+    if isinstance(fn, functools.partial):
+        return function_name(fn.func)
     return getattr(fn, "__name__", type(fn).__name__)
 
 
 @contextlib.contextmanager
 def explained(owner: str, fn: Any) -> Iterator[None]:
-    """What fails in a user's function because its arguments are traced, in words."""
+    """What fails in a user's function because its arguments are traced, in words. Other errors
+    stay, with a note where it is known what to write instead."""
     try:
         yield
     except jax.errors.TracerBoolConversionError:
@@ -169,9 +174,51 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
             "uses a traced value as an index of a list or of a NumPy array, or in a function of "
             "NumPy; write jnp.asarray(table)[index] and the functions of jax.numpy"
         )
+    except jax.errors.ConcretizationTypeError:
+        reason = (
+            "makes a Python number of a traced value, as int(), float(), .item() and functions of "
+            "math do; write x.astype(dtype) and the functions of jax.numpy"
+        )
+    except Exception as error:
+        advice = advice_for(error)
+        note = f"{owner}: in {function_name(fn)}, {advice}"
+        if advice and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
     else:
         return
-    raise TypeError(f"{owner}: {_name(fn)} {reason}")
+    raise TypeError(f"{owner}: {function_name(fn)} {reason}")
+
+
+def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
+    """What a user's function of scalars returned, as an array without axes, boolean or of floats.
+
+    Raises TypeError for anything else, naming the function.
+    """
+    got, advice = type(value).__name__, ""
+    if value is None:
+        got, advice = "None; it returned nothing", ": end it with `return`"
+    elif isinstance(value, bool | int | float | complex) or _is_known_to_jax(
+        getattr(value, "dtype", object)
+    ):
+        value = jnp.asarray(value)
+        is_of_kind = any(jnp.issubdtype(value.dtype, x) for x in KINDS[kind])
+        if is_of_kind and not value.shape:
+            return value
+        got = f"{value.dtype} {list(value.shape)}"
+        advice = _INSTEAD.get((kind, value.dtype.kind), "")
+        if value.shape:
+            advice = "; read arrays at b, h, q_idx and kv_idx"
+    article = {"boolean": "a boolean", "floating-point": "a float"}[kind]
+    raise TypeError(f"{owner}: {function_name(fn)} must return {article} scalar, got {got}{advice}")
+
+
+_INSTEAD = {
+    ("boolean", "f"): "; a function that changes scores goes to score=",
+    ("boolean", "i"): "; compare it with != 0",
+    ("floating-point", "b"): "; a function that allows pairs goes to mask=",
+    ("floating-point", "i"): "; write .astype(score.dtype)",
+}
 
 
 def check_dtype(name: str, value: Any) -> None:

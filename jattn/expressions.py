@@ -16,13 +16,17 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
+from jax._src.core import pvary_p
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jattn._types import Shape
 
@@ -36,6 +40,8 @@ class Node:
     * `input`, with its number as `param`, and `const`, with its value;
     * `look_up`: the entry of table `param` at the places `args`, which are held within its sizes;
     * `floor_divide` and `remainder` of integers, as Python has them;
+    * `custom`: the node `args[0]`, which is the function `param` of the other nodes. Its derivative
+      is the one that JAX takes of this function;
     * `unknown`, with the name of what it was.
     """
 
@@ -76,11 +82,15 @@ def in_order(roots: Sequence[Node]) -> list[Node]:
 def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = ()) -> Expression:
     """`function(*scalars, *operands)` as an expression of its scalars, given by their dtypes.
 
-    The function returns numbers; arrays that it closes over are operands too.
+    The function returns numbers; arrays that it closes over are operands too. The results of a
+    function with effects, such as printing, are `unknown`.
     """
     like = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for dtype in scalars]
     program = jax.make_jaxpr(function)(*like, *operands)
     reader = _Reader()
+    if program.effects:
+        name = next(operation(x) for x in program.eqns if x.effects)
+        return Expression([reader.unknown(x, name).at(()) for x in program.out_avals], [])
     inputs = [
         _scalar(Node("input", (), np.dtype(dtype), number)) for number, dtype in enumerate(scalars)
     ]
@@ -88,6 +98,17 @@ def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = (
     results = reader.run(program.jaxpr, program.consts, [*inputs, *held])
     nodes = [reader.shared(x.at((0,) * len(x.shape))) for x in results]
     return Expression(nodes, reader.tables)
+
+
+def values(roots: Sequence[Node]) -> list[Node]:
+    """Returns the nodes as they are computed: without the functions of `custom` nodes."""
+    plain: dict[int, Node] = {}
+    for node in in_order(roots):
+        args = tuple(plain[id(x)] for x in node.args)
+        unchanged = all(x is y for x, y in zip(args, node.args, strict=True))
+        is_custom = node.op == "custom"
+        plain[id(node)] = args[0] if is_custom else node if unchanged else replace(node, args=args)
+    return [plain[id(x)] for x in roots]
 
 
 def apply(node: Node, args: Sequence[Any]) -> Any:
@@ -103,6 +124,8 @@ def apply(node: Node, args: Sequence[Any]) -> Any:
         "convert_element_type": lambda x: x.astype(node.dtype),
         "integer_pow": lambda x: lax.integer_pow(x, node.param),  # pyright: ignore
         "round": lambda x: lax.round(x, node.param),  # pyright: ignore
+        "reduce_precision": lambda x: lax.reduce_precision(x, *node.param),  # pyright: ignore
+        "custom": lambda _, *inputs: jax.numpy.vectorize(node.param)(*inputs),  # pyright: ignore
         "floor_divide": jax.numpy.floor_divide,
         "remainder": jax.numpy.remainder,
         "select_n": lax.select_n,
@@ -142,6 +165,15 @@ def _as_node(place: Place) -> Node:
     return place if isinstance(place, Node) else const(place, np.int32)
 
 
+def _as_place(node: Place) -> Place:
+    """A place in a dtype that holds the sizes of arrays; an integer if it is known."""
+    if isinstance(node, int):
+        return node
+    if node.op == "const" and isinstance(node.param, int):
+        return int(node.param)
+    return _converted(node, np.int32) if node.dtype.itemsize < 4 else node
+
+
 def _plus(a: Place, b: Place) -> Place:
     if isinstance(a, int) and isinstance(b, int):
         return a + b
@@ -167,13 +199,12 @@ def _converted(node: Node, dtype: Any) -> Node:
 
 def _held(place: Place, last: int) -> Place:
     """A place held within 0..last."""
-    if isinstance(place, Node) and place.op == "const" and isinstance(place.param, int):
-        place = place.param
+    place = _as_place(place)
     if isinstance(place, int):
         return min(max(place, 0), last)
     if last == 0:
         return const(0, place.dtype)
-    if place.op == "clamp" and [x.param for x in place.args[::2]] == [0, last]:
+    if place.op == "clamp" and [_as_place(x) for x in place.args[::2]] == [0, last]:
         return place
     ends = (const(0, place.dtype), place, const(last, place.dtype))
     return Node("clamp", ends, place.dtype)
@@ -181,16 +212,40 @@ def _held(place: Place, last: int) -> Place:
 
 _MOST_UNROLLED = 64  # entries of an array that depends on the scalars, of which a sum is taken
 
+_PRIMITIVES: dict[str, Primitive] = {
+    x.name: x
+    for x in (*vars(lax).values(), *vars(primitives).values(), pvary_p)
+    if isinstance(x, Primitive)
+}
+
+
+def operation(equation: Any) -> str:
+    """Returns the name of an equation's primitive. A user's primitive that is named like one of
+    JAX's may mean something else: it gets a phrase that is no name."""
+    primitive = equation.primitive
+    is_unique = _PRIMITIVES.get(primitive.name, primitive) is primitive
+    return primitive.name if is_unique else f"{primitive.name!r} (not a primitive of JAX's)"
+
+
+def called_program(equation: Any) -> ClosedJaxpr | None:
+    """Returns the program that an equation calls, without its derivative rule if it has one."""
+    if operation(equation) not in (*_CALLS, *_WITH_RULES):
+        return None
+    params = equation.params
+    program = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+
+
 _ELEMENTWISE = {
     name: name
     for name in """
     abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh
     div eq erf erfc erf_inv exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic
-    lt max min mul ne neg nextafter not or pow rem round rsqrt select_n shift_left
+    lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
     """.split()
 } | {"add_any": "add"}
-_SAME = ("copy", "copy_p", "optimization_barrier", "reduce_precision", "pvary", "pcast")
+_SAME = ("copy", "name", "optimization_barrier", "pvary")
 _FOLDED = {
     "reduce_sum": "add",
     "reduce_prod": "mul",
@@ -199,9 +254,19 @@ _FOLDED = {
     "reduce_and": "and",
     "reduce_or": "or",
 }
-_PARAMS = {"integer_pow": "y", "round": "rounding_method"}
+_PARAMS: dict[str, Callable[..., Hashable]] = {
+    "integer_pow": operator.itemgetter("y"),
+    "round": operator.itemgetter("rounding_method"),
+    "reduce_precision": operator.itemgetter("exponent_bits", "mantissa_bits"),
+}
+# All that are equal to the greatest share its derivative, which a chain of `max` gives to the last.
+_SHARED_BY_EQUALS: dict[str, Callable[..., Any]] = {
+    "max": lambda *x: jax.numpy.stack(x).max(),
+    "min": lambda *x: jax.numpy.stack(x).min(),
+}
+_CALLS = ("jit", "remat2", "closed_call")
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls with their own derivatives
 _DIVISIONS = ("floor_divide", "remainder")
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 @functools.cache
@@ -260,14 +325,15 @@ class _Reader:
         if id(node) in self._known:
             return node
         args = tuple(map(self.shared, node.args))
-        node = _simplified(dataclasses.replace(node, args=args))
+        node = _simplified(replace(node, args=args))
         if id(node) in self._known:
             return node
         args = node.args
         # 0, 0.0 and False are equal, as are 0.0 and −0.0; NaN is equal to nothing.
-        key = node.op, tuple(map(id, args)), node.dtype, repr(node.param)
+        param = node.param if callable(node.param) else repr(node.param)
+        key = node.op, tuple(map(id, args)), node.dtype, param
         if key not in self._nodes:
-            self._nodes[key] = dataclasses.replace(node, args=args)
+            self._nodes[key] = replace(node, args=args)
             self._known.add(id(self._nodes[key]))
         return self._nodes[key]
 
@@ -292,8 +358,10 @@ class _Reader:
 
     def apply(self, equation: Any, values: list[_Array]) -> list[_Array]:
         """The results of an equation, which JAX can evaluate where its operands are known."""
-        found = self.interpret(equation, values)
-        if all(x.evaluate for x in values):
+        is_known = all(x.evaluate for x in values)
+        has_rule = operation(equation) in _WITH_RULES
+        found = None if is_known and has_rule else self.interpret(equation, values)
+        if is_known:
 
             @functools.cache
             def evaluated() -> list[Any]:
@@ -309,8 +377,7 @@ class _Reader:
 
             return [again(place) for place in range(len(equation.outvars))]
         if found is None:
-            name = equation.primitive.name
-            return [self.unknown(x.aval, name) for x in equation.outvars]
+            return [self.unknown(x.aval, operation(equation)) for x in equation.outvars]
         return found
 
     def unknown(self, aval: Any, name: str) -> _Array:
@@ -319,32 +386,59 @@ class _Reader:
 
     def interpret(self, equation: Any, values: list[_Array]) -> list[_Array] | None:
         """The results of an equation; None if it is not known."""
-        name, params = equation.primitive.name, equation.params
-        called = next((params[x] for x in _CALLS if x in params), None)
+        name, params = operation(equation), equation.params
+        program = called_program(equation)
+        if program is not None:
+            return self.call(equation, program, values)
         if name == "cond":
             return self.cond(params["branches"], values)
-        if called is not None and name not in ("scan", "while"):
-            if not equation.outvars[0].aval.shape and is_division(equation, called):
-                return [self.entries(params["name"], values, equation.outvars[0].aval, None)]
-            program = getattr(called, "jaxpr", called)
-            return self.run(program, getattr(called, "consts", ()), values)
+        if name == "unstack":
+            return self.unstacked(values[0], params["axis"])
+        if name in _SAME:
+            return values
         if len(equation.outvars) != 1:
             return None
         return self.array(name, params, values, equation.outvars[0].aval)
+
+    def call(self, equation: Any, program: ClosedJaxpr, values: list[_Array]) -> list[_Array]:
+        """The results of the program that an equation calls."""
+        name, result = operation(equation), equation.outvars[0].aval
+        if not result.shape and is_division(equation, program):
+            return [self.entries(equation.params["name"], values, result, None)]
+        results = self.run(program.jaxpr, program.consts, values)
+        if name not in _WITH_RULES:
+            return results
+        return [self.with_rule(equation, n, x, values) for n, x in enumerate(results)]
+
+    def with_rule(self, equation: Any, n: int, result: _Array, values: list[_Array]) -> _Array:
+        """Result n of a call that has a derivative rule of its own, which its nodes keep."""
+
+        def at(places: tuple[Place, ...]) -> Node:
+            value = result.at(places)
+            size = sum(math.prod(x.shape) for x in values)
+            if size > _MOST_UNROLLED or not all(isinstance(x, int) for x in places):
+                return self.node("custom", (value, value), value.dtype, _without_rule)
+            entries = [x.at(place) for x in values for place in np.ndindex(x.shape)]
+            function = functools.partial(_entry_of_call, equation, n, places)
+            return self.node("custom", (value, *entries), value.dtype, function)
+
+        return _Array(result.shape, result.dtype, at)
 
     def array(
         self, name: str, params: Any, values: list[_Array], result: Any
     ) -> list[_Array] | None:
         """The one result of an operation; None if it is not known."""
         if name in _ELEMENTWISE:
-            param = params[_PARAMS[name]] if name in _PARAMS else None
+            param = _PARAMS[name](params) if name in _PARAMS else None
+            if name == "reduce_precision" and _keeps_all_bits(result.dtype, **params):
+                return values
             return [self.entries(_ELEMENTWISE[name], values, result, param)]
+        if name == "stop_gradient":
+            return [self.entries("custom", values * 2, result, lax.stop_gradient)]
         if name == "one_minus_square":  # of newer versions of JAX
             one = _scalar(const(1, result.dtype))
             square = self.entries("square", values, result, None)
             return [self.entries("sub", [one, square], result, None)]
-        if name in _SAME:
-            return values[:1]
         if name in _FOLDED:
             return self.folded(_FOLDED[name], values[0], params["axes"], result)
         moved = getattr(self, f"_{name}", None)
@@ -385,10 +479,22 @@ class _Reader:
                 own, rest = dict(zip(axes, inner, strict=True)), iter(places)
                 return x.at(tuple(own[a] if a in own else next(rest) for a in range(len(x.shape))))
 
-            each = map(entry, np.ndindex(*sizes))
-            return functools.reduce(lambda a, b: self.node(op, (a, b), result.dtype), each)
+            each = [*map(entry, np.ndindex(*sizes))]
+            value = functools.reduce(lambda a, b: self.node(op, (a, b), result.dtype), each)
+            if op not in _SHARED_BY_EQUALS:
+                return value
+            return self.node("custom", (value, *each), value.dtype, _SHARED_BY_EQUALS[op])
 
         return [_Array(result.shape, _dtype(result.dtype), at)]
+
+    def unstacked(self, x: _Array, axis: int) -> list[_Array]:
+        """The parts of an array along an axis."""
+        shape = (*x.shape[:axis], *x.shape[axis + 1 :])
+
+        def part(n: int) -> _Array:
+            return _Array(shape, x.dtype, lambda at: x.at((*at[:axis], n, *at[axis:])))
+
+        return [part(n) for n in range(x.shape[axis])]
 
     # Each `_name` says where an entry of the result of that primitive comes from.
 
@@ -452,6 +558,15 @@ class _Reader:
             return found
 
         return at if all(x.shape[axis] for x in values) else None
+
+    def _stack(self, values: Any, params: Any, result: Any) -> Any:
+        axis = params["axis"]
+
+        def widened(x: _Array) -> _Array:
+            shape = (*x.shape[:axis], 1, *x.shape[axis:])
+            return _Array(shape, x.dtype, lambda at: x.at((*at[:axis], *at[axis + 1 :])))
+
+        return self._concatenate([*map(widened, values)], {"dimension": axis}, result)
 
     def _gather(self, values: Any, params: Any, result: Any) -> Any:
         x, indices = values
@@ -545,9 +660,30 @@ def _fits(value: Any, dtype: Any) -> bool:
     return True
 
 
+def _keeps_all_bits(dtype: Any, exponent_bits: int, mantissa_bits: int) -> bool:
+    """Whether rounding a float to these bits leaves it as it is."""
+    limits = jax.numpy.finfo(dtype)
+    return exponent_bits >= limits.nexp and mantissa_bits >= limits.nmant
+
+
 def _dtype(dtype: Any) -> Any:
     """NumPy's name for a dtype; those of JAX alone, such as random keys, as they are."""
     return dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+
+
+def _entry_of_call(equation: Any, n: int, place: Any, *entries: Any) -> Any:
+    """The entry at a place of result n of an equation, of which all operands' entries are given."""
+    rest = iter(entries)
+    operands = [
+        jax.numpy.stack([next(rest) for _ in range(x.aval.size)]).reshape(x.aval.shape)
+        for x in equation.invars
+    ]
+    params = equation.primitive.get_bind_params(equation.params)
+    return equation.primitive.bind(*operands, **params)[n][place]
+
+
+def _without_rule(*_: Any) -> Any:
+    raise NotImplementedError("functions of pairs have no derivative rules of long arrays")
 
 
 def _evaluated(equation: Any, operands: list[Any]) -> list[Any]:

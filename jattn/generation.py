@@ -20,6 +20,7 @@ from jattn import integers
 from jattn._types import AnyArray
 from jattn.cache import Cache, RollingCache
 from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
+from jattn.nn.variables import lasting_functions
 
 
 __all__ = ["Generated", "LanguageModel", "generate", "sample_tokens"]
@@ -111,7 +112,7 @@ def generate(
     check_size("max_tokens", max_tokens)
     sampling = _sampling(temperature, top_k, top_p, key)
     check_size("pad", pad, -1)
-    options = _Options(max_tokens, top_k, _stop_tokens(stop), int(pad))
+    options = _Options(max_tokens, top_k, _stop_tokens(stop), int(pad), lasting_functions(model))
     _check_valid(valid, prompt)
     _check_room(caches, prompt.shape[1] + max_tokens - 1)
     definition, variables = nnx.split(model)
@@ -139,6 +140,7 @@ class _Options(NamedTuple):
     top_k: int | None
     stop: tuple[int, ...]
     pad: int
+    functions: tuple[Any, ...]  # of the model's masks and scores, as they are now
 
 
 class _Sampling(NamedTuple):

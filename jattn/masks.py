@@ -15,10 +15,11 @@ Prefix, Dilated, Global, Predicate). *Places* index the arrays (Segments, Length
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jattn import bounds, expressions, integers, undecided
-from jattn._functions import holds_tracers
+from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._named_axes import without_named_axes
 from jattn._pytree import (
+    HoldsTree,
     array_field,
     axis_names,
     axis_of,
     flatten_batch,
-    hoist_closure,
+    held_by_module,
     leading,
     letters_by_head,
     number,
@@ -48,10 +50,12 @@ from jattn.checks import (
     check_array,
     check_function,
     check_operands,
+    check_returned,
     check_rule,
     check_size,
     check_sizes,
     explained,
+    function_name,
     shown,
 )
 from jattn.integers import is_below, is_integer, is_known
@@ -208,6 +212,18 @@ class Mask:
     __rand__ = __and__
     __ror__ = __or__
 
+    def __jax_array__(self) -> "_NoArray":
+        return _NoArray(self)
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return _NoArray(self).__array__()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            about = f"; {_NoArray(self)}" if name in ("astype", "ndim", "reshape") else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{about}")
+
     def __bool__(self) -> bool:
         raise TypeError(
             "a mask is neither true nor false: combine masks with &, | and ~ instead of and, or "
@@ -269,15 +285,36 @@ class Mask:
         )
 
 
-MaskLike = Callable[[Any, Any, Any, Any], Any] | Mask | AnyArray | None
+class _NoArray:
+    """What a mask gives for an array. JAX shows it in its errors about what is no array, and leaves
+    `array & mask` to the mask."""
+
+    def __init__(self, mask: Mask):
+        self.mask = mask
+
+    def __repr__(self) -> str:
+        rank = "" if any(leading(self.mask)) else "[None, None]"
+        return (
+            f"{self.mask!r}, which is a rule and no array: it goes to jattn.attention and the "
+            f"layers of jattn.nn; where Flax's layers, or others, want an array [*B, N, T, S], "
+            f"write mask=mask.dense(T, S){rank}"
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError(f"mask: expected an array, got {self!r}")
+
+
+MaskLike = Callable[[Any, Any, Any, Any], Any] | Mask | AnyArray | HoldsTree | None
 """What `mask` takes: see `as_mask`."""
 
 
 def as_mask(value: Any) -> Mask:
-    """A mask as it is, a boolean array as `Dense`, a function as `Predicate`, None as `Full`.
+    """A mask as it is, a boolean array as `Dense`, a function as `Predicate`, None as `Full`; of
+    what a module keeps of its mask (`layer.mask`) that mask.
 
     Raises TypeError for anything else.
     """
+    value = held_by_module(value)
     if value is None:
         return Full()
     if isinstance(value, Mask):
@@ -595,8 +632,9 @@ class Window(Mask):
 class Causal(Mask):
     """kv ≤ q by position: no query sees the future.
 
-    With default positions the first query sees the first key only, whatever T and S are; for
-    decoding, pass `q_positions`.
+    With default positions the first query sees the first key only, whatever T and S are. For the
+    last query to see all keys, as in decoding, pass `q_positions`, such as those of
+    `jattn.positions.aligned_to_end(T, S)`.
     """
 
     of_positions = True
@@ -731,16 +769,57 @@ class Lengths(Mask):
 
 def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
     """Places of each tile in an array of this size; those past the end repeat the last."""
-    start = jnp.asarray(extent.start, jnp.int32).reshape(-1)
-    offsets = jnp.arange(extent.size, dtype=jnp.int32)
-    return jnp.clip(start[:, None] + offsets[None, :], 0, size - 1)
+    xp = jnp if isinstance(extent.start, jax.Array) else np
+    start = xp.asarray(extent.start, np.int32).reshape(-1)
+    offsets = np.arange(extent.size, dtype=np.int32)
+    return xp.clip(start[:, None] + offsets[None, :], 0, size - 1)
 
 
-def _range_of(ids: AnyArray, extent: Extent) -> tuple[Any, Any]:
-    """Least and greatest of ids over each extent; places past the end repeat the last."""
-    taken = ids[_places(extent, ids.shape[0])]
-    shape = np.shape(extent.start)
-    return taken.min(axis=1).reshape(shape), taken.max(axis=1).reshape(shape)
+class _Ids(NamedTuple):
+    """The ids of each tile: the two least and the two greatest, one by one, and the range of those
+    between, `MOST..LEAST` where there are none. A padding id does not widen the range of others."""
+
+    ends: list[Any]
+    lo: Any
+    hi: Any
+
+    @classmethod
+    def of(cls, ids: AnyArray, extent: Extent) -> "_Ids":
+        is_static = is_known(ids) and not isinstance(extent.start, jax.Array)
+        xp, shape = np if is_static else jnp, np.shape(extent.start)
+        taken = xp.asarray(ids)[_places(extent, ids.shape[0])]
+        least, greatest = taken.min(axis=1), taken.max(axis=1)
+
+        def between(lo: Any, hi: Any) -> tuple[Any, Any]:
+            inner = (taken > lo[:, None]) & (taken < hi[:, None])
+            lo = xp.where(inner, taken, integers.MOST).min(axis=1)
+            return lo, xp.where(inner, taken, integers.LEAST).max(axis=1)
+
+        second = between(least, greatest)
+        rest = between(*second)
+        exists = second[0] <= second[1]
+        ends = [least, greatest, *(xp.where(exists, x, least) for x in second)]
+        return cls([x.reshape(shape) for x in ends], *(x.reshape(shape) for x in rest))
+
+    def may_hold(self, x: Any) -> Truth:
+        """Whether an id may be in the range."""
+        return (self.lo <= x) & (x <= self.hi)
+
+    def may_meet(self, other: "_Ids") -> Truth:
+        """Whether two tiles may have an id in common."""
+        meets = (self.lo <= other.hi) & (other.lo <= self.hi)
+        for x in self.ends:
+            meets = meets | other.may_hold(x)
+        for y in other.ends:
+            meets = meets | self.may_hold(y)
+        for x, y in itertools.product(self.ends, other.ends):
+            meets = meets | (x == y)
+        return meets
+
+    def is_only(self, other: "_Ids") -> Truth:
+        """Whether both tiles have one id, the same."""
+        (least, greatest, *_), (x, y, *_) = self.ends, other.ends
+        return (least == greatest) & (x == y) & (least == x)
 
 
 @pytree_dataclass
@@ -767,10 +846,8 @@ class Segments(Mask):
     def bounds(self, tile):
         if not tile.rows.size or not tile.columns.size:
             return np.False_, np.True_
-        q_lo, q_hi = _range_of(self.q_ids, tile.rows)
-        kv_lo, kv_hi = _range_of(self.kv_ids, tile.columns)
-        same = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
-        return (q_lo <= kv_hi) & (kv_lo <= q_hi), same
+        q, kv = _Ids.of(self.q_ids, tile.rows), _Ids.of(self.kv_ids, tile.columns)
+        return q.may_meet(kv), q.is_only(kv)
 
 
 @pytree_dataclass
@@ -820,10 +897,9 @@ class Dense(Mask):
     def __post_init__(self):
         _check_bool("Dense", "mask", self.array)
         if self.array.ndim < 3:
-            advice = "; write mask[None, None] if it is [T, S], mask[:, None, None] if it is [B, S]"
             raise ValueError(
-                f"Dense: expected a mask of full rank [*B, N, T, S], got {list(self.array.shape)}"
-                + (advice if self.array.ndim == 2 else "")
+                f"Dense: expected a mask of full rank [*B, N, T, S], got {list(self.array.shape)}; "
+                f"write {_TO_FULL_RANK[self.array.ndim]}"
             )
 
     def evaluate(self, b, h, rows, columns):
@@ -839,6 +915,13 @@ class Dense(Mask):
         by_row = self.array[q]  # [n, t, S]
         any_row, all_row = by_row.any(axis=1)[:, kv], by_row.all(axis=1)[:, kv]  # [n, m, s]
         return any_row.any(axis=-1), all_row.all(axis=-1)
+
+
+_TO_FULL_RANK = (
+    "mask[None, None, None, None] for the one truth, or masks.Full() and masks.Empty()",
+    "mask[None, None, None] if it is [S], mask[None, None, :, None] if it is [T]",
+    "mask[None, None] if it is [T, S], mask[:, None, None] if it is [B, S]",
+)
 
 
 def _check_bool(owner: str, name: str, value: Any) -> None:
@@ -922,8 +1005,10 @@ class Predicate(Mask):
     """Any rule: `fn(b, h, q_idx, kv_idx, *operands) -> bool`, on scalars, as in FlexAttention.
 
     Positions are what the function sees; `b` counts batch rows row-major. Operands are passed
-    whole and may be indexed. Compiled once per function object: define the function once, outside
-    the call.
+    whole and may be indexed. A call computes with what the function reads at the time of the call,
+    whatever that is. A function of numbers, strings, arrays and other such functions is traced
+    when one of them changes; one that reads lists, dicts or attributes is traced in each call, and
+    compiled where its program is another.
 
     Which tiles it empties is read off the function itself, by interval arithmetic (see
     `jattn.bounds`), as far as its operations are known there. `bounds(tile) -> (maybe_any,
@@ -935,7 +1020,8 @@ class Predicate(Mask):
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
         )
 
-    `check_bounds` compares them with the function.
+    `check_bounds` compares them with the function. Bounds that read lists, dicts or attributes are
+    not used by attention, as these may change before it is differentiated.
     """
 
     of_positions = True
@@ -958,35 +1044,33 @@ class Predicate(Mask):
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "bounds_fn", bounds)
 
-    def without_named_axes(self) -> "Predicate":
-        """The same mask, whose function closes over what it asks about named axes."""
-        zeros = [jnp.int32(0)] * 4
-        with explained("Predicate", self.fn):
-            fn = without_named_axes("Predicate", self.fn, *zeros, *self.operands)
-        bounds = self.bounds_fn if fn is self.fn else None  # they only save time
-        return Predicate(fn, *self.operands, bounds=bounds)
+    def check(self) -> None:
+        """Raises TypeError unless the function returns a boolean scalar."""
+        jax.eval_shape(unseen(self._scalar), *[jnp.int32(0)] * 4)
 
-    def hoist_closure(self) -> "Predicate":
-        """The same mask; traced arrays that its function closes over are operands.
+    def lasting(self) -> "Predicate":
+        """The same mask, with functions that do not change: see `jattn._functions`.
 
         Raises:
             TypeError: the function does not return a boolean scalar.
         """
         zeros = [jnp.int32(0)] * 4
-        jax.eval_shape(self._scalar, *zeros)
         with explained("Predicate", self.fn):
-            fn, operands = hoist_closure(self.fn, self.operands, *zeros)
-        return Predicate(fn, *operands, bounds=self.bounds_fn)
+            own = without_named_axes("Predicate", self.fn, *zeros, *self.operands)
+        if own is not self.fn:
+            return Predicate(own, *self.operands).lasting()
+        fn, operands, bounds = frozen(self.fn), self.operands, self.bounds_fn
+        if not is_frozen(fn):
+            name = function_name(self.fn)
+            fn, operands = traced(name, self._scalar, operands, *zeros)
+        bounds = bounds and frozen(bounds)
+        # Bounds only save time: without them the predicate is evaluated.
+        return Predicate(fn, *operands, bounds=bounds if bounds and is_frozen(bounds) else None)
 
-    def _scalar(self, b: Any, h: Any, q: Any, kv: Any) -> Bool[Array, ""]:
+    def _scalar(self, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
         with explained("Predicate", self.fn):
-            truth = jnp.asarray(self.fn(b, h, q, kv, *self.operands))
-        if truth.dtype != jnp.bool_ or truth.shape:
-            raise TypeError(
-                f"Predicate: {getattr(self.fn, '__name__', self.fn)} must return a boolean "
-                f"scalar, got {truth.dtype} {list(truth.shape)}"
-            )
-        return truth
+            truth = self.fn(b, h, q, kv, *(operands or self.operands))
+        return check_returned("Predicate", self.fn, truth, "boolean")
 
     def evaluate(self, b, h, rows, columns):
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
@@ -995,22 +1079,20 @@ class Predicate(Mask):
         with _promotion(rows.positions.dtype):
             return every(b, h, rows.positions, columns.positions)
 
-    def _read_bounds(self, tile: Tile) -> tuple[Truth, Truth]:
-        """What the function itself says about a tile."""
-        q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
-        dtypes = np.int32, np.int32, q_lo.dtype, kv_lo.dtype
-        given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
+    def read(self, tile: Tile) -> "Predicate | _Rule":
+        """What tells bounds of a tile and its parts: the function as it is read once, or itself if
+        the user tells them."""
+        if self.bounds_fn is not None:
+            return self
+        q, _, kv, _ = _of_one_dtype(_ends(tile))
 
-        def scalar(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Array:
-            return Predicate(self.fn, *operands)._scalar(b, h, q, kv)
-
-        with _promotion(q_lo.dtype):
-            found = bounds.of(expressions.read(scalar, dtypes, self.operands), given)
-        return found.hi, found.lo
+        with _promotion(q.dtype):
+            dtypes = np.int32, np.int32, q.dtype, kv.dtype
+            return _Rule(expressions.read(unseen(self._scalar), dtypes, self.operands))
 
     def bounds(self, tile):
         if self.bounds_fn is None:
-            return self._read_bounds(tile)
+            return self.read(tile).bounds(tile)
         found = self.bounds_fn(tile)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
@@ -1019,6 +1101,22 @@ class Predicate(Mask):
         names = ("maybe_any", "surely_all")
         maybe_any, surely_all = map(_checked_truth, names, found, [tile.shape] * 2)
         return maybe_any, surely_all
+
+
+class _Rule(Mask):
+    """The function of a `Predicate` as an expression, which tells bounds by interval arithmetic."""
+
+    of_positions = True
+
+    def __init__(self, expression: expressions.Expression):
+        self.expression = expression
+
+    def bounds(self, tile):
+        q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
+        given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
+        with _promotion(q_lo.dtype):
+            found = bounds.of(self.expression, given)
+        return found.hi, found.lo
 
 
 def _of_one_dtype(ends: tuple[Any, ...]) -> list[Any]:
@@ -1083,40 +1181,67 @@ def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
 
 def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     """EMPTY, MIXED or FULL for each tile; arrays of the mask must be selected for one (b, h)."""
-    maybe_any, surely_all = mask.bounds(tile)
+    is_function = lambda x: isinstance(x, Predicate)  # noqa: E731
+    read = jax.tree.map(lambda x: x.read(tile) if is_function(x) else x, mask, is_leaf=is_function)
+    maybe_any, surely_all = read.bounds(tile)
     kind = maybe_any.astype(np.int8) + (maybe_any & surely_all).astype(np.int8)
     if isinstance(kind, jax.Array):
         return jnp.broadcast_to(kind, tile.shape)
-    return _looked_at(mask, tile, np.broadcast_to(kind, tile.shape))
-
-
-def _looked_at(mask: Mask, tile: Tile, kind: np.ndarray) -> np.ndarray:
-    """The kinds of tiles, of which those that bounds leave undecided are looked at if they may be;
-    tiles of all positions between two, so that it does not matter in which order they stand."""
-    found = undecided.boxes(_ends(tile), kind == MIXED, int(np.count_nonzero(kind)))
-    if not found or not _may_be_looked_at(mask, tile):
+    kind = np.broadcast_to(kind, tile.shape)
+    ends = undecided.boxes(_ends(tile), kind == MIXED, int(np.count_nonzero(kind)))
+    if ends is None:
         return kind
+    mask = jax.tree.map(lambda x: x.lasting() if is_function(x) else x, mask, is_leaf=is_function)
+    functions = _functions(mask)
+    if not functions:
+        return kind
+    some, every = _looked_into(mask, read, functions, tile, ends)
+    decided = kind.copy()
+    decided[kind == MIXED] = np.where(every, FULL, np.where(some, MIXED, EMPTY))
+    return decided
+
+
+def _looked_into(
+    mask: Mask, read: Mask, functions: list[Predicate], tile: Tile, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`(maybe_any, surely_all)` of undecided tiles, by their parts and then by their pairs; of all
+    positions between two, so that it does not matter in which order they stand."""
+
+    def bounds_of(ends: np.ndarray) -> tuple[Truth, Truth]:
+        q_lo, q_hi, kv_lo, kv_hi = ends.T
+        parts = Tile(Extent(q_lo, q_hi, q_lo, 1), Extent(kv_lo, kv_hi, kv_lo, 1))
+        parts.b, parts.h = tile.b, tile.h
+        return read.bounds(parts)
+
+    known = np.zeros(len(ends), bool)
+    some, every = ~known, known
+    if all(x.bounds_fn is None for x in functions):
+        some, every, known = undecided.by_parts(ends, bounds_of)
+    if known.all() or not _may_be_evaluated(functions, tile):
+        return some, every
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
 
     def rule(q: Array, kv: Array) -> Array:
         allowed = mask.evaluate(b, h, Span(q, q), Span(kv, kv))
         return jnp.broadcast_to(allowed, (q.size, kv.size))
 
-    some, every = undecided.truths((mask, b, h), rule, found)
-    decided = kind.copy()
-    decided[kind == MIXED] = np.where(every, FULL, np.where(some, MIXED, EMPTY))
-    return decided
+    found = undecided.truths((mask, b, h), rule, ends[~known], math.prod(tile.shape))
+    if found is not None:
+        some[~known], every[~known] = found
+    return some, every
 
 
-def _may_be_looked_at(mask: Mask, tile: Tile) -> bool:
-    """Whether a mask has functions, no arrays, and is the same for all heads or about one head."""
+def _functions(mask: Mask) -> list[Predicate]:
+    """The functions of a mask of positions without arrays; none for any other mask."""
     is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
-    functions = [x for x in leaves if isinstance(x, Predicate)]
-    if not functions or jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
-        return False
-    if any(holds_tracers(x.fn) for x in functions):
-        return False
+    if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
+        return []
+    return [x for x in leaves if isinstance(x, Predicate)]
+
+
+def _may_be_evaluated(functions: list[Predicate], tile: Tile) -> bool:
+    """Whether functions are the same for all heads, or asked about one head."""
     one = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
     return one or not any(undecided.reads(x._scalar, 4) & {0, 1} for x in functions)
 

@@ -9,11 +9,14 @@ additive score's hidden layer. All take any number of leading batch axes.
 
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jattn import softmax, tile
 from jattn._advice import advised
+from jattn._explicit import cuts_of, left_to_xla
 from jattn._types import AnyArray, Shape
 from jattn.attention import attention
 from jattn.checks import check_array, check_dtype, check_flag, check_like
@@ -260,6 +263,8 @@ def additive_keys(
     return _project(key, w_key)
 
 
+@jax.jit
+@left_to_xla(lambda x, _: PartitionSpec(*cuts_of(x)[:-1], None))
 def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, "*B T A"]:
     """x w, with a derivative in which rows of x that are not finite (masked ones) have no part."""
     flat = tile.product(x.reshape(-1, x.shape[-1]), w.T)

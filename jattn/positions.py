@@ -20,11 +20,45 @@ from jattn._types import AnyArray, accumulation
 from jattn.checks import check_array, check_choice, check_dtype, check_number, check_size
 
 
-__all__ = ["NTK", "Linear", "Yarn", "axial_rotary", "learned", "rotary", "sinusoidal"]
+__all__ = [
+    "NTK",
+    "Linear",
+    "Yarn",
+    "aligned_to_end",
+    "axial_rotary",
+    "learned",
+    "rotary",
+    "sinusoidal",
+]
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def aligned_to_end(T: int, S: Any) -> Int[Array, "*B T"]:
+    """The `q_positions` of the last T of S tokens: S − T to S − 1, int32 `[T]`.
+
+        attention(q, k, v, mask=masks.Causal(), q_positions=positions.aligned_to_end(T, S))
+
+    Causal masks and windows are then aligned at the bottom right, as flash-attention has them and
+    PyTorch's `causal_lower_right`; distances in score functions fit too. A mask alone could not
+    say it: it sees positions, and never T or S. `S` is an integer, or an integer array `[*B]` with
+    the number of keys of each row, for positions `[*B, T]`. Where T is greater than S, the first
+    queries have negative positions, and see no key under `Causal`.
+
+    Raises TypeError and ValueError for what is no number of tokens.
+    """
+    check_size("T", T, 0)
+    if not hasattr(S, "shape"):
+        check_size("S", S, 0)
+        return jnp.arange(T, dtype=jnp.int32) + (S - T)
+    check_array("S", S, "[*B]", "integer")
+    least, most = integers.known_range(S) or (0, 0)
+    if least < 0 or most > integers.MOST:
+        raise ValueError(f"S: expected 0 <= S < 2^31, got {least if least < 0 else most}")
+    ends = jnp.asarray(integers.clamped(S))[..., None]
+    return ends + _lift(jnp.arange(-T, 0, dtype=jnp.int32), len(S.shape))
 
 
 def _frequencies(size: int, base: float, dtype: Any) -> Float[Array, " half"]:
@@ -58,7 +92,7 @@ def sinusoidal(
     return pairs.reshape(*positions.shape, D).astype(dtype)
 
 
-def _lift(vector: Float[Array, " n"], ndim: int) -> Float[Array, "..."]:
+def _lift(vector: Any, ndim: int) -> Array:
     return vector.reshape((1,) * ndim + vector.shape)
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._named_axes import without_named_axes
 from jattn._pytree import (
+    HoldsTree,
     array_field,
-    hoist_closure,
+    held_by_module,
     is_static,
     letters_by_head,
     number,
@@ -34,9 +35,11 @@ from jattn.checks import (
     check_flag,
     check_number,
     check_operands,
+    check_returned,
     check_rule,
     check_size,
     explained,
+    function_name,
 )
 
 
@@ -108,15 +111,17 @@ def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
     return [] if score is None else [score]
 
 
-ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | None
+ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | HoldsTree | None
 """What `score` takes: see `as_score`."""
 
 
 def as_score(value: Any) -> Any:
-    """A score function as it is, a function as `Score`; None as it is.
+    """A score function as it is, a function as `Score`; None as it is; of what a module keeps of
+    its score function (`layer.score`) that function.
 
     Raises TypeError for anything else.
     """
+    value = held_by_module(value)
     if value is None or isinstance(value, ScoreFunction):
         return value
     if _is_function(value):
@@ -355,8 +360,8 @@ class Score(ScoreFunction):
     """Any function: `fn(score, b, h, q_idx, kv_idx, *operands)`, on scalars, as in FlexAttention.
 
     Positions are what the function sees; `b` counts batch rows row-major. Operands are passed whole
-    and may be indexed; the float ones are differentiable parameters. Compiled once per function
-    object: define the function once, outside the call.
+    and may be indexed; the float ones are differentiable parameters. A call computes with what the
+    function reads at the time of the call, see `masks.Predicate`.
     """
 
     fn: Callable[..., Any] = static_field()
@@ -368,38 +373,46 @@ class Score(ScoreFunction):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
 
-    def without_named_axes(self, dtype: Any) -> "Score":
-        """The same function of scores of a dtype, which closes over what it asks about named
-        axes."""
-        examples = jnp.zeros((), dtype), *[jnp.int32(0)] * 4
-        with explained("Score", self.fn):
-            fn = without_named_axes("Score", self.fn, *examples, *self.operands)
-        return Score(fn, *self.operands)
+    def check(self, dtype: Any) -> None:
+        """Raises TypeError unless the function returns a float scalar, of a score of a dtype."""
+        jax.eval_shape(unseen(self._scalar), *_examples(dtype))
 
-    def hoist_closure(self, dtype: Any) -> "Score":
-        """The same function of scores of a dtype; traced arrays it closes over are operands.
+    def lasting(self, dtype: Any) -> "Score":
+        """The same function of scores of a dtype, which does not change: see `jattn._functions`.
 
         Raises:
             TypeError: the function does not return a float scalar.
         """
-        examples = jnp.zeros((), dtype), *[jnp.int32(0)] * 4
-        jax.eval_shape(self._scalar, *examples)
+        wide = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
         with explained("Score", self.fn):
-            fn, operands = hoist_closure(self.fn, self.operands, *examples)
+            own = without_named_axes("Score", self.fn, *_examples(dtype), *wide)
+        if own is not self.fn:
+            return Score(own, *self.operands).lasting(dtype)
+        fn, operands = frozen(self.fn), self.operands
+        if not is_frozen(fn):
+            name = function_name(self.fn)
+            fn, more = traced(name, self._scalar, wide, *_examples(dtype))
+            operands = (*operands, *more[len(operands) :])
         return Score(fn, *operands)
 
-    def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
         with explained("Score", self.fn):
-            changed = jnp.asarray(self.fn(score, b, h, q, kv, *self.operands))
-        if changed.shape or not jnp.issubdtype(changed.dtype, np.floating):
-            raise TypeError(
-                f"Score: {getattr(self.fn, '__name__', self.fn)} must return a float scalar, "
-                f"got {changed.dtype} {list(changed.shape)}"
-            )
-        return changed.astype(score.dtype)
+            changed = self.fn(score, b, h, q, kv, *(operands or self.operands))
+        return check_returned("Score", self.fn, changed, "floating-point").astype(score.dtype)
 
     def evaluate(self, score, b, h, rows, columns):
         per_key = jax.vmap(self._scalar, (0, None, None, None, 0))
         per_query = jax.vmap(per_key, (0, None, None, 0, None))
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
         return per_query(score, b, h, rows.positions, columns.positions)
+
+
+def _in_dtype(x: Any, dtype: Any) -> Any:
+    """Floats as they are when scores are computed, see `spec.prepare`."""
+    is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(dtype) if is_float else x
+
+
+def _examples(dtype: Any) -> tuple[Any, ...]:
+    """A score of a dtype, a batch row, a head, a query and a key."""
+    return jnp.zeros((), dtype), *[jnp.int32(0)] * 4

@@ -58,6 +58,18 @@ def _lowest(dtype: Any) -> float:
     return float(jnp.finfo(dtype).min)
 
 
+def rounded(scores: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The scores, so that no compiler contracts their last product with what is subtracted.
+
+    Compilers make one operation, without rounding in between, of a product and a difference. The
+    maximum of a row is a rounded number, though: at large logits the largest score minus the
+    maximum would be up to half a unit in the last place instead of 0, and its exponential 0 or
+    infinite. A selection stays between product and difference on every platform. XLA for CPUs drops
+    barriers before it fuses, and LLVM drops `reduce_precision` to the digits that a number has.
+    """
+    return jnp.where(jnp.isnan(scores), jnp.nan, scores)
+
+
 def weights(
     scores: Scores, maximum: Float[Array, " t"], log_total: Float[Array, " t"], masked: bool = True
 ) -> Float[Array, "t s"]:
@@ -214,7 +226,7 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
             )
     doubles = any(x.dtype == jnp.float64 for x in jax.tree.leaves(parts))
     wide = jnp.float64 if doubles else jnp.float32
-    lses = [lse.astype(wide) for _, lse in parts]
+    lses = [rounded(lse.astype(wide)) for _, lse in parts]
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses, _lowest(wide)))
     weights = [jnp.exp(lse - top) for lse in lses]
     total = sum(weights[1:], start=weights[0])

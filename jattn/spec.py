@@ -7,8 +7,10 @@ implementations, and for caches and meshes by the functions that take them.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,7 +19,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn import integers
-from jattn._functions import frozen, holds_tracers
+from jattn._functions import is_transient
 from jattn._pytree import (
     array_field,
     axis_names,
@@ -90,6 +92,8 @@ class Spec:
     origin: Origin | None = None  # None: the call is no piece of another
     # Whether softmax runs over more keys than these: the backward pass goes by the normalizer.
     partial: bool = static_field(default=False)
+    # Whether functions of it are snapshots of what may be written to, see `compiled`.
+    transient: bool = static_field(default=False)
 
     def axis_names_by_value(self) -> dict[str, str]:
         """A scale is one number, or one for each head."""
@@ -319,26 +323,63 @@ def _is_function(x: Any) -> bool:
 
 
 def _with_lasting_functions(spec: Spec, shapes: Shapes) -> Spec:
-    """The spec as a key of compiled programs, which outlive this call.
-
-    Users' functions that compute the same become one object, so that specs with them are equal. A
-    function that closes over arrays of a surrounding trace gets these as operands instead.
-    """
+    """The spec as a key of compiled programs, which outlive this call: users' functions are what
+    they are now, and those that compute the same are one object."""
+    dtype, functions = accumulation(shapes.dtype), []
 
     def lasting(x: Any) -> Any:
-        if isinstance(x, Score):
-            x = x.without_named_axes(accumulation(shapes.dtype))
-            own = x.hoist_closure(accumulation(shapes.dtype)) if holds_tracers(x.fn) else x
-            return Score(frozen(own.fn), *own.operands)
-        if isinstance(x, Predicate):
-            x = x.without_named_axes()
-            own = x.hoist_closure() if holds_tracers(x.fn) else x
-            # Bounds only save time: without them the predicate is evaluated.
-            bounds = None if holds_tracers(x.bounds_fn) else x.bounds_fn
-            return Predicate(frozen(own.fn), *own.operands, bounds=bounds and frozen(bounds))
+        if not _is_function(x):
+            return x
+        x = x.lasting() if isinstance(x, Predicate) else x.lasting(dtype)
+        functions.extend((x.fn, getattr(x, "bounds_fn", None)))
         return x
 
-    return jax.tree.map(lasting, spec, is_leaf=_is_function)
+    spec = jax.tree.map(lasting, spec, is_leaf=_is_function)
+    is_any = any(map(is_transient, functions))
+    return dataclasses.replace(spec, transient=True) if is_any else spec
+
+
+_MOST_TRANSIENT = 64  # programs of each compiled function
+
+
+def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jax.jit`, with static arguments by name, of a function whose first argument is a `Spec`, or
+    a tree that has its field `transient`.
+
+    JAX keeps thousands of programs. Of transient specs, which may be others in each call, a few
+    are kept: each has a function of its own, and with it goes all that JAX keeps for it.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        lasting = jax.jit(function, static_argnames=static)
+
+        @functools.lru_cache(maxsize=_MOST_TRANSIENT)
+        def transient(structure: Any) -> Any:
+            @functools.wraps(function)
+            def run(leaves: Any, *arguments: Any, **options: Any) -> Any:
+                return function(jax.tree.unflatten(structure, leaves), *arguments, **options)
+
+            return jax.jit(run, static_argnames=static)
+
+        def chosen(spec: Any) -> tuple[Any, Any]:
+            if not spec.transient:
+                return lasting, spec
+            leaves, structure = jax.tree.flatten(spec)
+            return transient(structure), leaves
+
+        @functools.wraps(function)
+        def call(spec: Any, *arguments: Any, **options: Any) -> Any:
+            program, spec = chosen(spec)
+            return program(spec, *arguments, **options)
+
+        def lower(spec: Any, *arguments: Any, **options: Any) -> Any:
+            program, spec = chosen(spec)
+            return program.lower(spec, *arguments, **options)
+
+        setattr(call, "lower", lower)  # noqa: B010
+        return call
+
+    return decorate
 
 
 def has_mask(spec: Spec) -> bool:
@@ -347,20 +388,21 @@ def has_mask(spec: Spec) -> bool:
 
 
 def prepare(spec: Spec, shapes: Shapes) -> Spec:
-    """The spec as implementations take it: one flat batch axis, users' functions without traced
-    arrays of their own, score parameters in the dtype in which scores are computed (so that their
-    gradients are summed in it)."""
-    dtype = accumulation(shapes.dtype)
+    """The spec as implementations take it: one flat batch axis, score parameters in the dtype in
+    which scores are computed (so that their gradients are summed in it).
 
-    def open_(x: Any) -> Any:
-        if isinstance(x, Predicate):
-            return x.hoist_closure()
-        return x.hoist_closure(dtype) if isinstance(x, Score) else x
+    Raises TypeError for users' functions that do not return what they should.
+    """
+    dtype = accumulation(shapes.dtype)
 
     def cast(leaf: Any) -> Any:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    spec = jax.tree.map(open_, spec, is_leaf=_is_function)
+    for x in jax.tree.leaves(spec, is_leaf=_is_function):
+        if isinstance(x, Predicate):
+            x.check()
+        elif isinstance(x, Score):
+            x.check(dtype)
     learned = jax.tree.map(cast, _learned(spec))
     spec = dataclasses.replace(_with_learned(spec, learned), overflowed=None)
     return flatten_batch(spec, shapes.batch)

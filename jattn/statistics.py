@@ -1,28 +1,28 @@
 """What the weights of attention look like, in numbers: without the T × S matrix.
 
 `statistics` reduces each row of weights to a few numbers, `top_weights` to its greatest. Both go
-over the tiles of the scores once, after one pass of attention that finds their denominators.
+over the tiles of the scores twice, the first time for the denominators of the softmax.
 """
 
 import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advice import advised
-from jattn._types import AnyArray, Keys, LogSumExp, Queries
-from jattn.attention import attention
+from jattn._explicit import Cuts, cuts_of, left_to_xla
+from jattn._types import AnyArray, Keys, LogSumExp, Queries, accumulation
 from jattn.checks import check_array, check_number, check_size
-from jattn.kernels.common import reverse_mode
+from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, MaskLike, Padding
 from jattn.scores import ScoreLike
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+from jattn.spec import Shapes, Spec, check_shapes, compiled, make_spec, nan_if_overflowed, prepare
 
 
 class Statistics(NamedTuple):
@@ -75,8 +75,7 @@ def statistics(
 
     Returns:
         `Statistics` of the weights before any dropout. Memory is linear in T and S, forward and
-        backward. Weights are rounded by about |lse| × 1e-7 of themselves (1e-16 in float64). For a
-        query whose keys are all masked everything is 0.
+        backward. For a query whose keys are all masked everything is 0.
 
     Raises what `attention_weights` raises.
     """
@@ -97,7 +96,7 @@ def statistics(
         threshold = float(threshold)
     _check_cuttable("statistics", shapes)
     asked = Question(spec, _keys(keys, spec, shapes), threshold)
-    return _statistics(asked, query, key, _lse(spec, query, key), shapes=shapes)
+    return _statistics(asked, query, key, shapes=shapes)
 
 
 @advised
@@ -138,7 +137,7 @@ def top_weights(
     check_size("n", n)
     if n > shapes.S:
         raise ValueError(f"n: expected at most S = {shapes.S}, got {n}")
-    return _top(spec, query, key, _lse(spec, query, key), n=int(n), shapes=shapes)
+    return _top(spec, query, key, n=int(n), shapes=shapes)
 
 
 def _check_cuttable(name: str, shapes: Shapes) -> None:
@@ -164,35 +163,31 @@ def _keys(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
     return make_spec(shapes, mask=keys, scale=1.0, **places)
 
 
-def _lse(spec: Spec, query: Array, key: Array) -> Array:
-    """The log of the denominator of each row, `[*B, N, T]`, as a constant."""
-    query, key, score, scale = jax.tree.map(_constant, (query, key, spec.score, spec.scale))
-    _, lse = attention(
-        query,
-        key,
-        jnp.zeros((*key.shape[:-1], 1), query.dtype),
-        mask=spec.mask,
-        score=score,
-        scale=scale,
-        q_positions=spec.q_positions,
-        kv_positions=spec.kv_positions,
-        precision=spec.precision,
-        return_lse=True,
-    )
-    return lse
-
-
 def _constant(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if hasattr(x, "dtype") else x
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
-def _statistics(
-    asked: Question, query: Array, key: Array, lse: Array, *, shapes: Shapes
-) -> Statistics:
+def _cuts(asked: Question, query: Array, key: Array, **_: Any) -> Statistics:
+    """How results are cut where that is part of types: as queries are, but `received` as keys."""
+    cuts, keys = Cuts.of(query), cuts_of(key)[-3]
+    row: Any = cuts.by_head
+    names = {x for part in (*cuts.batch, cuts.N) for x in part or ()}
+    received: Any = P(*cuts.batch, cuts.N, None if names & set(keys or ()) else keys)
+    found = Statistics(*[row] * 6, received=received)
+    on_keys, above = asked.keys and row, None if asked.threshold is None else row
+    return found._replace(on_keys=on_keys, above=above)
+
+
+def _cuts_of_top(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
+    return (Cuts.of(query).matrix,) * 2
+
+
+@compiled("shapes")
+@left_to_xla(_cuts)
+def _statistics(asked: Question, query: Array, key: Array, *, shapes: Shapes) -> Statistics:
     on = asked.keys and prepare(asked.keys, shapes)
     question = Question(prepare(asked.spec, shapes), on, asked.threshold)
-    flat = _flat(query, key, lse, shapes)
+    flat = _flat(query, key, shapes)
     if 0 in (shapes.B, shapes.T, shapes.S):
         rows, received = _of_no_pairs(question, *flat)
     else:
@@ -206,46 +201,46 @@ def _statistics(
     return jax.tree.map(shaped, found)
 
 
-def _of_no_pairs(asked: Question, query: Array, key: Array, lse: Array) -> tuple[Rows, Array]:
+def _of_no_pairs(asked: Question, query: Array, key: Array) -> tuple[Rows, Array]:
     """The statistics where there are no queries or no keys."""
-    row, (B, S, _, _) = jnp.zeros_like(lse), key.shape
+    (B, T, N, _), S, dtype = query.shape, key.shape[1], accumulation(query.dtype)
+    row = jnp.zeros((B, N, T), dtype)
     on_keys, above = (None if x is None else row for x in (asked.keys, asked.threshold))
-    rows = Rows(row, row, jnp.full(lse.shape, -1, jnp.int32), row, on_keys, above)
-    received = jnp.zeros((B, lse.shape[1], S), lse.dtype)
-    return reverse_mode.varied_like((rows, received), (asked, query, key, lse))
+    rows = Rows(row, row, jnp.full((B, N, T), -1, jnp.int32), row, on_keys, above)
+    return reverse_mode.varied_like((rows, jnp.zeros((B, N, S), dtype)), (asked, query, key))
 
 
-def _by_platform(asked: Question, query: Array, key: Array, lse: Array) -> Any:
+def _by_platform(asked: Question, query: Array, key: Array) -> Any:
     """What is asked, by what the platform has that the program is lowered for."""
-    like = jax.eval_shape(tiles.by_tiles, asked, query, key, lse)
-    return tiles.by_share(_on_platform, like, None, asked, query, key, lse)
+    like = jax.eval_shape(tiles.by_tiles, asked, query, key)
+    dims = (*[partition.BY_HEAD] * len(jax.tree.leaves(like[0])), partition.RECEIVED)
+    return tiles.by_share(_on_platform, like, dims, asked, query, key)
 
 
-def _on_platform(platform: str, asked: Question, query: Array, key: Array, lse: Array) -> Any:
+def _on_platform(platform: str, asked: Question, query: Array, key: Array) -> Any:
     if platform == "cpu":
         from jattn.kernels.cpu import statistics as native  # noqa: PLC0415  as in `registry`
 
         with contextlib.suppress(Unbuilt):
             if not native.unsupported(asked, Shapes.of(query, key)):
-                return native.statistics(asked, query, key, lse)
-    return tiles.by_tiles(asked, query, key, lse)
+                return native.statistics(asked, query, key)
+    return tiles.by_tiles(asked, query, key)
 
 
-@functools.partial(jax.jit, static_argnames=("n", "shapes"))
-def _top(
-    spec: Spec, query: Array, key: Array, lse: Array, *, n: int, shapes: Shapes
-) -> tuple[Array, Array]:
-    query, key, lse = _flat(*jax.lax.stop_gradient((query, key, lse)), shapes)
+@compiled("n", "shapes")
+@left_to_xla(_cuts_of_top)
+def _top(spec: Spec, query: Array, key: Array, *, n: int, shapes: Shapes) -> tuple[Array, Array]:
+    query, key = _flat(*jax.lax.stop_gradient((query, key)), shapes)
     params = jax.tree.map(_constant, prepare(spec, shapes))
     if 0 in (shapes.B, shapes.T):
-        top = jnp.zeros((*lse.shape, n), lse.dtype), jnp.zeros((*lse.shape, n), jnp.int32)
+        size = (shapes.B, shapes.N, shapes.T, n)
+        top = jnp.zeros(size, accumulation(query.dtype)), jnp.zeros(size, jnp.int32)
     else:
-        top = tiles.top(params, query, key, lse, n)
+        top = tiles.top(params, query, key, n)
     found, places = (x.reshape(*shapes.batch, *x.shape[1:]) for x in top)
     return nan_if_overflowed(spec, found)[0], places
 
 
-def _flat(query: Array, key: Array, lse: Array, shapes: Shapes) -> tuple[Array, Array, Array]:
+def _flat(query: Array, key: Array, shapes: Shapes) -> tuple[Array, Array]:
     """With one batch axis."""
-    query, key = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key))
-    return query, key, lse.reshape(shapes.B, *lse.shape[-2:])
+    return query.reshape(shapes.B, *query.shape[-3:]), key.reshape(shapes.B, *key.shape[-3:])

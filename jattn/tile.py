@@ -15,6 +15,7 @@ that does attend to one gets its NaN through the scores, which the mask selects.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jattn._pytree import array_field, axis_names, is_static, number, pytree_dataclass
+from jattn._pytree import array_field, axis_names, number, pytree_dataclass
 from jattn._types import Indices, Scores, Size, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
+from jattn.softmax import rounded
 from jattn.spec import Shapes, Spec, has_mask, parameter_letters, parameters
 
 
@@ -57,11 +59,8 @@ def product(
         (q, k), (dq, dk) = primals, tangents
         return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
 
-    found = dot(q, k)
-    # Of few channels XLA makes multiplications, and of these and the subtraction of the maximum one
-    # operation without rounding between: at large logits the maximum minus itself is not 0. A
-    # selection stays between them, a barrier does not.
-    return jnp.where(jnp.isnan(found), jnp.nan, found) if q.shape[-1] < _FEW else found
+    # XLA writes products of few channels as multiplications.
+    return rounded(dot(q, k)) if q.shape[-1] < _FEW else dot(q, k)
 
 
 def products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) -> Float[Array, "t s"]:
@@ -119,14 +118,14 @@ def modify(
         # what a masked key holds may be NaN, and 0 × NaN would reach the gradients.
         return score if allowed is None or not select else jnp.where(allowed, score, 0)
 
-    scale = number(spec.scale)
-    score = products
+    score, scale = products, number(spec.scale)
     if not isinstance(scale, float):
-        score = _times(selected(score), scale)
+        score = rounded(selected(score) * jnp.asarray(scale, score.dtype))
     elif scale != 1:
         score = score * jnp.asarray(scale, score.dtype)
+        score = score if abs(math.frexp(scale)[0]) == 0.5 else rounded(score)  # exact or not
     for function in in_order(spec.score):
-        score = function.evaluate(selected(score), b, h, rows, columns)
+        score = rounded(function.evaluate(selected(score), b, h, rows, columns))
     if allowed is None:
         return score
     if not select:
@@ -153,17 +152,7 @@ def scores(
     found = products(spec, q, k)
     if v is not None:
         found = found + nan_where_nonfinite(v)[None, :]
-    if is_static(spec.scale):
-        found = _times(found, number(spec.scale))
-        spec = dataclasses.replace(spec, scale=1.0)
     return modify(spec, found, b, h, rows, columns)
-
-
-def _times(score: Scores, scale: Any) -> Scores:
-    """The scores times a scale, apart from what follows: a selection, so that this product and the
-    subtraction of the maximum do not become one operation, see `product`."""
-    found = score * jnp.asarray(scale, score.dtype)
-    return jnp.where(jnp.isnan(found), jnp.nan, found)
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

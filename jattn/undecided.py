@@ -1,13 +1,14 @@
-"""Tiles about which bounds say nothing certain: where they are few, their pairs are looked at.
+"""Tiles about which bounds say nothing certain: where they are few, they are looked into.
 
-This is for masks that are functions of positions alone and hold no arrays. It happens once, while
-a program is traced; the answer is kept with the mask. The number of undecided tiles decides what it
-costs, not T × S.
+This is for masks that are functions of positions alone and hold no arrays, and happens while a
+program is traced. `by_parts` asks the bounds about parts of a tile: a rule of rows and columns,
+`i // 17` and `i % 17`, is certain of each run within a row. `truths` evaluates all pairs of a tile;
+the answer is kept with the mask. The number of undecided tiles decides what it costs, not T × S.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,39 +20,86 @@ from jaxtyping import Array, Bool
 from jattn import tuning
 
 
-class Boxes(NamedTuple):
-    """Queries × keys of several tiles, int32 `[n, 4]`: the least and the greatest position of the
-    queries, then of the keys. None spans more than `rows` queries or `columns` keys."""
-
-    ends: np.ndarray
-    rows: int
-    columns: int
-
-    @property
-    def pairs(self) -> int:
-        return len(self.ends) * self.rows * self.columns
-
-
-def boxes(ends: tuple[Any, ...], undecided: np.ndarray, visited: int) -> Boxes | None:
-    """Those of tiles `[n, m]` that are undecided, of all that are visited, if to look at them may
-    pay and costs little. `ends` are as in `Boxes`, and broadcast to `[n, m]`."""
-    least, most = tuning.current().looked_at
+def boxes(ends: tuple[Any, ...], undecided: np.ndarray, visited: int) -> np.ndarray | None:
+    """The undecided ones of tiles `[n, m]`, int32 `[u, 4]`, if there are so many of all that are
+    visited that to look into them may pay: the least and the greatest position of the queries, then
+    of the keys. `ends` are these, and broadcast to `[n, m]`."""
     if 8 * undecided.sum() <= visited or not all(isinstance(x, np.ndarray) for x in ends):
         return None
-    q_lo, q_hi, kv_lo, kv_hi = (x.astype(np.int64) for x in ends)
-    sizes = int((q_hi - q_lo).max()) + 1, int((kv_hi - kv_lo).max()) + 1
-    each = np.stack([np.broadcast_to(x, undecided.shape)[undecided] for x in ends], axis=1)
-    found = Boxes(each.astype(np.int32), *sizes)
-    return found if undecided.size * sizes[0] * sizes[1] >= least and found.pairs <= most else None
+    each = [np.broadcast_to(x, undecided.shape)[undecided] for x in ends]
+    return np.stack(each, axis=1).astype(np.int32)
+
+
+Bounds = Callable[[np.ndarray], tuple[Any, Any]]
+_MOST_PARTS = 2**14
+
+
+def by_parts(ends: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`(maybe_any, surely_all, known)` of boxes, of each of which `bounds` tells too little.
+
+    A box is known once one part of it is all allowed and another is not at all, or all its parts
+    are alike. Parts are a few pairs of each box at first, then its quarters, then theirs, until
+    there are too many to ask about.
+    """
+    some, lacks = np.zeros((2, len(ends)), bool)  # a pair that is allowed, one that is not
+    owner = np.arange(len(ends))
+
+    def ask(ends: np.ndarray, owner: np.ndarray) -> np.ndarray:
+        """Asks about these parts. Returns which of them still matter and are undecided."""
+        maybe_any, surely_all = (np.broadcast_to(x, len(ends)) for x in bounds(ends))
+        some[owner[maybe_any & surely_all]] = True
+        lacks[owner[~maybe_any]] = True
+        return maybe_any & ~surely_all & ~(some & lacks)[owner]
+
+    if len(ends) <= _MOST_PARTS // 16:
+        ask(*_pairs(ends))
+        ends, owner = ends[~(some & lacks)], owner[~(some & lacks)]
+    while len(ends) and 4 * len(ends) <= _MOST_PARTS and (ends[:, ::2] < ends[:, 1::2]).any():
+        ends, owner = _quarters(ends, owner)
+        matters = ask(ends, owner)
+        ends, owner = ends[matters], owner[matters]
+    some[owner] = lacks[owner] = True
+    known = np.ones(len(some), bool)
+    known[owner] = False
+    return some, ~lacks, known
+
+
+def _pairs(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Four queries of each box with four of its keys, as boxes, and whose they are."""
+    q_lo, q_hi, kv_lo, kv_hi = ends.astype(np.int64).T[..., None, None]
+    thirds = np.arange(4)
+    q = q_lo + (q_hi - q_lo) * thirds[:, None] // 3
+    kv = kv_lo + (kv_hi - kv_lo) * thirds // 3
+    pairs = np.stack(np.broadcast_arrays(q, q, kv, kv), axis=-1)
+    return pairs.reshape(-1, 4).astype(np.int32), np.repeat(np.arange(len(ends)), 16)
+
+
+def _quarters(ends: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The halves of the queries with the halves of the keys of each box, and whose they are."""
+    for lo, hi in ((0, 1), (2, 3)):
+        width = ends[:, hi].astype(np.int64) - ends[:, lo]
+        middle = (ends[:, lo] + width // 2).astype(np.int32)
+        first, second = ends.copy(), ends.copy()
+        first[:, hi], second[:, lo] = middle, middle + 1
+        cut = width > 0
+        ends, owner = np.concatenate([first, second[cut]]), np.concatenate([owner, owner[cut]])
+    return ends, owner
 
 
 Rule = Callable[[Array, Array], Array]
 
 
-def truths(key: Any, rule: Rule, found: Boxes) -> tuple[np.ndarray, np.ndarray]:
-    """`(any, all)` of `rule(q, kv) -> bool [t, s]`, for each box `[n]`; they are kept for `key`,
-    which stands for the rule."""
-    return _kept(_Keyed(key, rule), found.ends.tobytes(), found.rows, found.columns)
+def truths(
+    key: Any, rule: Rule, ends: np.ndarray, tiles: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """`(any, all)` of `rule(q, kv) -> bool [t, s]` for each box, which are kept for `key`, that
+    stands for the rule; None where the boxes have too many pairs, or all `tiles` too few."""
+    least, most = tuning.current().looked_at
+    wide = ends.astype(np.int64)
+    rows, columns = (int((wide[:, n + 1] - wide[:, n]).max()) + 1 for n in (0, 2))
+    if tiles * rows * columns < least or len(ends) * rows * columns > most:
+        return None
+    return _kept(_Keyed(key, rule), ends.tobytes(), rows, columns)
 
 
 class _Keyed:

@@ -64,6 +64,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "a choice": lambda b, h, q, kv: jnp.where(q < 40, kv < 8, kv > 80),
     "jagged": jagged(np.array([20, 50, 51, 80], np.int32)),
     "a power": lambda b, h, q, kv: (q - kv) ** 2 < 300,
+    "a huge power": lambda b, h, q, kv: (
+        (((q - kv).astype(jnp.float32) / 16) ** (2**31 - 1) <= 1) & ((q - kv) ** (2**40 + 1) != 0)
+    ),
     "reversed": lambda b, h, q, kv: (T - 1 - q) <= kv,
     "put together": lambda b, h, q, kv: q // 10 * 10 + q % 10 >= (kv ^ 3) - kv % 2,
     "regions": lambda b, h, q, kv: (

@@ -605,3 +605,15 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
         layer(x, valid=np.ones((1, 2), bool))  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotImplementedError, match="captured"):
         jattn.nn.capture_weights(layer, x, cache=cache)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_a_window_of_nothing_shows_each_token_itself(chunk):
+    cache = RollingCache.create(2, 0, 1, 4, chunk=chunk)
+    for T in (1, 2, 4):
+        key = jax.random.normal(jax.random.key(T), (2, T, 1, 4), jnp.float32)
+        out, cache = jattn.cached_attention(key, key, key, cache, mask=masks.Causal())
+        np.testing.assert_array_equal(out, key)
+    assert not cache.overflowed.any()
+    with pytest.raises(ValueError, match="window: expected window >= 0, got -1"):
+        RollingCache.create(2, -1, 1, 4)

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from experiments.ending import Failure
 from experiments.translation import checkpoints, training
 from experiments.translation.checkpoints import Run, TextOrigin
 from experiments.translation.presets import PRESETS
@@ -104,6 +106,33 @@ def left_by_kills(run: Run, action: Callable[[], Any], folder: Path) -> list[Run
     finally:
         _watchers.pop()
     return found
+
+
+@pytest.mark.parametrize("name", ["²", "٣", "01", "1_0", " 3", "pipes"])
+def test_a_folder_that_is_named_like_no_step_is_no_checkpoint(name, tmp_path):
+    run = a_run(tmp_path / "run", 1, 2)
+    shutil.copytree(run.directory / "checkpoints" / "2", run.directory / "checkpoints" / name)
+    run = Run.open(run.directory)
+    assert run.steps() == [1, 2] and run.restore(tree_of(0))[1] == 2
+    run.save(tree_of(3), 3)
+    assert run.steps() == [1, 2, 3] and (run.directory / "checkpoints" / name).is_dir()
+
+
+def test_a_checkpoint_with_a_pipe_in_it_is_not_whole(tmp_path):
+    run = a_run(tmp_path / "run", 1, 2)
+    os.mkfifo(run.directory / "checkpoints" / "2" / "pipe")
+    with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
+        assert run.restore(tree_of(0))[1] == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_parameters_that_are_no_numbers_are_not_used(value, tmp_path):
+    run = a_run(tmp_path / "run", 1)
+    tree = tree_of(2)
+    tree.params["b"] = tree.params["b"] * value
+    run.save(tree, 2)
+    with pytest.raises(Failure, match=r"parameters are not finite, such as b$"):
+        run.parameters(tree_of(0).params)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jattn import compat
+from jattn import compat, masks
 
 
 B, T, N, D = 2, 7, 4, 12
@@ -324,3 +324,24 @@ def test_a_gpt_of_nnx_learns_the_same_by_one_line_of_either_kind():
     with compat.installed():
         np.testing.assert_allclose(losses(None), theirs, rtol=2e-4)
     assert sum(row.calls for row in compat.report()) > 0
+
+
+@pytest.mark.parametrize("attention_fn", [None, compat.flax_attention_fn])
+def test_a_rule_for_a_mask_is_answered(attention_fn):
+    """Layers of Flax want arrays."""
+    ids = jnp.zeros((B, T), jnp.int32)
+    for mask, write in (
+        (masks.Causal(), r"mask.dense\(T, S\)\[None, None\]"),
+        (masks.Causal() & masks.Segments(ids), r"mask.dense\(T, S\)(?!\[)"),
+    ):
+        layer = linen_layer(attention_fn)
+        with pytest.raises(TypeError, match=write):
+            layer.init(jax.random.key(0), X, X, mask=mask)
+        with pytest.raises((TypeError, AttributeError), match=write):
+            nnx_layer(attention_fn)(X, mask=mask)
+        dense = mask.dense(T, T) if mask.dense(T, T).ndim == 4 else mask.dense(T, T)[None, None]
+        layer.init(jax.random.key(0), X, X, mask=dense)
+    with pytest.raises(AttributeError, match="write mask=mask"):
+        linen.combine_masks(masks.Causal(), jnp.ones((1, 1, T, T), bool))
+    with pytest.raises(TypeError, match="write mask=mask"):
+        compat.dot_product_attention(*[jnp.ones((B, T, N, D))] * 3, mask=masks.Causal())

@@ -211,10 +211,41 @@ def test_installed_and_reported():
     assert (first.calls, first.query, first.arguments) == (2, (B, T, N, H), ("is_causal=True",))
     assert first.implementation == jattn.explain(q, k, v, mask=jattn.masks.Causal()).runs
     assert (second.calls, second.arguments) == (1, ("mask",))
-    assert third.implementation == "blockwise"
+    assert third.implementation == jattn.explain(q, k, v).runs
     assert str(first).startswith("2 × ")
     compat.install()
     compat.install()
     compat.uninstall()
     assert jax.nn.dot_product_attention is theirs
     assert compat.report() == []
+
+
+def test_xla_is_no_kernel_of_ours():
+    """It is jax.nn's name for what runs everywhere: Keras always asks for it."""
+    q, k, v = (jnp.asarray(numbers(i, B, n, N, H)) for i, n in enumerate((T, S, S)))
+    programs = [
+        jax.jit(functools.partial(compat.dot_product_attention, implementation=name))
+        .lower(q, k, v)
+        .as_text()
+        for name in (None, "xla")
+    ]
+    assert programs[0] == programs[1]
+    with compat.installed(xla="blockwise"):
+        named = jax.nn.dot_product_attention(q, k, v, implementation="xla")
+        jax.nn.dot_product_attention(q, k, v)
+        with compat.installed():
+            jax.nn.dot_product_attention(q, k, v, implementation="xla")
+        jax.nn.dot_product_attention(q, k, v, implementation="xla")
+    want = jattn.attention(q, k, v, implementation="blockwise")
+    np.testing.assert_array_equal(named, want)
+    default = jattn.explain(q, k, v).runs
+    assert [(x.calls, x.implementation) for x in compat.report()] == [
+        (2, "blockwise"),
+        (1, default),
+        (1, default),
+    ]
+    with pytest.raises(ValueError, match="xla: expected None"):
+        compat.install(xla="flash")
+    with compat.installed():
+        jax.nn.dot_product_attention(q, k, v, implementation="xla")
+    assert compat.report()[0].implementation == default

@@ -829,42 +829,40 @@ def test_sharded_inputs_give_the_same_dropout(implementation):
 
 
 @every_implementation
-def test_traced_once(implementation):
+def test_traced_once(implementation, monkeypatch):
     """A repeated call with fresh but equal objects and other values runs what is compiled."""
     traces = []
 
+    def counted(kind: Any) -> None:
+        ask = kind._scalar
+        monkeypatch.setattr(kind, "_scalar", lambda *x: traces.append(kind) or ask(*x))
+
     def rule(b: Any, h: Any, q: Any, kv: Any, offset: Any) -> Any:
-        traces.append("mask")
         return kv <= q + offset
 
     def shift(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
-        traces.append("score")
         return score + table[kv]
 
-    def call(seed: int, q: Any) -> Any:
+    def options(seed: int) -> dict[str, Any]:
         x = on_device(inputs(CASES["plain"], seed=seed))
         mask = masks.Predicate(rule, jnp.int32(seed)) & (
             masks.Window(left=3) | ~masks.Lengths(kv=jnp.array([seed, 3]))
         )
         score = scores.Score(shift, x.v[0, :, 0, 0]) >> scores.SoftCap(3.0)
-        return jattn.attention(
-            q, x.k, x.v, mask=mask, score=score, scale=0.5, implementation=implementation
-        )
+        return {"key": x.k, "value": x.v, "mask": mask, "score": score, "scale": 0.5}
 
+    call = functools.partial(jattn.attention, implementation=implementation)
+    gradient = jax.grad(lambda q, options: jnp.sum(call(q, **options)))
     q = on_device(inputs(CASES["plain"])).q
-    first = call(0, q)
-    compiled_once = len(traces)
-    assert compiled_once > 0
-    assert error(call(1, q), first) > 0.01
-    call(2, q)
-    assert len(traces) == compiled_once
-
-    gradient = jax.grad(lambda q, seed: jnp.sum(call(seed, q)))
-    gradient(q, 0)
-    differentiated_once = len(traces)
-    gradient(q, 1)
-    gradient(q, 2)
-    assert len(traces) == differentiated_once
+    counted(masks.Predicate)
+    counted(scores.Score)
+    for function in (lambda q, options: call(q, **options), gradient):
+        first = function(q, options(0))
+        compiled_once = len(traces)
+        assert compiled_once > 0
+        assert error(function(q, options(1)), first) > 0.01
+        function(q, options(2))
+        assert len(traces) == compiled_once
 
 
 @pytest.mark.slow

@@ -199,6 +199,20 @@ def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path):
         tracemalloc.stop()
 
 
+def test_a_gzip_bomb_of_empty_lines_is_refused_in_little_memory(tmp_path):
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(b"\n" * 2**22) * 8)
+    message = "more than the limit of 131,072 lines, one for 32 bytes; --max-unpacked BYTES raises"
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=message):
+        data.read_lines(path, most_unpacked=2**22)
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+    few = tmp_path / "few.gz"
+    few.write_bytes(gzip.compress(b"\n" * 50_000))
+    assert len(data.read_lines(few, most_unpacked=50_000)) == 50_000
+
+
 def test_a_line_without_end_is_refused_wherever_it_comes_from(tmp_path):
     most = 2**20
     good = b"a\n" + b"b" * (most - 1) + b"\n"

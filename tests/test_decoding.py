@@ -272,6 +272,30 @@ def test_a_narrow_beam_is_led_up_the_garden_path():
     np.testing.assert_allclose(wider.log_probs[0, 0], math.log(0.25), rtol=1e-6)
 
 
+@pytest.mark.parametrize("beams", [0, 1, 3])
+@pytest.mark.parametrize("alpha", [-0.5, 0.6])
+def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
+    """As if it were searched alone, with that limit for all."""
+    tables, limits = random_tables(6, seed=6), np.array([1, 7, 3, 5, 2, 4], np.int32)
+    tables[:, :, EOS] -= 4  # nearly all come to their limits
+    active, step = jnp.ones(6, bool), table_step(jnp.asarray(tables))
+    options: dict[str, Any] = {"beams": beams, "n_best": max(beams - 1, 1)}
+    options["length_penalty"] = alpha
+    if not beams:
+        found = searches.greedy(step, first_state(6), active, 7, limits=jnp.asarray(limits))
+    else:
+        begin = first_state(6, beams), active, 7
+        found = searches.beam(step, *begin, reorder=reorder, limits=jnp.asarray(limits), **options)
+    for sentence, limit in enumerate(limits.tolist()):
+        table = tables[sentence : sentence + 1]
+        alone = beamed(table, length=limit, **options) if beams else greedily(table, length=limit)
+        ids = np.asarray(found.ids[sentence])
+        np.testing.assert_array_equal(ids[..., :limit], alone.ids[0])
+        assert (ids[..., limit:] == PAD).all()
+        for got, expected in zip(found[1:], alone[1:], strict=True):
+            np.testing.assert_allclose(got[sentence], expected[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("n_best", [1, 2])
 def test_a_long_hypothesis_may_become_the_best_after_others_have_ended(n_best):
     chain = {(5,) * count: {5 if count < 7 else EOS: 1.0} for count in range(1, 8)}
@@ -661,11 +685,9 @@ def test_samples_are_decided_by_seed_and_sentence_and_not_by_batches(monkeypatch
 
     five = drawn(5, 1)
     assert drawn(5, 1) == five != drawn(5, 2)
-    monkeypatch.setattr(decoding, "_ROWS", 2)  # other widths, and so other greatest lengths
-    for again in (drawn(5, 1), drawn(3, 1)):
-        for one, other in zip(five, again, strict=False):
-            both = min(len(one), len(other))
-            assert both > 8 and one[:both] == other[:both]
+    assert max(map(len, five)) > 8
+    monkeypatch.setattr(decoding, "_ROWS", 2)  # batches of other widths
+    assert drawn(5, 1) == five and drawn(3, 1) == five[:3]
     twice = decoding.translated(
         bench().model, decided_params(), sources(1) * 4, Search(kind="sample")
     )
@@ -821,6 +843,28 @@ def test_a_terminal_gets_a_bar_and_each_line_is_answered(run_directory, as_users
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_a_line_that_is_too_long_is_named_and_the_others_are_translated(
+    run_directory, as_users_run_it, capsys, monkeypatch, tmp_path
+):
+    first, second = (pair.source for pair in bench().texts.train[:2])
+    long = " ".join([first] * 9)
+    text, out = f"{first}\n{long}\n\n{second}\n{long}\n", tmp_path / "out"
+    (tmp_path / "text").write_text(text)
+    told = "2: expected at most 32 tokens (max_length, counting <eos>), got "
+    for place, arguments in (
+        ("stdin", ()),
+        ("SENTENCE", text.splitlines()),
+        (str(tmp_path / "text"), ("--file", str(tmp_path / "text"))),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        command = ["translate", "--run", str(run_directory), *arguments]
+        assert cli.main([*command, "--output", str(out), "--overwrite"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {place}:{told}") and error.count("\n") == 1
+        assert error.endswith("; its lines are empty, and those of 5\n")
+        assert [bool(line) for line in out.read_text().split("\n")] == [1, 0, 0, 1, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -828,6 +872,13 @@ def test_a_terminal_gets_a_bar_and_each_line_is_answered(run_directory, as_users
         (["--n-best", "2"], "n_best: expected at most 1 with kind='greedy', got 2"),
         (["--beam", "2", "--n-best", "3"], "n_best: expected at most 2 with 2 beams, got 3"),
         (["--beam", "0"], "beams: expected a whole number of at least 1, got 0"),
+        (["--beam", "1001"], "beams: expected at most 1000, got 1001"),
+        (
+            ["--beam", "2", "--length-penalty", "1e9"],
+            "length_penalty: expected -8..8, got 1000000000.0",
+        ),
+        (["--max-unpacked", "-1"], "--max-unpacked: expected at least 1, got -1"),
+        (["--max-unpacked", "9" * 30], "--max-unpacked: expected at most"),
         (["--length-penalty", "1"], "--length-penalty: expected --beam with it"),
         (["--top-k", "3"], "--top-k: expected --sample with it"),
         (["--beam", "2", "--seed", "3"], "--seed: expected --sample with it"),

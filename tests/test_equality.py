@@ -11,7 +11,7 @@ import pytest
 
 import jattn
 from jattn import masks, scores
-from jattn._functions import frozen, holds_tracers
+from jattn._functions import frozen
 from jattn.cache import DenseCache
 
 
@@ -102,6 +102,7 @@ unknown: list[int] = []
         ("def make(n):\n return lambda b, h, q, kv: q - kv < n\nf = make(2)", {}),
         ("def g(n, b, h, q, kv): return q - kv < n\nf = functools.partial(g, 3)", {}),
         ("f = lambda s, b, h, q, kv: s + table[kv]", {"table": table}),
+        ("f = lambda b, h, q, kv: kv < x[0]", {"x": np.arange(3)}),
     ],
 )
 def test_a_function_written_again_is_the_same(source, names):
@@ -140,8 +141,15 @@ def test_functions_that_differ_are_not_the_same(first, second):
 
 @pytest.mark.parametrize(
     "names",
-    [{"x": [1]}, {"x": {}}, {"x": np.arange(3)}, {"x": object()}, {"x": masks.Causal()}],
-    ids=["list", "dict", "numpy", "object", "mask"],
+    [
+        {"x": [1]},
+        {"x": {}},
+        {"x": np.array([{}])},
+        {"x": np.ma.array([1])},
+        {"x": object()},
+        {"x": masks.Causal()},
+    ],
+    ids=["list", "dict", "numpy of objects", "masked", "object", "mask"],
 )
 def test_what_may_change_stays_what_it_is(names):
     for source in ("f = lambda b, h, q, kv: kv <= q + len(x)", "f = lambda b, h, q, kv: x"):
@@ -150,8 +158,19 @@ def test_what_may_change_stays_what_it_is(names):
 
 
 def test_functions_that_do_something_stay_what_they_are():
-    for source in ("f = lambda b, h, q, kv: print(q)", "f = lambda b, h, q, kv: globals()['w']"):
-        function = written_again(source)
+    for source in (
+        "f = lambda b, h, q, kv: print(q)",
+        "f = lambda b, h, q, kv: globals()['w']",
+        "def f(b, h, q, kv):\n global w\n w = 1\n return q",
+        "def f(b, h, q, kv):\n import math\n return math.pi",
+        "def f(b, h, q, kv):\n x[0] = 1\n return q\nx = jnp.ones(1)",
+        "def make(n):\n def f(*x):\n  nonlocal n\n  n += 1\n  return n\n return f\nf = make(1)",
+        "f = lambda s, b, h, q, kv: s + np.random.rand()",
+        "f = lambda s, b, h, q, kv: s + rand()",
+        "f = lambda s, b, h, q, kv: s + wrapped(q)",
+    ):
+        names = {"np": np, "rand": np.random.rand, "wrapped": np.vectorize(len)}
+        function = written_again(source, **names)
         assert frozen(function) is function
     recursive = written_again("def f(n): return n and f(n - 1)")
     assert frozen(recursive) is recursive
@@ -196,7 +215,7 @@ def test_functions_in_a_loop_read_what_is_true_when_called():
     np.testing.assert_array_equal(found[0], found[2])
 
 
-def test_tracers_are_seen_wherever_a_function_holds_them():
+def test_tracers_are_operands_wherever_a_function_holds_them():
     class Rule:
         def __init__(self, x: Any):
             self.x = x
@@ -204,9 +223,11 @@ def test_tracers_are_seen_wherever_a_function_holds_them():
         def ask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
             return kv < self.x
 
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 2, 8)))
+
     def inner(x: Any) -> Any:
         found = {"x": [x]}
-        held = [
+        holders = [
             lambda b, h, q, kv: kv < x,
             lambda b, h, q, kv, n=x: kv < n,
             functools.partial(lambda x, b, h, q, kv: kv < x, x),
@@ -214,8 +235,11 @@ def test_tracers_are_seen_wherever_a_function_holds_them():
             Rule(x).ask,
             jax.jit(lambda b, h, q, kv: kv < x),
         ]
-        assert all(map(holds_tracers, held))
-        return x
+        lasting = [masks.Predicate(f).lasting() for f in holders]
+        assert all(len(x.operands) == 1 for x in lasting)
+        return jnp.stack([jattn.attention(q, q, q, mask=masks.Predicate(f)) for f in holders])
 
-    jax.jit(inner)(1)
-    assert not any(map(holds_tracers, (rule, Rule(1).ask, Rule(jnp.ones(3)).ask, None)))
+    with jax.checking_leaks():
+        found = jax.jit(inner)(jnp.int32(4))
+    want = jattn.attention(q, q, q, mask=masks.Prefix(4))
+    np.testing.assert_allclose(found, jnp.broadcast_to(want, found.shape), atol=1e-13)

@@ -151,3 +151,10 @@ def test_a_function_may_print():
         return q >= kv
 
     assert explained(Predicate(causal)).tiles == (128, 6 / 16, 4 / 16, 6 / 16)
+
+
+def test_gpu_is_cuda():
+    q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
+    gpu, cuda = (jattn.explain(q, q, q, platform=name) for name in ("gpu", "cuda"))
+    assert gpu == cuda
+    assert str(gpu) == str(cuda)

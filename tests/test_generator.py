@@ -3,6 +3,8 @@ they say, and so are its derivatives."""
 
 import ctypes
 import functools
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -299,6 +301,66 @@ def test_a_rule_that_cannot_be_compiled_leaves_the_call_to_the_next(monkeypatch)
     assert len(tries) == 1
 
 
+def library_of(text: str, tmp_path: Path) -> ctypes.CDLL:
+    (source := tmp_path / "x.cc").write_text(text)
+    command = [*compiler.compiler(), "-shared", "-fPIC", str(source), "-o", str(tmp_path / "x.so")]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(tmp_path / "x.so"))
+
+
+FORWARD = 'extern "C" void jattn_rule_forward() {}\n'
+
+
+@pytest.mark.parametrize(("text", "modifies"), [("", False), ("", True), (FORWARD, True)])
+def test_a_rule_without_its_functions_is_a_reason(monkeypatch, tmp_path, text, modifies):
+    """It was a crash when the rule was called."""
+    empty = library_of(text, tmp_path)
+    monkeypatch.setattr(compiler, "load_rule", lambda *_: empty)
+    name = f"{text} {modifies} {tmp_path}"
+    for _ in range(2):
+        with pytest.raises(library.Unbuilt, match="jattn_rule_"):
+            library.add_rule(name, np.float32, modifies, False)
+    assert "jattn_rule_" in str(library.rule_unavailable(name, np.float32))
+
+
+def test_a_process_loads_only_so_many_rules(monkeypatch):
+    """Programs that were compiled with a rule go on; others take the next implementation."""
+    monkeypatch.setattr(library, "_rules", {})
+    monkeypatch.setattr(library, "MOST_RULES", 2)
+    q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
+
+    def program(n: int, implementation: str | None) -> Any:
+        mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 13 != n))
+        attend = functools.partial(jattn.attention, mask=mask, implementation=implementation)
+        return users_jit(jax.value_and_grad(lambda q: (attend(q, q, q) ** 2).sum())), mask
+
+    with tuning.using(generated_pairs=0):
+        early, _ = program(0, "native")
+        first = early(q)
+        program(1, "native")[0](q)
+        run, mask = program(2, None)
+        got, want = run(q), program(2, "blockwise")[0](q)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        reason = jattn.explain(q, q, q, mask=mask)["native"]
+        assert "compiled functions 2 times, as often as it can" in str(reason)
+        with pytest.raises(NotImplementedError, match="should be operands"):
+            program(2, "native")[0](q)
+        program(1, "native")[0](q)
+        jax.tree.map(np.testing.assert_array_equal, early(q), first)
+    assert len(library._rules) == 2
+
+
+def test_a_program_whose_rule_a_process_does_not_have_is_an_error(monkeypatch):
+    """As one that another process has compiled."""
+    monkeypatch.setattr(library, "add_rule", lambda *_: 12345)
+    q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
+    mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 17 != 3))
+    with tuning.using(generated_pairs=0):
+        run = jax.jit(lambda q: jattn.attention(q, q, q, mask=mask, implementation="native"))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="has not compiled the rule"):
+            jax.block_until_ready(run(q))
+
+
 # --- random functions ---------------------------------------------------------------------------
 
 
@@ -417,6 +479,58 @@ FUNCTIONS = {
     "exp2": (jnp.exp2, np.exp2),
     "sin": (jnp.sin, np.sin),
 }
+
+
+EXPONENTS = [*range(-5, 8), 31, -64, 2**31 - 1, -(2**31), 2**40 + 1, 2**62 + 3, -(2**62)]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("of", ["scores", "floats of the other width", "int32", "int64"])
+def test_powers_are_those_of_jax(dtype, of):
+    """To rounding, with their derivatives: for infinities, NaN and zeros too, and where integers
+    wrap around."""
+    shapes = Shapes((1,), 48, 40, 1, 1, 4, 4, jnp.dtype(dtype))
+    whole = of.startswith("int")
+    inner = of if whole else {"float32": "float64", "float64": "float32"}[dtype]
+    inner = dtype if of == "scores" else inner
+
+    def power(s: Any, n: int) -> Any:
+        x = jnp.clip(s * 5, -2000, 2000) if whole else s
+        return jax.lax.integer_pow(x.astype(inner), n).astype(dtype)
+
+    rng = np.random.default_rng(0)
+    spread = np.concatenate([np.full(20, 3e-9), 10.0 ** rng.uniform(-9, 3, 20)])
+    x = (1 + rng.normal(size=(40, 48)) * spread[:, None]) * rng.choice([-1, 1], (40, 48))
+    if not whole:
+        x[0, :8] = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1e30]
+    x, cotangent = x.astype(dtype), rng.normal(size=x.shape).astype(dtype)
+    texts, eps = [], max(float(jnp.finfo(y).eps) for y in (dtype, dtype if whole else inner))
+    exponents = [n for n in EXPONENTS if n >= 0 or not whole]
+    for n in exponents:
+        score = Score(lambda s, b, h, q, kv, n=n: power(s, n))
+        spec = prepare(make_spec(shapes, score=score), shapes)
+        texts.append(generator.rule_of(spec, np.dtype(dtype), gradients=False).text)
+    found = compiled(texts, dtype)
+    nothing = (ctypes.c_void_p * 40)()
+    place = _Place(0, 48, 48, 0, 40, 48, 40, nothing, nothing)
+    for number, n in enumerate(exponents):
+        want, pull = jax.vjp(lambda x, n=n: power(x, n), x)
+        got, back = x.copy(), cotangent.copy()
+        scores_at = ctypes.c_void_p(x.ctypes.data)
+        forward, backward = (getattr(found, f"{x}_{number}") for x in ("forward", "backward"))
+        forward(ctypes.byref(place), ctypes.c_void_p(got.ctypes.data), ctypes.c_bool(False))
+        backward(ctypes.byref(place), scores_at, ctypes.c_void_p(back.ctypes.data))
+        close = {"rtol": 8 * eps, "atol": 1e-37, "err_msg": f"{n}"}  # XLA has no denormal numbers
+        np.testing.assert_allclose(got, want, **close)
+        np.testing.assert_allclose(back, pull(cotangent)[0], **close)
+
+
+def test_powers_beyond_all_bounds_are_a_reason():
+    q = jnp.ones((1, 1200, 1, 8))
+    for n in (2**63, -(2**63), 2**70):
+        score = lambda s, *at, n=n: jax.lax.integer_pow(s, n)  # noqa: E731
+        assert "no powers from 2**63 on" in str(jattn.explain(q, q, q, score=score)["native"])
 
 
 INTEGERS = {

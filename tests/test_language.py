@@ -1,6 +1,7 @@
 """The language experiment: its text, its loss, and its commands."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,92 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
     assert run_command("write", "--run", tmp_path / "none") == 2
 
 
-def interrupt(record: object) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["features=4294967296"], "features: expected less than or equal to 262144"),
+        (["layers=100000"], "layers: expected less than or equal to 256"),
+        (["seed=4294967296"], "seed: expected less than 4294967296"),
+        (["heads=5"], "num_heads"),
+        (["features=262144", "feed_forward=262144"], "parameters takes at least"),
+    ],
+)
+def test_sizes_that_cannot_be_are_one_clear_line(settings, message, file, tmp_path, capsys):
+    more = [word for setting in settings for word in ("--set", setting)]
+    assert run_command("train", "--text", file, "--run", tmp_path / "run", *SET, *more) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [("--characters", 10**11), ("--characters", 0), ("--seed", 2**32), ("--seed", -1)]
+)
+def test_numbers_of_the_command_line_have_bounds(given, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command("write", *given)
+    assert end.value.code == 2 and f"argument {given[0]}: expected at " in capsys.readouterr().err
+
+
+def a_run(directory, file) -> Run:
+    content = file.read_text("utf-8")
+    characters = text.Characters.of(content)
+    run = Run(directory, Settings().changed(TINY), characters, str(file))
+    run.create()
+    return run
+
+
+def test_training_interrupted_before_its_first_checkpoint_goes_on(
+    file, tmp_path, capsys, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_step", interrupt)
+        directory = tmp_path / "run"
+        assert run_command("train", "--text", file, "--run", directory, *SET) == 130
+        assert f"goes on with: train --run {directory} --resume" in capsys.readouterr().err
+        assert run_command("train", "--run", directory, "--resume") == 130
+    assert "begins anew: no checkpoint yet" in capsys.readouterr().out
+
+
+def test_nothing_in_a_run_leads_elsewhere(file, tmp_path, capsys):
+    run = a_run(tmp_path / "run", file)
+    for name in ("config.json", "metrics.jsonl", "loss.png", "checkpoints"):
+        path, there = run.directory / name, tmp_path / name
+        path.replace(there) if path.exists() else there.write_text("before")
+        before = there.read_text("utf-8")
+        path.symlink_to(there)
+        for command in (("train", "--resume"), ("write",)):
+            assert run_command(*command, "--run", run.directory) == 2
+            message = f"{path}: expected a file or a folder, got a symbolic link"
+            assert message in capsys.readouterr().err
+        assert there.read_text("utf-8") == before
+        path.unlink()
+        os.mkfifo(path)
+        assert run_command("write", "--run", run.directory) == 2
+        assert f"{path}: expected a file or a folder, got a pipe" in capsys.readouterr().err
+        path.unlink()
+        there.replace(path) if name == "config.json" else there.unlink()
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"a":' * 200_000, "{", "3"])
+def test_a_configuration_that_is_something_else_is_one_clear_line(content, file, tmp_path, capsys):
+    run = a_run(tmp_path / "run", file)
+    (run.directory / "config.json").write_text(content)
+    assert run_command("write", "--run", run.directory) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_gives_no_probabilities_writes_nothing(file, tmp_path, capsys):
+    run = a_run(tmp_path / "run", file)
+    _, state = training.init_state(run)
+    variables = jax.tree.map(lambda x: x * np.float32(np.nan), state.variables)
+    run.save(state._replace(variables=variables), 1)
+    assert run_command("write", "--run", run.directory, "--prompt", "hund") == 1
+    assert "the model gives no probabilities (NaN)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"tokens: expected 0\.\."):
+        run.characters.decode(np.array([-1]))
+
+
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 

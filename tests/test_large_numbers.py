@@ -1,7 +1,7 @@
 """Logits, biases and values so large that rounding, overflow or infinity could decide.
 
-The contract suite's inputs have logits of a few units. Here they go up to 1e8, biases to 1e4 and
-values to the largest float, in every implementation.
+The contract suite's inputs have logits of a few units. Here they go up to 1e8, by score functions
+to 1e12, and values to the largest float, in every implementation.
 """
 
 import functools
@@ -15,8 +15,8 @@ import pytest
 
 import jattn
 from jattn import masks, scores
-from tests.cases import IMPLEMENTATIONS
-from tests.conftest import quick_jit
+from tests.cases import GENERAL, IMPLEMENTATIONS
+from tests.conftest import quick_jit, users_jit
 
 
 # cuDNN needs a GPU, kernels in Mosaic take 16 bits. Splash keeps one number of the softmax, whose
@@ -92,6 +92,111 @@ def test_a_row_with_keys_is_alive_at_any_size_of_equal_logits(implementation, si
         if H == 1:
             np.testing.assert_allclose(out[..., 0], 18, rtol=1e-6)
         np.testing.assert_allclose(lse, 1.43 * size / math.sqrt(H) + math.log(37), rtol=1e-3)
+
+
+CONSISTENT = (*GENERAL, "native")  # the backward pass computes weights of its own products
+STEEP = jnp.array([1e9, -1.23456e9], jnp.float32)
+
+
+def as_score(function: Any) -> Any:
+    """The options of a call with this function of scores, which has no parameter."""
+    return lambda _: {"score": scores.Score(function)}
+
+
+# Options of a call by an array, which is their parameter, and the array.
+HUGE: dict[str, tuple[Any, jax.Array]] = {
+    "temperature": (
+        lambda t: {"score": scores.Temperature(t)},
+        jnp.array([1e-10, 2e-10], jnp.float32),
+    ),
+    "temperature of 1e-12": (lambda _: {"score": scores.Temperature(1e-12)}, STEEP),
+    "square": (as_score(lambda s, b, h, i, j: s * s * 1e9), STEEP),
+    "product": (as_score(lambda s, b, h, i, j: s * 1e12), STEEP),
+    "exponential": (as_score(lambda s, b, h, i, j: jnp.exp(s) * 1e10), STEEP),
+    "sum": (as_score(lambda s, b, h, i, j: s * 1.37e10 * s + j.astype(s.dtype) * s * 1.1e9), STEEP),
+    "cap": (
+        lambda a: {
+            "score": scores.SoftCap(2.0)
+            >> scores.Score(lambda s, b, h, i, j, a: s * a[h] - j.astype(s.dtype) * a[h], a)
+        },
+        STEEP,
+    ),
+    "alibi": (lambda slopes: {"score": scores.Alibi(slopes)}, STEEP),
+    "chain": (lambda a: {"score": scores.Temperature(1e-10) >> scores.Alibi(a)}, STEEP),
+    "bias": (
+        lambda a: {"score": scores.Bias(a)},
+        jnp.asarray(1e12 * np.random.default_rng(5).standard_normal((1, 2, 20, 24)), jnp.float32),
+    ),
+    "scale": (lambda _: {"scale": 1.1e10}, STEEP),
+    "scale as an array": (lambda a: {"scale": a}, jnp.float32(1.1e10)),
+}
+
+
+def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any) -> None:
+    """A row has the value of its largest score, and its weights sum to one: in the output, in the
+    gradients of the values and in tangents."""
+    options, array = HUGE[what]
+
+    def run(q: Any, k: Any, v: Any, array: Any) -> Any:
+        return call(implementation, q, k, v, mask=mask, **options(array))
+
+    def gradients(*operands: Any) -> Any:
+        return jax.grad(lambda *x: jnp.sum(run(*x)[0]), (0, 1, 2, 3))(*operands)
+
+    def tangents(q: Any, k: Any, v: Any, array: Any) -> Any:
+        changes = (q, k, jnp.ones_like(v), jnp.ones_like(array))
+        return jax.jvp(run, (q, k, v, array), changes)[1]
+
+    def along_values(q: Any, k: Any, v: Any, array: Any) -> Any:
+        return jax.jvp(lambda v: run(q, k, v, array)[0], (v,), (jnp.ones_like(v),))[1]
+
+    def double(*x: Any) -> Any:
+        return [np.asarray(y, np.float64) for y in jax.tree.leaves(x)]
+
+    tolerance = 1e-5 if q.dtype == jnp.float32 else 1e-2
+    logits = jattn.attention_scores(q, k, mask=mask, **options(array))
+    out, lse = double(users_jit(run)(q, k, v, array))
+    logits, values = double(logits, jnp.moveaxis(v, 1, 2))
+    assert np.max(np.abs(logits[np.isfinite(logits)])) > 1e9
+    first, second = (np.sort(logits)[..., -n] for n in (1, 2))
+    clear = np.swapaxes(~(first - second < 1e-2 * np.abs(first)), 1, 2)  # not decided by rounding
+    assert np.mean(clear) > 0.2
+    largest = np.take_along_axis(values, np.argmax(logits, axis=-1)[..., None], axis=2)
+    np.testing.assert_allclose(out[clear], np.swapaxes(largest, 1, 2)[clear], rtol=tolerance)
+    np.testing.assert_allclose(lse, first, rtol=1e-5)
+    found = double(users_jit(gradients)(q, k, v, array))
+    assert [bool(np.all(np.isfinite(x))) for x in found] == [True] * 4
+    np.testing.assert_allclose(found[2].sum(axis=1), q.shape[1], rtol=tolerance)
+    assert all(np.all(np.isfinite(x)) for x in double(users_jit(tangents)(q, k, v, array)))
+    np.testing.assert_allclose(
+        double(users_jit(along_values)(q, k, v, array))[0], 1, rtol=tolerance
+    )
+
+
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Lengths(kv=jnp.array([20]))])
+@pytest.mark.parametrize("what", HUGE)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_weights_sum_to_one_at_logits_up_to_1e12(implementation, what, mask):
+    """An interpreted kernel's backward pass may add products in another order: there they are
+    exact."""
+    if implementation == "native" and what == "bias":
+        pytest.skip("it has no Bias")
+    q, k, v = drawn(T=20, S=24, H=8 if implementation in CONSISTENT else 16)
+    if implementation not in CONSISTENT:
+        q, k = jnp.round(4 * q) / 4, jnp.round(4 * k) / 4
+    check_huge(implementation, what, mask, q, k, v)
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("what", ["temperature", "square", "alibi", "scale", "scale as an array"])
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_weights_sum_to_one_at_logits_up_to_1e12_of_16_bits(implementation, what, dtype):
+    if implementation == "tpu" and dtype == "float16":
+        pytest.skip("it has no float16")
+    q, k, v = (x.astype(dtype) for x in drawn(T=20, S=24, H=24))
+    check_huge(implementation, what, masks.Causal(), q, k, v)
 
 
 @every_kernel

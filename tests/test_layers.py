@@ -17,7 +17,8 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experi
 # A room is a folder or a file; one imports only from rooms that stand before it. Files of a folder
 # may import one another as long as none comes back to itself. A new file takes its place here.
 ROOMS = (
-    ("_types", "_functions", "_svg", "_advice", "tuning"),
+    ("_explicit", "_debugging"),
+    ("_types", "_functions", "_svg", "_advice", "_torch_names", "tuning"),
     ("_pytree",),
     ("integers", "expressions"),
     ("checks", "bounds", "undecided"),
@@ -213,7 +214,9 @@ def test_import_starts_no_backend(name):
 
 
 def test_import_is_light():
-    code = "import sys, jattn; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    names = "print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    assert "jax" not in python(f"import sys, jattn; {names}").stdout.split()
+    code = f"import sys, jattn; jattn.attention; {names}"
     loaded = set(python(code).stdout.split())
     assert {"jax", "jattn", "jaxtyping"} <= loaded
     assert not loaded & {"matplotlib", "optax", "orbax", "experiments", "beartype", "torch"}
@@ -222,7 +225,8 @@ def test_import_is_light():
 
 
 def test_kernels_of_one_machine_are_imported_when_they_are_asked():
-    code = "import sys, jattn; print(*(x for x in sys.modules if x.startswith('jattn.kernels.')))"
+    names = "print(*(x for x in sys.modules if x.startswith('jattn.kernels.')))"
+    code = f"import sys, jattn; jattn.attention; {names}"
     loaded = {name.split(".")[2] for name in python(code).stdout.split()}
     assert loaded == {"common", "protocol", "registry", "xla"}
 

@@ -6,6 +6,7 @@ with the library. Random expression trees carry their rule along with the mask.
 
 import dataclasses
 import functools
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -814,6 +815,57 @@ def test_bounds_of_many_tiles_are_those_of_each(name):
         assert alone == [bool(x[n, m]) for x in together]
 
 
+LENGTHS = np.random.default_rng(7).integers(20, 320, 16)
+SHORT = np.random.default_rng(8).integers(1, 60, 16)
+ORDER = np.random.default_rng(9).permutation(16)
+
+
+def _with_gaps(lengths: Any, padding: int, names: Any, room: int = 320) -> np.ndarray:
+    """Documents in rows of `room` tokens, with padding after each."""
+    rows = np.full((len(lengths), room), padding)
+    for row, length, name in zip(rows, lengths, names, strict=True):
+        row[:length] = name
+    return rows.reshape(-1)
+
+
+def _layouts(padding: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Ids of queries and keys, as xformers and TransformerEngine lay documents out; no document has
+    the id of the padding."""
+    names = np.arange(17)[np.arange(17) != padding][:16]
+    gaps = _with_gaps(LENGTHS, padding, names)
+    at_row_ends = np.repeat(names, LENGTHS // 2)
+    at_row_ends = np.pad(at_row_ends, (0, 3000 - len(at_row_ends)), constant_values=padding)
+    shuffled = _with_gaps(LENGTHS, padding, names[ORDER])
+    return {
+        "padded keys": (np.repeat(names, SHORT), gaps),
+        "padded queries": (gaps, np.repeat(names, LENGTHS)),
+        "padding attends to padding": (gaps, gaps),
+        "padding attends to nothing": (gaps, np.where(gaps == padding, -1000, gaps)),
+        "padding at the end of a row": (at_row_ends, at_row_ends),
+        "documents in any order": (shuffled, shuffled),
+    }
+
+
+@pytest.mark.parametrize("padding", [-1, 0, 7, 99, 2**31 - 1])
+@pytest.mark.parametrize("traced", [False, True])
+def test_padding_between_documents_hides_no_empty_tile(padding, traced):
+    for name, ids in _layouts(padding).items():
+        T, S = map(len, ids)
+        build = lambda q, kv: masks.tile_map(masks.Segments(q, kv), T, S, 64, 64)  # noqa: B023,E731
+        kinds = np.asarray(jax.jit(build)(*ids) if traced else build(*ids))
+        want = true_kinds(ids[0][:, None] == ids[1], 64, 64)
+        np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY, name)
+        assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
+
+
+def test_few_ids_of_a_tile_are_known_in_any_order():
+    pages = np.random.default_rng(1).permutation(np.repeat(np.arange(40), 8))
+    q, kv = np.repeat(pages, 16), np.repeat(np.arange(40), 16)
+    kinds = np.asarray(masks.tile_map(masks.Segments(q, kv), len(q), len(kv), 64, 64))
+    want = true_kinds(q[:, None] == kv, 64, 64)
+    np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
+
+
 def test_tile_map_at_decode_and_ring_positions():
     ring = np.concatenate([np.arange(8, 16), np.arange(8)])  # the second shard's keys come first
     kinds = masks.tile_map(masks.Causal(), 8, 16, 4, 4, q_positions=np.arange(8), kv_positions=ring)
@@ -1090,3 +1142,38 @@ def test_wrong_masks_raise(name):
     build, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         build()
+
+
+def test_masks_are_no_arrays_but_combine_with_them():
+    array = jnp.ones((1, 1, 4, 4), bool)
+    for x in (array, np.asarray(array)):
+        assert isinstance(x & masks.Causal(), masks.And)
+        assert isinstance(x | masks.Causal(), masks.Or)
+    assert jax.jit(lambda x: (x & masks.Causal()).dense(4, 4))(array).shape == (1, 1, 4, 4)
+    uses: tuple[Any, ...] = (jnp.asarray, np.asarray, lambda x: jnp.where(x, 1, 0))
+    for use in uses:
+        with pytest.raises(TypeError, match=r"write mask=mask.dense\(T, S\)\[None, None\]"):
+            use(masks.Causal())
+    with pytest.raises(AttributeError, match=r"Causal has no attribute 'left'$"):
+        getattr(masks.Causal(), "left")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"),
+    [
+        ((), "mask[None, None, None, None]"),
+        ((S,), "mask[None, None, None] if it is [S]"),
+        ((T,), "mask[None, None, :, None] if it is [T]"),
+        ((T, S), "mask[None, None] if it is [T, S]"),
+    ],
+)
+def test_arrays_of_less_than_full_rank_are_advised(shape, advice):
+    q, k = jnp.ones((1, T, 2, 4)), jnp.ones((1, S, 2, 4))
+    mask = jnp.ones(shape, bool)
+    for array in (mask, np.asarray(mask), mask[()]):
+        with pytest.raises(ValueError, match=re.escape(advice)):
+            jattn.attention(q, k, k, mask=array)
+    index = re.search(r"\[.*?\]", advice)
+    assert index
+    full = eval(f"mask{index[0]}", {"mask": mask})  # what is advised works
+    jattn.attention(q, k, k, mask=full)

@@ -168,12 +168,22 @@ def test_vmap_is_a_loop(name):
 
 # --- on the tiles that users get ----------------------------------------------------------------
 
+
+def _with_gaps(tokens: int, length: int, padding: int) -> np.ndarray:
+    """Ids of documents that begin at every hundredth token, with padding after each."""
+    places = np.arange(tokens)
+    return np.where(places % 100 < length, places // 100, padding)
+
+
 RULES: dict[str, Any] = {
     "full": {},
     "causal": {"mask": masks.Causal()},
     "window": {"mask": masks.Causal() & masks.Window(left=150)},
     "prefix": {"mask": masks.Causal() | masks.Prefix(70)},
     "segments": {"mask": masks.Segments(np.repeat(np.arange(7), 100), np.arange(600) // 100)},
+    "gaps": {"mask": masks.Segments(_with_gaps(700, 60, -1), _with_gaps(600, 70, -1))},
+    "gaps of keys": {"mask": masks.Segments(_with_gaps(700, 100, 0), _with_gaps(600, 30, 99))},
+    "short segments": {"mask": masks.Segments(np.arange(700) // 5, np.arange(600) // 5)},
     "soft cap": {"mask": masks.Causal(), "score": scores.SoftCap(2.0)},
     "alibi": {"mask": masks.Causal(), "score": scores.Alibi(np.linspace(0.01, 0.5, 6))},
 }

@@ -197,6 +197,120 @@ def test_temporary_files_lie_where_nobody_can_replace_them(monkeypatch, tmp_path
         compiler._in_private_folder(lambda path: path, None)
 
 
+ANOTHER = 65534  # a user
+
+
+def folders(tmp_path: Path) -> Path:
+    """`top/middle/end`, all of this user's."""
+    end = tmp_path / "top" / "middle" / "end"
+    end.mkdir(parents=True)
+    return end
+
+
+def give_away(path: Path, mode: int | None = None) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(path, ANOTHER, ANOTHER, follow_symlinks=False)
+    if mode is not None:
+        path.chmod(mode)
+
+
+@pytest.mark.parametrize("place", ["end", "middle", "top"])
+@pytest.mark.parametrize("mode", [0o755, 0o700, 0o1777, 0o777])
+def test_a_folder_of_another_user_is_not_trusted_nor_what_is_in_it(tmp_path, place, mode):
+    end = folders(tmp_path)
+    assert compiler._trusted(end) == end
+    give_away(next(x for x in (end, *end.parents) if x.name == place), mode)
+    with pytest.raises(PermissionError, match=f"others may replace .*{place}"):
+        compiler._trusted(end)
+
+
+@pytest.mark.parametrize("place", ["end", "middle", "top"])
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777, 0o1775])
+def test_a_folder_in_which_others_may_write_is_trusted_if_sticky(tmp_path, place, mode):
+    end = folders(tmp_path)
+    next(x for x in (end, *end.parents) if x.name == place).chmod(mode)
+    if mode & 0o1000:
+        assert compiler._trusted(end) == end
+    else:
+        with pytest.raises(PermissionError, match=place):
+            compiler._trusted(end)
+
+
+def test_links_are_trusted_where_only_this_user_can_have_made_them(tmp_path):
+    """To folders, to other links, within folders of others, in circles."""
+    end = folders(tmp_path)
+    (first := tmp_path / "first").symlink_to("second/../second/middle")
+    (second := tmp_path / "second").symlink_to(tmp_path / "top")
+    assert compiler._trusted(first / "end") == end
+    assert compiler._trusted(tmp_path / "second" / ".." / "top") == tmp_path / "top"
+    (circle := tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(OSError, match="too many links"):
+        compiler._trusted(circle)
+    (dangling := tmp_path / "dangling").symlink_to("made/by the way")
+    assert compiler._trusted(dangling) == tmp_path / "made" / "by the way"
+    (public := tmp_path / "public").mkdir()
+    (public / "link").symlink_to(end)
+    (long := tmp_path / "long").symlink_to(public / "link")
+    assert compiler._trusted(long) == end
+    public.chmod(0o777)
+    with pytest.raises(PermissionError, match="public"):
+        compiler._trusted(long)
+    public.chmod(0o1777)
+    assert compiler._trusted(long) == end
+    give_away(public / "link")
+    with pytest.raises(PermissionError, match="link"):
+        compiler._trusted(long)
+    give_away(second)
+    with pytest.raises(PermissionError, match="second"):
+        compiler._trusted(first)
+
+
+def test_nothing_is_made_in_folders_of_others(tmp_path, monkeypatch):
+    """What is made may be read by other users, whatever the umask, and written by none."""
+    before = os.umask(0)
+    try:
+        made = compiler._trusted(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert [x.stat().st_mode & 0o777 for x in (made, made.parent)] == [0o755] * 2
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is not a folder"):
+        compiler._trusted(tmp_path / "file" / "x")
+    give_away(made, 0o1777)
+    with pytest.raises(PermissionError):
+        compiler._trusted(made / "c")
+    assert list(made.iterdir()) == []
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(name, str(made))
+        assert compiler._folder() is None
+        monkeypatch.delenv(name)
+    assert list(made.iterdir()) == []
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("mode", [0o1777, 0o755])
+@pytest.mark.parametrize("is_below", [False, True])
+def test_temporary_files_do_not_lie_in_folders_of_others(quick, tmp_path, mode, is_below):
+    """Neither ours nor the compiler's: their owner could put others in their place."""
+    (theirs := tmp_path / "temporary").mkdir()
+    ours = theirs / "ours"
+    ours.mkdir()
+    give_away(theirs, mode)
+    log = tmp_path / "log"
+    spy = script(tmp_path / "c++", f'echo "$TMPDIR $*" >> {log}\nexec {quick} "$@"')
+    code = (
+        f"import tempfile; tempfile.tempdir = {str(ours if is_below else theirs)!r}\n"
+        "from jattn.kernels.cpu import library\n"
+        "print(library.unavailable('decode', 'float32', wait=True))"
+    )
+    done = process(code, tmp_path, spy)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "None"
+    assert str(theirs) not in log.read_text()
+    assert list(theirs.iterdir()) == [ours] and list(ours.iterdir()) == []
+
+
 def test_who_has_no_home_has_a_kernel(monkeypatch, tmp_path):
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -313,6 +427,30 @@ def test_what_kills_who_loads_it_is_not_loaded(monkeypatch, tmp_path, built):
     assert list((tmp_path / "jattn").iterdir()) == []
 
 
+ENDING = "#include <cstdlib>\n__attribute__((constructor)) static void end() { exit(0); }\n"
+QUIET = ENDING.replace("exit(0)", "_Exit(0)")
+LACKING = {
+    "without its functions": "",
+    "without one function": 'extern "C" void jattn_forward() {}',
+    "that ends the process": ENDING,
+    "that ends the process at once": QUIET,
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", LACKING)
+def test_a_library_that_does_not_answer_is_not_loaded(tmp_path, kind):
+    """Before it is loaded here another process has to find all functions in it."""
+    source, library = tmp_path / "x.cc", tmp_path / "x.so"
+    source.write_text(LACKING[kind])
+    command = [*COMPILER.split(), "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    odd = script(tmp_path / "c++", ANSWERS + f'for to; do :; done; cp {library} "$to"')
+    text = said(CALL, tmp_path, odd)
+    assert "cannot be loaded" in text
+    assert list((tmp_path / "jattn").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "error",
     [RuntimeError("can't start new thread"), ValueError(), OSError(), KeyError("x")],
@@ -359,6 +497,86 @@ def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
     check_that_blockwise_runs()
     state = Path(f"/proc/{pid.read_text().strip()}/stat")
     assert not state.exists() or " Z " in state.read_text()
+
+
+@pytest.mark.parametrize("how", ["", "setsid "])
+def test_what_a_compiler_leaves_behind_is_not_waited_for(monkeypatch, tmp_path, how):
+    """A server, say, that keeps what the compiler prints to open."""
+    pid = tmp_path / "pid"
+    busy = script(tmp_path / "c++", f"{how}sleep 1000 & echo $! > {pid}\necho said; echo x >&2")
+    began = time.monotonic()
+    try:
+        assert compiler._run([busy]) == "said\n"
+        assert time.monotonic() - began < 10
+    finally:
+        subprocess.run(["kill", "-9", pid.read_text().strip()], capture_output=True, check=False)
+
+
+FORKED = """
+import os, sys, threading, time
+from pathlib import Path
+from jattn.kernels.cpu import compiler, library
+home = Path(os.environ["XDG_CACHE_HOME"])
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+"""
+
+FORK_WHILE_A_LIBRARY_IS_BUILT = """
+library._library("decode", "float32")
+wait_for(home / "began")
+read, write = os.pipe()
+if os.fork():
+    os.close(write)
+    END
+    said = os.read(read, 1000).decode()
+    print(said, os.wait()[1], library.unavailable("decode", "float32", wait=True) is None)
+else:
+    (home / "go").touch()
+    print(library.unavailable("decode", "float32"), file=os.fdopen(write, "w"), end="")
+    sys.exit()
+"""
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_forked_process_loads_what_its_parent_has_not(tmp_path, quick, has_cache, goes_on):
+    """Whether or not the parent's compiler is ended meanwhile. The end of the forked process ends
+    no compiler of the parent's and takes none of its files."""
+    if not has_cache:
+        (tmp_path / "jattn").touch()
+    slow = waits_to_go(tmp_path, quick, "decode.cc")
+    ends = "" if goes_on else "compiler.stop()"
+    code = FORKED + FORK_WHILE_A_LIBRARY_IS_BUILT.replace("END", ends)
+    assert said(code, tmp_path, slow) == f"None 0 {goes_on}"
+
+
+FORK_WHILE_A_RULE_IS_BUILT = """
+text = 'extern "C" void jattn_rule_forward() {}'
+threading.Thread(target=library.add_rule, args=(text, "float32", False, False)).start()
+wait_for(home / "began")
+if os.fork():
+    print(os.wait()[1])
+else:
+    (home / "go").touch()
+    library.add_rule(text + text.replace("forward", "backward"), "float32", True, False)
+    sys.exit()
+"""
+
+
+def test_a_forked_process_builds_rules(built, tmp_path, quick):
+    home, _ = copied(built, tmp_path)
+    slow = waits_to_go(home, quick, "library.cc")
+    assert said(FORKED + FORK_WHILE_A_RULE_IS_BUILT, home, slow) == "0"
+
+
+def waits_to_go(home: Path, compiler: str, source: str) -> str:
+    """A compiler that waits with a source for a file `go`, and says in `began` that it waits."""
+    wait = f"touch {home}/began; while [ ! -e {home}/go ]; do sleep 0.05; done"
+    return script(home / "c++", f'case "$*" in *{source}*) {wait};; esac\nexec {compiler} "$@"')
 
 
 @pytest.mark.slow

@@ -1275,3 +1275,26 @@ def test_making_models_is_answered_with_the_line_to_write():
         classes = (nn.Encoder, nn.Transformer, nn.DecoderOnly)
         taken = {name for made in classes for name in inspect.signature(made).parameters}
         assert set(re.findall(r"(\w+)=", line)) <= {*taken, "mask"}, line
+
+
+def test_what_a_layer_keeps_stands_for_its_mask_and_score():
+    ids = jnp.array([0, 0, 1, 1, 1])
+    mask, score = masks.Causal() & masks.Segments(ids), scores.Alibi([0.1, 0.2])
+    layers = [
+        nn.MultiHeadAttention(2, 8, mask=mask, score=x, rngs=nnx.Rngs(0))
+        for x in (score, nn.LearnedScore(score))
+    ]
+    q = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
+    want = jattn.attention(q, q, q, mask=mask & masks.Window(left=1), score=score)
+    for layer in layers:
+        kept: Any = layer.mask
+        for both in (kept & masks.Window(left=1), masks.Window(left=1) & kept):
+            got = jattn.attention(q, q, q, mask=both, score=layer.score)
+            np.testing.assert_allclose(got, want, atol=1e-6)
+        np.testing.assert_array_equal(
+            jattn.attention_weights(q, q, mask=layer.mask), jattn.attention_weights(q, q, mask=mask)
+        )
+        other = nn.MultiHeadAttention(2, 8, mask=kept, score=score, rngs=nnx.Rngs(0))
+        x = jax.random.normal(jax.random.key(1), (1, 5, 8))
+        np.testing.assert_allclose(other(x), layer(x), atol=1e-6)
+        np.testing.assert_allclose(layer(x, mask=kept), layer(x), atol=1e-6)

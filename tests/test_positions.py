@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn import positions
+from jattn import masks, positions
 
 
 STYLES = ["half", "interleaved"]
@@ -415,3 +415,34 @@ def test_learned_gradients_reach_the_rows_that_were_read():
 def test_learned_refuses_other_ranks():
     with pytest.raises(ValueError, match=r"table: expected \[max, D\], got \[6\]"):
         positions.learned(jnp.ones(6), jnp.arange(3))
+
+
+# Bottom-right alignment
+
+
+@pytest.mark.parametrize(("T", "S"), [(3, 7), (7, 3), (4, 4), (1, 9), (0, 3)])
+def test_queries_aligned_to_the_end(T, S):
+    where = positions.aligned_to_end(T, S)
+    assert where.dtype == jnp.int32
+    np.testing.assert_array_equal(where, np.arange(T) + S - T)
+    np.testing.assert_array_equal(
+        masks.Causal().dense(T, S, q_positions=where), np.tril(np.ones((T, S), bool), S - T)
+    )
+    by_row = positions.aligned_to_end(T, np.array([[S, 2]]))
+    assert by_row.shape == (1, 2, T)
+    np.testing.assert_array_equal(by_row[0, 0], where)
+    np.testing.assert_array_equal(by_row[0, 1], np.arange(T) + 2 - T)
+    traced = jax.jit(positions.aligned_to_end, static_argnums=0)(T, jnp.array([S, 2]))
+    np.testing.assert_array_equal(traced, by_row[0])
+
+
+def test_alignment_refuses_what_is_no_number_of_tokens():
+    for T, S, kind, name in (
+        (-1, 3, ValueError, "T"),
+        (3, -1, ValueError, "S"),
+        (3, 2.0, TypeError, "S"),
+        (3, np.array([4, -2]), ValueError, "S: expected 0 <= S"),
+        (3, jnp.array([1.0]), TypeError, "S: expected an integer array"),
+    ):
+        with pytest.raises(kind, match=name):
+            positions.aligned_to_end(T, S)

@@ -41,6 +41,20 @@ ROOT = Path(__file__).parents[1]
             "--coordinator a:1 --processes 2 --process 2",
             "--process: expected 0 <= it < 2, the number of processes, got 2",
         ),
+        *(
+            (
+                f"--coordinator a:{port} --processes 2 --process 0",
+                f"--coordinator: expected a port in 1..65535, got {port:.20}",
+            )
+            for port in ("0", "65536", "99999", "9" * 5000)
+        ),
+        ("--coordinator a:² --processes 2 --process 0", "expected HOST:PORT, got 'a:²'"),
+        ("--coordinator a:٣ --processes 2 --process 0", "expected HOST:PORT, got 'a:٣'"),
+        ("--coordinator a:1 --processes 0 --process 0", "--processes: expected 1..65536, got 0"),
+        (
+            "--coordinator a:1 --processes 99999999999 --process 0",
+            "--processes: expected 1..65536, got 99999999999",
+        ),
         (
             "--distributed --process 0",
             "--distributed: expected neither --coordinator nor its companions",
@@ -49,7 +63,9 @@ ROOT = Path(__file__).parents[1]
 )
 def test_processes_that_could_not_find_each_other_are_one_clear_line(options, message, capsys):
     assert cli.main(["train", *options.split()]) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.endswith(f"{message}\n")
+    assert error.count("\n") == 1
 
 
 LOSS = (
@@ -181,3 +197,36 @@ cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process
     with python(code, stderr=pipe) as late:
         told = late.communicate()[1]
     assert told == "error: the processes did not find each other in time\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["0", "1"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_process_that_waits_for_others(process, number, status, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        where = f"localhost:{free.getsockname()[1]}"
+    together = ("--coordinator", where, "--processes", "2", "--process", process)
+    waits = started(1, "--preset", "tiny", "--run", str(tmp_path / "run"), *together)
+    time.sleep(15)  # it cannot tell that it waits
+    assert waits.poll() is None
+    waits.send_signal(number)
+    began = time.monotonic()
+    assert ended(waits) == [(status, "", "interrupted\n")]
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_process_that_waits_for_another_within_a_step(tmp_path):
+    run = tmp_path / "run"
+    pair = two("--preset", "tiny", "--mesh", "data=8", "--run", str(run), "--set", "steps=5000")
+    wait_for(run / "digests" / "6.json")
+    pair[1].send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    pair[0].send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    ((status, _, error),) = ended(pair[0])
+    assert (status, time.monotonic() - began < 10) == (143, True)
+    assert error == f"interrupted; training goes on with: train --run {run} --resume\n"
+    pair[1].kill()
+    ended(pair[1])

@@ -24,7 +24,9 @@ from experiments import ending, files
 from experiments.files import Unwritten
 from experiments.translation import __main__ as cli
 from experiments.translation import checkpoints, locking
-from experiments.translation.checkpoints import Run
+from experiments.translation.checkpoints import Run, TextOrigin
+from experiments.translation.presets import PRESETS
+from experiments.translation.vocabulary import Vocabulary
 from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of, unwarned
 from tests.test_translation import (
     as_users_run_it,
@@ -423,3 +425,147 @@ def test_output_that_nobody_takes_ends_a_command_without_a_traceback():
     process = python(PRINTS, stdout=there, stderr=subprocess.PIPE)
     os.close(there)
     assert process.communicate()[1] == "" and process.returncode == 141
+
+
+# ----------------------------------------------------------------------------------- foreign runs
+
+FOREIGN_NAMES = (
+    "lock",
+    "config.json",
+    "source.json",
+    "metrics.jsonl",
+    "digests/1.json",
+    "digests/2.json",
+    "evaluation.json",
+    "pictures/loss.png",
+    "checkpoints/1/more",
+)
+FOREIGN_FOLDERS = ("checkpoints", "digests", "pictures", "checkpoints/1", "checkpoints/2")
+
+
+def foreign_run(directory: Path) -> Path:
+    """A run with two checkpoints and files in all its folders."""
+    run = a_run(directory, 1, 2)
+    run.report({"step": 2})
+    for name in FOREIGN_NAMES:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).touch()
+    return directory
+
+
+def linked(path: Path, there: Path) -> None:
+    """Moves a file or folder elsewhere, and leaves a symbolic link in its place."""
+    path.replace(there)
+    path.symlink_to(there)
+
+
+def hard_linked(path: Path, there: Path) -> None:
+    there.hardlink_to(path)
+
+
+def a_pipe(path: Path, _: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("command", ["train --resume", "evaluate", "translate a", "plot"])
+@pytest.mark.parametrize(
+    ("name", "change", "kind"),
+    [(name, linked, "symbolic link") for name in FOREIGN_NAMES + FOREIGN_FOLDERS]
+    + [(name, a_pipe, "pipe") for name in FOREIGN_NAMES],
+)
+def test_nothing_in_a_run_leads_elsewhere(command, name, change, kind, tmp_path, capsys):
+    directory = foreign_run(tmp_path / "run")
+    change(directory / name, tmp_path / "elsewhere")
+    before = contents(tmp_path)
+    first, *others = command.split()
+    assert cli.main([first, "--run", str(directory), *others]) == 2
+    error = capsys.readouterr().err
+    assert f"{directory / name}: expected a file or a folder, got a {kind}" in error
+    assert error.count("\n") == 1 and contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
+def test_a_file_with_another_name_is_not_written_in_place(name, tmp_path):
+    directory = foreign_run(tmp_path / "run")
+    hard_linked(directory / name, tmp_path / "elsewhere")
+    before = contents(tmp_path)
+    with pytest.raises(Unwritten, match=rf"{name} could not be written: .* got a file with hard"):
+        if name == "lock":
+            with locking.locked(directory):
+                pass
+        else:
+            Run.open(directory).report({"step": 3})
+    assert contents(tmp_path) == before
+    if name == "metrics.jsonl":
+        Run.open(directory).forget_metrics_after(1)  # writes a new file
+        assert (tmp_path / "elsewhere").read_bytes() == before["elsewhere"]
+
+
+@pytest.mark.parametrize("name", ["lock", "source.json", "target.json"])
+@pytest.mark.parametrize("change", [linked, a_pipe])
+def test_a_run_begins_in_no_folder_that_leads_elsewhere(name, change, tmp_path):
+    (tmp_path / "run").mkdir()
+    for each in ("lock", name):
+        (tmp_path / "run" / each).touch()
+    change(tmp_path / "run" / name, tmp_path / "elsewhere")
+    before = contents(tmp_path)
+    words = Vocabulary(("a",))
+    origin = TextOrigin(None, ("de", "en"), "0")
+    with pytest.raises(ValueError, match=f"{name}: expected a file or a folder, got a "):
+        with locking.locked(tmp_path / "run"):
+            Run(tmp_path / "run", PRESETS["tiny"], words, words, origin).create()
+    assert (tmp_path / "elsewhere").exists() == ("elsewhere" in before)
+    assert contents(tmp_path).get("elsewhere") == before.get("elsewhere")
+
+
+def test_a_draft_follows_no_link(tmp_path):
+    (tmp_path / "victim").write_text("before")
+    (tmp_path / f".a.{os.getpid()}.draft").symlink_to(tmp_path / "victim")
+    files.replace(tmp_path / "a", "text")
+    assert contents(tmp_path) == {"victim": b"before", "a": b"text"}
+
+
+# ---------------------------------------------------------------------------------------- signals
+
+LOST = """
+import os, signal, sys, weakref
+from experiments.ending import exit_status, interruptible
+class Thing: pass
+def command():
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.{name}))
+    for number in interruptible(range(10)):
+        print(number, flush=True)
+        if number == 3:
+            del thing
+sys.exit(exit_status(command))
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_whose_exception_is_lost_ends_the_next_step(name, status):
+    pipe = subprocess.PIPE
+    with python(LOST.format(name=name), stdout=pipe, stderr=pipe) as process:
+        out, error = process.communicate()
+    assert process.returncode == status and out == "0\n1\n2\n3\n"
+    assert "Exception ignored" in error and error.endswith("\ninterrupted\n")
+
+
+def test_a_signal_lost_in_the_last_step_counts_too():
+    code = LOST.format(name="SIGTERM").replace("range(10)", "range(4)")
+    with python(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.communicate()
+    assert process.returncode == 143
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: 1 TB")])
+def test_too_little_memory_is_one_clear_line(error, capsys):
+    def command() -> None:
+        raise error
+
+    assert ending.exit_status(command) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: not enough memory: ") and told.count("\n") == 1
+    with pytest.raises(RuntimeError, match="another"):
+        ending.exit_status(lambda: (_ for _ in ()).throw(RuntimeError("another")))

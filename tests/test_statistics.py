@@ -13,7 +13,7 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.cpu import statistics as native
-from tests.conftest import quick_jit
+from tests.conftest import quick_jit, users_jit
 
 
 B, T, S, N, K, H = 2, 37, 53, 4, 2, 6
@@ -193,6 +193,34 @@ def test_the_first_of_equals_is_the_greatest(how):
     np.testing.assert_allclose(found.on_keys, np.full((1, T), 7 / 37), rtol=1e-6)
     attended = (np.arange(S) >= 3) & (np.arange(S) < 40)
     np.testing.assert_allclose(found.received, attended[None] * T / 37, rtol=1e-5)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mask", [None, masks.Causal()])
+@pytest.mark.parametrize("how", HOW[:2])
+def test_weights_sum_to_one_at_logits_of_1e12(how, mask, dtype):
+    """Where one score is by far the largest, and where all are equal, so that the log of the sum
+    has no digits beside the maximum."""
+    query, key = given(dtype)
+    sharp = scores.Temperature(jnp.array([1e-12, 2e-12, 3e-12, 1e-11], jnp.float32))
+    equal = scores.Score(lambda s, b, h, i, j: s * 0 + 1.1e12)
+    attended = np.minimum(np.arange(T) + 1, S) if mask is not None else np.full(T, S)
+    for score in (sharp, equal):
+        call = functools.partial(jattn.statistics, mask=mask, score=score)
+        gradient = jax.grad(lambda query: jnp.sum(call(query, key).entropy))  # noqa: B023
+        with computed(how):
+            found = users_jit(call)(query, key)
+            d_query = np.asarray(users_jit(gradient)(query), np.float32)
+            top, _ = users_jit(functools.partial(jattn.top_weights, n=1, mask=mask, score=score))(
+                query, key
+            )
+        np.testing.assert_allclose(found.received.sum(axis=-1), T, rtol=1e-5)
+        np.testing.assert_allclose(top[..., 0], found.greatest, rtol=1e-5)
+        assert np.all(np.isfinite(d_query))
+        if score is equal:
+            want = np.broadcast_to(np.log(attended), found.entropy.shape)
+            np.testing.assert_allclose(found.entropy, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", HOW[:2])

@@ -23,7 +23,10 @@ import pytest
 import sacrebleu
 import scipy.special
 from matplotlib.image import imread
+from pydantic import TypeAdapter
 
+from experiments.ending import Failure
+from experiments.language.settings import Settings as LanguageSettings
 from experiments.translation import __main__ as cli
 from experiments.translation import checkpoints, decoding, evaluation, pictures, training
 from experiments.translation.batches import Batch, Batches, PackedBatches, loss_mask
@@ -650,6 +653,13 @@ def test_settings_are_read_by_type_and_checked():
         ("hidden=0", "hidden: expected greater than or equal to 1, got '0'"),
         ("packed_width=-1", "packed_width: expected greater than or equal to 0"),
         ("accumulation_steps=0", "accumulation_steps: expected greater than or equal to 1"),
+        ("seed=4294967296", "^seed: expected less than 4294967296, got '4294967296'$"),
+        ("steps=2147483648", "steps: expected less than or equal to 2147483647"),
+        ("warmup_steps=2147483648", "warmup_steps: expected less than or equal to 2147483647"),
+        ("encoder_layers=100000", "encoder_layers: expected less than or equal to 256"),
+        ("sentences=100000000000", "sentences: expected less than or equal to 1000000"),
+        ("learning_rate=1e31", "learning_rate: expected less than or equal to 10{30}, got"),
+        (f"features={'9' * 5000}", r"features: expected .*, got '9{70,80}$"),
         ("norm=batch", "norm: expected 'pre' or 'post'"),
         ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),
         ("epochs=1", "exactly one of epochs and steps"),
@@ -732,7 +742,94 @@ def test_a_sentence_is_translated_alone_as_among_others():
     assert decoding.translated(parts.model, params, []) == []
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("architecture", ["transformer", "rnnsearch"])
+@pytest.mark.parametrize("kind", ["greedy", "beam", "sample"])
+def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture, kind):
+    """Short sentences alone, and with long ones, which end in batches of other widths."""
+    config = TINY.changed([f"architecture={architecture}", "hidden=16", "max_length=64"])
+    model = Model(config, 40, 40)
+    params = {name: 3 * array for name, array in model.init(1).items()}
+    random = np.random.default_rng(0)
+    rows = [[*random.integers(4, 40, n).tolist(), EOS] for n in (2, 3, 5, 1, 4, 25, 30)]
+    search = decoding.Search(kind=kind, beams=2)
+
+    def found(rows: list[list[int]]) -> list[list[int]]:
+        return [ids.tolist() for ids in decoding.translated(model, params, rows, search)]
+
+    short = found(rows[:5])
+    together = found(rows)
+    assert short == together[:5]
+    assert kind == "sample" or found(rows[::-1]) == together[::-1]
+    limits = [decoding.longest_translation(len(row)) for row in rows]
+    assert all(len(ids) <= limit for ids, limit in zip(together, limits, strict=True))
+    assert any(len(ids) == limit for ids, limit in zip(short, limits, strict=False))
+
+
 # ------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("settings", [Config, LanguageSettings])
+def test_every_number_of_the_settings_has_two_bounds(settings):
+    """And what is stored fits the 32 bits in which a device counts and computes."""
+    schema: Any = TypeAdapter(settings).core_schema
+    fields = {field["name"]: field["schema"]["schema"] for field in schema["schema"]["fields"]}
+    numbers = {name: each for name, each in fields.items() if each["type"] in ("int", "float")}
+    assert len(numbers) > 10
+    for name, each in numbers.items():
+        assert {"ge", "gt"} & each.keys(), name
+        most = each.get("le", each.get("lt"))
+        assert most is not None and most <= (2**32 if each["type"] == "int" else 1e30), name
+
+
+def test_all_steps_together_fit_the_counter():
+    config = TINY.changed(["steps=0", "epochs=2147483647"])
+    with pytest.raises(ValueError, match="epochs: expected at most 2147483647 steps in all, got"):
+        training.make_batches(config, bench().batches.pairs)
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path, capsys):
+    large = ("features=262144", "feed_forward=262144", "sentences=100")
+    changes = [part for text in large for part in ("--set", text)]
+    run = tmp_path / "run"
+    assert cli.main(["train", "--preset", "tiny", "--run", str(run), *changes]) == 2
+    assert re.fullmatch(
+        r"error: a model of [\d,]+ parameters takes at least [\d,]+ GB to train, and there are "
+        r"[\d,]+ GB\n",
+        capsys.readouterr().err,
+    )
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("kind", ["greedy", "beam", "sample"])
+def test_a_model_that_gives_no_probabilities_translates_nothing(kind):
+    parts, params = bench(), dict(decided_params())
+    name = next(name for name in params if "decoder" in name and "kernel" in name)
+    params[name] = params[name] * np.nan
+    rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:2]]
+    with pytest.raises(Failure, match=r"sentence [12]: the model gives no probabilities \(NaN\)"):
+        decoding.translations(parts.model, params, rows, decoding.Search(kind=kind, beams=2))
+    evaluator = evaluation.Evaluator(
+        parts.model, parts.texts.validation[:2], parts.source, parts.target
+    )
+    with pytest.raises(Failure, match="the loss is no number"):
+        evaluator.token_loss(params)
+
+
+@pytest.mark.parametrize("score", ["bleu", "chrf", "word_bleu"])
+def test_scores_want_a_reference_for_each_translation(score):
+    function = getattr(evaluation, score)
+    options = {} if score == "word_bleu" else {"lower": True}
+    text = ["a", "b"] if score == "word_bleu" else "a b"
+    for translations, references in (([text], [text, text]), ([text, text], [text]), ([text], [])):
+        expected = f"references: expected {len(translations)}, .* got {len(references)}"
+        with pytest.raises(ValueError, match=expected):
+            function(translations, references, **options)
+    with pytest.raises(ValueError, match="translations: expected at least one, got none"):
+        function([], [], **options)
+    for given in (("a b", [text] * 3), ([text], "a")):
+        with pytest.raises(TypeError, match="expected several texts, got the text 'a"):
+            function(*given, **options)
 
 
 def test_scores_of_identical_and_of_other_text():

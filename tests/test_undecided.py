@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, tuning
+from jattn import masks, tuning, undecided
 from jattn.masks import Predicate
 from tests.oracle import error
 
@@ -44,21 +44,23 @@ def test_they_are_what_their_pairs_are():
         assert np.array_equal(tile_map(both), tile_map(masks.Causal() & masks.Window(left=20)))
 
 
-def test_they_are_looked_at_once():
-    calls = []
-
-    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        calls.append(1)
-        return causal(b, h, q, kv)
-
-    mask = Predicate(rule)
-    tile_map(mask)
-    alone = len(calls)
+@pytest.mark.parametrize("read", ["number", "list"])
+def test_they_are_looked_at_once(read):
+    box = [0]
+    rules = {
+        "number": causal,
+        "list": lambda b, h, q, kv: causal(b, h, q, kv + box[0]),
+    }
+    mask = Predicate(rules[read])
+    undecided._kept.cache_clear()
     with tuning.using(**LOOKED_AT):
-        tile_map(mask)
-        first = len(calls)
-        tile_map(mask)
-    assert len(calls) - first == alone < first - alone
+        for _ in range(3):
+            tile_map(mask)
+        assert undecided._kept.cache_info().misses == 1
+        box[0] = 16
+        shift = 16 if read == "list" else 0
+        want = tile_map(Predicate(lambda b, h, q, kv: q >= kv + shift))
+        assert np.array_equal(tile_map(mask), want)
 
 
 def test_not_where_they_are_many_or_few():
@@ -101,6 +103,52 @@ def test_tables_that_are_traced_are_not_looked_at():
         assert np.unique(jax.jit(found)(jnp.arange(T, dtype=jnp.int32))).tolist() == [masks.MIXED]
         want = masks.tile_map(masks.Causal(), T, T, 16, 16)
         assert np.array_equal(found(jnp.arange(T, dtype=jnp.int32)), want)
+
+
+def _within(width: int, rows: int, columns: int) -> tuple[Any, Any]:
+    """The rules of rows and of columns of a causal window over an image of this width."""
+
+    def of_rows(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv // width <= q // width) & (q // width - kv // width < rows)
+
+    def of_columns(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv % width <= q % width) & (q % width - kv % width < columns)
+
+    return of_rows, of_columns
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("blocks", [(64, 64), (32, 128), (48, 16)])
+@pytest.mark.parametrize("image", [(48, 17, 24, 16), (20, 20, 3, 20), (9, 31, 9, 5)])
+def test_windows_over_images_are_cut_at_their_rows(image, blocks):
+    """Small calls, in which no pair is looked at."""
+    height, width, rows, columns = image
+    of_rows, of_columns = _within(width, rows, columns)
+    both = Predicate(lambda *x: of_rows(*x) & of_columns(*x))
+    size = height * width
+    places = np.arange(size)
+    want = (
+        of_rows(0, 0, places[:, None], places) & of_columns(0, 0, places[:, None], places)
+    ).astype(bool)
+    n, m = (-(-size // block) for block in blocks)
+    padded = np.zeros((n * blocks[0], m * blocks[1]), bool)
+    padded[:size, :size] = want
+    some = padded.reshape(n, blocks[0], m, blocks[1]).any(axis=(1, 3))
+    for mask in (both, Predicate(of_rows) & Predicate(of_columns), ~~both):
+        got = masks.tile_map(mask, size, size, *blocks)
+        np.testing.assert_array_equal(np.asarray(got) == masks.EMPTY, ~some)
+        masks.check_bounds(mask, size, size, block_q=blocks[0], block_kv=blocks[1], heads=1)
+
+
+def test_a_user_s_bounds_are_not_asked_about_parts():
+    shapes = []
+
+    def bounds(tile: masks.Tile) -> Any:
+        shapes.append((np.shape(tile.rows.lo), np.shape(tile.columns.lo)))
+        return np.True_, np.False_
+
+    tile_map(Predicate(causal, bounds=bounds))
+    assert shapes == [((6, 1), (1, 3))]
 
 
 @pytest.mark.default_tiles

@@ -435,3 +435,22 @@ def test_2048_tokens_open_within_two_seconds(window, tmp_path):
     window.settle()
     assert picture(window, "#matrix") != before
     assert window.complaints == []
+
+
+@pytest.mark.default_tiles
+def test_a_token_of_100000_letters_hangs_no_view(window, tmp_path):
+    """It is drawn as far as there is room for it, and its title is whole."""
+    long = "🦜x" * 50_000
+    rows = np.full((1, 40, 40), 1 / 40, np.float32)
+    path = viz.viewer(rows, [long, "b"] * 20).save(tmp_path / "long.html")
+    window.show(1366, 768)
+    window.open(path)
+    assert window.evaluate("document.querySelector('#queries .token').title.length") == 150_000
+    assert len(tokens(window, "queries")[0]) < 200
+    for view in ("Matrix", "Heads", "Model", "Matrix"):
+        choose(window, "view", view)
+    began = window.evaluate("performance.now()")
+    for place in range(8):
+        assert " reads " in hover_cell(window, place, 0)
+    assert window.evaluate("performance.now()") - began < 4000
+    assert window.complaints == []

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import io
 import itertools
 import json
 import re
@@ -604,3 +605,11 @@ def test_what_cannot_be_drawn_is_refused(name):
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_label_is_no_longer_than_there_is_room_for():
+    """A token of 100,000 letters took minutes to draw, and of 1,000 the whole picture."""
+    figure = viz.grid(np.full((2, 2, 2), 0.5, np.float32), ["x" * 100_000, "b" * 1000])
+    figure.savefig(io.BytesIO())
+    names = [text.get_text() for axes in figure.axes for text in axes.get_yticklabels()]
+    assert f"{'x' * 40}…" in names and max(map(len, names)) == 41

@@ -29,9 +29,10 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from experiments import bounds
 from experiments.benchmark import cases, device, gym, peers, timing, training, tune
 from experiments.benchmark.rules import RULES
-from experiments.ending import UserError, exit_status
+from experiments.ending import UserError, exit_status, interruptible
 from experiments.files import append, replace
 from experiments.offline import command as offline
 
@@ -168,8 +169,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     rules = [rule.name for rule in RULES]
     parser.add_argument("--gym", action="store_true", help="rules that FlexAttention's users write")
     parser.add_argument("--only", nargs="+", choices=rules, metavar="RULE", help=", ".join(rules))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each row")
+    parser.add_argument(
+        "--lengths", type=bounds.count, nargs="+", default=[512, 1024, 2048, 4096, 8192]
+    )
+    parser.add_argument("--seconds", type=bounds.seconds, default=5.0, help="for each row")
     parser.add_argument("--device", default=None, help="cpu, gpu or tpu; default: JAX's own")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/benchmark"))
     return parser.parse_args(argv)
@@ -218,7 +221,7 @@ def _measure_all(arguments: argparse.Namespace) -> None:
         (case, backward) for case in chosen for backward in passes if not (case.S and backward)
     ]
     bandwidth = copy_bandwidth()
-    for case, backward in tqdm(steps, disable=None, leave=False):
+    for case, backward in interruptible(tqdm(steps, disable=None, leave=False)):
         row: dict[str, Any] = measure(case, backward, competitors, arguments.seconds, peak) | {
             "T": case.T
         }

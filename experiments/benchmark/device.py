@@ -34,12 +34,13 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import jattn
+from experiments import bounds
 from experiments.benchmark import timing
 from experiments.benchmark.cases import Case
 from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS, Calls, Peer, Task, ours
 from experiments.benchmark.peers import Runnable
 from experiments.benchmark.predictions import predicted
-from experiments.ending import UserError, one_line
+from experiments.ending import UserError, interruptible, one_line
 from experiments.files import append, replace
 
 
@@ -257,14 +258,20 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--implementations", nargs="+", metavar="NAME", help=f"default: {usual}")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), metavar="PEER", default=[*PEERS])
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=PATTERNS)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
-    parser.add_argument("--heads", type=int, nargs="+", default=[64, 128, 256], metavar="H")
-    parser.add_argument("--tokens", type=int, default=16384, help="in all sequences of a batch")
-    parser.add_argument("--width", type=int, default=2048, help="numbers in all heads of a token")
-    parser.add_argument("--window", type=int, default=256, help="keys before a query")
+    parser.add_argument("--lengths", type=bounds.count, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument(
+        "--heads", type=bounds.count, nargs="+", default=[64, 128, 256], metavar="H"
+    )
+    parser.add_argument(
+        "--tokens", type=bounds.count, default=16384, help="in all sequences of a batch"
+    )
+    parser.add_argument(
+        "--width", type=bounds.count, default=2048, help="numbers in all heads of a token"
+    )
+    parser.add_argument("--window", type=bounds.count, default=256, help="keys before a query")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--pass", dest="which", choices=["forward", "backward", "both"])
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
+    parser.add_argument("--seconds", type=bounds.seconds, default=2.0, help="for each row")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/device"))
     return parser.parse_args(argv)
 
@@ -297,7 +304,7 @@ def main(argv: list[str]) -> None:
     print(f"{jax.devices()[0].device_kind}, {given.dtype}, {versions()}")
     print(_TITLES, flush=True)
     passes = {"forward": [False], "backward": [True]}.get(given.which, [False, True])
-    for case in tqdm(cases_of(given), disable=None, leave=False):
+    for case in interruptible(tqdm(cases_of(given), disable=None, leave=False)):
         inputs = *case.inputs(), case.inputs(seed=1)[0]
         for backward in passes:
             task = Task(case, backward, given.dtype, inputs)

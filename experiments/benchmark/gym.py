@@ -23,6 +23,7 @@ import jattn
 from experiments.benchmark import peers, timing
 from experiments.benchmark.cases import Case
 from experiments.benchmark.rules import HEADS, RULES, Rule
+from experiments.ending import interruptible
 from experiments.files import append, replace
 from jattn import masks, scores
 
@@ -142,7 +143,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
         for T in rule.lengths
         if T in arguments.lengths
     ]
-    for rule, T in tqdm(steps, disable=None, leave=False):
+    for rule, T in interruptible(tqdm(steps, disable=None, leave=False)):
         row = measure(rule, T, with_torch, arguments.seconds)
         append(results, json.dumps(row._asdict(), allow_nan=False))
         tqdm.write(line(row))

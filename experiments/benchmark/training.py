@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments import bounds
+from experiments.ending import interruptible
 from experiments.files import replace
 from experiments.translation.batches import (
     AnyBatch,
@@ -122,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each competitor")
+    parser.add_argument("--rounds", type=bounds.count, default=7, help="turns of each competitor")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/benchmark"))
     arguments = parser.parse_args(argv)
     keep_freed_memory()  # as the command that trains
@@ -142,7 +144,7 @@ def _in_turn(trainers: dict[str, Trainer], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for trainer in trainers.values():
         trainer.step()
-    for _ in range(rounds):
+    for _ in interruptible(range(rounds)):
         for name, trainer in trainers.items():
             time.sleep(SETTLE)
             trainer.step()

@@ -15,8 +15,10 @@ from typing import NamedTuple
 import jax
 from tqdm import tqdm
 
+from experiments import bounds
 from experiments.benchmark import peers, timing
 from experiments.benchmark.cases import Case
+from experiments.ending import interruptible
 from jattn import tuning
 from jattn.tuning import Sizes
 
@@ -74,7 +76,7 @@ def answer(question: Question, row: Sizes, seconds: float) -> tuple[Sizes, dict[
     """The row with the fastest value, and the mean time with each, relative to the fastest."""
     rows = {str(value): row._replace(**{question.name: value}) for value in question.values}
     times: dict[str, list[float]] = {value: [] for value in rows}
-    for case in tqdm(question.cases, desc=question.name, disable=None, leave=False):
+    for case in interruptible(tqdm(question.cases, desc=question.name, disable=None, leave=False)):
         for backward in (False, True):
             programs = {value: _compiled(one, case, backward) for value, one in rows.items()}
             medians, _ = timing.in_turn(programs, seconds)
@@ -92,7 +94,9 @@ def main(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each case and pass")
+    parser.add_argument(
+        "--seconds", type=bounds.seconds, default=3.0, help="for each case and pass"
+    )
     parser.add_argument("--device", default=None, help="cpu, gpu or tpu; default: JAX's own")
     arguments = parser.parse_args(argv)
     if arguments.device:

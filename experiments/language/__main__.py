@@ -21,7 +21,14 @@ import numpy as np
 from flax import nnx
 
 import jattn
-from experiments.ending import UserError, exit_status, one_line
+from experiments import bounds
+from experiments.ending import (
+    Failure,
+    UserError,
+    exit_status,
+    one_line,
+    raise_if_asked_to_end,
+)
 from experiments.files import Unwritten
 from experiments.language import model as models
 from experiments.language import text, training
@@ -29,7 +36,7 @@ from experiments.language.runs import Run
 from experiments.language.settings import Settings
 from experiments.translation.checkpoints import free_directory
 from experiments.translation.console import speak_utf8, visible_controls
-from experiments.translation.memory import keep_freed_memory
+from experiments.translation.memory import check_fits, keep_freed_memory
 
 
 _USUAL = Path("runs") / "language"
@@ -73,11 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     write.set_defaults(command=_write)
     write.add_argument("--run", type=Path, help="the run's directory (the newest in runs/)")
     write.add_argument("--prompt", default="\n", help="what to go on from (a new line)")
-    write.add_argument("--characters", type=int, default=500, help="how many to write (500)")
+    write.add_argument(
+        "--characters", type=bounds.whole(1, 10**7), default=500, help="how many to write (500)"
+    )
     write.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (0.7)")
     write.add_argument("--top-k", type=int, help="draw from so many characters")
     write.add_argument("--top-p", type=float, help="draw from the nucleus of this probability")
-    write.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    write.add_argument("--seed", type=bounds.seed, default=0, help="of what is drawn (0)")
     return parser
 
 
@@ -90,16 +99,21 @@ def _train(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     with _users_part():
         run, texts = _begun(options)
-    model = models.make(run.settings, len(run.characters.alphabet))
-    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    definition, state = training.init_state(run)
     print(
         f"{run.directory}: {len(texts.train):,} characters to train on, "
-        f"{len(run.characters.alphabet)} different ones, {count:,} parameters, "
+        f"{len(run.characters.alphabet)} different ones, "
+        f"{models.size(run.settings, len(run.characters.alphabet)):,} parameters, "
         f"{run.settings.steps:,} steps",
         flush=True,
     )
+    first = 0
+    if options.resume:
+        with _users_part():
+            state, first = training.resumed(run, state)
+        print(f"goes on after step {first:,}" if first else "begins anew: no checkpoint yet")
     try:
-        training.train(run, texts, _tell, resume=options.resume)
+        training.train(run, texts, _tell, definition, state, first)
     except KeyboardInterrupt as end:
         again = f"train --run {run.directory} --resume"
         raise type(end)(f"training goes on with: {again}") from None
@@ -115,7 +129,7 @@ def _begun(options: argparse.Namespace) -> tuple[Run, text.Texts]:
         run = Run.open(options.run)
         if options.set or options.text:
             raise ValueError("--resume: expected no --set and no --text with it")
-        content = text.read(None if run.text is None else Path(run.text))
+        content = text.read(_checked_text(run))
     else:
         path = None if options.text is None else options.text.resolve()
         content = text.read(path)
@@ -123,10 +137,20 @@ def _begun(options: argparse.Namespace) -> tuple[Run, text.Texts]:
         directory = options.run or free_directory(_USUAL)
         characters = text.Characters.of(content)
         run = Run(directory, settings, characters, None if path is None else str(path))
+    check_fits(models.size(run.settings, len(run.characters.alphabet)))
     texts = text.split(run.characters.encode(content), run.settings.length)
     if not options.resume:
         run.create()
     return run, texts
+
+
+def _checked_text(run: Run) -> Path | None:
+    """The path of a run's text, which may be any in a run that comes from somebody else."""
+    if run.text is None:
+        return None
+    if not Path(run.text).is_file():
+        raise ValueError(f"{run.directory}: expected its text in a file, found none at {run.text}")
+    return Path(run.text)
 
 
 def _tell(record: dict[str, Any]) -> None:
@@ -148,6 +172,12 @@ def _write(options: argparse.Namespace) -> None:
     model = nnx.merge(definition, state.variables)
 
     def show(tokens: np.ndarray) -> None:
+        raise_if_asked_to_end()
+        if tokens[0] < 0:
+            raise Failure(
+                f"{run.directory}: the model gives no probabilities (NaN); its training has "
+                "diverged, or its parameters are damaged"
+            )
         print(run.characters.decode(tokens), end="", flush=True)
 
     print(options.prompt.lstrip("\n"), end="", flush=True)

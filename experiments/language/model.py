@@ -38,6 +38,16 @@ def make(settings: Settings, vocabulary: int) -> DecoderOnly:
     )
 
 
+def size(settings: Settings, vocabulary: int) -> int:
+    """How many numbers the parameters are.
+
+    Raises:
+        ValueError: sizes that do not go together.
+    """
+    abstract = nnx.eval_shape(lambda: make(settings, vocabulary))
+    return sum(x.size for x in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+
+
 def start(model: DecoderOnly, settings: Settings) -> Any:
     """Caches from which `jattn.generate` writes one text, however long."""
     return model.start(1, settings.length, cache.RollingCache)

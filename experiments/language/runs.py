@@ -1,4 +1,5 @@
-"""A run's directory: its settings and alphabet, its metrics and its last checkpoint.
+"""A run's directory: its settings and alphabet, its metrics and its last checkpoint. It may come
+from somebody else, so nothing in it is a link, a pipe or a device, which would lead elsewhere.
 
 config.json      the settings, the alphabet and the text's path
 metrics.jsonl    a line for each report while training
@@ -7,6 +8,7 @@ loss.png         the losses over the steps
 """
 
 import dataclasses
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
-from experiments.files import append, replace, writing
+from experiments.files import append, check_plain, inside, parsed, replace, writing
 from experiments.language.settings import Settings
 from experiments.language.text import Characters
 from experiments.translation.console import json_line
@@ -40,12 +42,14 @@ class Run:
 
         Raises:
             FileNotFoundError: there is no run.
-            ValueError: its file is not what `create` writes.
+            ValueError: its file is not what `create` writes, or there are links, pipes or devices
+                in the directory.
         """
-        path = directory / "config.json"
+        path = inside(directory, "config.json")
         if not path.exists():
             raise FileNotFoundError(f"run: expected a run's directory, found none at {directory}")
-        about = json.loads(path.read_text("utf-8"))
+        check_plain(directory)
+        about = parsed(path.read_text("utf-8"))
         match about:
             case {
                 "format": "jattn-language-run",
@@ -70,52 +74,69 @@ class Run:
             "alphabet": self.characters.alphabet,
             "text": self.text,
         }
-        replace(self.directory / "config.json", json.dumps(about, indent=2) + "\n")
+        replace(self._path("config.json"), json.dumps(about, indent=2) + "\n")
+
+    def _path(self, name: str) -> Path:
+        return inside(self.directory, name)
 
     def report(self, record: Mapping[str, Any]) -> None:
         """Appends a line to the metrics."""
-        append(self.directory / "metrics.jsonl", json_line(dict(record)))
+        append(self._path("metrics.jsonl"), json_line(dict(record)))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The records so far, without a last line cut short."""
-        path = self.directory / "metrics.jsonl"
+        path = self._path("metrics.jsonl")
         lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return [parsed(line) for line in lines]
 
     def forget_metrics_after(self, step: int) -> None:
         """Drops the records of steps that will be made again."""
         kept = [json_line(record) + "\n" for record in self.metrics() if record["step"] <= step]
-        replace(self.directory / "metrics.jsonl", "".join(kept))
+        replace(self._path("metrics.jsonl"), "".join(kept))
 
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint in place of the one before."""
         with writing(f"{self.directory}: checkpoint {step}"), self._manager() as manager:
             manager.save(step, args=ocp.args.StandardSave(state))
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        if not self._path("checkpoints").is_dir():
+            return False
+        with self._manager() as manager:
+            return manager.latest_step() is not None
+
     def restore(self, like: Any) -> tuple[Any, int]:
         """The last checkpoint, as a tree like this one, and its step.
 
         Raises:
             FileNotFoundError: there is none.
+            ValueError: it is damaged, or of another model.
         """
+        if not self.has_checkpoint():
+            raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
         with self._manager() as manager:
             step = manager.latest_step()
-            if step is None:
-                raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
-            return manager.restore(step, args=ocp.args.StandardRestore(like)), step
+            try:
+                return manager.restore(step, args=ocp.args.StandardRestore(like)), step
+            except Exception as error:  # orbax raises many kinds for what it cannot read
+                raise ValueError(
+                    f"{self.directory}: checkpoint {step} is damaged or of another model: {error}"
+                ) from error
 
     def _manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-        return ocp.CheckpointManager((self.directory / "checkpoints").resolve(), options=options)
+        return ocp.CheckpointManager(self._path("checkpoints").resolve(), options=options)
 
     def draw_losses(self) -> Path:
         """Draws the losses over the steps, and returns the file."""
-        path = self.directory / "loss.png"
-        _draw(self.metrics(), path)
+        path = self._path("loss.png")
+        replace(path, _drawn(self.metrics()))
         return path
 
 
-def _draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+def _drawn(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """The losses over the steps as a PNG file."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     steps = [record["step"] for record in records]
@@ -125,4 +146,6 @@ def _draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_ylabel("nats per character")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    return content.getvalue()

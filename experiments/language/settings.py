@@ -2,7 +2,18 @@
 
 from pydantic.dataclasses import dataclass
 
-from experiments.settings import CHECKED, Count, Limit, Rate, Share, Whole
+from experiments.settings import (
+    CHECKED,
+    Count,
+    Layers,
+    Length,
+    Limit,
+    Rate,
+    Seed,
+    Share,
+    Whole,
+    Width,
+)
 from experiments.settings import Settings as Base
 
 
@@ -27,12 +38,12 @@ class Settings(Base):
         seed: of the parameters, the order of the text and dropout.
     """
 
-    features: Count = 128
-    layers: Count = 4
-    heads: Count = 4
-    kv_heads: Count = 2
-    feed_forward: Count = 344
-    length: Count = 128
+    features: Width = 128
+    layers: Layers = 4
+    heads: Width = 4
+    kv_heads: Width = 2
+    feed_forward: Width = 344
+    length: Length = 128
     rows: Count = 32
     steps: Count = 600
     learning_rate: Rate = 3e-3
@@ -40,4 +51,4 @@ class Settings(Base):
     weight_decay: Limit = 0.1
     dropout_rate: Share = 0.0
     report_every: Count = 100
-    seed: Whole = 0
+    seed: Seed = 0

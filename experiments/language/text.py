@@ -35,7 +35,13 @@ class Characters:
         return np.array([places[character] for character in text], np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of tokens `[n]`."""
+        """The text of tokens `[n]`.
+
+        Raises:
+            ValueError: a token that is no place in the alphabet.
+        """
+        if np.any((np.asarray(tokens) < 0) | (np.asarray(tokens) >= len(self.alphabet))):
+            raise ValueError(f"tokens: expected 0..{len(self.alphabet) - 1}, got {tokens}")
         return "".join(self.alphabet[token] for token in tokens)
 
 

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from experiments.ending import Failure
+from experiments.ending import Failure, interruptible
 from experiments.language import model as models
 from experiments.language.runs import Run
 from experiments.language.settings import Settings
@@ -70,22 +70,34 @@ def _step(
     return State(nnx.merge_state(params, rest), opt_state), value
 
 
-def train(run: Run, texts: Texts, tell: Report, *, resume: bool) -> None:
-    """Trains to the end, with reports and checkpoints in the run's directory.
+def resumed(run: Run, state: State) -> tuple[State, int]:
+    """The state of the last checkpoint, or the one before the first step where there is none yet,
+    and its step. What was reported of later steps is forgotten.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of another model.
+    """
+    step = 0
+    if run.has_checkpoint():
+        state, step = run.restore(state)
+    run.forget_metrics_after(step)
+    return state, step
+
+
+def train(
+    run: Run, texts: Texts, tell: Report, definition: Any, state: State, first: int = 0
+) -> None:
+    """Trains from the state after `first` steps to the end, with reports and checkpoints in the
+    run's directory.
 
     Raises:
         Failure: the loss is no number any more.
     """
     settings = run.settings
-    definition, state = init_state(run)
-    first = 0
-    if resume:
-        state, first = run.restore(state)
-        run.forget_metrics_after(first)
     held_out = in_order(texts.validation, settings.length, _VALIDATION_ROWS)
     losses, began = [], time.perf_counter()
     with progress(settings.steps, unit="step", initial=first) as bar:
-        for number in range(first + 1, settings.steps + 1):
+        for number in interruptible(range(first + 1, settings.steps + 1)):
             rows = batch(texts.train, settings.rows, settings.length, (settings.seed, number))
             state, value = _step(settings, definition, state, rows, jnp.uint32(number))
             losses.append(value)
@@ -99,8 +111,8 @@ def train(run: Run, texts: Texts, tell: Report, *, resume: bool) -> None:
                 models.mean_loss(definition, state.variables, held_out)
             )
             bar.set_postfix(loss=f"{record['loss']:.3f}")
-            run.save(state, number)
             run.report(record)
+            run.save(state, number)
             bar.clear()
             tell(record)
             losses, began = [], time.perf_counter()

@@ -27,7 +27,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.ending import Failure, UserError
+from experiments import bounds
+from experiments.ending import Failure, UserError, interruptible
 from experiments.files import append, replace
 from experiments.offline import calls, job, kept, targets
 from experiments.offline.job import Job
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> None:
     replace(given.out, "")
     print(titles(target, bool(given.lengths)))
     failed = unsupported = spilled = worse = 0
-    for each in tqdm(jobs, disable=None, leave=False):
+    for each in interruptible(tqdm(jobs, disable=None, leave=False)):
         row = job.run(each, given.seconds)
         append(given.out, json.dumps(row, allow_nan=False))
         tqdm.write("\n".join(lines(row)))
@@ -96,9 +97,14 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--implementation", nargs="+", metavar="NAME", help=f"{kernels} (default {usual})"
     )
-    parser.add_argument("--head", nargs="+", type=_size, default=[128], metavar="H")
+    parser.add_argument("--head", nargs="+", type=bounds.count, default=[128], metavar="H")
     parser.add_argument(
-        "--lengths", nargs="+", type=_size, default=[], metavar="T", help="of queries and keys"
+        "--lengths",
+        nargs="+",
+        type=bounds.count,
+        default=[],
+        metavar="T",
+        help="of queries and keys",
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[DTYPES[0]])
     parser.add_argument(
@@ -108,7 +114,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         default="both",
         help="gradients holds the forward kernel too",
     )
-    parser.add_argument("--seconds", type=float, default=600.0, help="at most, for one program")
+    parser.add_argument(
+        "--seconds", type=bounds.seconds, default=600.0, help="at most, for one program"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="default: runs/offline/TARGET.jsonl")
     parser.add_argument("--against", type=pathlib.Path, help="an --out of before")
     given = parser.parse_args(argv)
@@ -118,13 +126,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def _targets() -> tuple[targets.Target, ...]:
     return tuple(targets.TARGETS.values())
-
-
-def _size(text: str) -> int:
-    size = int(text)
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"expected a size of at least 1, got {size}")
-    return size
 
 
 def chosen(given: argparse.Namespace, target: targets.Target) -> list[Job]:

@@ -27,7 +27,8 @@ import jax
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.ending import UserError, exit_status
+from experiments import bounds
+from experiments.ending import UserError, exit_status, interruptible
 from experiments.files import append, replace
 from experiments.offline import targets
 from experiments.scaling import job, plan
@@ -50,58 +51,45 @@ def _parser() -> argparse.ArgumentParser:
 
     measure = commands.add_parser("measure", help="time, memory and bytes sent, here")
     measure.set_defaults(command=_measure)
-    measure.add_argument("--lengths", type=_count, nargs="+", default=[4096, 8192, 16384])
-    measure.add_argument("--devices", type=_count, nargs="+", default=[1, 2, 4, 8])
+    measure.add_argument("--lengths", type=bounds.count, nargs="+", default=[4096, 8192, 16384])
+    measure.add_argument("--devices", type=bounds.count, nargs="+", default=[1, 2, 4, 8])
     measure.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    measure.add_argument("--documents", type=_count, help="so many tokens each, on average")
+    measure.add_argument("--documents", type=bounds.count, help="so many tokens each, on average")
     measure.add_argument("--platform", choices=("cpu", "gpu", "tpu"), default="cpu")
-    measure.add_argument("--seconds", type=_seconds, default=2.0, help="for each row; 0: compile")
+    measure.add_argument(
+        "--seconds", type=bounds.seconds, default=2.0, help="for each row; 0: compile"
+    )
     measure.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/scaling"))
 
     planned = commands.add_parser("plan", help="memory and time on paper")
     planned.set_defaults(command=_plan)
-    planned.add_argument("--length", type=_count, required=True, help="tokens")
-    planned.add_argument("--devices", type=_count, required=True)
-    planned.add_argument("--memory", type=_rate, required=True, help="GB of a device")
-    planned.add_argument("--teraflops", type=_rate, required=True, help="that attention reaches")
-    planned.add_argument("--link", type=_rate, required=True, help="GB/s that a device can send")
+    planned.add_argument("--length", type=bounds.count, required=True, help="tokens")
+    planned.add_argument("--devices", type=bounds.count, required=True)
+    planned.add_argument("--memory", type=bounds.positive, required=True, help="GB of a device")
+    planned.add_argument(
+        "--teraflops", type=bounds.positive, required=True, help="that attention reaches"
+    )
+    planned.add_argument(
+        "--link", type=bounds.positive, required=True, help="GB/s that a device can send"
+    )
 
     ahead = commands.add_parser("ahead", help="compiled for eight devices that are not here")
     ahead.set_defaults(command=_ahead)
     ahead.add_argument("--target", choices=list(targets.TARGETS), required=True)
     ahead.add_argument("--scheme", choices=SCHEMES, default="ring")
-    ahead.add_argument("--length", type=_count, default=65_536, help="tokens")
+    ahead.add_argument("--length", type=bounds.count, default=65_536, help="tokens")
 
     for each in (measure, planned, ahead):
-        each.add_argument("--heads", type=_count, default=8)
-        each.add_argument("--key-heads", type=_count, help="default: as many as heads")
-        each.add_argument("--head-size", type=_count, default=64)
-        each.add_argument("--window", type=_count, help="keys that a query sees, itself included")
+        each.add_argument("--heads", type=bounds.count, default=8)
+        each.add_argument("--key-heads", type=bounds.count, help="default: as many as heads")
+        each.add_argument("--head-size", type=bounds.count, default=64)
+        each.add_argument(
+            "--window", type=bounds.count, help="keys that a query sees, itself included"
+        )
         each.add_argument("--order", choices=ORDERS, default="zigzag")
         each.add_argument("--dtype", choices=DTYPES, default="float32")
         each.add_argument("--forward", action="store_true", help="without gradients")
     return parser
-
-
-def _count(text: str) -> int:
-    found = int(text)
-    if found < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {found}")
-    return found
-
-
-def _seconds(text: str) -> float:
-    found = float(text)
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
-    return found
-
-
-def _rate(text: str) -> float:
-    found = float(text)
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
-    return found
 
 
 def _case(given: argparse.Namespace, **more: Any) -> Case:
@@ -144,7 +132,7 @@ def _measure(given: argparse.Namespace) -> None:
     replace(results, "")
     print(_ROW.format(*_TITLES))
     rows = []
-    for case in tqdm(cases, disable=None, leave=False):
+    for case in interruptible(tqdm(cases, disable=None, leave=False)):
         if case in impossible:
             tqdm.write(f"{case.scheme:<11} {case.devices:>7} {case.length:>10} {impossible[case]}")
             continue

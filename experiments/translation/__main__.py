@@ -16,7 +16,6 @@ right; of the deeper ones far fewer do.
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.ending import Failure, UserError, exit_status, one_line
+from experiments.ending import Failure, UserError, exit_status, interruptible, one_line
 from experiments.files import Unwritten, replace
 from experiments.translation import checkpoints, pictures, processes, reporting, stopping
 from experiments.translation.batches import Epochs
@@ -52,7 +51,7 @@ from experiments.translation.decoding import (
 )
 from experiments.translation.evaluation import Evaluation, Evaluator, read_tests, table
 from experiments.translation.locking import locked
-from experiments.translation.memory import keep_freed_memory
+from experiments.translation.memory import check_fits, keep_freed_memory
 from experiments.translation.meshes import Placement, check_mesh, parse_mesh, usual_mesh
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config
@@ -162,17 +161,23 @@ def _translate(options: argparse.Namespace, _: Console) -> None:
     with _users_part():
         search = make_search(options)
         _check_output(options)
-        sentences = _sentences(options)
+        place, sentences = _sentences(options)
     trained = _opened(options)
     if sentences is None:
         print("a sentence per line; Ctrl-D ends", file=sys.stderr)
-        for line in sys.stdin:
-            try:
-                _write(_translated_lines(trained, [clean(line)], search, options), options)
-            except UserError as error:
-                print(f"error: {error}", file=sys.stderr)
+        for line in interruptible(sys.stdin):
+            lines, refused = _translated_lines(trained, [clean(line)], search, options)
+            if refused:
+                print(f"error: {refused[1]}", file=sys.stderr)
+            else:
+                _write(lines, options)
         return
-    _write(_translated_lines(trained, list(map(clean, sentences)), search, options), options)
+    lines, refused = _translated_lines(trained, list(map(clean, sentences)), search, options)
+    _write(lines, options)
+    if refused:
+        first, *others = refused
+        also = f", and those of {', '.join(map(str, others))}" if others else ""
+        raise UserError(f"{place}:{first}: {refused[first]}; its lines are empty{also}")
 
 
 def _plot(options: argparse.Namespace, _: Console) -> None:
@@ -301,6 +306,7 @@ def _planned(options: argparse.Namespace, saved: Run | None, console: Console) -
     batches = make_batches(config, pairs)
     run = Run(directory, config, source, target, origin)
     model = Model(config, len(source), len(target))
+    check_fits(model.size)
     placement = Placement.of(mesh, model)
     placement.check_shapes(batches.shapes)
     return _Plan(run, texts, batches, model, placement)
@@ -420,26 +426,36 @@ def _check_output(options: argparse.Namespace) -> None:
         raise FileNotFoundError(f"--output: no directory {path.parent}")
 
 
-def _sentences(options: argparse.Namespace) -> list[str] | None:
-    """What to translate, a sentence per line; None where somebody is typing it."""
+def _sentences(options: argparse.Namespace) -> tuple[str, list[str] | None]:
+    """Where the sentences come from, and what to translate, a sentence per line; None where
+    somebody is typing it."""
     if options.file is not None:
         if options.sentences:
             raise ValueError("--file: expected no SENTENCE with it")
-        return read_lines(options.file, most_unpacked=options.max_unpacked)
+        return str(options.file), read_lines(options.file, most_unpacked=options.max_unpacked)
     if options.sentences:
-        return options.sentences
+        return "SENTENCE", options.sentences
     if sys.stdin.isatty() and options.output is None:
-        return None
-    return lines_of(sys.stdin.buffer, "stdin")
+        return "stdin", None
+    return "stdin", lines_of(sys.stdin.buffer, "stdin")
 
 
 def _translated_lines(
     trained: _Trained, sentences: Sequence[str], search: Search, options: argparse.Namespace
-) -> list[str]:
-    """`search.n_best` lines for each sentence, empty for one without words."""
+) -> tuple[list[str], dict[int, str]]:
+    """`search.n_best` lines for each sentence, empty for one without words or too long; and what
+    is wrong with those that are too long, by their numbers from 1 on."""
     run = trained.run
-    worded = [_has_words(run, sentence) for sentence in sentences]
-    rows = [_encoded(run, sentence) for sentence in itertools.compress(sentences, worded)]
+    encoded: list[list[int]] = []  # empty where there is nothing to translate
+    refused: dict[int, str] = {}
+    for number, sentence in enumerate(sentences, start=1):
+        encoded.append([])
+        try:
+            if _has_words(run, sentence):
+                encoded[-1] = _encoded(run, sentence)
+        except UserError as error:
+            refused[number] = str(error)
+    rows = [row for row in encoded if row]
     for sentence in sentences:
         if unknown := run.source.unknown(sentence):
             unit = run.source.unit
@@ -448,10 +464,10 @@ def _translated_lines(
         found = translations(trained.model, trained.params, rows, search, report=bar.update)
     shown = _with_fields(trained, rows, found, options)
     lines: list[str] = []
-    for has_words in worded:
-        found = next(shown) if has_words else []
+    for row in encoded:
+        found = next(shown) if row else []
         lines += found + [""] * (search.n_best - len(found))
-    return lines
+    return lines, refused
 
 
 def _with_fields(
@@ -522,7 +538,7 @@ def _evaluated(
         figures[name] = how | results[name].scores.to_json()
         console.emit("evaluation", set=name, **figures[name])
     text = json.dumps(figures, indent=2, allow_nan=False) + "\n"
-    replace(run.directory / "evaluation.json", text)
+    run.write("evaluation.json", text)
     return results
 
 
@@ -562,7 +578,7 @@ def _encoded(run: Run, sentence: str) -> list[int]:
 def _drawn(trained: _Trained, sentences: Sequence[str]) -> list[Path]:
     """Draws the attention on the first sentence and its translation, writes a page with that on
     all of them, and returns the files."""
-    directory = trained.run.directory / "pictures"
+    directory = trained.run.path("pictures")
     seen = _seen(trained, list(dict.fromkeys(sentences)))
     files = pictures.draw_sentence(seen[0], directory)
     page = directory / "attention.html"

@@ -9,9 +9,10 @@
     pictures/        what `pictures` draws
     lock             who trains, or did last (`locking`)
 
-All of it is data: nothing is unpickled or executed. A checkpoint whose files do not give their
-digests is incomplete or damaged; it is not read, and the one before it is taken. Shapes are looked
-at before arrays are read.
+All of it is data: nothing is unpickled or executed. It may come from somebody else, so nothing in
+it is a link, a pipe or a device, which would lead elsewhere. A checkpoint whose files do not give
+their digests is incomplete or damaged; it is not read, and the one before it is taken. Shapes are
+looked at before arrays are read.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 import shutil
 import sys
 import warnings
@@ -31,7 +33,16 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments.files import append, replace, sync_folder, writing
+from experiments.ending import Failure
+from experiments.files import (
+    append,
+    check_plain,
+    inside,
+    parsed,
+    replace,
+    sync_folder,
+    writing,
+)
 from experiments.translation import locking, stopping
 from experiments.translation.console import json_line
 from experiments.translation.presets import Config, differences
@@ -84,7 +95,8 @@ class Run:
 
         Raises:
             FileNotFoundError: there is no run.
-            ValueError: its files are not what `create` writes.
+            ValueError: its files are not what `create` writes, or there are links, pipes or devices
+                among them.
         """
         directory = Path(directory)
         check_is_run(directory)
@@ -108,10 +120,26 @@ class Run:
         """
         if not is_vacant(self.directory):
             raise FileExistsError(f"run: {self.directory} exists already and is not empty")
-        replace(self.directory / "source.json", self.source.to_json())
-        replace(self.directory / "target.json", self.target.to_json())
+        self.write("source.json", self.source.to_json())
+        self.write("target.json", self.target.to_json())
         about = {"format": _FORMAT, "config": asdict(self.config), "text": asdict(self.origin)}
-        replace(self.directory / "config.json", json.dumps(about, indent=2) + "\n")
+        self.write("config.json", json.dumps(about, indent=2) + "\n")
+
+    def path(self, name: str) -> Path:
+        """The path of a file or folder of the run.
+
+        Raises:
+            ValueError: it leads elsewhere, as a link does.
+        """
+        return inside(self.directory, name)
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file of the run.
+
+        Raises:
+            Unwritten: the system refuses it.
+        """
+        replace(self.path(name), text)
 
     def check_same(self, other: "Run") -> None:
         """Makes sure that another run has the configuration and the text of this one.
@@ -135,11 +163,11 @@ class Run:
         Raises:
             Unwritten: the system refuses it.
         """
-        append(self.directory / "metrics.jsonl", json_line(record))
+        append(self.path("metrics.jsonl"), json_line(record))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The records reported so far, without a last line cut short."""
-        path = self.directory / "metrics.jsonl"
+        path = self.path("metrics.jsonl")
         lines = path.read_text("utf-8").split("\n") if path.exists() else [""]
         return [_record(line, f"{path}:{at}") for at, line in enumerate(lines[:-1], start=1)]
 
@@ -147,7 +175,7 @@ class Run:
         """Drops the records of steps that will be made again, and a last line cut short."""
         kept = [record for record in self.metrics() if record["step"] <= step]
         lines = "".join(json_line(record) + "\n" for record in kept)
-        replace(self.directory / "metrics.jsonl", lines)
+        self.write("metrics.jsonl", lines)
 
     # ------------------------------------------------------------------------------ checkpoints
 
@@ -155,7 +183,8 @@ class Run:
         """The steps of which there are checkpoints, in order."""
         if not self._checkpoints.is_dir():
             return []
-        return sorted(int(path.name) for path in self._checkpoints.iterdir() if path.name.isdigit())
+        names = [path.name for path in self._checkpoints.iterdir()]
+        return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint was ever finished, however damaged it may be now: where there are
@@ -209,11 +238,16 @@ class Run:
 
         Raises:
             FileNotFoundError, ValueError: as `restore`.
+            Failure: some parameter is no finite number.
         """
         best = self._best_step()
         preferred = sorted(self.steps(), key=lambda step: (step == best, step), reverse=True)
         steps = self._whole(preferred, self.config.averaged_checkpoints)
-        return _mean([self._read(step, like, "params/") for step in steps]), sorted(steps)
+        params = _mean([self._read(step, like, "params/") for step in steps])
+        for name, array in params.items():
+            if not np.all(np.isfinite(array)):
+                raise Failure(f"{self.directory}: parameters are not finite, such as {name}")
+        return params, sorted(steps)
 
     def last_whole_step(self) -> int | None:
         """The step of the latest checkpoint that is whole."""
@@ -252,14 +286,10 @@ class Run:
 
     @property
     def _checkpoints(self) -> Path:
-        return (self.directory / "checkpoints").resolve()
-
-    @property
-    def _digests(self) -> Path:
-        return self.directory / "digests"
+        return self.path("checkpoints").resolve()
 
     def _digest(self, step: int) -> Path:
-        return self._digests / f"{step}.json"
+        return self.path(f"digests/{step}.json")
 
     def _has_digests(self, step: int) -> bool:
         """Whether the files of a checkpoint are those that were written."""
@@ -277,22 +307,29 @@ class Run:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether there is a run in this directory."""
+    """Whether there is a run in this directory.
+
+    Raises:
+        ValueError: its configuration is a link, a pipe or a device.
+    """
+    path = inside(directory, "config.json")
     try:
-        about = _read_json(directory / "config.json")
+        about = _read_json(path)
     except (OSError, ValueError):
         return False
     return isinstance(about, dict) and about.get("format") == _FORMAT
 
 
 def check_is_run(directory: Path) -> None:
-    """Makes sure that there is a run in this directory.
+    """Makes sure that there is a run in this directory, and nothing that leads elsewhere.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no run.
+        ValueError: there are links, pipes or devices.
     """
     if not is_run(directory):
         raise FileNotFoundError(f"run: expected a run's directory, found none at {directory}")
+    check_plain(directory)
 
 
 def is_vacant(directory: Path) -> bool:
@@ -441,7 +478,12 @@ def _kind(array: Any) -> str:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """The SHA-256 of each file, by its path in the directory."""
+    """The SHA-256 of each file, by its path in the directory.
+
+    Raises:
+        ValueError: there is something else than files and folders.
+    """
+    check_plain(directory)
     return {
         str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(directory.rglob("*"))
@@ -451,7 +493,7 @@ def _digests(directory: Path) -> dict[str, str]:
 
 def _record(line: str, place: str) -> dict[str, Any]:
     try:
-        record = _parsed(line)
+        record = parsed(line)
     except ValueError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
@@ -460,14 +502,7 @@ def _record(line: str, place: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    return _parsed(path.read_text("utf-8"))
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("expected JSON, but it is nested too deeply") from None
+    return parsed(path.read_text("utf-8"))
 
 
 def _origin(about: Any, path: Path) -> TextOrigin:

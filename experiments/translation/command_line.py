@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from experiments import bounds
 from experiments.names import nearest
 from experiments.translation.data import MOST_UNPACKED
 from experiments.translation.decoding import Search
@@ -128,7 +129,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 def _add_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-unpacked",
-        type=int,
+        type=bounds.whole(1, 2**50),
         default=MOST_UNPACKED,
         metavar="BYTES",
         help=f"the most that a .gz file may hold ({MOST_UNPACKED})",

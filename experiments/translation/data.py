@@ -5,8 +5,9 @@ What the reader promises:
 - A file is bytes, decoded as strict UTF-8 whatever the platform's default is. A byte-order mark is
   removed. Invalid UTF-8 and NUL characters are errors that name file and line.
 - A `.gz` file may hold as many bytes of text as `most_unpacked` says, by default a gibibyte; a few
-  megabytes can unpack to any number. A line has at most a mebibyte. More of either is an error as
-  soon as it is met.
+  megabytes can unpack to any number. It may hold a line for every 32 of these bytes, as an empty
+  line takes memory too, and 65,536 in any case. A line has at most a mebibyte. More of either is an
+  error as soon as it is met.
 - A line ends at LF and nowhere else; one CR before the LF is dropped. U+2028, U+0085, VT, FS and a
   CR inside a line are ordinary white space, because splitting there would shift all pairs after it.
 - Two files of unequal length are an error. A pair with an empty side is dropped as a pair.
@@ -35,6 +36,8 @@ from experiments.translation.corpus import Pair
 LANGUAGES = ("de", "en")
 MOST_UNPACKED = 2**30  # bytes of text in a .gz file
 
+_BYTES_PER_LINE = 32
+_LINES_IN_ANY_CASE = 2**16
 _LONGEST_LINE = 2**20  # bytes, its end counted
 
 _UNSEEN = {"Cf", "Zs", "Zl", "Zp"}  # categories of what has no ink, such as a zero-width space
@@ -213,8 +216,10 @@ def lines_of(file: _Lines, name: str, *, most: float = math.inf) -> list[str]:
     """The lines of a text that is read from somewhere, by the rules at the head of this module.
 
     Raises:
-        ValueError: NUL, invalid UTF-8, a line that is too long, or more than `most` bytes.
+        ValueError: NUL, invalid UTF-8, a line that is too long, or more than `most` bytes or than
+            the lines that go with them.
     """
+    most_lines = max(most // _BYTES_PER_LINE, _LINES_IN_ANY_CASE)
     lines: list[str] = []
     read = 0
     while raw := file.readline(_LONGEST_LINE + 1):
@@ -223,6 +228,11 @@ def lines_of(file: _Lines, name: str, *, most: float = math.inf) -> list[str]:
             raise ValueError(
                 f"{name}: it unpacks to more than the limit of {most:,} bytes; "
                 "--max-unpacked BYTES raises it"
+            )
+        if len(lines) >= most_lines:
+            raise ValueError(
+                f"{name}: it unpacks to more than the limit of {most_lines:,} lines, one for "
+                f"{_BYTES_PER_LINE} bytes; --max-unpacked BYTES raises it"
             )
         lines.append(_decoded(raw, name, len(lines) + 1))
     return lines

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from experiments.ending import Failure, interruptible
 from experiments.translation import searches
-from experiments.translation.batches import Batches
+from experiments.translation.batches import MULTIPLE, Batches
 from experiments.translation.model import Model, Params
 from experiments.translation.searches import Hypotheses
 from experiments.translation.text import EncodedPairs, Ragged
@@ -128,12 +129,14 @@ def search_batch(
         model, params: the model.
         source, source_lengths: the batch; rows of length 0 are empty.
         keys: of the rows, `[B]`, where `search` draws.
-        length: the most tokens of a translation.
+        length: the most tokens of a translation; of a short sentence there are fewer, see
+            `longest_translation`.
         search: how to look for them; its seed is not read.
     """
     state = model.start(params, source, source_lengths, length, copies=search.rows)
     step = functools.partial(model.step, params)
     begin = step, state, source_lengths > 0, length
+    limits = longest_translation(source_lengths)
     if search.kind == "beam":
         return searches.beam(
             *begin,
@@ -141,13 +144,14 @@ def search_batch(
             n_best=search.n_best,
             length_penalty=search.length_penalty,
             reorder=model.reorder,
+            limits=limits,
         )
     if search.kind == "sample":
         assert keys is not None
         options = {name: getattr(search, name) for name in ("temperature", "top_k", "top_p")}
-        generated = searches.sample(*begin, keys, **options)
+        generated = searches.sample(*begin, keys, **options, limits=limits)
     else:
-        generated = searches.greedy(*begin)
+        generated = searches.greedy(*begin, limits=limits)
     log_probs = generated.log_probs[:, None]
     return Hypotheses(generated.ids[:, None], log_probs, log_probs)
 
@@ -176,8 +180,10 @@ def translations(
     """The `search.n_best` best translations of each row of source ids, best first.
 
     There are fewer where the model holds fewer sequences possible, and one without words of a row
-    without words. `report` is told of each batch
-    how many rows of source ids are done with it.
+    without words. `report` is told of each batch how many rows of source ids are done with it.
+
+    Raises:
+        Failure: the model gives no probabilities (NaN).
     """
     if not sources:
         return []
@@ -186,7 +192,7 @@ def translations(
     rows = max(_ROWS // search.rows, 1)
     batches = Batches(pairs, rows_per_batch=rows, max_shapes=model.config.max_shapes)
     same = dataclasses.replace(search, seed=0)  # another seed compiles nothing anew
-    for batch, indices in batches.in_order():
+    for batch, indices in interruptible(batches.in_order()):
         length = min(model.config.max_length, longest_translation(batch.source.shape[1]))
         keys = _keys(search.seed, indices) if search.kind == "sample" else None
         found = search_batch(
@@ -196,14 +202,16 @@ def translations(
             if index >= 0:
                 has_words = list(sources[index]) != [EOS]
                 results[index] = _translations(*row) if has_words else [_NOTHING]
+                _check_finite(results[index], index)
         report(int((indices >= 0).sum()))
     return results
 
 
-def longest_translation(source_width: int) -> int:
-    """How many tokens a translation may have, by the width of its batch: half as many again as the
-    source, and some to spare."""
-    return source_width + source_width // 2 + 8
+def longest_translation(source_length: Any) -> Any:
+    """The most tokens of a translation by those of its source, rounded up: half as many again, and
+    some to spare. A sentence has the same limit in every batch."""
+    rounded = -(-source_length // MULTIPLE) * MULTIPLE
+    return rounded + rounded // 2 + 8
 
 
 def _pairs(
@@ -227,6 +235,15 @@ def _translations(ids: np.ndarray, scores: np.ndarray, log_probs: np.ndarray) ->
         for row, score, log_prob in zip(ids, scores, log_probs, strict=True)
         if score != -np.inf
     ]
+
+
+def _check_finite(found: list[Translation], index: int) -> None:
+    """Raises Failure unless the model has given probabilities for a sentence."""
+    if not found or any(np.isnan(translation.log_prob) for translation in found):
+        raise Failure(
+            f"sentence {index + 1}: the model gives no probabilities (NaN); its training has "
+            "diverged, or its parameters are damaged"
+        )
 
 
 # ------------------------------------------------------------------------------------- alignments

@@ -12,6 +12,7 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from experiments.ending import Failure, interruptible
 from experiments.translation import data
 from experiments.translation.batches import Batches
 from experiments.translation.corpus import Pair
@@ -162,14 +163,20 @@ class Evaluator:
         )
 
     def token_loss(self, params: Params) -> float:
-        """Nats per target token."""
+        """Nats per target token.
+
+        Raises:
+            Failure: it is no number.
+        """
         total, tokens = 0.0, 0
         shapes = self._model.config.max_shapes
         batches = Batches(self._encoded, rows_per_batch=_ROWS, max_shapes=shapes)
-        for batch, _ in batches.in_order():
+        for batch, _ in interruptible(batches.in_order()):
             check_batch(batch, self._model)
             total += float(_total_loss(self._model, params, batch))
             tokens += int(batch.target_lengths.sum())
+        if math.isnan(total):
+            raise Failure("the loss is no number (NaN); the model's training has diverged")
         return total / tokens
 
     def _translate(self, params: Params, report: Callable[[int], object]) -> list[np.ndarray]:
@@ -187,12 +194,22 @@ class Evaluator:
 
 
 def bleu(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:
-    """BLEU of a corpus (Papineni et al. 2002, Post 2018), 0 to 100; `lower` ignores case."""
+    """BLEU of a corpus (Papineni et al. 2002, Post 2018), 0 to 100; `lower` ignores case.
+
+    Raises:
+        TypeError: a text in place of several.
+        ValueError: unequal numbers of translations and references, or none.
+    """
+    _check_aligned(translations, references)
     return BLEU(lowercase=lower).corpus_score(list(translations), [list(references)]).score
 
 
 def word_bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
-    """BLEU of a corpus of words, without smoothing: 0 where no four words in a row are right."""
+    """BLEU of a corpus of words, without smoothing: 0 where no four words in a row are right.
+
+    Raises TypeError and ValueError as `bleu`.
+    """
+    _check_aligned(translations, references)
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
     hypotheses, wanted = (
         [" ".join(words) for words in side] for side in (translations, references)
@@ -201,8 +218,26 @@ def word_bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequen
 
 
 def chrf(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:
-    """chrF2 of a corpus (Popovic 2015), 0 to 100; `lower` ignores case."""
+    """chrF2 of a corpus (Popovic 2015), 0 to 100; `lower` ignores case.
+
+    Raises TypeError and ValueError as `bleu`.
+    """
+    _check_aligned(translations, references)
     return CHRF(lowercase=lower).corpus_score(list(translations), [list(references)]).score
+
+
+def _check_aligned(translations: Sequence[Any], references: Sequence[Any]) -> None:
+    """Makes sure that there is a reference for each translation."""
+    for name, texts in (("translations", translations), ("references", references)):
+        if isinstance(texts, str):
+            raise TypeError(f"{name}: expected several texts, got the text {texts!r:.40}")
+    if len(translations) != len(references):
+        raise ValueError(
+            f"references: expected {len(translations)}, one for each translation, "
+            f"got {len(references)}"
+        )
+    if not translations:
+        raise ValueError("translations: expected at least one, got none")
 
 
 def table(name: str, scores: Scores) -> str:

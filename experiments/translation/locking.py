@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from experiments.files import writing
+from experiments.files import inside, open_in_place, writing
 
 
 if sys.platform != "win32":
@@ -31,12 +31,16 @@ def locked(directory: Path) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process has it; the message says which.
+        ValueError: there is a link, a pipe or a device in the lock's place.
+        Unwritten: the system refuses to write it.
     """
-    path = directory / NAME
+    path = inside(directory, NAME)
     with contextlib.ExitStack() as held:
         with writing(path):
             directory.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(path.open("a+b"))
+            file = held.enter_context(
+                os.fdopen(open_in_place(path, os.O_RDWR | os.O_APPEND), "a+b")
+            )
         _acquire(file, directory)
         with writing(path):
             file.truncate(0)

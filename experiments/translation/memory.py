@@ -1,6 +1,9 @@
-"""What the process does with memory that it has freed."""
+"""Whether a model fits into memory, and what the process does with memory that it has freed."""
 
 import ctypes
+import os
+
+import jax
 
 
 # Of glibc's malloc.h
@@ -9,6 +12,24 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 _MADV_HUGEPAGE = 14
 _LARGE_PAGE = 2**21
 _HEAP = 2**30  # bytes; addresses only, until they are used
+
+
+def check_fits(parameters: int) -> None:
+    """Makes sure that the machine's memory holds a model that is trained on it: its parameters,
+    their gradients, and two numbers of the optimiser's for each.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = 4 * 4 * parameters
+    if needed > there:
+        raise ValueError(
+            f"a model of {parameters:,} parameters takes at least {needed / 1e9:,.0f} GB to train, "
+            f"and there are {there / 1e9:,.0f} GB"
+        )
 
 
 def keep_freed_memory() -> bool:

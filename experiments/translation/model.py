@@ -6,6 +6,7 @@ The Flax module is taken apart once. Its parameters are a flat dict from name to
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,6 +67,11 @@ class Model:
             _name(path): jax.ShapeDtypeStruct(variable.shape, variable.dtype)
             for path, variable in self._parts[1]
         }
+
+    @property
+    def size(self) -> int:
+        """How many numbers the parameters are."""
+        return sum(math.prod(shape.shape) for shape in self.shapes.values())
 
     @property
     def axes(self) -> dict[str, tuple[str | None, ...]]:

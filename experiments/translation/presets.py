@@ -23,7 +23,20 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from experiments.settings import CHECKED, Count, Limit, Rate, Settings, Share, Whole
+from experiments.settings import (
+    CHECKED,
+    Count,
+    Few,
+    Layers,
+    Length,
+    Limit,
+    Rate,
+    Seed,
+    Settings,
+    Share,
+    Whole,
+    Width,
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -89,35 +102,35 @@ class Config(Settings):
             those of the run. 1 takes the last alone.
     """
 
-    seed: Whole = 0
+    seed: Seed = 0
 
     architecture: Literal["transformer", "rnnsearch"] = "transformer"
-    features: Count = 512
-    hidden: Count = 512
-    num_heads: Count = 8
-    feed_forward: Count = 2048
-    encoder_layers: Count = 6
-    decoder_layers: Count = 6
+    features: Width = 512
+    hidden: Width = 512
+    num_heads: Width = 8
+    feed_forward: Width = 2048
+    encoder_layers: Layers = 6
+    decoder_layers: Layers = 6
     norm: Literal["pre", "post"] = "post"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     rotary: bool = False
     embedding_init: Literal["normal", "glorot"] = "normal"
     tie_embeddings: bool = False
-    max_length: Count = 100
+    max_length: Length = 100
     dropout_rate: Share = 0.1
     dtype: Literal["float32", "bfloat16"] = "float32"
 
-    sentences: Count = 100_000
-    held_out: Count = 1000
+    sentences: Annotated[int, Field(ge=1, le=10**6)] = 100_000
+    held_out: Annotated[int, Field(ge=1, le=10**5)] = 1000
     tokenizer: Literal["words", "bpe"] = "words"
-    vocabulary_size: Annotated[int, Field(gt=4)] = 8000
+    vocabulary_size: Annotated[int, Field(gt=4, le=2**22)] = 8000
     joint_vocabulary: bool = False
     lower: bool = True
     minimum_count: Count = 1
     tokens_per_batch: Whole = 0
     rows_per_batch: Whole = 0
-    max_shapes: Count = 4
-    packed_width: Whole = 0
+    max_shapes: Few = 4
+    packed_width: Annotated[int, Field(ge=0, le=2**16)] = 0
     accumulation_steps: Count = 1
 
     epochs: Whole = 0
@@ -133,7 +146,7 @@ class Config(Settings):
     report_every: Count = 50
     checkpoint_every: Count = 500
     patience: Whole = 0
-    averaged_checkpoints: Count = 1
+    averaged_checkpoints: Few = 1
 
     def __post_init__(self) -> None:
         for one, other in (("epochs", "steps"), ("tokens_per_batch", "rows_per_batch")):

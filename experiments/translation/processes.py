@@ -10,7 +10,10 @@ import contextlib
 import hashlib
 import io
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,12 +22,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments.ending import Failure
+from experiments.ending import Failure, interrupted
 from experiments.watching import ADVICE, start_watching
 
 
 _HEARTBEAT = 60  # seconds without a sign of life after which a process counts as lost
 _PATIENCE = 300  # seconds that processes wait for each other at the beginning and at the end
+_GRACE = 2  # seconds that Python has to act on a signal
+_MOST_PROCESSES = 2**16
+_LAST_PORT = 2**16 - 1
+
+_advice = ""  # what to tell people should this process end early
 
 # What JAX says where another process is gone while they exchange something.
 _SIGNS = ("gloo", "nccl", "unavailable", "connection", "deadline", "aborted", "peer")
@@ -47,8 +55,12 @@ def check_options(options: argparse.Namespace) -> None:
     if missing:
         raise ValueError(f"expected --coordinator, --processes and --process, not {missing[0]}")
     host, _, port = options.coordinator.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not (port.isascii() and port.isdecimal()):
         raise ValueError(f"--coordinator: expected HOST:PORT, got {options.coordinator!r}")
+    if not 0 < int(port[:6]) <= _LAST_PORT:
+        raise ValueError(f"--coordinator: expected a port in 1..{_LAST_PORT}, got {port:.20}")
+    if not 0 < options.processes <= _MOST_PROCESSES:
+        raise ValueError(f"--processes: expected 1..{_MOST_PROCESSES}, got {options.processes}")
     if not 0 <= options.process < options.processes:
         raise ValueError(
             f"--process: expected 0 <= it < {options.processes}, the number of processes, "
@@ -77,11 +89,39 @@ def watched(options: argparse.Namespace) -> Iterator[None]:
             os.dup2(pipe.fileno(), number)
             held.callback(os.dup2, own.fileno(), number)
         held.callback(pipe.close)
+        held.enter_context(_ended_by_signals())
         yield
 
 
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """While it lasts, SIGINT and SIGTERM end the process also where their handlers cannot run,
+    because the main thread waits for other processes in C++."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        with os.fdopen(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] in (signal.SIGINT, signal.SIGTERM):
+                    time.sleep(_GRACE)
+                    print(interrupted(_advice), file=sys.stderr, flush=True)
+                    leave(128 + number[0])
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
 def advise(text: str) -> None:
-    """Says what to tell people should this process end because another one is lost."""
+    """Says what to tell people should this process end because of a signal, or because another one
+    is lost."""
+    global _advice  # noqa: PLW0603
+    _advice = text
     if jax.process_count() > 1:
         os.write(2, ADVICE + text.encode() + b"\n")
 

@@ -1,6 +1,5 @@
 """What is told of a run while it is trained and when it is done: in words, in JSON, in pictures."""
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -31,7 +30,7 @@ def tell_of_text(console: Console, read: Sequence[ReadReport], encoded: EncodeRe
 
 def announce(console: Console, run: Run, model: Model, loop: Loop) -> None:
     """What will be trained, and how long."""
-    parameters = sum(math.prod(shape.shape) for shape in model.shapes.values())
+    parameters = model.size
     shapes = ", ".join(f"{rows} x ({source}, {target})" for rows, source, target in loop.shapes)
     print(
         f"{run.directory}: vocabularies of {model.source_size:,} and {model.target_size:,} tokens, "
@@ -124,7 +123,7 @@ def used(steps: Sequence[int]) -> str:
 
 def draw_curves(run: Run) -> list[Path]:
     """Draws loss and BLEU of a run over its steps, and returns the files."""
-    folder = run.directory / "pictures"
+    folder = run.path("pictures")
     files = [folder / "loss.png", folder / "bleu.png"]
     pictures.draw_losses(run.metrics(), files[0])
     pictures.draw_bleu(run.metrics(), files[1])

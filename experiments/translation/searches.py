@@ -12,7 +12,6 @@ other tokens among themselves. Of equally likely tokens the one of lower id come
 Letters: B sentences, K beams, R rows of the state (B, or B·K with a beam), V tokens.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,6 +28,8 @@ from jattn.generation import sample_tokens
 Step = Callable[[Any, Array], tuple[Array, Any]]
 Reorder = Callable[[Any, Array], Any]
 
+_MOST_BEAMS = 1000
+_MOST_PENALTY = 8  # the greatest whose powers of lengths up to 2^16 fit float32
 _ABSENT = -jnp.inf  # the log probability and the score of what there is not
 
 
@@ -62,7 +63,9 @@ class Hypotheses(NamedTuple):
 # ------------------------------------------------------------------------------ token after token
 
 
-def greedy(step: Step, state: Any, active: Array, length: int) -> Sequences:
+def greedy(
+    step: Step, state: Any, active: Array, length: int, *, limits: Array | None = None
+) -> Sequences:
     """The likeliest token after each other one.
 
     Args:
@@ -70,11 +73,17 @@ def greedy(step: Step, state: Any, active: Array, length: int) -> Sequences:
         state: what `step` is first called with; it has B rows.
         active: which rows have a sentence, bool `[B]`; the others stay `<pad>`.
         length: the most tokens of a sequence, `<eos>` counted.
+        limits: the most tokens of each row's sequence, int32 `[B]`, at most `length`; by default
+            `length`.
 
     Raises:
         ValueError: `length` below 1.
     """
-    return _each_token(step, state, active, length, lambda logits, _: jnp.argmax(logits, axis=-1))
+
+    def likeliest(logits: Array, _: Array) -> Array:
+        return jnp.argmax(logits, axis=-1)
+
+    return _each_token(step, state, active, length, likeliest, limits)
 
 
 def sample(
@@ -87,6 +96,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    limits: Array | None = None,
 ) -> Sequences:
     """Draws each token by its probability, which the options sharpen in this order.
 
@@ -100,13 +110,14 @@ def sample(
         top_k: draw from this many of the likeliest tokens.
         top_p: draw from the nucleus: as few of the likeliest tokens as together have at least
             this probability (Holtzman et al. 2020).
+        limits: as in `greedy`.
 
     Raises:
         ValueError: an option out of its range, or `length` below 1.
     """
     check_sampling(temperature, top_k, top_p)
     if temperature < np.finfo(np.float32).tiny:
-        return greedy(step, state, active, length)
+        return greedy(step, state, active, length, limits=limits)
     rows = jnp.arange(active.shape[0])
     keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
@@ -114,7 +125,7 @@ def sample(
         here = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
         return sample_tokens(here, logits, temperature, top_k, top_p)
 
-    return _each_token(step, state, active, length, drawn)
+    return _each_token(step, state, active, length, drawn, limits)
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -133,14 +144,15 @@ def _each_token(
     active: Array,
     length: int,
     choose: Callable[[Array, Array], Array],
+    limits: Array | None,
 ) -> Sequences:
     """Generates what `choose` takes from the logits `[B, V]` of each position, a token per row."""
     _check_counts(length=length)
     rows = active.shape[0]
+    limits = _row_limits(limits, rows, length)
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
-        position, _, active, *_ = carry
-        return (position < length) & jnp.any(active)
+        return jnp.any(carry[2])
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, tokens, active, generated, state = carry
@@ -153,7 +165,8 @@ def _each_token(
             generated.ids.at[:, position].set(tokens),
             generated.log_probs + jnp.where(active, log_probs[:, 0], 0),
         )
-        return position + 1, tokens, active & (tokens != EOS), generated, state
+        active = active & (tokens != EOS) & (position + 1 < limits)
+        return position + 1, tokens, active, generated, state
 
     nothing = Sequences(jnp.full((rows, length), PAD, jnp.int32), jnp.zeros((rows,), jnp.float32))
     first = jnp.full((rows,), BOS, jnp.int32)
@@ -193,6 +206,7 @@ def beam(
     n_best: int = 1,
     length_penalty: float = 0.6,
     reorder: Reorder,
+    limits: Array | None = None,
 ) -> Hypotheses:
     """The best hypotheses that a beam meets, by log probability over a penalty of their length.
 
@@ -200,7 +214,7 @@ def beam(
     finished hypotheses, of which the best are kept, and the first K others are the next beams; so
     the beam is never narrower than K. A sentence is done when none of its beams could still become
     better than the worst hypothesis kept; what the best is does therefore not depend on `n_best`.
-    Beams that are there after the last position count as hypotheses without `<eos>`.
+    Beams that are there after a sentence's last position count as hypotheses without `<eos>`.
 
     One beam is the greedy search, which ends at the first `<eos>`, and finds one hypothesis.
 
@@ -211,8 +225,9 @@ def beam(
         length: the most tokens of a hypothesis, `<eos>` counted.
         beams: K.
         n_best: N, the number of hypotheses that come back.
-        length_penalty: α of `penalty`; 0 for none.
+        length_penalty: α of `_penalties`; 0 for none.
         reorder: `reorder(state, rows [B·K])` gives the state of these rows.
+        limits: the most tokens of each sentence's hypotheses, as in `greedy`.
 
     Raises:
         ValueError: a number out of its range.
@@ -221,46 +236,57 @@ def beam(
     _check_counts(length=length)
     sentences = active.shape[0]
     if beams == 1:
-        generated = _scored(greedy(step, state, active, length), active, length_penalty)
+        generated = greedy(step, state, active, length, limits=limits)
+        generated = _scored(generated, active, length_penalty)
         return _best(n_best, generated, _no_hypotheses(sentences, n_best, length))
-    divisor = functools.partial(penalty, alpha=length_penalty)
+    penalties = _penalties(length + 1, length_penalty)
     pool = max(beams, n_best)
+    limits = _row_limits(limits, sentences, length)[:, None]
     first_rows = beams * jnp.arange(sentences, dtype=jnp.int32)[:, None]
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
-        position, alive, *_ = carry
-        return (position < length) & jnp.any(alive.log_probs > _ABSENT)
+        return jnp.any(carry[1].log_probs > _ABSENT)
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, alive, finished, state = carry
         logits, state = step(state, alive.tokens.reshape(-1))
         parents, longer = _expanded(alive, logits, position)
-        finished = _best(pool, finished, _finished(longer, divisor(position + 1)))
+        finished = _best(pool, finished, _finished(longer, penalties[position + 1]))
         kept, alive = _next_beams(longer, beams)
         state = reorder(state, (first_rows + _gathered(parents, kept)).reshape(-1))
+        at_limit = position + 1 >= limits
+        finished = _best(pool, finished, _cut(at_limit, alive, penalties[limits]))
         # A log probability only falls, so this is the most that the likeliest beam can come to.
-        reachable = alive.log_probs[:, :1] / jnp.maximum(divisor(length), divisor(position + 2))
-        alive = _still_open(reachable > finished.scores[:, -1:], alive)
+        reachable = alive.log_probs[:, :1] / jnp.maximum(penalties[limits], penalties[position + 2])
+        alive = _still_open(~at_limit & (reachable > finished.scores[:, -1:]), alive)
         return position + 1, alive, finished, state
 
     nothing = _no_hypotheses(sentences, pool, length)
     start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), nothing, state)
-    _, alive, finished, _ = jax.lax.while_loop(unfinished, advance, start)
-    cut = Hypotheses(alive.ids, alive.log_probs / divisor(length), alive.log_probs)
-    return _best(n_best, finished, cut)
+    return _best(n_best, jax.lax.while_loop(unfinished, advance, start)[2])
 
 
 def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
     """Raises ValueError for an option that `beam` does not take."""
     _check_counts(beams=beams, n_best=n_best)
+    if beams > _MOST_BEAMS:
+        raise ValueError(f"beams: expected at most {_MOST_BEAMS}, got {beams}")
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty: expected a finite number, got {length_penalty!r}")
+    if abs(length_penalty) > _MOST_PENALTY:
+        raise ValueError(
+            f"length_penalty: expected -{_MOST_PENALTY}..{_MOST_PENALTY}, got {length_penalty!r}"
+        )
 
 
-def penalty(length: Any, alpha: float) -> Array:
-    """What the log probability of so many tokens is divided by: ((5 + length) / 6)^α, float32
-    (Wu et al. 2016, equation 14)."""
-    return ((5 + jnp.asarray(length, jnp.float32)) / 6) ** alpha
+def _penalties(most: int, alpha: float) -> Array:
+    """What the log probability of 0..`most` tokens is divided by: ((5 + length) / 6)^α, float32
+    `[most + 1]` (Wu et al. 2016, equation 14).
+
+    NumPy computes them, because the last digit of XLA's powers depends on how many there are, and
+    so a sentence's score would depend on the others.
+    """
+    return jnp.asarray(((5 + np.arange(most + 1)) / 6) ** alpha, jnp.float32)
 
 
 def _first_beams(active: Array, beams: int, length: int) -> _Beams:
@@ -295,6 +321,12 @@ def _finished(longer: _Beams, divisor: Array) -> Hypotheses:
     return Hypotheses(longer.ids, log_probs / divisor, log_probs)
 
 
+def _cut(at_limit: Array, alive: _Beams, divisor: Array) -> Hypotheses:
+    """The beams of sentences at their limit `[B, 1]` as hypotheses; the others are not there."""
+    log_probs = jnp.where(at_limit, alive.log_probs, _ABSENT)
+    return Hypotheses(alive.ids, log_probs / divisor, log_probs)
+
+
 def _next_beams(longer: _Beams, beams: int) -> tuple[Array, _Beams]:
     """The likeliest continuations that do not end, and their indices among all `[B, K]`."""
     log_probs = jnp.where(longer.tokens == EOS, _ABSENT, longer.log_probs)
@@ -327,13 +359,21 @@ def _gathered(array: Array, indices: Array) -> Array:
 def _scored(generated: Sequences, active: Array, alpha: float) -> Hypotheses:
     """One hypothesis for each sentence that there is."""
     log_probs = jnp.where(active, generated.log_probs, _ABSENT)
-    scores = log_probs / penalty(jnp.sum(generated.ids != PAD, axis=-1), alpha)
+    penalties = _penalties(generated.ids.shape[1], alpha)
+    scores = log_probs / penalties[jnp.sum(generated.ids != PAD, axis=-1)]
     return Hypotheses(generated.ids[:, None], scores[:, None], log_probs[:, None])
 
 
 def _no_hypotheses(sentences: int, count: int, length: int) -> Hypotheses:
     absent = jnp.full((sentences, count), _ABSENT, jnp.float32)
     return Hypotheses(jnp.full((sentences, count, length), PAD, jnp.int32), absent, absent)
+
+
+def _row_limits(limits: Array | None, rows: int, length: int) -> Array:
+    """The most tokens of each row, int32 `[rows]`; `length` where no limits are given."""
+    if limits is None:
+        return jnp.full(rows, length, jnp.int32)
+    return jnp.minimum(jnp.asarray(limits, jnp.int32), length)
 
 
 def _check_counts(**counts: int) -> None:

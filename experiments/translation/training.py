@@ -20,7 +20,7 @@ import optax
 from jax import Array
 from tqdm import tqdm
 
-from experiments.ending import Failure
+from experiments.ending import Failure, interruptible
 from experiments.translation import corpus, data
 from experiments.translation.batches import (
     AnyBatch,
@@ -38,6 +38,8 @@ from experiments.translation.presets import Config
 from experiments.translation.text import EncodedPairs
 from experiments.translation.vocabulary import check_ids
 
+
+_MOST_STEPS = 2**31 - 1  # they are counted in int32
 
 # ------------------------------------------------------------------------------------------- text
 
@@ -101,9 +103,14 @@ def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
         "row_multiple": config.accumulation_steps,
         "seed": config.seed,
     }
+    batches: Epochs
     if config.packed_width:
-        return PackedBatches(pairs, width=config.packed_width, **sizes)
-    return Batches(pairs, max_shapes=config.max_shapes, **sizes)
+        batches = PackedBatches(pairs, width=config.packed_width, **sizes)
+    else:
+        batches = Batches(pairs, max_shapes=config.max_shapes, **sizes)
+    if (steps := total_steps(config, batches)) > _MOST_STEPS:
+        raise ValueError(f"epochs: expected at most {_MOST_STEPS} steps in all, got {steps}")
+    return batches
 
 
 # ------------------------------------------------------------------------------------------- loss
@@ -339,7 +346,7 @@ class Loop:
         rate = learning_rate(self.config, last)
         with progress(last, unit="step", initial=first) as bar:
             window = _Window(first)
-            for number, batch in self._batches(first, last):
+            for number, batch in interruptible(self._batches(first, last)):
                 self.check(batch)
                 state, metrics = self.step(state, self.put_on_devices(batch))
                 window.add(batch, metrics)

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.ending import Failure, UserError, exit_status
+from experiments.ending import Failure, UserError, exit_status, interruptible
 from experiments.files import replace
 from experiments.walkthrough import page
 from experiments.walkthrough.running import Result, run
@@ -70,7 +70,7 @@ def command(given: argparse.Namespace) -> None:
             print(f"{number:2}  {step.name:24}{step.title}")
         return
     steps = chosen(given.steps)
-    results = [told(step, STEPS.index(step) + 1) for step in steps]
+    results = [told(step, STEPS.index(step) + 1) for step in interruptible(steps)]
     if not given.steps:
         path = given.out / "index.html"
         replace(path, page.written(results))

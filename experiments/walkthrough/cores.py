@@ -30,8 +30,11 @@ def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
     source.write_text(LOOPS)
     options = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", str(library)]
     try:
-        subprocess.run([*compiler.split(), *options, str(source)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
+        command = [*compiler.split(), *options, str(source)]
+        # To no pipe, which a process that the compiler leaves behind would keep open.
+        nobody = subprocess.DEVNULL
+        subprocess.run(command, check=True, stdout=nobody, stderr=nobody, timeout=60)
+    except (OSError, subprocess.SubprocessError):
         return None
     # Threads that wait shall sleep: otherwise they take a core from the thread they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

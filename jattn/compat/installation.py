@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jattn.attention import explain
-from jattn.compat.jax_attention import dot_product_attention, rules_of
+from jattn.attention import IMPLEMENTATIONS, explain
+from jattn.checks import check_choice
+from jattn.compat.jax_attention import computed, dot_product_attention, rules_of
 
 
 class Ran(NamedTuple):
@@ -33,44 +34,53 @@ class Ran(NamedTuple):
 
 
 _original: list[Any] = []  # jax.nn's function while ours stands in its place
+_xla: list[str | None] = [None]  # what runs calls that ask for "xla"
 _ran: dict[Any, tuple[int, str]] = {}
 
 
 @functools.wraps(dot_product_attention)
-def _recorded(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **named: Any):
-    found = dot_product_attention(query, key, value, bias, mask, **named)
-    given = {"bias": bias, "mask": mask, **named}
+def _recorded(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    return_residual: bool = False,
+    **named: Any,
+) -> Any:
+    rules = rules_of(query, key, value, bias, mask, **named)
+    if named.get("implementation") == "xla":
+        rules["implementation"] = _xla[0]
+    result = computed(rules, np.shape(query), scale=scale, return_residual=return_residual)
+    given = {"bias": bias, "mask": mask, "scale": scale, "return_residual": return_residual}
     about = tuple(
         f"{name}={x}" if isinstance(x, int | str | tuple) else name
-        for name, x in given.items()
+        for name, x in {**given, **named}.items()
         if x is not None and x is not False
     )
-    kind = (
-        np.shape(query),
-        np.shape(key),
-        str(found[0].dtype if isinstance(found, tuple) else found.dtype),
-        about,
-    )
+    dtype = str(rules["query"].dtype)
+    kind = (np.shape(query), np.shape(key), dtype, about, rules["implementation"])
     if kind not in _ran:
-        _ran[kind] = 0, _implementation(query, key, value, bias, mask, **named)
+        # Where its arrays lie or, while tracing, where JAX puts them.
+        _ran[kind] = 0, rules["implementation"] or explain(**rules).runs
     calls, implementation = _ran[kind]
     _ran[kind] = calls + 1, implementation
-    return found
+    return result
 
 
-def _implementation(query: Any, key: Any, value: Any, bias: Any, mask: Any, **named: Any) -> str:
-    """The kernel that runs a call where its arrays lie or, while tracing, where JAX puts them."""
-    own = ("is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
-    options = {name: named.get(name) for name in (*own, "implementation")}
-    rules = rules_of(
-        query, key, value, bias, mask, **{**options, "is_causal": bool(options["is_causal"])}
-    )
-    return rules["implementation"] or explain(**rules).runs
-
-
-def install() -> None:
+def install(*, xla: str | None = None) -> None:
     """Puts `dot_product_attention` in place of `jax.nn.dot_product_attention`, and begins a new
-    report. Does nothing where it stands there already."""
+    report. Where it stands there already, only `xla` changes.
+
+    `xla` is the implementation that runs calls with `implementation="xla"`, as Keras makes them;
+    by default the first that can.
+
+    Raises ValueError for an implementation that there is not.
+    """
+    check_choice("xla", xla, (None, *IMPLEMENTATIONS))
+    _xla[0] = xla
     if not _original:
         _ran.clear()
         _original.append(jax.nn.dot_product_attention)
@@ -84,14 +94,15 @@ def uninstall() -> None:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """A context in which `jax.nn.dot_product_attention` is ours."""
-    before = bool(_original)
-    install()
+def installed(*, xla: str | None = None) -> Iterator[None]:
+    """A context in which `jax.nn.dot_product_attention` is ours; `xla` as in `install`."""
+    was_installed, former_xla = bool(_original), _xla[0]
+    install(xla=xla)
     try:
         yield
     finally:
-        if not before:
+        _xla[0] = former_xla
+        if not was_installed:
             uninstall()
 
 
@@ -101,4 +112,4 @@ def report() -> list[Ran]:
     A call within a `jit` that is compiled counts once, when it is traced.
     """
     rows = _ran.items()
-    return [Ran(calls, q, k, dtype, about, name) for (q, k, dtype, about), (calls, name) in rows]
+    return [Ran(calls, q, k, dtype, about, name) for (q, k, dtype, about, _), (calls, name) in rows]

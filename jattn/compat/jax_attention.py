@@ -13,8 +13,8 @@ from jattn.attention import attention
 from jattn.masks import Mask
 
 
-IMPLEMENTATIONS = {None: None, "xla": "blockwise", "cudnn": "cudnn"}
-"""What jax.nn's names stand for here."""
+IMPLEMENTATIONS = {None: None, "xla": None, "cudnn": "cudnn"}
+"""What jax.nn's names stand for here. "xla" is what jax.nn has everywhere, and so means any."""
 
 
 @may_be_minus_infinity(1)
@@ -47,8 +47,7 @@ def dot_product_attention(
             masked.
         local_window_size: keys before and after a query's place that it attends to, inclusive; one
             integer for both.
-        implementation: "xla" is our "blockwise", "cudnn" our "cudnn"; None takes the first that can
-            run the call.
+        implementation: "cudnn" is our "cudnn"; None and "xla" take the first that can run the call.
         return_residual: also return the log of the denominator, as a constant.
 
     Returns:
@@ -76,7 +75,13 @@ def dot_product_attention(
         local_window_size=local_window_size,
         implementation=implementation,
     )
-    shape = np.shape(query)
+    return computed(rules, np.shape(query), scale=scale, return_residual=return_residual)
+
+
+def computed(
+    rules: dict[str, Any], shape: tuple[int, ...], *, scale: Any, return_residual: bool
+) -> Any:
+    """What `dot_product_attention` returns for a query of a shape and the `rules_of` its call."""
     if not return_residual:
         return attention(**rules, scale=scale).reshape(shape)
     out, lse = attention(**rules, scale=scale, return_lse=True)
@@ -91,11 +96,11 @@ def rules_of(
     bias: Any,
     mask: Any,
     *,
-    is_causal: bool,
-    query_seq_lengths: Any,
-    key_value_seq_lengths: Any,
-    local_window_size: Any,
-    implementation: Any,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    implementation: Any = None,
 ) -> dict[str, Any]:
     """The arguments of `attention` that mean the same. Raises ValueError."""
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:

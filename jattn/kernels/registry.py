@@ -241,18 +241,27 @@ def decoder(
 
 
 def _first_that_can(
-    names: Sequence[str], shapes: Shapes, named: bool, platform: str
+    names: Sequence[str],
+    shapes: Shapes,
+    named: bool,
+    platform: str,
+    piece: tuple[Spec, Shapes] | None = None,
 ) -> AttentionVJP:
-    """The functions of the first kernel that can run on this platform and machine."""
+    """The functions of the first kernel that can run on this platform and machine, and compute a
+    piece of the call if there is one."""
     for place, name in enumerate(names):
         row = KERNELS[name]
         reason = _elsewhere(row, platform, named=named) or row.unavailable(shapes, named)
+        reason = reason or (row.kernel.supports(*piece) if piece else None)
         if named:
             refuse(name, reason)
         if not reason:
             others = () if named else names[place + 1 :]
             otherwise = functools.partial(_otherwise, name, others, shapes, platform)
-            return row.kernel.functions(platform).or_else(otherwise)
+            functions = row.kernel.functions(platform).or_else(otherwise)
+            return functions._replace(
+                of_piece=lambda *piece: _first_that_can(names, shapes, named, platform, piece)
+            )
     raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
 
 

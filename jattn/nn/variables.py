@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn.masks import Predicate
 from jattn.nn.layers import sharded
 from jattn.nn.module import Module
-from jattn.scores import ScoreFunction, as_score
+from jattn.scores import Score, ScoreFunction, as_score
 
 
 class Constant(nnx.Variable):
@@ -31,7 +32,21 @@ class PytreeVariables(Module):
         )
 
     def __call__(self) -> Any:
+        return self.held_tree()
+
+    def held_tree(self) -> Any:
+        """The pytree. By this name it is found where the module stands for it, as in
+        `attention(..., mask=layer.mask)`."""
         return jax.tree.unflatten(self.structure, [array[...] for array in self.arrays])
+
+
+def lasting_functions(module: Any) -> tuple[Any, ...]:
+    """Returns the functions in masks and scores of a module, as they are now: a key of programs
+    that are compiled for the module."""
+    parts = [x() for _, x in nnx.iter_modules(module) if isinstance(x, PytreeVariables)]
+    leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Predicate | Score))
+    masks = [x.lasting().fn for x in leaves if isinstance(x, Predicate)]
+    return (*masks, *(x.lasting(jnp.float32).fn for x in leaves if isinstance(x, Score)))
 
 
 class LearnedScore(PytreeVariables):

@@ -5,7 +5,6 @@ mesh. Both check their arguments and hand a spec to one of the schemes.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
@@ -27,7 +26,15 @@ from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.scores import ScoreFunction
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+from jattn.spec import (
+    Shapes,
+    Spec,
+    check_shapes,
+    compiled,
+    make_spec,
+    nan_if_overflowed,
+    prepare,
+)
 
 
 SCHEMES: dict[str, Callable[..., tuple[Array, Array]]] = {
@@ -364,7 +371,7 @@ def _along(letters: str, axes: Axes) -> dict[str, Any]:
     return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "cut", "shapes"))
+@compiled("mesh", "cut", "shapes")
 def _on_mesh(
     spec: Spec, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut, shapes: Shapes
 ) -> Any:

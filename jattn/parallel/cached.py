@@ -7,7 +7,6 @@ For each query and head V + 2 numbers are sent, summed over the devices; keys an
 """
 
 import dataclasses
-import functools
 from typing import Any, Literal, NoReturn, overload
 
 import jax
@@ -31,7 +30,7 @@ from jattn.parallel.axes import Axes, AxisName, check_axis_name
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.scores import ScoreLike
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, prepare
+from jattn.spec import Shapes, Spec, compiled, prepare
 
 
 @overload
@@ -157,7 +156,7 @@ def _check_kind(cache: Any) -> None:
         raise NotImplementedError(f"cache: a {kind} is not cut along its tokens: {reason}")
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "axes"))
+@compiled("mesh", "axes")
 def _on_mesh(
     spec: Spec,
     query: Array,

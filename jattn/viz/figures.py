@@ -16,7 +16,7 @@ import numpy as np
 from jattn._types import AnyArray, Indices
 from jattn.checks import check_flag, check_size, shown
 from jattn.masks import EMPTY, FULL, MIXED, Mask, MaskLike, Span, as_mask, tile_map
-from jattn.viz.inputs import checked_title, checked_tokens, checked_values, visible
+from jattn.viz.inputs import checked_title, checked_tokens, checked_values, label
 
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def grid(
     readable = width / S > 0.13 and height / T > 0.13
     for place, panel in enumerate(panels.flat):
         _draw(panel, array[divmod(place, N)], scale)
-        panel.set_title(visible(names[place]), fontsize=font, parse_math=False)
+        panel.set_title(label(names[place]), fontsize=font, parse_math=False)
         _name_axes(panel, *((rows, columns) if readable else (None, None)), font)
         panel.label_outer()
     figure.colorbar(panels[0, 0].images[0], ax=panels.ravel().tolist(), shrink=0.7, aspect=30)
@@ -303,7 +303,7 @@ def _head_names(L: int, N: int) -> list[str]:
 
 def _room(labels: list[str] | None) -> float:
     """Inches that the labels of an axis take."""
-    return 0.4 if labels is None else min(3.0, _LABEL * max(map(len, map(visible, labels))) + 0.2)
+    return 0.4 if labels is None else _LABEL * max(map(len, map(label, labels))) + 0.2
 
 
 def _panel_size(
@@ -363,9 +363,9 @@ def _name_axes(
     # A dollar sign in a token is a dollar sign and begins no formula.
     style: dict[str, Any] = {"fontsize": font, "parse_math": False}
     if columns is not None and len(columns) <= _MOST_LABELS:
-        axes.set_xticks(range(len(columns)), list(map(visible, columns)), rotation=90, **style)
+        axes.set_xticks(range(len(columns)), list(map(label, columns)), rotation=90, **style)
     if rows is not None and len(rows) <= _MOST_LABELS:
-        axes.set_yticks(range(len(rows)), list(map(visible, rows)), **style)
+        axes.set_yticks(range(len(rows)), list(map(label, rows)), **style)
     axes.tick_params(length=0)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 from jattn.checks import check_array, shown
 
 
+_LONGEST_LABEL = 40  # letters
+
 # C0 and C1 controls, separators of lines, and characters that turn the direction of text.
 _CONTROLS = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
@@ -33,6 +35,13 @@ def visible(token: str) -> str:
         return "\u2581" * len(text) or "\u2205"
     before, _, after = text.partition(inner)
     return "\u2581" * len(before) + inner + "\u2581" * len(after)
+
+
+def label(token: str) -> str:
+    """A token as a label in a picture, of which no more than the beginning is drawn: a long one
+    would take the whole picture, and minutes to draw."""
+    text = visible(token[:_LONGEST_LABEL])
+    return f"{text}…" if len(token) > _LONGEST_LABEL else text
 
 
 def checked_tokens(name: str, value: Any, size: int, letter: str) -> list[str] | None:

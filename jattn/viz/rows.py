@@ -1,6 +1,5 @@
 """Weights of a few rows and heads of long attention, which fused implementations never hold."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jattn.checks import check_array, check_size, shown
 from jattn.integers import is_integer, known_range
 from jattn.masks import MaskLike, Span
 from jattn.scores import ScoreLike
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, nan_if_overflowed, prepare
+from jattn.spec import Shapes, Spec, check_shapes, compiled, make_spec, nan_if_overflowed, prepare
 
 
 __all__ = ["weights_at"]
@@ -92,7 +91,7 @@ def weights_at(
     )
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
+@compiled("shapes")
 def _weights(
     spec: Spec,
     query: Array,

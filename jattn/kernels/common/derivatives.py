@@ -106,6 +106,12 @@ class PerQuery(NamedTuple):
     def of(cls, query: Array, d_out: Array, normalizer: Normalizer, delta: Array) -> "PerQuery":
         return cls(query, d_out, *normalizer.finite(), delta)
 
+    def with_normalizer(self, normalizer: Normalizer) -> "PerQuery":
+        """Replaces the normalizer by one of the same rows, which keeps the tangent of this one."""
+        maximum, log_total = normalizer.finite()
+        tangent = self.log_total - jax.lax.stop_gradient(self.log_total)
+        return self._replace(maximum=maximum, log_total=log_total + tangent)
+
 
 def row_dots(x: Array, y: Array) -> Array:
     """The sums of x · y along the last axis.
@@ -124,15 +130,12 @@ def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQu
 class TangentInputs(NamedTuple):
     """What `DerivativeFunctions.tangent` is given along the queries, each `[B, T, N, ...]`.
 
-    The query and its tangent, the output of the forward function, and the normalizer as in
-    `PerQuery`.
+    The query and its tangent, and the output of the forward function.
     """
 
     query: Any
     tangent: Any
     out: Any
-    maximum: Any
-    log_total: Any
 
 
 class DerivativeFunctions(NamedTuple):
@@ -244,7 +247,7 @@ class Attention(NamedTuple):
         self, platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
     ) -> Results:
         """`_jvp` as it is computed: in operations that JAX can differentiate."""
-        rows = TangentInputs(inputs.query, tangent.query, residuals.out, *residuals.normalizer)
+        rows = TangentInputs(inputs.query, tangent.query, residuals.out)
         keys = (inputs.key, tangent.key, inputs.value, tangent.value)
         own = with_parameters(spec, inputs.params)
         return Results(*self.derivatives.tangent(platform, own, tangent.params, rows, *keys))

@@ -19,8 +19,9 @@ from jax._src.core import Primitive
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from jattn._explicit import left_again
 from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
 
@@ -94,8 +95,20 @@ class _Flat(NamedTuple):
 
 
 _operation = Primitive("jattn_platform_dependent")
-_operation.multiple_results = True
-prim_requires_devices_during_lowering.add(_operation)  # the mesh, for `partition`
+# The same, of arrays whose types have a mesh.
+_on_mesh = Primitive("jattn_platform_dependent_on_mesh")
+for _primitive in (_operation, _on_mesh):
+    _primitive.multiple_results = True
+# The mesh, for `partition`. JAX then wants all arrays of a program to have the same mesh, which in
+# a backward pass outside of a program have not, where types have one.
+prim_requires_devices_during_lowering.add(_operation)
+
+
+def _stage(*flat: Any, **how: Any) -> Any:
+    """The operation, of these operands."""
+    meshes = (jax.typeof(x).sharding.mesh for x in flat)
+    is_typed = any(not x.empty and not x.manual_axes for x in meshes)
+    return (_on_mesh if is_typed else _operation).bind(*flat, **how)
 
 
 def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) -> Any:
@@ -137,7 +150,7 @@ def _bind(
 ) -> Any:
     flat, structure = jax.tree.flatten(operands)
     shapes, results = jax.tree.flatten(like)
-    found = _operation.bind(
+    found = _stage(
         *flat,
         function=functools.partial(_on_leaves, function, structure),
         like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
@@ -173,10 +186,13 @@ def _lower(
         return found
 
     local = [ShapedArray(x.shape, x.dtype) for x in context.avals_in]
-    letters = None if exported else _letters(function)
-    if letters and partition.may_be_cut(context):
-        run = partition.cut(run, letters, local, like)
-    return mlir.lower_fun(run)(context.replace(avals_in=local), *values)
+    if not exported and partition.may_be_cut(context) and (letters := _letters(function)):
+        one_device = functools.partial(_operation.bind, settings=settings, linear=None)
+        context = partition.with_prime_axes(context)
+        with settings.restored():
+            run = partition.cut(function, one_device, platform, letters, local, like)
+    with use_abstract_mesh(AbstractMesh((), ())):  # the types of what one device computes have none
+        return mlir.lower_fun(run)(context.replace(avals_in=local), *values)
 
 
 def _letters(function: Any) -> partition.Letters | None:
@@ -188,7 +204,6 @@ def _letters(function: Any) -> partition.Letters | None:
     return letters and letters.mapped(axes)
 
 
-@_operation.def_abstract_eval
 def _types(*operands: Any, like: Any, **_: Any) -> list[Any]:
     """The results' types; within `shard_map` they vary over the axes over which operands do."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -216,7 +231,7 @@ def _batch(
         ]
         operands, axes = [*operands[:n], *last], [*axes[:n], *[0] * linear.last]
         linear = _mapped_rules(linear, axes[:n], size)
-    found = _operation.bind(
+    found = _stage(
         *operands,
         function=functools.partial(_mapped, function, tuple(axes), size),
         like=tuple(jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in like),
@@ -243,27 +258,31 @@ def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> A
 def _jvp(operands: Any, tangents: Any, *, linear: _Flat | None, **how: Any) -> Any:
     if linear is None:
         reverse_mode.refuse()
-    results = _operation.bind(*operands, linear=linear, **how)
+    results = _stage(*operands, linear=linear, **how)
     n = len(operands) - linear.last
     given = none_for_zero(tangents)
     if any(x is not None for x in given[:n]):
         rest, last = list(operands[:n]), list(operands[n:])
         return results, linear.derivative(rest, last, given[:n], given[n:])
     last = [ad.instantiate_zeros(x) for x in tangents[n:]]
-    return results, _operation.bind(*operands[:n], *last, linear=linear, **how)
+    return results, _stage(*operands[:n], *last, linear=linear, **how)
 
 
 def _transpose(cotangents: Any, *operands: Any, linear: _Flat, **_: Any) -> list[Any]:
     n = len(operands) - linear.last
-    own = linear.transpose(list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents])
+    given = list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents]
+    own = linear.transpose(*left_again(given))
     wanted = map(ad.is_undefined_primal, operands[n:])
     return [None] * n + [x if want else None for x, want in zip(own, wanted, strict=True)]
 
 
-register_eager_run(_operation)
-batching.primitive_batchers[_operation] = _batch
-ad.primitive_jvps[_operation] = _jvp
-ad.primitive_transposes[_operation] = _transpose
-for _platform in PLATFORMS:
-    _only = None if _platform == "other" else _platform
-    mlir.register_lowering(_operation, functools.partial(_lower, _platform), platform=_only)
+for _primitive in (_operation, _on_mesh):
+    _primitive.def_abstract_eval(_types)
+    register_eager_run(_primitive)
+    batching.primitive_batchers[_primitive] = _batch
+    ad.primitive_jvps[_primitive] = _jvp
+    ad.primitive_transposes[_primitive] = _transpose
+    for _platform in PLATFORMS:
+        _only = None if _platform == "other" else _platform
+        _rule = functools.partial(_lower, _platform)
+        mlir.register_lowering(_primitive, _rule, platform=_only)

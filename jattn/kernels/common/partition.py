@@ -7,7 +7,9 @@ row and the head where that begins. Gradients of what all rows or heads share ar
 """
 
 import contextlib
+import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -22,23 +24,28 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jattn._pytree import axis_names
 from jattn.kernels.common.place import Place, at_place
 from jattn.spec import Spec, parameter_letters, parameters
 
 
-Dims = tuple[str, ...]  # a letter for each axis: B, N, K, one for an axis that is mapped, or ""
-BY_QUERY: Dims = ("B", "", "N", "")
-BY_HEAD: Dims = ("B", "N", "", "")
+Dims = tuple[
+    str, ...
+]  # a letter for each axis: B, T, S, N, K, one for an axis that is mapped, or ""
+BY_QUERY: Dims = ("B", "T", "N", "")
+BY_HEAD: Dims = ("B", "N", "T", "")
+RECEIVED: Dims = ("B", "N", "S")
 
 
 class Letters(NamedTuple):
-    """Along which letters the flat operands and results of a function run."""
+    """Along which letters the flat operands and results of a function run. It `warns` where devices
+    cannot share its tokens, unless another function of the same call does."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
+    warns: bool = True
 
     def mapped(self, axes: tuple[int | None, ...]) -> "Letters":
         """Those of the function mapped over these axes of its operands."""
@@ -47,26 +54,55 @@ class Letters(NamedTuple):
             dims if axis is None else (*dims[:axis], letter, *dims[axis:])
             for dims, axis in zip(self.operands, axes, strict=True)
         )
-        return Letters(operands, tuple((letter, *dims) for dims in self.results))
+        return self._replace(
+            operands=operands, results=tuple((letter, *dims) for dims in self.results)
+        )
+
+    def without(self, letter: str) -> "Letters":
+        """Those of the function as one that is not cut along a letter."""
+        operands, results = (
+            tuple(tuple("" if x == letter else x for x in dims) for dims in every)
+            for every in (self.operands, self.results)
+        )
+        return self._replace(operands=operands, results=results)
 
 
 class Partitioned(NamedTuple):
-    """A function of `(platform, *operands)` and the letters of its arrays."""
+    """A function of `(platform, *operands)` and the letters of its arrays.
+
+    `choose(platform, *operands)` gives the function that computes one device's share, or raises
+    NotImplementedError where none can; without it that is `function` itself. It is asked where
+    queries are cut.
+    """
 
     function: Callable[..., Any]
     letters: Letters
+    choose: Callable[..., Callable[..., Any]] | None = None
 
     def __call__(self, platform: str, *operands: Any) -> Any:
-        return self.function(platform, *_at_share(operands))
+        share = _share.get()
+        if share is None:
+            return self.function(platform, *operands)
+        operands = share.moved(*operands)
+        function = functools.partial(self.function, platform)
+        if self.choose and share.of("T"):
+            function = self.choose(platform, *operands)
+        if share.is_trial:
+            raise _Possible
+        return function(*operands)
 
 
 def by_key(key: Any) -> Dims:
     """A key head that is the only one serves all query heads, wherever these are."""
-    return ("B", "", "K" if key.shape[2] > 1 else "", "")
+    return ("B", "S", "K" if key.shape[2] > 1 else "", "")
 
 
 def partitioned(
-    which: str, function: Callable[..., Any], like: Any, operands: Any
+    which: str,
+    function: Callable[..., Any],
+    choose: Callable[..., Any],
+    like: Any,
+    operands: Any,
 ) -> Callable[..., Any]:
     """A function of an `AttentionVJP`, by its name, as one that is cut where its operands are."""
     spec, per_query, key, _, *rest = operands  # whether all is finite, weights that were kept
@@ -80,16 +116,18 @@ def partitioned(
         found = (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3], (), last)[: len(jax.tree.leaves(like))]
     else:
         return function
-    return Partitioned(function, Letters(given, found))
+    return Partitioned(function, Letters(given, found, which != "backward"), choose)
 
 
 def partitioned_on_cache(
     function: Callable[..., Any], spec: Spec, query: Any, cache: Any
 ) -> Callable[..., Any]:
-    """A function of these as one that is cut where they are; its results are `out [B, T, N, V]` and
-    a normalizer."""
-    given = (*_of_tree(spec), BY_QUERY, *_of_tree(cache))
-    return Partitioned(function, Letters(given, (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3])))
+    """A function of these as one that is cut where they are, but not along tokens; its results are
+    `out [B, T, N, V]` and a normalizer."""
+    letters = Letters(
+        (*_of_tree(spec), BY_QUERY, *_of_tree(cache, "BKS")), (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3])
+    )
+    return Partitioned(function, letters.without("T"))
 
 
 def partitioned_statistics(
@@ -108,20 +146,20 @@ def of_parameters(spec: Spec) -> tuple[Dims, ...]:
     return tuple(map(_dims, parameter_letters(spec), parameters(spec)))
 
 
-def _of_tree(tree: Any) -> list[Dims]:
+def _of_tree(tree: Any, kept: str = "BTN") -> list[Dims]:
     pairs = zip(jax.tree.leaves(axis_names(tree)), jax.tree.leaves(tree), strict=True)
-    return [_dims(letters, leaf) for letters, leaf in pairs]
+    return [_dims(letters, leaf, kept) for letters, leaf in pairs]
 
 
-def _dims(letters: str, leaf: Any) -> Dims:
-    """Of an array of a cache, or of a prepared spec, whose batch axis is one."""
+def _dims(letters: str, leaf: Any, kept: str = "BTN") -> Dims:
+    """Of an array of a cache, or of a prepared spec, whose batch axis is one. (How keys are cut
+    does not spread to arrays along S, which may be arrays along T too.)"""
     named = [x.lstrip("*") for x in letters.replace("#", "").split()]
     named = named[len(named) - leaf.ndim :] if named else [""] * leaf.ndim
     pairs = zip(named, leaf.shape, strict=True)
     # A symbolic size is not 1.
     return tuple(
-        x if x in ("B", "N", "K") and not (isinstance(size, int) and size == 1) else ""
-        for x, size in pairs
+        x if x in kept and not (isinstance(size, int) and size == 1) else "" for x, size in pairs
     )
 
 
@@ -130,56 +168,72 @@ def _dims(letters: str, leaf: Any) -> Dims:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Cuts(NamedTuple):
-    """The axes of a mesh along which letters are cut."""
+class _Share(NamedTuple):
+    """What one device computes.
+
+    axes: the axes of a mesh along which letters are cut.
+    begin: the first batch row, query or head of this device, from its letter and how many there are
+        on each device.
+    is_trial: whether only that is asked for whether the function can.
+    """
 
     axes: dict[str, tuple[str, ...]]
+    begin: Callable[[str, int], Any]
+    is_trial: bool = False
 
     def of(self, letter: str) -> tuple[str, ...]:
         return self.axes.get("N" if letter == "K" else letter, ())
 
-    def spec(self, dims: Dims) -> PartitionSpec:
-        return PartitionSpec(*(self.of(x) or None for x in dims))
+    def moved(self, spec: Any, per_query: Any, key: Any, *rest: Any) -> tuple[Any, ...]:
+        """The operands with specs that know where this device's share begins."""
+        rows, T, heads, _ = jax.tree.leaves(per_query)[0].shape
+        b, q, h = (
+            self.begin(letter, size) if self.of(letter) else 0
+            for letter, size in (("B", rows), ("T", T), ("N", heads))
+        )
+        place = Place(b, h)
+        if self.of("T"):
+            places, keys = (jnp.arange(x, dtype=jnp.int32) for x in (T, key.shape[1]))
+            place = Place(b, h, q + places, keys, (T, 0), keys_from=0)
+        is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
+        moved = jax.tree.map(lambda x: at_place(x, place), spec, is_leaf=is_spec)
+        return moved, per_query, key, *rest
 
-    def joined(self, x: jax.Array, dims: Dims) -> jax.Array:
-        """A result of this device as one of all: summed over those whose rows or heads it is not
-        cut along; of truths, whether all are."""
-        own = {name for letter in dims for name in self.of(letter)}
-        others = tuple(x for names in self.axes.values() for x in names if x not in own)
-        if not others:
-            return x
-        if x.dtype == jnp.bool_:
-            return lax.pmin(x.astype(jnp.int32), others) > 0
-        return lax.psum(x, others)
+
+class _Possible(Exception):
+    """What a trial ends with where the function can."""
 
 
-_share: ContextVar[_Cuts | None] = ContextVar("share", default=None)
+_share: ContextVar[_Share | None] = ContextVar("share", default=None)
 
 
 @contextlib.contextmanager
-def _sharing(cuts: _Cuts) -> Iterator[None]:
-    token = _share.set(cuts)
+def _sharing(share: _Share) -> Iterator[None]:
+    token = _share.set(share)
     try:
         yield
     finally:
         _share.reset(token)
 
 
-def _at_share(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands with specs that know where this device's batch rows and heads begin."""
-    cuts = _share.get()
-    if cuts is None:
-        return operands
-    spec, per_query, *rest = operands
-    rows, _, heads, _ = jax.tree.leaves(per_query)[0].shape
-    b, h = (
-        lax.axis_index(cuts.of(letter)) * size if cuts.of(letter) else 0
-        for letter, size in (("B", rows), ("N", heads))
-    )
-    moved = jax.tree.map(
-        lambda x: at_place(x, Place(b, h)), spec, is_leaf=lambda x: isinstance(x, Spec)
-    )
-    return moved, per_query, *rest
+def _refusal(
+    function: Callable[..., Any], platform: str, letters: Letters, operands: Any
+) -> str | None:
+    """Why a function cannot be cut along queries; None if it can."""
+
+    def trial(begin: dict[str, Any], *flat: Any) -> None:
+        with _sharing(_Share(dict.fromkeys(begin, ("any",)), lambda x, _: begin[x], is_trial=True)):
+            function(platform, *flat)
+
+    place = jax.ShapeDtypeStruct((), jnp.int32)
+    begin = {x: place for x in "BTN" if any(x in dims for dims in letters.operands)}
+    try:
+        jax.eval_shape(trial, begin, *operands)
+    except _Possible:
+        return None
+    except NotImplementedError as reason:
+        return str(reason)
+    raise AssertionError("a trial computes nothing")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -192,41 +246,91 @@ def may_be_cut(context: Any) -> bool:
     axes = context.module_context.axis_context
     by_rule = getattr(jax.config, "jax_use_shardy_partitioner", True)
     several = isinstance(axes, ShardingContext) and axes.num_devices > 1
-    return several and by_rule and axes.abstract_mesh is not None
+    return several and by_rule and _mesh_of(context) is not None
 
 
-def cut(run: Callable[..., Any], letters: Letters, operands: Any, like: Any) -> Callable[..., Any]:
-    """`run(*flat)` as a call that is partitioned; `operands` and `like` have the types of its
-    operands and results."""
+def _mesh_of(context: Any) -> Any:
+    """The mesh of a program, or else of the types of its arrays."""
+    of_program = context.module_context.axis_context.abstract_mesh
+    of_types = (x.sharding.mesh for x in context.avals_in)
+    return of_program or next((x for x in of_types if not x.empty), None)
+
+
+def with_prime_axes(context: Any) -> Any:
+    """As the context, with a mesh whose axes have prime sizes: XLA may cut key heads along a part
+    of an axis, which has no name."""
+    module, mesh = context.module_context, _mesh_of(context)
+    axes = [axis for name, size in mesh.shape.items() for axis in _prime_axes(name, size)]
+    names, sizes = zip(*axes, strict=True)
+    # Which devices these are makes no difference to a program, only how many.
+    devices = module.axis_context.device_assignment or tuple(jax.devices()[: mesh.size])
+    fine = ShardingContext(mesh.size, devices, AbstractMesh(sizes, names))
+    return context.replace(module_context=module.replace(axis_context=fine))
+
+
+def _prime_axes(name: str, size: int) -> Iterator[tuple[str, int]]:
+    """An axis as several of prime sizes, the first of them outermost."""
+    place = 0
+    while size > 1:
+        factor = next(n for n in range(2, size + 1) if size % n == 0)
+        yield f"{name}:{place}", factor
+        place, size = place + 1, size // factor
+
+
+def cut(
+    function: Callable[..., Any],
+    on_one_device: Callable[..., Any],
+    platform: str,
+    letters: Letters,
+    operands: Any,
+    like: Any,
+) -> Callable[..., Any]:
+    """`function(platform, *flat)` as a call `(*flat)` that is partitioned.
+
+    `on_one_device(*flat, function=, like=)` stages a function of this kind out as one operation,
+    whose types know of no mesh. `operands` and `like` have the types of the operands and results.
+    """
     sizes = _sizes(letters, operands)
+    refusal = _refusal(function, platform, letters, operands) if "T" in sizes else None
+    cuttable = letters.without("T") if refusal else letters
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in operands]
 
-    def on_words(*flat: Any) -> tuple[Any, ...]:
+    def on_words(platform: str, *flat: Any) -> Any:
         pairs = zip(flat, operands, keys, strict=True)
         own = [
             jax.random.wrap_key_data(x, impl=str(y.dtype._impl.name)) if is_key else x
             for x, y, is_key in pairs
         ]
-        return tuple(run(*own))
+        return function(platform, *own)
 
     def partition(mesh: Any, given: Any, results: Any) -> Any:
-        cuts = _chosen(letters, [*given, *results], sizes)
+        axes = _chosen(cuttable, [*given, *results], _sizes(cuttable, operands))
+        _warn_of_idle(letters, given, axes, refusal)
+        share = _Share(axes, lambda letter, size: lax.axis_index(axes[letter]) * size)
+        joins = [_Join.of(axes, dims, x) for dims, x in zip(cuttable.results, results, strict=True)]
 
-        def local(*flat: Any) -> tuple[Any, ...]:
-            with _sharing(cuts):
-                found = on_words(*flat)
-            return tuple(map(cuts.joined, found, letters.results))
+        def of_one_device(platform: str, *flat: Any) -> tuple[Any, ...]:
+            with _sharing(share):
+                found = on_words(platform, *flat)
+            return tuple(join(x) for join, x in zip(joins, found, strict=True))
 
-        shardings = [tuple(NamedSharding(mesh, cuts.spec(dims)) for dims in every) for every in own]
-        return mesh, local, shardings[1], shardings[0]
+        cuts = [_spec(dims, share.axes) for dims in cuttable.operands]
+        given = tuple(NamedSharding(mesh, x) for x in cuts)
+        shardings = tuple(NamedSharding(mesh, x.spec) for x in joins)
+        shares = tuple(
+            jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+            for sharding, x in zip(shardings, like, strict=True)
+        )
+        local = functools.partial(on_one_device, function=of_one_device, like=shares)
+        return mesh, lambda *flat: tuple(local(*flat)), shardings, given
 
     words = tuple(
         (*dims, "") if is_key else dims for dims, is_key in zip(letters.operands, keys, strict=True)
     )
-    own = (words, letters.results)
     # Where a program is for several devices, nothing but the share of one is ever lowered.
     call = custom_partitioning(lambda *flat: tuple(jnp.zeros(x.shape, x.dtype) for x in like))
-    call.def_partition(partition=partition, sharding_rule=_rule(Letters(*own), sizes))
+    rule = _rule(Letters(words, letters.results), sizes)
+    call.def_partition(partition=partition, sharding_rule=rule)
 
     def on_all_devices(*flat: Any) -> tuple[Any, ...]:
         pairs = zip(flat, keys, strict=True)
@@ -245,22 +349,96 @@ def _sizes(letters: Letters, operands: Any) -> dict[str, int]:
     }
 
 
-def _chosen(letters: Letters, arrays: Any, sizes: dict[str, int]) -> _Cuts:
+def _spec(dims: Dims, axes: dict[str, tuple[str, ...]]) -> PartitionSpec:
+    """How an array along these letters is cut."""
+    return PartitionSpec(*(axes.get("N" if x == "K" else x) for x in dims))
+
+
+def _cuts_of(dims: Dims, array: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The letters along which an array is cut, and along which axes."""
+    entries = (*array.sharding.spec, *[None] * len(dims))
+    for letter, entry in zip(dims, entries, strict=False):
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        if letter and names:
+            yield letter, names
+
+
+def _chosen(letters: Letters, arrays: Any, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
     """Along which axes each letter is cut: as the first array that is cut along it, if all arrays
-    can be."""
+    can be. All devices hold all keys: where only keys are cut, queries are cut like them."""
     chosen: dict[str, tuple[str, ...]] = {}
+    alike = {"K": "N", "S": "T"}
     for dims, array in zip((*letters.operands, *letters.results), arrays, strict=True):
-        spec = (*array.sharding.spec, *[None] * len(dims))
-        for one, entry in zip(dims, spec, strict=False):
-            letter = "N" if one == "K" else one
-            names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-            used = {x for others in chosen.values() for x in others}
-            devices = math.prod(array.sharding.mesh.shape[x] for x in names)
-            alike = ("N", "K") if letter == "N" else (letter,)
-            fits = all(sizes[x] % devices == 0 for x in alike if x in sizes)
-            if letter and names and letter not in chosen and fits and used.isdisjoint(names):
-                chosen[letter] = names
-    return _Cuts(chosen)
+        for one, names in _cuts_of(dims, array):
+            letter, used = alike.get(one, one), {x for own in chosen.values() for x in own}
+            both = [sizes[x] for x in (("N", "K") if letter == "N" else (letter,)) if x in sizes]
+            fits = names
+            while any(size % _devices(array, fits) for size in both):
+                fits = fits[:-1]
+            if fits and both and letter not in chosen and used.isdisjoint(fits):
+                chosen[letter] = fits
+    return chosen
+
+
+def _devices(array: Any, names: tuple[str, ...]) -> int:
+    """How many devices share what is cut along these axes."""
+    return math.prod(array.sharding.mesh.shape[x] for x in names)
+
+
+def _warn_of_idle(
+    letters: Letters, given: Any, axes: dict[str, tuple[str, ...]], refusal: str | None
+) -> None:
+    """Warns where tokens are cut and devices cannot share them."""
+    arrays = zip(letters.operands, given, strict=True)
+    cuts = [x for dims, array in arrays for x in _cuts_of(dims, array)]
+    names = {x for letter, names in cuts if letter in ("T", "S") for x in names}
+    shared = {x for own in axes.values() for x in own}
+    whole = [{x.partition(":")[0] for x in some} for some in (names, shared)]
+    idle = sorted(whole[0] - whole[1])
+    if idle and letters.warns:
+        reason = refusal or "it cannot share these queries evenly"
+        warnings.warn(
+            f"tokens are cut along {', '.join(map(repr, idle))} of the mesh, but each device there "
+            f"computes attention of all of them: {reason}; jattn.parallel.attention, and "
+            "jattn.parallel.cached_attention for a cache, share them among devices",
+            stacklevel=2,
+        )
+
+
+class _Join(NamedTuple):
+    """How a result of each device becomes one of all, which is cut by `spec`.
+
+    Each device finds a part of it: parts are summed `over` these axes. Along the axes `scattered`
+    each device then keeps its own keys only, which are at axis `keys`.
+    """
+
+    spec: PartitionSpec
+    over: tuple[str, ...]
+    scattered: tuple[str, ...]
+    keys: int
+
+    @classmethod
+    def of(cls, axes: dict[str, tuple[str, ...]], dims: Dims, result: Any) -> "_Join":
+        spec = _spec(dims, axes)
+        own = {x for letter in dims for x in axes.get("N" if letter == "K" else letter, ())}
+        over = tuple(x for names in axes.values() for x in names if x not in own)
+        wanted = dict(_cuts_of(dims, result)).get("S", ())
+        keys = dims.index("S") if "S" in dims else 0
+        if (
+            not wanted
+            or not set(wanted) <= set(over)
+            or result.shape[keys] % _devices(result, wanted)
+        ):
+            return cls(spec, over, (), keys)
+        spec = PartitionSpec(*spec[:keys], wanted, *spec[keys + 1 :])
+        return cls(spec, tuple(x for x in over if x not in wanted), wanted, keys)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            return lax.pmin(x.astype(jnp.int32), self.over) > 0 if self.over else x
+        if self.scattered:
+            x = lax.psum_scatter(x, self.scattered, scatter_dimension=self.keys, tiled=True)
+        return lax.psum(x, self.over) if self.over else x
 
 
 def _rule(letters: Letters, sizes: dict[str, int]) -> SdyShardingRule:

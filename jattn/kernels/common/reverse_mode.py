@@ -14,7 +14,7 @@ from jax._src.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from jattn._named_axes import varied_like
+from jattn._explicit import varied_like
 
 
 _input = Primitive("reverse_only")

@@ -36,7 +36,7 @@ class Unbuilt(OSError):
 
 
 class AttentionVJP(NamedTuple):
-    """The functions of a kernel, for one flat batch axis, in the dtype of sums. The last three may
+    """The functions of a kernel, for one flat batch axis, in the dtype of sums. The last four may
     be None.
 
     forward(spec, query, key, value) -> (out [B, T, N, V], normalizer of [B, T, N], all_finite [])
@@ -54,6 +54,9 @@ class AttentionVJP(NamedTuple):
     forward_rounded(spec, query, key, value) -> (out, normalizer, all_finite, rounded)
         As `forward`, for where a derivative is taken and weights are not kept: `rounded` is out in
         the query's dtype, which is what the call gives.
+    of_piece(spec, shapes) -> AttentionVJP
+        The functions for a piece of the call, whose places are traced. Raises NotImplementedError
+        where none can.
     """
 
     forward: Callable[..., Any]
@@ -61,6 +64,7 @@ class AttentionVJP(NamedTuple):
     forward_with_weights: Callable[..., Any] | None = None
     forward_alone: Callable[..., Any] | None = None
     forward_rounded: Callable[..., Any] | None = None
+    of_piece: Callable[[Spec, Shapes], "AttentionVJP"] | None = None
 
     def run(self, which: str, *operands: Any) -> Any:
         """One of the functions by its name; a kernel that keeps no weights gives and gets none."""
@@ -185,7 +189,8 @@ def _run_one(
 
     def when_lowered(*operands: Any) -> Any:
         function = functools.partial(run_on, functions, which)
-        function = partition.partitioned(which, function, like, operands)
+        choose = functools.partial(_of_piece, functions, which)
+        function = partition.partitioned(which, function, choose, like, operands)
         return lowering.platform_dependent(function, like, *operands)
 
     if not traced:
@@ -199,6 +204,17 @@ def run_on(
 ) -> Any:
     """One of the functions that a platform has, by name."""
     return functions(platform).run(which, *operands)
+
+
+def _of_piece(
+    functions: Callable[[str], AttentionVJP], which: str, platform: str, spec: Spec, *operands: Any
+) -> Callable[..., Any]:
+    """As `run_on`, but the function alone, of what can compute a piece of a call."""
+    per_query, _, value, *_ = operands
+    own, query = functions(platform), jax.tree.leaves(per_query)[0]
+    if own.of_piece:
+        own = own.of_piece(spec, Shapes.of(query, value))
+    return functools.partial(own.run, which)
 
 
 def no_weights(query: Array, key: Array, value: Array) -> Array:

@@ -4,7 +4,8 @@ A compiler on the spot knows the processor's own vectors, which a wheel for all 
 it builds is kept in the user's cache folder, under a name that changes with everything that went
 into it, together with a digest. A file that is damaged is built again, and one that others could
 have written is not looked at. What is loaded is a copy of the contents that were checked, in a
-folder of this process alone, deleted as soon as it is loaded.
+folder of this process alone, deleted as soon as it is loaded. Every folder that the environment
+names is used only where nobody but this user and root can put another in its place.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ import hashlib
 import logging
 import os
 import platform
+import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -21,6 +24,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -29,6 +33,9 @@ from typing import TypeVar
 
 import jax
 
+
+if os.name == "posix":  # elsewhere nothing is built
+    import fcntl
 
 LIMIT = 300.0
 """Seconds that a compiler may take; one that takes longer hangs."""
@@ -54,7 +61,7 @@ def load(source: str, dtype: str, tiles: str) -> tuple[ctypes.CDLL, Path | None]
     flags = [*_flags(dtype, tiles), "-isystem", jax.ffi.include_dir()]
 
     def compiled(command: list[str], path: Path) -> bytes:
-        return _compiled([*command, str(_HERE / source)], path)
+        return _compiled([*command, str(_HERE / source)], path, texts[-1])
 
     return _load(stem, texts, flags, compiled, notice)
 
@@ -68,7 +75,7 @@ def load_rule(text: str, dtype: str) -> ctypes.CDLL:
     def compiled(command: list[str], path: Path) -> bytes:
         source = path.with_suffix(".cc")
         source.write_text(f'#include "rule.h"\n{text}', encoding="utf-8")
-        return _compiled([*command, str(source)], path)
+        return _compiled([*command, str(source)], path, text)
 
     library, _ = _load(f"rule-{dtype}", [*texts, text], flags, compiled, None)
     return library
@@ -110,6 +117,32 @@ def _load(
     return _in_private_folder(from_copy, folder), kept
 
 
+# --- forks --------------------------------------------------------------------------------------
+
+
+_running: set[subprocess.Popen] = set()
+_locks: set[int] = set()  # handles of files
+_no_fork = threading.RLock()
+"""Held while files are opened that a forked process must not keep open."""
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: compilers, and locks of what they build, are its parent's."""
+    _running.clear()
+    for handle in _locks:
+        os.close(handle)
+    _locks.clear()
+    _no_fork.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_no_fork.acquire,
+        after_in_parent=_no_fork.release,
+        after_in_child=_leave_to_parent,
+    )
+
+
 # --- the compiler -------------------------------------------------------------------------------
 
 
@@ -142,50 +175,70 @@ def _macros(command: tuple[str, ...]) -> str:
     return _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
 
 
-def _compiled(command: list[str], path: Path) -> bytes:
-    """What the compiler writes, once another process has loaded it and lived."""
+_EXPORTED = re.compile(r'(?:extern "C" void |XLA_FFI_DEFINE_HANDLER_SYMBOL\()(\w+)')
+
+_LOAD = """
+import ctypes, sys
+_, path, token, *names = sys.argv
+library = ctypes.CDLL(path)
+for name in names:
+    getattr(library, name)
+print(token)
+"""
+
+
+def _compiled(command: list[str], path: Path, text: str) -> bytes:
+    """What the compiler writes, once another process has loaded it and has found the functions that
+    the text of the source exports."""
     _run([*command, "-o", str(path)])
     if not path.exists() or not path.stat().st_size:
         raise BuildError(f"{command[0]} wrote no library")
     if "python" in Path(sys.executable or "").name:  # not a program that Python is embedded in
-        script = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+        token, names = secrets.token_hex(), _EXPORTED.findall(text)
+        loader = [sys.executable, "-I", "-S", "-c", _LOAD, str(path), token, *names]
         try:
-            _run([sys.executable, "-I", "-S", "-c", script, str(path)])
+            if token not in _run(loader):
+                raise BuildError("it ended the process")
         except BuildError as reason:
             # Elsewhere it may be loaded: a file system may forbid to execute what lies on it.
             raise OSError(f"what {command[0]} wrote cannot be loaded: {reason}") from reason
     return path.read_bytes()
 
 
-_running: set[subprocess.Popen] = set()
-
-
 def _run(command: list[str]) -> str:
     """What a command prints; BuildError with what it complains about, or after `LIMIT`."""
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        env={**os.environ, "LC_ALL": "C"},
-        start_new_session=True,
-    ) as process:
+    return _in_private_folder(lambda path: _run_in(path.parent, command), _folder())
+
+
+def _run_in(folder: Path, command: list[str]) -> str:
+    """Runs a command whose output and temporary files are put into a folder. Nobody waits for a
+    process that the command leaves behind, as the end of a pipe would."""
+    printed, complaints = folder / "printed", folder / "complaints"
+    with printed.open("wb") as stdout, complaints.open("wb") as stderr, _no_fork:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env={**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)},
+            start_new_session=True,
+        )
         _running.add(process)
-        try:
-            printed, complaints = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired as reason:
-            raise BuildError(f"{command[0]} did not end within {LIMIT:g} s") from reason
-        finally:
-            _running.discard(process)
-            _kill(process)
+    try:
+        process.wait(LIMIT)
+    except subprocess.TimeoutExpired as reason:
+        raise BuildError(f"{command[0]} did not end within {LIMIT:g} s") from reason
+    finally:
+        _running.discard(process)
+        _kill(process)
+        process.wait()
     if process.returncode:
-        lines = [line.strip() for line in complaints.splitlines() if line.strip()]
+        said = complaints.read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()]
         status = f"exit status {process.returncode}"
         raise BuildError(f"{command[0]} failed: {(errors or lines[-1:] or [status])[0]}")
-    return printed
+    return printed.read_text(encoding="utf-8", errors="replace")
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -217,16 +270,54 @@ def _folder() -> Path | None:
     """The cache folder; None where there is none that only this user, or root, may write."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(home) / "jattn"
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        folder = _trusted(Path(home) / "jattn")
         return folder if _is_safe(folder.stat()) else None
-    except (OSError, RuntimeError):  # the latter where there is no home
+    except (OSError, RuntimeError) as reason:  # the latter where there is no home
+        _log.info("jattn: no cache folder: %s", reason)
         return None
+
+
+def _trusted(path: Path) -> Path:
+    """A folder, by its path without links; it is made, with those above it, where it is missing.
+
+    Raises PermissionError where others than this user and root own a part of the path, or a link on
+    the way, or may write there: they could put another folder in its place. Folders in which only
+    the owners of entries may rename them, such as /tmp, are no such parts. Each part is looked at
+    after those above it, so that what was found stays true.
+    """
+    place, left, links = Path("/"), [*reversed(path.absolute().parts)], 0
+    while left:
+        name = left.pop()
+        entry = place.parent if name == ".." else place / name
+        if not os.path.lexists(entry):
+            with contextlib.suppress(FileExistsError):  # another process makes it too
+                entry.mkdir(0o755)
+        status = entry.lstat()
+        is_link = stat.S_ISLNK(status.st_mode)
+        if not is_link and not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(f"{entry} is not a folder")
+        is_kept = is_link or status.st_mode & stat.S_ISVTX
+        if not (_is_safe(status) or (_is_ours(status) and is_kept)):
+            raise PermissionError(f"others may replace {entry}, or what is in it")
+        if not is_link:
+            place = entry
+        elif (links := links + 1) > _MOST_LINKS:
+            raise OSError(f"{path} has too many links")
+        else:
+            left += reversed(entry.readlink().parts)
+    return place
+
+
+_MOST_LINKS = 40
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)
 
 
 def _is_safe(status: os.stat_result) -> bool:
     """Whether nobody but this user and root can have written it."""
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o022
+    return _is_ours(status) and not status.st_mode & 0o022
 
 
 def _checksum(name: str, contents: bytes) -> bytes:
@@ -243,7 +334,9 @@ def _one_at_a_time(path: Path | None) -> Iterator[None]:
         return
     lock = path.with_suffix(".lock")
     try:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with _no_fork:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            _locks.add(handle)
     except OSError:
         yield
         return
@@ -254,13 +347,13 @@ def _one_at_a_time(path: Path | None) -> Iterator[None]:
         if is_locked:
             with contextlib.suppress(OSError):
                 lock.unlink()
-        os.close(handle)
+        with _no_fork:
+            _locks.discard(handle)
+            os.close(handle)
 
 
 def _locked(handle: int) -> bool:
     """Whether a lock could be had, within `LIMIT`."""
-    import fcntl  # noqa: PLC0415  elsewhere than on POSIX nothing is built
-
     last = time.monotonic() + LIMIT
     while time.monotonic() < last:
         try:
@@ -314,21 +407,27 @@ def _in_private_folder(work: Callable[[Path], _X], also: Path | None) -> _X:
 
     It lies with temporary files, or else, as where these cannot be written or executed, in `also`.
     """
-    failure: OSError = FileNotFoundError("there is no folder for temporary files that is safe")
-    for place in filter(None, (_temporary(), also)):
-        try:
-            with tempfile.TemporaryDirectory(prefix="jattn-", dir=place) as folder:
-                return work(Path(folder) / "library.so")
-        except OSError as error:
-            failure = error
-    raise failure
-
-
-def _temporary() -> Path | None:
-    """The folder of temporary files; None where others could put a file in place of ours."""
     try:
-        folder = Path(tempfile.gettempdir())
-        status = folder.stat()
+        return _in_new_folder(_temporary(), work)
     except OSError:
-        return None
-    return folder if status.st_mode & stat.S_ISVTX or _is_safe(status) else None
+        if also is None:
+            raise
+        return _in_new_folder(also, work)
+
+
+def _in_new_folder(place: Path, work: Callable[[Path], _X]) -> _X:
+    # A `TemporaryDirectory` would be deleted by a forked process too, when that ends.
+    folder = Path(tempfile.mkdtemp(prefix="jattn-", dir=place))
+    try:
+        return work(folder / "library.so")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary() -> Path:
+    """The folder of temporary files, where others cannot put a file in place of ours."""
+    try:
+        return _trusted(Path(tempfile.gettempdir()))
+    except OSError as reason:
+        words = f"there is no folder for temporary files that is safe: {reason}"
+        raise FileNotFoundError(words) from reason

@@ -318,14 +318,14 @@ def rule_of(spec: Spec, dtype: Any, gradients: bool) -> Rule:
     score, _ = core.results
     modifies = not (score.op == "input" and score.param == SCORE)
     pull = _pullback(core, operands, np.dtype(dtype)) if modifies else None
-    text = function_of(core.results, operands, dtype)
+    text = function_of(expressions.values(core.results), operands, dtype)
     keeps = False
     differentiated: tuple[int, ...] = ()
     if pull is not None:
         d_score, d_operands = pull
         d_operands = d_operands if gradients else []
         differentiated = tuple(sorted({n for n, _ in d_operands}))
-        backward = [d_score, *(node for _, node in d_operands)]
+        backward = expressions.values([d_score, *(node for _, node in d_operands)])
         keeps = any(x.op == "input" and x.param == SCORE for x in expressions.in_order(backward))
         gradients_of = [(n, operands[n]) for n, _ in d_operands]
         text += function_of(backward, operands, dtype, gradients_of)

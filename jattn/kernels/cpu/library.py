@@ -4,15 +4,16 @@ Each library is loaded once, and built before if it is not there, by a thread of
 needs it waits: a program keeps what it was lowered with, so a wait of seconds is soon earned, and
 runs of the same script agree to the bit. Only where building takes longer than `PATIENCE` do
 programs that are lowered meanwhile go without; they keep that. Those that name the kernel wait to
-the end. What went wrong is remembered: a process asks for each library once.
+the end. What went wrong is remembered: a process asks for each library once. A process that is
+forked meanwhile loads what its parent has not loaded yet.
 """
 
 import atexit
 import ctypes
 import hashlib
+import os
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,15 +44,23 @@ class _Outcome(NamedTuple):
     library: Any = None
 
 
-class _Library(NamedTuple):
-    """One that is being loaded, and since when; one that is loaded."""
+class _Library:
+    """A library that a thread loads, which ends when there is an outcome."""
 
-    outcome: Future[_Outcome]
-    began: float
+    def __init__(self, *key: str):
+        self.began = time.monotonic()
+        self.outcome: _Outcome | None = None
+        self.thread = threading.Thread(target=_settle, args=(self, *key), daemon=True)
+
+    def wait(self, seconds: float | None = None) -> _Outcome:
+        """The outcome, if there is one within some seconds."""
+        if self.outcome is None:
+            self.thread.join(seconds)
+        return self.outcome or _Outcome(f"its library is still being built, after {PATIENCE:g} s")
 
 
 _libraries: dict[tuple[str, str, str], _Library] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 _lock_of_rules = threading.Lock()
 
 
@@ -62,10 +71,7 @@ def unavailable(function: str, dtype: Any, *, wait: bool = False) -> str | None:
     """
     library = _library(function, dtype)
     left = library.began + PATIENCE - time.monotonic()
-    try:
-        return library.outcome.result(None if wait else max(0.0, left)).reason
-    except TimeoutError:
-        return f"its library is still being built, after {PATIENCE:g} s"
+    return library.wait(None if wait else max(0.0, left)).reason
 
 
 def target(function: str, dtype: Any) -> str:
@@ -77,16 +83,26 @@ def target(function: str, dtype: Any) -> str:
 
 def kept(function: str, dtype: Any) -> Path | None:
     """The file from which other processes will load it; None if they must build it again."""
-    return _library(function, dtype).outcome.result().kept
+    return _library(function, dtype).wait().kept
 
 
-_rules: dict[tuple[str, str], Any] = {}  # their libraries, or why not, by text and dtype
+MOST_RULES = 2_000
+"""Rules that a process loads, and keeps for the programs that were compiled with them. Each takes
+about five of the mappings of memory that a process may have, by default 65,530 on Linux."""
+
+_rules: dict[tuple[str, str], Any] = {}  # their libraries by text and dtype
+_failures: dict[tuple[str, str], str] = {}  # or why there is none
 
 
 def rule_unavailable(text: str, dtype: Any) -> str | None:
-    """Why a rule could not be compiled, if that was tried."""
-    found = _rules.get((text, np.dtype(dtype).name))
-    return found if isinstance(found, str) else None
+    """Why a rule could not be compiled, if that was tried, or cannot be loaded any more."""
+    key = text, np.dtype(dtype).name
+    if key not in _rules and len(_rules) >= MOST_RULES:
+        return (
+            f"this process has loaded compiled functions {MOST_RULES:,} times, as often as it can:"
+            " numbers that change from call to call should be operands"
+        )
+    return _failures.get(key)
 
 
 def add_rule(text: str, dtype: Any, modifies: bool, keeps: bool) -> int:
@@ -97,23 +113,24 @@ def add_rule(text: str, dtype: Any, modifies: bool, keeps: bool) -> int:
         Unbuilt: it cannot be; a process tries once.
     """
     name = np.dtype(dtype).name
-    with _lock_of_rules:
-        if (text, name) not in _rules:
-            try:
-                _rules[text, name] = compiler.load_rule(text, name)
-            except Exception as error:
-                _rules[text, name] = _words(error)
-        own = _rules[text, name]
-    if isinstance(own, str):
-        raise Unbuilt(own)
     digest = hashlib.sha256(f"{name} {modifies} {keeps} {text}".encode()).digest()
     number = int.from_bytes(digest[:8]) >> 1 or 1
-    functions = [getattr(own, f"jattn_rule_{x}", None) for x in ("forward", "backward")]
-    places = [x and ctypes.cast(x, ctypes.c_void_p) for x in functions]
-    add = _library("forward", dtype).outcome.result().library.jattn_add_rule
-    add.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    add.restype = None
-    add(number, *places, modifies, keeps)
+    with _lock_of_rules:
+        reason = rule_unavailable(text, dtype) or unavailable("forward", dtype, wait=True)
+        if reason:
+            raise Unbuilt(reason)
+        try:
+            rule = _rules.get((text, name)) or compiler.load_rule(text, name)
+            functions = [rule.jattn_rule_forward, rule.jattn_rule_backward if modifies else None]
+            places = [x and ctypes.cast(x, ctypes.c_void_p) for x in functions]
+            add = _library("forward", dtype).wait().library.jattn_add_rule
+            add.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int] * 2]
+            add.restype = None
+            add(number, *places, modifies, keeps)
+        except Exception as error:
+            _failures[text, name] = _words(error)
+            raise Unbuilt(_failures[text, name]) from error
+        _rules[text, name] = rule
     return number
 
 
@@ -126,25 +143,25 @@ def _library(function: str, dtype: Any) -> _Library:
     key = (_SOURCES[function], np.dtype(dtype).name, tuning.current().cpu_tiles)
     with _lock:
         if key not in _libraries:
-            library = _libraries[key] = _Library(Future(), time.monotonic())
-            thread = threading.Thread(target=_settle, args=(library.outcome, *key), daemon=True)
+            library = _libraries[key] = _Library(*key)
             try:
-                thread.start()
+                library.thread.start()
             except Exception as error:  # where there may be no more threads
-                library.outcome.set_result(_Outcome(_words(error)))
+                library.outcome = _Outcome(_words(error))
         return _libraries[key]
 
 
-def _settle(outcome: Future[_Outcome], source: str, dtype: str, tiles: str) -> None:
+def _settle(asked: _Library, source: str, dtype: str, tiles: str) -> None:
     """Loads a library and tells XLA of its functions. Whatever goes wrong is a reason."""
     try:
         library, file = compiler.load(source, dtype, tiles)
-        for function in (name for name, of in _SOURCES.items() if of == source):
-            capsule = jax.ffi.pycapsule(getattr(library, f"jattn_{function}"))
-            jax.ffi.register_ffi_target(_name(function, dtype, tiles), capsule, platform="cpu")
-        outcome.set_result(_Outcome(None, file, library))
+        with _lock:  # a forked process has either loaded it or not
+            for function in (name for name, of in _SOURCES.items() if of == source):
+                capsule = jax.ffi.pycapsule(getattr(library, f"jattn_{function}"))
+                jax.ffi.register_ffi_target(_name(function, dtype, tiles), capsule, platform="cpu")
+            asked.outcome = _Outcome(None, file, library)
     except Exception as error:
-        outcome.set_result(_Outcome(_words(error)))
+        asked.outcome = _Outcome(_words(error))
 
 
 def _words(error: Exception) -> str:
@@ -156,7 +173,20 @@ def _stop() -> None:
     """Ends compilers that nobody waits for, and lets their callers clean up."""
     compiler.stop()
     for library in _libraries.values():
-        try:
-            library.outcome.result(2)
-        except TimeoutError:
-            pass
+        library.wait(2)
+
+
+def _begin_anew() -> None:
+    """In a forked process, which has none of its parent's threads."""
+    global _lock_of_rules  # noqa: PLW0603
+    _lock_of_rules = threading.Lock()
+    for key, library in tuple(_libraries.items()):
+        if library.outcome is None:
+            del _libraries[key]
+    _lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_anew
+    )

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn import masks
-from jattn._types import Keys, LogSumExp, Queries
+from jattn._types import Keys, Queries
 from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.cpu import native
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
@@ -27,9 +28,7 @@ def unsupported(asked: Question, shapes: Shapes) -> str | None:
     return native.unavailable(shapes, False)
 
 
-def statistics(
-    asked: Question, query: Queries, key: Keys, lse: LogSumExp
-) -> tuple[Rows, Float[Array, "B N S"]]:
+def statistics(asked: Question, query: Queries, key: Keys) -> tuple[Rows, Float[Array, "B N S"]]:
     """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives; raises `Unbuilt`
     where what the call needs cannot be compiled."""
     (B, T, N, _), S = query.shape, key.shape[1]
@@ -48,12 +47,13 @@ def statistics(
         jax.ShapeDtypeStruct((B, N, S), operands.dtype),
     ]
     positions = (_positions(x) for x in (spec.q_positions, spec.kv_positions))
-    arrays = [*operands.arrays, jnp.swapaxes(lse, 1, 2), *positions, marks]
+    normalizer = _normalizer(operands)
+    arrays = [*operands.arrays, *normalizer, *positions, marks]
     more = {"least": -1.0 if least is None else float(least)}
     *found, received = native.call("statistics", like, operands, arrays, **more)
     found = Rows(*(jnp.swapaxes(x, 1, 2) if x.shape[0] else None for x in found))
     if other := _on_keys(asked):
-        found = found._replace(on_keys=_share(other, query, key, lse))
+        found = found._replace(on_keys=_share(other, query, key, normalizer))
     return found, received
 
 
@@ -83,12 +83,17 @@ def _on_keys(asked: Question) -> Spec | None:
     return dataclasses.replace(asked.spec, mask=asked.spec.mask & asked.keys.mask)
 
 
-def _share(spec: Spec, query: Array, key: Array, lse: Array) -> Array:
-    """The part `[B, N, T]` of each row's weights that a spec leaves: their sums are e^lse."""
+def _normalizer(operands: Any) -> Normalizer:
+    """The normalizer of each row, `[B, T, N]`, by the same kernel."""
+    B, T, N, _ = operands.arrays[0].shape
+    rows = jax.ShapeDtypeStruct((B, T, N), operands.dtype)
+    like = [jax.ShapeDtypeStruct((B, T, N, 0), operands.dtype), rows, rows]
+    return Normalizer(*native.call("forward", like, operands, operands.arrays)[1:])
+
+
+def _share(spec: Spec, query: Array, key: Array, whole: Normalizer) -> Array:
+    """The part `[B, N, T]` of each row's weights that a spec leaves."""
     spec, query = native.static_scale(spec, query)
-    operands = native.operands_of(spec, query, key, _no_values(key))
-    rows = jax.ShapeDtypeStruct(query.shape[:3], operands.dtype)
-    like = [jax.ShapeDtypeStruct((*query.shape[:3], 0), operands.dtype), rows, rows]
-    _, most, log_sum = native.call("forward", like, operands, operands.arrays)
-    most, log_sum = (jnp.swapaxes(x, 1, 2) for x in (most, log_sum))
-    return jnp.where(most == -jnp.inf, 0, jnp.exp(most - lse + log_sum))
+    part = _normalizer(native.operands_of(spec, query, key, _no_values(key)))
+    log = (part.maximum - whole.maximum) + (part.log_total - whole.log_total)
+    return jnp.swapaxes(jnp.where(part.maximum == -jnp.inf, 0, jnp.exp(log)), 1, 2)

@@ -176,6 +176,8 @@ class _Writer:
             return f"quotient({args[0]}, {args[1]}, T(1) / {args[1]})"
         if node.op == "convert_element_type":
             return _converted(node, what, of, args[0])
+        if node.op == "integer_pow" and abs(node.param) >= 2**63:  # pyright: ignore
+            raise NotImplementedError("functions of pairs have no powers from 2**63 on")
         written = _WRITTEN[of].get(node.op)
         if written is None:
             name = node.param if node.op == "unknown" else node.op

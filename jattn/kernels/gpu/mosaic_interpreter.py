@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import bounds, expressions
+from jattn import bounds
 from jattn.bounds import Interval
+from jattn.expressions import called_program, is_division, operation
 
 
 # What is computed entry by entry, and what Mosaic GPU knows of that.
@@ -34,8 +35,6 @@ _REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": 
 # Functions that others call; of what is never negative they are these.
 _CALLED_DIVISIONS: Any = {"floor_divide": lax.div, "remainder": lax.rem}
 _OTHER_WORDS = {"custom_lin": "a parameter's derivative in forward mode, which custom_vjp has not"}
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_LOOPS = ("scan", "while", "cond")
 
 
 class Run(NamedTuple):
@@ -181,7 +180,7 @@ def _power(x: Array, exponent: int) -> Array:
 
 def _operation(equation: Any) -> str:
     """Its name; of a call the name of what it calls."""
-    name = equation.primitive.name
+    name = operation(equation)
     return equation.params["name"] if name in ("jit", "pjit") else name
 
 
@@ -228,16 +227,14 @@ class _Registers(NamedTuple):
         return [read(x) for x in program.outvars]
 
     def apply(self, equation: Any, values: list[Any]) -> list[Any]:
-        name, params = equation.primitive.name, equation.params
-        called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
+        called = called_program(equation)
         if _operation(equation) == "jattn_shared":
             return [self.held.shared(values[0])]
         if called is None:
             return [self.compute(equation, values)]
-        if expressions.is_division(equation, called) and self.never_negative(equation, values):
+        if is_division(equation, called) and self.never_negative(equation, values):
             return [self.compute(equation, values)]
-        program = getattr(called, "jaxpr", called)
-        return self.evaluate(program, getattr(called, "consts", ()), values)
+        return self.evaluate(called.jaxpr, called.consts, values)
 
     def compute(self, equation: Any, values: list[Any]) -> Any:
         name, params = _operation(equation), equation.params
@@ -320,17 +317,17 @@ class _Registers(NamedTuple):
 
     def entry_by_entry(self, equation: Any, values: Any, shapes: Any, result: Any) -> Any:
         if any(x.aval.dtype in _NARROW for x in equation.invars):
-            values = _widened(equation.primitive.name, values)
+            values = _widened(operation(equation), values)
         divide = self.unsigned_division(equation, values)
         if divide is not None:
             return _unsigned(divide, equation.outvars[0].aval.dtype, *values)
-        if equation.primitive.name in ("add_any", "copy"):
+        if operation(equation) in ("add_any", "copy"):
             return functools.reduce(lax.add, values)
-        if equation.primitive.name == "one_minus_square":
+        if operation(equation) == "one_minus_square":
             return 1 - lax.square(values[0])
-        if equation.primitive.name == "integer_pow":
+        if operation(equation) == "integer_pow":
             return _power(values[0], equation.params["y"])
-        if equation.primitive.name == "div" and self.shape(shapes[0]) and not shapes[1]:
+        if operation(equation) == "div" and self.shape(shapes[0]) and not shapes[1]:
             return self.quotient(values, shapes, result)
         return self.noticed(equation, values, equation.primitive.bind(*values, **equation.params))
 
@@ -343,7 +340,7 @@ class _Registers(NamedTuple):
     def noticed(self, equation: Any, values: list[Any], found: Any) -> Any:
         """What was found, or the same in fewer operations: the distance of two places as a float
         is one, made of what each thread knows of them; the distance converted is two."""
-        name, apart = equation.primitive.name, self.noted_of(values[0], _Apart)
+        name, apart = operation(equation), self.noted_of(values[0], _Apart)
         if name == "sub" and jnp.ndim(found) == 2:
             pair = [self.noted_of(x, _Along) for x in values]
             if None not in pair and pair[0].axis != pair[1].axis:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jattn.expressions import called_program, operation
+
 
 # What is computed entry by entry, and what Mosaic knows of that on TPUs.
 _ELEMENTWISE = frozenset(
@@ -25,8 +27,6 @@ _ELEMENTWISE = frozenset(
     square stop_gradient sub tan tanh xor""".split()
 )
 _REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_LOOPS = ("scan", "while", "cond")
 MOST_LOOKED_UP = 64  # entries among which a tile looks up one for each of its pairs
 
 
@@ -73,13 +73,12 @@ def _evaluate(program: Any, consts: Any, values: list[Any]) -> list[Any]:
 
 
 def _apply(equation: Any, values: list[Any]) -> list[Any]:
-    name, params = equation.primitive.name, equation.params
+    name, params = operation(equation), equation.params
     shapes = [x.aval.shape for x in equation.invars]
     result = equation.outvars[0].aval
-    called = next((params[x] for x in _CALLS if x in params and name not in _LOOPS), None)
+    called = called_program(equation)
     if called is not None:
-        program = getattr(called, "jaxpr", called)
-        return _evaluate(program, getattr(called, "consts", ()), values)
+        return _evaluate(called.jaxpr, called.consts, values)
     if any(isinstance(x, LookUp) for x in values):
         return [_looked_up(name, values, params, result)]
     return [_computed(equation, name, values, shapes)]
@@ -119,7 +118,7 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
 def _elementwise(equation: Any, values: list[Any]) -> Array:
     shape = jnp.broadcast_shapes(*map(jnp.shape, values))
     values = [_spread(x, shape) for x in values]
-    match equation.primitive.name:
+    match operation(equation):
         case "add_any":
             return functools.reduce(lax.add, values)
         case "copy" | "stop_gradient":

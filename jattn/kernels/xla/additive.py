@@ -5,17 +5,20 @@ The hidden layer of all pairs, T × S × A numbers, never exists at once.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jattn import tile, tuning
+from jattn._explicit import cuts_of, left_to_xla
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import accumulation
 from jattn.kernels.common import tile_schedule, vjp
 from jattn.kernels.xla import blockwise, reference, tangents
-from jattn.spec import Shapes, Spec, Tiling, prepare
+from jattn.spec import Shapes, Spec, Tiling, compiled, prepare
 
 
 @pytree_dataclass
@@ -51,7 +54,13 @@ def choose_tiling(T: int, S: int) -> Tiling:
     return Tiling(*(tile_schedule.even(max(1, size), about) for size in (T, S)))
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
+def _cuts(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
+    """How results are cut where that is part of types: as queries are."""
+    return PartitionSpec(*cuts_of(query)[:-1], None)
+
+
+@compiled("shapes")
+@left_to_xla(_cuts)
 def weights(spec: Spec, query: Array, key: Array, w_score: Array, *, shapes: Shapes) -> Array:
     """Weights `[*B, T, S]` after softmax and dropout, of the projected arrays of `attend`."""
     q, k = (x.reshape(shapes.B, x.shape[-2], 1, x.shape[-1]) for x in (query, key))
@@ -59,7 +68,8 @@ def weights(spec: Spec, query: Array, key: Array, w_score: Array, *, shapes: Sha
     return reference.weights(spec, q, k).reshape(*shapes.batch, shapes.T, shapes.S)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "tiling"))
+@compiled("shapes", "tiling")
+@left_to_xla(_cuts)
 def attend(
     spec: Spec,
     query: Array,

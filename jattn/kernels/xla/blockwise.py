@@ -24,6 +24,8 @@ from jattn import softmax, tile, tuning
 from jattn._pytree import select_head
 from jattn._types import accumulation
 from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common.branches import unbatched_cond
+from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP, no_weights
 from jattn.kernels.xla import single_tile
 from jattn.softmax import Normalizer
@@ -420,12 +422,9 @@ class Problem(NamedTuple):
         return slicing.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
 
 
-def _forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
+def forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
-    band = tile_schedule.band(select_head(spec, 0, 0), T, S, problem.tiling)
-    if band and problem.way == "loop" and spec.pair is None:
-        return _forward_band(spec, query, key, value, problem, band)
 
     def body(n: Any, total: Any) -> Any:
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
@@ -445,10 +444,18 @@ def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
     return jnp.zeros((*rows.shape, shapes.V), dtype), Normalizer(rows, rows)
 
 
+def _band(spec: Spec, problem: Problem) -> tile_schedule.Band | None:
+    """The band that the forward pass of a padded spec goes along, if it does. The backward pass of
+    a part of the keys is given the normalizer of all, and so needs scores of the same tiles."""
+    if problem.way != "loop" or spec.pair is not None or spec.partial:
+        return None
+    return tile_schedule.band(select_head(spec, 0, 0), *problem.padded, problem.tiling)
+
+
 def _forward_band(
     spec: Spec, query: Array, key: Array, value: Array, problem: Problem, band: tile_schedule.Band
 ) -> Any:
-    """As `_forward_loop` for a mask that leaves a band: a few pieces of one head at once."""
+    """As `forward_loop` for a mask that leaves a band: a few pieces of one head at once."""
     shapes, (T, S) = problem.shapes, problem.padded
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
@@ -499,7 +506,7 @@ def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
     return jax.vmap(one)(starts).reshape(-1, size, x.shape[3])
 
 
-def _forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
+def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, all heads at once."""
     shapes, (T, S), block_loop = problem.shapes, problem.padded, problem.block_loop
 
@@ -587,17 +594,38 @@ def _forward(
     if problem.way == "single tile":
         sizes = tuning.sizes(platform)
         return single_tile.forward(spec, query, key, value, sizes, keep)
-    run = _forward_loop if problem.way == "loop" else _forward_vmap
-    found = run(problem.pad(spec), query, key, value, problem)
+    spec, run = problem.pad(spec), forward_loop if problem.way == "loop" else forward_vmap
+    if band := _band(spec, problem):
+        run = functools.partial(_forward_band, band=band)
+    found = run(spec, query, key, value, problem)
     kept = (no_weights(query, key, value),) if keep else ()
     return *found, jnp.zeros((), bool), *kept
+
+
+_COARSE = 2.0**16  # logits from which on rounding of products is seen in weights
+
+
+def _normalized_by_tiles(
+    spec: Spec, per_query: PerQuery, key: Array, value: Array, problem: Problem
+) -> PerQuery:
+    """`per_query` with the normalizer of the scores of tiles where logits are large: XLA rounds the
+    products of a tile differently from those of a piece of the band."""
+
+    def by_tiles(per_query: PerQuery, key: Array, value: Array) -> Any:
+        _, normalizer = forward_loop(spec, per_query.query, key, value, problem)
+        return per_query.with_normalizer(normalizer)[2:4]
+
+    fine = jnp.max(jnp.abs(per_query.maximum), initial=0) < _COARSE
+    unchanged = lambda per_query, *_: per_query[2:4]  # noqa: E731
+    maximum, log_total = unbatched_cond(fine, unchanged, by_tiles, per_query, key, value)
+    return per_query._replace(maximum=maximum, log_total=log_total)
 
 
 def _backward(
     platform: str,
     tiling: Tiling | None,
     spec: Spec,
-    per_query: Any,
+    per_query: PerQuery,
     key: Array,
     value: Array,
     *kept: Array,
@@ -605,8 +633,10 @@ def _backward(
     problem = Problem.of(platform, spec, per_query[0], value, tiling)
     if problem.way == "single tile":
         return single_tile.backward(spec, per_query, key, value, kept, tuning.sizes(platform))
-    run = backward_loop if problem.way == "loop" else backward_vmap
-    d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
+    padded, run = problem.pad(spec), backward_loop if problem.way == "loop" else backward_vmap
+    if _band(padded, problem):
+        per_query = _normalized_by_tiles(padded, per_query, key, value, problem)
+    d_params, *found = run(padded, per_query, key, value, problem)
     return slicing.unpadded_parameters(d_params, spec), *found
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jattn import masks, softmax, tile, tuning
+from jattn._explicit import left_again
 from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels.common import (
@@ -242,7 +243,7 @@ def attend(
         return run(*operands), operands
 
     def backward(operands: Any, cotangents: Any) -> Any:
-        *differentiable, (spec, cache) = operands
+        (*differentiable, (spec, cache)), cotangents = left_again((operands, cotangents))
         found, pull = jax.vjp(functools.partial(_as_arrays, spec, cache), *differentiable)
         cast = [d.astype(x.dtype) for d, x in zip(cotangents, found, strict=True)]
         return *pull(tuple(cast)), None

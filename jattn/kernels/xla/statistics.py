@@ -1,5 +1,7 @@
 """What weights look like, tile by tile: sums over the keys of each query and over its queries of
-each key, given the log of the softmax's denominator.
+each key.
+
+The tiles are visited twice: the first time for the normalizer of each row.
 
 Every statistic that has a derivative is a sum Σ w x over a row of weights w. With the cotangents g
 of the sums X, that of the scores is w (Σ g x − Σ g X); for the entropy, x = −log w.
@@ -14,13 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jattn import tile, tuning
+from jattn import softmax, tile, tuning
+from jattn._explicit import left_again
 from jattn._pytree import select_head
-from jattn._types import LogSumExp
+from jattn._types import accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.xla import blockwise
 from jattn.scores import apart
+from jattn.softmax import Normalizer
 from jattn.spec import Spec, Tiling, parameter_letters, parameters, scaled, with_parameters
 
 
@@ -45,32 +49,59 @@ class _Tile(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """One head: sizes are whole tiles."""
+    """One head: sizes are whole tiles. `normalizer` is that of each row, see `normalized`."""
 
     asked: Question
     b: Any
     h: Any
     q: Float[Array, "T H"]
     k: Float[Array, "S H"]
-    lse: Float[Array, " T"]
     tiling: Tiling
+    normalizer: Normalizer | None = None
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of sums."""
+        return accumulation(self.q.dtype)
+
+    def normalized(self) -> "_Head":
+        """This head with the normalizer of its rows."""
+        rows, schedule = self.tiling.block_q, self.schedule()
+
+        def block(i: Any) -> Normalizer:
+            def step(run: tile_schedule.Run, state: softmax.Partial) -> softmax.Partial:
+                score = self.scores(i, run)[1]
+                part = softmax.of(score, lambda weights: weights[:, :0], differentiable=False)
+                return softmax.combine(state, part)
+
+            nothing = softmax.empty(rows, 0, self.dtype)
+            return softmax.quotient(tile_schedule.visit(schedule, i, step, nothing))[1]
+
+        found = tile_schedule.map_blocks(schedule, len(self.q) // rows, block)
+        return self._replace(normalizer=jax.tree.map(tile_schedule.join, found))
 
     def schedule(self) -> tile_schedule.Schedule:
         """Which tiles are visited."""
         T, S = len(self.q), len(self.k)
         return tile_schedule.schedule(self.asked.spec, self.b, self.h, T, S, self.tiling)
 
-    def at(self, i: Any, run: tile_schedule.Run) -> _Tile:
-        """The tile of query block i and a run of keys."""
+    def scores(self, i: Any, run: tile_schedule.Run) -> tuple[slicing.Tile, Array, Any]:
+        """Where the tile of query block i and a run of keys is, its scores, and the way of their
+        cotangent."""
         rows = self.tiling.block_q
         here = slicing.Tile.at(self.asked.spec, self.b, self.h, i * rows, rows, run)
-        keys = self.asked.keys
+        q_i, k_j = slicing.take(self.q, i * rows, rows), slicing.take(self.k, run.start, run.size)
+        return here, *here.modified(tile.products(here.spec, q_i, k_j), run.masked)
+
+    def at(self, i: Any, run: tile_schedule.Run) -> _Tile:
+        """The tile of query block i and a run of keys."""
+        assert self.normalizer is not None
+        rows, keys = self.tiling.block_q, self.asked.keys
+        here, score, pull = self.scores(i, run)
         if keys is not None:
             keys = slicing.slice_tile(keys, i * rows, rows, run.start, run.size)
-        q_i, lse = (slicing.take(x, i * rows, rows) for x in (self.q, self.lse))
-        k_j = slicing.take(self.k, run.start, run.size)
-        score, pull = here.modified(tile.products(here.spec, q_i, k_j), run.masked)
-        logs = score - jnp.where(lse == -jnp.inf, 0, lse)[:, None]
+        maximum, log_total = (slicing.take(x, i * rows, rows)[:, None] for x in self.normalizer)
+        logs = (score - jnp.where(maximum == -jnp.inf, 0, maximum)) - log_total
         # Computed once: XLA would compute both again for each sum.
         logs = lax.optimization_barrier(logs)
         return _Tile(lax.optimization_barrier(jnp.exp(logs)), logs, here, keys, pull)
@@ -99,7 +130,8 @@ def _greatest(found: _Tile, start: Any, state: Rows) -> tuple[Array, Array]:
 
 def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
     """The statistics `[T]` of each query, and the weight `[S]` that each key receives."""
-    asked, rows, dtype = head.asked, head.tiling.block_q, head.lse.dtype
+    head = head.normalized()
+    asked, rows, dtype = head.asked, head.tiling.block_q, head.dtype
     schedule = head.schedule()
 
     def block(i: Any, total: Any) -> Any:
@@ -154,7 +186,9 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
 
 def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
     """Of queries `[T, H]`, keys `[S, H]` and the spec's parameters, with those of the sums."""
-    size, dtype = head.tiling.block_q, head.lse.dtype
+    head = head.normalized()
+    assert head.normalizer is not None
+    size, dtype, maximum = head.tiling.block_q, head.dtype, head.normalizer.maximum
     q_finite, k_finite = (tile.finite(x.astype(dtype)) for x in (head.q, head.k))
     letters, schedule = parameter_letters(head.asked.spec), head.schedule()
     names = ["entropy", "greatest", "distance"] + ["on_keys"] * (head.asked.keys is not None)
@@ -175,7 +209,7 @@ def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
             if "on_keys" in g:
                 d_weights = d_weights + g["on_keys"] * found.on_keys()
             d_scores = found.weights * (d_weights - at(offset)[:, None])
-            broken = jnp.isnan(at(head.lse))[:, None]  # a row of NaN has no gradient
+            broken = jnp.isnan(at(maximum))[:, None]  # a row of NaN has no gradient
             d_scores = jnp.where(broken | (found.logs == -jnp.inf), 0, d_scores)
             d_products, d_here = found.pull(d_scores)
             k_j = slicing.take(k_finite, run.start, run.size)
@@ -197,7 +231,8 @@ def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
 
 def _top(head: _Head, n: int) -> tuple[Float[Array, "T n"], Int[Array, "T n"]]:
     """The n greatest weights of each query, greatest first, and their places."""
-    rows, dtype = head.tiling.block_q, head.lse.dtype
+    head = head.normalized()
+    rows, dtype = head.tiling.block_q, head.dtype
     schedule = head.schedule()
 
     def block(i: Any) -> Any:
@@ -240,7 +275,7 @@ class _Call(NamedTuple):
         return cls(Question(spec, keys, asked.threshold), tiling, sizes)
 
     def over_heads(
-        self, function: Callable[..., Any], query: Array, key: Array, lse: LogSumExp, *others: Any
+        self, function: Callable[..., Any], query: Array, key: Array, *others: Any
     ) -> Any:
         """`function(head, *others)` for each head, `[B, N, ...]`; `others` are trees of
         `[B, N, T]`. One head after another where one fills the cores, else all at once."""
@@ -251,10 +286,10 @@ class _Call(NamedTuple):
             asked = select_head(self.asked, b, h)
             q = slicing.pad_to(query[b, :, h], T)
             k = slicing.pad_to(key[b, :, h // (N // K)], S)
-            rows = jax.tree.map(lambda x: slicing.pad_to(x[b, h], T), (lse, others))
+            rows = jax.tree.map(lambda x: slicing.pad_to(x[b, h], T), others)
             spec, q, _ = scaled(asked.spec, q)
             asked = Question(spec, asked.keys, asked.threshold)
-            return function(_Head(asked, b, h, q, k, rows[0], self.tiling), *rows[1])
+            return function(_Head(asked, b, h, q, k, self.tiling), *rows)
 
         together = None if tuning.sizes(jax.default_backend()).in_turn else B * N
         found = lax.map(one, jnp.arange(B * N, dtype=jnp.int32), batch_size=together)
@@ -263,52 +298,47 @@ class _Call(NamedTuple):
 
 def by_share(function: Callable[..., Any], like: Any, dims: Any, asked: Any, *operands: Any) -> Any:
     """`function(platform, asked, query, key, ...)` of arrays by batch row and head; where these are
-    cut under `jit`, of each device's share. The results run along `dims`; None: by head too."""
-    dims = dims or (partition.BY_HEAD,) * len(jax.tree.leaves(like))
+    cut under `jit`, of each device's share. The results run along `dims`."""
     given = (asked, *operands)
     rank = [x[: y.ndim] for x, y in zip(dims, jax.tree.leaves(like), strict=True)]
     cut = partition.partitioned_statistics(function, tuple(rank), given)
     return lowering.platform_dependent(cut, like, *given)
 
 
-Forward = Callable[[Question, Array, Array, LogSumExp], tuple[Rows, Array]]
-"""`(rows, received)` of `(asked, query, key, lse)`, see `statistics`."""
+Forward = Callable[[Question, Array, Array], tuple[Rows, Array]]
+"""`(rows, received)` of `(asked, query, key)`, see `statistics`."""
 
 
-def by_tiles(
-    asked: Question, query: Array, key: Array, lse: LogSumExp
-) -> tuple[Rows, Float[Array, "B N S"]]:
+def by_tiles(asked: Question, query: Array, key: Array) -> tuple[Rows, Float[Array, "B N S"]]:
     """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives."""
     T, S = query.shape[1], key.shape[1]
     call = _Call.of(asked, T, S)
-    rows, received = call.over_heads(_rows_and_columns, query, key, lse)
+    rows, received = call.over_heads(_rows_and_columns, query, key)
     return jax.tree.map(lambda x: x[:, :, :T], rows), received[:, :, :S]
 
 
-def statistics(
-    forward: Forward, asked: Question, query: Array, key: Array, lse: LogSumExp
-) -> tuple[Rows, Array]:
+def statistics(forward: Forward, asked: Question, query: Array, key: Array) -> tuple[Rows, Array]:
     """`forward` of these, differentiable: entropy, greatest weight, distance and weight on keys, by
-    queries, keys and the spec's parameters. `lse [B, N, T]` is that of the same call.
+    queries, keys and the spec's parameters.
     """
 
     @jax.custom_vjp
-    def run(params: list[Array], asked: Question, query: Array, key: Array, lse: Array) -> Any:
-        return forward(_with(asked, params), query, key, lse)
+    def run(params: list[Array], asked: Question, query: Array, key: Array) -> Any:
+        return forward(_with(asked, params), query, key)
 
     def with_residuals(*operands: Any) -> Any:
         found = run(*operands)
         return found, (*operands, found[0])
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        params, asked, query, key, lse, rows = residuals
+        (params, asked, query, key, rows), cotangents = left_again((residuals, cotangents))
         asked = _with(asked, params)
-        d_params, d_query, d_key = _pulled_back(asked, query, key, lse, rows, cotangents[0])
-        return d_params, None, d_query.astype(query.dtype), d_key.astype(key.dtype), None
+        d_params, d_query, d_key = _pulled_back(asked, query, key, rows, cotangents[0])
+        return d_params, None, d_query.astype(query.dtype), d_key.astype(key.dtype)
 
     run.defvjp(with_residuals, backward)
     query, key, *params = reverse_mode.inputs((query, key, *parameters(asked.spec)), asked)
-    rows, received = run(params, asked, query, key, lax.stop_gradient(lse))
+    rows, received = run(params, asked, query, key)
     constant = {name: lax.stop_gradient(getattr(rows, name)) for name in ("place", "above")}
     return rows._replace(**constant), lax.stop_gradient(received)
 
@@ -318,11 +348,11 @@ def _with(asked: Question, params: list[Array]) -> Question:
 
 
 def _pulled_back(
-    asked: Question, query: Array, key: Array, lse: Array, rows: Rows, cotangents: Rows
+    asked: Question, query: Array, key: Array, rows: Rows, cotangents: Rows
 ) -> tuple[list[Array], Array, Array]:
-    """Gradients of the spec's parameters, queries and keys. Their own derivatives raise: `lse` and
-    `rows` are constants here."""
-    operands = asked, query, key, lse, rows, cotangents._replace(place=None)
+    """Gradients of the spec's parameters, queries and keys. Their own derivatives raise: `rows` are
+    constants here."""
+    operands = asked, query, key, rows, cotangents._replace(place=None)
     like = jax.eval_shape(functools.partial(_all_gradients, "any"), *operands)
     dims = (*partition.of_parameters(asked.spec), partition.BY_QUERY, partition.by_key(key))
     return by_share(_all_gradients, like, dims, *operands)
@@ -333,7 +363,6 @@ def _all_gradients(
     asked: Question,
     query: Array,
     key: Array,
-    lse: Array,
     rows: Rows,
     cotangents: Rows,
 ) -> tuple[list[Array], Array, Array]:
@@ -342,7 +371,7 @@ def _all_gradients(
     call = _Call.of(asked, T, S)
     spec, _, scale = scaled(asked.spec, query)
     own = cotangents._replace(place=rows.place)  # of integers there are none
-    found = call.over_heads(_gradients, query, key, lse, rows, own)
+    found = call.over_heads(_gradients, query, key, rows, own)
     d_query, d_key, d_params = found
     d_query = jnp.swapaxes(d_query[:, :, :T], 1, 2) * scale
     d_key = d_key[:, :, :S].reshape(B, K, N // K, S, H).sum(axis=2)
@@ -351,14 +380,15 @@ def _all_gradients(
     return slicing.unpadded_parameters(summed, asked.spec), d_query, jnp.swapaxes(d_key, 1, 2)
 
 
-def top(spec: Spec, query: Array, key: Array, lse: LogSumExp, n: int) -> tuple[Array, Array]:
+def top(spec: Spec, query: Array, key: Array, n: int) -> tuple[Array, Array]:
     """The n greatest weights of each query and their places, `[B, N, T, n]`, greatest first."""
 
-    def run(_: str, spec: Spec, query: Array, key: Array, lse: LogSumExp) -> Any:
+    def run(_: str, spec: Spec, query: Array, key: Array) -> Any:
         T, S = query.shape[1], key.shape[1]
         call = _Call.of(Question(spec), T, S)
-        logs, places = call.over_heads(functools.partial(_top, n=n), query, key, lse)
+        logs, places = call.over_heads(functools.partial(_top, n=n), query, key)
         return logs[:, :, :T], places[:, :, :T]
 
-    operands = spec, query, key, lse
-    return by_share(run, jax.eval_shape(functools.partial(run, "any"), *operands), None, *operands)
+    operands = spec, query, key
+    like = jax.eval_shape(functools.partial(run, "any"), *operands)
+    return by_share(run, like, (partition.BY_HEAD,) * 2, *operands)

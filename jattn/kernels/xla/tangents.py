@@ -1,12 +1,15 @@
 """The derivative functions that no kernel has: tile by tile, in memory linear in T and S.
 
 From tangents of parameters, queries and keys comes ds, the tangent of the scores s: the derivative
-of the same `jattn.tile` that makes s. With the weights p = exp(s − lse) of the rows
+of the same `jattn.tile` that makes s. With the weights p = softmax(s) of the rows
 
     d_lse = Σ p ds        d_out = Σ drop(p) (ds v + dv) − d_lse out
 
 so that one visit of each tile is enough. Second derivatives are derivatives in forward mode, taken
 by JAX, of this function and of `blockwise`'s backward function.
+
+Both compute the normalizer of their own scores. A kernel may round scores differently; where these
+are large, its normalizer does not make weights of ours.
 """
 
 import functools
@@ -22,7 +25,7 @@ from jattn import softmax, tile, tuning
 from jattn._pytree import pytree_dataclass, select_head
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import slicing, tile_schedule, vjp
-from jattn.kernels.common.derivatives import DerivativeFunctions, TangentInputs
+from jattn.kernels.common.derivatives import DerivativeFunctions, PerQuery, TangentInputs
 from jattn.kernels.xla import blockwise
 from jattn.kernels.xla.blockwise import Problem, Values, take_head, write_head
 from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
@@ -93,7 +96,7 @@ def _head(
     def block(i: Any) -> tuple[Array, Array]:
         own = TangentInputs(*(slicing.take(x, i * rows, rows) for x in operands))
 
-        def step(run: tile_schedule.Run, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        def step(run: tile_schedule.Run, state: softmax.Partial) -> softmax.Partial:
             here = slicing.Tile.at(specs.spec, b, h, i * rows, rows, run)
             d_params = parameters(
                 slicing.slice_tile(specs.tangent, i * rows, rows, run.start, run.size)
@@ -107,16 +110,19 @@ def _head(
 
             at = (parameters(here.spec), own.query, k_j)
             s, ds = jax.jvp(score, at, (d_params, own.tangent, dk_j))
-            weights = softmax.weights(s, own.maximum, own.log_total, run.masked)
-            weighted_ds = weights * ds
-            d_lse, weighted = state
-            weighted = weighted + _dot(here.drop(weighted_ds), v_j.finite, spec)
-            weighted = weighted + _dot(here.drop(weights), dv_j, spec)
-            return d_lse + jnp.sum(weighted_ds, axis=-1), weighted
 
-        state = (jnp.zeros_like(own.log_total), jnp.zeros_like(own.out))
-        d_lse, weighted = schedule.visit(i, step, state)
-        return weighted - d_lse[:, None] * own.out, d_lse
+            def weigh(weights: Array) -> Array:
+                weighted_ds = weights * ds
+                d_out = _dot(here.drop(weighted_ds), v_j.finite, spec)
+                d_out = d_out + _dot(here.drop(weights), dv_j, spec)
+                return jnp.append(d_out, jnp.sum(weighted_ds, axis=-1)[:, None], axis=1)
+
+            return softmax.combine(state, softmax.of(s, weigh))
+
+        nothing = softmax.empty(rows, own.out.shape[1] + 1, own.out.dtype)
+        tangents, _ = softmax.finish(schedule.visit(i, step, nothing))
+        d_out, d_lse = tangents[:, :-1], tangents[:, -1]
+        return d_out - d_lse[:, None] * own.out, d_lse
 
     d_out, d_lse = map(tile_schedule.join, schedule.map(block))
     return d_out, d_lse
@@ -187,21 +193,26 @@ def _in_turn(
         results = _head(own, b, h, rows, columns, schedule)
         return jax.tree.map(lambda x, y: write_head(x, y, b, h), total, results)
 
-    total = (jnp.zeros_like(inputs.out), jnp.zeros_like(inputs.log_total))
+    total = (jnp.zeros_like(inputs.out), jnp.zeros_like(inputs.out[..., 0]))
     return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
 
 
 def _backward(
-    tiling: Tiling | None, platform: str, spec: Spec, per_query: Any, key: Array, value: Array
+    tiling: Tiling | None, platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array
 ) -> Any:
     """As `DerivativeFunctions.backward`: that of blockwise for several tiles, for JAX to
     differentiate."""
     query, key, value = _widened(per_query[0], key, value)
-    per_query = (query, *per_query[1:])
-    problem = Problem.of(platform, spec, per_query[0], value, tiling)
+    per_query = per_query._replace(query=query)
+    problem = Problem.of(platform, spec, query, value, tiling)
+    if problem.way == "loop":
+        forward, run = blockwise.forward_loop, blockwise.backward_loop
+    else:
+        forward, run = blockwise.forward_vmap, blockwise.backward_vmap
+    constants = lax.stop_gradient((problem.pad(spec), query, key, value))
+    per_query = per_query.with_normalizer(forward(*constants, problem)[1])
     if problem.way == "single tile":
         return _backward_single(platform, spec, per_query, key, value, problem)
-    run = blockwise.backward_loop if problem.way == "loop" else blockwise.backward_vmap
     d_params, *found = run(problem.pad(spec), per_query, key, value, problem)
     return slicing.unpadded_parameters(d_params, spec), *found
 

@@ -56,7 +56,7 @@ function sideWidth(side, available) {
   const context = pairs.canvas.getContext("2d");
   context.font = getComputedStyle(pairs.view).font;
   let width = 0;
-  for (const token of tokensOf(side)) width = Math.max(width, context.measureText(token).width);
+  for (const token of tokensOf(side)) width = Math.max(width, context.measureText(drawn(token)).width);
   const value = context.measureText(attention().sizes[1] > 1 ? " mean −0.00" : " −0.00").width;
   return Math.min(width + 18 + (side === "keys" ? value : 0), available * 0.36);
 }
@@ -91,7 +91,7 @@ function makeTokens(side) {
   for (let place = first; place < last; place++) {
     if (made.has(place)) continue;
     const token = element("button", "", { type: "button", class: "token", dir: "auto" });
-    token.append(element("bdi", tokens[place]), element("span", "", { class: "value" }));
+    token.append(element("bdi", drawn(tokens[place])), element("span", "", { class: "value" }));
     token.dataset.place = place;
     token.title = tokens[place];
     token.style.top = `${place * pairs.pitch}px`;

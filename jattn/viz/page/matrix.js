@@ -26,7 +26,9 @@ function geometry() {
   context.font = boldFont(); // of the cell pointed at
   const longest = (tokens, most) => {
     let size = 24;
-    for (const token of tokens) size = Math.max(size, context.measureText(token).width + 10);
+    for (const token of tokens) {
+      size = Math.max(size, context.measureText(drawn(token)).width + 10);
+    }
     return Math.min(size, most);
   };
   const left = longest(attention().rows, Math.min(150, width * 0.3));
@@ -294,7 +296,7 @@ function label(context, token, x, y, angle, room, on) {
   context.rotate(angle);
   context.textAlign = angle ? "left" : "right";
   context.font = on ? boldFont() : labelFont();
-  const text = shortened(context, token, room);
+  const text = shortened(context, drawn(token), room);
   if (on) {
     const [width, height] = [context.measureText(text).width + 6, 1.2 * parseFloat(labelFont())];
     context.fillStyle = palette().paper;
@@ -307,11 +309,15 @@ function label(context, token, x, y, angle, room, on) {
 
 function shortened(context, text, room) {
   if (context.measureText(text).width <= room) return text;
-  let letters = [...text];
-  while (letters.length > 1 && context.measureText(`${letters.join("")}…`).width > room) {
-    letters = letters.slice(0, -1);
+  const letters = [...text];
+  const beginning = (count) => `${letters.slice(0, count).join("")}…`;
+  let [fits, tooMany] = [1, letters.length];
+  while (tooMany - fits > 1) {
+    const count = (fits + tooMany) >> 1;
+    if (context.measureText(beginning(count)).width <= room) fits = count;
+    else tooMany = count;
   }
-  return `${letters.join("")}…`;
+  return beginning(fits);
 }
 
 function tellOfCell() {

@@ -34,10 +34,16 @@ const emOf = (part) => parseFloat(getComputedStyle(part).fontSize);
 
 const word = (token) => element("bdi", token);
 
+// The beginning of a token, as much as is ever drawn or measured: no column has room for more.
+// Measuring a token of 100,000 letters takes long enough to hang the page.
+function drawn(token) {
+  return token.length > 256 ? `${[...token.slice(0, 256)].slice(0, 128).join("")}…` : token;
+}
+
 // A token of a list as the status names it: not too long, with its position where others are alike.
 function named(tokens, place) {
   const token = tokens[place];
-  const letters = [...token];
+  const letters = [...drawn(token)];
   const short = letters.length > 64 ? `${letters.slice(0, 60).join("")}…` : token;
   const alone = tokens.indexOf(token) === tokens.lastIndexOf(token);
   return word(alone ? short : `${short} (${place + 1})`);

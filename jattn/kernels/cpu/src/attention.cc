@@ -17,9 +17,6 @@
 // What is masked is selected away; in sums over keys or queries it has weight 0, and there numbers
 // that are not finite count as 0, so that 0 × NaN does not reach anybody.
 
-#include <map>
-#include <mutex>
-
 #include "native.h"
 #include "pairs.h"
 #include "rule.h"
@@ -51,6 +48,8 @@ struct Generated {
   void (*forward)(const Place&, T* scores, bool masked);
   void (*backward)(const Place&, const T* before, T* d_scores);
   bool modifies, keeps;  // whether it changes more than masks, and needs scores before the change
+  int64_t number;
+  const Generated* next;
 };
 
 constexpr Index kMostOperands = 32;
@@ -104,12 +103,36 @@ constexpr Index kLeast = JATTN_SINGLE ? 32 : kLanes;
 constexpr Index kPart = kQueries % (2 * kLeast) == 0 ? kQueries / 2 : kQueries;
 constexpr Index kWorth = kPart < 32 ? 1 : 32;  // keys of a part that are worth a piece of its own
 
+// The ids of some lanes: each of them while they are few, and the range of all.
+struct Ids {
+  static constexpr int kFew = 8;
+  int32_t each[kFew];
+  int count = 0;  // kFew + 1: more than are listed
+  int32_t least = std::numeric_limits<int32_t>::max(), most = std::numeric_limits<int32_t>::min();
+
+  bool listed(int32_t id) const {
+    const int32_t* end = each + std::min(count, kFew);
+    return std::find(each, end, id) != end;
+  }
+
+  void add(int32_t id) {
+    least = std::min(least, id), most = std::max(most, id);
+    if (count > kFew || listed(id)) return;
+    if (count < kFew) each[count] = id;
+    ++count;
+  }
+
+  bool may_have(int32_t id) const {
+    return least <= id && id <= most && (count > kFew || listed(id));
+  }
+};
+
 // What some lanes of a block see: keys from the first to the last that anybody sees, those that all
 // see, and ids; or rows of the map.
 struct Range {
   Lanes lanes;
   Index least_from, most_from, least_until, most_until;
-  int32_t least_id, most_id;
+  Ids ids;
   Index first_row, rows;
 };
 
@@ -160,9 +183,8 @@ struct Block {
   }
 
   Range range(const Rules& rules, Lanes lanes, Index j, Index end) const {
-    constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
-    Range x{lanes, std::numeric_limits<Index>::max(), 0, std::numeric_limits<Index>::max(), 0,
-            kMost, std::numeric_limits<int32_t>::min(), 0, 0};
+    constexpr Index kMost = std::numeric_limits<Index>::max();
+    Range x{lanes, kMost, 0, kMost, 0, {}, 0, 0};
     if (rules.own.map) {
       read_map(rules.own, x, j, end);
       return x;
@@ -173,9 +195,7 @@ struct Block {
       x.most_from = std::max<Index>(x.most_from, from[i]);
       x.least_until = std::min<Index>(x.least_until, real ? until[i] : x.least_until);
       x.most_until = std::max<Index>(x.most_until, sees ? until[i] : 0);
-      if (!rules.q_ids) continue;
-      x.least_id = std::min<int32_t>(x.least_id, ids[i]);
-      x.most_id = std::max<int32_t>(x.most_id, ids[i]);
+      if (rules.q_ids) x.ids.add(ids[i]);
     }
     return x;
   }
@@ -219,17 +239,19 @@ struct Block {
   // Those of `keys` keys from j on that are between the first and the last that anybody sees.
   // Lanes without a query may count as whatever suits: nothing reads them.
   Keys seen(const Rules& rules, const Range& x, Index j, Index keys) const {
-    const Index end = std::min(j + keys, x.most_until);
+    Index end = std::min(j + keys, x.most_until);
     j = std::max(j, x.least_from);
+    if (rules.own.map && j < end) return seen_in_map(rules.own, x, j, end);
+    if (rules.q_ids) {
+      while (j < end && !x.ids.may_have(rules.kv_ids[j])) ++j;
+      while (j < end && !x.ids.may_have(rules.kv_ids[end - 1])) --end;
+    }
     if (j >= end) return {Kind::kEmpty, j, 0};
-    if (rules.own.map) return seen_in_map(rules.own, x, j, end);
     // Lanes without a query must add nothing to the sums along diagonals.
     bool full = x.most_from <= j && x.least_until >= end && (count == width || !rules.d_bias);
-    if (rules.q_ids) {
-      const auto [low, high] = std::minmax_element(rules.kv_ids + j, rules.kv_ids + end);
-      if (*high < x.least_id || *low > x.most_id) return {Kind::kEmpty, j, 0};
-      full = full && x.least_id == x.most_id && *low == *high && *low == x.least_id;
-    }
+    const auto is_own = [&](int32_t id) { return id == x.ids.least; };
+    if (rules.q_ids)
+      full = full && x.ids.count == 1 && std::all_of(rules.kv_ids + j, rules.kv_ids + end, is_own);
     return {full ? Kind::kFull : Kind::kMixed, j, end - j};
   }
 
@@ -770,14 +792,16 @@ struct Shared {
 // Results of as many numbers do not all stay in the caches until somebody reads them.
 Put put_of(Index size) { return size * sizeof(T) >= 1 << 20 ? Put::kPast : Put::kOver; }
 
-// Rules by number, for as long as the process lives.
-struct Known {
-  std::mutex lock;
-  std::map<int64_t, Generated> rules;
-};
-Known& known() {
-  static Known* all = new Known;  // never destroyed: threads of XLA may outlive `main`
-  return *all;
+// The rules of this process, in lists of numbers whose last bits are the same. Rules are added and
+// never removed, so that compiled programs find theirs, and nothing is locked when a process forks.
+std::atomic<const Generated*> rules_by_number[256];
+
+std::atomic<const Generated*>& rules_like(int64_t number) { return rules_by_number[number & 255]; }
+
+const Generated* rule_of(int64_t number) {
+  const Generated* rule = rules_like(number);
+  while (rule && rule->number != number) rule = rule->next;
+  return rule;
 }
 
 // The rule of a call: `map`, then its operands; and the gradients of those that have one.
@@ -1046,7 +1070,7 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
 
 // Where statistics of a call go; those that nobody asks for have no rows.
 struct Statistics {
-  Heads<const T> lse;
+  Heads<const T> maximum, log_total;
   Shared<int32_t> q_positions, kv_positions;
   Shared<T> marks;
   T threshold;
@@ -1055,7 +1079,8 @@ struct Statistics {
   T* received;  // [B, N, S]
 
   Asked asked(Index b, Index n) const {
-    return {lse.at(b, n), q_positions.at(b, n), kv_positions.at(b, n), marks.at(b, n), threshold};
+    return {maximum.at(b, n),      log_total.at(b, n), q_positions.at(b, n),
+            kv_positions.at(b, n), marks.at(b, n),     threshold};
   }
   Found at(Index b, Index n) const {
     return {entropy.at(b, n), greatest.at(b, n), distance.at(b, n),
@@ -1104,13 +1129,9 @@ Index bytes_of(const Buffer& x) { return static_cast<Index>(ffi::ByteWidth(x.ele
 ffi::Error find_rule(int64_t number, int64_t row, int64_t chunk, int64_t differentiated, Call& call,
                      ffi::RemainingArgs operands, ffi::RemainingRets* gradients) {
   if (!number) return ffi::Error::Success();
-  {
-    const std::lock_guard<std::mutex> guard(known().lock);
-    const auto found = known().rules.find(number);
-    if (found == known().rules.end())
-      return {ffi::ErrorCode::kFailedPrecondition, "jattn: this process has not compiled the rule"};
-    call.own.rule = &found->second;
-  }
+  call.own.rule = rule_of(number);
+  if (!call.own.rule)
+    return {ffi::ErrorCode::kFailedPrecondition, "jattn: this process has not compiled the rule"};
   call.own.row = row, call.own.chunk = chunk;
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto x = operands.get<Buffer>(i);
@@ -1168,8 +1189,8 @@ ffi::Error run_backward(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buff
 
 ffi::Error run_statistics(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer from,
                           Buffer until, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds,
-                          Buffer lse, Buffer q_positions, Buffer kv_positions, Buffer marks,
-                          ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
+                          Buffer maximum, Buffer log_total, Buffer q_positions,
+                          Buffer kv_positions, Buffer marks, ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
                           Out distance, Out on_keys, Out above, Out received, double scale,
                           double cap, double grown, int64_t threshold, int64_t rule, int64_t row,
                           int64_t chunk, double least) {
@@ -1179,8 +1200,9 @@ ffi::Error run_statistics(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Bu
     if (!error.success()) return error;
     const Heads<int32_t> places{static_cast<int32_t*>(place->untyped_data()), call.t, call.N, 1};
     statistics_all(pool, call,
-                   {heads_of(lse, false), {q_positions, call.B}, {kv_positions, call.B},
-                    {marks, call.B}, static_cast<T>(least), heads_of(entropy, false),
+                   {heads_of(maximum, false), heads_of(log_total, false), {q_positions, call.B},
+                    {kv_positions, call.B}, {marks, call.B}, static_cast<T>(least),
+                    heads_of(entropy, false),
                     heads_of(greatest, false), heads_of(distance, false), heads_of(on_keys, false),
                     heads_of(above, false), places, static_cast<T*>(received->untyped_data())});
     return ffi::Error::Success();
@@ -1209,15 +1231,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_backward, run_backward,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_statistics, run_statistics,
                               JATTN_OPERANDS.Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
-                                  .Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>()
+                                  .Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>()
                                   .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
-                                  .Ret<Buffer>() JATTN_ATTRIBUTES.Attr<double>("least"));
+                                  .Ret<Buffer>().Ret<Buffer>() JATTN_ATTRIBUTES
+                                  .Attr<double>("least"));
 
-// Adds a rule that was compiled; its library stays loaded.
+// Adds a rule that was compiled, once; its library stays loaded.
 extern "C" void jattn_add_rule(int64_t number, void* forward, void* backward, int modifies,
                                int keeps) {
-  const std::lock_guard<std::mutex> guard(known().lock);
-  known().rules[number] = {reinterpret_cast<void (*)(const Place&, T*, bool)>(forward),
-                           reinterpret_cast<void (*)(const Place&, const T*, T*)>(backward),
-                           modifies != 0, keeps != 0};
+  if (rule_of(number)) return;
+  auto* rule = new Generated{reinterpret_cast<void (*)(const Place&, T*, bool)>(forward),
+                             reinterpret_cast<void (*)(const Place&, const T*, T*)>(backward),
+                             modifies != 0, keeps != 0, number, rules_like(number)};
+  while (!rules_like(number).compare_exchange_weak(rule->next, rule)) {
+  }
 }

@@ -207,6 +207,7 @@ inline Other other(Far x) { return {x - FarLanes{}}; }
 inline Long longs(int64_t x) { return {x - LongLanes{}}; }
 inline Other operator/(int x, Other y) { return other(Far(x)) / y; }
 inline Other operator+(Other x, int y) { return x + other(Far(y)); }
+inline Long operator+(Long x, int y) { return x + longs(y); }
 inline Other load_other(const Far* from) { return {load<FarLanes>(from)}; }
 inline Long load_long(const int64_t* from) { return {load<LongLanes>(from)}; }
 inline Other gather_other(const Far* table, Ints at) {
@@ -271,17 +272,19 @@ inline Ints as_b(Long x) { return x != longs(0); }
 inline Ints as_i_long(Other x) { return held_each<int64_t, Ints>(x.x); }
 #endif
 
-template <int N, typename V>
+// The product of `product` and x^N, by squares. JAX multiplies in the same order, so that both round
+// alike however large N is.
+template <uint64_t N, typename V>
+inline V times_power(V product, V x) {
+  if constexpr (N % 2 == 1) product = product * x;
+  if constexpr (N > 1) return times_power<N / 2>(product, x * x);
+  return product;
+}
+// x^0 is 1 whatever x is.
+template <int64_t N, typename V>
 inline V power(V x) {
-  if constexpr (N < 0) {
-    return 1 / power<-N>(x);
-  } else if constexpr (N == 0) {
-    return x - x + 1;
-  } else {
-    V found = x;
-    for (int n = 1; n < N; ++n) found = found * x;
-    return found;
-  }
+  if constexpr (N < 0) return 1 / times_power<0 - static_cast<uint64_t>(N)>(V{} + 1, x);
+  else return times_power<static_cast<uint64_t>(N)>(V{} + 1, x);
 }
 // Halves away from 0, or to even.
 template <int kMethod>

@@ -1,5 +1,5 @@
 // What weights look like: sums over each query's row of weights and over each key's column, given
-// the log of each row's sum. A part of attention.cc, which defines what stands in here unexplained.
+// each row's normalizer. A part of attention.cc, which defines what stands in here unexplained.
 
 #pragma once
 
@@ -8,7 +8,7 @@ namespace {
 // What is asked about the weights of one head. `q_positions` and `kv_positions` are null where they
 // are places.
 struct Asked {
-  Rows<const T> lse;
+  Rows<const T> maximum, log_total;
   const int32_t *q_positions, *kv_positions;  // [T], [S] or null
   const T* marks;                             // [S] or null: what weights on keys count
   T threshold;                                // weights above it are added up; none if negative
@@ -32,8 +32,8 @@ struct StatisticsBlock {
   typename Products::Forward sums;
   T factor;  // what products are multiplied with
   alignas(64) Int positions[kQueries], place[kQueries];
-  // lse is 0 where it is infinite: such a row has no keys. What has no query has no weight.
-  alignas(64) Lanes lse, real, most, entropy, distance, on_keys, above;
+  // A row without keys has maximum 0 in place of -infinity. A lane without a query has no weight.
+  alignas(64) Lanes maximum, log_total, real, most, entropy, distance, on_keys, above;
 
   StatisticsBlock(const Head& head, const Asked& asked, Index first, Index count, Index H,
                   Bench& bench)
@@ -42,8 +42,9 @@ struct StatisticsBlock {
         factor(Products::kScales ? T{1} : head.scale) {
     for (Index i = 0; i < block.width; ++i) {
       const bool there = i < count;
-      const T own = there ? *asked.lse[first + i] : T{0};
-      lse[i] = own == -kInfinity ? T{0} : own;
+      const T top = there ? *asked.maximum[first + i] : T{0};
+      maximum[i] = top == -kInfinity ? T{0} : top;
+      log_total[i] = there ? *asked.log_total[first + i] : T{0};
       real[i] = there;
       positions[i] = there && asked.q_positions ? asked.q_positions[first + i] : first + i;
       place[i] = -1, most[i] = -kInfinity;
@@ -111,7 +112,8 @@ struct StatisticsBlock {
 #pragma GCC unroll 2
       for (int n = 0; n < N; ++n) {
         const Index i = first + n * L;
-        const Vector log = load(scores + s * block.width + i) * left - load(lse + i);
+        const Vector score = load(scores + s * block.width + i) * left;
+        const Vector log = (score - load(maximum + i)) - load(log_total + i);
         const Vector weight = exponential(log);
         entropies[n] -= weight * (log == all(-kInfinity) ? Vector{} : log);
         distances[n] += weight * apart(load<Ints>(positions + i), at);
@@ -163,7 +165,8 @@ struct StatisticsBlock {
       const Index row = block.first + i;
       *to.entropy[row] = entropy[i], *to.distance[row] = distance[i];
       // A row that is NaN has no greatest weight.
-      *to.greatest[row] = most[i] + (lse[i] - lse[i]), *to.place[row] = place[i];
+      const T lse = maximum[i] + log_total[i];
+      *to.greatest[row] = most[i] + (lse - lse), *to.place[row] = place[i];
       if (asked.marks) *to.on_keys[row] = on_keys[i];
       if (asked.threshold >= 0) *to.above[row] = above[i];
     }

@@ -1,0 +1,107 @@
+"""What to write in a function that was pasted with `jnp` in place of `torch`, where that fails.
+
+`advice_for` looks at an error that a user's function raises. Arrays of JAX lack many methods of
+tensors, and `jax.numpy` many functions of `torch`; most have a function of the same name elsewhere.
+"""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+_WRITE = {
+    "add": "x + y",
+    "and_masks": "f(b, h, q_idx, kv_idx) & g(b, h, q_idx, kv_idx), or masks.Predicate(f) & g",
+    "as_tensor": "jnp.asarray(values)",
+    "bfloat16": "x.astype(jnp.bfloat16)",
+    "bool": "x.astype(bool)",
+    "bucketize": "jnp.searchsorted(boundaries, x)",
+    "cat": "jnp.concatenate(arrays, axis)",
+    "clamp": "jnp.clip(x, min, max)",
+    "clamp_max": "jnp.minimum(x, max)",
+    "clamp_min": "jnp.maximum(x, min)",
+    "contiguous": "x",
+    "cpu": "x",
+    "cuda": "x",
+    "detach": "jax.lax.stop_gradient(x)",
+    "dim": "x.ndim",
+    "div": "x / y",
+    "double": "x.astype(jnp.float64)",
+    "eq": "x == y",
+    "expand": "jnp.broadcast_to(x, shape)",
+    "float": "x.astype(jnp.float32)",
+    "from_numpy": "jnp.asarray(values)",
+    "gather": "jnp.take_along_axis(x, index, axis)",
+    "ge": "x >= y",
+    "gt": "x > y",
+    "half": "x.astype(jnp.float16)",
+    "index_select": "jnp.take(x, index, axis)",
+    "int": "x.astype(jnp.int32)",
+    "le": "x <= y",
+    "long": "x.astype(jnp.int32)",
+    "lt": "x < y",
+    "masked_fill": "jnp.where(mask, value, x)",
+    "mul": "x * y",
+    "ne": "x != y",
+    "neg": "-x",
+    "numel": "x.size",
+    "or_masks": "f(b, h, q_idx, kv_idx) | g(b, h, q_idx, kv_idx), or masks.Predicate(f) | g",
+    "permute": "jnp.transpose(x, axes)",
+    "repeat_interleave": "jnp.repeat(x, repeats)",
+    "rsqrt": "jax.lax.rsqrt(x)",
+    "short": "x.astype(jnp.int16)",
+    "sub": "x - y",
+    "tensor": "jnp.asarray(values)",
+    "Tensor": "jax.Array",
+    "to": "x.astype(dtype)",
+    "type": "x.astype(dtype)",
+    "type_as": "x.astype(y.dtype)",
+    "unsqueeze": "jnp.expand_dims(x, axis)",
+}
+_DTYPES = {
+    "double": "jnp.float64",
+    "float": "jnp.float32",
+    "half": "jnp.float16",
+    "int": "jnp.int32",
+    "long": "jnp.int32",
+    "short": "jnp.int16",
+}
+_ELSEWHERE = {"jnp": jnp, "jax.nn": jax.nn, "jax.lax": jax.lax}
+
+
+def advice_for(error: Exception) -> str | None:
+    """What to write in place of what failed; None where that is not known."""
+    match error:
+        case AttributeError():
+            return _of_attribute(error.obj, error.name or "")
+        case NameError():
+            if error.name in ("and_masks", "or_masks"):
+                return f"write {_WRITE[error.name]}"
+            return "write jnp in its place" if error.name == "torch" else None
+        case TypeError() if "must be Tensor" in str(error):
+            return "functions of torch take no arrays of JAX; write those of jax.numpy"
+        case TypeError() if str(error) == "'int' object is not callable":
+            return "x.size and x.ndim are numbers; write x.shape[axis] for x.size(axis)"
+    return None
+
+
+def _of_attribute(owner: Any, name: str) -> str | None:
+    """For a method or a function that there is not."""
+    is_module = isinstance(owner, types.ModuleType)
+    if is_module and owner.__name__.partition(".")[0] not in ("jax", "numpy", "jattn"):
+        return None
+    if not is_module and not isinstance(owner, jax.Array | np.ndarray | np.generic):
+        return None
+    plain = name.rstrip("_") if not name.startswith("_") else name
+    if is_module and plain in _DTYPES:
+        return f"write {_DTYPES[plain]}"
+    written = _WRITE.get(plain) or next(
+        (f"{of}.{plain}(x, ...)" for of, module in _ELSEWHERE.items() if hasattr(module, plain)),
+        None,
+    )
+    if written is None:
+        return None
+    return f"write {'x = ' * (name != plain)}{written}"

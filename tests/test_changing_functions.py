@@ -1,0 +1,759 @@
+"""Functions of masks and scores are what they are when they are called, whatever they read.
+
+Each row of `HOLDERS` is a way to hold a number that a function reads. It is changed between two
+calls, and the second has to equal the formula with the number that is held then.
+"""
+
+import collections
+import dataclasses
+import enum
+import functools
+import gc
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn import _functions, cache, masks, nn, spec
+from jattn.masks import Predicate
+from jattn.scores import Score
+
+
+Use = Callable[..., Any]
+Holder = Callable[[Use, Any], tuple[Any, Callable[[Any], None]]]
+HOLDERS: dict[str, Holder] = {}
+
+module = types.ModuleType("settings")  # as a user's module of settings
+GLOBAL = 0
+GLOBAL_LIST = [0]
+GLOBAL_ARRAY = np.zeros(3, np.int32)
+
+
+def held(holder: Holder) -> Holder:
+    """Registers a row: of a formula `use(number, *arguments)` and a first number, the function and
+    what changes the number that it reads."""
+    HOLDERS[holder.__name__] = holder
+    return holder
+
+
+def in_container(name: str, make: Callable[[Any], Any], read: Any, write: Any) -> None:
+    """Registers a row whose function closes over an object, reads a number of it by `read` and has
+    another written to it by `write`."""
+
+    def holder(use: Use, number: Any) -> Any:
+        box = make(number)
+        return lambda *x: use(read(box), *x), lambda new: write(box, new)
+
+    HOLDERS[name] = holder
+
+
+class Plain:
+    """An object with attributes."""
+
+    def __init__(self, number: Any):
+        self.number = number
+
+
+class Slots:
+    """An object with slots."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: Any):
+        self.number = number
+
+
+class Property(Plain):
+    """An object with a property that reads another object."""
+
+    inner: Any = None
+
+    @property
+    def value(self) -> Any:
+        return self.inner.number
+
+
+@dataclasses.dataclass
+class Data:
+    """A dataclass, which has no hash, that can be called."""
+
+    number: Any
+    use: Use
+
+    def __call__(self, *x: Any) -> Any:
+        return self.use(self.number, *x)
+
+
+class Hidden:
+    """An object that computes its attributes."""
+
+    def __init__(self, number: Any):
+        self.__dict__["held"] = {"number": number}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["held"][name]
+
+
+class Pair(NamedTuple):
+    """A named tuple of something that may change."""
+
+    numbers: list[Any]
+
+
+class Level(enum.Enum):
+    """Members with a value that may change."""
+
+    ONE = [0]  # noqa: RUF012
+
+
+def an_array(number: Any) -> np.ndarray:
+    return np.array([5, number, 7], np.int32)
+
+
+def set_item(key: Any) -> Callable[[Any, Any], None]:
+    return lambda box, new: box.__setitem__(key, new)
+
+
+def set_number(box: Any, new: Any) -> None:
+    box.number = new
+
+
+def structured(number: Any) -> np.ndarray:
+    return np.array([(number, 1.5)], dtype=[("number", np.int32), ("other", np.float64)])
+
+
+def random_access(number: Any) -> np.ndarray:
+    return np.array([None, number], object)
+
+
+def refill(box: Any, new: Any) -> None:
+    box.clear()
+    box.add(new)
+
+
+one = lambda box: box[1]  # noqa: E731
+in_container("list", lambda x: [0, x], one, set_item(1))
+in_container(
+    "nested list", lambda x: [0, [[x]]], lambda x: x[1][0][0], lambda x, y: set_item(0)(x[1][0], y)
+)
+in_container("dict", lambda x: {1: x}, one, set_item(1))
+in_container("ordered dict", lambda x: collections.OrderedDict({1: x}), one, set_item(1))
+in_container("default dict", lambda x: collections.defaultdict(int, {1: x}), one, set_item(1))
+in_container("deque", lambda x: collections.deque([0, x]), one, set_item(1))
+in_container("set", lambda x: {x}, max, refill)
+in_container("bytearray", lambda x: bytearray([0, x]), one, set_item(1))
+in_container("memoryview", lambda x: memoryview(bytearray([0, x])), one, set_item(1))
+in_container(
+    "tuple of a list", lambda x: (0, [x]), lambda x: x[1][0], lambda x, y: set_item(0)(x[1], y)
+)
+in_container(
+    "named tuple",
+    lambda x: Pair([x]),
+    lambda x: x.numbers[0],
+    lambda x, y: set_item(0)(x.numbers, y),
+)
+in_container("attribute", Plain, lambda x: x.number, set_number)
+in_container("slots", Slots, lambda x: x.number, set_number)
+in_container("namespace", lambda x: types.SimpleNamespace(number=x), lambda x: x.number, set_number)
+in_container("computed attribute", Hidden, lambda x: x.number, lambda x, y: x.held.update(number=y))
+in_container("numpy", an_array, lambda x: int(x[1]), set_item(1))
+in_container("numpy in jnp", an_array, lambda x: jnp.asarray(x)[1], set_item(1))
+in_container("numpy as it is", lambda x: np.array(x, np.int32), lambda x: x, set_item(()))
+in_container(
+    "numpy of 64 bits",
+    lambda x: np.array([0, x]),
+    lambda x: jnp.asarray(x)[1].astype(np.int32),
+    set_item(1),
+)
+in_container(
+    "nested arrays",
+    lambda x: {"a": [an_array(x)]},
+    lambda x: jnp.asarray(x["a"][0])[1],
+    lambda x, y: set_item(1)(x["a"][0], y),
+)
+in_container(
+    "structured array",
+    structured,
+    lambda x: int(x["number"][0]),
+    set_item("number"),
+)
+in_container("object array", random_access, one, set_item(1))
+in_container("masked array", lambda x: np.ma.array([0, x]), lambda x: int(x[1]), set_item(1))
+in_container("function's attribute", lambda x: Data(x, int), lambda x: x.number, set_number)
+
+
+@held
+def view(use: Use, number: Any) -> Any:
+    whole = np.full(6, number, np.int32)
+    part = whole[::2]
+
+    def change(new: Any) -> None:
+        whole[...] = new
+
+    return lambda *x: use(jnp.asarray(part)[1], *x), change
+
+
+@held
+def frozen_view(use: Use, number: Any) -> Any:
+    """A view that cannot be written to, of memory that can."""
+    whole = np.full(3, number, np.int32)
+    part = whole[:]
+    part.flags.writeable = False
+    return lambda *x: use(jnp.asarray(part)[1], *x), lambda new: set_item(slice(None))(whole, new)
+
+
+@held
+def global_number(use: Use, number: Any) -> Any:
+    def change(new: Any) -> None:
+        global GLOBAL  # noqa: PLW0603
+        GLOBAL = new
+
+    change(number)
+    return lambda *x: use(GLOBAL, *x), change
+
+
+@held
+def global_list(use: Use, number: Any) -> Any:
+    GLOBAL_LIST[0] = number
+    return lambda *x: use(GLOBAL_LIST[0], *x), lambda new: set_item(0)(GLOBAL_LIST, new)
+
+
+@held
+def global_array(use: Use, number: Any) -> Any:
+    GLOBAL_ARRAY[1] = number
+    return lambda *x: use(jnp.asarray(GLOBAL_ARRAY)[1], *x), functools.partial(
+        set_item(1), GLOBAL_ARRAY
+    )
+
+
+@held
+def array_replaced(use: Use, number: Any) -> Any:
+    array = an_array(number)
+
+    def change(new: Any) -> None:
+        nonlocal array
+        array = an_array(new)
+
+    return lambda *x: use(jnp.asarray(array)[1], *x), change
+
+
+@held
+def module_attribute(use: Use, number: Any) -> Any:
+    module.number = number  # pyright: ignore[reportAttributeAccessIssue]
+    return lambda *x: use(module.number, *x), lambda new: setattr(module, "number", new)
+
+
+@held
+def imported_inside(use: Use, number: Any) -> Any:
+    import tests.test_changing_functions as itself  # noqa: PLC0415
+
+    def function(*x: Any) -> Any:
+        import tests.test_changing_functions  # noqa: PLC0415
+
+        return use(tests.test_changing_functions.GLOBAL, *x)
+
+    itself.GLOBAL = number
+    return function, lambda new: setattr(itself, "GLOBAL", new)
+
+
+@held
+def default_list(use: Use, number: Any) -> Any:
+    box = [number]
+    return lambda *x, box=box: use(box[0], *x), lambda new: set_item(0)(box, new)
+
+
+@held
+def defaults_replaced(use: Use, number: Any) -> Any:
+    def function(*x: Any, value: Any = number) -> Any:
+        return use(value, *x)
+
+    return function, lambda new: setattr(function, "__kwdefaults__", {"value": new})
+
+
+@held
+def function_attribute(use: Use, number: Any) -> Any:
+    def function(*x: Any) -> Any:
+        return use(function.number, *x)  # pyright: ignore[reportFunctionMemberAccess]
+
+    function.number = number  # pyright: ignore[reportFunctionMemberAccess]
+    return function, lambda new: setattr(function, "number", new)
+
+
+@held
+def nested_closure(use: Use, number: Any) -> Any:
+    def change(new: Any) -> None:
+        nonlocal number
+        number = new
+
+    def outer() -> Any:
+        return lambda: number
+
+    return lambda *x: use(outer()(), *x), change
+
+
+@held
+def nested_box(use: Use, number: Any) -> Any:
+    box = {"number": number}
+
+    def inner() -> Any:
+        return box["number"]
+
+    return lambda *x: use(inner(), *x), lambda new: box.update(number=new)
+
+
+@held
+def helper_replaced(use: Use, number: Any) -> Any:
+    helper = lambda: number  # noqa: E731
+
+    def change(new: Any) -> None:
+        nonlocal helper
+        helper = lambda: new  # noqa: E731
+
+    return lambda *x: use(helper(), *x), change
+
+
+@held
+def decorated(use: Use, number: Any) -> Any:
+    box = [number]
+
+    @functools.wraps(lambda *x: use(number, *x))
+    def wrapper(*x: Any) -> Any:
+        return use(box[0], *x)
+
+    return wrapper, lambda new: set_item(0)(box, new)
+
+
+@held
+def partial(use: Use, number: Any) -> Any:
+    box = [number]
+    return functools.partial(lambda box, *x: use(box[0], *x), box), lambda new: set_item(0)(
+        box, new
+    )
+
+
+@held
+def partial_of_array(use: Use, number: Any) -> Any:
+    array = an_array(number)
+    function = functools.partial(lambda *x, table: use(jnp.asarray(table)[1], *x), table=array)
+    return function, lambda new: set_item(1)(array, new)
+
+
+@held
+def bound_method(use: Use, number: Any) -> Any:
+    class Rule(Plain):
+        def ask(self, *x: Any) -> Any:
+            return use(self.number, *x)
+
+    rule = Rule(number)
+    return rule.ask, lambda new: set_number(rule, new)
+
+
+@held
+def callable_object(use: Use, number: Any) -> Any:
+    data = Data(number, use)
+    return data, lambda new: set_number(data, new)
+
+
+@held
+def class_attribute(use: Use, number: Any) -> Any:
+    class Settings:
+        value = number
+
+    return lambda *x: use(Settings.value, *x), lambda new: setattr(Settings, "value", new)
+
+
+@held
+def static_method(use: Use, number: Any) -> Any:
+    class Settings:
+        value = number
+
+        @classmethod
+        def ask(cls, *x: Any) -> Any:
+            return use(cls.value, *x)
+
+    return Settings.ask, lambda new: setattr(Settings, "value", new)
+
+
+@held
+def property_of_another(use: Use, number: Any) -> Any:
+    thing, inner = Property(None), Plain(number)
+    thing.inner = inner
+    return lambda *x: use(thing.value, *x), lambda new: set_number(inner, new)
+
+
+@held
+def enum_value(use: Use, number: Any) -> Any:
+    Level.ONE.value[0] = number
+    return lambda *x: use(Level.ONE.value[0], *x), lambda new: set_item(0)(Level.ONE.value, new)
+
+
+@held
+def numpy_scalar(use: Use, number: Any) -> Any:
+    value = np.int32(number)
+
+    def change(new: Any) -> None:
+        nonlocal value
+        value = np.int32(new)
+
+    return lambda *x: use(value, *x), change
+
+
+@held
+def jax_array(use: Use, number: Any) -> Any:
+    value = jnp.int32(number)
+
+    def change(new: Any) -> None:
+        nonlocal value
+        value = jnp.int32(new)
+
+    return lambda *x: use(value, *x), change
+
+
+@held
+def iterator(use: Use, number: Any) -> Any:
+    """Something else at each reading, that cannot be copied."""
+    numbers = [number] * 50
+    source = iter(numbers)
+
+    def change(new: Any) -> None:
+        numbers[:] = [new] * 50
+
+    return lambda *x: use(next(source), *x), change
+
+
+@held
+def vectorized(use: Use, number: Any) -> Any:
+    """NumPy's object for a user's function."""
+    box = [number]
+    read = np.vectorize(lambda _: box[0])
+    return lambda *x: use(int(read(0)), *x), lambda new: set_item(0)(box, new)
+
+
+@held
+def lru_cached(use: Use, number: Any) -> Any:
+    box = [number]
+    read = functools.lru_cache(lambda: box[0])
+
+    def change(new: Any) -> None:
+        box[0] = new
+        read.cache_clear()
+
+    return lambda *x: use(read(), *x), change
+
+
+@held
+def inside_lax(use: Use, number: Any) -> Any:
+    """In a program within the program."""
+    box = np.array(number, np.int32)
+
+    def function(*x: Any) -> Any:
+        return jax.lax.cond(x[-1] >= 0, lambda: use(box, *x), lambda: use(box, *x))
+
+    return function, lambda new: set_item(())(box, new)
+
+
+def in_window(width: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (kv <= q) & (q - kv < width)
+
+
+def sloped(slope: Any, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s - 0.25 * jnp.asarray(slope * (q - kv)).astype(s.dtype)
+
+
+def arrays(T: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(T)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, T, 1, 8))) for _ in range(3))
+    return q, k, v
+
+
+def options(kind: str, function: Any) -> dict[str, Any]:
+    """As an argument of `attention`; an object that is called has to be wrapped."""
+    return {"mask": Predicate(function)} if kind == "mask" else {"score": Score(function)}
+
+
+def plain(kind: str, number: Any, q: Any, k: Any, v: Any) -> Any:
+    """The formula, with a number that is known."""
+    logits = jnp.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5
+    i, j = jnp.arange(q.shape[1])[None, None, :, None], jnp.arange(k.shape[1])[None, None, None, :]
+    if kind == "mask":
+        logits = jnp.where(in_window(number, 0, 0, i, j), logits, -jnp.inf)
+    else:
+        logits = sloped(number, logits, 0, 0, i, j)
+    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits, axis=-1), v)
+
+
+USES = {"mask": in_window, "score": sloped}
+
+
+def check(kind: str, holder: Holder, T: int, implementation: str | None, numbers: Any) -> None:
+    """Each call is the formula with the number that is held then, and so are its gradients."""
+    x = arrays(T)
+    function, change = holder(USES[kind], numbers[0])
+
+    def loss(compute: Any, *x: Any) -> Any:
+        return jnp.vdot(compute(*x), x[0])
+
+    for number in numbers:
+        change(number)
+        rule = options(kind, function)
+        call = functools.partial(jattn.attention, implementation=implementation, **rule)
+        want = functools.partial(plain, kind, number)
+        np.testing.assert_allclose(call(*x), want(*x), atol=1e-12)
+        if T < 100 and implementation != "reference":
+            continue
+        got = jax.grad(functools.partial(loss, call), (0, 1, 2))(*x)
+        exact = jax.grad(functools.partial(loss, want), (0, 1, 2))(*x)
+        for one, other in zip(got, exact, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", USES)
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_function_reads_what_is_held_when_it_is_called(name, kind):
+    check(kind, HOLDERS[name], 7, "reference", (2, 5))
+
+
+@pytest.mark.parametrize("kind", USES)
+@pytest.mark.parametrize("T", [9, 1024])
+@pytest.mark.parametrize("implementation", [None, "native", "blockwise"])
+@pytest.mark.parametrize("name", ["list", "numpy in jnp", "bound_method"])
+def test_in_every_implementation(name, implementation, T, kind):
+    check(kind, HOLDERS[name], T, implementation, (2, 5))
+
+
+# --- everything that takes functions ------------------------------------------------------------
+
+
+def changing(kind: str) -> tuple[dict[str, Any], list[Any]]:
+    """A function that reads a list, as an argument, and the list."""
+    box, use = [2], USES[kind]
+    return options(kind, lambda *x: use(box[0], *x)), box
+
+
+def given(kind: str, number: Any) -> dict[str, Any]:
+    """A function of a number that is known."""
+    return options(kind, functools.partial(USES[kind], number))
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "attention": lambda q, k, v, **rule: jattn.attention(q, k, v, **rule, return_lse=True),
+    "weights": lambda q, k, v, **rule: jattn.attention_weights(q, k, **rule),
+    "scores": lambda q, k, v, **rule: jattn.attention_scores(q, k, **rule),
+    "return_weights": lambda *x, **rule: jattn.attention(*x, **rule, return_weights=True),
+    "statistics": lambda q, k, v, **rule: jattn.statistics(q, k, **rule),
+    "top_weights": lambda q, k, v, **rule: jattn.top_weights(q, k, 2, **rule),
+    "weights_at": lambda q, k, v, **rule: jattn.viz.weights_at(q, k, rows=[3, 6], **rule),
+    "on a cache": lambda q, k, v, **rule: jattn.cached_attention(
+        q, k, v, cache.DenseCache.create(1, 16, 1, 8, dtype=q.dtype), **rule
+    )[0],
+    "in pieces": lambda q, k, v, **rule: jattn.cached_attention(
+        q, k, v, cache.RollingCache.create(1, 16, 1, 8, dtype=q.dtype, chunk=4), **rule
+    )[0],
+    "additive": lambda q, k, v, **rule: jattn.additive_attention(
+        q[:, :, 0], k[:, :, 0], v[:, :, 0], jnp.eye(8), jnp.eye(8), jnp.ones(8), **rule
+    ),
+    "vjp": lambda q, k, v, **rule: jax.vjp(lambda *x: jattn.attention(*x, **rule), q, k, v)[1](q),
+    "jvp": lambda q, k, v, **rule: jax.jvp(
+        lambda *x: jattn.attention(*x, **rule), (q, k, v), (k, v, q)
+    ),
+    "vmap": lambda *x, **rule: jax.vmap(lambda *x: jattn.attention(*x, **rule))(*x),
+}
+
+
+@pytest.mark.parametrize("kind", USES)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_reads_its_functions_again(name, kind):
+    x, (rule, box) = arrays(9), changing(kind)
+    for number in (2, 5, 2):
+        box[0] = number
+        got, want = CALLS[name](*x, **rule), CALLS[name](*x, **given(kind, number))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), got, want)
+
+
+def test_statistics_of_keys_that_a_function_selects():
+    q, k, _ = arrays(9)
+    keys, box = changing("mask")
+    for number in (2, 5):
+        box[0] = number
+        got = jattn.statistics(q, k, keys=keys["mask"]).on_keys
+        want = jattn.statistics(q, k, keys=given("mask", number)["mask"]).on_keys
+        assert got is not None and want is not None
+        np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_masks_are_evaluated_anew():
+    """Tiles that are looked at are kept for the function as it was."""
+    box = [100]
+    mask = Predicate(lambda b, h, q, kv: ((q * 7919 + kv) % 65536 < box[0]) & (q - kv < box[0]))
+    for number in (100, 60000, 100):
+        box[0] = number
+        q, kv = np.arange(1024)[:, None], np.arange(1024)[None, :]
+        want = ((q * 7919 + kv) % 65536 < number) & (q - kv < number)
+        np.testing.assert_array_equal(mask.dense(1024, 1024), want)
+        tiles: Any = want.reshape(8, 128, 8, 128)
+        kinds = np.asarray(masks.tile_map(mask, 1024, 1024, 128, 128))
+        assert not tiles.any((1, 3))[kinds == masks.EMPTY].any()
+        assert tiles.all((1, 3))[kinds == masks.FULL].all()
+        found = jattn.explain(*arrays(1024), mask=mask).tiles
+        assert found is not None
+        assert found.empty <= 1 - tiles.any((1, 3)).mean()
+
+
+def test_an_explanation_is_about_the_call():
+    """What it counts and compiles later is the function as it was."""
+    rule, box = changing("mask")
+    x = arrays(512)
+    before, box[0] = jattn.explain(*x, **rule), 512
+    after = jattn.explain(*x, **rule)
+    assert before.tiles == jattn.explain(*x, **given("mask", 2)).tiles
+    assert after.tiles == jattn.explain(*x, mask=masks.Causal()).tiles
+    assert before.tiles != after.tiles
+
+
+@pytest.mark.parametrize("kind", USES)
+@pytest.mark.parametrize("T", [9, 1024])
+def test_a_gradient_that_is_taken_later_is_of_the_call(T, kind):
+    x, array = arrays(T), np.array([0, 2], np.int32)
+    box = [array]
+    for read in (lambda: jnp.asarray(array)[1], lambda: jnp.asarray(box[0])[1]):
+        array[1] = 2
+        rule = options(kind, lambda *x, read=read: USES[kind](read(), *x))
+        _, pull = jax.vjp(functools.partial(jattn.attention, **rule), *x)
+        array[1] = 5
+        _, exact = jax.vjp(functools.partial(plain, kind, 2), *x)
+        for got, want in zip(pull(x[0]), exact(x[0]), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-11)
+
+
+@pytest.mark.parametrize("where", ["module", "call"])
+def test_a_module_reads_its_function_again(where):
+    rule, box = changing("mask")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 8)))
+
+    def attended(mask: Any) -> Any:
+        own = mask if where == "module" else None
+        module = nn.MultiHeadAttention(
+            2, 8, mask=own, rngs=nnx.Rngs(0), param_dtype=jnp.float64, dtype=jnp.float64
+        )
+        return lambda: module(x, mask=None if where == "module" else mask)
+
+    call = attended(rule["mask"])
+    for number in (2, 5):
+        box[0] = number
+        np.testing.assert_allclose(call(), attended(given("mask", number)["mask"])(), atol=1e-12)
+
+
+class Echo(nnx.Module):
+    """A language model of one attention, whose next token is read off what is attended."""
+
+    def __init__(self, mask: Any):
+        kinds = {"param_dtype": jnp.float64, "dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+        self.attention = nn.MultiHeadAttention(1, 8, mask=mask, **kinds)
+
+    def start(self, batch: int, length: int) -> Any:
+        return cache.DenseCache.create(batch, length, 1, 8, dtype=jnp.float64)
+
+    def step(self, tokens: Any, caches: Any, *, valid: Any = None, **_: Any) -> Any:
+        x = jax.nn.one_hot(tokens, 8, dtype=jnp.float64)
+        out, caches = self.attention(x, cache=caches, valid=valid)
+        return jnp.sin(1e4 * out), caches
+
+
+@pytest.mark.parametrize("callback", [None, len])
+def test_a_generating_model_reads_its_function_again(callback):
+    rule, box = changing("mask")
+    prompt = jnp.asarray([[1, 5, 2, 7, 3, 3, 6, 0]])
+    model, found = Echo(rule["mask"]), []
+    for number in (1, 8):
+        box[0] = number
+        found.append(jattn.generate(model, prompt, max_tokens=6, callback=callback).tokens)
+        fresh = jattn.generate(Echo(given("mask", number)["mask"]), prompt, max_tokens=6)
+        np.testing.assert_array_equal(found[-1], fresh.tokens)
+    assert not np.array_equal(*found)
+
+
+@pytest.mark.parametrize("read", ["list", "array", "attribute"])
+def test_bounds_that_may_be_others_are_not_taken(read):
+    x, array, box = arrays(512), np.array([100]), [100]
+    settings = types.SimpleNamespace(width=100)
+    width = {"list": lambda: box[0], "array": lambda: array[0], "attribute": lambda: settings.width}
+
+    def bounds(tile: Any) -> Any:
+        (q_lo, q_hi, *_), (kv_lo, kv_hi, *_) = tile.rows, tile.columns
+        n = width[read]()
+        any_of_it = (kv_lo <= q_hi) & (q_lo - kv_hi < n)
+        return any_of_it, (kv_hi <= q_lo) & (q_hi - kv_lo < n)
+
+    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return in_window(jnp.int32(width[read]()), b, h, q, kv)
+
+    for number in (100, 400):
+        box[0] = settings.width = array[0] = number
+        got = jattn.attention(*x, mask=Predicate(rule, bounds=bounds), implementation="blockwise")
+        np.testing.assert_allclose(got, plain("mask", number, *x), atol=1e-12)
+
+
+def test_what_changes_in_each_reading_is_read_in_each_call():
+    q, k, v = arrays(9)
+    random = np.random.default_rng(0)
+    rule = Predicate(lambda b, h, i, j: j < int(random.integers(1, 9)))
+    again = np.random.default_rng(0)
+    for _ in range(6):
+        want = jattn.attention(q, k, v, mask=masks.Prefix(int(again.integers(1, 9))))
+        np.testing.assert_allclose(jattn.attention(q, k, v, mask=rule), want, atol=1e-12)
+
+
+# --- what it costs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["list", "numpy in jnp", "bound_method", "inside_lax"])
+def test_an_unchanged_function_runs_what_is_compiled(name, caplog):
+    x = arrays(9)
+    function, change = HOLDERS[name](in_window, 3)
+    jattn.attention(*x, mask=Predicate(function))
+    change(4)
+    jattn.attention(*x, mask=Predicate(function))
+    for number in (3, 4):
+        change(number)
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            caplog.clear()
+            jattn.attention(*x, mask=Predicate(function))
+        assert not [x for x in caplog.messages if x.startswith("Compiling")]
+
+
+def test_an_unchanged_array_is_not_traced_again():
+    x, table = arrays(9), np.arange(2**17)
+    rule = Predicate(lambda b, h, q, kv: jnp.asarray(table)[kv] <= q.astype(table.dtype))
+    first = jattn.attention(*x, mask=rule, implementation="reference")
+    with jax.no_tracing():
+        again = jattn.attention(*x, mask=rule, implementation="reference")
+    np.testing.assert_array_equal(first, again)
+
+
+@pytest.mark.parametrize("name", ["list", "numpy in jnp"])
+def test_functions_of_the_past_are_forgotten(name, monkeypatch):
+    monkeypatch.setattr(_functions, "_frozen", WeakValueDictionary())
+    q, k, _ = arrays(2)
+    function, change = HOLDERS[name](in_window, 0)
+    for number in range(spec._MOST_TRANSIENT + 20):
+        change(number)
+        jattn.attention_scores(q, k, mask=Predicate(function))
+    gc.collect()
+    assert len(_functions._frozen) <= spec._MOST_TRANSIENT + 1
+
+
+def test_arrays_of_jax_in_a_list_are_read_as_they_are_now():
+    q = jnp.ones((1, 8, 1, 4))
+    v = jnp.broadcast_to(jnp.arange(8.0)[None, :, None, None], q.shape)
+    read = [jnp.int32(3), jnp.arange(8, dtype=jnp.int32)]
+    for limit in (3, 6):
+        read[0] = jnp.int32(limit)
+        out = jattn.attention(q, q, v, mask=lambda b, h, i, j: read[1][j] < read[0])
+        np.testing.assert_allclose(out, (limit - 1) / 2, rtol=1e-6)

@@ -1,0 +1,162 @@
+"""Under `jit`, queries that are cut along tokens stay cut: each device computes its own, with a
+copy of all keys. Results, gradients and dropout are those of one device."""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, scores, tuning
+from jattn.cache import DenseCache
+from tests.conftest import quick_jit
+from tests.test_parallel import RULES, B, H, K, N, T, V, mesh_of, random, with_gradients
+from tests.test_partitioning import collectives
+
+
+CUTS = {
+    "tokens": (P(None, "c"), P(None, "c")),
+    "queries": (P(None, "c"), P()),
+    "rows_heads_tokens": (P("a", "c", "b"), P("a", "c", "b")),
+    "two_axes": (P("a", ("b", "c")), P("a", ("c", "b"))),
+    "keys": (P("a"), P("a", "c")),
+    "crossed": (P(None, "a", "c"), P(None, ("a", "c"))),
+}
+
+
+def place(mesh: Any, x: Any, spec: P) -> Any:
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def is_cut(x: Any, mesh: Any, spec: P) -> bool:
+    return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("implementation", [None, "blockwise", "native", "reference"])
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", RULES)
+def test_values_gradients_and_how_they_are_cut(name, cuts, implementation):
+    """Gradients of keys and values are cut like these."""
+    rule, mesh, (of_queries, of_keys) = RULES[name], mesh_of(a=2, b=2, c=2), CUTS[cuts]
+    floats = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
+    floats |= {n: x for n, x in rule.arrays.items() if x.dtype == np.float64}
+    rest = {n: x for n, x in rule.arrays.items() if n not in floats}
+    cotangents = random(B, T, N, V), random(B, N, T)
+    attend = functools.partial(jattn.attention, implementation=implementation)
+    run = functools.partial(with_gradients, attend, rule)
+    specs = {"q": of_queries, "k": of_keys, "v": of_keys}
+    placed = {n: place(mesh, x, specs.get(n, P())) for n, x in floats.items()}
+    with tuning.using(generated_pairs=0), warnings.catch_warnings():
+        if implementation == "native" and "dropout_rate" in rule.of({**rest, **floats}):
+            warnings.filterwarnings("ignore", "tokens are cut along .* dropout of a piece")
+        want_out, want_lse, want = quick_jit(run)(rest, floats, cotangents)
+        out, lse, found = quick_jit(run)(rest, placed, cotangents)
+    np.testing.assert_allclose(out, want_out, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-12, atol=1e-13)
+    for n, d in found.items():
+        np.testing.assert_allclose(d, want[n], rtol=1e-11, atol=1e-12, err_msg=n)
+    assert is_cut(out, mesh, of_queries) and is_cut(found["q"], mesh, of_queries)
+    rows, tokens, heads = (*of_queries, None, None, None)[:3]
+    assert is_cut(lse, mesh, P(rows, heads, tokens))
+    if implementation != "reference" and cuts != "crossed":
+        assert is_cut(found["k"], mesh, of_keys) and is_cut(found["v"], mesh, of_keys)
+
+
+@pytest.mark.parametrize("implementation", [None, "blockwise", "native"])
+def test_only_keys_are_gathered(implementation):
+    """Of queries and results nothing is; gradients of keys are summed where they are wanted."""
+    mesh = mesh_of(c=4)
+    q, k = random(B, T, N, H), random(B, T, K, H)
+
+    def run(q: Any, k: Any) -> Any:
+        call = lambda q, k: jattn.attention(  # noqa: E731
+            q, k, k, mask=masks.Causal(), implementation=implementation
+        )
+        return jnp.sum(call(q, k) ** 2)
+
+    cut = P(None, "c")
+    placed = [place(mesh, x, cut) for x in (q, k)]
+    compiled = quick_jit(jax.grad(run, (0, 1)), out_shardings=None).lower(*placed).compile()
+    kinds = collectives(compiled)
+    assert "all-gather" in kinds
+    assert "all-to-all" not in kinds and "collective-permute" not in kinds
+    sizes = [x for x in compiled.as_text().splitlines() if " all-gather(" in x]
+    assert not any(f"[{B},{T},{N},{H}]" in x.split(" all-gather(")[0] for x in sizes)
+    dq, dk = compiled(*placed)
+    assert is_cut(dq, mesh, cut) and is_cut(dk, mesh, cut)
+
+
+def test_statistics_stay_cut_along_queries():
+    mesh, cut = mesh_of(a=2, c=4), P("a", "c")
+    q, k = random(B, T, N, H), random(B, T, K, H)
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (B, T)))
+    options: Any = {"mask": masks.Causal() & masks.Segments(ids), "score": scores.Alibi(random(N))}
+
+    def run(q: Any, k: Any) -> Any:
+        def loss(q: Any, k: Any) -> Any:
+            found = jattn.statistics(q, k, keys=np.arange(T) < 3, threshold=0.2, **options)
+            return jnp.sum(found.entropy**2) + jnp.sum(found.distance), found
+
+        (_, found), d = jax.value_and_grad(loss, (0, 1), has_aux=True)(q, k)
+        return found, d, jattn.top_weights(q, k, 3, **options)
+
+    want = quick_jit(run)(q, k)
+    found = quick_jit(run)(place(mesh, q, cut), place(mesh, k, cut))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
+    statistics, (dq, dk), (top, _) = found
+    assert all(is_cut(x, mesh, P("a", None, "c")) for x in (statistics.entropy, top))
+    assert is_cut(statistics.received, mesh, P("a", None, "c"))
+    assert is_cut(dq, mesh, cut) and is_cut(dk, mesh, cut)
+
+
+def test_heads_that_do_not_fit_an_axis_are_cut_as_far_as_key_heads_are():
+    """Two key heads over four devices: XLA cuts them along a part of the axis."""
+    mesh = mesh_of(a=2, c=4)
+    q, k = random(B, T, N, H), random(B, T, 2, H)
+    call = lambda q, k: jattn.attention(q, k, k, mask=masks.Causal())  # noqa: E731
+    want = quick_jit(call)(q, k)
+    out = quick_jit(call)(place(mesh, q, P(None, "a", "c")), place(mesh, k, P(None, "a")))
+    np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-13)
+    assert is_cut(out, mesh, P(None, "a", "c"))
+
+
+def test_tokens_that_devices_cannot_share_are_warned_about():
+    """One warning, which says what does share them."""
+    mesh, k = mesh_of(c=4), random(B, T, N, H)
+    q = place(mesh, random(B, T, N, H), P(None, "c"))
+    grad = jax.grad(lambda q, k: jnp.sum(jattn.attention(q, k, k) ** 2), (0, 1))
+    cut = lambda q, k: grad(q[:, : T - 1], k)  # noqa: E731
+    with pytest.warns(UserWarning, match=r"cut along 'c' .* jattn\.parallel\.attention") as record:
+        found = quick_jit(cut)(q, place(mesh, k, P(None, "c")))
+    assert len(record) == 1
+    for x, y in zip(found, quick_jit(grad)(np.asarray(q)[:, : T - 1], k), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_an_implementation_that_cannot_compute_a_piece_is_warned_about():
+    mesh = mesh_of(c=4)
+    q = random(B, T, N, H)
+    options: Any = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
+    call = lambda q: jattn.attention(q, q, q, implementation="native", **options)  # noqa: E731
+    with pytest.warns(UserWarning, match=r"'native': dropout of a piece .* jattn\.parallel"):
+        out = quick_jit(call)(place(mesh, q, P(None, "c")))
+    np.testing.assert_allclose(out, quick_jit(call)(q), rtol=1e-12, atol=1e-13)
+
+
+def test_a_cache_cut_along_tokens_is_warned_about():
+    mesh = mesh_of(c=4)
+    cache, q = DenseCache.create(B, T, K, H, dtype=jnp.float64), random(B, 1, N, H)
+    cache = cache.append(random(B, 5, K, H), random(B, 5, K, H))
+    own = place(mesh, cache.keys, P(None, None, "c"))
+    call = quick_jit(jattn.attention)
+    with pytest.warns(UserWarning, match=r"jattn\.parallel\.cached_attention for a cache"):
+        out = call(q, DenseCache(own, cache.values, cache.lengths, cache.overflowed))
+    np.testing.assert_allclose(out, call(q, cache), rtol=1e-12, atol=1e-13)

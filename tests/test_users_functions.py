@@ -1,0 +1,445 @@
+"""Functions as users write them, against the plain formula: values and every gradient.
+
+They close over NumPy arrays, lists and attributes, have derivative rules of their own, and look
+numbers up by small integers. The plain formula is JAX's own: `vmap` of the function over all pairs,
+in float64. Queries and keys are multiples of 1/4, so that products are exact in float32 too and
+each rounding or comparison in a function decides alike.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+import jattn
+from jattn import masks, scores
+from tests.conftest import users_jit
+
+
+pytestmark = [pytest.mark.default_tiles, pytest.mark.usefixtures("standard_promotion")]
+
+B, T, S, N, H = 2, 70, 90, 2, 16
+LARGE = 1024  # enough for None to take the generated kernel
+IMPLEMENTATIONS = (None, "blockwise", "native")
+
+
+@pytest.fixture
+def standard_promotion():
+    """Users write `s * 2.0` and `table[i % 8]`."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# --- functions with rules of their own ------------------------------------------------------------
+
+
+@jax.custom_jvp
+def straight_through(x: Any) -> Any:
+    return jnp.round(x)
+
+
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+
+
+@jax.custom_vjp
+def clipped_gradient(x: Any) -> Any:
+    return x
+
+
+clipped_gradient.defvjp(
+    lambda x: (x, x), lambda x, cotangent: (jnp.clip(cotangent, -0.01, 0.01) * (1 + x * x),)
+)
+
+
+@jax.custom_vjp
+def scaled_gradients(x: Any, y: Any) -> Any:
+    return x + y
+
+
+scaled_gradients.defvjp(
+    lambda x, y: (x + y, (x, y)),
+    lambda given, c: ((3 * c).astype(given[0].dtype), (5 * c).astype(given[1].dtype)),
+)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def rule_with_a_number(factor: float, x: Any) -> Any:
+    return jax.nn.relu(x) * factor
+
+
+rule_with_a_number.defjvp(
+    lambda factor, x, t: (rule_with_a_number(factor, *x), jax.nn.relu6(x[0]) * t[0])
+)
+
+
+@jax.custom_jvp
+def two_results(x: Any, y: Any) -> Any:
+    return x * y, x + y
+
+
+two_results.defjvp(lambda x, t: (two_results(*x), (2 * t[0], 3 * t[1])))
+
+
+@jax.custom_vjp
+def own_look_up(x: Any, table: Any, place: Any) -> Any:
+    return x + table[place]
+
+
+own_look_up.defvjp(
+    lambda x, table, place: (x + table[place], (table, place)),
+    lambda rest, c: (2 * c, jnp.zeros_like(rest[0]).at[rest[1]].add(5 * c), None),
+)
+
+
+class Settings:
+    """An object that a function reads."""
+
+    def __init__(self, **values: Any):
+        self.__dict__.update(values)
+
+
+BYTES = np.arange(1100) * 7 % 250
+SETTINGS = Settings(slope=0.25, steps=[3, 5], table=np.linspace(-1, 1, 300))
+
+
+def table(size: int = 64) -> Any:
+    return jnp.arange(size) / 64 - 0.25
+
+
+def by_loop(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return lax.fori_loop(0, 3, lambda n, x: x * 0.5 + n * (i > j), s)
+
+
+class Row(NamedTuple):
+    """A score function with its operands; `query` is what queries are multiplied with, and
+    `refuses` whether the generated kernel may say that it cannot."""
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...] = ()
+    query: float = 1.0
+    refuses: bool = False
+
+
+SCORES = {
+    "relu at 0": Row(lambda s, b, h, i, j: jax.nn.relu(s), query=0.0),
+    "relu": Row(lambda s, b, h, i, j: jax.nn.relu(s) + 0.5 * jax.nn.relu6(2 * s)),
+    "activations": Row(
+        lambda s, b, h, i, j: jax.nn.silu(s) + jax.nn.log_sigmoid(s) + jnp.logaddexp(s, 0.0)
+    ),
+    "round, straight through": Row(lambda s, b, h, i, j: straight_through(s)),
+    "by stop_gradient": Row(lambda s, b, h, i, j: s + lax.stop_gradient(jnp.round(s) - s)),
+    "clipped gradient": Row(lambda s, b, h, i, j: clipped_gradient(s)),
+    "gradients of operands": Row(
+        lambda s, b, h, i, j, t: scaled_gradients(s, t[h]), (jnp.array([0.5, 1.0]),)
+    ),
+    "of entries": Row(lambda s, b, h, i, j, t: scaled_gradients(s, t[i * j % 64]), (table(),)),
+    "of what a query reads": Row(
+        lambda s, b, h, i, j, t: s * scaled_gradients(t[i % 64], 0.5 * t[b]), (table(),)
+    ),
+    "of a table": Row(lambda s, b, h, i, j, t: s + jax.nn.relu(t)[i * j % 64], (table(),)),
+    "a rule with a number": Row(lambda s, b, h, i, j: rule_with_a_number(2.0, s)),
+    "two results": Row(lambda s, b, h, i, j, t: sum(two_results(s, t[i % 8])), (table(8),)),
+    "a look-up with a rule": Row(
+        lambda s, b, h, i, j, t: own_look_up(s, t, i % 8), (table(8),), refuses=True
+    ),
+    "a long look-up with a rule": Row(
+        lambda s, b, h, i, j, t: own_look_up(s, t, i % 90), (table(90),), refuses=True
+    ),
+    "within jit and checkpoint": Row(
+        lambda s, b, h, i, j: jax.jit(jax.checkpoint(jax.nn.hard_swish))(s)
+    ),
+    "within cond": Row(lambda s, b, h, i, j: lax.cond(i > j, jax.nn.relu, lambda x: 2 * x, s)),
+    "greatest of equals": Row(
+        lambda s, b, h, i, j: jnp.max(jnp.stack([s, 0 * s, 0 * s])), query=0.0
+    ),
+    "least and product": Row(
+        lambda s, b, h, i, j: (
+            jnp.min(jnp.array([s, 0.25 * s, 0.0])) + 0.1 * jnp.prod(jnp.stack([s, s + 1, s]))
+        )
+    ),
+    "fewer bits": Row(lambda s, b, h, i, j: lax.reduce_precision(s, 8, 2), refuses=True),
+    "all bits": Row(lambda s, b, h, i, j: lax.reduce_precision(s, 11, 52)),
+    "a clamp by an array": Row(
+        lambda s, b, h, i, j, low, t: (
+            s + jnp.take(t, lax.clamp(low, i - j, jnp.int32(63)), mode="clip")
+        ),
+        (jnp.int32(-5), table()),
+    ),
+    "a clamp by arrays": Row(
+        lambda s, b, h, i, j, ends, t: s + t[jnp.clip(i - j, ends[0], ends[1])],
+        (jnp.array([-7, 900]), table()),
+    ),
+    "bytes": Row(lambda s, b, h, i, j: s + jnp.asarray(SETTINGS.table)[_bytes(np.uint8)[j]]),
+    "signed bytes": Row(lambda s, b, h, i, j, t: s + t[_bytes(np.int8)[i]], (table(300),)),
+    "bytes as starts": Row(
+        lambda s, b, h, i, j, t: s + lax.dynamic_slice(t, (_bytes(np.uint8)[j],), (1,))[0],
+        (table(300),),
+    ),
+    "two bytes": Row(lambda s, b, h, i, j: s + table(300)[_bytes(np.int16)[j] - np.int16(9)]),
+    "attributes and lists": Row(
+        lambda s, b, h, i, j: s - SETTINGS.slope * abs(i - j) / SETTINGS.steps[1]
+    ),
+    "a loop": Row(by_loop, refuses=True),
+}
+
+
+def _bytes(dtype: Any) -> Any:
+    return jnp.asarray((BYTES % (np.iinfo(dtype).max + 1)).astype(dtype))
+
+
+MASKS = {
+    "rounded positions": lambda b, h, i, j: lax.reduce_precision(1.0 * i, 8, 4) >= j,
+    "out of range": lambda b, h, i, j: lax.reduce_precision(1.0 * j, 4, 3) <= 3.0 * i,
+    "bytes": lambda b, h, i, j: (jnp.arange(300) % 3 == 0)[_bytes(np.uint8)[j]] | (i > j),
+    "bytes of both": lambda b, h, i, j: _bytes(np.uint8)[i] // 50 == _bytes(np.uint8)[j] // 50,
+    "wrapping bytes": lambda b, h, i, j: (i.astype(jnp.int8) + j.astype(jnp.int8)) > 0,
+    "a clamp by an array": lambda b, h, i, j: (
+        jnp.arange(64)[lax.clamp(jnp.int32(SETTINGS.steps[0] - 8) + 0 * b, i - j, jnp.int32(63))]
+        < 9
+    ),
+    "a rule": lambda b, h, i, j: straight_through(i / 16) >= j / 16,
+    "a great power": lambda b, h, i, j: (j / 64) ** 2**30 <= 2 + i,
+}
+
+
+# --- the plain formula ----------------------------------------------------------------------------
+
+
+def drawn(T: int = T, S: int = S) -> tuple[Any, ...]:
+    rng = np.random.default_rng(2)
+    shapes = ((B, T, N, H), (B, S, N, H), (B, S, N, H), (B, T, N, H))
+    return tuple(jnp.asarray(rng.integers(-6, 7, shape) / 4, jnp.float64) for shape in shapes)
+
+
+def plain(score: Any, mask: Any, q: Any, k: Any, v: Any, operands: Any) -> Any:
+    """The formula on T × S scores."""
+    places = [
+        jnp.arange(n, dtype=jnp.int32).reshape([-1 if axis == own else 1 for axis in range(4)])
+        for own, n in enumerate((q.shape[0], N, q.shape[1], k.shape[1]))
+    ]
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
+    if score is not None:
+        logits = jnp.vectorize(lambda s, *at: score(s, *at, *operands))(logits, *places)
+    if mask is not None:
+        allowed = jnp.vectorize(mask)(*places)
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    greatest = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(greatest), greatest, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    return jnp.einsum("bnts,bsnv->btnv", weights / jnp.where(total > 0, total, 1), v)
+
+
+def ours(implementation: Any, score: Any, mask: Any, q: Any, k: Any, v: Any, operands: Any) -> Any:
+    return jattn.attention(
+        q,
+        k,
+        v,
+        score=None if score is None else scores.Score(score, *operands),
+        mask=None if mask is None else masks.Predicate(mask),
+        implementation=implementation,
+    )
+
+
+def everything(attention: Any, q: Any, k: Any, v: Any, d_out: Any, operands: Any) -> list[Any]:
+    """The output and the gradients of all inputs."""
+
+    def loss(q: Any, k: Any, v: Any, operands: Any) -> Any:
+        out = attention(q, k, v, operands)
+        return (out * d_out).sum(), out
+
+    run = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
+    gradients, out = users_jit(run)(q, k, v, operands)
+    leaves = [out, *jax.tree.leaves(gradients)]
+    return [np.asarray(x, np.float64) for x in leaves if x.dtype != jax.dtypes.float0]
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    floats = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if floats(x) else x, tree)
+
+
+def assert_like_plain(
+    implementation: Any, row: Row, mask: Any = None, dtype: str = "float64", inputs: Any = None
+) -> None:
+    q, k, v, d_out = drawn() if inputs is None else inputs
+    q = q * row.query
+    operands = cast(row.operands, "float64")
+    want = everything(functools.partial(plain, row.function, mask), q, k, v, d_out, operands)
+    got = everything(
+        functools.partial(ours, implementation, row.function, mask),
+        *cast((q, k, v, d_out, row.operands), dtype),
+    )
+    assert len(got) == len(want)
+    rtol = 1e-10 if dtype == "float64" else 5e-5
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * max(1.0, np.abs(y).max(initial=0)))
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def or_refuse(implementation: Any, row: Row, **options: Any) -> None:
+    """As `assert_like_plain`; the generated kernel may give its reason where the row allows it."""
+    try:
+        assert_like_plain(implementation, row, **options)
+    except NotImplementedError as reason:
+        assert row.refuses and implementation == "native", reason
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_function_and_its_gradients(name, implementation, dtype):
+    or_refuse(implementation, SCORES[name], dtype=dtype)
+
+
+@pytest.mark.parametrize("implementation", [None, "native", "blockwise"])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_and_the_tiles_that_it_empties(name, implementation):
+    row = Row(lambda s, b, h, i, j: s, refuses=True)
+    inputs = drawn(200, 300)
+    or_refuse(implementation, row, mask=MASKS[name], dtype="float32", inputs=inputs)
+
+
+@pytest.mark.parametrize("name", ["relu at 0", "round, straight through", "a clamp by an array"])
+def test_where_none_generates_a_kernel(name):
+    assert_like_plain(None, SCORES[name], dtype="float32", inputs=drawn(LARGE, LARGE))
+
+
+# --- what kernels must not take for something else ------------------------------------------------
+
+
+def primitive_named(name: str, function: Callable[[Any], Any]) -> Primitive:
+    """A user's primitive, linear, with the name of one of JAX's."""
+    primitive = Primitive(name)
+    primitive.def_impl(function)
+    primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    batching.defvectorized(primitive)
+    ad.deflinear2(primitive, lambda cotangent, x: [function(cotangent)])
+    return primitive
+
+
+DOUBLED = {name: primitive_named(name, lambda x: 2 * x) for name in ("cos", "copy", "jit", "abs")}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", DOUBLED)
+def test_a_users_primitive_is_not_known_by_its_name(name, implementation):
+    double = DOUBLED[name].bind
+    row = Row(lambda s, b, h, i, j: double(s), refuses=True)
+    mask = lambda b, h, i, j: double(1.0 * j) <= i + 64  # noqa: E731
+    or_refuse(implementation, row, mask=mask)
+    with pytest.raises(NotImplementedError, match=f"{name!r} .not a primitive of JAX"):
+        ours("native", row.function, None, *drawn()[:3], ())
+
+
+def test_what_has_effects_is_not_generated():
+    seen: list[Any] = []
+
+    def printing(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        jax.debug.callback(seen.append, s)
+        return s
+
+    q, k, v, _ = (x[:1, :4] for x in drawn())
+    with pytest.raises(NotImplementedError, match="debug_callback"):
+        ours("native", printing, None, q, k, v, ())
+    ours(None, printing, None, q, k, v, ())
+    jax.effects_barrier()
+    assert len(seen) == q.shape[1] * k.shape[1] * N
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_reduction_is_no_call(implementation):
+    """`lax.reduce` holds a program as calls do: how two entries are put together."""
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        places = jnp.stack([i, j, jnp.int32(3)])
+        return lax.reduce(places, np.int32(0), lambda x, y: (x + y) % 7, (0,)) > 2
+
+    row = Row(lambda s, b, h, i, j: s, refuses=True)
+    or_refuse(implementation, row, mask=mask, inputs=drawn(200, 300))
+
+
+# --- random functions -----------------------------------------------------------------------------
+
+# Steps of a score function that reads `of`, whose operand is `t`. The first are exact for
+# multiples of 1/4, so that those after them decide alike in both dtypes.
+EXACT: list[Callable[..., Any]] = [
+    lambda s, b, h, i, j, of, t: jax.nn.relu(s),
+    lambda s, b, h, i, j, of, t: straight_through(s),
+    lambda s, b, h, i, j, of, t: clipped_gradient(s) + of.numbers[1],
+    lambda s, b, h, i, j, of, t: jnp.where(s > of.numbers[0], s, 2 * s),
+    lambda s, b, h, i, j, of, t: jnp.clip(s, -of.limit, of.limit),
+    lambda s, b, h, i, j, of, t: lax.cond(j > of.limit * i, lambda x: -x, jax.nn.relu, s),
+    lambda s, b, h, i, j, of, t: s + jnp.asarray(of.array)[jnp.asarray(of.bytes)[j]],
+    lambda s, b, h, i, j, of, t: s * of.by_name["factor"],
+    lambda s, b, h, i, j, of, t: jnp.max(jnp.stack([s, 0 * s, of.numbers[0] + 0 * s])),
+    lambda s, b, h, i, j, of, t: jnp.where(abs(i - j) < of.limit, jnp.round(s), s),
+    lambda s, b, h, i, j, of, t: s + lax.stop_gradient(jnp.floor(s)),
+]
+SMOOTH: list[Callable[..., Any]] = [
+    lambda s, b, h, i, j, of, t: s + t[lax.clamp(of.low, i - j, jnp.int32(len(t) - 1))],
+    lambda s, b, h, i, j, of, t: scaled_gradients(s, t[i * j % len(t)]),
+    lambda s, b, h, i, j, of, t: jnp.tanh(s) + t[h],
+    lambda s, b, h, i, j, of, t: jax.nn.silu(s) * jnp.exp(0.1 * t[j % 7]),
+    lambda s, b, h, i, j, of, t: s - 0.01 * of.limit * abs(i - j) + jax.nn.relu(t[i % 9]),
+]
+ALLOWED: list[Callable[..., Any]] = [
+    lambda b, h, i, j, of: i + of.limit * 16 >= j,
+    lambda b, h, i, j, of: jnp.asarray(of.array)[jnp.asarray(of.bytes)[j]] < 1.5,
+    lambda b, h, i, j, of: jnp.asarray(of.bytes)[i] // 16 == jnp.asarray(of.bytes)[j] // 16,
+    lambda b, h, i, j, of: (i // of.numbers[1] % 3 != h) & (j % 11 != of.numbers[0]),
+    lambda b, h, i, j, of: lax.while_loop(lambda x: x > 40, lambda x: x - 17, i + j) > of.limit,
+]
+
+
+def filled(of: Settings, rng: np.random.Generator) -> Settings:
+    """Changes, in place, what a function reads."""
+    of.array[:] = rng.integers(-4, 9, of.array.shape) / 4
+    of.bytes[:] = rng.integers(0, 120, of.bytes.shape)
+    of.numbers[:] = [int(x) for x in rng.integers(1, 9, 2)]
+    of.by_name["factor"] = float(rng.integers(1, 8)) / 4
+    of.limit = int(rng.integers(2, 5))
+    return of
+
+
+def random_functions(seed: int) -> tuple[Row, Callable[..., Any], Callable[[], Any]]:
+    """A score function, a mask function, and how to change what both read."""
+    rng = np.random.default_rng(seed)
+    dtype = [np.uint8, np.int8, np.int16][seed % 3]
+    of = Settings(array=np.zeros(300), bytes=np.zeros(300, dtype), numbers=[0, 0], by_name={})
+    of.low = jnp.int32(-5)
+    filled(of, rng)
+    exact = [EXACT[n] for n in rng.integers(len(EXACT), size=2)]
+    smooth = [SMOOTH[n] for n in rng.integers(len(SMOOTH), size=2)]
+    allows = ALLOWED[rng.integers(len(ALLOWED))]
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        for step in (*exact, *smooth):
+            s = step(s, b, h, i, j, of, t)
+        return s
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return allows(b, h, i, j, of)
+
+    return Row(score, (table(20),), refuses=True), mask, lambda: filled(of, rng)
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_random_functions_before_and_after_what_they_read_changes(implementation, seed):
+    row, mask, change = random_functions(seed)
+    dtype = ["float32", "float64"][seed % 2]
+    for _ in range(2):
+        or_refuse(implementation, row, mask=mask, dtype=dtype)
+        change()
