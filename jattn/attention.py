@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, overload
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advice import advised
 from jattn._debugging import may_be_minus_infinity
@@ -26,6 +26,7 @@ from jattn.kernels.common import lowering, vjp
 from jattn.kernels.xla import decode, reference, tangents
 from jattn.masks import MaskLike, as_mask
 from jattn.scores import ScoreLike, as_score
+from jattn.softmax import add_sink, sink_by_head, with_sink_in_weights
 from jattn.spec import (
     Shapes,
     Spec,
@@ -52,6 +53,7 @@ def attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -70,6 +72,7 @@ def attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -88,6 +91,7 @@ def attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -106,6 +110,7 @@ def attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -125,6 +130,7 @@ def attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -149,6 +155,8 @@ def attention(
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
         scale: what query·key is multiplied with, by default 1/√H; a number, or a float array, a
             scalar or `[N]` with one for each head, which is then a parameter.
+        sink: a logit for each head, a float array `[N]` or a scalar, that joins the softmax without
+            a value and is a parameter: results are those of `with_sink`.
         q_positions: integer `[T]` or `[*B, T]`, by default arange(T): what formulas in masks and
             scores see. T and S are unrelated; with the default, Causal is top-left aligned.
         kv_positions: integer `[S]` or `[*B, S]`, by default arange(S).
@@ -178,6 +186,8 @@ def attention(
 
     First and second derivatives come in every mode, in memory linear in T and S.
     """
+    check_flag("return_lse", return_lse)
+    check_flag("return_weights", return_weights)
     meaning = {
         "mask": mask,
         "score": score,
@@ -187,27 +197,53 @@ def attention(
         "dropout_rate": dropout_rate,
         "dropout_key": dropout_key,
         "precision": precision,
-        "lse": return_lse,
+        "lse": return_lse or sink is not None,
     }
-    check_flag("return_weights", return_weights)
     if isinstance(key, Cache):
-        return _attention_to_cache(query, key, value, meaning, implementation, return_weights)
-    if value is None:
+        shapes, spec = check_cache(query, key, value, meaning)
+    elif value is None:
         raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
-    shapes = check_shapes(query, key, value)
-    spec = make_spec(shapes, **meaning)
-    registry.check_name(implementation)
-    if implementation is not None:
-        registry.check_supported(implementation, spec, shapes)
-    results = _attend(spec, query, key, value, implementation=implementation, shapes=shapes)
+    else:
+        shapes = check_shapes(query, key, value)
+        spec = make_spec(shapes, **meaning)
+    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
+    results = _results(spec, query, key, value, implementation, shapes)
+    found = results if sink is None else add_sink(results, sink, bool(return_lse))
     if not return_weights:
-        return results
-    return _with_weights(results, _matrix(spec, query, key, what="weights", shapes=shapes))
+        return found
+    weights = _weights(spec, query, key, shapes)
+    if sink is not None:
+        weights = with_sink_in_weights(weights, results[1], sink)
+    return (*found, weights) if isinstance(found, tuple) else (found, weights)
 
 
-def _with_weights(results: Any, weights: Array) -> tuple[Array, ...]:
-    """`out`, or `(out, lse)`, and the weights last."""
-    return (*results, weights) if isinstance(results, tuple) else (results, weights)
+def _results(
+    spec: Spec,
+    query: Array,
+    key: Any,
+    value: Any,
+    implementation: str | None,
+    shapes: Shapes,
+) -> Any:
+    """`out`, or `(out, lse)` if the spec asks for it, of keys and values or of a cache."""
+    if not isinstance(key, Cache):
+        registry.check_name(implementation)
+        if implementation is not None:
+            registry.check_supported(implementation, spec, shapes)
+        return _attend(spec, query, key, value, implementation=implementation, shapes=shapes)
+    registry.check_name(implementation, "decode")
+    if implementation == "decode":
+        registry.refuse(implementation, decode.supports(spec, shapes))
+    elif implementation is not None:
+        registry.check_supported(implementation, spec, shapes)
+    return _attend_cache(spec, query, key, implementation=implementation, shapes=shapes)
+
+
+def _weights(spec: Spec, query: Array, key: Any, shapes: Shapes) -> Array:
+    """`[*B, N, T, S]`, over the slots of a cache if `key` is one."""
+    if isinstance(key, Cache):
+        return _weights_of_cache(spec, query, key, shapes=shapes)
+    return _matrix(spec, query, key, what="weights", shapes=shapes)
 
 
 def _cuts(spec: Spec, query: Array, *_: Any, **__: Any) -> Any:
@@ -250,27 +286,6 @@ def run(
         return reference.attend(spec, query, key, value)
     functions, traced = registry.functions(names, shapes, named=named)
     return vjp.attention(functions, tangents.functions(), spec, query, key, value, traced)
-
-
-def _attention_to_cache(
-    query: Queries,
-    cache: Cache,
-    value: Any,
-    meaning: dict[str, Any],
-    implementation: str | None,
-    return_weights: bool,
-) -> Any:
-    """`attention` where a cache takes the place of key and value."""
-    shapes, spec = check_cache(query, cache, value, meaning)
-    registry.check_name(implementation, "decode")
-    if implementation == "decode":
-        registry.refuse(implementation, decode.supports(spec, shapes))
-    elif implementation is not None:
-        registry.check_supported(implementation, spec, shapes)
-    results = _attend_cache(spec, query, cache, implementation=implementation, shapes=shapes)
-    if not return_weights:
-        return results
-    return _with_weights(results, _weights_of_cache(spec, query, cache, shapes=shapes))
 
 
 @compiled("shapes")
@@ -339,6 +354,7 @@ def cached_attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     precision: Any = None,
@@ -357,6 +373,7 @@ def cached_attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     precision: Any = None,
@@ -375,6 +392,7 @@ def cached_attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     precision: Any = None,
@@ -393,6 +411,7 @@ def cached_attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     precision: Any = None,
@@ -412,6 +431,7 @@ def cached_attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     precision: Any = None,
@@ -430,8 +450,8 @@ def cached_attention(
         cache: a cache of `jattn.cache` for B rows.
         valid: bool `[B, T]`, False for padding, which is not appended and whose `out` means
             nothing.
-        mask, score, scale, dropout_rate, dropout_key, precision, implementation: as in `attention`.
-            The cache knows the positions.
+        mask, score, scale, sink, dropout_rate, dropout_key, precision, implementation: as in
+            `attention`. The cache knows the positions.
         return_lse: give `(out, lse [B, N, T])` in place of `out`, as `attention` does.
         return_weights: give `(out, weights [B, N, T, S])` in place of `out`, or `(out, lse,
             weights)`. S are the slots of the cache that is returned; where tokens go in pieces,
@@ -443,6 +463,7 @@ def cached_attention(
         "mask": mask,
         "score": score,
         "scale": scale,
+        "sink": sink,
         "dropout_rate": dropout_rate,
         "dropout_key": dropout_key,
         "precision": precision,
@@ -521,6 +542,7 @@ def explain(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -540,6 +562,8 @@ def explain(
     lies or, while tracing, where JAX puts arrays. The other arguments are those of `attention`;
     `implementation` and `return_weights` change nothing.
     """
+    check_flag("return_lse", return_lse)
+    check_flag("return_weights", return_weights)
     arguments = {
         "mask": mask,
         "score": score,
@@ -549,9 +573,8 @@ def explain(
         "dropout_rate": dropout_rate,
         "dropout_key": dropout_key,
         "precision": precision,
-        "lse": return_lse,
+        "lse": return_lse or sink is not None,
     }
-    check_flag("return_weights", return_weights)
     check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
     platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
     if isinstance(key, Cache):
@@ -562,6 +585,8 @@ def explain(
         shapes = check_shapes(query, key, value)
         spec, more = make_spec(shapes, **arguments), {}
         program, operands = _attend, (query, key, value)
+    if sink is not None:
+        sink_by_head("sink", sink, shapes.N)
     lower = functools.partial(program.lower, implementation=None, shapes=shapes)
     here = platform == _platform_of(query)
     return Explanation(spec, shapes, platform, operands, lower if here else None, more)
@@ -629,6 +654,7 @@ def attention_weights(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -638,8 +664,8 @@ def attention_weights(
     """Weights after softmax and dropout, `[*B, N, T, S]` in float32 (float64): those that
     `attention` multiplies values with, to the same dropout_key.
 
-    Without dropout rows sum to 1; a query whose keys are all masked has weights 0. Arguments and
-    errors as in `attention`. Memory grows with T × S.
+    Without dropout and sink rows sum to 1; a query whose keys are all masked has weights 0.
+    Arguments and errors as in `attention`. Memory grows with T × S.
     """
     shapes = check_shapes(query, key)
     spec = make_spec(
@@ -653,4 +679,8 @@ def attention_weights(
         dropout_key=dropout_key,
         precision=precision,
     )
-    return _matrix(spec, query, key, what="weights", shapes=shapes)
+    weights = _matrix(spec, query, key, what="weights", shapes=shapes)
+    if sink is None:
+        return weights
+    sink = sink_by_head("sink", sink, shapes.N)
+    return with_sink_in_weights(weights, _matrix(spec, query, key, what="lse", shapes=shapes), sink)

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jattn._debugging import may_be_minus_infinity
-from jattn._types import LogSumExp, Output, Scores, Size, accumulation
-from jattn.checks import check_array
+from jattn._types import AnyArray, LogSumExp, Output, Scores, Size, accumulation
+from jattn.checks import check_array, check_number, shown
+from jattn.integers import is_known
 
 
 class Partial(NamedTuple):
@@ -242,16 +244,59 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
 
 
 @may_be_minus_infinity(1)
-def with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Output, LogSumExp]:
+def with_sink(
+    out: Output, lse: LogSumExp, sink: float | Float[AnyArray, "..."]
+) -> tuple[Output, LogSumExp]:
     """Adds to each head's softmax a learned logit without a value ("attention sink").
 
     The weights of a row then sum to less than one: out × σ(lse − sink) and
-    lse = log(exp lse + exp sink). `sink` is `[N]`, in the units of the scores after scaling;
-    −inf leaves everything as it is. After gpt-oss (2025); Xiao et al. 2023 show the need.
+    lse = log(exp lse + exp sink). `sink` is `[N]`, or a number for all heads, in the units of the
+    scores after scaling; −inf leaves everything as it is. After gpt-oss (2025); Xiao et al. 2023
+    show the need.
 
-    Raises ValueError for shapes that do not fit.
+    Raises TypeError and ValueError for what does not fit, and for known sinks of NaN or +inf.
     """
     _check_part("with_sink", out, lse)
-    check_array("with_sink: sink", sink, "[N]", shape=(out.shape[-2],))
-    by_head = sink.astype(lse.dtype).reshape((1,) * (lse.ndim - 2) + (-1, 1))
+    by_head = sink_by_head("with_sink: sink", sink, out.shape[-2]).astype(lse.dtype)
+    by_head = by_head.reshape((1,) * (lse.ndim - 2) + (-1, 1))
     return merge((out, lse), (jnp.zeros_like(out), jnp.broadcast_to(by_head, lse.shape)))
+
+
+def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
+    """A sink as one logit for each head.
+
+    Raises TypeError and ValueError for what is none.
+    """
+    is_number = isinstance(sink, int | float) and not hasattr(sink, "dtype")
+    if not is_number:
+        check_array(name, sink, "[N] or without axes")
+    elif sink != -math.inf:
+        check_number(name, sink)
+    if np.shape(sink) not in ((), (N,)):
+        got = list(np.shape(sink))
+        raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got {got}")
+    if is_known(sink) and not np.all(np.asarray(sink) < np.inf):
+        raise ValueError(f"{name}: expected finite logits or -inf, got {shown(sink)}")
+    return jnp.broadcast_to(jnp.asarray(sink, jnp.float32 if is_number else None), (N,))
+
+
+@functools.partial(jax.jit, static_argnames="lse")
+def add_sink(
+    results: tuple[Output, LogSumExp], sink: Float[Array, " N"], lse: bool
+) -> Output | tuple[Output, LogSumExp]:
+    """`out`, or `(out, lse)`, of the results without the sink."""
+    found = with_sink(*results, sink)
+    return found if lse else found[0]
+
+
+@jax.jit
+def with_sink_in_weights(
+    weights: Float[Array, "*B N T S"], lse: LogSumExp, sink: Float[Array, " N"]
+) -> Float[Array, "*B N T S"]:
+    """Weights that sum to less than 1, of those without the sink and the log of their
+    denominator."""
+    nothing = jnp.zeros((*jnp.swapaxes(lse, -1, -2).shape, 0), lse.dtype)
+    _, total = with_sink(nothing, lse, sink)
+    dead = lse == -jnp.inf
+    share = jnp.exp(jnp.where(dead, -jnp.inf, lse - jnp.where(dead, 0, total)))
+    return weights * share[..., None].astype(weights.dtype)

@@ -66,6 +66,8 @@ TAKES: dict[str, set[str]] = {
     "tokens to stop at": {"list", "empty"},
     "token": {"minus one"},
     "number?": {"None", "minus one", "2**40"},
+    "logit": {"minus one", "2**40"},
+    "logit?": {"None", "minus one", "2**40"},
     "rate": set(),
     "key?": {"None"},  # looked at where something is dropped only
     "precision": {"None"},
@@ -121,10 +123,12 @@ RULES = {"mask": "mask", "score": "score", "scale": "number?"}
 PLACED = {**RULES, "q_positions": "positions?", "kv_positions": "integers?"}
 PLACED |= {"precision": "precision"}
 DROPPED = {"dropout_rate": "rate", "dropout_key": "key?"}
+SUNK = {"sink": "logit?"}
 NAMED = {"implementation": "name?", "return_lse": "flag", "return_weights": "flag"}
 RIGHT = dict.fromkeys([*PLACED, "dropout_key", "implementation"])  # None, as by default
 RIGHT |= {"dropout_rate": 0.0, "return_lse": False, "return_weights": False}
-IN_FULL = {"query": "array", "key": "array", "value": "array", **PLACED, **DROPPED, **NAMED}
+IN_FULL = {"query": "array", "key": "array", "value": "array", **PLACED}
+IN_FULL |= {**SUNK, **DROPPED, **NAMED}
 
 
 def right(kinds: dict[str, str], **given: Any) -> dict[str, Any]:
@@ -156,8 +160,8 @@ FUNCTIONS: dict[str, Call] = {
     ),
     "attention_weights": Call(
         jattn.attention_weights,
-        right({"query": "", "key": "", **PLACED, **DROPPED}, query=QUERY, key=KEY),
-        {"query": "array", "key": "array", **PLACED, **DROPPED},
+        right({"query": "", "key": "", **PLACED, **SUNK, **DROPPED}, query=QUERY, key=KEY),
+        {"query": "array", "key": "array", **PLACED, **SUNK, **DROPPED},
     ),
     "statistics": Call(
         jattn.statistics,
@@ -188,7 +192,7 @@ FUNCTIONS: dict[str, Call] = {
     "with_sink": Call(
         jattn.with_sink,
         {"out": QUERY, "lse": array(B, N, T), "sink": array(N)},
-        {"out": "array", "lse": "array", "sink": "array"},
+        {"out": "array", "lse": "array", "sink": "logit"},
     ),
     "additive_attention": Call(
         jattn.additive_attention,
@@ -369,6 +373,9 @@ FUNCTIONS |= {
         lambda operand, fn: scores.Score(fn, operand),
         {"fn": lambda s, b, h, q, kv, x: s + x, "operand": 1.0},
         {"fn": "function", "operand": "operand"},
+    ),
+    "aligned_to_end": Call(
+        positions.aligned_to_end, {"T": T, "S": S}, {"T": "size", "S": "tokens"}
     ),
     "sinusoidal": Call(
         positions.sinusoidal,

@@ -9,7 +9,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float, Int
 
 from jattn._advice import CONSTRUCTOR_ADVICE, LAYER_ADVICE, advised_by
-from jattn._types import Keys, Output, Queries, Values, Weights
+from jattn._types import Keys, Output, Queries, Values
 from jattn.attention import IMPLEMENTATIONS, attention, attention_weights, cached_attention
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
@@ -25,7 +25,6 @@ from jattn.nn.module import Module
 from jattn.nn.products import product
 from jattn.nn.variables import LearnedScore, PytreeVariables
 from jattn.scores import ScoreFunction, as_score
-from jattn.softmax import with_sink
 
 
 _Cache = TypeVar("_Cache", bound=Cache)
@@ -50,7 +49,7 @@ class MultiHeadAttention(Module):
         value_dim: V, the width of each head's values; default H.
         scale: what query·key is multiplied with; default 1/√H.
         sinks: a learned logit for each head, a parameter `[N]` that begins at 0, joins the
-            softmax without a value (see `jattn.with_sink`).
+            softmax without a value (`sink` of `jattn.attention`).
         dropout_rate: dropout on the attention weights.
         use_bias: whether the four projections have biases.
         dtype: of the computation; default: of inputs and parameters together.
@@ -265,10 +264,10 @@ class MultiHeadAttention(Module):
         where: dict[str, Any] = {"q_positions": positions, "kv_positions": kv_positions}
         options = self._options(mask, score, deterministic, rngs) | where
         if self.weights_tap.is_open:
-            shared = ("mask", "score", "scale", "precision", *where)
+            shared = ("mask", "score", "scale", "sink", "precision", *where)
             rules = {name: options[name] for name in shared}
-            self.weights_tap(self._weights(query, key, rules))
-        return self._heads(self._attention(query, key, value, **options))
+            self.weights_tap(attention_weights(query, key, **rules))
+        return self._attention(query, key, value, **options)
 
     def _attention(self, query: Queries, key: Keys, value: Values, **options: Any) -> Any:
         """What `attend` calls: `jattn.attention`, with its options.
@@ -276,24 +275,6 @@ class MultiHeadAttention(Module):
         A subclass may have it computed otherwise, such as by `jattn.parallel.attention`.
         """
         return attention(query, key, value, **options)
-
-    def _heads(self, result: Any) -> Output:
-        """What the heads read, from what `attention` gives for `_options`."""
-        if self.sinks is None:
-            return result
-        out, lse = result
-        return with_sink(out, lse, self.sinks[...])[0]
-
-    def _weights(self, query: Queries, key: Keys, rules: dict[str, Any]) -> Weights:
-        """Weights before dropout, `[*B, N, T, S]`; beside sinks they sum to less than 1."""
-        weights = attention_weights(query, key, **rules)
-        if self.sinks is None:
-            return weights
-        nothing = jnp.zeros((*key.shape[:-1], 1), key.dtype)
-        out, lse = attention(query, key, nothing, return_lse=True, **rules)
-        _, total = with_sink(out, lse, self.sinks[...])
-        share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - total))
-        return weights * share[..., None].astype(weights.dtype)
 
     def _options(
         self,
@@ -308,11 +289,11 @@ class MultiHeadAttention(Module):
             "mask": self._mask(mask),
             "score": self._score(score),
             "scale": self.scale,
+            "sink": None if self.sinks is None else self.sinks[...],
             "precision": self.precision,
             "dropout_rate": 0.0 if dropout_key is None else float(self.dropout.rate),
             "dropout_key": dropout_key,
             "implementation": self.implementation,
-            "return_lse": self.sinks is not None,
         }
 
     def _mask(self, given: MaskLike) -> Mask | None:
@@ -472,8 +453,8 @@ class MultiHeadAttention(Module):
         query = self.project_queries(inputs_q, positions)
         key, value = self.project_keys_values(inputs_q, None, positions)
         options = self._options(mask, score, deterministic, rngs)
-        result, cache = cached_attention(query, key, value, cache, valid=valid, **options)
-        return self.out(self._heads(result)), cache
+        heads, cache = cached_attention(query, key, value, cache, valid=valid, **options)
+        return self.out(heads), cache
 
     def project_memory(
         self,
@@ -510,7 +491,7 @@ class MultiHeadAttention(Module):
         if positions is None:
             positions = jnp.arange(query.shape[1], dtype=jnp.int32)
         options = self._options(mask, score, deterministic, rngs)
-        return self.out(self._heads(attention(query, memory, q_positions=positions, **options)))
+        return self.out(attention(query, memory, q_positions=positions, **options))
 
     remember = former_name("remember", project_memory)
     recall = former_name("recall", attend_memory)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names
@@ -26,6 +26,7 @@ from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.scores import ScoreFunction
+from jattn.softmax import add_sink, sink_by_head
 from jattn.spec import (
     Shapes,
     Spec,
@@ -102,6 +103,7 @@ def attention_shard(
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -124,6 +126,7 @@ def attention_shard(
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -146,6 +149,7 @@ def attention_shard(
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -178,6 +182,7 @@ def attention_shard(
             layouts of blocks count places in the sequence as it was before `shard_tokens`.
         score: as for the mask.
         scale: as in `jattn.attention`.
+        sink: likewise; one for each of this device's heads.
         q_positions: integer `[T]` or `[*B, T]`, by default where this device's tokens were before
             `shard_tokens`: any other order, or decoding. While it is given, every shard is sent.
         kv_positions: integer `[S]` or `[*B, S]`, likewise.
@@ -192,12 +197,14 @@ def attention_shard(
         NotImplementedError: if the named implementation cannot, with its reason.
     """
     _check_cut(scheme, order, axis_name, batch_axis, head_axis)
+    check_flag("return_lse", return_lse)
     devices = bound_size("axis_name", axis_name)
     axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     for name, value_of in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if value_of is not None:
             bound_size(name, value_of)
     shapes = _check_shapes(query, key, value)
+    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     global_sizes = (shapes.T * devices, shapes.S * devices)
     spec = make_spec(
         shapes,
@@ -209,13 +216,14 @@ def attention_shard(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         precision=precision,
-        lse=return_lse,
+        lse=return_lse or sink is not None,
         global_sizes=global_sizes,
     )
     registry.check_name(implementation)
     cut = _Cut(scheme, axes, implementation)
     cut.check(shapes._replace(T=global_sizes[0], S=global_sizes[1]))
-    return cut.attend(spec, query, key, value, shapes)
+    results = cut.attend(spec, query, key, value, shapes)
+    return results if sink is None else add_sink(results, sink, bool(return_lse))
 
 
 @overload
@@ -233,6 +241,7 @@ def attention(
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -257,6 +266,7 @@ def attention(
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -281,6 +291,7 @@ def attention(
     mask: Mask | AnyArray | None = None,
     score: ScoreFunction | None = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     q_positions: Int[AnyArray, "..."] | None = None,
     kv_positions: Int[AnyArray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -303,7 +314,7 @@ def attention(
             `shard_tokens` has placed them for this axis, and with them every array along T and S.
         batch_axis: the axis, or axes, along which the first batch axis is cut, if it is.
         head_axis: the axis, or axes, along which query and key heads are cut.
-        mask, score, scale, q_positions, kv_positions, dropout_rate, dropout_key, precision,
+        mask, score, scale, sink, q_positions, kv_positions, dropout_rate, dropout_key, precision,
             implementation, return_lse: as in `jattn.attention`. Positions are by default where
             tokens were before `shard_tokens`; while they are given, every shard is sent.
         pad: in contiguous order, pads T and S to what the devices can share evenly; results are
@@ -318,8 +329,10 @@ def attention(
         NotImplementedError: if the named implementation cannot, with its reason.
     """
     _check_cut(scheme, order, axis_name, batch_axis, head_axis)
+    check_flag("return_lse", return_lse)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
     shapes = _check_shapes(query, key, value)
+    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     spec = make_spec(
         shapes,
         mask=mask,
@@ -330,17 +343,19 @@ def attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         precision=precision,
-        lse=return_lse,
+        lse=return_lse or sink is not None,
     )
     registry.check_name(implementation)
     check_flag("pad", pad)
     axes = Axes(axis_name, devices_of(mesh, axis_name), order, batch_axis, head_axis)
     cut = _Cut(scheme, axes, implementation)
     if pad and order == "contiguous":
-        return _padded(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
-    cut.check(shapes)
-    check_shared(shapes, mesh, axes)
-    return _on_mesh(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
+        results = _padded(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
+    else:
+        cut.check(shapes)
+        check_shared(shapes, mesh, axes)
+        results = _on_mesh(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
+    return results if sink is None else add_sink(results, sink, bool(return_lse))
 
 
 def _padded(

@@ -21,7 +21,7 @@ from jattn._pytree import axis_names
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, accumulation
 from jattn.attention import cache_results, check_cache
 from jattn.cache import Cache, DenseCache, write
-from jattn.checks import check_array
+from jattn.checks import check_array, check_flag
 from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.xla import decode
 from jattn.masks import MaskLike
@@ -29,7 +29,7 @@ from jattn.parallel import pieces
 from jattn.parallel.axes import Axes, AxisName, check_axis_name
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.scores import ScoreLike
-from jattn.softmax import Normalizer
+from jattn.softmax import Normalizer, add_sink, sink_by_head
 from jattn.spec import Shapes, Spec, compiled, prepare
 
 
@@ -48,6 +48,7 @@ def cached_attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     precision: Any = None,
     return_lse: Literal[False] = False,
 ) -> tuple[Output, DenseCache]: ...
@@ -66,6 +67,7 @@ def cached_attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     precision: Any = None,
     return_lse: Literal[True],
 ) -> tuple[tuple[Output, LogSumExp], DenseCache]: ...
@@ -84,6 +86,7 @@ def cached_attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
     precision: Any = None,
     return_lse: bool = False,
 ) -> Any:
@@ -104,8 +107,8 @@ def cached_attention(
         axis_name: the axis of the mesh along which the cache's slots are cut, in equal runs.
         batch_axis: the axis, or axes, along which the batch is cut, if it is.
         head_axis: the axis, or axes, along which query and key heads are cut.
-        valid, mask, score, scale, precision, return_lse: as in `jattn.cached_attention`; arrays
-            along S count slots of the whole.
+        valid, mask, score, scale, sink, precision, return_lse: as in `jattn.cached_attention`;
+            arrays along S count slots of the whole.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, for more tokens than there is room for
@@ -113,6 +116,7 @@ def cached_attention(
         NotImplementedError: for caches of other kinds, and for derivatives.
     """
     _check_kind(cache)
+    check_flag("return_lse", return_lse)
     check_axis_name("axis_name", axis_name)
     for name, axis in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if axis is not None:
@@ -126,7 +130,7 @@ def cached_attention(
         "score": score,
         "scale": scale,
         "precision": precision,
-        "lse": return_lse,
+        "lse": return_lse or sink is not None,
         "q_positions": cache.next_positions(query.shape[1], valid),
     }
     slots, grown = cache.reserve(key, value, valid)
@@ -138,7 +142,9 @@ def cached_attention(
             f"{axis_name!r}, got S = {cache.capacity}"
         )
     check_shared(shapes, mesh, axes)
-    return _on_mesh(spec, query, (key, value), slots, grown, mesh=mesh, axes=axes)
+    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
+    results, grown = _on_mesh(spec, query, (key, value), slots, grown, mesh=mesh, axes=axes)
+    return results if sink is None else add_sink(results, sink, bool(return_lse)), grown
 
 
 _REASONS = {

@@ -8,6 +8,7 @@ and what every other implementation is compared with.
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import softmax, tile
@@ -57,6 +58,11 @@ def _one_head_weights(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
     score = tile.scores(spec, q, k, b, h, rows, columns)
     part = softmax.of(score, lambda weights: weights)
     return tile.drop(spec, softmax.finish(part)[0], b, h, rows, columns)
+
+
+def lse(spec: Spec, query: Array, key: Array) -> LogSumExp:
+    """The log of the denominator `[B, N, T]`."""
+    return attend(spec, query, key, jnp.zeros((*key.shape[:-1], 0), key.dtype))[1]
 
 
 def weights(spec: Spec, query: Array, key: Array) -> Weights:

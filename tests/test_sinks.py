@@ -1,0 +1,174 @@
+"""`sink`: a learned logit for each head joins the softmax without a value."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, parallel
+from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+
+
+B, T, N, K, H = 2, 6, 4, 2, 8
+RNG = np.random.default_rng(0)
+Q: Any = jnp.asarray(RNG.normal(size=(B, T, N, H)))
+KEY: Any = jnp.asarray(RNG.normal(size=(B, T, K, H)))
+VALUE: Any = jnp.asarray(RNG.normal(size=(B, T, K, 3)))
+SINK: Any = jnp.asarray([0.5, -1.0, 3.0, -np.inf])
+MASK = masks.Causal() & masks.Lengths(kv=jnp.array([0, T]))  # the first row sees nothing
+
+
+def formula(sink: Any) -> tuple[Any, Any, Any]:
+    """`(out, lse, weights)` of all heads, by a column of its own for the sink."""
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (KEY, VALUE))
+    scores = jnp.einsum("btnh,bsnh->bnts", Q, k) / np.sqrt(H)
+    allowed = np.tril(np.ones((T, T), bool)) & np.array([False, True])[:, None, None, None]
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    column = jnp.broadcast_to(jnp.reshape(sink, (-1, 1, 1)), (B, N, T, 1))
+    lse = jax.nn.logsumexp(jnp.concatenate([scores, column], -1), axis=-1)
+    weights = jnp.where(allowed, jnp.exp(scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None]), 0)
+    return jnp.einsum("bnts,bsnv->btnv", weights, v), lse, weights
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "blockwise", "native"])
+@pytest.mark.parametrize("sink", [SINK, np.asarray(SINK), jnp.float32(0.3), 0.3, -np.inf])
+def test_a_sink_is_a_column_without_a_value(implementation, sink):
+    call: Any = {"mask": MASK, "sink": sink, "implementation": implementation}
+    want = formula(jnp.asarray(sink, jnp.float64))
+    out, lse, weights = jattn.attention(Q, KEY, VALUE, **call, return_lse=True, return_weights=True)
+    for got, right in zip((out, lse, weights), want, strict=True):
+        np.testing.assert_allclose(got, right, atol=1e-6)
+    np.testing.assert_allclose(jattn.attention(Q, KEY, VALUE, **call), out, atol=1e-14)
+    alone = jattn.attention_weights(Q, KEY, mask=MASK, sink=sink)
+    np.testing.assert_allclose(alone, want[2], atol=1e-6)
+    plain = jattn.attention(
+        Q, KEY, VALUE, mask=MASK, implementation=implementation, return_lse=True
+    )
+    apart = jattn.with_sink(*plain, sink)
+    for got, right in zip((out, lse), apart, strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "blockwise"])
+def test_gradients_reach_the_sink(implementation):
+    def loss(sink: Any, q: Any) -> Any:
+        out, lse = jattn.attention(
+            q, KEY, VALUE, mask=masks.Causal(), sink=sink, return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+        return (out**2).sum() + lse.sum()
+
+    def want(sink: Any, q: Any) -> Any:
+        out, lse = jattn.attention(
+            q, KEY, VALUE, mask=masks.Causal(), return_lse=True, implementation="reference"
+        )
+        total = jnp.logaddexp(lse, sink[None, :, None])
+        share = jnp.swapaxes(jnp.exp(lse - total), 1, 2)[..., None]
+        return ((out * share) ** 2).sum() + total.sum()
+
+    sink = jnp.asarray([0.5, -1.0, 3.0, 0.0])
+    both = [jax.jit(jax.grad(x, (0, 1)))(sink, Q) for x in (loss, want)]
+    for got, right in zip(*both, strict=True):
+        np.testing.assert_allclose(got, right, atol=1e-12)
+    scalar = jax.grad(lambda sink: loss(sink, Q))(jnp.asarray(0.5))
+    each = jax.grad(want)(jnp.full(N, 0.5), Q)
+    np.testing.assert_allclose(scalar, each.sum(), atol=1e-12)
+    through = jax.grad(lambda x: jattn.attention_weights(Q, KEY, mask=MASK, sink=x).sum())(sink)
+    np.testing.assert_allclose(through, jax.grad(lambda x: formula(x)[2].sum())(sink), atol=1e-12)
+
+
+def test_dropout_acts_on_the_weights_beside_the_sink():
+    dropout: Any = {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
+    weights = jattn.attention_weights(Q, KEY, mask=MASK, sink=SINK, **dropout)
+    out = jattn.attention(Q, KEY, VALUE, mask=MASK, sink=SINK, **dropout)
+    v = jnp.repeat(VALUE, N // K, axis=2)
+    np.testing.assert_allclose(out, jnp.einsum("bnts,bsnv->btnv", weights, v), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        DenseCache.create(B, 9, K, H, 3, jnp.float64),
+        PagedCache.create(B, 9, K, H, 3, jnp.float64, page_size=4),
+        RollingCache.create(B, 8, K, H, 3, jnp.float64, chunk=4),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_through_caches(cache: Cache):
+    call: Any = {"mask": masks.Causal(), "sink": SINK, "return_lse": True}
+    want = jattn.attention(Q, KEY, VALUE, **call, return_weights=True)
+    results, grown = jattn.cached_attention(Q, KEY, VALUE, cache, **call)
+    for got, right in zip(results, want, strict=False):
+        np.testing.assert_allclose(got, right, atol=1e-12)
+    out, weights = jattn.attention(
+        Q[:, -1:], grown, mask=masks.Causal(), sink=SINK, return_weights=True
+    )
+    np.testing.assert_allclose(out, want[0][:, -1:], atol=1e-12)
+    np.testing.assert_allclose(weights.sum(-1), want[2][:, :, -1:].sum(-1), atol=1e-6)
+
+
+def test_over_several_devices():
+    mesh = jax.make_mesh((2, 2), ("t", "n"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    cut: Any = {"mesh": mesh, "axis_name": "t", "head_axis": "n"}
+    want = jattn.attention(Q, KEY, VALUE, mask=masks.Causal(), sink=SINK, return_lse=True)
+    got = parallel.attention(Q, KEY, VALUE, mask=masks.Causal(), sink=SINK, return_lse=True, **cut)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
+
+    def shard(q: Any, k: Any, v: Any, sink: Any) -> Any:
+        return parallel.attention_shard(
+            q, k, v, axis_name="t", head_axis="n", mask=masks.Causal(), sink=sink
+        )
+
+    tokens = P(None, "t", "n")
+    run = jax.shard_map(shard, mesh=mesh, in_specs=(tokens,) * 3 + (P("n"),), out_specs=tokens)
+    np.testing.assert_allclose(run(Q, KEY, VALUE, SINK), want[0], atol=1e-12)
+    cache = DenseCache.create(B, 8, K, H, 3, jnp.float64)
+    found, _ = parallel.cached_attention(
+        Q, KEY, VALUE, cache, mask=masks.Causal(), sink=SINK, **cut
+    )
+    np.testing.assert_allclose(found, want[0], atol=1e-12)
+
+
+def test_other_functions_take_it():
+    explained = jattn.explain(Q, KEY, VALUE, sink=SINK)
+    assert explained == jattn.explain(Q, KEY, VALUE, return_lse=True)
+    x, w = Q[:, :, 0], jnp.eye(H)
+    got = jattn.multiplicative_attention(x, x, x, w, sink=0.5)
+    heads = x[:, :, None]
+    want = jattn.attention(heads, heads, heads, scale=1.0, sink=jnp.asarray([0.5]))
+    np.testing.assert_allclose(got, want[:, :, 0], atol=1e-14)
+    mapped = jax.vmap(lambda q, sink: jattn.attention(q, q, q, sink=sink))
+    each = jnp.stack([SINK, SINK + 1])
+    for row in range(B):
+        alone = jattn.attention(Q[row], Q[row], Q[row], sink=each[row])
+        np.testing.assert_allclose(mapped(Q, each)[row], alone, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sink", "kind", "message"),
+    [
+        (jnp.ones(N + 1), ValueError, r"sink: expected \[N\] = \[4\] or a scalar, got \[5\]"),
+        (jnp.ones((1, N)), ValueError, r"got \[1, 4\]"),
+        (jnp.arange(N), TypeError, "sink: expected a floating-point array"),
+        ("large", TypeError, "sink"),
+        (True, TypeError, "sink"),
+        ([0.0] * N, TypeError, "sink"),
+        (np.nan, ValueError, "sink: expected a finite number, got nan"),
+        (jnp.asarray([0.0, np.inf, 0, 0]), ValueError, "expected finite logits or -inf, got Array"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_sink_is_refused(sink, kind, message):
+    for call in (
+        lambda: jattn.attention(Q, KEY, VALUE, sink=sink),
+        lambda: jattn.attention_weights(Q, KEY, sink=sink),
+        lambda: jattn.explain(Q, KEY, VALUE, sink=sink),
+        lambda: jattn.cached_attention(Q, KEY, VALUE, DenseCache.create(B, 9, K, H, 3), sink=sink),
+    ):
+        with pytest.raises(kind, match=message):
+            call()
