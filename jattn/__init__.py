@@ -117,3 +117,5 @@ if not TYPE_CHECKING:  # for a type checker there are the names above and no oth
         statistics = _Function("statistics")
 
     sys.modules[__name__].__class__ = _Package
+
+    importlib.import_module("jattn.kernels.cpu.library").load_kept()

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax._src.config import _check_vma as check_varying
+from jax._src.core import pvary_p as vary_p
 from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -67,16 +70,22 @@ def without_mesh() -> Iterator[None]:
 
 def evaluated(jaxpr: Any, arrays: Any, arguments: Any) -> list[Any]:
     """As `jax.core.eval_jaxpr`, in the context of the caller: of its mesh, and not of that in which
-    the program was traced."""
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, arrays, strict=True))
-    values |= zip(jaxpr.invars, arguments, strict=True)
+    the program was traced; of operands that may vary over other axes, within `shard_map`."""
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    given = dict(zip(variables, (*arrays, *arguments), strict=True))
+    values = with_results(jaxpr.eqns, given)
+    return [value_of(x, values) for x in jaxpr.outvars]
 
-    def read(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else values[x]
 
-    for equation in jaxpr.eqns:
-        operands = [read(x) for x in equation.invars]
-        if equation.primitive is jit_p:
+def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
+    """The values of a program's variables, together with those that its equations compute."""
+    values = dict(values)
+    for equation in equations:
+        operands = varied_like([value_of(x, values) for x in equation.invars], ())
+        if equation.primitive is vary_p:
+            axes = frozenset(equation.params["axes"] if check_varying.value else ())
+            results = [vary(axes, x) for x in operands]
+        elif equation.primitive is jit_p:
             inner = equation.params["jaxpr"]
             results = evaluated(inner.jaxpr, inner.consts, operands)
         else:
@@ -84,7 +93,31 @@ def evaluated(jaxpr: Any, arrays: Any, arguments: Any) -> list[Any]:
             results = equation.primitive.bind(*operands, **options)
             results = results if equation.primitive.multiple_results else [results]
         values |= zip(equation.outvars, results, strict=True)
-    return [read(x) for x in jaxpr.outvars]
+    return values
+
+
+def value_of(x: Any, values: dict[Any, Any]) -> Any:
+    """The value of a variable, or of a literal."""
+    return x.val if isinstance(x, Literal) else values[x]
+
+
+def varied_like(results: Any, operands: Any) -> Any:
+    """A tree of results, of which each varies over every axis of the mesh over which one of them or
+    an operand does."""
+    leaves = jax.tree.leaves((results, operands))
+    axes = frozenset[str]().union(*map(varying, leaves))
+    return jax.tree.map(lambda x: vary(axes, x), results)
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The axes of a mesh over which an array varies, within `shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(axes: frozenset[str], x: Array) -> Array:
+    """x as one that varies over these axes of a mesh, too."""
+    missing = tuple(sorted(axes - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _mesh_of(operands: Any) -> AbstractMesh:

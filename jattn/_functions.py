@@ -343,7 +343,9 @@ def _parameter(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_parameter, value))
     try:
-        if hasattr(value, "dtype") and not isinstance(value, jax.Array):
+        if isinstance(value, jax.Array):
+            return _Same(value)
+        if hasattr(value, "dtype"):
             return _Key().memory(np.asarray(value))
         return type(value), repr(value) if isinstance(value, float | complex) else value
     except _Unsure:

@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Int
 
 from jattn import bounds, expressions, integers, undecided
 from jattn._functions import frozen, is_frozen, traced, unseen
+from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
     array_field,
@@ -1053,10 +1054,15 @@ class Predicate(Mask):
         Raises:
             TypeError: the function does not return a boolean scalar.
         """
+        zeros = [jnp.int32(0)] * 4
+        with explained("Predicate", self.fn):
+            own = without_named_axes("Predicate", self.fn, *zeros, *self.operands)
+        if own is not self.fn:
+            return Predicate(own, *self.operands).lasting()
         fn, operands, bounds = frozen(self.fn), self.operands, self.bounds_fn
         if not is_frozen(fn):
             name = function_name(self.fn)
-            fn, operands = traced(name, self._scalar, operands, *[jnp.int32(0)] * 4)
+            fn, operands = traced(name, self._scalar, operands, *zeros)
         bounds = bounds and frozen(bounds)
         # Bounds only save time: without them the predicate is evaluated.
         return Predicate(fn, *operands, bounds=bounds if bounds and is_frozen(bounds) else None)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn._functions import frozen, is_frozen, traced, unseen
+from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
     array_field,
@@ -382,9 +383,13 @@ class Score(ScoreFunction):
         Raises:
             TypeError: the function does not return a float scalar.
         """
+        wide = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
+        with explained("Score", self.fn):
+            own = without_named_axes("Score", self.fn, *_examples(dtype), *wide)
+        if own is not self.fn:
+            return Score(own, *self.operands).lasting(dtype)
         fn, operands = frozen(self.fn), self.operands
         if not is_frozen(fn):
-            wide = jax.tree.map(lambda x: _in_dtype(x, dtype), operands)
             name = function_name(self.fn)
             fn, more = traced(name, self._scalar, wide, *_examples(dtype))
             operands = (*operands, *more[len(operands) :])

@@ -747,3 +747,13 @@ def test_functions_of_the_past_are_forgotten(name, monkeypatch):
         jattn.attention_scores(q, k, mask=Predicate(function))
     gc.collect()
     assert len(_functions._frozen) <= spec._MOST_TRANSIENT + 1
+
+
+def test_arrays_of_jax_in_a_list_are_read_as_they_are_now():
+    q = jnp.ones((1, 8, 1, 4))
+    v = jnp.broadcast_to(jnp.arange(8.0)[None, :, None, None], q.shape)
+    read = [jnp.int32(3), jnp.arange(8, dtype=jnp.int32)]
+    for limit in (3, 6):
+        read[0] = jnp.int32(limit)
+        out = jattn.attention(q, q, v, mask=lambda b, h, i, j: read[1][j] < read[0])
+        np.testing.assert_allclose(out, (limit - 1) / 2, rtol=1e-6)

@@ -6,8 +6,8 @@ import jax
 from jax import lax
 from jaxtyping import Array, Int
 
+from jattn import _explicit
 from jattn.checks import shown
-from jattn.kernels.common import reverse_mode
 from jattn.parallel import placement
 
 
@@ -48,8 +48,8 @@ class Axes(NamedTuple):
         """The tree with arrays that vary over the axis, and over all those over which one of them
         or of `beside` does."""
         leaves = jax.tree.leaves((tree, beside))
-        names = frozenset({self.name}).union(*map(reverse_mode.varying, leaves))
-        return jax.tree.map(lambda x: reverse_mode.vary(names, x), tree)
+        names = frozenset({self.name}).union(*map(_explicit.varying, leaves))
+        return jax.tree.map(lambda x: _explicit.vary(names, x), tree)
 
 
 def check_axis_name(name: str, value: Any, *, several: bool = False) -> None:

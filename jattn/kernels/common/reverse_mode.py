@@ -14,6 +14,8 @@ from jax._src.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from jattn._explicit import varied_like
+
 
 _input = Primitive("reverse_only")
 _tangent = Primitive("reverse_only_tangent")
@@ -59,30 +61,11 @@ def inputs(arrays: Iterable[Array], others: Any = ()) -> list[Array]:
     return [_input.bind(x) for x in varied_like(every, others)]
 
 
-def varied_like(results: Any, operands: Any) -> Any:
-    """A tree of results, of which each varies over every axis of the mesh over which one of them or
-    an operand does."""
-    leaves = jax.tree.leaves((results, operands))
-    axes = frozenset[str]().union(*map(varying, leaves))
-    return jax.tree.map(lambda x: vary(axes, x), results)
-
-
 def varying_alike(operands: Any) -> tuple[Any, Any]:
     """A tree of operands that all vary over the same axes of a mesh, within `shard_map`; and their
     `manual_axis_type`, which results of Pallas's calls are declared with."""
     alike = varied_like(operands, ())
     return alike, jax.typeof(jax.tree.leaves(alike)[0]).manual_axis_type
-
-
-def varying(x: Any) -> frozenset[str]:
-    """The axes of a mesh over which an array varies, within `shard_map`."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def vary(axes: frozenset[str], x: Array) -> Array:
-    """x as one that varies over these axes of a mesh, too."""
-    missing = tuple(sorted(axes - varying(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def nondifferentiable(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,13 +26,9 @@ from jattn.kernels.common.derivatives import (
     PerQuery,
     Residuals,
 )
+from jattn.kernels.common.unbuilt import Unbuilt
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters
-
-
-class Unbuilt(OSError):
-    """What a kernel's functions need for a call cannot be compiled on this machine. They raise it
-    while they are traced."""
 
 
 class AttentionVJP(NamedTuple):

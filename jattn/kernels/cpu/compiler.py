@@ -50,8 +50,11 @@ class BuildError(Exception):
     """Why there is no library."""
 
 
-def load(source: str, dtype: str, tiles: str) -> tuple[ctypes.CDLL, Path | None]:
+def load(
+    source: str, dtype: str, tiles: str, *, build: bool = True
+) -> tuple[ctypes.CDLL, Path | None]:
     """A library and the file where it is kept, built if it is not there; None: it cannot be kept.
+    Without `build` no compiler is started.
 
     Raises BuildError and OSError, and whatever else goes wrong in a strange environment.
     """
@@ -63,7 +66,7 @@ def load(source: str, dtype: str, tiles: str) -> tuple[ctypes.CDLL, Path | None]
     def compiled(command: list[str], path: Path) -> bytes:
         return _compiled([*command, str(_HERE / source)], path, texts[-1])
 
-    return _load(stem, texts, flags, compiled, notice)
+    return _load(stem, texts, flags, compiled, notice, build)
 
 
 def load_rule(text: str, dtype: str) -> ctypes.CDLL:
@@ -90,6 +93,7 @@ def _load(
     flags: list[str],
     compiled: Callable[[list[str], Path], bytes],
     notice: str | None,
+    build: bool = True,
 ) -> tuple[ctypes.CDLL, Path | None]:
     """A library of these texts, and where it is kept: there already, or `compiled` by a command to
     a path. `notice` is told to users beforehand."""
@@ -97,10 +101,12 @@ def _load(
         raise BuildError(f"it is not built on {platform.system()}")
     command = [*compiler(), *flags]
     folder = _folder()
-    name = f"{stem}-{_digest(command, texts)}.so"
+    name = f"{stem}-{_digest(command, texts, build)}.so"
     kept = folder / name if folder else None
     contents = _read(kept)
     if contents is None:
+        if not build:
+            raise BuildError("it is not built yet")
         with _one_at_a_time(kept):
             contents = _read(kept)  # another process may have built it meanwhile
             if contents is None:
@@ -163,16 +169,43 @@ def _flags(dtype: str, tiles: str) -> list[str]:
     return ["-std=c++17", "-O2", own, "-ffp-contract=fast", "-fPIC", "-shared", *macros]
 
 
-def _digest(command: list[str], texts: list[str]) -> str:
+def _digest(command: list[str], texts: list[str], build: bool = True) -> str:
     """Of all that a library depends on."""
-    parts = [*texts, shlex.join(command), _macros(tuple(command)), version("jaxlib")]
+    parts = [*texts, shlex.join(command), _macros(tuple(command), build), version("jaxlib")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _macros(command: tuple[str, ...]) -> str:
-    """The compiler's own macros, which tell its version and the processor."""
-    return _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+def _macros(command: tuple[str, ...], build: bool) -> str:
+    """The compiler's own macros, which tell its version and the processor; from the cache folder
+    where the same compiler was asked on the same processor."""
+    asked = "\0".join((*command, _file_of(command[0]), _processor()))
+    name = f"macros-{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
+    macros = kept_text(name)
+    if macros is None:
+        if not build:
+            raise BuildError("its compiler was not asked yet")
+        macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+        keep_text(name, macros)
+    return macros
+
+
+def _file_of(program: str) -> str:
+    """What changes with the file that a program is."""
+    path = Path(program).resolve()
+    status = path.stat()
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
+def _processor() -> str:
+    """What tells one kind of processor from others, and does not change."""
+    names = ("model", "cpu family", "flags", "Features", "CPU implementer", "CPU part")
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+            first, _, _ = file.read(2**14).partition("\n\n")
+    except OSError:  # where there is one kind of processor to a kind of machine
+        return f"{platform.platform()} {platform.processor()}"
+    return "\n".join(line for line in first.splitlines() if line.startswith(names))
 
 
 _EXPORTED = re.compile(r'(?:extern "C" void |XLA_FFI_DEFINE_HANDLER_SYMBOL\()(\w+)')
@@ -400,6 +433,20 @@ def _keep(path: Path, contents: bytes) -> bool:
         if unfinished:
             Path(unfinished).unlink(missing_ok=True)
         return False
+
+
+def keep_text(name: str, text: str) -> None:
+    """Writes a text for later, under a name that no other text has, where there is a folder."""
+    folder = _folder()
+    if folder and not (folder / name).exists():
+        _keep(folder / name, text.encode())
+
+
+def kept_text(name: str) -> str | None:
+    """A text that was written; None where there is none that is safe and whole."""
+    folder = _folder()
+    contents = _read(folder / name) if folder else None
+    return None if contents is None else contents.decode()
 
 
 def _in_private_folder(work: Callable[[Path], _X], also: Path | None) -> _X:

@@ -10,7 +10,10 @@ forked meanwhile loads what its parent has not loaded yet.
 
 import atexit
 import ctypes
+import functools
 import hashlib
+import itertools
+import logging
 import os
 import threading
 import time
@@ -21,9 +24,11 @@ import jax
 import numpy as np
 
 from jattn import tuning
-from jattn.kernels.common.vjp import Unbuilt
+from jattn.kernels.common.unbuilt import Unbuilt
 from jattn.kernels.cpu import compiler
 
+
+_log = logging.getLogger("jattn")
 
 _SOURCES = {
     "forward": "attention.cc",
@@ -113,8 +118,7 @@ def add_rule(text: str, dtype: Any, modifies: bool, keeps: bool) -> int:
         Unbuilt: it cannot be; a process tries once.
     """
     name = np.dtype(dtype).name
-    digest = hashlib.sha256(f"{name} {modifies} {keeps} {text}".encode()).digest()
-    number = int.from_bytes(digest[:8]) >> 1 or 1
+    number = _number(name, description := f"{modifies} {keeps} {text}")
     with _lock_of_rules:
         reason = rule_unavailable(text, dtype) or unavailable("forward", dtype, wait=True)
         if reason:
@@ -130,12 +134,37 @@ def add_rule(text: str, dtype: Any, modifies: bool, keeps: bool) -> int:
         except Exception as error:
             _failures[text, name] = _words(error)
             raise Unbuilt(_failures[text, name]) from error
+        if (text, name) not in _rules:
+            compiler.keep_text(_name_of_rule(name, number), description)
         _rules[text, name] = rule
     return number
 
 
+def _number(dtype: str, description: str) -> int:
+    digest = hashlib.sha256(f"{dtype} {description}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1 or 1
+
+
+def _name_of_rule(dtype: str, number: int) -> str:
+    return f"rule-{dtype}-{number:016x}.txt"
+
+
+def _add_by_number(dtype: str, number: int) -> None:
+    """Adds the rule of a program that another process has compiled, if this machine has kept it.
+    The kernel asks when it meets the number."""
+    try:
+        description = compiler.kept_text(_name_of_rule(dtype, number))
+        if description and _number(dtype, description) == number:
+            modifies, keeps, text = description.split(" ", 2)
+            add_rule(text, dtype, modifies == "True", keeps == "True")
+    except Exception as error:  # the kernel says that it has no such rule
+        _log.warning("jattn: a rule could not be loaded: %s", _words(error))
+
+
 def _name(function: str, dtype: str, tiles: str) -> str:
-    return f"jattn_{function}_{dtype}_{tiles.replace(', ', '_')}"
+    """What XLA's error says that it does not find: with it, what to do."""
+    name = f"jattn_{function}_{dtype}_{tiles.replace(', ', '_')}"
+    return f"{name} (run python -m jattn.build{' --float64' * (dtype == 'float64')})"
 
 
 def _library(function: str, dtype: Any) -> _Library:
@@ -151,17 +180,35 @@ def _library(function: str, dtype: Any) -> _Library:
         return _libraries[key]
 
 
-def _settle(asked: _Library, source: str, dtype: str, tiles: str) -> None:
+def _settle(asked: _Library, source: str, dtype: str, tiles: str, build: bool = True) -> None:
     """Loads a library and tells XLA of its functions. Whatever goes wrong is a reason."""
     try:
-        library, file = compiler.load(source, dtype, tiles)
+        library, file = compiler.load(source, dtype, tiles, build=build)
         with _lock:  # a forked process has either loaded it or not
+            if source == "attention.cc":
+                library.jattn_ask_for_rules(_asks[dtype])
             for function in (name for name, of in _SOURCES.items() if of == source):
                 capsule = jax.ffi.pycapsule(getattr(library, f"jattn_{function}"))
                 jax.ffi.register_ffi_target(_name(function, dtype, tiles), capsule, platform="cpu")
             asked.outcome = _Outcome(None, file, library)
     except Exception as error:
         asked.outcome = _Outcome(_words(error))
+
+
+_Ask = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_asks = {dtype: _Ask(functools.partial(_add_by_number, dtype)) for dtype in ("float32", "float64")}
+
+
+def load_kept() -> None:
+    """Loads the libraries that are kept on this machine, so that XLA knows the functions of
+    programs that other processes have compiled. It takes milliseconds; what is not there, or fails,
+    is left to the first call that asks for it."""
+    tiles = tuning.current().cpu_tiles
+    for key in itertools.product(sorted({*_SOURCES.values()}), _asks, [tiles]):
+        library = _Library(*key)
+        _settle(library, *key, build=False)
+        if library.outcome and library.outcome.reason is None:
+            _libraries[key] = library
 
 
 def _words(error: Exception) -> str:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import tuning
+from jattn import _explicit, tuning
 from jattn.kernels.common import block_mask, reverse_mode, tile_schedule
 from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, few, interpreter, mosaic
 
@@ -196,7 +196,7 @@ def _launch(
             lowering_semantics=mosaic().LoweringSemantics.Lane,
         ),
     )
-    return [reverse_mode.vary(over.varying, x) for x in call(*flat)]
+    return [_explicit.vary(over.varying, x) for x in call(*flat)]
 
 
 def tiles_in_memory(count: int, rows: int, width: int, dtype: Any, least: int = ROWS) -> Any:

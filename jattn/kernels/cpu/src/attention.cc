@@ -798,6 +798,8 @@ std::atomic<const Generated*> rules_by_number[256];
 
 std::atomic<const Generated*>& rules_like(int64_t number) { return rules_by_number[number & 255]; }
 
+std::atomic<void (*)(int64_t)> ask_for_rule{nullptr};
+
 const Generated* rule_of(int64_t number) {
   const Generated* rule = rules_like(number);
   while (rule && rule->number != number) rule = rule->next;
@@ -1130,8 +1132,14 @@ ffi::Error find_rule(int64_t number, int64_t row, int64_t chunk, int64_t differe
                      ffi::RemainingArgs operands, ffi::RemainingRets* gradients) {
   if (!number) return ffi::Error::Success();
   call.own.rule = rule_of(number);
+  if (!call.own.rule && ask_for_rule) {
+    ask_for_rule(number);
+    call.own.rule = rule_of(number);
+  }
   if (!call.own.rule)
-    return {ffi::ErrorCode::kFailedPrecondition, "jattn: this process has not compiled the rule"};
+    return {ffi::ErrorCode::kFailedPrecondition,
+            "jattn: this process has not compiled the functions of this program's masks and scores:"
+            " call jattn.attention with them once before"};
   call.own.row = row, call.own.chunk = chunk;
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto x = operands.get<Buffer>(i);
@@ -1235,6 +1243,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_statistics, run_statistics,
                                   .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
                                   .Ret<Buffer>().Ret<Buffer>() JATTN_ATTRIBUTES
                                   .Attr<double>("least"));
+
+// Sets the function that is called with the number of a rule that the process lacks, and adds it.
+extern "C" void jattn_ask_for_rules(void (*ask)(int64_t)) { ask_for_rule = ask; }
 
 // Adds a rule that was compiled, once; its library stays loaded.
 extern "C" void jattn_add_rule(int64_t number, void* forward, void* backward, int modifies,

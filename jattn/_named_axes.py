@@ -1,0 +1,62 @@
+"""Named axes of `shard_map` and `vmap`: arrays that vary over them, functions that ask about them.
+
+Within `shard_map` and within `vmap` with an `axis_name`, a mask or a score may ask which device or
+which example it is for. The program that the function becomes a part of is compiled where the name
+means nothing, so the question is asked where the function is given.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src.core import Literal, NamedAxisEffect, nonempty_axis_env
+
+from jattn._explicit import evaluated, value_of, with_results
+from jattn._functions import unseen
+from jattn.checks import function_name
+
+
+def without_named_axes(
+    what: str, function: Callable[..., Any], *examples: Any
+) -> Callable[..., Any]:
+    """A function that closes over the answers that it would get about named axes, or the function
+    itself if it asks nothing. `examples` are arguments of it; `what` it is stands in errors.
+
+    Raises NotImplementedError where an answer depends on the arguments.
+    """
+    if not nonempty_axis_env():
+        return function
+    program = jax.make_jaxpr(unseen(function))(*examples)
+    if not _axes(program.jaxpr):
+        return function
+    # Once more, without the functions within it that are compiled apart.
+    run = lambda *arguments: evaluated(program.jaxpr, program.consts, jax.tree.leaves(arguments))  # noqa: E731
+    flat = jax.make_jaxpr(run)(*examples)
+    jaxpr = flat.jaxpr
+    known, first, rest = {*jaxpr.constvars}, list[Any](), list[Any]()
+    for equation in jaxpr.eqns:
+        is_known = all(isinstance(x, Literal) or x in known for x in equation.invars)
+        (first if is_known else rest).append(equation)
+        known.update(equation.outvars if is_known else ())
+    name = function_name(function)
+    for equation in rest:
+        if axes := _axes(equation):
+            raise NotImplementedError(
+                f"{what}: {name} calls {equation.primitive} over the axis {', '.join(axes)} with "
+                "what depends on its arguments, which differ between tiles; call it before, as in "
+                "index = jax.lax.axis_index(name), and let the function close over the result"
+            )
+    answers = with_results(first, dict(zip(jaxpr.constvars, flat.consts, strict=True)))
+
+    def told_answers(*arguments: Any) -> Any:
+        operands = dict(zip(jaxpr.invars, jax.tree.leaves(arguments), strict=True))
+        (result,) = jaxpr.outvars
+        return value_of(result, with_results(rest, answers | operands))
+
+    told_answers.__name__ = name
+    return told_answers
+
+
+def _axes(program: Any) -> list[str]:
+    """The named axes that a program, or an operation of one, asks about."""
+    return sorted(repr(x.name) for x in program.effects if isinstance(x, NamedAxisEffect))

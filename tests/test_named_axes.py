@@ -1,0 +1,141 @@
+"""Masks and scores that ask which device or which example they are for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, scores
+
+
+def mesh() -> Any:
+    devices = np.array(jax.devices()[:2])
+    return jax.sharding.Mesh(devices, ("c",))
+
+
+def on_devices(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.jit(jax.shard_map(function, mesh=mesh(), in_specs=P("c"), out_specs=P("c")))
+
+
+def on_devices_eagerly(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.shard_map(function, mesh=mesh(), in_specs=P("c"), out_specs=P("c"))
+
+
+def on_examples(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.vmap(lambda x: function(x[None])[0], axis_name="c")
+
+
+PLACES = {f.__name__: f for f in (on_devices, on_devices_eagerly, on_examples)}
+
+
+def index() -> Any:
+    return lax.axis_index("c")
+
+
+def asked_in_functions() -> dict[str, Any]:
+    @jax.jit
+    def shifted(i: Any) -> Any:
+        return i + index()
+
+    return {
+        "mask": lambda b, h, i, j: j <= shifted(i),
+        "score": lambda s, b, h, i, j: jnp.where(i >= 0, s * (1.0 + index().astype(s.dtype)), 0.0),
+    }
+
+
+def asked_before() -> dict[str, Any]:
+    c = index()
+    return {
+        "mask": lambda b, h, i, j: j <= i + c,
+        "score": lambda s, b, h, i, j: jnp.where(i >= 0, s * (1.0 + c.astype(s.dtype)), 0.0),
+    }
+
+
+def given_as_operands() -> dict[str, Any]:
+    return {
+        "mask": masks.Predicate(lambda b, h, i, j, c: j <= i + c, index()),
+        "score": scores.Score(lambda s, b, h, i, j, c: s * (1.0 + c.astype(s.dtype)), index()),
+    }
+
+
+def formula(x: Any, index: int) -> Any:
+    T = x.shape[1]
+    i, j = np.arange(T)[:, None], np.arange(T)
+    score = jnp.einsum("btnh,bsnh->bnts", x, x) / 2.0 * (1.0 + index)
+    weights = jax.nn.softmax(jnp.where(j <= i + index, score, -jnp.inf), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, x)
+
+
+def gradient(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.grad(lambda x: jnp.sum(function(x) ** 2))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", [asked_in_functions, asked_before, given_as_operands])
+@pytest.mark.parametrize(
+    ("implementation", "T"),
+    [(None, 8), ("reference", 8), ("blockwise", 8), ("native", 8), (None, 600), ("native", 600)],
+)
+def test_what_is_asked_of_an_axis_is_right(implementation, T, how, place):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 1, 4)), jnp.float32)
+
+    def attention(x: Any) -> Any:
+        return jattn.attention(x, x, x, implementation=implementation, **how())
+
+    for change in (lambda f: f, gradient):
+        found = PLACES[place](change(attention))(x)
+        for c in (0, 1):
+            want = change(lambda x, c=c: formula(x, c))(x[c : c + 1])
+            np.testing.assert_allclose(found[c : c + 1], want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("place", ["on_devices", "on_examples"])
+def test_collectives_of_what_is_known_before_are_right(place):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 1, 4)), jnp.float32)
+
+    def attention(x: Any) -> Any:
+        return jattn.attention(
+            x,
+            x,
+            x,
+            score=lambda s, b, h, i, j: s + lax.pmean(x.sum(), "c") * jnp.where(j > i, 1, 0),
+        )
+
+    def expected(x: Any, mean: Any) -> Any:
+        bias = jnp.where(np.arange(8) > np.arange(8)[:, None], mean, 0.0)
+        return jattn.attention(x, x, x, score=scores.Bias(bias[None, None]))
+
+    want = expected(x, x.sum() / 2)
+    np.testing.assert_allclose(PLACES[place](attention)(x), want, rtol=1e-4, atol=1e-4)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "attention": jattn.attention,
+    "reference": lambda *x, **named: jattn.attention(*x, implementation="reference", **named),
+    "native": lambda *x, **named: jattn.attention(*x, implementation="native", **named),
+    "weights": lambda q, k, v, **named: jattn.attention_weights(q, k, **named),
+    "statistics": lambda q, k, v, **named: jattn.statistics(q, k, **named).entropy,
+}
+
+
+@pytest.mark.parametrize("place", ["on_devices", "on_examples"])
+@pytest.mark.parametrize("call", CALLS)
+def test_collectives_of_scores_and_indices_are_refused(call, place):
+    x = jnp.ones((2, 8, 1, 4))
+
+    def mean_of_devices(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + lax.pmean(s, "c")
+
+    def any_device(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return lax.psum(j - i, "c") > 0
+
+    for options in ({"score": mean_of_devices}, {"mask": any_device}):
+        name = next(iter(options.values())).__name__
+        with pytest.raises(NotImplementedError, match=f"{name} calls psum.* over the axis 'c'"):
+            PLACES[place](lambda x, o=options: CALLS[call](x, x, x, **o))(x)
