@@ -22,6 +22,7 @@ ROOMS = (
     ("_pytree",),
     ("integers", "expressions"),
     ("checks", "bounds", "undecided"),
+    ("_named_axes",),
     ("softmax", "masks", "scores", "positions"),
     ("spec", "cache"),
     ("tile",),
@@ -215,7 +216,6 @@ def test_import_starts_no_backend(name):
 
 def test_import_is_light():
     names = "print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    assert "jax" not in python(f"import sys, jattn; {names}").stdout.split()
     code = f"import sys, jattn; jattn.attention; {names}"
     loaded = set(python(code).stdout.split())
     assert {"jax", "jattn", "jaxtyping"} <= loaded
@@ -228,7 +228,7 @@ def test_kernels_of_one_machine_are_imported_when_they_are_asked():
     names = "print(*(x for x in sys.modules if x.startswith('jattn.kernels.')))"
     code = f"import sys, jattn; jattn.attention; {names}"
     loaded = {name.split(".")[2] for name in python(code).stdout.split()}
-    assert loaded == {"common", "protocol", "registry", "xla"}
+    assert loaded == {"common", "cpu", "protocol", "registry", "xla"}
 
 
 def test_import_takes_little_time():
@@ -237,9 +237,9 @@ def test_import_takes_little_time():
         "print(time.perf_counter() - start)"
     )
     seconds = []
-    while not seconds or (min(seconds) > 0.3 and len(seconds) < 5):
+    while not seconds or (min(seconds) > 0.16 and len(seconds) < 5):
         seconds.append(float(python(code, JAX_PLATFORMS="cpu").stdout))
-    assert min(seconds) <= 0.3
+    assert min(seconds) <= 0.16
 
 
 # What lies where
