@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jattn._explicit import left_again
-from jattn.kernels.common import partition, reverse_mode
+from jattn.kernels.common import cached_programs, partition, reverse_mode
 from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
 
 
@@ -186,13 +186,21 @@ def _lower(
         return found
 
     local = [ShapedArray(x.shape, x.dtype) for x in context.avals_in]
+    untyped = AbstractMesh((), ())  # the types of what one device computes have no mesh
+    digest = None
     if not exported and partition.may_be_cut(context) and (letters := _letters(function)):
         one_device = functools.partial(_operation.bind, settings=settings, linear=None)
         context = partition.with_prime_axes(context)
+        axes = context.module_context.axis_context.abstract_mesh
+        with use_abstract_mesh(untyped):
+            digest = cached_programs.digest(run, platform, local, letters, axes)
         with settings.restored():
             run = partition.cut(function, one_device, platform, letters, local, like)
-    with use_abstract_mesh(AbstractMesh((), ())):  # the types of what one device computes have none
-        return mlir.lower_fun(run)(context.replace(avals_in=local), *values)
+    with use_abstract_mesh(untyped):
+        results = mlir.lower_fun(run)(context.replace(avals_in=local), *values)
+    if digest:
+        cached_programs.rename(context, results, digest)
+    return results
 
 
 def _letters(function: Any) -> partition.Letters | None:

@@ -1,0 +1,40 @@
+"""Programs that are cut over devices, in JAX's cache of compiled programs on the disk.
+
+JAX asks a function of ours how to cut a call, and names it in the program by its address in memory.
+No other process would find such a program in the cache. Here its name is a digest of all that the
+call computes.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src.custom_partitioning import _sharding_callbacks as functions_by_name
+from jax.interpreters import mlir
+
+
+def digest(run: Callable[..., Any], platform: str, operands: Any, *others: Any) -> str | None:
+    """A digest of the program of `run(*operands)` on one device, and of what `others` print as;
+    None where nothing is cached. `operands` have types and shapes."""
+    if not jax.config.jax_compilation_cache_dir or platform == "other":
+        return None
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    program = jax.jit(run).trace(*like).lower(lowering_platforms=(platform,))
+    text = "\0".join((program.as_text(), *map(repr, others)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def rename(context: Any, results: Any, digest: str) -> None:
+    """Gives the call whose results these are a name that other processes give it too."""
+    call = results[0].owner
+    if call.name != "stablehlo.custom_call" or "backend_config" not in call.attributes:
+        return
+    name = mlir.ir.StringAttr(call.attributes["backend_config"]).value
+    function = functions_by_name.get(name.encode())
+    if function is None:
+        return
+    # Programs that are lowered at the same time may share the first one's.
+    function = functions_by_name.setdefault(f"jattn-{digest}".encode(), function)
+    context.module_context.add_keepalive(function)
+    call.attributes["backend_config"] = mlir.ir.StringAttr.get(f"jattn-{digest}")
