@@ -128,7 +128,16 @@ def test_heads_that_do_not_fit_an_axis_are_cut_as_far_as_key_heads_are():
     assert is_cut(out, mesh, P(None, "a", "c"))
 
 
-def test_tokens_that_devices_cannot_share_are_warned_about():
+@pytest.fixture
+def newly_compiled():
+    """No program comes from the cache on the disk: warnings are given when one is compiled."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def test_tokens_that_devices_cannot_share_are_warned_about(newly_compiled):
     """One warning, which says what does share them."""
     mesh, k = mesh_of(c=4), random(B, T, N, H)
     q = place(mesh, random(B, T, N, H), P(None, "c"))
@@ -141,7 +150,7 @@ def test_tokens_that_devices_cannot_share_are_warned_about():
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
 
 
-def test_an_implementation_that_cannot_compute_a_piece_is_warned_about():
+def test_an_implementation_that_cannot_compute_a_piece_is_warned_about(newly_compiled):
     mesh = mesh_of(c=4)
     q = random(B, T, N, H)
     options: Any = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
@@ -151,7 +160,7 @@ def test_an_implementation_that_cannot_compute_a_piece_is_warned_about():
     np.testing.assert_allclose(out, quick_jit(call)(q), rtol=1e-12, atol=1e-13)
 
 
-def test_a_cache_cut_along_tokens_is_warned_about():
+def test_a_cache_cut_along_tokens_is_warned_about(newly_compiled):
     mesh = mesh_of(c=4)
     cache, q = DenseCache.create(B, T, K, H, dtype=jnp.float64), random(B, 1, N, H)
     cache = cache.append(random(B, 5, K, H), random(B, 5, K, H))
