@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax._src.config import _check_vma as check_varying
+from jax._src.core import Literal
 from jax._src.core import pvary_p as vary_p
+from jax._src.pjit import jit_p
 from jax.core import Tracer
-from jax.extend.core import Literal
-from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 

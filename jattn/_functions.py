@@ -91,7 +91,10 @@ def traced(
     def run(*arguments: Any) -> Any:
         more = iter(arguments[n_arguments:])
         consts = [next(more) if x is None else x for x in constants]
-        (result,) = evaluated(jaxpr, consts, jax.tree.leaves(arguments[:n_arguments]))
+        leaves = jax.tree.leaves(arguments[:n_arguments])
+        dtypes = [x.aval.dtype for x in jaxpr.invars]
+        typed = [x if x.dtype == y else x.astype(y) for x, y in zip(leaves, dtypes, strict=True)]
+        (result,) = evaluated(jaxpr, consts, typed)
         return result
 
     run.__name__ = name
@@ -343,10 +346,10 @@ def _parameter(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_parameter, value))
     try:
-        if isinstance(value, jax.Array):
-            return _Same(value)
-        if hasattr(value, "dtype"):
+        if hasattr(value, "dtype") and not isinstance(value, jax.core.Tracer):
             return _Key().memory(np.asarray(value))
-        return type(value), repr(value) if isinstance(value, float | complex) else value
-    except _Unsure:
+        key = type(value), repr(value) if isinstance(value, float | complex) else value
+        hash(key)
+    except (_Unsure, TypeError):  # an array of random keys, say
         return _Same(value)
+    return key

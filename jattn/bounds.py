@@ -376,7 +376,15 @@ def _(node: Node, x: Interval) -> Interval:
 
 
 def _power(node: Node, x: Interval, exponent: int) -> Interval:
-    found = _at_corners(node, lambda a: a**exponent, x)
+    def power(a: Any) -> Any:
+        product, left = None, exponent
+        while left:
+            if left % 2:
+                product = a if product is None else product * a
+            a, left = a * a, left // 2
+        return product
+
+    found = _at_corners(node, power, x)
     if _kind(node.dtype) == "f" and 16 * exponent * float(jnp.finfo(node.dtype).eps) > 1:
         return anything(node.dtype)
     roundings = _moved_out(found, node.dtype, 2 * exponent) if _kind(node.dtype) == "f" else found

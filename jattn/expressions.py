@@ -52,10 +52,12 @@ class Node:
 
 
 class Expression(NamedTuple):
-    """The results of a program, and the arrays in which it looks numbers up."""
+    """The results of a program, the arrays in which it looks numbers up, and which operation of it
+    has effects, such as printing, if any."""
 
     results: list[Node]
     tables: list[Any]
+    effect: str | None = None
 
     @property
     def nodes(self) -> list[Node]:
@@ -82,22 +84,19 @@ def in_order(roots: Sequence[Node]) -> list[Node]:
 def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = ()) -> Expression:
     """`function(*scalars, *operands)` as an expression of its scalars, given by their dtypes.
 
-    The function returns numbers; arrays that it closes over are operands too. The results of a
-    function with effects, such as printing, are `unknown`.
+    The function returns numbers; arrays that it closes over are operands too.
     """
     like = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for dtype in scalars]
     program = jax.make_jaxpr(function)(*like, *operands)
     reader = _Reader()
-    if program.effects:
-        name = next(operation(x) for x in program.eqns if x.effects)
-        return Expression([reader.unknown(x, name).at(()) for x in program.out_avals], [])
     inputs = [
         _scalar(Node("input", (), np.dtype(dtype), number)) for number, dtype in enumerate(scalars)
     ]
     held = [reader.table(x) for x in jax.tree.leaves(operands)]
     results = reader.run(program.jaxpr, program.consts, [*inputs, *held])
     nodes = [reader.shared(x.at((0,) * len(x.shape))) for x in results]
-    return Expression(nodes, reader.tables)
+    effect = next((operation(x) for x in program.eqns if x.effects), None)
+    return Expression(nodes, reader.tables, effect)
 
 
 def values(roots: Sequence[Node]) -> list[Node]:

@@ -1214,7 +1214,8 @@ def _looked_into(
 
     known = np.zeros(len(ends), bool)
     some, every = ~known, known
-    if all(x.bounds_fn is None for x in functions):
+    is_function = lambda x: isinstance(x, Predicate)  # noqa: E731  with the user's bounds
+    if not any(map(is_function, jax.tree.leaves(read, is_leaf=is_function))):
         some, every, known = undecided.by_parts(ends, bounds_of)
     if known.all() or not _may_be_evaluated(functions, tile):
         return some, every

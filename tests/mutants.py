@@ -148,7 +148,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "soft-cap-after-mask": mutant(
         TILE,
-        "        score = function.evaluate(selected(score), b, h, rows, columns)\n"
+        "        score = rounded(function.evaluate(selected(score), b, h, rows, columns))\n"
         "    if allowed is None:",
         "        score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)\n"
         "        score = function.evaluate(score, b, h, rows, columns)\n"

@@ -216,6 +216,7 @@ def test_import_starts_no_backend(name):
 
 def test_import_is_light():
     names = "print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    assert not {"jaxtyping", "flax"} & set(python(f"import sys, jattn; {names}").stdout.split())
     code = f"import sys, jattn; jattn.attention; {names}"
     loaded = set(python(code).stdout.split())
     assert {"jax", "jattn", "jaxtyping"} <= loaded

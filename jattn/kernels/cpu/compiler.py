@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -116,6 +116,9 @@ def _load(
                 contents = _in_private_folder(lambda path: compiled(command, path), folder)
                 kept = kept if kept and _keep(kept, contents) else None
 
+    if kept:
+        keep_text(_name_of_macros(command), _macros(tuple(command), build))
+
     def from_copy(path: Path) -> ctypes.CDLL:
         path.write_bytes(contents)
         return ctypes.CDLL(str(path))
@@ -179,15 +182,16 @@ def _digest(command: list[str], texts: list[str], build: bool = True) -> str:
 def _macros(command: tuple[str, ...], build: bool) -> str:
     """The compiler's own macros, which tell its version and the processor; from the cache folder
     where the same compiler was asked on the same processor."""
-    asked = "\0".join((*command, _file_of(command[0]), _processor()))
-    name = f"macros-{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
-    macros = kept_text(name)
-    if macros is None:
-        if not build:
-            raise BuildError("its compiler was not asked yet")
-        macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
-        keep_text(name, macros)
-    return macros
+    if macros := kept_text(_name_of_macros(command)):
+        return macros
+    if not build:
+        raise BuildError("its compiler was not asked yet")
+    return _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+
+
+def _name_of_macros(command: Iterable[str]) -> str:
+    asked = "\0".join((*command, _file_of(next(iter(command))), _processor()))
+    return f"macros-{hashlib.sha256(asked.encode()).hexdigest()[:32]}.txt"
 
 
 def _file_of(program: str) -> str:

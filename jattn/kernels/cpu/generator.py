@@ -305,6 +305,8 @@ def _core_of(spec: Spec, dtype: Any) -> tuple[_Core, list[Any]]:
     run, leaves = spec_function(spec)
     with jax.numpy_dtype_promotion("standard"):
         expression = expressions.read(run, (dtype, *[np.int32] * 4), leaves)
+    if expression.effect:
+        raise NotImplementedError(f"functions of pairs have no operation {expression.effect}")
     return _cut(expression.results, expression.tables), expression.tables
 
 
