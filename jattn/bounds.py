@@ -385,8 +385,6 @@ def _power(node: Node, x: Interval, exponent: int) -> Interval:
         return product
 
     found = _at_corners(node, power, x)
-    if _kind(node.dtype) == "f" and 16 * exponent * float(jnp.finfo(node.dtype).eps) > 1:
-        return anything(node.dtype)
     roundings = _moved_out(found, node.dtype, 2 * exponent) if _kind(node.dtype) == "f" else found
     if exponent % 2:
         return roundings
