@@ -18,6 +18,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jattn._explicit import evaluated, is_bound, without_mesh
@@ -346,7 +347,7 @@ def _parameter(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_parameter, value))
     try:
-        if hasattr(value, "dtype") and not isinstance(value, jax.core.Tracer):
+        if hasattr(value, "dtype") and not isinstance(value, Tracer):
             return _Key().memory(np.asarray(value))
         key = type(value), repr(value) if isinstance(value, float | complex) else value
         hash(key)

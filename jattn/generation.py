@@ -178,7 +178,8 @@ def _written(
 
     def cuts(variables: Any, prompt: Array, *_: Any) -> Generated:
         rows = cuts_of(prompt)[0]
-        return Generated(PartitionSpec(rows, None), PartitionSpec(rows))
+        specs: Any = PartitionSpec(rows, None), PartitionSpec(rows)
+        return Generated(*specs)
 
     @left_to_xla(cuts)
     def run(

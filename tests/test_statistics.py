@@ -317,7 +317,8 @@ def test_mistakes_raise(name):
 def test_without_rows_queries_or_keys(B, T, S):
     q, k = jnp.ones((B, T, 4, 8)), jnp.ones((B, S, 2, 8))
     segments = masks.Segments(jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32))
-    for options in ({}, {"mask": masks.Causal(), "threshold": 0.1}, {"keys": segments}):
+    calls: Any = ({}, {"mask": masks.Causal(), "threshold": 0.1}, {"keys": segments})
+    for options in calls:
         found = jattn.statistics(q, k, **options)
         assert found.received.shape == (B, 4, S)
         rows = [x for name, x in found._asdict().items() if name != "received" and x is not None]
@@ -328,7 +329,6 @@ def test_without_rows_queries_or_keys(B, T, S):
     if S:
         weights, places = jattn.top_weights(q, k, 2)
         assert weights.shape == places.shape == (B, 4, T, 2)
-    out = jattn.additive_attention(
-        q[:, :, 0], k[:, :, 0], k[:, :, 0], *[jnp.ones((8, 3))] * 2, jnp.ones(3)
-    )
+    w = jnp.ones((8, 3))
+    out = jattn.additive_attention(q[:, :, 0], k[:, :, 0], k[:, :, 0], w, w, jnp.ones(3))
     assert out.shape == (B, T, 8)

@@ -7,6 +7,7 @@ each rounding or comparison in a function decides alike.
 """
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -98,11 +100,8 @@ own_look_up.defvjp(
 )
 
 
-class Settings:
+class Settings(types.SimpleNamespace):
     """An object that a function reads."""
-
-    def __init__(self, **values: Any):
-        self.__dict__.update(values)
 
 
 BYTES = np.arange(1100) * 7 % 250
@@ -321,7 +320,7 @@ def primitive_named(name: str, function: Callable[[Any], Any]) -> Primitive:
     """A user's primitive, linear, with the name of one of JAX's."""
     primitive = Primitive(name)
     primitive.def_impl(function)
-    primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    primitive.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype))
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
     batching.defvectorized(primitive)
     ad.deflinear2(primitive, lambda cotangent, x: [function(cotangent)])
@@ -334,12 +333,13 @@ DOUBLED = {name: primitive_named(name, lambda x: 2 * x) for name in ("cos", "cop
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", DOUBLED)
 def test_a_users_primitive_is_not_known_by_its_name(name, implementation):
-    double = DOUBLED[name].bind
+    double: Any = DOUBLED[name].bind
     row = Row(lambda s, b, h, i, j: double(s), refuses=True)
     mask = lambda b, h, i, j: double(1.0 * j) <= i + 64  # noqa: E731
     or_refuse(implementation, row, mask=mask)
     with pytest.raises(NotImplementedError, match=f"{name!r} .not a primitive of JAX"):
-        ours("native", row.function, None, *drawn()[:3], ())
+        q, k, v, _ = drawn()
+        ours("native", row.function, None, q, k, v, ())
 
 
 def test_what_has_effects_is_not_generated():
