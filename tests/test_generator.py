@@ -357,7 +357,7 @@ def test_a_program_whose_rule_a_process_does_not_have_is_an_error(monkeypatch):
     mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 17 != 3))
     with tuning.using(generated_pairs=0):
         run = jax.jit(lambda q: jattn.attention(q, q, q, mask=mask, implementation="native"))
-        with pytest.raises(jax.errors.JaxRuntimeError, match="has not compiled the rule"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="has not compiled the functions"):
             jax.block_until_ready(run(q))
 
 
