@@ -56,7 +56,7 @@ def is_frozen(function: Callable[..., Any]) -> bool:
 _lasting: WeakSet[Callable[..., Any]] = WeakSet()
 
 
-def is_transient(function: Callable[..., Any]) -> bool:
+def is_transient(function: Any) -> bool:
     """Whether a function is a snapshot of what may be written to, so that the next call may have
     another one."""
     return function in _transient

@@ -190,17 +190,18 @@ bool one_statistics(ffi::ThreadPool& pool, bool limited, const Problem& p, const
   for (Index i = 0; i < q_at.count(); ++i) q_at[i] = 5 * i - 7;
   for (Index j = 0; j < kv_at.count(); ++j) kv_at[j] = 9 - 2 * j;
   const double least = once_in(2) ? 1e-3 : -1;
-  Array<T> v({p.B, p.S, p.K, 0}), lse(rows), entropy(rows), greatest(rows), distance(rows);
+  Array<T> v({p.B, p.S, p.K, 0}), maximum(rows), log_total(rows);
+  Array<T> entropy(rows), greatest(rows), distance(rows);
   Array<T> on_keys(asks ? rows : nobody), above(least < 0 ? nobody : rows);
   Array<T> received({p.B, p.N, p.S});
   Array<int32_t> place(rows);
-  for (Index i = 0; i < lse.count(); ++i) lse[i] = answer.lse[i];
+  for (Index i = 0; i < maximum.count(); ++i) maximum[i] = answer.lse[i], log_total[i] = 0;
   {
     Shortage shortage(limited);
     const ffi::Error error = run_statistics(
         pool, q, k, v.buffer(), p.from.buffer(), p.until.buffer(), p.q_ids.buffer(),
-        p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), lse.buffer(), q_at.buffer(),
-        kv_at.buffer(), marks.buffer(), {}, entropy.result(), greatest.result(), place.result(),
+        p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), maximum.buffer(), log_total.buffer(),
+        q_at.buffer(), kv_at.buffer(), marks.buffer(), {}, entropy.result(), greatest.result(), place.result(),
         distance.result(), on_keys.result(), above.result(), received.result(), p.scale, p.cap,
         p.grown, p.threshold, 0, 0, 0, least);
     if (!went_well(error, limited)) return false;

@@ -220,7 +220,7 @@ def _stop() -> None:
     """Ends compilers that nobody waits for, and lets their callers clean up."""
     compiler.stop()
     for library in _libraries.values():
-        library.wait(2)
+        library.wait(2.0)
 
 
 def _begin_anew() -> None:
