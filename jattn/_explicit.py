@@ -18,7 +18,6 @@ from jax._src.core import pvary_p as vary_p
 from jax._src.pjit import jit_p
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -114,7 +113,7 @@ def varying(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def vary(axes: frozenset[str], x: Array) -> Array:
+def vary(axes: frozenset[str], x: Any) -> Any:
     """x as one that varies over these axes of a mesh, too."""
     missing = tuple(sorted(axes - varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
