@@ -327,7 +327,7 @@ def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, 
         }
 
     lowered = quick_jit(every).lower(q, cache)
-    assert lowered.as_text().count("@jattn_decode") == len(DECODED)
+    assert lowered.as_text().count('@"jattn_decode') == len(DECODED)
     got = lowered.compile()(q, cache)
     monkeypatch.setattr(decode, "_runs_native", lambda *_: False)
     jax.clear_caches()
