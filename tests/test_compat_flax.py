@@ -343,5 +343,6 @@ def test_a_rule_for_a_mask_is_answered(attention_fn):
         layer.init(jax.random.key(0), X, X, mask=dense)
     with pytest.raises(AttributeError, match="write mask=mask"):
         linen.combine_masks(masks.Causal(), jnp.ones((1, 1, T, T), bool))
+    ours: Any = masks.Causal()
     with pytest.raises(TypeError, match="write mask=mask"):
-        compat.dot_product_attention(*[jnp.ones((B, T, N, D))] * 3, mask=masks.Causal())
+        compat.dot_product_attention(*[jnp.ones((B, T, N, D))] * 3, mask=ours)

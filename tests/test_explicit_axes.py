@@ -76,10 +76,10 @@ def closed_over(q: Any, k: Any, v: Any, **options: Any) -> Any:
 def cached(kind: Any, q: Any, k: Any, v: Any) -> Any:
     cache = kind.create(B, S, K, H, dtype=q.dtype)
     out, cache = jattn.cached_attention(q, k, v, cache)
-    token = [whole(x)[:, :1] for x in (q, k, v)]
-    (last, lse), cache = jattn.cached_attention(*token, cache, return_lse=True)
+    new_q, new_k, new_v = (whole(x)[:, :1] for x in (q, k, v))
+    (last, lse), cache = jattn.cached_attention(new_q, new_k, new_v, cache, return_lse=True)
     picked = cache.reorder(jnp.array([1, 0, 2, 2]))
-    again = jattn.attention(token[0], picked, implementation="blockwise")
+    again = jattn.attention(new_q, picked, implementation="blockwise")
     return out, last, lse, again
 
 
