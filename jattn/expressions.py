@@ -258,7 +258,7 @@ _PARAMS: dict[str, Callable[..., Hashable]] = {
     "round": operator.itemgetter("rounding_method"),
     "reduce_precision": operator.itemgetter("exponent_bits", "mantissa_bits"),
 }
-# All that are equal to the greatest share its derivative, which a chain of `max` gives to the last.
+# The values that equal the maximum share its derivative equally; in a chain of `max` they do not.
 _SHARED_BY_EQUALS: dict[str, Callable[..., Any]] = {
     "max": lambda *x: jax.numpy.stack(x).max(),
     "min": lambda *x: jax.numpy.stack(x).min(),
