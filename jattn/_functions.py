@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import dis
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from jattn._explicit import evaluated, is_bound, without_mesh
 
@@ -83,10 +85,11 @@ def traced(
     """
     with without_mesh():  # the program may run where the mesh has other types
         program = jax.make_jaxpr(unseen(function))(*scalars, *operands)
-    # With its constants alone, JAX from 0.12 on has them in the program itself.
-    jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
+        constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
+        # With its constants alone, JAX from 0.12 on has them in the program itself.
+        jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
+        key = _program_key(jaxpr, constants)
     arrays = [x for x in program.consts if is_bound(x)]
-    constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
     n_arguments = len(scalars) + len(operands)
 
     def run(*arguments: Any) -> Any:
@@ -99,8 +102,7 @@ def traced(
         return result
 
     run.__name__ = name
-    key = "program", name, n_arguments, _program_key(jaxpr, constants)
-    return _kept(key, run, transient=True), (*operands, *arrays)
+    return _kept(("program", name, n_arguments, key), run, transient=True), (*operands, *arrays)
 
 
 class _Unsure(Exception):
@@ -318,34 +320,74 @@ def _with_copies(value: Any) -> Any:
     return value
 
 
-def _program_key(jaxpr: Any, constants: Iterable[Any]) -> Hashable:
-    """A key of programs that are sure to compute the same; `constants` are None for operands."""
+_ORDERS = 3  # of derivatives that programs have to share, one more than our own functions have
+
+
+def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) -> Hashable:
+    """Returns a key that programs share only if they compute the same, and their derivatives up to
+    the given order do. `constants` are None where they are operands."""
     numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     avals = tuple(x.aval for x in numbers)
 
     def operand(x: Any) -> Hashable:
-        return (x.aval, _parameter(x.val)) if hasattr(x, "val") else numbers[x]
+        return (x.aval, _parameter(x.val, orders)) if hasattr(x, "val") else numbers[x]
 
     equations = []
     for equation in jaxpr.eqns:
         operands = tuple(map(operand, equation.invars))
         results = tuple(x.aval for x in equation.outvars)
-        how = tuple((name, _parameter(x)) for name, x in sorted(equation.params.items()))
+        how = _parameters(equation, orders)
         numbers.update((x, len(numbers) + n) for n, x in enumerate(equation.outvars))
         equations.append((equation.primitive, operands, results, how))
     results = tuple(map(operand, jaxpr.outvars))
-    return avals, tuple(map(_parameter, constants)), tuple(equations), results
+    known = tuple(_parameter(x, orders) for x in constants)
+    return avals, known, tuple(equations), results
 
 
-def _parameter(value: Any) -> Hashable:
-    """A key of a constant or a parameter of a program: a value, a program or these in tuples."""
+def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
+    """Returns a key of an equation's parameters. A derivative rule is a new object in each trace,
+    so that the program of the derivative stands in its place."""
+    params = equation.params
+    if equation.primitive in (custom_jvp_call_p, custom_vjp_call_p):
+        with contextlib.suppress(Exception):  # a rule that raises does so when it is asked for
+            program = _derivative(equation) if orders else None
+            derivative = program and _program_key(program.jaxpr, program.consts, orders - 1)
+            return _parameter(params["call_jaxpr"], orders), derivative
+    return tuple((name, _parameter(x, orders)) for name, x in sorted(params.items()))
+
+
+def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program of the derivative of a call that has its own rule."""
+    primitive, avals = equation.primitive, [x.aval for x in equation.invars]
+    is_float = [jax.numpy.issubdtype(x.dtype, np.inexact) for x in avals]
+
+    def derivative(operands: list[Any], directions: Any) -> Any:
+        def call(floats: list[Any]) -> Any:
+            values = iter(floats)
+            given = [next(values) if x else y for x, y in zip(is_float, operands, strict=True)]
+            return primitive.bind(*given, **primitive.get_bind_params(equation.params))
+
+        floats = list(itertools.compress(operands, is_float))
+        if primitive is custom_jvp_call_p:
+            return jax.jvp(call, (floats,), (directions,))
+        results, pull_back = jax.vjp(call, floats)
+        return results, pull_back(directions)
+
+    is_jvp = primitive is custom_jvp_call_p
+    like = itertools.compress(avals, is_float) if is_jvp else (x.aval for x in equation.outvars)
+    return jax.make_jaxpr(derivative)(avals, list(like))
+
+
+def _parameter(value: Any, orders: int) -> Hashable:
+    """Returns a key of a constant or a parameter of a program: of a value, a program, or a tuple of
+    these."""
     program = getattr(value, "jaxpr", value)
     if hasattr(program, "eqns"):
-        return _program_key(program, getattr(value, "consts", ()))
+        return _program_key(program, getattr(value, "consts", ()), orders)
     if isinstance(value, dict):
         value = tuple(value.items())
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_parameter, value))
+        return type(value), tuple(_parameter(x, orders) for x in value)
     try:
         if hasattr(value, "dtype") and not isinstance(value, Tracer):
             return _Key().memory(np.asarray(value))

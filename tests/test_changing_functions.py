@@ -728,6 +728,57 @@ def test_an_unchanged_function_runs_what_is_compiled(name, caplog):
         assert not [x for x in caplog.messages if x.startswith("Compiling")]
 
 
+def with_rule(slopes: list[float]) -> Callable[..., Any]:
+    """Returns s², whose derivative by its own rule is `slopes[0] * s`, and the second derivative
+    `slopes[1]`."""
+
+    @jax.custom_jvp
+    def slope(s):
+        return slopes[0] * s
+
+    @slope.defjvp
+    def _(primals, tangents):
+        return slope(*primals), slopes[1] * tangents[0]
+
+    @jax.custom_jvp
+    def square(s):
+        return s * s
+
+    @square.defjvp
+    def _(primals, tangents):
+        return square(*primals), slope(*primals) * tangents[0]
+
+    return square
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_rules_of_derivatives_are_read_again_and_compiled_once(order, caplog):
+    """Only what derivative rules read changes, and the function is defined anew in each call."""
+    q = 0.3 * arrays(9)[0]
+    slopes = [2.0, 2.0]
+
+    def by_query(q):
+        rule = with_rule(slopes)
+        return jnp.sum(jattn.attention(q, q, q, score=lambda s, b, h, i, j: rule(s)) ** 2)
+
+    def derivative(q):
+        if order == 1:
+            return jax.grad(by_query)(q)
+        return jax.jvp(jax.grad(by_query), (q,), (jnp.cos(q),))[1]
+
+    first = derivative(q)
+    slopes[order - 1] = 3.0
+    second = derivative(q)
+    assert np.max(np.abs(first - second)) > 1e-3
+    for slope, want in ((2.0, first), (3.0, second)):
+        slopes[order - 1] = slope
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            caplog.clear()
+            got = derivative(q)
+        assert not [x for x in caplog.messages if x.startswith("Compiling") and "attend" in x]
+        np.testing.assert_array_equal(got, want)
+
+
 def test_an_unchanged_array_is_not_traced_again():
     x, table = arrays(9), np.arange(2**17)
     rule = Predicate(lambda b, h, q, kv: jnp.asarray(table)[kv] <= q.astype(table.dtype))
