@@ -170,7 +170,11 @@ def _as_truth(value: Any) -> Truth:
 
 
 class Mask:
-    """The base of all masks: operators, and what follows from the two operations."""
+    """The base of all masks: operators, and what follows from the two operations.
+
+    A subclass computes with its fields alone: a program that was compiled for one mask serves all
+    masks with equal fields. What else a mask reads belongs into the function of a `Predicate`.
+    """
 
     __array_ufunc__ = None  # so that `array & mask` asks the mask, not NumPy
     of_positions = False  # whether it is a formula of positions alone

@@ -62,7 +62,8 @@ def __dir__() -> list[str]:
 
 
 class ScoreFunction:
-    """The base of all score functions."""
+    """The base of all score functions. A subclass computes with its fields alone; what else a
+    score function reads belongs into the function of a `Score`."""
 
     def evaluate(self, score: Scores, b: Any, h: Any, rows: Any, columns: Any) -> Scores:
         """`[t, s] -> [t, s]`, arrays selected for (b, h) and cut to the spans `rows`, `columns`."""
