@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jattn import cache, compat, masks, nn, parallel, positions, scores, viz
-    from jattn.attention import (
-        attention,
-        attention_scores,
-        attention_weights,
-        cached_attention,
-        explain,
-    )
+    from jattn.attention import attention, attention_scores, attention_weights
+    from jattn.decoding import cached_attention
+    from jattn.explanation import explain
     from jattn.generation import generate
     from jattn.mechanisms import (
         additive_attention,
@@ -73,7 +69,9 @@ def __dir__() -> list[str]:
 
 if not TYPE_CHECKING:  # for a type checker there are the names above and no others
     _FILES = {
-        "attention": "attention attention_scores attention_weights cached_attention explain",
+        "attention": "attention attention_scores attention_weights",
+        "decoding": "cached_attention",
+        "explanation": "explain",
         "generation": "generate",
         "mechanisms": "additive_attention additive_keys causal_interaction interaction "
         "multiplicative multiplicative_attention normalised_interaction renormalised_causal "

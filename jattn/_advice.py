@@ -1,16 +1,7 @@
-"""Arguments that other libraries have, answered with the line to write.
+"""What to write for arguments that other libraries have, by what is called: the table.
 
-`advised` looks at the names of a call before it is made. Signatures stay those of the functions.
+`jattn._advised` looks it up. The first part is for functions, the second for modules.
 """
-
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 _CAUSAL = "mask=masks.Causal()"
 _WINDOW = "mask=masks.Window(left=..., right=...), both inclusive, or masks.Causal() & ..."
@@ -19,7 +10,7 @@ _DROPOUT = "dropout_rate=..., dropout_key=jax.random.key(...)"
 _LSE = "return_lse=True"
 _CAP = "score=scores.SoftCap(cap)"
 _LENGTHS = "mask=masks.Lengths(q=..., kv=...)"
-_WEIGHTS = "return_weights=True"
+WEIGHTS = "attention_weights(query, key, ...), a function of its own"
 
 ADVICE: dict[str, str] = {
     "is_causal": _CAUSAL,
@@ -59,7 +50,8 @@ ADVICE: dict[str, str] = {
     "deterministic": "dropout_rate=0.0, which is the default",
     "return_residual": _LSE,
     "return_softmax_lse": _LSE,
-    "need_weights": _WEIGHTS,
+    "need_weights": WEIGHTS,
+    "return_weights": WEIGHTS,
     "enable_gqa": "nothing: K divides N, and heads are shared",
     "positions": "q_positions=..., kv_positions=...",
     "q": "query=q",
@@ -129,71 +121,132 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
 """In making attention layers."""
 
 
-def advised_by(
-    advice: Mapping[str, str], options: Callable[..., Any] | None = None
-) -> Callable[[_F], _F]:
-    """A decorator for functions and methods, by this table; see `advised`.
+# --- modules: layers, stacks and models -----------------------------------------------------------
 
-    `options` takes what the function takes as `**options`.
-    """
-    return functools.partial(_advised, advice, options=options)
+_CAUSAL_ALREADY = "nothing: self-attention is causal in any case"
+_CAUSAL_NAMES = ("is_causal", "causal", "use_causal_mask", "tgt_is_causal")
+_MASKS = {name: x for name, x in ADVICE.items() if x.startswith("mask=") and "score=" not in x}
+_MADE = "self_attention=functools.partial(nn.MultiHeadAttention, {}) where the layers are made"
 
 
-def _advised(
-    advice: Mapping[str, str], function: _F, options: Callable[..., Any] | None = None
-) -> _F:
-    parameters = dict(inspect.signature(function).parameters)
-    if options is not None:
-        parameters.popitem()
-        parameters |= inspect.signature(options).parameters
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    places = [name for name, x in parameters.items() if x.kind in kinds]
-    of_object = int(places[:1] == ["self"])
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        unknown = named.keys() - parameters.keys()
-        if unknown:
-            name = min(unknown, key=lambda name: (name not in advice, name))
-            raise TypeError(
-                f"{_name(function, arguments[:of_object])}: no argument {name!r}; "
-                f"{_instead(name, [*parameters][of_object:], advice)}"
-            )
-        if len(arguments) > len(places):
-            raise TypeError(
-                f"{_name(function, arguments[:of_object])}: expected "
-                f"{', '.join(places[of_object:])} by place, got "
-                f"{len(arguments) - of_object} arguments; name the others, as in mask=mask"
-            )
-        return function(*arguments, **named)
-
-    return call  # pyright: ignore[reportReturnType]
+def _array(mask: str, name: str) -> str:
+    """For a mask of PyTorch's layers."""
+    return f"{mask}=~{name} if it is boolean: here True attends; of full rank [*B, N, T, S]"
 
 
-def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:
-    """With that of the object's class, which may inherit the method."""
-    if not of_object:
-        return function.__qualname__
-    return f"{type(of_object[0]).__name__}.{function.__name__}"
+def _padding(name: str, *masks: str) -> str:
+    """For a padding mask of PyTorch's layers."""
+    return f"{', '.join(f'{mask}=masks.Padding(~{name})' for mask in masks)}: True is a token"
 
 
-def advised(function: _F) -> _F:
-    """The same function, whose TypeError about an argument that it has not says what to write,
-    in arguments that it has."""
-    taken = inspect.signature(function).parameters
-    written = {name: line.partition("=")[0] for name, line in ADVICE.items()}
-    fits = [name for name, x in written.items() if x in taken or not x.isidentifier()]
-    return _advised({name: ADVICE[name] for name in fits}, function)
+_INSIDE = {
+    **RUN_ADVICE,
+    **dict.fromkeys(("score", "bias", "attn_bias", "position_bias"), _MADE.format("score=...")),
+    "scale": _MADE.format("scale=..."),
+}
+_SELF = {
+    **_INSIDE,
+    **_MASKS,
+    "attn_mask": "mask=array, boolean, in which True attends, of full rank [*B, N, T, S]",
+}
 
+ENCODER_ADVICE = {
+    **_SELF,
+    "src_mask": _array("mask", "src_mask"),
+    "src_key_padding_mask": _padding("src_key_padding_mask", "mask"),
+    "src": "x=src",
+    "inputs": "x=inputs",
+    "hidden_states": "x=hidden_states",
+}
+"""In calls of encoders and their layers."""
 
-def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str:
-    """What to write in its place."""
-    if name in advice:
-        return f"write {advice[name]}"
-    candidates = [] if name in ADVICE else [*parameters, *advice]  # what is known is no misspelling
-    near = difflib.get_close_matches(name, candidates, n=1)
-    if near and near[0] in parameters:
-        return f"did you mean {near[0]!r}?"
-    if near:
-        return f"for {near[0]!r} write {advice[near[0]]}"
-    return f"there are {', '.join(parameters)}"
+DECODER_ADVICE = {
+    **ENCODER_ADVICE,
+    **dict.fromkeys(_CAUSAL_NAMES, _CAUSAL_ALREADY),
+    "tgt_mask": _array("mask", "tgt_mask"),
+    "tgt_key_padding_mask": _padding("tgt_key_padding_mask", "mask"),
+    "memory_mask": _array("cross_mask", "memory_mask"),
+    "memory_key_padding_mask": _padding("memory_key_padding_mask", "cross_mask"),
+    "encoder_attention_mask": "cross_mask=masks.Padding(encoder_attention_mask): True is a token",
+    "encoder_hidden_states": "memory=encoder_hidden_states",
+    "tgt": "x=tgt",
+    "cache": "decoder.step(x, cache), which returns x and the cache with T more tokens",
+}
+"""In calls of decoders and their layers."""
+
+TRANSFORMER_ADVICE = {
+    **_INSIDE,
+    **dict.fromkeys(_CAUSAL_NAMES, _CAUSAL_ALREADY),
+    "mask": "source_mask=..., target_mask=... or cross_mask=..., for each attention its own",
+    "src_mask": _array("source_mask", "src_mask"),
+    "tgt_mask": _array("target_mask", "tgt_mask"),
+    "memory_mask": _array("cross_mask", "memory_mask"),
+    "src_key_padding_mask": _padding("src_key_padding_mask", "source_mask", "cross_mask"),
+    "tgt_key_padding_mask": _padding("tgt_key_padding_mask", "target_mask"),
+    "memory_key_padding_mask": _padding("memory_key_padding_mask", "cross_mask"),
+    "key_padding_mask": _padding("key_padding_mask", "source_mask", "cross_mask"),
+    "attention_mask": "source_mask=padding, cross_mask=padding, where padding is "
+    "masks.Padding(attention_mask)",
+    "decoder_attention_mask": "target_mask=masks.Padding(decoder_attention_mask)",
+    "positions": "source_positions=..., target_positions=...",
+    "src": "source_ids=src",
+    "tgt": "target_ids=tgt",
+    "input_ids": "source_ids=input_ids",
+    "decoder_input_ids": "target_ids=decoder_input_ids",
+    "cache": "model.step(target_ids, caches), which returns logits and caches",
+}
+"""In calls of the Transformer."""
+
+DECODER_ONLY_ADVICE = {
+    **_SELF,
+    **dict.fromkeys(_CAUSAL_NAMES, _CAUSAL_ALREADY),
+    "input_ids": "tokens=input_ids",
+    "ids": "tokens=ids",
+    "x": "tokens=x",
+    "position_ids": "positions=position_ids",
+    **dict.fromkeys(
+        ("cache", "caches", "past_key_values", "use_cache"),
+        "model.step(tokens, caches), which returns logits and caches",
+    ),
+}
+"""In calls of the model that is a decoder alone."""
+
+ADDITIVE_ADVICE = {
+    **_MASKS,
+    **{name: x for name, x in RUN_ADVICE.items() if "capture_weights" in x},
+    "attn_mask": "mask=array, boolean, in which True attends, of full rank [*B, 1, T, S]",
+    "inputs_q": "query=inputs_q",
+    "inputs_k": "key=inputs_k",
+    "inputs_v": "value=inputs_v",
+    "memory": "key=memory",
+    "use_scale": "nothing: the score is a product with parameters",
+}
+"""In calls of additive attention."""
+
+MODEL_CONSTRUCTOR_ADVICE = {
+    "d_model": "features=d_model",
+    "embed_dim": "features=embed_dim",
+    "hidden_size": "features=hidden_size",
+    "in_features": "features=in_features",
+    "nhead": "num_heads=nhead",
+    "n_heads": "num_heads=n_heads",
+    "heads": "num_heads=heads",
+    "dim_feedforward": "feed_forward=dim_feedforward",
+    "intermediate_size": "feed_forward=intermediate_size",
+    "mlp_dim": "feed_forward=mlp_dim",
+    "d_ff": "feed_forward=d_ff",
+    "dropout": "dropout_rate=dropout",
+    "layer_norm_eps": "norm_epsilon=layer_norm_eps",
+    "norm_first": 'norm="pre" if norm_first else "post"',
+    "bias": "use_bias=bias",
+    "batch_first": "nothing: inputs are [*B, T, D]",
+    "num_encoder_layers": "encoder_layers=num_encoder_layers",
+    "num_decoder_layers": "decoder_layers=num_decoder_layers",
+    "n_layers": "num_layers=n_layers",
+    "depth": "num_layers=depth",
+    "vocab_size": "vocabulary=vocab_size",
+    **dict.fromkeys(("causal", "is_causal"), "mask=masks.Causal() in the call of an encoder"),
+    "key": "rngs=nnx.Rngs(0)",
+    "seed": "rngs=nnx.Rngs(0)",
+}
+"""In making layers, stacks and models."""

@@ -23,8 +23,15 @@ def may_be_minus_infinity(place: int) -> Callable[[_F], _F]:
     def decorate(function: _F) -> _F:
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
-            if not debug_infs.value:
+            try:
+                if debug_infs.value:
+                    return checked(*arguments, **named)
                 return function(*arguments, **named)
+            except BaseException as error:
+                hide_caller(error)
+                raise
+
+        def checked(*arguments: Any, **named: Any) -> Any:
             # The context manager `jax.debug_infs` would also drop the check of `jax_debug_nans`
             # when it ends.
             before = debug_infs.swap_local(False)
@@ -41,6 +48,13 @@ def may_be_minus_infinity(place: int) -> Callable[[_F], _F]:
         return call  # pyright: ignore[reportReturnType]
 
     return decorate
+
+
+def hide_caller(error: BaseException) -> None:
+    """Takes the function that handles an error out of its traceback. Decorators call it before
+    they raise the error again, so that tracebacks show what the user has called."""
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
 
 
 def check_by_jax(name: str, arrays: Any) -> None:

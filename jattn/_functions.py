@@ -358,7 +358,8 @@ def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
 
 def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
     """Returns the program of the derivative of a call that has its own rule."""
-    primitive, avals = equation.primitive, [x.aval for x in equation.invars]
+    primitive = equation.primitive
+    avals: list[Any] = [x.aval for x in equation.invars]
     is_float = [jax.numpy.issubdtype(x.dtype, np.inexact) for x in avals]
 
     def derivative(operands: list[Any], directions: Any) -> Any:

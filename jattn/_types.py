@@ -9,7 +9,7 @@
 Layout is `[*B, T, N, H]` for queries and `[*B, S, K, H]`, `[*B, S, K, V]` for keys and values.
 """
 
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,19 @@ Weights = Float[Array, "*B N T S"]
 Scores = Float[Array, "t s"]  # one head, one tile (or everything)
 Allowed = Bool[AnyArray, "#t #s"]
 Indices = Int[AnyArray, "_"]
+
+
+class KeyPositions(TypedDict, total=False):
+    """Where the keys `[S]` or `[*B, S]` are; by default at their places."""
+
+    kv_positions: Int[AnyArray, "..."] | None
+
+
+class Positions(KeyPositions, total=False):
+    """Where the queries `[T]` or `[*B, T]` and the keys are."""
+
+    q_positions: Int[AnyArray, "..."] | None
+
 
 Size = Any  # an integer, or a dimension of a program that is exported for any
 Shape = tuple[Size, ...]

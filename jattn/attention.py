@@ -1,31 +1,28 @@
 """Attention: arguments are checked, an implementation is chosen, one compiled pure function runs.
 
-`attention` checks its arguments and makes a `Spec` of them, which says what is computed. `_attend`
+`attention` checks its arguments and makes a `Spec` of them, which says what is computed. `attend`
 is compiled once for each kind of call. `run` prepares the spec and hands it to the reference, or
 with the kernels that can compute it to `vjp.attention`, which all kernels share.
 """
 
-import functools
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jattn._advice import advised
+from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._explicit import Cuts, left_to_xla
-from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
-from jattn.checks import check_array, check_choice, check_flag
-from jattn.explanation import Explanation
+from jattn.checks import check_flag
 from jattn.kernels import registry
-from jattn.kernels.common import lowering, vjp
+from jattn.kernels.common import vjp
 from jattn.kernels.xla import decode, reference, tangents
 from jattn.masks import MaskLike, as_mask
-from jattn.scores import ScoreLike, as_score
+from jattn.options import Options, ScoreOptions, WeightOptions
+from jattn.scores import ScoreLike
 from jattn.softmax import add_sink, sink_by_head, with_sink_in_weights
 from jattn.spec import (
     Shapes,
@@ -38,8 +35,6 @@ from jattn.spec import (
 )
 
 
-SomeCache = TypeVar("SomeCache", bound=Cache)
-
 IMPLEMENTATIONS = registry.NAMES
 """What `implementation` may name."""
 
@@ -50,18 +45,8 @@ def attention(
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: Literal[False] = False,
-    return_weights: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Output: ...
 @overload
 def attention(
@@ -69,58 +54,10 @@ def attention(
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: Literal[True],
-    return_weights: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> tuple[Output, LogSumExp]: ...
-@overload
-def attention(
-    query: Queries,
-    key: Keys | Cache,
-    value: Values | None = None,
-    *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
-    return_lse: Literal[False] = False,
-    return_weights: Literal[True],
-) -> tuple[Output, Weights]: ...
-@overload
-def attention(
-    query: Queries,
-    key: Keys | Cache,
-    value: Values | None = None,
-    *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
-    return_lse: Literal[True],
-    return_weights: Literal[True],
-) -> tuple[Output, LogSumExp, Weights]: ...
-@advised
+@advised()
 @may_be_minus_infinity(1)
 def attention(
     query: Queries,
@@ -138,7 +75,6 @@ def attention(
     precision: Any = None,
     implementation: str | None = None,
     return_lse: bool = False,
-    return_weights: bool = False,
 ) -> Any:
     """Scaled dot-product attention (Vaswani et al. 2017, equation 1), for any mask and score.
 
@@ -169,12 +105,10 @@ def attention(
             "ampere" and "hopper" where it has the query's dtype and pages of whole tiles; other
             kernels read a copy.
         return_lse: also return the log of the softmax's denominator.
-        return_weights: also return the weights, last; for looking at, as memory grows with T × S.
 
     Returns:
         `out [*B, T, N, V]` in the query's dtype, and with `return_lse` also `lse [*B, N, T]`, the
         natural log Σ exp(score) in float32 (float64 for float64). Sums run in float32 (float64).
-        With `return_weights` also the `[*B, N, T, S]` of `attention_weights`.
         A query whose keys are all masked has out 0, lse −inf and gradient 0. What is masked does
         not exist: NaN in it reaches neither results nor gradients.
 
@@ -187,34 +121,36 @@ def attention(
     First and second derivatives come in every mode, in memory linear in T and S.
     """
     check_flag("return_lse", return_lse)
-    check_flag("return_weights", return_weights)
-    meaning = {
+    options: WeightOptions = {
         "mask": mask,
         "score": score,
         "scale": scale,
+        "sink": sink,
         "q_positions": q_positions,
         "kv_positions": kv_positions,
         "dropout_rate": dropout_rate,
         "dropout_key": dropout_key,
         "precision": precision,
-        "lse": return_lse or sink is not None,
     }
-    if isinstance(key, Cache):
-        shapes, spec = check_cache(query, key, value, meaning)
-    elif value is None:
-        raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
-    else:
-        shapes = check_shapes(query, key, value)
-        spec = make_spec(shapes, **meaning)
+    shapes, spec = check_call(query, key, value, lse=return_lse, **options)
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     results = _results(spec, query, key, value, implementation, shapes)
-    found = results if sink is None else add_sink(results, sink, bool(return_lse))
-    if not return_weights:
-        return found
-    weights = _weights(spec, query, key, shapes)
-    if sink is not None:
-        weights = with_sink_in_weights(weights, results[1], sink)
-    return (*found, weights) if isinstance(found, tuple) else (found, weights)
+    return results if sink is None else add_sink(results, sink, bool(return_lse))
+
+
+def check_call(
+    query: Any, key: Any, value: Any, *, lse: bool, **options: Unpack[WeightOptions]
+) -> tuple[Shapes, Spec]:
+    """Returns the sizes of a call on keys and values, or on a cache, and its spec.
+
+    Raises TypeError and ValueError, naming the argument.
+    """
+    if isinstance(key, Cache):
+        return check_cache(query, key, value, lse=lse, **options)
+    if value is None:
+        raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
+    shapes = check_shapes(query, key, value)
+    return shapes, make_spec(shapes, lse=lse, **options)
 
 
 def _results(
@@ -230,20 +166,13 @@ def _results(
         registry.check_name(implementation)
         if implementation is not None:
             registry.check_supported(implementation, spec, shapes)
-        return _attend(spec, query, key, value, implementation=implementation, shapes=shapes)
+        return attend(spec, query, key, value, implementation=implementation, shapes=shapes)
     registry.check_name(implementation, "decode")
     if implementation == "decode":
         registry.refuse(implementation, decode.supports(spec, shapes))
     elif implementation is not None:
         registry.check_supported(implementation, spec, shapes)
-    return _attend_cache(spec, query, key, implementation=implementation, shapes=shapes)
-
-
-def _weights(spec: Spec, query: Array, key: Any, shapes: Shapes) -> Array:
-    """`[*B, N, T, S]`, over the slots of a cache if `key` is one."""
-    if isinstance(key, Cache):
-        return _weights_of_cache(spec, query, key, shapes=shapes)
-    return _matrix(spec, query, key, what="weights", shapes=shapes)
+    return attend_cache(spec, query, key, implementation=implementation, shapes=shapes)
 
 
 def _cuts(spec: Spec, query: Array, *_: Any, **__: Any) -> Any:
@@ -252,13 +181,13 @@ def _cuts(spec: Spec, query: Array, *_: Any, **__: Any) -> Any:
     return (cuts.out, cuts.by_head) if spec.lse else cuts.out
 
 
-def _matrix_cut(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
-    return Cuts.of(query).matrix
+def _matrix_cut(_: Spec, query: Array, *__: Any, what: str, **___: Any) -> Any:
+    return Cuts.of(query).by_head if what == "lse" else Cuts.of(query).matrix
 
 
 @compiled("implementation", "shapes")
 @left_to_xla(_cuts)
-def _attend(
+def attend(
     spec: Spec,
     query: Array,
     key: Array,
@@ -288,18 +217,19 @@ def run(
     return vjp.attention(functions, tangents.functions(), spec, query, key, value, traced)
 
 
-@compiled("shapes")
+@compiled("what", "shapes")
 @left_to_xla(_matrix_cut)
-def _weights_of_cache(spec: Spec, query: Array, cache: Cache, *, shapes: Shapes) -> Array:
-    """`[B, N, T, S]` over the cache's slots, NaN in rows that overflowed."""
+def _matrix_of_cache(spec: Spec, query: Array, cache: Cache, *, what: str, shapes: Shapes) -> Array:
+    """`_matrix` over the slots of a cache, NaN in rows that overflowed."""
     key = jnp.swapaxes(cache.read()[0], 1, 2).astype(query.dtype)
-    weights = _matrix(spec, query, key, what="weights", shapes=shapes)
-    return jnp.where(cache.overflowed[:, None, None, None], jnp.nan, weights)
+    matrix = _matrix(spec, query, key, what=what, shapes=shapes)
+    overflowed = cache.overflowed.reshape(-1, *(1,) * (matrix.ndim - 1))
+    return jnp.where(overflowed, jnp.nan, matrix)
 
 
 @compiled("implementation", "shapes")
 @left_to_xla(_cuts)
-def _attend_cache(
+def attend_cache(
     spec: Spec, query: Array, cache: Cache, *, implementation: str | None, shapes: Shapes
 ) -> Any:
     if implementation is None and not decode.supports(spec, shapes):
@@ -323,288 +253,22 @@ def cache_results(spec: Spec, overflowed: Array, out: Array, lse: Array) -> Any:
 
 
 def check_cache(
-    query: Queries, cache: Cache, value: Any, meaning: dict[str, Any]
+    query: Any, cache: Cache, value: Any, *, lse: bool = False, **options: Unpack[WeightOptions]
 ) -> tuple[Shapes, Spec]:
-    """The sizes of a call on a cache, and its spec with the cache's own mask and positions."""
-    for name, given in (("value", value), ("kv_positions", meaning.get("kv_positions"))):
+    """Returns the sizes of a call on a cache, and its spec with the cache's mask and positions."""
+    for name, given in (("value", value), ("kv_positions", options.get("kv_positions"))):
         if given is not None:
             raise ValueError(f"{name}: a cache brings its own, expected None, got an array")
     B, K, S = cache.lengths.shape[0], cache.num_kv_heads, cache.capacity
     sizes = (cache.keys.shape[-1], cache.values.shape[-1])
-    key, value = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
-    shapes = check_shapes(query, key, value)
-    own, mask = cache.mask(), meaning.get("mask")
-    meaning = meaning | {
-        "mask": own if mask is None else own & as_mask(mask),
-        "kv_positions": cache.kv_positions,
-    }
-    if meaning.get("q_positions") is None:
-        meaning["q_positions"] = cache.last_positions(shapes.T)
-    return shapes, make_spec(shapes, **meaning)
-
-
-@overload
-def cached_attention(
-    query: Queries,
-    key: Keys,
-    value: Values,
-    cache: SomeCache,
-    *,
-    valid: Bool[AnyArray, "B T"] | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
-    return_lse: Literal[False] = False,
-    return_weights: Literal[False] = False,
-) -> tuple[Output, SomeCache]: ...
-@overload
-def cached_attention(
-    query: Queries,
-    key: Keys,
-    value: Values,
-    cache: SomeCache,
-    *,
-    valid: Bool[AnyArray, "B T"] | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
-    return_lse: Literal[True],
-    return_weights: Literal[False] = False,
-) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
-@overload
-def cached_attention(
-    query: Queries,
-    key: Keys,
-    value: Values,
-    cache: SomeCache,
-    *,
-    valid: Bool[AnyArray, "B T"] | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
-    return_lse: Literal[False] = False,
-    return_weights: Literal[True],
-) -> tuple[tuple[Output, Weights], SomeCache]: ...
-@overload
-def cached_attention(
-    query: Queries,
-    key: Keys,
-    value: Values,
-    cache: SomeCache,
-    *,
-    valid: Bool[AnyArray, "B T"] | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
-    return_lse: Literal[True],
-    return_weights: Literal[True],
-) -> tuple[tuple[Output, LogSumExp, Weights], SomeCache]: ...
-@advised
-@may_be_minus_infinity(1)
-def cached_attention(
-    query: Queries,
-    key: Keys,
-    value: Values,
-    cache: Cache,
-    *,
-    valid: Bool[AnyArray, "B T"] | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-) -> Any:
-    """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
-
-    Any number of tokens; what a `RollingCache` cannot take at once goes in pieces.
-
-    Args:
-        query: `[B, T, N, H]`.
-        key: `[B, T, K, H]`.
-        value: `[B, T, K, V]`.
-        cache: a cache of `jattn.cache` for B rows.
-        valid: bool `[B, T]`, False for padding, which is not appended and whose `out` means
-            nothing.
-        mask, score, scale, sink, dropout_rate, dropout_key, precision, implementation: as in
-            `attention`. The cache knows the positions.
-        return_lse: give `(out, lse [B, N, T])` in place of `out`, as `attention` does.
-        return_weights: give `(out, weights [B, N, T, S])` in place of `out`, or `(out, lse,
-            weights)`. S are the slots of the cache that is returned; where tokens go in pieces,
-            those of the cache that their piece saw.
-
-    Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
-    """
-    arguments: dict[str, Any] = {
-        "mask": mask,
-        "score": score,
-        "scale": scale,
-        "sink": sink,
-        "dropout_rate": dropout_rate,
-        "dropout_key": dropout_key,
-        "precision": precision,
-        "implementation": implementation,
-        "return_lse": return_lse,
-        "return_weights": return_weights,
-    }
-    if not isinstance(cache, Cache):
-        raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
-    check_array("query", query, "[B, T, N, H]")
-    if len(query.shape) != 4:
-        raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
-    T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
-    if T > chunk:
-        return _in_pieces(query, key, value, cache, valid, arguments)
-    positions = cache.next_positions(T, valid)
-    grown: Any = cache.append(key, value, valid)
-    return attention(query, grown, q_positions=positions, **arguments), grown
-
-
-def _in_pieces(
-    query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
-) -> tuple[Any, Any]:
-    """`cached_attention` of as many tokens at a time as the cache takes."""
-    if arguments.get("dropout_rate"):
-        raise NotImplementedError(
-            f"dropout of more tokens at a time than the cache takes ({cache.chunk})"
-        )
-    (B, T), chunk = query.shape[:2], cache.chunk
-    pieces = -(-T // chunk)
-
-    def split(x: Any, axis: int = 1) -> Array:
-        x = jnp.moveaxis(jnp.asarray(x), axis, 0)
-        x = jnp.pad(x, ((0, pieces * chunk - T), *((0, 0),) * (x.ndim - 1)))
-        return jnp.moveaxis(x.reshape(pieces, chunk, *x.shape[1:]), 1, axis + 1)
-
-    # Arrays of mask and score along T are split with the queries.
-    rules = {"mask": as_mask(arguments.get("mask")), "score": as_score(arguments.get("score"))}
-    leaves, structure = jax.tree.flatten(rules)
-    letters = jax.tree.leaves([axis_names(rule) for rule in rules.values()])
-    axes = [axis_of("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
-    own = [
-        None if axis is None or x.shape[axis] == 1 else split(x, axis)
-        for axis, x in zip(axes, leaves, strict=True)
-    ]
-
-    def piece(cache: Cache, operands: Any) -> tuple[Cache, Any]:
-        query, key, value, valid, own = operands
-        here = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
-        given = arguments | jax.tree.unflatten(structure, here)
-        out, cache = cached_attention(query, key, value, cache, valid=valid, **given)
-        return cache, out
-
-    valid = jnp.ones((B, T), bool) if valid is None else valid
-    cache, results = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
-
-    def joined(x: Array, axis: int) -> Array:
-        """Pieces `[pieces, B, …, chunk, …]`, with the chunk at this axis of a piece, in one."""
-        x = jnp.moveaxis(x, 0, axis)
-        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-        return jax.lax.slice_in_dim(x, 0, T, axis=axis)
-
-    if not isinstance(results, tuple):
-        return joined(results, 1), cache
-    out, *by_head = results
-    return (joined(out, 1), *(joined(x, 2) for x in by_head)), cache
-
-
-@advised
-def explain(
-    query: Queries,
-    key: Keys | Cache,
-    value: Values | None = None,
-    *,
-    platform: str | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-) -> Explanation:
-    """Which implementations can run `attention` with these arguments on a platform, how much of the
-    scores they compute, and the memory that it takes.
-
-    Maps each name to None where it can, else to its reason. `implementation=None` takes the first
-    that can. Printed, it tells too which tiles the mask leaves, operations, bytes, temporaries of
-    the compiled program, and what would be faster, see `jattn.explanation`. `platform` is "cpu",
-    "cuda" or "gpu", "rocm" or "tpu": what the program is lowered for; by default where the query
-    lies or, while tracing, where JAX puts arrays. The other arguments are those of `attention`;
-    `implementation` and `return_weights` change nothing.
-    """
-    check_flag("return_lse", return_lse)
-    check_flag("return_weights", return_weights)
-    arguments = {
-        "mask": mask,
-        "score": score,
-        "scale": scale,
-        "q_positions": q_positions,
-        "kv_positions": kv_positions,
-        "dropout_rate": dropout_rate,
-        "dropout_key": dropout_key,
-        "precision": precision,
-        "lse": return_lse or sink is not None,
-    }
-    check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
-    platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
-    if isinstance(key, Cache):
-        shapes, spec = check_cache(query, key, value, arguments)
-        more = {"decode": decode.supports(spec, shapes)}
-        program, operands = _attend_cache, (query, key)
-    else:
-        shapes = check_shapes(query, key, value)
-        spec, more = make_spec(shapes, **arguments), {}
-        program, operands = _attend, (query, key, value)
-    if sink is not None:
-        sink_by_head("sink", sink, shapes.N)
-    lower = functools.partial(program.lower, implementation=None, shapes=shapes)
-    here = platform == _platform_of(query)
-    return Explanation(spec, shapes, platform, operands, lower if here else None, more)
-
-
-def _platform_of(x: Any) -> str:
-    """Where an array lies, or else would be put."""
-    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        device = next(iter(x.devices()))
-    else:
-        device = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
-    platform = device if isinstance(device, str) else device.platform
-    if platform != "gpu":
-        return platform
-    from jax.extend.backend import get_backend  # noqa: PLC0415  it imports all of Pallas
-
-    version = get_backend(platform).platform_version
-    return "rocm" if "rocm" in version else "cuda"
+    keys, values = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
+    shapes = check_shapes(query, keys, values)
+    held, mask = cache.mask(), options.get("mask")
+    options["mask"] = held if mask is None else held & as_mask(mask)
+    options["kv_positions"] = cache.kv_positions
+    if options.get("q_positions") is None:
+        options["q_positions"] = cache.last_positions(shapes.T)
+    return shapes, make_spec(shapes, lse=lse, **options)
 
 
 @compiled("what", "shapes")
@@ -616,71 +280,37 @@ def _matrix(spec: Spec, query: Array, key: Array, *, what: str, shapes: Shapes) 
     return result.reshape(*shapes.batch, *result.shape[1:])
 
 
-@advised
+@advised(ScoreOptions)
 @may_be_minus_infinity(0)
-def attention_scores(
-    query: Queries,
-    key: Keys,
-    *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    precision: Any = None,
-) -> Weights:
-    """Scores before the softmax, `[*B, N, T, S]` in float32 (float64), −inf where masked.
+def attention_scores(query: Queries, key: Keys, **options: Unpack[ScoreOptions]) -> Weights:
+    """Returns the scores before the softmax, `[*B, N, T, S]` in float32 (float64), −inf where
+    masked.
 
-    Arguments and errors as in `attention`. Memory grows with T × S.
+    Options and errors as in `attention`. Memory grows with T × S.
     """
     shapes = check_shapes(query, key)
-    spec = make_spec(
-        shapes,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        precision=precision,
-    )
-    return _matrix(spec, query, key, what="scores", shapes=shapes)
+    return _matrix(make_spec(shapes, **options), query, key, what="scores", shapes=shapes)
 
 
-@advised
+@advised(WeightOptions)
 def attention_weights(
-    query: Queries,
-    key: Keys,
-    *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
+    query: Queries, key: Keys | Cache, **options: Unpack[WeightOptions]
 ) -> Weights:
-    """Weights after softmax and dropout, `[*B, N, T, S]` in float32 (float64): those that
-    `attention` multiplies values with, to the same dropout_key.
+    """Returns the weights after softmax and dropout, `[*B, N, T, S]` in float32 (float64): those
+    that `attention` multiplies values with, to the same dropout_key.
 
-    Without dropout and sink rows sum to 1; a query whose keys are all masked has weights 0.
-    Arguments and errors as in `attention`. Memory grows with T × S.
+    Without dropout and sink rows sum to 1; a query whose keys are all masked has weights 0. The
+    keys of a cache are its slots. Options and errors as in `attention`. Memory grows with T × S.
     """
-    shapes = check_shapes(query, key)
-    spec = make_spec(
-        shapes,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        precision=precision,
-    )
-    weights = _matrix(spec, query, key, what="weights", shapes=shapes)
+    sink = options.get("sink")
+    if isinstance(key, Cache):
+        shapes, spec = check_cache(query, key, None, **options)
+        matrix = _matrix_of_cache
+    else:
+        shapes = check_shapes(query, key)
+        spec, matrix = make_spec(shapes, **options), _matrix
+    weights = matrix(spec, query, key, what="weights", shapes=shapes)
     if sink is None:
         return weights
-    sink = sink_by_head("sink", sink, shapes.N)
-    return with_sink_in_weights(weights, _matrix(spec, query, key, what="lse", shapes=shapes), sink)
+    lse = matrix(spec, query, key, what="lse", shapes=shapes)
+    return with_sink_in_weights(weights, lse, sink_by_head("sink", sink, shapes.N))

@@ -1,5 +1,5 @@
-"""What `explain` tells of a call: which kernel runs and why not the others, how many of the scores
-it computes, the memory that it takes, and what would skip more or have more kernels.
+"""`explain`: which kernel runs a call and why not the others, how many of the scores it computes,
+the memory that it takes, and what would skip more or have more kernels.
 
 The share of tiles comes from the mask's own tile map. A function that allows the same pairs as
 `Causal`, `Window` or `Prefix` is recognised by comparing pairs, for these are known to kernels that
@@ -11,7 +11,7 @@ import functools
 import html
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,22 @@ import numpy as np
 from jax.core import Tracer
 
 from jattn import masks
+from jattn._advised import advised
 from jattn._pytree import flatten_batch, leading
-from jattn._types import accumulation
+from jattn._types import Keys, Queries, Values, accumulation
+from jattn.attention import attend, attend_cache, check_cache
+from jattn.cache import Cache
+from jattn.checks import check_choice, check_flag
 from jattn.kernels import registry
+from jattn.kernels.common import lowering
+from jattn.kernels.xla import decode
 from jattn.masks import Mask, Predicate, Span
-from jattn.spec import Shapes, Spec
+from jattn.options import Options
+from jattn.softmax import sink_by_head
+from jattn.spec import Shapes, Spec, check_shapes, make_spec
 
 
-__all__ = ["Explanation", "Tiles"]
+__all__ = ["Explanation", "Tiles", "explain"]
 
 _BLOCK = 128  # queries and keys of a tile
 _MAPS = 64  # heads whose tile maps are drawn, at most
@@ -144,6 +152,60 @@ def _bytes(spec: Spec, shapes: Shapes, operands: Any) -> int:
     rows = shapes.B * shapes.T * shapes.N
     lse = jnp.dtype(accumulation(shapes.dtype)).itemsize if spec.lse else 0
     return given + rows * (shapes.V * shapes.dtype.itemsize + lse)
+
+
+@advised(Options)
+def explain(
+    query: Queries,
+    key: Keys | Cache,
+    value: Values | None = None,
+    *,
+    platform: str | None = None,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:
+    """Which implementations can run `attention` with these arguments on a platform, how much of the
+    scores they compute, and the memory that it takes.
+
+    Maps each name to None where it can, else to its reason. `implementation=None` takes the first
+    that can. Printed, it tells too which tiles the mask leaves, operations, bytes, temporaries of
+    the compiled program, and what would be faster, see `jattn.explanation`. `platform` is "cpu",
+    "cuda" or "gpu", "rocm" or "tpu": what the program is lowered for; by default where the query
+    lies or, while tracing, where JAX puts arrays. The other arguments are those of `attention`;
+    `implementation` changes nothing.
+    """
+    check_flag("return_lse", return_lse)
+    options.pop("implementation", None)
+    check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
+    platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
+    if isinstance(key, Cache):
+        shapes, spec = check_cache(query, key, value, lse=return_lse, **options)
+        more = {"decode": decode.supports(spec, shapes)}
+        program, operands = attend_cache, (query, key)
+    else:
+        shapes = check_shapes(query, key, value)
+        spec, more = make_spec(shapes, lse=return_lse, **options), {}
+        program, operands = attend, (query, key, value)
+    if (sink := options.get("sink")) is not None:
+        sink_by_head("sink", sink, shapes.N)
+    lower = functools.partial(program.lower, implementation=None, shapes=shapes)
+    here = platform == _platform_of(query)
+    return Explanation(spec, shapes, platform, operands, lower if here else None, more)
+
+
+def _platform_of(x: Any) -> str:
+    """Where an array lies, or else would be put."""
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        device = next(iter(x.devices()))
+    else:
+        device = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
+    platform = device if isinstance(device, str) else device.platform
+    if platform != "gpu":
+        return platform
+    from jax.extend.backend import get_backend  # noqa: PLC0415  it imports all of Pallas
+
+    version = get_backend(platform).platform_version
+    return "rocm" if "rocm" in version else "cuda"
 
 
 # --- tiles --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from jattn._pytree import (
     static_field,
     take_tile,
 )
-from jattn._types import Allowed, AnyArray, Indices, Shape, Size
+from jattn._types import Allowed, AnyArray, Indices, Positions, Shape, Size
 from jattn.bounds import Interval
 from jattn.checks import (
     check_array,
@@ -241,8 +241,7 @@ class Mask:
         *,
         batch: tuple[int, ...] | None = None,
         heads: int | None = None,
-        q_positions: Indices | None = None,
-        kv_positions: Indices | None = None,
+        **positions: Unpack[Positions],
     ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
         """The mask as an array: bool `[T, S]`, or `[*B, N, T, S]` where batch or heads matter.
 
@@ -256,8 +255,8 @@ class Mask:
         lead, N = _leading_axes(batch) or own_batch, own_heads if heads is None else heads
         check_size("heads", N, 0)
         flat = flatten_batch(self, lead)
-        q_positions, kv_positions = _given(T, S, q_positions, kv_positions)
-        i, j = span(T, q_positions), span(S, kv_positions)
+        q, kv = _given(T, S, positions)
+        i, j = span(T, q), span(S, kv)
 
         def one(b: Any, h: Any) -> Array:
             allowed = take_tile(select_head(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
@@ -392,10 +391,19 @@ def _alike(i: Span, j: Span) -> tuple[Span, Span]:
     return i, j
 
 
-def _given(T: int, S: int, q: Any, kv: Any) -> tuple[Any, Any]:
-    """A user's positions, or None, as formulas take them: both in 64 bits where one needs them."""
-    found = {"q_positions": (T, q), "kv_positions": (S, kv)}
-    q, kv = (x if x is None else _of_formula(name, x, size) for name, (size, x) in found.items())
+def _given(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
+    """The positions of queries and keys, or None, as formulas take them: both in 64 bits where one
+    needs them.
+
+    Raises TypeError for names that are none of these.
+    """
+    names = ("q_positions", "kv_positions")
+    if unknown := positions.keys() - {*names}:
+        raise TypeError(f"no argument {min(unknown)!r}; there are {' and '.join(names)}")
+    q, kv = (
+        None if (x := positions.get(name)) is None else _of_formula(name, x, size)
+        for name, size in zip(names, (T, S), strict=True)
+    )
     if all(x is None or integers.is_narrow(x) for x in (q, kv)):
         return q, kv
     q, kv = (np.arange(n) if x is None else x.astype(jnp.int64) for n, x in ((T, q), (S, kv)))
@@ -1259,8 +1267,7 @@ def tile_map(
     *,
     b: int = 0,
     h: int = 0,
-    q_positions: Indices | None = None,
-    kv_positions: Indices | None = None,
+    **positions: Unpack[Positions],
 ) -> Int[Array | np.ndarray, "n m"]:
     """What each tile is for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
@@ -1273,7 +1280,7 @@ def tile_map(
     mask = as_mask(mask)
     _check_covers(mask, T, S)
     _check_head(*leading(mask), b, h)
-    q, kv = _given(T, S, q_positions, kv_positions)
+    q, kv = _given(T, S, positions)
     tile = Tile.grid(extents(T, block_q, q), extents(S, block_kv, kv), b, h)
     return kinds(select_head(flatten_batch(mask, leading(mask)[0]), b, h), tile)
 
@@ -1287,8 +1294,7 @@ def check_bounds(
     block_kv: int = 64,
     batch: tuple[int, ...] | None = None,
     heads: int | None = None,
-    q_positions: Indices | None = None,
-    kv_positions: Indices | None = None,
+    **positions: Unpack[Positions],
 ) -> None:
     """Compares what a mask says about whole tiles with what it says about each pair in them.
 
@@ -1304,8 +1310,8 @@ def check_bounds(
     check_sizes(T=T, S=S, block_q=block_q, block_kv=block_kv, heads=heads)
     lead = _leading_axes(batch) or own_batch
     with jax.ensure_compile_time_eval():
-        q, kv = _given(T, S, q_positions, kv_positions)
-        given = {"q_positions": q, "kv_positions": kv}
+        q, kv = _given(T, S, positions)
+        given: Positions = {"q_positions": q, "kv_positions": kv}
         i, j = (np.asarray(x.positions) for x in (span(T, q), span(S, kv)))
         flat, columns = flatten_batch(mask, lead), Span(j, np.arange(S))
         for b, h in np.ndindex(math.prod(lead), heads):

@@ -7,21 +7,22 @@ Here E is the size of the inputs, H1 that of values, H2 that of queries and keys
 additive score's hidden layer. All take any number of leading batch axes.
 """
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jattn import softmax, tile
-from jattn._advice import advised
+from jattn._advised import advised
 from jattn._explicit import cuts_of, left_to_xla
-from jattn._types import AnyArray, Shape
+from jattn._types import Shape
 from jattn.attention import attention
 from jattn.checks import check_array, check_dtype, check_flag, check_like
 from jattn.kernels.xla import additive
 from jattn.masks import Causal, Full, MaskLike, as_mask
+from jattn.options import Options
 from jattn.scores import ScoreLike
 from jattn.spec import Shapes, make_spec
 
@@ -84,21 +85,19 @@ def simple_self_attention(
     return _single_head(x, x, x, mask=mask, scale=1.0)
 
 
+@advised(Options)
 def self_attention(
     x: Float[Array, "*B T E"],
     w_query: Float[Array, "E H2"],
     w_key: Float[Array, "E H2"],
     w_value: Float[Array, "E H1"],
-    *,
-    mask: MaskLike = None,
-    scale: float | Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
+    **options: Unpack[Options],
 ) -> Float[Array, "*B T H1"]:
     """Self-attention with three weight matrices: softmax(Q Kᵀ / √H2) V.
 
     Q = x w_query, K = x w_key, V = x w_value with `x [*B, T, E]`. Sizes E, H1 and H2 may all
-    differ. `scale=1` leaves the scaling out. `mask=masks.Causal()` makes it causal.
+    differ. `scale=1` leaves the scaling out. `mask=masks.Causal()` makes it causal; options as in
+    `attention`.
     Vaswani et al. 2017, section 3.2.1, with one head.
 
     Raises ValueError for matrices that do not fit x, and what `attention` raises.
@@ -114,10 +113,7 @@ def self_attention(
         x @ w_query,
         x @ w_key,
         x @ w_value,
-        mask=mask,
-        scale=scale,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
+        **options,
     )
 
 
@@ -206,28 +202,18 @@ def multiplicative(
     return query @ weight
 
 
-@advised
+@advised(Options)
 def multiplicative_attention(
     query: Float[Array, "*B T Dq"],
     key: Float[Array, "*B S Dk"],
     value: Float[Array, "*B S V"],
     weight: Float[Array, "Dq Dk"],
-    *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = 1.0,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
+    **options: Unpack[Options],
 ) -> Float[Array, "*B T V"]:
     """Luong et al. 2015, section 3.1, "general": softmax(query W keyᵀ) value.
 
     `query [*B, T, Dq]`, `key [*B, S, Dk]`, `value [*B, S, V]`, `weight [Dq, Dk]`. Not scaled, as in
-    the paper, unless `scale` is given (None: 1/√Dk); other arguments as in `attention`.
+    the paper, unless `scale` is given (None: 1/√Dk); options as in `attention`.
 
     Raises ValueError if the weight does not fit, and what `attention` raises.
     """
@@ -236,21 +222,7 @@ def multiplicative_attention(
     wanted = (query.shape[-1], key.shape[-1])
     _check_inner("weight", f"[Dq, Dk] = {list(wanted)}", weight.shape, weight.shape == wanted)
     folded = multiplicative(query, weight)
-    return _single_head(
-        folded,
-        key,
-        value,
-        mask=mask,
-        score=score,
-        scale=scale,
-        sink=sink,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        precision=precision,
-        implementation=implementation,
-    )
+    return _single_head(folded, key, value, **{"scale": 1.0, **options})
 
 
 def additive_keys(
@@ -303,7 +275,7 @@ def additive_attention(
     dropout_key: Array | None = None,
     return_weights: Literal[True],
 ) -> tuple[Float[Array, "*B T V"], Float[Array, "*B T S"]]: ...
-@advised
+@advised()
 def additive_attention(
     query: Float[Array, "*B T Dq"],
     key: Float[Array, "*B S Dk"],

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ from jattn.checks import (
     shown,
 )
 from jattn.masks import Blocks, Full, Mask, Predicate, as_mask
+from jattn.options import WeightOptions
 from jattn.scores import Score, ScoreFunction, as_score
 
 
@@ -278,40 +279,36 @@ def _either(a: Any, b: Any) -> Any:
 def make_spec(
     shapes: Shapes,
     *,
-    mask: Any = None,
-    score: Any = None,
-    scale: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Any = None,
-    precision: Any = None,
     lse: bool = False,
     global_sizes: tuple[int, int] | None = None,
+    **options: Unpack[WeightOptions],
 ) -> Spec:
-    """Checks the arguments of a call and puts them into a `Spec`.
+    """Checks the options of a call and puts them into a `Spec`, but for the sink, which needs `lse`
+    and is added to the results.
 
     `global_sizes` are T and S of the unsharded call, where this one is a shard of it.
 
-    Raises TypeError and ValueError, naming the argument.
+    Raises TypeError and ValueError, naming the option.
     """
-    mask = as_mask(mask)
-    score = as_score(score)
-    q_positions, q_outside = _positions("q_positions", "[*B, T]", q_positions)
-    kv_positions, kv_outside = _positions("kv_positions", "[*B, S]", kv_positions)
-    rate = _check_dropout(dropout_rate, dropout_key)
+    mask = as_mask(options.get("mask"))
+    score = as_score(options.get("score"))
+    q_positions, q_outside = _positions("q_positions", "[*B, T]", options.get("q_positions"))
+    kv_positions, kv_outside = _positions("kv_positions", "[*B, S]", options.get("kv_positions"))
+    dropout_key = options.get("dropout_key")
+    rate = _check_dropout(options.get("dropout_rate", 0.0), dropout_key)
+    precision = options.get("precision")
     check_precision("precision", precision)
     check_flag("return_lse", lse)
     spec = Spec(
         mask=mask,
         score=score,
-        scale=_check_scale(scale, shapes.H),
+        scale=_check_scale(options.get("scale"), shapes.H),
         q_positions=q_positions,
         kv_positions=kv_positions,
         dropout_key=dropout_key if rate else None,
         dropout_rate=rate,
         precision=precision,
-        lse=bool(lse),
+        lse=bool(lse) or options.get("sink") is not None,
         overflowed=_either(q_outside, kv_outside),
     )
     check_leaves(spec, shapes, global_sizes)

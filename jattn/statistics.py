@@ -5,13 +5,13 @@ over the tiles of the scores twice, the first time for the denominators of the s
 """
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn._advice import advised
+from jattn._advised import advised
 from jattn._explicit import Cuts, cuts_of, joined, left_to_xla
 from jattn._types import AnyArray, Keys, LogSumExp, Queries, accumulation
 from jattn.checks import check_array, check_number, check_size
@@ -19,8 +19,8 @@ from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.xla import statistics as tiles
-from jattn.masks import Mask, MaskLike, Padding
-from jattn.scores import ScoreLike
+from jattn.masks import Mask, Padding
+from jattn.options import ScoreOptions
 from jattn.spec import Shapes, Spec, check_shapes, compiled, make_spec, nan_if_overflowed, prepare
 
 
@@ -48,19 +48,14 @@ class Statistics(NamedTuple):
     received: Float[Array, "*B N S"]
 
 
-@advised
+@advised(ScoreOptions)
 def statistics(
     query: Queries,
     key: Keys,
     *,
     keys: Mask | Bool[AnyArray, "*B S"] | None = None,
     threshold: float | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    precision: Any = None,
+    **options: Unpack[ScoreOptions],
 ) -> Statistics:
     """Entropy, greatest weight, expected distance and more of the weights of attention.
 
@@ -70,7 +65,7 @@ def statistics(
         keys: which keys to add up the weights of: bool `[*B, S]`, such as `jnp.arange(S) == 0` for
             the first token, or a mask, such as `masks.Segments(ids)` for each query's own segment.
         threshold: in [0, 1): weights above it are added up.
-        mask, score, scale, q_positions, kv_positions, precision: as in `attention`.
+        options: as in `attention`.
 
     Returns:
         `Statistics` of the weights before any dropout. Memory is linear in T and S, forward and
@@ -79,15 +74,7 @@ def statistics(
     Raises what `attention_weights` raises.
     """
     shapes = check_shapes(query, key)
-    spec = make_spec(
-        shapes,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        precision=precision,
-    )
+    spec = make_spec(shapes, **options)
     if threshold is not None:
         check_number("threshold", threshold)
         if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
@@ -98,22 +85,13 @@ def statistics(
     return _statistics(asked, query, key, shapes=shapes)
 
 
-@advised
+@advised(ScoreOptions)
 def top_weights(
-    query: Queries,
-    key: Keys,
-    n: int,
-    *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    precision: Any = None,
+    query: Queries, key: Keys, n: int, **options: Unpack[ScoreOptions]
 ) -> tuple[Float[Array, "*B N T n"], Int[Array, "*B N T n"]]:
     """The n greatest weights of each query and head, and the places of their keys.
 
-    `query [*B, T, N, H]`, `key [*B, S, K, H]`, n at most S; other arguments as in `attention`.
+    `query [*B, T, N, H]`, `key [*B, S, K, H]`, n at most S; options as in `attention`.
 
     Returns:
         Weights `[*B, N, T, n]` in float32 (float64), greatest first, and places int32
@@ -123,15 +101,7 @@ def top_weights(
     Raises what `attention_weights` raises, TypeError and ValueError for n.
     """
     shapes = check_shapes(query, key)
-    spec = make_spec(
-        shapes,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        precision=precision,
-    )
+    spec = make_spec(shapes, **options)
     _check_cuttable("top_weights", shapes)
     check_size("n", n)
     if n > shapes.S:

@@ -174,15 +174,16 @@ def test_more_than_a_chunk_goes_in_pieces(kind):
 def test_weights_are_by_slot(kind):
     """A rolling cache takes the 13 tokens 3 at a time; key p lies in slot p mod S."""
     query, key, value = tokens()
-    (out, lse, weights), cache = jattn.cached_attention(
-        query,
-        key,
-        value,
-        poisoned(CACHES[kind](3), np.nan),
-        mask=masks.Causal(),
-        return_lse=True,
-        return_weights=True,
-    )
+    cache, pieces = poisoned(CACHES[kind](3), np.nan), []
+    for t in range(0, T, 3):
+        q, k, v = (x[:, t : t + 3] for x in (query, key, value))
+        (out, lse), cache = jattn.cached_attention(
+            q, k, v, cache, mask=masks.Causal(), return_lse=True
+        )
+        weights = jattn.attention_weights(q, cache, mask=masks.Causal())
+        pieces.append((out, *(jnp.swapaxes(x, 1, 2) for x in (lse, weights))))
+    out, lse, weights = (jnp.concatenate(x, axis=1) for x in zip(*pieces, strict=True))
+    lse, weights = (jnp.swapaxes(x, 1, 2) for x in (lse, weights))
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     score = np.einsum("btkgh,bskh->bkgts", query.reshape(B, T, K, N // K, H), key) / np.sqrt(H)
     past = np.arange(T)[:, None] - np.arange(T)
@@ -202,7 +203,8 @@ def test_weights_of_a_cache_after_dropout_and_of_lost_rows():
     cache = DenseCache.of(key, value)
     lost = dataclasses.replace(cache, overflowed=jnp.array([False, True, False]))
     dropout: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(3)}
-    out, weights = jattn.attention(query, lost, return_weights=True, **dropout)
+    out = jattn.attention(query, lost, **dropout)
+    weights = jattn.attention_weights(query, lost, **dropout)
     assert weights.shape == (B, N, T, T)
     assert np.isnan(weights[1]).all()
     kept = [0, 2]

@@ -546,7 +546,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "attention": lambda q, k, v, **rule: jattn.attention(q, k, v, **rule, return_lse=True),
     "weights": lambda q, k, v, **rule: jattn.attention_weights(q, k, **rule),
     "scores": lambda q, k, v, **rule: jattn.attention_scores(q, k, **rule),
-    "return_weights": lambda *x, **rule: jattn.attention(*x, **rule, return_weights=True),
     "statistics": lambda q, k, v, **rule: jattn.statistics(q, k, **rule),
     "top_weights": lambda q, k, v, **rule: jattn.top_weights(q, k, 2, **rule),
     "weights_at": lambda q, k, v, **rule: jattn.viz.weights_at(q, k, rows=[3, 6], **rule),

@@ -87,7 +87,7 @@ def decoded() -> Any:
     """out and lse of a step of decoding."""
     query, held = gpu_decode.normal(gpu_decode.B, 1, gpu_decode.N, 64), cache()
     rules = CALL.rules(1, held.capacity, slice(None), jnp.bfloat16)
-    shapes, spec = check_cache(query, held, None, rules)
+    shapes, spec = check_cache(query, held, None, **rules)
     out, normalizer = ampere.decode("cpu", prepare(spec, shapes), query, held)
     return out, normalizer.lse.swapaxes(1, 2)
 

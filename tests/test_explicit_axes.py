@@ -87,8 +87,8 @@ OUT, LSE, MATRIX = TOKENS, ("rows", "heads", "tokens"), ("rows", "heads", "token
 LAST = ("rows", None, "heads", None)
 CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
     "attention": (
-        lambda q, k, v: jattn.attention(q, k, v, return_lse=True, return_weights=True, **OPTIONS),
-        [(*OUT, None), LSE, MATRIX],
+        lambda q, k, v: jattn.attention(q, k, v, return_lse=True, **OPTIONS),
+        [(*OUT, None), LSE],
     ),
     **{
         name: (

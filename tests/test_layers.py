@@ -24,7 +24,8 @@ ROOMS = (
     ("checks", "bounds", "undecided"),
     ("_named_axes",),
     ("softmax", "masks", "scores", "positions"),
-    ("spec", "cache"),
+    ("options", "cache"),
+    ("spec", "_advised"),
     ("tile",),
     ("kernels.common",),
     ("kernels.protocol",),
@@ -32,8 +33,8 @@ ROOMS = (
     ("kernels.xla",),  # a few queries on a cache go to the kernel for CPUs
     ("kernels.gpu", "kernels.tpu"),  # what they cannot do is left to XLA
     ("kernels.registry",),
-    ("explanation",),
     ("attention",),
+    ("decoding", "explanation"),
     ("mechanisms", "build"),
     ("parallel", "statistics"),
     ("nn",),

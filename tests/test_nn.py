@@ -16,7 +16,7 @@ from flax import linen, nnx
 
 import jattn
 from jattn import masks, nn, positions, scores
-from jattn.nn import advice
+from jattn import _advice as advice
 from jattn.nn.variables import Constant
 
 

@@ -74,28 +74,6 @@ def test_a_name_that_is_not_there_raises():
         _ = nn.typo  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# Former names
-
-
-def test_former_names_warn_and_do_the_same():
-    with pytest.warns(DeprecationWarning, match="jattn.nn.Tap is deprecated, use WeightsTap"):
-        assert nn.Tap is nn.WeightsTap  # pyright: ignore[reportAttributeAccessIssue]
-    assert "Tap" not in dir(nn)
-
-    def former():
-        layer = nn.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
-        x = jnp.ones((B, T, D))
-        with pytest.warns(DeprecationWarning, match="remember is deprecated, use project_memory"):
-            memory = layer.remember(x, positions=jnp.arange(T))
-        with pytest.warns(DeprecationWarning, match="recall is deprecated, use attend_memory"):
-            return assert_type(layer.recall(x, memory, mask=masks.Window(left=1)), Array)
-
-    assert nnx.eval_shape(former).shape == (B, T, D)
-    for old, new in (("remember", "project_memory"), ("recall", "attend_memory")):
-        methods = [inspect.unwrap(getattr(nn.MultiHeadAttention, name)) for name in (old, new)]
-        assert methods[0] is methods[1]
-
-
 # Signatures
 
 
@@ -204,7 +182,6 @@ def functions():
     q = k = v = jnp.ones((B, T, N, H))
     assert_type(jattn.attention(q, k, v, mask=masks.Causal()), Array)
     assert_type(jattn.attention(q, k, v, return_lse=True), tuple[Array, Array])
-    assert_type(jattn.attention(q, k, v, return_weights=True), tuple[Array, Array])
     assert_type(jattn.attention_weights(q, k, score=scores.SoftCap(2.0)), Array)
     assert_type(jattn.explain(q, k, v, mask=masks.Causal()), Explanation)
     assert_type(masks.Causal() & masks.Window(left=2), masks.Mask)
@@ -213,7 +190,7 @@ def functions():
     out, grown = jattn.cached_attention(q, k, v, dense, mask=masks.Causal())
     assert_type(out, Array)
     assert_type(grown, cache.DenseCache)
-    both, _ = jattn.cached_attention(q, k, v, dense, return_weights=True)
+    both, _ = jattn.cached_attention(q, k, v, dense, return_lse=True)
     assert_type(both, tuple[Array, Array])
 
 

@@ -124,9 +124,9 @@ PLACED = {**RULES, "q_positions": "positions?", "kv_positions": "integers?"}
 PLACED |= {"precision": "precision"}
 DROPPED = {"dropout_rate": "rate", "dropout_key": "key?"}
 SUNK = {"sink": "logit?"}
-NAMED = {"implementation": "name?", "return_lse": "flag", "return_weights": "flag"}
+NAMED = {"implementation": "name?", "return_lse": "flag"}
 RIGHT = dict.fromkeys([*PLACED, "dropout_key", "implementation"])  # None, as by default
-RIGHT |= {"dropout_rate": 0.0, "return_lse": False, "return_weights": False}
+RIGHT |= {"dropout_rate": 0.0, "return_lse": False}
 IN_FULL = {"query": "array", "key": "array", "value": "array", **PLACED}
 IN_FULL |= {**SUNK, **DROPPED, **NAMED}
 
@@ -177,9 +177,9 @@ FUNCTIONS: dict[str, Call] = {
     "cached_attention": Call(
         jattn.cached_attention,
         {"query": QUERY, **NEW, "cache": new_cache(), "valid": None, "mask": None, "score": None}
-        | {"return_lse": False, "return_weights": False},
+        | {"return_lse": False},
         {"query": "array", "key": "array", "value": "array", "cache": "cache", "valid": "array?"}
-        | {"mask": "mask", "score": "score", "return_lse": "flag", "return_weights": "flag"},
+        | {"mask": "mask", "score": "score", "return_lse": "flag"},
     ),
     "merge": Call(
         lambda out, lse: jattn.merge((out, lse), (out, lse)),
@@ -463,7 +463,7 @@ TAKES |= {
     "any rows": {"of nine axes"},
 }
 
-SHARED = {name: kind for name, kind in IN_FULL.items() if name != "return_weights"}
+SHARED = IN_FULL
 CUT = {"axis_name": "x", "scheme": "ring", "order": "contiguous"}
 CUT |= {"batch_axis": None, "head_axis": None}
 CUT_KINDS = dict.fromkeys(CUT, "name") | dict.fromkeys(("batch_axis", "head_axis"), "name?")

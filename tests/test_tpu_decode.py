@@ -407,7 +407,7 @@ def test_gradients(kind):
 
 
 def reason(query: Any, cache: Cache, **meaning: Any) -> str | None:
-    shapes, spec = check_cache(query, cache, None, meaning)
+    shapes, spec = check_cache(query, cache, None, **meaning)
     return decode.unreadable("cpu", spec, shapes, cache)
 
 
@@ -458,7 +458,7 @@ def test_another_platform_raises():
 
 def test_none_does_not_take_it():
     cache, query = held("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
-    shapes, spec = check_cache(query, cache, None, {})
+    shapes, spec = check_cache(query, cache, None)
     assert registry.decoder(None, spec, shapes, cache) is None
     assert registry.decoder("blockwise", spec, shapes, cache) is None
     assert registry.decoder("tpu", spec, shapes, cache) is not None

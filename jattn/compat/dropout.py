@@ -10,7 +10,7 @@ from jattn.attention import attention
 
 
 def attention_of_kept(
-    query: Array, key: Array, value: Array, rules: dict[str, Any], kept: Array, rate: Any
+    query: Array, key: Array, value: Array, rules: Any, kept: Array, rate: Any
 ) -> Array:
     """Σ keep w v / (1 − rate), with weights w by the `rules` of `attention`.
 
@@ -19,7 +19,8 @@ def attention_of_kept(
     """
     own = masks.Dense(kept)
     mask = own if rules["mask"] is None else rules["mask"] & own
-    out, lse = attention(query, key, value, **{**rules, "mask": mask}, return_lse=True)
+    of_kept = {**rules, "mask": mask}
+    out, lse = attention(query, key, value, **of_kept, return_lse=True)
     nothing = jnp.zeros((*key.shape[:-1], 1), query.dtype)
     _, whole = attention(query, key, nothing, **rules, return_lse=True)
     dead = lse == -jnp.inf

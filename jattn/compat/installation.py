@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jattn.attention import IMPLEMENTATIONS, explain
+from jattn.attention import IMPLEMENTATIONS
 from jattn.checks import check_choice
 from jattn.compat.jax_attention import computed, dot_product_attention, rules_of
+from jattn.explanation import explain
 
 
 class Ran(NamedTuple):

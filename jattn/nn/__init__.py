@@ -1,12 +1,9 @@
 """Flax NNX modules on jattn's functions."""
 
-from typing import TYPE_CHECKING, Any
-
 from jattn.nn.additive import AdditiveAttention
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.capture import AttentionWeights, WeightsTap, capture_weights
 from jattn.nn.decoder_only import DecoderOnly, DecoderOnlyLayer, DecoderOnlyOptions
-from jattn.nn.deprecation import warn_renamed
 from jattn.nn.embedding import (
     AxialRotary,
     LearnedPositions,
@@ -81,13 +78,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
-
-
-if not TYPE_CHECKING:  # for a type checker there are the names above and no others
-
-    def __getattr__(name: str) -> Any:
-        """The former names."""
-        if name == "Tap":
-            warn_renamed("jattn.nn.Tap", "WeightsTap")
-            return WeightsTap
-        raise AttributeError(f"module 'jattn.nn' has no attribute {name!r}")

@@ -5,11 +5,11 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float
 
-from jattn._advice import advised_by
+from jattn._advice import ADDITIVE_ADVICE
+from jattn._advised import advised_by
 from jattn.checks import check_array
+from jattn.masks import MaskLike
 from jattn.mechanisms import additive_attention, additive_keys
-from jattn.nn._types import MaskLike
-from jattn.nn.advice import ADDITIVE_ADVICE
 from jattn.nn.capture import WeightsTap
 from jattn.nn.checks import check_features, check_module
 from jattn.nn.layers import LECUN, promote, sharded

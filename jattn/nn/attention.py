@@ -8,26 +8,30 @@ from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float, Int
 
-from jattn._advice import CONSTRUCTOR_ADVICE, LAYER_ADVICE, advised_by
+from jattn._advice import CONSTRUCTOR_ADVICE, LAYER_ADVICE
+from jattn._advised import advised_by
 from jattn._types import Keys, Output, Queries, Values
-from jattn.attention import IMPLEMENTATIONS, attention, attention_weights, cached_attention
+from jattn.attention import IMPLEMENTATIONS, attention, attention_weights
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
+from jattn.decoding import cached_attention
 from jattn.integers import is_integer
-from jattn.masks import Mask, as_mask
-from jattn.nn._types import CacheOptions, MaskLike, Positions, RandomSource, Valid
+from jattn.masks import Mask, MaskLike, as_mask
+from jattn.nn._types import CacheOptions, CallOptions, MemoryOptions, Positions, Valid
 from jattn.nn.capture import WeightsTap
 from jattn.nn.checks import check_features, check_module
-from jattn.nn.deprecation import former_name
 from jattn.nn.embedding import AxialRotary, Rotary
 from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, promote, sharded
 from jattn.nn.module import Module
 from jattn.nn.products import product
 from jattn.nn.variables import LearnedScore, PytreeVariables
-from jattn.scores import ScoreFunction, as_score
+from jattn.options import CachedOptions, DropoutOptions, Options, WeightOptions
+from jattn.scores import ScoreFunction, ScoreLike, as_score
 
 
 _Cache = TypeVar("_Cache", bound=Cache)
+
+_BEFORE_DROPOUT = WeightOptions.__annotations__.keys() - DropoutOptions.__annotations__.keys()
 
 
 class MultiHeadAttention(Module):
@@ -98,7 +102,7 @@ class MultiHeadAttention(Module):
         normalize_qk: bool | Literal["layer", "rms"] = False,
         rotary: Rotary | AxialRotary | bool = False,
         mask: MaskLike = None,
-        score: ScoreFunction | LearnedScore | None = None,
+        score: ScoreLike | LearnedScore = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -252,21 +256,18 @@ class MultiHeadAttention(Module):
         query: Queries,
         key: Keys,
         value: Values,
-        *,
-        mask: MaskLike = None,
-        score: ScoreFunction | None = None,
-        positions: Positions = None,
-        kv_positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **call: Unpack[CallOptions],
     ) -> Output:
-        """What the heads read, `[*B, T, N, V]`, from projected queries, keys and values."""
-        where: dict[str, Any] = {"q_positions": positions, "kv_positions": kv_positions}
-        options = self._options(mask, score, deterministic, rngs) | where
+        """What the heads read, `[*B, T, N, V]`, from projected queries, keys and values; options
+        as in a call."""
+        options: Options = {
+            **self._options(call),
+            "q_positions": call.get("positions"),
+            "kv_positions": call.get("kv_positions"),
+        }
         if self.weights_tap.is_open:
-            shared = ("mask", "score", "scale", "sink", "precision", *where)
-            rules = {name: options[name] for name in shared}
-            self.weights_tap(attention_weights(query, key, **rules))
+            tapped: Any = {name: x for name, x in options.items() if name in _BEFORE_DROPOUT}
+            self.weights_tap(attention_weights(query, key, **tapped))
         return self._attention(query, key, value, **options)
 
     def _attention(self, query: Queries, key: Keys, value: Values, **options: Any) -> Any:
@@ -276,18 +277,12 @@ class MultiHeadAttention(Module):
         """
         return attention(query, key, value, **options)
 
-    def _options(
-        self,
-        mask: MaskLike,
-        score: ScoreFunction | None,
-        deterministic: bool | None,
-        rngs: RandomSource,
-    ) -> dict[str, Any]:
-        """What the module and a call of it together ask of `attention`."""
-        dropout_key = self.dropout.key(deterministic, rngs)
+    def _options(self, call: MemoryOptions) -> CachedOptions:
+        """What the module and a call of it together ask of `attention`, but for positions."""
+        dropout_key = self.dropout.key(call.get("deterministic"), call.get("rngs"))
         return {
-            "mask": self._mask(mask),
-            "score": self._score(score),
+            "mask": self._mask(call.get("mask")),
+            "score": self._score(call.get("score")),
             "scale": self.scale,
             "sink": None if self.sinks is None else self.sinks[...],
             "precision": self.precision,
@@ -301,10 +296,12 @@ class MultiHeadAttention(Module):
             return None if given is None else as_mask(given)
         return self.mask() if given is None else self.mask() & given
 
-    def _score(self, given: ScoreFunction | None) -> ScoreFunction | None:
+    def _score(self, given: ScoreLike) -> ScoreFunction | None:
+        score: ScoreFunction | None = as_score(given)
         if self.score is None:
-            return given
-        return self.score() if given is None else self.score() >> as_score(given)
+            return score
+        held: Any = self.score()
+        return held if score is None else held >> score
 
     @overload
     def __call__(
@@ -313,14 +310,9 @@ class MultiHeadAttention(Module):
         inputs_k: Float[Array, "..."] | None = None,
         inputs_v: Float[Array, "..."] | None = None,
         *,
-        mask: MaskLike = None,
-        score: ScoreFunction | None = None,
-        positions: Positions = None,
-        kv_positions: Positions = None,
         cache: None = None,
         valid: None = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **options: Unpack[CallOptions],
     ) -> Float[Array, "*B T out"]: ...
     @overload
     def __call__(
@@ -329,30 +321,20 @@ class MultiHeadAttention(Module):
         inputs_k: None = None,
         inputs_v: None = None,
         *,
-        mask: MaskLike = None,
-        score: ScoreFunction | None = None,
-        positions: None = None,
-        kv_positions: None = None,
         cache: _Cache,
         valid: Valid = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **options: Unpack[CallOptions],
     ) -> tuple[Float[Array, "B T out"], _Cache]: ...
-    @advised_by(LAYER_ADVICE)
+    @advised_by(LAYER_ADVICE, CallOptions)
     def __call__(
         self,
         inputs_q: Float[Array, "..."],
         inputs_k: Float[Array, "..."] | None = None,
         inputs_v: Float[Array, "..."] | None = None,
         *,
-        mask: MaskLike = None,
-        score: ScoreFunction | None = None,
-        positions: Positions = None,
-        kv_positions: Positions = None,
         cache: _Cache | None = None,
         valid: Valid = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **options: Unpack[CallOptions],
     ) -> Float[Array, "*B T out"] | tuple[Float[Array, "B T out"], _Cache]:
         """Attends from `inputs_q` to `inputs_k`, or to itself where that is None.
 
@@ -376,12 +358,12 @@ class MultiHeadAttention(Module):
         Raises ValueError for inputs of the wrong width, for dropout without random numbers, and for
         what does not go with a cache.
         """
+        positions, kv_positions = options.get("positions"), options.get("kv_positions")
         if cache is not None:
             _check_is_cache("cache", cache)
             others = {"inputs_k": inputs_k, "inputs_v": inputs_v}
             _check_with_cache(others | {"positions": positions, "kv_positions": kv_positions})
-            run = {"deterministic": deterministic, "rngs": rngs}
-            return self._extend(inputs_q, cache, mask=mask, score=score, valid=valid, **run)
+            return self._extend(inputs_q, cache, valid, options)
         if valid is not None:
             raise ValueError("valid: expected a cache to go with it, got None")
         if inputs_k is None:
@@ -391,18 +373,8 @@ class MultiHeadAttention(Module):
             kv_positions = positions if kv_positions is None else kv_positions
         query = self.project_queries(inputs_q, positions)
         key, value = self.project_keys_values(inputs_k, inputs_v, kv_positions)
-        heads = self.attend(
-            query,
-            key,
-            value,
-            mask=mask,
-            score=score,
-            positions=positions,
-            kv_positions=kv_positions,
-            deterministic=deterministic,
-            rngs=rngs,
-        )
-        return self.out(heads)
+        options["kv_positions"] = kv_positions
+        return self.out(self.attend(query, key, value, **options))
 
     @overload
     def empty_cache(self, batch: int, length: int, *, dtype: Dtype | None = None) -> DenseCache: ...
@@ -436,15 +408,7 @@ class MultiHeadAttention(Module):
         return chosen.create(batch, length, *sizes, dtype=dtype, **options)
 
     def _extend(
-        self,
-        inputs_q: Float[Array, "B T D"],
-        cache: _Cache,
-        *,
-        mask: MaskLike,
-        score: ScoreFunction | None,
-        valid: Valid,
-        deterministic: bool | None,
-        rngs: RandomSource,
+        self, inputs_q: Float[Array, "B T D"], cache: _Cache, valid: Valid, call: CallOptions
     ) -> tuple[Float[Array, "B T out"], _Cache]:
         """Self-attention of further tokens, and the cache that holds them too."""
         self._check_not_captured()
@@ -452,7 +416,7 @@ class MultiHeadAttention(Module):
         positions = cache.next_positions(inputs_q.shape[1], valid)
         query = self.project_queries(inputs_q, positions)
         key, value = self.project_keys_values(inputs_q, None, positions)
-        options = self._options(mask, score, deterministic, rngs)
+        options = self._options(call)
         heads, cache = cached_attention(query, key, value, cache, valid=valid, **options)
         return self.out(heads), cache
 
@@ -469,16 +433,12 @@ class MultiHeadAttention(Module):
         """
         return DenseCache.of(*self.project_keys_values(inputs_k, None, positions), lengths)
 
+    @advised_by(LAYER_ADVICE, MemoryOptions)
     def attend_memory(
         self,
         inputs_q: Float[Array, "B T D"],
         memory: Cache,
-        *,
-        mask: MaskLike = None,
-        score: ScoreFunction | None = None,
-        positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **call: Unpack[MemoryOptions],
     ) -> Float[Array, "B T out"]:
         """Attends to what `project_memory` has projected, as the call does to `inputs_k`.
 
@@ -487,14 +447,12 @@ class MultiHeadAttention(Module):
         """
         self._check_not_captured()
         _check_is_cache("memory", memory)
+        positions = call.get("positions")
         query = self.project_queries(inputs_q, positions)
         if positions is None:
             positions = jnp.arange(query.shape[1], dtype=jnp.int32)
-        options = self._options(mask, score, deterministic, rngs)
+        options = self._options(call)
         return self.out(attention(query, memory, q_positions=positions, **options))
-
-    remember = former_name("remember", project_memory)
-    recall = former_name("recall", attend_memory)
 
     def _check_not_captured(self) -> None:
         if self.weights_tap.is_open:

@@ -8,11 +8,12 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float
 
-from jattn._advice import advised_by
+from jattn._advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
+from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_size
-from jattn.nn._types import CacheOptions, Ids, MaskLike, Positions, RandomSource, Valid
-from jattn.nn.advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
+from jattn.masks import MaskLike
+from jattn.nn._types import CacheOptions, Ids, Positions, RandomSource, Valid
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jattn.checks import check_array, check_dtype, check_flag, check_number, check_size
 from jattn.integers import known_range
@@ -245,9 +245,7 @@ class Rotary:
     size: int | None = None
     scaling: Linear | NTK | Yarn | None = None
 
-    def __call__(
-        self, x: Float[Array, "*B T N H"], positions: Int[Array, "..."]
-    ) -> Float[Array, "*B T N H"]:
+    def __call__(self, x: Float[Array, "*B T N H"], positions: Ids) -> Float[Array, "*B T N H"]:
         return rotary(x, positions, self.style, self.base, self.size, self.scaling)
 
 
@@ -266,9 +264,7 @@ class AxialRotary:
     def __post_init__(self):
         check_size("width", self.width)
 
-    def __call__(
-        self, x: Float[Array, "*B T N H"], positions: Int[Array, "..."]
-    ) -> Float[Array, "*B T N H"]:
+    def __call__(self, x: Float[Array, "*B T N H"], positions: Ids) -> Float[Array, "*B T N H"]:
         check_integers("positions", positions)
         coordinates = jnp.stack([positions // self.width, positions % self.width], axis=-1)
         return axial_rotary(x, coordinates, self.style, self.base)

@@ -1,13 +1,16 @@
 """Multi-head attention as a list of heads."""
 
+from typing import Unpack
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jattn.nn._types import MaskLike, Positions, RandomSource
+from jattn._advice import LAYER_ADVICE
+from jattn._advised import advised_by
+from jattn.nn._types import CallOptions
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.module import Module
-from jattn.scores import ScoreFunction
 
 
 class SingleHeads(Module):
@@ -30,35 +33,17 @@ class SingleHeads(Module):
                 head.dropout.rngs = streams.fork()
         self.out = nnx.clone(packed.out)
 
+    @advised_by(LAYER_ADVICE, CallOptions)
     def __call__(
         self,
         inputs_q: Float[Array, "..."],
         inputs_k: Float[Array, "..."] | None = None,
         inputs_v: Float[Array, "..."] | None = None,
-        *,
-        mask: MaskLike = None,
-        score: ScoreFunction | None = None,
-        positions: Positions = None,
-        kv_positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **options: Unpack[CallOptions],
     ) -> Float[Array, "*B T out"]:
         """The arguments are those of `MultiHeadAttention`."""
         heads: list[MultiHeadAttention] = list(self.heads)
-        results = [
-            head(
-                inputs_q,
-                inputs_k,
-                inputs_v,
-                mask=mask,
-                score=score,
-                positions=positions,
-                kv_positions=kv_positions,
-                deterministic=deterministic,
-                rngs=rngs,
-            )
-            for head in heads
-        ]
+        results = [head(inputs_q, inputs_k, inputs_v, **options) for head in heads]
         return self.out(jnp.concatenate(results, axis=-2))
 
 

@@ -9,7 +9,13 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
-from jattn._advice import advised_by
+from jattn._advice import (
+    DECODER_ADVICE,
+    ENCODER_ADVICE,
+    MODEL_CONSTRUCTOR_ADVICE,
+    TRANSFORMER_ADVICE,
+)
+from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.checks import (
     check_choice,
@@ -19,21 +25,14 @@ from jattn.checks import (
     check_rate,
     check_size,
 )
-from jattn.masks import Causal, Mask
+from jattn.masks import Causal, Mask, MaskLike
 from jattn.nn._types import (
     CacheOptions,
     Ids,
-    MaskLike,
     Positions,
     RandomSource,
     RowLengths,
     Valid,
-)
-from jattn.nn.advice import (
-    DECODER_ADVICE,
-    ENCODER_ADVICE,
-    MODEL_CONSTRUCTOR_ADVICE,
-    TRANSFORMER_ADVICE,
 )
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.checks import check_features, check_module

@@ -6,26 +6,26 @@ mesh. Both check their arguments and hand a spec to one of the schemes.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
+from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names
-from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values
+from jattn._types import Keys, LogSumExp, Output, Queries, Values
 from jattn.checks import check_choice, check_flag
 from jattn.kernels import registry
 from jattn.kernels.common import slicing
-from jattn.masks import Mask
+from jattn.options import Options
 from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
-from jattn.scores import ScoreFunction
 from jattn.softmax import add_sink, sink_by_head
 from jattn.spec import (
     Shapes,
@@ -44,6 +44,21 @@ SCHEMES: dict[str, Callable[..., tuple[Array, Array]]] = {
     "gather": exchange.gathered_attend,
 }
 """The ways to bring queries and keys of several devices together, by name."""
+
+
+class _ShardOptions(Options, total=False):
+    """How a call is cut, beside the options of `jattn.attention`."""
+
+    scheme: Literal["ring", "all_to_all", "gather"]
+    order: Literal["contiguous", "zigzag"]
+    batch_axis: AxisName | None
+    head_axis: AxisName | None
+
+
+class _MeshOptions(_ShardOptions, total=False):
+    """The options of a call on whole arrays."""
+
+    pad: bool
 
 
 class _Cut(NamedTuple):
@@ -96,21 +111,8 @@ def attention_shard(
     value: Values,
     *,
     axis_name: str,
-    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
-    order: Literal["contiguous", "zigzag"] = "contiguous",
-    batch_axis: AxisName | None = None,
-    head_axis: AxisName | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: Literal[False] = False,
+    **options: Unpack[_ShardOptions],
 ) -> Output: ...
 @overload
 def attention_shard(
@@ -119,22 +121,10 @@ def attention_shard(
     value: Values,
     *,
     axis_name: str,
-    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
-    order: Literal["contiguous", "zigzag"] = "contiguous",
-    batch_axis: AxisName | None = None,
-    head_axis: AxisName | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: Literal[True],
+    **options: Unpack[_ShardOptions],
 ) -> tuple[Output, LogSumExp]: ...
+@advised(Options)
 @may_be_minus_infinity(1)
 def attention_shard(
     query: Queries,
@@ -146,17 +136,8 @@ def attention_shard(
     order: Literal["contiguous", "zigzag"] = "contiguous",
     batch_axis: AxisName | None = None,
     head_axis: AxisName | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     """Attention of this device's queries to the keys of all devices, within `jax.shard_map`.
 
@@ -181,13 +162,11 @@ def attention_shard(
             T and S are cut along T and have the keys of all devices, shard after shard. Lengths and
             layouts of blocks count places in the sequence as it was before `shard_tokens`.
         score: as for the mask.
-        scale: as in `jattn.attention`.
-        sink: likewise; one for each of this device's heads.
+        sink: a logit for each of this device's heads.
         q_positions: integer `[T]` or `[*B, T]`, by default where this device's tokens were before
             `shard_tokens`: any other order, or decoding. While it is given, every shard is sent.
         kv_positions: integer `[S]` or `[*B, S]`, likewise.
-        dropout_rate, dropout_key, precision, implementation, return_lse: as in `jattn.attention`;
-            the same on all devices.
+        return_lse, and other options: as in `jattn.attention`; the same on all devices.
 
     Returns:
         `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, of this device's queries.
@@ -204,19 +183,13 @@ def attention_shard(
         if value_of is not None:
             bound_size(name, value_of)
     shapes = _check_shapes(query, key, value)
+    implementation, sink = options.pop("implementation", None), options.get("sink")
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     global_sizes = (shapes.T * devices, shapes.S * devices)
     spec = make_spec(
         shapes,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        precision=precision,
-        lse=return_lse or sink is not None,
+        lse=return_lse,
+        **options,
         global_sizes=global_sizes,
     )
     registry.check_name(implementation)
@@ -234,22 +207,8 @@ def attention(
     *,
     mesh: Mesh | AbstractMesh,
     axis_name: str,
-    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
-    order: Literal["contiguous", "zigzag"] = "contiguous",
-    batch_axis: AxisName | None = None,
-    head_axis: AxisName | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: Literal[False] = False,
-    pad: bool = False,
+    **options: Unpack[_MeshOptions],
 ) -> Output: ...
 @overload
 def attention(
@@ -259,23 +218,10 @@ def attention(
     *,
     mesh: Mesh | AbstractMesh,
     axis_name: str,
-    scheme: Literal["ring", "all_to_all", "gather"] = "ring",
-    order: Literal["contiguous", "zigzag"] = "contiguous",
-    batch_axis: AxisName | None = None,
-    head_axis: AxisName | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: Literal[True],
-    pad: bool = False,
+    **options: Unpack[_MeshOptions],
 ) -> tuple[Output, LogSumExp]: ...
+@advised(Options)
 @may_be_minus_infinity(1)
 def attention(
     query: Queries,
@@ -288,18 +234,9 @@ def attention(
     order: Literal["contiguous", "zigzag"] = "contiguous",
     batch_axis: AxisName | None = None,
     head_axis: AxisName | None = None,
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: bool = False,
     pad: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     """`jattn.attention` of whole arrays, cut over the devices of a mesh.
 
@@ -314,9 +251,8 @@ def attention(
             `shard_tokens` has placed them for this axis, and with them every array along T and S.
         batch_axis: the axis, or axes, along which the first batch axis is cut, if it is.
         head_axis: the axis, or axes, along which query and key heads are cut.
-        mask, score, scale, sink, q_positions, kv_positions, dropout_rate, dropout_key, precision,
-            implementation, return_lse: as in `jattn.attention`. Positions are by default where
-            tokens were before `shard_tokens`; while they are given, every shard is sent.
+        options, return_lse: as in `jattn.attention`. Positions are by default where tokens were
+            before `shard_tokens`; while they are given, every shard is sent.
         pad: in contiguous order, pads T and S to what the devices can share evenly; results are
             those without.
 
@@ -332,18 +268,12 @@ def attention(
     check_flag("return_lse", return_lse)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
     shapes = _check_shapes(query, key, value)
+    implementation, sink = options.pop("implementation", None), options.get("sink")
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     spec = make_spec(
         shapes,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        precision=precision,
-        lse=return_lse or sink is not None,
+        lse=return_lse,
+        **options,
     )
     registry.check_name(implementation)
     check_flag("pad", pad)

@@ -7,7 +7,7 @@ For each query and head V + 2 numbers are sent, summed over the devices; keys an
 """
 
 import dataclasses
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, accumulation
@@ -24,11 +25,10 @@ from jattn.cache import Cache, DenseCache, write
 from jattn.checks import check_array, check_flag
 from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.xla import decode
-from jattn.masks import MaskLike
+from jattn.options import RulesAndSink
 from jattn.parallel import pieces
 from jattn.parallel.axes import Axes, AxisName, check_axis_name
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
-from jattn.scores import ScoreLike
 from jattn.softmax import Normalizer, add_sink, sink_by_head
 from jattn.spec import Shapes, Spec, compiled, prepare
 
@@ -45,12 +45,8 @@ def cached_attention(
     batch_axis: AxisName | None = None,
     head_axis: AxisName | None = None,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    precision: Any = None,
     return_lse: Literal[False] = False,
+    **options: Unpack[RulesAndSink],
 ) -> tuple[Output, DenseCache]: ...
 @overload
 def cached_attention(
@@ -64,13 +60,10 @@ def cached_attention(
     batch_axis: AxisName | None = None,
     head_axis: AxisName | None = None,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    precision: Any = None,
     return_lse: Literal[True],
+    **options: Unpack[RulesAndSink],
 ) -> tuple[tuple[Output, LogSumExp], DenseCache]: ...
+@advised(RulesAndSink)
 @may_be_minus_infinity(1)
 def cached_attention(
     query: Queries,
@@ -83,12 +76,8 @@ def cached_attention(
     batch_axis: AxisName | None = None,
     head_axis: AxisName | None = None,
     valid: Bool[AnyArray, "B T"] | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    precision: Any = None,
     return_lse: bool = False,
+    **options: Unpack[RulesAndSink],
 ) -> Any:
     """`jattn.cached_attention` with a cache that is cut along its tokens: `(out [B, T, N, V],
     cache)`.
@@ -107,8 +96,8 @@ def cached_attention(
         axis_name: the axis of the mesh along which the cache's slots are cut, in equal runs.
         batch_axis: the axis, or axes, along which the batch is cut, if it is.
         head_axis: the axis, or axes, along which query and key heads are cut.
-        valid, mask, score, scale, sink, precision, return_lse: as in `jattn.cached_attention`;
-            arrays along S count slots of the whole.
+        valid, return_lse, and other options: as in `jattn.cached_attention`; arrays along S count
+            slots of the whole. There is no dropout.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, for more tokens than there is room for
@@ -125,16 +114,9 @@ def cached_attention(
     check_array("query", query, "[B, T, N, H]")
     if len(query.shape) != 4:
         raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
-    meaning: dict[str, Any] = {
-        "mask": mask,
-        "score": score,
-        "scale": scale,
-        "precision": precision,
-        "lse": return_lse or sink is not None,
-        "q_positions": cache.next_positions(query.shape[1], valid),
-    }
+    positions = cache.next_positions(query.shape[1], valid)
     slots, grown = cache.reserve(key, value, valid)
-    shapes, spec = check_cache(query, grown, None, meaning)
+    shapes, spec = check_cache(query, grown, None, lse=return_lse, q_positions=positions, **options)
     axes = Axes(axis_name, devices_of(mesh, axis_name), "contiguous", batch_axis, head_axis)
     if cache.capacity % axes.devices:
         raise ValueError(
@@ -142,6 +124,7 @@ def cached_attention(
             f"{axis_name!r}, got S = {cache.capacity}"
         )
     check_shared(shapes, mesh, axes)
+    sink = options.get("sink")
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     results, grown = _on_mesh(spec, query, (key, value), slots, grown, mesh=mesh, axes=axes)
     return results if sink is None else add_sink(results, sink, bool(return_lse)), grown

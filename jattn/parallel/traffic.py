@@ -14,20 +14,19 @@ With n devices along the axis, of which each has a shard of s bytes of an array,
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
 
+from jattn._advised import advised
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, Queries, Values, accumulation
 from jattn.checks import check_choice, check_size
-from jattn.masks import Mask
+from jattn.options import WeightOptions
 from jattn.parallel import placement, rounds
 from jattn.parallel.ring import Route, travels
 from jattn.parallel.rounds import Round
-from jattn.scores import ScoreFunction
 from jattn.spec import Shapes, Spec, check_shapes, make_spec, parameters, prepare
 
 
@@ -51,6 +50,7 @@ class Exchange(NamedTuple):
     chunks: int = 1
 
 
+@advised(WeightOptions)
 def exchanges(
     query: Queries | jax.ShapeDtypeStruct,
     key: Keys | jax.ShapeDtypeStruct,
@@ -59,11 +59,8 @@ def exchanges(
     devices: int,
     scheme: Literal["ring", "all_to_all", "gather"] = "ring",
     order: Literal["contiguous", "zigzag"] = "contiguous",
-    mask: Mask | AnyArray | None = None,
-    score: ScoreFunction | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
     return_lse: bool = False,
+    **options: Unpack[WeightOptions],
 ) -> tuple[Exchange, ...]:
     """What `parallel.attention` with these arguments exchanges, with gradients of all floats.
 
@@ -76,8 +73,7 @@ def exchanges(
         key: `[*B, S, K, H]`.
         value: `[*B, S, K, V]`.
         devices: how many share T and S.
-        scheme, order, mask, score, q_positions, kv_positions, return_lse: as in
-            `parallel.attention`.
+        scheme, order, return_lse, and other options: as in `parallel.attention`.
 
     Returns:
         The exchanges, those of the forward pass first.
@@ -99,14 +95,7 @@ def exchanges(
         shapes = check_shapes(query, key, value)
         for name, size in (("query", shapes.T), ("key", shapes.S)):
             placement.check_divisible(name, size, devices, order)
-        spec = make_spec(
-            shapes,
-            mask=mask,
-            score=score,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            lse=return_lse,
-        )
+        spec = make_spec(shapes, lse=return_lse, **options)
         call = _Call(prepare(spec, shapes), shapes, query.dtype, devices, order)
         found.extend(x for x in _SCHEMES[scheme](call) if x.bytes and x.times)
 

@@ -9,11 +9,11 @@ differences one from purple over white to orange.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from jattn._types import AnyArray, Indices
+from jattn._types import AnyArray, Positions
 from jattn.checks import check_flag, check_size, shown
 from jattn.masks import EMPTY, FULL, MIXED, Mask, MaskLike, Span, as_mask, tile_map
 from jattn.viz.inputs import checked_title, checked_tokens, checked_values, label
@@ -195,11 +195,10 @@ def show_mask(
     block: int | tuple[int, int] | None = None,
     b: int = 0,
     h: int = 0,
-    q_positions: Indices | None = None,
-    kv_positions: Indices | None = None,
     q_tokens: Sequence[str] | None = None,
     kv_tokens: Sequence[str] | None = None,
     title: str | None = None,
+    **positions: Unpack[Positions],
 ) -> Figure:
     """A mask pair by pair, and beside it the kind of each tile: empty, mixed or full.
 
@@ -213,11 +212,10 @@ def show_mask(
             which there are about eight tiles along an axis.
         b: the batch row, counted over all batch axes.
         h: the head.
-        q_positions: integer `[T]`, by default arange(T).
-        kv_positions: integer `[S]`, by default arange(S).
         q_tokens: T strings beside the rows, or None for numbers.
         kv_tokens: S strings below the columns; by default the `q_tokens`, where T = S.
         title: a line above.
+        positions: q_positions, integer `[T]`, and kv_positions, integer `[S]`; by default arange.
 
     Returns:
         The figure.
@@ -232,9 +230,8 @@ def show_mask(
     blocks = checked_block("block", block, T, S)
     rows, columns = _labels((T, S), q_tokens, kv_tokens)
     title = checked_title("title", title)
-    given = {"q_positions": q_positions, "kv_positions": kv_positions}
-    kinds = np.asarray(tile_map(as_mask(mask), T, S, *blocks, b=b, h=h, **given))
-    allowed = dense_mask(as_mask(mask), T, S, b, h, q_positions, kv_positions)
+    kinds = np.asarray(tile_map(as_mask(mask), T, S, *blocks, b=b, h=h, **positions))
+    allowed = dense_mask(as_mask(mask), T, S, b, h, **positions)
     width, height = _panel_size(rows, columns, (T, S), min(_CELL, 3.6 / max(T, S)))
     figure = _new_figure((2 * max(width, 2.6) + 0.8, max(height, 2.2) + 1.2), title)
     left, right = figure.subplots(1, 2)
@@ -250,12 +247,13 @@ def show_mask(
 
 
 def dense_mask(
-    mask: Mask, T: int, S: int, b: int, h: int, q_positions: Any = None, kv_positions: Any = None
+    mask: Mask, T: int, S: int, b: int, h: int, **positions: Unpack[Positions]
 ) -> np.ndarray:
     """bool `[T, S]` for one batch row and head. Sizes and positions were checked by `tile_map`."""
+    given = positions.get("q_positions"), positions.get("kv_positions")
     q, kv = (
         np.arange(size, dtype=np.int32) if x is None else np.asarray(x)
-        for size, x in ((T, q_positions), (S, kv_positions))
+        for size, x in zip((T, S), given, strict=True)
     )
     spans = Span(q, np.arange(T, dtype=np.int32)), Span(kv, np.arange(S, dtype=np.int32))
     return np.asarray(mask(b, h, *spans))

@@ -1,7 +1,7 @@
 """Weights of a few rows and heads of long attention, which fused implementations never hold."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jattn import softmax, tile
+from jattn._advised import advised
 from jattn._pytree import axis_names, axis_of, select_head
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
 from jattn.checks import check_array, check_size, shown
 from jattn.integers import is_integer, known_range
-from jattn.masks import MaskLike, Span
-from jattn.scores import ScoreLike
+from jattn.masks import Span
+from jattn.options import ScoreOptions
 from jattn.spec import Shapes, Spec, check_shapes, compiled, make_spec, nan_if_overflowed, prepare
 
 
@@ -28,6 +29,7 @@ def __dir__() -> list[str]:
 Places = int | Sequence[int] | Int[AnyArray, "_"]
 
 
+@advised(ScoreOptions)
 def weights_at(
     query: Queries,
     key: Keys,
@@ -35,12 +37,7 @@ def weights_at(
     *,
     rows: Places,
     heads: Places | None = None,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    precision: Any = None,
+    **options: Unpack[ScoreOptions],
 ) -> Float[Array, "*B n t S"]:
     """The weights of some queries in some heads, computed anew from queries, keys and lse.
 
@@ -58,7 +55,7 @@ def weights_at(
             None: each row is divided by its own sum, which is exact at any logits.
         rows: places of t queries, an integer or several.
         heads: places of n query heads; None: all.
-        mask, score, scale, q_positions, kv_positions, precision: as in `attention`.
+        options: as in `attention`.
 
     Returns:
         `[*B, n, t, S]` in float32 (float64), before any dropout. A query whose keys are all masked
@@ -68,15 +65,7 @@ def weights_at(
         TypeError, ValueError: for arguments that do not fit, before compilation.
     """
     shapes = check_shapes(query, key)
-    spec = make_spec(
-        shapes,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        precision=precision,
-    )
+    spec = make_spec(shapes, **options)
     if lse is not None:
         wanted = (*shapes.batch, shapes.N, shapes.T)
         check_array("lse", lse, "[*B, N, T]", shape=wanted)

@@ -1,0 +1,112 @@
+"""Arguments that a function does not have, answered with the line to write.
+
+`advised` looks at the names of a call before it is made. It shows neither in the signature of a
+function nor in a traceback.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
+
+from jattn._advice import ADVICE, WEIGHTS
+from jattn._debugging import hide_caller
+from jattn.options import parameters_of
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def advised_by(advice: Mapping[str, str], options: Any = None) -> Callable[[_F], _F]:
+    """Returns a decorator for functions and methods that answers by a table; see `advised`.
+
+    `options` is the class whose fields the function takes as `**options`.
+    """
+    return functools.partial(_advised, advice, options=options)
+
+
+def advised(options: Any = None) -> Callable[[_F], _F]:
+    """Returns a decorator for functions of attention. The TypeError about an argument that such a
+    function does not have says what to write instead, in arguments that the function has.
+
+    `options` is the class of `jattn.options` whose fields the function takes as `**options`.
+    """
+
+    def decorate(function: _F) -> _F:
+        taken = _parameters(function, options)
+        own = (
+            {**ADVICE, "need_weights": "return_weights=True"}
+            if "return_weights" in taken
+            else ADVICE
+        )
+        first = {name: line.partition("=")[0] for name, line in own.items()}
+        first |= {name: "return_lse" for name, line in own.items() if line == WEIGHTS}
+        fits = [name for name, x in first.items() if x in taken or not x.isidentifier()]
+        return _advised({name: own[name] for name in fits}, function, options)
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any], options: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of a function, with the fields of `options` in place of `**options`."""
+    parameters = dict(inspect.signature(function).parameters)
+    if options is None:
+        return parameters
+    parameters.popitem()
+    own: Any = options
+    fields = inspect.signature(own).parameters if is_dataclass(own) else parameters_of(own)
+    return {**parameters, **{name: x for name, x in fields.items() if name not in parameters}}
+
+
+def _advised(advice: Mapping[str, str], function: _F, options: Any = None) -> _F:
+    parameters = _parameters(function, options)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [name for name, x in parameters.items() if x.kind in kinds]
+    of_object = int(places[:1] == ["self"])
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            if unknown := named.keys() - parameters.keys():
+                name = min(unknown, key=lambda name: (name not in advice, name))
+                raise TypeError(
+                    f"{_name(function, arguments[:of_object])}: no argument {name!r}; "
+                    f"{_instead(name, [*parameters][of_object:], advice)}"
+                )
+            if len(arguments) > len(places):
+                raise TypeError(
+                    f"{_name(function, arguments[:of_object])}: expected "
+                    f"{', '.join(places[of_object:])} by place, got "
+                    f"{len(arguments) - of_object} arguments; name the others, as in mask=mask"
+                )
+            return function(*arguments, **named)
+        except BaseException as error:
+            hide_caller(error)
+            raise
+
+    if options is not None:
+        signature = inspect.signature(function)
+        vars(call)["__signature__"] = signature.replace(parameters=[*parameters.values()])
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:
+    """With that of the object's class, which may inherit the method."""
+    if not of_object:
+        return function.__qualname__
+    return f"{type(of_object[0]).__name__}.{function.__name__}"
+
+
+def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str:
+    """What to write in its place."""
+    if name in advice:
+        return f"write {advice[name]}"
+    candidates = [] if name in ADVICE else [*parameters, *advice]  # what is known is no misspelling
+    near = difflib.get_close_matches(name, candidates, n=1)
+    if near and near[0] in parameters:
+        return f"did you mean {near[0]!r}?"
+    if near:
+        return f"for {near[0]!r} write {advice[near[0]]}"
+    return f"there are {', '.join(parameters)}"

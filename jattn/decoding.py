@@ -1,0 +1,133 @@
+"""Decoding: attention of the next tokens, whose keys and values a cache takes."""
+
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jattn._advised import advised
+from jattn._debugging import may_be_minus_infinity
+from jattn._pytree import axis_names, axis_of
+from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values
+from jattn.attention import attention
+from jattn.cache import Cache
+from jattn.checks import check_array
+from jattn.masks import as_mask
+from jattn.options import CachedOptions
+from jattn.scores import as_score
+
+
+SomeCache = TypeVar("SomeCache", bound=Cache)
+
+
+@overload
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: SomeCache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CachedOptions],
+) -> tuple[Output, SomeCache]: ...
+@overload
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: SomeCache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[CachedOptions],
+) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
+@advised(CachedOptions)
+@may_be_minus_infinity(1)
+def cached_attention(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    cache: Cache,
+    *,
+    valid: Bool[AnyArray, "B T"] | None = None,
+    return_lse: bool = False,
+    **options: Unpack[CachedOptions],
+) -> Any:
+    """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
+
+    Any number of tokens; what a `RollingCache` cannot take at once goes in pieces.
+
+    Args:
+        query: `[B, T, N, H]`.
+        key: `[B, T, K, H]`.
+        value: `[B, T, K, V]`.
+        cache: a cache of `jattn.cache` for B rows.
+        valid: bool `[B, T]`, False for padding, which is not appended and whose `out` means
+            nothing.
+        return_lse: give `(out, lse [B, N, T])` in place of `out`, as `attention` does.
+        options: as in `attention`, but for positions, which the cache knows.
+
+    Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
+    check_array("query", query, "[B, T, N, H]")
+    if len(query.shape) != 4:
+        raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
+    arguments: dict[str, Any] = {**options, "return_lse": return_lse}
+    T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
+    if T > chunk:
+        return _in_pieces(query, key, value, cache, valid, arguments)
+    positions = cache.next_positions(T, valid)
+    grown: Any = cache.append(key, value, valid)
+    return attention(query, grown, q_positions=positions, **arguments), grown
+
+
+def _in_pieces(
+    query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
+) -> tuple[Any, Any]:
+    """`cached_attention` of as many tokens at a time as the cache takes."""
+    if arguments.get("dropout_rate"):
+        raise NotImplementedError(
+            f"dropout of more tokens at a time than the cache takes ({cache.chunk})"
+        )
+    (B, T), chunk = query.shape[:2], cache.chunk
+    pieces = -(-T // chunk)
+
+    def split(x: Any, axis: int = 1) -> Array:
+        x = jnp.moveaxis(jnp.asarray(x), axis, 0)
+        x = jnp.pad(x, ((0, pieces * chunk - T), *((0, 0),) * (x.ndim - 1)))
+        return jnp.moveaxis(x.reshape(pieces, chunk, *x.shape[1:]), 1, axis + 1)
+
+    # Arrays of mask and score along T are split with the queries.
+    rules = {"mask": as_mask(arguments.get("mask")), "score": as_score(arguments.get("score"))}
+    leaves, structure = jax.tree.flatten(rules)
+    letters = jax.tree.leaves([axis_names(rule) for rule in rules.values()])
+    axes = [axis_of("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
+    own = [
+        None if axis is None or x.shape[axis] == 1 else split(x, axis)
+        for axis, x in zip(axes, leaves, strict=True)
+    ]
+
+    def piece(cache: Cache, operands: Any) -> tuple[Cache, Any]:
+        query, key, value, valid, own = operands
+        here = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
+        given = arguments | jax.tree.unflatten(structure, here)
+        out, cache = cached_attention(query, key, value, cache, valid=valid, **given)
+        return cache, out
+
+    valid = jnp.ones((B, T), bool) if valid is None else valid
+    cache, results = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
+
+    def joined(x: Array, axis: int) -> Array:
+        """Pieces `[pieces, B, …, chunk, …]`, with the chunk at this axis of a piece, in one."""
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return jax.lax.slice_in_dim(x, 0, T, axis=axis)
+
+    if not isinstance(results, tuple):
+        return joined(results, 1), cache
+    out, *by_head = results
+    return (joined(out, 1), *(joined(x, 2) for x in by_head)), cache
