@@ -514,12 +514,14 @@ def check(kind: str, holder: Holder, T: int, implementation: str | None, numbers
             np.testing.assert_allclose(one, other, atol=1e-11)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_function_reads_what_is_held_when_it_is_called(name, kind):
     check(kind, HOLDERS[name], 7, "reference", (2, 5))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("T", [9, 1024])
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise"])
@@ -566,6 +568,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_reads_its_functions_again(name, kind):
