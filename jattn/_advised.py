@@ -8,8 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, is_typeddict
 
 from jattn._advice import ADVICE, WEIGHTS
 from jattn._debugging import hide_caller
@@ -55,8 +54,8 @@ def _parameters(function: Callable[..., Any], options: Any) -> dict[str, inspect
     if options is None:
         return parameters
     parameters.popitem()
-    own: Any = options
-    fields = inspect.signature(own).parameters if is_dataclass(own) else parameters_of(own)
+    is_typed = is_typeddict(options)
+    fields = parameters_of(options) if is_typed else inspect.signature(options).parameters
     return {**parameters, **{name: x for name, x in fields.items() if name not in parameters}}
 
 

@@ -92,7 +92,6 @@ class Tuning(NamedTuple):
     splash_block: queries and keys of a tile of the kernel for TPUs, at most.
     tpu_tile: queries and keys of a tile of our own kernel for TPUs, at most.
     tpu_decode_block: keys of a cache that the kernel for TPUs reads together, at most.
-    gpu_tile: queries and keys of a tile of the kernels by Triton, at most.
     gpu_programs: programs that keep a GPU busy.
     gpu_tiles_each: tiles of keys that are worth a program of their own on a GPU.
     gpu_cached_bytes: keys and values that the second cache of a GPU keeps beside everything else.
@@ -120,7 +119,6 @@ class Tuning(NamedTuple):
     splash_block: int = 512
     tpu_tile: tuple[int, int] = (512, 512)
     tpu_decode_block: int = 1024
-    gpu_tile: tuple[int, int] = (64, 64)
     gpu_programs: int = 256
     gpu_tiles_each: int = 4
     gpu_cached_bytes: int = 2**24

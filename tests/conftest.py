@@ -101,8 +101,6 @@ def pytest_pyfunc_call() -> Generator[None, Any, Any]:
 
 def pytest_configure(config: Any) -> None:
     """Programs of versions long gone do not fill the disk."""
-    if not ON_CPU:  # what runs there warns
-        config.addinivalue_line("filterwarnings", "ignore:The Pallas Triton backend is deprecated")
     programs = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     ours = programs.parent.name == ".pytest_cache" and not hasattr(config, "workerinput")
     if ours and programs.is_dir() and sum(x.stat().st_size for x in programs.iterdir()) > 4e9:
@@ -162,7 +160,7 @@ def _small_tiles(request):
         largest=16,
         in_turn=dtype not in ("bfloat16", "float16"),
     )
-    sizes = {"row": row, "max_width": 32, "max_written_out": 5, "gpu_tile": (16, 16)}
+    sizes = {"row": row, "max_width": 32, "max_written_out": 5}
     with tuning.using(**sizes), pytest.MonkeyPatch.context() as patch:
         splash = registry.KERNELS["splash"]._replace(interpreted=("cpu",))
         patch.setitem(registry.KERNELS, "splash", splash)

@@ -18,7 +18,7 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((1, T, 2, 8)), jnp.floa
 WITH_NAN = X.at[:, 1].set(jnp.nan)
 DEAD = masks.Dense(np.broadcast_to(np.arange(T)[:, None] != 2, (1, 1, T, T)))  # query 2 has no keys
 
-ON_CPU = (None, "reference", "blockwise", "native", "pallas", "triton", "tpu")
+ON_CPU = (None, "reference", "blockwise", "native", "tpu")
 
 
 def attention(implementation: str | None, **options: Any) -> Callable[[Any], Any]:

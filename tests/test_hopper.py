@@ -44,9 +44,9 @@ from jattn.spec import Origin, Shapes, Spec, Tiling, prepare
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
+from tests.kernels import assert_accurate, assert_parts
 from tests.oracle import error
 from tests.test_contract import assert_same
-from tests.test_triton import assert_accurate, assert_parts
 
 
 @pytest.fixture(autouse=True)
@@ -441,8 +441,7 @@ def hopper() -> Any:
 
 def translated(function: Any, given: Any) -> set[str]:
     """The names of kernels in a program for a Hopper GPU."""
-    calls = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
-    checks = [jax.export.DisabledSafetyCheck.custom_call(x) for x in calls]
+    checks = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     with jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh((), (), abstract_device=hopper())
     ):
@@ -453,13 +452,11 @@ def translated(function: Any, given: Any) -> set[str]:
 
 
 XLA_PRODUCT = "stablehlo.dot_general"
-KERNELS = {f"jattn_{x}" for x in ("forward", "d_queries", "d_keys", "d_parameter")}
 HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
-KERNELS |= HOPPER | {"jattn_mosaic_d_parameter", "jattn_mosaic_decode"}
+KERNELS = HOPPER | {"jattn_mosaic_d_parameter", "jattn_mosaic_decode"}
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_it_is_translated_for_cuda(name):
     call = TRANSLATED[name]

@@ -23,7 +23,7 @@ MOST = 2**31 - 1
 LEAST = -(2**31)
 EDGES = np.array([LEAST, LEAST + 1, -1, 0, 1, MOST - 1, MOST])
 FAR = np.array([7, 7 + 2**32, -(2**31) - 1, MOST, 2**40, 2**63 - 1, 7])
-OURS = ("reference", "blockwise", "native", "triton", "splash")
+OURS = ("reference", "blockwise", "native", "splash")
 T = S = len(EDGES)
 B, N, H = 2, 1, 16
 

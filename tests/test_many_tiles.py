@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import tuning
+from jattn import masks, tuning
+from jattn.kernels.common import block_mask
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.conftest import quick_jit
 from tests.test_contract import Results, assert_close, attend, everything, on_device, random_key
@@ -135,3 +136,17 @@ def test_vmap_of_the_kernel_for_cpus(name):
 )
 def test_vmap_over_several_tiles_of_every_case(implementation, name):
     check(implementation, name)
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_walk_visits_what_is_not_empty_and_full_tiles_first(static, by_key):
+    kinds = np.random.default_rng(0).integers(0, 3, (2, 1, 5, 4)).astype(np.int8)
+    visits = block_mask.of(kinds if static else jnp.asarray(kinds), by_key=by_key)
+    order, ends = map(np.asarray, visits.arrays)
+    kinds = kinds.swapaxes(-1, -2) if by_key else kinds
+    for b, i in np.ndindex(2, kinds.shape[2]):
+        full, visited = ends[b, 0, i]
+        row = order[b, 0, i]
+        assert sorted(row[:full]) == np.flatnonzero(kinds[b, 0, i] == masks.FULL).tolist()
+        assert sorted(row[full:visited]) == np.flatnonzero(kinds[b, 0, i] == masks.MIXED).tolist()

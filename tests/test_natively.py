@@ -17,8 +17,8 @@ from jattn.kernels import registry
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import ON_CPU, quick_jit
+from tests.kernels import CEILINGS, assert_accurate
 from tests.oracle import error
-from tests.test_triton import CEILINGS, assert_accurate
 
 
 PLATFORM = "cpu" if ON_CPU else {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())

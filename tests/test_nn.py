@@ -15,8 +15,8 @@ import pytest
 from flax import linen, nnx
 
 import jattn
-from jattn import masks, nn, positions, scores
 from jattn import _advice as advice
+from jattn import masks, nn, positions, scores
 from jattn.nn.variables import Constant
 
 

@@ -348,10 +348,10 @@ def given(*arguments: str, target: str = "h100") -> Any:
 
 
 def test_jobs_are_the_product_of_the_arguments():
-    asked = given("--cases", "full", "bias", "--head", "64", "128", "--implementation", "triton")
+    asked = given("--cases", "full", "bias", "--head", "64", "128", "--implementation", "ampere")
     found = command.chosen(asked, targets.H100)
     assert len(found) == len(set(found)) == 2 * 2 * 2
-    assert found[0] == Job("h100", "full", "triton", 64, "bfloat16", "forward")
+    assert found[0] == Job("h100", "full", "ampere", 64, "bfloat16", "forward")
     assert {x.which for x in found} == {"forward", "gradients"}
 
 
@@ -533,7 +533,6 @@ def test_every_mask_and_every_score_function_is_there():
 HEADS = (64, 128, 256, 80, 96)
 DTYPES = ("bfloat16", "float16", "float32")
 COMPILED = [
-    (targets.H100, "triton", DTYPES),
     (targets.H100, "hopper", DTYPES[:2]),
     (targets.A100, "ampere", DTYPES[:2]),
     (targets.B200, "blackwell", DTYPES[:2]),
@@ -584,7 +583,6 @@ def everything(case: Case, implementation: str, given: Inputs, key: Any) -> Any:
 
 @pytest.mark.exhaustive
 @pytest.mark.default_tiles
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
 @pytest.mark.usefixtures("compilers")
 @pytest.mark.parametrize(

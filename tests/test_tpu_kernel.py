@@ -13,8 +13,8 @@ from jattn import masks, scores, tuning
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
+from tests.kernels import assert_accurate, largest
 from tests.test_contract import everything, on_device
-from tests.test_triton import assert_accurate, largest
 
 
 @pytest.mark.one_in(47)

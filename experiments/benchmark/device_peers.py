@@ -40,7 +40,7 @@ class Calls(NamedTuple):
 
 
 Peer = Callable[[Task], Calls]
-_INTERPRETED_ON_CPUS = "pallas", "triton", "ampere", "hopper", "blackwell", "tpu"
+_INTERPRETED_ON_CPUS = "pallas", "ampere", "hopper", "blackwell", "tpu"
 
 
 def in_jax(task: Task, attend: Callable[..., Any], *rest: Any) -> Calls:

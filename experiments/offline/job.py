@@ -207,7 +207,7 @@ def _said(tool: str, *arguments: str) -> str:
 
 
 def _shared_memory(folder: Path) -> dict[str, int]:
-    """Bytes of shared memory that a block asks for at launch, by kernel: Mosaic's and Triton's."""
+    """Bytes of shared memory that a block asks for at launch, , by kernel."""
     found = {}
     for path in folder.glob("*.mlir-passes.log"):
         module = size = None

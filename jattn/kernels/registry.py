@@ -108,11 +108,10 @@ KERNELS: dict[str, Row] = {
     "blockwise": Row(blockwise),
     "pallas": Row(
         _PALLAS,
-        ("cuda", "rocm"),
+        ("cuda",),
         interpreted=("cpu",),
         reader=_PALLAS,
     ),
-    "triton": Row(Later("jattn.kernels.gpu.triton"), ("cuda", "rocm"), interpreted=("cpu",)),
     "tpu": Row(
         Later("jattn.kernels.tpu.tiled"),
         ("tpu",),

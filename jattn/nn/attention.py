@@ -297,11 +297,11 @@ class MultiHeadAttention(Module):
         return self.mask() if given is None else self.mask() & given
 
     def _score(self, given: ScoreLike) -> ScoreFunction | None:
-        score: ScoreFunction | None = as_score(given)
-        if self.score is None:
+        kept: Any = self.score
+        score = as_score(given)
+        if kept is None:
             return score
-        held: Any = self.score()
-        return held if score is None else held >> score
+        return kept() if score is None else kept() >> score
 
     @overload
     def __call__(

@@ -5,8 +5,6 @@ memory: those declared along B, N, T or S are read for one head and cut to the t
 function takes whole stays in memory, behind an object that reads the entries that are asked for.
 """
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -96,7 +94,7 @@ class TileIndex(NamedTuple):
 
 
 class SpecRefs:
-    """A spec as a kernel takes it: `arrays` to pass, and `tile` to read them there."""
+    """A spec as a kernel takes it: `arrays` to pass, and the parts of them that a tile reads."""
 
     def __init__(self, spec: Spec, tiling: Tiling):
         leaves, self.treedef = jax.tree.flatten(spec)
@@ -104,15 +102,6 @@ class SpecRefs:
         self.scalar = [x.ndim == 0 for x in leaves]
         self.arrays = [x.reshape(1) if x.ndim == 0 else x for x in leaves]
         self.sizes = dict(zip("TS", tiling, strict=True))
-
-    def tile(self, memory: list[Any], place: TileIndex) -> slicing.Tile:
-        """The tile at a place, with the spec cut to it."""
-        leaves = [_read(*part) for part in self.parts(memory, place)]
-        rows, columns = (
-            start + jnp.arange(self.sizes[letter], dtype=jnp.int32)
-            for letter, start in (("T", place.row), ("S", place.column))
-        )
-        return self.assembled(leaves, place.b, place.h, rows, columns)
 
     def parts(self, memory: list[Any], place: TileIndex) -> list[tuple[Any, tuple[Any, ...]]]:
         """Each array and the index of its part at a place: None for axes that are looked up."""
@@ -138,59 +127,6 @@ class SpecRefs:
         pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
         spans = (slicing.span_in_kernel(*x) for x in pairs)
         return slicing.Tile(spec, b, h, *spans)
-
-
-def _read(memory: Any, index: tuple[Any, ...]) -> Any:
-    """A part of an array, or a way to look entries up."""
-    return GatherRef(memory, index) if any(x is None for x in index) else memory[index]
-
-
-# What Pallas translates for GPUs.
-_PRIMITIVES = frozenset(
-    """abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
-    bitcast_convert_type broadcast_in_dim broadcast_to cbrt ceil clamp closed_call clz
-    concatenate cond convert_element_type cos cosh cumsum custom_jvp_call div dot_general eq
-    erf_inv eval_jaxpr exp exp2 expm1 floor ge get gt integer_pow iota is_finite jit le log
-    log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or pjit
-    population_count pow reduce_max reduce_min reduce_sum rem remat2 reshape rsqrt scan
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh split sqrt
-    square squeeze stack stop_gradient sub swap tan tanh transpose unstack while xor""".split()
-)
-
-
-def unsupported_reason(spec: Spec, shapes: Shapes, tiling: Tiling) -> str | None:
-    """What mask or score function do that a kernel cannot, found by tracing them for one tile."""
-    leaves, structure = jax.tree.flatten(
-        dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
-    )
-    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)
-
-
-@functools.lru_cache(maxsize=1024)
-def _unsupported_reason(
-    structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Tiling
-) -> str | None:
-    def inside(leaves: Any, products: Array) -> Array:
-        rules = SpecRefs(padded(structure, leaves, shapes, tiling), tiling)
-
-        def kernel(memory: Any, products: Any, result: Any) -> None:
-            here = rules.tile(memory, TileIndex(0, 0, 0, 0))
-            score, pull = jax.vjp(lambda x: here.modify(x, True), products[...])
-            result[...] = pull(score)[0]
-
-        nowhere = jax.typeof(products).manual_axis_type
-        result = jax.ShapeDtypeStruct(tiling, jnp.float32, manual_axis_type=nowhere)
-        return pl.pallas_call(kernel, out_shape=result)(rules.arrays, products)
-
-    leaves, products = [jax.ShapeDtypeStruct(*x) for x in avals], _products(tiling)
-    try:
-        program = jax.make_jaxpr(inside)(leaves, products)
-    except (TypeError, ValueError) as error:
-        raise_if_wrong_everywhere(structure, leaves, shapes, tiling)
-        return ONLY_INDEXED.format(error)
-    (kernel,) = (x.params["jaxpr"] for x in program.eqns if x.primitive.name == "pallas_call")
-    unknown = sorted(primitives(kernel) - _PRIMITIVES)
-    return f"a function of mask or score needs {', '.join(unknown)}" if unknown else None
 
 
 ONLY_INDEXED = "a function in a kernel can only index its operands, and captures no array: {}"

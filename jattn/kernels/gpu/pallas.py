@@ -1,38 +1,45 @@
-"""The kernels in Pallas for GPUs under one name.
+"""The kernels in Pallas for GPUs under one name, by the GPU that a program is lowered for.
 
-They are those in Mosaic, for the GPU that a program is lowered for. JAX gives up Triton, so its
-kernels run only where Mosaic has none: in float32, on AMD's GPUs, on those before Ampere, and on
-Ampere before JAX 0.12. On a CPU it is Triton's that are interpreted, since these are quicker there.
+On a CPU Hopper's are interpreted.
 """
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxtyping import Array
 
 from jattn.cache import Cache
 from jattn.kernels.common import few_queries
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import ampere, blackwell, hopper, registers, streams, triton
+from jattn.kernels.gpu import ampere, blackwell, hopper, registers, streams
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
-    """None or why none of them can."""
-    reasons = [kernel.supports(spec, shapes) for kernel in (hopper, blackwell, ampere, triton)]
-    return None if None in reasons else reasons[-1]
+    """None, or why no kernel can compute the call on any GPU."""
+    reasons = [kernel.supports(spec, shapes) for kernel in (hopper, blackwell, ampere)]
+    return None if None in reasons else reasons[0]
 
 
 def _kernels(platform: str) -> list[ModuleType]:
-    """Those for a platform, in the order in which they are tried."""
-    capability: tuple[int, ...] | None = streams.capability() if platform == "cuda" else (0,)
+    """The kernels for a platform, in the order in which they are tried.
+
+    Raises NotImplementedError for a GPU that has none.
+    """
+    capability = streams.capability() if platform == "cuda" else None
     if capability is None or capability == hopper.CAPABILITY:
-        return [hopper, triton]
-    if capability < ampere.LEAST or not registers.knows_ampere():
-        return [triton]
-    own = [blackwell] if capability[0] == blackwell.CAPABILITY else []
-    return [*own, ampere, triton]
+        return [hopper]
+    if capability < ampere.LEAST:
+        expected, found = (".".join(map(str, x)) for x in (ampere.LEAST, capability))
+        _refuse(f"expected compute capability {expected} or more, got {found}")
+    if not registers.knows_ampere():
+        _refuse(ampere.OLD)
+    return [blackwell, ampere] if capability[0] == blackwell.CAPABILITY else [ampere]
+
+
+def _refuse(reason: str | None) -> NoReturn:
+    raise NotImplementedError(f"implementation 'pallas': {reason}")
 
 
 def _chosen(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
@@ -41,7 +48,7 @@ def _chosen(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
         reason = kernel.supports(spec, shapes)
         if not reason:
             return kernel
-    raise NotImplementedError(f"implementation 'pallas': {reason}")
+    _refuse(reason)
 
 
 def functions(platform: str) -> AttentionVJP:
@@ -62,10 +69,7 @@ def functions(platform: str) -> AttentionVJP:
 
 def unreadable(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
     """Why a cache cannot be read in place."""
-    kernel = _reading(platform, spec, shapes)
-    if kernel is triton:
-        return "kernels in Triton take arrays"
-    return kernel.unreadable(platform, spec, shapes, cache)
+    return _reading(platform, spec, shapes).unreadable(platform, spec, shapes, cache)
 
 
 def _reading(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:

@@ -1,13 +1,10 @@
 """A parameter of a score function as kernels see it, that is, along which axes it runs."""
 
-import math
 from typing import NamedTuple
 
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn.spec import Spec, Tiling, parameter_letters, parameters
+from jattn.spec import Spec, parameter_letters, parameters
 
 
 class Parameter(NamedTuple):
@@ -31,10 +28,6 @@ class Parameter(NamedTuple):
         return not set(self.sizes) <= {"T", "S"}
 
     @property
-    def entries(self) -> int:
-        return math.prod(self.sizes.values())
-
-    @property
     def by_distance(self) -> bool:
         """Whether a tile reads the entries of its diagonals."""
         return "distances" in self.sizes
@@ -49,13 +42,6 @@ class Parameter(NamedTuple):
     def runs_along(self, letter: str) -> bool:
         return self.sizes.get(letter, 1) > 1
 
-    def block(self, tiling: Tiling) -> tuple[int, ...]:
-        """The shape of its part at a tile; all entries of one that is looked up."""
-        if self.looked_up:
-            return (pl.next_power_of_2(self.entries),)
-        at_tile = dict(zip("TS", tiling, strict=True))
-        return tuple(at_tile[x] if size > 1 else 1 for x, size in self.sizes.items())
-
     def shared(self, B: int, N: int) -> tuple[int, int]:
         """How many batch rows and heads of a call share one of those."""
         batch, heads = self.own
@@ -67,14 +53,3 @@ class Parameter(NamedTuple):
         if not any(map(self.runs_along, "TS")):
             sums = sums.sum(axis=2)
         return sums.reshape(*sums.shape[:2], *self.sizes.values())
-
-    def joined(self, parts: Array) -> Array:
-        """From those of all blocks, `[B, N, n, ...]`, the gradient for each head `[B, N, ...]`."""
-        along = [axis for axis, size in enumerate(self.sizes.values()) if size > 1]
-        if self.looked_up:
-            parts = parts.sum(axis=2)[..., : self.entries]
-        elif along:
-            parts = jnp.moveaxis(parts, 2, 2 + along[0])
-        else:
-            parts = parts.sum(axis=2)
-        return parts.reshape(*parts.shape[:2], *self.sizes.values())

@@ -1,0 +1,64 @@
+"""What tests of kernels have in common."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+import jattn
+from jattn import masks
+from jattn.kernels.common import block_mask
+from tests import test_contract as contract
+from tests.cases import CASES, inputs
+from tests.conftest import quick_jit
+from tests.oracle import error
+
+
+# Worst errors of gradients measured over all cases: 1.6e-2, 1.7e-3.
+CEILINGS = contract.CEILINGS | {"bfloat16": 2e-2, "float16": 2.5e-3}
+
+
+def assert_accurate(name: str, dtype: str, got: Any) -> None:
+    """As in the contract; in 16 bits, compared with a formula that rounds as matrix units do."""
+    x = inputs(CASES[name], dtype)
+    measured = contract.errors(got, contract.truth(CASES[name], x))
+    for what, plain in contract.plain_errors(name, dtype, dtype != "float32").items():
+        limit = 2 * plain + 4 * float(jnp.finfo(np.float32).eps)
+        ceiling = CEILINGS["float32" if what == "lse" else dtype]
+        assert measured[what] <= min(limit, ceiling), (what, measured, plain)
+    assert got.out.dtype == x.q.dtype
+    assert got.lse.dtype == np.float32
+    for label, gradient in got.gradients.items():
+        assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
+
+
+def assert_parts(
+    monkeypatch: Any, implementation: str, dtype: Any, expected: int, most: float
+) -> None:
+    """Few queries and many keys: the implementation splits the keys into so many parts, of which
+    some have none that may be attended to, and its error is at most so large."""
+    counted, parts = [], block_mask.parts
+    monkeypatch.setattr(block_mask, "parts", lambda *x: counted.append(parts(*x)) or counted[-1])
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 8)), dtype) for n in (2, 230, 230))
+    mask = masks.Lengths(kv=jnp.array([230, 17])) & masks.Window(left=200)
+    call = functools.partial(
+        jattn.attention, mask=mask, q_positions=jnp.array([200, 3]), return_lse=True
+    )
+    exact = (x.astype(jnp.float32) for x in (q, k, v))
+    got = quick_jit(functools.partial(call, implementation=implementation))(q, k, v)
+    want = quick_jit(functools.partial(call, implementation="reference"))(*exact)
+    assert counted == [expected]
+    for x, y in zip(got, want, strict=True):
+        assert error(x, y) <= most
+
+
+def largest(jaxpr: Any) -> int:
+    """The size of the largest array in a traced program."""
+    sizes = [0]
+    for equation in jaxpr.eqns:
+        sizes += [getattr(x.aval, "size", 0) for x in equation.outvars]
+        sizes += [largest(inner) for inner in jaxprs_in_params(equation.params)]
+    return max(sizes)
