@@ -19,7 +19,8 @@ from tests import test_readme
 
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DECLARED: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, BACKEND = DECLARED["project"], DECLARED["build-system"]["requires"]
 IMPORTED = """
 import sys, time
 begin = time.process_time()
@@ -31,7 +32,7 @@ print((time.process_time() - middle) / (middle - begin))
 print(*sorted(set(sys.modules) - before))
 """
 
-BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+BUILD = "from hatchling import build; build.build_sdist('dist')"
 SAMPLE = """
 import jax
 import numpy as np
@@ -98,7 +99,7 @@ def built(tmp_path_factory: Any) -> tuple[Path, Path]:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "jattn", source / "jattn", ignore=shutil.ignore_patterns("__pycache__"))
-    python = environment(folder / "environment", "setuptools>=77", "wheel")
+    python = environment(folder / "environment", *BACKEND)
     do(python, "-c", BUILD, folder=source)
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -120,6 +121,21 @@ def test_the_wheel_holds_the_library_and_nothing_else(built):
     pages = {name for name in tracked if name.endswith(".md")}  # for who reads the source
     assert {x for x in inside if ".dist-info/" not in x} == set(tracked) - pages
     assert f"jattn-{jattn.__version__}.dist-info/METADATA" in inside
+
+
+@pytest.mark.slow
+def test_a_clone_is_importable_from_the_folder_that_holds_it(tmp_path):
+    """A folder with the name of the package and without an `__init__.py` hides no installed one."""
+    clone = tmp_path / "jattn"
+    shutil.copytree(ROOT / "jattn", clone / "jattn")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    own = environment(tmp_path / "environment", *BACKEND, "editables")
+    options = ("-q", "--no-deps", "--no-build-isolation", "-e", clone)
+    do(own, "-m", "pip", "install", *options, folder=tmp_path)
+    find = "import importlib.util as x; print(x.find_spec('jattn').origin)"
+    found = Path(do(own, "-c", find, folder=tmp_path).strip())
+    assert found == clone / "jattn" / "__init__.py"
 
 
 @pytest.mark.slow
