@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores, tile, tuning
+from jattn import dropout, masks, scores, tuning
 from jattn.scores import ScoreFunction
 from tests import oracle
 from tests.cases import CASES, DTYPES, GENERAL, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
@@ -63,7 +63,7 @@ def kept(name: str) -> np.ndarray:
     case = CASES[name]
     rows, columns = jnp.arange(case.sizes.T), jnp.arange(case.sizes.S)
     per_head = jax.vmap(
-        lambda b, h: tile.keep(random_key(), case.rate, b, h, rows, columns), (None, 0)
+        lambda b, h: dropout.keep(random_key(), case.rate, b, h, rows, columns), (None, 0)
     )
     every = jax.vmap(per_head, (0, None))
     return np.asarray(every(jnp.arange(math.prod(case.sizes.batch)), jnp.arange(case.sizes.N)))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, scores, tile
+from jattn import dropout, masks, scores
 from tests.cases import GENERAL
 from tests.conftest import quick_jit
 
@@ -27,7 +27,7 @@ def keeper(rate: float, batch: int, heads: int) -> Any:
     """`key -> bool [batch, heads, T, S]` for places that are given."""
 
     def every(key: Any, rows: Any, columns: Any) -> Any:
-        one = lambda b, h: tile.keep(key, rate, b, h, rows, columns)  # noqa: E731
+        one = lambda b, h: dropout.keep(key, rate, b, h, rows, columns)  # noqa: E731
         by_head = jax.vmap(one, (None, 0))
         return jax.vmap(by_head, (0, None))(jnp.arange(batch), jnp.arange(heads))
 
@@ -191,13 +191,13 @@ def test_parts_of_the_decisions_are_decided_alike():
     shuffled = quick_jit(keeper(0.3, 2, 3))(KEY, jnp.asarray(order), jnp.arange(47))
     np.testing.assert_array_equal(shuffled, whole[:, :, order])
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 32, 46), (1, 0, 17, 3)):
-        one = tile.keep(KEY, 0.3, b, h, jnp.array([i]), jnp.array([j]))
+        one = dropout.keep(KEY, 0.3, b, h, jnp.array([i]), jnp.array([j]))
         assert bool(one[0, 0]) == whole[b, h, i, j]
 
 
 def test_decisions_do_not_depend_on_the_width_of_integers():
     whole = decisions(0.3, 2, 3, 5, 7)
-    narrow = tile.keep(
+    narrow = dropout.keep(
         KEY, 0.3, np.int32(1), np.uint8(2), jnp.arange(5, dtype=jnp.int32), np.arange(7)
     )
     np.testing.assert_array_equal(narrow, whole[1, 2])
@@ -237,16 +237,16 @@ def test_decisions_are_those_of_the_hash(rate):
     """In Python's integers, which do not overflow."""
     whole = lambda x: mixed(x, 0x846CA68B) ^ mixed(x, 0x846CA68B) >> 16  # noqa: E731
     last = 0x846CA68B, 0x846CA68B * 2891336453 % 2**32
-    seed = int(tile.seed(KEY, 1, 2))
+    seed = int(dropout.seed(KEY, 1, 2))
     expected = [
         [
             mixed((whole(seed ^ whole(i & ~8)) + whole(j + 0x85EBCA6B)) % 2**32, last[i >> 3 & 1])
-            >= tile.threshold(rate)
+            >= dropout.threshold(rate)
             for j in range(30)
         ]
         for i in range(40)
     ]
-    got = tile.keep(KEY, rate, 1, 2, jnp.arange(40), jnp.arange(30))
+    got = dropout.keep(KEY, rate, 1, 2, jnp.arange(40), jnp.arange(30))
     np.testing.assert_array_equal(got, expected)
 
 

@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores, tile, tuning
+from jattn import dropout, masks, scores, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu import (
     ampere,
@@ -1136,12 +1136,12 @@ def test_weights_that_dropout_keeps_have_room_to_grow(implementation):
 def test_kernels_are_told_which_queries_share_a_hash(rows, first):
     """Those that lie eight places apart. Where these have others, nothing is shared."""
     shapes = Shapes((2,), 64, 64, 3, 1, 64, 64, jnp.dtype("bfloat16"))
-    dropout = {"dropout_rate": 0.5, "dropout_key": tile.key_words(jax.random.key(3))}
-    spec = Spec(masks.Full(), None, 1.0, None, None, **dropout)
+    rule = {"dropout_rate": 0.5, "dropout_key": dropout.key_words(jax.random.key(3))}
+    spec = Spec(masks.Full(), None, 1.0, None, None, **rule)
     if first is not None:
         origin = Origin(0, 0, q=first + jnp.arange(64, dtype=jnp.int32))
         spec = dataclasses.replace(spec, origin=origin)
-    hashes = tile.hashed(spec, shapes, rows=rows).dropout_key
+    hashes = dropout.hashed(spec, shapes, rows=rows).dropout_key
     parts = hashes.rows, hashes.seeds, hashes.columns, hashes.places
     head = [x if x is None or x.ndim == 1 else x[1, 2] for x in parts]
     found = []
@@ -1151,13 +1151,15 @@ def test_kernels_are_told_which_queries_share_a_hash(rows, first):
         return x
 
     def keeps(head: Any, places: Any) -> Any:
-        own = dataclasses.replace(spec, origin=None, dropout_key=tile.Hashes(*head, dropped=None))
-        return tile.keeps(own, 1, 2, Span(places, places), Span(places, places))
+        own = dataclasses.replace(
+            spec, origin=None, dropout_key=dropout.Hashes(*head, dropped=None)
+        )
+        return dropout.keeps(own, 1, 2, Span(places, places), Span(places, places))
 
     places = jnp.arange(64, dtype=jnp.int32)
     kept = mosaic_interpreter.run(keeps, head, places, held=mosaic_interpreter.Held(shared=noted))
     own = places if first is None else first + places
-    wanted = tile.keep(spec.dropout_key, 0.5, 1, 2, own, places)
+    wanted = dropout.keep(spec.dropout_key, 0.5, 1, 2, own, places)
     assert np.array_equal(kept, wanted)
     assert len(found) == (first is None)
     for x in found:
@@ -1198,7 +1200,7 @@ def test_registers_that_are_named_alike_hold_the_same(by, by_key):
     rows, columns = unit.rows, 96
     queries = columns if by_key else rows
     pairs = {
-        "t": (registers._share, np.arange(queries) & ~tile.SHARED),
+        "t": (registers._share, np.arange(queries) & ~dropout.SHARED),
         "ts": (registers._share_diagonals, np.arange(rows)[:, None] - np.arange(columns)),
     }
     for axes, (change, values) in pairs.items():

@@ -26,7 +26,7 @@ ROOMS = (
     ("softmax", "masks", "scores", "positions"),
     ("options", "cache"),
     ("spec", "_advised"),
-    ("tile",),
+    ("tile", "dropout"),
     ("kernels.common",),
     ("kernels.protocol",),
     ("kernels.cpu",),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, scores, tile, tuning
+from jattn import dropout, masks, scores, tuning
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -187,7 +187,7 @@ def test_self_attention_drops_weights():
     got = jattn.self_attention(x, *weights, dropout_rate=0.4, dropout_key=key)
     query, keys = (jnp.einsum("bte,eh->bth", x, w)[:, :, None] for w in weights[:2])
     shares = np.asarray(jattn.attention_weights(query, keys))[:, 0]
-    kept = [tile.keep(key, 0.4, b, 0, jnp.arange(T), jnp.arange(T)) for b in range(B)]
+    kept = [dropout.keep(key, 0.4, b, 0, jnp.arange(T), jnp.arange(T)) for b in range(B)]
     assert 0 < np.mean(kept) < 1
     want = np.where(kept, shares / 0.6, 0) @ (np.asarray(x) @ np.asarray(weights[2]))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
@@ -440,7 +440,7 @@ def test_additive_attention_drops_weights():
     key = jax.random.key(5)
     whole = additive(**inputs)
     got = additive(**inputs, dropout_rate=0.3, dropout_key=key)
-    kept = [tile.keep(key, 0.3, b, 0, jnp.arange(T), jnp.arange(S)) for b in range(B)]
+    kept = [dropout.keep(key, 0.3, b, 0, jnp.arange(T), jnp.arange(S)) for b in range(B)]
     assert 0 < np.mean(kept) < 1
     np.testing.assert_allclose(got, np.where(kept, whole / 0.7, 0), rtol=1e-14)
 
@@ -638,7 +638,7 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
     learned = (jnp.asarray(0.7), bias, by_row)
     key = jax.random.key(5)
     places = jnp.arange(queries), jnp.arange(keys)
-    kept = jnp.stack([tile.keep(key, 0.3, b, 0, *places) for b in range(B)])
+    kept = jnp.stack([dropout.keep(key, 0.3, b, 0, *places) for b in range(B)])
     arrays = on_device(long_inputs(queries, keys))
 
     def attend(arrays, learned):

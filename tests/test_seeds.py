@@ -40,7 +40,7 @@ from experiments.walkthrough.printed import (
     R,
     X,
 )
-from jattn import masks, tile
+from jattn import dropout, masks
 
 
 # Document 004, "Understanding the attention mechanism": everything from np.random.seed(0)
@@ -284,7 +284,7 @@ def test_document_000_dropout_example():
     assert sorted(set(np.round(got[:, 0], 12))) == [0, 0.375]
     assert sorted(set(np.round(got[:, 1], 12))) == [0, 0.75]
     assert sorted(set(np.round(got[:, 2], 12))) == [0, 0.125]
-    kept = np.asarray(tile.keep(seed, 0.2, 0, 0, jnp.arange(rows), jnp.arange(3)))
+    kept = np.asarray(dropout.keep(seed, 0.2, 0, 0, jnp.arange(rows), jnp.arange(3)))
     np.testing.assert_array_equal(got != 0, kept)
     assert abs(kept.mean() - 0.8) < 5 * math.sqrt(0.8 * 0.2 / kept.size)
     # "The sum of the weights over all inputs may not be exactly 1."

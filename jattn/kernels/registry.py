@@ -143,8 +143,8 @@ KERNELS: dict[str, Row] = {
 """By name, in the order in which `implementation=None` tries them on their platforms.
 
 Blockwise can compute every call, so a call has to name the kernels behind it. On CUDA, None gives
-cuDNN only where cuDNN supports the call. One of its conditions is that `XLA_FLAGS` tells XLA to use
-deterministic operations (`--xla_gpu_deterministic_ops=true`). Otherwise None gives blockwise there.
+cuDNN where cuDNN supports the call. Its forward pass is deterministic; its gradients are, as XLA's
+scatters are, if `XLA_FLAGS` holds `--xla_gpu_deterministic_ops=true`.
 """
 
 NAMES: tuple[str, ...] = (*KERNELS, "reference")

@@ -20,7 +20,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float
 
-from jattn import tile
+from jattn import dropout
 from jattn.checks import check_array, check_flag, check_rate
 from jattn.nn._types import RandomSource
 from jattn.nn.checks import check_features, check_module
@@ -172,7 +172,7 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class Dropout(nnx.Dropout):
-    """Flax's dropout, decided by the hash of `tile.keep`. Attention draws its key from here too.
+    """Flax's dropout, decided by the hash of `dropout.keep`. Attention draws its key from here too.
 
     Random bits that nobody could predict would take as long to make as the layers take.
 
@@ -221,7 +221,7 @@ class Dropout(nnx.Dropout):
             return inputs
         rows, columns = math.prod(inputs.shape[:-1]), inputs.shape[-1]
         indices = jnp.arange(rows, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
-        kept = tile.keep(key, self.rate, 0, 0, *indices).reshape(inputs.shape)
+        kept = dropout.keep(key, self.rate, 0, 0, *indices).reshape(inputs.shape)
         return jnp.where(kept, inputs / (1 - self.rate), 0).astype(inputs.dtype)
 
 

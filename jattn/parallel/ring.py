@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import softmax, tile
+from jattn import dropout, softmax
 from jattn._pytree import axis_names, axis_of
 from jattn._types import LogSumExp, Output, accumulation
 from jattn.kernels.common import reverse_mode, slicing
@@ -464,7 +464,7 @@ def attend(
     """
     T, S, n = query.shape[1], key.shape[1], axes.devices
     if spec.dropout_rate:
-        spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
+        spec = dataclasses.replace(spec, dropout_key=dropout.key_words(spec.dropout_key))
     route = Route.of(spec, n * T, n * S, n, axes.order)
     count = rounds.count(Shapes.of(query, value)) if route.hops else 1
     call = Call(Ring(axes, route, S, implementation), count)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jattn import masks, tile
+from jattn import dropout, masks, tile
 from jattn._pytree import axis_names, axis_of
 from jattn._types import Shape, Size
 from jattn.kernels.common.tile_schedule import Run
@@ -70,17 +70,17 @@ class Tile(NamedTuple):
         return jax.vjp(modify, products, parameters(self.spec))
 
     def drop(self, weights: Array) -> Array:
-        return tile.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
+        return dropout.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
 
     def drop_unscaled(self, weights: Array) -> Array:
-        """Dropout by `tile.Hashes` on weights; those that it keeps stay as they are."""
+        """Dropout by `dropout.Hashes` on weights; those that it keeps stay as they are."""
         if self.spec.dropout_rate == 0:
             return weights
         return jnp.where(self.keeps(), weights, self.spec.dropout_key.dropped)
 
     def keeps(self) -> Array:
         """Which weights dropout keeps."""
-        return tile.keeps(self.spec, self.b, self.h, self.rows, self.columns)
+        return dropout.keeps(self.spec, self.b, self.h, self.rows, self.columns)
 
 
 def _axes(letters: str, leaf: Any) -> list[tuple[int, str]]:
@@ -181,7 +181,7 @@ class Call(NamedTuple):
             return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), *wide))
 
         if spec.dropout_rate:
-            spec = dataclasses.replace(spec, dropout_key=tile.key_words(spec.dropout_key))
+            spec = dataclasses.replace(spec, dropout_key=dropout.key_words(spec.dropout_key))
         return cls(
             pad_spec(spec, shapes.T, shapes.S, T, S),
             shapes._replace(T=T, S=S, H=width(shapes.H), V=width(shapes.V)),

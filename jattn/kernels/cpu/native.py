@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn import tile, tuning
+from jattn import dropout, tile, tuning
 from jattn._pytree import flatten_batch, is_static, number, select_head
 from jattn._types import accumulation
 from jattn.kernels.common import lowering, tile_schedule
@@ -151,8 +151,8 @@ def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> Operands:
     nothing = jnp.zeros((1, 1, 0), jnp.int32)
     seeds, threshold = jnp.zeros((1, 1, 0), jnp.uint32), 0
     if spec.dropout_rate:
-        threshold = tile.threshold(spec.dropout_rate)
-        each = jax.vmap(lambda b, h: tile.seed(spec.dropout_key, b, h), (None, 0))
+        threshold = dropout.threshold(spec.dropout_rate)
+        each = jax.vmap(lambda b, h: dropout.seed(spec.dropout_key, b, h), (None, 0))
         every = jax.vmap(each, (0, None))
         b, h = (spec.origin.b, spec.origin.h) if spec.origin else (0, 0)
         rows, heads = (

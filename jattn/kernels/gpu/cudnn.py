@@ -12,7 +12,6 @@ wants query, key and value sharded alike, and neither tokens nor head sizes shar
 """
 
 import functools
-import os
 from typing import Any, NamedTuple
 
 import jax
@@ -181,23 +180,7 @@ def _device_reason(shapes: Shapes) -> str | None:
         return f"expected a compute capability of 8.0 or more, got {device.compute_capability}"
     if shapes.H > 128 and capability < tuple(map(int, _HOPPER.split("."))):
         return f"head size {shapes.H} > 128 needs compute capability {_HOPPER} or more"
-    if not _deterministic():
-        return (
-            "its gradients differ from run to run "
-            "unless XLA_FLAGS holds --xla_gpu_deterministic_ops=true"
-        )
     return None
-
-
-def _deterministic() -> bool:
-    """Whether XLA is told to let cuDNN add up gradients in one order."""
-    names = ("deterministic_ops", "exclude_nondeterministic_ops")
-    flags = os.environ.get("XLA_FLAGS", "").lower().split()
-    return any(
-        flag in (f"--xla_gpu_{name}", f"--xla_gpu_{name}=true", f"--xla_gpu_{name}=1")
-        for flag in flags
-        for name in names
-    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -50,8 +50,8 @@ def _unchanged(x: Array) -> Array:
 
 class Held(NamedTuple):
     """How arrays are held in registers. `lay` puts a tile where others lie that was spread from
-    rows or columns. `shared` is what becomes of `tile.jattn_shared`, and `diagonals` of a tile that
-    is the same along each of its diagonals."""
+    rows or columns. `shared` is what becomes of `dropout.jattn_shared`, and `diagonals` of a tile
+    that is the same along each of its diagonals."""
 
     lay: Callable[[Array], Array] = _unchanged
     shared: Callable[[Array], Array] = _unchanged

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import masks, scores, tile
+from jattn import dropout, masks, scores
 from jattn._pytree import is_static, number
 from jattn.kernels.common import block_mask, slicing
 from jattn.kernels.gpu import kernel_refs, mosaic_interpreter
@@ -456,7 +456,7 @@ class Problem(NamedTuple):
         (q, kv), rows = (x if columns is None else min(x, columns) for x in tiling), unit.rows
         own = Tiling(q, rows) if by_key else Tiling(rows, kv)
         # Rows that come by have their hashes with them, others make theirs once.
-        spec = tile.hashed(spec, shapes, rows=by_key)
+        spec = dropout.hashed(spec, shapes, rows=by_key)
         factors, spec = Factors.of(spec)
         rules, drops = refs(spec, own, by_key), spec.dropout_rate > 0
         unit = unit._replace(apart=by_key or rules.differs_by_key())

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn import softmax, tile
+from jattn import dropout, softmax, tile
 from jattn._types import LogSumExp, Output, Weights
 from jattn.kernels.common import reverse_mode
 from jattn.spec import Shapes, Spec
@@ -28,7 +28,7 @@ def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple
     factor = softmax.headroom(softmax.greatest(tile.finite(v.astype(score.dtype))), v.shape[0])
 
     def weigh(weights: Array) -> Array:
-        dropped = tile.drop(spec, weights, b, h, rows, columns)
+        dropped = dropout.drop(spec, weights, b, h, rows, columns)
         return tile.weigh(dropped, v.astype(score.dtype) * factor, spec.precision)
 
     out, normalizer = softmax.finish(softmax.of(score, weigh))
@@ -57,7 +57,7 @@ def _one_head_weights(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns)
     part = softmax.of(score, lambda weights: weights)
-    return tile.drop(spec, softmax.finish(part)[0], b, h, rows, columns)
+    return dropout.drop(spec, softmax.finish(part)[0], b, h, rows, columns)
 
 
 def lse(spec: Spec, query: Array, key: Array) -> LogSumExp:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import softmax, tile
+from jattn import dropout, softmax, tile
 from jattn._types import Size, accumulation
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
@@ -78,7 +78,7 @@ def _forward_head(
     score, _ = _scores(select, spec, b, h, spans, q, k, v)
 
     def weigh(weights: Array) -> Array:
-        dropped = tile.drop(spec, weights, b, h, *spans)
+        dropped = dropout.drop(spec, weights, b, h, *spans)
         return jnp.dot(dropped, values, precision=spec.precision)
 
     if keep:
@@ -119,9 +119,9 @@ def _backward_head(
 
     weights = kept[0] if kept else _weights(select, score)[0]
     d_dropped = contract("tv,sv->ts", d_out, values)
-    d_weights = tile.drop(spec, d_dropped, b, h, *spans)
+    d_weights = dropout.drop(spec, d_dropped, b, h, *spans)
     d_products, d_params = pull(weights * (d_weights - delta[:, None]))
-    dropped = tile.drop(spec, weights, b, h, *spans)
+    dropped = dropout.drop(spec, weights, b, h, *spans)
     d_q = contract("ts,sh->th", d_products, keys) * scale
     d_k = contract("st,th->sh", _transposed(d_products), queries)
     d_v = contract("st,tv->sv", _transposed(dropped), d_out)

@@ -1,0 +1,170 @@
+"""Which weights dropout drops: a hash of (key, b, h, query place, key place).
+
+A decision depends on nothing else, so that it is the same for every implementation, tiling and
+sharding, and in forward and backward passes. `drop` applies it to weights, `hashed` prepares what
+kernels compute once for all tiles.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt32
+
+from jattn._pytree import array_field, number, pytree_dataclass
+from jattn._types import Indices
+from jattn.masks import Span, span
+from jattn.spec import Shapes, Spec
+
+
+def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A bijection of 32-bit words in which each input bit flips about half of the output.
+
+    Two rounds of multiply and xor-shift, with the constants of Wellons's "lowbias32" (2018).
+    """
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def key_words(key: Array | tuple[Array, ...]) -> tuple[UInt32[Array, ""], ...]:
+    """The words of a random key; words as they are, for kernels, which cannot take keys apart."""
+    if isinstance(key, tuple):
+        return key
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    words = jax.random.key_data(key) if typed else key
+    return tuple(words.reshape(-1).astype(jnp.uint32))
+
+
+def seed(key: Any, b: Any, h: Any) -> UInt32[Array, ""]:
+    """A hash of (key, b, h), of which the dropout of one head is made."""
+    first, *rest = key_words(key)
+    seed = _mix(first)
+    for word in (*rest, b, h):
+        seed = _mix(seed + np.uint32(0x9E3779B9) ^ jnp.asarray(word).astype(jnp.uint32))
+    return seed
+
+
+def threshold(rate: float) -> int:
+    """A weight is dropped where the 32 bits of its hash are less."""
+    return min(round(rate * 2**32), 2**32 - 1)
+
+
+def keep(
+    key: Any, rate: float, b: Any, h: Any, q_places: Indices, kv_places: Indices
+) -> Bool[Array, "t s"]:
+    """Which weights dropout keeps, `[t, s]`: each with probability 1 − rate.
+
+    A hash of (key, b, h, query place, key place), so that the decision about a weight is the same
+    however attention is tiled, mapped or sharded, and in forward and backward.
+    """
+    rows = _row_hash(seed(key, b, h), q_places)
+    return _kept(rate, rows, q_places, _column_hash(kv_places))
+
+
+def _row_hash(seed: UInt32[Array, ""], places: Indices) -> UInt32[Array, " t"]:
+    own = jnp.asarray(places).astype(jnp.uint32) & np.uint32(2**32 - 1 - SHARED)
+    return _mix(seed ^ _mix(own))
+
+
+def _column_hash(places: Indices) -> UInt32[Array, " s"]:
+    return _mix(jnp.asarray(places).astype(jnp.uint32) + np.uint32(0x85EBCA6B))
+
+
+# Queries whose places differ in this bit share a hash but for its last multiplication: of a tile of
+# products, the matrix units of GPUs leave both to the same thread.
+SHARED = 8
+# With the second number words are the first one's times 2891336453, a multiplier of which pairs are
+# spread most evenly (L'Ecuyer 1999, table 4).
+_LAST = 0x846CA68B, 0x846CA68B * 2891336453 % 2**32
+
+
+def _kept(
+    rate: float, rows: UInt32[Array, " t"], q_places: Indices, columns: UInt32[Array, " s"]
+) -> Bool[Array, "t s"]:
+    """Whether the sum of two hashes, mixed by the rounds of `_mix` without the last shift, is at
+    least the threshold."""
+    x = rows[:, None] + columns[None, :]
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    second = jnp.asarray(q_places).astype(jnp.uint32) & np.uint32(SHARED)
+    first, other = map(np.uint32, _LAST)
+    last = jnp.where(second == 0, first, other)
+    return (x ^ (x >> 15)) * last[:, None] >= np.uint32(threshold(rate))
+
+
+@jax.jit
+def jattn_shared(rows: UInt32[Array, " t"]) -> UInt32[Array, " t"]:
+    """Hashes of queries of a tile, equal for places that differ in the bit `SHARED` alone. Kernels
+    know this function by its name, and compute once what follows from two of them."""
+    return rows
+
+
+@pytree_dataclass
+class Hashes:
+    """In place of a spec's dropout key: what is computed once for all tiles. Of queries it has
+    hashes, or seeds of which each tile makes them; `places` are those in the whole call of which
+    this is a piece, None where they are its own. `dropped` is 0, what dropped weights become, where
+    compilers do not know it: they would select among narrow numbers, one by one."""
+
+    rows: Any = array_field("*B N T")
+    seeds: Any = array_field("*B N")
+    columns: Any = array_field("S")
+    places: Any = array_field("T")
+    dropped: Any = array_field("")
+
+
+def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
+    """The spec of one flat batch axis with `Hashes` in place of its dropout key, if it has one;
+    with those of rows or with seeds."""
+    if spec.dropout_rate == 0:
+        return spec
+    at = functools.partial(_places, spec, rows=span(shapes.T, None), columns=span(shapes.S, None))
+
+    def one(b: Any, h: Any) -> Array:
+        b, h, places, _ = at(b, h)
+        own = seed(spec.dropout_key, b, h)
+        return _row_hash(own, places) if rows else own
+
+    each = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+    found = each(*(jnp.arange(size, dtype=jnp.int32) for size in (shapes.B, shapes.N)))
+    hashes = Hashes(
+        found if rows else None,
+        None if rows else found,
+        _column_hash(at(0, 0)[3]),
+        None if spec.origin is None else spec.origin.q,
+        jnp.zeros((), jnp.float32),
+    )
+    return dataclasses.replace(spec, dropout_key=hashes, origin=None)
+
+
+def drop(
+    spec: Spec, weights: Float[Array, "t s"], b: Any, h: Any, rows: Span, columns: Span
+) -> Float[Array, "t s"]:
+    """Dropout on weights: the kept ones scaled by 1 / (1 − rate), the others 0."""
+    if spec.dropout_rate == 0:
+        return weights
+    kept = keeps(spec, b, h, rows, columns)
+    return weights * jnp.where(kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
+
+
+def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, "t s"]:
+    """Which weights the dropout of a spec keeps."""
+    key, rate = spec.dropout_key, spec.dropout_rate
+    if isinstance(key, Hashes):
+        places = rows.places if key.places is None else key.places
+        own = _row_hash(key.seeds, places) if key.rows is None else key.rows
+        own = jattn_shared(own) if key.places is None else own
+        return _kept(rate, own, places, key.columns)
+    return keep(key, rate, *_places(spec, b, h, rows, columns))
+
+
+def _places(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Any, Any]:
+    """Batch row, head and places as they are in the whole call of which this may be a piece."""
+    if spec.origin is None:
+        return b, h, rows.places, columns.places
+    q, kv = spec.origin.q, spec.origin.kv
+    rows_at, columns_at = (rows.places if q is None else q), (columns.places if kv is None else kv)
+    return b + number(spec.origin.b), h + number(spec.origin.h), rows_at, columns_at
