@@ -21,20 +21,19 @@ SPEC = make_spec(SHAPES, mask=masks.Causal())
 
 
 @pytest.mark.parametrize(
-    ("platform", "capability", "expected"),
+    ("capability", "expected"),
     [
-        ("cuda", "9.0", hopper),
-        ("cuda", "8.0", ampere),
-        ("cuda", "12.0", ampere),
-        ("cuda", "10.0", blackwell),
-        ("cuda", None, hopper),  # JAX compiles for one, too
-        ("cpu", "9.0", hopper),
+        ("9.0", hopper),
+        ("8.0", ampere),
+        ("12.0", ampere),
+        ("10.0", blackwell),
+        (None, hopper),  # JAX compiles for one, too
     ],
 )
-def test_which_kernel_runs(monkeypatch, platform, capability, expected):
+def test_which_kernel_runs(monkeypatch, capability, expected):
     on_gpu(monkeypatch, capability, products=True)
     for dtype in (jnp.bfloat16, jnp.float16):
-        assert pallas._chosen(platform, SPEC, SHAPES._replace(dtype=jnp.dtype(dtype))) is expected
+        assert pallas._chosen(SPEC, SHAPES._replace(dtype=jnp.dtype(dtype))) is expected
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_which_kernel_runs(monkeypatch, platform, capability, expected):
 def test_a_gpu_without_a_kernel_is_named(monkeypatch, capability, products, dtype, reason):
     on_gpu(monkeypatch, capability, products)
     with pytest.raises(NotImplementedError, match=f"implementation 'pallas': .*{reason}"):
-        pallas._chosen("cuda", SPEC, SHAPES._replace(dtype=jnp.dtype(dtype)))
+        pallas._chosen(SPEC, SHAPES._replace(dtype=jnp.dtype(dtype)))
 
 
 def on_gpu(monkeypatch: Any, capability: str | None, products: bool) -> None:
@@ -82,4 +81,24 @@ def test_caches_are_read_in_place(monkeypatch):
 def test_a_reason_where_none_can():
     q = jnp.ones((1, 8, 1, 300), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="'pallas': expected head sizes up to 256"):
+        jattn.attention(q, q, q, implementation="pallas")
+
+
+def test_it_is_lowered_for_cuda_on_a_machine_without():
+    """Each implementation that `explain` says can run, and those of one GPU by the common name."""
+    q = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    said = jattn.explain(q, q, q, mask=masks.Causal(), platform="cuda")
+    can = [name for name, reason in said.items() if reason is None]
+    assert can == ["blockwise", "pallas", "reference"]
+    assert "'pallas', which stands for it" in (said["hopper"] or "")
+    assert (said["cudnn"] or "").startswith("runs on a machine with a GPU: ")
+    for name in (None, *can):
+        attend = functools.partial(jattn.attention, mask=masks.Causal(), implementation=name)
+        lowered = jax.jit(attend).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("jattn_hopper_forward" in lowered) == (name == "pallas")
+
+
+def test_it_is_not_interpreted():
+    q = jnp.ones((1, 8, 1, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="'pallas': is for cuda, the program is for cpu"):
         jattn.attention(q, q, q, implementation="pallas")

@@ -106,12 +106,7 @@ KERNELS: dict[str, Row] = {
         unbuilt=_NATIVE.unbuilt,
     ),
     "blockwise": Row(blockwise),
-    "pallas": Row(
-        _PALLAS,
-        ("cuda",),
-        interpreted=("cpu",),
-        reader=_PALLAS,
-    ),
+    "pallas": Row(_PALLAS, ("cuda",), reader=_PALLAS),
     "tpu": Row(
         Later("jattn.kernels.tpu.tiled"),
         ("tpu",),
@@ -184,6 +179,7 @@ def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
     found = {
         name: _unsupported(row, spec, shapes)
         or _elsewhere(row, platform, named=True)
+        or _traced_elsewhere(row, platform)
         or row.too_small(spec, shapes)
         or row.unavailable(shapes, False)
         or row.unbuilt(spec, shapes)
@@ -278,6 +274,16 @@ def _elsewhere(row: Row, platform: str, *, named: bool) -> str | None:
     if row.platforms and platform not in (*row.platforms, *(row.interpreted if named else ())):
         return f"is for {' and '.join(row.platforms)}, the program is for {platform}"
     return None
+
+
+def _traced_elsewhere(row: Row, platform: str) -> str | None:
+    """Why a program that is traced here cannot be lowered with a kernel for a platform."""
+    if row.when != "default_platform" or platform == (here := _default_platform()):
+        return None
+    return (
+        f"is traced for {here}, on which JAX runs here; 'pallas', which stands for it, is chosen when "
+        "a program is lowered"
+    )
 
 
 def _default_platform() -> str:

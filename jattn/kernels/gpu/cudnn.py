@@ -174,7 +174,10 @@ def _device_reason(shapes: Shapes) -> str | None:
     try:
         device, *_ = jax.local_devices(backend="cuda")
     except RuntimeError:
-        return "there is no CUDA device in this process"
+        return (
+            "runs on a machine with a GPU: JAX asks the device for its version of cuDNN, and this "
+            "process has none"
+        )
     capability = tuple(map(int, device.compute_capability.split(".")))
     if capability < (8, 0):
         return f"expected a compute capability of 8.0 or more, got {device.compute_capability}"

@@ -1,7 +1,4 @@
-"""The kernels in Pallas for GPUs under one name, by the GPU that a program is lowered for.
-
-On a CPU Hopper's are interpreted.
-"""
+"""The kernels in Pallas for GPUs under one name: that for the GPU of the program is chosen."""
 
 from types import ModuleType
 from typing import Any, NoReturn
@@ -22,12 +19,12 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     return None if None in reasons else reasons[0]
 
 
-def _kernels(platform: str) -> list[ModuleType]:
-    """The kernels for a platform, in the order in which they are tried.
+def _kernels() -> list[ModuleType]:
+    """The kernels for the GPU, in the order in which they are tried.
 
     Raises NotImplementedError for a GPU that has none.
     """
-    capability = streams.capability() if platform == "cuda" else None
+    capability = streams.capability()
     if capability is None or capability == hopper.CAPABILITY:
         return [hopper]
     if capability < ampere.LEAST:
@@ -42,9 +39,9 @@ def _refuse(reason: str | None) -> NoReturn:
     raise NotImplementedError(f"implementation 'pallas': {reason}")
 
 
-def _chosen(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
+def _chosen(spec: Spec, shapes: Shapes) -> ModuleType:
     reason = None
-    for kernel in _kernels(platform):
+    for kernel in _kernels():
         reason = kernel.supports(spec, shapes)
         if not reason:
             return kernel
@@ -52,10 +49,10 @@ def _chosen(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
 
 
 def functions(platform: str) -> AttentionVJP:
-    """Forward and backward of the first that supports a call; interpreted on a CPU."""
+    """Forward and backward of the first that supports a call."""
 
     def of_call(spec: Spec, query: Array, value: Array) -> AttentionVJP:
-        return _chosen(platform, spec, Shapes.of(query, value)).functions(platform)
+        return _chosen(spec, Shapes.of(query, value)).functions(platform)
 
     def forward(spec: Spec, query: Array, key: Array, value: Array) -> Any:
         return of_call(spec, query, value).forward(spec, query, key, value)
@@ -69,16 +66,16 @@ def functions(platform: str) -> AttentionVJP:
 
 def unreadable(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
     """Why a cache cannot be read in place."""
-    return _reading(platform, spec, shapes).unreadable(platform, spec, shapes, cache)
+    return _reading(spec, shapes).unreadable(platform, spec, shapes, cache)
 
 
-def _reading(platform: str, spec: Spec, shapes: Shapes) -> ModuleType:
+def _reading(spec: Spec, shapes: Shapes) -> ModuleType:
     """Of Blackwell's kernels that for caches is Ampere's: reading is all that counts."""
-    kernel = _chosen(platform, spec, shapes)
+    kernel = _chosen(spec, shapes)
     return ampere if kernel is blackwell else kernel
 
 
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """As `gpu.decode.attend`, where `unreadable` gives no reason."""
-    kernel = _reading(platform, spec, few_queries.shapes(query, cache))
+    kernel = _reading(spec, few_queries.shapes(query, cache))
     return kernel.decode(platform, spec, query, cache)
