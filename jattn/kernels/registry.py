@@ -281,8 +281,8 @@ def _traced_elsewhere(row: Row, platform: str) -> str | None:
     if row.when != "default_platform" or platform == (here := _default_platform()):
         return None
     return (
-        f"is traced for {here}, on which JAX runs here; 'pallas', which stands for it, is chosen when "
-        "a program is lowered"
+        f"is traced for {here}, on which JAX runs here; 'pallas', which stands for it, is chosen "
+        "when a program is lowered"
     )
 
 
