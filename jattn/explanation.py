@@ -58,6 +58,8 @@ class Explanation(dict[str, str | None]):
     """For each implementation None where it can run a call, else its reason; and about the call:
 
     runs: the one that `implementation=None` takes.
+    by_name: kernels for the platform that can run the call, but only where they are named: no
+        device has run them yet.
     tiles: the `Tiles` of its mask; None without pairs, or where only the program knows them.
     flops: floating-point operations of the forward pass's two products, without empty tiles.
     bytes: those of all arrays that the call is given and gives.
@@ -88,6 +90,8 @@ class Explanation(dict[str, str | None]):
         """
         super().__init__({**more, **registry.reasons(spec, shapes, platform)})
         self.runs = next(name for name, reason in self.items() if reason is None)
+        behind = [*self][[*self].index(self.runs) + 1 :]
+        self.by_name = tuple(x for x in behind if not self[x] and registry.is_for(x, platform))
         self._spec = None if _is_traced(spec) else spec  # what is kept must not hold tracers
         self._shapes, self._platform = shapes, platform
         self._operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
@@ -121,7 +125,8 @@ class Explanation(dict[str, str | None]):
         x = self._shapes
         sizes = f"B {x.B}, T {x.T}, S {x.S}, N {x.N}, K {x.K}, H {x.H}, V {x.V}"
         yield "call", f"{sizes}, {x.dtype}, on {self._platform}"
-        yield "runs", self.runs
+        named = f"; {' or '.join(self.by_name)} has to be named" if self.by_name else ""
+        yield "runs", self.runs + named
         if self.tiles:
             yield "tiles", str(self.tiles)
         yield "products", f"{self.flops / 1e9:.3g} GFLOP forward"

@@ -188,6 +188,11 @@ def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
     return {**found, "reference": None}
 
 
+def is_for(name: str, platform: str) -> bool:
+    """Whether a kernel was written for a platform, and not for all."""
+    return name in KERNELS and platform in (KERNELS[name].platforms or ())
+
+
 def candidates(spec: Spec, shapes: Shapes) -> list[str]:
     """The kernels that can compute a call, in order, up to one that is for every platform. A call
     has to name those behind it. The reference where T or S is a symbol."""
