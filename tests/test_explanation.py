@@ -136,7 +136,8 @@ def test_it_is_a_dictionary_and_a_table():
     found = explained(masks.Causal(), platform="tpu")
     assert found == dict(found) and found.runs == "splash"
     lines = str(found).splitlines()
-    assert any(line.split() == ["runs", "splash"] for line in lines)
+    assert found.by_name == ("tpu",)
+    assert any(line.split() == "runs splash; tpu has to be named".split() for line in lines)
     assert {line.split()[0] for line in lines} > set(found)
     assert str(found["cudnn"]) in str(found)
     found["cudnn"] = "a < b"
