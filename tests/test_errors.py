@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, positions, scores
+from jattn import masks, parallel, positions, scores
 from jattn._advice import ADVICE
+from jattn.options import Options, parameters_of
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -578,6 +579,37 @@ def test_arguments_of_other_libraries_are_answered_everywhere():
     )
     missing = Mistake(dict, TypeError, ("attention", "'key'"))
     expect(missing, lambda: jattn.attention(q))  # pyright: ignore[reportCallIssue]
+
+
+def test_options_are_those_of_attention():
+    """Each option is declared once; functions that pass options on show them in their signature."""
+    own = dict(inspect.signature(jattn.attention).parameters)
+    for name in ("query", "key", "value", "return_lse"):
+        del own[name]
+    shown = parameters_of(Options)
+    assert {name: x.default for name, x in own.items()} == {
+        name: x.default for name, x in shown.items()
+    }
+    for function in (jattn.explain, jattn.multiplicative_attention, parallel.attention):
+        taken = inspect.signature(function).parameters
+        assert {*own} <= {*taken} and not any(x.kind is x.VAR_KEYWORD for x in taken.values())
+
+
+def test_a_traceback_shows_what_was_called_alone():
+    """Decorators that look at arguments and at debugging flags show in none."""
+    q = arguments()["query"]
+    calls: list[Callable[[], Any]] = [
+        lambda: jattn.attention(q, q, q, mask=3),  # pyright: ignore[reportArgumentType]
+        lambda: jattn.attention(q, q, q, is_causal=True),  # pyright: ignore[reportCallIssue]
+        lambda: jattn.attention_scores(q, q, scale="x"),  # pyright: ignore[reportArgumentType]
+    ]
+    for call, inner in zip(calls, ("attention", None, "attention_scores"), strict=True):
+        with pytest.raises(TypeError) as raised:
+            call()
+        names = [entry.name for entry in raised.traceback]
+        assert names[1] == "<lambda>"
+        written = [entry.name for entry in raised.traceback if "jaxtyping" not in str(entry.path)]
+        assert written[2:3] == ([inner] if inner else [])
 
 
 def test_advice_names_what_there_is():
