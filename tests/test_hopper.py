@@ -367,6 +367,7 @@ def _hidden(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return jnp.where((kv > q) | (kv == 5), -jnp.inf, jnp.tanh(score))
 
 
+@pytest.mark.one_in(3)
 @each_kernel
 def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementation):
     """Masks are written as scores of −inf too."""
@@ -383,6 +384,7 @@ def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementa
     assert [*jnp.flatnonzero(reached)] == [x for x in range(51) if x != 5]
 
 
+@pytest.mark.one_in(3)
 @each_kernel
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
     """Which are joined in float32: the error is that of one rounding to bfloat16."""
@@ -391,6 +393,7 @@ def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
         assert_parts(monkeypatch, implementation, jnp.bfloat16, 2 if long else 4, 2**-8)
 
 
+@pytest.mark.one_in(3)
 @each_kernel
 def test_vmap_is_more_programs(implementation):
     call = CALLS["full"]
@@ -1104,6 +1107,7 @@ def test_sums_are_rescaled_where_maxima_move_far(
     assert sum(ANSWERS) == expected * len(groups)
 
 
+@pytest.mark.one_in(3)
 @each_kernel
 def test_a_row_that_sees_keys_late_starts_there(implementation):
     """Its maximum is the lowest number until then, while those of others move or do not."""
