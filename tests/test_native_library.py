@@ -2,6 +2,7 @@
 and the disk do, a process lives and its numbers are right."""
 
 import errno
+import importlib.util
 import io
 import itertools
 import logging
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -414,6 +416,32 @@ def test_a_compiler_that_fails_says_why(fresh, monkeypatch, tmp_path, kind):
     assert reason()
     assert (count.read_text() if count.exists() else "") == asked
     assert list(fresh.glob("*")) == []
+
+
+def test_a_machine_without_a_compiler_is_told_once(fresh, monkeypatch, tmp_path, caplog):
+    """With what it costs, and how to get one; not when jattn is imported."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    compiler._tell_once.cache_clear()
+    library.load_kept()
+    assert not caplog.messages
+    for _ in range(2):
+        assert "there is no C++ compiler: c++ and g++ and clang++ not found" in reason()
+        library._libraries.clear()
+    (told,) = caplog.messages
+    assert "half the speed" in told and 'pip install "jattn[compiler]"' in told
+
+
+def test_the_compiler_of_a_package_is_found(fresh, monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    package = types.SimpleNamespace(origin=str(tmp_path / "ziglang" / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", {"ziglang": package}.get)
+    assert compiler.compiler() == [str(tmp_path / "ziglang" / "zig"), "c++"]
+    monkeypatch.setenv("PATH", path)
+    assert Path(compiler.compiler()[0]).name == "c++"
 
 
 def test_what_kills_who_loads_it_is_not_loaded(monkeypatch, tmp_path, built):

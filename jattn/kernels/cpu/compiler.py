@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -99,7 +100,7 @@ def _load(
     a path. `notice` is told to users beforehand."""
     if os.name != "posix":
         raise BuildError(f"it is not built on {platform.system()}")
-    command = [*compiler(), *flags]
+    command = [*compiler(tell=build), *flags]
     folder = _folder()
     name = f"{stem}-{_digest(command, texts, build)}.so"
     kept = folder / name if folder else None
@@ -155,15 +156,32 @@ if hasattr(os, "register_at_fork"):
 # --- the compiler -------------------------------------------------------------------------------
 
 
-def compiler() -> list[str]:
-    """The words that start the compiler: those of `CXX`, or what there is."""
+def compiler(tell: bool = True) -> list[str]:
+    """Returns the words that start the compiler: those of `CXX`, or the system's compiler, or else
+    that of the package `ziglang`.
+
+    Raises BuildError where there is none, and tells the user once.
+    """
     wanted = shlex.split(os.environ.get("CXX", ""))
     candidates = [wanted] if wanted else [["c++"], ["g++"], ["clang++"]]
     for first, *rest in candidates:
-        if found := shutil.which(first):
-            return [found, *rest]
+        if path := shutil.which(first):
+            return [path, *rest]
+    if not wanted and (package := importlib.util.find_spec("ziglang")) and package.origin:
+        return [str(Path(package.origin).parent / "zig"), "c++"]
     names = " and ".join(first for first, *_ in candidates)
-    raise BuildError(f"there is no C++ compiler: {names} not found")
+    reason = f"there is no C++ compiler: {names} not found"
+    if tell:
+        _tell_once(
+            f"jattn: {reason}. Attention on the CPU runs without its kernel, at about half the "
+            'speed. Any C++ compiler will do; `pip install "jattn[compiler]"` brings one'
+        )
+    raise BuildError(reason)
+
+
+@functools.cache
+def _tell_once(line: str) -> None:
+    _tell(line, logging.WARNING)
 
 
 def _flags(dtype: str, tiles: str) -> list[str]:
@@ -292,10 +310,10 @@ def stop() -> None:
         _kill(process)
 
 
-def _tell(line: str) -> None:
-    """By `logging`, and on a terminal where no logger shows it."""
-    _log.info(line)
-    shown = _log.isEnabledFor(logging.INFO) and _log.hasHandlers()
+def _tell(line: str, level: int = logging.INFO) -> None:
+    """Tells users a line by `logging`, and on a terminal where no logger shows it."""
+    _log.log(level, line)
+    shown = _log.isEnabledFor(level) and (_log.hasHandlers() or level >= logging.WARNING)
     if not shown and sys.stderr and sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
 

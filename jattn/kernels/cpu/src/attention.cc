@@ -1132,8 +1132,8 @@ ffi::Error find_rule(int64_t number, int64_t row, int64_t chunk, int64_t differe
                      ffi::RemainingArgs operands, ffi::RemainingRets* gradients) {
   if (!number) return ffi::Error::Success();
   call.own.rule = rule_of(number);
-  if (!call.own.rule && ask_for_rule) {
-    ask_for_rule(number);
+  if (auto* ask = ask_for_rule.load(); !call.own.rule && ask) {
+    ask(number);
     call.own.rule = rule_of(number);
   }
   if (!call.own.rule)
