@@ -292,7 +292,7 @@ def test_modules(name, split, mesh):
 
 def test_rows_that_are_cut_are_normalised(mesh):
     left = random(B, T, T)
-    normalised = lambda x: jattn.mechanisms.normalised_interaction(x, masks.Causal())  # noqa: E731
+    normalised = lambda x: jattn.normalised_interaction(x, masks.Causal())  # noqa: E731
     want = quick_jit(normalised)(left)
     for cut in (("rows", "tokens", None), (None, "tokens", None)):
         found = quick_jit(normalised)(place(mesh, left, *cut))
