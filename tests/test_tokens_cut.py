@@ -179,7 +179,7 @@ def test_heads_that_do_not_fit_an_axis_are_cut_as_far_as_key_heads_are():
 @pytest.fixture
 def newly_compiled():
     """No program comes from the cache on the disk: warnings are given when one is compiled."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     jax.config.update("jax_compilation_cache_dir", None)
     yield
     jax.config.update("jax_compilation_cache_dir", folder)
