@@ -26,7 +26,7 @@ from jattn.attention import attend, attend_cache, check_cache
 from jattn.cache import Cache
 from jattn.checks import check_choice, check_flag
 from jattn.kernels import registry
-from jattn.kernels.common import lowering
+from jattn.kernels.common import lowering, partition
 from jattn.kernels.xla import decode
 from jattn.masks import Mask, Predicate, Span
 from jattn.options import Options
@@ -66,6 +66,7 @@ class Explanation(dict[str, str | None]):
     temporaries: bytes that the forward pass, compiled for one device, takes beside these; None for
         another platform than that of the query, and for traced masks and scores. The kernel in C++
         takes a few tiles for each thread besides, of which the compiler does not know.
+    tokens: how devices share the tokens of query, key and value, if their shardings cut these.
     advice: what would skip more or have more implementations; None where nothing is known.
 
     Printed, or shown by a notebook, it is a table. Tiles are counted, and the program is compiled,
@@ -94,6 +95,7 @@ class Explanation(dict[str, str | None]):
         self.by_name = tuple(x for x in behind if not self[x] and registry.is_for(x, platform))
         self._spec = None if _is_traced(spec) else spec  # what is kept must not hold tracers
         self._shapes, self._platform = shapes, platform
+        self.tokens = partition.shared_tokens(*operands) if len(operands) == 3 else None
         self._operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
         self._lower = lower
         self.bytes = _bytes(spec, shapes, self._operands)
@@ -133,6 +135,8 @@ class Explanation(dict[str, str | None]):
         yield "arrays", f"{self.bytes / 1e6:.3g} MB given and returned"
         if self.temporaries is not None:
             yield "temporaries", f"{self.temporaries / 1e6:.3g} MB forward"
+        if self.tokens:
+            yield "tokens", self.tokens
         for name, reason in self.items():
             yield name, reason or "can run it"
         if self.advice:

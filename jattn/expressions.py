@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax._src.core import pvary_p
+from jax._src.pjit import reshard_p
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
@@ -213,7 +214,7 @@ _MOST_UNROLLED = 64  # entries of an array that depends on the scalars, of which
 
 _PRIMITIVES: dict[str, Primitive] = {
     x.name: x
-    for x in (*vars(lax).values(), *vars(primitives).values(), pvary_p)
+    for x in (*vars(lax).values(), *vars(primitives).values(), pvary_p, reshard_p)
     if isinstance(x, Primitive)
 }
 
@@ -244,7 +245,7 @@ _ELEMENTWISE = {
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
     """.split()
 } | {"add_any": "add"}
-_SAME = ("copy", "name", "optimization_barrier", "pvary")
+_SAME = ("copy", "name", "optimization_barrier", "pvary", "reshard")
 _FOLDED = {
     "reduce_sum": "add",
     "reduce_prod": "mul",

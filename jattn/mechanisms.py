@@ -186,9 +186,8 @@ def normalised_interaction(
     T, S = left.shape[-2:]
     allowed = (Full() if mask is None else as_mask(mask)).dense(T, S)
     rows = jnp.where(allowed.reshape((1,) * (left.ndim - 2) + (T, S)), left, -jnp.inf)
-    flat = rows.reshape(-1, S)
-    weights, _ = softmax.finish(softmax.of(flat, lambda weights: weights))
-    return weights.reshape(left.shape)
+    normalise = lambda rows: softmax.finish(softmax.of(rows, lambda weights: weights))[0]  # noqa: E731
+    return jnp.vectorize(normalise, signature="(t,s)->(t,s)")(rows)
 
 
 def multiplicative(

@@ -10,13 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores, tuning
+from jattn import masks, nn, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests.cases import CASES, Case, inputs
 from tests.conftest import quick_jit
+from tests.test_contract import CEILINGS, Results, attend, errors, truth
+from tests.test_native import REFUSED
 from tests.test_parallel import random
 
 
@@ -130,6 +134,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
         lambda q, k, v: jattn.with_sink(*jattn.attention(q, k, v, return_lse=True), jnp.ones(N)),
         [(*OUT, None), LSE],
     ),
+    "sink": (
+        lambda q, k, v: jattn.attention(q, k, v, sink=jnp.mean(q, (0, 1, 3)), return_lse=True),
+        [(*OUT, None), LSE],
+    ),
     "added": (
         lambda q, k, v: jax.vmap(jnp.add)(q, jattn.attention(q, k, v)),
         [(*OUT, None)],
@@ -175,3 +183,118 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
     leaves = jax.tree.leaves(found)
     assert [shown(x)[: len(t)] for x, t in zip(leaves, types, strict=True)] == types
     assert [jax.typeof(x) for x in d] == [jax.typeof(x) for x in placed]
+
+
+def cuts_of_case(case: Case) -> dict[str, tuple[Any, ...]]:
+    """The axes that cut the arrays of a case, by their names: where two devices can share them."""
+    batch, T, _, N, K, _, _ = case.sizes
+    half = lambda name, size: None if size % 2 else name  # noqa: E731
+    rows = [half("rows", size) if place == 0 else None for place, size in enumerate(batch)]
+    tokens, heads, key_heads = half("tokens", T), half("heads", N), half("heads", K)
+    return {
+        "q": (*rows, tokens, heads),
+        "k": (*rows, None, key_heads),
+        "v": (*rows, None, key_heads),
+        "d_out": (*rows, tokens, heads),
+        "d_lse": (*rows, heads, tokens),
+    }
+
+
+@pytest.mark.one_in(60)
+@pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name, implementation, mesh):
+    """The table of cases, cut over batch rows, heads and, where their number is even, queries."""
+    case = CASES[name]
+    x = inputs(case)
+
+    def run(x: Any) -> Results:
+        def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
+            replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
+            return attend(implementation, case, replaced)
+
+        (out, lse), pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
+        dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
+        return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
+
+    with jax.set_mesh(mesh):
+        cuts = cuts_of_case(case).items()
+        cut = {label: place(mesh, getattr(x, label), *axes) for label, axes in cuts}
+        placed = jax.tree.map(lambda x: place(mesh, x), x)._replace(**cut)
+        if implementation == "native" and name in REFUSED:
+            with pytest.raises(NotImplementedError, match=REFUSED[name]):
+                run(placed)
+            return
+        found = quick_jit(run)(placed)
+    given = {label: getattr(placed, label) for label in "qkv"} | placed.parameters
+    types = {label: jax.typeof(d) for label, d in found.gradients.items()}
+    assert types == {label: jax.typeof(x) for label, x in given.items()}
+    assert jax.typeof(found.out) == jax.typeof(placed.d_out)
+    assert jax.typeof(found.lse) == jax.typeof(placed.d_lse)
+    measured = errors(jax.tree.map(np.asarray, found), truth(case, x))
+    assert max(measured.values()) <= CEILINGS["float64"], measured
+
+
+F64: Any = {"rngs": nnx.Rngs(0), "param_dtype": np.float64}
+WIDTH, IDS, LENGTHS = 6, np.arange(B * T).reshape(B, T) % 8, np.array([3, 8, 0, 5])
+MODULES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
+    "additive": (
+        nn.AdditiveAttention(WIDTH, WIDTH, 4, **F64),
+        lambda attention, x: attention(x, x, mask=masks.Causal()),
+        (random(B, T, WIDTH),),
+        ("rows", "tokens", None),
+    ),
+    "gru": (
+        nn.GRU(WIDTH, 4, **F64),
+        lambda unit, x, lengths: unit(x, lengths=lengths, reverse=True),
+        (random(B, T, WIDTH), LENGTHS),
+        ("rows", None, "heads"),
+    ),
+    "rnnsearch": (
+        nn.RNNsearch(8, 10, features=WIDTH, hidden=4, **F64),
+        lambda model, ids, lengths: model(ids, ids, source_lengths=lengths),
+        (IDS, LENGTHS),
+        ("rows", None, "heads"),
+    ),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "name", ["additive", "gru", pytest.param("rnnsearch", marks=pytest.mark.slow)]
+)
+def test_modules(name, split, mesh):
+    """Their parameters are whole on each device, or split by the names of their axes."""
+    module, call, arrays, out_cut = MODULES[name]
+    definition, state = nnx.split(module)
+    run = lambda state, *arrays: call(nnx.merge(definition, state), *arrays)  # noqa: E731
+    loss = lambda *arrays: jnp.sum(run(*arrays) ** 2)  # noqa: E731
+    names = {"alignment": "heads", "state": "heads", "vocabulary": "heads"} if split else {}
+
+    def placed(x: Any, axes: Any) -> jax.Array:
+        return place(mesh, x, *(names.get(axis) for axis in axes))
+
+    want, d_want = quick_jit(run)(state, *arrays), quick_jit(jax.grad(loss))(state, *arrays)
+    with jax.set_mesh(mesh):
+        cut = jax.tree.map(placed, state, nnx.get_partition_spec(state))
+        own = [place(mesh, x, *out_cut[: min(x.ndim, len(TOKENS) - 1)]) for x in arrays]
+        found, d = quick_jit(run)(cut, *own), quick_jit(jax.grad(loss))(cut, *own)
+        assert jax.typeof(call(nnx.merge(definition, cut), *own)) == jax.typeof(found)
+    np.testing.assert_allclose(found, want, rtol=1e-10, atol=1e-11)
+    for x, y in zip(jax.tree.leaves(d), jax.tree.leaves(d_want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
+    if split or name == "additive":
+        assert shown(found) == out_cut
+    types = [jax.typeof(x) for x in jax.tree.leaves(cut)]
+    assert [jax.typeof(x) for x in jax.tree.leaves(d)] == types
+
+
+def test_rows_that_are_cut_are_normalised(mesh):
+    left = random(B, T, T)
+    normalised = lambda x: jattn.normalised_interaction(x, masks.Causal())  # noqa: E731
+    want = quick_jit(normalised)(left)
+    for cut in (("rows", "tokens", None), (None, "tokens", None)):
+        found = quick_jit(normalised)(place(mesh, left, *cut))
+        np.testing.assert_allclose(found, want, rtol=1e-12)
+        assert shown(found) == cut

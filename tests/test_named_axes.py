@@ -1,5 +1,6 @@
 """Masks and scores that ask which device or which example they are for."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,23 @@ def test_collectives_of_what_is_known_before_are_right(place):
 
     want = expected(x, x.sum() / 2)
     np.testing.assert_allclose(PLACES[place](attention)(x), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_collectives_of_constants_are_right(place):
+    """The kernel in C++ is given derivatives of the function: in `shard_map` that of a sum says
+    again how its operand is sharded."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 1, 4)), jnp.float32)
+
+    def total(x: Any, score: Any) -> Any:
+        return jnp.sum(jattn.attention(x, x, x, score=score, implementation="native") ** 2)
+
+    def of_devices(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (s + lax.psum(1.0, "c")) * s
+
+    want = jax.grad(lambda x: total(x, lambda s, b, h, i, j: (s + 2.0) * s))(x)
+    d = PLACES[place](jax.grad(functools.partial(total, score=of_devices)))(x)
+    np.testing.assert_allclose(d, want, rtol=1e-4, atol=1e-4)
 
 
 CALLS: dict[str, Callable[..., Any]] = {

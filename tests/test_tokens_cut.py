@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
@@ -93,6 +93,54 @@ def test_only_keys_are_gathered(implementation):
     assert is_cut(dq, mesh, cut) and is_cut(dk, mesh, cut)
 
 
+def in_every_mode(rule: Any, rest: Any, floats: Any, tangents: Any, cotangents: Any) -> Any:
+    """The tangents of the results, and those of these tangents and of the gradients."""
+
+    def call(floats: Any) -> Any:
+        given = rule.of({**rest, **floats})
+        return jattn.attention(floats["q"], floats["k"], floats["v"], return_lse=True, **given)
+
+    jvp = lambda floats: jax.jvp(call, (floats,), (tangents,))[1]  # noqa: E731
+    vjp = lambda floats: jax.vjp(call, floats)[1](cotangents)  # noqa: E731
+    return jvp(floats), *(jax.jvp(f, (floats,), (tangents,))[1] for f in (jvp, vjp))
+
+
+@pytest.mark.one_in(36)
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", RULES)
+def test_tangents_and_second_derivatives_are_cut_likewise(name, cuts):
+    """Only keys and values, with their tangents, are gathered."""
+    rule, mesh, (of_queries, of_keys) = RULES[name], mesh_of(a=2, b=2, c=2), CUTS[cuts]
+    floats = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
+    floats |= {n: x for n, x in rule.arrays.items() if x.dtype == np.float64}
+    rest = {n: x for n, x in rule.arrays.items() if n not in floats}
+    tangents = {n: np.cos(x) for n, x in floats.items()}
+    run = functools.partial(in_every_mode, rule)
+    specs = {"q": of_queries, "k": of_keys, "v": of_keys}
+
+    def placed(arrays: dict[str, Any]) -> dict[str, Any]:
+        return {n: place(mesh, x, specs.get(n, P())) for n, x in arrays.items()}
+
+    cotangents = random(B, T, N, V), random(B, N, T)
+    with tuning.using(generated_pairs=0):
+        want = quick_jit(run)(rest, floats, tangents, cotangents)
+        operands = (rest, placed(floats), placed(tangents), cotangents)
+        compiled = quick_jit(run).lower(*operands).compile()
+    (out, lse), (second, _), (gradients,) = found = compiled(*operands)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
+    rows, tokens, heads = (*of_queries, None, None, None)[:3]
+    for x in (out, second, gradients["q"]):
+        assert is_cut(x, mesh, of_queries)
+    assert is_cut(lse, mesh, P(rows, heads, tokens))
+    if cuts == "tokens":
+        lines = compiled.as_text().splitlines()
+        gathers = [x.split(" all-gather(")[0] for x in lines if " all-gather(" in x]
+        assert not any(f"[{B},{T},{N}," in x for x in gathers)
+        # Ids of segments are integers, which are no part of the operation yet.
+        assert not any(" = f64[" in x for x in lines if " collective-permute(" in x)
+
+
 def test_statistics_stay_cut_along_queries():
     mesh, cut = mesh_of(a=2, c=4), P("a", "c")
     q, k = random(B, T, N, H), random(B, T, K, H)
@@ -148,6 +196,25 @@ def test_tokens_that_devices_cannot_share_are_warned_about(newly_compiled):
     assert len(record) == 1
     for x, y in zip(found, quick_jit(grad)(np.asarray(q)[:, : T - 1], k), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_an_explanation_says_how_tokens_are_shared():
+    q, k = jnp.asarray(random(B, T, N, H)), jnp.asarray(random(B, T, K, H))
+    told: Any = lambda q, k: jattn.explain(q, k, k, mask=masks.Causal()).tokens  # noqa: E731
+    for kind in AxisType.Auto, AxisType.Explicit:
+        mesh = jax.make_mesh((4,), ("c",), axis_types=(kind,))
+        whole, heads, own, keys = (
+            place(mesh, x, cut)
+            for x, cut in ((q, P()), (q, P(None, None, "c")), (q, P(None, "c")), (k, P(None, "c")))
+        )
+        assert told(whole, k) is told(heads, place(mesh, k, P())) is told(q, k) is None
+        assert "'c' of the mesh: each device computes its own queries" in told(own, k)
+        assert told(own, keys) == told(whole, keys) == told(own, k)
+        assert told(own, k) in str(jattn.explain(own, k, k))
+        assert "cannot share these queries evenly; jattn.parallel" in told(q[:, : T - 1], keys)
+    traced = []
+    quick_jit(lambda x: traced.append(told(x, x)) or x)(own)
+    assert traced == [told(own, own)]
 
 
 def test_an_implementation_that_cannot_compute_a_piece_is_warned_about(newly_compiled):

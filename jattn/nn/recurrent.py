@@ -141,11 +141,10 @@ class GRU(Module):
         """The next state, from what `inputs` makes of the input and from the state before."""
         arrays = (x, state, self.gates[...], self.candidate[...])
         x, state, gates, candidate = promote(arrays, dtype=self.dtype)
-        H = self.features
-        recurrent = (state @ gates.reshape(H, 2 * H)).reshape(*state.shape[:-1], 2, H)
-        gate = jax.nn.sigmoid(x[..., :2, :] + recurrent)
+        last = (((state.ndim - 1,), (0,)), ((), ()))
+        gate = jax.nn.sigmoid(x[..., :2, :] + product(state, gates, last))
         update, reset = gate[..., 0, :], gate[..., 1, :]
-        proposed = jnp.tanh(x[..., 2, :] + (reset * state) @ candidate)
+        proposed = jnp.tanh(x[..., 2, :] + product(reset * state, candidate, last))
         return (1 - update) * state + update * proposed
 
     def __call__(
@@ -176,7 +175,7 @@ class GRU(Module):
             after = after if valid is None else jnp.where(valid[..., None], after, state)
             return after, after
 
-        first = jnp.zeros((*x.shape[1:-1], self.features), inputs.dtype)
+        first = jnp.zeros_like(jnp.sum(inputs[..., 0, :], axis=0))
         _, states = jax.lax.scan(step, first, (inputs, valid), reverse=reverse)
         return jnp.moveaxis(states, 0, -2)
 
@@ -348,7 +347,8 @@ class RecurrentDecoder(Module):
         check_features("memory", memory, "S, C", "memory_features", self.memory_features)
         _check_lengths("memory_lengths", memory_lengths, memory.shape[:-2])
         # A sum over at most one position: without any, 0.
-        last = jnp.sum(memory[..., :1, -self.unit.features :], axis=-2)
+        _, own = jnp.split(memory, [self.memory_features - self.unit.features], axis=-1)
+        last = jnp.sum(own[..., :1, :], axis=-2)
         hidden = jnp.tanh(self.first(last))
         return RecurrentState(hidden, self.attention.project_keys(memory), memory, memory_lengths)
 

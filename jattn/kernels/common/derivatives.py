@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn.kernels.common import lowering
+from jattn.kernels.common import lowering, partition
 from jattn.kernels.common.custom_derivative import with_derivative
 from jattn.softmax import Normalizer
 from jattn.spec import Spec, with_parameters
@@ -241,7 +241,10 @@ class Attention(NamedTuple):
 
         like = _results(residuals)
         rules = lowering.Linear(transpose, derivative)
-        return lowering.linear(run, like, rules, spec, inputs, residuals, tangent)
+        operands, dims = (spec, inputs, residuals, tangent), _Dims.of(spec, inputs, residuals)
+        order = [*dims.inputs, *dims.residuals, *dims.inputs]
+        cut = partition.partitioned_derivative(run, operands, order, dims.results)
+        return lowering.linear(cut, like, rules, *operands)
 
     def _compute_jvp(
         self, platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
@@ -295,7 +298,12 @@ class Attention(NamedTuple):
             )
 
         rules = lowering.Linear(transpose, _refuse_third_order)
-        return lowering.linear(run, inputs, rules, spec, inputs, residuals, cotangents, tangents)
+        operands = (spec, inputs, residuals, cotangents, tangents)
+        dims = _Dims.of(spec, inputs, residuals)
+        order = [*dims.inputs, *dims.residuals, *dims.results]
+        order += [*dims.inputs, *dims.results, *dims.results]
+        cut = partition.partitioned_derivative(run, operands, order, dims.inputs)
+        return lowering.linear(cut, inputs, rules, *operands)
 
     def _jvp_of_jvp(
         self,
@@ -334,7 +342,30 @@ class Attention(NamedTuple):
 
         like = _results(residuals)
         rules = lowering.Linear(transpose, _refuse_third_order)
-        return lowering.linear(run, like, rules, spec, inputs, residuals, tangent, tangents)
+        operands = (spec, inputs, residuals, tangent, tangents)
+        dims = _Dims.of(spec, inputs, residuals)
+        order = [*dims.inputs, *dims.residuals, *dims.inputs]
+        order += [*dims.inputs, *dims.results, *dims.inputs]
+        cut = partition.partitioned_derivative(run, operands, order, dims.results)
+        return lowering.linear(cut, like, rules, *operands)
+
+
+class _Dims(NamedTuple):
+    """Along which letters the leaves of inputs, residuals and results run, and their tangents."""
+
+    inputs: list[partition.Dims]
+    residuals: list[partition.Dims]
+    results: list[partition.Dims]
+
+    @classmethod
+    def of(cls, spec: Spec, inputs: Inputs, residuals: Residuals) -> "_Dims":
+        row, rows, keys = partition.BY_QUERY[:3], partition.BY_QUERY, partition.by_key(inputs.key)
+        kept = [partition.BY_HEAD] * len(residuals.kept)
+        return cls(
+            [*partition.of_parameters(spec), rows, keys, keys],
+            [rows, rows, row, row, (), *kept],
+            [rows, row],
+        )
 
 
 _NOTHING = Results(None, None)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.sharding_impls import ShardingContext
+from jax.core import Tracer
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
@@ -67,23 +68,28 @@ class Letters(NamedTuple):
         return self._replace(operands=operands, results=results)
 
 
-class Partitioned(NamedTuple):
-    """A function of `(platform, *operands)` and the letters of its arrays.
+def _first_and_second(per_query: Any, key: Any, *_: Any) -> tuple[Any, Any]:
+    return jax.tree.leaves(per_query)[0], key
 
-    `choose(platform, *operands)` gives the function that computes one device's share, or raises
-    NotImplementedError where none can; without it that is `function` itself. It is asked where
-    queries are cut.
+
+class Partitioned(NamedTuple):
+    """A function of `(platform, spec, *operands)` and the letters of its arrays.
+
+    `choose(platform, spec, *operands)` gives the function that computes one device's share, or
+    raises NotImplementedError where none can; without it that is `function` itself. It is asked
+    where queries are cut. `query_and_key(*operands)` gives the two arrays.
     """
 
     function: Callable[..., Any]
     letters: Letters
     choose: Callable[..., Callable[..., Any]] | None = None
+    query_and_key: Callable[..., tuple[Any, Any]] = _first_and_second
 
-    def __call__(self, platform: str, *operands: Any) -> Any:
+    def __call__(self, platform: str, spec: Any, *operands: Any) -> Any:
         share = _share.get()
         if share is None:
-            return self.function(platform, *operands)
-        operands = share.moved(*operands)
+            return self.function(platform, spec, *operands)
+        operands = (share.moved(spec, *self.query_and_key(*operands)), *operands)
         function = functools.partial(self.function, platform)
         if self.choose and share.of("T"):
             function = self.choose(platform, *operands)
@@ -141,6 +147,21 @@ def partitioned_statistics(
     )
 
 
+def partitioned_derivative(
+    function: Callable[..., Any], operands: tuple[Any, ...], dims: list[Any], results: list[Dims]
+) -> Callable[..., Any]:
+    """A linear function of a spec, `Inputs` and other trees as one that is cut where they are.
+
+    `dims` are the letters of the trees' leaves, of which those that are None stand for 0. The
+    forward function, which is in the same program, warns in place of this one.
+    """
+    spec, *trees = operands
+    leaves = jax.tree.leaves(trees, is_leaf=lambda x: x is None)
+    given = (x for leaf, x in zip(leaves, dims, strict=True) if leaf is not None)
+    letters = Letters((*_of_tree(spec), *given), tuple(results), warns=False)
+    return Partitioned(function, letters, None, lambda inputs, *_: (inputs.query, inputs.key))
+
+
 def of_parameters(spec: Spec) -> tuple[Dims, ...]:
     """The letters of the gradients of a prepared spec's parameters."""
     return tuple(map(_dims, parameter_letters(spec), parameters(spec)))
@@ -184,9 +205,9 @@ class _Share(NamedTuple):
     def of(self, letter: str) -> tuple[str, ...]:
         return self.axes.get("N" if letter == "K" else letter, ())
 
-    def moved(self, spec: Any, per_query: Any, key: Any, *rest: Any) -> tuple[Any, ...]:
-        """The operands with specs that know where this device's share begins."""
-        rows, T, heads, _ = jax.tree.leaves(per_query)[0].shape
+    def moved(self, spec: Any, query: Any, key: Any) -> Any:
+        """The tree of specs as specs that know where this device's share begins."""
+        rows, T, heads, _ = query.shape
         b, q, h = (
             self.begin(letter, size) if self.of(letter) else 0
             for letter, size in (("B", rows), ("T", T), ("N", heads))
@@ -196,8 +217,7 @@ class _Share(NamedTuple):
             places, keys = (jnp.arange(x, dtype=jnp.int32) for x in (T, key.shape[1]))
             place = Place(b, h, q + places, keys, (T, 0), keys_from=0)
         is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
-        moved = jax.tree.map(lambda x: at_place(x, place), spec, is_leaf=is_spec)
-        return moved, per_query, key, *rest
+        return jax.tree.map(lambda x: at_place(x, place), spec, is_leaf=is_spec)
 
 
 class _Possible(Exception):
@@ -305,7 +325,8 @@ def cut(
 
     def partition(mesh: Any, given: Any, results: Any) -> Any:
         axes = _chosen(cuttable, [*given, *results], _sizes(cuttable, operands))
-        _warn_of_idle(letters, given, axes, refusal)
+        if letters.warns and (text := _idle(letters, given, axes, refusal)):
+            warnings.warn(text, stacklevel=2)
         share = _Share(axes, lambda letter, size: lax.axis_index(axes[letter]) * size)
         joins = [_Join.of(axes, dims, x) for dims, x in zip(cuttable.results, results, strict=True)]
 
@@ -385,24 +406,55 @@ def _devices(array: Any, names: tuple[str, ...]) -> int:
     return math.prod(array.sharding.mesh.shape[x] for x in names)
 
 
-def _warn_of_idle(
+def _cuts_of_tokens(letters: Letters, arrays: Any) -> set[str]:
+    """The axes along which tokens are cut."""
+    pairs = zip(letters.operands, arrays, strict=True)
+    cuts = [x for dims, array in pairs for x in _cuts_of(dims, array)]
+    return {x for letter, names in cuts if letter in ("T", "S") for x in names}
+
+
+def _idle(
     letters: Letters, given: Any, axes: dict[str, tuple[str, ...]], refusal: str | None
-) -> None:
-    """Warns where tokens are cut and devices cannot share them."""
-    arrays = zip(letters.operands, given, strict=True)
-    cuts = [x for dims, array in arrays for x in _cuts_of(dims, array)]
-    names = {x for letter, names in cuts if letter in ("T", "S") for x in names}
+) -> str | None:
+    """What is to say where tokens are cut and devices cannot share them."""
     shared = {x for own in axes.values() for x in own}
+    names = _cuts_of_tokens(letters, given)
     whole = [{x.partition(":")[0] for x in some} for some in (names, shared)]
     idle = sorted(whole[0] - whole[1])
-    if idle and letters.warns:
-        reason = refusal or "it cannot share these queries evenly"
-        warnings.warn(
-            f"tokens are cut along {', '.join(map(repr, idle))} of the mesh, but each device there "
-            f"computes attention of all of them: {reason}; jattn.parallel.attention, and "
-            "jattn.parallel.cached_attention for a cache, share them among devices",
-            stacklevel=2,
-        )
+    if not idle:
+        return None
+    reason = refusal or "it cannot share these queries evenly"
+    return (
+        f"tokens are cut along {', '.join(map(repr, idle))} of the mesh, but each device there "
+        f"computes attention of all of them: {reason}; jattn.parallel.attention, and "
+        "jattn.parallel.cached_attention for a cache, share them among devices"
+    )
+
+
+def shared_tokens(query: Any, key: Any, value: Any) -> str | None:
+    """How devices share the tokens of these arrays `[*B, tokens, heads, ...]` under `jit`; None
+    where no sharding cuts them."""
+    typed = [jax.typeof(x) if isinstance(x, Tracer) else x for x in (query, key, value)]
+    shardings = [getattr(x, "sharding", None) for x in typed]
+    named = [x for x in shardings if isinstance(x, NamedSharding) and not x.mesh.empty]
+    if not named:
+        return None
+    whole = NamedSharding(named[0].mesh, PartitionSpec())
+    arrays = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own if own in named else whole)
+        for x, own in zip(typed, shardings, strict=True)
+    ]
+    batch = ("",) * (query.ndim - 3)
+    keys = (*batch, "S", "K" if key.shape[-2] > 1 else "", "")
+    letters = Letters(((*batch, *BY_QUERY[1:]), keys, keys), ())
+    names = _cuts_of_tokens(letters, arrays)
+    idle = _idle(letters, arrays, _chosen(letters, arrays, _sizes(letters, arrays)), None)
+    if idle or not names:
+        return idle
+    return (
+        f"cut along {', '.join(map(repr, sorted(names)))} of the mesh: each device computes its "
+        "own queries, with a copy of all keys and values; jattn.parallel.attention cuts these too"
+    )
 
 
 class _Join(NamedTuple):
