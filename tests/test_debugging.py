@@ -1,5 +1,7 @@
 """JAX's flags for finding NaN and infinities, and `checkify`."""
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ from jax.experimental import checkify
 
 import jattn
 from jattn import masks, parallel
+from tests.cases import CASES, inputs
+from tests.test_contract import assert_close, everything, on_device
 
 
 T = 6
@@ -133,3 +137,56 @@ def test_checkify_sees_no_nan_that_is_masked(implementation, way):
     function = WAYS[way](attention(implementation, mask=mask))
     error, _ = checkify.checkify(function, checkify.nan_checks)(WITH_NAN)
     assert error.get() is None
+
+
+# --- every case under every flag ----------------------------------------------------------------
+
+FLAGS: dict[str, tuple[Callable[[], Any], ...]] = {
+    "checks": (
+        jax.checking_leaks,
+        lambda: jax.enable_checks(True),
+        lambda: jax.enable_custom_prng(True),
+    ),
+    "debugging": (lambda: jax.debug_nans(True), lambda: jax.debug_infs(True)),
+    "not_compiled": (jax.disable_jit, lambda: jax.debug_nans(True), lambda: jax.debug_infs(True)),
+}
+
+
+def check_case(flags: str, implementation: Any, name: str) -> None:
+    """Results and gradients of a case are the same under these flags, or the implementation gives
+    its reason."""
+    case = CASES[name]
+    x = on_device(inputs(case, "float32"))
+    function = functools.partial(everything, implementation, case)
+    with contextlib.ExitStack() as stack:
+        for flag in FLAGS[flags]:
+            stack.enter_context(flag())
+        if flags == "checks":  # leaks show while a program is traced and lowered
+            jax.jit(function).lower(x)
+            return
+        results = function(x)
+    assert_close(results, function(x), 1e-6)
+
+
+QUICK = [
+    ("checks", None, "chain"),
+    ("checks", "reference", "chain"),
+    ("debugging", "native", "lengths_both"),
+    ("not_compiled", "reference", "dense"),
+]
+
+
+@pytest.mark.parametrize(("flags", "implementation", "name"), QUICK)
+def test_a_case_under_flags(flags, implementation, name):
+    check_case(flags, implementation, name)
+
+
+@pytest.mark.one_in(12, slow=True)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_every_case_under_every_flag(flags, implementation, name):
+    try:
+        check_case(flags, implementation, name)
+    except NotImplementedError as reason:
+        assert "'native'" in str(reason)  # noqa: PT017
