@@ -647,6 +647,7 @@ def attention_scores(
 
 
 @advised
+@may_be_minus_infinity(0)  # the log of the denominator, on the way to a sink
 def attention_weights(
     query: Queries,
     key: Keys,

@@ -21,8 +21,9 @@ def as_one_operation(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
     traced, and has derivatives by `inputs`, JAX's own."""
 
     def rule(operands: Any, tangents: Any) -> tuple[Any, Any]:
-        results = run(*operands)
-        return results, _tangents(function, results, *operands, tangents[1])
+        constants, inputs = operands
+        results = run(constants, inputs)
+        return results, _tangents(function, results, constants, inputs, tangents[1])
 
     run = with_derivative(function, rule)
     return run
