@@ -16,9 +16,10 @@ from jax._src.config import debug_infs
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def may_be_minus_infinity(place: int) -> Callable[[_F], _F]:
+def may_be_minus_infinity(place: int | None) -> Callable[[_F], _F]:
     """A decorator for functions in whose results the array at `place`, counted in the flattened
-    tree, may hold −inf. Any other infinity in the results is still found by `jax_debug_infs`."""
+    tree, may hold −inf, or with None any of them. Other infinities in the results are still found
+    by `jax_debug_infs`."""
 
     def decorate(function: _F) -> _F:
         @functools.wraps(function)
@@ -39,10 +40,9 @@ def may_be_minus_infinity(place: int) -> Callable[[_F], _F]:
                 results = function(*arguments, **named)
             finally:
                 debug_infs.set_local(before)
-            leaves = jax.tree.leaves(results)
-            if place < len(leaves):
-                leaves[place] = jnp.where(leaves[place] == -jnp.inf, 0, leaves[place])
-            check_by_jax(function.__name__, leaves)
+            checked = functools.partial(_without_minus_infinity, place)
+            with jax.disable_jit(False):
+                as_operation(checked, function.__name__)(*jax.tree.leaves(results))
             return results
 
         return call  # pyright: ignore[reportReturnType]
@@ -57,9 +57,14 @@ def hide_caller(error: BaseException) -> None:
         error.__traceback__ = error.__traceback__.tb_next
 
 
-def check_by_jax(name: str, arrays: Any) -> None:
-    """Raises what JAX's debugging flags raise about the results of its operation `name`."""
-    as_operation(lambda x: x, name)(arrays)
+def _without_minus_infinity(place: int | None, *arrays: Any) -> list[Any]:
+    """The arrays with 0 for −inf in the one at `place`, or with None in all."""
+
+    def replaced(x: Any) -> Any:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.where(x == -jnp.inf, 0, x) if is_float else x
+
+    return [replaced(x) if place in (None, i) else x for i, x in enumerate(arrays)]
 
 
 def as_operation(function: Callable[..., Any], name: str) -> Callable[..., Any]:

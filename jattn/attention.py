@@ -293,6 +293,7 @@ def attention_scores(query: Queries, key: Keys, **options: Unpack[ScoreOptions])
 
 
 @advised(WeightOptions)
+@may_be_minus_infinity(0)  # the log of the denominator, on the way to a sink
 def attention_weights(
     query: Queries, key: Keys | Cache, **options: Unpack[WeightOptions]
 ) -> Weights:

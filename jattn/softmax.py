@@ -226,6 +226,12 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
                 f"merge: part {place} has out {list(out.shape)}, "
                 f"part 0 has {list(parts[0][0].shape)}"
             )
+    with jax.disable_jit(False):  # it makes NaN, and −inf, before it selects
+        return _merged(parts)
+
+
+@jax.jit
+def _merged(parts: tuple[tuple[Output, LogSumExp], ...]) -> tuple[Output, LogSumExp]:
     doubles = any(x.dtype == jnp.float64 for x in jax.tree.leaves(parts))
     wide = jnp.float64 if doubles else jnp.float32
     lses = [rounded(lse.astype(wide)) for _, lse in parts]

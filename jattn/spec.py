@@ -343,6 +343,9 @@ def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
     """`jax.jit`, with static arguments by name, of a function whose first argument is a `Spec`, or
     a tree that has its field `transient`.
 
+    Compiled also where users have switched that off: NaN and infinities in what is masked are then
+    no results, in which JAX's flags for debugging would find them.
+
     JAX keeps thousands of programs. Of transient specs, which may be others in each call, a few
     are kept: each has a function of its own, and with it goes all that JAX keeps for it.
     """
@@ -367,7 +370,10 @@ def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
         @functools.wraps(function)
         def call(spec: Any, *arguments: Any, **options: Any) -> Any:
             program, spec = chosen(spec)
-            return program(spec, *arguments, **options)
+            if not getattr(jax.config, "jax_disable_jit", False):
+                return program(spec, *arguments, **options)
+            with jax.disable_jit(False):
+                return program(spec, *arguments, **options)
 
         def lower(spec: Any, *arguments: Any, **options: Any) -> Any:
             program, spec = chosen(spec)

@@ -1,5 +1,8 @@
 """JAX's flags for finding NaN and infinities, and `checkify`."""
 
+import contextlib
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +13,24 @@ import pytest
 from jax.experimental import checkify
 
 import jattn
-from jattn import masks, parallel
+from jattn import masks, parallel, scores
+from jattn.cache import DenseCache, RollingCache
+from tests.cases import CASES, inputs
+from tests.test_contract import assert_close, everything, on_device
+from tests.test_generation import TABLE, Bigram
 
 
 T = 6
 X = jnp.asarray(np.random.default_rng(0).standard_normal((1, T, 2, 8)), jnp.float32)
 WITH_NAN = X.at[:, 1].set(jnp.nan)
+KEYS = masks.Dense(np.broadcast_to(np.arange(T) != 1, (1, 1, T, T)))  # key 1 is masked
 DEAD = masks.Dense(np.broadcast_to(np.arange(T)[:, None] != 2, (1, 1, T, T)))  # query 2 has no keys
 
 ON_CPU = (None, "reference", "blockwise", "native", "tpu")
 
 
 def attention(implementation: str | None, **options: Any) -> Callable[[Any], Any]:
-    return lambda x: jattn.attention(X, X, x, implementation=implementation, **options)
+    return lambda x: jattn.attention(X, x, x, implementation=implementation, **options)
 
 
 def total(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -48,13 +56,21 @@ def test_debug_nans_finds_a_nan_that_reaches_attention(implementation, way):
         WAYS[way](attention(implementation))(WITH_NAN)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "native"])
+@pytest.mark.parametrize("implementation", [None, "reference", "native", "blockwise"])
 def test_debug_nans_leaves_alone_what_is_masked(implementation):
-    mask = masks.Dense(np.broadcast_to(np.arange(T) != 1, (1, 1, T, T)))
-    function = attention(implementation, mask=mask)
+    function = attention(implementation, mask=KEYS)
     with jax.debug_nans(True):
         function(WITH_NAN)
         WAYS["grad"](function)(WITH_NAN)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "native"])
+def test_debug_flags_without_jit(implementation):
+    """Then JAX looks at every operation's results."""
+    with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
+        WAYS["grad"](attention(implementation, mask=KEYS & DEAD))(WITH_NAN)
+        with pytest.raises(FloatingPointError, match="nan"):
+            WAYS["grad"](attention(implementation, mask=DEAD))(WITH_NAN)
 
 
 def test_debug_nans_names_statistics_and_weights():
@@ -63,8 +79,13 @@ def test_debug_nans_names_statistics_and_weights():
             function(WITH_NAN, X)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "checkpoint", "scan"])
-@pytest.mark.parametrize("implementation", ["blockwise", "native"])
+@pytest.mark.parametrize(
+    ("implementation", "way"),
+    [
+        *itertools.product(["blockwise", "native"], [*WAYS, "checkpoint", "scan"]),
+        ("reference", "scan"),
+    ],
+)
 def test_debug_infs_accepts_queries_without_keys(implementation, way):
     function = attention(implementation, mask=DEAD)
     if way == "checkpoint":
@@ -127,9 +148,141 @@ def test_checkify_sees_a_nan(implementation, way):
 
 
 @pytest.mark.parametrize("way", ["eager", "grad"])
-@pytest.mark.parametrize("implementation", ["blockwise", "native"])
+@pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 def test_checkify_sees_no_nan_that_is_masked(implementation, way):
-    mask = masks.Dense(np.broadcast_to(np.arange(T) != 1, (1, 1, T, T))) & DEAD
-    function = WAYS[way](attention(implementation, mask=mask))
-    error, _ = checkify.checkify(function, checkify.nan_checks)(WITH_NAN)
+    function = WAYS[way](attention(implementation, mask=KEYS & DEAD))
+    error, _ = checkify.checkify(function, checkify.float_checks)(WITH_NAN)
     assert error.get() is None
+
+
+# --- every case under every flag ----------------------------------------------------------------
+
+FLAGS: dict[str, tuple[Callable[[], Any], ...]] = {
+    "checks": (
+        jax.checking_leaks,
+        lambda: jax.enable_checks(True),
+        lambda: jax.enable_custom_prng(True),
+    ),
+    "debugging": (lambda: jax.debug_nans(True), lambda: jax.debug_infs(True)),
+    "not_compiled": (jax.disable_jit, lambda: jax.debug_nans(True), lambda: jax.debug_infs(True)),
+}
+
+
+def check_case(flags: str, implementation: Any, name: str) -> None:
+    """Results and gradients of a case are the same under these flags, or the implementation gives
+    its reason."""
+    case = CASES[name]
+    x = on_device(inputs(case, "float32"))
+    function = functools.partial(everything, implementation, case)
+    with contextlib.ExitStack() as stack:
+        for flag in FLAGS[flags]:
+            stack.enter_context(flag())
+        if flags == "checks":  # leaks show while a program is traced and lowered
+            jax.jit(function).lower(x)
+            return
+        results = function(x)
+    assert_close(results, function(x), 1e-6)
+
+
+QUICK = [
+    ("checks", None, "chain"),
+    ("debugging", "native", "lengths_both"),
+    ("not_compiled", "reference", "dense"),
+]
+
+
+@pytest.mark.parametrize(("flags", "implementation", "name"), QUICK)
+def test_a_case_under_flags(flags, implementation, name):
+    check_case(flags, implementation, name)
+
+
+@pytest.mark.parametrize("implementation", [None, "blockwise"])
+def test_alibi_and_lengths_leak_nothing(implementation):
+    def sum_of_squares(x: Any, slopes: Any, lengths: Any) -> Any:
+        mask, score = masks.Lengths(kv=lengths), scores.Alibi(slopes)
+        return jnp.sum(attention(implementation, mask=mask, score=score)(x) ** 2)
+
+    with jax.checking_leaks():
+        jax.jit(jax.grad(sum_of_squares, (0, 1)))(X, jnp.array([0.5, 0.25]), jnp.array([4]))
+
+
+@pytest.mark.one_in(12, slow=True)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_every_case_under_every_flag(flags, implementation, name):
+    try:
+        check_case(flags, implementation, name)
+    except NotImplementedError as reason:
+        assert "'native'" in str(reason)
+
+
+# --- public functions under flags ---------------------------------------------------------------
+
+
+def cached(create: Callable[[], Any]) -> Callable[[Any], Any]:
+    def call(x: Any) -> Any:
+        _, cache = jattn.cached_attention(x[:, :4], x[:, :4], x[:, :4], create())
+        now = x[:, 4:5]
+        return jattn.cached_attention(now, now, now, cache, sink=jnp.zeros(2))[0]
+
+    return call
+
+
+def tokens(x: Any) -> Any:
+    """`[1, T, 16]`"""
+    return x.reshape(1, T, -1)
+
+
+def on_ring(x: Any) -> Any:
+    mesh = jax.make_mesh((2,), ("data",))
+    return parallel.attention(x, x, x, mesh=mesh, axis_name="data", mask=masks.Causal() & ~KEYS)
+
+
+def parts(x: Any) -> tuple[Any, Any]:
+    return jattn.attention(x, x, x, mask=DEAD, return_lse=True)
+
+
+def generated(x: Any) -> Any:
+    options = {"temperature": 0.5, "top_k": 4, "top_p": 0.7, "key": jax.random.key(0)}
+    return jattn.generate(Bigram(TABLE), jnp.ones((2, 1), jnp.int32), max_tokens=2, **options)
+
+
+WEIGHTS = jnp.asarray(np.random.default_rng(1).standard_normal((16, 16)), jnp.float32)
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "weights": lambda x: jattn.attention_weights(x, x, mask=DEAD, sink=jnp.zeros(2)),
+    "scores": lambda x: jattn.attention_scores(x, x, mask=DEAD),
+    "statistics": lambda x: jattn.statistics(x, x, mask=DEAD).entropy,
+    "merge": lambda x: jattn.merge(parts(x), parts(2 * x))[0],
+    "with_sink": lambda x: jattn.with_sink(*parts(x), jnp.zeros(2))[0],
+    "sink": lambda x: jattn.attention(x, x, x, mask=DEAD, sink=jnp.zeros(2)),
+    "dense": cached(lambda: DenseCache.create(1, 8, 2, 8)),
+    "rolling": cached(lambda: RollingCache.create(1, 2, 2, 8)),
+    "self": lambda x: jattn.self_attention(tokens(x), *[WEIGHTS] * 3, mask=DEAD),
+    "additive": lambda x: jattn.additive_attention(
+        tokens(x), tokens(x), tokens(x), WEIGHTS, WEIGHTS, WEIGHTS[0], mask=DEAD
+    ),
+    "ring": on_ring,
+    "generate": generated,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        pytest.param(*row, marks=() if row == ("debugging", "weights") else pytest.mark.slow)
+        for row in itertools.product(FLAGS, FUNCTIONS)
+        # Without jit these two run operation by operation: −inf is what sampling leaves out.
+        if row not in (("not_compiled", "ring"), ("not_compiled", "generate"))
+    ],
+)
+def test_public_functions_under_flags(flags, name):
+    function = FUNCTIONS[name]
+    with contextlib.ExitStack() as stack:
+        for flag in FLAGS[flags]:
+            stack.enter_context(flag())
+        if name == "generate":
+            function(X)
+        else:
+            out, pull = jax.vjp(function, X)
+            pull(jnp.ones_like(out))

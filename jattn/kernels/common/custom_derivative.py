@@ -15,7 +15,7 @@ from jax._src.core import Primitive
 from jax.core import eval_jaxpr
 from jax.interpreters import ad, batching, mlir
 
-from jattn._debugging import as_operation
+from jattn._debugging import as_operation, may_be_minus_infinity
 
 
 _call = Primitive("jattn_attention")
@@ -53,10 +53,10 @@ def with_derivative(
 
 def compile_and_run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Runs one operation outside of any program, compiled also where users have switched that
-    off."""
+    off. Its results may be those of queries without keys."""
     with jax.disable_jit(False):
-        run = functools.partial(primitive.bind, **params)
-        return as_operation(run, primitive.name)(*operands)
+        run = as_operation(functools.partial(primitive.bind, **params), primitive.name)
+        return may_be_minus_infinity(None)(run)(*operands)
 
 
 def register_eager_run(primitive: Primitive) -> None:

@@ -226,12 +226,12 @@ class Attention(NamedTuple):
         def run(
             platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
         ) -> Results:
-            return self._compute_jvp(platform, spec, inputs, residuals, _filled(tangent, inputs))
+            return self._compute_jvp(platform, spec, inputs, residuals, filled(tangent, inputs))
 
-        given = _given(tangent)
+        given = where_given(tangent)
 
         def transpose(rest: _At, cotangents: Results) -> Inputs:
-            return _wanted(self._vjp(*rest, cotangents), given)
+            return wanted(self._vjp(*rest, cotangents), given)
 
         def derivative(rest: _At, tangent: Inputs, d_rest: Any, d_tangent: Inputs) -> Results:
             _, d_inputs, d_residuals = d_rest
@@ -285,16 +285,16 @@ class Attention(NamedTuple):
         ) -> Inputs:
             run = functools.partial(gradients, platform, spec)
             if not jax.tree.leaves((tangents.inputs, tangents.results)):
-                return run(inputs, residuals, _filled(tangents.operand, cotangents))
+                return run(inputs, residuals, filled(tangents.operand, cotangents))
             return tangents.derivative_of(run, inputs, residuals, cotangents)
 
-        given = _given(tangents)
+        given = where_given(tangents)
 
         def transpose(rest: _AtBoth, cotangent: Inputs) -> _Tangents:
             d_results = self._jvp(*rest[:3], cotangent)
             found = self._jvp_of_vjp(*rest, _Tangents(cotangent, d_results, _NOTHING))
             return _Tangents(
-                _wanted(found, given.inputs), _NOTHING, _wanted(d_results, given.operand)
+                wanted(found, given.inputs), _NOTHING, wanted(d_results, given.operand)
             )
 
         rules = lowering.Linear(transpose, _refuse_third_order)
@@ -326,9 +326,9 @@ class Attention(NamedTuple):
             tangents: _Tangents,
         ) -> Results:
             run = functools.partial(self._compute_jvp, platform, spec)
-            return tangents.derivative_of(run, inputs, residuals, _filled(tangent, inputs))
+            return tangents.derivative_of(run, inputs, residuals, filled(tangent, inputs))
 
-        given = _given(tangents)
+        given = where_given(tangents)
 
         def transpose(rest: Any, cotangents: Results) -> _Tangents:
             spec, inputs, residuals, tangent = rest
@@ -337,7 +337,7 @@ class Attention(NamedTuple):
             found = self._jvp_of_vjp(spec, inputs, residuals, cotangents, own)
             d_tangent = self._vjp(spec, inputs, residuals, cotangents)
             return _Tangents(
-                _wanted(found, given.inputs), _NOTHING, _wanted(d_tangent, given.operand)
+                wanted(found, given.inputs), _NOTHING, wanted(d_tangent, given.operand)
             )
 
         like = _results(residuals)
@@ -396,14 +396,14 @@ class _Tangents(NamedTuple):
             )
 
         at = (inputs, _results(residuals), operand)
-        return jax.jvp(at_results, at, _filled(self, at))[1]
+        return jax.jvp(at_results, at, filled(self, at))[1]
 
 
 def _is_none(x: Any) -> bool:
     return x is None
 
 
-def _filled(tangents: Any, like: Any) -> Any:
+def filled(tangents: Any, like: Any) -> Any:
     """Tangents with zeros for None."""
     one = lambda x, y: jnp.zeros_like(y) if x is None else x  # noqa: E731
     leaves = jax.tree.leaves(tangents, is_leaf=_is_none)
@@ -411,12 +411,12 @@ def _filled(tangents: Any, like: Any) -> Any:
     return jax.tree.unflatten(structure, map(one, leaves, given))
 
 
-def _given(tangents: Any) -> Any:
+def where_given(tangents: Any) -> Any:
     """True where a tangent is given: a rule that outlives a trace may not hold its arrays."""
     return jax.tree.map(lambda x: True, tangents)
 
 
-def _wanted(found: Any, given: Any) -> Any:
+def wanted(found: Any, given: Any) -> Any:
     """What was found where something is given, else None."""
     where, structure = jax.tree.flatten(given, is_leaf=_is_none)
     one = lambda x, y: x if y is not None else None  # noqa: E731

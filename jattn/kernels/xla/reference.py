@@ -6,6 +6,7 @@ Vaswani et al. 2017, equation 1. Memory grows with T × S. Differentiable in eve
 and what every other implementation is compared with.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from jaxtyping import Array
 from jattn import dropout, softmax, tile
 from jattn._types import LogSumExp, Output, Weights
 from jattn.kernels.common import reverse_mode
-from jattn.spec import Shapes, Spec
+from jattn.kernels.common.one_operation import as_one_operation
+from jattn.spec import Shapes, Spec, parameters, with_parameters
 
 
 def supports(spec: Spec, shapes: Shapes) -> str | None:
@@ -35,12 +37,25 @@ def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple
     return (out / factor).astype(q.dtype), normalizer.lse
 
 
+def _over_heads(
+    one_head: Callable[..., Any], out_axes: Any, spec: Spec, query: Array, *keys: Array
+) -> Any:
+    """`one_head` mapped over heads and batch as one operation: NaN and infinities in what is masked
+    are no results of the program."""
+
+    def formula(spec: Spec, inputs: Any) -> Any:
+        params, query, keys = inputs
+        spec = with_parameters(spec, params)
+        results = tile.over_heads(one_head, spec, (query,), keys, out_axes=out_axes)
+        return reverse_mode.varied_like(results, (spec, inputs))  # without keys it reads nothing
+
+    inputs = reverse_mode.varied_like((parameters(spec), query, keys), spec)
+    return as_one_operation(formula)(spec, inputs)
+
+
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    found = tile.over_heads(_one_head, spec, (query,), (key, value), out_axes=(1, 0))
-    return reverse_mode.varied_like(
-        found, (spec, query, key, value)
-    )  # without keys it reads nothing
+    return _over_heads(_one_head, (1, 0), spec, query, key, value)
 
 
 def _one_head_scores(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
@@ -50,7 +65,7 @@ def _one_head_scores(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
 
 def scores(spec: Spec, query: Array, key: Array) -> Weights:
     """Masked scores `[B, N, T, S]`."""
-    return tile.over_heads(_one_head_scores, spec, (query,), (key,), out_axes=0)
+    return _over_heads(_one_head_scores, 0, spec, query, key)
 
 
 def _one_head_weights(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
@@ -67,4 +82,4 @@ def lse(spec: Spec, query: Array, key: Array) -> LogSumExp:
 
 def weights(spec: Spec, query: Array, key: Array) -> Weights:
     """Weights after softmax and dropout `[B, N, T, S]`; a row without keys is 0."""
-    return tile.over_heads(_one_head_weights, spec, (query,), (key,), out_axes=0)
+    return _over_heads(_one_head_weights, 0, spec, query, key)

@@ -218,7 +218,7 @@ class OneHead(NamedTuple):
     head: Callable[..., Any]
     fallback: Callable[..., Any]
     enough: Callable[[Any], Any]
-    extra: int = 0  # last results that are of use only where it was enough, and left as they are
+    extra: int = 0  # last results that are of use only where it was enough, and else 0
 
 
 def attempt(
@@ -243,7 +243,8 @@ def attempt(
         return (*finish(found[:last]), *found[last:]), np.bool_(not has_mask(spec))
     enough = which.enough(found)
     again = functools.partial(run, which.fallback, over_batch=tile.in_turn)
-    return (*_unless(enough, found[:last], finish, again, *operands), *found[last:]), enough
+    extra = (jnp.where(enough, x, 0) for x in found[last:])  # no NaN that is masked
+    return (*_unless(enough, found[:last], finish, again, *operands), *extra), enough
 
 
 # Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
