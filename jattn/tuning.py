@@ -89,8 +89,7 @@ class Tuning(NamedTuple):
     ring_rounds: rounds in which heads go round a ring of devices, if not in one; fewer than these
         save no memory.
     ring_chunks: chunks of a shard's keys that go round one after another, at most; a power of two.
-    splash_block: queries and keys of a tile of the kernel for TPUs, at most.
-    tpu_tile: queries and keys of a tile of our own kernel for TPUs, at most.
+    tpu_tile: queries and keys of a tile of the kernel for TPUs, at most.
     tpu_decode_block: keys of a cache that the kernel for TPUs reads together, at most.
     gpu_programs: programs that keep a GPU busy.
     gpu_tiles_each: tiles of keys that are worth a program of their own on a GPU.
@@ -116,7 +115,6 @@ class Tuning(NamedTuple):
     many_keys: int = 512
     ring_rounds: int = 4
     ring_chunks: int = 4
-    splash_block: int = 512
     tpu_tile: tuple[int, int] = (512, 512)
     tpu_decode_block: int = 1024
     gpu_programs: int = 256

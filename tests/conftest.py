@@ -151,7 +151,6 @@ def _small_tiles(request):
         return
     # Imported here because jaxtyping's hook must be in place first.
     tuning: Any = importlib.import_module("jattn.tuning")
-    registry: Any = importlib.import_module("jattn.kernels.registry")
     dtype = request.node.callspec.params.get("dtype") if hasattr(request.node, "callspec") else None
     row = tuning.TABLE["cpu"]._replace(
         max_untiled=15 * 16 if dtype in (None, "float32") else 0,
@@ -161,9 +160,7 @@ def _small_tiles(request):
         in_turn=dtype not in ("bfloat16", "float16"),
     )
     sizes = {"row": row, "max_width": 32, "max_written_out": 5}
-    with tuning.using(**sizes), pytest.MonkeyPatch.context() as patch:
-        splash = registry.KERNELS["splash"]._replace(interpreted=("cpu",))
-        patch.setitem(registry.KERNELS, "splash", splash)
+    with tuning.using(**sizes):
         yield
 
 

@@ -23,7 +23,7 @@ MOST = 2**31 - 1
 LEAST = -(2**31)
 EDGES = np.array([LEAST, LEAST + 1, -1, 0, 1, MOST - 1, MOST])
 FAR = np.array([7, 7 + 2**32, -(2**31) - 1, MOST, 2**40, 2**63 - 1, 7])
-OURS = ("reference", "blockwise", "native", "splash")
+OURS = ("reference", "blockwise", "native")
 T = S = len(EDGES)
 B, N, H = 2, 1, 16
 
@@ -111,7 +111,7 @@ def attend_traced(implementation: str, mask: Any, given: Any, **options: Any) ->
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ids_of_queries_and_keys_and_of_rows_are_compared_exactly(implementation):
-    """Ids `[T]` for all and `[B, S]` for each, and lengths beside, for which splash makes ids."""
+    """Ids `[T]` for all and `[B, S]` for each, and lengths beside."""
     q_ids, kv_ids = FAR, np.stack([FAR[::-1], FAR ^ 2**33])
     given, lengths = arrays(), np.array([6, 5])
     rule = lambda at: int(q_ids[at.i]) == int(kv_ids[at.b, at.j]) and at.j < lengths[at.b]  # noqa: E731

@@ -19,10 +19,8 @@ from tests.cases import GENERAL, IMPLEMENTATIONS
 from tests.conftest import quick_jit, users_jit
 
 
-# cuDNN needs a GPU, kernels in Mosaic take 16 bits. Splash keeps one number of the softmax, whose
-# digits large logits use up, and no headroom for sums of values; what of this holds for it is
-# called in its own tests.
-FOR_DEVICES = "cudnn", "splash", "hopper", "ampere", "blackwell", "pallas"
+# cuDNN needs a GPU, kernels in Mosaic take 16 bits.
+FOR_DEVICES = "cudnn", "hopper", "ampere", "blackwell", "pallas"
 KERNELS = [name for name in IMPLEMENTATIONS if name not in FOR_DEVICES]
 
 every_kernel = pytest.mark.parametrize("implementation", KERNELS)

@@ -299,7 +299,7 @@ def ended(returncode: int, stdout: str = "", stderr: str = "") -> Any:
     return lambda *_, **__: subprocess.CompletedProcess([], returncode, stdout, stderr)
 
 
-TPU_JOB = JOB._replace(target="v5e", implementation="splash")
+TPU_JOB = JOB._replace(target="v5e", implementation="tpu")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_the_last_line_of_a_process_is_the_row(monkeypatch):
     assert job.run(TPU_JOB, 1.0) == {
         "target": "v5e",
         "case": "causal",
-        "implementation": "splash",
+        "implementation": "tpu",
         "head": 64,
         "dtype": "bfloat16",
         "pass": "forward",
@@ -368,7 +368,7 @@ def test_lengths_are_for_cases_without_arrays():
 
 def test_the_usual_jobs_are_every_case_of_the_kernels_for_the_target():
     found = command.chosen(given("--pass", "gradients", target="v5e"), targets.V5E)
-    assert {x.implementation for x in found} == {"splash", "tpu", "blockwise"}
+    assert {x.implementation for x in found} == {"tpu", "blockwise"}
     assert {x.case for x in found} == set(calls.CALLS)
 
 
@@ -388,7 +388,7 @@ def test_an_implementation_that_the_target_has_not(capsys):
     arguments = ["offline", "--target", "v5e", "--implementation", "hopper"]
     assert benchmark.main(arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: no implementation 'hopper' for v5e; there are splash")
+    assert said.startswith("error: no implementation 'hopper' for v5e; there are tpu")
 
 
 @pytest.mark.parametrize("target", targets.TARGETS.values(), ids=list(targets.TARGETS))
@@ -537,9 +537,9 @@ COMPILED = [
     (targets.A100, "ampere", DTYPES[:2]),
     (targets.B200, "blackwell", DTYPES[:2]),
     *(
-        (target, implementation, ("bfloat16", "float32") if implementation == "splash" else DTYPES)
+        (target, implementation, DTYPES)
         for target in (targets.V5E, targets.V6E)
-        for implementation in ("splash", "tpu", "blockwise")
+        for implementation in ("tpu", "blockwise")
     ),
 ]
 
@@ -740,24 +740,6 @@ def test_blockwise_takes_memory_linear_in_the_length(target, name, which):
         assert row["status"] == "compiled", row["message"]
         taken.append(row["temporary_bytes"])
     assert all(y <= 2 * x for x, y in itertools.pairwise(taken)), taken
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("which", job.PASSES)
-@pytest.mark.parametrize("head", [64, 128, 256])
-@pytest.mark.parametrize("name", ["full", "causal"])
-@pytest.mark.parametrize("target", [targets.V5E, targets.V6E], ids=["v5e", "v6e"])
-@pytest.mark.usefixtures("compilers")
-def test_splash_takes_little_more_than_jax_takes_alone(target, name, head, which):
-    ours, own = (
-        job.outcome(Job(target.name, name, implementation, head, "bfloat16", which))
-        for implementation in ("splash", "jax_splash")
-    )
-    assert ours["status"] == own["status"] == "compiled"
-    assert ours["bytes_moved"] <= 1.1 * own["bytes_moved"]
-    # A tile of the mask and what is kept for a row of each head.
-    few = 2**18
-    assert ours["temporary_bytes"] <= 1.1 * own["temporary_bytes"] + few
 
 
 # --- what was kept, by the version of JAX and the target -----------------------------------------

@@ -2,7 +2,7 @@
 
     python -m experiments.benchmark offline --target h100
     python -m experiments.benchmark offline --target h100 --cases causal bias --head 64 128
-    python -m experiments.benchmark offline --target v5e --implementation splash --out v5e.jsonl
+    python -m experiments.benchmark offline --target v5e --implementation tpu --out v5e.jsonl
     python -m experiments.benchmark offline --target h100 --cases full --lengths 4096 8192
 
 It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU there

@@ -132,8 +132,8 @@ def _tpu(name: str, kind: str) -> Target:
         name,
         "tpu",
         kind,
-        ("splash", "tpu", "blockwise", "reference", "jax_splash"),
-        ("splash", "tpu", "blockwise"),
+        ("tpu", "blockwise", "reference", "jax_splash"),
+        ("tpu", "blockwise"),
         (("libtpu", "jax[tpu]"),),
         (),
     )

@@ -97,7 +97,6 @@ _TPU_DECODE = Later("jattn.kernels.tpu.decode")
 
 KERNELS: dict[str, Row] = {
     "cudnn": Row(Later("jattn.kernels.gpu.cudnn"), ("cuda",), when="traced"),
-    "splash": Row(Later("jattn.kernels.tpu.splash"), ("tpu",)),
     "native": Row(
         _NATIVE,
         ("cpu",),

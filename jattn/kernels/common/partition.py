@@ -117,9 +117,8 @@ def partitioned(
     given = (*_of_tree(spec), *rows, keys, keys, *(BY_HEAD[: x.ndim] for x in rest))
     if which == "backward":
         found = (*of_parameters(spec), BY_QUERY, keys, keys)
-    elif which in ("forward", "forward_alone", "forward_with_weights", "forward_rounded"):
-        last = BY_QUERY if which == "forward_rounded" else BY_HEAD
-        found = (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3], (), last)[: len(jax.tree.leaves(like))]
+    elif which in ("forward", "forward_alone", "forward_with_weights"):
+        found = (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3], (), BY_HEAD)[: len(jax.tree.leaves(like))]
     else:
         return function
     return Partitioned(function, Letters(given, found, which != "backward"), choose)

@@ -32,8 +32,8 @@ from jattn.spec import Shapes, Spec, has_mask, parameters
 
 
 class AttentionVJP(NamedTuple):
-    """The functions of a kernel, for one flat batch axis, in the dtype of sums. The last four may
-    be None.
+    """The functions of a kernel, for one flat batch axis, in the dtype of sums. The last three
+    may be None.
 
     forward(spec, query, key, value) -> (out [B, T, N, V], normalizer of [B, T, N], all_finite [])
         `all_finite` is a boolean for the backward function: nothing was found that is not finite. A
@@ -47,9 +47,6 @@ class AttentionVJP(NamedTuple):
     forward_alone(spec, query, key, value) -> (out, normalizer, all_finite)
         As `forward`, for where neither a derivative is taken nor lse asked for: nobody will look at
         the normalizer.
-    forward_rounded(spec, query, key, value) -> (out, normalizer, all_finite, rounded)
-        As `forward`, for where a derivative is taken and weights are not kept: `rounded` is out in
-        the query's dtype, which is what the call gives.
     of_piece(spec, shapes) -> AttentionVJP
         The functions for a piece of the call, whose places are traced. Raises NotImplementedError
         where none can.
@@ -59,7 +56,6 @@ class AttentionVJP(NamedTuple):
     backward: Callable[..., Any]
     forward_with_weights: Callable[..., Any] | None = None
     forward_alone: Callable[..., Any] | None = None
-    forward_rounded: Callable[..., Any] | None = None
     of_piece: Callable[[Spec, Shapes], "AttentionVJP"] | None = None
 
     def run(self, which: str, *operands: Any) -> Any:
@@ -71,18 +67,12 @@ class AttentionVJP(NamedTuple):
                 return (self.forward_alone or self.forward)(*operands)
             case "forward_with_weights":
                 return (self.forward_with_weights or self._with_no_weights)(*operands)
-            case "forward_rounded":
-                return (self.forward_rounded or self._rounding)(*operands)
             case "backward":
                 return self.backward(*(operands if self.forward_with_weights else operands[:5]))
         raise ValueError(f"no function {which!r}")
 
     def _with_no_weights(self, spec: Spec, *qkv: Array) -> Any:
         return *self.forward(spec, *qkv), no_weights(*qkv)
-
-    def _rounding(self, spec: Spec, *qkv: Array) -> Any:
-        out, *others = self.forward(spec, *qkv)
-        return out, *others, out.astype(qkv[0].dtype)
 
     def or_else(self, otherwise: Callable[[Unbuilt], "AttentionVJP"]) -> "AttentionVJP":
         """The same functions, but where what one needs cannot be built, that of others."""
@@ -97,8 +87,7 @@ class AttentionVJP(NamedTuple):
             return run
 
         weights = tried("forward_with_weights") if self.forward_with_weights else None
-        others = map(tried, ("forward_alone", "forward_rounded"))
-        return AttentionVJP(tried("forward"), tried("backward"), weights, *others)
+        return AttentionVJP(tried("forward"), tried("backward"), weights, tried("forward_alone"))
 
 
 def keeps_weights(shapes: Shapes) -> bool:
@@ -150,7 +139,6 @@ def _with_derivatives(
         jax.ShapeDtypeStruct((), jnp.bool_),
     )
     weights = jax.ShapeDtypeStruct((B, N, T, S), dtype)
-    rounded = jax.ShapeDtypeStruct((B, T, N, shapes.V), shapes.dtype)
 
     def value(spec: Spec, *qkv: Array) -> tuple[Array, Array]:
         which = "forward" if spec.lse else "forward_alone"
@@ -158,11 +146,9 @@ def _with_derivatives(
         return out, normalizer.lse
 
     def forward(spec: Spec, *qkv: Array) -> Residuals:
-        which, last = ("forward_with_weights", weights) if keep else ("forward_rounded", rounded)
-        out, normalizer, all_finite, last = run(which, (*like, last), spec, *qkv)
-        if keep:
-            return Residuals(out, out.astype(shapes.dtype), normalizer, all_finite, [last])
-        return Residuals(out, last, normalizer, all_finite, [])
+        which, results = ("forward_with_weights", (*like, weights)) if keep else ("forward", like)
+        out, normalizer, all_finite, *kept = run(which, results, spec, *qkv)
+        return Residuals(out, out.astype(shapes.dtype), normalizer, all_finite, kept)
 
     def backward(spec: Spec, per_query: PerQuery, *rest: Array) -> Any:
         operands = (per_query.query, *rest[:2])
