@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.ending import Failure
+from experiments.runs.ending import Failure
 from experiments.translation import checkpoints, training
 from experiments.translation.checkpoints import Run, TextOrigin
 from experiments.translation.presets import PRESETS

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import pytest
 
-from experiments import ending, files
-from experiments.files import Unwritten
+from experiments.runs import ending, files, locking
+from experiments.runs.files import Unwritten
 from experiments.translation import __main__ as cli
-from experiments.translation import checkpoints, locking
+from experiments.translation import checkpoints
 from experiments.translation.checkpoints import Run, TextOrigin
 from experiments.translation.presets import PRESETS
 from experiments.translation.vocabulary import Vocabulary
@@ -55,7 +55,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 HOLDS_A_LOCK = """
 import pathlib, sys, time
-from experiments.translation.locking import locked
+from experiments.runs.locking import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(600)
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before(tmp_path, capfd
 SAVES_MUCH = """
 import pathlib, resource, sys, time
 import numpy as np
-from experiments.ending import exit_status
+from experiments.runs.ending import exit_status
 from experiments.translation.checkpoints import Run
 run = Run.open(sys.argv[1])
 state = {str(n): np.random.default_rng(n).random(5000) for n in range(200)}
@@ -410,7 +410,7 @@ def test_a_signal_that_is_ignored_stays_so(monkeypatch):
 
 PRINTS = """
 import sys
-from experiments.ending import exit_status
+from experiments.runs.ending import exit_status
 sys.exit(exit_status(lambda: [print("x" * 100) for _ in range(2000)]))
 """
 
@@ -530,7 +530,7 @@ def test_a_draft_follows_no_link(tmp_path):
 
 LOST = """
 import os, signal, sys, weakref
-from experiments.ending import exit_status, interruptible
+from experiments.runs.ending import exit_status, interruptible
 class Thing: pass
 def command():
     thing = Thing()

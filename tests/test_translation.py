@@ -25,8 +25,8 @@ import scipy.special
 from matplotlib.image import imread
 from pydantic import TypeAdapter
 
-from experiments.ending import Failure
 from experiments.language.settings import Settings as LanguageSettings
+from experiments.runs.ending import Failure
 from experiments.translation import __main__ as cli
 from experiments.translation import checkpoints, decoding, evaluation, pictures, training
 from experiments.translation.batches import Batch, Batches, PackedBatches, loss_mask

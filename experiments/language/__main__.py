@@ -21,22 +21,22 @@ import numpy as np
 from flax import nnx
 
 import jattn
-from experiments import bounds
-from experiments.ending import (
+from experiments.language import model as models
+from experiments.language import text, training
+from experiments.language.runs import Run
+from experiments.language.settings import Settings
+from experiments.runs import bounds
+from experiments.runs.console import speak_utf8, visible_controls
+from experiments.runs.ending import (
     Failure,
     UserError,
     exit_status,
     one_line,
     raise_if_asked_to_end,
 )
-from experiments.files import Unwritten
-from experiments.language import model as models
-from experiments.language import text, training
-from experiments.language.runs import Run
-from experiments.language.settings import Settings
+from experiments.runs.files import Unwritten
+from experiments.runs.memory import check_fits, keep_freed_memory
 from experiments.translation.checkpoints import free_directory
-from experiments.translation.console import speak_utf8, visible_controls
-from experiments.translation.memory import check_fits, keep_freed_memory
 
 
 _USUAL = Path("runs") / "language"

@@ -18,10 +18,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
-from experiments.files import append, check_plain, inside, parsed, replace, writing
 from experiments.language.settings import Settings
 from experiments.language.text import Characters
-from experiments.translation.console import json_line
+from experiments.runs.console import json_line
+from experiments.runs.files import append, check_plain, inside, parsed, replace, writing
 
 
 _FORMAT = "jattn-language-run"

@@ -2,7 +2,7 @@
 
 from pydantic.dataclasses import dataclass
 
-from experiments.settings import (
+from experiments.runs.settings import (
     CHECKED,
     Count,
     Layers,
@@ -14,7 +14,7 @@ from experiments.settings import (
     Whole,
     Width,
 )
-from experiments.settings import Settings as Base
+from experiments.runs.settings import Settings as Base
 
 
 @dataclass(frozen=True, config=CHECKED)

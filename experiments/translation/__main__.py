@@ -26,19 +26,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.ending import Failure, UserError, exit_status, interruptible, one_line
-from experiments.files import Unwritten, replace
-from experiments.translation import checkpoints, pictures, processes, reporting, stopping
-from experiments.translation.batches import Epochs
-from experiments.translation.checkpoints import Run, TextOrigin, fingerprint
-from experiments.translation.command_line import make_parser, make_search
-from experiments.translation.console import (
+from experiments.runs import processes, stopping
+from experiments.runs.console import (
     Console,
     listening,
     progress,
     speak_utf8,
     visible_controls,
 )
+from experiments.runs.ending import Failure, UserError, exit_status, interruptible, one_line
+from experiments.runs.files import Unwritten, replace
+from experiments.runs.locking import locked
+from experiments.runs.memory import check_fits, keep_freed_memory
+from experiments.translation import checkpoints, pictures, reporting
+from experiments.translation.batches import Epochs
+from experiments.translation.checkpoints import Run, TextOrigin, fingerprint
+from experiments.translation.command_line import make_parser, make_search
 from experiments.translation.corpus import Pair
 from experiments.translation.data import LANGUAGES, clean, lines_of, read_lines
 from experiments.translation.decoding import (
@@ -50,8 +53,6 @@ from experiments.translation.decoding import (
     translations,
 )
 from experiments.translation.evaluation import Evaluation, Evaluator, read_tests, table
-from experiments.translation.locking import locked
-from experiments.translation.memory import check_fits, keep_freed_memory
 from experiments.translation.meshes import Placement, check_mesh, parse_mesh, usual_mesh
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import PRESETS, Config

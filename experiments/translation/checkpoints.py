@@ -33,8 +33,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments.ending import Failure
-from experiments.files import (
+from experiments.runs import locking, stopping
+from experiments.runs.console import json_line
+from experiments.runs.ending import Failure
+from experiments.runs.files import (
     append,
     check_plain,
     inside,
@@ -43,8 +45,6 @@ from experiments.files import (
     sync_folder,
     writing,
 )
-from experiments.translation import locking, stopping
-from experiments.translation.console import json_line
 from experiments.translation.presets import Config, differences
 from experiments.translation.text import EncodedPairs
 from experiments.translation.vocabulary import Vocabulary

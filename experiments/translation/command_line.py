@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from experiments import bounds
-from experiments.names import nearest
+from experiments.runs import bounds
+from experiments.runs.names import nearest
 from experiments.translation.data import MOST_UNPACKED
 from experiments.translation.decoding import Search
 from experiments.translation.presets import PRESETS, SETTINGS

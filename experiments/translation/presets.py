@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from experiments.settings import (
+from experiments.runs.settings import (
     CHECKED,
     Count,
     Few,

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.translation import pictures, stopping
+from experiments.runs import stopping
+from experiments.runs.console import Console
+from experiments.translation import pictures
 from experiments.translation.checkpoints import Run
-from experiments.translation.console import Console
 from experiments.translation.data import ReadReport
 from experiments.translation.evaluation import Evaluator, Scores
 from experiments.translation.model import Model, Params

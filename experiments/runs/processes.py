@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments.ending import Failure, interrupted
-from experiments.watching import ADVICE, start_watching
+from experiments.runs.ending import Failure, interrupted
+from experiments.runs.watching import ADVICE, start_watching
 
 
 _HEARTBEAT = 60  # seconds without a sign of life after which a process counts as lost
