@@ -14,7 +14,7 @@ import pytest
 
 from experiments.runs.console import Console, listening, progress, visible_controls
 from experiments.translation import __main__ as cli
-from experiments.translation.checkpoints import Run
+from experiments.translation.runs import Run
 from tests.test_translation import as_users_run_it, bench, plain_jax
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from experiments.runs.watching import watch
 from experiments.translation import __main__ as cli
-from experiments.translation.checkpoints import Run
+from experiments.translation.runs import Run
 from tests.test_runs import python
 from tests.test_translation import as_users_run_it
 

@@ -9,10 +9,9 @@ directory has its metrics, its checkpoint and a picture of its losses.
 """
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,9 @@ from experiments.language.runs import Run
 from experiments.language.settings import Settings
 from experiments.runs import bounds
 from experiments.runs.console import speak_utf8, visible_controls
-from experiments.runs.ending import (
-    Failure,
-    UserError,
-    exit_status,
-    one_line,
-    raise_if_asked_to_end,
-)
-from experiments.runs.files import Unwritten
+from experiments.runs.ending import Failure, exit_status, raise_if_asked_to_end, users_part
+from experiments.runs.folder import free_directory
 from experiments.runs.memory import check_fits, keep_freed_memory
-from experiments.translation.checkpoints import free_directory
 
 
 _USUAL = Path("runs") / "language"
@@ -48,17 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with visible_controls():
         options = _parser().parse_args(arguments)
         return exit_status(lambda: options.command(options))
-
-
-@contextlib.contextmanager
-def _users_part() -> Iterator[None]:
-    """Around what can only fail because of what the user gave."""
-    try:
-        yield
-    except (Unwritten, BrokenPipeError):
-        raise
-    except (ValueError, OSError) as error:
-        raise UserError(one_line(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +78,7 @@ def _named() -> str:
 def _train(options: argparse.Namespace) -> None:
     keep_freed_memory()
     began = time.perf_counter()
-    with _users_part():
+    with users_part():
         run, texts = _begun(options)
     definition, state = training.init_state(run)
     print(
@@ -109,7 +90,7 @@ def _train(options: argparse.Namespace) -> None:
     )
     first = 0
     if options.resume:
-        with _users_part():
+        with users_part():
             state, first = training.resumed(run, state)
         print(f"goes on after step {first:,}" if first else "begins anew: no checkpoint yet")
     try:
@@ -162,7 +143,7 @@ def _tell(record: dict[str, Any]) -> None:
 
 
 def _write(options: argparse.Namespace) -> None:
-    with _users_part():
+    with users_part():
         run = Run.open(options.run or _newest())
         if not options.prompt:
             raise ValueError("--prompt: expected at least one character")
@@ -181,7 +162,7 @@ def _write(options: argparse.Namespace) -> None:
         print(run.characters.decode(tokens), end="", flush=True)
 
     print(options.prompt.lstrip("\n"), end="", flush=True)
-    with _users_part():
+    with users_part():
         jattn.generate(
             model,
             prompt[None],

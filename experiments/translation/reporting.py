@@ -9,10 +9,10 @@ from typing import Any
 from experiments.runs import stopping
 from experiments.runs.console import Console
 from experiments.translation import pictures
-from experiments.translation.checkpoints import Run
 from experiments.translation.data import ReadReport
 from experiments.translation.evaluation import Evaluator, Scores
 from experiments.translation.model import Model, Params
+from experiments.translation.runs import Run
 from experiments.translation.text import EncodeReport
 from experiments.translation.training import Loop
 
