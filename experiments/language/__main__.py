@@ -127,11 +127,9 @@ def _begun(options: argparse.Namespace) -> tuple[Run, text.Texts]:
 
 def _checked_text(run: Run) -> Path | None:
     """The path of a run's text, which may be any in a run that comes from somebody else."""
-    if run.text is None:
-        return None
-    if not Path(run.text).is_file():
+    if run.text is not None and not Path(run.text).is_file():
         raise ValueError(f"{run.directory}: expected its text in a file, found none at {run.text}")
-    return Path(run.text)
+    return None if run.text is None else Path(run.text)
 
 
 def _tell(record: dict[str, Any]) -> None:

@@ -55,15 +55,12 @@ class Checkpoints(Folder):
         """
         named = {name: np.asarray(array) for name, array in _named(state).items()}
         with writing(f"{self.directory}: checkpoint {step}"):
-            self._write(named, step)
-
-    def _write(self, named: Mapping[str, np.ndarray], step: int) -> None:
-        self._drop(later for later in self.steps() if later >= step)
-        with _manager(self._checkpoints) as manager:
-            if not manager.save(step, args=ocp.args.PyTreeSave(named)):
-                raise OSError("it was not saved")
-        sync_folder(self._checkpoints / str(step))
-        replace(self._digest(step), json.dumps(_digests(self._checkpoints / str(step))))
+            self._drop(later for later in self.steps() if later >= step)
+            with _manager(self._checkpoints) as manager:
+                if not manager.save(step, args=ocp.args.PyTreeSave(named)):
+                    raise OSError("it was not saved")
+            sync_folder(self._checkpoints / str(step))
+            replace(self._digest(step), json.dumps(_digests(self._checkpoints / str(step))))
 
     def restore(self, like: Any, *, prefix: str = "") -> tuple[Any, int]:
         """The latest checkpoint that is whole, and its step.
@@ -166,12 +163,8 @@ def _without_tracebacks() -> Iterator[None]:
     Where one array fails, the writes of others fail or call back too late, some when all is over:
     that is not told from then on.
     """
-    logger, loops, hook = (
-        logging.getLogger("absl"),
-        logging.getLogger("asyncio"),
-        sys.unraisablehook,
-    )
-    before = logger.level
+    logger, loops = logging.getLogger("absl"), logging.getLogger("asyncio")
+    before, hook = logger.level, sys.unraisablehook
 
     def is_awaited(record: logging.LogRecord) -> bool:
         return "exception was never retrieved" not in record.getMessage()
@@ -203,8 +196,7 @@ def _as_written(step: int) -> Iterator[None]:
 def _named(tree: Any) -> dict[str, Any]:
     """The arrays of a tree by their paths in it."""
     leaves, _ = jax.tree.flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _check_kinds(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -1,11 +1,10 @@
-"""A parser of options whose errors are one line."""
+"""The options of a command: errors in one line, with what was probably meant."""
 
 import argparse
+import difflib
 import os
 from collections.abc import Iterable
 from typing import Any, NoReturn
-
-from experiments.runs.names import nearest
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +29,12 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             near = nearest(str(value), map(str, action.choices or ()))
             raise argparse.ArgumentError(action, error.message + near) from None
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns up to three of the names that are spelled much like `name`, in words; or nothing."""
+    found = difflib.get_close_matches(name, list(names), n=3)
+    return f"; nearest: {', '.join(found)}" if found else ""
 
 
 def utf8(argument: str) -> str:

@@ -51,8 +51,7 @@ class Folder:
     def forget_metrics_after(self, step: int) -> None:
         """Drops the records of steps that will be made again, and a last line cut short."""
         kept = [record for record in self.metrics() if record["step"] <= step]
-        lines = "".join(json_line(record) + "\n" for record in kept)
-        self.write("metrics.jsonl", lines)
+        self.write("metrics.jsonl", "".join(json_line(record) + "\n" for record in kept))
 
 
 def free_directory(directory: Path) -> Path:

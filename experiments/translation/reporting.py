@@ -101,7 +101,8 @@ def sum_up(console: Console, run: Run, steps: Sequence[int]) -> None:
     if best is not None:
         print(f"best validation, after step {best['step']:,}: {Scores.from_record(best)}")
     files = draw_curves(run)
-    print(f"in {run.directory}: {used(steps)}; metrics.jsonl, {', '.join(map(_inner, files))}")
+    drawn = ", ".join("/".join(file.parts[-2:]) for file in files)
+    print(f"in {run.directory}: {used(steps)}; metrics.jsonl, {drawn}")
     console.emit(
         "end",
         run=str(run.directory),
@@ -129,7 +130,3 @@ def draw_curves(run: Run) -> list[Path]:
     pictures.draw_losses(run.metrics(), files[0])
     pictures.draw_bleu(run.metrics(), files[1])
     return files
-
-
-def _inner(file: Path) -> str:
-    return "/".join(file.parts[-2:])

@@ -16,7 +16,7 @@ from experiments.translation.batches import Epochs
 from experiments.translation.data import LANGUAGES
 from experiments.translation.meshes import Placement, check_mesh, parse_mesh, usual_mesh
 from experiments.translation.model import Model
-from experiments.translation.presets import PRESETS, Config
+from experiments.translation.presets import PRESETS
 from experiments.translation.runs import Run, TextOrigin, check_removable, fingerprint, is_vacant
 from experiments.translation.text import encode_pairs
 from experiments.translation.training import Texts, make_batches, read_texts
@@ -49,7 +49,9 @@ def make_plan(options: argparse.Namespace, saved: Run | None, console: Console) 
     Raises:
         ValueError, OSError: something does not fit, or cannot be read.
     """
-    config = _config(options, saved)
+    config = saved.config if saved and not options.preset else PRESETS[options.preset or "toy"]
+    seed = [] if options.seed is None else [f"seed={options.seed}"]
+    config = config.changed([*seed, *options.set])
     mesh = usual_mesh() if options.mesh is None else parse_mesh(options.mesh)
     check_mesh(mesh, config)
     directory = saved.directory if saved else new_directory(options)
@@ -68,12 +70,6 @@ def make_plan(options: argparse.Namespace, saved: Run | None, console: Console) 
     placement = Placement.of(mesh, model)
     placement.check_shapes(batches.shapes)
     return Plan(run, texts, batches, model, placement)
-
-
-def _config(options: argparse.Namespace, saved: Run | None) -> Config:
-    config = saved.config if saved and not options.preset else PRESETS[options.preset or "toy"]
-    settings = [] if options.seed is None else [f"seed={options.seed}"]
-    return config.changed([*settings, *options.set])
 
 
 def new_directory(options: argparse.Namespace) -> Path:

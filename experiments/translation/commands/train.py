@@ -10,21 +10,11 @@ from experiments.runs.ending import Failure, users_part
 from experiments.runs.files import Unwritten
 from experiments.runs.locking import locked
 from experiments.runs.memory import keep_freed_memory
-from experiments.translation import reporting
+from experiments.translation import reporting, training
 from experiments.translation.commands.plan import Plan, make_plan
 from experiments.translation.commands.trained_run import TrainedRun
 from experiments.translation.evaluation import Evaluator
 from experiments.translation.runs import Run, check_is_run, is_vacant, remove
-from experiments.translation.training import (
-    Loop,
-    NonFiniteLoss,
-    State,
-    check_batch,
-    init_state,
-    make_optimiser,
-    make_step,
-    total_steps,
-)
 
 
 def train(options: argparse.Namespace, console: Console) -> None:
@@ -72,19 +62,19 @@ def _begin(run: Run, held: contextlib.ExitStack, *, overwrite: bool) -> None:
 def _fit(plan: Plan, console: Console, *, resume: bool) -> TrainedRun:
     run, model, config, placement = plan.run, plan.model, plan.run.config, plan.placement
     evaluator = Evaluator(model, plan.texts.validation, run.source, run.target)
-    optimiser = make_optimiser(config, total_steps(config, plan.batches))
-    loop = Loop(
+    optimiser = training.make_optimiser(config, training.total_steps(config, plan.batches))
+    loop = training.Loop(
         config,
         plan.batches,
-        step=make_step(model, optimiser, config, placement),
-        check=lambda batch: check_batch(batch, model),
+        step=training.make_step(model, optimiser, config, placement),
+        check=lambda batch: training.check_batch(batch, model),
         report=reporting.keep(console, run) if processes.leads() else lambda record: None,
         validate=lambda params: reporting.validated(run, evaluator, placement.whole(params)),
         save=lambda state: _save(run, placement.host(state)),
         put_on_devices=lambda batch: placement.batch(batch, config.accumulation_steps),
         stops=lambda: _has_stopped(run),
     )
-    state = init_state(model, optimiser, config.seed)
+    state = training.init_state(model, optimiser, config.seed)
     if resume:
         with users_part():
             state = _resumed(run, state, loop.total_steps)
@@ -101,7 +91,7 @@ def _fit(plan: Plan, console: Console, *, resume: bool) -> TrainedRun:
     return TrainedRun(run, model, params, steps)
 
 
-def _save(run: Run, state: State) -> None:
+def _save(run: Run, state: training.State) -> None:
     """Writes a checkpoint of a state that every process has."""
     if processes.leads():
         run.save(state, int(state.step))
@@ -118,10 +108,10 @@ def _told_what_remains(run: Run) -> Iterator[None]:
     """Around training: what ends it early says where it can go on."""
     try:
         yield
-    except NonFiniteLoss as error:
+    except training.NonFiniteLoss as error:
         step = run.last_whole_step()
         kept = "none" if step is None else f"that after step {step}"
-        raise NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
+        raise training.NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
     except BrokenPipeError:
         raise
     except (Failure, OSError) as error:
@@ -137,7 +127,7 @@ def _how_to_go_on(run: Run) -> str:
     return f"training goes on with: train --run {run.directory} --resume"
 
 
-def _resumed(run: Run, state: State, total: int) -> State:
+def _resumed(run: Run, state: training.State, total: int) -> training.State:
     step = 0
     if run.has_checkpoint():
         state, step = run.restore(state)

@@ -81,8 +81,7 @@ def _translated_lines(
     rows = [row for row in encoded if row]
     for sentence in sentences:
         if unknown := run.source.unknown(sentence):
-            unit = run.source.unit
-            print(f"unknown {unit}: {', '.join(unknown)}", file=sys.stderr)
+            print(f"unknown {run.source.unit}: {', '.join(unknown)}", file=sys.stderr)
     with progress(len(rows), unit="sentence") as bar:
         found = translations(trained.model, trained.params, rows, search, report=bar.update)
     shown = _with_fields(trained, rows, found, options)
@@ -108,11 +107,8 @@ def _with_fields(
     for best in found:
         lines = []
         for translation in best:
-            fields = (
-                [f"{translation.score:.4f}", f"{translation.log_prob:.4f}"]
-                if options.scores
-                else []
-            )
+            numbers = (translation.score, translation.log_prob) if options.scores else ()
+            fields = [f"{number:.4f}" for number in numbers]
             fields.append(trained.run.target.decode(translation.ids))
             if links is not None:
                 fields.append(" ".join(f"{source}-{target}" for source, target in next(links)))
