@@ -18,10 +18,10 @@ import jattn.nn
 from experiments.translation import __main__ as cli
 from experiments.translation import decoding, training
 from experiments.translation.architectures import ARCHITECTURES
-from experiments.translation.checkpoints import Run
 from experiments.translation.decoding import Search
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
+from experiments.translation.runs import Run
 from experiments.translation.vocabulary import BOS, EOS, PAD
 from tests.test_translation import (
     TINY,

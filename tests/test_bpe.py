@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.translation import text
-from experiments.translation.checkpoints import fingerprint
 from experiments.translation.corpus import Pair, splits
 from experiments.translation.presets import PRESETS
+from experiments.translation.runs import fingerprint
 from experiments.translation.vocabulary import (
     BOS,
     EOS,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from experiments.runs.console import Console, listening, progress, visible_controls
 from experiments.translation import __main__ as cli
-from experiments.translation.checkpoints import Run
-from experiments.translation.console import Console, listening, progress, visible_controls
+from experiments.translation.runs import Run
 from tests.test_translation import as_users_run_it, bench, plain_jax
 
 
@@ -203,7 +203,7 @@ def test_an_argument_that_is_no_text_is_one_clear_line(capsys):
 
 def test_words_are_utf8_whatever_the_platform_says():
     code = (
-        "import sys; from experiments.translation.console import speak_utf8;"
+        "import sys; from experiments.runs.console import speak_utf8;"
         r"speak_utf8(); print('\xfc \u2603'); print('\xe9', file=sys.stderr)"
     )
     changes = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

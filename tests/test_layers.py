@@ -161,6 +161,15 @@ def test_experiments_use_public_names_only():
                 assert ".".join(used) in PUBLIC, (module, name)
 
 
+def test_what_every_run_needs_imports_no_experiment():
+    files = modules("experiments")
+    room = [module for module in files if module.split(".")[0] == "runs"]
+    assert len(room) > 10
+    for module in room:
+        for other in imported_modules("experiments", module, files[module], set(files)):
+            assert other.split(".")[0] == "runs", f"experiments.{module} imports {other}"
+
+
 # What no file does
 
 

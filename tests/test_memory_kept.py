@@ -12,7 +12,7 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _PROGRAM = """
 import ctypes, re, resource
-from experiments.translation.memory import keep_freed_memory
+from experiments.runs.memory import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -11,10 +11,10 @@ import pytest
 
 from experiments.translation import __main__ as cli
 from experiments.translation import meshes, training
-from experiments.translation.checkpoints import Run
 from experiments.translation.meshes import Placement
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS
+from experiments.translation.runs import Run
 from tests.test_translation import Bench, as_users_run_it, assert_equal, make_bench
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from experiments.benchmark import __main__ as benchmark
-from experiments.ending import Failure, UserError
 from experiments.offline import calls, command, job, kept, machine_code, targets
 from experiments.offline.job import Job
 from experiments.offline.machine_code import Instruction
+from experiments.runs.ending import Failure, UserError
 from jattn import masks, scores
 from jattn.kernels.gpu import registers
 from tests.cases import CASES, Case, Inputs, inputs

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.runs.watching import watch
 from experiments.translation import __main__ as cli
-from experiments.translation.checkpoints import Run
-from experiments.watching import watch
+from experiments.translation.runs import Run
 from tests.test_runs import python
 from tests.test_translation import as_users_run_it
 
@@ -189,7 +189,8 @@ def test_processes_that_nobody_tells_of_are_one_clear_line(tmp_path):
     expected = "Slurm, Open MPI, Kubernetes or a TPU pod is expected to tell of them\n"
     assert error == f"error: the processes did not find each other: {expected}"
     code = f"""
-from experiments.translation import processes, __main__ as cli
+from experiments.runs import processes
+from experiments.translation import __main__ as cli
 processes._PATIENCE = 2
 cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process 1".split())
 """

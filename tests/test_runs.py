@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import pytest
 
-from experiments import ending, files
-from experiments.files import Unwritten
+from experiments.runs import checkpoints, ending, files, locking
+from experiments.runs.files import Unwritten
 from experiments.translation import __main__ as cli
-from experiments.translation import checkpoints, locking
-from experiments.translation.checkpoints import Run, TextOrigin
+from experiments.translation import runs
 from experiments.translation.presets import PRESETS
+from experiments.translation.runs import Run, TextOrigin
 from experiments.translation.vocabulary import Vocabulary
 from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of, unwarned
 from tests.test_translation import (
@@ -55,7 +55,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 HOLDS_A_LOCK = """
 import pathlib, sys, time
-from experiments.translation.locking import locked
+from experiments.runs.locking import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(600)
@@ -115,8 +115,8 @@ def test_what_is_no_run_is_given_no_lock(tmp_path, capsys):
 def test_a_run_is_deleted_under_its_lock(tmp_path):
     run = a_run(tmp_path / "run", 1)
     with locking.locked(run.directory):
-        checkpoints.remove(run.directory)
-        assert checkpoints.is_vacant(run.directory)
+        runs.remove(run.directory)
+        assert runs.is_vacant(run.directory)
         with pytest.raises(BlockingIOError), locking.locked(run.directory):
             pass
         run.create()
@@ -126,10 +126,10 @@ def test_a_run_is_deleted_under_its_lock(tmp_path):
 def test_a_kill_while_deleting_leaves_a_run_that_can_be_deleted(tmp_path):
     run = a_run(tmp_path / "run", 1)
     with locking.locked(run.directory):
-        left = left_by_kills(run, lambda: checkpoints.remove(run.directory), tmp_path)
+        left = left_by_kills(run, lambda: runs.remove(run.directory), tmp_path)
     assert len(left) > 10
     for each in left:
-        checkpoints.remove(each.directory)
+        runs.remove(each.directory)
         each.create()
         assert Run.open(each.directory) == each
 
@@ -144,7 +144,7 @@ def test_a_kill_while_beginning_leaves_a_run_or_room_for_one(tmp_path):
     left = left_by_kills(run, begin, tmp_path)
     assert len(left) > 5
     for each in left:
-        assert checkpoints.is_run(each.directory) or checkpoints.is_vacant(each.directory)
+        assert runs.is_run(each.directory) or runs.is_vacant(each.directory)
 
 
 # --------------------------------------------------------------------------------------- full disk
@@ -187,8 +187,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before(tmp_path, capfd
 SAVES_MUCH = """
 import pathlib, resource, sys, time
 import numpy as np
-from experiments.ending import exit_status
-from experiments.translation.checkpoints import Run
+from experiments.runs.ending import exit_status
+from experiments.translation.runs import Run
 run = Run.open(sys.argv[1])
 state = {str(n): np.random.default_rng(n).random(5000) for n in range(200)}
 for size in (200_000, 20_000):
@@ -344,7 +344,7 @@ def test_a_vocabulary_that_cannot_be_written_is_one_line_and_can_be_tried_again(
         assert cli.main(["train", "--preset", "tiny", "--run", str(directory)]) == 1
     error = capsys.readouterr().err
     assert error == f"error: {directory}/source.json could not be written: File too large\n"
-    assert checkpoints.is_vacant(directory)
+    assert runs.is_vacant(directory)
 
 
 @pytest.mark.slow
@@ -410,7 +410,7 @@ def test_a_signal_that_is_ignored_stays_so(monkeypatch):
 
 PRINTS = """
 import sys
-from experiments.ending import exit_status
+from experiments.runs.ending import exit_status
 sys.exit(exit_status(lambda: [print("x" * 100) for _ in range(2000)]))
 """
 
@@ -530,7 +530,7 @@ def test_a_draft_follows_no_link(tmp_path):
 
 LOST = """
 import os, signal, sys, weakref
-from experiments.ending import exit_status, interruptible
+from experiments.runs.ending import exit_status, interruptible
 class Thing: pass
 def command():
     thing = Thing()

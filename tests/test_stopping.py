@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.runs import stopping
 from experiments.translation import __main__ as cli
-from experiments.translation import evaluation, stopping, training
+from experiments.translation import evaluation, training
 from experiments.translation.batches import Batches
-from experiments.translation.checkpoints import Run
 from experiments.translation.presets import PRESETS, Config
+from experiments.translation.runs import Run
 from experiments.translation.text import encode_pairs
 from tests.test_translation import (
     Bench,

@@ -25,17 +25,19 @@ import scipy.special
 from matplotlib.image import imread
 from pydantic import TypeAdapter
 
-from experiments.ending import Failure
 from experiments.language.settings import Settings as LanguageSettings
+from experiments.runs.ending import Failure
+from experiments.runs.folder import free_directory
 from experiments.translation import __main__ as cli
-from experiments.translation import checkpoints, decoding, evaluation, pictures, training
+from experiments.translation import decoding, evaluation, pictures, training
 from experiments.translation.batches import Batch, Batches, PackedBatches, loss_mask
-from experiments.translation.checkpoints import Run, TextOrigin
 from experiments.translation.command_line import make_parser
+from experiments.translation.commands.plan import new_directory
 from experiments.translation.corpus import Pair
 from experiments.translation.losses import Projection
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config, differences
+from experiments.translation.runs import Run, TextOrigin, fingerprint, remove
 from experiments.translation.text import encode_pairs
 from experiments.translation.training import State
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
@@ -98,7 +100,7 @@ class Bench:
         return training.Loop(**(parts | changes))
 
     def run(self, directory: Path, config: Config | None = None) -> Run:
-        origin = TextOrigin(None, ("de", "en"), checkpoints.fingerprint(self.batches.pairs))
+        origin = TextOrigin(None, ("de", "en"), fingerprint(self.batches.pairs))
         return Run(directory, config or self.config, self.source, self.target, origin)
 
 
@@ -603,13 +605,13 @@ def test_an_existing_directory_is_neither_written_into_nor_deleted(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("words")
     with pytest.raises(ValueError, match="is not a run's directory"):
-        checkpoints.remove(tmp_path / "precious")
+        remove(tmp_path / "precious")
     assert (tmp_path / "precious" / "thesis.txt").exists()
-    assert checkpoints.free_directory(tmp_path / "run") == tmp_path / "run-2"
-    checkpoints.remove(tmp_path / "run")
+    assert free_directory(tmp_path / "run") == tmp_path / "run-2"
+    remove(tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
     (tmp_path / "run").rmdir()
-    assert checkpoints.free_directory(tmp_path / "run") == tmp_path / "run"
+    assert free_directory(tmp_path / "run") == tmp_path / "run"
 
 
 def test_metrics_are_lines_of_valid_json(tmp_path):
@@ -1268,9 +1270,9 @@ def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monke
     assert (directory.parent / "other" / "file").exists()
     monkeypatch.chdir(directory.parent)
     options = make_parser("").parse_args(["demo", "--preset", "tiny"])
-    assert cli._new_directory(options) == Path("runs/tiny")
+    assert new_directory(options) == Path("runs/tiny")
     Path("runs/tiny").mkdir(parents=True)
-    assert cli._new_directory(options) == Path("runs/tiny-2")
+    assert new_directory(options) == Path("runs/tiny-2")
 
 
 @pytest.mark.slow

@@ -29,12 +29,12 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import bounds
 from experiments.benchmark import cases, device, gym, peers, timing, training, tune
 from experiments.benchmark.rules import RULES
-from experiments.ending import UserError, exit_status, interruptible
-from experiments.files import append, replace
 from experiments.offline import command as offline
+from experiments.runs import bounds
+from experiments.runs.ending import UserError, exit_status, interruptible
+from experiments.runs.files import append, replace
 
 
 def available(names: list[str] | None) -> dict[str, peers.Peer]:

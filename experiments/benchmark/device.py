@@ -34,14 +34,14 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import jattn
-from experiments import bounds
 from experiments.benchmark import timing
 from experiments.benchmark.cases import Case
 from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS, Calls, Peer, Task, ours
 from experiments.benchmark.peers import Runnable
 from experiments.benchmark.predictions import predicted
-from experiments.ending import UserError, interruptible, one_line
-from experiments.files import append, replace
+from experiments.runs import bounds
+from experiments.runs.ending import UserError, interruptible, one_line
+from experiments.runs.files import append, replace
 
 
 PATTERNS = ("full", "causal", "window", "documents")

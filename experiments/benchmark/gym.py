@@ -23,8 +23,8 @@ import jattn
 from experiments.benchmark import peers, timing
 from experiments.benchmark.cases import Case
 from experiments.benchmark.rules import HEADS, RULES, Rule
-from experiments.ending import interruptible
-from experiments.files import append, replace
+from experiments.runs.ending import interruptible
+from experiments.runs.files import append, replace
 from jattn import masks, scores
 
 

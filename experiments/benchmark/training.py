@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments import bounds
-from experiments.ending import interruptible
-from experiments.files import replace
+from experiments.runs import bounds
+from experiments.runs.ending import interruptible
+from experiments.runs.files import replace
+from experiments.runs.memory import keep_freed_memory
 from experiments.translation.batches import (
     AnyBatch,
     Batch,
@@ -34,7 +35,6 @@ from experiments.translation.batches import (
     PackedBatches,
     loss_mask,
 )
-from experiments.translation.memory import keep_freed_memory
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.text import EncodedPairs, Ragged

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 from tqdm import tqdm
 
-from experiments import bounds
 from experiments.benchmark import peers, timing
 from experiments.benchmark.cases import Case
-from experiments.ending import interruptible
+from experiments.runs import bounds
+from experiments.runs.ending import interruptible
 from jattn import tuning
 from jattn.tuning import Sizes
 

@@ -9,10 +9,9 @@ directory has its metrics, its checkpoint and a picture of its losses.
 """
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,15 @@ import numpy as np
 from flax import nnx
 
 import jattn
-from experiments import bounds
-from experiments.ending import (
-    Failure,
-    UserError,
-    exit_status,
-    one_line,
-    raise_if_asked_to_end,
-)
-from experiments.files import Unwritten
 from experiments.language import model as models
 from experiments.language import text, training
 from experiments.language.runs import Run
 from experiments.language.settings import Settings
-from experiments.translation.checkpoints import free_directory
-from experiments.translation.console import speak_utf8, visible_controls
-from experiments.translation.memory import check_fits, keep_freed_memory
+from experiments.runs import bounds
+from experiments.runs.console import speak_utf8, visible_controls
+from experiments.runs.ending import Failure, exit_status, raise_if_asked_to_end, users_part
+from experiments.runs.folder import free_directory
+from experiments.runs.memory import check_fits, keep_freed_memory
 
 
 _USUAL = Path("runs") / "language"
@@ -48,17 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with visible_controls():
         options = _parser().parse_args(arguments)
         return exit_status(lambda: options.command(options))
-
-
-@contextlib.contextmanager
-def _users_part() -> Iterator[None]:
-    """Around what can only fail because of what the user gave."""
-    try:
-        yield
-    except (Unwritten, BrokenPipeError):
-        raise
-    except (ValueError, OSError) as error:
-        raise UserError(one_line(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +78,7 @@ def _named() -> str:
 def _train(options: argparse.Namespace) -> None:
     keep_freed_memory()
     began = time.perf_counter()
-    with _users_part():
+    with users_part():
         run, texts = _begun(options)
     definition, state = training.init_state(run)
     print(
@@ -109,7 +90,7 @@ def _train(options: argparse.Namespace) -> None:
     )
     first = 0
     if options.resume:
-        with _users_part():
+        with users_part():
             state, first = training.resumed(run, state)
         print(f"goes on after step {first:,}" if first else "begins anew: no checkpoint yet")
     try:
@@ -146,11 +127,9 @@ def _begun(options: argparse.Namespace) -> tuple[Run, text.Texts]:
 
 def _checked_text(run: Run) -> Path | None:
     """The path of a run's text, which may be any in a run that comes from somebody else."""
-    if run.text is None:
-        return None
-    if not Path(run.text).is_file():
+    if run.text is not None and not Path(run.text).is_file():
         raise ValueError(f"{run.directory}: expected its text in a file, found none at {run.text}")
-    return Path(run.text)
+    return None if run.text is None else Path(run.text)
 
 
 def _tell(record: dict[str, Any]) -> None:
@@ -162,7 +141,7 @@ def _tell(record: dict[str, Any]) -> None:
 
 
 def _write(options: argparse.Namespace) -> None:
-    with _users_part():
+    with users_part():
         run = Run.open(options.run or _newest())
         if not options.prompt:
             raise ValueError("--prompt: expected at least one character")
@@ -181,7 +160,7 @@ def _write(options: argparse.Namespace) -> None:
         print(run.characters.decode(tokens), end="", flush=True)
 
     print(options.prompt.lstrip("\n"), end="", flush=True)
-    with _users_part():
+    with users_part():
         jattn.generate(
             model,
             prompt[None],

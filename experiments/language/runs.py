@@ -18,20 +18,19 @@ from typing import Any
 import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
-from experiments.files import append, check_plain, inside, parsed, replace, writing
 from experiments.language.settings import Settings
 from experiments.language.text import Characters
-from experiments.translation.console import json_line
+from experiments.runs.files import check_plain, inside, parsed, replace, writing
+from experiments.runs.folder import Folder
 
 
 _FORMAT = "jattn-language-run"
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Folder):
     """A run that was begun in `directory`; `text` is the path of what it reads, or None."""
 
-    directory: Path
     settings: Settings
     characters: Characters
     text: str | None
@@ -74,25 +73,7 @@ class Run:
             "alphabet": self.characters.alphabet,
             "text": self.text,
         }
-        replace(self._path("config.json"), json.dumps(about, indent=2) + "\n")
-
-    def _path(self, name: str) -> Path:
-        return inside(self.directory, name)
-
-    def report(self, record: Mapping[str, Any]) -> None:
-        """Appends a line to the metrics."""
-        append(self._path("metrics.jsonl"), json_line(dict(record)))
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The records so far, without a last line cut short."""
-        path = self._path("metrics.jsonl")
-        lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
-        return [parsed(line) for line in lines]
-
-    def forget_metrics_after(self, step: int) -> None:
-        """Drops the records of steps that will be made again."""
-        kept = [json_line(record) + "\n" for record in self.metrics() if record["step"] <= step]
-        replace(self._path("metrics.jsonl"), "".join(kept))
+        self.write("config.json", json.dumps(about, indent=2) + "\n")
 
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint in place of the one before."""
@@ -101,7 +82,7 @@ class Run:
 
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to go on from."""
-        if not self._path("checkpoints").is_dir():
+        if not self.path("checkpoints").is_dir():
             return False
         with self._manager() as manager:
             return manager.latest_step() is not None
@@ -126,11 +107,11 @@ class Run:
 
     def _manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-        return ocp.CheckpointManager(self._path("checkpoints").resolve(), options=options)
+        return ocp.CheckpointManager(self.path("checkpoints").resolve(), options=options)
 
     def draw_losses(self) -> Path:
         """Draws the losses over the steps, and returns the file."""
-        path = self._path("loss.png")
+        path = self.path("loss.png")
         replace(path, _drawn(self.metrics()))
         return path
 

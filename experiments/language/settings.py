@@ -2,23 +2,11 @@
 
 from pydantic.dataclasses import dataclass
 
-from experiments.settings import (
-    CHECKED,
-    Count,
-    Layers,
-    Length,
-    Limit,
-    Rate,
-    Seed,
-    Share,
-    Whole,
-    Width,
-)
-from experiments.settings import Settings as Base
+from experiments.runs import settings
 
 
-@dataclass(frozen=True, config=CHECKED)
-class Settings(Base):
+@dataclass(frozen=True, config=settings.CHECKED)
+class Settings(settings.Settings):
     """The settings of a run; by default three minutes on two cores.
 
     Attributes:
@@ -38,17 +26,17 @@ class Settings(Base):
         seed: of the parameters, the order of the text and dropout.
     """
 
-    features: Width = 128
-    layers: Layers = 4
-    heads: Width = 4
-    kv_heads: Width = 2
-    feed_forward: Width = 344
-    length: Length = 128
-    rows: Count = 32
-    steps: Count = 600
-    learning_rate: Rate = 3e-3
-    warmup: Whole = 50
-    weight_decay: Limit = 0.1
-    dropout_rate: Share = 0.0
-    report_every: Count = 100
-    seed: Seed = 0
+    features: settings.Width = 128
+    layers: settings.Layers = 4
+    heads: settings.Width = 4
+    kv_heads: settings.Width = 2
+    feed_forward: settings.Width = 344
+    length: settings.Length = 128
+    rows: settings.Count = 32
+    steps: settings.Count = 600
+    learning_rate: settings.Rate = 3e-3
+    warmup: settings.Whole = 50
+    weight_decay: settings.Limit = 0.1
+    dropout_rate: settings.Share = 0.0
+    report_every: settings.Count = 100
+    seed: settings.Seed = 0

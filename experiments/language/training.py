@@ -16,12 +16,12 @@ import optax
 from flax import nnx
 from jax import Array
 
-from experiments.ending import Failure, interruptible
 from experiments.language import model as models
 from experiments.language.runs import Run
 from experiments.language.settings import Settings
 from experiments.language.text import Texts, batch, in_order
-from experiments.translation.console import progress
+from experiments.runs.console import progress
+from experiments.runs.ending import Failure, interruptible
 
 
 _VALIDATION_ROWS = 64

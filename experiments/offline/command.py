@@ -27,12 +27,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments import bounds
-from experiments.ending import Failure, UserError, interruptible
-from experiments.files import append, replace
 from experiments.offline import calls, job, kept, targets
 from experiments.offline.job import Job
 from experiments.offline.machine_code import Loop
+from experiments.runs import bounds
+from experiments.runs.ending import Failure, UserError, interruptible
+from experiments.runs.files import append, replace
 
 
 DTYPES = ("bfloat16", "float16", "float32")

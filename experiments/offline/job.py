@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.ending import one_line
 from experiments.offline import calls, machine_code, targets
+from experiments.runs.ending import one_line
 
 
 COMPILED, UNSUPPORTED, FAILED = "compiled", "unsupported", "failed"

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from experiments.ending import UserError
 from experiments.offline.job import COMPILED, Job
+from experiments.runs.ending import UserError
 
 
 _FOLDER = Path(__file__).parent / "kept"

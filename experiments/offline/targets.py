@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from experiments.ending import UserError
+from experiments.runs.ending import UserError
 
 
 class Target(NamedTuple):

@@ -27,10 +27,10 @@ import jax
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import bounds
-from experiments.ending import UserError, exit_status, interruptible
-from experiments.files import append, replace
 from experiments.offline import targets
+from experiments.runs import bounds
+from experiments.runs.ending import UserError, exit_status, interruptible
+from experiments.runs.files import append, replace
 from experiments.scaling import job, plan
 from experiments.scaling.cases import DTYPES, ORDERS, SCHEMES, Case
 

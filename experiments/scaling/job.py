@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from experiments.ending import Failure
+from experiments.runs.ending import Failure
 from experiments.scaling import programs
 from experiments.scaling.cases import Case
 

@@ -1,45 +1,19 @@
 """The options of the command line."""
 
 import argparse
-import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from experiments import bounds
-from experiments.names import nearest
+from experiments.runs import bounds, processes
+from experiments.runs.command_line import Parser, utf8
 from experiments.translation.data import MOST_UNPACKED
 from experiments.translation.decoding import Search
 from experiments.translation.presets import PRESETS, SETTINGS
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with what was probably meant."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, args: Iterable[str] | None = None, namespace: Any = None
-    ) -> Any:
-        namespace, rest = super().parse_known_args(args, namespace)
-        unknown = next((text for text in rest if text.startswith("-")), None)
-        if unknown is not None:
-            near = nearest(unknown.partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
-        return namespace, rest
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            near = nearest(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, error.message + near) from None
-
-
 def make_parser(description: str) -> argparse.ArgumentParser:
     """The commands and their options; `command` is the one that was given."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m experiments.translation",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,7 +31,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     for added in (demo, train):
         _add_training(added)
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    _add_processes(train)
+    processes.add_options(train)
     for added in (evaluate, translate, plot):
         added.add_argument("--run", type=Path, required=True, help="the run's directory")
     for added in (demo, train, evaluate, plot):
@@ -69,7 +43,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     _add_beam(evaluate)
     _add_translation(translate)
     _add_search(translate)
-    plot.add_argument("--sentence", type=_utf8, help="what to translate and draw")
+    plot.add_argument("--sentence", type=utf8, help="what to translate and draw")
     return parser
 
 
@@ -97,22 +71,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
 
 
-def _add_processes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="train with the other processes that Slurm, Open MPI, Kubernetes or a TPU pod has "
-        "started with this one",
-    )
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="or with --processes others like it, of which process 0 listens there",
-    )
-    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    parser.add_argument("--process", type=int, metavar="I", help="which of them this is, from 0")
-
-
 def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
@@ -137,7 +95,7 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_translation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sentences", nargs="*", metavar="SENTENCE", type=_utf8)
+    parser.add_argument("sentences", nargs="*", metavar="SENTENCE", type=utf8)
     parser.add_argument("--file", type=Path, metavar="PATH", help="translate the lines of a file")
     _add_limit(parser)
     parser.add_argument("--output", type=Path, metavar="PATH", help="a new file (stdout)")
@@ -183,14 +141,6 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         help="for samples: of the likeliest that together have the probability P",
     )
     parser.add_argument("--seed", type=int, help="for samples: decides what is drawn (0)")
-
-
-def _utf8(argument: str) -> str:
-    """An argument as text, in UTF-8 whatever the platform's default is."""
-    try:
-        return os.fsencode(argument).decode("utf-8")
-    except UnicodeDecodeError:
-        raise argparse.ArgumentTypeError(f"expected UTF-8 text, got {argument!r}") from None
 
 
 _ONLY_WITH = {

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.ending import Failure, interruptible
+from experiments.runs.ending import Failure, interruptible
 from experiments.translation import searches
 from experiments.translation.batches import MULTIPLE, Batches
 from experiments.translation.model import Model, Params

@@ -12,7 +12,7 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from experiments.ending import Failure, interruptible
+from experiments.runs.ending import Failure, interruptible
 from experiments.translation import data
 from experiments.translation.batches import Batches
 from experiments.translation.corpus import Pair

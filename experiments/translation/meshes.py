@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.names import nearest
+from experiments.runs.command_line import nearest
 from experiments.translation.batches import AnyBatch, Shape, filled_up
 from experiments.translation.model import Model
 from experiments.translation.presets import Config

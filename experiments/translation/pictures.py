@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from experiments.files import replace
+from experiments.runs.files import replace
 from jattn import masks, viz
 
 

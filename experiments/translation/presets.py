@@ -23,24 +23,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from experiments.settings import (
-    CHECKED,
-    Count,
-    Few,
-    Layers,
-    Length,
-    Limit,
-    Rate,
-    Seed,
-    Settings,
-    Share,
-    Whole,
-    Width,
-)
+from experiments.runs import settings
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
-class Config(Settings):
+@dataclass(frozen=True, kw_only=True, config=settings.CHECKED)
+class Config(settings.Settings):
     """All that decides what a run computes, beside its text.
 
     RNNsearch has one recurrent layer on each side; it does not look at the fields from `num_heads`
@@ -102,22 +89,22 @@ class Config(Settings):
             those of the run. 1 takes the last alone.
     """
 
-    seed: Seed = 0
+    seed: settings.Seed = 0
 
     architecture: Literal["transformer", "rnnsearch"] = "transformer"
-    features: Width = 512
-    hidden: Width = 512
-    num_heads: Width = 8
-    feed_forward: Width = 2048
-    encoder_layers: Layers = 6
-    decoder_layers: Layers = 6
+    features: settings.Width = 512
+    hidden: settings.Width = 512
+    num_heads: settings.Width = 8
+    feed_forward: settings.Width = 2048
+    encoder_layers: settings.Layers = 6
+    decoder_layers: settings.Layers = 6
     norm: Literal["pre", "post"] = "post"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     rotary: bool = False
     embedding_init: Literal["normal", "glorot"] = "normal"
     tie_embeddings: bool = False
-    max_length: Length = 100
-    dropout_rate: Share = 0.1
+    max_length: settings.Length = 100
+    dropout_rate: settings.Share = 0.1
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     sentences: Annotated[int, Field(ge=1, le=10**6)] = 100_000
@@ -126,27 +113,27 @@ class Config(Settings):
     vocabulary_size: Annotated[int, Field(gt=4, le=2**22)] = 8000
     joint_vocabulary: bool = False
     lower: bool = True
-    minimum_count: Count = 1
-    tokens_per_batch: Whole = 0
-    rows_per_batch: Whole = 0
-    max_shapes: Few = 4
+    minimum_count: settings.Count = 1
+    tokens_per_batch: settings.Whole = 0
+    rows_per_batch: settings.Whole = 0
+    max_shapes: settings.Few = 4
     packed_width: Annotated[int, Field(ge=0, le=2**16)] = 0
-    accumulation_steps: Count = 1
+    accumulation_steps: settings.Count = 1
 
-    epochs: Whole = 0
-    steps: Whole = 0
-    learning_rate: Rate = 5e-4
+    epochs: settings.Whole = 0
+    steps: settings.Whole = 0
+    learning_rate: settings.Rate = 5e-4
     schedule: Literal["constant", "cosine", "inverse_sqrt"] = "constant"
-    warmup_steps: Count = 1
-    beta2: Share = 0.98
-    epsilon: Rate = 1e-9
-    clip_norm: Limit = 1.0
-    label_smoothing: Share = 0.1
+    warmup_steps: settings.Count = 1
+    beta2: settings.Share = 0.98
+    epsilon: settings.Rate = 1e-9
+    clip_norm: settings.Limit = 1.0
+    label_smoothing: settings.Share = 0.1
 
-    report_every: Count = 50
-    checkpoint_every: Count = 500
-    patience: Whole = 0
-    averaged_checkpoints: Few = 1
+    report_every: settings.Count = 50
+    checkpoint_every: settings.Count = 500
+    patience: settings.Whole = 0
+    averaged_checkpoints: settings.Few = 1
 
     def __post_init__(self) -> None:
         for one, other in (("epochs", "steps"), ("tokens_per_batch", "rows_per_batch")):

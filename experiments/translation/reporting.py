@@ -6,12 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.translation import pictures, stopping
-from experiments.translation.checkpoints import Run
-from experiments.translation.console import Console
+from experiments.runs import stopping
+from experiments.runs.console import Console
+from experiments.translation import pictures
 from experiments.translation.data import ReadReport
 from experiments.translation.evaluation import Evaluator, Scores
 from experiments.translation.model import Model, Params
+from experiments.translation.runs import Run
 from experiments.translation.text import EncodeReport
 from experiments.translation.training import Loop
 
@@ -100,7 +101,8 @@ def sum_up(console: Console, run: Run, steps: Sequence[int]) -> None:
     if best is not None:
         print(f"best validation, after step {best['step']:,}: {Scores.from_record(best)}")
     files = draw_curves(run)
-    print(f"in {run.directory}: {used(steps)}; metrics.jsonl, {', '.join(map(_inner, files))}")
+    drawn = ", ".join("/".join(file.parts[-2:]) for file in files)
+    print(f"in {run.directory}: {used(steps)}; metrics.jsonl, {drawn}")
     console.emit(
         "end",
         run=str(run.directory),
@@ -128,7 +130,3 @@ def draw_curves(run: Run) -> list[Path]:
     pictures.draw_losses(run.metrics(), files[0])
     pictures.draw_bleu(run.metrics(), files[1])
     return files
-
-
-def _inner(file: Path) -> str:
-    return "/".join(file.parts[-2:])

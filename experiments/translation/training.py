@@ -20,7 +20,8 @@ import optax
 from jax import Array
 from tqdm import tqdm
 
-from experiments.ending import Failure, interruptible
+from experiments.runs.console import progress
+from experiments.runs.ending import Failure, interruptible
 from experiments.translation import corpus, data
 from experiments.translation.batches import (
     AnyBatch,
@@ -29,7 +30,6 @@ from experiments.translation.batches import (
     PackedBatches,
     loss_mask,
 )
-from experiments.translation.console import progress
 from experiments.translation.corpus import Pair
 from experiments.translation.losses import cross_entropy
 from experiments.translation.meshes import ONE_DEVICE, Placement

@@ -13,8 +13,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.ending import Failure, UserError, exit_status, interruptible
-from experiments.files import replace
+from experiments.runs.ending import Failure, UserError, exit_status, interruptible
+from experiments.runs.files import replace
 from experiments.walkthrough import page
 from experiments.walkthrough.running import Result, run
 from experiments.walkthrough.step import ClaimFailed, Step

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from experiments.files import inside, open_in_place, writing
+from experiments.runs.files import inside, open_in_place, writing
 
 
 if sys.platform != "win32":

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from experiments.names import nearest
+from experiments.runs.command_line import nearest
 
 
 CHECKED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
+from experiments.runs.files import Unwritten
+
 
 _Item = TypeVar("_Item")
 
@@ -21,6 +23,17 @@ class UserError(Exception):
 
 class Failure(Exception):
     """What went wrong while it ran, and was foreseen; its message is shown in one line."""
+
+
+@contextlib.contextmanager
+def users_part() -> Iterator[None]:
+    """Around what can only fail because of what the user gave."""
+    try:
+        yield
+    except (Unwritten, BrokenPipeError):
+        raise
+    except (ValueError, OSError) as error:
+        raise UserError(one_line(error)) from error
 
 
 class Terminated(KeyboardInterrupt):

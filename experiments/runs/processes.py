@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments.ending import Failure, interrupted
-from experiments.watching import ADVICE, start_watching
+from experiments.runs.ending import Failure, interrupted, users_part
+from experiments.runs.watching import ADVICE, start_watching
 
 
 _HEARTBEAT = 60  # seconds without a sign of life after which a process counts as lost
@@ -38,11 +38,29 @@ _advice = ""  # what to tell people should this process end early
 _SIGNS = ("gloo", "nccl", "unavailable", "connection", "deadline", "aborted", "peer")
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how processes find each other."""
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="train with the other processes that Slurm, Open MPI, Kubernetes or a TPU pod has "
+        "started with this one",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="or with --processes others like it, of which process 0 listens there",
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="which of them this is, from 0")
+
+
+@users_part()
 def check_options(options: argparse.Namespace) -> None:
     """Makes sure that the options say how processes find each other, or that there is one.
 
     Raises:
-        ValueError: some are missing, or a number that does not fit.
+        UserError: some are missing, or a number that does not fit.
     """
     given = {name: getattr(options, name, None) for name in ("coordinator", "processes", "process")}
     missing = [f"--{name}" for name, value in given.items() if value is None]
@@ -131,11 +149,19 @@ def joined(options: argparse.Namespace) -> Iterator[bool]:
     """Joins the other processes that the options name, if any, and gives whether this one leads.
 
     Raises:
-        ValueError: they do not find each other, or have different numbers of devices.
+        UserError: they do not find each other, or have different numbers of devices.
     """
     if not are_several(options):
         yield True
         return
+    _find_others(options)
+    with contextlib.nullcontext() if leads() else _unheard():
+        yield leads()
+    jax.distributed.shutdown()
+
+
+@users_part()
+def _find_others(options: argparse.Namespace) -> None:
     where = {}
     if not options.distributed:
         where = {
@@ -161,9 +187,6 @@ def joined(options: argparse.Namespace) -> Iterator[bool]:
     if len(set(counts.values())) > 1:
         numbers = ", ".join(str(counts[number]) for number in sorted(counts))
         raise ValueError(f"expected equally many devices in every process, got {numbers}")
-    with contextlib.nullcontext() if leads() else _unheard():
-        yield leads()
-    jax.distributed.shutdown()
 
 
 def leads() -> bool:

@@ -1,0 +1,1 @@
+"""The subcommands, a file for each, and what they share."""

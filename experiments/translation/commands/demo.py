@@ -1,0 +1,58 @@
+"""The demonstration: trains, evaluates, translates and draws."""
+
+import argparse
+import time
+from collections.abc import Mapping
+
+from experiments.runs.console import Console
+from experiments.translation.commands.evaluate import evaluate_on, tests_of
+from experiments.translation.commands.plot import draw, sentence_to_draw
+from experiments.translation.commands.train import advise, train_run
+from experiments.translation.corpus import Pair
+from experiments.translation.decoding import GREEDY
+from experiments.translation.evaluation import Evaluation
+from experiments.translation.runs import Run
+
+
+def demo(options: argparse.Namespace, console: Console) -> None:
+    """Trains, evaluates on the held-out sentences, translates five of them and draws."""
+    began = time.perf_counter()
+    options.resume = False
+    with train_run(options, console) as trained:
+        tests = tests_of(options, trained.run)
+        evaluations = evaluate_on(trained, tests, GREEDY, console)
+        print("translations:")
+        for pair, translation in _shown(evaluations):
+            _print_beside_reference(trained.run, pair, translation)
+        shown = [pair.source for pair, _ in _shown(evaluations)]
+        files = draw(trained, [sentence_to_draw(tests), *shown])
+    print("pictures:", *files, sep="\n  ")
+    console.emit("pictures", files=list(map(str, files)))
+    for name, result in evaluations.items():
+        scores = result.scores
+        print(f"{name}: {scores.exact_match:.1%} of {scores.sentences:,} sentences exactly right")
+    print(f"all in {time.perf_counter() - began:.0f} s")
+    advise(trained.run)
+
+
+def _shown(evaluations: Mapping[str, Evaluation]) -> list[tuple[Pair, str]]:
+    """Five pairs with their translations: the longest of those that come first in their
+    construction, one of them from the last set; or where there are no constructions, the first."""
+    first, *others = [_firsts(result) for result in evaluations.values()]
+    return [*first[:4], others[-1][0]] if others else first[:5]
+
+
+def _firsts(result: Evaluation) -> list[tuple[Pair, str]]:
+    examples = list(zip(result.pairs, result.translations, strict=True))
+    firsts = {pair.construction: (pair, text) for pair, text in reversed(examples)}
+    if len(firsts) == 1:
+        return examples
+    return sorted(firsts.values(), key=lambda example: -len(example[0].source))
+
+
+def _print_beside_reference(run: Run, pair: Pair, translation: str) -> None:
+    reference = run.target.normalize(pair.target)
+    print(f"  {run.source.normalize(pair.source)}")
+    print(f"  -> {translation}")
+    if translation != reference:
+        print(f"     (expected: {reference})")

@@ -1,0 +1,151 @@
+"""The subcommand `train`: from the beginning or from the last checkpoint to the end."""
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+
+from experiments.runs import processes, stopping
+from experiments.runs.console import Console
+from experiments.runs.ending import Failure, users_part
+from experiments.runs.files import Unwritten
+from experiments.runs.locking import locked
+from experiments.runs.memory import keep_freed_memory
+from experiments.translation import reporting, training
+from experiments.translation.commands.plan import Plan, make_plan
+from experiments.translation.commands.trained_run import TrainedRun
+from experiments.translation.evaluation import Evaluator
+from experiments.translation.runs import Run, check_is_run, is_vacant, remove
+
+
+def train(options: argparse.Namespace, console: Console) -> None:
+    """Trains a model, and says what can be done with it."""
+    with train_run(options, console) as trained:
+        advise(trained.run)
+
+
+@contextlib.contextmanager
+def train_run(options: argparse.Namespace, console: Console) -> Iterator[TrainedRun]:
+    """Trains as the options say, from the beginning or from the last checkpoint. While it lasts, no
+    other process trains in the run's directory."""
+    keep_freed_memory()
+    with contextlib.ExitStack() as held:
+        with users_part():
+            saved = _to_resume(options, held) if options.resume else None
+            plan = make_plan(options, saved, console)
+            processes.check_alike(plan.shared())
+            if saved:
+                saved.check_same(plan.run)
+            else:
+                _begin(plan.run, held, overwrite=options.overwrite)
+        yield _fit(plan, console, resume=saved is not None)
+
+
+def _to_resume(options: argparse.Namespace, held: contextlib.ExitStack) -> Run:
+    if options.run is None or options.overwrite:
+        raise ValueError("--resume: expected --run DIR with it, and no --overwrite")
+    check_is_run(options.run)
+    if processes.leads():
+        held.enter_context(locked(options.run))
+    return Run.open(options.run)
+
+
+def _begin(run: Run, held: contextlib.ExitStack, *, overwrite: bool) -> None:
+    """Makes the run's directory, or clears that of the run to overwrite."""
+    if not processes.leads():
+        return
+    held.enter_context(locked(run.directory))
+    if overwrite and not is_vacant(run.directory):
+        remove(run.directory)
+    run.create()
+
+
+def _fit(plan: Plan, console: Console, *, resume: bool) -> TrainedRun:
+    run, model, config, placement = plan.run, plan.model, plan.run.config, plan.placement
+    evaluator = Evaluator(model, plan.texts.validation, run.source, run.target)
+    optimiser = training.make_optimiser(config, training.total_steps(config, plan.batches))
+    loop = training.Loop(
+        config,
+        plan.batches,
+        step=training.make_step(model, optimiser, config, placement),
+        check=lambda batch: training.check_batch(batch, model),
+        report=reporting.keep(console, run) if processes.leads() else lambda record: None,
+        validate=lambda params: reporting.validated(run, evaluator, placement.whole(params)),
+        save=lambda state: _save(run, placement.host(state)),
+        put_on_devices=lambda batch: placement.batch(batch, config.accumulation_steps),
+        stops=lambda: _has_stopped(run),
+    )
+    state = training.init_state(model, optimiser, config.seed)
+    if resume:
+        with users_part():
+            state = _resumed(run, state, loop.total_steps)
+    reporting.announce(console, run, model, loop)
+    if evaluator.cut:
+        print(f"{evaluator.cut} validation sides are cut to {config.max_length} tokens")
+    processes.advise(_how_to_go_on(run))
+    with _told_what_remains(run), processes.noticing_losses():
+        loop.run(placement.state(state))
+    if not processes.leads():
+        return TrainedRun(run, model, {}, [])
+    params, steps = run.parameters(model.shapes)
+    reporting.sum_up(console, run, steps)
+    return TrainedRun(run, model, params, steps)
+
+
+def _save(run: Run, state: training.State) -> None:
+    """Writes a checkpoint of a state that every process has."""
+    if processes.leads():
+        run.save(state, int(state.step))
+
+
+def _has_stopped(run: Run) -> bool:
+    """Whether training ends early; the process that writes the metrics says so to all."""
+    stopped = processes.leads() and stopping.has_stopped(run.metrics(), run.config.patience)
+    return bool(processes.agreed(stopped))
+
+
+@contextlib.contextmanager
+def _told_what_remains(run: Run) -> Iterator[None]:
+    """Around training: what ends it early says where it can go on."""
+    try:
+        yield
+    except training.NonFiniteLoss as error:
+        step = run.last_whole_step()
+        kept = "none" if step is None else f"that after step {step}"
+        raise training.NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
+    except BrokenPipeError:
+        raise
+    except (Failure, OSError) as error:
+        step = run.last_whole_step()
+        kept = "there is no checkpoint yet" if step is None else f"checkpoint {step} is whole"
+        kind = Failure if isinstance(error, Failure) else Unwritten
+        raise kind(f"{error}; {kept}; {_how_to_go_on(run)}") from error
+    except KeyboardInterrupt as end:
+        raise type(end)(_how_to_go_on(run)) from None
+
+
+def _how_to_go_on(run: Run) -> str:
+    return f"training goes on with: train --run {run.directory} --resume"
+
+
+def _resumed(run: Run, state: training.State, total: int) -> training.State:
+    step = 0
+    if run.has_checkpoint():
+        state, step = run.restore(state)
+    if step >= total:
+        raise ValueError(f"{run.directory} has made all its {total} steps already")
+    if processes.leads():
+        run.forget_metrics_after(step)
+    if _has_stopped(run):
+        raise ValueError(f"{run.directory} has stopped early after step {step} already")
+    if step:
+        print(f"goes on from the checkpoint after step {step}")
+    else:
+        print("begins anew: there is no checkpoint yet")
+    return state
+
+
+def advise(run: Run) -> None:
+    """Prints commands to try on a run."""
+    print("now try:")
+    for command in ("evaluate", "translate", "plot"):
+        print(f"  python -m experiments.translation {command} --run {run.directory}")
