@@ -44,6 +44,7 @@ def mutant(file: str, old: str, new: str, *noticed_by: str) -> Mutant:
 
 
 SPEC, TILE, SOFTMAX = "jattn/spec.py", "jattn/tile.py", "jattn/softmax.py"
+DROPOUT = "jattn/dropout.py"
 MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
 BLOCKWISE, SINGLE = "jattn/kernels/xla/blockwise.py", "jattn/kernels/xla/single_tile.py"
 DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src/attention.cc"
@@ -94,14 +95,14 @@ MUTANTS: dict[str, Mutant] = {
     # The scale.
     "scale-of-values": mutant(
         SPEC,
-        "scale=_check_scale(scale, shapes.H)",
-        "scale=_check_scale(scale, shapes.V)",
+        'scale=_check_scale(options.get("scale"), shapes.H)',
+        'scale=_check_scale(options.get("scale"), shapes.V)',
         "contract",
     ),
     "scale-of-the-model": mutant(
         SPEC,
-        "scale=_check_scale(scale, shapes.H)",
-        "scale=_check_scale(scale, shapes.N * shapes.H)",
+        'scale=_check_scale(options.get("scale"), shapes.H)',
+        'scale=_check_scale(options.get("scale"), shapes.N * shapes.H)',
         "contract",
     ),
     "no-scale": mutant(SPEC, "return 1 / math.sqrt(H)", "return 1.0", "contract"),
@@ -208,23 +209,24 @@ MUTANTS: dict[str, Mutant] = {
     "dropout-before-softmax": mutant(
         TILE,
         "    return jnp.where(allowed, score, -jnp.inf)",
-        "    score = drop(spec, score, b, h, rows, columns)\n"
+        "    from jattn import dropout\n"
+        "    score = dropout.drop(spec, score, b, h, rows, columns)\n"
         "    return jnp.where(allowed, score, -jnp.inf)",
         "contract",
         "dropout",
     ),
     "dropout-not-scaled": mutant(
-        TILE,
+        DROPOUT,
         "jnp.where(kept, 1 / (1 - spec.dropout_rate), 0)",
         "jnp.where(kept, 1, 0)",
         "dropout",
         "contract",
     ),
     "dropout-of-all-heads": mutant(
-        TILE, "for word in (*rest, b, h):", "for word in (*rest, b, 0 * h):", "dropout"
+        DROPOUT, "for word in (*rest, b, h):", "for word in (*rest, b, 0 * h):", "dropout"
     ),
     "dropout-of-all-rows": mutant(
-        TILE, "for word in (*rest, b, h):", "for word in (*rest, 0 * b, h):", "dropout"
+        DROPOUT, "for word in (*rest, b, h):", "for word in (*rest, 0 * b, h):", "dropout"
     ),
     "key-reuse": mutant(
         TRAINING,
