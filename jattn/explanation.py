@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jattn import masks
 from jattn._advised import advised
 from jattn._pytree import flatten_batch, leading
-from jattn._types import Keys, Queries, Values, accumulation
+from jattn._types import Keys, Queries, Size, Values, accumulation
 from jattn.attention import attend, attend_cache, check_cache
 from jattn.cache import Cache
 from jattn.checks import check_choice, check_flag
@@ -155,7 +155,7 @@ class Explanation(dict[str, str | None]):
         return f"<table>{''.join(rows)}</table>"
 
 
-def _bytes(spec: Spec, shapes: Shapes, operands: Any) -> int:
+def _bytes(spec: Spec, shapes: Shapes, operands: Any) -> Size:
     """Those of the operands, of the arrays of mask and score, and of the results."""
     given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((spec, operands)))
     rows = shapes.B * shapes.T * shapes.N

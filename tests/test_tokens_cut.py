@@ -62,7 +62,9 @@ def test_values_gradients_and_how_they_are_cut(name, cuts, implementation):
     np.testing.assert_allclose(lse, want_lse, rtol=1e-12, atol=1e-13)
     for n, d in found.items():
         np.testing.assert_allclose(d, want[n], rtol=1e-11, atol=1e-12, err_msg=n)
-    assert is_cut(out, mesh, of_queries) and is_cut(found["q"], mesh, of_queries)
+    assert is_cut(out, mesh, of_queries)
+    if implementation != "reference" or cuts != "crossed":  # which XLA then gathers
+        assert is_cut(found["q"], mesh, of_queries)
     rows, tokens, heads = (*of_queries, None, None, None)[:3]
     assert is_cut(lse, mesh, P(rows, heads, tokens))
     if implementation != "reference" and cuts != "crossed":
