@@ -317,9 +317,10 @@ def as_mask(value: Any) -> Mask:
 
     Raises TypeError for anything else.
     """
-    value = held_by_module(value)
     if value is None:
-        return Full()
+        return _FULL
+    if not isinstance(value, Mask | types.FunctionType):
+        value = held_by_module(value)
     if isinstance(value, Mask):
         return value
     if hasattr(value, "dtype"):
@@ -514,6 +515,9 @@ class Full(Mask):
 
     def bounds(self, tile):
         return np.True_, np.True_
+
+
+_FULL = Full()
 
 
 @pytree_dataclass
@@ -1012,6 +1016,9 @@ def _cells(extent: Extent, block: int, cells: int) -> tuple[Array, Array]:
     return jnp.minimum(start // block, stop), stop
 
 
+_EXAMPLES = (jax.ShapeDtypeStruct((), jnp.int32),) * 4  # a batch row, a head, a query, a key
+
+
 @pytree_dataclass
 class Predicate(Mask):
     """Any rule: `fn(b, h, q_idx, kv_idx, *operands) -> bool`, on scalars, as in FlexAttention.
@@ -1052,13 +1059,23 @@ class Predicate(Mask):
         if bounds is not None:
             check_function("Predicate: bounds", bounds)
         check_operands("Predicate", operands)
+        self._set(fn, operands, bounds)
+
+    def _set(self, fn: Any, operands: tuple[Any, ...], bounds: Any) -> None:
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "bounds_fn", bounds)
 
+    @classmethod
+    def _checked(cls, fn: Any, operands: tuple[Any, ...], bounds: Any) -> "Predicate":
+        """Returns the mask of a function that is known to take these arguments."""
+        self = object.__new__(cls)
+        self._set(fn, operands, bounds)
+        return self
+
     def check(self) -> None:
         """Raises TypeError unless the function returns a boolean scalar."""
-        jax.eval_shape(unseen(self._scalar), *[jnp.int32(0)] * 4)
+        jax.eval_shape(unseen(self._scalar), *_EXAMPLES)
 
     def lasting(self) -> "Predicate":
         """The same mask, with functions that do not change: see `jattn._functions`.
@@ -1066,18 +1083,17 @@ class Predicate(Mask):
         Raises:
             TypeError: the function does not return a boolean scalar.
         """
-        zeros = [jnp.int32(0)] * 4
         with explained("Predicate", self.fn):
-            own = without_named_axes("Predicate", self.fn, *zeros, *self.operands)
+            own = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
         if own is not self.fn:
             return Predicate(own, *self.operands).lasting()
         fn, operands, bounds = frozen(self.fn), self.operands, self.bounds_fn
         if not is_frozen(fn):
             name = function_name(self.fn)
-            fn, operands = traced(name, self._scalar, operands, *zeros)
+            fn, operands = traced(name, self._scalar, operands, *_EXAMPLES)
         bounds = bounds and frozen(bounds)
         # Bounds only save time: without them the predicate is evaluated.
-        return Predicate(fn, *operands, bounds=bounds if bounds and is_frozen(bounds) else None)
+        return Predicate._checked(fn, operands, bounds if bounds and is_frozen(bounds) else None)
 
     def _scalar(self, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
         with explained("Predicate", self.fn):

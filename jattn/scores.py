@@ -122,7 +122,8 @@ def as_score(value: Any) -> Any:
 
     Raises TypeError for anything else.
     """
-    value = held_by_module(value)
+    if not isinstance(value, ScoreFunction | types.FunctionType | None):
+        value = held_by_module(value)
     if value is None or isinstance(value, ScoreFunction):
         return value
     if _is_function(value):
@@ -371,6 +372,9 @@ class Score(ScoreFunction):
     def __init__(self, fn: Callable[..., Any], *operands: Any):
         check_rule("Score", fn, ("score", "b", "h", "q_idx", "kv_idx"), operands)
         check_operands("Score", operands)
+        self._set(fn, operands)
+
+    def _set(self, fn: Any, operands: tuple[Any, ...]) -> None:
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
 
@@ -394,7 +398,9 @@ class Score(ScoreFunction):
             name = function_name(self.fn)
             fn, more = traced(name, self._scalar, wide, *_examples(dtype))
             operands = (*operands, *more[len(operands) :])
-        return Score(fn, *operands)
+        changed = object.__new__(Score)  # of a function that is known to take these arguments
+        changed._set(fn, operands)
+        return changed
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
         with explained("Score", self.fn):
@@ -414,6 +420,7 @@ def _in_dtype(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if is_float else x
 
 
+@functools.cache
 def _examples(dtype: Any) -> tuple[Any, ...]:
     """A score of a dtype, a batch row, a head, a query and a key."""
-    return jnp.zeros((), dtype), *[jnp.int32(0)] * 4
+    return tuple(jax.ShapeDtypeStruct((), x) for x in (dtype, *[jnp.int32] * 4))

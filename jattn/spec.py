@@ -254,6 +254,8 @@ def check_leaves(spec: Spec, shapes: Shapes, global_sizes: tuple[int, int] | Non
 
     `global_sizes` are T and S of the unsharded call, where this one is a shard of it.
     """
+    if not jax.tree.leaves(spec):
+        return
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(spec)), strict=True):
         if letters:
