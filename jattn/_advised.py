@@ -92,14 +92,14 @@ def _advised(advice: Mapping[str, str], function: _F, options: Any = None) -> _F
 
 
 def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:
-    """With that of the object's class, which may inherit the method."""
+    """Returns the name of a function, or of a method with its object's class."""
     if not of_object:
         return function.__qualname__
     return f"{type(of_object[0]).__name__}.{function.__name__}"
 
 
 def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str:
-    """What to write in its place."""
+    """Returns the advice about an argument: what to write in its place."""
     if name in advice:
         return f"write {advice[name]}"
     candidates = [] if name in ADVICE else [*parameters, *advice]  # what is known is no misspelling

@@ -192,13 +192,13 @@ class _Key:
         return self.program(value)
 
     def memory(self, array: np.ndarray) -> Hashable:
-        """Of an array: its bytes, unless these are many or say nothing."""
+        """Returns a key of an array: its bytes. Raises `_Unsure` if they are many or mean nothing."""
         if array.dtype.hasobject or array.nbytes > _MOST_BYTES:
             raise _Unsure
         return array.dtype, array.shape, array.tobytes()
 
     def program(self, value: Any) -> Hashable:
-        """Of what can be called, or written to."""
+        """Returns a key of a value that can be called, or written to."""
         if isinstance(value, types.CodeType):
             return self.code(value)
         if type(value) is types.FunctionType:
@@ -222,7 +222,7 @@ class _Key:
         return key
 
     def code(self, code: types.CodeType) -> Hashable:
-        """What is executed, wherever it is written."""
+        """Returns a key of code: what is executed, wherever it is written."""
         sizes = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
         names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
         run, table = code.co_code, code.co_exceptiontable
@@ -232,7 +232,7 @@ class _Key:
 
 
 def _contents(function: types.FunctionType) -> list[Any]:
-    """What a function closes over, as far as it is assigned yet."""
+    """Returns the values that a function closes over, without those not assigned yet."""
     found = []
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):
@@ -248,7 +248,7 @@ def _closed_over(function: types.FunctionType) -> tuple[Any, ...]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """What a function may read by name, with the functions in it."""
+    """Returns the names that a function and the functions in it may read."""
     inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))
 

@@ -31,7 +31,7 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def key_words(key: Array | tuple[Array, ...]) -> tuple[UInt32[Array, ""], ...]:
-    """The words of a random key; words as they are, for kernels, which cannot take keys apart."""
+    """Returns the words of a random key, or words unchanged: kernels cannot take keys apart."""
     if isinstance(key, tuple):
         return key
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -56,7 +56,7 @@ def threshold(rate: float) -> int:
 def keep(
     key: Any, rate: float, b: Any, h: Any, q_places: Indices, kv_places: Indices
 ) -> Bool[Array, "t s"]:
-    """Which weights dropout keeps, `[t, s]`: each with probability 1 − rate.
+    """Returns which weights dropout keeps, `[t, s]`: each with probability 1 − rate.
 
     A hash of (key, b, h, query place, key place), so that the decision about a weight is the same
     however attention is tiled, mapped or sharded, and in forward and backward.
@@ -104,9 +104,9 @@ def jattn_shared(rows: UInt32[Array, " t"]) -> UInt32[Array, " t"]:
 
 @pytree_dataclass
 class Hashes:
-    """In place of a spec's dropout key: what is computed once for all tiles. Of queries it has
-    hashes, or seeds of which each tile makes them; `places` are those in the whole call of which
-    this is a piece, None where they are its own. `dropped` is 0, what dropped weights become, where
+    """The hashes that are computed once for all tiles, and replace a spec's dropout key. `rows` are
+    the hashes of queries, or `seeds` from which each tile computes them; `places` are the queries'
+    places in the whole call of which this is a piece, None for a whole call. `dropped` is 0, what dropped weights become, where
     compilers do not know it: they would select among narrow numbers, one by one."""
 
     rows: Any = array_field("*B N T")
@@ -151,7 +151,7 @@ def drop(
 
 
 def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, "t s"]:
-    """Which weights the dropout of a spec keeps."""
+    """Returns which weights the dropout of a spec keeps."""
     key, rate = spec.dropout_key, spec.dropout_rate
     if isinstance(key, Hashes):
         places = rows.places if key.places is None else key.places
@@ -162,7 +162,7 @@ def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, 
 
 
 def _places(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Any, Any]:
-    """Batch row, head and places as they are in the whole call of which this may be a piece."""
+    """Returns batch row, head and places in the whole call, of which this may be a piece."""
     if spec.origin is None:
         return b, h, rows.places, columns.places
     q, kv = spec.origin.q, spec.origin.kv

@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
 
 
 class Explanation(dict[str, str | None]):
-    """For each implementation None where it can run a call, else its reason; and about the call:
+    """A dictionary of all implementations: None if it can run a call, else its reason. Attributes:
 
     runs: the one that `implementation=None` takes.
     by_name: kernels for the platform that can run the call, but only where they are named: no
@@ -156,7 +156,7 @@ class Explanation(dict[str, str | None]):
 
 
 def _bytes(spec: Spec, shapes: Shapes, operands: Any) -> Size:
-    """Those of the operands, of the arrays of mask and score, and of the results."""
+    """Returns the bytes of the operands, of the arrays of mask and score, and of the results."""
     given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((spec, operands)))
     rows = shapes.B * shapes.T * shapes.N
     lse = jnp.dtype(accumulation(shapes.dtype)).itemsize if spec.lse else 0
@@ -173,8 +173,8 @@ def explain(
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Explanation:
-    """Which implementations can run `attention` with these arguments on a platform, how much of the
-    scores they compute, and the memory that it takes.
+    """Returns which implementations can run `attention` with these arguments on a platform, how
+    much of the scores they compute, and the memory that it takes.
 
     Maps each name to None where it can, else to its reason. `implementation=None` takes the first
     that can. Printed, it tells too which tiles the mask leaves, operations, bytes, temporaries of
@@ -203,7 +203,7 @@ def explain(
 
 
 def _platform_of(x: Any) -> str:
-    """Where an array lies, or else would be put."""
+    """Returns the platform where an array lies, or would be put."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         device = next(iter(x.devices()))
     else:
@@ -246,7 +246,7 @@ def _some_heads(spec: Spec, shapes: Shapes) -> list[tuple[int, int]]:
 
 
 def _counts(spec: Spec, shapes: Shapes, b: int, h: int) -> np.ndarray:
-    """How many tiles of a head are empty, mixed and full."""
+    """Returns how many tiles of a head are empty, mixed and full."""
     q, kv = (
         None if x is None else np.asarray(x).reshape(-1, x.shape[-1])[min(b, x.size // n - 1)]
         for x, n in ((spec.q_positions, shapes.T), (spec.kv_positions, shapes.S))
@@ -269,7 +269,7 @@ def _has_function(mask: Mask) -> bool:
 def _advice(
     spec: Spec, shapes: Shapes, platform: str, tiles: Tiles, found: dict[str, str | None]
 ) -> str | None:
-    """What a named mask in place of a function would change."""
+    """Returns what a named mask in place of a function would change."""
     positions = (spec.q_positions, spec.kv_positions)
     if jax.tree.leaves((spec.mask, positions)) or not _has_function(spec.mask):
         return None

@@ -15,7 +15,7 @@ from jattn.scores import ScoreLike
 
 
 class Rules(TypedDict, total=False):
-    """What turns products of queries and keys into scores, apart from positions."""
+    """The options that turn products of queries and keys into scores, apart from positions."""
 
     mask: MaskLike
     score: ScoreLike
@@ -34,7 +34,7 @@ class RulesAndSink(Rules, total=False):
 
 
 class DropoutOptions(TypedDict, total=False):
-    """Which weights are dropped."""
+    """The options of dropout."""
 
     dropout_rate: float
     dropout_key: Array | None

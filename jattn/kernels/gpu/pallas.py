@@ -65,17 +65,17 @@ def functions(platform: str) -> AttentionVJP:
 
 
 def unreadable(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
-    """Why a cache cannot be read in place."""
+    """Returns why a cache cannot be read in place, or None."""
     return _reading(spec, shapes).unreadable(platform, spec, shapes, cache)
 
 
 def _reading(spec: Spec, shapes: Shapes) -> ModuleType:
-    """Of Blackwell's kernels that for caches is Ampere's: reading is all that counts."""
+    """Returns the kernel that reads a cache: Ampere's on Blackwell, where reading sets the pace."""
     kernel = _chosen(spec, shapes)
     return ampere if kernel is blackwell else kernel
 
 
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """As `gpu.decode.attend`, where `unreadable` gives no reason."""
+    """Attends to a cache as `gpu.decode.attend` does, if `unreadable` gives no reason."""
     kernel = _reading(spec, few_queries.shapes(query, cache))
     return kernel.decode(platform, spec, query, cache)
