@@ -192,7 +192,7 @@ class _Key:
         return self.program(value)
 
     def memory(self, array: np.ndarray) -> Hashable:
-        """Returns a key of an array: its bytes. Raises `_Unsure` if they are many or mean nothing."""
+        """Returns a key of an array: its bytes. Raises `_Unsure` if these are too many."""
         if array.dtype.hasobject or array.nbytes > _MOST_BYTES:
             raise _Unsure
         return array.dtype, array.shape, array.tobytes()

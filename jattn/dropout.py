@@ -106,8 +106,8 @@ def jattn_shared(rows: UInt32[Array, " t"]) -> UInt32[Array, " t"]:
 class Hashes:
     """The hashes that are computed once for all tiles, and replace a spec's dropout key. `rows` are
     the hashes of queries, or `seeds` from which each tile computes them; `places` are the queries'
-    places in the whole call of which this is a piece, None for a whole call. `dropped` is 0, what dropped weights become, where
-    compilers do not know it: they would select among narrow numbers, one by one."""
+    places in the whole call of which this is a piece, None for a whole call. `dropped` is 0, which
+    dropped weights become; compilers that knew it would select among narrow numbers, one by one."""
 
     rows: Any = array_field("*B N T")
     seeds: Any = array_field("*B N")
