@@ -328,6 +328,7 @@ KEY = jax.random.key(2)
 EXACT = ("sort", "cumsum", "matmul", "scan", "map", "counts")  # the others are bounded by entries
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_program_makes_of_its_operands_alone_is_known(name, traced):
@@ -348,6 +349,7 @@ def test_what_a_program_makes_of_its_operands_alone_is_known(name, traced):
         np.testing.assert_allclose(found, [want, want], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("given", [True, False], ids=["an operand", "closed over"])
 def test_functions_may_draw_by_a_key(given):
     drawn = lambda key: jax.random.bernoulli(key, 0.5, (T,))  # noqa: E731

@@ -514,14 +514,14 @@ def check(kind: str, holder: Holder, T: int, implementation: str | None, numbers
             np.testing.assert_allclose(one, other, atol=1e-11)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_function_reads_what_is_held_when_it_is_called(name, kind):
     check(kind, HOLDERS[name], 7, "reference", (2, 5))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("T", [9, 1024])
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise"])
@@ -791,6 +791,7 @@ def test_an_unchanged_array_is_not_traced_again():
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["list", "numpy in jnp"])
 def test_functions_of_the_past_are_forgotten(name, monkeypatch):

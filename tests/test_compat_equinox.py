@@ -74,6 +74,7 @@ def test_the_tree_stays_the_same():
     assert again == jax.tree.structure(ours)
 
 
+@pytest.mark.slow
 def test_inference_masks_of_ours_and_mistakes():
     theirs = layer(dropout_p=0.5)
     ours = compat.equinox_attention(theirs)

@@ -58,6 +58,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 2e-6) -> None:
         np.testing.assert_allclose(*both, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_linen_with_gradients(name):
@@ -72,6 +73,7 @@ def test_linen_with_gradients(name):
     close(*found, tolerance=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "by row"])
 def test_nnx_with_gradients(name):
     def loss(layer: Any) -> Any:

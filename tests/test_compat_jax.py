@@ -156,6 +156,7 @@ def test_arrays_of_three_axes():
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_differences_are_those_that_are_listed():
     q, k, v = (jnp.asarray(numbers(i, B, n, N, H)) for i, n in enumerate((T, S, S)))
     window = compat.dot_product_attention(q, k, v, local_window_size=(-1, 2))

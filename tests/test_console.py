@@ -132,6 +132,7 @@ def test_some_held_out_sentences_are_translated_at_each_validation(trained):
         assert f"  {sample['source']}\n  -> {sample['translation']}\n" in trained.err
 
 
+@pytest.mark.slow
 def test_nothing_moves_where_there_is_no_terminal(trained):
     for text in (trained.out, trained.err):
         assert not any(ord(character) < 32 and character != "\n" for character in text)

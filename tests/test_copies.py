@@ -92,6 +92,7 @@ def decoded() -> Any:
     return out, normalizer.lse.swapaxes(1, 2)
 
 
+@pytest.mark.slow
 def test_decoding_has_no_races():
     with copies.by_threads() as machine:
         got = decoded()
@@ -189,6 +190,7 @@ def test_a_wait_that_is_missing_is_a_race(kernel):
                 kernel.run()
 
 
+@pytest.mark.one_in(4)
 @by_kernel((FORWARD, *AHEAD))
 def test_a_copy_before_the_wait_is_a_race(monkeypatch, kernel):
     machine, fold = copies.Machine(), block_mask.BlockMask.fold_ahead

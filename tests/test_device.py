@@ -13,6 +13,7 @@ from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS
 from experiments.benchmark.predictions import predicted
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="competitors there are others")
 @pytest.mark.filterwarnings("ignore:.*torch.*")
 def test_the_command_measures_who_runs_and_says_why_others_do_not(tmp_path, monkeypatch, capsys):

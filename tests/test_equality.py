@@ -215,6 +215,7 @@ def test_functions_in_a_loop_read_what_is_true_when_called():
     np.testing.assert_array_equal(found[0], found[2])
 
 
+@pytest.mark.slow
 def test_tracers_are_operands_wherever_a_function_holds_them():
     class Rule:
         def __init__(self, x: Any):

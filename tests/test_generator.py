@@ -192,6 +192,7 @@ def test_masked_poison_reaches_nobody(poison):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.default_tiles
 def test_dropout_positions_and_maps():
     """Dropout decides as elsewhere; positions of both sides; and under vmap."""
@@ -323,6 +324,7 @@ def test_a_rule_without_its_functions_is_a_reason(monkeypatch, tmp_path, text, m
     assert "jattn_rule_" in str(library.rule_unavailable(name, np.float32))
 
 
+@pytest.mark.slow
 def test_a_process_loads_only_so_many_rules(monkeypatch):
     """Programs that were compiled with a rule go on; others take the next implementation."""
     monkeypatch.setattr(library, "_rules", {})

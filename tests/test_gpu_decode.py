@@ -171,7 +171,7 @@ def read_in_place(monkeypatch):
     return counted
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @each_kernel
 @pytest.mark.parametrize("call", CALLS, ids=lambda x: f"{x.kind}-{x.T}-{x.rules.__name__}")
 def test_values(call, implementation, read_in_place):

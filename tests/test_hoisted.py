@@ -88,6 +88,7 @@ def values(place: Any, field: str, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
     return np.asarray([[[entry(b, h, *x) for x in behind(b)] for h in range(N)] for b in range(2)])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("shifted", [False, True])
 def test_which_look_ups_are_made_before(name, shifted):

@@ -77,7 +77,7 @@ def gradient(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return jax.grad(lambda x: jnp.sum(function(x) ** 2))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("how", [asked_in_functions, asked_before, given_as_operands])
 @pytest.mark.parametrize(

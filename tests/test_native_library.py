@@ -119,6 +119,7 @@ def test_a_damaged_library_is_built_again(built, quick, tmp_path, damage):
     assert [x.name for x in library.parent.glob("*.so")] == [library.name]
 
 
+@pytest.mark.slow
 def test_only_what_is_whole_and_safe_is_read(built, tmp_path):
     """Every byte counts, and the name; links and files that others may write are not read."""
     _, library = copied(built, tmp_path)
@@ -290,6 +291,7 @@ def test_nothing_is_made_in_folders_of_others(tmp_path, monkeypatch):
     assert list(made.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", [0o1777, 0o755])
 @pytest.mark.parametrize("is_below", [False, True])
@@ -465,6 +467,7 @@ LACKING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", LACKING)
 def test_a_library_that_does_not_answer_is_not_loaded(tmp_path, kind):
@@ -595,6 +598,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_builds_rules(built, tmp_path, quick):
     home, _ = copied(built, tmp_path)
     slow = waits_to_go(home, quick, "library.cc")
@@ -772,6 +776,7 @@ assert np.allclose(got, want, atol=1e-5, rtol=0)
 """
 
 
+@pytest.mark.slow
 def test_a_call_without_memory_is_an_error_and_no_end(built, quick, tmp_path):
     """Heads so wide that tiles do not fit, where blockwise does; afterwards others run."""
     home, _ = copied(built, tmp_path)

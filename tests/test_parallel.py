@@ -245,6 +245,7 @@ def test_batch_and_heads_are_cut_too():
         check(rule, 2, "zigzag", attend)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("explicit", [("data", "context", "model"), ("context",)])
 def test_a_mesh_whose_axes_are_part_of_types_takes_arrays_as_they_are(explicit):
     """`jax.make_mesh` makes such by default, and a new user's first arrays are on one device."""
@@ -492,6 +493,7 @@ def temporaries(devices: int, scheme: Any, order: Any) -> float:
     return compiled.memory_analysis().temp_size_in_bytes / (4 * np.prod(shape) / devices)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("order", ORDERS[::-1])

@@ -38,7 +38,7 @@ def is_cut(x: Any, mesh: Any, spec: P) -> bool:
     return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("implementation", [None, "blockwise", "native", "reference"])
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", RULES)

@@ -292,7 +292,7 @@ def or_refuse(implementation: Any, row: Row, **options: Any) -> None:
         assert row.refuses and implementation == "native", reason
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", SCORES)
@@ -435,7 +435,7 @@ def random_functions(seed: int) -> tuple[Row, Callable[..., Any], Callable[[], A
     return Row(score, (table(20),), refuses=True), mask, lambda: filled(of, rng)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("seed", range(48))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_functions_before_and_after_what_they_read_changes(implementation, seed):
