@@ -57,7 +57,7 @@ CASES = [Case(x, head) for x in IMPLEMENTATIONS for head in (64, 160)]
 
 
 def slow(case: Case) -> Any:
-    return () if case == CASES[0] else pytest.mark.slow
+    return () if case == CASES[0] else pytest.mark.exhaustive
 
 
 each_case = pytest.mark.parametrize(
