@@ -6,8 +6,9 @@ import pytest
 
 
 def thin(items: list[Any]) -> None:
-    """Marks as slow all but one in n of the cases of tests marked `one_in(n)`; where n is at least
-    4, only every third of these is slow, and where n is at least 8 every sixth: others exhaustive.
+    """Leaves one in n of the cases of tests marked `one_in(n)` as they are. Of the others every
+    third becomes slow, where n is at least 4 every sixth, and where n is at least 8 every twelfth;
+    the rest becomes exhaustive.
     `one_in(n, slow=True)` makes one in n slow and the others exhaustive. Cases that are exhaustive
     already stay so.
 
@@ -20,11 +21,13 @@ def thin(items: list[Any]) -> None:
         if mark is None or item.get_closest_marker("exhaustive"):
             continue
         (n,) = mark.args
-        rest = sum(_places(item)) % n
+        place = sum(_places(item))
+        rest = place % n
         if mark.kwargs.get("slow"):
             item.add_marker(pytest.mark.exhaustive if rest else pytest.mark.slow)
         elif rest:
-            often = rest % (6 if n >= 8 else 3 if n >= 4 else 1) == 0
+            others_before = place - place // n - 1
+            often = others_before % (12 if n >= 8 else 6 if n >= 4 else 3) == 0
             item.add_marker(pytest.mark.slow if often else pytest.mark.exhaustive)
 
 

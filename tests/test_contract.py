@@ -292,7 +292,7 @@ def _marks(implementation: str, name: str, dtype: str) -> Any:
         return ()
     # Rounding to 16 bits is one piece of code for all cases.
     of_reference = implementation == "reference" and "float16" in dtype
-    often = (list(CASES).index(name) + list(DTYPES).index(dtype)) % 3 == 0 and not of_reference
+    often = (list(CASES).index(name) + list(DTYPES).index(dtype)) % 6 == 0 and not of_reference
     return pytest.mark.slow if often else pytest.mark.exhaustive
 
 
