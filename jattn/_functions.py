@@ -86,9 +86,11 @@ def traced(
     with without_mesh():  # the program may run where the mesh has other types
         program = jax.make_jaxpr(unseen(function))(*scalars, *operands)
         constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
-        # With its constants alone, JAX from 0.12 on has them in the program itself.
+        # Without its constants, which JAX from 0.12 on has in the program itself: there their
+        # variables become the first arguments.
         jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
         key = _program_key(jaxpr, constants)
+    dtypes = [x.aval.dtype for x in program.jaxpr.invars]
     arrays = [x for x in program.consts if is_bound(x)]
     n_arguments = len(scalars) + len(operands)
 
@@ -96,7 +98,6 @@ def traced(
         more = iter(arguments[n_arguments:])
         consts = [next(more) if x is None else x for x in constants]
         leaves = jax.tree.leaves(arguments[:n_arguments])
-        dtypes = [x.aval.dtype for x in jaxpr.invars]
         typed = [x if x.dtype == y else x.astype(y) for x, y in zip(leaves, dtypes, strict=True)]
         (result,) = evaluated(jaxpr, consts, typed)
         return result
