@@ -35,15 +35,13 @@ def advised(options: Any = None) -> Callable[[_F], _F]:
 
     def decorate(function: _F) -> _F:
         taken = _parameters(function, options)
-        own = (
-            {**ADVICE, "need_weights": "return_weights=True"}
-            if "return_weights" in taken
-            else ADVICE
-        )
-        first = {name: line.partition("=")[0] for name, line in own.items()}
-        first |= {name: "return_lse" for name, line in own.items() if line == WEIGHTS}
-        fits = [name for name, x in first.items() if x in taken or not x.isidentifier()]
-        return _advised({name: own[name] for name in fits}, function, options)
+        table = dict(ADVICE)
+        if "return_weights" in taken:
+            table["need_weights"] = "return_weights=True"
+        needed = {name: line.partition("=")[0] for name, line in table.items()}
+        needed |= {name: "return_lse" for name, line in table.items() if line == WEIGHTS}
+        fits = [name for name, x in needed.items() if x in taken or not x.isidentifier()]
+        return _advised({name: table[name] for name in fits}, function, options)
 
     return decorate
 

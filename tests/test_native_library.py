@@ -432,7 +432,7 @@ def test_a_machine_without_a_compiler_is_told_once(fresh, monkeypatch, tmp_path,
         assert "there is no C++ compiler: c++ and g++ and clang++ not found" in reason()
         library._libraries.clear()
     (told,) = caplog.messages
-    assert "half the speed" in told and 'pip install "jattn[compiler]"' in told
+    assert "1.7 times as long" in told and 'pip install "jattn[compiler]"' in told
 
 
 def test_the_compiler_of_a_package_is_found(fresh, monkeypatch, tmp_path):

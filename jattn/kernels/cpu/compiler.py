@@ -173,8 +173,8 @@ def compiler(tell: bool = True) -> list[str]:
     reason = f"there is no C++ compiler: {names} not found"
     if tell:
         _tell_once(
-            f"jattn: {reason}. Attention on the CPU runs without its kernel, at about half the "
-            'speed. Any C++ compiler will do; `pip install "jattn[compiler]"` brings one'
+            f"jattn: {reason}. Without its kernel, attention on CPUs takes about 1.7 times as long. "
+            'Any C++ compiler will do; `pip install "jattn[compiler]"` brings one'
         )
     raise BuildError(reason)
 
