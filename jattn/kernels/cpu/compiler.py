@@ -173,7 +173,7 @@ def compiler(tell: bool = True) -> list[str]:
     reason = f"there is no C++ compiler: {names} not found"
     if tell:
         _tell_once(
-            f"jattn: {reason}. Without its kernel, attention on CPUs takes about 1.7 times as long. "
+            f"jattn: {reason}. Attention without its kernel takes about 1.7 times as long here. "
             'Any C++ compiler will do; `pip install "jattn[compiler]"` brings one'
         )
     raise BuildError(reason)
