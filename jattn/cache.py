@@ -73,6 +73,11 @@ class Cache:
         """Keys and values of all slots."""
         return self.keys, self.values
 
+    def nan_if_overflowed(self, *results: Array) -> tuple[Array, ...]:
+        """Results `[B, ...]`, NaN in the rows that overflowed."""
+        flags = (self.overflowed.reshape(-1, *(1,) * (x.ndim - 1)) for x in results)
+        return tuple(jnp.where(flag, jnp.nan, x) for flag, x in zip(flags, results, strict=True))
+
     def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
         """Keys and values as they lie in memory, and in which pages those of each row are; P in
         the table where a row has none."""

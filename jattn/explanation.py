@@ -22,16 +22,15 @@ from jattn import masks
 from jattn._advised import advised
 from jattn._pytree import flatten_batch, leading
 from jattn._types import Keys, Queries, Size, Values, accumulation
-from jattn.attention import attend, attend_cache, check_cache
+from jattn.attention import attend, attend_cache
 from jattn.cache import Cache
-from jattn.checks import check_choice, check_flag
+from jattn.call import Call, make
+from jattn.checks import check_choice
 from jattn.kernels import registry
-from jattn.kernels.common import lowering, partition
-from jattn.kernels.xla import decode
+from jattn.kernels.common import few_queries, lowering, partition
 from jattn.masks import Mask, Predicate, Span
 from jattn.options import Options
-from jattn.softmax import sink_by_head
-from jattn.spec import Shapes, Spec, check_shapes, make_spec
+from jattn.spec import Shapes, Spec
 
 
 __all__ = ["Explanation", "Tiles", "explain"]
@@ -75,8 +74,7 @@ class Explanation(dict[str, str | None]):
 
     def __init__(
         self,
-        spec: Spec,
-        shapes: Shapes,
+        call: Call,
         platform: str,
         operands: tuple[Any, ...],
         lower: Callable[..., Any] | None,
@@ -86,23 +84,23 @@ class Explanation(dict[str, str | None]):
 
         Args:
             operands: query, key and value, or query and cache.
-            lower: gives the lowered program of the spec and these; None where it cannot.
+            lower: gives the lowered program of the call and these; None where it cannot.
             more: further reasons, which come first.
         """
-        super().__init__({**more, **registry.reasons(spec, shapes, platform)})
+        super().__init__({**more, **registry.reasons(call, platform)})
         self.runs = next(name for name, reason in self.items() if reason is None)
         behind = [*self][[*self].index(self.runs) + 1 :]
         self.by_name = tuple(x for x in behind if not self[x] and registry.is_for(x, platform))
-        self._spec = None if _is_traced(spec) else spec  # what is kept must not hold tracers
-        self._shapes, self._platform = shapes, platform
+        self._call = None if _is_traced(call) else call  # what is kept must not hold tracers
+        self._shapes, self._platform = call.shapes, platform
         self.tokens = partition.shared_tokens(*operands) if len(operands) == 3 else None
         self._operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
         self._lower = lower
-        self.bytes = _bytes(spec, shapes, self._operands)
+        self.bytes = _bytes(call, self._operands)
 
     @functools.cached_property
     def tiles(self) -> Tiles | None:
-        return self._spec and tiles_of(self._spec, self._shapes)
+        return self._call and tiles_of(self._call)
 
     @functools.cached_property
     def flops(self) -> float:
@@ -112,16 +110,16 @@ class Explanation(dict[str, str | None]):
 
     @functools.cached_property
     def temporaries(self) -> int | None:
-        if self._spec is None or self._lower is None:
+        if self._call is None or self._lower is None:
             return None
-        analysis = self._lower(self._spec, *self._operands).compile().memory_analysis()
+        analysis = self._lower(self._call, *self._operands).compile().memory_analysis()
         return None if analysis is None else analysis.temp_size_in_bytes
 
     @functools.cached_property
     def advice(self) -> str | None:
-        if not self._spec or not self.tiles:
+        if not self._call or not self.tiles:
             return None
-        return _advice(self._spec, self._shapes, self._platform, self.tiles, self)
+        return _advice(self._call, self._platform, self.tiles, self)
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         x = self._shapes
@@ -155,11 +153,12 @@ class Explanation(dict[str, str | None]):
         return f"<table>{''.join(rows)}</table>"
 
 
-def _bytes(spec: Spec, shapes: Shapes, operands: Any) -> Size:
+def _bytes(call: Call, operands: Any) -> Size:
     """Returns the bytes of the operands, of the arrays of mask and score, and of the results."""
-    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((spec, operands)))
+    shapes = call.shapes
+    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((call.spec, operands)))
     rows = shapes.B * shapes.T * shapes.N
-    lse = jnp.dtype(accumulation(shapes.dtype)).itemsize if spec.lse else 0
+    lse = jnp.dtype(accumulation(shapes.dtype)).itemsize if call.needs_lse else 0
     return given + rows * (shapes.V * shapes.dtype.itemsize + lse)
 
 
@@ -183,23 +182,17 @@ def explain(
     lies or, while tracing, where JAX puts arrays. The other arguments are those of `attention`;
     `implementation` changes nothing.
     """
-    check_flag("return_lse", return_lse)
     options.pop("implementation", None)
     check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
     platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
+    call = make(query, key, value, lse=return_lse, **options)
     if isinstance(key, Cache):
-        shapes, spec = check_cache(query, key, value, lse=return_lse, **options)
-        more = {"decode": decode.supports(spec, shapes)}
+        more = {registry.FEW_QUERIES: few_queries.unsupported(call.spec, call.shapes)}
         program, operands = attend_cache, (query, key)
     else:
-        shapes = check_shapes(query, key, value)
-        spec, more = make_spec(shapes, lse=return_lse, **options), {}
-        program, operands = attend, (query, key, value)
-    if (sink := options.get("sink")) is not None:
-        sink_by_head("sink", sink, shapes.N)
-    lower = functools.partial(program.lower, implementation=None, shapes=shapes)
+        program, operands, more = attend, (query, key, value), {}
     here = platform == _platform_of(query)
-    return Explanation(spec, shapes, platform, operands, lower if here else None, more)
+    return Explanation(call, platform, operands, program.lower if here else None, more)
 
 
 def _platform_of(x: Any) -> str:
@@ -220,13 +213,14 @@ def _platform_of(x: Any) -> str:
 # --- tiles --------------------------------------------------------------------------------------
 
 
-def _is_traced(spec: Spec) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(spec))
+def _is_traced(call: Call) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
 
 
-def tiles_of(spec: Spec, shapes: Shapes) -> Tiles | None:
+def tiles_of(call: Call) -> Tiles | None:
     """The shares of tiles, over a few of the heads where they differ; None where there are none, or
     their number is not known."""
+    spec, shapes = call.spec, call.shapes
     if not isinstance(shapes.B, int) or 0 in (shapes.B, shapes.T, shapes.S):
         return None
     with jax.ensure_compile_time_eval():
@@ -266,10 +260,9 @@ def _has_function(mask: Mask) -> bool:
     return any(isinstance(x, Predicate) for x in leaves)
 
 
-def _advice(
-    spec: Spec, shapes: Shapes, platform: str, tiles: Tiles, found: dict[str, str | None]
-) -> str | None:
+def _advice(call: Call, platform: str, tiles: Tiles, found: dict[str, str | None]) -> str | None:
     """Returns what a named mask in place of a function would change."""
+    spec, shapes = call.spec, call.shapes
     positions = (spec.q_positions, spec.kv_positions)
     if jax.tree.leaves((spec.mask, positions)) or not _has_function(spec.mask):
         return None
@@ -278,8 +271,8 @@ def _advice(
     if same is None:
         return None
     shown, mask = same
-    own = dataclasses.replace(spec, mask=mask)
-    left, reasons = tiles_of(own, shapes), registry.reasons(own, shapes, platform)
+    own = dataclasses.replace(call, spec=dataclasses.replace(spec, mask=mask))
+    left, reasons = tiles_of(own), registry.reasons(own, platform)
     more = [name for name, reason in found.items() if reason and not reasons.get(name, reason)]
     gains = []
     if left and left.empty > tiles.empty + 0.005:

@@ -19,12 +19,13 @@ from jattn._advised import advised
 from jattn._explicit import cuts_of, left_to_xla
 from jattn._types import Shape
 from jattn.attention import attention
+from jattn.call import of_shapes
 from jattn.checks import check_array, check_dtype, check_flag, check_like
 from jattn.kernels.xla import additive
 from jattn.masks import Causal, Full, MaskLike, as_mask
 from jattn.options import Options
 from jattn.scores import ScoreLike
-from jattn.spec import Shapes, make_spec
+from jattn.spec import Shapes
 
 
 __all__ = [
@@ -313,7 +314,7 @@ def additive_attention(
     _check_inner("key", f"[*B, S, A = {A}]", key.shape, same and key.shape[-1] == A)
     batch, T, S = query.shape[:-2], query.shape[-2], key.shape[-2]
     shapes = Shapes(batch, T, S, 1, 1, A, value.shape[-1], query.dtype)
-    spec = make_spec(
+    call = of_shapes(
         shapes,
         mask=mask,
         score=score,
@@ -323,10 +324,10 @@ def additive_attention(
     )
     tiling = additive.choose_tiling(T, S)
     query = _project(query, w_query)
-    out = additive.attend(spec, query, key, value, w_score, shapes=shapes, tiling=tiling)
+    out = additive.attend(call, query, key, value, w_score, tiling=tiling)
     if not return_weights:
         return out
-    return out, additive.weights(spec, query, key, w_score, shapes=shapes)
+    return out, additive.weights(call, query, key, w_score)
 
 
 def _check_additive(

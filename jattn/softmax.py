@@ -286,15 +286,6 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
     return jnp.broadcast_to(jnp.asarray(sink, jnp.float32 if is_number else None), (N,))
 
 
-@functools.partial(jax.jit, static_argnames="lse")
-def add_sink(
-    results: tuple[Output, LogSumExp], sink: Float[Array, " N"], lse: bool
-) -> Output | tuple[Output, LogSumExp]:
-    """`out`, or `(out, lse)`, of the results without the sink."""
-    found = with_sink(*results, sink)
-    return found if lse else found[0]
-
-
 @jax.jit
 def with_sink_in_weights(
     weights: Float[Array, "*B N T S"], lse: LogSumExp, sink: Float[Array, " N"]

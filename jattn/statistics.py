@@ -4,7 +4,7 @@
 over the tiles of the scores twice, the first time for the denominators of the softmax.
 """
 
-import contextlib
+import dataclasses
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -14,14 +14,15 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn._advised import advised
 from jattn._explicit import Cuts, cuts_of, joined, left_to_xla
 from jattn._types import AnyArray, Keys, LogSumExp, Queries, accumulation
+from jattn.call import Call, compiled, make, of_shapes
 from jattn.checks import check_array, check_number, check_size
+from jattn.kernels import registry
 from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.common.questions import Question, Rows
-from jattn.kernels.common.vjp import Unbuilt
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, Padding
 from jattn.options import ScoreOptions
-from jattn.spec import Shapes, Spec, check_shapes, compiled, make_spec, nan_if_overflowed, prepare
+from jattn.spec import Shapes
 
 
 class Statistics(NamedTuple):
@@ -73,16 +74,17 @@ def statistics(
 
     Raises what `attention_weights` raises.
     """
-    shapes = check_shapes(query, key)
-    spec = make_spec(shapes, **options)
+    call = make(query, key, **options)
     if threshold is not None:
         check_number("threshold", threshold)
         if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
             raise ValueError(f"threshold: expected a number in [0, 1), got {threshold!r}")
         threshold = float(threshold)
-    _check_cuttable("statistics", shapes)
-    asked = Question(spec, _keys(keys, spec, shapes), threshold)
-    return _statistics(asked, query, key, shapes=shapes)
+    _check_cuttable("statistics", call.shapes)
+    on_keys = _on_keys(keys, call)
+    if on_keys and on_keys.transient:
+        call = dataclasses.replace(call, transient=True)
+    return _statistics(call, query, key, on_keys, threshold=threshold)
 
 
 @advised(ScoreOptions)
@@ -100,13 +102,12 @@ def top_weights(
 
     Raises what `attention_weights` raises, TypeError and ValueError for n.
     """
-    shapes = check_shapes(query, key)
-    spec = make_spec(shapes, **options)
-    _check_cuttable("top_weights", shapes)
+    call = make(query, key, **options)
+    _check_cuttable("top_weights", call.shapes)
     check_size("n", n)
-    if n > shapes.S:
-        raise ValueError(f"n: expected at most S = {shapes.S}, got {n}")
-    return _top(spec, query, key, n=int(n), shapes=shapes)
+    if n > call.shapes.S:
+        raise ValueError(f"n: expected at most S = {call.shapes.S}, got {n}")
+    return _top(call, query, key, n=int(n))
 
 
 def _check_cuttable(name: str, shapes: Shapes) -> None:
@@ -118,10 +119,11 @@ def _check_cuttable(name: str, shapes: Shapes) -> None:
         )
 
 
-def _keys(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
-    """The keys that are asked for, as a mask in a spec of its own."""
+def _on_keys(keys: Any, call: Call) -> Call | None:
+    """The keys that are asked for, as the mask of a call of its own."""
     if keys is None:
         return None
+    spec, shapes = call.spec, call.shapes
     if not isinstance(keys, Mask):
         wanted = (*shapes.batch, shapes.S)
         check_array("keys", keys, "[*B, S]", "boolean")
@@ -129,44 +131,41 @@ def _keys(keys: Any, spec: Spec, shapes: Shapes) -> Spec | None:
             raise ValueError(f"keys: expected [*B, S] = {list(wanted)}, got {list(keys.shape)}")
         keys = Padding(keys)
     places = {"q_positions": spec.q_positions, "kv_positions": spec.kv_positions}
-    return make_spec(shapes, mask=keys, scale=1.0, **places)
+    return of_shapes(shapes, mask=keys, scale=1.0, **places)
 
 
 def _constant(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if hasattr(x, "dtype") else x
 
 
-def _cuts(asked: Question, query: Array, key: Array, **_: Any) -> Statistics:
+def _cuts(
+    _: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
+) -> Statistics:
     """How results are cut where that is part of types: as queries are, but `received` as keys."""
     cuts = Cuts.of(query)
     row: Any = cuts.by_head
     received: Any = joined((*cuts.batch, cuts.N), cuts_of(key)[-3:-2])
     found = Statistics(*[row] * 6, received=received)
-    on_keys, above = asked.keys and row, None if asked.threshold is None else row
-    return found._replace(on_keys=on_keys, above=above)
+    return found._replace(on_keys=on_keys and row, above=None if threshold is None else row)
 
 
-def _cuts_of_top(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
+def _cuts_of_top(_: Call, query: Array, *__: Any, **___: Any) -> Any:
     return (Cuts.of(query).matrix,) * 2
 
 
-@compiled("shapes")
+@compiled("threshold")
 @left_to_xla(_cuts)
-def _statistics(asked: Question, query: Array, key: Array, *, shapes: Shapes) -> Statistics:
-    on = asked.keys and prepare(asked.keys, shapes)
-    question = Question(prepare(asked.spec, shapes), on, asked.threshold)
-    flat = _flat(query, key, shapes)
+def _statistics(
+    call: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
+) -> Statistics:
+    on = on_keys and on_keys.prepared().spec
+    question = Question(call.prepared().spec, on, threshold)
+    flat, shapes = call.flat(query, key), call.shapes
     if 0 in (shapes.B, shapes.T, shapes.S):
         rows, received = _of_no_pairs(question, *flat)
     else:
         rows, received = tiles.statistics(_by_platform, question, *flat)
-    found = Statistics(**rows._asdict(), received=received)
-
-    def shaped(x: Array) -> Array:
-        x = x.reshape(*shapes.batch, *x.shape[1:])
-        return nan_if_overflowed(asked.spec, x)[0] if x.dtype != jnp.int32 else x
-
-    return jax.tree.map(shaped, found)
+    return jax.tree.map(call.shaped, Statistics(**rows._asdict(), received=received))
 
 
 def _of_no_pairs(asked: Question, query: Array, key: Array) -> tuple[Rows, Array]:
@@ -182,33 +181,17 @@ def _by_platform(asked: Question, query: Array, key: Array) -> Any:
     """What is asked, by what the platform has that the program is lowered for."""
     like = jax.eval_shape(tiles.by_tiles, asked, query, key)
     dims = (*[partition.BY_HEAD] * len(jax.tree.leaves(like[0])), partition.RECEIVED)
-    return tiles.by_share(_on_platform, like, dims, asked, query, key)
+    return tiles.by_share(registry.sum_weights, like, dims, asked, query, key)
 
 
-def _on_platform(platform: str, asked: Question, query: Array, key: Array) -> Any:
-    if platform == "cpu":
-        from jattn.kernels.cpu import statistics as native  # noqa: PLC0415  as in `registry`
-
-        with contextlib.suppress(Unbuilt):
-            if not native.unsupported(asked, Shapes.of(query, key)):
-                return native.statistics(asked, query, key)
-    return tiles.by_tiles(asked, query, key)
-
-
-@compiled("n", "shapes")
+@compiled("n")
 @left_to_xla(_cuts_of_top)
-def _top(spec: Spec, query: Array, key: Array, *, n: int, shapes: Shapes) -> tuple[Array, Array]:
-    query, key = _flat(*jax.lax.stop_gradient((query, key)), shapes)
-    params = jax.tree.map(_constant, prepare(spec, shapes))
+def _top(call: Call, query: Array, key: Array, *, n: int) -> tuple[Array, Array]:
+    query, key = call.flat(*jax.lax.stop_gradient((query, key)))
+    spec, shapes = jax.tree.map(_constant, call.prepared().spec), call.shapes
     if 0 in (shapes.B, shapes.T):
         size = (shapes.B, shapes.N, shapes.T, n)
         top = jnp.zeros(size, accumulation(query.dtype)), jnp.zeros(size, jnp.int32)
     else:
-        top = tiles.top(params, query, key, n)
-    found, places = (x.reshape(*shapes.batch, *x.shape[1:]) for x in top)
-    return nan_if_overflowed(spec, found)[0], places
-
-
-def _flat(query: Array, key: Array, shapes: Shapes) -> tuple[Array, Array]:
-    """With one batch axis."""
-    return query.reshape(shapes.B, *query.shape[-3:]), key.reshape(shapes.B, *key.shape[-3:])
+        top = tiles.top(spec, query, key, n)
+    return call.shaped(top[0]), call.shaped(top[1])

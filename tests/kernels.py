@@ -9,7 +9,9 @@ from jax.extend.core import jaxprs_in_params
 
 import jattn
 from jattn import masks
+from jattn.call import Call, of_shapes
 from jattn.kernels.common import block_mask
+from jattn.spec import Shapes, Spec
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
@@ -18,6 +20,16 @@ from tests.oracle import error
 
 # Worst errors of gradients measured over all cases: 1.6e-2, 1.7e-3.
 CEILINGS = contract.CEILINGS | {"bfloat16": 2e-2, "float16": 2.5e-3}
+
+
+def made(shapes: Shapes, **options: Any) -> Call:
+    """A prepared call of these sizes."""
+    return of_shapes(shapes, **options).prepared()
+
+
+def prepared(spec: Spec, shapes: Shapes) -> Spec:
+    """A spec as kernels take it."""
+    return Call(spec, shapes).prepared().spec
 
 
 def assert_accurate(name: str, dtype: str, got: Any) -> None:

@@ -43,7 +43,7 @@ def mutant(file: str, old: str, new: str, *noticed_by: str) -> Mutant:
     return Mutant((Change(file, old, new),), noticed_by)
 
 
-SPEC, TILE, SOFTMAX = "jattn/spec.py", "jattn/tile.py", "jattn/softmax.py"
+CALL, TILE, SOFTMAX = "jattn/call.py", "jattn/tile.py", "jattn/softmax.py"
 DROPOUT = "jattn/dropout.py"
 MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
 BLOCKWISE, SINGLE = "jattn/kernels/xla/blockwise.py", "jattn/kernels/xla/single_tile.py"
@@ -94,18 +94,18 @@ MUTANTS: dict[str, Mutant] = {
     "tile-in-c": mutant(C, "const Index g = n / (N / K);", "const Index g = n % K;", "native"),
     # The scale.
     "scale-of-values": mutant(
-        SPEC,
+        CALL,
         'scale=_check_scale(options.get("scale"), shapes.H)',
         'scale=_check_scale(options.get("scale"), shapes.V)',
         "contract",
     ),
     "scale-of-the-model": mutant(
-        SPEC,
+        CALL,
         'scale=_check_scale(options.get("scale"), shapes.H)',
         'scale=_check_scale(options.get("scale"), shapes.N * shapes.H)',
         "contract",
     ),
-    "no-scale": mutant(SPEC, "return 1 / math.sqrt(H)", "return 1.0", "contract"),
+    "no-scale": mutant(CALL, "return 1 / math.sqrt(H)", "return 1.0", "contract"),
     # Masks.
     "mask-inverted": mutant(
         TILE,
@@ -188,9 +188,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "lse-in-bfloat16": mutant(
         "jattn/kernels/common/vjp.py",
-        "    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)",
-        "    lse = lse.astype(query.dtype).astype(lse.dtype)\n"
-        "    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)",
+        "    return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)",
+        "    log = log.astype(query.dtype).astype(log.dtype)\n"
+        "    return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)",
         "contract",
     ),
     "merged-without-weights": mutant(

@@ -14,8 +14,9 @@ import pytest
 
 import jattn
 from jattn import masks, scores, tuning
+from jattn.call import make
 from jattn.kernels.xla import blockwise, reference, single_tile, tangents
-from jattn.spec import Shapes, Spec, Tiling, check_shapes, make_spec, prepare
+from jattn.spec import Shapes, Spec, Tiling
 
 
 def compiled(T: int, mask: masks.Mask, N: int = 8) -> Any:
@@ -213,8 +214,8 @@ def test_tilings_agree_with_the_formula(monkeypatch, block_q, block_kv):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, n, 2, 3))) for n in (37, 53, 53))
     ids = jnp.asarray(np.sort(rng.integers(0, 4, 53)))
-    spec = make_spec(check_shapes(q, k, v), mask=masks.Segments(ids[:37], ids) | masks.Window(3, 3))
-    spec = prepare(spec, check_shapes(q, k, v))
+    mask = masks.Segments(ids[:37], ids) | masks.Window(3, 3)
+    spec = make(q, k, v, mask=mask).prepared().spec
     out, lse = jax.jit(functools.partial(tangents.attend))(spec, q, k, v)
     assert choose.called
     want, want_lse = reference.attend(spec, q, k, v)

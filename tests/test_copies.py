@@ -12,14 +12,15 @@ from jax.experimental import pallas as pl
 
 import jattn
 from jattn import masks, scores
-from jattn.attention import check_cache
+from jattn.call import make
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.gpu import ampere, parameter_gradients, streams
-from jattn.spec import Shapes, Spec, prepare
+from jattn.spec import Shapes, Spec
 from tests import copies
 from tests import test_gpu_decode as gpu_decode
 from tests.copies import Place, Race, Warpgroup
+from tests.kernels import prepared
 from tests.oracle import error
 from tests.test_contract import assert_same
 from tests.test_hopper import LIMITS
@@ -50,7 +51,7 @@ def everything(name: str) -> Any:
     """out, lse, and the gradients of parameters, query, key and value, with a score function."""
     query, key, value, d_out = GIVEN
     kernels = ampere.functions("cpu")
-    spec = prepare(Spec(MASK, SCORES[name], H**-0.5, None, None), Shapes.of(query, value))
+    spec = prepared(Spec(MASK, SCORES[name], H**-0.5, None, None), Shapes.of(query, value))
     out, normalizer, finite = kernels.forward(spec, query, key, value)
     d_out = d_out.astype(out.dtype)
     per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(out * d_out, axis=-1))
@@ -87,8 +88,7 @@ def decoded() -> Any:
     """out and lse of a step of decoding."""
     query, held = gpu_decode.normal(gpu_decode.B, 1, gpu_decode.N, 64), cache()
     rules = CALL.rules(1, held.capacity, slice(None), jnp.bfloat16)
-    shapes, spec = check_cache(query, held, None, **rules)
-    out, normalizer = ampere.decode("cpu", prepare(spec, shapes), query, held)
+    out, normalizer = ampere.decode("cpu", make(query, held, **rules).prepared().spec, query, held)
     return out, normalizer.lse.swapaxes(1, 2)
 
 

@@ -16,10 +16,10 @@ import pytest
 import jattn
 from jattn import masks, scores
 from jattn._pytree import array_field, pytree_dataclass
+from jattn.call import make
 from jattn.kernels.common import lowering, vjp
 from jattn.kernels.gpu import cudnn
 from jattn.kernels.xla import blockwise, tangents
-from jattn.spec import check_shapes, make_spec, prepare
 from tests.conftest import quick_jit
 
 
@@ -91,11 +91,10 @@ def reason(
 ) -> str | None:
     """What `supports` says of a call in bfloat16 unless told otherwise."""
     dtype = rules.pop("dtype", jnp.bfloat16)
-    query, key, value = (
+    arrays = (
         jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, T, N, H), (2, S, K, H), (2, S, K, V))
     )
-    shapes = check_shapes(query, key, value)
-    return cudnn.supports(make_spec(shapes, **rules), shapes)
+    return cudnn.supports(make(*arrays, **rules).prepared())
 
 
 def bias(*shape: int, dtype: Any = jnp.bfloat16) -> scores.Bias:
@@ -305,13 +304,12 @@ def test_around_it_the_contract_holds(monkeypatch, name):
     rng = np.random.default_rng(0)
     shapes = ((2, T, 4, 16), (2, S, 2, 16), (2, S, 2, 16), (2, T, 4, 16))
     q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
-    sizes = check_shapes(q, k, v)
-    spec = prepare(make_spec(sizes, **rules), sizes)
+    spec = make(q, k, v, **rules).prepared().spec
 
     def everything(kernel: Any) -> Any:
         def both(q: Any, k: Any, v: Any) -> Any:
-            attend = functools.partial(vjp.attention, kernel.functions, tangents.functions(), spec)
-            out, pull = jax.vjp(lambda *qkv: attend(*qkv)[0], q, k, v)
+            functions = vjp.Functions(kernel.functions), tangents.functions()
+            out, pull = jax.vjp(lambda *qkv: vjp.attention(*functions, spec, *qkv)[0], q, k, v)
             return out, *pull(d_out)
 
         return quick_jit(both)

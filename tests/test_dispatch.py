@@ -1,5 +1,6 @@
 """Which implementation a program holds: settled by the platform that it is lowered for."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -54,7 +55,8 @@ def traced(monkeypatch):
         return original(platform, *options)
 
     original = blockwise.functions
-    monkeypatch.setattr(blockwise, "functions", functions)
+    counted = dataclasses.replace(blockwise.KERNEL, functions=functions)
+    monkeypatch.setattr(blockwise, "KERNEL", counted)
     jax.clear_caches()
     yield found
     jax.clear_caches()

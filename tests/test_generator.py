@@ -19,8 +19,9 @@ from jattn import masks, scores, tuning
 from jattn.kernels.cpu import compiler, generator, library
 from jattn.masks import Predicate
 from jattn.scores import Score
-from jattn.spec import Shapes, make_spec, prepare
+from jattn.spec import Shapes
 from tests.conftest import users_jit
+from tests.kernels import made
 from tests.test_bounds import expressions_of, neighbourhood
 
 
@@ -432,7 +433,7 @@ def check_functions(functions: list[Any]) -> None:
             true, pull = jax.vjp(whole, jnp.asarray(score))
             (d_score,) = pull(jnp.asarray(cotangent))
             fn = lambda s, b, h, q, kv, f=function: f(q, kv, s) + 0 * s  # noqa: E731
-            spec = prepare(make_spec(shapes, score=Score(fn)), shapes)
+            spec = made(shapes, score=Score(fn)).spec
             try:
                 rule = generator.rule_of(spec, np.dtype("float64"), gradients=False)
             except NotImplementedError:
@@ -518,7 +519,7 @@ def test_powers_are_those_of_jax(dtype, of):
     exponents = [n for n in EXPONENTS if n >= 0 or not whole]
     for n in exponents:
         score = Score(lambda s, b, h, q, kv, n=n: power(s, n))
-        spec = prepare(make_spec(shapes, score=score), shapes)
+        spec = made(shapes, score=score).spec
         texts.append(generator.rule_of(spec, np.dtype(dtype), gradients=False).text)
     found = compiled(texts, dtype)
     nothing = (ctypes.c_void_p * 40)()
@@ -567,7 +568,7 @@ def test_integers_of_64_bits(dtype):
     texts, operands = [], []
     for f in INTEGERS.values():
         score = Score(lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv))
-        spec = prepare(make_spec(shapes, score=score), shapes)
+        spec = made(shapes, score=score).spec
         texts.append(generator.rule_of(spec, np.dtype(dtype), gradients=False).text)
         operands.append([np.asarray(x) for x in generator.arrays(spec, shapes, np.dtype(dtype))])
     found = compiled(texts, dtype)
@@ -593,7 +594,7 @@ def test_functions_of_float32():
     texts = []
     for function, _ in FUNCTIONS.values():
         score = Score(lambda s, b, h, q, kv, f=function: f(s))
-        spec = prepare(make_spec(shapes, score=score), shapes)
+        spec = made(shapes, score=score).spec
         texts.append(generator.rule_of(spec, np.dtype("float32"), gradients=False).text)
     found = compiled(texts, "float32")
     nothing = (ctypes.c_void_p * 40)()

@@ -16,8 +16,9 @@ import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 from jattn.kernels.gpu import ampere, decode, hopper
-from jattn.spec import Shapes, make_spec
+from jattn.spec import Shapes
 from tests.conftest import quick_jit
+from tests.kernels import made
 from tests.oracle import error
 from tests.test_cache import poisoned
 from tests.test_hopper import _compiled_once, each_kernel, pretend, translated  # noqa: F401
@@ -275,8 +276,8 @@ def test_what_is_not_read_in_place(changes, words):
     page = changes.get("page_size", 16)
     cache = PagedCache.create(B, 192, K, H, size, dtype=dtype, page_size=page)
     shapes = Shapes((B,), T, cache.capacity, N, K, H, size, jnp.dtype(jnp.bfloat16))
-    spec = make_spec(shapes, mask=cache.mask(), score=changes.get("score"))
-    reason = hopper.unreadable("cpu", spec, shapes, cache)
+    call = made(shapes, mask=cache.mask(), score=changes.get("score"))
+    reason = hopper.READER.unreadable("cpu", call, cache)
     assert (words in str(reason)) if words else reason is None
 
 
@@ -286,7 +287,6 @@ def test_threads_copy_no_small_pages(monkeypatch, capability, least):
     pretend(monkeypatch, capability, 13000)
     cache = PagedCache.create(B, 192, K, H, V, dtype=jnp.bfloat16)
     shapes = Shapes((B,), 1, cache.capacity, N, K, H, V, jnp.dtype(jnp.bfloat16))
-    spec = make_spec(shapes, mask=cache.mask())
-    reason = ampere.unreadable("cuda", spec, shapes, cache)
+    reason = ampere.READER.unreadable("cuda", made(shapes, mask=cache.mask()), cache)
     words = f"pages of a multiple of {least} tokens, got 16"
     assert (words in str(reason)) if least > 16 else reason is None

@@ -12,7 +12,8 @@ from jax import lax
 
 from jattn import masks, scores
 from jattn.kernels.gpu import by_distance, hoisted
-from jattn.spec import Shapes, Spec, prepare
+from jattn.spec import Shapes, Spec
+from tests.kernels import prepared
 from tests.test_hopper import example, reason
 
 
@@ -32,11 +33,11 @@ def spec_of(place: Any, **positions: Any) -> Spec:
         return score + table[place(score, b, h, q, kv, ids)]
 
     score = scores.Score(function, jnp.asarray(TABLE), jnp.asarray(IDS))
-    return dataclasses.replace(prepared(score), **positions)
+    return dataclasses.replace(scored(score), **positions)
 
 
-def prepared(score: scores.ScoreFunction) -> Spec:
-    return prepare(Spec(masks.Full(), score, 1.0, None, None), SHAPES)
+def scored(score: scores.ScoreFunction) -> Spec:
+    return prepared(Spec(masks.Full(), score, 1.0, None, None), SHAPES)
 
 
 def ones(size: int) -> Any:
@@ -120,7 +121,7 @@ def test_which_look_ups_are_made_before(name, shifted):
 @pytest.mark.parametrize(("farthest", "known"), [(20, True), (2**16, True), (2**16 + 1, False)])
 def test_the_buckets_of_positions_are_known_before(farthest, known):
     """Their table, a parameter whose gradient is XLA's, stays the same array."""
-    spec = prepared(scores.RelativeBias(jnp.ones((12, N)), max_distance=farthest))
+    spec = scored(scores.RelativeBias(jnp.ones((12, N)), max_distance=farthest))
     spec: Any = dataclasses.replace(spec, kv_positions=jnp.asarray(KV_POSITIONS))
     found: Any = hoisted.replaced(spec, SHAPES).score
     assert isinstance(found, by_distance.ByBucket if known else scores.RelativeBias)
@@ -135,7 +136,7 @@ def test_an_operand_with_another_look_up_stays():
     ) -> Any:
         return s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
 
-    spec = prepared(scores.Score(function, ones(3), ones(12), ones(4)))
+    spec = scored(scores.Score(function, ones(3), ones(12), ones(4)))
     found: Any = hoisted.replaced(spec, SHAPES).score
     assert [x is None for x in found.operands] == [True, False, True]
     assert found.sites == (("by_head", 0), ("by_head", 0), ("by_query", 0))
@@ -155,7 +156,7 @@ def _mapped(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
 
 @pytest.mark.parametrize("function", [_in_a_branch, _several, _mapped])
 def test_what_cannot_be_read_stays(function):
-    spec = prepared(scores.Score(function, ones(4)))
+    spec = scored(scores.Score(function, ones(4)))
     assert hoisted.replaced(spec, SHAPES).score is spec.score
 
 

@@ -40,11 +40,11 @@ from jattn.kernels.gpu import (
     warpgroups,
 )
 from jattn.masks import Span
-from jattn.spec import Origin, Shapes, Spec, Tiling, prepare
+from jattn.spec import Origin, Shapes, Spec, Tiling
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
-from tests.kernels import assert_accurate, assert_parts
+from tests.kernels import assert_accurate, assert_parts, made, prepared
 from tests.oracle import error
 from tests.test_contract import assert_same
 
@@ -586,7 +586,7 @@ def test_no_reason():
 def example(score: Any, **rules: Any) -> Any:
     """The scale, and whether approximate instructions will do, of a small call."""
     shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
-    spec = prepare(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
+    spec = prepared(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
     problem = registers.Problem.of(spec, shapes, Tiling(128, 128), registers.Unit(True))
     return problem.factors, problem.approximate, problem.special
 
@@ -624,7 +624,7 @@ def test_powers_of_two_by_products():
 
 def order_of(mask: Any, shapes: Shapes, by_key: bool) -> tuple[warpgroups.Order, np.ndarray]:
     """The order of a launch, and how many tiles each of its places (b, h, i) visits."""
-    spec = prepare(Spec(mask, None, 0.125, None, None), shapes)
+    spec = prepared(Spec(mask, None, 0.125, None, None), shapes)
     tiling = Tiling(64, 128) if by_key else Tiling(128, 128)
     problem = registers.Problem.of(spec, shapes, tiling, registers.Unit(True, by_key))
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
@@ -983,7 +983,7 @@ def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
 def test_gpus_before_ampere_are_refused(monkeypatch):
     device = types.SimpleNamespace(compute_capability="7.5")
     monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
-    reason = ampere.supports(Spec(masks.Full(), None, 0.125, None, None), SMALL)
+    reason = ampere.supports(made(SMALL))
     assert reason == "expected compute capability 8.0 or more, got 7.5"
 
 
@@ -1009,7 +1009,7 @@ SMALL = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.dtype("bfloat16"))
 def test_gpus_without_tensor_memory_are_refused(monkeypatch, capability, refused):
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
-    reason = blackwell.supports(Spec(masks.Full(), None, 0.125, None, None), SMALL)
+    reason = blackwell.supports(made(SMALL))
     if refused:
         assert reason == f"expected compute capability 10.x, got {capability}"
     else:
@@ -1257,7 +1257,7 @@ def test_rows_lie_apart_where_a_tile_reads_numbers_of_its_keys(rules, apart):
     """Else each thread would hold those of all its keys."""
     shapes = Shapes((1,), 200, 200, 1, 1, 64, 64, jnp.dtype("bfloat16"))
     given = {"mask": masks.Full(), "score": None} | rules
-    spec = prepare(Spec(given["mask"], given["score"], 0.125, None, None), shapes)
+    spec = prepared(Spec(given["mask"], given["score"], 0.125, None, None), shapes)
     unit = registers.Unit(True, by=registers.Products.TENSOR_MEMORY)
     problem = registers.Problem.of(spec, shapes, Tiling(256, 128), unit)
     assert problem.unit.apart is apart

@@ -26,12 +26,11 @@ ROOMS = (
     ("softmax", "masks", "scores", "positions"),
     ("options", "cache"),
     ("spec", "_advised"),
-    ("tile", "dropout"),
+    ("call", "tile", "dropout"),
     ("kernels.common",),
     ("kernels.protocol",),
-    ("kernels.cpu",),
-    ("kernels.xla",),  # a few queries on a cache go to the kernel for CPUs
-    ("kernels.gpu", "kernels.tpu"),  # what they cannot do is left to XLA
+    ("kernels.xla",),
+    ("kernels.cpu", "kernels.gpu", "kernels.tpu"),  # what they cannot do is left to XLA
     ("kernels.registry",),
     ("attention",),
     ("decoding", "explanation"),

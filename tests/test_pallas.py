@@ -1,5 +1,6 @@
 """Which kernels the name "pallas" stands for."""
 
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 import jattn
 from jattn import masks
 from jattn.cache import DenseCache
+from jattn.call import Call
 from jattn.kernels.gpu import ampere, blackwell, hopper, pallas, registers, streams
-from jattn.spec import Shapes, make_spec
+from jattn.spec import Shapes
+from tests.kernels import made
 from tests.test_hopper import HOPPER, translated
 
 
 SHAPES = Shapes((1,), 128, 128, 2, 1, 64, 64, jnp.dtype(jnp.bfloat16))
-SPEC = make_spec(SHAPES, mask=masks.Causal())
+CALL = made(SHAPES, mask=masks.Causal())
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,7 @@ SPEC = make_spec(SHAPES, mask=masks.Causal())
 def test_which_kernel_runs(monkeypatch, capability, expected):
     on_gpu(monkeypatch, capability, products=True)
     for dtype in (jnp.bfloat16, jnp.float16):
-        assert pallas._chosen(SPEC, SHAPES._replace(dtype=jnp.dtype(dtype))) is expected
+        assert pallas._chosen(call_in(dtype)) is expected.KERNEL
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,11 @@ def test_which_kernel_runs(monkeypatch, capability, expected):
 def test_a_gpu_without_a_kernel_is_named(monkeypatch, capability, products, dtype, reason):
     on_gpu(monkeypatch, capability, products)
     with pytest.raises(NotImplementedError, match=f"implementation 'pallas': .*{reason}"):
-        pallas._chosen(SPEC, SHAPES._replace(dtype=jnp.dtype(dtype)))
+        pallas._chosen(call_in(dtype))
+
+
+def call_in(dtype: Any) -> Call:
+    return dataclasses.replace(CALL, shapes=SHAPES._replace(dtype=jnp.dtype(dtype)))
 
 
 def on_gpu(monkeypatch: Any, capability: str | None, products: bool) -> None:
@@ -73,9 +80,10 @@ def test_it_is_translated_for_a_hopper():
 
 def test_caches_are_read_in_place(monkeypatch):
     cache = DenseCache.create(1, 128, 1, 64, dtype=jnp.bfloat16)
-    call = SPEC, SHAPES._replace(T=1), cache
+    call = dataclasses.replace(CALL, shapes=SHAPES._replace(T=1))
     monkeypatch.setattr(streams, "device", lambda: None)
-    assert pallas.unreadable("cuda", *call) is None
+    reader = pallas.KERNEL.reader
+    assert reader and reader.unreadable("cuda", call, cache) is None
 
 
 def test_a_reason_where_none_can():

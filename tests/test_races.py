@@ -17,10 +17,11 @@ from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.gpu import blackwell, hopper, streams
 from jattn.kernels.gpu.registers import mosaic
 from jattn.kernels.gpu.warpgroups import Ring
-from jattn.spec import Shapes, Spec, Tiling, prepare
+from jattn.spec import Shapes, Spec, Tiling
 from tests import barriers
 from tests.barriers import Machine
 from tests.copies import Race
+from tests.kernels import prepared
 from tests.oracle import error
 from tests.test_hopper import LIMITS
 
@@ -83,7 +84,7 @@ def given(head: int) -> Any:
     """Query, key, value and the cotangent of the output, and a spec."""
     shapes = [(1, size, 1, head) for size in (T, S, S, T)]
     query, key, value, d_out = (jnp.asarray(RNG.normal(size=x), jnp.bfloat16) for x in shapes)
-    spec = prepare(Spec(MASK, SCORE, head**-0.5, None, None), Shapes.of(query, value))
+    spec = prepared(Spec(MASK, SCORE, head**-0.5, None, None), Shapes.of(query, value))
     return query, key, value, d_out, spec
 
 
@@ -204,7 +205,7 @@ def of_several_places(machine: Machine) -> Any:
     """The forward pass by one program, which has three blocks of queries."""
     *qkv, _, _ = given(64)
     shapes = Shapes.of(qkv[0], qkv[2])
-    spec = prepare(Spec(masks.Causal(), None, 0.125, None, None), shapes)
+    spec = prepared(Spec(masks.Causal(), None, 0.125, None, None), shapes)
     with barriers.on(machine), tuning.using(gpu_tiles_each=S):
         return hopper.functions("cpu").forward(spec, *qkv)[:2]
 

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jattn
 from experiments.offline import targets
 from jattn import masks, scores, tuning
-from jattn.attention import check_cache
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from jattn.call import make
 from jattn.kernels import registry
 from jattn.kernels.tpu import decode
 from tests import cases, oracle
@@ -407,8 +407,7 @@ def test_gradients(kind):
 
 
 def reason(query: Any, cache: Cache, **meaning: Any) -> str | None:
-    shapes, spec = check_cache(query, cache, None, **meaning)
-    return decode.unreadable("cpu", spec, shapes, cache)
+    return decode.unreadable("cpu", make(query, cache, **meaning).prepared(), cache)
 
 
 def test_reasons():
@@ -458,10 +457,13 @@ def test_another_platform_raises():
 
 def test_none_does_not_take_it():
     cache, query = held("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
-    shapes, spec = check_cache(query, cache, None)
-    assert registry.decoder(None, spec, shapes, cache) is None
-    assert registry.decoder("blockwise", spec, shapes, cache) is None
-    assert registry.decoder("tpu", spec, shapes, cache) is not None
+
+    def reader(name: str | None) -> Any:
+        return registry.reader(make(query, cache, implementation=name).prepared(), cache)
+
+    assert reader(None).args == reader("decode").args == (registry.read_cache,)
+    assert reader("blockwise") is None
+    assert reader("tpu") is not None
 
 
 # --- compiled for TPUs -------------------------------------------------------------------------

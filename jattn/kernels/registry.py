@@ -1,63 +1,34 @@
-"""The table of kernels, and which of them runs."""
+"""The tables of kernels, and which of them runs.
 
+Everything about a call is decided here: which kernels can compute it, which of them a program gets
+when it is lowered for a platform, how a cache is read, and who sums weights.
+"""
+
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import Array
 
 from jattn.cache import Cache
+from jattn.call import Call
 from jattn.checks import check_choice
-from jattn.kernels.common.vjp import AttentionVJP, Unbuilt
-from jattn.kernels.protocol import Kernel
-from jattn.kernels.xla import blockwise, decode
-from jattn.softmax import Normalizer
+from jattn.kernels.common import few_queries
+from jattn.kernels.common.questions import Question
+from jattn.kernels.common.unbuilt import Unbuilt
+from jattn.kernels.common.vjp import AttentionVJP, Functions
+from jattn.kernels.protocol import CacheResults, Kernel, Reader, WeightSums
+from jattn.kernels.xla import decode
 from jattn.spec import Shapes, Spec
 
 
-CacheResults = tuple[Array, Normalizer]
-"""`out [B, T, N, V]` in the dtype of sums, and normalizers `[B, T, N]`."""
-
-
-class Later(NamedTuple):
-    """A kernel whose file is imported when it is first asked: most programs need one of them.
-
-    Its methods are the functions of that file. Those that `Kernel` lacks are explained in `Row`;
-    only some files have them.
-    """
-
-    module: str
-
-    def supports(self, spec: Spec, shapes: Shapes) -> str | None:
-        return self._kernel().supports(spec, shapes)
-
-    def functions(self, platform: str) -> AttentionVJP:
-        return self._kernel().functions(platform)
-
-    def too_small(self, spec: Spec, shapes: Shapes) -> str | None:
-        return self._kernel().too_small(spec, shapes)
-
-    def unavailable(self, shapes: Shapes, wait: bool) -> str | None:
-        return self._kernel().unavailable(shapes, wait)
-
-    def unbuilt(self, spec: Spec, shapes: Shapes) -> str | None:
-        return self._kernel().unbuilt(spec, shapes)
-
-    def unreadable(self, platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
-        return self._kernel().unreadable(platform, spec, shapes, cache)
-
-    def decode(self, platform: str, spec: Spec, query: Array, cache: Cache) -> CacheResults:
-        return self._kernel().decode(platform, spec, query, cache)
-
-    def _kernel(self) -> Any:
-        return importlib.import_module(self.module)
-
-
 class Row(NamedTuple):
-    """A kernel, where it runs, and when it is traced.
+    """Where a kernel is, where it runs, and when it is traced.
 
+    module: its file, which is imported when it is first asked: most programs need one of them.
     platforms: the platforms that it is for; None stands for all.
     interpreted: the platforms on which JAX's interpreter can run it. That is slow, and happens only
         in calls that name the kernel.
@@ -67,72 +38,32 @@ class Row(NamedTuple):
         for that platform. JAX has to see calls of cuDNN in the traced program.
         "default_platform": together with the program, for the platform that JAX runs on by default.
         A call has to name such a kernel.
-    too_small: says why a call is too small for the kernel. A call that names no kernel then takes
-        another one.
-    unavailable: says why the kernel cannot run on this machine or in this program. It is asked when
-        a program is lowered. It may wait for what the kernel needs if its second argument is True.
-    unbuilt: says why the code that has to be compiled for such a call could not be, if that was
-        tried. The kernel's functions raise `Unbuilt` then, and a call that names no kernel takes
-        the next one.
-    reader: a file whose `decode(platform, spec, query, cache)` reads a cache where its keys and
-        values lie. Without it, and where its `unreadable(platform, spec, shapes, cache)` says why
-        it cannot, the kernel is given them as arrays.
     """
 
-    kernel: Kernel
+    module: str
     platforms: tuple[str, ...] | None = None
     interpreted: tuple[str, ...] = ()
     when: Literal["lowered", "traced", "default_platform"] = "lowered"
-    too_small: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
-    unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
-    unbuilt: Callable[[Spec, Shapes], str | None] = lambda spec, shapes: None
-    reader: Later | None = None
 
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel, of a row of `KERNELS`."""
+        return self.load("KERNEL")
 
-_NATIVE = Later("jattn.kernels.cpu.native")
-_AMPERE = Later("jattn.kernels.gpu.ampere")
-_HOPPER = Later("jattn.kernels.gpu.hopper")
-_PALLAS = Later("jattn.kernels.gpu.pallas")
-_TPU_DECODE = Later("jattn.kernels.tpu.decode")
+    def load(self, name: str) -> Any:
+        """What the file calls by this name."""
+        return getattr(importlib.import_module(f"jattn.kernels.{self.module}"), name)
+
 
 KERNELS: dict[str, Row] = {
-    "cudnn": Row(Later("jattn.kernels.gpu.cudnn"), ("cuda",), when="traced"),
-    "native": Row(
-        _NATIVE,
-        ("cpu",),
-        too_small=_NATIVE.too_small,
-        unavailable=_NATIVE.unavailable,
-        unbuilt=_NATIVE.unbuilt,
-    ),
-    "blockwise": Row(blockwise),
-    "pallas": Row(_PALLAS, ("cuda",), reader=_PALLAS),
-    "tpu": Row(
-        Later("jattn.kernels.tpu.tiled"),
-        ("tpu",),
-        interpreted=("cpu",),
-        reader=_TPU_DECODE,
-    ),
-    "ampere": Row(
-        _AMPERE,
-        ("cuda",),
-        interpreted=("cpu",),
-        when="default_platform",
-        reader=_AMPERE,
-    ),
-    "hopper": Row(
-        _HOPPER,
-        ("cuda",),
-        interpreted=("cpu",),
-        when="default_platform",
-        reader=_HOPPER,
-    ),
-    "blackwell": Row(
-        Later("jattn.kernels.gpu.blackwell"),
-        ("cuda",),
-        interpreted=("cpu",),
-        when="default_platform",
-        reader=_AMPERE,  # reading is all that counts
-    ),
+    "cudnn": Row("gpu.cudnn", ("cuda",), when="traced"),
+    "native": Row("cpu.native", ("cpu",)),
+    "blockwise": Row("xla.blockwise"),
+    "pallas": Row("gpu.pallas", ("cuda",)),
+    "tpu": Row("tpu.tiled", ("tpu",), interpreted=("cpu",)),
+    "ampere": Row("gpu.ampere", ("cuda",), ("cpu",), "default_platform"),
+    "hopper": Row("gpu.hopper", ("cuda",), ("cpu",), "default_platform"),
+    "blackwell": Row("gpu.blackwell", ("cuda",), ("cpu",), "default_platform"),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms.
 
@@ -141,14 +72,25 @@ cuDNN where cuDNN supports the call. Its forward pass is deterministic; its grad
 scatters are, if `XLA_FLAGS` holds `--xla_gpu_deterministic_ops=true`.
 """
 
+FEW_QUERIES = "decode"
+"""The name under which the first of `READERS` that can reads a cache for a few queries."""
+
+READERS = (Row("cpu.decode", ("cpu",)), Row("xla.decode"))
+"""What reads a cache for a few queries: `READER` of a file each, in the order of trying."""
+
+SUMS = (Row("cpu.statistics", ("cpu",)), Row("xla.statistics"))
+"""What sums weights: `SUMS` of a file each, in the order of trying."""
+
 NAMES: tuple[str, ...] = (*KERNELS, "reference")
 """What `implementation` may name. The reference is the formula, which JAX itself differentiates: it
 is no kernel, computes everything, and runs only where it is named."""
 
 
-def check_name(implementation: str | None, *others: str) -> None:
-    """Raises ValueError for a name that is neither in `NAMES` nor one of the `others`."""
-    check_choice("implementation", implementation, (None, *others, *NAMES))
+def check_name(implementation: str | None, *, cached: bool = False) -> None:
+    """Raises ValueError for a name that `implementation` may not be, of a call on a cache if
+    `cached`."""
+    more = (FEW_QUERIES,) if cached else ()
+    check_choice("implementation", implementation, (None, *more, *NAMES))
 
 
 def refuse(name: str, reason: str | None) -> None:
@@ -157,34 +99,35 @@ def refuse(name: str, reason: str | None) -> None:
         raise NotImplementedError(f"implementation {name!r}: {reason}")
 
 
-def check_supported(name: str, spec: Spec, shapes: Shapes) -> None:
-    """Raises NotImplementedError if the implementation does not support the call."""
-    if name in KERNELS:
-        refuse(name, _unsupported(KERNELS[name], spec, shapes))
-
-
-def _unsupported(row: Row, spec: Spec, shapes: Shapes) -> str | None:
+def _unsupported(row: Row, call: Call) -> str | None:
     """Why a kernel cannot compute a call, or a program for sizes that are not known yet."""
+    shapes = call.shapes
     if not shapes.cuttable:
         return (
             "it cuts queries and keys into tiles, which needs numbers, and the program is exported "
             f"for any T = {shapes.T}, S = {shapes.S}; reference and None need none"
         )
-    return row.kernel.supports(spec, shapes)
+    return row.kernel.supports(call)
 
 
-def reasons(spec: Spec, shapes: Shapes, platform: str) -> dict[str, str | None]:
+def reasons(call: Call, platform: str) -> dict[str, str | None]:
     """For each name None, or why it cannot run the call on a platform."""
-    found = {
-        name: _unsupported(row, spec, shapes)
-        or _elsewhere(row, platform, named=True)
-        or _traced_elsewhere(row, platform)
-        or row.too_small(spec, shapes)
-        or row.unavailable(shapes, False)
-        or row.unbuilt(spec, shapes)
-        for name, row in KERNELS.items()
-    }
-    return {**found, "reference": None}
+    answers = dict[str, str | None]()
+
+    def ask(call: Call) -> None:
+        call = call.prepared()
+        for name, row in KERNELS.items():
+            answers[name] = (
+                _unsupported(row, call)
+                or _elsewhere(row, platform, named=True)
+                or _traced_elsewhere(row, platform)
+                or row.kernel.too_small(call)
+                or row.kernel.unavailable(call.shapes, False)
+                or row.kernel.unbuilt(call)
+            )
+
+    jax.eval_shape(ask, call)
+    return {**answers, "reference": None}
 
 
 def is_for(name: str, platform: str) -> bool:
@@ -192,51 +135,34 @@ def is_for(name: str, platform: str) -> bool:
     return name in KERNELS and platform in (KERNELS[name].platforms or ())
 
 
-def candidates(spec: Spec, shapes: Shapes) -> list[str]:
+def _candidates(call: Call) -> Iterator[str]:
     """The kernels that can compute a call, in order, up to one that is for every platform. A call
-    has to name those behind it. The reference where T or S is a symbol."""
-    if not shapes.cuttable:
-        return ["reference"]
-    found: list[str] = []
+    has to name those behind it."""
     for name, row in KERNELS.items():
-        if not row.too_small(spec, shapes) and not row.kernel.supports(spec, shapes):
-            found.append(name)
+        if not row.kernel.too_small(call) and not row.kernel.supports(call):
+            yield name
             if row.platforms is None:
-                break
-    return found
+                return
 
 
-def functions(
-    names: Sequence[str], shapes: Shapes, *, named: bool
-) -> tuple[AttentionVJP | Callable[[str], AttentionVJP], dict[str, AttentionVJP]]:
-    """What `vjp.attention` takes: the functions of the first of these kernels that can run on a
-    platform, and by platform those that are traced with the program."""
+def functions(call: Call, among: Sequence[str] = tuple(KERNELS)) -> Functions | None:
+    """The functions of the first kernel that can run a prepared call on a platform, or of the one
+    that it names; None stands for the reference. A call that names none gets one of `among`.
+
+    Raises NotImplementedError if the named kernel does not support the call.
+    """
+    name = call.implementation
+    if name == "reference" or (name is None and not call.shapes.cuttable):
+        return None
+    if name is not None:
+        refuse(name, _unsupported(KERNELS[name], call))
+    names = [name] if name else [x for x in _candidates(call) if x in among]
     row = KERNELS[names[0]]
     if row.when == "default_platform":
-        return row.kernel.functions(_default_platform()), {}
+        return Functions(row.kernel.functions(_default_platform()))
     traced = (row.platforms or ()) if row.when == "traced" else ()
-    choose = functools.partial(_first_that_can, tuple(names), shapes, named)
-    return choose, {platform: row.kernel.functions(platform) for platform in traced}
-
-
-def decoder(
-    name: str | None, spec: Spec, shapes: Shapes, cache: Cache
-) -> Callable[[Spec, Array, Cache], CacheResults] | None:
-    """How a kernel reads a cache where it lies; None where it is to be given arrays."""
-    if name not in KERNELS:
-        return None
-    row, platform = KERNELS[name], _default_platform()
-    reader = row.reader
-    if reader is None or reader.unreadable(platform, spec, shapes, cache):
-        return None
-    if row.when == "default_platform":
-        return functools.partial(reader.decode, platform)
-
-    def when_lowered(platform: str, *operands: Any) -> CacheResults:
-        refuse(name, _elsewhere(row, platform, named=True))
-        return reader.decode(platform, *operands)
-
-    return functools.partial(decode.attend_part, forward=when_lowered)
+    choose = functools.partial(_first_that_can, tuple(names), call.shapes, name is not None)
+    return Functions(choose, {platform: row.kernel.functions(platform) for platform in traced})
 
 
 def _first_that_can(
@@ -244,23 +170,21 @@ def _first_that_can(
     shapes: Shapes,
     named: bool,
     platform: str,
-    piece: tuple[Spec, Shapes] | None = None,
+    piece: Call | None = None,
 ) -> AttentionVJP:
     """The functions of the first kernel that can run on this platform and machine, and compute a
     piece of the call if there is one."""
     for place, name in enumerate(names):
         row = KERNELS[name]
-        reason = _elsewhere(row, platform, named=named) or row.unavailable(shapes, named)
-        reason = reason or (row.kernel.supports(*piece) if piece else None)
+        reason = _elsewhere(row, platform, named=named) or row.kernel.unavailable(shapes, named)
+        reason = reason or (row.kernel.supports(piece) if piece else None)
         if named:
             refuse(name, reason)
         if not reason:
             others = () if named else names[place + 1 :]
             otherwise = functools.partial(_otherwise, name, others, shapes, platform)
-            functions = row.kernel.functions(platform).or_else(otherwise)
-            return functions._replace(
-                of_piece=lambda *piece: _first_that_can(names, shapes, named, platform, piece)
-            )
+            of_piece = functools.partial(_first_that_can, names, shapes, named, platform)
+            return row.kernel.functions(platform).or_else(otherwise, of_piece)
     raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
 
 
@@ -273,7 +197,55 @@ def _otherwise(
     return _first_that_can(others, shapes, False, platform)
 
 
-def _elsewhere(row: Row, platform: str, *, named: bool) -> str | None:
+def reader(call: Call, cache: Cache) -> Callable[[Spec, Array, Cache], CacheResults] | None:
+    """How the cache of a prepared call is read where it lies; None where a kernel is given arrays.
+
+    Raises NotImplementedError if `FEW_QUERIES` is named and does not support the call.
+    """
+    name, reason = call.implementation, few_queries.unsupported(call.spec, call.shapes)
+    if name == FEW_QUERIES:
+        refuse(name, reason)
+    if name == FEW_QUERIES or (name is None and not reason):
+        return functools.partial(decode.attend_part, read_cache)
+    if name not in KERNELS:
+        return None
+    row, platform = KERNELS[name], _default_platform()
+    refuse(name, _unsupported(row, call))
+    own = row.kernel.reader
+    if own is None or own.unreadable(platform, call, cache):
+        return None
+    if row.when == "default_platform":
+        return functools.partial(own.read, platform)
+
+    def when_lowered(platform: str, *operands: Any) -> CacheResults:
+        refuse(name, _elsewhere(row, platform, named=True))
+        return own.read(platform, *operands)
+
+    return functools.partial(decode.attend_part, when_lowered)
+
+
+def read_cache(platform: str, spec: Spec, query: Array, cache: Cache) -> CacheResults:
+    """Attention of a few queries to a cache by the first of `READERS` that can, on a platform."""
+    call = Call(spec, few_queries.shapes(query, cache))
+    for row in READERS:
+        own: Reader = row.load("READER")
+        if not _elsewhere(row, platform) and not own.unreadable(platform, call, cache):
+            return own.read(platform, spec, query, cache)
+    raise AssertionError("the last of them reads every cache")
+
+
+def sum_weights(platform: str, asked: Question, query: Array, key: Array) -> tuple[Any, Array]:
+    """The answers to a question about weights by the first of `SUMS` that can, on a platform."""
+    for row in SUMS:
+        own: WeightSums = row.load("SUMS")
+        if _elsewhere(row, platform) or own.unsupported(asked, Shapes.of(query, key)):
+            continue
+        with contextlib.suppress(Unbuilt):
+            return own.run(asked, query, key)
+    raise AssertionError("the last of them can answer every question")
+
+
+def _elsewhere(row: Row, platform: str, *, named: bool = False) -> str | None:
     """Why a kernel is not for a platform; None if it is. It is interpreted only if named."""
     if row.platforms and platform not in (*row.platforms, *(row.interpreted if named else ())):
         return f"is for {' and '.join(row.platforms)}, the program is for {platform}"

@@ -19,6 +19,7 @@ from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names
 from jattn._types import Keys, LogSumExp, Output, Queries, Values
+from jattn.call import Call, check_shapes, compiled, make
 from jattn.checks import check_choice, check_flag
 from jattn.kernels import registry
 from jattn.kernels.common import slicing
@@ -26,16 +27,7 @@ from jattn.options import Options
 from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
-from jattn.softmax import add_sink, sink_by_head
-from jattn.spec import (
-    Shapes,
-    Spec,
-    check_shapes,
-    compiled,
-    make_spec,
-    nan_if_overflowed,
-    prepare,
-)
+from jattn.spec import Shapes
 
 
 SCHEMES: dict[str, Callable[..., tuple[Array, Array]]] = {
@@ -62,37 +54,28 @@ class _MeshOptions(_ShardOptions, total=False):
 
 
 class _Cut(NamedTuple):
-    """How a call is cut: the scheme, the axes, and what computes."""
+    """How a call is cut: the scheme and the axes."""
 
     scheme: str
     axes: Axes
-    implementation: str | None
 
-    def check(self, shapes: Shapes) -> None:
-        """Raises ValueError and NotImplementedError for whole sizes that cannot be cut so."""
+    def check(self, shapes: Shapes, implementation: str | None) -> None:
+        """Raises ValueError and NotImplementedError for whole sizes that cannot be cut so, and for
+        implementations that compute no parts of the keys."""
         axes = self.axes
         for name, size in (("query", shapes.T), ("key", shapes.S)):
             placement.check_divisible(name, size, axes.devices, axes.order)
         if self.scheme == "ring":
-            pieces.check_implementation(self.implementation)
+            pieces.check_implementation(implementation)
 
-    def attend(self, spec: Spec, query: Array, key: Array, value: Array, shapes: Shapes) -> Any:
-        """`out`, or `(out, lse)` if the spec asks for it, of this device's shards."""
-        flat = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key, value))
-        prepared, scheme = prepare(spec, shapes), SCHEMES[self.scheme]
-        results = scheme(prepared, *flat, self.axes, self.implementation)
-        if spec.overflowed is not None:  # on any device: the keys of all are attended
-            anywhere = lax.pmax(spec.overflowed.astype(jnp.int32), self.axes.name) > 0
-            spec = dataclasses.replace(spec, overflowed=anywhere)
-        out, lse = nan_if_overflowed(spec, *results)
-        out = out.reshape(*shapes.batch, *out.shape[1:])
-        return (out, lse.reshape(*shapes.batch, *lse.shape[1:])) if spec.lse else out
-
-
-def _check_shapes(query: Any, key: Any, value: Any) -> Shapes:
-    if value is None:
-        raise TypeError("value: expected an array [*B, S, K, V], got None")
-    return check_shapes(query, key, value)
+    def attend(self, call: Call, query: Array, key: Array, value: Array) -> Any:
+        """`out`, or `(out, lse)` if the call asks for it, of this device's shards."""
+        flat, scheme = call.flat(query, key, value), SCHEMES[self.scheme]
+        results = scheme(call.prepared(), *flat, self.axes)
+        if call.overflowed is not None:  # on any device: the keys of all are attended
+            anywhere = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
+            call = dataclasses.replace(call, overflowed=anywhere)
+        return call.finish(*results)
 
 
 def _check_cut(scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
@@ -176,27 +159,16 @@ def attention_shard(
         NotImplementedError: if the named implementation cannot, with its reason.
     """
     _check_cut(scheme, order, axis_name, batch_axis, head_axis)
-    check_flag("return_lse", return_lse)
     devices = bound_size("axis_name", axis_name)
     axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     for name, value_of in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if value_of is not None:
             bound_size(name, value_of)
-    shapes = _check_shapes(query, key, value)
-    implementation, sink = options.pop("implementation", None), options.get("sink")
-    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
-    global_sizes = (shapes.T * devices, shapes.S * devices)
-    spec = make_spec(
-        shapes,
-        lse=return_lse,
-        **options,
-        global_sizes=global_sizes,
-    )
-    registry.check_name(implementation)
-    cut = _Cut(scheme, axes, implementation)
-    cut.check(shapes._replace(T=global_sizes[0], S=global_sizes[1]))
-    results = cut.attend(spec, query, key, value, shapes)
-    return results if sink is None else add_sink(results, sink, bool(return_lse))
+    call = make(query, key, value, lse=return_lse, shards=devices, **options)
+    registry.check_name(call.implementation)
+    cut, (T, S) = _Cut(scheme, axes), (call.shapes.T * devices, call.shapes.S * devices)
+    cut.check(call.shapes._replace(T=T, S=S), call.implementation)
+    return cut.attend(call, query, key, value)
 
 
 @overload
@@ -265,48 +237,36 @@ def attention(
         NotImplementedError: if the named implementation cannot, with its reason.
     """
     _check_cut(scheme, order, axis_name, batch_axis, head_axis)
-    check_flag("return_lse", return_lse)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
-    shapes = _check_shapes(query, key, value)
-    implementation, sink = options.pop("implementation", None), options.get("sink")
-    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
-    spec = make_spec(
-        shapes,
-        lse=return_lse,
-        **options,
-    )
-    registry.check_name(implementation)
+    call = make(query, key, value, lse=return_lse, **options)
+    registry.check_name(call.implementation)
     check_flag("pad", pad)
     axes = Axes(axis_name, devices_of(mesh, axis_name), order, batch_axis, head_axis)
-    cut = _Cut(scheme, axes, implementation)
+    cut = _Cut(scheme, axes)
     if pad and order == "contiguous":
-        results = _padded(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
-    else:
-        cut.check(shapes)
-        check_shared(shapes, mesh, axes)
-        results = _on_mesh(spec, query, key, value, mesh=mesh, cut=cut, shapes=shapes)
-    return results if sink is None else add_sink(results, sink, bool(return_lse))
+        return _padded(call, query, key, value, mesh=mesh, cut=cut)
+    cut.check(call.shapes, call.implementation)
+    check_shared(call.shapes, mesh, axes)
+    return _on_mesh(call, query, key, value, mesh=mesh, cut=cut)
 
 
-def _padded(
-    spec: Spec, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut, shapes: Shapes
-) -> Any:
+def _padded(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut) -> Any:
     """As `_on_mesh` of what the devices cannot share evenly: more queries and keys are added, which
     nothing attends to, and their results are taken away."""
-    n = cut.axes.devices
+    n, shapes = cut.axes.devices, call.shapes
     T, S = (-(-size // n) * n for size in (shapes.T, shapes.S))
 
     def wider(x: Array, size: int) -> Array:
         rows = (0, size - x.shape[-3])
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 3), rows, (0, 0), (0, 0)])
 
-    spec = slicing.pad_spec(spec, shapes.T, shapes.S, T, S)
-    whole = shapes._replace(T=T, S=S)
-    cut.check(whole)
-    check_shared(whole, mesh, cut.axes)
+    spec = slicing.pad_spec(call.spec, shapes.T, shapes.S, T, S)
+    whole = dataclasses.replace(call, spec=spec, shapes=shapes._replace(T=T, S=S))
+    cut.check(whole.shapes, call.implementation)
+    check_shared(whole.shapes, mesh, cut.axes)
     arrays = (wider(query, T), wider(key, S), wider(value, S))
-    found = _on_mesh(spec, *arrays, mesh=mesh, cut=cut, shapes=whole)
-    if spec.lse:
+    found = _on_mesh(whole, *arrays, mesh=mesh, cut=cut)
+    if call.lse:
         return found[0][..., : shapes.T, :, :], found[1][..., : shapes.T]
     return found[..., : shapes.T, :, :]
 
@@ -316,24 +276,22 @@ def _along(letters: str, axes: Axes) -> dict[str, Any]:
     return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
 
 
-@compiled("mesh", "cut", "shapes")
-def _on_mesh(
-    spec: Spec, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut, shapes: Shapes
-) -> Any:
-    axes, lead = cut.axes, len(shapes.batch)
+@compiled("mesh", "cut")
+def _on_mesh(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut) -> Any:
+    axes, lead = cut.axes, len(call.shapes.batch)
     batch = [axes.batch, *[None] * (lead - 1)] if lead else []
     tokens = P(*batch, axes.name, axes.heads, None)
-    of_spec = jax.tree.map(
+    of_call = jax.tree.map(
         lambda letters, leaf: partition(letters, leaf, _along(letters, axes), axes.batch, lead),
-        axis_names(spec),
-        spec,
+        axis_names(call),
+        call,
     )
 
-    def local(spec: Spec, query: Array, key: Array, value: Array) -> Any:
-        own = check_shapes(query, key, value)
-        return cut.attend(spec, query, key, value, own)
+    def local(call: Call, query: Array, key: Array, value: Array) -> Any:
+        own = dataclasses.replace(call, shapes=check_shapes(query, key, value))
+        return cut.attend(own, query, key, value)
 
-    lse, cuts = P(*batch, axes.heads, axes.name), (of_spec, tokens, tokens, tokens)
-    out_specs = (tokens, lse) if spec.lse else tokens
+    lse, cuts = P(*batch, axes.heads, axes.name), (of_call, tokens, tokens, tokens)
+    out_specs = (tokens, lse) if call.lse else tokens
     run = jax.shard_map(local, mesh=mesh, in_specs=cuts, out_specs=out_specs)
-    return run(*typed(mesh, cuts, (spec, query, key, value)))
+    return run(*typed(mesh, cuts, (call, query, key, value)))

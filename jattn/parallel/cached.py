@@ -20,17 +20,19 @@ from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, accumulation
-from jattn.attention import cache_results, check_cache
 from jattn.cache import Cache, DenseCache, write
+from jattn.call import Call, compiled, make
 from jattn.checks import check_array, check_flag
+from jattn.kernels import registry
+from jattn.kernels.common import few_queries
 from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.xla import decode
 from jattn.options import RulesAndSink
 from jattn.parallel import pieces
 from jattn.parallel.axes import Axes, AxisName, check_axis_name
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
-from jattn.softmax import Normalizer, add_sink, sink_by_head
-from jattn.spec import Shapes, Spec, compiled, prepare
+from jattn.softmax import Normalizer
+from jattn.spec import Shapes
 
 
 @overload
@@ -116,18 +118,15 @@ def cached_attention(
         raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
     positions = cache.next_positions(query.shape[1], valid)
     slots, grown = cache.reserve(key, value, valid)
-    shapes, spec = check_cache(query, grown, None, lse=return_lse, q_positions=positions, **options)
+    call = make(query, grown, lse=return_lse, q_positions=positions, **options)
     axes = Axes(axis_name, devices_of(mesh, axis_name), "contiguous", batch_axis, head_axis)
     if cache.capacity % axes.devices:
         raise ValueError(
             f"cache: expected a multiple of {axes.devices} slots for the devices of axis "
             f"{axis_name!r}, got S = {cache.capacity}"
         )
-    check_shared(shapes, mesh, axes)
-    sink = options.get("sink")
-    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
-    results, grown = _on_mesh(spec, query, (key, value), slots, grown, mesh=mesh, axes=axes)
-    return results if sink is None else add_sink(results, sink, bool(return_lse)), grown
+    check_shared(call.shapes, mesh, axes)
+    return _on_mesh(call, query, (key, value), slots, grown, mesh=mesh, axes=axes)
 
 
 _REASONS = {
@@ -147,7 +146,7 @@ def _check_kind(cache: Any) -> None:
 
 @compiled("mesh", "axes")
 def _on_mesh(
-    spec: Spec,
+    call: Call,
     query: Array,
     new: tuple[Array, Array],
     slots: Array,
@@ -160,23 +159,23 @@ def _on_mesh(
     held, rows = P(axes.batch, axes.heads, axes.name), P(axes.batch)
     tokens = P(axes.batch, None, axes.heads)
     along = {"S": axes.name, "N": axes.heads}
-    of_spec = jax.tree.map(
-        lambda letters, leaf: partition(letters, leaf, along, axes.batch, 1), axis_names(spec), spec
+    of_call = jax.tree.map(
+        lambda letters, leaf: partition(letters, leaf, along, axes.batch, 1), axis_names(call), call
     )
     of_cache = DenseCache(held, held, rows, rows)
 
-    def local(spec: Spec, query: Array, new: Any, slots: Array, cache: DenseCache) -> Any:
+    def local(call: Call, query: Array, new: Any, slots: Array, cache: DenseCache) -> Any:
         cache = _written(axes, cache, new, slots)
-        out, lse = _joined(axes, *_attend_part(axes, spec, query, cache))
+        out, lse = _joined(axes, *_attend_part(axes, call, query, cache))
         return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2), cache
 
-    cuts = (of_spec, tokens, tokens, rows, of_cache)
+    cuts = (of_call, tokens, tokens, rows, of_cache)
     out_specs = (tokens, P(axes.batch, axes.heads), of_cache)
     run = jax.shard_map(local, mesh=mesh, in_specs=cuts, out_specs=out_specs)
     constant = jax.custom_jvp(run)
     constant.defjvp(_refuse)
-    out, lse, cache = constant(*typed(mesh, cuts, (spec, query, new, slots, cache)))
-    return cache_results(spec, cache.overflowed, out, lse), cache
+    out, lse, cache = constant(*typed(mesh, cuts, (call, query, new, slots, cache)))
+    return call.finish(*cache.nan_if_overflowed(out, lse)), cache
 
 
 def _refuse(*_: Any) -> NoReturn:
@@ -199,22 +198,24 @@ def _written(
 
 
 def _attend_part(
-    axes: Axes, spec: Spec, query: Array, cache: DenseCache
+    axes: Axes, call: Call, query: Array, cache: DenseCache
 ) -> tuple[Output, Normalizer]:
     """`out [B, T, N, V]` and the normalizers `[B, T, N]` of this device's slots alone."""
     (B, T, N, H), (_, K, S, V) = query.shape, cache.values.shape
     shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
     every, first = jnp.arange(T, dtype=jnp.int32), axes.place * S
     place = Place(*axes.first(B, N), every, axes.places(S), (T, S), first)
-    own = dataclasses.replace(at_place(prepare(spec, shapes), place), partial=True)
-    if decode.supports(own, shapes) is None:
-        return decode.attend_part(own, query, cache)
+    spec = dataclasses.replace(call, shapes=shapes).prepared().spec
+    own = dataclasses.replace(at_place(spec, place), partial=True)
+    if few_queries.unsupported(own, shapes) is None:
+        return decode.attend_part(registry.read_cache, own, query, cache)
     key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
     sums = accumulation(query.dtype)
     row = jax.ShapeDtypeStruct((B, T, N), sums)
     out, finite = jax.ShapeDtypeStruct((B, T, N, V), sums), jax.ShapeDtypeStruct((), jnp.bool_)
     like = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
-    return pieces.run("forward", like, None, own, query, key, value, shapes=shapes)[:2]
+    operands = (own, query, key, value)
+    return pieces.run(lambda own: own.forward, like, None, *operands, shapes=shapes)[:2]
 
 
 def _joined(

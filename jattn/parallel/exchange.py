@@ -7,6 +7,7 @@ computes whole sequences of its share of the heads, and the results are exchange
 al. 2023, "DeepSpeed Ulysses"). Derivatives are those of the exchanges.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxtyping import Array
 from jattn._pytree import axis_names, axis_of
 from jattn._types import LogSumExp, Output
 from jattn.attention import run
+from jattn.call import Call
 from jattn.kernels.common.place import Place, at_place
 from jattn.parallel import placement
 from jattn.parallel.axes import Axes
@@ -40,7 +42,7 @@ def _gathered(x: Array, axes: Axes, axis: int) -> Array:
 
 
 def gathered_attend(
-    spec: Spec, query: Array, key: Array, value: Array, axes: Axes, implementation: str | None
+    call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
     """As `ring.attend`, with a copy of all keys on each device."""
     (B, T, N, _), S = query.shape, key.shape[1] * axes.devices
@@ -54,12 +56,18 @@ def gathered_attend(
             return _gathered(leaf, axes, axis)
         return leaf if leaf.shape[axis] == 1 else _in_sequence(leaf, axes, axis)
 
-    spec = jax.tree.map(one, axis_names(spec), spec)
+    spec = jax.tree.map(one, axis_names(call.spec), call.spec)
     b, h = axes.first(B, N)
     every = jnp.arange(S, dtype=jnp.int32)
     place = Place(b, h, axes.places(T), every, (axes.run(T), 0), keys_from=0)
     own = at_place(spec, place)
-    return run(implementation, own, query, key, value, Shapes.of(query, value))
+    return _run(call, own, query, key, value)
+
+
+def _run(call: Call, own: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
+    """Attention of a piece of a call, with this spec, of all keys."""
+    piece = dataclasses.replace(call, spec=own, shapes=Shapes.of(query, value))
+    return run(piece, query, key, value)
 
 
 def _check_heads(N: int, axes: Axes) -> None:
@@ -71,7 +79,7 @@ def _check_heads(N: int, axes: Axes) -> None:
 
 
 def all_to_all_attend(
-    spec: Spec, query: Array, key: Array, value: Array, axes: Axes, implementation: str | None
+    call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
     """As `ring.attend`, with all tokens of some heads on each device. Key heads that are fewer than
     the devices go to each device whose queries read them."""
@@ -86,9 +94,9 @@ def all_to_all_attend(
 
     b, h = axes.first(B, N)
     place = Place(b, h + axes.place * (N // n))
-    own = at_place(_of_some_heads(spec, axes, T), place)
+    own = at_place(_of_some_heads(call.spec, axes, T), place)
     query, key, value = (exchange(x) for x in (query, key, value))
-    out, lse = run(implementation, own, query, key, value, Shapes.of(query, value))
+    out, lse = _run(call, own, query, key, value)
     out, lse = _in_sequence(out, axes, 1, back=True), _in_sequence(lse, axes, 2, back=True)
     out = lax.all_to_all(out, axes.name, split_axis=1, concat_axis=2, tiled=True)
     return out, lax.all_to_all(lse, axes.name, split_axis=2, concat_axis=1, tiled=True)

@@ -1,10 +1,11 @@
 """The kernel of a piece: what computes a part of the keys, whose normalizer comes from all."""
 
-import functools
 from typing import Any
 
+from jattn.call import Call
 from jattn.kernels import registry
-from jattn.kernels.common import lowering, vjp
+from jattn.kernels.common import lowering
+from jattn.kernels.common.vjp import Select
 from jattn.spec import Shapes, Spec
 
 
@@ -20,17 +21,22 @@ _OF_PIECES = ("native", "blockwise")
 
 
 def run(
-    which: str, like: Any, implementation: str | None, spec: Spec, *operands: Any, shapes: Shapes
+    select: Select,
+    like: Any,
+    implementation: str | None,
+    spec: Spec,
+    *operands: Any,
+    shapes: Shapes,
 ) -> Any:
-    """One of the functions of `AttentionVJP`, by name, of the first kernel that can compute a
-    piece, or of the one that is named.
+    """One of the functions of the first kernel that can compute a piece, or of the one that is
+    named.
 
     Raises NotImplementedError where that cannot.
     """
-    names = [implementation] if implementation else []
-    for name in names:
-        registry.check_supported(name, spec, shapes)
-    names = names or [x for x in registry.candidates(spec, shapes) if x in _OF_PIECES]
-    functions: Any = registry.functions(names, shapes, named=implementation is not None)[0]
-    found = functools.partial(vjp.run_on, functions, which)
-    return lowering.platform_dependent(found, like, spec, *operands)
+    functions = registry.functions(Call(spec, shapes, implementation=implementation), _OF_PIECES)
+    assert functions is not None, "the reference computes no pieces"
+
+    def on_platform(platform: str, *operands: Any) -> Any:
+        return select(functions.on(platform))(*operands)
+
+    return lowering.platform_dependent(on_platform, like, spec, *operands)

@@ -24,6 +24,7 @@ from jaxtyping import Array
 from jattn import dropout, softmax
 from jattn._pytree import axis_names, axis_of
 from jattn._types import LogSumExp, Output, accumulation
+from jattn.call import Call
 from jattn.kernels.common import reverse_mode, slicing
 from jattn.kernels.common.derivatives import PerQuery, row_dots
 from jattn.kernels.common.place import Place, at_place
@@ -278,7 +279,7 @@ class Ring(NamedTuple):
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
             operands = (own, query, kv.key, kv.value)
             out, normalizer, finite = pieces.run(
-                "forward", like, self.implementation, *operands, shapes=shapes
+                lambda own: own.forward, like, self.implementation, *operands, shapes=shapes
             )
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
 
@@ -312,7 +313,7 @@ class Ring(NamedTuple):
             )
             operands = (own, per_query, kv.key, kv.value, finite)
             d_params, d_query, d_key, d_value = pieces.run(
-                "backward", like, self.implementation, *operands, shapes=shapes
+                lambda own: own.backward, like, self.implementation, *operands, shapes=shapes
             )
             found = Gradients.of(letters, d_query, d_key, d_value, d_params)
             local = jax.tree.map(add, names, so_far.local, found.local)
@@ -395,7 +396,7 @@ def _backward(
     return total._replace(with_shard=home)
 
 
-class Call(NamedTuple):
+class RingCall(NamedTuple):
     """A call on a ring, whose heads go round in so many `rounds`. The spec is whole."""
 
     ring: Ring
@@ -456,25 +457,25 @@ class Call(NamedTuple):
 
 
 def attend(
-    spec: Spec, query: Array, key: Array, value: Array, axes: Axes, implementation: str | None
+    call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` of this device's queries and all keys, differentiable.
 
-    The spec is prepared, its arrays are this device's; there is one flat batch axis.
+    The call is prepared, its arrays are this device's; there is one flat batch axis.
     """
-    T, S, n = query.shape[1], key.shape[1], axes.devices
+    spec, T, S, n = call.spec, query.shape[1], key.shape[1], axes.devices
     if spec.dropout_rate:
         spec = dataclasses.replace(spec, dropout_key=dropout.key_words(spec.dropout_key))
     route = Route.of(spec, n * T, n * S, n, axes.order)
     count = rounds.count(Shapes.of(query, value)) if route.hops else 1
-    call = Call(Ring(axes, route, S, implementation), count)
+    ring = RingCall(Ring(axes, route, S, call.implementation), count)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
         return run_forward(params, spec, *qkv)[0]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
-        out, normalizer, finite = call.forward(with_parameters(spec, params), *qkv)
+        out, normalizer, finite = ring.forward(with_parameters(spec, params), *qkv)
         return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, finite)
 
     def run_backward(residuals: Any, cotangents: Any) -> Any:
@@ -482,7 +483,7 @@ def attend(
         d_out, d_lse = cotangents
         delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
-        found = call.backward(with_parameters(spec, params), per_query, key, value, finite)
+        found = ring.backward(with_parameters(spec, params), per_query, key, value, finite)
         return found.params, None, found.local[0], *found.with_shard[:2]
 
     run.defvjp(run_forward, run_backward)

@@ -22,12 +22,13 @@ import jax.numpy as jnp
 from jattn._advised import advised
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, Queries, Values, accumulation
+from jattn.call import Call, make
 from jattn.checks import check_choice, check_size
 from jattn.options import WeightOptions
 from jattn.parallel import placement, rounds
 from jattn.parallel.ring import Route, travels
 from jattn.parallel.rounds import Round
-from jattn.spec import Shapes, Spec, check_shapes, make_spec, parameters, prepare
+from jattn.spec import Shapes, parameters
 
 
 class Exchange(NamedTuple):
@@ -92,56 +93,59 @@ def exchanges(
     found: list[Exchange] = []
 
     def look(query: Any, key: Any, value: Any) -> None:
-        shapes = check_shapes(query, key, value)
+        call = make(query, key, value, lse=return_lse, **options).prepared()
+        shapes = call.shapes
         for name, size in (("query", shapes.T), ("key", shapes.S)):
             placement.check_divisible(name, size, devices, order)
-        spec = make_spec(shapes, lse=return_lse, **options)
-        call = _Call(prepare(spec, shapes), shapes, query.dtype, devices, order)
-        found.extend(x for x in _SCHEMES[scheme](call) if x.bytes and x.times)
+        cut = _Cut(call, devices, order)
+        found.extend(x for x in _SCHEMES[scheme](cut) if x.bytes and x.times)
 
     jax.eval_shape(look, query, key, value)
     return tuple(sorted(found, key=lambda x: x.backward))
 
 
-class _Call(NamedTuple):
-    """A call on whole arrays and how it is cut."""
+class _Cut(NamedTuple):
+    """A prepared call on whole arrays and how it is cut."""
 
-    spec: Spec
-    shapes: Shapes
-    dtype: Any
+    call: Call
     devices: int
     order: str
+
+    @property
+    def shapes(self) -> Shapes:
+        """The sizes of the whole call."""
+        return self.call.shapes
 
     def share(self, *sizes: int, dtype: Any = None) -> int:
         """The bytes of a device's share of an array of so many batch rows and these sizes."""
         size = self.shapes.B * math.prod(sizes) // self.devices
-        return size * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
+        return size * jnp.dtype(self.shapes.dtype if dtype is None else dtype).itemsize
 
     def leaves(self) -> Iterator[tuple[str, Any, bool]]:
         """The letters of each array of the spec, itself, and whether it has a gradient."""
-        learned = {id(x) for x in parameters(self.spec)}
-        letters = jax.tree.leaves(axis_names(self.spec))
-        for x, leaf in zip(letters, jax.tree.leaves(self.spec), strict=True):
+        learned = {id(x) for x in parameters(self.call.spec)}
+        letters = jax.tree.leaves(axis_names(self.call.spec))
+        for x, leaf in zip(letters, jax.tree.leaves(self.call.spec), strict=True):
             yield x, leaf, id(leaf) in learned
 
 
-def _ring(call: _Call) -> Iterator[Exchange]:
-    shapes, n = call.shapes, call.devices
+def _ring(cut: _Cut) -> Iterator[Exchange]:
+    shapes, n = cut.shapes, cut.devices
     S = shapes.S
-    route = Route.of(call.spec, shapes.T, S, n, call.order)
+    route = Route.of(cut.call.spec, shapes.T, S, n, cut.order)
     keys = route.part.stop - route.part.start
     chunks = rounds.chunks(keys)
     sent = n * (keys // chunks)  # tokens at a time, of all devices together
     count = rounds.count(shapes._replace(T=shapes.T // n)) if route.hops else 1
     K = shapes.K // count
-    going = [("key", call.share(sent, K, shapes.H)), ("value", call.share(sent, K, shapes.V))]
-    for letters, leaf, _ in call.leaves():
+    going = [("key", cut.share(sent, K, shapes.H)), ("value", cut.share(sent, K, shapes.V))]
+    for letters, leaf, _ in cut.leaves():
         if travels(letters):
             axis: Any = axis_of("S", letters, leaf.ndim)
             numbers = leaf.size // S * sent // n if leaf.shape[axis] > 1 else leaf.size
             numbers //= 1 if Round.axis(letters, leaf) is None else count
             going.append(("mask", numbers * leaf.dtype.itemsize))
-    kind, wide = "collective-permute", accumulation(call.dtype)
+    kind, wide = "collective-permute", accumulation(shapes.dtype)
     for backward in (False, True):
         for name, size in going:
             for hops in route.hops:
@@ -150,34 +154,34 @@ def _ring(call: _Call) -> Iterator[Exchange]:
     if route.hops:
         hops = sum(x.times for x in route.hops)
         for name, last in (("d_key", shapes.H), ("d_value", shapes.V)):
-            for dtype, hops_each in ((wide, hops), (call.dtype, 1)):
-                size, times = call.share(sent, K, last, dtype=dtype), hops_each * count * chunks
+            for dtype, hops_each in ((wide, hops), (shapes.dtype, 1)):
+                size, times = cut.share(sent, K, last, dtype=dtype), hops_each * count * chunks
                 yield Exchange(kind, name, size, times, n, True, count, chunks)
 
 
-def _all_to_all(call: _Call) -> Iterator[Exchange]:
-    shapes, n = call.shapes, call.devices
+def _all_to_all(cut: _Cut) -> Iterator[Exchange]:
+    shapes, n = cut.shapes, cut.devices
     held = math.lcm(shapes.K, n)
     arrays = [
-        ("query", call.share(shapes.T, shapes.N, shapes.H)),
-        ("key", call.share(shapes.S, held, shapes.H)),
-        ("value", call.share(shapes.S, held, shapes.V)),
-        ("out", call.share(shapes.T, shapes.N, shapes.V)),
+        ("query", cut.share(shapes.T, shapes.N, shapes.H)),
+        ("key", cut.share(shapes.S, held, shapes.H)),
+        ("value", cut.share(shapes.S, held, shapes.V)),
+        ("out", cut.share(shapes.T, shapes.N, shapes.V)),
     ]
-    if call.spec.lse:
-        wide = accumulation(call.dtype)
-        arrays.append(("lse", call.share(shapes.T, shapes.N, dtype=wide)))
+    if cut.call.needs_lse:
+        wide = accumulation(shapes.dtype)
+        arrays.append(("lse", cut.share(shapes.T, shapes.N, dtype=wide)))
     for backward in (False, True):
         for name, size in arrays:
             yield Exchange("all-to-all", name, size * (n - 1) // n, 1, n, backward)
-    for letters, leaf, learned in call.leaves():
+    for letters, leaf, learned in cut.leaves():
         rows, heads = (axis_of(x, letters, leaf.ndim) for x in "TN")
-        cut = travels(letters) or (rows is not None and leaf.shape[rows] == shapes.T)
+        is_cut = travels(letters) or (rows is not None and leaf.shape[rows] == shapes.T)
         size = leaf.size * leaf.dtype.itemsize // n
-        if cut and heads is not None and leaf.shape[heads] > 1:
+        if is_cut and heads is not None and leaf.shape[heads] > 1:
             for backward in (False, True)[: 1 + learned]:
                 yield Exchange("all-to-all", "mask", size * (n - 1) // n, 1, n, backward)
-        elif cut:
+        elif is_cut:
             yield from _gathered("mask", size, n, learned)
 
 
@@ -187,11 +191,11 @@ def _gathered(name: str, size: int, n: int, learned: bool) -> Iterator[Exchange]
         yield Exchange("reduce-scatter", f"d_{name}", size * (n - 1), 1, n, True)
 
 
-def _gather(call: _Call) -> Iterator[Exchange]:
-    shapes, n = call.shapes, call.devices
+def _gather(cut: _Cut) -> Iterator[Exchange]:
+    shapes, n = cut.shapes, cut.devices
     for name, last in (("key", shapes.H), ("value", shapes.V)):
-        yield from _gathered(name, call.share(shapes.S, shapes.K, last), n, True)
-    for letters, leaf, learned in call.leaves():
+        yield from _gathered(name, cut.share(shapes.S, shapes.K, last), n, True)
+    for letters, leaf, learned in cut.leaves():
         if travels(letters):
             yield from _gathered("mask", leaf.size * leaf.dtype.itemsize // n, n, learned)
 

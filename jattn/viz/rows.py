@@ -12,11 +12,12 @@ from jattn import softmax, tile
 from jattn._advised import advised
 from jattn._pytree import axis_names, axis_of, select_head
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
+from jattn.call import Call, compiled, make
 from jattn.checks import check_array, check_size, shown
 from jattn.integers import is_integer, known_range
 from jattn.masks import Span
 from jattn.options import ScoreOptions
-from jattn.spec import Shapes, Spec, check_shapes, compiled, make_spec, nan_if_overflowed, prepare
+from jattn.spec import Spec
 
 
 __all__ = ["weights_at"]
@@ -64,35 +65,28 @@ def weights_at(
     Raises:
         TypeError, ValueError: for arguments that do not fit, before compilation.
     """
-    shapes = check_shapes(query, key)
-    spec = make_spec(shapes, **options)
+    call = make(query, key, **options)
+    shapes = call.shapes
     if lse is not None:
         wanted = (*shapes.batch, shapes.N, shapes.T)
         check_array("lse", lse, "[*B, N, T]", shape=wanted)
     return _weights(
-        spec,
+        call,
         query,
         key,
         lse,
         _places("rows", rows, shapes.T, "T"),
         _places("heads", np.arange(shapes.N) if heads is None else heads, shapes.N, "N"),
-        shapes=shapes,
     )
 
 
-@compiled("shapes")
+@compiled()
 def _weights(
-    spec: Spec,
-    query: Array,
-    key: Array,
-    lse: Array | None,
-    rows: Array,
-    heads: Array,
-    *,
-    shapes: Shapes,
+    call: Call, query: Array, key: Array, lse: Array | None, rows: Array, heads: Array
 ) -> Array:
-    query, key = (x.reshape(shapes.B, *x.shape[-3:]) for x in (query, key))
-    scores = _scores(spec, query, key, rows, heads, shapes)
+    query, key = call.flat(query, key)
+    shapes = call.shapes
+    scores = _scores(call, query, key, rows, heads)
     flat = scores.reshape(shapes.B * len(heads) * len(rows), shapes.S)
     if lse is None:
         found, _ = softmax.finish(softmax.of(flat, lambda weights: weights))
@@ -100,15 +94,12 @@ def _weights(
         own = lse.reshape(shapes.B, shapes.N, shapes.T)[:, heads][:, :, rows].reshape(len(flat))
         top = jnp.where(own == -jnp.inf, 0, own).astype(flat.dtype)
         found = softmax.weights(flat, top, jnp.zeros_like(top))
-    (found,) = nan_if_overflowed(spec, found)
-    return found.reshape(*shapes.batch, *scores.shape[1:])
+    return call.shaped(found.reshape(scores.shape))
 
 
-def _scores(
-    spec: Spec, query: Array, key: Array, rows: Array, heads: Array, shapes: Shapes
-) -> Array:
+def _scores(call: Call, query: Array, key: Array, rows: Array, heads: Array) -> Array:
     """Masked scores `[B, n, t, S]`."""
-    spec = _with_rows(prepare(spec, shapes), rows)
+    spec, shapes = _with_rows(call.prepared().spec, rows), call.shapes
     columns = jnp.arange(shapes.S, dtype=jnp.int32)
 
     def one(b: Array, h: Array, q: Array, k: Array) -> Array:

@@ -104,24 +104,22 @@ def by_key(key: Any) -> Dims:
 
 
 def partitioned(
-    which: str,
     function: Callable[..., Any],
     choose: Callable[..., Any],
     like: Any,
     operands: Any,
-) -> Callable[..., Any]:
-    """A function of an `AttentionVJP`, by its name, as one that is cut where its operands are."""
+    backward: bool,
+) -> "Partitioned":
+    """A function of an `AttentionVJP`, the `backward` one or another, as one that is cut where its
+    operands are."""
     spec, per_query, key, _, *rest = operands  # whether all is finite, weights that were kept
     keys = by_key(key)
     rows = [BY_QUERY[: x.ndim] for x in jax.tree.leaves(per_query)]
     given = (*_of_tree(spec), *rows, keys, keys, *(BY_HEAD[: x.ndim] for x in rest))
-    if which == "backward":
-        found = (*of_parameters(spec), BY_QUERY, keys, keys)
-    elif which in ("forward", "forward_alone", "forward_with_weights"):
-        found = (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3], (), BY_HEAD)[: len(jax.tree.leaves(like))]
-    else:
-        return function
-    return Partitioned(function, Letters(given, found, which != "backward"), choose)
+    results = (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3], (), BY_HEAD)[: len(jax.tree.leaves(like))]
+    if backward:
+        results = (*of_parameters(spec), BY_QUERY, keys, keys)
+    return Partitioned(function, Letters(given, results, not backward), choose)
 
 
 def partitioned_on_cache(

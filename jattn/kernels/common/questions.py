@@ -15,11 +15,6 @@ class Question:
     keys: Spec | None = None
     threshold: float | None = static_field(default=None)
 
-    @property
-    def transient(self) -> bool:
-        """Whether functions of it are, see `spec.compiled`."""
-        return self.spec.transient or (self.keys is not None and self.keys.transient)
-
 
 class Rows(NamedTuple):
     """Of each query, `[B, N, T]`. `place` is −1 where no key is attended. `on_keys` and `above` are

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jattn import softmax, tuning
 from jattn._types import LogSumExp, Output, accumulation
+from jattn.call import Call
 from jattn.kernels.common import lowering, partition, reverse_mode
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.common.derivatives import (
@@ -31,9 +32,8 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters
 
 
-class AttentionVJP(NamedTuple):
-    """The functions of a kernel, for one flat batch axis, in the dtype of sums. The last three
-    may be None.
+class AttentionVJP:
+    """The functions of a kernel, for one flat batch axis, in the dtype of sums.
 
     forward(spec, query, key, value) -> (out [B, T, N, V], normalizer of [B, T, N], all_finite [])
         `all_finite` is a boolean for the backward function: nothing was found that is not finite. A
@@ -46,48 +46,99 @@ class AttentionVJP(NamedTuple):
         them again.
     forward_alone(spec, query, key, value) -> (out, normalizer, all_finite)
         As `forward`, for where neither a derivative is taken nor lse asked for: nobody will look at
-        the normalizer.
-    of_piece(spec, shapes) -> AttentionVJP
+        the normalizer. By default it is `forward`.
+    of_piece(call) -> AttentionVJP
         The functions for a piece of the call, whose places are traced. Raises NotImplementedError
-        where none can.
+        where none can. None: these.
     """
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    forward_with_weights: Callable[..., Any] | None = None
-    forward_alone: Callable[..., Any] | None = None
-    of_piece: Callable[[Spec, Shapes], "AttentionVJP"] | None = None
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+        forward_with_weights: Callable[..., Any] | None = None,
+        forward_alone: Callable[..., Any] | None = None,
+        of_piece: Callable[[Call], "AttentionVJP"] | None = None,
+    ):
+        def with_no_weights(spec: Spec, *qkv: Array) -> Any:
+            return *forward(spec, *qkv), no_weights(*qkv)
 
-    def run(self, which: str, *operands: Any) -> Any:
-        """One of the functions by its name; a kernel that keeps no weights gives and gets none."""
-        match which:
-            case "forward":
-                return self.forward(*operands)
-            case "forward_alone":
-                return (self.forward_alone or self.forward)(*operands)
-            case "forward_with_weights":
-                return (self.forward_with_weights or self._with_no_weights)(*operands)
-            case "backward":
-                return self.backward(*(operands if self.forward_with_weights else operands[:5]))
-        raise ValueError(f"no function {which!r}")
+        def backward_alone(*operands: Any) -> Any:
+            return backward(*operands[:5])
 
-    def _with_no_weights(self, spec: Spec, *qkv: Array) -> Any:
-        return *self.forward(spec, *qkv), no_weights(*qkv)
+        self.forward = forward
+        self.forward_alone = forward_alone or forward
+        self.forward_with_weights = forward_with_weights or with_no_weights
+        self.backward = backward if forward_with_weights else backward_alone
+        self.of_piece = of_piece
+        self._has_weights = forward_with_weights is not None
 
-    def or_else(self, otherwise: Callable[[Unbuilt], "AttentionVJP"]) -> "AttentionVJP":
+    def or_else(
+        self,
+        otherwise: Callable[[Unbuilt], "AttentionVJP"],
+        of_piece: Callable[[Call], "AttentionVJP"],
+    ) -> "AttentionVJP":
         """The same functions, but where what one needs cannot be built, that of others."""
 
-        def tried(which: str) -> Callable[..., Any]:
+        def tried(select: Select) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
                 try:
-                    return self.run(which, *operands)
+                    return select(self)(*operands)
                 except Unbuilt as reason:
-                    return otherwise(reason).run(which, *operands)
+                    return select(otherwise(reason))(*operands)
 
             return run
 
-        weights = tried("forward_with_weights") if self.forward_with_weights else None
-        return AttentionVJP(tried("forward"), tried("backward"), weights, tried("forward_alone"))
+        weights = tried(lambda own: own.forward_with_weights) if self._has_weights else None
+        alone = tried(lambda own: own.forward_alone)
+        forward, backward = tried(lambda own: own.forward), tried(lambda own: own.backward)
+        return AttentionVJP(forward, backward, weights, alone, of_piece)
+
+
+Select = Callable[[AttentionVJP], Callable[..., Any]]
+"""Gives one of a kernel's functions."""
+
+
+class Functions(NamedTuple):
+    """The functions of the kernel that a program gets.
+
+    own: the functions, which are traced with the program, or a function that gives those of the
+        platform that the program is lowered for.
+    traced: those of platforms for which they are traced with the program all the same.
+    """
+
+    own: AttentionVJP | Callable[[str], AttentionVJP]
+    traced: Mapping[str, AttentionVJP] = MappingProxyType({})
+
+    def on(self, platform: str) -> AttentionVJP:
+        """Those of a platform."""
+        return self.own if isinstance(self.own, AttentionVJP) else self.own(platform)
+
+    def run(self, select: Select, like: Any, *operands: Any, backward: bool = False) -> Any:
+        """One of the functions, which is the `backward` one or another; its results are like
+        these."""
+        if isinstance(self.own, AttentionVJP):
+            return select(self.own)(*operands)
+
+        def on_platform(platform: str, *operands: Any) -> Any:
+            return select(self.on(platform))(*operands)
+
+        def of_piece(platform: str, spec: Spec, *operands: Any) -> Callable[..., Any]:
+            """What can compute a piece of the call."""
+            per_query, _, value, *_ = operands
+            functions, query = self.on(platform), jax.tree.leaves(per_query)[0]
+            if functions.of_piece:
+                functions = functions.of_piece(Call(spec, Shapes.of(query, value)))
+            return select(functions)
+
+        def when_lowered(*operands: Any) -> Any:
+            function = partition.partitioned(on_platform, of_piece, like, operands, backward)
+            return lowering.platform_dependent(function, like, *operands)
+
+        if not self.traced:
+            return when_lowered(*operands)
+        others = {name: select(functions) for name, functions in self.traced.items()}
+        return jax.lax.platform_dependent(*operands, default=when_lowered, **others)
 
 
 def keeps_weights(shapes: Shapes) -> bool:
@@ -97,39 +148,36 @@ def keeps_weights(shapes: Shapes) -> bool:
 
 
 def attention(
-    functions: AttentionVJP | Callable[[str], AttentionVJP],
+    functions: Functions,
     derivatives: DerivativeFunctions,
     spec: Spec,
     query: Array,
     key: Array,
     value: Array,
-    traced: Mapping[str, AttentionVJP] = MappingProxyType({}),
+    *,
+    lse: bool = True,
 ) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])`, by `functions(platform)`, and differentiable.
+    """`(out [B, T, N, V], lse [B, N, T])` of a prepared spec, by these functions, differentiable.
 
     Their backward function is for reverse mode; `derivatives` are for all else. The spec's
-    `parameters` take part in derivatives. Functions of a platform in `traced` are traced with the
-    program, in place of those by `functions(platform)`; and so are `functions` that are the same
-    for all platforms.
+    `parameters` take part in derivatives. Without `lse`, nobody will look at it.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
     if 0 in (B, T, S):
         nothing = jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, dtype)
         return reverse_mode.varied_like(nothing, (query, key, value, spec))
-    run = functools.partial(_run_one, functions, traced)
     qkv = (query, key, value)
     query, key, value, *params = reverse_mode.varied_like((*qkv, *parameters(spec)), spec)
-    inputs = Inputs(params, query, key, value)
-    out, lse = _with_derivatives(run, derivatives, Shapes.of(query, value))(spec, inputs)
-    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
+    shapes, inputs = Shapes.of(query, value), Inputs(params, query, key, value)
+    out, log = _with_derivatives(functions, derivatives, shapes, lse)(spec, inputs)
+    return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)
 
 
 def _with_derivatives(
-    run: Callable[..., Any], derivatives: DerivativeFunctions, shapes: Shapes
+    functions: Functions, derivatives: DerivativeFunctions, shapes: Shapes, lse: bool
 ) -> Attention:
-    """Attention by `run(which, like, *operands)`: a function of a kernel by its name, with what is
-    like its results."""
+    """Attention by the functions of a kernel."""
     (B,), T, S, N, *_ = shapes
     dtype, keep = accumulation(shapes.dtype), keeps_weights(shapes)
     row = jax.ShapeDtypeStruct((B, T, N), dtype)
@@ -141,62 +189,23 @@ def _with_derivatives(
     weights = jax.ShapeDtypeStruct((B, N, T, S), dtype)
 
     def value(spec: Spec, *qkv: Array) -> tuple[Array, Array]:
-        which = "forward" if spec.lse else "forward_alone"
-        out, normalizer, _ = run(which, like, spec, *qkv)
+        select: Select = lambda own: own.forward if lse else own.forward_alone  # noqa: E731
+        out, normalizer, _ = functions.run(select, like, spec, *qkv)
         return out, normalizer.lse
 
     def forward(spec: Spec, *qkv: Array) -> Residuals:
-        which, results = ("forward_with_weights", (*like, weights)) if keep else ("forward", like)
-        out, normalizer, all_finite, *kept = run(which, results, spec, *qkv)
+        select: Select = lambda own: own.forward_with_weights if keep else own.forward  # noqa: E731
+        results = (*like, weights) if keep else like
+        out, normalizer, all_finite, *kept = functions.run(select, results, spec, *qkv)
         return Residuals(out, out.astype(shapes.dtype), normalizer, all_finite, kept)
 
     def backward(spec: Spec, per_query: PerQuery, *rest: Array) -> Any:
         operands = (per_query.query, *rest[:2])
-        sums = [jax.ShapeDtypeStruct(x.shape, dtype) for x in operands]
-        return run("backward", (parameters(spec), *sums), spec, per_query, *rest)
+        results = parameters(spec), *(jax.ShapeDtypeStruct(x.shape, dtype) for x in operands)
+        select: Select = lambda own: own.backward  # noqa: E731
+        return functions.run(select, results, spec, per_query, *rest, backward=True)
 
     return Attention(value, forward, backward, derivatives)
-
-
-def _run_one(
-    functions: AttentionVJP | Callable[[str], AttentionVJP],
-    traced: Mapping[str, AttentionVJP],
-    which: str,
-    like: Any,
-    *operands: Any,
-) -> Any:
-    """One of the functions, by name: that of the platform."""
-    if isinstance(functions, AttentionVJP):
-        return functions.run(which, *operands)
-
-    def when_lowered(*operands: Any) -> Any:
-        function = functools.partial(run_on, functions, which)
-        choose = functools.partial(_of_piece, functions, which)
-        function = partition.partitioned(which, function, choose, like, operands)
-        return lowering.platform_dependent(function, like, *operands)
-
-    if not traced:
-        return when_lowered(*operands)
-    others = {name: functools.partial(one.run, which) for name, one in traced.items()}
-    return jax.lax.platform_dependent(*operands, default=when_lowered, **others)
-
-
-def run_on(
-    functions: Callable[[str], AttentionVJP], which: str, platform: str, *operands: Any
-) -> Any:
-    """One of the functions that a platform has, by name."""
-    return functions(platform).run(which, *operands)
-
-
-def _of_piece(
-    functions: Callable[[str], AttentionVJP], which: str, platform: str, spec: Spec, *operands: Any
-) -> Callable[..., Any]:
-    """As `run_on`, but the function alone, of what can compute a piece of a call."""
-    per_query, _, value, *_ = operands
-    own, query = functions(platform), jax.tree.leaves(per_query)[0]
-    if own.of_piece:
-        own = own.of_piece(spec, Shapes.of(query, value))
-    return functools.partial(own.run, which)
 
 
 def no_weights(query: Array, key: Array, value: Array) -> Array:

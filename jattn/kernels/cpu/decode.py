@@ -17,8 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn import masks, scores, tile, tuning
 from jattn._pytree import is_static, leading, number
 from jattn._types import accumulation
-from jattn.kernels.common import few_queries, slicing, tile_schedule
+from jattn.cache import Cache
+from jattn.call import Call
+from jattn.kernels.common import few_queries, lowering, slicing, tile_schedule
 from jattn.kernels.cpu import library
+from jattn.kernels.protocol import Reader
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask
 
@@ -136,3 +139,20 @@ def readable(dtype: Any, query_dtype: Any) -> bool:
     """Whether it reads keys of a dtype: that of sums, or bfloat16 for sums in float32."""
     sums = accumulation(query_dtype)
     return dtype == sums or (dtype == jnp.bfloat16 and sums == jnp.float32)
+
+
+def _unreadable(_: str, call: Call, cache: Cache) -> str | None:
+    """Why it cannot read a cache where it lies for a call in this program."""
+    if lowering.exported():
+        return "an exported program may run where its library is not"
+    kinds = cache.keys.dtype, cache.values.dtype
+    if kinds[0] != kinds[1] or not readable(kinds[0], call.shapes.dtype):
+        return f"it reads no keys of {kinds[0]} and values of {kinds[1]}"
+    return unsupported(call.spec, call.shapes) or unavailable(call.shapes.dtype)
+
+
+def _read(_: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    return attend(spec, query, PagedKV(*cache.pages()))
+
+
+READER = Reader(_unreadable, _read)

@@ -17,14 +17,16 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn import dropout, tile, tuning
-from jattn._pytree import flatten_batch, is_static, number, select_head
+from jattn._pytree import is_static, number, select_head
 from jattn._types import accumulation
+from jattn.call import Call
 from jattn.kernels.common import lowering, tile_schedule
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.cpu import decode, generator, library, rules
 from jattn.kernels.cpu.generator import Rule
 from jattn.kernels.cpu.rules import QueryBlock, Runs
+from jattn.kernels.protocol import Kernel
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
@@ -32,8 +34,9 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 _NO_PAIRS = "it computes products of queries and keys"
 
 
-def supports(spec: Spec, shapes: Shapes) -> str | None:
+def supports(call: Call) -> str | None:
     """Calls whose rule is built into the kernel, see `not_built_in`, or can be generated for it."""
+    spec, shapes = call.spec, call.shapes
     if spec.origin is not None and (spec.origin.q is not None or spec.origin.kv is not None):
         return "dropout of a piece counts places of the whole, it knows those of the piece"
     if not not_built_in(spec, shapes):
@@ -43,17 +46,15 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     if shapes.T == 0 or shapes.S == 0:
         return "there are no pairs of queries and keys to compile functions for"
     try:
-        dtype = accumulation(shapes.dtype)
-        jax.eval_shape(
-            lambda spec: _check_generated(flatten_batch(spec, shapes.batch), dtype), spec
-        )
+        jax.eval_shape(functools.partial(_check_generated, accumulation(shapes.dtype)), spec)
     except NotImplementedError as reason:
         return str(reason)
     return None
 
 
-def too_small(spec: Spec, shapes: Shapes) -> str | None:
+def too_small(call: Call) -> str | None:
     """Where a rule would have to be generated: calls that compiling it does not pay for."""
+    spec, shapes = call.spec, call.shapes
     if not isinstance(shapes.B, int):  # of an exported program, which goes without
         return None
     pairs, least = shapes.B * shapes.N * shapes.T * shapes.S, tuning.current().generated_pairs
@@ -72,7 +73,7 @@ def not_built_in(spec: Spec, shapes: Shapes) -> str | None:
     if spec.kv_positions is not None:
         return "positions of keys are given, it knows those of queries only"
     try:
-        jax.eval_shape(lambda spec: _runs(flatten_batch(spec, shapes.batch), shapes), spec)
+        jax.eval_shape(lambda spec: _runs(spec, shapes), spec)
         terms = rules.as_terms(spec.score)
     except NotImplementedError as reason:
         return str(reason)
@@ -81,7 +82,7 @@ def not_built_in(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def _check_generated(spec: Spec, dtype: Any) -> None:
+def _check_generated(dtype: Any, spec: Spec) -> None:
     """Raises NotImplementedError where no rule can be generated."""
     generator.rule_of(spec, dtype, gradients=bool(parameters(spec)))
 
@@ -93,15 +94,15 @@ def unavailable(shapes: Shapes, wait: bool) -> str | None:
     return library.unavailable("forward", accumulation(shapes.dtype), wait=wait)
 
 
-def unbuilt(spec: Spec, shapes: Shapes) -> str | None:
+def unbuilt(call: Call) -> str | None:
     """Why the rule of a call could not be compiled, if that was tried."""
+    spec, shapes = call.spec, call.shapes
     if not not_built_in(spec, shapes):
         return None
     dtype, found = accumulation(shapes.dtype), list[str]()
 
     def look(spec: Spec) -> None:
-        own = flatten_batch(spec, shapes.batch)
-        found.append(generator.rule_of(own, dtype, gradients=bool(parameters(own))).text)
+        found.append(generator.rule_of(spec, dtype, gradients=bool(parameters(spec))).text)
 
     jax.eval_shape(look, spec)
     return library.rule_unavailable(found[0], dtype)
@@ -308,3 +309,6 @@ def functions(platform: str) -> AttentionVJP:
     """
     alone = functools.partial(_forward, normalized=False)
     return AttentionVJP(_forward, _backward, forward_alone=alone)
+
+
+KERNEL = Kernel(supports, functions, too_small, unavailable, unbuilt)

@@ -10,8 +10,10 @@ from jaxtyping import Array, Float
 
 from jattn import masks
 from jattn._types import Keys, Queries
+from jattn.call import Call
 from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.cpu import native
+from jattn.kernels.protocol import WeightSums
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
@@ -23,7 +25,8 @@ def unsupported(asked: Question, shapes: Shapes) -> str | None:
     for spec in (asked.spec, _on_keys(asked)):
         if spec is None:
             continue
-        if reason := native.supports(spec, shapes) or native.too_small(spec, shapes):
+        call = Call(spec, shapes)
+        if reason := native.supports(call) or native.too_small(call):
             return reason
     return native.unavailable(shapes, False)
 
@@ -97,3 +100,6 @@ def _share(spec: Spec, query: Array, key: Array, whole: Normalizer) -> Array:
     part = _normalizer(native.operands_of(spec, query, key, _no_values(key)))
     log = (part.maximum - whole.maximum) + (part.log_total - whole.log_total)
     return jnp.swapaxes(jnp.where(part.maximum == -jnp.inf, 0, jnp.exp(log)), 1, 2)
+
+
+SUMS = WeightSums(unsupported, statistics)

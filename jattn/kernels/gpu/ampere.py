@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jattn import softmax
 from jattn.cache import Cache
+from jattn.call import Call
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import decode as gpu_decode
@@ -28,16 +29,17 @@ from jattn.kernels.gpu.registers import ROWS, Problem, Products, knows_ampere
 from jattn.kernels.gpu.streams import Stream, heads_first, put
 from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
 from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.protocol import Kernel, Reader
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, Tiling
+from jattn.spec import Spec, Tiling
 
 
 LEAST = (8, 0)  # compute capability: others have no products in bfloat16
 
 
-def supports(spec: Spec, shapes: Shapes) -> str | None:
+def supports(call: Call) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(spec, shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD, call)
 
 
 def _other_machine() -> str | None:
@@ -198,9 +200,12 @@ def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array
     return gpu_decode.attend(_FORWARD, platform, spec, query, cache)
 
 
-unreadable = functools.partial(gpu_decode.unreadable, _FORWARD)
+READER = Reader(functools.partial(gpu_decode.unreadable, _FORWARD), decode)
 
 
 def _check_version(platform: str) -> None:
     if platform != "cpu" and not knows_ampere():
         raise NotImplementedError(f"implementation 'ampere': {OLD}")
+
+
+KERNEL = Kernel(supports, functions, reader=READER)

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax
+from jattn.call import Call
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import (
@@ -41,6 +42,7 @@ from jattn.kernels.gpu.kernel_refs import TileIndex
 from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, Tile, knows_ampere, mosaic
 from jattn.kernels.gpu.tile_weights import finish_apart, nothing, soften
 from jattn.kernels.gpu.warpgroups import Order, Ring, launch_by_role, store, tiles_in_memory
+from jattn.kernels.protocol import Kernel
 from jattn.spec import Shapes, Spec, Tiling
 
 
@@ -48,9 +50,9 @@ CAPABILITY = 10  # before the point: others have no such matrix units
 _CHUNK = 64  # columns of the weighted sum that are in registers at a time
 
 
-def supports(spec: Spec, shapes: Shapes) -> str | None:
+def supports(call: Call) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(spec, shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD, call)
 
 
 def _other_machine() -> str | None:
@@ -361,3 +363,6 @@ def functions(platform: str) -> AttentionVJP:
     if platform != "cpu" and not knows_ampere():
         raise NotImplementedError(f"implementation 'blackwell': {ampere.OLD}")
     return mosaic_call.functions(_FORWARD, blackwell_gradients.BACKWARD, platform)
+
+
+KERNEL = Kernel(supports, functions, reader=ampere.READER)  # reading is all that counts

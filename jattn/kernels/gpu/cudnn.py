@@ -21,9 +21,11 @@ from jaxtyping import Array, Bool, Int
 
 from jattn import integers, masks, scores
 from jattn._pytree import is_static, number
+from jattn.call import Call
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.lowering import default_settings
 from jattn.kernels.common.vjp import AttentionVJP, fallback_if_nonfinite
+from jattn.kernels.protocol import Kernel
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters
@@ -94,13 +96,14 @@ def _(mask: masks.And) -> Flags:
 _HOPPER = "9.0"
 
 
-def supports(spec: Spec, shapes: Shapes) -> str | None:
+def supports(call: Call) -> str | None:
     """Masks and biases that cuDNN knows, in half precision, where its result is ours."""
+    spec, shapes = call.spec, call.shapes
     return (
         _shapes_reason(shapes)
-        or _spec_reason(spec)
+        or _call_reason(call)
         or _mask_reason(spec, shapes)
-        or _score_reason(spec, shapes)
+        or _score_reason(call)
         or _device_reason(shapes)
         or _refusal(shapes)
     )
@@ -118,8 +121,9 @@ def _shapes_reason(shapes: Shapes) -> str | None:
     return None
 
 
-def _spec_reason(spec: Spec) -> str | None:
-    if spec.lse:
+def _call_reason(call: Call) -> str | None:
+    spec = call.spec
+    if call.needs_lse:
         return "its log-sum-exp comes rounded to the query's dtype, and without a derivative"
     if spec.dropout_rate:
         return "its dropout decides by a random generator of its own"
@@ -146,7 +150,8 @@ def _mask_reason(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def _score_reason(spec: Spec, shapes: Shapes) -> str | None:
+def _score_reason(call: Call) -> str | None:
+    spec, shapes = call.spec, call.shapes
     if spec.score is None:
         return None
     if not isinstance(spec.score, scores.Bias):
@@ -157,8 +162,9 @@ def _score_reason(spec: Spec, shapes: Shapes) -> str | None:
     if any(size != 1 for size in batch) or shape != [shapes.N, shapes.T, shapes.S]:
         expected = [1, shapes.N, shapes.T, shapes.S]
         return f"expected a Bias [1, N, T, S] = {expected}, got {list(array.shape)}"
-    if array.dtype != shapes.dtype:
-        return f"a Bias in {array.dtype} would be rounded to {shapes.dtype}"
+    (dtype,) = call.given or (array.dtype,)
+    if dtype != shapes.dtype:
+        return f"a Bias in {dtype} would be rounded to {shapes.dtype}"
     return _reason_with_bias(shapes)
 
 
@@ -290,17 +296,20 @@ def _backward(
 
 def _again(platform: str) -> AttentionVJP:
     """Those of blockwise, of which the backward one needs a normalizer."""
-    forward, backward = blockwise.functions(platform)[:2]
+    kernel = blockwise.functions(platform)
 
     def backward_from_inputs(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
         query, d_out, _, _, delta = per_query
-        _, normalizer, all_finite = forward(spec, query, key, value)
+        _, normalizer, all_finite = kernel.forward(spec, query, key, value)
         per_query = PerQuery.of(query, d_out, normalizer, delta)
-        return backward(spec, per_query, key, value, all_finite)
+        return kernel.backward(spec, per_query, key, value, all_finite)
 
-    return AttentionVJP(forward, backward_from_inputs)
+    return AttentionVJP(kernel.forward, backward_from_inputs)
 
 
 def functions(platform: str) -> AttentionVJP:
     """Those of cuDNN; the blockwise ones where something masked is not finite."""
     return fallback_if_nonfinite(AttentionVJP(_forward, _backward), _again(platform))
+
+
+KERNEL = Kernel(supports, functions)

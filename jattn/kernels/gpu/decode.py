@@ -23,6 +23,7 @@ from jaxtyping import Array
 from jattn import masks, softmax
 from jattn._types import Size
 from jattn.cache import Cache
+from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, slicing
 from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
 from jattn.kernels.gpu.grouped_rows import GroupedRefs, Grouping
@@ -63,10 +64,9 @@ class _Sizes(NamedTuple):
         return -(-self.S // self.columns) * self.columns
 
 
-def unreadable(
-    kernel: mosaic_call.Forward, platform: str, spec: Spec, shapes: Shapes, cache: Cache
-) -> str | None:
+def unreadable(kernel: mosaic_call.Forward, platform: str, call: Call, cache: Cache) -> str | None:
     """Why a cache cannot be read in place, by kernels that support the call; None if it can."""
+    spec, shapes = call.spec, call.shapes
     keys, values, _ = jax.eval_shape(lambda cache: cache.pages(), cache)
     if reason := _other_arrays(shapes, keys, values):
         return reason

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import masks, scores, softmax
+from jattn.call import Call
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import (
@@ -58,6 +59,7 @@ from jattn.kernels.gpu.warpgroups import (
     store,
     tiles_in_memory,
 )
+from jattn.kernels.protocol import Kernel, Reader
 from jattn.spec import Shapes, Spec, Tiling
 
 
@@ -69,9 +71,9 @@ _MISCOMPILING, _MENDED = range(12080, 12100), (12, 9, 86)
 _COMPILERS = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"  # the first with JAX before 0.12
 
 
-def supports(spec: Spec, shapes: Shapes) -> str | None:
+def supports(call: Call) -> str | None:
     """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD.tiling(spec, shapes), spec, shapes)
+    return _other_machine() or mosaic_call.unsupported(_FORWARD, call)
 
 
 def _other_machine() -> str | None:
@@ -410,5 +412,8 @@ def functions(platform: str) -> AttentionVJP:
     return mosaic_call.functions(_FORWARD, _backward(), platform)
 
 
-decode = functools.partial(gpu_decode.attend, _FORWARD)
-unreadable = functools.partial(gpu_decode.unreadable, _FORWARD)
+READER = Reader(
+    functools.partial(gpu_decode.unreadable, _FORWARD),
+    functools.partial(gpu_decode.attend, _FORWARD),
+)
+KERNEL = Kernel(supports, functions, reader=READER)

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jattn._pytree import axis_names, select_head
 from jattn.kernels.common import slicing, tile_schedule
-from jattn.spec import Shapes, Spec, Tiling, prepare
+from jattn.spec import Shapes, Spec, Tiling
 
 
 _MAX_HEAD_SIZE = 256
@@ -151,7 +151,7 @@ def _products(tiling: Tiling) -> Any:
 
 def padded(structure: Any, leaves: Any, shapes: Shapes, tiling: Tiling) -> Spec:
     """The spec of these leaves, for whole tiles."""
-    spec, (T, S) = prepare(jax.tree.unflatten(structure, leaves), shapes), (shapes.T, shapes.S)
+    spec, (T, S) = jax.tree.unflatten(structure, leaves), (shapes.T, shapes.S)
     return slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
 
 

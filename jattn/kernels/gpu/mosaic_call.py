@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import softmax, tile
+from jattn.call import Call
 from jattn.kernels.common import slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu import hoisted, kernel_refs, parameter_gradients
@@ -68,8 +69,10 @@ class Backward(NamedTuple):
         return Unit(platform == "cpu", transposed, self.products)
 
 
-def unsupported(tiling: Tiling, spec: Spec, shapes: Shapes) -> str | None:
-    """Why kernels of these tiles cannot, but for the machine."""
+def unsupported(kernel: Forward, call: Call) -> str | None:
+    """Why a kernel cannot compute a prepared call, but for the machine."""
+    spec, shapes = call.spec, call.shapes
+    tiling = kernel.tiling(spec, shapes)
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"expected bfloat16 or float16, got {shapes.dtype}"
     too_wide = kernel_refs.too_wide(shapes)

@@ -1,48 +1,50 @@
 """The kernels in Pallas for GPUs under one name: that for the GPU of the program is chosen."""
 
-from types import ModuleType
 from typing import Any, NoReturn
 
 from jaxtyping import Array
 
 from jattn.cache import Cache
+from jattn.call import Call
 from jattn.kernels.common import few_queries
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu import ampere, blackwell, hopper, registers, streams
+from jattn.kernels.protocol import Kernel, Reader
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
-def supports(spec: Spec, shapes: Shapes) -> str | None:
+def supports(call: Call) -> str | None:
     """None, or why no kernel can compute the call on any GPU."""
-    reasons = [kernel.supports(spec, shapes) for kernel in (hopper, blackwell, ampere)]
+    reasons = [module.KERNEL.supports(call) for module in (hopper, blackwell, ampere)]
     return None if None in reasons else reasons[0]
 
 
-def _kernels() -> list[ModuleType]:
+def _kernels() -> list[Kernel]:
     """The kernels for the GPU, in the order in which they are tried.
 
     Raises NotImplementedError for a GPU that has none.
     """
     capability = streams.capability()
     if capability is None or capability == hopper.CAPABILITY:
-        return [hopper]
+        return [hopper.KERNEL]
     if capability < ampere.LEAST:
         expected, found = (".".join(map(str, x)) for x in (ampere.LEAST, capability))
         _refuse(f"expected compute capability {expected} or more, got {found}")
     if not registers.knows_ampere():
         _refuse(ampere.OLD)
-    return [blackwell, ampere] if capability[0] == blackwell.CAPABILITY else [ampere]
+    others = [blackwell.KERNEL] if capability[0] == blackwell.CAPABILITY else []
+    return [*others, ampere.KERNEL]
 
 
 def _refuse(reason: str | None) -> NoReturn:
     raise NotImplementedError(f"implementation 'pallas': {reason}")
 
 
-def _chosen(spec: Spec, shapes: Shapes) -> ModuleType:
+def _chosen(call: Call) -> Kernel:
     reason = None
     for kernel in _kernels():
-        reason = kernel.supports(spec, shapes)
+        reason = kernel.supports(call)
         if not reason:
             return kernel
     _refuse(reason)
@@ -52,7 +54,7 @@ def functions(platform: str) -> AttentionVJP:
     """Forward and backward of the first that supports a call."""
 
     def of_call(spec: Spec, query: Array, value: Array) -> AttentionVJP:
-        return _chosen(spec, Shapes.of(query, value)).functions(platform)
+        return _chosen(Call(spec, Shapes.of(query, value))).functions(platform)
 
     def forward(spec: Spec, query: Array, key: Array, value: Array) -> Any:
         return of_call(spec, query, value).forward(spec, query, key, value)
@@ -64,18 +66,20 @@ def functions(platform: str) -> AttentionVJP:
     return AttentionVJP(forward, backward)
 
 
-def unreadable(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
-    """Returns why a cache cannot be read in place, or None."""
-    return _reading(spec, shapes).unreadable(platform, spec, shapes, cache)
+def _reader(call: Call) -> Reader:
+    """That of the kernel that computes the call."""
+    reader = _chosen(call).reader
+    assert reader is not None
+    return reader
 
 
-def _reading(spec: Spec, shapes: Shapes) -> ModuleType:
-    """Returns the kernel that reads a cache: Ampere's on Blackwell, where reading sets the pace."""
-    kernel = _chosen(spec, shapes)
-    return ampere if kernel is blackwell else kernel
+def _unreadable(platform: str, call: Call, cache: Cache) -> str | None:
+    return _reader(call).unreadable(platform, call, cache)
 
 
-def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """Attends to a cache as `gpu.decode.attend` does, if `unreadable` gives no reason."""
-    kernel = _reading(spec, few_queries.shapes(query, cache))
-    return kernel.decode(platform, spec, query, cache)
+def _read(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    call = Call(spec, few_queries.shapes(query, cache))
+    return _reader(call).read(platform, spec, query, cache)
+
+
+KERNEL = Kernel(supports, functions, reader=Reader(_unreadable, _read))

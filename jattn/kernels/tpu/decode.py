@@ -28,7 +28,9 @@ from jaxtyping import Array, Int
 
 from jattn import masks, tuning
 from jattn.cache import Cache
+from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, reverse_mode, slicing, tile_schedule
+from jattn.kernels.protocol import Reader
 from jattn.kernels.tpu import operands, programs
 from jattn.kernels.tpu.operands import LANES, Place
 from jattn.softmax import Normalizer
@@ -102,8 +104,9 @@ class Layout(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 
 
-def unreadable(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> str | None:
+def unreadable(platform: str, call: Call, cache: Cache) -> str | None:
     """Why a cache cannot be read where it lies, for a call that `tiled` supports, or None."""
+    spec, shapes = call.spec, call.shapes
     if reason := few_queries.unsupported(spec, shapes):
         return reason
     if 0 in (shapes.B, shapes.T):
@@ -458,3 +461,6 @@ def _launch(
         interpret=interpret,
     )
     return list(call(*flat))
+
+
+READER = Reader(unreadable, decode)

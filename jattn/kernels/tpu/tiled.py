@@ -23,10 +23,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jattn.call import Call
 from jattn.kernels.common import slicing
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
+from jattn.kernels.protocol import Kernel
 from jattn.kernels.tpu import bias_gradient, operands, programs
+from jattn.kernels.tpu.decode import READER
 from jattn.kernels.tpu.operands import Place
 from jattn.kernels.tpu.programs import (
     Block,
@@ -43,7 +46,7 @@ from jattn.kernels.tpu.programs import (
 )
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, parameters, prepare
+from jattn.spec import Shapes, Spec, parameters
 
 
 MAX_HEAD_SIZE = 256
@@ -56,8 +59,9 @@ _PRECISIONS = (None, "default", "highest")
 # ---------------------------------------------------------------------------------------------
 
 
-def supports(spec: Spec, shapes: Shapes) -> str | None:
+def supports(call: Call) -> str | None:
     """None or why not: dtypes that TPUs have not, and what lies in no tile."""
+    spec, shapes = call.spec, call.shapes
     if shapes.dtype not in (jnp.float32, jnp.bfloat16):
         return f"expected float32 or bfloat16, got {shapes.dtype}"
     if max(shapes.H, shapes.V) > MAX_HEAD_SIZE:
@@ -90,7 +94,7 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
     tiling = choose_tiling(shapes)
 
     def one_tile(leaves: Any) -> Any:
-        spec = prepare(jax.tree.unflatten(structure, leaves), shapes)
+        spec = jax.tree.unflatten(structure, leaves)
         T, S = shapes.T, shapes.S
         spec = slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
         rules = operands.SpecOperands(spec, tiling)
@@ -334,3 +338,6 @@ def functions(platform: str) -> AttentionVJP:
         functools.partial(f, platform) for f in (_forward_pass, _backward_pass, _values)
     )
     return AttentionVJP(forward, backward, forward_alone=values)
+
+
+KERNEL = Kernel(supports, functions, reader=READER)

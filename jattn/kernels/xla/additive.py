@@ -16,9 +16,10 @@ from jattn import tile, tuning
 from jattn._explicit import cuts_of, left_to_xla
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import accumulation
+from jattn.call import Call, compiled
 from jattn.kernels.common import tile_schedule, vjp
 from jattn.kernels.xla import blockwise, reference, tangents
-from jattn.spec import Shapes, Spec, Tiling, compiled, prepare
+from jattn.spec import Tiling
 
 
 @pytree_dataclass
@@ -54,39 +55,38 @@ def choose_tiling(T: int, S: int) -> Tiling:
     return Tiling(*(tile_schedule.even(max(1, size), about) for size in (T, S)))
 
 
-def _cuts(_: Spec, query: Array, *__: Any, **___: Any) -> Any:
+def _cuts(_: Call, query: Array, *__: Any, **___: Any) -> Any:
     """How results are cut where that is part of types: as queries are."""
     return PartitionSpec(*cuts_of(query)[:-1], None)
 
 
-@compiled("shapes")
+@compiled()
 @left_to_xla(_cuts)
-def weights(spec: Spec, query: Array, key: Array, w_score: Array, *, shapes: Shapes) -> Array:
+def weights(call: Call, query: Array, key: Array, w_score: Array) -> Array:
     """Weights `[*B, T, S]` after softmax and dropout, of the projected arrays of `attend`."""
-    q, k = (x.reshape(shapes.B, x.shape[-2], 1, x.shape[-1]) for x in (query, key))
-    spec = prepare(dataclasses.replace(spec, pair=AdditiveScore(w_score)), shapes)
-    return reference.weights(spec, q, k).reshape(*shapes.batch, shapes.T, shapes.S)
+    spec, q, k = _prepared(call, w_score, query, key)
+    return call.shaped(reference.weights(spec, q, k)[:, 0])
 
 
-@compiled("shapes", "tiling")
+def _prepared(call: Call, w_score: Array, *arrays: Array) -> tuple[Any, ...]:
+    """The prepared spec with its pair score, and arrays `[*B, X, D]` as `[B, X, 1, D]`."""
+    pair = dataclasses.replace(call.spec, pair=AdditiveScore(w_score))
+    prepared = dataclasses.replace(call, spec=pair).prepared()
+    return prepared.spec, *call.flat(*(x[..., None, :] for x in arrays))
+
+
+@compiled("tiling")
 @left_to_xla(_cuts)
 def attend(
-    spec: Spec,
-    query: Array,
-    key: Array,
-    value: Array,
-    w_score: Array,
-    *,
-    shapes: Shapes,
-    tiling: Tiling,
+    call: Call, query: Array, key: Array, value: Array, w_score: Array, *, tiling: Tiling
 ) -> Array:
     """`[*B, T, V]` from projected `query [*B, T, A]`, `key [*B, S, A]`, `value [*B, S, V]` and
     `w_score [A]`. A single tile is computed as the formula, which has all derivatives."""
-    q, k, v = (x.reshape(shapes.B, x.shape[-2], 1, x.shape[-1]) for x in (query, key, value))
-    spec = prepare(dataclasses.replace(spec, pair=AdditiveScore(w_score)), shapes)
+    spec, q, k, v = _prepared(call, w_score, query, key, value)
+    shapes = call.shapes
     if tiling == (shapes.T, shapes.S) or 0 in (shapes.T, shapes.S):
         out, _ = reference.attend(spec, q, k, v)
     else:
-        functions = functools.partial(blockwise.functions, tiling=tiling)
-        out, _ = vjp.attention(functions, tangents.functions(tiling), spec, q, k, v)
-    return out.reshape(*shapes.batch, shapes.T, shapes.V)
+        kernel = vjp.Functions(functools.partial(blockwise.functions, tiling=tiling))
+        out, _ = vjp.attention(kernel, tangents.functions(tiling), spec, q, k, v, lse=False)
+    return call.shaped(out[:, :, 0])

@@ -27,6 +27,7 @@ from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP, no_weights
+from jattn.kernels.protocol import Kernel
 from jattn.kernels.xla import single_tile
 from jattn.softmax import Normalizer
 from jattn.spec import (
@@ -39,11 +40,6 @@ from jattn.spec import (
     scaled,
 )
 from jattn.tuning import Sizes
-
-
-def supports(spec: Spec, shapes: Shapes) -> str | None:
-    """None: everything."""
-    return None
 
 
 def choose_tiling(spec: Spec, T: int, S: int, sizes: Sizes) -> Tiling:
@@ -645,3 +641,6 @@ def functions(platform: str, tiling: Tiling | None = None) -> AttentionVJP:
     them."""
     forward, backward = (functools.partial(f, platform, tiling) for f in (_forward, _backward))
     return AttentionVJP(forward, backward, functools.partial(forward, keep=True))
+
+
+KERNEL = Kernel(supports=lambda call: None, functions=functions)

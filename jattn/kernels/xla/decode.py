@@ -21,7 +21,6 @@ from jattn._explicit import left_again
 from jattn._types import LogSumExp, Output, Shape, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels.common import (
-    few_queries,
     lowering,
     partition,
     reverse_mode,
@@ -29,19 +28,15 @@ from jattn.kernels.common import (
     tile_schedule,
 )
 from jattn.kernels.common.branches import unbatched_cond
+from jattn.kernels.protocol import Reader
 from jattn.kernels.xla import tangents
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, Tiling, parameters, scaled, with_parameters
+from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
 
 
 Forward = Callable[[Spec, Array, Any], tuple[Array, Normalizer]]
 """`(spec, query, cache)` to `out [B, T, N, V]` in the dtype of sums and the normalizers
 `[B, T, N]`."""
-
-
-def supports(spec: Spec, shapes: Shapes) -> str | None:
-    """Few queries without dropout, of a cache; the derivative is that of blockwise."""
-    return few_queries.unsupported(spec, shapes)
 
 
 def _over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +122,7 @@ def _block_size(cache: Cache) -> int:
 
 
 def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """As `attend_part`, by XLA."""
+    """`out [B, T, N, V]` in the dtype of sums and the normalizers `[B, T, N]`, by XLA."""
     B, T, N, H = query.shape
     K, S, size = cache.num_kv_heads, cache.capacity, _block_size(cache)
     spec, query, _ = scaled(spec, query)
@@ -169,17 +164,6 @@ def _by_token(query: Array, *found: Any) -> Any:
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(B, N, T, *x.shape[3:]), 1, 2), found)
 
 
-def _runs_native(platform: str, spec: Spec, shapes: Shapes, cache: Cache) -> bool:
-    """Whether `decode.cc` can: its cache holds what it reads, its scores are sums."""
-    if platform != "cpu" or lowering.exported() or cache.keys.dtype != cache.values.dtype:
-        return False
-    from jattn.kernels.cpu import decode as native  # noqa: PLC0415  as in `registry`
-
-    if native.unsupported(spec, shapes) or not native.readable(cache.keys.dtype, shapes.dtype):
-        return False
-    return native.unavailable(shapes.dtype) is None
-
-
 def or_exact(found: Any, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """What was found, and by XLA with `exact` where that is not finite."""
     first = lambda found, spec, query, cache: found  # noqa: E731
@@ -187,25 +171,24 @@ def or_exact(found: Any, spec: Spec, query: Array, cache: Cache) -> tuple[Array,
     return unbatched_cond(jnp.isfinite(jnp.sum(found[0])), first, again, found, spec, query, cache)
 
 
-def _forward(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    if not _runs_native(platform, spec, few_queries.shapes(query, cache), cache):
-        return or_exact(_portable(False, spec, query, cache), spec, query, cache)
-    from jattn.kernels.cpu import decode as native  # noqa: PLC0415  as in `registry`
+def _read(_: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    return or_exact(_portable(False, spec, query, cache), spec, query, cache)
 
-    return native.attend(spec, query, native.PagedKV(*cache.pages()))
+
+READER = Reader(lambda platform, call, cache: None, _read)
 
 
 def attend_part(
-    spec: Spec, query: Array, cache: Cache, forward: Callable[..., Any] = _forward
+    read: Callable[..., Any], spec: Spec, query: Array, cache: Cache
 ) -> tuple[Output, Normalizer]:
-    """As `attend`, in the dtype of sums, with the normalizers `[B, T, N]` and without a derivative:
-    what parts of a cache are put together by. `forward` takes the platform first."""
+    """`out [B, T, N, V]` in the dtype of sums and the normalizers `[B, T, N]` by a `Reader`'s
+    function, without a derivative: what parts of a cache are put together by."""
     (*rows, _), dtype = query.shape, accumulation(query.dtype)
     row = jax.ShapeDtypeStruct(rows, dtype)
     out = jax.ShapeDtypeStruct((*rows, cache.values.shape[-1]), dtype)
     like = (out, Normalizer(row, row))  # pyright: ignore[reportArgumentType]
-    forward = partition.partitioned_on_cache(forward, spec, query, cache)
-    return lowering.platform_dependent(forward, like, spec, query, cache)
+    read = partition.partitioned_on_cache(read, spec, query, cache)
+    return lowering.platform_dependent(read, like, spec, query, cache)
 
 
 def _attend(forward: Forward, spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
@@ -223,13 +206,11 @@ def _as_arrays(
     return tangents.attend(with_parameters(spec, params), query, key, value)
 
 
-def attend(
-    spec: Spec, query: Array, cache: Cache, forward: Forward = attend_part
-) -> tuple[Output, LogSumExp]:
+def attend(spec: Spec, query: Array, cache: Cache, forward: Forward) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
 
-    `forward` is that of a kernel, see `registry.decoder`, or by default this file's own. The
-    derivative is that of blockwise attention to what the cache holds.
+    `forward` reads the cache, see `registry.reader`. The derivative is that of blockwise attention
+    to what the cache holds.
     """
 
     @jax.custom_vjp

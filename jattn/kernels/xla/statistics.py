@@ -22,6 +22,7 @@ from jattn._pytree import select_head
 from jattn._types import accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.questions import Question, Rows
+from jattn.kernels.protocol import WeightSums
 from jattn.kernels.xla import blockwise
 from jattn.scores import apart
 from jattn.softmax import Normalizer
@@ -392,3 +393,6 @@ def top(spec: Spec, query: Array, key: Array, n: int) -> tuple[Array, Array]:
     operands = spec, query, key
     like = jax.eval_shape(functools.partial(run, "any"), *operands)
     return by_share(run, like, (partition.BY_HEAD,) * 2, *operands)
+
+
+SUMS = WeightSums(lambda asked, shapes: None, by_tiles)

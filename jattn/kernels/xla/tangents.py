@@ -238,4 +238,5 @@ def functions(tiling: Tiling | None = None) -> DerivativeFunctions:
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
     """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis, by `blockwise`."""
-    return vjp.attention(blockwise.functions, functions(), spec, query, key, value)
+    kernel = vjp.Functions(blockwise.functions)
+    return vjp.attention(kernel, functions(), spec, query, key, value)

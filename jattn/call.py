@@ -1,0 +1,395 @@
+"""`Call`: a call of attention, checked once, which the registry and the kernels go by.
+
+`make` checks the arguments of a call and raises errors about them before anything is compiled, with
+the shape expected in letters and in numbers and the shape that came. Some errors are raised
+elsewhere: by masks and score functions when they are made, by `registry` for names of
+implementations, and for caches and meshes by the functions that take them. `compiled` compiles a
+function of a call; `Call.prepared` gives the call to kernels, `Call.finish` their results to users.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jattn import integers
+from jattn._functions import is_transient
+from jattn._pytree import (
+    array_field,
+    axis_names,
+    flatten_batch,
+    is_static,
+    pytree_dataclass,
+    static_field,
+)
+from jattn._types import Shape, Size, accumulation
+from jattn.cache import Cache
+from jattn.checks import (
+    check_array,
+    check_flag,
+    check_key,
+    check_like,
+    check_number,
+    check_precision,
+    check_rate,
+    shown,
+)
+from jattn.masks import Blocks, Predicate, as_mask
+from jattn.options import WeightOptions
+from jattn.scores import Score, as_score
+from jattn.softmax import sink_by_head, with_sink
+from jattn.spec import Shaped, Shapes, Spec, parameters, with_parameters
+
+
+@pytree_dataclass
+class Call:
+    """A checked call of attention.
+
+    spec: what is computed.
+    shapes: the sizes of its arrays.
+    sink: `[N]`, a logit for each head that joins the softmax, or None.
+    overflowed: whether positions do not fit 32 bits, where only the program knows; results are NaN
+        then. None: they fit.
+    implementation: the name of the implementation that has to run, or None.
+    lse: whether the log of the denominator is returned too.
+    transient: whether functions of the spec are snapshots of what may be written to, see
+        `compiled`.
+    given: the dtypes in which the spec's parameters came, of a prepared call.
+    """
+
+    spec: Spec
+    shapes: Shapes = static_field()
+    sink: Any = array_field("N", default=None)
+    overflowed: Any = None
+    implementation: str | None = static_field(default=None)
+    lse: bool = static_field(default=False)
+    transient: bool = static_field(default=False)
+    given: tuple[Any, ...] = static_field(default=())
+
+    @property
+    def needs_lse(self) -> bool:
+        """Whether somebody looks at the log of the denominator."""
+        return self.lse or self.sink is not None
+
+    def prepared(self) -> "Call":
+        """The call as kernels take it: its arrays have one batch axis, and parameters the dtype in
+        which scores are computed, so that their gradients are summed in it.
+
+        Raises TypeError for users' functions that do not return what they should.
+        """
+        spec, dtype = self.spec, accumulation(self.shapes.dtype)
+        for x in jax.tree.leaves(spec, is_leaf=_is_function):
+            if isinstance(x, Predicate):
+                x.check()
+            elif isinstance(x, Score):
+                x.check(dtype)
+        found = parameters(spec)
+        spec = with_parameters(spec, [x.astype(dtype) for x in found])
+        spec = flatten_batch(spec, self.shapes.batch)
+        return dataclasses.replace(self, spec=spec, given=tuple(x.dtype for x in found))
+
+    def flat(self, *arrays: Array) -> list[Array]:
+        """Queries, keys or values `[*B, X, N, H]` with one batch axis."""
+        return [x.reshape(self.shapes.B, *x.shape[-3:]) for x in arrays]
+
+    def shaped(self, result: Array) -> Array:
+        """A result `[B, ...]` with the batch axes of the call; NaN where positions overflowed."""
+        result = result.reshape(*self.shapes.batch, *result.shape[1:])
+        if self.overflowed is None or not jnp.issubdtype(result.dtype, jnp.floating):
+            return result
+        return jnp.where(self.overflowed, jnp.nan, result)
+
+    def finish(self, out: Array, lse: Array) -> Any:
+        """What the call returns, `out` or `(out, lse)`, of `out [B, T, N, V]` and `lse [B, N, T]`
+        without the sink."""
+        results = self.shaped(out), self.shaped(lse)
+        if self.sink is not None:
+            results = with_sink(*results, self.sink)
+        return results if self.lse else results[0]
+
+
+def make(
+    query: Any,
+    key: Any,
+    *values: Any,
+    lse: bool = False,
+    implementation: str | None = None,
+    shards: int = 1,
+    **options: Unpack[WeightOptions],
+) -> Call:
+    """Checks the arguments of a call and makes a `Call` of them.
+
+    `values` are the values, if the call has any; `key` may be a cache, which has them. `options`
+    are those of `attention`. The call is one of so many `shards` along T and S of another.
+
+    Raises TypeError and ValueError, naming the argument.
+    """
+    if isinstance(key, Cache):
+        shapes, options = _of_cache(query, key, *values, **options)
+    elif values and values[0] is None:
+        raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
+    else:
+        shapes = check_shapes(query, key, *values)
+    check_flag("return_lse", lse)
+    call = of_shapes(shapes, shards, **options)
+    return dataclasses.replace(call, lse=bool(lse), implementation=implementation)
+
+
+def of_shapes(
+    shapes: Shapes,
+    shards: int = 1,
+    **options: Unpack[WeightOptions],
+) -> Call:
+    """Checks the options of a call of these sizes and makes a `Call` of them, see `make`."""
+    q_positions, q_outside = _positions("q_positions", "[*B, T]", options.get("q_positions"))
+    kv_positions, kv_outside = _positions("kv_positions", "[*B, S]", options.get("kv_positions"))
+    dropout_key = options.get("dropout_key")
+    rate = _check_dropout(options.get("dropout_rate", 0.0), dropout_key)
+    precision, sink = options.get("precision"), options.get("sink")
+    check_precision("precision", precision)
+    spec = Spec(
+        mask=as_mask(options.get("mask")),
+        score=as_score(options.get("score")),
+        scale=_check_scale(options.get("scale"), shapes.H),
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        dropout_key=dropout_key if rate else None,
+        dropout_rate=rate,
+        precision=precision,
+    )
+    _check_leaves(spec, shapes, shards)
+    spec, transient = _with_lasting_functions(spec, shapes)
+    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
+    overflowed = _either(q_outside, kv_outside)
+    return Call(spec, shapes, sink, overflowed, transient=transient)
+
+
+def _of_cache(
+    query: Any, cache: Cache, value: Any = None, **options: Unpack[WeightOptions]
+) -> tuple[Shapes, WeightOptions]:
+    """The sizes of a call on a cache, and its options with the cache's mask and positions."""
+    for name, given in (("value", value), ("kv_positions", options.get("kv_positions"))):
+        if given is not None:
+            raise ValueError(f"{name}: a cache brings its own, expected None, got an array")
+    B, K, S = cache.lengths.shape[0], cache.num_kv_heads, cache.capacity
+    sizes = (cache.keys.shape[-1], cache.values.shape[-1])
+    keys, values = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
+    shapes = check_shapes(query, keys, values)
+    cached, mask = cache.mask(), options.get("mask")
+    options["mask"] = cached if mask is None else cached & as_mask(mask)
+    options["kv_positions"] = cache.kv_positions
+    if options.get("q_positions") is None:
+        options["q_positions"] = cache.last_positions(shapes.T)
+    return shapes, options
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Shapes:
+    """The sizes of `query [*B, T, N, H]`, `key [*B, S, K, H]`, `value [*B, S, K, V]`.
+
+    Raises TypeError for dtypes and ValueError for shapes that do not fit together.
+    """
+    check_array("query", query, "[*B, T, N, H]", ndim=3)
+    check_array("key", key, "[*B, S, K, H]", ndim=3)
+    *batch, T, N, H = query.shape
+    *key_batch, S, K, key_H = key.shape
+    if key_batch != batch or key_H != H:
+        raise ValueError(
+            f"key: expected [*B, S, K, H] with *B = {batch} and H = {H} as in query "
+            f"{list(query.shape)}, got {list(key.shape)}"
+        )
+    if K < 1 or N % K:
+        raise ValueError(
+            f"key: the number of key/value heads K must divide the number of query heads N, "
+            f"got N = {N}, K = {K}"
+        )
+    if H < 1:
+        raise ValueError(f"query: expected a head size H >= 1, got {list(query.shape)}")
+    V = H
+    if value is not None:
+        check_array("value", value, "[*B, S, K, V]", ndim=3)
+        V = value.shape[-1]
+        if value.shape[:-1] != key.shape[:-1]:
+            raise ValueError(
+                f"value: expected [*B, S, K, V] with [*B, S, K] = {list(key.shape[:-1])} as in "
+                f"key, got {list(value.shape)}"
+            )
+    for name, array in (("key", key), ("value", value)):
+        if array is not None:
+            check_like(name, array, query)
+    return Shapes(tuple(batch), T, S, N, K, H, V, query.dtype)
+
+
+def _check_dropout(rate: Any, key: Any) -> float:
+    check_rate("dropout_rate", rate)
+    if rate > 0 or key is not None:
+        if key is None:
+            raise ValueError(f"dropout_key: needed for dropout_rate = {float(rate)}, got None")
+        check_key("dropout_key", key)
+    return float(rate)
+
+
+def _check_scale(scale: Any, H: int) -> Any:
+    if scale is None:
+        return 1 / math.sqrt(H)
+    if hasattr(scale, "dtype") or is_static(scale):
+        check_number("scale", scale, per_head=True)
+    else:
+        raise TypeError(f"scale: expected a number or a float array, got {shown(scale)}")
+    return float(scale) if isinstance(scale, int | float | np.number) else scale
+
+
+def _fits(declared_letter: str, size: Size, wanted: Size | None) -> bool:
+    return wanted is None or size == wanted or (declared_letter.startswith("#") and size == 1)
+
+
+def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes, shards: int) -> None:
+    """Raises ValueError unless an array declared along `letters` fits the call.
+
+    Letters other than B, T, S and N (table rows, layout cells) take whatever size comes. Where the
+    call is one of so many shards, arrays along T and S hold all keys.
+    """
+    named = letters.split()
+    beside_queries = "T" in letters.replace("#", "").split()
+    sizes = {
+        "T": shapes.T,
+        "S": shapes.S * shards if beside_queries else shapes.S,
+        "N": shapes.N,
+    }
+    trailing = [x for x in named if "*" not in x]
+    batch = shapes.batch if len(trailing) < len(named) else ()
+    mark = "#" if "*#B" in named else ""
+    axes = [(f"{mark}B", size) for size in batch]
+    axes += [(x, sizes.get(x.lstrip("#"))) for x in trailing]
+    if not mark and len(shape) == len(trailing):  # shared by the whole batch
+        axes = axes[len(batch) :]
+    fits = len(axes) == len(shape) and all(
+        _fits(letter, got, want) for (letter, want), got in zip(axes, shape, strict=True)
+    )
+    if not fits:
+        shown = ", ".join(named).replace("#", "")
+        wanted = ", ".join("any" if want is None else str(want) for _, want in axes)
+        note = " (axes of size 1 broadcast)" if "#" in letters else ""
+        advice = _axes_to_add(path, axes, shape) if mark else ""
+        raise ValueError(
+            f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}{advice}"
+        )
+
+
+def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
+    """How to index an array that lacks axes, in each way in which it then fits; last axes first."""
+    found = []
+    for kept in itertools.combinations(reversed(range(len(axes))), len(shape)):
+        places = sorted(kept)
+        if all(_fits(*axes[i][:1], n, axes[i][1]) for i, n in zip(places, shape, strict=True)):
+            index = [":" if i in places else "None" for i in range(len(axes))]
+            while index and index[-1] == ":":
+                index.pop()
+            found.append(f"{path.rpartition('.')[2]}[{', '.join(index)}]")
+    return f"; write {' or '.join(found[:2])}" if len(shape) < len(axes) and found else ""
+
+
+def _check_leaves(spec: Spec, shapes: Shapes, shards: int) -> None:
+    """Raises ValueError where an array of mask, score or positions does not fit the call."""
+    if not jax.tree.leaves(spec):
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(spec)
+    for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(spec)), strict=True):
+        if letters:
+            name = jax.tree_util.keystr(path).lstrip(".")
+            _check_letters(name, letters, np.shape(leaf), shapes, shards)
+    for mask in jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, Blocks)):
+        if isinstance(mask, Blocks):
+            mask.check_covers(shapes.T * shards, shapes.S * shards)
+
+
+def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
+    """Positions in int32, and whether some are known to the program alone not to fit."""
+    if value is None:
+        return None, None
+    check_array(name, value, letters, "integer")
+    return integers.positions(name, value)
+
+
+def _either(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a | b
+
+
+# --- compilation --------------------------------------------------------------------------------
+
+
+def _is_function(x: Any) -> bool:
+    return isinstance(x, Predicate | Score)
+
+
+def _with_lasting_functions(spec: Spec, shapes: Shapes) -> tuple[Spec, bool]:
+    """The spec as a key of compiled programs, which outlive this call: users' functions are what
+    they are now, and those that compute the same are one object. And whether any is transient."""
+    dtype, functions = accumulation(shapes.dtype), []
+
+    def lasting(x: Any) -> Any:
+        if not _is_function(x):
+            return x
+        x = x.lasting() if isinstance(x, Predicate) else x.lasting(dtype)
+        functions.extend((x.fn, getattr(x, "bounds_fn", None)))
+        return x
+
+    spec = jax.tree.map(lasting, spec, is_leaf=_is_function)
+    return spec, any(map(is_transient, functions))
+
+
+_MOST_TRANSIENT = 64  # programs of each compiled function
+
+
+def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jax.jit`, with static arguments by name, of a function whose first argument is a `Call`.
+
+    Compiled also where users have switched that off: NaN and infinities in what is masked are then
+    no results, in which JAX's flags for debugging would find them.
+
+    JAX keeps thousands of programs. Of transient calls, which may be others in each call, a few
+    are kept: each has a function of its own, and with it goes all that JAX keeps for it.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        lasting = jax.jit(function, static_argnames=static)
+
+        @functools.lru_cache(maxsize=_MOST_TRANSIENT)
+        def transient(structure: Any) -> Any:
+            @functools.wraps(function)
+            def run(leaves: Any, *arguments: Any, **options: Any) -> Any:
+                return function(jax.tree.unflatten(structure, leaves), *arguments, **options)
+
+            return jax.jit(run, static_argnames=static)
+
+        def chosen(call: Call) -> tuple[Any, Any]:
+            if not call.transient:
+                return lasting, call
+            leaves, structure = jax.tree.flatten(call)
+            return transient(structure), leaves
+
+        @functools.wraps(function)
+        def run_compiled(call: Call, *arguments: Any, **options: Any) -> Any:
+            program, operand = chosen(call)
+            if not getattr(jax.config, "jax_disable_jit", False):
+                return program(operand, *arguments, **options)
+            with jax.disable_jit(False):
+                return program(operand, *arguments, **options)
+
+        def lower(call: Call, *arguments: Any, **options: Any) -> Any:
+            program, operand = chosen(call)
+            return program.lower(operand, *arguments, **options)
+
+        setattr(run_compiled, "lower", lower)  # noqa: B010
+        return run_compiled
+
+    return decorate
