@@ -21,7 +21,7 @@ def snippets(page: str, section: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_mask_and_a_score_are_a_class_and_a_row(tmp_path):
-    mask, mask_row = snippets("README.md", "## Adding a mask, a score, a kernel")
+    mask, mask_row = snippets(".github/CONTRIBUTING.md", "## Adding a mask, a score, a kernel")
     score, score_row = snippets("tests/README.md", "## A row for a score function")
     for name in ("jattn", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""The README: its examples run, its commands are there, its tables and links are right."""
+"""The README and the other pages: examples run, commands, tables and links are right."""
 
 import ast
 import os
@@ -14,7 +14,21 @@ from jattn import masks, scores
 
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    page: (ROOT / page).read_text(encoding="utf-8")
+    for page in (
+        "README.md",
+        ".github/CHANGELOG.md",
+        ".github/CONTRIBUTING.md",
+        "experiments/benchmark/README.md",
+        "experiments/offline/README.md",
+        "experiments/translation/README.md",
+        "jattn/kernels/README.md",
+        "jattn/parallel/README.md",
+        "tests/README.md",
+    )
+}
+TEXT = PAGES["README.md"]
 COMMANDS = [
     'python3 -m venv .venv && .venv/bin/pip install -e ".[experiments]" && '
     ".venv/bin/python -m experiments.translation",
@@ -41,8 +55,15 @@ def test_blocks_are_found():
     assert len(blocks(TEXT)) == TEXT.count("\n```python")
 
 
-def test_there_are_five_examples_of_at_most_six_lines():
-    assert len(blocks(TEXT)) >= 5
+def test_all_pages_are_here():
+    folders = (".github", "experiments", "jattn", "tests")
+    found = [*ROOT.glob("*.md"), *(x for name in folders for x in (ROOT / name).rglob("*.md"))]
+    assert {str(x.relative_to(ROOT)) for x in found} == set(PAGES)
+
+
+def test_the_readme_is_short_and_its_examples_too():
+    assert TEXT.count("\n") <= 110
+    assert len(blocks(TEXT)) >= 4
     for block in blocks(TEXT):
         lines = [line for line in block.code.split("\n") if line.strip()]
         assert 1 <= len(lines) <= 6, f"README.md, line {block.line}"
@@ -81,8 +102,9 @@ def run(
     )
 
 
-def test_examples_run_in_order(tmp_path):
-    result = run(TEXT, tmp_path)
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text)])
+def test_examples_run_in_order(page, tmp_path):
+    result = run(PAGES[page], tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -95,7 +117,7 @@ def test_examples_that_fail_are_noticed(tmp_path):
 
 @pytest.mark.slow
 def test_pages_of_the_functions_come_without_warnings(tmp_path):
-    assert "pdoc jattn -o" in TEXT
+    assert "pdoc\njattn -o" in PAGES[".github/CONTRIBUTING.md"]
     pytest.importorskip("pdoc", reason="pages are made by pdoc: pip install 'jattn[docs]'")
     result = subprocess.run(
         [sys.executable, "-m", "pdoc", "jattn", "-o", str(tmp_path)],
@@ -130,7 +152,8 @@ def leaves(module: object, base: type) -> set[str]:
 
 
 def test_every_mask_and_score_function_is_in_the_tables():
-    rows = [line for line in TEXT.split("\n") if line.startswith("|")]
+    page = PAGES["experiments/benchmark/README.md"]
+    rows = [line for line in page.split("\n") if line.startswith("|")]
     table = "\n".join(rows)
     for module, base in ((masks, masks.Mask), (scores, scores.ScoreFunction)):
         short = module.__name__.split(".")[-1]
@@ -140,22 +163,40 @@ def test_every_mask_and_score_function_is_in_the_tables():
             assert f"`{short}.{name}(" in table or f"{short}.{name}(" in table, name
 
 
-def test_names_in_the_text_exist():
-    text = re.sub(r"^```py\n.*?^```", "", TEXT, flags=re.MULTILINE | re.DOTALL)  # what one may add
+@pytest.mark.parametrize("page", PAGES)
+def test_names_in_the_text_exist(page):
+    text = re.sub(
+        r"^```py\n.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL
+    )  # what one may add
     for short, name in re.findall(r"\b(masks|scores)\.([A-Za-z_]+)\b(?!\.py)", text):
         if name != "py":
             assert hasattr({"masks": masks, "scores": scores}[short], name), f"{short}.{name}"
 
 
-def test_code_in_tables_is_code():
-    for row in (line for line in TEXT.split("\n") if line.startswith("|")):
+@pytest.mark.parametrize("page", PAGES)
+def test_code_in_tables_is_code(page):
+    for row in (line for line in PAGES[page].split("\n") if line.startswith("|")):
         for code in re.findall(r"`([^`]*(?:masks|scores)\.[A-Z][^`]*)`", row):
             ast.parse(code.replace(r"\|", "|"))
 
 
-def test_links_lead_somewhere():
-    targets = re.findall(r"\]\(([^)\s]+)\)", TEXT)
-    for target in targets:
-        if "://" not in target and not target.startswith("#"):
-            assert (ROOT / target.split("#")[0]).exists(), target
-    assert any(target.endswith((".png", ".svg")) for target in targets)
+def anchors(text: str) -> set[str]:
+    """What links to the headings of a page name them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), target
+
+
+def test_the_readme_has_a_picture():
+    assert re.search(r"!\[[^\]]+\]\([^)]+\.png\)", TEXT)
