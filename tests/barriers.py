@@ -29,8 +29,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jattn.kernels.gpu import tensor_memory
-from jattn.kernels.gpu.registers import Unit, mosaic
+from jattn.kernels.gpu.mosaic.machine import tensor_memory
+from jattn.kernels.gpu.mosaic.machine.registers import Unit, mosaic
 from tests.copies import Global, Race, inside
 
 

@@ -26,19 +26,9 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import dropout, masks, scores, tuning
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu import (
-    ampere,
-    blackwell,
-    lookup,
-    mosaic_interpreter,
-    parameter_gradients,
-    registers,
-    streams,
-    tensor_memory,
-    tile_weights,
-    votes,
-    warpgroups,
-)
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, parameter_gradients
+from jattn.kernels.gpu.mosaic.machine import registers, streams, tensor_memory, votes, warpgroups
+from jattn.kernels.gpu.mosaic.tile import lookup, mosaic_interpreter, tile_weights
 from jattn.masks import Span
 from jattn.spec import Origin, Shapes, Spec, Tiling, prepare
 from tests import test_contract as contract

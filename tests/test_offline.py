@@ -22,7 +22,7 @@ from experiments.offline.job import Job
 from experiments.offline.machine_code import Instruction
 from experiments.runs.ending import Failure, UserError
 from jattn import masks, scores
-from jattn.kernels.gpu import registers
+from jattn.kernels.gpu.mosaic.machine import registers
 from tests.cases import CASES, Case, Inputs, inputs
 
 

@@ -11,7 +11,8 @@ import pytest
 import jattn
 from jattn import masks
 from jattn.cache import DenseCache
-from jattn.kernels.gpu import ampere, blackwell, hopper, pallas, registers, streams
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper, pallas
+from jattn.kernels.gpu.mosaic.machine import registers, streams
 from jattn.spec import Shapes, make_spec
 from tests.test_hopper import HOPPER, translated
 

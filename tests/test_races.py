@@ -14,9 +14,10 @@ import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.derivatives import PerQuery
-from jattn.kernels.gpu import blackwell, hopper, streams
-from jattn.kernels.gpu.registers import mosaic
-from jattn.kernels.gpu.warpgroups import Ring
+from jattn.kernels.gpu.mosaic.kernels import blackwell, hopper
+from jattn.kernels.gpu.mosaic.machine import streams
+from jattn.kernels.gpu.mosaic.machine.registers import mosaic
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring
 from jattn.spec import Shapes, Spec, Tiling, prepare
 from tests import barriers
 from tests.barriers import Machine

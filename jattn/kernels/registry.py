@@ -90,9 +90,9 @@ class Row(NamedTuple):
 
 
 _NATIVE = Later("jattn.kernels.cpu.native")
-_AMPERE = Later("jattn.kernels.gpu.ampere")
-_HOPPER = Later("jattn.kernels.gpu.hopper")
-_PALLAS = Later("jattn.kernels.gpu.pallas")
+_AMPERE = Later("jattn.kernels.gpu.mosaic.kernels.ampere")
+_HOPPER = Later("jattn.kernels.gpu.mosaic.kernels.hopper")
+_PALLAS = Later("jattn.kernels.gpu.mosaic.kernels.pallas")
 _TPU_DECODE = Later("jattn.kernels.tpu.decode")
 
 KERNELS: dict[str, Row] = {
@@ -127,7 +127,7 @@ KERNELS: dict[str, Row] = {
         reader=_HOPPER,
     ),
     "blackwell": Row(
-        Later("jattn.kernels.gpu.blackwell"),
+        Later("jattn.kernels.gpu.mosaic.kernels.blackwell"),
         ("cuda",),
         interpreted=("cpu",),
         when="default_platform",

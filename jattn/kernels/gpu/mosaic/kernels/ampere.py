@@ -22,12 +22,21 @@ from jattn import softmax
 from jattn.cache import Cache
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
-from jattn.kernels.gpu.registers import ROWS, Problem, Products, knows_ampere
-from jattn.kernels.gpu.streams import Stream, heads_first, put
-from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
-from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.kernels import decode as gpu_decode
+from jattn.kernels.gpu.mosaic.kernels import mosaic_call
+from jattn.kernels.gpu.mosaic.machine import streams
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, Problem, Products, knows_ampere
+from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.tile_weights import (
+    Rows,
+    add_gradients,
+    finish,
+    finished,
+    nothing,
+    online,
+)
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling
 

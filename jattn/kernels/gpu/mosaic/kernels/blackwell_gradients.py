@@ -23,10 +23,24 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import scores
-from jattn.kernels.gpu import ampere, backward, hoisted, mosaic_call, tensor_memory
-from jattn.kernels.gpu.registers import TENSOR_ROWS, WIDTH, Problem, Products, Tile, mosaic
-from jattn.kernels.gpu.tile_weights import Rows, d_products_then, finished, weights_first
-from jattn.kernels.gpu.warpgroups import Ring, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.kernels import ampere, backward, mosaic_call
+from jattn.kernels.gpu.mosaic.machine import tensor_memory
+from jattn.kernels.gpu.mosaic.machine.registers import (
+    TENSOR_ROWS,
+    WIDTH,
+    Problem,
+    Products,
+    Tile,
+    mosaic,
+)
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import hoisted
+from jattn.kernels.gpu.mosaic.tile.tile_weights import (
+    Rows,
+    d_products_then,
+    finished,
+    weights_first,
+)
 from jattn.spec import Spec
 
 

@@ -26,13 +26,13 @@ from jaxtyping import Array
 
 from jattn import tile
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu import hoisted
-from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.parameter import Parameter
-from jattn.kernels.gpu.registers import ROWS, Factors, Problem
-from jattn.kernels.gpu.streams import Stream, heads_first, put
-from jattn.kernels.gpu.tile_weights import Rows, d_parameter, of_tile
-from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, Factors, Problem
+from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import hoisted
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
+from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
+from jattn.kernels.gpu.mosaic.tile.tile_weights import Rows, d_parameter, of_tile
 from jattn.kernels.xla import blockwise
 from jattn.spec import Spec, parameter_letters, parameters, with_parameters
 

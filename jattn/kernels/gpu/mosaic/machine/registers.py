@@ -26,9 +26,9 @@ from jaxtyping import Array
 from jattn import dropout, masks, scores
 from jattn._pytree import is_static, number
 from jattn.kernels.common import block_mask, slicing
-from jattn.kernels.gpu import kernel_refs, mosaic_interpreter
-from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.lookup import Table, gather
+from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
+from jattn.kernels.gpu.mosaic.tile.lookup import Table, gather
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling
 

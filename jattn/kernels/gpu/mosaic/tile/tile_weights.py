@@ -16,9 +16,10 @@ from jaxtyping import Array
 
 from jattn import softmax
 from jattn.kernels.common import slicing
-from jattn.kernels.gpu import mosaic_interpreter, votes
-from jattn.kernels.gpu.kernel_refs import GatherRef
-from jattn.kernels.gpu.registers import Factors, Problem, Tile, Unit, is_unmodified
+from jattn.kernels.gpu.mosaic.machine import votes
+from jattn.kernels.gpu.mosaic.machine.registers import Factors, Problem, Tile, Unit, is_unmodified
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import GatherRef
 from jattn.spec import has_mask, parameters, with_parameters
 
 

@@ -17,7 +17,14 @@ from jaxtyping import Array
 
 from jattn import _explicit, tuning
 from jattn.kernels.common import block_mask, reverse_mode, tile_schedule
-from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, few, interpreter, mosaic
+from jattn.kernels.gpu.mosaic.machine.registers import (
+    ROWS,
+    WIDTH,
+    Problem,
+    few,
+    interpreter,
+    mosaic,
+)
 
 
 _MOST_PLACES = 2**16  # whose rounds are found beforehand

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn.kernels.gpu.registers import WIDTH, Problem, Unit, mosaic
+from jattn.kernels.gpu.mosaic.machine.registers import WIDTH, Problem, Unit, mosaic
 
 
 _COPYING_UNIT = (9, 0)  # compute capability since which there is one

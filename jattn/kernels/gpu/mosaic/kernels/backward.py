@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn.kernels.common import block_mask, tile_schedule
-from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.registers import Problem
-from jattn.kernels.gpu.tile_weights import Rows
-from jattn.kernels.gpu.warpgroups import Order, launch
+from jattn.kernels.gpu.mosaic.machine.registers import Problem
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Order, launch
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
+from jattn.kernels.gpu.mosaic.tile.tile_weights import Rows
 from jattn.spec import Spec
 
 

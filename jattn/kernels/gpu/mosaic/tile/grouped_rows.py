@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn.kernels.common import slicing
-from jattn.kernels.gpu.registers import ROWS, SpecRefs
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, SpecRefs
 from jattn.spec import Spec, Tiling
 
 

@@ -24,12 +24,14 @@ from jattn import masks, softmax
 from jattn._types import Size
 from jattn.cache import Cache
 from jattn.kernels.common import block_mask, few_queries, slicing
-from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
-from jattn.kernels.gpu.grouped_rows import GroupedRefs, Grouping
-from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, Unit
-from jattn.kernels.gpu.streams import Stream, put
-from jattn.kernels.gpu.tile_weights import finish, nothing, online
-from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.kernels import mosaic_call
+from jattn.kernels.gpu.mosaic.machine import streams
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Problem, Unit
+from jattn.kernels.gpu.mosaic.machine.streams import Stream, put
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.grouped_rows import GroupedRefs, Grouping
+from jattn.kernels.gpu.mosaic.tile.tile_weights import finish, nothing, online
 from jattn.kernels.xla import decode as xla_decode
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling

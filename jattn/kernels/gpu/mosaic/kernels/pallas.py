@@ -8,7 +8,8 @@ from jaxtyping import Array
 from jattn.cache import Cache
 from jattn.kernels.common import few_queries
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import ampere, blackwell, hopper, registers, streams
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper
+from jattn.kernels.gpu.mosaic.machine import registers, streams
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 

@@ -29,18 +29,26 @@ from jaxtyping import Array
 from jattn import softmax
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import (
-    ampere,
-    blackwell_gradients,
-    mosaic_call,
-    mosaic_interpreter,
-    streams,
-    tensor_memory,
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell_gradients, mosaic_call
+from jattn.kernels.gpu.mosaic.machine import streams, tensor_memory
+from jattn.kernels.gpu.mosaic.machine.registers import (
+    TENSOR_ROWS,
+    Problem,
+    Products,
+    Tile,
+    knows_ampere,
+    mosaic,
 )
-from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, Tile, knows_ampere, mosaic
-from jattn.kernels.gpu.tile_weights import finish_apart, nothing, soften
-from jattn.kernels.gpu.warpgroups import Order, Ring, launch_by_role, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.machine.warpgroups import (
+    Order,
+    Ring,
+    launch_by_role,
+    store,
+    tiles_in_memory,
+)
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
+from jattn.kernels.gpu.mosaic.tile.tile_weights import finish_apart, nothing, soften
 from jattn.spec import Shapes, Spec, Tiling
 
 

@@ -29,16 +29,10 @@ from jaxtyping import Array
 from jattn import masks, scores, softmax
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import (
-    backward,
-    hoisted,
-    kernel_refs,
-    mosaic_call,
-    mosaic_interpreter,
-    streams,
-)
-from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu.registers import (
+from jattn.kernels.gpu.mosaic.kernels import backward, mosaic_call
+from jattn.kernels.gpu.mosaic.kernels import decode as gpu_decode
+from jattn.kernels.gpu.mosaic.machine import streams
+from jattn.kernels.gpu.mosaic.machine.registers import (
     ROWS,
     Factors,
     Problem,
@@ -48,8 +42,7 @@ from jattn.kernels.gpu.registers import (
     mosaic,
     needs_many,
 )
-from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
-from jattn.kernels.gpu.warpgroups import (
+from jattn.kernels.gpu.mosaic.machine.warpgroups import (
     Memory,
     Order,
     by_group,
@@ -57,6 +50,15 @@ from jattn.kernels.gpu.warpgroups import (
     launch_in_rounds,
     store,
     tiles_in_memory,
+)
+from jattn.kernels.gpu.mosaic.tile import hoisted, kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.tile_weights import (
+    Rows,
+    add_gradients,
+    finish,
+    finished,
+    nothing,
+    online,
 )
 from jattn.spec import Shapes, Spec, Tiling
 
