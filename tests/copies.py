@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jattn.kernels.gpu.mosaic.machine import streams
-from jattn.kernels.gpu.mosaic.machine.registers import mosaic
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 
 
 class Race(Exception):

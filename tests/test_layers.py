@@ -31,6 +31,8 @@ ROOMS = (
     ("kernels.protocol",),
     ("kernels.cpu",),
     ("kernels.xla",),  # a few queries on a cache go to the kernel for CPUs
+    ("kernels.gpu.mosaic.machine",),
+    ("kernels.gpu.mosaic.tile",),
     ("kernels.gpu", "kernels.tpu"),  # what they cannot do is left to XLA
     ("kernels.registry",),
     ("attention",),

@@ -255,7 +255,7 @@ def call(
     operands: Operands,
     *more_arrays: Array,
     **changed: float | np.int64,
-) -> list[Array]:
+) -> Sequence[Array]:
     """Calls a function of the kernel, with more arrays and with attributes that are changed."""
     name = library.target(function, operands.dtype)
     run = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")

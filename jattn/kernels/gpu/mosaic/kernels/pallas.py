@@ -9,7 +9,7 @@ from jattn.cache import Cache
 from jattn.kernels.common import few_queries
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper
-from jattn.kernels.gpu.mosaic.machine import registers, streams
+from jattn.kernels.gpu.mosaic.machine import device, versions
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
@@ -25,13 +25,13 @@ def _kernels() -> list[ModuleType]:
 
     Raises NotImplementedError for a GPU that has none.
     """
-    capability = streams.capability()
+    capability = device.capability()
     if capability is None or capability == hopper.CAPABILITY:
         return [hopper]
     if capability < ampere.LEAST:
         expected, found = (".".join(map(str, x)) for x in (ampere.LEAST, capability))
         _refuse(f"expected compute capability {expected} or more, got {found}")
-    if not registers.knows_ampere():
+    if not versions.knows_ampere():
         _refuse(ampere.OLD)
     return [blackwell, ampere] if capability[0] == blackwell.CAPABILITY else [ampere]
 
