@@ -29,8 +29,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jattn.kernels.gpu import tensor_memory
-from jattn.kernels.gpu.registers import Unit, mosaic
+from jattn.kernels.gpu.mosaic.machine import matrix_units, tensor_memory
+from jattn.kernels.gpu.mosaic.machine.registers import Unit
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from tests.copies import Global, Race, inside
 
 
@@ -391,7 +392,7 @@ class Machine:
         group.multiplies = not unit.by_warp
         for x in itertools.chain.from_iterable(pairs):
             _ = x[...]
-        found = _PRODUCTS(unit, pairs, **how)
+        found = _MULTIPLY(unit, pairs, **how)
         group.multiplies = False
         return found
 
@@ -434,7 +435,7 @@ class Machine:
             self.group.stored = 0
 
 
-_PRODUCTS = Unit.products
+_MULTIPLY = matrix_units.multiply
 
 
 @contextlib.contextmanager
@@ -467,7 +468,7 @@ def on(machine: Machine) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
         for name, replaced in ours.items():
             patch.setattr(mosaic(), name, replaced, raising=False)
-        patch.setattr(Unit, "products", products)
+        patch.setattr(matrix_units, "multiply", products)
         patch.setattr(tensor_memory, "_in_shared_memory", lambda unit: False)
         patch.setattr(lax, "axis_index", machine.axis_index)
         yield

@@ -27,8 +27,8 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jattn.kernels.gpu import streams
-from jattn.kernels.gpu.registers import mosaic
+from jattn.kernels.gpu.mosaic.machine import streams
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 
 
 class Race(Exception):

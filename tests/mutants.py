@@ -47,7 +47,7 @@ CALL, TILE, SOFTMAX = "jattn/call.py", "jattn/tile.py", "jattn/softmax.py"
 DROPOUT = "jattn/dropout.py"
 MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
 BLOCKWISE, SINGLE = "jattn/kernels/xla/blockwise.py", "jattn/kernels/xla/single_tile.py"
-DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src/attention.cc"
+DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src"
 RULES = "jattn/kernels/cpu/rules.py"
 LOSSES, TRAINING = "experiments/translation/losses.py", "experiments/translation/training.py"
 DATA = "experiments/translation/data.py"
@@ -91,7 +91,9 @@ MUTANTS: dict[str, Mutant] = {
         "k, v = (take_head(x, b, h % shapes.K, S) for x in (key, value))",
         "contract",
     ),
-    "tile-in-c": mutant(C, "const Index g = n / (N / K);", "const Index g = n % K;", "native"),
+    "tile-in-c": mutant(
+        f"{C}/call.h", "const Index g = n / (N / K);", "const Index g = n % K;", "native"
+    ),
     # The scale.
     "scale-of-values": mutant(
         CALL,
@@ -289,7 +291,7 @@ MUTANTS: dict[str, Mutant] = {
         "contract",
     ),
     "gradient-of-values-twice-in-c": mutant(
-        C,
+        f"{C}/threads.h",
         "put(to.d_v.from(from), sums.d_v, until - from, V, T{1}, all.how);",
         "put(to.d_v.from(from), sums.d_v, until - from, V, T{2}, all.how);",
         "native",

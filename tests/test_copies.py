@@ -15,7 +15,8 @@ from jattn import masks, scores
 from jattn.call import make
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.derivatives import PerQuery
-from jattn.kernels.gpu import ampere, parameter_gradients, streams
+from jattn.kernels.gpu.mosaic.kernels import ampere, parameter_gradients
+from jattn.kernels.gpu.mosaic.machine import streams
 from jattn.spec import Shapes, Spec
 from tests import copies
 from tests import test_gpu_decode as gpu_decode

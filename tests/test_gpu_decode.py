@@ -15,7 +15,7 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
-from jattn.kernels.gpu import ampere, decode, hopper
+from jattn.kernels.gpu.mosaic.kernels import ampere, decode, hopper
 from jattn.spec import Shapes
 from tests.conftest import quick_jit
 from tests.kernels import made

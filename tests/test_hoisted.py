@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jattn import masks, scores
-from jattn.kernels.gpu import by_distance, hoisted
+from jattn.kernels.gpu.mosaic.tile import by_distance, hoisted
 from jattn.spec import Shapes, Spec
 from tests.kernels import prepared
 from tests.test_hopper import example, reason

@@ -26,19 +26,12 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import dropout, masks, scores, tuning
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu import (
-    ampere,
-    blackwell,
-    lookup,
-    mosaic_interpreter,
-    parameter_gradients,
-    registers,
-    streams,
-    tensor_memory,
-    tile_weights,
-    votes,
-    warpgroups,
-)
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, launch, parameter_gradients
+from jattn.kernels.gpu.mosaic.kernels.launch import Order
+from jattn.kernels.gpu.mosaic.machine import device as gpu
+from jattn.kernels.gpu.mosaic.machine import registers, streams, tensor_memory, versions, votes
+from jattn.kernels.gpu.mosaic.tile import lookup, mosaic_interpreter, online_softmax, register_tile
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
 from jattn.masks import Span
 from jattn.spec import Origin, Shapes, Spec, Tiling
 from tests import test_contract as contract
@@ -388,7 +381,7 @@ def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementa
 @each_kernel
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
     """Which are joined in float32: the error is that of one rounding to bfloat16."""
-    long = implementation == "hopper" and not registers.few()  # tiles of 128 keys, others of 64
+    long = implementation == "hopper" and not versions.few()  # tiles of 128 keys, others of 64
     with tuning.using(gpu_tiles_each=1):
         assert_parts(monkeypatch, implementation, jnp.bfloat16, 2 if long else 4, 2**-8)
 
@@ -587,7 +580,7 @@ def example(score: Any, **rules: Any) -> Any:
     """The scale, and whether approximate instructions will do, of a small call."""
     shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
     spec = prepared(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
-    problem = registers.Problem.of(spec, shapes, Tiling(128, 128), registers.Unit(True))
+    problem = Problem.of(spec, shapes, Tiling(128, 128), registers.Unit(True))
     return problem.factors, problem.approximate, problem.special
 
 
@@ -612,27 +605,27 @@ def test_scores_are_counted_in_products_where_functions_can():
 def test_powers_of_two_by_products():
     """As exact as float32, and 1 at 0: a sum is multiplied with it again for each tile."""
     x = np.concatenate([-np.linspace(0, 126, 100_001), [-0.0]]).astype(np.float32)
-    got = np.asarray(quick_jit(tile_weights.exp2_by_products)(jnp.asarray(x)), np.float64)
+    got = np.asarray(quick_jit(online_softmax.exp2_by_products)(jnp.asarray(x)), np.float64)
     np.testing.assert_allclose(got, np.exp2(x.astype(np.float64)), rtol=3e-7)
     assert got[0] == got[-1] == 1
-    least = tile_weights.exp2_by_products(jnp.array([-127.0, -1e38, -jnp.inf], jnp.float32))
+    least = online_softmax.exp2_by_products(jnp.array([-127.0, -1e38, -jnp.inf], jnp.float32))
     np.testing.assert_array_equal(least, np.full(3, 2.0**-126, np.float32))
 
 
 # --- the order of programs ----------------------------------------------------------------------
 
 
-def order_of(mask: Any, shapes: Shapes, by_key: bool) -> tuple[warpgroups.Order, np.ndarray]:
+def order_of(mask: Any, shapes: Shapes, by_key: bool) -> tuple[Order, np.ndarray]:
     """The order of a launch, and how many tiles each of its places (b, h, i) visits."""
     spec = prepared(Spec(mask, None, 0.125, None, None), shapes)
     tiling = Tiling(64, 128) if by_key else Tiling(128, 128)
-    problem = registers.Problem.of(spec, shapes, tiling, registers.Unit(True, by_key))
+    problem = Problem.of(spec, shapes, tiling, registers.Unit(True, by_key))
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     heads = shapes.K if by_key else shapes.N
     group, visited = shapes.N // heads, np.asarray(visits.ends[..., 1])
     visited = np.broadcast_to(visited, (shapes.B, shapes.N, visited.shape[-1]))
     visited = visited.reshape(shapes.B, heads, group, -1).sum(axis=2)
-    return warpgroups.Order.of(problem, visits, heads), visited
+    return Order.of(problem, visits, heads), visited
 
 
 def programs(mask: Any, shapes: Shapes, by_key: bool) -> tuple[list[tuple[int, ...]], np.ndarray]:
@@ -705,7 +698,7 @@ def test_a_program_goes_on_with_other_queries(monkeypatch, count):
     call = Call((1, 300, 300, 2, 1, 64, 64), jnp.bfloat16, lambda dtype: {"mask": masks.Causal()})
     given = operands(call)
     alone = forward(call, "hopper", given)
-    monkeypatch.setattr(streams, "multiprocessors", lambda: count)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda: count)
     assert_same(forward(call, "hopper", given), alone)
 
 
@@ -1013,17 +1006,17 @@ def test_gpus_without_tensor_memory_are_refused(monkeypatch, capability, refused
     if refused:
         assert reason == f"expected compute capability 10.x, got {capability}"
     else:
-        assert reason == (None if registers.knows_ampere() else ampere.OLD)
+        assert reason == (None if versions.knows_ampere() else ampere.OLD)
 
 
 def _detect_races(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
     """The interpreter looks whether barriers order all that is done to memory by warpgroups, copies
     and matrix units. Where two groups keep two arrays in one memory, it does not tell their parts
     from one another: there each is `apart`."""
-    if not registers.knows_ampere():
+    if not versions.knows_ampere():
         pytest.skip("this version of JAX cannot interpret tensor memory; expected JAX 0.12")
-    params = registers.mosaic().InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(warpgroups, "interpreter", lambda: params)
+    params = versions.mosaic().InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(launch, "interpreter", lambda: params)
     if apart:
         monkeypatch.setattr(tensor_memory, "alternatives", lambda _, *arrays: arrays)
 
@@ -1198,14 +1191,14 @@ def test_registers_that_are_named_alike_hold_the_same(by, by_key):
     if by is registers.Products.TENSOR_MEMORY:
         unit = registers.Unit(False, by_key, by, apart=True)
         alone = jnp.arange(3.0)
-        assert unit._replace(apart=False).held().shared(alone) is alone
+        assert register_tile.register_layout(unit._replace(apart=False)).shared(alone) is alone
     else:
         unit = registers.Unit(False, by_key, by)
     rows, columns = unit.rows, 96
     queries = columns if by_key else rows
     pairs = {
-        "t": (registers._share, np.arange(queries) & ~dropout.SHARED),
-        "ts": (registers._share_diagonals, np.arange(rows)[:, None] - np.arange(columns)),
+        "t": (register_tile._share, np.arange(queries) & ~dropout.SHARED),
+        "ts": (register_tile._share_diagonals, np.arange(rows)[:, None] - np.arange(columns)),
     }
     for axes, (change, values) in pairs.items():
         layout = unit.layout(axes).to_mgpu()
@@ -1259,5 +1252,5 @@ def test_rows_lie_apart_where_a_tile_reads_numbers_of_its_keys(rules, apart):
     given = {"mask": masks.Full(), "score": None} | rules
     spec = prepared(Spec(given["mask"], given["score"], 0.125, None, None), shapes)
     unit = registers.Unit(True, by=registers.Products.TENSOR_MEMORY)
-    problem = registers.Problem.of(spec, shapes, Tiling(256, 128), unit)
+    problem = Problem.of(spec, shapes, Tiling(256, 128), unit)
     assert problem.unit.apart is apart

@@ -30,6 +30,8 @@ ROOMS = (
     ("kernels.common",),
     ("kernels.protocol",),
     ("kernels.xla",),
+    ("kernels.gpu.mosaic.machine",),
+    ("kernels.gpu.mosaic.tile",),
     ("kernels.cpu", "kernels.gpu", "kernels.tpu"),  # what they cannot do is left to XLA
     ("kernels.registry",),
     ("attention",),

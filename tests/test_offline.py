@@ -22,7 +22,7 @@ from experiments.offline.job import Job
 from experiments.offline.machine_code import Instruction
 from experiments.runs.ending import Failure, UserError
 from jattn import masks, scores
-from jattn.kernels.gpu import registers
+from jattn.kernels.gpu.mosaic.machine import versions
 from tests.cases import CASES, Case, Inputs, inputs
 
 
@@ -629,7 +629,7 @@ SPILLS = *SIMPLE, *OTHERS, *LEARNED
 @pytest.mark.usefixtures("compilers")
 def test_kernels_in_mosaic_spill_nothing(target, implementation, name, head):
     row = job.run(Job(target.name, name, implementation, head, "bfloat16", "gradients"), 600.0)
-    if implementation == "ampere" and not registers.knows_ampere():
+    if implementation == "ampere" and not versions.knows_ampere():
         assert "expected JAX 0.12" in row["message"]
         return
     assert row["status"] == "compiled", row["message"]
@@ -656,7 +656,7 @@ def test_kernels_in_mosaic_spill_nothing(target, implementation, name, head):
 def test_caches_are_read_in_place(target, implementation, name, head):
     """Temporaries are what is held where a result is not finite: blocks of a few hundred keys."""
     row = job.run(Job(target.name, name, implementation, head, "bfloat16", "forward"), 600.0)
-    if implementation == "ampere" and not registers.knows_ampere():
+    if implementation == "ampere" and not versions.knows_ampere():
         assert "expected JAX 0.12" in row["message"]
         return
     assert row["status"] == "compiled", row["message"]
@@ -677,7 +677,7 @@ def test_caches_are_read_in_place(target, implementation, name, head):
 @pytest.mark.usefixtures("compilers")
 def test_kernels_for_blackwell_spill_nothing(target, name, head):
     row = job.run(Job(target.name, name, "blackwell", head, "bfloat16", "gradients"), 600.0)
-    if not registers.knows_ampere():
+    if not versions.knows_ampere():
         assert "expected JAX 0.12" in row["message"]
         return
     assert row["status"] == "compiled", row["message"]
@@ -846,7 +846,7 @@ def test_the_command(tmp_path, target):
     assert len(rows) == 2 * len(target.usual)
     newer = {"ampere", "blackwell"}
     assert {x["status"] for x in rows if x["implementation"] not in newer} == {"compiled"}
-    knows = registers.knows_ampere()
+    knows = versions.knows_ampere()
     assert {x["status"] for x in rows if x["implementation"] in newer} <= {
         "compiled" if knows else "unsupported"
     }

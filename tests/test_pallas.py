@@ -13,7 +13,9 @@ import jattn
 from jattn import masks
 from jattn.cache import DenseCache
 from jattn.call import Call
-from jattn.kernels.gpu import ampere, blackwell, hopper, pallas, registers, streams
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper, pallas
+from jattn.kernels.gpu.mosaic.machine import device as gpu
+from jattn.kernels.gpu.mosaic.machine import versions
 from jattn.spec import Shapes
 from tests.kernels import made
 from tests.test_hopper import HOPPER, translated
@@ -61,9 +63,9 @@ def call_in(dtype: Any) -> Call:
 def on_gpu(monkeypatch: Any, capability: str | None, products: bool) -> None:
     """As if this machine had such a GPU; `products` says whether JAX has those of single warps."""
     device = capability and types.SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(streams, "device", lambda: device)
+    monkeypatch.setattr(gpu, "device", lambda: device)
     monkeypatch.setattr(hopper, "_cuda_version", lambda: 13000)
-    for module in (ampere, blackwell, registers):
+    for module in (ampere, blackwell, versions):
         monkeypatch.setattr(module, "knows_ampere", lambda: products)
 
 
@@ -81,7 +83,7 @@ def test_it_is_translated_for_a_hopper():
 def test_caches_are_read_in_place(monkeypatch):
     cache = DenseCache.create(1, 128, 1, 64, dtype=jnp.bfloat16)
     call = dataclasses.replace(CALL, shapes=SHAPES._replace(T=1))
-    monkeypatch.setattr(streams, "device", lambda: None)
+    monkeypatch.setattr(gpu, "device", lambda: None)
     reader = pallas.KERNEL.reader
     assert reader and reader.unreadable("cuda", call, cache) is None
 

@@ -14,9 +14,10 @@ import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.derivatives import PerQuery
-from jattn.kernels.gpu import blackwell, hopper, streams
-from jattn.kernels.gpu.registers import mosaic
-from jattn.kernels.gpu.warpgroups import Ring
+from jattn.kernels.gpu.mosaic.kernels import blackwell, hopper
+from jattn.kernels.gpu.mosaic.machine import device
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring
 from jattn.spec import Shapes, Spec, Tiling
 from tests import barriers
 from tests.barriers import Machine
@@ -213,7 +214,7 @@ def of_several_places(machine: Machine) -> Any:
 def test_programs_of_several_places_have_no_races(monkeypatch):
     alone, several = Machine(), Machine()
     want = of_several_places(alone)
-    monkeypatch.setattr(streams, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 1)
     got = of_several_places(several)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(x, y)

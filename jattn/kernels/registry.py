@@ -59,11 +59,11 @@ KERNELS: dict[str, Row] = {
     "cudnn": Row("gpu.cudnn", ("cuda",), when="traced"),
     "native": Row("cpu.native", ("cpu",)),
     "blockwise": Row("xla.blockwise"),
-    "pallas": Row("gpu.pallas", ("cuda",)),
+    "pallas": Row("gpu.mosaic.kernels.pallas", ("cuda",)),
     "tpu": Row("tpu.tiled", ("tpu",), interpreted=("cpu",)),
-    "ampere": Row("gpu.ampere", ("cuda",), ("cpu",), "default_platform"),
-    "hopper": Row("gpu.hopper", ("cuda",), ("cpu",), "default_platform"),
-    "blackwell": Row("gpu.blackwell", ("cuda",), ("cpu",), "default_platform"),
+    "ampere": Row("gpu.mosaic.kernels.ampere", ("cuda",), ("cpu",), "default_platform"),
+    "hopper": Row("gpu.mosaic.kernels.hopper", ("cuda",), ("cpu",), "default_platform"),
+    "blackwell": Row("gpu.mosaic.kernels.blackwell", ("cuda",), ("cpu",), "default_platform"),
 }
 """By name, in the order in which `implementation=None` tries them on their platforms.
 

@@ -9,7 +9,7 @@ namespace {
 
 struct Problem {
   Index B, t, S, K, group, N, H, V;
-  double scale, cap, grown = 1;
+  double scale, cap, dropout_scale = 1;
   uint32_t threshold = 0;
   Array<T> q, k, v;
   Array<int32_t> from, until, q_ids, kv_ids;
@@ -43,8 +43,16 @@ struct Problem {
     for (Index r = 0; r < q_ids.count(); ++r) q_ids[r] = r % t / together;
     for (Index r = 0; r < kv_ids.count(); ++r) kv_ids[r] = once_in(9) ? -1 : r % S / together;
     for (Index r = 0; r < seeds.count(); ++r) seeds[r] = generator();
-    if (drops) threshold = 1u << 30, grown = 1 / 0.75;
+    if (drops) threshold = 1u << 30, dropout_scale = 1 / 0.75;
     if (once_in(2)) poison();
+  }
+
+  Arrays arrays(const Buffer& query, const Buffer& key, const Buffer& value) const {
+    return {query,          key,             value,         from.buffer(), until.buffer(),
+            q_ids.buffer(), kv_ids.buffer(), bias.buffer(), seeds.buffer()};
+  }
+  Attributes attributes(double least = -1) const {
+    return {scale, cap, dropout_scale, threshold, 0, 0, 0, 0, least};
   }
 
   bool sees(Index b, Index i, Index j) const {
@@ -78,7 +86,7 @@ struct Problem {
     uint32_t x = row + column;
     x ^= x >> 16, x *= 0x7FEB352Du, x ^= x >> 15, x *= 0x846CA68Bu;
     if (i & 8) x *= 2891336453u;
-    return x >= threshold ? grown : 0;
+    return x >= threshold ? dropout_scale : 0;
   }
 };
 
@@ -198,12 +206,12 @@ bool one_statistics(ffi::ThreadPool& pool, bool limited, const Problem& p, const
   for (Index i = 0; i < maximum.count(); ++i) maximum[i] = answer.lse[i], log_total[i] = 0;
   {
     Shortage shortage(limited);
-    const ffi::Error error = run_statistics(
-        pool, q, k, v.buffer(), p.from.buffer(), p.until.buffer(), p.q_ids.buffer(),
-        p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), maximum.buffer(), log_total.buffer(),
-        q_at.buffer(), kv_at.buffer(), marks.buffer(), {}, entropy.result(), greatest.result(), place.result(),
-        distance.result(), on_keys.result(), above.result(), received.result(), p.scale, p.cap,
-        p.grown, p.threshold, 0, 0, 0, least);
+    const ffi::Error error = reported([&] {
+      return run_statistics(pool, p.arrays(q, k, v.buffer()), maximum.buffer(), log_total.buffer(),
+                            q_at.buffer(), kv_at.buffer(), marks.buffer(), {}, entropy.result(),
+                            greatest.result(), place.result(), distance.result(), on_keys.result(),
+                            above.result(), received.result(), p.attributes(least));
+    });
     if (!went_well(error, limited)) return false;
   }
   const Numbers want =
@@ -245,6 +253,7 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   auto given = [some](const Array<T>& x, const Array<uint16_t>& half) {
     return some ? half.buffer() : x.buffer();
   };
+  const Arrays arrays = p.arrays(given(p.q, half_q), given(p.k, half_k), given(p.v, half_v));
   std::vector<double> d_lse(p.B * p.t * p.N);
   for (double& d : d_lse) d = normal();
   Answer want = formula(p, d_out, d_lse, diagonals);
@@ -252,11 +261,10 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   Array<T> out({p.B, p.t, p.N, p.V}), lse(rows), most(rows), log_sum(rows);
   {
     Shortage shortage(limited);
-    const ffi::Error error = run_forward(
-        pool, given(p.q, half_q), given(p.k, half_k), given(p.v, half_v), p.from.buffer(),
-        p.until.buffer(),
-        p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), {}, out.result(),
-        most.result(), log_sum.result(), p.scale, p.cap, p.grown, p.threshold, 0, 0, 0);
+    const ffi::Error error = reported([&] {
+      return run_forward(pool, arrays, {}, out.result(), most.result(), log_sum.result(),
+                         p.attributes());
+    });
     if (!went_well(error, limited)) return false;
   }
   for (Index i = 0; i < lse.count(); ++i) lse[i] = most[i] + log_sum[i];
@@ -272,12 +280,11 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   for (Index i = 0; i < delta.count(); ++i) delta[i] = want.delta[i];
   {
     Shortage shortage(limited);
-    const ffi::Error error = run_backward(
-        pool, given(p.q, half_q), given(p.k, half_k), given(p.v, half_v), p.from.buffer(),
-        p.until.buffer(),
-        p.q_ids.buffer(), p.kv_ids.buffer(), p.bias.buffer(), p.seeds.buffer(), d_out.buffer(),
-        most.buffer(), log_sum.buffer(), delta.buffer(), {}, d_q.result(), d_k.result(),
-        d_v.result(), d_bias.result(), {}, p.scale, p.cap, p.grown, p.threshold, 0, 0, 0, 0);
+    const ffi::Error error = reported([&] {
+      return run_backward(pool, arrays, d_out.buffer(), most.buffer(), log_sum.buffer(),
+                          delta.buffer(), {}, d_q.result(), d_k.result(), d_v.result(),
+                          d_bias.result(), {}, p.attributes());
+    });
     if (!went_well(error, limited)) return false;
   }
   expect("d_q", d_q, want.d_q);

@@ -59,7 +59,7 @@ def load(
 
     Raises BuildError and OSError, and whatever else goes wrong in a strange environment.
     """
-    texts = [(_HERE / name).read_text(encoding="utf-8") for name in (*_HEADERS, source)]
+    texts = [(_HERE / name).read_text(encoding="utf-8") for name in (*_headers(), source)]
     stem = f"{Path(source).stem}-{dtype}"
     notice = f"jattn: building {source} for {dtype}"
     flags = [*_flags(dtype, tiles), "-isystem", jax.ffi.include_dir()]
@@ -85,7 +85,9 @@ def load_rule(text: str, dtype: str) -> ctypes.CDLL:
     return library
 
 
-_HEADERS = ("native.h", "wide.h", "pairs.h", "vector.h", "rule.h", "statistics.h")
+def _headers() -> list[str]:
+    """The names of all headers: a change of any of them builds the libraries again."""
+    return sorted(path.name for path in _HERE.glob("*.h"))
 
 
 def _load(

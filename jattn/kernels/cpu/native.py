@@ -9,6 +9,7 @@ a few tiles for each thread, about a megabyte with heads of 64.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,66 +130,94 @@ def _diagonals(spec: Spec, shapes: Shapes, dtype: Any) -> Array:
     return rules.along_diagonals(spec.score, shapes.N, distances, dtype)[None]
 
 
-class Operands(NamedTuple):
-    """What the forward and the backward function of the kernel take.
+class Arrays(NamedTuple):
+    """The arrays that every function of the kernel is called with, in this order (`call.h`).
 
-    arrays, attributes: the arrays and the numbers that they are called with.
-    rule: the generated rule, if the call has one, and in `read` the arrays that it reads.
+    query, key, value: `[B, T or S, N or K, size]`.
+    start, stop: the first key that each query sees and the end of its keys, `[B or 1, 1, T]`.
+    q_ids, kv_ids: ids, of which a query sees its own, `[B or 1, 1, T or S]`.
+    bias: what is added to scores along the diagonals, `[1, N, diagonals]`.
+    seeds: the seeds of dropout, `[B, N, 1]`.
+
+    All but the first three have size 0 where a call has no such thing.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    start: Array
+    stop: Array
+    q_ids: Array
+    kv_ids: Array
+    bias: Array
+    seeds: Array
+
+
+class Operands(NamedTuple):
+    """What the functions of the kernel take.
+
+    arrays: the arrays that all of them are called with.
+    attributes: the numbers that all of them are called with, `Attributes` in `call.h`.
+    rule: the generated rule, if the call has one.
+    read: the arrays that the rule reads, the tile map first.
     """
 
     dtype: Any
-    arrays: list[Array]
-    attributes: dict[str, Any]
+    arrays: Arrays
+    attributes: dict[str, float | np.int64]
     rule: Rule | None = None
     read: tuple[Array, ...] = ()
-
-    @property
-    def diagonals(self) -> Array:
-        return self.arrays[7]
 
 
 def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> Operands:
     shapes, dtype = Shapes.of(query, value), accumulation(query.dtype)
-    nothing = jnp.zeros((1, 1, 0), jnp.int32)
-    seeds, threshold = jnp.zeros((1, 1, 0), jnp.uint32), 0
-    if spec.dropout_rate:
-        threshold = dropout.threshold(spec.dropout_rate)
-        each = jax.vmap(lambda b, h: dropout.seed(spec.dropout_key, b, h), (None, 0))
-        every = jax.vmap(each, (0, None))
-        b, h = (spec.origin.b, spec.origin.h) if spec.origin else (0, 0)
-        rows, heads = (
-            number(x) + jnp.arange(n, dtype=jnp.int32) for x, n in ((b, shapes.B), (h, shapes.N))
-        )
-        seeds = every(rows, heads)[..., None]
-    given = [x if _is_read(x.dtype, spec) else x.astype(dtype) for x in (query, key, value)]
+    query, key, value = (
+        x if _is_read(x.dtype, spec) else x.astype(dtype) for x in (query, key, value)
+    )
+    empty = jnp.zeros((1, 1, 0), jnp.int32)
+    no_bias = jnp.zeros((1, 1, 0), dtype)
+    seeds = _seeds(spec, shapes)
+    arrays = Arrays(query, key, value, empty, empty, empty, empty, no_bias, seeds)
     attributes = {
         "scale": float(number(spec.scale)),
         "cap": 0.0,
-        "grown": 1 / (1 - spec.dropout_rate),
-        "threshold": np.int64(threshold),
+        "dropout_scale": 1 / (1 - spec.dropout_rate),
+        "threshold": np.int64(dropout.threshold(spec.dropout_rate) if spec.dropout_rate else 0),
         "rule": np.int64(0),
         "row": np.int64(0),
         "chunk": np.int64(0),
+        "differentiated": np.int64(0),
+        "least": -1.0,
     }
     if not_built_in(spec, shapes):
-        arrays = [*given, *[nothing] * 4, jnp.zeros((1, 1, 0), dtype), seeds]
         rule = generator.rule_of(spec, dtype, gradients=bool(parameters(spec)))
         (row, chunk), tile_map = _tile_map(spec, shapes, rule)
         attributes |= {"row": np.int64(row), "chunk": np.int64(chunk)}
-        attributes["rule"] = np.int64(_number(rule, dtype))
+        number_of_rule = library.add_rule(rule.text, dtype, rule.modifies, rule.keeps)
+        attributes["rule"] = np.int64(number_of_rule)
         read = tile_map, *generator.arrays(spec, shapes, dtype)
         return Operands(dtype, arrays, attributes, rule, read)
     runs = _runs(spec, shapes)
     ends = (jnp.clip(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), 0, shapes.S) for x in runs[:2])
-    ends = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
-    ids = (x[:, None, :] for x in runs.ids) if runs.ids else (nothing, nothing)
+    start, stop = (jnp.broadcast_to(x, (len(x), shapes.T))[:, None, :] for x in ends)
+    arrays = arrays._replace(start=start, stop=stop, bias=_diagonals(spec, shapes, dtype))
+    if runs.ids:
+        q_ids, kv_ids = (x[:, None, :] for x in runs.ids)
+        arrays = arrays._replace(q_ids=q_ids, kv_ids=kv_ids)
     attributes["cap"] = rules.as_terms(spec.score).cap
-    arrays = [*given, *ends, *ids, _diagonals(spec, shapes, dtype), seeds]
     return Operands(dtype, arrays, attributes)
 
 
-def _number(rule: Rule, dtype: Any) -> int:
-    return library.add_rule(rule.text, dtype, rule.modifies, rule.keeps)
+def _seeds(spec: Spec, shapes: Shapes) -> Array:
+    """The seed of each head's dropout, `[B, N, 1]`, or an array of size 0."""
+    if not spec.dropout_rate:
+        return jnp.zeros((1, 1, 0), jnp.uint32)
+    of_heads = jax.vmap(lambda b, h: dropout.seed(spec.dropout_key, b, h), (None, 0))
+    b, h = (spec.origin.b, spec.origin.h) if spec.origin else (0, 0)
+    rows, heads = (
+        number(x) + jnp.arange(n, dtype=jnp.int32) for x, n in ((b, shapes.B), (h, shapes.N))
+    )
+    return jax.vmap(of_heads, (0, None))(rows, heads)[..., None]
 
 
 def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[Tiling, Array]:
@@ -221,10 +250,18 @@ def _is_read(dtype: Any, spec: Spec) -> bool:
     return dtype == accumulation(dtype) or (dtype in (jnp.bfloat16, jnp.float16) and not highest)
 
 
-def call(which: str, results: Any, operands: Operands, arrays: list[Array], **more: Any) -> Any:
-    name = library.target(which, operands.dtype)
+def call(
+    function: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Operands,
+    *more_arrays: Array,
+    **changed: float | np.int64,
+) -> Sequence[Array]:
+    """Calls a function of the kernel, with more arrays and with attributes that are changed."""
+    name = library.target(function, operands.dtype)
     run = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
-    return run(*arrays, *operands.read, **operands.attributes, **more)
+    attributes = operands.attributes | changed
+    return run(*operands.arrays, *more_arrays, *operands.read, **attributes)
 
 
 def static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
@@ -254,7 +291,7 @@ def _forward(
     (B, T, N), dtype = query.shape[:3], operands.dtype
     rows = (B, T, N) if normalized else (0, T, N)
     like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, value.shape[-1]), rows, rows)]
-    out, *normalizer = call("forward", like, operands, operands.arrays)
+    out, *normalizer = call("forward", like, operands)
     if not normalized:
         normalizer = [jnp.zeros((B, T, N), dtype)] * 2
     return out, Normalizer(*normalizer), jnp.zeros((), bool)
@@ -267,14 +304,13 @@ def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Arra
     operands = operands_of(spec, query, key, value)
     dtype, rule = operands.dtype, operands.rule
     differentiated = rule.differentiated if rule else ()
-    sums = [(shapes.B, shapes.N, operands.diagonals.shape[-1])]
+    sums = [(shapes.B, shapes.N, operands.arrays.bias.shape[-1])]
     sums += [(shapes.B, shapes.N, operands.read[1 + n].shape[-1]) for n in differentiated]
     shapes_of = (query.shape, key.shape, value.shape, *sums)
     like = [jax.ShapeDtypeStruct(x, dtype) for x in shapes_of]
-    arrays = [*operands.arrays, *per_query[1:]]
-    which = np.int64(sum(1 << n for n in differentiated))
-    found = call("backward", like, operands, arrays, differentiated=which)
-    d_query, d_key, d_value, *d_sums = found
+    bits = np.int64(sum(1 << n for n in differentiated))
+    results = call("backward", like, operands, *per_query[1:], differentiated=bits)
+    d_query, d_key, d_value, *d_sums = results
 
     def again(params: list[Array]) -> list[Array]:
         own = with_parameters(spec, params)

@@ -1,7 +1,7 @@
 """Masks and score functions in the terms of `src/attention.cc`.
 
-The kernel knows no mask by name. It reads two arrays, `from` and `until`: each query sees the keys
-j with from <= j < until. `as_runs` makes them of a mask. Causal, for example, is the run from 0 to
+The kernel knows no mask by name. It reads two arrays, `start` and `stop`: each query sees the keys
+j with start <= j < stop. `as_runs` makes them of a mask. Causal, for example, is the run from 0 to
 the query's own position. `as_terms` says what a score function becomes. Both are open functions:
 register a class of your own to have it run there.
 

@@ -51,9 +51,9 @@ def statistics(asked: Question, query: Queries, key: Keys) -> tuple[Rows, Float[
     ]
     positions = (_positions(x) for x in (spec.q_positions, spec.kv_positions))
     normalizer = _normalizer(operands)
-    arrays = [*operands.arrays, *normalizer, *positions, marks]
-    more = {"least": -1.0 if least is None else float(least)}
-    *found, received = native.call("statistics", like, operands, arrays, **more)
+    arrays = *normalizer, *positions, marks
+    changed = {} if least is None else {"least": float(least)}
+    *found, received = native.call("statistics", like, operands, *arrays, **changed)
     found = Rows(*(jnp.swapaxes(x, 1, 2) if x.shape[0] else None for x in found))
     if other := _on_keys(asked):
         found = found._replace(on_keys=_share(other, query, key, normalizer))
@@ -86,12 +86,12 @@ def _on_keys(asked: Question) -> Spec | None:
     return dataclasses.replace(asked.spec, mask=asked.spec.mask & asked.keys.mask)
 
 
-def _normalizer(operands: Any) -> Normalizer:
+def _normalizer(operands: native.Operands) -> Normalizer:
     """The normalizer of each row, `[B, T, N]`, by the same kernel."""
-    B, T, N, _ = operands.arrays[0].shape
+    B, T, N, _ = operands.arrays.query.shape
     rows = jax.ShapeDtypeStruct((B, T, N), operands.dtype)
     like = [jax.ShapeDtypeStruct((B, T, N, 0), operands.dtype), rows, rows]
-    return Normalizer(*native.call("forward", like, operands, operands.arrays)[1:])
+    return Normalizer(*native.call("forward", like, operands)[1:])
 
 
 def _share(spec: Spec, query: Array, key: Array, whole: Normalizer) -> Array:

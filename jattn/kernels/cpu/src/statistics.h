@@ -1,7 +1,9 @@
 // What weights look like: sums over each query's row of weights and over each key's column, given
-// each row's normalizer. A part of attention.cc, which defines what stands in here unexplained.
+// each row's normalizer.
 
 #pragma once
+
+#include "block.h"
 
 namespace {
 
@@ -179,7 +181,7 @@ template <typename Products>
 void statistics(const Head& head, const Asked& asked, Index first, Index count, const Found& to,
                 T* received) {
   using OneBlock = StatisticsBlock<Products>;
-  const Index H = up(head.q.size, kLanes), S = head.rules.S;
+  const Index H = up(head.q.size, kLanes);
   const typename Products::Session session;
   Bench bench(Products::Forward::size(up(count, kQueries), H, 0) +
               Products::Tile::size(H, 0, kKeys) + Products::room(kKeys) * kQueries +
@@ -189,23 +191,11 @@ void statistics(const Head& head, const Asked& asked, Index first, Index count, 
   thread_local std::vector<OneBlock> blocks;
   blocks.clear();
   blocks.reserve(kTogether);
-  Index from = S, until = 0;
-  for (Index i = 0; i < count; i += kQueries) {
+  for (Index i = 0; i < count; i += kQueries)
     blocks.emplace_back(head, asked, first + i, std::min(kQueries, count - i), H, bench);
-    from = std::min(from, blocks.back().block.whole.least_from);
-    until = std::max(until, blocks.back().block.whole.most_until);
-  }
-  for (Index j = from / kKeys * kKeys; j < until; j += kKeys) {
-    const Index keys = std::min(kKeys, S - j);
-    bool there = false;
-    for (OneBlock& one : blocks) {
-      const Keys seen = one.block.seen(head.rules, one.block.whole, j, keys);
-      if (seen.kind == Kind::kEmpty) continue;
-      if (!there) tile.read(head.k.from(j), head.v.from(j), keys);
-      there = true;
-      one.visit(head, asked, seen, seen.j - j, tile, scores, columns, received);
-    }
-  }
+  visit_tiles(head, blocks, tile, [&](OneBlock& one, const Keys& seen, Index start) {
+    one.visit(head, asked, seen, seen.j - start, tile, scores, columns, received);
+  });
   for (OneBlock& one : blocks) one.finish(asked, to);
 }
 

@@ -159,4 +159,5 @@ class ThreadPool {
 }  // namespace xla::ffi
 
 #define XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, ...) \
-  const auto name [[maybe_unused]] = &function
+  const auto name [[maybe_unused]] = function
+#define XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(...) static_assert(true)

@@ -14,6 +14,7 @@ parameter where `hoisted` makes it one. Other tables that they index have XLA's:
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,13 +27,16 @@ from jaxtyping import Array
 
 from jattn import tile
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu import hoisted
-from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.parameter import Parameter
-from jattn.kernels.gpu.registers import ROWS, Factors, Problem
-from jattn.kernels.gpu.streams import Stream, heads_first, put
-from jattn.kernels.gpu.tile_weights import Rows, d_parameter, of_tile
-from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.kernels.launch import Order, launch
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS
+from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
+from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import hoisted
+from jattn.kernels.gpu.mosaic.tile.factors import Factors
+from jattn.kernels.gpu.mosaic.tile.gradients import Rows, d_parameter, of_tile
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
+from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
 from jattn.kernels.xla import blockwise
 from jattn.spec import Spec, parameter_letters, parameters, with_parameters
 
@@ -211,7 +215,7 @@ def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -
 
         zeros = problem.unit.lay(jnp.zeros((ROWS,), jnp.float32), "s" if by_key else "t")
         total = program.fold(visits, visits_ref, (b, h, x), at, zeros)
-        put(problem, result.at[b, h, pl.ds(x * ROWS, ROWS)], total)
+        put(problem.unit, result.at[b, h, pl.ds(x * ROWS, ROWS)], total)
 
     order = Order.of(problem, visits, shapes.N)
     result = shapes.B, shapes.N, shapes.S if by_key else shapes.T
@@ -221,8 +225,8 @@ def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -
 def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -> Array:
     """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
-    own, shared = parameter.own, parameter.shared(shapes.B, shapes.N)
-    visits = block_mask.of_heads(problem.kinds(spec), own, shared)
+    heads, shared = parameter.own, parameter.shared(shapes.B, shapes.N)
+    visits = block_mask.of_heads(problem.kinds(spec), heads, shared)
 
     def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:
         _, b, h, tile_index = place
@@ -234,9 +238,11 @@ def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) ->
 
         zeros = problem.unit.lay(jnp.zeros((rows, columns), jnp.float32), "ts")
         total = program.fold(visits, visits_ref, (b, h, tile_index), at, zeros)
-        put(problem, result.at[b, h, pl.ds(i * rows, rows), pl.ds(j * columns, columns)], total)
+        own = pl.ds(i * rows, rows), pl.ds(j * columns, columns)
+        put(problem.unit, result.at[b, h, *own], total)
 
-    order, result = Order(own, (own[0] * own[1], n * m, 1), None), (*own, shapes.T, shapes.S)
+    order = Order(heads, (math.prod(heads), n * m, 1), None)
+    result = (*heads, shapes.T, shapes.S)
     return _run(problem, parameter, order, body, arrays, visits.arrays, result)
 
 
@@ -256,7 +262,7 @@ def _by_diagonal(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any
             return program.at(b, h, i, d + (i - (n - 1)) * step)
 
         zeros = problem.unit.lay(jnp.zeros((rows, columns), jnp.float32), "ts")
-        put(problem, result.at[h, d], program.fold(visits, visits_ref, (0, h, d), at, zeros))
+        put(problem.unit, result.at[h, d], program.fold(visits, visits_ref, (0, h, d), at, zeros))
 
     longest = visits.longest_first(visits.ends.shape[1])
     order = Order((1, shapes.N), (shapes.N, diagonals, 1), longest)

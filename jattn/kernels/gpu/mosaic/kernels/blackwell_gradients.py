@@ -23,10 +23,15 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import scores
-from jattn.kernels.gpu import ampere, backward, hoisted, mosaic_call, tensor_memory
-from jattn.kernels.gpu.registers import TENSOR_ROWS, WIDTH, Problem, Products, Tile, mosaic
-from jattn.kernels.gpu.tile_weights import Rows, d_products_then, finished, weights_first
-from jattn.kernels.gpu.warpgroups import Ring, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.kernels import ampere, backward, mosaic_call
+from jattn.kernels.gpu.mosaic.machine import tensor_memory
+from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, WIDTH, Products
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import hoisted
+from jattn.kernels.gpu.mosaic.tile.gradients import Rows, d_products_then, finished, weights_first
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.spec import Spec
 
 
@@ -271,8 +276,8 @@ class _Program(backward.Program):
         self.each(group, functools.partial(self.leave, memory, results))
 
     def completed(
-        self, memory: _Memory, turn: Any, own: list[Any], tiles: list[Tile], mine: Any
-    ) -> tuple[list[Tile], list[Any]]:
+        self, memory: _Memory, turn: Any, own: list[Any], tiles: list[RegisterTile], mine: Any
+    ) -> tuple[list[RegisterTile], list[Any]]:
         """A turn's tiles with what comes by beside them, and how to read of each what is known of
         rows, where that is not `mine`."""
         read: list[Any] = [lambda: mine for _ in own]
@@ -290,7 +295,7 @@ class _Program(backward.Program):
         return Rows.read(unit, self.rows, *self.at)
 
     def weigh(
-        self, memory: _Memory, group: Any, tiles: list[Tile], masked: bool, read: list[Any]
+        self, memory: _Memory, group: Any, tiles: list[RegisterTile], masked: bool, read: list[Any]
     ) -> list[Any]:
         """Weights from the scores of a turn."""
         unit, scores = self.problem.unit, memory.scores
@@ -315,7 +320,7 @@ class _Program(backward.Program):
         self,
         memory: _Memory,
         group: Any,
-        tiles: list[Tile],
+        tiles: list[RegisterTile],
         masked: bool,
         rows: list[Rows],
         found: list[Any],

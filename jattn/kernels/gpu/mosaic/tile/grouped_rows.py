@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn.kernels.common import slicing
-from jattn.kernels.gpu.registers import ROWS, SpecRefs
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS
+from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs
 from jattn.spec import Spec, Tiling
 
 

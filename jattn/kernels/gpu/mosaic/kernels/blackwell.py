@@ -26,22 +26,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import softmax
 from jattn.call import Call
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import (
-    ampere,
-    blackwell_gradients,
-    mosaic_call,
-    mosaic_interpreter,
-    streams,
-    tensor_memory,
-)
-from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.registers import TENSOR_ROWS, Problem, Products, Tile, knows_ampere, mosaic
-from jattn.kernels.gpu.tile_weights import finish_apart, nothing, soften
-from jattn.kernels.gpu.warpgroups import Order, Ring, launch_by_role, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell_gradients, mosaic_call
+from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch_by_role
+from jattn.kernels.gpu.mosaic.machine import device, tensor_memory
+from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Products
+from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere, mosaic
+from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
+from jattn.kernels.gpu.mosaic.tile.online_softmax import finish_apart, nothing, soften
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.kernels.protocol import Kernel
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -56,7 +54,7 @@ def supports(call: Call) -> str | None:
 
 
 def _other_machine() -> str | None:
-    return streams.unfit(lambda x: x[0] == CAPABILITY, f"{CAPABILITY}.x") or ampere.old()
+    return device.unfit(lambda x: x[0] == CAPABILITY, f"{CAPABILITY}.x") or ampere.old()
 
 
 class _Memory(NamedTuple):
@@ -262,7 +260,13 @@ class _Program(NamedTuple):
         self.leave(group, row, shift, total, results)
 
     def soften(
-        self, group: Any, masked: bool, here: Tile, products: Array, shift: Array, total: Array
+        self,
+        group: Any,
+        masked: bool,
+        here: RegisterTile,
+        products: Array,
+        shift: Array,
+        total: Array,
     ) -> tuple[Array, Array]:
         """Leaves a tile's weights where its scores were; the new shift and total."""
         unit, problem = self.problem.unit, self.problem
@@ -319,23 +323,19 @@ class _Program(NamedTuple):
 
 def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`."""
-    shapes, visits = problem.shapes, problem.visits(spec)
-    parts = block_mask.parts(shapes.B * shapes.N * problem.blocks[0], problem.blocks[1])
+    visits, parts = problem.visits(spec), problem.parts()
 
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
         memory = _Memory(*scratch)
         _Program(problem, visits, memory, place, parts, operands).run(results)
 
     operands = query, key, value, problem.rules.arrays, visits.arrays
-    heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32
-    out = parts, shapes.B, shapes.T, shapes.N, shapes.V
-    results = [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
-    order = Order.of(problem, visits, shapes.N, parts)
+    results = forward_results(problem.shapes, parts)
+    order = Order.of(problem, visits, problem.shapes.N, parts)
     warpgroups = tensor_memory.warpgroups(problem.unit, problem.groups)
     name, scratch = "jattn_blackwell_forward", _Memory.scratch(problem)
-    found = launch_by_role(name, problem, order, kernel, operands, results, scratch, warpgroups)
-    out, *along = found
-    return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
+    given = operands, results, scratch, warpgroups
+    return joined(*launch_by_role(name, problem, order, kernel, *given))
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:

@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.interpreters import batching
 from jaxtyping import Array
 
-from jattn.kernels.gpu.kernel_refs import GatherRef
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import GatherRef
 
 
 _lookup = Primitive("lookup")

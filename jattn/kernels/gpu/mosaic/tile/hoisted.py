@@ -27,8 +27,8 @@ from jaxtyping import Array
 from jattn import expressions, scores
 from jattn._pytree import array_field, pytree_dataclass, static_field
 from jattn.expressions import Node
-from jattn.kernels.gpu import by_distance
-from jattn.kernels.gpu.kernel_refs import GatherRef
+from jattn.kernels.gpu.mosaic.tile import by_distance
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import GatherRef
 from jattn.spec import Shapes, Spec
 
 

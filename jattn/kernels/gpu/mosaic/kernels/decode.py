@@ -25,12 +25,16 @@ from jattn._types import Size
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, slicing
-from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
-from jattn.kernels.gpu.grouped_rows import GroupedRefs, Grouping
-from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, Unit
-from jattn.kernels.gpu.streams import Stream, put
-from jattn.kernels.gpu.tile_weights import finish, nothing, online
-from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.kernels import mosaic_call
+from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, launch
+from jattn.kernels.gpu.mosaic.machine import matrix_units, streams
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Unit
+from jattn.kernels.gpu.mosaic.machine.streams import Stream, put
+from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.grouped_rows import GroupedRefs, Grouping
+from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, nothing, online
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
 from jattn.kernels.xla import decode as xla_decode
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling
@@ -204,10 +208,10 @@ def _launch(
             k, v, *beside = stream.wait(turn)
             fetch_next(turn + 1)
             here = problem.tile(leaves, at(j), numbers)
-            (products,) = unit.products([(q, k)], transposed=True)
+            (products,) = matrix_units.multiply(unit, [(q, k)], transposed=True)
             weights, found = online(problem, masked, here.completed(beside), products, before)
             pair = weights.astype(shapes.dtype), v
-            (weighted,) = unit.products([pair], onto=[found.weighted])
+            (weighted,) = matrix_units.multiply(unit, [pair], onto=[found.weighted])
             return turn + 1, found._replace(weighted=weighted)
 
         state = first, softmax.Partial(*map(unit.lay, nothing(ROWS, shapes.V), ("t", "t", "ts")))
@@ -215,11 +219,9 @@ def _launch(
         _, found = visits.fold_ahead(visits_ref, block, fetch, first, step, state, share)
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), found)
         for result, x in zip(results, (out.astype(results[0].dtype), *normalizer), strict=True):
-            put(problem, result.at[part, b, h], x)
+            put(problem.unit, result.at[part, b, h], x)
 
-    rows = parts, shapes.B, shapes.N, ROWS
-    out = (*rows, shapes.V), jnp.float32 if parts > 1 else shapes.dtype
-    results = [out, (rows, jnp.float32), (rows, jnp.float32)]
+    results = forward_results(shapes, parts, heads_first=True)
     operands = query, pages, problem.rules.arrays, visits.arrays
     order = Order.of(problem, visits, shapes.N, parts)
     return launch(_NAME, problem, order, kernel, operands, results, _scratch(problem, sizes), 1)

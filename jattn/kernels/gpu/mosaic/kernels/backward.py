@@ -15,10 +15,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn.kernels.common import block_mask, tile_schedule
-from jattn.kernels.gpu.kernel_refs import TileIndex
-from jattn.kernels.gpu.registers import Problem
-from jattn.kernels.gpu.tile_weights import Rows
-from jattn.kernels.gpu.warpgroups import Order, launch
+from jattn.kernels.gpu.mosaic.kernels.launch import Order, launch
+from jattn.kernels.gpu.mosaic.machine.streams import heads_first
+from jattn.kernels.gpu.mosaic.tile.gradients import Rows
+from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
 from jattn.spec import Spec
 
 
@@ -65,7 +66,13 @@ class Program(NamedTuple):
         """Block x of what comes by of a query head, in global memory."""
         head = h if self.problem.by_key else lax.div(h, np.int32(self.problem.shapes.G))
         size = self.problem.streamed
-        return [source.at[self.at[0], pl.ds(x * size, size), head] for source in self.streamed]
+        return [source.at[self.part(x * size, size, head)] for source in self.streamed]
+
+    def part(self, start: Any, size: int, head: Any) -> tuple[Any, Any, Any]:
+        """The index of some rows of a head. Products of single warps take heads first: threads copy
+        rows that follow one another in memory."""
+        run = pl.ds(start, size)
+        return (self.at[0], head, run) if self.problem.unit.by_warp else (self.at[0], run, head)
 
     def place(self, h: Any, start: Any, other: Any) -> TileIndex:
         """That of the tile of what is kept and what comes by."""
@@ -93,8 +100,10 @@ def launched(
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
         run(kind(problem, which, visits, place[1:], *operands), results, scratch)
 
-    operands = (query, d_out), (key, value), rows, problem.rules.arrays, visits.arrays
-    given = (key, value) if by_key else (query, d_out)
-    results = [(given[i].shape, shapes.dtype) for i in which]
+    laid = heads_first if problem.unit.by_warp else lambda *arrays: list(arrays)
+    per_query, per_key = laid(query, d_out), laid(key, value)
+    operands = per_query, per_key, rows, problem.rules.arrays, visits.arrays
+    kept = per_key if by_key else per_query
+    results = [(kept[i].shape, shapes.dtype) for i in which]
     order = Order.of(problem, visits, shapes.K if by_key else shapes.N)
-    return launch(name, problem, order, kernel, operands, results, scratch, warpgroups)
+    return laid(*launch(name, problem, order, kernel, operands, results, scratch, warpgroups))

@@ -8,7 +8,8 @@ from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import few_queries
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import ampere, blackwell, hopper, registers, streams
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper
+from jattn.kernels.gpu.mosaic.machine import device, versions
 from jattn.kernels.protocol import Kernel, Reader
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
@@ -25,13 +26,13 @@ def _kernels() -> list[Kernel]:
 
     Raises NotImplementedError for a GPU that has none.
     """
-    capability = streams.capability()
+    capability = device.capability()
     if capability is None or capability == hopper.CAPABILITY:
         return [hopper.KERNEL]
     if capability < ampere.LEAST:
         expected, found = (".".join(map(str, x)) for x in (ampere.LEAST, capability))
         _refuse(f"expected compute capability {expected} or more, got {found}")
-    if not registers.knows_ampere():
+    if not versions.knows_ampere():
         _refuse(ampere.OLD)
     others = [blackwell.KERNEL] if capability[0] == blackwell.CAPABILITY else []
     return [*others, ampere.KERNEL]

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn.kernels.gpu.registers import TENSOR_ROWS, Products, Unit, mosaic
+from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Products, Unit
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 
 
 def any_above(unit: Unit, rows: Array, limit: float) -> Array:

@@ -5,58 +5,25 @@ Before Hopper each thread copies its share and all wait for one another; since H
 own copies, and a barrier says when a tile is there.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn.kernels.gpu.registers import WIDTH, Problem, Unit, mosaic
+from jattn.kernels.gpu.mosaic.machine import device
+from jattn.kernels.gpu.mosaic.machine.registers import WIDTH, Unit
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 
 
 _COPYING_UNIT = (9, 0)  # compute capability since which there is one
 
 
-def device() -> Any:
-    """One that runs CUDA, or None."""
-    try:
-        return jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return None
-
-
-def multiprocessors() -> int:
-    """Of the device that runs CUDA; those of an H100 or H200 if there is none."""
-    return getattr(device(), "core_count", 132)
-
-
-def capability_of(device: Any) -> tuple[int, ...]:
-    return tuple(map(int, device.compute_capability.split(".")))
-
-
-def unfit(fits: Callable[[tuple[int, ...]], bool], expected: str) -> str | None:
-    """Why this machine's device is not one of such a compute capability; None if it is, or if there
-    is none, and the program is for another machine."""
-    found = device()
-    if found is None or fits(capability_of(found)):
-        return None
-    return f"expected compute capability {expected}, got {found.compute_capability}"
-
-
-def capability() -> tuple[int, ...] | None:
-    """That of the device that a program is for; None if nobody says, and JAX takes it for a
-    Hopper."""
-    target = jax.sharding.get_abstract_mesh().abstract_device or device()
-    return capability_of(target) if hasattr(target, "compute_capability") else None
-
-
 def _copies_by_unit(unit: Unit) -> bool:
     """Whether the device that the program is for has a unit that copies; the interpreter has."""
-    found = None if unit.interpreted else capability()
+    found = None if unit.interpreted else device.capability()
     return found is None or found >= _COPYING_UNIT
 
 
@@ -130,9 +97,9 @@ class Stream(NamedTuple):
             mosaic().wait_gmem_to_smem(0)
 
 
-def put(problem: Problem, memory: Any, value: Array) -> None:
+def put(unit: Unit, memory: Any, value: Array) -> None:
     """From registers to global memory."""
-    if problem.unit.interpreted or not hasattr(mosaic(), "store"):
+    if unit.interpreted or not hasattr(mosaic(), "store"):
         memory[...] = value
     else:
         mosaic().store(memory, value, optimized=False)

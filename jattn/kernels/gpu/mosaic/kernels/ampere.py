@@ -21,14 +21,20 @@ from jaxtyping import Array
 from jattn import softmax
 from jattn.cache import Cache
 from jattn.call import Call
-from jattn.kernels.common import block_mask, tile_schedule
+from jattn.kernels.common import tile_schedule
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu import kernel_refs, mosaic_call, mosaic_interpreter, streams
-from jattn.kernels.gpu.registers import ROWS, Problem, Products, knows_ampere
-from jattn.kernels.gpu.streams import Stream, heads_first, put
-from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
-from jattn.kernels.gpu.warpgroups import Order, launch, tiles_in_memory
+from jattn.kernels.gpu.mosaic.kernels import backward, mosaic_call
+from jattn.kernels.gpu.mosaic.kernels import decode as gpu_decode
+from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch
+from jattn.kernels.gpu.mosaic.machine import device, matrix_units
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, Products
+from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
+from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere
+from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
+from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.gradients import Rows, add_gradients, finished
+from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, nothing, online
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
 from jattn.kernels.protocol import Kernel, Reader
 from jattn.softmax import Normalizer
 from jattn.spec import Spec, Tiling
@@ -43,12 +49,12 @@ def supports(call: Call) -> str | None:
 
 
 def _other_machine() -> str | None:
-    return streams.unfit(lambda x: x >= LEAST, "8.0 or more") or old()
+    return device.unfit(lambda x: x >= LEAST, "8.0 or more") or old()
 
 
 def old() -> str | None:
     """Why this version of JAX does not compile for this machine's device."""
-    return None if streams.device() is None or knows_ampere() else OLD
+    return None if device.device() is None or knows_ampere() else OLD
 
 
 OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
@@ -58,8 +64,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 64 queries, or for each
     of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
-    visits = problem.visits(spec)
-    parts = block_mask.parts(shapes.B * shapes.N * problem.blocks[0], problem.blocks[1])
+    visits, parts = problem.visits(spec), problem.parts()
 
     def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
         (query, key, value, leaves, visits_ref), (queries, keys, values) = operands, scratch
@@ -77,12 +82,12 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
             (k,) = keys.wait(turn)
             values.fill(turn, value.at[b, kv, pl.ds(j * columns, columns)])
             here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns), numbers)
-            (products,) = unit.products([(q, k)], transposed=True)
+            (products,) = matrix_units.multiply(unit, [(q, k)], transposed=True)
             weights, found = online(problem, masked, here, products, before)
             (v,) = values.wait(turn)
             fetch_next(turn + 1)
             pair = weights.astype(shapes.dtype), v
-            (weighted,) = unit.products([pair], onto=[found.weighted])
+            (weighted,) = matrix_units.multiply(unit, [pair], onto=[found.weighted])
             return turn + 1, found._replace(weighted=weighted)
 
         state = first, softmax.Partial(*map(unit.lay, nothing(rows, shapes.V), ("t", "t", "ts")))
@@ -91,81 +96,73 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), found)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
-            put(problem, result.at[part, b, h, own], x)
+            put(problem.unit, result.at[part, b, h, own], x)
 
     operands = *heads_first(query, key, value), problem.rules.arrays, visits.arrays
-    heads = parts, shapes.B, shapes.N, shapes.T
-    out = (*heads, shapes.V), jnp.float32 if parts > 1 else shapes.dtype
-    results = [out, (heads, jnp.float32), (heads, jnp.float32)]
+    results = forward_results(shapes, parts, heads_first=True)
     tile = functools.partial(tiles_in_memory, 1, width=shapes.H, dtype=shapes.dtype)
     scratch = [Stream.scratch(unit, 1, tile(rows=x)) for x in (rows, columns, columns)]
     order = Order.of(problem, visits, shapes.N, parts)
     found = launch("jattn_ampere_forward", problem, order, kernel, operands, results, scratch, 1)
-    out, *along = (jnp.swapaxes(x, 2, 3) for x in found)
-    return softmax.join(out, softmax.Normalizer(*along))
+    return joined(jnp.swapaxes(found[0], 2, 3), *found[1:])
+
+
+class _Backward(backward.Program):
+    """64 queries or, `by_key`, 64 keys, which the only warpgroup keeps."""
+
+    def run(self, results: Any, scratch: Any) -> None:
+        """Sums the gradients of what the program keeps, and writes them."""
+        (kept, stream), unit, first = scratch, self.problem.unit, jnp.int32(0)
+        own = self.part(self.at[2] * ROWS, ROWS, self.at[1])
+        kept.fill(first, *[x.at[own] for x in self.kept])
+        mine = None if self.problem.by_key else Rows.read(unit, self.rows, *self.at)
+        add_head = functools.partial(self.add_head, stream, kept.wait(first), mine)
+        zeros = [unit.lay(jnp.zeros((ROWS, self.problem.shapes.H), jnp.float32), "ts")] * len(
+            results
+        )
+        _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first, *zeros))
+        gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), mine)
+        for result, gradient in zip(results, gradients, strict=True):
+            put(unit, result.at[own], gradient.astype(result.dtype))
+
+    def add_head(self, stream: Stream, near: Any, mine: Any, g: Any, state: Any) -> Any:
+        """The state with what all tiles of a head add to it. `near` is what the program keeps, in
+        shared memory, and `mine` the rows of the queries that it keeps."""
+        problem, (b, _, i) = self.problem, self.at
+        h = self.at[1] * problem.heads + g
+        numbers = problem.numbers(self.leaves, b, h)
+
+        def fetch(x: Any, turn: Any) -> None:
+            stream.fill(turn, *self.tiles(h, x))
+
+        def step(x: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
+            turn, *totals = state
+            arrays = stream.wait(turn)
+            fetch_next(turn + 1)
+            place = self.place(h, i * ROWS, x * problem.streamed)
+            here = problem.tile(self.leaves, place, numbers)
+            read = functools.partial(Rows.read, problem.unit, self.rows, b, h, x)
+            rows = read if mine is None else mine
+            totals = dict(zip(self.which, totals, strict=True))
+            return turn + 1, *add_gradients(problem, masked, rows, near, arrays, totals, here)
+
+        return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, state[0], step, state)
 
 
 def _gradients(
-    problem: Problem, spec: Spec, per_head: Any, key: Array, value: Array, which: tuple[int, ...]
+    problem: Problem, spec: Spec, per_query: Any, key: Array, value: Array, which: tuple[int, ...]
 ) -> list[Array]:
-    """Those of queries, or `which` of keys and values where `problem.by_key`; a program for every
-    64."""
-    shapes, by_key, unit = problem.shapes, problem.by_key, problem.unit
-    visits = problem.visits(spec)
-    query, d_out, *rows = per_head
-    size = problem.streamed
-    rows, far = Rows.stacked(problem.factors, rows, problem.rules.sizes["T"])
-    if by_key:
-        visits = visits.without_full(far)
-
-    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
-        (_, b, unit_head, i), (kept, stream) = place, scratch
-        per_query, per_key, rows, leaves, visits_ref = operands
-        mine, others = (per_key, per_query) if by_key else (per_query, per_key)
-        start, first, group = i * ROWS, jnp.int32(0), np.int32(shapes.G)
-        kept.fill(first, *[x.at[b, unit_head, pl.ds(start, ROWS)] for x in mine])
-        own, near = None if by_key else Rows.read(unit, rows, b, unit_head, i), kept.wait(first)
-
-        def of_head(g: Any, state: Any) -> Any:
-            h = unit_head * problem.heads + g
-            head = h if by_key else lax.div(h, group)
-            numbers = problem.numbers(leaves, b, h)
-
-            def fetch(x: Any, turn: Any) -> None:
-                stream.fill(turn, *[y.at[b, head, pl.ds(x * size, size)] for y in others])
-
-            def step(x: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
-                turn, *totals = state
-                arrays = stream.wait(turn)
-                fetch_next(turn + 1)
-                row, column = (x * size, start) if by_key else (start, x * size)
-                at = kernel_refs.TileIndex(b, h, row, column)
-                here = problem.tile(leaves, at, numbers)
-                read = functools.partial(Rows.read, unit, rows, b, h, x)
-                of_rows = read if own is None else own
-                totals = dict(zip(which, totals, strict=True))
-                found = add_gradients(problem, masked, of_rows, near, arrays, totals, here)
-                return turn + 1, *found
-
-            return visits.fold_ahead(visits_ref, (b, h, i), fetch, state[0], step, state)
-
-        zeros = [unit.lay(jnp.zeros((ROWS, shapes.H), jnp.float32), "ts") for _ in results]
-        _, *found = tile_schedule.repeat(0, problem.heads, of_head, (first, *zeros))
-        found = finished(problem, dict(zip(which, found, strict=True)), own)
-        for result, total in zip(results, found, strict=True):
-            to = result.at[b, unit_head, pl.ds(start, ROWS)]
-            put(problem, to, total.astype(result.dtype))
-
-    tensors = heads_first(query, d_out), heads_first(key, value)
-    operands = *tensors, rows, problem.rules.arrays, visits.arrays
-    results = [(tensors[by_key][i].shape, shapes.dtype) for i in which]
+    """Returns the gradient of queries or, with `problem.by_key`, the gradients of keys and values
+    named in `which`; a program for every 64."""
+    shapes, size = problem.shapes, problem.streamed
     scratch = [
-        Stream.scratch(unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
+        Stream.scratch(problem.unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
         for n, rows in ((1, ROWS), (2, size))
     ]
-    name = "jattn_ampere_d_keys" if by_key else "jattn_ampere_d_queries"
-    order = Order.of(problem, visits, shapes.K if by_key else shapes.N)
-    return heads_first(*launch(name, problem, order, kernel, operands, results, scratch, 1))
+    name = "jattn_ampere_d_keys" if problem.by_key else "jattn_ampere_d_queries"
+    call = problem, spec, per_query, key, value, which
+    rows = size if problem.by_key else ROWS
+    return backward.launched(name, _Backward, call, rows, _Backward.run, scratch, 1)
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:

@@ -17,10 +17,13 @@ from jattn import softmax, tile
 from jattn.call import Call
 from jattn.kernels.common import slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
-from jattn.kernels.gpu import hoisted, kernel_refs, parameter_gradients
-from jattn.kernels.gpu.parameter import Parameter
-from jattn.kernels.gpu.registers import ROWS, WIDTH, Problem, Products, SpecRefs, Unit
-from jattn.kernels.gpu.tile_weights import with_slope
+from jattn.kernels.gpu.mosaic.kernels import parameter_gradients
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Products, Unit
+from jattn.kernels.gpu.mosaic.tile import hoisted, kernel_refs
+from jattn.kernels.gpu.mosaic.tile.gradients import with_slope
+from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
 
 

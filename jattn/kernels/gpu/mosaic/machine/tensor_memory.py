@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn.kernels.gpu.registers import TENSOR_ROWS, Unit, knows_ampere, mosaic
+from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Unit
+from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere, mosaic
 
 
 def _in_shared_memory(unit: Unit) -> bool:

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import importlib.metadata
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,35 +30,25 @@ from jattn import masks, scores, softmax
 from jattn.call import Call
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
-from jattn.kernels.gpu import (
-    backward,
-    hoisted,
-    kernel_refs,
-    mosaic_call,
-    mosaic_interpreter,
-    streams,
-)
-from jattn.kernels.gpu import decode as gpu_decode
-from jattn.kernels.gpu.registers import (
-    ROWS,
-    Factors,
-    Problem,
-    Products,
-    Tile,
-    few,
-    mosaic,
-    needs_many,
-)
-from jattn.kernels.gpu.tile_weights import Rows, add_gradients, finish, finished, nothing, online
-from jattn.kernels.gpu.warpgroups import (
+from jattn.kernels.gpu.mosaic.kernels import backward, mosaic_call
+from jattn.kernels.gpu.mosaic.kernels import decode as gpu_decode
+from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch_in_rounds
+from jattn.kernels.gpu.mosaic.machine import device, matrix_units
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, Products
+from jattn.kernels.gpu.mosaic.machine.versions import few, mosaic
+from jattn.kernels.gpu.mosaic.machine.warpgroups import (
     Memory,
-    Order,
     by_group,
     later,
-    launch_in_rounds,
     store,
     tiles_in_memory,
 )
+from jattn.kernels.gpu.mosaic.tile import hoisted, kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.factors import Factors
+from jattn.kernels.gpu.mosaic.tile.gradients import Rows, add_gradients, finished
+from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, nothing, online
+from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.kernels.protocol import Kernel, Reader
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -77,11 +67,11 @@ def supports(call: Call) -> str | None:
 
 
 def _other_machine() -> str | None:
-    return streams.unfit(lambda x: x == CAPABILITY, "9.0") or _miscompiled()
+    return device.unfit(lambda x: x == CAPABILITY, "9.0") or _miscompiled()
 
 
 def _miscompiled() -> str | None:
-    if streams.device() is None or _cuda_version() not in _MISCOMPILING:
+    if device.device() is None or _cuda_version() not in _MISCOMPILING:
         return None
     found = _compilers()
     if found and min(found.values()) >= _MENDED:
@@ -113,74 +103,94 @@ def _compilers() -> dict[str, tuple[int, ...]]:
 # ---------------------------------------------------------------------------------------------
 
 
+class _Forward(NamedTuple):
+    """A program of the forward pass: some queries, and all their keys or one of `parts` of them.
+
+    `each(step, state)` folds `step(place, state)` over the places whose queries the program takes
+    one after another; `place(count)` reads (part, b, h, i), see `launch_in_rounds`.
+    """
+
+    problem: Problem
+    visits: block_mask.BlockMask
+    parts: int
+    each: Callable[[Any, Any], Any]
+    memory: Memory
+    query: Any
+    key: Any
+    value: Any
+    leaves: list[Any]
+    visits_ref: Any
+
+    def fold(self, place: tuple[Any, ...], step: Callable[..., Any], state: Any) -> Any:
+        """Folds `step(j, masked, state)` over the tiles j of keys that a place visits."""
+        part, *at = place
+        return self.visits.fold(self.visits_ref, tuple(at), step, state, (part, self.parts))
+
+    def produce(self) -> None:
+        """Copies the tiles of keys and values of all places: what one warpgroup does."""
+        self.memory.drain(self.each(self.copy_tiles, jnp.int32(0)))
+
+    def copy_tiles(self, place: Any, turn: Any) -> Any:
+        """Copies the tiles of one place, and returns the next turn."""
+        rows, columns = self.problem.tiling
+        part, b, h, i = place(0)
+        kv = lax.div(h, np.int32(self.problem.shapes.G))
+
+        def step(j: Any, masked: bool, turn: Any) -> Any:
+            run = pl.ds(j * columns, columns)
+            tile = kernel_refs.TileIndex(b, h, i * rows, j * columns)
+            beside = self.problem.parts_beside(self.leaves, tile)
+            self.memory.streams[0].fill(turn, self.key.at[b, run, kv], *beside)
+            self.memory.streams[1].fill(turn, self.value.at[b, run, kv])
+            return turn + 1
+
+        return self.fold((part, b, h, i), step, turn)
+
+    def consume(self, results: Any, group: Any) -> None:
+        """Attends from a warpgroup's queries of all places: what the other warpgroups do."""
+        self.each(functools.partial(self.attend, results, group), jnp.int32(0))
+
+    def attend(self, results: Any, group: Any, place: Any, turn: Any) -> Any:
+        """Attends from a warpgroup's queries of one place, and returns the next turn."""
+        problem, memory, unit = self.problem, self.memory, self.problem.unit
+        rows, columns = problem.tiling
+        own = lambda i: pl.ds(i * rows + group * ROWS, ROWS)  # noqa: E731
+        part, b, h, i = place(0)
+        memory.load(0, group, self.query.at[b, own(i), h])
+        numbers = problem.numbers(self.leaves, b, h)
+
+        def step(j: Any, masked: bool, state: Any) -> Any:
+            turn, before = state
+            near = _near(group, turn, _has_much_to_keep(problem, masked))
+            _, b, h, i = place(turn)
+            index = kernel_refs.TileIndex(b, h, i * rows + near * ROWS, j * columns)
+            read = functools.partial(problem.tile, self.leaves, index, numbers)
+            return turn + 1, _online(problem, memory, near, masked, read, turn, before)
+
+        laid = map(unit.lay, nothing(ROWS, problem.shapes.V), ("t", "t", "ts"))
+        pl.when(group == 1)(memory.change_turns)
+        turn, part_sums = self.fold((part, b, h, i), step, (turn, softmax.Partial(*laid)))
+        pl.when(group == 0)(memory.change_turns)
+        part, b, h, i = place(turn)
+        _leave(problem.factors, memory, group, part_sums, (part, b, h, own(i)), results)
+        return turn
+
+
 def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 128 queries, or for
     each of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
-    shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
-    visits = problem.visits(spec)
-    parts = block_mask.parts(shapes.B * shapes.N * problem.blocks[0], problem.blocks[1])
+    shapes, visits, parts = problem.shapes, problem.visits(spec), problem.parts()
 
     def kernel(each: Any, operands: Any, results: Any, scratch: Any) -> None:
-        (query, key, value, leaves, visits_ref), memory = operands, Memory(*scratch)
-
-        def fold(place: Any, step: Any, state: Any) -> Any:
-            part, b, h, i = place
-            return visits.fold(visits_ref, (b, h, i), step, state, (part, parts))
-
-        def copy() -> None:
-            def at(place: Any, turn: Any) -> Any:
-                part, b, h, i = place(0)
-                kv = lax.div(h, np.int32(shapes.G))
-
-                def step(j: Any, masked: bool, turn: Any) -> Any:
-                    run = pl.ds(j * columns, columns)
-                    tile = kernel_refs.TileIndex(b, h, i * rows, j * columns)
-                    beside = problem.parts_beside(leaves, tile)
-                    memory.streams[0].fill(turn, key.at[b, run, kv], *beside)
-                    memory.streams[1].fill(turn, value.at[b, run, kv])
-                    return turn + 1
-
-                return fold((part, b, h, i), step, turn)
-
-            memory.drain(each(at, jnp.int32(0)))
-
-        def compute(group: Any) -> None:
-            own = lambda i: pl.ds(i * rows + group * ROWS, ROWS)  # noqa: E731
-
-            def at(place: Any, turn: Any) -> Any:
-                part, b, h, i = place(0)
-                memory.load(0, group, query.at[b, own(i), h])
-                numbers = problem.numbers(leaves, b, h)
-
-                def step(j: Any, masked: bool, state: Any) -> Any:
-                    turn, before = state
-                    near = _near(group, turn, _has_much_to_keep(problem, masked))
-                    _, b, h, i = place(turn)
-                    index = kernel_refs.TileIndex(b, h, i * rows + near * ROWS, j * columns)
-                    read = functools.partial(problem.tile, leaves, index, numbers)
-                    return turn + 1, _online(problem, memory, near, masked, read, turn, before)
-
-                laid = map(unit.lay, nothing(ROWS, shapes.V), ("t", "t", "ts"))
-                state = turn, softmax.Partial(*laid)
-                pl.when(group == 1)(memory.change_turns)
-                turn, found = fold((part, b, h, i), step, state)
-                pl.when(group == 0)(memory.change_turns)
-                part, b, h, i = place(turn)
-                _leave(problem.factors, memory, group, found, (part, b, h, own(i)), results)
-                return turn
-
-            each(at, jnp.int32(0))
-
-        by_group(problem.groups, copy, compute)
+        program = _Forward(problem, visits, parts, each, Memory(*scratch), *operands)
+        by_group(problem.groups, program.produce, functools.partial(program.consume, results))
 
     operands = query, key, value, problem.rules.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    results, scratch = _forward_results(shapes, parts), _forward_scratch(problem)
-    several = _has_registers(spec, visits)
-    rounds = order.rounds(streams.multiprocessors()) if several else None
+    results, scratch = forward_results(shapes, parts), _forward_scratch(problem)
+    rounds = order.rounds(device.multiprocessors()) if _has_registers(spec, visits) else None
     given = operands, results, scratch, problem.groups + 1
-    out, *along = launch_in_rounds(name, problem, order, rounds, kernel, *given)
-    return softmax.join(out, softmax.Normalizer(*(jnp.swapaxes(x, 2, 3) for x in along)))
+    return joined(*launch_in_rounds(name, problem, order, rounds, kernel, *given))
 
 
 def _online(
@@ -188,7 +198,7 @@ def _online(
     memory: Memory,
     near: Any,
     masked: bool,
-    read: Callable[[], Tile],
+    read: Callable[[], RegisterTile],
     turn: Any,
     before: softmax.Partial,
 ) -> softmax.Partial:
@@ -199,14 +209,14 @@ def _online(
 
     def by_key(k: Any, *beside: Any) -> Any:
         pair, change = [(memory.own[0].at[near], k)], memory.change_turns
-        (products,) = unit.products(pair, transposed=True, started=change)
+        (products,) = matrix_units.multiply(unit, pair, transposed=True, started=change)
         return products, (early or read()).completed(beside)
 
     products, here = memory.streams[0].use(turn, by_key)
     weights, found = online(problem, masked, here, products, before)
     weights = weights.astype(dtype)
     memory.change_turns()
-    weigh = lambda v: unit.products([(weights, v)], onto=[found.weighted])  # noqa: E731
+    weigh = lambda v: matrix_units.multiply(unit, [(weights, v)], onto=[found.weighted])  # noqa: E731
     (weighted,) = memory.streams[1].use(turn, weigh)
     return found._replace(weighted=weighted)
 
@@ -226,13 +236,6 @@ def _near(group: Any, turn: Any, scarce: bool) -> Any:
     """The number of a warpgroup, where registers are scarce so that the compiler does not know it:
     addresses are computed where they are used then."""
     return group + later(turn) if scarce else group
-
-
-def _forward_results(shapes: Shapes, parts: int) -> list[Any]:
-    """Of each part of the keys; outputs that are yet to be joined are in float32."""
-    heads = (parts, shapes.B, shapes.N, shapes.T), jnp.float32
-    out = parts, shapes.B, shapes.T, shapes.N, shapes.V
-    return [(out, jnp.float32 if parts > 1 else shapes.dtype), heads, heads]
 
 
 def _forward_scratch(problem: Problem) -> Memory:
@@ -354,7 +357,7 @@ def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     drops = spec.dropout_rate > 0
     # Beside another mask, keys are compared with both ends of a window.
     windowed = _has(spec.mask, masks.Window) and not isinstance(spec.mask, masks.Window)
-    many = drops or needs_many(spec) or windowed
+    many = drops or _needs_many(spec) or windowed
     scarce = many if few() else drops and _is_long(spec)
     widest = 0 if scarce else 128  # of heads that have long tiles
     width = max(shapes.H, shapes.V)
@@ -378,9 +381,22 @@ _FORWARD = mosaic_call.Forward(tiling=_tiling, products=Products.WARPGROUP, run=
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
     beside = spec.score is not None or (few() and _has(spec.mask, masks.Dense))
-    many = needs_many(spec) if few() else _is_long(spec) or width > 128
+    many = _needs_many(spec) if few() else _is_long(spec) or width > 128
     scarce = many or (beside and spec.dropout_rate > 0)
     return (32, 32) if scarce else (64, 64)
+
+
+# Formulas of many operations, or maybe so.
+_LONG = masks.Predicate, masks.Dilated, masks.Global, scores.Score
+
+
+def _needs_many(spec: Spec) -> bool:
+    """Whether a tile's scores need more registers than products and a mask or function of few
+    operations that reads no array along T or S; without dropout."""
+    nodes = jax.tree.leaves((spec.mask, spec.score), is_leaf=lambda x: isinstance(x, _LONG))
+    is_long = any(isinstance(x, _LONG) for x in nodes)
+    arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves(spec.score))
+    return is_long or arrays
 
 
 def _is_long(spec: Spec) -> bool:

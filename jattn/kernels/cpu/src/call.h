@@ -1,0 +1,191 @@
+// A call: the arrays of all heads, of which each head has its part, and the rules of this process.
+
+#pragma once
+
+#include "block.h"
+#include "pairs.h"
+#include "wide.h"
+
+namespace {
+
+// The axes of an array before its last `own`, as one: batch rows, maybe fewer than the call's, of
+// which each then stands for several.
+Index leading(const ffi::AnyBuffer& x, int own) {
+  Index size = 1;
+  const auto sizes = x.dimensions();
+  for (size_t a = 0; a + own < sizes.size(); ++a) size *= sizes[a];
+  return size;
+}
+
+Index axis(const ffi::AnyBuffer& x, int from_end) {
+  return x.dimensions()[x.dimensions().size() - from_end];
+}
+
+// Heads (b, n) of [B, t, n, size]; size is 1 where there is no such axis.
+template <typename E>
+struct Heads {
+  E* start;
+  Index tokens, heads, size;
+
+  Rows<E> at(Index b, Index n) const {
+    return {start + (b * tokens * heads + n) * size, heads * size, size};
+  }
+};
+
+Heads<const T> heads_of(const ffi::AnyBuffer& x, bool vectors = true) {
+  const T* start = static_cast<const T*>(x.untyped_data());
+  if (vectors) return {start, axis(x, 3), axis(x, 2), axis(x, 1)};
+  return {start, axis(x, 2), axis(x, 1), 1};
+}
+Heads<T> heads_of(ffi::Result<ffi::AnyBuffer>& x, bool vectors = true) {
+  const Heads<const T> same = heads_of(static_cast<const ffi::AnyBuffer&>(*x), vectors);
+  return {const_cast<T*>(same.start), same.tokens, same.heads, same.size};
+}
+
+// Heads (b, n) of queries, keys or values [B, t, n, size].
+struct Inputs {
+  Input first;
+  Index tokens, heads, size;
+
+  explicit Inputs(const ffi::AnyBuffer& x)
+      : first{static_cast<const char*>(x.untyped_data()), axis(x, 2) * axis(x, 1), axis(x, 1),
+              x.element_type()},
+        tokens(axis(x, 3)),
+        heads(axis(x, 2)),
+        size(axis(x, 1)) {}
+
+  Input at(Index b, Index n) const {
+    const Index bytes = static_cast<Index>(ffi::ByteWidth(first.type));
+    Input one = first;
+    one.start += (b * tokens * heads + n) * size * bytes;
+    return one;
+  }
+};
+
+// An operand [b, n, size]: of fewer batch rows or heads than the call, each stands for several.
+template <typename E>
+struct Shared {
+  const E* start;  // null if there is none
+  Index same, heads, size;
+
+  Shared(const ffi::AnyBuffer& x, Index B, Index bytes = 1)
+      : heads(axis(x, 2)), size(axis(x, 1) * bytes) {
+    const Index rows = leading(x, 2);
+    start = rows && heads && size ? static_cast<const E*>(x.untyped_data()) : nullptr;
+    same = rows ? B / rows : 1;
+  }
+  const E* at(Index b, Index n) const {
+    return start ? start + (b / same * heads + (heads > 1 ? n : 0)) * size : nullptr;
+  }
+};
+
+// Results of as many numbers do not all stay in the caches until somebody reads them.
+Put put_of(Index size) { return size * sizeof(T) >= 1 << 20 ? Put::kPast : Put::kOver; }
+
+// The rules of this process, in lists of numbers whose last bits are the same. Rules are added and
+// never removed, so that compiled programs find theirs, and nothing is locked when a process forks.
+std::atomic<const Generated*> rules_by_number[256];
+
+std::atomic<const Generated*>& rules_like(int64_t number) { return rules_by_number[number & 255]; }
+
+std::atomic<void (*)(int64_t)> ask_for_rule{nullptr};
+
+const Generated* rule_of(int64_t number) {
+  const Generated* rule = rules_like(number);
+  while (rule && rule->number != number) rule = rule->next;
+  return rule;
+}
+
+// The rule of a call: `map`, then its operands; and the gradients of those that have one.
+struct CallRule {
+  const Generated* rule = nullptr;
+  Index row = 0, chunk = 0;
+  std::vector<Shared<char>> operands;  // in bytes
+  std::vector<char*> gradients;        // [B, N, size] or null
+  std::vector<Index> sizes;            // of gradients, in bytes for each head
+
+  bool has_gradients() const {
+    return std::any_of(gradients.begin(), gradients.end(), [](char* x) { return x != nullptr; });
+  }
+  HeadRule head(Index b, Index n, Index N, Index t, Index S) const {
+    HeadRule own;
+    if (!rule) return own;
+    own.rule = rule;
+    own.map = reinterpret_cast<const int8_t*>(operands[0].at(b, n));
+    own.chunk = chunk, own.chunks = (S + chunk - 1) / chunk, own.row = row, own.t = t, own.S = S;
+    for (size_t i = 1; i < operands.size(); ++i) own.operands[i - 1] = operands[i].at(b, n);
+    for (size_t i = 0; i < gradients.size(); ++i)
+      own.gradients[i] = gradients[i] ? gradients[i] + (b * N + n) * sizes[i] : nullptr;
+    return own;
+  }
+};
+
+using Buffer = ffi::AnyBuffer;
+
+// The arrays that every function of the kernel is called with, in the order of `native.Arrays`.
+struct Arrays {
+  Buffer query, key, value;
+  Buffer start, stop, q_ids, kv_ids, bias, seeds;  // see Rules
+};
+
+// The numbers that every function is called with: see Rules; `rule` is the number of a generated rule,
+// or 0, and `row` and `chunk` are the sizes of its tile map, see HeadRule. `differentiated` has a bit
+// for each operand whose gradient is computed; statistics add up weights above `least`.
+struct Attributes {
+  double scale, cap, dropout_scale;
+  int64_t threshold, rule, row, chunk, differentiated;
+  double least;
+};
+
+// A call: everything but what goes in and comes out per query.
+struct Call {
+  Inputs q, k, v;
+  Index B, N, K, t, S;
+  Shared<int32_t> start, stop, q_ids, kv_ids;
+  Shared<T> bias;
+  Shared<uint32_t> seeds;
+  T scale, cap, dropout_scale;
+  uint32_t threshold;
+  CallRule own;
+
+  Call(const Arrays& x, const Attributes& attributes)
+      : q(x.query),
+        k(x.key),
+        v(x.value),
+        B(leading(x.query, 3)),
+        N(q.heads),
+        K(k.heads),
+        t(q.tokens),
+        S(k.tokens),
+        start(x.start, B),
+        stop(x.stop, B),
+        q_ids(x.q_ids, B),
+        kv_ids(x.kv_ids, B),
+        bias(x.bias, B),
+        seeds(x.seeds, B),
+        scale(static_cast<T>(attributes.scale)),
+        cap(static_cast<T>(attributes.cap)),
+        dropout_scale(static_cast<T>(attributes.dropout_scale)),
+        threshold(static_cast<uint32_t>(attributes.threshold)) {}
+
+  Head head(Index b, Index n) const {
+    const uint32_t* seed = seeds.at(b, n);
+    const Rules rules = {start.at(b, n), stop.at(b, n), q_ids.at(b, n), kv_ids.at(b, n),
+                         bias.at(b, n),  nullptr,       cap,            seed ? *seed : 0,
+                         threshold,      dropout_scale, S,              own.head(b, n, N, t, S)};
+    const Index g = n / (N / K);
+    return {q.at(b, n), k.at(b, g), v.at(b, g), rules, scale};
+  }
+};
+
+// Runs with the products that a call's queries, keys and values take.
+template <typename Run>
+void by_products(const Call& call, const Run& run) {
+#if JATTN_PAIRS
+  const auto is_half = [](const Inputs& x) { return x.first.type == ffi::BF16; };
+  if (is_half(call.q) && is_half(call.k) && is_half(call.v)) return run(Pairs{});
+#endif
+  run(Wide{});
+}
+
+}  // namespace

@@ -1,0 +1,201 @@
+// One head's output and normalizer, for some blocks of its queries; see attention.cc.
+
+#pragma once
+
+#include "block.h"
+#include "wide.h"
+
+namespace {
+
+// A maximum that grows by less than this stays: weights may be up to e^8, and what has been summed
+// up need not be multiplied (the rule of FlashAttention-4).
+constexpr T kSlack = 8;
+
+// Where results go. Weights are e^(score - most - log_sum): two numbers, as their sum would have no
+// digits left for the second where scores are large. They are written if somebody asks for them.
+struct Results {
+  Rows<T> out, most, log_sum;
+  bool sums;
+  Put how;
+};
+
+// A block of queries on its way over the keys: the online softmax.
+template <typename Products>
+struct ForwardBlock {
+  static constexpr Index L = kLanes;
+
+  Block block;
+  typename Products::Forward sums;
+  T factor;                      // what products are multiplied with
+  bool fresh = true;             // no values are summed yet
+  alignas(64) T most[kQueries];  // the largest score up to kSlack, which weights are relative to
+  alignas(64) T sum[kQueries], shrink[kQueries];
+
+  ForwardBlock(const Head& head, Index first, Index count, Index H, Index V, Bench& bench)
+      : block(head.rules, first, count),
+        sums(head.q.from(first), count, block.width, H, V, head.scale, bench),
+        factor(Products::kScales ? T{1} : head.scale) {
+    std::fill(most, most + block.width, -kInfinity);
+    std::fill(sum, sum + block.width, T{0});
+  }
+
+  // Adds these keys of a tile that starts at key `start`; `exact` if sums of values are to be as exact
+  // as T.
+  void visit(const Head& head, const Keys& seen, Index start, const typename Products::Tile& tile,
+             bool exact, T* scores) {
+    Piece pieces[3];
+    const int count = block.cut(head.rules, seen, kWorth, pieces);
+    for (int n = 0; n < count; ++n) visit(head, pieces[n], start, tile, exact, scores);
+  }
+
+  void visit(const Head& head, const Piece& piece, Index start, const typename Products::Tile& tile,
+             bool exact, T* scores) {
+    const auto [lanes, seen] = piece;
+    const auto [kind, j, keys] = seen;
+    const Index at = j - start;
+    if (fresh && lanes.size < block.width) sums.clear(), fresh = false;
+    sums.scores(tile, at, keys, lanes, scores);
+    const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
+    const Rules& rules = head.rules;
+    const bool by_rule = rules.own.changes(kind);
+    const bool modified = rules.cap != 0 || rules.bias || nonfinite || factor <= 0;
+    if (by_rule) {
+      if (!Products::kScales) scale(scores, keys * lanes.size, factor);
+      apply(rules.own, block, lanes, seen, nonfinite, scores);
+    }
+    const bool grows =
+        by_rule ? online_softmax_step<Steps::kScale>(rules, lanes, j, keys, nullptr, T{1}, scores)
+        : kind == Kind::kMixed
+            ? online_softmax_step<Steps::kMask>(rules, lanes, j, keys, nonfinite, factor, scores)
+        : modified
+            ? online_softmax_step<Steps::kModify>(rules, lanes, j, keys, nonfinite, factor, scores)
+            : online_softmax_step<Steps::kScale>(rules, lanes, j, keys, nonfinite, factor, scores);
+    if (grows && !fresh) sums.rescale(lanes, shrink);
+    sums.add(tile, at, keys, lanes, scores, fresh, exact);
+    fresh = false;
+  }
+
+  // Products, times a factor above 0 if that is the only step, become weights. Returns whether the
+  // running maximum of any query increased.
+  template <Steps kSteps>
+  JATTN_APART bool online_softmax_step(const Rules& rules, Lanes lanes, Index j, Index keys,
+                                       const T* nonfinite, T factor, T* scores) {
+    const Index t = lanes.size, end = lanes.end();
+    bool grows = false;
+    Index i = lanes.first;
+    for (; i + kWide * L <= end; i += kWide * L, scores += kWide * L)
+      grows |= step_lanes<kSteps, kWide>(rules, i, t, j, keys, nonfinite, factor, scores);
+    for (; i + 2 * L <= end; i += 2 * L, scores += 2 * L)
+      grows |= step_lanes<kSteps, 2>(rules, i, t, j, keys, nonfinite, factor, scores);
+    for (; i < end; i += L, scores += L)
+      grows |= step_lanes<kSteps, 1>(rules, i, t, j, keys, nonfinite, factor, scores);
+    return grows;
+  }
+
+  // For N vectors of lanes side by side, so that none waits for its own last sum. Their scores are
+  // rows `t` apart.
+  template <Steps kSteps, int N>
+  bool step_lanes(const Rules& rules, Index first, Index t, Index j, Index keys, const T* nonfinite,
+                  T factor, T* scores) {
+    constexpr bool kModified = kSteps != Steps::kScale;
+    const T left = kModified ? T{1} : factor;  // for what stands in `scores`
+    Vector now[N], shift[N], total[N];
+    for (int n = 0; n < N; ++n) now[n] = all(-kInfinity);
+    for (Index s = 0; s < keys; ++s) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        T* here = scores + s * t + n * L;
+        Vector x = load(here);
+        if constexpr (kModified) {
+          x *= factor;
+          if (nonfinite) x += nonfinite[s];
+          x = block.template modified<kSteps == Steps::kMask>(rules, x, first + n * L, j + s);
+          store(here, x);
+        }
+        now[n] = x > now[n] ? x : now[n];
+      }
+    }
+    bool grows = false;
+    for (int n = 0; n < N; ++n) {
+      const Index i = first + n * L;
+      const Vector before = load(most + i);
+      now[n] *= left;
+      now[n] = now[n] > before + kSlack ? now[n] : before;
+      shift[n] = now[n] == -kInfinity ? Vector{} : now[n];
+      const Vector shrunk = exponential(before - shift[n]);
+      total[n] = load(sum + i) * shrunk;
+      store(most + i, now[n]);
+      store(shrink + i, shrunk);
+      for (int l = 0; l < L; ++l) grows |= now[n][l] != before[l];
+    }
+    for (Index s = 0; s < keys; ++s) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        T* here = scores + s * t + n * L;
+        Vector weights = exponential(load(here) * left - shift[n]);
+        total[n] += weights;
+        if (rules.threshold) weights = block.dropped(rules, weights, first + n * L, j + s);
+        store(here, weights);
+      }
+    }
+    for (int n = 0; n < N; ++n) store(sum + first + n * L, total[n]);
+    return grows;
+  }
+
+  // Whether a sum of values has overflowed in a row that is not NaN for another reason.
+  bool overflowed(Index V) const {
+    if (fresh || all_finite(sums.out, block.count * V)) return false;
+    for (Index i = 0; i < block.count; ++i)
+      if (std::isfinite(sum[i]) && !all_finite(sums.out + i * V, V)) return true;
+    return false;
+  }
+
+  void finish(const Results& to, Index V, T down) {
+    if (fresh) std::fill(sums.out, sums.out + block.width * V, T{0});
+    for (Index i = 0; i < block.width; i += L) {
+      const Vector total = load(sum + i);
+      const Ints dead = total == T{0};
+      store(shrink + i, dead ? Vector{} : 1 / (total * down));
+      if (to.sums) store(sum + i, dead ? Vector{} : logarithm(total));
+    }
+    for (Index i = 0; i < block.count; ++i)
+      put_row(to.out[block.first + i], sums.out + i * V, to.out.size, shrink[i], to.how);
+    if (!to.sums) return;
+    for (Index i = 0; i < block.count; ++i) {
+      *to.most[block.first + i] = most[i];
+      *to.log_sum[block.first + i] = sum[i];
+    }
+  }
+};
+
+// Results of queries first .. first + count - 1, at most kTogether blocks. Values are multiplied with
+// `down`, a power of two, and once more with a smaller one where their sums overflow.
+template <typename Products>
+void forward(const Head& head, Index first, Index count, const Results& results, T down = 1) {
+  using OneBlock = ForwardBlock<Products>;
+  const Index H = up(head.q.size, kLanes), V = up(head.v.size, kLanes);
+  const typename Products::Session session;
+  Bench bench(Products::Forward::size(up(count, kQueries), H, V) +
+              Products::Tile::size(H, V, kKeys) + Products::room(kKeys) * kQueries);
+  typename Products::Tile tile(H, V, kKeys, false, bench);
+  tile.down = down;
+  T* scores = bench.take(Products::room(kKeys) * kQueries);
+  thread_local std::vector<OneBlock> blocks;
+  blocks.clear();
+  blocks.reserve(kTogether);
+  for (Index i = 0; i < count; i += kQueries)
+    blocks.emplace_back(head, first + i, std::min(kQueries, count - i), H, V, bench);
+  visit_tiles(head, blocks, tile, [&](OneBlock& one, const Keys& seen, Index start) {
+    one.visit(head, seen, start, tile, results.sums, scores);
+  });
+  for (OneBlock& one : blocks) one.sums.settle();
+  const auto overflowed = [V](const OneBlock& one) { return one.overflowed(V); };
+  if (down == 1 && std::any_of(blocks.begin(), blocks.end(), overflowed)) {
+    // Weights are at most e^kSlack.
+    down = std::exp2(-std::ceil(std::log2(T(head.rules.S)) + kSlack * T(1.5)));
+    return forward<Wide>(head, first, count, results, down);
+  }
+  for (OneBlock& one : blocks) one.finish(results, V, down);
+}
+
+}  // namespace
