@@ -26,8 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn import bounds, expressions, integers, undecided
-from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
@@ -45,7 +43,6 @@ from jattn._pytree import (
     take_tile,
 )
 from jattn._types import Allowed, AnyArray, Indices, Positions, Shape, Size
-from jattn.bounds import Interval
 from jattn.checks import (
     check_array,
     check_function,
@@ -58,7 +55,13 @@ from jattn.checks import (
     function_name,
     shown,
 )
-from jattn.integers import is_below, is_integer, is_known
+from jattn.functions import integers, intervals, undecided
+from jattn.functions.integers import is_below, is_integer, is_known
+from jattn.functions.interval_rules import Interval
+from jattn.functions.nodes import Expression
+from jattn.functions.programs import traced, unseen
+from jattn.functions.read import read
+from jattn.functions.snapshots import frozen, is_frozen
 
 
 __all__ = [
@@ -1029,10 +1032,10 @@ class Predicate(Mask):
     when one of them changes; one that reads lists, dicts or attributes is traced in each call, and
     compiled where its program is another.
 
-    Which tiles it empties is read off the function itself, by interval arithmetic (see
-    `jattn.bounds`), as far as its operations are known there. `bounds(tile) -> (maybe_any,
-    surely_all)` takes the place of that. It is asked about n × m tiles at once, with rows `[n, 1]`
-    and columns `[1, m]` (see `Tile`), and both answers are booleans that broadcast to `[n, m]`: for
+    Which tiles it empties is read off the function itself, by interval arithmetic, as far as its
+    operations are known in `functions.interval_rules`. `bounds(tile) -> (maybe_any, surely_all)`
+    takes the place of that. It is asked about n × m tiles at once, with rows `[n, 1]` and columns
+    `[1, m]` (see `Tile`), and both answers are booleans that broadcast to `[n, m]`: for
     `kv_idx > q_idx + 200`
 
         lambda tile: (
@@ -1078,7 +1081,7 @@ class Predicate(Mask):
         jax.eval_shape(unseen(self._scalar), *_EXAMPLES)
 
     def lasting(self) -> "Predicate":
-        """The same mask, with functions that do not change: see `jattn._functions`.
+        """The same mask, with functions that do not change: see `functions.snapshots`.
 
         Raises:
             TypeError: the function does not return a boolean scalar.
@@ -1116,7 +1119,7 @@ class Predicate(Mask):
 
         with _promotion(q.dtype):
             dtypes = np.int32, np.int32, q.dtype, kv.dtype
-            return _Rule(expressions.read(unseen(self._scalar), dtypes, self.operands))
+            return _Rule(read(unseen(self._scalar), dtypes, self.operands))
 
     def bounds(self, tile):
         if self.bounds_fn is None:
@@ -1134,7 +1137,7 @@ class Predicate(Mask):
 class _Rule:
     """The function of a `Predicate` as an expression, which tells bounds by interval arithmetic."""
 
-    def __init__(self, expression: expressions.Expression):
+    def __init__(self, expression: Expression):
         self.expression = expression
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
@@ -1142,7 +1145,7 @@ class _Rule:
         q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
         given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
         with _promotion(q_lo.dtype):
-            found = bounds.of(self.expression, given)
+            found = intervals.of(self.expression, given)
         return found.hi, found.lo
 
 

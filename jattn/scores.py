@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
@@ -41,6 +40,8 @@ from jattn.checks import (
     explained,
     function_name,
 )
+from jattn.functions.programs import traced, unseen
+from jattn.functions.snapshots import frozen, is_frozen
 
 
 __all__ = [
@@ -383,7 +384,7 @@ class Score(ScoreFunction):
         jax.eval_shape(unseen(self._scalar), *_examples(dtype))
 
     def lasting(self, dtype: Any) -> "Score":
-        """The same function of scores of a dtype, which does not change: see `jattn._functions`.
+        """The same function of scores of a dtype, which does not change: see `functions.snapshots`.
 
         Raises:
             TypeError: the function does not return a float scalar.

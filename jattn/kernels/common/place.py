@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn import masks, scores, undecided
+from jattn import masks, scores
 from jattn._pytree import is_static, number, pytree_dataclass
-from jattn.integers import is_below
+from jattn.functions import undecided
+from jattn.functions.integers import is_below
 from jattn.masks import And, Mask, Not, Or, Span
 from jattn.scores import ScoreFunction, Then
 from jattn.spec import Origin, Spec

@@ -1,7 +1,7 @@
 """Masks and score functions as C++ for the kernel's own vectors, with their derivatives.
 
 A spec is one function of scalars: `(score, b, h, i, j) -> (modified score, allowed)`, in the one
-order of `jattn.tile`. It is read as an expression (`jattn.expressions`), and cut in two. What
+order of `jattn.tile`. It is read as an expression (`jattn.functions.read`), and cut in two. What
 depends on the query alone, on the key alone, on their distance or on the head becomes an array that
 JAX computes once per call; for these T + S numbers any operation will do, and their derivative is
 JAX's. The rest, the core, is what each pair needs, and becomes vector code: lanes are queries.
@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import expressions
 from jattn._pytree import select_head, take_tile
 from jattn._types import Shape
-from jattn.expressions import Node
+from jattn.functions import nodes, operations
+from jattn.functions.nodes import Node
+from jattn.functions.read import read
 from jattn.kernels.cpu.text import COTANGENT, FIRST, KEY, QUERY, SCORE, B, H, function_of, kind
 from jattn.masks import Span
 from jattn.scores import in_order
@@ -123,8 +124,8 @@ class _Core(NamedTuple):
 class _Cutter:
     """Replaces what is computed outside with inputs."""
 
-    def __init__(self, nodes: Sequence[Node], tables: list[Any]):
-        self.depends = _dependences(nodes)
+    def __init__(self, found: Sequence[Node], tables: list[Any]):
+        self.depends = _dependences(found)
         self.tables = tables
         self.cuts: list[tuple[Operand, Any]] = []
         self._new: dict[int, Node] = {}
@@ -155,7 +156,7 @@ class _Cutter:
 
     def _widened(self, node: Node, dtype: Any) -> Node:
         if node.op == "const":
-            return expressions.const(node.param, dtype)
+            return nodes.const(node.param, dtype)
         wide = Node("convert_element_type", (node,), np.dtype(dtype))
         self.depends[id(wide)] = self.depends[id(node)]
         self._made.append(wide)  # as long as its id is
@@ -198,15 +199,15 @@ _MOST_IN_A_ROW = 200  # operations; Python's own recursion bears some more
 
 
 def _cut(results: list[Node], tables: list[Any]) -> _Core:
-    nodes = expressions.in_order(results)
+    found = nodes.in_order(results)
     in_a_row: dict[int, int] = {}
-    for node in nodes:
+    for node in found:
         in_a_row[id(node)] = 1 + max((in_a_row[id(x)] for x in node.args), default=0)
         if in_a_row[id(node)] > _MOST_IN_A_ROW:
             raise NotImplementedError(
                 f"functions of pairs have at most {_MOST_IN_A_ROW} operations in a row"
             )
-    cutter = _Cutter(nodes, tables)
+    cutter = _Cutter(found, tables)
     depends = [cutter.depends[id(x)] for x in results]
     return _Core([cutter.replaced(x) for x in results], cutter.cuts, depends)
 
@@ -217,7 +218,7 @@ def _cut(results: list[Node], tables: list[Any]) -> _Core:
 def _evaluated(roots: Sequence[Node], inputs: dict[Any, Any], tables: list[Any]) -> dict[int, Any]:
     """The nodes as arrays, which broadcast; `inputs` by number, or nodes that are given by id."""
     found: dict[int, Any] = {}
-    for node in expressions.in_order(roots):
+    for node in nodes.in_order(roots):
         args = [found[id(x)] for x in node.args]
         if node.op == "input":
             found[id(node)] = inputs[node.param]
@@ -229,7 +230,7 @@ def _evaluated(roots: Sequence[Node], inputs: dict[Any, Any], tables: list[Any])
         elif node.op == "entry":
             found[id(node)] = args[0]  # of the place that was looked up
         else:
-            found[id(node)] = expressions.apply(node, args)
+            found[id(node)] = operations.apply(node, args)
     return found
 
 
@@ -304,7 +305,7 @@ def _table_of(tables: list[Any], number: int, head: Any, shapes: Shapes, operand
 def _core_of(spec: Spec, dtype: Any) -> tuple[_Core, list[Any]]:
     run, leaves = spec_function(spec)
     with jax.numpy_dtype_promotion("standard"):
-        expression = expressions.read(run, (dtype, *[np.int32] * 4), leaves)
+        expression = read(run, (dtype, *[np.int32] * 4), leaves)
     if expression.effect:
         raise NotImplementedError(f"functions of pairs have no operation {expression.effect}")
     return _cut(expression.results, expression.tables), expression.tables
@@ -320,15 +321,15 @@ def rule_of(spec: Spec, dtype: Any, gradients: bool) -> Rule:
     score, _ = core.results
     modifies = not (score.op == "input" and score.param == SCORE)
     pull = _pullback(core, operands, np.dtype(dtype)) if modifies else None
-    text = function_of(expressions.values(core.results), operands, dtype)
+    text = function_of(nodes.values(core.results), operands, dtype)
     keeps = False
     differentiated: tuple[int, ...] = ()
     if pull is not None:
         d_score, d_operands = pull
         d_operands = d_operands if gradients else []
         differentiated = tuple(sorted({n for n, _ in d_operands}))
-        backward = expressions.values([d_score, *(node for _, node in d_operands)])
-        keeps = any(x.op == "input" and x.param == SCORE for x in expressions.in_order(backward))
+        backward = nodes.values([d_score, *(node for _, node in d_operands)])
+        keeps = any(x.op == "input" and x.param == SCORE for x in nodes.in_order(backward))
         gradients_of = [(n, operands[n]) for n, _ in d_operands]
         text += function_of(backward, operands, dtype, gradients_of)
     if len(operands) > MOST_OPERANDS:
@@ -346,11 +347,11 @@ def _pullback(
     """Nodes of the cotangents of the score and of float operands, given that of the result; of a
     table there may be several."""
     score = core.results[0]
-    nodes = expressions.in_order([score])
-    entries = [x for x in nodes if x.op == "entry"]
+    found_nodes = nodes.in_order([score])
+    entries = [x for x in found_nodes if x.op == "entry"]
     floats = [n for n, x in enumerate(operands) if _is_float(x.dtype) and x.kind != "table"]
     looked_up = [x for x in entries if _is_float(x.dtype)]
-    others = [x for x in nodes if x.op == "input" and not _is_float(x.dtype)]
+    others = [x for x in found_nodes if x.op == "input" and not _is_float(x.dtype)]
     given = [x for x in entries if not _is_float(x.dtype)]
 
     # What is differentiated comes first, then what is not, as scalars.
@@ -361,7 +362,7 @@ def _pullback(
         found: dict[int, Any] = {}
         known = dict(zip(map(id, looked_up), own[1 + len(floats) :], strict=True))
         known |= dict(zip(map(id, given), rest[len(others) :], strict=True))
-        for node in nodes:
+        for node in found_nodes:
             if id(node) in known:
                 found[id(node)] = known[id(node)]
             elif node.op == "input":
@@ -369,7 +370,7 @@ def _pullback(
             elif node.op == "const":
                 found[id(node)] = jnp.asarray(node.param, node.dtype)
             else:
-                found[id(node)] = expressions.apply(node, [found[id(x)] for x in node.args])
+                found[id(node)] = operations.apply(node, [found[id(x)] for x in node.args])
         return found[id(score)]
 
     count = 1 + len(floats) + len(looked_up)
@@ -381,13 +382,13 @@ def _pullback(
         return [x.astype(dtype) for x in pull(cotangent)]
 
     dtypes = [dtype, *wanted, *(x.dtype for x in (*others, *given)), dtype]
-    read = expressions.read(pullback, dtypes)
-    if read.tables:
+    expression = read(pullback, dtypes)
+    if expression.tables:
         raise NotImplementedError("the derivative of a score function needs an array of its own")
     numbers: list[Any] = [Node("input", (), dtype, SCORE)]
     numbers += [Node("input", (), operands[n].dtype, FIRST + n) for n in floats]
     numbers += [*looked_up, *others, *given, Node("input", (), dtype, COTANGENT)]
-    renamed = _renamed(read.results, numbers)
+    renamed = _renamed(expression.results, numbers)
     found = list(zip(floats, renamed[1:], strict=False))
     for node, d_node in zip(looked_up, renamed[1 + len(floats) :], strict=True):
         number: Any = node.args[0].param
@@ -399,7 +400,7 @@ def _pullback(
 def _renamed(results: list[Node], inputs: list[Node]) -> list[Node]:
     """The nodes with others in place of their inputs."""
     found: dict[int, Node] = {}
-    for node in expressions.in_order(results):
+    for node in nodes.in_order(results):
         if node.op == "input":
             found[id(node)] = inputs[node.param]  # pyright: ignore
         else:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jattn.expressions import Node, in_order
+from jattn.functions.nodes import Node, in_order
 
 
 # Numbers of inputs: operands come from FIRST on.

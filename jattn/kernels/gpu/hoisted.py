@@ -24,9 +24,10 @@ from jax.extend.core import get_opaque_trace_state
 from jax.interpreters import partial_eval
 from jaxtyping import Array
 
-from jattn import expressions, scores
+from jattn import scores
 from jattn._pytree import array_field, pytree_dataclass, static_field
-from jattn.expressions import Node
+from jattn.functions.nodes import Expression, Node
+from jattn.functions.read import read
 from jattn.kernels.gpu import by_distance
 from jattn.kernels.gpu.kernel_refs import GatherRef
 from jattn.spec import Shapes, Spec
@@ -185,7 +186,7 @@ def sites(score: scores.Score, positions_are_places: bool) -> list[Site] | None:
         return [x for _, place in found for x in place]
 
     try:
-        expression = expressions.read(places, [jnp.float32, *[jnp.int32] * 4])
+        expression = read(places, [jnp.float32, *[jnp.int32] * 4])
     except _Unreadable:
         return None
     on, growth, results = _inputs(expression), _growth(expression), iter(expression.results)
@@ -204,7 +205,7 @@ def _field(on: frozenset[int], by_distance: bool) -> str | None:
     return None if found == "by_distance" and not by_distance else found
 
 
-def _inputs(expression: expressions.Expression) -> dict[Node, frozenset[int]]:
+def _inputs(expression: Expression) -> dict[Node, frozenset[int]]:
     """The inputs on which each node depends; all, where that is not known."""
     found: dict[Node, frozenset[int]] = {}
     for node in expression.nodes:
@@ -216,7 +217,7 @@ def _inputs(expression: expressions.Expression) -> dict[Node, frozenset[int]]:
 _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 
 
-def _growth(expression: expressions.Expression) -> dict[Node, int | None]:
+def _growth(expression: Expression) -> dict[Node, int | None]:
     """By how much each node grows where q and kv both grow by one, also where 32 bits are too few;
     None where that is not known. What does not grow depends on their distance."""
     found: dict[Node, int | None] = {}

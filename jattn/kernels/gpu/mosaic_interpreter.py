@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import bounds
-from jattn.bounds import Interval
-from jattn.expressions import called_program, is_division, operation
+from jattn.functions import intervals
+from jattn.functions.interval_rules import Interval
+from jattn.functions.read import called_program, is_division, operation
 
 
 # What is computed entry by entry, and what Mosaic GPU knows of that.
@@ -255,8 +255,8 @@ class _Registers(NamedTuple):
             raise NotImplementedError(_OTHER_WORDS.get(name, name))
         found = self.elementwise(equation, values, shapes, result.shape)
         if jnp.issubdtype(result.dtype, jnp.integer):
-            intervals = self.intervals(equation, values)
-            of = bounds.of_operation(name, result.dtype, intervals, params.get("y"))
+            operands = self.intervals(equation, values)
+            of = intervals.of_operation(name, result.dtype, operands, params.get("y"))
             self.noted.append((found, of))
         return found
 
@@ -268,7 +268,7 @@ class _Registers(NamedTuple):
             if number is not None and not isinstance(number, jax.Array):  # it is known already
                 value = np.asarray(number, variable.aval.dtype)
                 noted = Interval(value, value)
-            found.append(bounds.anything(variable.aval.dtype) if noted is None else noted)
+            found.append(intervals.anything(variable.aval.dtype) if noted is None else noted)
         return found
 
     def never_negative(self, equation: Any, values: list[Any]) -> bool:

@@ -12,7 +12,6 @@ An operation that is not known here becomes a node `unknown`, so that the rest c
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -30,56 +29,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jattn._types import Shape
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Node:
-    """One scalar: an operation, the nodes that it takes, the dtype of its result.
-
-    Operations have the names of JAX's primitives, and besides these there are
-
-    * `input`, with its number as `param`, and `const`, with its value;
-    * `look_up`: the entry of table `param` at the places `args`, which are held within its sizes;
-    * `floor_divide` and `remainder` of integers, as Python has them;
-    * `custom`: the node `args[0]`, which is the function `param` of the other nodes. Its derivative
-      is the one that JAX takes of this function;
-    * `unknown`, with the name of what it was.
-    """
-
-    op: str
-    args: tuple["Node", ...]
-    dtype: Any
-    param: Hashable = None
-
-
-class Expression(NamedTuple):
-    """The results of a program, the arrays in which it looks numbers up, and which operation of it
-    has effects, such as printing, if any."""
-
-    results: list[Node]
-    tables: list[Any]
-    effect: str | None = None
-
-    @property
-    def nodes(self) -> list[Node]:
-        """All nodes of the results, each after those that it takes."""
-        return in_order(self.results)
-
-
-def in_order(roots: Sequence[Node]) -> list[Node]:
-    """All nodes that these are made of, each once and after those that it takes."""
-    found: dict[int, Node] = {}
-    left = [(node, False) for node in reversed(roots)]
-    while left:
-        node, is_ready = left.pop()
-        if id(node) in found:
-            continue
-        if is_ready:
-            found[id(node)] = node
-        else:
-            left.append((node, True))
-            left.extend((x, False) for x in reversed(node.args))
-    return list(found.values())
+from jattn.functions.nodes import Expression, Node, const
 
 
 def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = ()) -> Expression:
@@ -100,43 +50,6 @@ def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = (
     return Expression(nodes, reader.tables, effect)
 
 
-def values(roots: Sequence[Node]) -> list[Node]:
-    """Returns the nodes as they are computed: without the functions of `custom` nodes."""
-    plain: dict[int, Node] = {}
-    for node in in_order(roots):
-        args = tuple(plain[id(x)] for x in node.args)
-        unchanged = all(x is y for x, y in zip(args, node.args, strict=True))
-        is_custom = node.op == "custom"
-        plain[id(node)] = args[0] if is_custom else node if unchanged else replace(node, args=args)
-    return [plain[id(x)] for x in roots]
-
-
-def apply(node: Node, args: Sequence[Any]) -> Any:
-    """An operation on arrays that broadcast, by JAX.
-
-    Raises NotImplementedError for one that is not known.
-    """
-    if node.op == "unknown":
-        raise NotImplementedError(f"functions of pairs have no operation {node.param}")
-    shape = np.broadcast_shapes(*map(np.shape, args))
-    args = [jax.numpy.broadcast_to(x, shape) for x in args]
-    special: dict[str, Callable[..., Any]] = {
-        "convert_element_type": lambda x: x.astype(node.dtype),
-        "integer_pow": lambda x: lax.integer_pow(x, node.param),  # pyright: ignore
-        "round": lambda x: lax.round(x, node.param),  # pyright: ignore
-        "reduce_precision": lambda x: lax.reduce_precision(x, *node.param),  # pyright: ignore
-        "custom": lambda _, *inputs: jax.numpy.vectorize(node.param)(*inputs),  # pyright: ignore
-        "floor_divide": jax.numpy.floor_divide,
-        "remainder": jax.numpy.remainder,
-        "select_n": lax.select_n,
-        "and": lax.bitwise_and,
-        "or": lax.bitwise_or,
-        "xor": lax.bitwise_xor,
-        "not": lax.bitwise_not,
-    }
-    return special.get(node.op, getattr(lax, node.op, None))(*args)  # pyright: ignore
-
-
 # --- arrays as functions ------------------------------------------------------------------------
 
 Place = int | Node  # where something stands along an axis
@@ -154,11 +67,6 @@ class _Array(NamedTuple):
 
 def _scalar(node: Node) -> _Array:
     return _Array((), node.dtype, lambda _: node)
-
-
-def const(value: Any, dtype: Any) -> Node:
-    """A number that is known."""
-    return Node("const", (), np.dtype(dtype), np.asarray(value, dtype).item())
 
 
 def _as_node(place: Place) -> Node:

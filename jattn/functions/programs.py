@@ -1,0 +1,161 @@
+"""Programs of users' functions that read what may change, and the traced arrays that they hold.
+
+`traced` traces a function in each call, and gives the same object for equal programs, so that they
+share what is compiled.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
+
+from jattn._explicit import evaluated, is_bound, without_mesh
+from jattn.functions.snapshots import Key, Same, Unsure, kept
+
+
+def traced(
+    name: str, function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The program of `function(*scalars, *operands)` as a function of a name, and the operands that
+    it takes.
+
+    The program does not depend on what the function reads, whatever that is: it computes with the
+    values of now. Equal programs are one function. Traced arrays that the function reads become
+    more operands, which can be differentiated and outlive the trace in which they were made.
+    """
+    with without_mesh():  # the program may run where the mesh has other types
+        program = jax.make_jaxpr(unseen(function))(*scalars, *operands)
+        constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
+        # Without its constants, which JAX from 0.12 on has in the program itself: there their
+        # variables become the first arguments.
+        jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
+        key = _program_key(jaxpr, constants)
+    dtypes = [x.aval.dtype for x in program.jaxpr.invars]
+    arrays = [x for x in program.consts if is_bound(x)]
+    n_arguments = len(scalars) + len(operands)
+
+    def run(*arguments: Any) -> Any:
+        more = iter(arguments[n_arguments:])
+        consts = [next(more) if x is None else x for x in constants]
+        leaves = jax.tree.leaves(arguments[:n_arguments])
+        typed = [x if x.dtype == y else x.astype(y) for x, y in zip(leaves, dtypes, strict=True)]
+        (result,) = evaluated(jaxpr, consts, typed)
+        return result
+
+    run.__name__ = name
+    return kept(("program", name, n_arguments, key), run, transient=True), (*operands, *arrays)
+
+
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function as another object: of one that it has traced, JAX keeps the program."""
+
+    def again(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return again
+
+
+def _with_copies(value: Any) -> Any:
+    """A program or a parameter of one with copies of NumPy's arrays. While an array of JAX's for
+    one of them lives, JAX takes it again, whatever was written to NumPy's."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Literal):
+        return Literal(_with_copies(value.val), value.aval)
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_copies, value))
+    if isinstance(value, JaxprEqn):
+        params = {name: _with_copies(x) for name, x in value.params.items()}
+        return value.replace(invars=_with_copies(value.invars), params=params)
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        program: Any = getattr(value, "jaxpr", value)
+        eqns, outvars = _with_copies(program.eqns), _with_copies(program.outvars)
+        program = program.replace(eqns=eqns, outvars=outvars)
+        consts = getattr(value, "consts", None)
+        return program if consts is None else ClosedJaxpr(program, _with_copies(consts))
+    return value
+
+
+_ORDERS = 3  # of derivatives that programs have to share, one more than our own functions have
+
+
+def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) -> Hashable:
+    """Returns a key that programs share only if they compute the same, and their derivatives up to
+    the given order do. `constants` are None where they are operands."""
+    numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    avals = tuple(x.aval for x in numbers)
+
+    def operand(x: Any) -> Hashable:
+        return (x.aval, _parameter(x.val, orders)) if hasattr(x, "val") else numbers[x]
+
+    equations = []
+    for equation in jaxpr.eqns:
+        operands = tuple(map(operand, equation.invars))
+        results = tuple(x.aval for x in equation.outvars)
+        how = _parameters(equation, orders)
+        numbers.update((x, len(numbers) + n) for n, x in enumerate(equation.outvars))
+        equations.append((equation.primitive, operands, results, how))
+    results = tuple(map(operand, jaxpr.outvars))
+    known = tuple(_parameter(x, orders) for x in constants)
+    return avals, known, tuple(equations), results
+
+
+def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
+    """Returns a key of an equation's parameters. A derivative rule is a new object in each trace,
+    so that the program of the derivative stands in its place."""
+    params = equation.params
+    if equation.primitive in (custom_jvp_call_p, custom_vjp_call_p):
+        with contextlib.suppress(Exception):  # a rule that raises does so when it is asked for
+            program = _derivative(equation) if orders else None
+            derivative = program and _program_key(program.jaxpr, program.consts, orders - 1)
+            return _parameter(params["call_jaxpr"], orders), derivative
+    return tuple((name, _parameter(x, orders)) for name, x in sorted(params.items()))
+
+
+def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program of the derivative of a call that has its own rule."""
+    primitive = equation.primitive
+    avals: list[Any] = [x.aval for x in equation.invars]
+    is_float = [jax.numpy.issubdtype(x.dtype, np.inexact) for x in avals]
+
+    def derivative(operands: list[Any], directions: Any) -> Any:
+        def call(floats: list[Any]) -> Any:
+            values = iter(floats)
+            given = [next(values) if x else y for x, y in zip(is_float, operands, strict=True)]
+            return primitive.bind(*given, **primitive.get_bind_params(equation.params))
+
+        floats = list(itertools.compress(operands, is_float))
+        if primitive is custom_jvp_call_p:
+            return jax.jvp(call, (floats,), (directions,))
+        results, pull_back = jax.vjp(call, floats)
+        return results, pull_back(directions)
+
+    is_jvp = primitive is custom_jvp_call_p
+    like = itertools.compress(avals, is_float) if is_jvp else (x.aval for x in equation.outvars)
+    return jax.make_jaxpr(derivative)(avals, list(like))
+
+
+def _parameter(value: Any, orders: int) -> Hashable:
+    """Returns a key of a constant or a parameter of a program: of a value, a program, or a tuple of
+    these."""
+    program = getattr(value, "jaxpr", value)
+    if hasattr(program, "eqns"):
+        return _program_key(program, getattr(value, "consts", ()), orders)
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_parameter(x, orders) for x in value)
+    try:
+        if hasattr(value, "dtype") and not isinstance(value, Tracer):
+            return Key().memory(np.asarray(value))
+        key = type(value), repr(value) if isinstance(value, float | complex) else value
+        hash(key)
+    except (Unsure, TypeError):  # an array of random keys, say
+        return Same(value)
+    return key
