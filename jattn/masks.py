@@ -59,7 +59,7 @@ from jattn.functions import integers, intervals, undecided
 from jattn.functions.integers import is_below, is_integer, is_known
 from jattn.functions.interval_rules import Interval
 from jattn.functions.nodes import Expression
-from jattn.functions.programs import traced, unseen
+from jattn.functions.programs import Program, program_of, unseen
 from jattn.functions.read import read
 from jattn.functions.snapshots import frozen, is_frozen
 
@@ -1081,20 +1081,19 @@ class Predicate(Mask):
         jax.eval_shape(unseen(self._scalar), *_EXAMPLES)
 
     def lasting(self) -> "Predicate":
-        """The same mask, with functions that do not change: see `functions.snapshots`.
+        """The same mask, with functions that do not change: see `functions.programs`.
 
         Raises:
             TypeError: the function does not return a boolean scalar.
         """
+        if isinstance(self.fn, Program):
+            return self
         with explained("Predicate", self.fn):
             own = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
         if own is not self.fn:
             return Predicate(own, *self.operands).lasting()
-        fn, operands, bounds = frozen(self.fn), self.operands, self.bounds_fn
-        if not is_frozen(fn):
-            name = function_name(self.fn)
-            fn, operands = traced(name, self._scalar, operands, *_EXAMPLES)
-        bounds = bounds and frozen(bounds)
+        name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
+        fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
         # Bounds only save time: without them the predicate is evaluated.
         return Predicate._checked(fn, operands, bounds if bounds and is_frozen(bounds) else None)
 

@@ -6,7 +6,7 @@ a function, its bounds, its dependence on each argument, its code, walks these n
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -63,15 +63,31 @@ def in_order(roots: Sequence[Node]) -> list[Node]:
     return list(found.values())
 
 
-def values(roots: Sequence[Node]) -> list[Node]:
-    """Returns the nodes as they are computed: without the functions of `custom` nodes."""
-    plain: dict[int, Node] = {}
+def fold(roots: Sequence[Node], rule: Callable[[Node, list[Any]], Any]) -> dict[int, Any]:
+    """`rule(node, results of its arguments)` for each node that these are made of, by its id."""
+    found: dict[int, Any] = {}
     for node in in_order(roots):
-        args = tuple(plain[id(x)] for x in node.args)
+        found[id(node)] = rule(node, [found[id(x)] for x in node.args])
+    return found
+
+
+def replaced(roots: Sequence[Node], rule: Callable[[Node, list[Node]], Node | None]) -> list[Node]:
+    """The nodes with what `rule` gives for each, of its replaced arguments; None: the same node."""
+
+    def one(node: Node, args: list[Node]) -> Node:
+        new = rule(node, args)
+        if new is not None:
+            return new
         unchanged = all(x is y for x, y in zip(args, node.args, strict=True))
-        is_custom = node.op == "custom"
-        plain[id(node)] = args[0] if is_custom else node if unchanged else replace(node, args=args)
-    return [plain[id(x)] for x in roots]
+        return node if unchanged else replace(node, args=tuple(args))
+
+    found = fold(roots, one)
+    return [found[id(x)] for x in roots]
+
+
+def values(roots: Sequence[Node]) -> list[Node]:
+    """The nodes as they are computed: without the functions of `custom` nodes."""
+    return replaced(roots, lambda node, args: args[0] if node.op == "custom" else None)
 
 
 def const(value: Any, dtype: Any) -> Node:

@@ -7,7 +7,32 @@ import jax
 import numpy as np
 from jax import lax
 
-from jattn.functions.nodes import Node
+from jattn.functions.nodes import Node, fold
+
+
+def is_reference(x: Any) -> bool:
+    """Whether an operand is a reference to memory, as kernels have them, in place of an array."""
+    return hasattr(x, "inside")
+
+
+def evaluated(roots: Sequence[Node], scalars: Any, tables: Sequence[Any]) -> list[Any]:
+    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers."""
+
+    def value(node: Node, args: list[Any]) -> Any:
+        if node.op == "input":
+            return scalars[node.param]
+        if node.op == "const":
+            return jax.numpy.asarray(node.param, node.dtype)
+        if node.op != "look_up":
+            return apply(node, args)
+        table: Any = tables[node.param]  # pyright: ignore
+        if is_reference(table):
+            return table.inside(*(x.astype(jax.numpy.int32) for x in args))
+        table = jax.numpy.asarray(table)
+        return table.at[tuple(args)].get(mode="clip") if args else table
+
+    found = fold(roots, value)
+    return [found[id(x)] for x in roots]
 
 
 def apply(node: Node, args: Sequence[Any]) -> Any:

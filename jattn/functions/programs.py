@@ -1,7 +1,7 @@
-"""Programs of users' functions that read what may change, and the traced arrays that they hold.
+"""Users' functions as programs, which are keys of compiled programs and compute what they did.
 
-`traced` traces a function in each call, and gives the same object for equal programs, so that they
-share what is compiled.
+`program_of` traces a function once for all functions that are sure to compute the same. Others it
+traces in each call: equal programs are one object, so that they share what is compiled.
 """
 
 import contextlib
@@ -11,45 +11,107 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.config import trace_context
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from jattn._explicit import evaluated, is_bound, without_mesh
-from jattn.functions.snapshots import Key, Same, Unsure, kept
+from jattn.functions import operations, snapshots
+from jattn.functions.operations import is_reference
+from jattn.functions.read import Reader
+from jattn.functions.snapshots import Key, Same, Unsure
 
 
-def traced(
-    name: str, function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The program of `function(*scalars, *operands)` as a function of a name, and the operands that
-    it takes.
+class Program:
+    """A function of scalars and operands as it was when it was traced.
 
-    The program does not depend on what the function reads, whatever that is: it computes with the
-    values of now. Equal programs are one function. Traced arrays that the function reads become
-    more operands, which can be differentiated and outlive the trace in which they were made.
+    Operands may also be references to memory, as kernels have them: the function may index these.
     """
-    with without_mesh():  # the program may run where the mesh has other types
-        program = jax.make_jaxpr(unseen(function))(*scalars, *operands)
-        constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
+
+    def __init__(self, name: str, program: ClosedJaxpr, n_arguments: int):
+        self.__name__, self._n_arguments = name, n_arguments
+        self._dtypes = [x.aval.dtype for x in program.jaxpr.invars]
+        self._constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
         # Without its constants, which JAX from 0.12 on has in the program itself: there their
         # variables become the first arguments.
-        jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
-        key = _program_key(jaxpr, constants)
-    dtypes = [x.aval.dtype for x in program.jaxpr.invars]
-    arrays = [x for x in program.consts if is_bound(x)]
-    n_arguments = len(scalars) + len(operands)
+        self._jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
 
-    def run(*arguments: Any) -> Any:
-        more = iter(arguments[n_arguments:])
-        consts = [next(more) if x is None else x for x in constants]
-        leaves = jax.tree.leaves(arguments[:n_arguments])
-        typed = [x if x.dtype == y else x.astype(y) for x, y in zip(leaves, dtypes, strict=True)]
-        (result,) = evaluated(jaxpr, consts, typed)
+    @property
+    def key(self) -> Hashable:
+        """What programs share only if they compute the same, and their derivatives do."""
+        return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
+
+    def __call__(self, *arguments: Any) -> Any:
+        n = self._n_arguments
+        leaves, more = jax.tree.leaves(arguments[:n]), iter(arguments[n:])
+        typed = [
+            x if x.dtype == y else x.astype(y) for x, y in zip(leaves, self._dtypes, strict=True)
+        ]
+        constants = [next(more) if x is None else x for x in self._constants]
+        values = [*constants, *typed]
+        if any(map(is_reference, values)):
+            return self._read(values)
+        (result,) = evaluated(self._jaxpr, constants, typed)
         return result
 
-    run.__name__ = name
-    return kept(("program", name, n_arguments, key), run, transient=True), (*operands, *arrays)
+    def _read(self, values: list[Any]) -> Any:
+        """The result by its expression, as values are references to memory."""
+        reader, scalars = Reader(), [x for x in values if np.ndim(x) == 0]
+        numbers = itertools.count()
+        given = [
+            reader.table(x) if np.ndim(x) else reader.input(next(numbers), x.dtype) for x in values
+        ]
+        (result,) = reader.run(self._jaxpr, given)
+        node = reader.shared(result.at(()))
+        try:
+            return operations.evaluated([node], scalars, reader.tables)[0]
+        except NotImplementedError as error:
+            raise TypeError(str(error)) from error
+
+
+def program_of(
+    name: str,
+    function: Callable[..., Any],
+    scalar: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *scalars: Any,
+) -> tuple[Program, tuple[Any, ...]]:
+    """The program of `scalar(*scalars, *operands)`, which calls a user's function, and the operands
+    that the program takes.
+
+    The program does not depend on what the function reads, whatever that is: it computes with the
+    values of now. Traced arrays that the function reads become more operands, which can be
+    differentiated and outlive the trace in which they were made.
+    """
+    with without_mesh():  # the program may run where the mesh has other types
+        snapshot = snapshots.frozen(function)
+        if snapshots.is_frozen(snapshot):
+            return _of_snapshot(name, snapshot, scalar, operands, *scalars), operands
+        program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
+        found = Program(name, program, len(scalars) + len(operands))
+        arrays = [x for x in program.consts if is_bound(x)]
+        return snapshots.kept(("program", found.key), found, transient=True), (*operands, *arrays)
+
+
+def _of_snapshot(
+    name: str,
+    snapshot: Callable[..., Any],
+    scalar: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *scalars: Any,
+) -> Program:
+    """The program of a function that always computes the same, traced once for operands of these
+    types."""
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), operands)
+    types, structure = jax.tree.flatten(like)
+    key = "snapshot", Same(snapshot), structure, (*types, *scalars), trace_context()
+    known = snapshots.known(key)
+    if known is None:
+        program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
+        found = Program(name, program, len(scalars) + len(operands))
+        known = snapshots.kept(key, found, transient=snapshots.is_transient(snapshot))
+    return known
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:

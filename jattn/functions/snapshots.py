@@ -42,12 +42,11 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
         key = keys.value(function)
     except (Unsure, RecursionError):
         return function
-    known = _frozen.get(key)
-    return known or kept(key, _copied(function), transient=keys.reads_memory)
+    return known(key) or kept(key, _copied(function), transient=keys.reads_memory)
 
 
 def is_frozen(function: Callable[..., Any]) -> bool:
-    """Whether a function comes from `frozen` or `traced`, and so always computes the same."""
+    """Whether a function comes from `frozen`, and so always computes the same."""
     return isinstance(function, types.FunctionType) and function in _lasting
 
 
@@ -60,7 +59,12 @@ def is_transient(function: Any) -> bool:
     return function in _transient
 
 
-def kept(key: Hashable, function: Callable[..., Any], transient: bool) -> Callable[..., Any]:
+def known(key: Hashable) -> Any:
+    """The function that has been `kept` for a key, or None."""
+    return _frozen.get(key)
+
+
+def kept(key: Hashable, function: Any, transient: bool) -> Any:
     """A function that is kept from now on for a key, or the one that has been."""
     function = _frozen.setdefault(key, function)
     _lasting.add(function)
