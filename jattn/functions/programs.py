@@ -84,10 +84,10 @@ def program_of(
     values of now. Traced arrays that the function reads become more operands, which can be
     differentiated and outlive the trace in which they were made.
     """
+    snapshot = snapshots.frozen(function)
+    if snapshots.is_frozen(snapshot):
+        return _of_snapshot(name, snapshot, scalar, operands, *scalars), operands
     with without_mesh():  # the program may run where the mesh has other types
-        snapshot = snapshots.frozen(function)
-        if snapshots.is_frozen(snapshot):
-            return _of_snapshot(name, snapshot, scalar, operands, *scalars), operands
         program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
         found = Program(name, program, len(scalars) + len(operands))
         arrays = [x for x in program.consts if is_bound(x)]
@@ -103,12 +103,15 @@ def _of_snapshot(
 ) -> Program:
     """The program of a function that always computes the same, traced once for operands of these
     types."""
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), operands)
-    types, structure = jax.tree.flatten(like)
-    key = "snapshot", Same(snapshot), structure, (*types, *scalars), trace_context()
+    leaves, structure = jax.tree.flatten(operands)
+    dtypes = tuple(x.dtype for x in scalars)
+    types = tuple((x.shape, x.dtype) for x in leaves)
+    key = "snapshot", Same(snapshot), dtypes, structure, types, trace_context()
     known = snapshots.known(key)
     if known is None:
-        program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
+        like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
+        with without_mesh():
+            program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
         found = Program(name, program, len(scalars) + len(operands))
         known = snapshots.kept(key, found, transient=snapshots.is_transient(snapshot))
     return known
