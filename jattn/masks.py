@@ -55,7 +55,7 @@ from jattn.checks import (
     function_name,
     shown,
 )
-from jattn.functions import integers, intervals, undecided
+from jattn.functions import dependence, integers, intervals, undecided
 from jattn.functions.integers import is_below, is_integer, is_known
 from jattn.functions.interval_rules import Interval
 from jattn.functions.nodes import Expression
@@ -1273,7 +1273,7 @@ def _functions(mask: Mask) -> list[Predicate]:
 def _may_be_evaluated(functions: list[Predicate], tile: Tile) -> bool:
     """Whether functions are the same for all heads, or asked about one head."""
     one = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
-    return one or not any(undecided.reads(x._scalar, 4) & {0, 1} for x in functions)
+    return one or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
 
 
 def tile_map(

@@ -23,20 +23,20 @@ from jattn.functions.interval_rules import (
     is_static,
     kind_of,
 )
-from jattn.functions.nodes import Expression, Node
+from jattn.functions.nodes import Expression, Node, fold
 
 
 def of(expression: Expression, scalars: Sequence[Interval]) -> Interval:
     """The interval of an expression of one result whose scalars lie in these."""
-    found: dict[int, Interval] = {}
     with np.errstate(all="ignore"), jax.numpy_dtype_promotion("standard"):
         alone = _OneScalar(expression, scalars)
-        for node in expression.nodes:
+
+        def one(node: Node, args: list[Interval]) -> Interval:
             if id(node) in alone:
-                found[id(node)] = alone.over_runs(node)
-            else:
-                args = [found[id(x)] for x in node.args]
-                found[id(node)] = _of_node(node, args, scalars, expression.tables)
+                return alone.over_runs(node)
+            return _of_node(node, args, scalars, expression.tables)
+
+        found = fold(expression.results, one)
     (result,) = expression.results
     return found[id(result)]
 

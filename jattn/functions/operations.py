@@ -1,6 +1,7 @@
 """Operations of expressions on arrays, by JAX."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,15 +11,23 @@ from jax import lax
 from jattn.functions.nodes import Node, fold
 
 
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+
 def is_reference(x: Any) -> bool:
     """Whether an operand is a reference to memory, as kernels have them, in place of an array."""
     return hasattr(x, "inside")
 
 
-def evaluated(roots: Sequence[Node], scalars: Any, tables: Sequence[Any]) -> list[Any]:
-    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers."""
+def evaluated(
+    roots: Sequence[Node], scalars: Any, tables: Sequence[Any], known: Mapping[int, Any] = _NOTHING
+) -> list[Any]:
+    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers, and
+    `known` the values of other nodes, by their ids."""
 
     def value(node: Node, args: list[Any]) -> Any:
+        if id(node) in known:
+            return known[id(node)]
         if node.op == "input":
             return scalars[node.param]
         if node.op == "const":
