@@ -12,8 +12,8 @@ import jax
 from jax._src.core import Literal, NamedAxisEffect, nonempty_axis_env
 
 from jattn._explicit import evaluated, value_of, with_results
-from jattn._functions import unseen
 from jattn.checks import function_name
+from jattn.functions.programs import unseen
 
 
 def without_named_axes(

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn._explicit import evaluated, without_mesh
-from jattn._functions import unseen
 from jattn._types import AnyArray, Indices, Shape
+from jattn.functions.programs import unseen
 
 
 _T = TypeVar("_T")

@@ -23,11 +23,11 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn import integers
 from jattn._explicit import as_operand, as_rows, cuts_of, left_to_xla, typed_like
 from jattn._pytree import array_field, pytree_dataclass, static_field
 from jattn._types import Shape, Size
 from jattn.checks import check_array, check_dtype, check_size, check_sizes
+from jattn.functions import integers
 from jattn.masks import Lengths, Mask, Window
 
 

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn import integers
-from jattn._functions import is_transient
 from jattn._pytree import (
     array_field,
     axis_names,
@@ -41,6 +39,8 @@ from jattn.checks import (
     check_rate,
     shown,
 )
+from jattn.functions import integers
+from jattn.functions.snapshots import is_transient
 from jattn.masks import Blocks, Predicate, as_mask
 from jattn.options import WeightOptions
 from jattn.scores import Score, as_score

@@ -19,7 +19,7 @@ import numpy as np
 from jattn._pytree import number
 from jattn._torch_names import advice_for
 from jattn._types import Shape
-from jattn.integers import MOST, is_integer, is_known, known_range
+from jattn.functions.integers import MOST, is_integer, is_known, known_range
 
 
 KINDS = {

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import Primitive
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jattn._pytree import array_field, number, pytree_dataclass
@@ -95,11 +97,13 @@ def _kept(
     return (x ^ (x >> 15)) * last[:, None] >= np.uint32(threshold(rate))
 
 
-@jax.jit
-def jattn_shared(rows: UInt32[Array, " t"]) -> UInt32[Array, " t"]:
-    """Hashes of queries of a tile, equal for places that differ in the bit `SHARED` alone. Kernels
-    know this function by its name, and compute once what follows from two of them."""
-    return rows
+# The same hashes of queries of a tile, equal for places that differ in the bit `SHARED` alone: GPU
+# kernels compute once what follows from two of them.
+shared_p = Primitive("jattn_shared")
+shared_p.def_impl(lambda rows: rows)
+shared_p.def_abstract_eval(lambda rows: rows)
+batching.defvectorized(shared_p)
+mlir.register_lowering(shared_p, lambda _, rows: [rows])
 
 
 @pytree_dataclass
@@ -156,7 +160,7 @@ def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, 
     if isinstance(key, Hashes):
         places = rows.places if key.places is None else key.places
         own = _row_hash(key.seeds, places) if key.rows is None else key.rows
-        own = jattn_shared(own) if key.places is None else own
+        own = shared_p.bind(own) if key.places is None else own
         return _kept(rate, own, places, key.columns)
     return keep(key, rate, *_places(spec, b, h, rows, columns))
 

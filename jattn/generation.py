@@ -17,11 +17,11 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn import integers
 from jattn._explicit import as_operand, cuts_of, left_to_xla
 from jattn._types import AnyArray
 from jattn.cache import Cache, RollingCache
 from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
+from jattn.functions import integers
 from jattn.nn.variables import lasting_functions
 
 

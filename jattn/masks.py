@@ -26,8 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jattn import bounds, expressions, integers, undecided
-from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
@@ -45,7 +43,6 @@ from jattn._pytree import (
     take_tile,
 )
 from jattn._types import Allowed, AnyArray, Indices, Positions, Shape, Size
-from jattn.bounds import Interval
 from jattn.checks import (
     check_array,
     check_function,
@@ -58,7 +55,13 @@ from jattn.checks import (
     function_name,
     shown,
 )
-from jattn.integers import is_below, is_integer, is_known
+from jattn.functions import dependence, integers, intervals, undecided
+from jattn.functions.integers import is_below, is_integer, is_known
+from jattn.functions.interval_rules import Interval
+from jattn.functions.nodes import Expression
+from jattn.functions.programs import Program, program_of, unseen
+from jattn.functions.read import read
+from jattn.functions.snapshots import frozen, is_frozen
 
 
 __all__ = [
@@ -1029,10 +1032,10 @@ class Predicate(Mask):
     when one of them changes; one that reads lists, dicts or attributes is traced in each call, and
     compiled where its program is another.
 
-    Which tiles it empties is read off the function itself, by interval arithmetic (see
-    `jattn.bounds`), as far as its operations are known there. `bounds(tile) -> (maybe_any,
-    surely_all)` takes the place of that. It is asked about n × m tiles at once, with rows `[n, 1]`
-    and columns `[1, m]` (see `Tile`), and both answers are booleans that broadcast to `[n, m]`: for
+    Which tiles it empties is read off the function itself, by interval arithmetic, as far as its
+    operations are known in `functions.interval_rules`. `bounds(tile) -> (maybe_any, surely_all)`
+    takes the place of that. It is asked about n × m tiles at once, with rows `[n, 1]` and columns
+    `[1, m]` (see `Tile`), and both answers are booleans that broadcast to `[n, m]`: for
     `kv_idx > q_idx + 200`
 
         lambda tile: (
@@ -1078,20 +1081,19 @@ class Predicate(Mask):
         jax.eval_shape(unseen(self._scalar), *_EXAMPLES)
 
     def lasting(self) -> "Predicate":
-        """The same mask, with functions that do not change: see `jattn._functions`.
+        """The same mask, with functions that do not change: see `functions.programs`.
 
         Raises:
             TypeError: the function does not return a boolean scalar.
         """
+        if isinstance(self.fn, Program):
+            return self
         with explained("Predicate", self.fn):
             own = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
         if own is not self.fn:
             return Predicate(own, *self.operands).lasting()
-        fn, operands, bounds = frozen(self.fn), self.operands, self.bounds_fn
-        if not is_frozen(fn):
-            name = function_name(self.fn)
-            fn, operands = traced(name, self._scalar, operands, *_EXAMPLES)
-        bounds = bounds and frozen(bounds)
+        name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
+        fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
         # Bounds only save time: without them the predicate is evaluated.
         return Predicate._checked(fn, operands, bounds if bounds and is_frozen(bounds) else None)
 
@@ -1116,7 +1118,7 @@ class Predicate(Mask):
 
         with _promotion(q.dtype):
             dtypes = np.int32, np.int32, q.dtype, kv.dtype
-            return _Rule(expressions.read(unseen(self._scalar), dtypes, self.operands))
+            return _Rule(read(unseen(self._scalar), dtypes, self.operands))
 
     def bounds(self, tile):
         if self.bounds_fn is None:
@@ -1134,7 +1136,7 @@ class Predicate(Mask):
 class _Rule:
     """The function of a `Predicate` as an expression, which tells bounds by interval arithmetic."""
 
-    def __init__(self, expression: expressions.Expression):
+    def __init__(self, expression: Expression):
         self.expression = expression
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
@@ -1142,7 +1144,7 @@ class _Rule:
         q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
         given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
         with _promotion(q_lo.dtype):
-            found = bounds.of(self.expression, given)
+            found = intervals.of(self.expression, given)
         return found.hi, found.lo
 
 
@@ -1271,7 +1273,7 @@ def _functions(mask: Mask) -> list[Predicate]:
 def _may_be_evaluated(functions: list[Predicate], tile: Tile) -> bool:
     """Whether functions are the same for all heads, or asked about one head."""
     one = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
-    return one or not any(undecided.reads(x._scalar, 4) & {0, 1} for x in functions)
+    return one or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
 
 
 def tile_map(

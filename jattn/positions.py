@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn import integers
 from jattn._explicit import cuts_of, joined, left_to_xla
 from jattn._types import AnyArray, accumulation
 from jattn.checks import check_array, check_choice, check_dtype, check_number, check_size
+from jattn.functions import integers
 
 
 __all__ = [

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn._functions import frozen, is_frozen, traced, unseen
 from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
@@ -41,6 +40,7 @@ from jattn.checks import (
     explained,
     function_name,
 )
+from jattn.functions.programs import Program, program_of, unseen
 
 
 __all__ = [
@@ -383,23 +383,22 @@ class Score(ScoreFunction):
         jax.eval_shape(unseen(self._scalar), *_examples(dtype))
 
     def lasting(self, dtype: Any) -> "Score":
-        """The same function of scores of a dtype, which does not change: see `jattn._functions`.
+        """The same function of scores of a dtype, which does not change: see `functions.programs`.
 
         Raises:
             TypeError: the function does not return a float scalar.
         """
+        if isinstance(self.fn, Program):
+            return self
         wide = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
         with explained("Score", self.fn):
             own = without_named_axes("Score", self.fn, *_examples(dtype), *wide)
         if own is not self.fn:
             return Score(own, *self.operands).lasting(dtype)
-        fn, operands = frozen(self.fn), self.operands
-        if not is_frozen(fn):
-            name = function_name(self.fn)
-            fn, more = traced(name, self._scalar, wide, *_examples(dtype))
-            operands = (*operands, *more[len(operands) :])
+        name, n = function_name(self.fn), len(wide)
+        fn, more = program_of(name, self.fn, self._scalar, wide, *_examples(dtype))
         changed = object.__new__(Score)  # of a function that is known to take these arguments
-        changed._set(fn, operands)
+        changed._set(fn, (*self.operands, *more[n:]))
         return changed
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from jattn._debugging import may_be_minus_infinity
 from jattn._types import AnyArray, LogSumExp, Output, Scores, Size, accumulation
 from jattn.checks import check_array, check_number, shown
-from jattn.integers import is_known
+from jattn.functions.integers import is_known
 
 
 class Partial(NamedTuple):

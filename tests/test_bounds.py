@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 
 import jattn
-from jattn import bounds, expressions, masks, scores
-from jattn.bounds import Interval
+from jattn import masks, scores
+from jattn.functions import intervals
+from jattn.functions.interval_rules import Interval
+from jattn.functions.read import read
 from jattn.masks import EMPTY, FULL, Predicate
 from tests.conftest import quick_jit
 
@@ -294,13 +296,13 @@ def check_bounds_of(function: Function, q_first: int, kv_first: int, traced: boo
     q, kv = q.astype(np.int32), kv.astype(np.int32)
     with jax.numpy_dtype_promotion("standard"):
         true = np.asarray(function(q[:, None] + jnp.int32(0), kv[None, :] + jnp.int32(0)))
-        expression = expressions.read(function, (np.int32, np.int32))
+        expression = read(function, (np.int32, np.int32))
         lo, hi = (x.reshape(-1, BLOCK) for x in (q, kv))
         rows = Interval(lo.min(axis=1)[:, None], lo.max(axis=1)[:, None])
         columns = Interval(hi.min(axis=1)[None, :], hi.max(axis=1)[None, :])
         if traced:
             rows, columns = jax.tree.map(jnp.asarray, (rows, columns))
-        found = bounds.of(expression, (rows, columns))
+        found = intervals.of(expression, (rows, columns))
     true = np.broadcast_to(true, (S, S)).reshape(S // BLOCK, BLOCK, S // BLOCK, BLOCK)
     maybe = np.broadcast_to(found.hi, (S // BLOCK, S // BLOCK))
     surely = np.broadcast_to(found.lo, (S // BLOCK, S // BLOCK))
@@ -336,8 +338,8 @@ def test_what_a_program_makes_of_its_operands_alone_is_known(name, traced):
     places = np.arange(7, dtype=np.int32)
 
     def looked_up(table):
-        found = expressions.read(lambda q, t: PROGRAMS[name](t)[q], (np.int32,), (table,))
-        here = bounds.of(found, (Interval(places, places),))
+        found = read(lambda q, t: PROGRAMS[name](t)[q], (np.int32,), (table,))
+        here = intervals.of(found, (Interval(places, places),))
         return here.lo, here.hi
 
     with jax.numpy_dtype_promotion("standard"):
@@ -373,10 +375,10 @@ def test_what_is_taken_twice_is_read_once(shape):
             x = x * 0.5 + jnp.where(x > 1, x * 0.25, 1)
         return x.reshape(())
 
-    found = expressions.read(folded, (np.float32,))
+    found = read(folded, (np.float32,))
     assert 800 < len(found.nodes) < 1100
     exact = Interval(jnp.float32(3), jnp.float32(3))
-    np.testing.assert_allclose(bounds.of(found, (exact,)).lo, folded(jnp.float32(3)), rtol=1e-5)
+    np.testing.assert_allclose(intervals.of(found, (exact,)).lo, folded(jnp.float32(3)), rtol=1e-5)
 
 
 def test_the_program_of_a_score_is_read_too():
@@ -387,7 +389,7 @@ def test_the_program_of_a_score_is_read_too():
         return jnp.tanh(score / 20) * 20 + slopes[h] * (q - kv) + table[h, kv % 4]
 
     with jax.numpy_dtype_promotion("standard"):
-        found = expressions.read(chain, (np.float32, *[np.int32] * 4), (jnp.ones(3),))
+        found = read(chain, (np.float32, *[np.int32] * 4), (jnp.ones(3),))
     names = {node.op for node in found.nodes}
     assert "unknown" not in names and {"tanh", "look_up", "remainder"} <= names
     assert len(found.tables) == 2

@@ -21,7 +21,8 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn import _functions, cache, call, masks, nn
+from jattn import cache, call, masks, nn
+from jattn.functions import snapshots
 from jattn.masks import Predicate
 from jattn.scores import Score
 
@@ -795,14 +796,14 @@ def test_an_unchanged_array_is_not_traced_again():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["list", "numpy in jnp"])
 def test_functions_of_the_past_are_forgotten(name, monkeypatch):
-    monkeypatch.setattr(_functions, "_frozen", WeakValueDictionary())
+    monkeypatch.setattr(snapshots, "_frozen", WeakValueDictionary())
     q, k, _ = arrays(2)
     function, change = HOLDERS[name](in_window, 0)
     for number in range(call._MOST_TRANSIENT + 20):
         change(number)
         jattn.attention_scores(q, k, mask=Predicate(function))
     gc.collect()
-    assert len(_functions._frozen) <= call._MOST_TRANSIENT + 1
+    assert len(snapshots._frozen) <= call._MOST_TRANSIENT + 1
 
 
 def test_arrays_of_jax_in_a_list_are_read_as_they_are_now():

@@ -11,8 +11,8 @@ import pytest
 
 import jattn
 from jattn import masks, scores
-from jattn._functions import frozen
 from jattn.cache import DenseCache
+from jattn.functions.snapshots import frozen
 
 
 def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:

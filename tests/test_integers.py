@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import cache, integers, masks, nn, positions, scores
+from jattn import cache, masks, nn, positions, scores
+from jattn.functions import integers
 from tests import oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
 

@@ -18,10 +18,10 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experi
 # may import one another as long as none comes back to itself. A new file takes its place here.
 ROOMS = (
     ("_explicit", "_debugging"),
-    ("_types", "_functions", "_svg", "_advice", "_torch_names", "tuning"),
+    ("_types", "_svg", "_advice", "_torch_names", "tuning"),
+    ("functions",),
     ("_pytree",),
-    ("integers", "expressions"),
-    ("checks", "bounds", "undecided"),
+    ("checks",),
     ("_named_axes",),
     ("softmax", "masks", "scores", "positions"),
     ("options", "cache"),

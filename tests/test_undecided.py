@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, tuning, undecided
+from jattn import masks, tuning
+from jattn.functions import undecided
 from jattn.masks import Predicate
 from tests.oracle import error
 

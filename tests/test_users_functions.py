@@ -7,6 +7,7 @@ each rounding or comparison in a function decides alike.
 """
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -444,3 +445,43 @@ def test_random_functions_before_and_after_what_they_read_changes(implementation
     for _ in range(2):
         or_refuse(implementation, row, mask=mask, dtype=dtype)
         change()
+
+
+# --- how often they are called --------------------------------------------------------------------
+
+
+def calls_of(functions: dict[str, Callable[..., Any]], run: Callable[[], Any]) -> dict[str, int]:
+    """How often `run()` calls these functions, or copies of them."""
+    calls = dict.fromkeys(functions, 0)
+    names = {function.__code__: name for name, function in functions.items()}
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in names:
+            calls[names[frame.f_code]] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_functions_are_called_once_for_values_and_gradients(implementation, snapshots):
+    """Also those that read what may change, such as a list."""
+    number = 300 + 2 * IMPLEMENTATIONS.index(implementation) + snapshots  # another in each case
+    numbers = [number]
+    mask = lambda b, h, i, j: (j <= i) & (i - j < number)  # noqa: E731
+    reads = lambda s, b, h, i, j: s / numbers[0]  # noqa: E731
+    score = (lambda s, b, h, i, j: s / number) if snapshots else reads
+    x = jnp.ones((1, LARGE, 1, 8))
+
+    def loss(x: Any) -> Any:
+        options: Any = {"mask": mask, "score": score, "implementation": implementation}
+        return jattn.attention(x, x, x, **options).sum()
+
+    calls = calls_of({"mask": mask, "score": score}, lambda: jax.value_and_grad(loss)(x))
+    assert calls == {"mask": 1, "score": 1}

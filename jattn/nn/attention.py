@@ -15,7 +15,7 @@ from jattn.attention import IMPLEMENTATIONS, attention, attention_weights
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
 from jattn.decoding import cached_attention
-from jattn.integers import is_integer
+from jattn.functions.integers import is_integer
 from jattn.masks import Mask, MaskLike, as_mask
 from jattn.nn._types import CacheOptions, CallOptions, MemoryOptions, Positions, Valid
 from jattn.nn.capture import WeightsTap

@@ -11,7 +11,7 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float
 
 from jattn.checks import check_array, check_dtype, check_flag, check_number, check_size
-from jattn.integers import known_range
+from jattn.functions.integers import known_range
 from jattn.nn._types import Ids, Positions
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.layers import sharded

@@ -18,11 +18,11 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn import integers
 from jattn._types import accumulation
 from jattn.cache import picked_rows
 from jattn.checks import check_array, check_flag, check_function, check_rate, check_size
-from jattn.integers import is_integer
+from jattn.functions import integers
+from jattn.functions.integers import is_integer
 from jattn.masks import Lengths
 from jattn.mechanisms import additive_attention
 from jattn.nn._types import Ids, RandomSource, RowLengths

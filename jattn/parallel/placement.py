@@ -17,7 +17,7 @@ from jattn import masks
 from jattn._pytree import pytree_dataclass
 from jattn._types import AnyArray
 from jattn.checks import check_choice, check_size, shown
-from jattn.integers import is_integer
+from jattn.functions.integers import is_integer
 from jattn.masks import And, Mask, Not, Or
 
 

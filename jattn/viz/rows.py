@@ -14,7 +14,7 @@ from jattn._pytree import axis_names, axis_of, select_head
 from jattn._types import AnyArray, Keys, LogSumExp, Queries
 from jattn.call import Call, compiled, make
 from jattn.checks import check_array, check_size, shown
-from jattn.integers import is_integer, known_range
+from jattn.functions.integers import is_integer, known_range
 from jattn.masks import Span
 from jattn.options import ScoreOptions
 from jattn.spec import Spec

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn import masks, scores, undecided
+from jattn import masks, scores
 from jattn._pytree import is_static, number, pytree_dataclass
-from jattn.integers import is_below
+from jattn.functions import dependence
+from jattn.functions.integers import is_below
 from jattn.masks import And, Mask, Not, Or, Span
 from jattn.scores import ScoreFunction, Then
 from jattn.spec import Origin, Spec
@@ -110,7 +111,7 @@ def _asks(function: masks.Predicate | scores.Score, place: Place) -> bool:
             return function._scalar(score, b, h, q, kv)
         return function._scalar(b, h, q, kv)
 
-    return not place.is_first and bool(undecided.reads(scalar, 4) & {0, 1})
+    return not place.is_first and bool(dependence.reads(scalar, 4) & {0, 1})
 
 
 def _told(function: masks.Predicate | scores.Score, place: Place) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Masks and score functions as C++ for the kernel's own vectors, with their derivatives.
 
 A spec is one function of scalars: `(score, b, h, i, j) -> (modified score, allowed)`, in the one
-order of `jattn.tile`. It is read as an expression (`jattn.expressions`), and cut in two. What
+order of `jattn.tile`. It is read as an expression (`jattn.functions.read`), and cut in two. What
 depends on the query alone, on the key alone, on their distance or on the head becomes an array that
 JAX computes once per call; for these T + S numbers any operation will do, and their derivative is
 JAX's. The rest, the core, is what each pair needs, and becomes vector code: lanes are queries.
@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import expressions
 from jattn._pytree import select_head, take_tile
 from jattn._types import Shape
-from jattn.expressions import Node
-from jattn.kernels.cpu.text import COTANGENT, FIRST, KEY, QUERY, SCORE, B, H, function_of, kind
+from jattn.functions import dependence, nodes, operations
+from jattn.functions.dependence import BATCH_ROW, HEAD, KEY, QUERY, SCORE
+from jattn.functions.nodes import Node
+from jattn.functions.read import read
+from jattn.kernels.cpu.text import COTANGENT, FIRST, function_of, kind
 from jattn.masks import Span
 from jattn.scores import in_order
 from jattn.spec import Shapes, Spec
@@ -31,7 +33,7 @@ from jattn.spec import Shapes, Spec
 class Operand(NamedTuple):
     """An array that the core reads: `[B or 1, N or 1, size]`.
 
-    Of kind `lane` it has an entry for each query, `key` for each key, `diagonal` for each distance
+    Of kind `query` it has an entry for each query, `key` for each key, `distance` for each distance
     (entry i − j + S − 1), `head` one, and of kind `table` the core says which.
     """
 
@@ -76,38 +78,6 @@ def spec_function(spec: Spec) -> tuple[Callable[..., Any], list[Any]]:
     return run, leaves
 
 
-# --- what depends on what -----------------------------------------------------------------------
-
-_LETTERS = {SCORE: "s", B: "b", H: "h", QUERY: "i", KEY: "j"}
-_OF_DISTANCE = ("sub", "lt", "le", "gt", "ge", "eq", "ne")
-
-
-def _dependences(nodes: Sequence[Node]) -> dict[int, str]:
-    """On which inputs each node depends; "d" where on i and j by their distance alone."""
-    found: dict[int, str] = {}
-    for node in nodes:
-        if node.op == "unknown":
-            raise NotImplementedError(f"functions of pairs have no operation {node.param}")
-        if node.op == "input":
-            found[id(node)] = _LETTERS[node.param]  # pyright: ignore[reportArgumentType]
-        elif node.op in _OF_DISTANCE and {x.param for x in node.args if x.op == "input"} == {
-            QUERY,
-            KEY,
-        }:
-            found[id(node)] = "d"
-        else:
-            found[id(node)] = "".join(sorted(set().union(*(found[id(x)] for x in node.args))))
-    return found
-
-
-_KINDS = {"": "head", "i": "lane", "j": "key", "d": "diagonal"}
-
-
-def _kind_of(depends: str) -> str | None:
-    """The kind of operand that a node may become; None where each pair needs its own."""
-    return _KINDS.get(depends.replace("b", "").replace("h", ""))
-
-
 # --- cutting ------------------------------------------------------------------------------------
 
 
@@ -117,14 +87,14 @@ class _Core(NamedTuple):
 
     results: list[Node]
     cuts: list[tuple[Operand, Any]]
-    depends: list[str]  # of each result
+    mask_on: frozenset[int]  # inputs on which the mask depends
 
 
 class _Cutter:
     """Replaces what is computed outside with inputs."""
 
-    def __init__(self, nodes: Sequence[Node], tables: list[Any]):
-        self.depends = _dependences(nodes)
+    def __init__(self, results: Sequence[Node], tables: list[Any]):
+        self.depends = dependence.of_nodes(results)
         self.tables = tables
         self.cuts: list[tuple[Operand, Any]] = []
         self._new: dict[int, Node] = {}
@@ -137,12 +107,11 @@ class _Cutter:
         return self._new[id(node)]
 
     def _replace(self, node: Node) -> Node:
-        depends = self.depends[id(node)]
         if node.op == "const" or (node.op == "input" and node.param in (SCORE, QUERY, KEY)):
             return node
-        place = _kind_of(depends)
-        if place is not None:
-            return self._operand(Operand(place, node.dtype), node)
+        kind = self.depends[id(node)].kind
+        if kind != "pair":
+            return self._operand(Operand(kind, node.dtype), node)
         if node.op == "look_up":
             return self._look_up(node, node.dtype)
         if _widens(node) and node.args[0].op == "look_up":
@@ -155,7 +124,7 @@ class _Cutter:
 
     def _widened(self, node: Node, dtype: Any) -> Node:
         if node.op == "const":
-            return expressions.const(node.param, dtype)
+            return nodes.const(node.param, dtype)
         wide = Node("convert_element_type", (node,), np.dtype(dtype))
         self.depends[id(wide)] = self.depends[id(node)]
         self._made.append(wide)  # as long as its id is
@@ -169,7 +138,7 @@ class _Cutter:
         """An entry, in a dtype, of a table that each pair chooses; places that the head chooses
         come first."""
         outer = 0
-        while _kind_of(self.depends[id(node.args[outer])]) == "head":
+        while self.depends[id(node.args[outer])].kind == "head":
             outer += 1
         head, inner = node.args[:outer], node.args[outer:]
         shape = np.shape(self.tables[node.param])[outer:]  # pyright: ignore
@@ -198,39 +167,22 @@ _MOST_IN_A_ROW = 200  # operations; Python's own recursion bears some more
 
 
 def _cut(results: list[Node], tables: list[Any]) -> _Core:
-    nodes = expressions.in_order(results)
-    in_a_row: dict[int, int] = {}
-    for node in nodes:
-        in_a_row[id(node)] = 1 + max((in_a_row[id(x)] for x in node.args), default=0)
-        if in_a_row[id(node)] > _MOST_IN_A_ROW:
+    def in_a_row(node: Node, before: list[int]) -> int:
+        if node.op == "unknown":
+            raise NotImplementedError(f"functions of pairs have no operation {node.param}")
+        if 1 + max(before, default=0) > _MOST_IN_A_ROW:
             raise NotImplementedError(
                 f"functions of pairs have at most {_MOST_IN_A_ROW} operations in a row"
             )
-    cutter = _Cutter(nodes, tables)
-    depends = [cutter.depends[id(x)] for x in results]
-    return _Core([cutter.replaced(x) for x in results], cutter.cuts, depends)
+        return 1 + max(before, default=0)
+
+    nodes.fold(results, in_a_row)
+    cutter = _Cutter(results, tables)
+    mask_on = cutter.depends[id(results[1])].on
+    return _Core([cutter.replaced(x) for x in results], cutter.cuts, mask_on)
 
 
 # --- evaluation by JAX --------------------------------------------------------------------------
-
-
-def _evaluated(roots: Sequence[Node], inputs: dict[Any, Any], tables: list[Any]) -> dict[int, Any]:
-    """The nodes as arrays, which broadcast; `inputs` by number, or nodes that are given by id."""
-    found: dict[int, Any] = {}
-    for node in expressions.in_order(roots):
-        args = [found[id(x)] for x in node.args]
-        if node.op == "input":
-            found[id(node)] = inputs[node.param]
-        elif node.op == "const":
-            found[id(node)] = jnp.asarray(node.param, node.dtype)
-        elif node.op == "look_up":
-            table = jnp.asarray(tables[node.param])  # pyright: ignore
-            found[id(node)] = table.at[tuple(args)].get(mode="clip") if args else table
-        elif node.op == "entry":
-            found[id(node)] = args[0]  # of the place that was looked up
-        else:
-            found[id(node)] = expressions.apply(node, args)
-    return found
 
 
 def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
@@ -240,10 +192,10 @@ def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
     T, S = shapes.T, shapes.S
     along = {
         "head": (0, 0, 1),
-        "lane": (jnp.arange(T), 0, T),
+        "query": (jnp.arange(T), 0, T),
         "key": (0, jnp.arange(S), S),
         # Of a place on a diagonal: any query and key that lie on it.
-        "diagonal": (
+        "distance": (
             jnp.maximum(jnp.arange(T + S - 1) - (S - 1), 0),
             jnp.maximum((S - 1) - jnp.arange(T + S - 1), 0),
             T + S - 1,
@@ -257,7 +209,7 @@ def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
             continue
         i, j, size = along[operand.kind]
         inputs = _places(i, j, shapes)
-        value = _evaluated([cut], inputs, tables)[id(cut)]
+        (value,) = operations.evaluated([cut], inputs, tables)
         lead = (1,) * (3 - value.ndim) + value.shape
         value = jnp.broadcast_to(value.reshape(lead), (*lead[:2], size))
         found.append(_padded(value, operand.kind))
@@ -269,8 +221,8 @@ def _places(i: Any, j: Any, shapes: Shapes) -> dict[Any, Any]:
     """Inputs that broadcast to `[B, N, size]`."""
     as_row = lambda x: jnp.asarray(x, jnp.int32).reshape(1, 1, -1)  # noqa: E731
     return {
-        B: jnp.arange(shapes.B, dtype=jnp.int32)[:, None, None],
-        H: jnp.arange(shapes.N, dtype=jnp.int32)[None, :, None],
+        BATCH_ROW: jnp.arange(shapes.B, dtype=jnp.int32)[:, None, None],
+        HEAD: jnp.arange(shapes.N, dtype=jnp.int32)[None, :, None],
         QUERY: as_row(i),
         KEY: as_row(j),
     }
@@ -290,8 +242,7 @@ def _table_of(tables: list[Any], number: int, head: Any, shapes: Shapes, operand
     table = jnp.asarray(tables[number]).astype(operand.dtype)
     if not head:
         return table.reshape(1, 1, -1)
-    found = _evaluated(list(head), _places(0, 0, shapes), tables)
-    places = [found[id(x)] for x in head]
+    places = operations.evaluated(head, _places(0, 0, shapes), tables)
     shape = np.broadcast_shapes(*map(np.shape, places), (1, 1, 1))
     places = [jnp.broadcast_to(x, shape)[..., 0] for x in places]
     chosen = table.at[tuple(places)].get(mode="clip")
@@ -304,7 +255,7 @@ def _table_of(tables: list[Any], number: int, head: Any, shapes: Shapes, operand
 def _core_of(spec: Spec, dtype: Any) -> tuple[_Core, list[Any]]:
     run, leaves = spec_function(spec)
     with jax.numpy_dtype_promotion("standard"):
-        expression = expressions.read(run, (dtype, *[np.int32] * 4), leaves)
+        expression = read(run, (dtype, *[np.int32] * 4), leaves)
     if expression.effect:
         raise NotImplementedError(f"functions of pairs have no operation {expression.effect}")
     return _cut(expression.results, expression.tables), expression.tables
@@ -320,20 +271,20 @@ def rule_of(spec: Spec, dtype: Any, gradients: bool) -> Rule:
     score, _ = core.results
     modifies = not (score.op == "input" and score.param == SCORE)
     pull = _pullback(core, operands, np.dtype(dtype)) if modifies else None
-    text = function_of(expressions.values(core.results), operands, dtype)
+    text = function_of(nodes.values(core.results), operands, dtype)
     keeps = False
     differentiated: tuple[int, ...] = ()
     if pull is not None:
         d_score, d_operands = pull
         d_operands = d_operands if gradients else []
         differentiated = tuple(sorted({n for n, _ in d_operands}))
-        backward = expressions.values([d_score, *(node for _, node in d_operands)])
-        keeps = any(x.op == "input" and x.param == SCORE for x in expressions.in_order(backward))
+        backward = nodes.values([d_score, *(node for _, node in d_operands)])
+        keeps = any(x.op == "input" and x.param == SCORE for x in nodes.in_order(backward))
         gradients_of = [(n, operands[n]) for n, _ in d_operands]
         text += function_of(backward, operands, dtype, gradients_of)
     if len(operands) > MOST_OPERANDS:
         raise NotImplementedError(f"its functions read {len(operands)} arrays, at most 32 fit")
-    by_row, by_head = (letter in core.depends[1] for letter in "bh")
+    by_row, by_head = (x in core.mask_on for x in (BATCH_ROW, HEAD))
     return Rule(text, operands, differentiated, modifies, keeps, by_row, by_head)
 
 
@@ -346,31 +297,21 @@ def _pullback(
     """Nodes of the cotangents of the score and of float operands, given that of the result; of a
     table there may be several."""
     score = core.results[0]
-    nodes = expressions.in_order([score])
-    entries = [x for x in nodes if x.op == "entry"]
+    pairs = nodes.in_order([score])
+    entries = [x for x in pairs if x.op == "entry"]
     floats = [n for n, x in enumerate(operands) if _is_float(x.dtype) and x.kind != "table"]
     looked_up = [x for x in entries if _is_float(x.dtype)]
-    others = [x for x in nodes if x.op == "input" and not _is_float(x.dtype)]
+    others = [x for x in pairs if x.op == "input" and not _is_float(x.dtype)]
     given = [x for x in entries if not _is_float(x.dtype)]
 
     # What is differentiated comes first, then what is not, as scalars.
     def value(own: Sequence[Any], rest: Sequence[Any]) -> Any:
-        inputs = {SCORE: own[0]}
+        inputs = dict.fromkeys(x.param for x in pairs if x.op == "input") | {SCORE: own[0]}
         inputs |= {FIRST + n: x for n, x in zip(floats, own[1:], strict=False)}
         inputs |= {node.param: x for node, x in zip(others, rest, strict=False)}
-        found: dict[int, Any] = {}
         known = dict(zip(map(id, looked_up), own[1 + len(floats) :], strict=True))
         known |= dict(zip(map(id, given), rest[len(others) :], strict=True))
-        for node in nodes:
-            if id(node) in known:
-                found[id(node)] = known[id(node)]
-            elif node.op == "input":
-                found[id(node)] = inputs.get(node.param)
-            elif node.op == "const":
-                found[id(node)] = jnp.asarray(node.param, node.dtype)
-            else:
-                found[id(node)] = expressions.apply(node, [found[id(x)] for x in node.args])
-        return found[id(score)]
+        return operations.evaluated([score], inputs, (), known)[0]
 
     count = 1 + len(floats) + len(looked_up)
     wanted = [operands[n].dtype for n in floats] + [x.dtype for x in looked_up]
@@ -381,27 +322,19 @@ def _pullback(
         return [x.astype(dtype) for x in pull(cotangent)]
 
     dtypes = [dtype, *wanted, *(x.dtype for x in (*others, *given)), dtype]
-    read = expressions.read(pullback, dtypes)
-    if read.tables:
+    expression = read(pullback, dtypes)
+    if expression.tables:
         raise NotImplementedError("the derivative of a score function needs an array of its own")
     numbers: list[Any] = [Node("input", (), dtype, SCORE)]
     numbers += [Node("input", (), operands[n].dtype, FIRST + n) for n in floats]
     numbers += [*looked_up, *others, *given, Node("input", (), dtype, COTANGENT)]
-    renamed = _renamed(read.results, numbers)
+    renamed = nodes.replaced(
+        expression.results,
+        lambda node, _: numbers[node.param] if node.op == "input" else None,  # pyright: ignore
+    )
     found = list(zip(floats, renamed[1:], strict=False))
     for node, d_node in zip(looked_up, renamed[1 + len(floats) :], strict=True):
         number: Any = node.args[0].param
         scattered = Node("scatter", (d_node, *node.args[1:]), dtype, node.param)
         found.append((number - FIRST, scattered))
     return renamed[0], found
-
-
-def _renamed(results: list[Node], inputs: list[Node]) -> list[Node]:
-    """The nodes with others in place of their inputs."""
-    found: dict[int, Node] = {}
-    for node in expressions.in_order(results):
-        if node.op == "input":
-            found[id(node)] = inputs[node.param]  # pyright: ignore
-        else:
-            found[id(node)] = dataclasses.replace(node, args=tuple(found[id(x)] for x in node.args))
-    return [found[id(x)] for x in results]

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn import integers, masks, scores
+from jattn import masks, scores
 from jattn._pytree import is_static, number, select_head
+from jattn.functions import integers
 from jattn.masks import Span
 
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jattn.expressions import Node, in_order
+from jattn.functions.dependence import KEY, QUERY, SCORE
+from jattn.functions.nodes import Node, in_order
 
 
 # Numbers of inputs: operands come from FIRST on.
-SCORE, B, H, QUERY, KEY, FIRST = range(6)
+FIRST = KEY + 1
 COTANGENT = -1
 
 
@@ -221,9 +222,9 @@ def _input(node: Node) -> str:
 
 _LOADS = {
     "head": ("once", "{all}(o{n}[0])"),
-    "lane": ("by query", "{load}(o{n} + at.first + i)"),
+    "query": ("by query", "{load}(o{n} + at.first + i)"),
     "key": ("by key", "{all}(o{n}[j])"),
-    "diagonal": ("by key", "{load}(o{n} + at.first + i - j + at.S - 1)"),
+    "distance": ("by key", "{load}(o{n} + at.first + i - j + at.S - 1)"),
 }
 
 
@@ -300,7 +301,7 @@ def _backward_body(
         if pointer not in declared:
             declared.append(pointer)
         live = f"pick(live, {name}, Vector{{{{}}}})"
-        if operand.kind == "lane":
+        if operand.kind == "query":
             per_query.append(f"Vector sum{n} = Vector{{{{}}}};")
             per_pair.append(f"sum{n} += {live};")
             after_queries.append(f"add_to(g{n} + at.first + i, sum{n});")
@@ -310,7 +311,7 @@ def _backward_body(
             after_all.append(
                 f"for (Index s = 0; s < at.keys; ++s) g{n}[at.j + s] += total(sum{n}[s]);"
             )
-        elif operand.kind == "diagonal":
+        elif operand.kind == "distance":
             declared.append(f"std::vector<T> sum{n}(at.width + at.keys);")
             per_pair.append(f"add_to(sum{n}.data() + i - s + at.keys - 1, {live});")
             after_all.append(

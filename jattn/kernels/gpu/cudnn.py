@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Int
 
-from jattn import integers, masks, scores
+from jattn import masks, scores
 from jattn._pytree import is_static, number
 from jattn.call import Call
+from jattn.functions import integers
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.lowering import default_settings
 from jattn.kernels.common.vjp import AttentionVJP, fallback_if_nonfinite

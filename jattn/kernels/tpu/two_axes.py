@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jattn.expressions import called_program, operation
+from jattn.functions.read import called_program, operation
 
 
 # What is computed entry by entry, and what Mosaic knows of that on TPUs.

@@ -24,9 +24,12 @@ from jax.extend.core import get_opaque_trace_state
 from jax.interpreters import partial_eval
 from jaxtyping import Array
 
-from jattn import expressions, scores
+from jattn import scores
 from jattn._pytree import array_field, pytree_dataclass, static_field
-from jattn.expressions import Node
+from jattn.functions import dependence
+from jattn.functions.dependence import BATCH_ROW, HEAD, KEY, QUERY, SCORE
+from jattn.functions.nodes import Node
+from jattn.functions.read import read
 from jattn.kernels.gpu.mosaic.tile import by_distance
 from jattn.kernels.gpu.mosaic.tile.kernel_refs import GatherRef
 from jattn.spec import Shapes, Spec
@@ -115,7 +118,6 @@ def depends_on_score(function: Callable[..., Any]) -> bool:
 # --- which look-ups ------------------------------------------------------------------------------
 
 
-SCORE, BATCH_ROW, HEAD, QUERY, KEY = range(5)  # inputs of a function
 _FIELDS = {
     "by_head": {BATCH_ROW, HEAD},
     "by_query": {BATCH_ROW, HEAD, QUERY},
@@ -185,15 +187,16 @@ def sites(score: scores.Score, positions_are_places: bool) -> list[Site] | None:
         return [x for _, place in found for x in place]
 
     try:
-        expression = expressions.read(places, [jnp.float32, *[jnp.int32] * 4])
+        expression = read(places, [jnp.float32, *[jnp.int32] * 4])
     except _Unreadable:
         return None
-    on, growth, results = _inputs(expression), _growth(expression), iter(expression.results)
+    depends, results = dependence.of_nodes(expression.results), iter(expression.results)
     found = []
     for operand, axes in made:
         place = tuple(next(results) for _ in range(axes))
-        inputs = frozenset().union(*(on[x] for x in place))
-        by_distance = positions_are_places and all(growth[x] == 0 for x in place)
+        each = [depends[id(x)] for x in place]
+        inputs = frozenset().union(*(x.on for x in each))
+        by_distance = positions_are_places and all(x.growth == 0 for x in each)
         found.append(Site(operand, place, inputs, _field(inputs, by_distance)))
     return found
 
@@ -202,36 +205,6 @@ def _field(on: frozenset[int], by_distance: bool) -> str | None:
     """That of values for all inputs on which a place depends."""
     found = next((field for field, inputs in _FIELDS.items() if on <= inputs), None)
     return None if found == "by_distance" and not by_distance else found
-
-
-def _inputs(expression: expressions.Expression) -> dict[Node, frozenset[int]]:
-    """The inputs on which each node depends; all, where that is not known."""
-    found: dict[Node, frozenset[int]] = {}
-    for node in expression.nodes:
-        own: Any = {"input": [node.param], "unknown": range(KEY + 1)}.get(node.op, ())
-        found[node] = frozenset(own).union(*(found[x] for x in node.args))
-    return found
-
-
-_COMPARISONS = frozenset("eq ge gt le lt ne".split())
-
-
-def _growth(expression: expressions.Expression) -> dict[Node, int | None]:
-    """By how much each node grows where q and kv both grow by one, also where 32 bits are too few;
-    None where that is not known. What does not grow depends on their distance."""
-    found: dict[Node, int | None] = {}
-    for node in expression.nodes:
-        args = [x for x in (found[x] for x in node.args) if x is not None]
-        known = len(args) == len(node.args) and node.op != "unknown"
-        if node.op == "input":
-            found[node] = int(node.param in (QUERY, KEY))
-        elif known and node.op in ("add", "sub"):
-            found[node] = args[0] + args[1] if node.op == "add" else args[0] - args[1]
-        elif known and node.op in _COMPARISONS and all(x.op == "input" for x in node.args):
-            found[node] = 0 if args[0] == args[1] else None
-        else:
-            found[node] = 0 if known and not any(args) else None
-    return found
 
 
 # --- their values --------------------------------------------------------------------------------

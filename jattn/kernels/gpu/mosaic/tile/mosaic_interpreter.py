@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jattn import bounds
-from jattn.bounds import Interval
-from jattn.expressions import called_program, is_division, operation
+from jattn import dropout
+from jattn.functions import intervals
+from jattn.functions.interval_rules import Interval
+from jattn.functions.read import called_program, division_in, operation
 
 
 # What is computed entry by entry, and what Mosaic GPU knows of that.
@@ -32,7 +33,7 @@ _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 _ANY_WIDTH = frozenset("and convert_element_type copy not or select_n xor".split())
 _NARROW = jnp.dtype("int8"), jnp.dtype("uint8")
 _REDUCTIONS: Any = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-# Functions that others call; of what is never negative they are these.
+# Of what is never negative.
 _CALLED_DIVISIONS: Any = {"floor_divide": lax.div, "remainder": lax.rem}
 _OTHER_WORDS = {"custom_lin": "a parameter's derivative in forward mode, which custom_vjp has not"}
 
@@ -50,7 +51,7 @@ def _unchanged(x: Array) -> Array:
 
 class Held(NamedTuple):
     """How arrays are held in registers. `lay` puts a tile where others lie that was spread from
-    rows or columns. `shared` is what becomes of `dropout.jattn_shared`, and `diagonals` of a tile
+    rows or columns. `shared` is what becomes of `dropout.shared_p`, and `diagonals` of a tile
     that is the same along each of its diagonals."""
 
     lay: Callable[[Array], Array] = _unchanged
@@ -179,9 +180,9 @@ def _power(x: Array, exponent: int) -> Array:
 
 
 def _operation(equation: Any) -> str:
-    """Its name; of a call the name of what it calls."""
-    name = operation(equation)
-    return equation.params["name"] if name in ("jit", "pjit") else name
+    """Its name, also where it calls a program that divides integers."""
+    called = called_program(equation)
+    return (called and division_in(called)) or operation(equation)
 
 
 def _unsigned(divide: Callable[..., Any], dtype: Any, x: Any, by: Any) -> Any:
@@ -228,11 +229,11 @@ class _Registers(NamedTuple):
 
     def apply(self, equation: Any, values: list[Any]) -> list[Any]:
         called = called_program(equation)
-        if _operation(equation) == "jattn_shared":
+        if equation.primitive is dropout.shared_p:
             return [self.held.shared(values[0])]
         if called is None:
             return [self.compute(equation, values)]
-        if is_division(equation, called) and self.never_negative(equation, values):
+        if division_in(called) and self.never_negative(equation, values):
             return [self.compute(equation, values)]
         return self.evaluate(called.jaxpr, called.consts, values)
 
@@ -255,8 +256,8 @@ class _Registers(NamedTuple):
             raise NotImplementedError(_OTHER_WORDS.get(name, name))
         found = self.elementwise(equation, values, shapes, result.shape)
         if jnp.issubdtype(result.dtype, jnp.integer):
-            intervals = self.intervals(equation, values)
-            of = bounds.of_operation(name, result.dtype, intervals, params.get("y"))
+            operands = self.intervals(equation, values)
+            of = intervals.of_operation(name, result.dtype, operands, params.get("y"))
             self.noted.append((found, of))
         return found
 
@@ -268,7 +269,7 @@ class _Registers(NamedTuple):
             if number is not None and not isinstance(number, jax.Array):  # it is known already
                 value = np.asarray(number, variable.aval.dtype)
                 noted = Interval(value, value)
-            found.append(bounds.anything(variable.aval.dtype) if noted is None else noted)
+            found.append(intervals.anything(variable.aval.dtype) if noted is None else noted)
         return found
 
     def never_negative(self, equation: Any, values: list[Any]) -> bool:

@@ -1,29 +1,25 @@
-"""Users' functions as keys of compiled programs, and the traced arrays that they hold.
+"""Snapshots of users' functions, as keys of compiled programs.
 
 A function that is written again, in a notebook's cell or in a loop, is another object. `frozen`
 gives the same object for all that are sure to compute the same, so that they share what is
-compiled. A function that reads what may change, a list or an attribute, is traced in each call by
-`traced`, which gives the same object for equal programs.
+compiled. A function that reads what may change, a list or an attribute, is traced in each call, see
+`programs.traced`.
 """
 
 import builtins
 import contextlib
 import dis
 import functools
-import itertools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
-from jattn._explicit import evaluated, is_bound, without_mesh
+from jattn._explicit import is_bound
 
 
 _frozen: WeakValueDictionary[Hashable, Callable[..., Any]] = WeakValueDictionary()
@@ -41,17 +37,16 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if is_frozen(function):
         return function
-    keys = _Key()
+    keys = Key()
     try:
         key = keys.value(function)
-    except (_Unsure, RecursionError):
+    except (Unsure, RecursionError):
         return function
-    known = _frozen.get(key)
-    return known or _kept(key, _copied(function), transient=keys.reads_memory)
+    return known(key) or kept(key, _copied(function), transient=keys.reads_memory)
 
 
 def is_frozen(function: Callable[..., Any]) -> bool:
-    """Whether a function comes from `frozen` or `traced`, and so always computes the same."""
+    """Whether a function comes from `frozen`, and so always computes the same."""
     return isinstance(function, types.FunctionType) and function in _lasting
 
 
@@ -64,7 +59,12 @@ def is_transient(function: Any) -> bool:
     return function in _transient
 
 
-def _kept(key: Hashable, function: Callable[..., Any], transient: bool) -> Callable[..., Any]:
+def known(key: Hashable) -> Any:
+    """The function that has been `kept` for a key, or None."""
+    return _frozen.get(key)
+
+
+def kept(key: Hashable, function: Any, transient: bool) -> Any:
     """A function that is kept from now on for a key, or the one that has been."""
     function = _frozen.setdefault(key, function)
     _lasting.add(function)
@@ -73,40 +73,7 @@ def _kept(key: Hashable, function: Callable[..., Any], transient: bool) -> Calla
     return function
 
 
-def traced(
-    name: str, function: Callable[..., Any], operands: tuple[Any, ...], *scalars: Any
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The program of `function(*scalars, *operands)` as a function of a name, and the operands that
-    it takes.
-
-    The program does not depend on what the function reads, whatever that is: it computes with the
-    values of now. Equal programs are one function. Traced arrays that the function reads become
-    more operands, which can be differentiated and outlive the trace in which they were made.
-    """
-    with without_mesh():  # the program may run where the mesh has other types
-        program = jax.make_jaxpr(unseen(function))(*scalars, *operands)
-        constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
-        # Without its constants, which JAX from 0.12 on has in the program itself: there their
-        # variables become the first arguments.
-        jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
-        key = _program_key(jaxpr, constants)
-    dtypes = [x.aval.dtype for x in program.jaxpr.invars]
-    arrays = [x for x in program.consts if is_bound(x)]
-    n_arguments = len(scalars) + len(operands)
-
-    def run(*arguments: Any) -> Any:
-        more = iter(arguments[n_arguments:])
-        consts = [next(more) if x is None else x for x in constants]
-        leaves = jax.tree.leaves(arguments[:n_arguments])
-        typed = [x if x.dtype == y else x.astype(y) for x, y in zip(leaves, dtypes, strict=True)]
-        (result,) = evaluated(jaxpr, consts, typed)
-        return result
-
-    run.__name__ = name
-    return _kept(("program", name, n_arguments, key), run, transient=True), (*operands, *arrays)
-
-
-class _Unsure(Exception):
+class Unsure(Exception):
     """Something that may change without another name, or of which nothing is known."""
 
 
@@ -159,7 +126,7 @@ def _is_pure(path: str) -> bool:
     return _IMPURE.get(_package(path), frozenset()).isdisjoint(path.split("."))
 
 
-class _Same:
+class Same:
     """Equal to itself alone, whatever `==` means for the value."""
 
     def __init__(self, value: Any):
@@ -169,11 +136,11 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
 
-class _Key:
-    """Makes keys of values: equal only where the values are the same. Raises `_Unsure`."""
+class Key:
+    """Makes keys of values: equal only where the values are the same. Raises `Unsure`."""
 
     def __init__(self) -> None:
         self.reading: list[Any] = []
@@ -189,13 +156,13 @@ class _Key:
         if type(value) in (tuple, frozenset):
             return type(value), type(value)(map(self.value, value))
         if _is_export(value) or (isinstance(value, jax.Array) and not is_bound(value)):
-            return _Same(value)
+            return Same(value)
         return self.program(value)
 
     def memory(self, array: np.ndarray) -> Hashable:
-        """Returns a key of an array: its bytes. Raises `_Unsure` if these are too many."""
+        """Returns a key of an array: its bytes. Raises `Unsure` if these are too many."""
         if array.dtype.hasobject or array.nbytes > _MOST_BYTES:
-            raise _Unsure
+            raise Unsure
         return array.dtype, array.shape, array.tobytes()
 
     def program(self, value: Any) -> Hashable:
@@ -210,11 +177,11 @@ class _Key:
         if type(value) in (np.ndarray, np.memmap):
             self.reads_memory = True
             return self.memory(value)
-        raise _Unsure
+        raise Unsure
 
     def function(self, function: types.FunctionType) -> Hashable:
         if vars(function) or any(function is x for x in self.reading):
-            raise _Unsure  # attributes may change; one that reads itself has no end
+            raise Unsure  # attributes may change; one that reads itself has no end
         self.reading.append(function)
         named = tuple(sorted((function.__kwdefaults__ or {}).items()))
         held = (function.__code__, function.__defaults__, named, _closed_over(function))
@@ -228,7 +195,7 @@ class _Key:
         names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
         run, table = code.co_code, code.co_exceptiontable
         if not (_WRITES_OF_CLOSURES if code.co_freevars else _WRITES).isdisjoint(run[::2]):
-            raise _Unsure
+            raise Unsure
         return "code", sizes, names, run, table, tuple(map(self.value, code.co_consts))
 
 
@@ -244,7 +211,7 @@ def _contents(function: types.FunctionType) -> list[Any]:
 def _closed_over(function: types.FunctionType) -> tuple[Any, ...]:
     found = tuple(_contents(function))
     if len(found) < len(function.__closure__ or ()):
-        raise _Unsure
+        raise Unsure
     return found
 
 
@@ -259,12 +226,12 @@ def _globals(function: types.FunctionType) -> dict[str, Any]:
     names = sorted(_names(function.__code__))
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}
     if any(hasattr(builtins, x) for x in names if x not in found and x not in _BUILTINS):
-        raise _Unsure
+        raise Unsure
     for value in found.values():
         if isinstance(value, types.ModuleType):
             package = _package(value.__name__)
             if package in _IMPURE and not _IMPURE[package].isdisjoint(names):
-                raise _Unsure
+                raise Unsure
     return found
 
 
@@ -289,112 +256,3 @@ def _copied(value: Any) -> Any:
     named = value.__kwdefaults__
     copy.__kwdefaults__ = named and {name: _copied(x) for name, x in named.items()}
     return copy
-
-
-def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function as another object: of one that it has traced, JAX keeps the program."""
-
-    def again(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    return again
-
-
-def _with_copies(value: Any) -> Any:
-    """A program or a parameter of one with copies of NumPy's arrays. While an array of JAX's for
-    one of them lives, JAX takes it again, whatever was written to NumPy's."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, Literal):
-        return Literal(_with_copies(value.val), value.aval)
-    if type(value) in (list, tuple):
-        return type(value)(map(_with_copies, value))
-    if isinstance(value, JaxprEqn):
-        params = {name: _with_copies(x) for name, x in value.params.items()}
-        return value.replace(invars=_with_copies(value.invars), params=params)
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        program: Any = getattr(value, "jaxpr", value)
-        eqns, outvars = _with_copies(program.eqns), _with_copies(program.outvars)
-        program = program.replace(eqns=eqns, outvars=outvars)
-        consts = getattr(value, "consts", None)
-        return program if consts is None else ClosedJaxpr(program, _with_copies(consts))
-    return value
-
-
-_ORDERS = 3  # of derivatives that programs have to share, one more than our own functions have
-
-
-def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) -> Hashable:
-    """Returns a key that programs share only if they compute the same, and their derivatives up to
-    the given order do. `constants` are None where they are operands."""
-    numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-    avals = tuple(x.aval for x in numbers)
-
-    def operand(x: Any) -> Hashable:
-        return (x.aval, _parameter(x.val, orders)) if hasattr(x, "val") else numbers[x]
-
-    equations = []
-    for equation in jaxpr.eqns:
-        operands = tuple(map(operand, equation.invars))
-        results = tuple(x.aval for x in equation.outvars)
-        how = _parameters(equation, orders)
-        numbers.update((x, len(numbers) + n) for n, x in enumerate(equation.outvars))
-        equations.append((equation.primitive, operands, results, how))
-    results = tuple(map(operand, jaxpr.outvars))
-    known = tuple(_parameter(x, orders) for x in constants)
-    return avals, known, tuple(equations), results
-
-
-def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
-    """Returns a key of an equation's parameters. A derivative rule is a new object in each trace,
-    so that the program of the derivative stands in its place."""
-    params = equation.params
-    if equation.primitive in (custom_jvp_call_p, custom_vjp_call_p):
-        with contextlib.suppress(Exception):  # a rule that raises does so when it is asked for
-            program = _derivative(equation) if orders else None
-            derivative = program and _program_key(program.jaxpr, program.consts, orders - 1)
-            return _parameter(params["call_jaxpr"], orders), derivative
-    return tuple((name, _parameter(x, orders)) for name, x in sorted(params.items()))
-
-
-def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
-    """Returns the program of the derivative of a call that has its own rule."""
-    primitive = equation.primitive
-    avals: list[Any] = [x.aval for x in equation.invars]
-    is_float = [jax.numpy.issubdtype(x.dtype, np.inexact) for x in avals]
-
-    def derivative(operands: list[Any], directions: Any) -> Any:
-        def call(floats: list[Any]) -> Any:
-            values = iter(floats)
-            given = [next(values) if x else y for x, y in zip(is_float, operands, strict=True)]
-            return primitive.bind(*given, **primitive.get_bind_params(equation.params))
-
-        floats = list(itertools.compress(operands, is_float))
-        if primitive is custom_jvp_call_p:
-            return jax.jvp(call, (floats,), (directions,))
-        results, pull_back = jax.vjp(call, floats)
-        return results, pull_back(directions)
-
-    is_jvp = primitive is custom_jvp_call_p
-    like = itertools.compress(avals, is_float) if is_jvp else (x.aval for x in equation.outvars)
-    return jax.make_jaxpr(derivative)(avals, list(like))
-
-
-def _parameter(value: Any, orders: int) -> Hashable:
-    """Returns a key of a constant or a parameter of a program: of a value, a program, or a tuple of
-    these."""
-    program = getattr(value, "jaxpr", value)
-    if hasattr(program, "eqns"):
-        return _program_key(program, getattr(value, "consts", ()), orders)
-    if isinstance(value, dict):
-        value = tuple(value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(_parameter(x, orders) for x in value)
-    try:
-        if hasattr(value, "dtype") and not isinstance(value, Tracer):
-            return _Key().memory(np.asarray(value))
-        key = type(value), repr(value) if isinstance(value, float | complex) else value
-        hash(key)
-    except (_Unsure, TypeError):  # an array of random keys, say
-        return _Same(value)
-    return key

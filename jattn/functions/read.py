@@ -12,7 +12,6 @@ An operation that is not known here becomes a node `unknown`, so that the rest c
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -30,56 +29,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jattn._types import Shape
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Node:
-    """One scalar: an operation, the nodes that it takes, the dtype of its result.
-
-    Operations have the names of JAX's primitives, and besides these there are
-
-    * `input`, with its number as `param`, and `const`, with its value;
-    * `look_up`: the entry of table `param` at the places `args`, which are held within its sizes;
-    * `floor_divide` and `remainder` of integers, as Python has them;
-    * `custom`: the node `args[0]`, which is the function `param` of the other nodes. Its derivative
-      is the one that JAX takes of this function;
-    * `unknown`, with the name of what it was.
-    """
-
-    op: str
-    args: tuple["Node", ...]
-    dtype: Any
-    param: Hashable = None
-
-
-class Expression(NamedTuple):
-    """The results of a program, the arrays in which it looks numbers up, and which operation of it
-    has effects, such as printing, if any."""
-
-    results: list[Node]
-    tables: list[Any]
-    effect: str | None = None
-
-    @property
-    def nodes(self) -> list[Node]:
-        """All nodes of the results, each after those that it takes."""
-        return in_order(self.results)
-
-
-def in_order(roots: Sequence[Node]) -> list[Node]:
-    """All nodes that these are made of, each once and after those that it takes."""
-    found: dict[int, Node] = {}
-    left = [(node, False) for node in reversed(roots)]
-    while left:
-        node, is_ready = left.pop()
-        if id(node) in found:
-            continue
-        if is_ready:
-            found[id(node)] = node
-        else:
-            left.append((node, True))
-            left.extend((x, False) for x in reversed(node.args))
-    return list(found.values())
+from jattn.functions.nodes import Expression, Node, const
+from jattn.functions.operations import is_reference
 
 
 def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = ()) -> Expression:
@@ -89,52 +40,14 @@ def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = (
     """
     like = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for dtype in scalars]
     program = jax.make_jaxpr(function)(*like, *operands)
-    reader = _Reader()
-    inputs = [
-        _scalar(Node("input", (), np.dtype(dtype), number)) for number, dtype in enumerate(scalars)
-    ]
-    held = [reader.table(x) for x in jax.tree.leaves(operands)]
-    results = reader.run(program.jaxpr, program.consts, [*inputs, *held])
+    reader = Reader()
+    inputs = [reader.input(number, dtype) for number, dtype in enumerate(scalars)]
+    arrays = [reader.table(x) for x in jax.tree.leaves(operands)]
+    constants = [reader.table(x) for x in program.consts]
+    results = reader.run(program.jaxpr, [*constants, *inputs, *arrays])
     nodes = [reader.shared(x.at((0,) * len(x.shape))) for x in results]
     effect = next((operation(x) for x in program.eqns if x.effects), None)
     return Expression(nodes, reader.tables, effect)
-
-
-def values(roots: Sequence[Node]) -> list[Node]:
-    """Returns the nodes as they are computed: without the functions of `custom` nodes."""
-    plain: dict[int, Node] = {}
-    for node in in_order(roots):
-        args = tuple(plain[id(x)] for x in node.args)
-        unchanged = all(x is y for x, y in zip(args, node.args, strict=True))
-        is_custom = node.op == "custom"
-        plain[id(node)] = args[0] if is_custom else node if unchanged else replace(node, args=args)
-    return [plain[id(x)] for x in roots]
-
-
-def apply(node: Node, args: Sequence[Any]) -> Any:
-    """An operation on arrays that broadcast, by JAX.
-
-    Raises NotImplementedError for one that is not known.
-    """
-    if node.op == "unknown":
-        raise NotImplementedError(f"functions of pairs have no operation {node.param}")
-    shape = np.broadcast_shapes(*map(np.shape, args))
-    args = [jax.numpy.broadcast_to(x, shape) for x in args]
-    special: dict[str, Callable[..., Any]] = {
-        "convert_element_type": lambda x: x.astype(node.dtype),
-        "integer_pow": lambda x: lax.integer_pow(x, node.param),  # pyright: ignore
-        "round": lambda x: lax.round(x, node.param),  # pyright: ignore
-        "reduce_precision": lambda x: lax.reduce_precision(x, *node.param),  # pyright: ignore
-        "custom": lambda _, *inputs: jax.numpy.vectorize(node.param)(*inputs),  # pyright: ignore
-        "floor_divide": jax.numpy.floor_divide,
-        "remainder": jax.numpy.remainder,
-        "select_n": lax.select_n,
-        "and": lax.bitwise_and,
-        "or": lax.bitwise_or,
-        "xor": lax.bitwise_xor,
-        "not": lax.bitwise_not,
-    }
-    return special.get(node.op, getattr(lax, node.op, None))(*args)  # pyright: ignore
 
 
 # --- arrays as functions ------------------------------------------------------------------------
@@ -154,11 +67,6 @@ class _Array(NamedTuple):
 
 def _scalar(node: Node) -> _Array:
     return _Array((), node.dtype, lambda _: node)
-
-
-def const(value: Any, dtype: Any) -> Node:
-    """A number that is known."""
-    return Node("const", (), np.dtype(dtype), np.asarray(value, dtype).item())
 
 
 def _as_node(place: Place) -> Node:
@@ -270,27 +178,32 @@ _DIVISIONS = ("floor_divide", "remainder")
 
 
 @functools.cache
-def _division(name: str, *operands: tuple[Any, Shape, bool]) -> str:
-    """The program of `x // y` or `x % y`, as it stands in other programs; operands are dtypes,
-    shapes, and whether dtypes are weak."""
-    like = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for dtype, shape, weak in operands]
+def _division(name: str, dtype: Any) -> ClosedJaxpr:
+    """The program of `x // y` or `x % y`."""
     function = {"floor_divide": jax.numpy.floor_divide, "remainder": jax.numpy.remainder}[name]
-    with jax.numpy_dtype_promotion("standard"):
-        (equation,) = jax.make_jaxpr(function)(*like).jaxpr.eqns
-    return str(equation.params["jaxpr"])
+    return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), dtype)] * 2)
 
 
-def is_division(equation: Any, program: Any) -> bool:
-    """Whether it calls JAX's own floor division or remainder of integers, whose program this is;
-    the name that it calls says which."""
-    name, avals = equation.params.get("name"), [x.aval for x in equation.invars]
-    if name not in _DIVISIONS or not all(np.issubdtype(x.dtype, np.integer) for x in avals):
-        return False
-    operands = [(x.dtype, x.shape, x.weak_type) for x in avals]
-    return len(operands) == 2 and str(program) == _division(name, *operands)
+def division_in(program: ClosedJaxpr) -> str | None:
+    """Which of these divisions of integers a program of two operands is, entry by entry."""
+    avals = [x.aval for x in program.jaxpr.invars]
+    if len(avals) != 2 or len(program.jaxpr.outvars) != 1 or program.consts:
+        return None
+    reader = Reader()
+    inputs = [
+        _Array(x.shape, x.dtype, functools.partial(_as_input, reader.input(n, x.dtype)))
+        for n, x in enumerate(avals)
+    ]
+    (result,) = reader.run(program.jaxpr, inputs)
+    node = reader.shared(result.at((0,) * len(result.shape)))
+    return node.op if node.op in _DIVISIONS else None
 
 
-class _Reader:
+def _as_input(scalar: "_Array", _: Any) -> Node:
+    return scalar.at(())
+
+
+class Reader:
     """Makes nodes of equations. Equal nodes are one."""
 
     def __init__(self) -> None:
@@ -298,9 +211,14 @@ class _Reader:
         self._numbers: dict[int, int] = {}
         self._nodes: dict[Hashable, Node] = {}
         self._known: set[int] = set()  # ids of these nodes
+        self._divides = False
+
+    def input(self, number: int, dtype: Any) -> _Array:
+        """A scalar argument."""
+        return _scalar(Node("input", (), np.dtype(dtype), number))
 
     def table(self, value: Any) -> _Array:
-        """An array from outside."""
+        """An array from outside, or a reference to memory, of which JAX evaluates nothing."""
         shape, dtype = np.shape(value), _dtype(getattr(value, "dtype", type(value)))
         if not isinstance(dtype, np.dtype):
             return self.unknown(jax.typeof(value), f"arrays of {dtype}")
@@ -314,7 +232,7 @@ class _Reader:
             held = (_held(place, size - 1) for place, size in zip(places, shape, strict=True))
             return self.node("look_up", map(_as_node, held), dtype, self._numbers[id(value)])
 
-        return _Array(shape, dtype, at, lambda: value)
+        return _Array(shape, dtype, at, None if is_reference(value) else lambda: value)
 
     def node(self, op: str, args: Any, dtype: Any, param: Hashable = None) -> Node:
         """The node, or the one that is equal."""
@@ -328,6 +246,9 @@ class _Reader:
         node = _simplified(replace(node, args=args))
         if id(node) in self._known:
             return node
+        node = self.divided(node)
+        if id(node) in self._known:
+            return node
         args = node.args
         # 0, 0.0 and False are equal, as are 0.0 and −0.0; NaN is equal to nothing.
         param = node.param if callable(node.param) else repr(node.param)
@@ -337,10 +258,29 @@ class _Reader:
             self._known.add(id(self._nodes[key]))
         return self._nodes[key]
 
-    def run(self, program: Any, consts: Any, values: Sequence[_Array]) -> list[_Array]:
-        """The results of a jaxpr."""
-        known = dict(zip(program.constvars, map(self.table, consts), strict=True))
-        known |= dict(zip(program.invars, values, strict=True))
+    def divided(self, node: Node) -> Node:
+        """A floor division or remainder of integers in place of the program that JAX has for it."""
+        if node.op != "select_n" or not np.issubdtype(_plain(node.dtype), np.integer):
+            return node
+        _, case, *_ = node.args
+        is_wide = node.dtype.itemsize > 4  # some of these GCC 12 cannot compile
+        if self._divides or is_wide or case.op not in ("div", "rem"):
+            return node
+        x, y = case.args
+        name = "floor_divide" if case.op == "div" else "remainder"
+        if name == "remainder" and y.op == "select_n":
+            y = y.args[1]  # or 1 where that is 0
+        self._divides = True  # the division itself ends with a selection
+        program = _division(name, node.dtype)
+        (result,) = self.run(program.jaxpr, [_scalar(x), _scalar(y)])
+        same = self.shared(result.at(()))
+        self._divides = False
+        is_same = same.op == node.op and all(map(operator.is_, same.args, node.args))
+        return self.node(name, (x, y), node.dtype) if is_same else node
+
+    def run(self, program: Any, values: Sequence[_Array]) -> list[_Array]:
+        """The results of a jaxpr of its constants and arguments."""
+        known = dict(zip((*program.constvars, *program.invars), values, strict=True))
 
         def value(x: Any) -> _Array:
             return self.table(x.val) if hasattr(x, "val") else known[x]
@@ -355,6 +295,10 @@ class _Reader:
                     x.at((0,) * len(x.shape))
             known |= dict(zip(equation.outvars, found, strict=True))
         return [value(x) for x in program.outvars]
+
+    def closed(self, program: Any, values: Sequence[_Array]) -> list[_Array]:
+        """The results of a program with its constants."""
+        return self.run(program.jaxpr, [*map(self.table, program.consts), *values])
 
     def apply(self, equation: Any, values: list[_Array]) -> list[_Array]:
         """The results of an equation, which JAX can evaluate where its operands are known."""
@@ -402,10 +346,8 @@ class _Reader:
 
     def call(self, equation: Any, program: ClosedJaxpr, values: list[_Array]) -> list[_Array]:
         """The results of the program that an equation calls."""
-        name, result = operation(equation), equation.outvars[0].aval
-        if not result.shape and is_division(equation, program):
-            return [self.entries(equation.params["name"], values, result, None)]
-        results = self.run(program.jaxpr, program.consts, values)
+        name = operation(equation)
+        results = self.closed(program, values)
         if name not in _WITH_RULES:
             return results
         return [self.with_rule(equation, n, x, values) for n, x in enumerate(results)]
@@ -450,8 +392,6 @@ class _Reader:
 
         def at(places: tuple[Place, ...]) -> Node:
             args = (x.at(places if x.shape else ()) for x in values)
-            if op in _DIVISIONS:
-                args = (_converted(x, _dtype(result.dtype)) for x in args)
             return self.node(op, args, result.dtype, param)
 
         return _Array(result.shape, _dtype(result.dtype), at)
@@ -459,7 +399,7 @@ class _Reader:
     def cond(self, branches: Any, values: list[_Array]) -> list[_Array]:
         """Both branches, of which one is selected."""
         which, *operands = values
-        found = [self.run(x.jaxpr, x.consts, operands) for x in branches]
+        found = [self.closed(x, operands) for x in branches]
         last = _scalar(_held(which.at(()), len(branches) - 1))  # pyright: ignore[reportArgumentType]
         if len(branches) == 2:
             last = _scalar(self.node("ne", (last.at(()), const(0, last.dtype)), bool))

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.core import Literal
 from jaxtyping import Array, Bool
 
 from jattn import tuning
@@ -127,13 +126,3 @@ def _kept(keyed: _Keyed, ends: bytes, rows: int, columns: int) -> tuple[np.ndarr
         each = np.frombuffer(ends, np.int32).reshape(-1, 4)
         found = jax.jit(lambda x: lax.map(look, x, batch_size=16))(each)
         return np.asarray(found[0]), np.asarray(found[1])
-
-
-def reads(function: Callable[..., Any], arguments: int) -> set[int]:
-    """Which of its arguments, int32 scalars, may change what a function gives."""
-    program = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.int32)] * arguments).jaxpr
-    needed = {x for x in program.outvars if not isinstance(x, Literal)}
-    for equation in reversed(program.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed.update(x for x in equation.invars if not isinstance(x, Literal))
-    return {n for n, x in enumerate(program.invars) if x in needed}

@@ -1,0 +1,70 @@
+"""Operations of expressions on arrays, by JAX."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jattn.functions.nodes import Node, fold
+
+
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+
+def is_reference(x: Any) -> bool:
+    """Whether an operand is a reference to memory, as kernels have them, in place of an array."""
+    return hasattr(x, "inside")
+
+
+def evaluated(
+    roots: Sequence[Node], scalars: Any, tables: Sequence[Any], known: Mapping[int, Any] = _NOTHING
+) -> list[Any]:
+    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers, and
+    `known` the values of other nodes, by their ids."""
+
+    def value(node: Node, args: list[Any]) -> Any:
+        if id(node) in known:
+            return known[id(node)]
+        if node.op == "input":
+            return scalars[node.param]
+        if node.op == "const":
+            return jax.numpy.asarray(node.param, node.dtype)
+        if node.op != "look_up":
+            return apply(node, args)
+        table: Any = tables[node.param]  # pyright: ignore
+        if is_reference(table):
+            return table.inside(*(x.astype(jax.numpy.int32) for x in args))
+        table = jax.numpy.asarray(table)
+        return table.at[tuple(args)].get(mode="clip") if args else table
+
+    found = fold(roots, value)
+    return [found[id(x)] for x in roots]
+
+
+def apply(node: Node, args: Sequence[Any]) -> Any:
+    """An operation on arrays that broadcast, by JAX.
+
+    Raises NotImplementedError for one that is not known.
+    """
+    if node.op == "unknown":
+        raise NotImplementedError(f"functions of pairs have no operation {node.param}")
+    shape = np.broadcast_shapes(*map(np.shape, args))
+    args = [jax.numpy.broadcast_to(x, shape) for x in args]
+    special: dict[str, Callable[..., Any]] = {
+        "convert_element_type": lambda x: x.astype(node.dtype),
+        "integer_pow": lambda x: lax.integer_pow(x, node.param),  # pyright: ignore
+        "round": lambda x: lax.round(x, node.param),  # pyright: ignore
+        "reduce_precision": lambda x: lax.reduce_precision(x, *node.param),  # pyright: ignore
+        "custom": lambda _, *inputs: jax.numpy.vectorize(node.param)(*inputs),  # pyright: ignore
+        "floor_divide": jax.numpy.floor_divide,
+        "remainder": jax.numpy.remainder,
+        "select_n": lax.select_n,
+        "and": lax.bitwise_and,
+        "or": lax.bitwise_or,
+        "xor": lax.bitwise_xor,
+        "not": lax.bitwise_not,
+    }
+    return special.get(node.op, getattr(lax, node.op, None))(*args)  # pyright: ignore

@@ -1,0 +1,226 @@
+"""Users' functions as programs, which are keys of compiled programs and compute what they did.
+
+`program_of` traces a function once for all functions that are sure to compute the same. Others it
+traces in each call: equal programs are one object, so that they share what is compiled.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.config import trace_context
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
+
+from jattn._explicit import evaluated, is_bound, without_mesh
+from jattn.functions import operations, snapshots
+from jattn.functions.operations import is_reference
+from jattn.functions.read import Reader
+from jattn.functions.snapshots import Key, Same, Unsure
+
+
+class Program:
+    """A function of scalars and operands as it was when it was traced.
+
+    Operands may also be references to memory, as kernels have them: the function may index these.
+    """
+
+    def __init__(self, name: str, program: ClosedJaxpr, n_arguments: int):
+        self.__name__, self._n_arguments = name, n_arguments
+        self._dtypes = [x.aval.dtype for x in program.jaxpr.invars]
+        self._constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
+        # Without its constants, which JAX from 0.12 on has in the program itself: there their
+        # variables become the first arguments.
+        self._jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
+
+    @property
+    def key(self) -> Hashable:
+        """What programs share only if they compute the same, and their derivatives do."""
+        return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
+
+    def __call__(self, *arguments: Any) -> Any:
+        n = self._n_arguments
+        leaves, more = jax.tree.leaves(arguments[:n]), iter(arguments[n:])
+        typed = [
+            x if x.dtype == y else x.astype(y) for x, y in zip(leaves, self._dtypes, strict=True)
+        ]
+        constants = [next(more) if x is None else x for x in self._constants]
+        values = [*constants, *typed]
+        if any(map(is_reference, values)):
+            return self._read(values)
+        (result,) = evaluated(self._jaxpr, constants, typed)
+        return result
+
+    def _read(self, values: list[Any]) -> Any:
+        """The result by its expression, as values are references to memory."""
+        reader, scalars = Reader(), [x for x in values if np.ndim(x) == 0]
+        numbers = itertools.count()
+        given = [
+            reader.table(x) if np.ndim(x) else reader.input(next(numbers), x.dtype) for x in values
+        ]
+        (result,) = reader.run(self._jaxpr, given)
+        node = reader.shared(result.at(()))
+        try:
+            return operations.evaluated([node], scalars, reader.tables)[0]
+        except NotImplementedError as error:
+            raise TypeError(str(error)) from error
+
+
+def program_of(
+    name: str,
+    function: Callable[..., Any],
+    scalar: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *scalars: Any,
+) -> tuple[Program, tuple[Any, ...]]:
+    """The program of `scalar(*scalars, *operands)`, which calls a user's function, and the operands
+    that the program takes.
+
+    The program does not depend on what the function reads, whatever that is: it computes with the
+    values of now. Traced arrays that the function reads become more operands, which can be
+    differentiated and outlive the trace in which they were made.
+    """
+    snapshot = snapshots.frozen(function)
+    if snapshots.is_frozen(snapshot):
+        return _of_snapshot(name, snapshot, scalar, operands, *scalars), operands
+    with without_mesh():  # the program may run where the mesh has other types
+        program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
+        found = Program(name, program, len(scalars) + len(operands))
+        arrays = [x for x in program.consts if is_bound(x)]
+        return snapshots.kept(("program", found.key), found, transient=True), (*operands, *arrays)
+
+
+def _of_snapshot(
+    name: str,
+    snapshot: Callable[..., Any],
+    scalar: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *scalars: Any,
+) -> Program:
+    """The program of a function that always computes the same, traced once for operands of these
+    types."""
+    leaves, structure = jax.tree.flatten(operands)
+    dtypes = tuple(x.dtype for x in scalars)
+    types = tuple((x.shape, x.dtype) for x in leaves)
+    key = "snapshot", Same(snapshot), dtypes, structure, types, trace_context()
+    known = snapshots.known(key)
+    if known is None:
+        like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
+        with without_mesh():
+            program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
+        found = Program(name, program, len(scalars) + len(operands))
+        known = snapshots.kept(key, found, transient=snapshots.is_transient(snapshot))
+    return known
+
+
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function as another object: of one that it has traced, JAX keeps the program."""
+
+    def again(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return again
+
+
+def _with_copies(value: Any) -> Any:
+    """A program or a parameter of one with copies of NumPy's arrays. While an array of JAX's for
+    one of them lives, JAX takes it again, whatever was written to NumPy's."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Literal):
+        return Literal(_with_copies(value.val), value.aval)
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_copies, value))
+    if isinstance(value, JaxprEqn):
+        params = {name: _with_copies(x) for name, x in value.params.items()}
+        return value.replace(invars=_with_copies(value.invars), params=params)
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        program: Any = getattr(value, "jaxpr", value)
+        eqns, outvars = _with_copies(program.eqns), _with_copies(program.outvars)
+        program = program.replace(eqns=eqns, outvars=outvars)
+        consts = getattr(value, "consts", None)
+        return program if consts is None else ClosedJaxpr(program, _with_copies(consts))
+    return value
+
+
+_ORDERS = 3  # of derivatives that programs have to share, one more than our own functions have
+
+
+def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) -> Hashable:
+    """Returns a key that programs share only if they compute the same, and their derivatives up to
+    the given order do. `constants` are None where they are operands."""
+    numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    avals = tuple(x.aval for x in numbers)
+
+    def operand(x: Any) -> Hashable:
+        return (x.aval, _parameter(x.val, orders)) if hasattr(x, "val") else numbers[x]
+
+    equations = []
+    for equation in jaxpr.eqns:
+        operands = tuple(map(operand, equation.invars))
+        results = tuple(x.aval for x in equation.outvars)
+        how = _parameters(equation, orders)
+        numbers.update((x, len(numbers) + n) for n, x in enumerate(equation.outvars))
+        equations.append((equation.primitive, operands, results, how))
+    results = tuple(map(operand, jaxpr.outvars))
+    known = tuple(_parameter(x, orders) for x in constants)
+    return avals, known, tuple(equations), results
+
+
+def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
+    """Returns a key of an equation's parameters. A derivative rule is a new object in each trace,
+    so that the program of the derivative stands in its place."""
+    params = equation.params
+    if equation.primitive in (custom_jvp_call_p, custom_vjp_call_p):
+        with contextlib.suppress(Exception):  # a rule that raises does so when it is asked for
+            program = _derivative(equation) if orders else None
+            derivative = program and _program_key(program.jaxpr, program.consts, orders - 1)
+            return _parameter(params["call_jaxpr"], orders), derivative
+    return tuple((name, _parameter(x, orders)) for name, x in sorted(params.items()))
+
+
+def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program of the derivative of a call that has its own rule."""
+    primitive = equation.primitive
+    avals: list[Any] = [x.aval for x in equation.invars]
+    is_float = [jax.numpy.issubdtype(x.dtype, np.inexact) for x in avals]
+
+    def derivative(operands: list[Any], directions: Any) -> Any:
+        def call(floats: list[Any]) -> Any:
+            values = iter(floats)
+            given = [next(values) if x else y for x, y in zip(is_float, operands, strict=True)]
+            return primitive.bind(*given, **primitive.get_bind_params(equation.params))
+
+        floats = list(itertools.compress(operands, is_float))
+        if primitive is custom_jvp_call_p:
+            return jax.jvp(call, (floats,), (directions,))
+        results, pull_back = jax.vjp(call, floats)
+        return results, pull_back(directions)
+
+    is_jvp = primitive is custom_jvp_call_p
+    like = itertools.compress(avals, is_float) if is_jvp else (x.aval for x in equation.outvars)
+    return jax.make_jaxpr(derivative)(avals, list(like))
+
+
+def _parameter(value: Any, orders: int) -> Hashable:
+    """Returns a key of a constant or a parameter of a program: of a value, a program, or a tuple of
+    these."""
+    program = getattr(value, "jaxpr", value)
+    if hasattr(program, "eqns"):
+        return _program_key(program, getattr(value, "consts", ()), orders)
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_parameter(x, orders) for x in value)
+    try:
+        if hasattr(value, "dtype") and not isinstance(value, Tracer):
+            return Key().memory(np.asarray(value))
+        key = type(value), repr(value) if isinstance(value, float | complex) else value
+        hash(key)
+    except (Unsure, TypeError):  # an array of random keys, say
+        return Same(value)
+    return key
