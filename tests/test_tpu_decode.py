@@ -403,9 +403,6 @@ def test_gradients(kind):
         np.testing.assert_allclose(x, y, atol=2e-5 * float(np.abs(y).max()))
 
 
-# --- when the kernel takes a call --------------------------------------------------------------
-
-
 def reason(query: Any, cache: Cache, **meaning: Any) -> str | None:
     shapes, spec = check_cache(query, cache, None, **meaning)
     return decode.unreadable("cpu", spec, shapes, cache)
@@ -462,9 +459,6 @@ def test_none_does_not_take_it():
     assert registry.decoder(None, spec, shapes, cache) is None
     assert registry.decoder("blockwise", spec, shapes, cache) is None
     assert registry.decoder("tpu", spec, shapes, cache) is not None
-
-
-# --- compiled for TPUs -------------------------------------------------------------------------
 
 
 def step(implementation: str | None, cache: Any, token: Any) -> tuple[Any, Any]:
