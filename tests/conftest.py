@@ -164,6 +164,15 @@ def _small_tiles(request):
         yield
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For tests that compile much and compute little."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture
 def unchecked():
     """Switches the annotation checks off, so that the library's own messages are what raises."""

@@ -13,7 +13,6 @@ from jattn.call import Call, of_shapes
 from jattn.kernels.common import block_mask
 from jattn.spec import Shapes, Spec
 from tests import test_contract as contract
-from tests.cases import CASES, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -34,16 +33,7 @@ def prepared(spec: Spec, shapes: Shapes) -> Spec:
 
 def assert_accurate(name: str, dtype: str, got: Any) -> None:
     """As in the contract; in 16 bits, compared with a formula that rounds as matrix units do."""
-    x = inputs(CASES[name], dtype)
-    measured = contract.errors(got, contract.truth(CASES[name], x))
-    for what, plain in contract.plain_errors(name, dtype, dtype != "float32").items():
-        limit = 2 * plain + 4 * float(jnp.finfo(np.float32).eps)
-        ceiling = CEILINGS["float32" if what == "lse" else dtype]
-        assert measured[what] <= min(limit, ceiling), (what, measured, plain)
-    assert got.out.dtype == x.q.dtype
-    assert got.lse.dtype == np.float32
-    for label, gradient in got.gradients.items():
-        assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
+    contract.assert_accurate(name, dtype, got, CEILINGS, matrix_units=dtype != "float32")
 
 
 def assert_parts(

@@ -20,8 +20,6 @@ from jattn.masks import EMPTY, FULL, Predicate
 from tests.conftest import quick_jit
 
 
-# --- functions that people write ----------------------------------------------------------------
-
 T = 96
 WIDTH, HEIGHT = 16, 6
 DOCUMENTS = np.sort(np.random.default_rng(0).integers(0, 5, (2, T)), axis=1)
@@ -145,8 +143,6 @@ def test_tiles_without_keys_are_skipped():
     flops = [cost["flops"] for cost in costs]
     assert flops[0] < flops[1] / 8
 
-
-# --- random expressions -------------------------------------------------------------------------
 
 S, BLOCK = 24, 6
 EDGES = (0, -7, 2**31 - S, -(2**31), 2**30 - 9)

@@ -40,9 +40,6 @@ def learned(size: int = 80, **options) -> Vocabulary:
     return Vocabulary.learn_bpe(TRAINING, size=size, **options)
 
 
-# ---------------------------------------------------------------------------------- round trips
-
-
 @given(st.text(SEEN))
 def test_text_of_characters_that_were_seen_comes_back(sentence):
     vocabulary = learned()
@@ -108,9 +105,6 @@ def test_nothing_is_a_sentence_without_tokens():
     vocabulary = learned()
     assert vocabulary.encode("") == [EOS]
     assert vocabulary.decode(vocabulary.encode("")) == ""
-
-
-# ----------------------------------------------------------------------------------- vocabulary
 
 
 def test_a_vocabulary_has_every_character_and_no_more_tokens_than_asked():
@@ -187,9 +181,6 @@ def test_vocabularies_by_configuration():
     source, _ = learn_vocabularies(config, pairs)
     assert source.merges
     assert " de" not in source.words and " d" in source.words
-
-
-# ----------------------------------------------------------------------------------------- file
 
 
 def test_round_trip_through_json():

@@ -495,9 +495,6 @@ def test_explain_knows_caches():
     assert "at most 8" in str(jattn.explain(many, cache)["decode"])
 
 
-# --- modules ------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @every_cache
 def test_a_module_token_by_token_is_the_module_at_once(kind):

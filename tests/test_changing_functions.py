@@ -234,15 +234,24 @@ def global_array(use: Use, number: Any) -> Any:
     )
 
 
-@held
-def array_replaced(use: Use, number: Any) -> Any:
-    array = an_array(number)
+def replaced(name: str, make: Callable[[Any], Any], read: Any = lambda x: x) -> None:
+    """Registers a row whose function closes over a value that another takes the place of."""
 
-    def change(new: Any) -> None:
-        nonlocal array
-        array = an_array(new)
+    def holder(use: Use, number: Any) -> Any:
+        value = make(number)
 
-    return lambda *x: use(jnp.asarray(array)[1], *x), change
+        def change(new: Any) -> None:
+            nonlocal value
+            value = make(new)
+
+        return lambda *x: use(read(value), *x), change
+
+    HOLDERS[name] = holder
+
+
+replaced("numpy array replaced", an_array, lambda x: jnp.asarray(x)[1])
+replaced("numpy scalar", np.int32)
+replaced("jax array", jnp.int32)
 
 
 @held
@@ -396,28 +405,6 @@ def enum_value(use: Use, number: Any) -> Any:
 
 
 @held
-def numpy_scalar(use: Use, number: Any) -> Any:
-    value = np.int32(number)
-
-    def change(new: Any) -> None:
-        nonlocal value
-        value = np.int32(new)
-
-    return lambda *x: use(value, *x), change
-
-
-@held
-def jax_array(use: Use, number: Any) -> Any:
-    value = jnp.int32(number)
-
-    def change(new: Any) -> None:
-        nonlocal value
-        value = jnp.int32(new)
-
-    return lambda *x: use(value, *x), change
-
-
-@held
 def iterator(use: Use, number: Any) -> Any:
     """Something else at each reading, that cannot be copied."""
     numbers = [number] * 50
@@ -529,9 +516,6 @@ def test_a_function_reads_what_is_held_when_it_is_called(name, kind):
 @pytest.mark.parametrize("name", ["list", "numpy in jnp", "bound_method"])
 def test_in_every_implementation(name, implementation, T, kind):
     check(kind, HOLDERS[name], T, implementation, (2, 5))
-
-
-# --- everything that takes functions ------------------------------------------------------------
 
 
 def changing(kind: str) -> tuple[dict[str, Any], list[Any]]:
@@ -712,9 +696,6 @@ def test_what_changes_in_each_reading_is_read_in_each_call():
     for _ in range(6):
         want = jattn.attention(q, k, v, mask=masks.Prefix(int(again.integers(1, 9))))
         np.testing.assert_allclose(jattn.attention(q, k, v, mask=rule), want, atol=1e-12)
-
-
-# --- what it costs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["list", "numpy in jnp", "bound_method", "inside_lax"])

@@ -1,7 +1,4 @@
-"""Checkpoints: a kill at any moment, damage, hostile files.
-
-Each check is shown to fail where what it is there for has been taken away.
-"""
+"""Checkpoints: a kill at any moment, damage, hostile files."""
 
 import ast
 import contextlib
@@ -21,13 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.runs import checkpoints, folder
+from experiments.runs import checkpoints
 from experiments.runs.ending import Failure
 from experiments.translation import runs, training
 from experiments.translation.presets import PRESETS
 from experiments.translation.runs import Run, TextOrigin
 from experiments.translation.vocabulary import Vocabulary
-from tests import test_translation as others
 from tests.test_translation import (
     as_users_run_it,
     assert_equal,
@@ -39,8 +35,6 @@ from tests.test_translation import (
 
 assert as_users_run_it
 ROOT = Path(__file__).parents[1]
-
-Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def tree_of(step: int) -> training.State:
@@ -66,8 +60,6 @@ def test_going_on_says_nothing_of_what_a_killed_save_has_left(tmp_path, capfd, r
     assert run.steps() == [1, 2] and not left.exists()
     assert capfd.readouterr() == ("", "") and not recwarn.list
 
-
-# ------------------------------------------------------------------------------------------- kills
 
 _watchers: list[Callable[[], None]] = []
 _CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")
@@ -204,9 +196,6 @@ def test_a_kill_while_beginning_leaves_no_run_or_a_whole_one(tmp_path):
     assert len(left) > 3 and run in whole
 
 
-# ------------------------------------------------------------------------------------------ damage
-
-
 def files_of(run: Run, step: int) -> list[Path]:
     files = (run.directory / "checkpoints" / str(step)).rglob("*")
     return [file for file in files if file.is_file()]
@@ -230,9 +219,6 @@ def test_any_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(tm
         cut_short(files_of(run, step)[0])
     with unwarned(), pytest.raises(ValueError, match="every checkpoint is damaged"):
         run.restore(small_tree())
-
-
-# ----------------------------------------------------------------------------------- hostile files
 
 
 class Hostile:
@@ -326,128 +312,3 @@ def test_no_source_of_the_experiment_can_run_what_it_reads():
     assert len(files) > 40
     found = {file: dangers(file.read_text("utf-8")) for file in files}
     assert found == {file: [] for file in files}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "def f():\n    from yaml import load",
-        "import importlib.util as u",
-        "x = eval(text)",
-        "os.system(text)",
-        "np.load(path, allow_pickle=True)",
-        "import tarfile",
-    ],
-)
-def test_a_source_that_can_is_found(source):
-    assert len(dangers(source)) == 1
-
-
-# --------------------------------------------------------------------- without what is checked here
-
-
-def believes_everything(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Run, "_is_whole", lambda run, step: True)
-
-
-def compares_sizes(patch: pytest.MonkeyPatch) -> None:
-    def sizes(directory: Path) -> dict[str, int]:
-        files = [file for file in directory.rglob("*") if file.is_file()]
-        return {str(file.relative_to(directory)): file.stat().st_size for file in files}
-
-    patch.setattr(checkpoints, "_digests", sizes)
-
-
-def takes_all_for_finished(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Run, "has_checkpoint", lambda run: bool(run.steps()))
-
-
-def says_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(warnings, "warn", lambda *_, **options: None)
-
-
-def drops_before_it_writes(patch: pytest.MonkeyPatch) -> None:
-    save = Run.save
-
-    def dropping(run: Run, state: Any, step: int) -> None:
-        run._drop(run.steps())
-        save(run, state, step)
-
-    patch.setattr(Run, "save", dropping)
-
-
-def writes_in_place(patch: pytest.MonkeyPatch) -> None:
-    def write(path: Path, text: str) -> None:
-        path.write_text(text[: len(text) // 2])
-        path.write_text(text)
-
-    patch.setattr(folder, "replace", write)
-
-
-def takes_all_for_runs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runs, "is_run", lambda directory: True)
-
-
-def takes_all_for_empty(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Path, "iterdir", lambda path: iter(()))
-
-
-def takes_any_shapes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoints, "_check_kinds", lambda saved, wanted: None)
-
-
-def compares_no_settings(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runs, "differences", lambda saved, given: [])
-
-
-def reading_otherwise(otherwise: Callable[[str], Any]) -> Break:
-    def break_it(patch: pytest.MonkeyPatch) -> None:
-        loads = json.loads
-
-        def careless(text: Any, **options: Any) -> Any:
-            try:
-                return loads(text, **options)
-            except ValueError:
-                with contextlib.suppress(Exception):
-                    return otherwise(text)
-                raise
-
-        patch.setattr(json, "loads", careless)
-
-    return break_it
-
-
-unpickles = reading_otherwise(lambda text: pickle.loads(text.encode()))
-evaluates = reading_otherwise(eval)
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("test", "break_it"),
-    [
-        (test_a_kill_while_saving_leaves_the_checkpoint_before, drops_before_it_writes),
-        (test_a_kill_while_saving_for_the_first_time_leaves_no_checkpoint, takes_all_for_finished),
-        (test_a_kill_while_saving_anew_leaves_the_checkpoint_before, believes_everything),
-        (test_a_kill_while_forgetting_metrics_leaves_all_or_the_rest, writes_in_place),
-        (test_a_kill_while_beginning_leaves_no_run_or_a_whole_one, takes_all_for_runs),
-        *itertools.product(
-            [test_any_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken],
-            [believes_everything, compares_sizes, says_nothing],
-        ),
-        (others.test_the_arrays_of_another_model_are_refused_by_name, takes_any_shapes),
-        (others.test_a_run_begun_differently_is_refused_naming_what_differs, compares_no_settings),
-        *itertools.product(
-            [others.test_an_existing_directory_is_neither_written_into_nor_deleted],
-            [takes_all_for_runs, takes_all_for_empty],
-        ),
-        *itertools.product(
-            [test_of_a_hostile_file_nothing_is_run_and_nothing_wrong_is_taken],
-            [unpickles, evaluates],
-        ),
-    ],
-)
-def test_it_is_noticed_where_it_is_missing(test, break_it, tmp_path, monkeypatch):
-    break_it(monkeypatch)
-    with unwarned(), pytest.raises((AssertionError, pytest.fail.Exception, ValueError, OSError)):
-        test(tmp_path)

@@ -172,9 +172,6 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-# --- the oracle itself --------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(2)
 @every_case
 def test_the_oracles_gradients_agree_with_a_complex_step(name):
@@ -284,9 +281,6 @@ def test_the_oracle_agrees_with_another_library(name):
     assert error(oracle.attend(problem).out, want) <= CEILINGS["float32"]
 
 
-# --- values and gradients -----------------------------------------------------------------------
-
-
 def _marks(implementation: str, name: str, dtype: str) -> Any:
     if _before_every_commit(implementation, name, dtype):
         return ()
@@ -313,21 +307,25 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize(("implementation", "name", "dtype"), TYPED)
-def test_values_and_gradients(implementation, name, dtype):
-    case = CASES[name]
-    x = inputs(case, dtype)
-    got = run(implementation, name, x)
-    measured, plain = errors(got, truth(case, x)), plain_errors(name, dtype)
+def assert_accurate(
+    name: str, dtype: str, got: Results, ceilings: Any = CEILINGS, matrix_units: bool = False
+) -> None:
+    """Errors are at most twice those of the plain formula, and dtypes are those of the inputs."""
+    x = inputs(CASES[name], dtype)
+    measured, plain = errors(got, truth(CASES[name], x)), plain_errors(name, dtype, matrix_units)
     working = "float64" if dtype == "float64" else "float32"
     for what, plain_error in plain.items():
         limit = 2 * plain_error + 4 * float(jnp.finfo(working).eps)
-        ceiling = CEILINGS[working if what == "lse" else dtype]
+        ceiling = ceilings[working if what == "lse" else dtype]
         assert measured[what] <= min(limit, ceiling), (what, measured, plain)
-    assert got.out.dtype == x.q.dtype
-    assert got.lse.dtype == working
+    assert (got.out.dtype, got.lse.dtype) == (x.q.dtype, working)
     for label, gradient in got.gradients.items():
         assert gradient.dtype == (x._asdict() | x.parameters)[label].dtype, label
+
+
+@pytest.mark.parametrize(("implementation", "name", "dtype"), TYPED)
+def test_values_and_gradients(implementation, name, dtype):
+    assert_accurate(name, dtype, run(implementation, name, inputs(CASES[name], dtype)))
 
 
 @pytest.mark.one_in(12)
@@ -431,9 +429,6 @@ def test_precision_reaches_the_products(implementation):
         assert highest() == 0
     with jax.default_matmul_precision("highest"):
         assert highest() >= 2
-
-
-# --- what is masked does not exist --------------------------------------------------------------
 
 
 POISONS = (np.nan, np.inf, -np.inf, 1e38)
@@ -636,9 +631,6 @@ def test_weights_keep_their_digits(implementation):
     run = functools.partial(jattn.attention, implementation=implementation)
     out = run(q, k, k + 1, score=jattn.scores.Bias(bias))
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
-
-
-# --- under the transformations ------------------------------------------------------------------
 
 
 @pytest.mark.one_in(8)
@@ -893,9 +885,6 @@ def test_sizes_beyond_32_bits_are_only_numbers():
     assert (lse.shape, lse.dtype) == ((2, 8, 2**16), jnp.float32)
 
 
-# --- other modes of differentiation -------------------------------------------------------------
-
-
 def directions(x: Inputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
     """A random direction, for JAX and for the oracle."""
     rng = np.random.default_rng(seed)
@@ -952,9 +941,6 @@ def change_of_gradients(problem: oracle.Problem, along: dict[str, Any], x: Input
 
     after, before = at(step), at(-step)
     return {n: (after[n] - before[n]) / (2 * step) for n in after}
-
-
-# --- which implementation -----------------------------------------------------------------------
 
 
 @pytest.mark.one_in(8)

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 import jattn
 from jattn import masks, scores
 from jattn.call import make
-from jattn.kernels.common import block_mask
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.gpu.mosaic.kernels import ampere, parameter_gradients
 from jattn.kernels.gpu.mosaic.machine import streams
@@ -132,9 +131,6 @@ def test_one_place_for_tiles_is_released(monkeypatch, name):
             everything(name)
 
 
-# --- mistakes -----------------------------------------------------------------------------------
-
-
 class Kernel(NamedTuple):
     """By its name, in a call with such a score function; which of its first four waits are for
     what others wait for too."""
@@ -189,39 +185,6 @@ def test_a_wait_that_is_missing_is_a_race(kernel):
         with copies.by_threads(Without(kernel, which)):
             with pytest.raises(Race):
                 kernel.run()
-
-
-@pytest.mark.one_in(4)
-@by_kernel((FORWARD, *AHEAD))
-def test_a_copy_before_the_wait_is_a_race(monkeypatch, kernel):
-    machine, fold = copies.Machine(), block_mask.BlockMask.fold_ahead
-
-    def hasty(self: Any, memory: Any, at: Any, fetch: Any, turn: Any, step: Any, *rest: Any) -> Any:
-        def fetched_first(j: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
-            fetch_next(state[0] + 1)
-            return step(j, masked, lambda turn: None, state)
-
-        hurried = fetched_first if machine.runs == kernel.name else step
-        return fold(self, memory, at, fetch, turn, hurried, *rest)
-
-    monkeypatch.setattr(block_mask.BlockMask, "fold_ahead", hasty)
-    under_way = "a copy starts to a place to which one is under way"
-    other_warps = "a copy starts to a place that other warps may still read"
-    with copies.by_threads(machine), pytest.raises(Race) as race:
-        kernel.run()
-    assert str(race.value) == (under_way if kernel is FORWARD else other_warps)
-
-
-@by_kernel(AHEAD)
-def test_one_place_where_two_are_needed_is_a_race(monkeypatch, kernel):
-    machine, place = copies.Machine(), streams.Stream._place
-    monkeypatch.setattr(
-        streams.Stream,
-        "_place",
-        lambda self, turn: 0 if machine.runs == kernel.name else place(self, turn),
-    )
-    with copies.by_threads(machine), pytest.raises(Race, match="read while a copy"):
-        kernel.run()
 
 
 def test_nothing_is_under_way_at_the_end():

@@ -63,9 +63,6 @@ def nested():
     return generate(4_000, seed=11, constructions=DEEPER)
 
 
-# ------------------------------------------------------------------------------ golden sentences
-
-
 def np(noun, determiner=THE, adjective=None, *, plural=False):
     return phrase(NOUNS[noun], determiner, plural, ADJECTIVES[adjective] if adjective else None)
 
@@ -91,24 +88,9 @@ MUST, CAN, MAY, WANT = MODES["müssen"], MODES["können"], MODES["dürfen"], MOD
 
 GOLDEN = [
     (
-        statement(clause("lesen", MANN, acc=BUCH)),
-        "der mann liest das buch .",
-        "the man reads the book .",
-    ),
-    (
         statement(clause("kaufen", np("frau", A), acc=np("apfel", A, "rot"))),
         "eine frau kauft einen roten apfel .",
         "a woman buys a red apple .",
-    ),
-    (
-        statement(clause("essen", ICH, acc=np("ei", A, "alt"))),
-        "ich esse ein altes ei .",
-        "i eat an old egg .",
-    ),
-    (
-        statement(clause("holen", np("lehrer", A, "alt"), acc=np("brief", plural=True))),
-        "ein alter lehrer holt die briefe .",
-        "an old teacher fetches the letters .",
     ),
     (
         statement(clause("helfen", np("kind", A, "groß"), dat=np("nachbar", THIS))),
@@ -123,16 +105,6 @@ GOLDEN = [
         "the cats follow the small children .",
     ),
     (
-        statement(clause("warten", np("mädchen"), acc=np("ärztin", THE, "freundlich"))),
-        "das mädchen wartet auf die freundliche ärztin .",
-        "the girl waits for the friendly doctor .",
-    ),
-    (
-        statement(clause("spielen", WIR, dat=np("pferd", A, "jung"))),
-        "wir spielen mit einem jungen pferd .",
-        "we play with a young horse .",
-    ),
-    (
         statement(clause("geben", np("schwester"), dat=np("frau", A), acc=np("bild", A, "schön"))),
         "die schwester gibt einer frau ein schönes bild .",
         "the sister gives a beautiful picture to a woman .",
@@ -143,29 +115,14 @@ GOLDEN = [
         "the woman shows the suitcase to me today .",
     ),
     (
-        statement(clause("auf|machen", SIE, acc=DOOR)),
-        "sie macht die tür auf .",
-        "she opens the door .",
-    ),
-    (
         statement(clause("ab|holen", MANN, acc=ER)),
         "der mann holt ihn ab .",
         "the man picks him up .",
     ),
     (
-        statement(clause("zu|hören", np("mann", A, plural=True), dat=FRAU)),
-        "männer hören der frau zu .",
-        "men listen to the woman .",
-    ),
-    (
         statement(clause("ein|schlafen", np("kind", THIS, "müde"), negated=True)),
         "dieses müde kind schläft nicht ein .",
         "this tired child does not fall asleep .",
-    ),
-    (
-        statement(clause("lesen", MANN, acc=np("zeitung"), time="heute"), "time"),
-        "heute liest der mann die zeitung .",
-        "today the man reads the newspaper .",
     ),
     (
         statement(clause("an|rufen", ICH, FUTURE, acc=np("nachbar"), time="morgen")),
@@ -180,11 +137,6 @@ GOLDEN = [
         "yesterday the woman invited the children .",
     ),
     (
-        statement(clause("an|kommen", np("lehrer", plural=True), PERFECT, negated=True)),
-        "die lehrer sind nicht angekommen .",
-        "the teachers did not arrive .",
-    ),
-    (
         statement(clause("weg|werfen", MANN, PERFECT, negated=True, acc=np("stuhl", NO, "neu"))),
         "der mann hat keinen neuen stuhl weggeworfen .",
         "the man did not throw a new chair away .",
@@ -193,21 +145,6 @@ GOLDEN = [
         statement(clause("kaufen", MANN, negated=True, acc=np("birne", NO, plural=True))),
         "der mann kauft keine birnen .",
         "the man does not buy any pears .",
-    ),
-    (
-        statement(clause("sprechen", ICH, negated=True, dat=np("lehrer"))),
-        "ich spreche nicht mit dem lehrer .",
-        "i do not talk to the teacher .",
-    ),
-    (
-        statement(clause("sehen", np("kind", NO), acc=HUND)),
-        "kein kind sieht den hund .",
-        "no child sees the dog .",
-    ),
-    (
-        statement(clause("zu|machen", SIE, MUST, acc=np("fenster"))),
-        "sie muss das fenster zumachen .",
-        "she has to close the window .",
     ),
     (
         statement(clause("auf|stehen", WIR, MUST, negated=True)),
@@ -225,31 +162,9 @@ GOLDEN = [
         "the woman sees the small dog .",
     ),
     (
-        statement(clause("danken", MANN, dat=np("schwester", plural=True)), "dat"),
-        "den schwestern dankt der mann .",
-        "the man thanks the sisters .",
-    ),
-    (
-        statement(is_(np("tür", THIS, "rot"), "alt", negated=True)),
-        "diese rote tür ist nicht alt .",
-        "this red door is not old .",
-    ),
-    (statement(is_(ICH, "müde", PERFECT)), "ich war müde .", "i was tired ."),
-    (
-        asks(clause("mit|bringen", ER, acc=np("tasche"))),
-        "bringt er die tasche mit ?",
-        "does he bring the bag along ?",
-    ),
-    (
         asks(clause("essen", np("hund", plural=True), MAY, acc=np("apfel"))),
         "dürfen die hunde den apfel essen ?",
         "may the dogs eat the apple ?",
-    ),
-    (asks(is_(MANN, "groß")), "ist der mann groß ?", "is the man big ?"),
-    (
-        statement(clause("lachen", with_relative(clause("lesen", MANN, acc=BUCH), "nom"))),
-        "der mann , der das buch liest , lacht .",
-        "the man who reads the book laughs .",
     ),
     (
         statement(
@@ -286,11 +201,6 @@ GOLDEN = [
         chain(clause("lachen", MANN), ("weil", clause("auf|machen", SIE, acc=DOOR))),
         "der mann lacht , weil sie die tür aufmacht .",
         "the man laughs because she opens the door .",
-    ),
-    (
-        chain(clause("ein|schlafen", KIND), ("obwohl", clause("an|kommen", WIR, PERFECT))),
-        "das kind schläft ein , obwohl wir angekommen sind .",
-        "the child falls asleep although we arrived .",
     ),
     (
         chain(
@@ -361,8 +271,6 @@ def test_no_pair_has_a_second_reading(pairs, nested):
     drawn = [constructions.TRAINING["subordinate"](draw)[0] for _ in range(1000)]
     assert any(doubtful(german) for german in drawn)
 
-
-# ------------------------------------------------------------------------------- laws of German
 
 GENDER = {
     "m": "mann lehrer nachbar hund brief apfel koffer stuhl",
@@ -614,9 +522,6 @@ def test_relative_clauses_tell_subject_from_object(pairs, nested):
     assert min(seen[True], seen[False]) > 20
 
 
-# ------------------------------------------------------------------------------ laws of English
-
-
 BASES = (
     "read buy eat carry fetch see look hear help thank answer follow give show bring wait play "
     "talk sleep laugh work come open close choose pick call invite throw listen get fall arrive "
@@ -643,9 +548,6 @@ def test_english_articles_auxiliaries_and_third_persons(pairs, nested):
                 assert after not in ("does", "is", "has", "wants"), pair
             seen[word] += 1
     assert min(seen[word] for word in ("a", "an", "not", "cannot", "will", "he", "she")) > 100
-
-
-# ------------------------------------------------------------------- the corpus as a whole
 
 
 def test_every_german_sentence_has_one_english_answer():

@@ -27,9 +27,6 @@ CAUSAL, FULL = masks.Causal(), masks.Full()
 LENGTHS = masks.Lengths(kv=jnp.array([5, 0]))
 
 
-# --- masks --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "mask, flags",
     [
@@ -81,9 +78,6 @@ def test_other_masks_may_be_registered():
         cudnn.as_cudnn(mask)
     cudnn.as_cudnn.register(UpTo, lambda mask: cudnn.Flags(kv_lengths=(mask.length,)))
     assert len(cudnn.as_cudnn(mask).kv_lengths) == 1
-
-
-# --- reasons ------------------------------------------------------------------------------------
 
 
 def reason(
@@ -206,9 +200,6 @@ def test_what_jax_itself_refuses_is_a_reason(monkeypatch):
     assert reason() == "cuDNN is not detected."
 
 
-# --- programs -----------------------------------------------------------------------------------
-
-
 def program(call: Any, *arguments: Any) -> str:
     """The call lowered for CUDA."""
     return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
@@ -276,9 +267,6 @@ def test_it_lowers_under_the_transformations(monkeypatch):
     several = jax.vmap(jax.grad(loss, (0, 1, 2)), (-1, None, 0))
     text = program(several, jnp.stack([q, q], axis=-1), k, jnp.stack([v, v]))
     assert "cudnn$fmhaSoftmaxBackward" in text
-
-
-# --- what cuDNN does not do ---------------------------------------------------------------------
 
 
 def formula(query: Any, key: Any, value: Any, bias: Any = None, **options: Any) -> Any:

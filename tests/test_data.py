@@ -1,6 +1,5 @@
 """Reading, encoding and batching of parallel text: every rule, and that nothing is lost."""
 
-import csv
 import dataclasses
 import gzip
 import io
@@ -13,14 +12,14 @@ import sys
 import tracemalloc
 import unicodedata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.translation import batches, data, text, vocabulary, words
+from experiments.translation import batches, data, text, words
 from experiments.translation.corpus import Pair
 from experiments.translation.vocabulary import BOS, EOS, PAD, SPECIALS, UNK, Vocabulary, check_ids
 
@@ -46,9 +45,6 @@ def sides(pairs: list[Pair]) -> list[tuple[str, str]]:
 
 def pairs_of(*sentences: tuple[str, str]) -> list[Pair]:
     return [Pair(source, target, "") for source, target in sentences]
-
-
-# ---------------------------------------------------------------------------------- reading
 
 
 def test_folder_of_parallel_files_with_and_without_gzip(tmp_path):
@@ -305,79 +301,6 @@ def test_report_blocks_begin_at_line_one_and_end_with_the_file(tmp_path):
     assert data.read_split(tmp_path, "train")[1].unusual_block == (1, 100, 1)
 
 
-def splits_like_python(file: BinaryIO, name: str) -> list[str]:
-    return file.read().decode("utf-8-sig").splitlines()
-
-
-def reads_in_text_mode(file: BinaryIO, name: str) -> list[str]:
-    return list(io.TextIOWrapper(io.BytesIO(file.read()), "utf-8-sig"))
-
-
-def keeps_the_mark(file: BinaryIO, name: str) -> list[str]:
-    return file.read().decode("utf-8").split("\n")[:-1]
-
-
-def replaces_what_is_no_text(file: BinaryIO, name: str) -> list[str]:
-    return file.read().decode("utf-8", "replace").split("\n")[:-1]
-
-
-def pairs_what_there_is(source: Path, target: Path, **_: int) -> Any:
-    left, right = data.read_lines(source), data.read_lines(target)
-    return data._pair_up("", zip(left, right, strict=False))
-
-
-def drops_empty_lines_alone(source: Path, target: Path, **_: int) -> Any:
-    left, right = (list(filter(str.strip, data.read_lines(path))) for path in (source, target))
-    return data._pair_up("", zip(left, right, strict=False))
-
-
-def reads_as_csv(path: Path, *_: int) -> Any:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row or ["", ""] for row in csv.reader(file, delimiter="\t")]
-    return ((row[0], row[1]) for row in rows if len(row) > 1)
-
-
-@pytest.mark.parametrize(
-    ("test", "arguments", "name", "instead"),
-    [
-        (test_only_a_newline_ends_a_line, ["\u2028"], "lines_of", splits_like_python),
-        (test_only_a_newline_ends_a_line, ["\x1c"], "lines_of", splits_like_python),
-        (test_crlf_and_a_lone_carriage_return, [], "lines_of", reads_in_text_mode),
-        (test_byte_order_mark_is_no_part_of_the_first_word, [], "lines_of", keeps_the_mark),
-        (test_byte_order_mark_is_no_part_of_the_first_word, [], "clean", str.strip),
-        (test_invalid_utf8_and_nul_give_file_and_line, [], "lines_of", replaces_what_is_no_text),
-        (
-            test_unequal_line_counts_give_both_files_and_numbers,
-            [],
-            "read_parallel",
-            pairs_what_there_is,
-        ),
-        (
-            test_pairs_with_an_empty_side_are_dropped_as_pairs_and_counted,
-            [],
-            "read_parallel",
-            drops_empty_lines_alone,
-        ),
-        (
-            test_quotes_in_tsv_have_no_meaning_and_empty_rows_are_counted,
-            [],
-            "_columns",
-            reads_as_csv,
-        ),
-        (test_malformed_tsv_gives_file_and_line, ["nur eine", 1], "_columns", reads_as_csv),
-        (test_sentences_come_out_in_normal_form_c, [], "clean", str.strip),
-    ],
-)
-def test_a_reader_without_the_rule_is_noticed(
-    tmp_path, monkeypatch, test, arguments, name, instead
-):
-    monkeypatch.setattr(data, name, instead)
-    with pytest.raises((AssertionError, pytest.fail.Exception, ValueError)):
-        test(tmp_path, *arguments)
-
-
-# ---------------------------------------------------------------------------- words and ids
-
 SENTENCES = [
     ("Zwei Männer bei den Büschen.", "zwei männer bei den büschen ."),
     ("Doesn't the man's t-shirt fit?", "does n't the man 's t-shirt fit ?"),
@@ -545,13 +468,6 @@ def test_ids_outside_the_vocabulary_are_refused_on_the_host(wrong):
         text.EncodedPairs(good, bad, np.arange(1), 8, 7)
 
 
-def test_ids_that_nobody_checks_are_noticed(monkeypatch):
-    for module in (text, vocabulary):
-        monkeypatch.setattr(module, "check_ids", lambda ids, size, name: np.asarray(ids))
-    with pytest.raises((AssertionError, pytest.fail.Exception, IndexError)):
-        test_ids_outside_the_vocabulary_are_refused_on_the_host(-1)
-
-
 def test_ids_must_be_a_row_of_integers():
     vocabulary = Vocabulary.build(["a b c"])
     with pytest.raises(TypeError, match="ids must be integers, got float64"):
@@ -635,9 +551,6 @@ def test_unknown_words_are_counted_on_each_side():
     assert (report.source_unknown, report.source_tokens) == (1, 4)
     assert (report.target_unknown, report.target_tokens) == (2, 4)
     assert "1 of 4 source and 2 of 4 target tokens" in str(report)
-
-
-# ---------------------------------------------------------------------------------- batches
 
 
 def random_pairs(count: int, longest: int, *, seed: int = 0) -> text.EncodedPairs:
@@ -851,9 +764,6 @@ def test_steps_and_pairs_are_checked():
         made.from_step(-1)
     with pytest.raises(ValueError, match="expected at least one pair to batch, got none"):
         batches.Batches(random_pairs(0, 4), rows_per_batch=1)
-
-
-# ---------------------------------------------------------------------------------------- packed
 
 
 def pairs_in(batch: batches.Packed) -> list[tuple[list[int], list[int]]]:

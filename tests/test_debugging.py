@@ -155,8 +155,6 @@ def test_checkify_sees_no_nan_that_is_masked(implementation, way):
     assert error.get() is None
 
 
-# --- every case under every flag ----------------------------------------------------------------
-
 FLAGS: dict[str, tuple[Callable[[], Any], ...]] = {
     "checks": (
         jax.checking_leaks,
@@ -215,9 +213,6 @@ def test_every_case_under_every_flag(flags, implementation, name):
         check_case(flags, implementation, name)
     except NotImplementedError as reason:
         assert "'native'" in str(reason)
-
-
-# --- public functions under flags ---------------------------------------------------------------
 
 
 def cached(create: Callable[[], Any]) -> Callable[[Any], Any]:

@@ -16,12 +16,11 @@ from tests.test_nn import (
     made,
     multi_head,
     normal,
-    quick_compilation,
     rms_norm,
 )
 
 
-__all__ = ["quick_compilation"]  # a fixture
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 D, N, V, T = 12, 3, 11, 7
 SIZES: dict[str, Any] = {"features": D, "num_heads": N, "feed_forward": 10, "dropout_rate": 0.0}

@@ -122,9 +122,6 @@ def test_over_the_tiles_that_users_get(name):
     check(None, grown(CASES[name]))
 
 
-# --- under JAX's own tools ----------------------------------------------------------------------
-
-
 def normal(*shape: int) -> Any:
     return jnp.asarray(np.random.default_rng(shape).standard_normal(shape))
 

@@ -62,9 +62,6 @@ def traced(monkeypatch):
     jax.clear_caches()
 
 
-# --- the platform of the program ----------------------------------------------------------------
-
-
 @pytest.mark.one_in(6)
 @every_platform
 def test_a_program_lowers_for_any_platform(platforms):
@@ -141,9 +138,6 @@ def test_explain_says_so_for_each_platform():
     assert traced == here
 
 
-# --- what is traced late means the same ---------------------------------------------------------
-
-
 def test_functions_may_close_over_traced_arrays():
     """Values as if they were operands, and gradients too."""
     q, k, v = arrays()
@@ -215,9 +209,6 @@ def test_one_operation_for_several_platforms():
     np.testing.assert_array_equal(exported.call(jnp.arange(3), jnp.arange(2.0))[0], [0, 2, 4])
     for factor in (2, 3, 5):
         assert f"dense<{factor}>" in exported.mlir_module()
-
-
-# --- sizes by kind of device --------------------------------------------------------------------
 
 
 @pytest.mark.default_tiles

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import dropout, masks, scores
+from jattn import dropout, masks
 from tests.cases import GENERAL
 from tests.conftest import quick_jit
 
@@ -59,39 +59,6 @@ def seen(out: Any) -> np.ndarray:
     return np.swapaxes(np.asarray(out) > 0, 1, 2)
 
 
-# --- what it does to a weight -------------------------------------------------------------------
-
-
-@every_implementation
-def test_a_weight_of_three_tenths_becomes_three_eighths(implementation):
-    q, k = jnp.zeros((1, 1, 1)), jnp.zeros((2, 1, 1))
-    v = jnp.eye(2)[:, None, :]
-    logits = scores.Bias(jnp.log(jnp.array([[[0.3, 0.7]]])))
-    call = lambda key: jattn.attention(  # noqa: E731
-        q,
-        k,
-        v,
-        score=logits,
-        dropout_rate=0.2,
-        dropout_key=key,
-        implementation=implementation,
-    )
-    out = np.asarray(quick_jit(jax.vmap(call))(jax.random.split(KEY, 200)))[:, 0, 0]
-    for weights, kept in ((out[:, 0], 0.375), (out[:, 1], 0.875)):
-        values = np.unique(weights.round(12))
-        np.testing.assert_allclose(values, [0, kept], atol=1e-12)
-    assert not np.allclose(out.sum(axis=-1), 1)  # dropped after the softmax, not before it
-
-
-@every_implementation
-def test_the_lse_is_that_of_all_keys(implementation):
-    q, k, v = (jax.random.normal(key, (2, 5, 4, 3)) for key in jax.random.split(KEY, 3))
-    call = functools.partial(
-        jattn.attention, q, k, v, return_lse=True, implementation=implementation
-    )
-    np.testing.assert_array_equal(call()[1], call(dropout_rate=0.5, dropout_key=KEY)[1])
-
-
 @every_implementation
 def test_rate_zero_is_no_dropout_and_needs_no_key(implementation):
     q, k, v = (jax.random.normal(key, (2, 5, 4, 3)) for key in jax.random.split(KEY, 3))
@@ -115,9 +82,6 @@ def test_the_mean_over_keys_is_the_output_without_dropout(implementation):
     spread = outs.std(axis=0) / np.sqrt(len(outs))
     assert spread.min() > 0
     assert np.max(np.abs(outs.mean(axis=0) - call()) / spread) < 5
-
-
-# --- which weights ------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(4)
@@ -152,17 +116,6 @@ def test_forward_and_backward_drop_what_the_hash_says(implementation, how):
 
 
 @every_implementation
-def test_places_decide_and_not_positions(implementation):
-    q, k, v = even(5, 7)
-    call = functools.partial(
-        jattn.attention, q, k, v, dropout_rate=0.4, dropout_key=KEY, implementation=implementation
-    )
-    plain = call()
-    moved = call(q_positions=jnp.arange(5) + 100, kv_positions=jnp.arange(7)[::-1] + 3)
-    np.testing.assert_array_equal(plain, moved)
-
-
-@every_implementation
 def test_two_batch_axes_count_row_major(implementation):
     q, k, v = even(5, 7, batch=6)
     call = functools.partial(
@@ -171,14 +124,6 @@ def test_two_batch_axes_count_row_major(implementation):
     flat = call(q, k, v)
     square = call(*(x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v)))
     np.testing.assert_array_equal(square.reshape(flat.shape), flat)
-
-
-@every_implementation
-def test_batch_rows_and_heads_of_a_group_differ(implementation):
-    q, k, v = even(8, 8)
-    out = jattn.attention(q, k, v, dropout_rate=0.5, dropout_key=KEY, implementation=implementation)
-    kept = seen(out).reshape(-1, 64)
-    assert len(np.unique(kept, axis=0)) == 8
 
 
 def test_parts_of_the_decisions_are_decided_alike():
@@ -257,9 +202,6 @@ def test_the_decisions_are_pinned():
 
 
 PINNED = "0662f8d7374ac6688a6ed4f2eb0beab1"
-
-
-# --- how random ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -342,42 +284,6 @@ def test_keys_are_independent(keys):
     products = kept @ kept.T / kept.shape[1]
     np.fill_diagonal(products, 0)
     assert np.abs(products).max() < 5.5 / np.sqrt(kept.shape[1])
-
-
-@every_implementation
-def test_the_key_is_an_argument_of_what_is_compiled(implementation):
-    q, k, v = even(5, 7)
-    step = quick_jit(
-        lambda key: jattn.attention(
-            q, k, v, dropout_rate=0.5, dropout_key=key, implementation=implementation
-        )
-    )
-    first, second = jax.random.split(KEY)
-    assert not np.array_equal(step(first), step(second))
-    np.testing.assert_array_equal(step(first), step(first))
-
-
-@pytest.mark.one_in(2)
-@every_implementation
-def test_gradients_of_queries_and_keys_come_through_the_kept_weights(implementation):
-    """A query of which every key is dropped gets no gradient, and neither do keys nobody keeps."""
-    T, S = 24, 2
-    q, k, v = (
-        jax.random.normal(key, shape)
-        for key, shape in zip(
-            jax.random.split(KEY, 3), ((T, 1, 3), (S, 1, 3), (S, 1, 4)), strict=True
-        )
-    )
-    call = lambda q: jattn.attention(  # noqa: E731
-        q, k, v, dropout_rate=0.6, dropout_key=KEY, implementation=implementation
-    )
-    out, pull = jax.vjp(call, q)
-    (dq,) = pull(jnp.ones_like(out))
-    dropped = ~decisions(0.6, 1, 1, T, S)[0, 0].any(axis=-1)
-    assert 0 < dropped.sum() < T
-    assert not np.any(np.asarray(out)[dropped])
-    assert not np.any(np.asarray(dq)[dropped])
-    assert np.all(np.any(np.asarray(dq)[~dropped], axis=(1, 2)))
 
 
 def test_weights_are_those_that_values_are_multiplied_with():

@@ -74,9 +74,6 @@ def test_a_mask_as_a_static_argument_is_traced_once():
     assert len(traced) == 2
 
 
-# --- users' functions ---------------------------------------------------------------------------
-
-
 def written_again(source: str, **names: Any) -> Any:
     """A function made by executing its source in a namespace of its own, as a notebook does."""
     space = {"jnp": jnp, "functools": functools, "masks": masks, **names}

@@ -46,6 +46,16 @@ class Mistake(NamedTuple):
     says: tuple[str, ...]
 
 
+def value_error(wrong: Callable[[], dict[str, Any]], says: str) -> Mistake:
+    """A row of the tables: a call that raises a ValueError, and what its message has."""
+    return Mistake(wrong, ValueError, tuple(says.split(" | ")))
+
+
+def type_error(wrong: Callable[[], dict[str, Any]], says: str) -> Mistake:
+    """A row of the tables: a call that raises a TypeError, and what its message has."""
+    return Mistake(wrong, TypeError, tuple(says.split(" | ")))
+
+
 def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
     """A call whose batch or length equals another axis, so that guessing would be possible."""
     return {
@@ -65,416 +75,276 @@ def _in_window(b: Any, h: Any, q: Any, kv: Any, size: Any) -> Any:
 
 
 SHAPES = {
-    "query_rank": Mistake(
-        lambda: {"query": array(N, H)}, ValueError, ("query", "[*B, T, N, H]", "[6, 4]")
+    "query_rank": value_error(lambda: {"query": array(N, H)}, "query | [*B, T, N, H] | [6, 4]"),
+    "key_rank": value_error(lambda: {"key": array(K, H)}, "key | [*B, S, K, H] | [3, 4]"),
+    "value_rank": value_error(lambda: {"value": array(K, V)}, "value | [*B, S, K, V] | [3, 9]"),
+    "key_without_batch": value_error(
+        lambda: {"key": array(S, K, H), "value": array(S, K, V)}, "key | [*B, S, K, H] | [7, 3, 4]"
     ),
-    "key_rank": Mistake(
-        lambda: {"key": array(K, H)}, ValueError, ("key", "[*B, S, K, H]", "[3, 4]")
+    "heads_not_divisible": value_error(
+        lambda: {"key": array(B, S, 4, H), "value": array(B, S, 4, V)}, "key | K | N | 6 | 4"
     ),
-    "value_rank": Mistake(
-        lambda: {"value": array(K, V)}, ValueError, ("value", "[*B, S, K, V]", "[3, 9]")
+    "more_kv_heads_than_heads": value_error(
+        lambda: {"key": array(B, S, 12, H), "value": array(B, S, 12, V)}, "key | K | N | 6 | 12"
     ),
-    "key_without_batch": Mistake(
-        lambda: {"key": array(S, K, H), "value": array(S, K, V)},
-        ValueError,
-        ("key", "[*B, S, K, H]", "[7, 3, 4]"),
+    "no_kv_heads": value_error(
+        lambda: {"key": array(B, S, 0, H), "value": array(B, S, 0, V)}, "key | K | 0"
     ),
-    "heads_not_divisible": Mistake(
-        lambda: {"key": array(B, S, 4, H), "value": array(B, S, 4, V)},
-        ValueError,
-        ("key", "K", "N", "6", "4"),
+    "lengths_of_key_and_value": value_error(
+        lambda: {"value": array(B, 8, K, V)}, "value | [*B, S, K, V] | [2, 7, 3] | [2, 8, 3, 9]"
     ),
-    "more_kv_heads_than_heads": Mistake(
-        lambda: {"key": array(B, S, 12, H), "value": array(B, S, 12, V)},
-        ValueError,
-        ("key", "K", "N", "6", "12"),
+    "heads_of_key_and_value": value_error(
+        lambda: {"value": array(B, S, 1, V)}, "value | [*B, S, K, V] | [2, 7, 1, 9]"
     ),
-    "no_kv_heads": Mistake(
-        lambda: {"key": array(B, S, 0, H), "value": array(B, S, 0, V)},
-        ValueError,
-        ("key", "K", "0"),
-    ),
-    "lengths_of_key_and_value": Mistake(
-        lambda: {"value": array(B, 8, K, V)},
-        ValueError,
-        ("value", "[*B, S, K, V]", "[2, 7, 3]", "[2, 8, 3, 9]"),
-    ),
-    "heads_of_key_and_value": Mistake(
-        lambda: {"value": array(B, S, 1, V)},
-        ValueError,
-        ("value", "[*B, S, K, V]", "[2, 7, 1, 9]"),
-    ),
-    "head_sizes": Mistake(
-        lambda: {"key": array(B, S, K, 5)}, ValueError, ("key", "H", "4", "[2, 7, 3, 5]")
-    ),
-    "key_batch": Mistake(
+    "head_sizes": value_error(lambda: {"key": array(B, S, K, 5)}, "key | H | 4 | [2, 7, 3, 5]"),
+    "key_batch": value_error(
         lambda: {"key": array(3, S, K, H), "value": array(3, S, K, V)},
-        ValueError,
-        ("key", "*B", "[2]", "[3, 7, 3, 4]"),
+        "key | *B | [2] | [3, 7, 3, 4]",
     ),
-    "key_batch_of_one": Mistake(
+    "key_batch_of_one": value_error(
         lambda: {"key": array(1, S, K, H), "value": array(1, S, K, V)},
-        ValueError,
-        ("key", "*B", "[2]", "[1, 7, 3, 4]"),
+        "key | *B | [2] | [1, 7, 3, 4]",
     ),
-    "value_batch": Mistake(
-        lambda: {"value": array(3, S, K, V)}, ValueError, ("value", "[3, 7, 3, 9]")
-    ),
+    "value_batch": value_error(lambda: {"value": array(3, S, K, V)}, "value | [3, 7, 3, 9]"),
 }
 
 DTYPES = {
-    "integer_query": Mistake(
-        lambda: {"query": array(B, T, N, H, dtype=jnp.int32)}, TypeError, ("query", "int32")
+    "integer_query": type_error(
+        lambda: {"query": array(B, T, N, H, dtype=jnp.int32)}, "query | int32"
     ),
-    "integer_key": Mistake(
-        lambda: {"key": array(B, S, K, H, dtype=jnp.int32)}, TypeError, ("key", "int32")
+    "integer_key": type_error(lambda: {"key": array(B, S, K, H, dtype=jnp.int32)}, "key | int32"),
+    "boolean_value": type_error(
+        lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)}, "value | bool"
     ),
-    "boolean_value": Mistake(
-        lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)}, TypeError, ("value", "bool")
+    "mixed_query_and_key": type_error(
+        lambda: {"key": array(B, S, K, H, dtype=jnp.bfloat16)}, "key | float32 | bfloat16"
     ),
-    "mixed_query_and_key": Mistake(
-        lambda: {"key": array(B, S, K, H, dtype=jnp.bfloat16)},
-        TypeError,
-        ("key", "float32", "bfloat16"),
+    "mixed_key_and_value": type_error(
+        lambda: {"value": array(B, S, K, V, dtype=jnp.float64)}, "value | float32 | float64"
     ),
-    "mixed_key_and_value": Mistake(
-        lambda: {"value": array(B, S, K, V, dtype=jnp.float64)},
-        TypeError,
-        ("value", "float32", "float64"),
-    ),
-    "list_as_query": Mistake(lambda: {"query": [[[1.0]]]}, TypeError, ("query", "list")),
-    "no_key": Mistake(lambda: {"key": None}, TypeError, ("key", "NoneType")),
 }
 
 MASKS = {
-    "float_mask": Mistake(
-        lambda: {"mask": array(B, N, T, S)}, TypeError, ("mask", "bool", "float32")
+    "float_mask": type_error(lambda: {"mask": array(B, N, T, S)}, "mask | bool | float32"),
+    "integer_mask": type_error(
+        lambda: {"mask": array(B, N, T, S, dtype=jnp.int32)}, "mask | bool | int32"
     ),
-    "integer_mask": Mistake(
-        lambda: {"mask": array(B, N, T, S, dtype=jnp.int32)}, TypeError, ("mask", "bool", "int32")
+    "float_dense": type_error(
+        lambda: {"mask": masks.Dense(array(B, N, T, S))}, "Dense | bool | float32"
     ),
-    "float_dense": Mistake(
-        lambda: {"mask": masks.Dense(array(B, N, T, S))}, TypeError, ("Dense", "bool", "float32")
-    ),
-    "list_as_mask": Mistake(lambda: {"mask": [[True]]}, TypeError, ("mask", "list")),
-    "text_as_mask": Mistake(
-        lambda: {"mask": "causal"}, TypeError, ("mask", "str", "write masks.Causal()")
-    ),
-    "other_text_as_mask": Mistake(lambda: {"mask": "padded"}, TypeError, ("mask", "'padded'")),
-    "class_as_mask": Mistake(
-        lambda: {"mask": masks.Causal}, TypeError, ("mask", "write masks.Causal(...)")
-    ),
-    "mask_of_three_axes": Mistake(
+    "text_as_mask": type_error(lambda: {"mask": "causal"}, "mask | str | write masks.Causal()"),
+    "other_text_as_mask": type_error(lambda: {"mask": "padded"}, "mask | 'padded'"),
+    "class_as_mask": type_error(lambda: {"mask": masks.Causal}, "mask | write masks.Causal(...)"),
+    "mask_of_three_axes": value_error(
         lambda: _ambiguous(N, T, mask=_trues(N, T, S)),
-        ValueError,
-        ("mask", "[*B, N, T, S]", "[6, 6, 5, 7]", "[6, 5, 7]", "array[None] or array[:, None]"),
+        "mask | [*B, N, T, S] | [6, 6, 5, 7] | [6, 5, 7] | array[None] or array[:, None]",
     ),
-    "mask_by_head": Mistake(
+    "mask_by_head": value_error(
         lambda: {"mask": masks.Causal() & _trues(N, T, S)},
-        ValueError,
-        ("mask.right.array", "got [6, 5, 7]; write array[None]"),
+        "mask.right.array | got [6, 5, 7]; write array[None]",
     ),
-    "mask_by_row": Mistake(
-        lambda: {"mask": _trues(B, T, S)}, ValueError, ("mask", "write array[:, None]")
-    ),
-    "mask_of_two_axes": Mistake(
+    "mask_by_row": value_error(lambda: {"mask": _trues(B, T, S)}, "mask | write array[:, None]"),
+    "mask_of_two_axes": value_error(
         lambda: _ambiguous(B, B, mask=_trues(B, S)),
-        ValueError,
-        ("mask", "[*B, N, T, S]", "[2, 7]", "mask[None, None] if it is [T, S]"),
+        "mask | [*B, N, T, S] | [2, 7] | mask[None, None] if it is [T, S]",
     ),
-    "token_ids_as_padding": Mistake(
+    "token_ids_as_padding": value_error(
         lambda: {"mask": masks.Padding(np.array([[5, 0, 1]]))},
-        ValueError,
-        ("Padding", "attention_mask", "1 for tokens", "5"),
+        "Padding | attention_mask | 1 for tokens | 5",
     ),
-    "float_padding": Mistake(
-        lambda: {"mask": masks.Padding(array(B, S))},
-        TypeError,
-        ("Padding", "attention_mask", "float32"),
-    ),
-    "padding_of_queries": Mistake(
+    "padding_of_queries": value_error(
         lambda: {"mask": masks.Padding(_trues(B, T))},
-        ValueError,
-        ("mask.attention_mask", "[*B, S]", "[2, 7]", "[2, 5]"),
+        "mask.attention_mask | [*B, S] | [2, 7] | [2, 5]",
     ),
-    "mask_of_five_axes": Mistake(
-        lambda: {"mask": _trues(1, B, N, T, S)}, ValueError, ("mask", "[1, 2, 6, 5, 7]")
+    "mask_of_five_axes": value_error(
+        lambda: {"mask": _trues(1, B, N, T, S)}, "mask | [1, 2, 6, 5, 7]"
     ),
-    "mask_of_wrong_size": Mistake(
-        lambda: {"mask": _trues(B, N, T, 8)},
-        ValueError,
-        ("mask", "[*B, N, T, S]", "[2, 6, 5, 7]", "[2, 6, 5, 8]"),
+    "mask_of_wrong_size": value_error(
+        lambda: {"mask": _trues(B, N, T, 8)}, "mask | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 5, 8]"
     ),
-    "mask_of_wrong_batch": Mistake(
-        lambda: {"mask": _trues(3, 1, T, S)}, ValueError, ("mask", "[*B, N, T, S]", "[3, 1, 5, 7]")
+    "mask_of_wrong_batch": value_error(
+        lambda: {"mask": _trues(3, 1, T, S)}, "mask | [*B, N, T, S] | [3, 1, 5, 7]"
     ),
-    "mask_by_kv_heads": Mistake(
-        lambda: {"mask": _trues(B, K, T, S)}, ValueError, ("mask", "N", "[2, 3, 5, 7]")
+    "mask_by_kv_heads": value_error(
+        lambda: {"mask": _trues(B, K, T, S)}, "mask | N | [2, 3, 5, 7]"
     ),
-    "hidden_in_an_expression": Mistake(
+    "hidden_in_an_expression": value_error(
         lambda: {"mask": masks.Causal() & ~masks.Dense(_trues(B, N, T, 8))},
-        ValueError,
-        ("mask", "[*B, N, T, S]", "[2, 6, 5, 8]"),
+        "mask | [*B, N, T, S] | [2, 6, 5, 8]",
     ),
-    "lengths_of_wrong_batch": Mistake(
-        lambda: {"mask": masks.Lengths(kv=jnp.array([1, 2, 3]))},
-        ValueError,
-        ("mask", "kv", "*B", "[2]", "[3]"),
+    "lengths_of_wrong_batch": value_error(
+        lambda: {"mask": masks.Lengths(kv=jnp.array([1, 2, 3]))}, "mask | kv | *B | [2] | [3]"
     ),
-    "prefix_of_wrong_batch": Mistake(
-        lambda: {"mask": masks.Prefix(jnp.array([1, 2, 3]))}, ValueError, ("mask", "*B", "[3]")
+    "prefix_of_wrong_batch": value_error(
+        lambda: {"mask": masks.Prefix(jnp.array([1, 2, 3]))}, "mask | *B | [3]"
     ),
-    "float_lengths": Mistake(
-        lambda: {"mask": masks.Lengths(kv=jnp.array([1.0, 2.0]))},
-        TypeError,
-        ("Lengths", "kv", "float"),
+    "float_lengths": type_error(
+        lambda: {"mask": masks.Lengths(kv=jnp.array([1.0, 2.0]))}, "Lengths | kv | float"
     ),
-    "float_length": Mistake(
-        lambda: {"mask": masks.Lengths(q=2.5)}, TypeError, ("Lengths", "q", "float")
-    ),
-    "segments_of_wrong_length": Mistake(
+    "float_length": type_error(lambda: {"mask": masks.Lengths(q=2.5)}, "Lengths | q | float"),
+    "segments_of_wrong_length": value_error(
         lambda: {"mask": masks.Segments(jnp.ones((B, S), int), jnp.ones((B, S), int))},
-        ValueError,
-        ("mask", "q_ids", "T", "[2, 5]", "[2, 7]"),
+        "mask | q_ids | T | [2, 5] | [2, 7]",
     ),
-    "segments_for_self_attention_only": Mistake(
+    "segments_for_self_attention_only": value_error(
         lambda: {"mask": masks.Segments(jnp.ones((B, T), int))},
-        ValueError,
-        ("mask", "kv_ids", "S", "[2, 7]", "[2, 5]"),
+        "mask | kv_ids | S | [2, 7] | [2, 5]",
     ),
-    "float_segments": Mistake(
-        lambda: {"mask": masks.Segments(array(B, T))}, TypeError, ("Segments", "q_ids", "float32")
+    "layout_of_wrong_size": value_error(
+        lambda: {"mask": masks.Blocks(_trues(2, 4), 2)}, "layout | [3, 4] | [2, 4]"
     ),
-    "layout_of_wrong_size": Mistake(
-        lambda: {"mask": masks.Blocks(_trues(2, 4), 2)}, ValueError, ("layout", "[3, 4]", "[2, 4]")
+    "window_of_a_negative_side": value_error(
+        lambda: {"mask": masks.Window(left=np.array([3, -2]))}, "left | -2"
     ),
-    "float_layout": Mistake(
-        lambda: {"mask": masks.Blocks(array(3, 4), 2)}, TypeError, ("Blocks", "layout", "float32")
+    "window_of_rows": value_error(
+        lambda: {"mask": masks.Window(right=np.ones((2, N), int))}, "right | [2, 6]"
     ),
-    "empty_block": Mistake(
-        lambda: {"mask": masks.Blocks(_trues(3, 4), 0)}, ValueError, ("Blocks", "block", "0")
+    "window_of_wide_sides": value_error(
+        lambda: {"mask": masks.Window(right=np.array([2**40]))}, f"right | {2**40}"
     ),
-    "negative_window": Mistake(
-        lambda: {"mask": masks.Window(left=-1)}, ValueError, ("Window", "left", "-1")
+    "window_of_wrong_heads": value_error(
+        lambda: {"mask": masks.Window(left=jnp.arange(K))}, "mask.left | [N] = [6]"
     ),
-    "window_of_a_negative_side": Mistake(
-        lambda: {"mask": masks.Window(left=np.array([3, -2]))}, ValueError, ("left", "-2")
-    ),
-    "window_of_rows": Mistake(
-        lambda: {"mask": masks.Window(right=np.ones((2, N), int))}, ValueError, ("right", "[2, 6]")
-    ),
-    "window_of_wide_sides": Mistake(
-        lambda: {"mask": masks.Window(right=np.array([2**40]))}, ValueError, ("right", str(2**40))
-    ),
-    "window_of_wrong_heads": Mistake(
-        lambda: {"mask": masks.Window(left=jnp.arange(K))}, ValueError, ("mask.left", "[N] = [6]")
-    ),
-    "fractional_window": Mistake(
+    "fractional_window": value_error(
         lambda: {"mask": masks.Window(right=1.5)},  # pyright: ignore[reportArgumentType]
-        ValueError,
-        ("Window", "right", "1.5"),
+        "Window | right | 1.5",
     ),
-    "no_step": Mistake(lambda: {"mask": masks.Dilated(0)}, ValueError, ("Dilated", "step", "0")),
-    "negative_global": Mistake(
-        lambda: {"mask": masks.Global(-1)}, ValueError, ("Global", "n", "-1")
+    "predicate_of_numbers": type_error(
+        lambda: {"mask": masks.Predicate(lambda b, h, q, kv: q - kv)}, "Predicate | bool | int32"
     ),
-    "predicate_without_function": Mistake(
-        lambda: {"mask": masks.Predicate(3)},  # pyright: ignore[reportArgumentType]
-        TypeError,
-        ("Predicate", "int"),
-    ),
-    "predicate_of_numbers": Mistake(
-        lambda: {"mask": masks.Predicate(lambda b, h, q, kv: q - kv)},
-        TypeError,
-        ("Predicate", "bool", "int32"),
-    ),
-    "function_of_three": Mistake(
+    "function_of_three": type_error(
         lambda: {"mask": lambda b, q, kv: q >= kv},
-        TypeError,
-        ("Predicate", "(b, h, q_idx, kv_idx)", "<lambda>(b, q, kv)"),
+        "Predicate | (b, h, q_idx, kv_idx) | <lambda>(b, q, kv)",
     ),
-    "function_without_its_operand": Mistake(
+    "function_without_its_operand": type_error(
         lambda: {"mask": masks.Predicate(_in_window, 3, 4)},
-        TypeError,
-        ("Predicate", "2 operands", "_in_window(b, h, q, kv, size)"),
+        "Predicate | 2 operands | _in_window(b, h, q, kv, size)",
     ),
-    "function_with_and": Mistake(
+    "function_with_and": type_error(
         lambda: {"mask": lambda b, h, q, kv: q >= kv and q - kv < 3},
-        TypeError,
-        ("Predicate", "<lambda>", "`and`", "&"),
+        "Predicate | <lambda> | `and` | &",
     ),
-    "function_with_a_list": Mistake(
+    "function_with_a_list": type_error(
         lambda: {"mask": lambda b, h, q, kv: [True, False][kv]},
-        TypeError,
-        ("Predicate", "<lambda>", "jnp.asarray(table)[index]"),
+        "Predicate | <lambda> | jnp.asarray(table)[index]",
     ),
-    "combined_with_text": Mistake(
-        lambda: {"mask": masks.Causal() & "padding"}, TypeError, ("mask", "str")
+    "predicate_of_rows": type_error(
+        lambda: {"mask": masks.Predicate(lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32))},
+        "boolean scalar, got bool [3]",
     ),
+    "combined_with_text": type_error(lambda: {"mask": masks.Causal() & "padding"}, "mask | str"),
 }
 
 SCORES = {
-    "function_of_one_as_score": Mistake(
-        lambda: {"score": lambda s: s},
-        TypeError,
-        ("Score", "(score, b, h, q_idx, kv_idx)", "<lambda>(s)"),
+    "function_of_one_as_score": type_error(
+        lambda: {"score": lambda s: s}, "Score | (score, b, h, q_idx, kv_idx) | <lambda>(s)"
     ),
-    "function_with_if": Mistake(
+    "function_with_if": type_error(
         lambda: {"score": lambda s, b, h, q, kv: s if q > kv else 2 * s},
-        TypeError,
-        ("Score", "<lambda>", "`if`", "jnp.where"),
+        "Score | <lambda> | `if` | jnp.where",
     ),
-    "function_of_numpy": Mistake(
-        lambda: {"score": lambda s, b, h, q, kv: np.tanh(s)},
-        TypeError,
-        ("Score", "<lambda>", "jax.numpy"),
+    "function_of_numpy": type_error(
+        lambda: {"score": lambda s, b, h, q, kv: np.tanh(s)}, "Score | <lambda> | jax.numpy"
     ),
-    "class_as_score": Mistake(
-        lambda: {"score": scores.SoftCap}, TypeError, ("score", "write scores.SoftCap(...)")
+    "class_as_score": type_error(
+        lambda: {"score": scores.SoftCap}, "score | write scores.SoftCap(...)"
     ),
-    "array_as_score": Mistake(lambda: {"score": array(B, N, T, S)}, TypeError, ("score", "Bias")),
-    "bias_of_three_axes": Mistake(
+    "array_as_score": type_error(lambda: {"score": array(B, N, T, S)}, "score | Bias"),
+    "bias_of_three_axes": value_error(
         lambda: _ambiguous(N, T, score=scores.Bias(array(N, T, S))),
-        ValueError,
-        ("score", "[*B, N, T, S]", "[6, 6, 5, 7]", "[6, 5, 7]"),
+        "score | [*B, N, T, S] | [6, 6, 5, 7] | [6, 5, 7]",
     ),
-    "bias_of_two_axes": Mistake(
+    "bias_of_two_axes": value_error(
         lambda: _ambiguous(B, B, score=scores.Bias(array(B, S))),
-        ValueError,
-        ("score", "[*B, N, T, S]", "[2, 6, 2, 7]", "[2, 7]", "write array[None, None] or"),
+        "score | [*B, N, T, S] | [2, 6, 2, 7] | [2, 7] | write array[None, None] or",
     ),
-    "bias_of_the_last_axes": Mistake(
+    "bias_of_the_last_axes": value_error(
         lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(T, S))},
-        ValueError,
-        ("score.second.array", "got [5, 7]; write array[None, None]"),
+        "score.second.array | got [5, 7]; write array[None, None]",
     ),
-    "bias_of_wrong_size": Mistake(
+    "bias_of_wrong_size": value_error(
         lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(B, N, S, T))},
-        ValueError,
-        ("score", "[*B, N, T, S]", "[2, 6, 5, 7]", "[2, 6, 7, 5]"),
+        "score | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 7, 5]",
     ),
-    "boolean_bias": Mistake(
-        lambda: {"score": scores.Bias(_trues(B, N, T, S))}, TypeError, ("Bias", "float", "bool")
+    "boolean_bias": type_error(
+        lambda: {"score": scores.Bias(_trues(B, N, T, S))}, "Bias | float | bool"
     ),
-    "slopes_of_wrong_size": Mistake(
-        lambda: {"score": scores.Alibi(array(K))},
-        ValueError,
-        ("score", "slopes", "N", "[6]", "[3]"),
+    "slopes_of_wrong_size": value_error(
+        lambda: {"score": scores.Alibi(array(K))}, "score | slopes | N | [6] | [3]"
     ),
-    "table_of_wrong_heads": Mistake(
-        lambda: {"score": scores.RelativeBias(array(32, K))},
-        ValueError,
-        ("score", "table", "N", "[32, 3]"),
+    "table_of_wrong_heads": value_error(
+        lambda: {"score": scores.RelativeBias(array(32, K))}, "score | table | N | [32, 3]"
     ),
-    "table_of_one_axis": Mistake(
-        lambda: {"score": scores.RelativeBias(array(32))}, ValueError, ("RelativeBias", "[32]")
+    "table_of_one_axis": value_error(
+        lambda: {"score": scores.RelativeBias(array(32))}, "RelativeBias | [32]"
     ),
-    "no_cap": Mistake(lambda: {"score": scores.SoftCap(0.0)}, ValueError, ("SoftCap", "cap", "0")),
-    "negative_temperature": Mistake(
-        lambda: {"score": scores.Temperature(-1.0)}, ValueError, ("Temperature", "t", "-1")
+    "caps_of_rows": value_error(
+        lambda: {"score": scores.SoftCap(array(2, N))}, "cap | [N] | [2, 6]"
     ),
-    "caps_of_rows": Mistake(
-        lambda: {"score": scores.SoftCap(array(2, N))}, ValueError, ("cap", "[N]", "[2, 6]")
+    "caps_of_no_head": value_error(lambda: {"score": scores.SoftCap(array(0))}, "cap | [N] | [0]"),
+    "integer_slopes": type_error(
+        lambda: {"score": scores.Alibi(jnp.arange(N))}, "Alibi | slopes | int"
     ),
-    "caps_of_no_head": Mistake(
-        lambda: {"score": scores.SoftCap(array(0))}, ValueError, ("cap", "[N]", "[0]")
+    "score_of_rows": type_error(
+        lambda: {"score": scores.Score(lambda s, b, h, q, kv, x: s + x, array(3))},
+        "float scalar, got float32 [3]",
     ),
-    "integer_slopes": Mistake(
-        lambda: {"score": scores.Alibi(jnp.arange(N))}, TypeError, ("Alibi", "slopes", "int")
+    "table_of_few_buckets": value_error(
+        lambda: {"score": scores.RelativeBias(array(3, N))}, "3 buckets"
     ),
-    "score_without_function": Mistake(
-        lambda: {"score": scores.Score(None)},  # pyright: ignore[reportArgumentType]
-        TypeError,
-        ("Score", "NoneType"),
+    "table_of_near_distances": value_error(
+        lambda: {"score": scores.RelativeBias(array(32, N), max_distance=8)}, "max_distance 8"
     ),
-    "score_of_booleans": Mistake(
-        lambda: {"score": scores.Score(lambda s, b, h, q, kv: s > 0)}, TypeError, ("Score", "bool")
+    "score_of_booleans": type_error(
+        lambda: {"score": scores.Score(lambda s, b, h, q, kv: s > 0)}, "Score | bool"
     ),
 }
 
 REST = {
-    "negative_rate": Mistake(
-        lambda: {"dropout_rate": -0.5, "dropout_key": jax.random.key(0)},
-        ValueError,
-        ("dropout_rate", "-0.5"),
+    "negative_rate": value_error(
+        lambda: {"dropout_rate": -0.5, "dropout_key": jax.random.key(0)}, "dropout_rate | -0.5"
     ),
-    "rate_of_one": Mistake(
-        lambda: {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)},
-        ValueError,
-        ("dropout_rate", "1.0"),
+    "rate_of_one": value_error(
+        lambda: {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)}, "dropout_rate | 1.0"
     ),
-    "rate_above_one": Mistake(
-        lambda: {"dropout_rate": 1.5, "dropout_key": jax.random.key(0)},
-        ValueError,
-        ("dropout_rate", "1.5"),
+    "missing_key": value_error(lambda: {"dropout_rate": 0.1}, "dropout_key | None"),
+    "number_as_key": type_error(
+        lambda: {"dropout_rate": 0.1, "dropout_key": 3}, "dropout_key | int"
     ),
-    "rate_of_nan": Mistake(
-        lambda: {"dropout_rate": float("nan"), "dropout_key": jax.random.key(0)},
-        ValueError,
-        ("dropout_rate", "nan"),
-    ),
-    "rate_as_text": Mistake(
-        lambda: {"dropout_rate": "0.1", "dropout_key": jax.random.key(0)},
-        TypeError,
-        ("dropout_rate", "str"),
-    ),
-    "missing_key": Mistake(lambda: {"dropout_rate": 0.1}, ValueError, ("dropout_key", "None")),
-    "number_as_key": Mistake(
-        lambda: {"dropout_rate": 0.1, "dropout_key": 3}, TypeError, ("dropout_key", "int")
-    ),
-    "several_keys": Mistake(
+    "several_keys": value_error(
         lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), 3)},
-        ValueError,
-        ("dropout_key", "[3]"),
+        "dropout_key | [3]",
     ),
-    "unknown_implementation": Mistake(
-        lambda: {"implementation": "flash"},
-        ValueError,
-        ("implementation", "'flash'", "'reference'"),
+    "unknown_implementation": value_error(
+        lambda: {"implementation": "flash"}, "implementation | 'flash' | 'reference'"
     ),
-    "q_positions_of_wrong_size": Mistake(
-        lambda: {"q_positions": jnp.arange(6)}, ValueError, ("q_positions", "[*B, T]", "[5]", "[6]")
+    "q_positions_of_wrong_size": value_error(
+        lambda: {"q_positions": jnp.arange(6)}, "q_positions | [*B, T] | [5] | [6]"
     ),
-    "kv_positions_of_wrong_size": Mistake(
-        lambda: {"kv_positions": jnp.arange(T)},
-        ValueError,
-        ("kv_positions", "[*B, S]", "[7]", "[5]"),
+    "kv_positions_of_wrong_size": value_error(
+        lambda: {"kv_positions": jnp.arange(T)}, "kv_positions | [*B, S] | [7] | [5]"
     ),
-    "positions_of_wrong_batch": Mistake(
-        lambda: {"q_positions": jnp.ones((3, T), int)},
-        ValueError,
-        ("q_positions", "[*B, T]", "[2, 5]", "[3, 5]"),
+    "positions_of_wrong_batch": value_error(
+        lambda: {"q_positions": jnp.ones((3, T), int)}, "q_positions | [*B, T] | [2, 5] | [3, 5]"
     ),
-    "positions_of_too_many_axes": Mistake(
-        lambda: {"q_positions": jnp.ones((B, N, T), int)},
-        ValueError,
-        ("q_positions", "[*B, T]", "[2, 6, 5]"),
+    "positions_of_too_many_axes": value_error(
+        lambda: {"q_positions": jnp.ones((B, N, T), int)}, "q_positions | [*B, T] | [2, 6, 5]"
     ),
-    "float_positions": Mistake(
-        lambda: {"q_positions": jnp.arange(T, dtype=jnp.float32)},
-        TypeError,
-        ("q_positions", "integer", "float32"),
+    "float_positions": type_error(
+        lambda: {"q_positions": jnp.arange(T, dtype=jnp.float32)}, "q_positions | integer | float32"
     ),
-    "float_kv_positions": Mistake(
+    "float_kv_positions": type_error(
         lambda: {"kv_positions": jnp.arange(S, dtype=jnp.float32)},
-        TypeError,
-        ("kv_positions", "integer", "float32"),
+        "kv_positions | integer | float32",
     ),
-    "number_as_positions": Mistake(
-        lambda: {"q_positions": 3}, TypeError, ("q_positions", "integer array", "int")
+    "number_as_positions": type_error(
+        lambda: {"q_positions": 3}, "q_positions | integer array | int"
     ),
-    "scalar_as_positions": Mistake(
-        lambda: {"q_positions": jnp.int32(3)}, ValueError, ("q_positions", "[*B, T]", "[]")
+    "scalar_as_positions": value_error(
+        lambda: {"q_positions": jnp.int32(3)}, "q_positions | [*B, T] | []"
     ),
-    "scale_of_nan": Mistake(lambda: {"scale": float("nan")}, ValueError, ("scale", "nan")),
-    "scale_per_key_head": Mistake(lambda: {"scale": array(K)}, ValueError, ("scale", "[N]", "[3]")),
-    "scale_per_row": Mistake(lambda: {"scale": array(2, N)}, ValueError, ("scale", "[2, 6]")),
-    "scale_in_a_list": Mistake(
-        lambda: {"scale": [1.0] * N},  # pyright: ignore[reportArgumentType]
-        TypeError,
-        ("scale", "array"),
-    ),
-    "scale_as_text": Mistake(lambda: {"scale": "1"}, TypeError, ("scale",)),
+    "scale_per_key_head": value_error(lambda: {"scale": array(K)}, "scale | [N] | [3]"),
+    "scale_per_row": value_error(lambda: {"scale": array(2, N)}, "scale | [2, 6]"),
 }
 
 MISTAKES = SHAPES | DTYPES | MASKS | SCORES | REST
@@ -684,6 +554,14 @@ POSITIONS = {
         ("positions", "[*B, T]", "[2, 5]", "[6]"),
     ),
     "odd_width": (lambda: positions.sinusoidal(jnp.arange(T), 5), ("even", "5")),
+    "coordinates": (
+        lambda: positions.axial_rotary(array(3, 2, 6), jnp.ones((3, 2), int)),
+        ("H a multiple of 2 A = 4", "H = 6"),
+    ),
+    "negative_number_of_keys": (
+        lambda: positions.aligned_to_end(3, np.array([4, -2])),
+        ("S: expected 0 <= S",),
+    ),
     "table": (
         lambda: positions.learned(array(T), jnp.arange(T)),
         ("table", "[max, D]", "[5]"),

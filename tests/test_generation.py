@@ -11,10 +11,9 @@ from flax import nnx
 import jattn
 from jattn.cache import RollingCache
 from tests.test_decoder_only import TOKENS, V, call, model
-from tests.test_nn import quick_compilation
 
 
-__all__ = ["quick_compilation"]  # a fixture
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LENGTH = 9
 

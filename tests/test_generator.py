@@ -30,8 +30,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# --- through attention --------------------------------------------------------------------------
-
 B, T, S, N, K, H = 2, 150, 170, 4, 2, 24
 RNG = np.random.default_rng(0)
 DOCS = jnp.asarray(np.sort(RNG.integers(0, 5, (B, 200)), axis=1), jnp.int32)
@@ -362,9 +360,6 @@ def test_a_program_whose_rule_a_process_does_not_have_is_an_error(monkeypatch):
         run = jax.jit(lambda q: jattn.attention(q, q, q, mask=mask, implementation="native"))
         with pytest.raises(jax.errors.JaxRuntimeError, match="has not compiled the functions"):
             jax.block_until_ready(run(q))
-
-
-# --- random functions ---------------------------------------------------------------------------
 
 
 class _Place(ctypes.Structure):

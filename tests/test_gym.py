@@ -97,9 +97,6 @@ def test_as_many_tiles_are_skipped_as_by_a_block_mask(name):
     assert np.array_equal(by_bounds, empty) or (name == "jagged" and not np.any(by_bounds & ~empty))
 
 
-# --- through attention --------------------------------------------------------------------------
-
-
 def formula(q: Any, k: Any, v: Any, rule: Rule) -> np.ndarray:
     """Attention of one sequence `[T, N, H]` by NumPy in float64."""
     found = []
@@ -160,9 +157,6 @@ def test_the_kernel_differentiates_it(name):
         got, want = gradients("native"), gradients("reference")
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5 * max(np.abs(y).max(), 1))
-
-
-# --- the command --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

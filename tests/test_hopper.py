@@ -397,9 +397,6 @@ def test_vmap_is_more_programs(implementation):
     assert_same(mapped, jnp.stack([one(q, k, v), one(-q, k, v)]))
 
 
-# --- for a GPU ----------------------------------------------------------------------------------
-
-
 TRANSLATED = {
     **CALLS,
     "dense_bias": Call(
@@ -471,9 +468,6 @@ def test_it_is_translated_for_cuda_under_shard_map():
         out_specs=(P("x"),) * 5,
     )
     assert translated(split, operands(call)) == HOPPER
-
-
-# --- what it cannot do --------------------------------------------------------------------------
 
 
 def reason(dtype: Any = jnp.bfloat16, H: int = 8, **rules: Any) -> str | None:
@@ -612,9 +606,6 @@ def test_powers_of_two_by_products():
     np.testing.assert_array_equal(least, np.full(3, 2.0**-126, np.float32))
 
 
-# --- the order of programs ----------------------------------------------------------------------
-
-
 def order_of(mask: Any, shapes: Shapes, by_key: bool) -> tuple[Order, np.ndarray]:
     """The order of a launch, and how many tiles each of its places (b, h, i) visits."""
     spec = prepared(Spec(mask, None, 0.125, None, None), shapes)
@@ -734,9 +725,6 @@ def test_tiles_of_diagonals_are_summed_by_distance(rows, columns):
     wanted = np.stack([np.trace(matrix, x, 1, 2) for x in distances], axis=1)
     found = parameter_gradients._of_distances(jnp.asarray(tiles))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
-
-
-# --- functions in registers ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -970,9 +958,6 @@ def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
     assert sorted(asked) == [(0, ""), (1, "s"), (1, "t"), (2, "ts")]
 
 
-# --- since Ampere -------------------------------------------------------------------------------
-
-
 def test_gpus_before_ampere_are_refused(monkeypatch):
     device = types.SimpleNamespace(compute_capability="7.5")
     monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
@@ -991,9 +976,6 @@ def test_who_copies_tiles(monkeypatch, capability, interpreted, expected):
 
 
 SMALL = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.dtype("bfloat16"))
-
-
-# --- for Blackwell ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

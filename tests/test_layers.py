@@ -94,9 +94,6 @@ def imported_modules(package: str, module: str, path: Path, known: set[str]) -> 
         yield ".".join(parts)
 
 
-# Layers
-
-
 def test_every_file_is_in_a_room():
     empty = {"kernels"}  # a package of packages
     assert {room_of(module) for module in modules("jattn")} - empty <= set(PLACE)
@@ -120,24 +117,6 @@ def test_no_file_imports_itself_through_others():
     while free := {module for module, others in waiting.items() if not others & set(waiting)}:
         waiting = {module: others for module, others in waiting.items() if module not in free}
     assert not waiting
-
-
-def test_the_walk_sees_every_form_of_import(tmp_path):
-    source = """
-import jattn.spec
-from jattn import tile, attention
-from jattn.nn.transformer import Transformer
-from . import masks
-from .nn import attention as other
-def later():
-    from jattn.kernels.xla import reference
-"""
-    path = tmp_path / "scores.py"
-    path.write_text(source)
-    known = set(modules("jattn")) | {"spec", "tile", "masks", "nn", "nn.transformer"}
-    found = set(imported_modules("jattn", "scores", path, known))
-    expected = {"spec", "tile", "attention", "nn.transformer", "masks", "nn.attention"}
-    assert found == {*expected, "kernels.xla.reference"}
 
 
 def test_the_library_does_not_know_the_experiments():
@@ -171,9 +150,6 @@ def test_what_every_run_needs_imports_no_experiment():
             assert other.split(".")[0] == "runs", f"experiments.{module} imports {other}"
 
 
-# What no file does
-
-
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 
@@ -197,9 +173,6 @@ def test_types_are_not_postponed():
     for module, path in modules("jattn").items():
         names = set(imported(path, f"jattn.{module}", path.name == "__init__.py"))
         assert "__future__.annotations" not in names, module
-
-
-# Importing
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -252,9 +225,6 @@ def test_import_takes_little_time():
     while not seconds or (min(seconds) > 0.16 and len(seconds) < 5):
         seconds.append(float(python(code, JAX_PLATFORMS="cpu").stdout))
     assert min(seconds) <= 0.16
-
-
-# What lies where
 
 
 def tracked() -> set[str]:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from experiments.translation import losses
@@ -91,20 +90,6 @@ def test_the_loss_is_that_of_the_formula(smoothing, places, monkeypatch):
         smoothing=smoothing,
     )
     assert float(alone) == pytest.approx(total, rel=2e-6)
-
-
-def test_the_loss_is_that_of_optax():
-    features, kernel, bias, labels, mask = case()
-
-    def peer(x, w, b):
-        rows = optax.softmax_cross_entropy_with_integer_labels(x @ w.T + b, labels)
-        return jnp.sum(rows * mask)
-
-    expected, gradients = jax.value_and_grad(peer, (0, 1, 2))(features, kernel, bias)
-    found, grads = loss_and_gradients(features, kernel, bias, labels, mask)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    for slope, gradient in zip(grads, gradients, strict=True):
-        np.testing.assert_allclose(slope, gradient, rtol=1e-4, atol=2e-5)
 
 
 def test_large_logits_overflow_nowhere():

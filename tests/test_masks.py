@@ -115,9 +115,6 @@ def coordinates(positions: str) -> tuple[np.ndarray, np.ndarray]:
     return (np.arange(T), np.arange(S)) if positions == "places" else (Q_POSITIONS, KV_POSITIONS)
 
 
-# Leaves
-
-
 @every_leaf
 def test_leaf_follows_its_rule(name):
     mask, rule = LEAVES[name][0](), LEAVES[name][1]
@@ -145,105 +142,10 @@ def test_leaf_rules_tell_the_two_coordinates_apart():
         assert same == (name in by_place), name
 
 
-@pytest.mark.parametrize("W", [0, 1, 2, 9, 90])
-def test_window_keeps_exactly_these_keys(W):
-    size = 9
-    forms = {
-        "back": (masks.Window(left=W, right=0), lambda i: range(max(0, i - W), i + 1)),
-        "back, all after": (masks.Window(left=W), lambda i: range(max(0, i - W), size)),
-        "ahead, all before": (masks.Window(right=W), lambda i: range(0, min(size, i + W + 1))),
-        "both": (masks.Window(W, W), lambda i: range(max(0, i - W), min(size, i + W + 1))),
-        "causal": (
-            masks.Causal() & masks.Window(W),
-            lambda i: range(max(0, i - W), i + 1),
-        ),
-    }
-    for name, (mask, keys) in forms.items():
-        dense = np.asarray(mask.dense(size, size))
-        for row in {0, 1, W - 1, W, W + 1, size - 1} & set(range(size)):
-            assert np.flatnonzero(dense[row]).tolist() == list(keys(row)), (name, row)
-
-
-def test_causal_and_window_use_absolute_positions_when_decoding():
-    mask = masks.Causal() & masks.Window(left=1)
-    dense = np.asarray(mask.dense(2, 8, q_positions=jnp.array([6, 7])))
-    assert [np.flatnonzero(row).tolist() for row in dense] == [[5, 6], [6, 7]]
-
-
-def test_causal_is_top_left_and_unrelated_to_the_sizes():
-    assert np.asarray(masks.Causal().dense(2, 5)).sum(axis=1).tolist() == [1, 2]
-    assert np.asarray(masks.Causal().dense(5, 2)).sum(axis=1).tolist() == [1, 2, 2, 2, 2]
-    bottom_right = masks.Causal().dense(5, 2, q_positions=jnp.arange(5) - 3)
-    assert np.asarray(bottom_right).sum(axis=1).tolist() == [0, 0, 0, 1, 2]
-
-
 def test_window_of_any_size_is_accepted():
     for far in (2**31 - 1, 2**31, 2**62):
         np.testing.assert_array_equal(masks.Window(far, far).dense(3, 4), np.ones((3, 4), bool))
         assert (masks.tile_map(masks.Window(far, far), 6, 6, 2, 2) == masks.FULL).all()
-
-
-def test_segments_alone_are_for_queries_and_keys():
-    ids = jnp.array([0, 0, 1, 1, 1, 4])
-    alone, twice = masks.Segments(ids), masks.Segments(ids, ids)
-    want = np.asarray(ids)[:, None] == np.asarray(ids)[None, :]
-    np.testing.assert_array_equal(alone.dense(6, 6), want)
-    np.testing.assert_array_equal(twice.dense(6, 6), want)
-
-
-def test_lengths_of_nothing_and_of_everything():
-    assert not np.asarray(masks.Lengths(kv=0).dense(T, S)).any()
-    assert not np.asarray(masks.Lengths(kv=-3).dense(T, S)).any()
-    assert np.asarray(masks.Lengths(q=T, kv=S).dense(T, S)).all()
-    assert np.asarray(masks.Lengths(q=T + 9, kv=S + 9).dense(T, S)).all()
-
-
-def test_dilated_and_global_see_negative_positions():
-    q = np.array([-4, -1, 0, 3])
-    for step in (2, 3):
-        got = masks.Dilated(step).dense(4, 4, q_positions=q, kv_positions=q)
-        np.testing.assert_array_equal(got, (q[:, None] - q[None, :]) % step == 0)
-    got = masks.Global(1).dense(4, 4, q_positions=q, kv_positions=q)
-    np.testing.assert_array_equal(got, (q[:, None] < 1) | (q[None, :] < 1))
-
-
-# FlexAttention's rules, as its users have them
-
-
-DOCUMENTS = jnp.array([0, 0, 1, 1, 1, 1, 2])
-
-
-def _document_mask(b, h, q_idx, kv_idx):
-    same = DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
-    return same & (q_idx >= kv_idx)
-
-
-def _document_operand(b, h, q_idx, kv_idx, documents):
-    return documents[b, q_idx] == documents[b, kv_idx]
-
-
-def _prefix_lm(b, h, q_idx, kv_idx, lengths):
-    return (kv_idx < lengths[b]) | (q_idx >= kv_idx)
-
-
-def test_flex_predicate_with_captured_ids():
-    got = masks.Predicate(_document_mask).dense(7, 7)
-    want = (masks.Segments(DOCUMENTS) & masks.Causal()).dense(7, 7)
-    assert 0 < np.sum(want) < 28
-    np.testing.assert_array_equal(got, want)
-
-
-def test_flex_predicate_with_ids_as_operand():
-    documents = jnp.stack([DOCUMENTS, DOCUMENTS[::-1] + 3])
-    got = masks.Predicate(_document_operand, documents).dense(7, 7, batch=(2,))
-    np.testing.assert_array_equal(got, masks.Segments(documents).dense(7, 7))
-    assert not np.array_equal(got[0], got[1])
-
-
-def test_flex_prefix_lm_is_causal_or_prefix():
-    lengths = jnp.array([4, 1], jnp.int32)
-    got = masks.Predicate(_prefix_lm, lengths).dense(6, 6, batch=(2,))
-    np.testing.assert_array_equal(got, (masks.Causal() | masks.Prefix(lengths)).dense(6, 6))
 
 
 def test_predicate_sees_flat_batch_index_and_head():
@@ -278,9 +180,6 @@ def test_predicate_bounds_may_be_plain_truths():
         assert (masks.tile_map(mask, T, S, 2, 3) == kind).all()
         assert (masks.tile_map(~mask, T, S, 2, 3) == masks.FULL - kind).all()
         assert (masks.tile_map(mask & masks.Full(), T, S, 2, 3) == kind).all()
-
-
-# The laws of logic
 
 
 PAIRS = [
@@ -344,20 +243,6 @@ def test_boolean_arrays_stand_for_dense_masks(kind):
 def test_none_stands_for_everything():
     assert isinstance(masks.as_mask(None), masks.Full)
     np.testing.assert_array_equal((masks.Causal() & None).dense(T, S), masks.Causal().dense(T, S))
-
-
-def test_attention_takes_a_boolean_array():
-    q, k, v = (
-        jax.random.normal(key, (2, size, 3, 4), jnp.float64)
-        for key, size in zip(jax.random.split(jax.random.key(0), 3), (T, S, S), strict=True)
-    )
-    array = jnp.broadcast_to(jnp.asarray(ARRAY), (2, 1, T, S))
-    got = jattn.attention(q, k, v, mask=array)
-    np.testing.assert_array_equal(got, jattn.attention(q, k, v, mask=masks.Dense(array)))
-    assert np.abs(got - jattn.attention(q, k, v)).max() > 0.1
-
-
-# Batch and head axes
 
 
 def test_dense_has_batch_and_head_axes_only_where_they_matter():
@@ -424,25 +309,6 @@ def test_size_one_axes_broadcast_in_dense():
         np.testing.assert_array_equal(with_lengths, want & cut)
 
 
-def test_blocks_per_batch_and_head():
-    layout = np.random.default_rng(3).random((2, 3, 3, 4)) < 0.5
-    dense = np.asarray(masks.Blocks(jnp.asarray(layout), 2).dense(T, S))
-    assert dense.shape == (2, 3, T, S)
-    for b, h, i, j in np.ndindex(dense.shape):
-        assert dense[b, h, i, j] == layout[b, h, i // 2, j // 2]
-
-
-@pytest.mark.one_in(4)
-@every_leaf
-def test_a_block_of_a_mask_is_that_block_of_its_dense_form(name):
-    mask = LEAVES[name][0]()
-    whole = np.asarray(mask.dense(T, S))
-    for rows, columns in (([1, 2, 3], [2, 3, 4, 5]), ([4], [6, 0]), ([], [1, 2])):
-        got = mask(0, 0, jnp.array(rows, int), jnp.array(columns, int))
-        assert got.shape == (len(rows), len(columns))
-        np.testing.assert_array_equal(got, whole[np.ix_(rows, columns)])
-
-
 @every_leaf
 def test_a_block_with_positions_of_its_own(name):
     mask, rule = LEAVES[name][0](), LEAVES[name][1]
@@ -462,9 +328,6 @@ def test_a_block_of_one_batch_row_and_head():
     for b, h in np.ndindex(2, 3):
         got = mask(b, h, jnp.arange(1, 4), jnp.arange(2, 7))
         np.testing.assert_array_equal(got, whole[b, h, 1:4, 2:7])
-
-
-# Random expression trees
 
 
 TREE_T, TREE_S, TREE_B, TREE_N = 11, 13, 2, 3
@@ -738,22 +601,6 @@ def test_random_trees_mean_what_their_rules_say(ruled, q, kv, b, h):
     np.testing.assert_array_equal(ruled.mask(b, h, rows, columns), want)
 
 
-# Tile maps
-
-
-@pytest.mark.one_in(4)
-@every_leaf
-@every_coordinate
-def test_tile_map_of_a_leaf_never_lies(name, positions):
-    q, kv = coordinates(positions)
-    kinds = masks.tile_map(LEAVES[name][0](), T, S, 2, 3, q_positions=q, kv_positions=kv)
-    true = true_kinds(by_rule(LEAVES[name][1], q, kv), 2, 3)
-    assert not np.any((kinds == masks.EMPTY) & (true != masks.EMPTY))
-    assert not np.any((kinds == masks.FULL) & (true != masks.FULL))
-    if name in ("dense", "dense rows", "blocks", "blocks 2x3"):
-        np.testing.assert_array_equal(kinds, true)  # places do not care for positions
-
-
 SORTED = np.sort(np.random.default_rng(5).integers(0, 6, 24))
 COARSE = np.random.default_rng(6).random((6, 8)) < 0.4
 
@@ -796,23 +643,6 @@ def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name):
     np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
     np.testing.assert_array_equal(kinds[whole], want[whole])
     assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", SHARP)
-def test_bounds_of_many_tiles_are_those_of_each(name):
-    mask = SHARP[name]()
-    rows, columns = masks.extents(24, 7), masks.extents(24, 9)
-    together = [
-        np.broadcast_to(x, (4, 3)) for x in select_head(mask, 0, 0).bounds(Tile.grid(rows, columns))
-    ]
-    for n, m in ((0, 0), (1, 0), (2, 1), (3, 0), (3, 2)):
-        one = Tile(
-            Extent(int(rows.lo[n]), int(rows.hi[n]), int(rows.start[n]), rows.size),
-            Extent(int(columns.lo[m]), int(columns.hi[m]), int(columns.start[m]), columns.size),
-        )
-        alone = [bool(np.all(x)) for x in select_head(mask, 0, 0).bounds(one)]
-        assert alone == [bool(x[n, m]) for x in together]
 
 
 LENGTHS = np.random.default_rng(7).integers(20, 320, 16)
@@ -873,26 +703,6 @@ def test_tile_map_at_decode_and_ring_positions():
     np.testing.assert_array_equal(kinds, [[0, 0, 1, 0], [0, 0, 2, 1]])
     last = masks.tile_map(masks.Causal() & masks.Window(5), 1, 16, 1, 4, q_positions=np.array([11]))
     np.testing.assert_array_equal(last, [[0, 1, 2, 0]])
-
-
-def test_one_mask_empties_what_another_leaves():
-    ids = jnp.asarray(np.repeat(np.arange(2), 12))
-    both = masks.Window(3, 3) & masks.Segments(ids)
-    kinds, window, segments = (
-        np.asarray(masks.tile_map(mask, 24, 24, 3, 3))
-        for mask in (both, masks.Window(3, 3), masks.Segments(ids))
-    )
-    np.testing.assert_array_equal(kinds == 0, (window == 0) | (segments == 0))
-    assert (kinds == 0).sum() > max((window == 0).sum(), (segments == 0).sum())
-
-
-def test_tile_map_of_one_batch_row_and_head():
-    mask = masks.Lengths(kv=jnp.array([4, 8])) & masks.Dense(
-        jnp.asarray(np.stack([np.ones((8, 8), bool), np.tril(np.ones((8, 8), bool))]))
-    )
-    for b, h in np.ndindex(2, 2):
-        want = true_kinds(np.asarray(mask.dense(8, 8))[b, h], 4, 4)
-        np.testing.assert_array_equal(masks.tile_map(mask, 8, 8, 4, 4, b=b, h=h), want)
 
 
 def test_empty_axes():
@@ -1000,9 +810,6 @@ def test_a_traced_map_never_holds_all_points(name):
         assert temporaries(size) <= 64 * (size + (size // 512) ** 2)
 
 
-# Pytrees
-
-
 @pytest.mark.one_in(4)
 @every_leaf
 def test_leaves_are_pytrees_that_take_any_leaf(name):
@@ -1028,27 +835,6 @@ def test_masks_are_frozen(name):
             setattr(mask, field, 1)
 
 
-def test_equal_structure_compiles_once():
-    traces = []
-
-    @jax.jit
-    def dense(mask):
-        traces.append(mask)
-        return mask.dense(T, S)
-
-    def build(length, window):
-        return masks.Lengths(kv=jnp.asarray(length)) & ~masks.Window(right=window)
-
-    first, second = dense(build(3, 1)), dense(build(5, 1))
-    assert len(traces) == 1
-    assert not np.array_equal(first, second)
-    dense(build(5, 2))
-    assert len(traces) == 2
-    dense(masks.Predicate(_looked_up, jnp.asarray(TABLE), jnp.asarray(1)))
-    dense(masks.Predicate(_looked_up, jnp.asarray(TABLE) + 1, jnp.asarray(2)))
-    assert len(traces) == 3
-
-
 def test_python_numbers_are_structure_and_arrays_are_leaves():
     assert jax.tree.leaves(masks.Lengths(q=2, kv=3) & masks.Prefix(1) & masks.Window(4, 5)) == []
     assert len(jax.tree.leaves(masks.Lengths(q=jnp.int32(2), kv=3))) == 1
@@ -1056,93 +842,6 @@ def test_python_numbers_are_structure_and_arrays_are_leaves():
     assert structure(masks.Prefix(1)) == structure(masks.Prefix(1))
     assert structure(masks.Prefix(1)) != structure(masks.Prefix(2))
     assert structure(masks.Window(1)) != structure(masks.Window(right=1))
-
-
-def test_vmap_over_the_arrays_of_a_mask():
-    lengths, ids = (
-        jnp.array([1, 4, 6]),
-        jnp.asarray(np.random.default_rng(7).integers(0, 3, (3, S))),
-    )
-    mask = masks.Lengths(kv=lengths) & masks.Segments(ids) & masks.Causal()
-    mapped = jax.vmap(lambda m: m.dense(S, S))(mask)
-    by_leaf = jax.vmap(lambda m: m.dense(S, S), in_axes=(jax.tree.map(lambda _: 0, mask),))(mask)
-    for row in range(3):
-        alone = masks.Lengths(kv=int(lengths[row])) & masks.Segments(ids[row]) & masks.Causal()
-        np.testing.assert_array_equal(mapped[row], alone.dense(S, S))
-        np.testing.assert_array_equal(by_leaf[row], alone.dense(S, S))
-    assert len({row.tobytes() for row in np.asarray(mapped)}) == 3
-
-
-def test_masks_are_built_inside_compiled_functions():
-    @jax.jit
-    def dense(length, ids, array):
-        return (masks.Lengths(kv=length) & masks.Segments(ids) & masks.Dense(array)).dense(S, S)
-
-    ids, array = jnp.arange(S) % 2, jnp.ones((1, S, S), bool)
-    want = np.equal.outer(np.arange(S) % 2, np.arange(S) % 2) & (np.arange(S) < 4)
-    np.testing.assert_array_equal(dense(jnp.asarray(4), ids, array), want)
-
-
-# Errors
-
-
-untyped: Any = masks  # to write down what a type checker would refuse
-
-WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "negative window": (lambda: masks.Window(-1), ValueError, "Window: left .* got -1"),
-    "negative window ahead": (lambda: masks.Window(1, -2), ValueError, "Window: right .* got -2"),
-    "float window": (lambda: untyped.Window(1.5), ValueError, "Window: left .* got 1.5"),
-    "step 0": (lambda: masks.Dilated(0), ValueError, "Dilated: step .* got 0"),
-    "negative global": (lambda: masks.Global(-1), ValueError, "Global: n .* got -1"),
-    "float length": (lambda: masks.Lengths(kv=2.5), TypeError, "Lengths: kv .*integer.* got float"),
-    "float lengths": (lambda: masks.Lengths(q=jnp.ones(2)), TypeError, "Lengths: q .* got float64"),
-    "bool length": (lambda: masks.Lengths(kv=True), TypeError, "Lengths: kv .* got bool"),
-    "float prefix": (lambda: masks.Prefix(2.0), TypeError, "Prefix: length .* got float"),
-    "float ids": (lambda: masks.Segments(jnp.ones(T)), TypeError, "Segments: q_ids.* got float64"),
-    "float kv ids": (
-        lambda: masks.Segments(jnp.arange(T), jnp.ones(S)),
-        TypeError,
-        "Segments: kv_ids.* got float64",
-    ),
-    "list of ids": (lambda: masks.Segments([1, 2]), TypeError, "Segments: q_ids.* got list"),
-    "int dense": (lambda: masks.Dense(jnp.ones((1, T, S), int)), TypeError, "boolean.* got int64"),
-    "float dense": (lambda: masks.Dense(jnp.zeros((1, T, S))), TypeError, "boolean.* got float64"),
-    "list dense": (lambda: masks.Dense([[True]]), TypeError, "boolean.* got list"),
-    "flat dense": (
-        lambda: masks.Dense(jnp.ones((T, S), bool)),
-        ValueError,
-        r"\[\*B, N, T, S\].* got \[5, 7\]",
-    ),
-    "int layout": (lambda: masks.Blocks(jnp.ones((2, 2), int), 2), TypeError, "Blocks: layout"),
-    "block 0": (lambda: masks.Blocks(jnp.ones((2, 2), bool), 0), ValueError, "Blocks: block .* 0"),
-    "float block": (
-        lambda: untyped.Blocks(jnp.ones((2, 2), bool), (2, 1.5)),
-        ValueError,
-        r"Blocks: block .*\(2, 1.5\)",
-    ),
-    "no function": (lambda: untyped.Predicate(3), TypeError, "Predicate: .* got int"),
-    "int predicate": (
-        lambda: masks.Predicate(lambda b, h, q, kv: q - kv).dense(T, S),
-        TypeError,
-        "boolean scalar, got int32",
-    ),
-    "wide predicate": (
-        lambda: masks.Predicate(lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32)).dense(T, S),
-        TypeError,
-        r"boolean scalar, got bool \[3\]",
-    ),
-    "and a number": (lambda: masks.Causal() & 3, TypeError, "expected a jattn mask.* got int"),
-    "or a list": (lambda: masks.Causal() | [True], TypeError, "expected a jattn mask.* got list"),
-    "and an int array": (lambda: masks.Causal() & jnp.ones((1, T, S), int), TypeError, "boolean"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.usefixtures("unchecked")
-def test_wrong_masks_raise(name):
-    build, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        build()
 
 
 def test_masks_are_no_arrays_but_combine_with_them():

@@ -99,8 +99,6 @@ def copied(built: Path, tmp_path: Path) -> tuple[Path, Path]:
     return home, library
 
 
-# --- files --------------------------------------------------------------------------------------
-
 DAMAGES = {
     "cut short": lambda contents: contents[: len(contents) // 2],
     "zeroed": lambda contents: bytes(len(contents)),
@@ -354,8 +352,6 @@ def test_on_a_full_disk_blockwise_runs(quick, tmp_path):
     assert list((tmp_path / "jattn").iterdir()) == []
 
 
-# --- compilers ----------------------------------------------------------------------------------
-
 _sizes = itertools.count(2)
 
 
@@ -513,9 +509,6 @@ def test_compilers_that_differ_build_libraries_that_differ(monkeypatch, quick):
         flags = compiler._flags("float32", tuning.current().cpu_tiles)
         names.add(compiler._digest([*compiler.compiler(), *flags], ["text"]))
     assert len(names) == 3
-
-
-# --- time ---------------------------------------------------------------------------------------
 
 
 def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
@@ -748,8 +741,6 @@ def test_the_command_fails_where_nothing_works(monkeypatch, capsys, tmp_path):
     assert "float64: cannot be built: there is no C++ compiler" in capsys.readouterr().err
 
 
-# --- memory and sanitizers ----------------------------------------------------------------------
-
 WITH_LITTLE_MEMORY = """
 import resource, jax, jax.numpy as jnp, numpy as np, jattn
 wide = jnp.ones((1, 1, 8, 200_000))
@@ -794,8 +785,6 @@ def test_sanitizers_find_nothing(sanitizer):
     for what, well in sanitizers.runs(sanitizer, 60):
         assert well, what
 
-
-# --- compiled programs in other processes ---------------------------------------------------------
 
 WRITE = """
 import pathlib, pickle

@@ -28,8 +28,6 @@ from tests.cases import CASES, Case, Inputs, inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# --- what ptxas says ----------------------------------------------------------------------------
-
 SAID = """\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'a_kernel' for 'sm_90a'
@@ -59,8 +57,6 @@ def test_ptxas_that_failed_is_not_read_as_a_kernel_without_registers():
     with pytest.raises(ValueError, match=r"expected 'Used … registers' .* got 'ptxas fatal"):
         machine_code.resources("ptxas fatal   : nothing there\n")
 
-
-# --- what nvdisasm says -------------------------------------------------------------------------
 
 # An outer loop, in it two inner ones with products and one without; a jump forward.
 SASS = """\
@@ -269,8 +265,6 @@ def test_a_tool_that_fails_fails_the_job(monkeypatch):
     assert (row["status"], row["message"]) == expected
 
 
-# --- a job --------------------------------------------------------------------------------------
-
 JOB = Job("h100", "causal", "hopper", 64, "bfloat16", "forward")
 
 
@@ -338,9 +332,6 @@ def test_the_last_line_of_a_process_is_the_row(monkeypatch):
         "status": "compiled",
         "message": "",
     }
-
-
-# --- the command --------------------------------------------------------------------------------
 
 
 def given(*arguments: str, target: str = "h100") -> Any:
@@ -487,9 +478,6 @@ def test_the_status_is_1_where_something_does_not_compile(monkeypatch, tmp_path,
         command.main([*options, "dropout"])
 
 
-# --- the cases ----------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", calls.CALLS)
 def test_each_case_is_a_call_with_gradients(name):
@@ -527,8 +515,6 @@ def test_every_mask_and_every_score_function_is_there():
     }
     assert known - seen <= {masks.Empty}
 
-
-# --- the compilers ------------------------------------------------------------------------------
 
 HEADS = (64, 128, 256, 80, 96)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -741,8 +727,6 @@ def test_blockwise_takes_memory_linear_in_the_length(target, name, which):
         taken.append(row["temporary_bytes"])
     assert all(y <= 2 * x for x, y in itertools.pairwise(taken)), taken
 
-
-# --- what was kept, by the version of JAX and the target -----------------------------------------
 
 KEPT = sorted((ROOT / "experiments" / "offline" / "kept").glob("jax-*/*.jsonl"))
 each_kept = pytest.mark.parametrize("path", KEPT, ids=[f"{x.parent.name}-{x.stem}" for x in KEPT])

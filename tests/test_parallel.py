@@ -371,9 +371,6 @@ def test_second_derivatives_are_those_of_one_device_or_refused(scheme):
     np.testing.assert_allclose(slope(attend), want, rtol=1e-11, atol=1e-12)
 
 
-# What is sent
-
-
 def sent(compiled: Any) -> list[tuple[int, list[tuple[int, int]]]]:
     """Of each collective permute in a compiled program: bytes that a device sends, and to whom."""
     found = []
@@ -433,9 +430,6 @@ def test_causal_work_is_balanced(order, least, most):
     assert least <= max(tiles) / np.mean(tiles) <= most
 
 
-# Placement
-
-
 def test_tokens_come_back():
     x = {"ids": np.arange(2 * 24).reshape(2, 24), "positions": jnp.arange(24)}
     for order in ORDERS:
@@ -444,9 +438,6 @@ def test_tokens_come_back():
         assert jax.tree.all(jax.tree.map(np.array_equal, back, x))
         np.testing.assert_array_equal(placed["positions"], parallel.token_positions(24, 4, order))
     assert parallel.token_positions(8, 2, "zigzag").tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-
-
-# Errors
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -470,9 +461,6 @@ def test_what_cannot_be_shared_is_refused_with_both_numbers():
         parallel.shard_tokens(q, 4, axis=1)
     with pytest.raises(NotImplementedError, match="'reference': it computes whole rows"):
         call(q[:, :4], k, k, mesh=mesh_of(x=4), implementation="reference")
-
-
-# Memory
 
 
 def temporaries(devices: int, scheme: Any, order: Any) -> float:

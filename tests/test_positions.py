@@ -1,7 +1,6 @@
 """Positions: sinusoids by their formula, rotary by hand, by loops and by what it is for."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +13,6 @@ from jattn import masks, positions
 
 STYLES = ["half", "interleaved"]
 RNG = np.random.default_rng(0)
-
-
-# Sinusoids
 
 
 def sinusoid(position: int, width: int, base: float = 10000.0) -> list[float]:
@@ -38,14 +34,6 @@ def test_sinusoidal_by_the_formula(width, base):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
 
 
-def test_sinusoidal_values_that_are_known():
-    got = positions.sinusoidal(jnp.array([0, 1]), 4, dtype=jnp.float64)
-    np.testing.assert_array_equal(got[0], [0, 1, 0, 1])
-    # 10000^(2/4) = 100, so the second pair turns by 0.01.
-    want = [0.8414709848078965, 0.5403023058681398, 0.009999833334166664, 0.9999500004166653]
-    np.testing.assert_allclose(got[1], want, rtol=0, atol=1e-15)
-
-
 def test_sinusoidal_is_float32_by_default_and_takes_a_dtype():
     where = jnp.array([3, 700])
     want = [sinusoid(p, 8) for p in (3, 700)]
@@ -54,25 +42,6 @@ def test_sinusoidal_is_float32_by_default_and_takes_a_dtype():
         assert got.dtype == dtype
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=error)
     assert positions.sinusoidal(where, 8).dtype == jnp.float32
-
-
-def test_a_shift_turns_sinusoids_alike():
-    # The paper's reason for them: PE(p + k) is one rotation of PE(p), whatever p is.
-    all_of_them = np.asarray(positions.sinusoidal(jnp.arange(40), 2, dtype=jnp.float64))
-    for shift in (1, 7):
-        turn = np.array([[math.cos(shift), math.sin(shift)], [-math.sin(shift), math.cos(shift)]])
-        np.testing.assert_allclose(
-            all_of_them[shift:], all_of_them[:-shift] @ turn.T, rtol=0, atol=1e-13
-        )
-
-
-@pytest.mark.parametrize("width", [-2, 0, 1, 7])
-def test_sinusoidal_refuses_odd_widths(width):
-    with pytest.raises(ValueError, match=f"D.* got {width}"):
-        positions.sinusoidal(jnp.arange(3), width)
-
-
-# Rotary
 
 
 def turned(
@@ -118,77 +87,6 @@ def test_rotary_by_the_formula(style, size, batch):
     got = rotary(x, shared, style, rotary_dim=size)
     want = turned(x, np.broadcast_to(shared, x.shape[:-2]), style, size=size or 0)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
-
-
-def test_rotary_of_four_channels_worked_out_by_hand():
-    # Position 1, base 4: the pairs turn by 1 and by 4^(−2/4) = 1/2.
-    c, s, c2, s2 = math.cos(1), math.sin(1), math.cos(0.5), math.sin(0.5)
-    x = np.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 4)
-    half = [c - 3 * s, 2 * c2 - 4 * s2, 3 * c + s, 4 * c2 + 2 * s2]
-    interleaved = [c - 2 * s, 2 * c + s, 3 * c2 - 4 * s2, 4 * c2 + 3 * s2]
-    np.testing.assert_allclose(
-        half, [-1.984110649, -0.162537031, 2.462377902, 4.469181325], atol=1e-9
-    )
-    np.testing.assert_allclose(
-        interleaved, [-1.142639664, 1.922075597, 0.715045531, 4.948606863], atol=1e-9
-    )
-    for style, want in (("half", half), ("interleaved", interleaved)):
-        got = rotary(x, np.array([1]), style, 4.0)
-        np.testing.assert_allclose(got.reshape(4), want, rtol=0, atol=1e-15)
-    np.testing.assert_array_equal(rotary(x, np.array([1])), rotary(x, np.array([1]), "half"))
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_rotary_leaves_position_0_alone_and_keeps_lengths(style):
-    x = RNG.normal(size=(2, 6, 3, 8))
-    where = np.array([0, 1, 5, 0, 900, 12345])
-    got = rotary(x, where, style)
-    np.testing.assert_array_equal(got[:, [0, 3]], x[:, [0, 3]])
-    assert np.abs(got - x)[:, [1, 2, 4, 5]].max(axis=(0, 2, 3)).min() > 0.1
-    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-14)
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("size", [None, 4])
-def test_rotary_products_depend_on_the_difference_of_positions_only(style, size):
-    q, k = RNG.normal(size=(2, 1, 1, 10))
-
-    def product(i, j):
-        left, right = (
-            rotary(x[None], np.array([p]), style, rotary_dim=size) for x, p in ((q, i), (k, j))
-        )
-        return float(np.sum(left * right))
-
-    products = {}
-    for difference in (-9, -1, 0, 1, 2, 30):
-        values = [product(i + difference, i) for i in (9, 10, 57, 400)]
-        np.testing.assert_allclose(values, values[0], rtol=0, atol=1e-12)
-        products[difference] = values[0]
-    assert np.diff(np.sort(list(products.values()))).min() > 1e-3
-    assert products[0] == pytest.approx(float(np.sum(q * k)), abs=1e-12)
-
-
-@pytest.mark.parametrize("size", [2, 6, 10])
-def test_the_two_styles_differ_by_a_permutation(size):
-    x = RNG.normal(size=(4, 2, 10))
-    where = np.array([0, 3, 8, 200])
-    order = [*range(0, size, 2), *range(1, size, 2), *range(size, 10)]
-    half = rotary(x[..., order], where, "half", rotary_dim=size)
-    interleaved = rotary(x, where, "interleaved", rotary_dim=size)
-    np.testing.assert_allclose(half, interleaved[..., order], rtol=0, atol=1e-14)
-    if size > 2:
-        plain = rotary(x, where, "half", rotary_dim=size)
-        assert np.abs(plain - interleaved).max() > 0.1
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_partial_rotary_leaves_the_other_channels_alone(style):
-    x = RNG.normal(size=(4, 2, 10))
-    got = rotary(x, np.array([1, 2, 3, 4]), style, rotary_dim=4)
-    np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
-    assert np.abs(got - x)[..., :4].min(axis=(0, 1)).max() > 1e-6
-    whole = rotary(np.ascontiguousarray(x[..., :4]), np.array([1, 2, 3, 4]), style)
-    np.testing.assert_array_equal(got[..., :4], whole)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -261,45 +159,6 @@ def test_rotary_eagerly_and_under_vmap():
         np.testing.assert_allclose(call(x, where), want, rtol=0, atol=1e-13)
 
 
-def _rotate(*shape: int, where: Any = None, **options: Any) -> Any:
-    where = jnp.arange(shape[-3]) if where is None else where
-    return positions.rotary(jnp.ones(shape), where, **options)
-
-
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "odd H": (lambda: _rotate(3, 2, 5), "rotary size .*even.* got 5"),
-    "odd size": (lambda: _rotate(3, 2, 8, rotary_dim=3), "rotary size .*even.* got 3"),
-    "size 0": (lambda: _rotate(3, 2, 8, rotary_dim=0), "rotary_dim: .* got 0"),
-    "negative size": (lambda: _rotate(3, 2, 8, rotary_dim=-2), "rotary_dim: .* got -2"),
-    "size above H": (lambda: _rotate(3, 2, 8, rotary_dim=10), "H = 8, got 10"),
-    "style": (lambda: _rotate(3, 2, 8, style="neox"), "style: .*'half' or 'interleaved'.*'neox'"),
-    "too few positions": (
-        lambda: _rotate(3, 2, 8, where=jnp.arange(2)),
-        r"positions \[T\] = \[3\].* got \[2\]",
-    ),
-    "scalar position": (lambda: _rotate(3, 2, 8, where=jnp.asarray(1)), r"positions .* got \[\]"),
-    "positions of another batch": (
-        lambda: _rotate(2, 3, 2, 8, where=jnp.ones((3, 3), int)),
-        r"\[\*B, T\] = \[2, 3\], got \[3, 3\]",
-    ),
-    "positions with heads": (
-        lambda: _rotate(3, 2, 8, where=jnp.ones((3, 2), int)),
-        r"positions .* got \[3, 2\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.usefixtures("unchecked")
-def test_rotary_refuses(name):
-    build, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-# Scaled frequencies
-
-
 def frequencies(size: int, scaling: Any, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
     """The angle by which position 1 turns each pair, and by which length it multiplies it."""
     x = np.tile(np.array([1.0, 0.0]), size // 2)[None, None]
@@ -359,35 +218,6 @@ def test_axial_rotary_turns_each_part_by_its_coordinate():
     np.testing.assert_allclose(got, np.concatenate(parts, axis=-1), rtol=0, atol=1e-13)
 
 
-def _yarn(**options: Any) -> positions.Yarn:
-    return positions.Yarn(2.0, 9, **options)
-
-
-WRONG_SCALINGS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "factor": (lambda: positions.Linear(0.0), ValueError, "factor: expected a finite number > 0"),
-    "array": (lambda: _yarn(fast=jnp.ones(())), TypeError, "fast: expected a Python number"),
-    "slow": (lambda: _yarn(slow=40.0), ValueError, "slow: expected slow < fast"),
-    "ramp": (lambda: _yarn(ramp="steep"), ValueError, "ramp: .*'steep'"),
-    "kind": (lambda: _rotate(3, 2, 8, scaling=4.0), TypeError, "scaling: .* got 4.0"),
-    "coordinates": (
-        lambda: positions.axial_rotary(jnp.ones((3, 2, 6)), jnp.ones((3, 2), int)),
-        ValueError,
-        "H a multiple of 2 A = 4, got H = 6",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_SCALINGS)
-@pytest.mark.usefixtures("unchecked")
-def test_scalings_refuse(name):
-    build, error, message = WRONG_SCALINGS[name]
-    with pytest.raises(error, match=message):
-        build()
-
-
-# Learned tables
-
-
 def test_learned_takes_rows():
     table = RNG.normal(size=(6, 3))
     where = np.array([[0, 5], [2, 2], [1, 0]])
@@ -411,15 +241,6 @@ def test_learned_gradients_reach_the_rows_that_were_read():
     np.testing.assert_array_equal(gradient[:, 0], [0, 2, 0, 0, 1, 0])
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_learned_refuses_other_ranks():
-    with pytest.raises(ValueError, match=r"table: expected \[max, D\], got \[6\]"):
-        positions.learned(jnp.ones(6), jnp.arange(3))
-
-
-# Bottom-right alignment
-
-
 @pytest.mark.parametrize(("T", "S"), [(3, 7), (7, 3), (4, 4), (1, 9), (0, 3)])
 def test_queries_aligned_to_the_end(T, S):
     where = positions.aligned_to_end(T, S)
@@ -434,15 +255,3 @@ def test_queries_aligned_to_the_end(T, S):
     np.testing.assert_array_equal(by_row[0, 1], np.arange(T) + 2 - T)
     traced = jax.jit(positions.aligned_to_end, static_argnums=0)(T, jnp.array([S, 2]))
     np.testing.assert_array_equal(traced, by_row[0])
-
-
-def test_alignment_refuses_what_is_no_number_of_tokens():
-    for T, S, kind, name in (
-        (-1, 3, ValueError, "T"),
-        (3, -1, ValueError, "S"),
-        (3, 2.0, TypeError, "S"),
-        (3, np.array([4, -2]), ValueError, "S: expected 0 <= S"),
-        (3, jnp.array([1.0]), TypeError, "S: expected an integer array"),
-    ):
-        with pytest.raises(kind, match=name):
-            positions.aligned_to_end(T, S)

@@ -96,9 +96,6 @@ def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
     assert seen(LOSS[1], b"RPC: /CoordinationService/RegisterTask\n", LOSS[2]) == late
 
 
-# ---------------------------------------------------------------------------------- two processes
-
-
 def started(devices: int, *arguments: str) -> subprocess.Popen[str]:
     flags = re.sub(r"device_count=\d+", f"device_count={devices}", os.environ["XLA_FLAGS"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}

@@ -31,9 +31,6 @@ def label(value: Any) -> str:
     return value.__name__ if isinstance(value, ModuleType) else str(value)
 
 
-# Names
-
-
 @pytest.mark.parametrize("module", MODULES, ids=label)
 def test_a_module_shows_its_public_names_only(module):
     assert dir(module) == sorted(module.__all__)
@@ -72,9 +69,6 @@ def test_a_name_that_is_not_there_raises():
         _ = jattn.typo  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(AttributeError, match=r"'jattn\.nn' has no attribute 'typo'"):
         _ = nn.typo  # pyright: ignore[reportAttributeAccessIssue]
-
-
-# Signatures
 
 
 def callables() -> Iterator[tuple[str, Any]]:
@@ -173,9 +167,6 @@ def test_options_are_shown_one_by_one(options, arguments, users):
     for user in users:
         shown = inspect.signature(user).parameters
         assert {name: shown[name] for name in wanted} == dict(wanted)
-
-
-# What a type checker sees
 
 
 def functions():

@@ -17,7 +17,6 @@ from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.gpu.mosaic.kernels import blackwell, hopper
 from jattn.kernels.gpu.mosaic.machine import device
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
-from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring
 from jattn.spec import Shapes, Spec, Tiling
 from tests import barriers
 from tests.barriers import Machine
@@ -146,9 +145,6 @@ def test_kernels_have_no_races(case):
         assert min(x.most for name, x in passes.items() if name.endswith(".free")) > 1
 
 
-# --- mistakes -----------------------------------------------------------------------------------
-
-
 class Mistaken(Machine):
     """A machine that runs one kernel only, which leaves out an operation, or one of whose barriers
     takes more arrivals or fewer."""
@@ -224,50 +220,6 @@ def test_programs_of_several_places_have_no_races(monkeypatch):
     for omitted in sorted(several.did[kernel]):
         with pytest.raises(Race):
             of_several_places(Mistaken(kernel, omits=omitted))
-
-
-class Mistake(NamedTuple):
-    """In what rings do, and the race that it is."""
-
-    method: str
-    instead: Callable[..., Any]
-    found: str
-
-
-def hasty_fill(self: Ring, turn: Any, *sources: Any) -> None:
-    """Waits for no place."""
-    place = self._place(turn)
-    for source, array in zip(sources, self.arrays, strict=True):
-        mosaic().copy_gmem_to_smem(source, array.at[place], self.filled.at[place])
-
-
-def early_use(self: Ring, turn: Any, function: Callable[..., Any]) -> Any:
-    """Says that a place is free before it is used."""
-    self.wait(turn)
-    mosaic().commit_smem()
-    mosaic().barrier_arrive(self.freed(turn))
-    return function(*self.at(turn))
-
-
-MISTAKES = {
-    "fills what is in use": Mistake("fill", hasty_fill, "is written by who does not know"),
-    "uses what is not there": Mistake("wait", lambda *_: None, "by who does not know"),
-    "frees what is in use": Mistake("use", early_use, "is written by who does not know"),
-    "leaves before all is used": Mistake("drain", lambda *_: None, "ends while nobody has waited"),
-    "has one place": Mistake("_place", lambda *_: 0, "is written by who does not know"),
-}
-
-
-@pytest.mark.parametrize("kernel", CASES[0].passes)
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_ring_that_is_mistaken_has_a_race(monkeypatch, name, kernel):
-    right(CASES[0])
-    method, instead, found = MISTAKES[name]
-    monkeypatch.setattr(Ring, method, instead)
-    assert found in str(race(CASES[0], Mistaken(kernel)))
-
-
-# --- the model ----------------------------------------------------------------------------------
 
 
 def program(*roles: Callable[..., None], arrivals: int = 1) -> None:

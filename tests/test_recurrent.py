@@ -1,7 +1,6 @@
 """RNNsearch: against the paper's formulas in NumPy loops, and against its own laws."""
 
 import functools
-import json
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jattn import nn
-from tests.test_nn import GOLDEN, arrays, call, evaluate, made, normal, parameter_tree
+from tests.test_nn import arrays, call, evaluate, made, normal, parameter_tree
 
 
 B, S, T = 2, 7, 5
@@ -26,13 +25,7 @@ SIZES: dict[str, Any] = {
 LENGTHS = np.array([4, 7], np.int32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These tests compile much and compute little."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def rnnsearch(**options):
@@ -50,9 +43,6 @@ SOURCE_IDS, TARGET_IDS = ids(1, SOURCE, B, S), ids(2, TARGET, B, T)
 @functools.cache
 def exact() -> nn.RNNsearch:
     return made(rnnsearch, param_dtype=jnp.float64, spread=1.5)
-
-
-# The paper's appendix A in NumPy, one row and one place at a time
 
 
 def sigmoid(x):
@@ -135,9 +125,6 @@ def formula(p, source: Any = SOURCE_IDS, target: Any = TARGET_IDS, lengths: Any 
     """Logits [B, T, target vocabulary] and, for each row, weights [T, its length]."""
     rows = [one_row(p, s[:n], t) for s, t, n in zip(source, target, lengths, strict=True)]
     return np.stack([logits for logits, _ in rows]), [weights for _, weights in rows]
-
-
-# The whole model
 
 
 @pytest.mark.parametrize("lengths", [None, [4, 7], [1, 2]])
@@ -248,9 +235,6 @@ def test_any_number_of_batch_axes(batch):
     assert captured["decoder/attention"].shape == (*batch, 1, T, S)
 
 
-# Weights
-
-
 def test_captured_weights_are_those_of_the_formula():
     model = exact()
     weights_of: Any = nnx.jit(nn.capture_weights)
@@ -281,9 +265,6 @@ def test_capturing_changes_no_logits_and_leaves_nothing_behind():
     capture: Any = nnx.jit(nn.capture_weights)
     capture(model, SOURCE_IDS, TARGET_IDS)
     assert not model.decoder.attention.weights_tap.is_open
-
-
-# Decoding
 
 
 @nnx.jit
@@ -335,9 +316,6 @@ def test_a_state_keeps_its_types_in_a_loop():
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
             lambda x: (x.shape, x.dtype), state
         )
-
-
-# The parts
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -416,18 +394,6 @@ def test_sizes_of_the_paper():
     assert sizes["output/kernel"] == [30_000, 500]
 
 
-def test_golden_parameter_tree():
-    tree = parameter_tree(rnnsearch)
-    file = GOLDEN / "rnnsearch.json"
-    expected = json.loads(file.read_text()) if file.exists() else None
-    lines = ",\n".join(f"  {json.dumps(path)}: {json.dumps(leaf)}" for path, leaf in tree.items())
-    assert tree == expected, f"{file} should be\n{{\n{lines}\n}}"
-    assert {axis for leaf in tree.values() for axis in leaf["sharding"]} <= {None, *nn.LOGICAL_AXES}
-    for name, leaf in tree.items():
-        split = [axis for axis in leaf["sharding"] if axis]
-        assert len(split) == len(set(split)), name
-
-
 @pytest.mark.slow
 def test_no_array_of_all_pairs_and_the_alignment_network():
     queries, keys, width = 48, 64, 256
@@ -448,9 +414,6 @@ def test_no_array_of_all_pairs_and_the_alignment_network():
     pairs = 4 * B * queries * keys
     # The hidden layers of one step at a time, and some numbers for each pair.
     assert analysis.temp_size_in_bytes < 12 * 4 * B * keys * width + 8 * pairs < pairs * width / 2
-
-
-# Flax's machinery
 
 
 @pytest.mark.slow
@@ -505,9 +468,6 @@ def test_graph_and_tree_mode(graph):
         np.testing.assert_allclose(run(copy, SOURCE_IDS, TARGET_IDS), expected, rtol=0, atol=1e-6)
         weights = nnx.eval_shape(nn.capture_weights, model, SOURCE_IDS, TARGET_IDS)
         assert weights["decoder/attention"].shape == (B, 1, T, S)
-
-
-# Errors
 
 
 def test_wrong_arguments_are_named(unchecked):

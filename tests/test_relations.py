@@ -106,9 +106,6 @@ def same(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
         assert error(a, b) <= tolerance
 
 
-# --- permutations, removal, splitting -----------------------------------------------------------
-
-
 @every_implementation
 @given(shapes, seeds)
 def test_keys_have_no_order(implementation, sizes, seed):
@@ -155,25 +152,6 @@ def test_masked_keys_are_as_good_as_removed(implementation, sizes, seed):
     same((dq, dk[..., left, :, :], dv[..., left, :, :], d_bias[..., left]), want)
     for gradient in (dk[..., gone, :, :], dv[..., gone, :, :], d_bias[..., gone]):
         assert not np.any(gradient)
-
-
-@every_implementation
-@given(shapes, seeds, st.sampled_from([np.nan, np.inf, -np.inf, 1e38, 1e300]))
-def test_what_stands_in_masked_keys_does_not_matter(implementation, sizes, seed, poison):
-    x = draw(sizes, seed)
-    gone = x.rng.choice(sizes.S, 2, replace=False)
-    mask = x.mask.copy()
-    mask[..., gone] = False
-    d_out, d_lse = cotangents(x)
-    k, v, bias = x.k.copy(), x.v.copy(), x.bias.copy()
-    k[..., gone, :, :], v[..., gone, :, :], bias[..., gone] = poison, poison, poison
-    attend, pull = attention(implementation), gradients(implementation)
-    same(attend(x.q, k, v, mask, bias), attend(x.q, x.k, x.v, mask, x.bias), 0)
-    same(
-        pull(x.q, k, v, bias, mask, d_out, d_lse),
-        pull(x.q, x.k, x.v, x.bias, mask, d_out, d_lse),
-        0,
-    )
 
 
 @every_implementation
@@ -225,9 +203,6 @@ def test_padding_changes_nothing(implementation, sizes, seed):
     same((out[..., : sizes.T, :, :], lse[..., : sizes.T]), attend(x.q, x.k, x.v, x.mask))
     assert not np.any(out[..., sizes.T :, :, :])
     assert np.all(np.isneginf(lse[..., sizes.T :]))
-
-
-# --- algebra in logits and values ---------------------------------------------------------------
 
 
 @every_implementation
@@ -323,19 +298,6 @@ def test_a_scale_may_be_traced_and_has_a_gradient(implementation):
 
 @every_implementation
 @given(shapes, seeds)
-def test_queries_of_zero_average_what_they_may_see(implementation, sizes, seed):
-    x = draw(sizes, seed)
-    out, lse = attention(implementation)(0 * x.q, x.k, x.v, x.mask)
-    by_head = np.swapaxes(np.repeat(x.v, sizes.N // sizes.K, axis=-2), -3, -2)
-    count = x.mask.sum(axis=-1)
-    mean = (x.mask @ by_head) / np.maximum(count, 1)[..., None]
-    same(out, np.swapaxes(mean, -3, -2))
-    with np.errstate(divide="ignore"):
-        same(lse, np.log(count))
-
-
-@every_implementation
-@given(shapes, seeds)
 def test_one_rotation_of_queries_and_keys_changes_nothing(implementation, sizes, seed):
     x = draw(sizes, seed)
     rotation, _ = np.linalg.qr(x.rng.standard_normal((sizes.H, sizes.H)))
@@ -372,9 +334,6 @@ def test_gradients_of_logits_sum_to_zero(implementation, sizes, seed):
     assert not np.any(np.asarray(d_bias)[~x.mask])
 
 
-# --- batches and heads --------------------------------------------------------------------------
-
-
 @every_implementation
 @given(seeds, st.sampled_from([np.nan, np.inf, 1e300]))
 def test_batch_rows_do_not_see_each_other(implementation, seed, poison):
@@ -392,16 +351,6 @@ def test_batch_rows_do_not_see_each_other(implementation, seed, poison):
 
 @every_implementation
 @given(seeds)
-def test_a_batch_is_its_rows(implementation, seed):
-    x = draw(SHAPES[0], seed)
-    attend = attention(implementation)
-    together = attend(*x[:5])
-    for b in range(2):
-        same(attend(*(a[b] for a in x[:5])), [a[b] for a in together])
-
-
-@every_implementation
-@given(seeds)
 def test_grouped_heads_are_repeated_key_heads(implementation, seed):
     x = draw(SHAPES[0], seed)
     sizes = SHAPES[0]
@@ -413,24 +362,6 @@ def test_grouped_heads_are_repeated_key_heads(implementation, seed):
     dq, dk, dv, d_bias = pull(x.q, k, v, x.bias, x.mask, d_out, d_lse)
     summed = [np.asarray(a).reshape(2, sizes.S, sizes.K, group, -1).sum(axis=3) for a in (dk, dv)]
     same((dq, *summed, d_bias), pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse))
-
-
-@every_implementation
-@given(seeds)
-def test_a_head_is_alone(implementation, seed):
-    """Each query head by itself, with the key head of its group."""
-    x = draw(SHAPES[0], seed)
-    attend = attention(implementation)
-    out, lse = attend(*x[:5])
-    for n in (0, 1, 3, 5):
-        g = n // 2
-        alone = attend(
-            x.q[:, :, [n]], x.k[:, :, [g]], x.v[:, :, [g]], x.mask[:, [n]], x.bias[:, [n]]
-        )
-        same(alone, (out[:, :, [n]], lse[:, [n]]))
-
-
-# --- causality, windows, segments, decoding -----------------------------------------------------
 
 
 CAUSAL_SIZES = Sizes(batch=(), T=6, S=6, N=2, K=1, H=3, V=4)
@@ -488,76 +419,6 @@ def test_decoding_gives_the_rows_of_prefilling(implementation, seed, prefix):
     for t in range(prefix, 6):
         step = attend(x.q[t : t + 1], x.k, x.v, q_positions=np.array([t]))[0]
         same(step, want[t : t + 1])
-
-
-def allowed_by(implementation: str, mask: Any, T: int, S: int, **options: Any) -> np.ndarray:
-    """Who attends to whom, bool `[T, S]`, seen from outside through one-hot values."""
-    out = jattn.attention(
-        jnp.zeros((T, 1, 1)),
-        jnp.zeros((S, 1, 1)),
-        jnp.eye(S)[:, None, :],
-        mask=mask,
-        implementation=implementation,
-        **options,
-    )
-    return np.asarray(out[:, 0] > 0)
-
-
-@pytest.mark.one_in(5)
-@every_implementation
-@pytest.mark.parametrize("width", [0, 1, 2, 5, 50])
-def test_a_window_holds_exactly_its_keys(implementation, width):
-    T = S = 5
-    distance = np.arange(S) - np.arange(T)[:, None]
-    left = allowed_by(implementation, masks.Window(left=width), T, S)
-    np.testing.assert_array_equal(left, distance >= -width)
-    right = allowed_by(implementation, masks.Window(right=width), T, S)
-    np.testing.assert_array_equal(right, distance <= width)
-    two_sided = allowed_by(implementation, masks.Window(width, width), T, S)
-    np.testing.assert_array_equal(two_sided, np.abs(distance) <= width)
-    behind = allowed_by(implementation, masks.Causal() & masks.Window(left=width), T, S)
-    np.testing.assert_array_equal(behind, (distance <= 0) & (distance >= -width))
-
-
-@pytest.mark.one_in(2)
-@every_implementation
-def test_causal_alignment_follows_positions(implementation):
-    """Top-left by default, whatever T and S; bottom-right for queries at the end of the keys."""
-    np.testing.assert_array_equal(
-        allowed_by(implementation, masks.Causal(), 2, 5), [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
-    )
-    last = allowed_by(implementation, masks.Causal(), 2, 5, q_positions=jnp.array([3, 4]))
-    np.testing.assert_array_equal(last, [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
-    tall = allowed_by(implementation, masks.Causal(), 5, 2, q_positions=jnp.arange(5) - 3)
-    np.testing.assert_array_equal(tall, [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]])
-    shifted = masks.Window(1, 0)
-    seen = allowed_by(implementation, shifted, 2, 8, q_positions=jnp.array([6, 7]))
-    np.testing.assert_array_equal(seen.nonzero()[1].reshape(2, 2), [[5, 6], [6, 7]])
-
-
-@every_implementation
-@given(seeds)
-def test_windows_wide_and_narrow(implementation, seed):
-    x = draw(CAUSAL_SIZES, seed)
-    attend = attention(implementation)
-    same(attend(*x[:3], masks.Window(6, 6)), attend(*x[:3], masks.Full()))
-    same(attend(*x[:3], masks.Window(None, 0)), attend(*x[:3], masks.Causal()))
-    out, _ = attend(*x[:3], masks.Window(0, 0))
-    same(out, np.repeat(x.v, 2, axis=1))
-
-
-@every_implementation
-@given(seeds)
-def test_segments_are_separate_calls(implementation, seed):
-    """Packed rows, also out of order, equal one call per segment at positions from 0."""
-    x = draw(SHAPES[0], seed)
-    q_ids, kv_ids = np.array([3, 1, 1, 3, 2]), np.array([1, 3, 3, 1, 3, 5, 1])
-    attend = attention(implementation)
-    out, lse = attend(x.q, x.k, x.v, masks.Segments(q_ids, kv_ids))
-    for label in (1, 2, 3):
-        rows, columns = np.flatnonzero(q_ids == label), np.flatnonzero(kv_ids == label)
-        alone = attend(x.q[:, rows], x.k[:, columns], x.v[:, columns])
-        same(alone, (out[:, rows], lse[..., rows]))
 
 
 @every_implementation

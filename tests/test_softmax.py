@@ -66,9 +66,6 @@ def no_keys(dtype: Any = jnp.float64) -> Any:
 merge = quick_jit(jattn.merge)
 
 
-# --- the laws -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_no_keys_is_the_identity(dtype):
     part, nothing = a_part(1, dtype), no_keys(dtype)
@@ -101,25 +98,6 @@ def test_any_order_and_any_grouping(seed, order):
     ):
         for got, want in zip(regrouped, whole, strict=True):
             assert error(got, want) <= 1e-14
-
-
-def test_shares_follow_the_lse():
-    """Two parts of equal weight are averaged, and e⁻¹⁰⁰⁰ of a part is nothing."""
-    one, two = jnp.ones((1, 1, 1, 1)), jnp.full((1, 1, 1, 1), 3.0)
-    zero = jnp.zeros((1, 1, 1))
-    out, lse = jattn.merge((one, zero), (two, zero))
-    assert float(out[0, 0, 0, 0]) == 2
-    assert float(lse[0, 0, 0]) == pytest.approx(np.log(2), rel=1e-15)
-    out, lse = jattn.merge((one, zero), (two, zero + np.log(3)))
-    assert float(out[0, 0, 0, 0]) == pytest.approx(2.5, rel=1e-15)
-    out, lse = jattn.merge((one, zero + 1e4), (two, zero + 9e3))
-    assert float(out[0, 0, 0, 0]) == 1
-    assert float(lse[0, 0, 0]) == 1e4
-    out, lse = jattn.merge((one, zero - 1e4), (two, zero - 1e4))
-    assert float(out[0, 0, 0, 0]) == 2
-
-
-# --- parts of attention -------------------------------------------------------------------------
 
 
 CUTS = [(0,), (1,), (3,), (6,), (7,), (2, 2, 5), (1, 2, 3, 4, 5, 6)]
@@ -168,9 +146,6 @@ def test_the_lse_of_bfloat16_is_good_enough_to_merge_by():
     assert out.dtype == jnp.bfloat16
     assert error(lse, want[1]) <= 1e-6
     assert error(out, want[0]) <= 8e-3  # each part was rounded, and their merger again
-
-
-# --- the learned sink ---------------------------------------------------------------------------
 
 
 SINK = jnp.array([0.5, -2.0, 4.0, -jnp.inf])
@@ -238,9 +213,6 @@ def test_a_sink_keeps_dtypes_and_accepts_others(dtype):
     share = np.where(exponential == 0, 0, exponential / np.maximum(exponential + sink, 1e-300))
     want = np.asarray(out, np.float64) * np.swapaxes(share, 1, 2)[..., None]
     assert error(got, want) <= 2 * float(jnp.finfo(dtype).eps)
-
-
-# --- the monoid inside --------------------------------------------------------------------------
 
 
 def partial_of(x: Any, v: Any) -> softmax.Partial:

@@ -65,8 +65,6 @@ def test_what_is_best_and_how_long_ago(losses, best, waited):
     assert stopping.has_stopped(records(*losses), 2) == (waited >= 2)
 
 
-# --------------------------------------------------------------------------------- early stopping
-
 PATIENCE = 3
 LOSSES = [5.0, 3.0, 2.0, 4.0, 2.0, 3.0, 1.0]  # the best of those that are seen is the third
 STOPS_AT = 6
@@ -184,18 +182,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
 
 
 @pytest.mark.slow
-def test_a_run_that_remembers_what_it_makes_again_is_noticed(uninterrupted, tmp_path, monkeypatch):
-    run = begun(tmp_path / "run")
-    with pytest.raises(Killed):
-        train(run, calls=9)
-    monkeypatch.setattr(Run, "forget_metrics_after", lambda run, step: None)
-    train(run)
-    assert told(run) != told(uninterrupted)
-
-
-@pytest.mark.slow
-def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp_path, monkeypatch):
-    """And where the damaged one is believed, comes to parameters that no other run has."""
+def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
     run = Run.open(tmp_path / "run")
     like = jax.eval_shape(small_bench().init_state)
@@ -206,14 +193,10 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
         array.flat[0] += 1
     run.save(state, step)
     digests.write_text(before)
-    shutil.copytree(run.directory, tmp_path / "believed")
     with pytest.warns(UserWarning, match=f"checkpoint {step} is incomplete or damaged"):
         train(run)
     assert told(run) == told(uninterrupted)
     assert_equal(run.restore(like), uninterrupted.restore(like))
-    monkeypatch.setattr(Run, "_is_whole", lambda run, step: True)
-    with pytest.raises(KeyError):
-        train(Run.open(tmp_path / "believed"))
 
 
 @pytest.mark.slow
@@ -231,9 +214,6 @@ def test_without_patience_nothing_is_kept_and_no_training_stops(tmp_path):
         run.report({"step": step, "validation_loss": float(step)})
         run.save(small_tree(float(step)), step)
     assert run.steps() == [3, 4, 5]
-
-
-# -------------------------------------------------------------------------------------- averaging
 
 
 def averaged(directory: Path, average: int, *scales: float) -> Run:
@@ -267,9 +247,6 @@ def test_a_damaged_checkpoint_is_left_out_of_the_mean(tmp_path, damage):
     with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
         params, steps = run.parameters(small_tree().params)
     assert steps == [1, 3] and float(params["a/kernel"][0, 0]) == 2.5
-
-
-# ------------------------------------------------------------------------------------ checkpoints
 
 
 def test_a_run_that_went_back_behind_a_damaged_checkpoint_writes_it_anew(tmp_path):
@@ -312,9 +289,6 @@ def test_damaged_metrics_are_named(tmp_path, line):
         file.write(line + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a record of metrics, got"):
         run.metrics()
-
-
-# ----------------------------------------------------------------------------------- command line
 
 
 @pytest.mark.slow

@@ -403,9 +403,6 @@ def test_gradients(kind):
         np.testing.assert_allclose(x, y, atol=2e-5 * float(np.abs(y).max()))
 
 
-# --- when the kernel takes a call --------------------------------------------------------------
-
-
 def reason(query: Any, cache: Cache, **meaning: Any) -> str | None:
     return decode.unreadable("cpu", make(query, cache, **meaning).prepared(), cache)
 
@@ -464,9 +461,6 @@ def test_none_does_not_take_it():
     assert reader(None).args == reader("decode").args == (registry.read_cache,)
     assert reader("blockwise") is None
     assert reader("tpu") is not None
-
-
-# --- compiled for TPUs -------------------------------------------------------------------------
 
 
 def step(implementation: str | None, cache: Any, token: Any) -> tuple[Any, Any]:

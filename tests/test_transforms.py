@@ -257,9 +257,6 @@ def test_what_needs_lengths_says_so():
             jax.export.export(jax.jit(lambda q, k, call=call: call(q, k)))(*like[:2])
 
 
-# --- functions as users write them --------------------------------------------------------------
-
-
 def written_out(x: Any, table: Any, gate: Any) -> Any:
     """The formula for `closures`, by NumPy's rules."""
     q, k, v = (x * (i + 1) for i in range(3))

@@ -40,9 +40,6 @@ def standard_promotion():
         yield
 
 
-# --- functions with rules of their own ------------------------------------------------------------
-
-
 @jax.custom_jvp
 def straight_through(x: Any) -> Any:
     return jnp.round(x)
@@ -209,9 +206,6 @@ MASKS = {
 }
 
 
-# --- the plain formula ----------------------------------------------------------------------------
-
-
 def drawn(T: int = T, S: int = S) -> tuple[Any, ...]:
     rng = np.random.default_rng(2)
     shapes = ((B, T, N, H), (B, S, N, H), (B, S, N, H), (B, T, N, H))
@@ -282,9 +276,6 @@ def assert_like_plain(
         np.testing.assert_allclose(x, y, rtol=0, atol=rtol * max(1.0, np.abs(y).max(initial=0)))
 
 
-# --- the tables -----------------------------------------------------------------------------------
-
-
 def or_refuse(implementation: Any, row: Row, **options: Any) -> None:
     """As `assert_like_plain`; the generated kernel may give its reason where the row allows it."""
     try:
@@ -313,9 +304,6 @@ def test_a_mask_and_the_tiles_that_it_empties(name, implementation):
 @pytest.mark.parametrize("name", ["relu at 0", "round, straight through", "a clamp by an array"])
 def test_where_none_generates_a_kernel(name):
     assert_like_plain(None, SCORES[name], dtype="float32", inputs=drawn(LARGE, LARGE))
-
-
-# --- what kernels must not take for something else ------------------------------------------------
 
 
 def primitive_named(name: str, function: Callable[[Any], Any]) -> Primitive:
@@ -370,8 +358,6 @@ def test_a_reduction_is_no_call(implementation):
     row = Row(lambda s, b, h, i, j: s, refuses=True)
     or_refuse(implementation, row, mask=mask, inputs=drawn(200, 300))
 
-
-# --- random functions -----------------------------------------------------------------------------
 
 # Steps of a score function that reads `of`, whose operand is `t`. The first are exact for
 # multiples of 1/4, so that those after them decide alike in both dtypes.
