@@ -1,7 +1,7 @@
-"""The architectures that a run can have: how each is made, called and decoded from.
+"""The architectures of the experiment: how to construct, call and decode with each.
 
-All of them go from source ids `[B, S]` with their lengths `[B]` and target ids `[B, T]` to logits,
-and decode by `module.step(ids, state)`; in what else they differ is said here and nowhere else.
+All of them map source ids `[B, S]` with lengths `[B]` and target ids `[B, T]` to logits, and decode
+with `module.step(ids, state)`. This file is the only place that knows their other differences.
 """
 
 import functools
@@ -28,7 +28,7 @@ _EMBEDDING_INITS = {
 
 
 class Architecture(Protocol):
-    """What the experiment asks of an architecture."""
+    """The interface of an architecture."""
 
     def make(
         self,
@@ -38,40 +38,44 @@ class Architecture(Protocol):
         rngs: nnx.Rngs,
         mesh: Mesh | None = None,
     ) -> Any:
-        """The Flax module for vocabularies of these sizes, to be called on such a mesh.
+        """Creates the Flax module for vocabularies of these sizes and this device mesh.
 
         Raises:
-            ValueError: the devices of the mesh cannot share sequences.
+            ValueError: the architecture cannot shard sequences over the devices of the mesh.
         """
         ...
 
     def padding(self, source_lengths: Ids) -> dict[str, Any]:
-        """The keyword arguments of a call by which padding of the source is read by nobody."""
+        """Returns the keyword arguments that mask the source's padding in a call."""
         ...
 
     def packing(self, batch: Packed) -> dict[str, Any]:
-        """The keyword arguments of a call by which packed pairs do not see each other.
+        """Returns the keyword arguments that hide packed pairs from each other in a call.
 
         Raises:
-            ValueError: the architecture cannot keep them apart.
+            ValueError: the architecture does not support packed pairs.
         """
         ...
 
     def start(self, module: Any, source: Ids, source_lengths: Ids, length: int) -> Any:
-        """The state from which `module.step` decodes up to `length` tokens."""
+        """Returns the state from which `module.step` decodes up to `length` tokens."""
         ...
 
     def reorder(self, state: Any, rows: Array, *, memory: bool) -> Any:
-        """The state of these rows; without `memory`, of rows that have read the same source."""
+        """Selects rows of a state.
+
+        Without `memory` the encoded source stays in place, because each new row has the same source
+        as the row it replaces.
+        """
         ...
 
     def alignment(self, config: Config) -> str:
-        """The name of the attention that says where each target token looks in the source."""
+        """Returns the name of the attention that aligns target tokens with source tokens."""
         ...
 
 
 class _SharedAttention(jattn.nn.MultiHeadAttention):
-    """Multi-head attention whose sequences the devices along the mesh's axis `context` share."""
+    """Multi-head attention over sequences that the mesh's axis `context` shards over devices."""
 
     def __init__(self, *sizes: Any, mesh: Mesh, **options: Any):
         super().__init__(*sizes, **options)
@@ -83,7 +87,7 @@ class _SharedAttention(jattn.nn.MultiHeadAttention):
 
 
 class _Transformer:
-    """`jattn.nn.Transformer`."""
+    """The architecture of `jattn.nn.Transformer`."""
 
     def make(
         self,
@@ -146,7 +150,7 @@ class _Transformer:
 
 
 class _RNNsearch:
-    """`jattn.nn.RNNsearch`."""
+    """The architecture of `jattn.nn.RNNsearch`."""
 
     def make(
         self,

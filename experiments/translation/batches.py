@@ -1,17 +1,18 @@
-"""Batches in a few fixed shapes: padded, with a pair in each row, or packed, with several.
+"""Batches of a few fixed shapes: padded, with one pair in each row, or packed, with several.
 
-Every distinct shape is compiled once more, so there are at most `max_shapes` of them (4 unless told
-otherwise), whatever the lengths in the text. The widths are chosen to waste the fewest places.
+Every distinct shape needs a compilation, so there are at most `max_shapes` of them (4 by default),
+whatever the lengths in the text. The widths are chosen to minimize padding.
 
-A pair goes to the narrowest shape that holds both its sides. What does not fill a batch there
-moves on to the next wider shape, so that an epoch has at most one batch with empty rows, at the
-widest. An empty row has length 0 and ids `<pad>`; give it no weight in the loss. No pair is left
-out.
+A pair goes to the narrowest shape that holds both its sides. Pairs that do not fill a batch of that
+shape move on to the next wider shape, so that an epoch has at most one batch with empty rows, in
+the widest shape. An empty row has length 0 and ids `<pad>`; give it no weight in the loss. Every
+pair is in exactly one batch of an epoch.
 
-Packed rows hold as many pairs as fit, one behind the other; masks keep them apart, and positions
-begin anew with each, so that a pair means the same in either kind of batch.
+Packed rows hold as many pairs as fit, one after another. Masks hide the pairs of a row from each
+other and positions restart with each pair, so that the model computes the same in both kinds of
+batch.
 
-The order is a function of (seed, epoch) alone, so that a run can go on from any step.
+The order depends on (seed, epoch) alone, so that a run can resume from any step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from experiments.translation.vocabulary import BOS, PAD
 
 MAX_SHAPES = 4
 MULTIPLE = 8
-_OPEN_ROWS = 256  # rows that packing looks at for room
+_OPEN_ROWS = 256  # packing searches this many of the newest rows for room
 
 
 class Batch(NamedTuple):
@@ -33,10 +34,10 @@ class Batch(NamedTuple):
 
     Attributes:
         source: the source ids with `<eos>`, `[B, S]`.
-        source_lengths: how many of them are not padding, `[B]`; 0 in an empty row.
-        target_in: what the decoder reads, `<bos>` and then the target without `<eos>`, `[B, T]`.
-        target_out: what it has to generate at each place, the target with `<eos>`, `[B, T]`.
-        target_lengths: how many places of either are not padding, `[B]`; 0 in an empty row.
+        source_lengths: the number of source ids that are not padding, `[B]`; 0 in an empty row.
+        target_in: the decoder's input, `<bos>` and then the target without `<eos>`, `[B, T]`.
+        target_out: the labels, the target with `<eos>`, `[B, T]`.
+        target_lengths: the number of target places that are not padding, `[B]`; 0 in an empty row.
     """
 
     source: np.ndarray
@@ -51,12 +52,12 @@ class Packed(NamedTuple):
 
     Attributes:
         source: the source ids, each sentence with its `<eos>`, `[B, S]`.
-        source_segment_ids: which of its row's pairs a place belongs to, `[B, S]`; -1 at padding.
-        source_positions: where in its sentence a place is, `[B, S]`.
-        target_in: what the decoder reads, each sentence behind its `<bos>`, `[B, T]`.
-        target_out: what it has to generate at each place, `[B, T]`.
-        target_segment_ids: as for the source, `[B, T]`.
-        target_positions: as for the source, `[B, T]`.
+        source_segment_ids: the number, in its row, of each place's pair, `[B, S]`; -1 at padding.
+        source_positions: the position of each place in its sentence, `[B, S]`.
+        target_in: the decoder's input, each sentence after its `<bos>`, `[B, T]`.
+        target_out: the labels, `[B, T]`.
+        target_segment_ids: the segment ids of the target, `[B, T]`.
+        target_positions: the positions of the target, `[B, T]`.
     """
 
     source: np.ndarray
@@ -72,21 +73,21 @@ AnyBatch = Batch | Packed
 
 
 def loss_mask(batch: AnyBatch) -> Any:
-    """Which target places are tokens and not padding, bool `[B, T]`."""
+    """Returns the mask of the target places that are not padding, bool `[B, T]`."""
     if isinstance(batch, Packed):
         return batch.target_segment_ids >= 0
     return np.arange(batch.target_out.shape[1]) < batch.target_lengths[:, None]
 
 
 def filled_up(batch: AnyBatch, multiple: int, micro_batches: int = 1) -> AnyBatch:
-    """The batch with empty rows at its end, so that `multiple` divides the number of rows. Where it
-    is to be cut into `micro_batches`, empty rows are added at the end of each."""
+    """Adds empty rows at the end of each of the batch's `micro_batches`, so that `multiple` divides
+    the number of rows of each."""
 
     def fill(name: str, array: np.ndarray) -> np.ndarray:
-        own = array.reshape(micro_batches, -1, *array.shape[1:])
-        empty = ((0, 0), (0, -own.shape[1] % multiple), *((0, 0),) * (own.ndim - 2))
-        own = np.pad(own, empty, constant_values=_IN_EMPTY_ROWS.get(name, 0))
-        return own.reshape(-1, *array.shape[1:])
+        parts = array.reshape(micro_batches, -1, *array.shape[1:])
+        empty = ((0, 0), (0, -parts.shape[1] % multiple), *((0, 0),) * (parts.ndim - 2))
+        parts = np.pad(parts, empty, constant_values=_IN_EMPTY_ROWS.get(name, 0))
+        return parts.reshape(-1, *array.shape[1:])
 
     return type(batch)(*(fill(*field) for field in batch._asdict().items()))
 
@@ -98,7 +99,7 @@ _IN_EMPTY_ROWS = {
 
 
 class Shape(NamedTuple):
-    """The one shape of a bucket: B rows of S source and T target places."""
+    """The shape of the batches of a bucket: B rows of S source and T target places."""
 
     rows: int
     source_width: int
@@ -109,24 +110,24 @@ class Epochs:
     """Batches of a set of encoded pairs, shuffled by epoch.
 
     Attributes:
-        pairs: what is batched.
+        pairs: the pairs in the batches.
         shapes: the shapes of the batches, from narrow to wide.
     """
 
     pairs: EncodedPairs
     shapes: tuple[Shape, ...]
     _seed: int
-    _units: int  # what is shuffled: pairs, or rows of them
+    _units: int  # the number of units to shuffle: pairs, or packed rows
     _steps: int
 
     def __len__(self) -> int:
-        """Batches in an epoch: the same number in every epoch."""
+        """Returns the number of batches in an epoch, which is the same for every epoch."""
         return self._steps
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The shuffled batches of an epoch from the step `start` on.
+        """Yields the shuffled batches of an epoch from the step `start` on.
 
-        Skipped batches are not made: going on inside an epoch costs no more than beginning one.
+        Skipped batches are not built, so that resuming inside an epoch costs nothing extra.
 
         Raises:
             ValueError: `epoch` or `start` is negative, or `start` is beyond the epoch's end.
@@ -138,7 +139,7 @@ class Epochs:
         return (self._gather(shape, rows) for shape, rows in self._plan(epoch)[start:])
 
     def from_step(self, step: int) -> Iterator[Any]:
-        """The batches of all epochs, without end, from a step counted over all of them.
+        """Yields the batches of all epochs without end, from a step counted over all epochs.
 
         Raises:
             ValueError: `step` is negative.
@@ -154,17 +155,18 @@ class Epochs:
             epoch, start = epoch + 1, 0
 
     def _plan(self, epoch: int) -> list[tuple[Shape, np.ndarray]]:
-        # Sorting raw bits, because NumPy keeps those the same for ever, and `permutation` not.
+        # Sorts raw bits, because NumPy guarantees these for all versions, but not `permutation`.
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
         batches = self._assemble(_permutation(bits, self._units))
         return [batches[place] for place in _permutation(bits, len(batches))]
 
     def _assemble(self, order: np.ndarray) -> list[tuple[Shape, np.ndarray]]:
-        """Cuts an order of the units into batches: their shapes and units, -1 for empty rows."""
+        """Splits an order of the units into batches, each a shape and its units (-1 for an empty
+        row)."""
         raise NotImplementedError
 
     def _gather(self, shape: Shape, rows: np.ndarray) -> AnyBatch:
-        """The batch of these units."""
+        """Builds the batch of these units."""
         raise NotImplementedError
 
 
@@ -185,19 +187,21 @@ class Batches(Epochs):
         """Chooses the shapes.
 
         Args:
-            pairs: what to batch; its ids have been checked against the vocabularies.
-            tokens_per_batch: a batch gets as many rows as keep rows x max(S, T) within this
-                number, but at least `row_multiple` of them.
-            rows_per_batch: the number of rows of every batch instead; a multiple of `row_multiple`.
-                Either way there are no more rows than it takes to hold all pairs at once.
-            row_multiple: rows are a multiple of this number, so that they can be dealt out equally.
-            seed: with the epoch, decides the order.
-            max_shapes: the most distinct shapes.
+            pairs: the pairs to batch; their ids have been checked against the vocabularies.
+            tokens_per_batch: the greatest rows x max(S, T) of a batch, unless `row_multiple` rows
+                need more.
+            rows_per_batch: instead, the number of rows of every batch, a multiple of
+                `row_multiple`. In both cases a batch has no more rows than all pairs together
+                need.
+            row_multiple: the number of rows of a batch is a multiple of this number, so that they
+                can be divided equally.
+            seed: decides the order, together with the epoch.
+            max_shapes: the greatest number of distinct shapes.
             multiple: widths are multiples of this number.
 
         Raises:
-            ValueError: no pairs, not exactly one of tokens_per_batch and rows_per_batch, or a
-                number that must be positive and is not.
+            ValueError: there are no pairs, not exactly one of tokens_per_batch and rows_per_batch
+                is given, or a number that must be positive is not.
         """
         _check_numbers(row_multiple=row_multiple, max_shapes=max_shapes, multiple=multiple)
         _check_pairs(pairs, seed)
@@ -214,19 +218,20 @@ class Batches(Epochs):
         self._steps = len(self._assemble(np.arange(len(pairs))))
 
     def in_order(self) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Every pair once, unshuffled, for evaluation.
+        """Yields batches of every pair once, unshuffled, for evaluation.
 
         Yields:
-            A batch and, per row, the place of its pair in the list that was encoded (`origin`),
-            int64 `[B]`, -1 for empty rows. Rows are grouped by length; the places put results
-            back into the order of the list.
+            A batch and, for each row, the index of its pair in the list that was encoded
+            (`origin`), int64 `[B]`, -1 for empty rows. Rows are grouped by length; the indices
+            restore the order of the list.
         """
         for shape, rows in self._assemble(np.arange(len(self.pairs))):
             places = np.where(rows >= 0, self.pairs.origin[rows], -1)
             yield self._gather(shape, rows), places
 
     def _sides(self, buckets: int, multiple: int) -> list[tuple[int, int]]:
-        """S and T of each bucket, never narrower than those before it, whose rest moves on."""
+        """Returns S and T of each bucket, at least as wide as all buckets before it, because their
+        remaining pairs move on to it."""
         sides = np.zeros((buckets, 2), np.int64)
         np.maximum.at(sides[:, 0], self._bucket, self.pairs.source.lengths)
         np.maximum.at(sides[:, 1], self._bucket, self.pairs.target.lengths)
@@ -236,7 +241,7 @@ class Batches(Epochs):
     def _assemble(self, order: np.ndarray) -> list[tuple[Shape, np.ndarray]]:
         buckets = self._bucket[order]
         batches: list[tuple[Shape, np.ndarray]] = []
-        rest = order[:0]
+        rest = order[:0]  # pairs that did not fill a batch of a narrower shape
         for number, shape in enumerate(self.shapes):
             rows = np.concatenate([rest, order[buckets == number]])
             whole = len(rows) // shape.rows * shape.rows
@@ -257,9 +262,9 @@ class Batches(Epochs):
 
 
 class PackedBatches(Epochs):
-    """Batches of rows that hold several pairs each, shuffled by epoch.
+    """Batches of packed rows, each of several pairs, shuffled by epoch.
 
-    Which pairs share a row is decided once for all epochs: they do not see each other.
+    The rows are packed once for all epochs; pairs do not influence others of their row.
     """
 
     def __init__(
@@ -275,12 +280,13 @@ class PackedBatches(Epochs):
         """Packs the rows.
 
         Args:
-            pairs: what to batch; its ids have been checked against the vocabularies.
-            width: S and T, the places of a row on either side.
-            tokens_per_batch, rows_per_batch, row_multiple, seed: as for `Batches`.
+            pairs: the pairs to batch; their ids have been checked against the vocabularies.
+            width: S and T, the places of a row on each side.
+            tokens_per_batch, rows_per_batch, row_multiple, seed: see `Batches`.
 
         Raises:
-            ValueError: as for `Batches`, or a sentence of more than `width` tokens.
+            ValueError: an argument that `Batches` refuses, or a sentence of more than `width`
+                tokens.
         """
         _check_numbers(row_multiple=row_multiple, width=width)
         _check_pairs(pairs, seed)
@@ -331,16 +337,16 @@ def _check_numbers(**numbers: int) -> None:
 
 
 def _choose_widths(lengths: np.ndarray, multiple: int, most: int) -> np.ndarray:
-    """At most `most` multiples of `multiple`, the last not below any length, such that rounding
-    every length up to the next of them adds the fewest places in all; by dynamic programming."""
+    """Chooses the widths that need the least padding, by dynamic programming: at most `most`
+    multiples of `multiple`, the last at least as great as every length."""
     candidates = np.unique(-(-lengths // multiple)) * multiple
     below = np.concatenate([[0], np.searchsorted(np.sort(lengths), candidates, side="right")])
-    # cost[i]: the fewest places for all lengths up to candidate i, with as many widths as so far.
+    # cost[i]: the fewest places for all lengths up to candidate i, with the widths allowed so far.
     cost = below[1:] * candidates
     choices: list[np.ndarray] = []
     for _ in range(min(most, len(candidates)) - 1):
-        before = np.concatenate([[0], cost[:-1]])
-        total = before + (below[1:, None] - below[:-1]) * candidates[:, None]
+        narrower_cost = np.concatenate([[0], cost[:-1]])
+        total = narrower_cost + (below[1:, None] - below[:-1]) * candidates[:, None]
         total[np.triu_indices(len(candidates), 1)] = np.iinfo(np.int64).max
         choices.append(total.argmin(axis=1))
         cost = total.min(axis=1)
@@ -358,7 +364,7 @@ def _rows(
         raise ValueError(
             f"expected exactly one of tokens_per_batch and rows_per_batch, got {tokens} and {rows}"
         )
-    # More rows than there are pairs would always be empty.
+    # Rows beyond the number of pairs would always be empty.
     most = -(-pairs // row_multiple) * row_multiple
     if tokens is None:
         assert rows is not None
@@ -378,8 +384,8 @@ def _filled_up(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _pack(pairs: EncodedPairs, width: int, order: np.ndarray) -> list[np.ndarray]:
-    """Rows of pairs, as places in `pairs`: each pair in its turn goes to the fullest row that has
-    room for both its sides (best fit), among those begun last."""
+    """Packs pairs into rows of indices into `pairs`: each pair of `order` goes to the fullest of
+    the newest rows that has room for both its sides (best fit)."""
     sides = np.stack([pairs.source.lengths, pairs.target.lengths], axis=1)
     free = np.zeros((len(order), 2), np.int64)
     rows: list[list[int]] = []
@@ -401,8 +407,12 @@ def _pack(pairs: EncodedPairs, width: int, order: np.ndarray) -> list[np.ndarray
 def _joined(
     ragged: Ragged, groups: Sequence[np.ndarray], width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, number of the pair and position at each place `[B, width]`, the groups' sentences one
-    behind the other."""
+    """Concatenates the sentences of each group into a row.
+
+    Returns:
+        At each place `[B, width]` the id, the number of its sentence in the group, and its
+        position in that sentence.
+    """
     ids, numbers, positions = (
         np.full((len(groups), width), fill, np.int32) for fill in (PAD, -1, 0)
     )
@@ -426,7 +436,7 @@ def _within(lengths: np.ndarray, width: int) -> np.ndarray:
 
 
 def _padded(ragged: Ragged, rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The given rows as int32 `[B, width]` and their lengths `[B]`; -1 stands for an empty row."""
+    """Returns the rows as int32 `[B, width]` and their lengths `[B]`; -1 selects an empty row."""
     begin = np.where(rows >= 0, ragged.offsets[rows], 0)
     lengths = np.where(rows >= 0, ragged.offsets[rows + 1] - begin, 0)
     places = begin[:, None] + np.arange(width)

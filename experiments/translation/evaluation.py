@@ -1,4 +1,4 @@
-"""How good a model is: loss, perplexity, exact match, BLEU and chrF on held-out pairs."""
+"""Evaluates a model: loss, perplexity, exact match, BLEU and chrF on held-out pairs."""
 
 import dataclasses
 import math
@@ -31,35 +31,35 @@ _total_loss = jax.jit(total_loss, static_argnames="model")
 def read_tests(
     path: str | Path, languages: Sequence[str], *, most_unpacked: int = data.MOST_UNPACKED
 ) -> dict[str, list[Pair]]:
-    """Pairs to evaluate a model on: `test` of a folder, or else `val`; or the rows of a TSV file.
+    """Reads pairs to evaluate a model on: a folder's `test` or else `val`, or a TSV file's rows.
 
     Raises:
-        FileNotFoundError, ValueError: as in `data`.
+        FileNotFoundError, ValueError: the files are missing or break a rule of `data`.
     """
     path = Path(path)
     if not path.is_dir():
         return {path.name: data.read_tsv(path, most_unpacked=most_unpacked)[0]}
-    how = {"languages": languages, "most_unpacked": most_unpacked}
+    options = {"languages": languages, "most_unpacked": most_unpacked}
     try:
-        return {"test": data.read_split(path, "test", **how)[0]}
+        return {"test": data.read_split(path, "test", **options)[0]}
     except FileNotFoundError:
-        return {"validation": data.read_split(path, "val", **how)[0]}
+        return {"validation": data.read_split(path, "val", **options)[0]}
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What came out on a set of held-out pairs.
+    """The scores of a model on a set of held-out pairs.
 
     Attributes:
-        sentences: how many pairs.
+        sentences: the number of pairs.
         loss: nats per target token, `<eos>` counted, without label smoothing.
         perplexity: exp(loss).
-        exact_match: the share of translations that are the reference, token for token.
-        bleu: of the corpus, by sacrebleu with its default tokeniser.
-        word_bleu: of the corpus, on the words as the model's tokeniser cuts them and without
-            smoothing, which is how the tutorials that train on Multi30k count.
-        chrf: of the corpus, by sacrebleu.
-        constructions: for each construction the exact matches and the pairs.
+        exact_match: the share of translations that equal the reference, token for token.
+        bleu: corpus BLEU of sacrebleu with its default tokeniser.
+        word_bleu: corpus BLEU on the words of the model's tokeniser, without smoothing, as the
+            tutorials that train on Multi30k compute it.
+        chrf: corpus chrF of sacrebleu.
+        constructions: for each construction the number of exact matches and of pairs.
     """
 
     sentences: int
@@ -72,7 +72,7 @@ class Scores:
     constructions: dict[str, tuple[int, int]]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON data; one that is not finite is None."""
+        """Returns the figures as JSON data, with None for figures that are not finite."""
         figures = dataclasses.asdict(self)
         return {
             name: None if isinstance(figure, float) and not math.isfinite(figure) else figure
@@ -81,7 +81,7 @@ class Scores:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Scores":
-        """The scores in a record of validation, which has them without constructions."""
+        """Returns the scores in a record of validation, which does not list constructions."""
         names = [field.name for field in dataclasses.fields(cls) if field.name != "constructions"]
         figures = {name: record[f"validation_{name}"] for name in names}
         finite: dict[str, Any]
@@ -97,7 +97,7 @@ class Scores:
 
 
 class Evaluation(NamedTuple):
-    """The pairs of an evaluation, the translation of each source, and the scores."""
+    """The pairs of an evaluation, the translations of their sources, and the scores."""
 
     pairs: Sequence[Pair]
     translations: list[str]
@@ -105,14 +105,14 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates a model on the same pairs any number of times.
+    """An evaluator of a model on one set of pairs, which can be called any number of times.
 
-    Sides longer than the maximum are cut for the model, and never in the references that
-    translations are compared with.
+    Sides longer than the model's maximum are truncated for the model, but never in the references
+    that translations are compared with.
 
     Attributes:
-        pairs: what the model is evaluated on.
-        cut: how many of their sides are too long for the model.
+        pairs: the pairs to evaluate on.
+        cut: the number of their sides that are too long for the model.
     """
 
     def __init__(
@@ -135,16 +135,17 @@ class Evaluator:
     def __call__(
         self, params: Params, *, report: Callable[[int], object] = lambda count: None
     ) -> Evaluation:
-        """Translates and scores; `report` is told how many pairs are done with each batch."""
-        found = self._translate(params, report)
-        texts = [self._target.decode(ids) for ids in found]
-        words = [self._target.decode_words(ids) for ids in found]
+        """Translates and scores the pairs; calls `report` with the number of pairs of each batch
+        that is done."""
+        translations = self._translate(params, report)
+        texts = [self._target.decode(ids) for ids in translations]
+        words = [self._target.decode_words(ids) for ids in translations]
         return Evaluation(self.pairs, texts, self.score(texts, words, self.token_loss(params)))
 
     def score(
         self, translations: Sequence[str], words: Sequence[Sequence[str]], loss: float
     ) -> Scores:
-        """The scores of these translations of the pairs and their words, at this loss per token."""
+        """Computes the scores of these translations, given their words and the loss per token."""
         references = [pair.target for pair in self.pairs]
         lower = self._target.lower
         exact = [
@@ -163,10 +164,10 @@ class Evaluator:
         )
 
     def token_loss(self, params: Params) -> float:
-        """Nats per target token.
+        """Computes the loss in nats per target token.
 
         Raises:
-            Failure: it is no number.
+            Failure: the loss is NaN.
         """
         total, tokens = 0.0, 0
         shapes = self._model.config.max_shapes
@@ -194,10 +195,10 @@ class Evaluator:
 
 
 def bleu(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:
-    """BLEU of a corpus (Papineni et al. 2002, Post 2018), 0 to 100; `lower` ignores case.
+    """Computes corpus BLEU (Papineni et al. 2002, Post 2018), 0 to 100; `lower` ignores case.
 
     Raises:
-        TypeError: a text in place of several.
+        TypeError: an argument is one text instead of several.
         ValueError: unequal numbers of translations and references, or none.
     """
     _check_aligned(translations, references)
@@ -205,29 +206,29 @@ def bleu(translations: Sequence[str], references: Sequence[str], *, lower: bool)
 
 
 def word_bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
-    """BLEU of a corpus of words, without smoothing: 0 where no four words in a row are right.
+    """Computes corpus BLEU on words, without smoothing: 0 if no four words in a row are right.
 
-    Raises TypeError and ValueError as `bleu`.
+    Raises TypeError and ValueError for the same reasons as `bleu`.
     """
     _check_aligned(translations, references)
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
-    hypotheses, wanted = (
+    hypotheses, references = (
         [" ".join(words) for words in side] for side in (translations, references)
     )
-    return metric.corpus_score(hypotheses, [wanted]).score
+    return metric.corpus_score(hypotheses, [references]).score
 
 
 def chrf(translations: Sequence[str], references: Sequence[str], *, lower: bool) -> float:
-    """chrF2 of a corpus (Popovic 2015), 0 to 100; `lower` ignores case.
+    """Computes corpus chrF2 (Popovic 2015), 0 to 100; `lower` ignores case.
 
-    Raises TypeError and ValueError as `bleu`.
+    Raises TypeError and ValueError for the same reasons as `bleu`.
     """
     _check_aligned(translations, references)
     return CHRF(lowercase=lower).corpus_score(list(translations), [list(references)]).score
 
 
 def _check_aligned(translations: Sequence[Any], references: Sequence[Any]) -> None:
-    """Makes sure that there is a reference for each translation."""
+    """Checks that there is a reference for each translation, and at least one of them."""
     for name, texts in (("translations", translations), ("references", references)):
         if isinstance(texts, str):
             raise TypeError(f"{name}: expected several texts, got the text {texts!r:.40}")
@@ -241,7 +242,7 @@ def _check_aligned(translations: Sequence[Any], references: Sequence[Any]) -> No
 
 
 def table(name: str, scores: Scores) -> str:
-    """The scores in words, with a line for each construction."""
+    """Formats the scores as text, with a line for each construction."""
     lines = [f"{name}: {scores.sentences} sentences, {scores}"]
     for construction, (matches, pairs) in sorted(scores.constructions.items()):
         lines.append(f"  {construction:<28}{matches:>5} of {pairs:<5}{matches / pairs:>7.1%}")

@@ -1,9 +1,9 @@
-"""The loss: cross-entropy over the vocabulary, a chunk of positions at a time.
+"""The loss: cross-entropy over the vocabulary, one chunk of positions at a time.
 
-The logits `[positions, V]` are by far the largest array of a training step. Only the loss and its
-gradients are wanted of them, so they are never whole. A chunk of positions is projected, and its
-loss and the gradients by its features and the projection are computed while its logits are in the
-cache. Positions that do not count are put last, and chunks that hold no others are not computed.
+The logits `[positions, V]` would be by far the largest array of a training step, so they are never
+stored whole. For each chunk of positions the loss computes the logits and, while these are in the
+cache, their losses and the gradients of the features and of the projection. Masked positions are
+sorted to the end, and chunks of masked positions alone are skipped.
 """
 
 import functools
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-# Logits at a time: enough for fast products, and on a CPU few enough to stay in its cache.
+# Logits in a chunk: enough for fast products, and on a CPU few enough to stay in its cache.
 _CHUNK = {"cpu": 2**21}
 _CHUNK_ELSEWHERE = 2**27
-_MULTIPLE = 64  # of positions
+_MULTIPLE = 64  # the number of positions in a chunk is a multiple of this
 
 
 class Projection(NamedTuple):
-    """What makes logits over V tokens of D features.
+    """A linear projection from D features to logits over V tokens.
 
     Attributes:
         kernel: `[V, D]`.
@@ -32,7 +32,7 @@ class Projection(NamedTuple):
     bias: Array | None
 
     def logits(self, features: Array) -> Array:
-        """`features @ kernel.T + bias`, `[..., V]`, accumulated in float32 at least."""
+        """Returns `features @ kernel.T + bias`, `[..., V]`, in float32 or a wider dtype."""
         wide = jnp.promote_types(features.dtype, jnp.float32)
         kernel = self.kernel.astype(features.dtype)
         product = jnp.einsum("...d,vd->...v", features, kernel, preferred_element_type=wide)
@@ -48,34 +48,37 @@ def cross_entropy(
     smoothing: float = 0.0,
     num_shards: tuple[int, int] = (1, 1),
 ) -> Array:
-    """The cross-entropy of the positions in the mask, in nats, summed: `[]`, float32 at least.
+    """Returns the sum of the cross-entropies at the positions in the mask, in nats.
 
-    The target distribution is `smoothing` spread over all V tokens in equal shares, and the rest on
-    the label (Szegedy et al. 2015); it sums to 1. What stands at the other positions
-    does not exist: its gradient is 0, and so is that of a loss over no position at all.
+    The target distribution has `smoothing` spread evenly over all V tokens and the rest on the
+    label (Szegedy et al. 2015). Values at the other positions, NaN included, have no influence and
+    gradient 0; a loss over no position at all is 0 with gradient 0.
 
     Args:
-        features: `[..., D]`, what is projected.
-        projection: to logits over V tokens.
+        features: the inputs of the projection, `[..., D]`.
+        projection: the projection to logits over V tokens.
         labels: int32 `[...]`, in 0..V-1.
-        mask: which positions count, bool `[...]`.
-        smoothing: in [0, 1).
-        num_shards: into how many equal shards the first two axes are cut over devices. Each device
-            computes its own shard and needs no other.
+        mask: bool `[...]`, true at the positions that count.
+        smoothing: the weight of the uniform distribution, in [0, 1).
+        num_shards: the numbers of equal device shards of the first two axes. Each device computes
+            the loss of its shard alone.
+
+    Returns:
+        The loss, `[]`, float32 or a wider dtype.
     """
 
-    def of_shard(features: Array, labels: Array, mask: Array) -> Array:
+    def shard_loss(features: Array, labels: Array, mask: Array) -> Array:
         features = features.reshape(-1, features.shape[-1])
         return _total(smoothing, features, projection, labels.reshape(-1), mask.reshape(-1))
 
     positions = features, jnp.asarray(labels), jnp.asarray(mask)
     if num_shards == (1, 1):
-        return of_shard(*positions)
-    return jnp.sum(jax.vmap(of_shard)(*(_in_shards(x, num_shards) for x in positions)))
+        return shard_loss(*positions)
+    return jnp.sum(jax.vmap(shard_loss)(*(_in_shards(x, num_shards) for x in positions)))
 
 
 def _in_shards(x: Array, num_shards: tuple[int, int]) -> Array:
-    """`[B, T, ...]` as `[shards, positions, ...]`."""
+    """Reshapes `[B, T, ...]` to `[shards, positions, ...]`."""
     rows, columns = num_shards
     x = x.reshape(rows, x.shape[0] // rows, columns, x.shape[1] // columns, *x.shape[2:])
     return jnp.swapaxes(x, 1, 2).reshape(rows * columns, -1, *x.shape[4:])
@@ -93,12 +96,12 @@ def _total(smoothing: float, features: Array, projection: Projection, *positions
 
 
 class _Rows(NamedTuple):
-    """Positions in whole chunks, those that count first."""
+    """The positions in whole chunks, unmasked positions first."""
 
-    features: Array  # [chunks, C, D]; 0 where nothing counts
+    features: Array  # [chunks, C, D]; 0 at masked positions
     labels: Array  # [chunks, C]
     mask: Array  # [chunks, C]
-    order: Array  # [positions]: where each came from
+    order: Array  # [positions]: the original index of each position
 
     def chunk(self, number: Array) -> tuple[Array, Array, Array]:
         return self.features[number], self.labels[number], self.mask[number]
@@ -107,7 +110,7 @@ class _Rows(NamedTuple):
 def _sorted(
     features: Array, projection: Projection, labels: Array, mask: Array
 ) -> tuple[_Rows, Array]:
-    """The rows, and how many of their chunks hold something that counts."""
+    """Returns the sorted rows, and the number of chunks that hold unmasked positions."""
     most = _CHUNK.get(jax.default_backend(), _CHUNK_ELSEWHERE) // len(projection.kernel)
     size = max(1, min(max(most // _MULTIPLE, 1) * _MULTIPLE, len(labels)))
     order = jnp.argsort(~mask, stable=True)
@@ -116,7 +119,7 @@ def _sorted(
         padding = ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1))
         return jnp.pad(x[order], padding).reshape(-1, size, *x.shape[1:])
 
-    # Selected before the products, in which a NaN of padding would reach every gradient.
+    # Zeroed before the products, where a NaN in the padding would reach every gradient.
     features = jnp.where(mask[:, None], features, 0)
     rows = _Rows(chunked(features), chunked(labels), chunked(mask), order)
     return rows, -(-jnp.sum(mask, dtype=jnp.int32) // size)
@@ -125,18 +128,18 @@ def _sorted(
 def _chunk_losses(
     smoothing: float, projection: Projection, chunk: tuple[Array, Array, Array]
 ) -> tuple[Array, Array]:
-    """The losses `[C]` of a chunk and their gradient by its logits, `[C, V]`."""
+    """Returns the losses `[C]` of a chunk and their gradients by its logits, `[C, V]`."""
     features, labels, mask = chunk
     logits = projection.logits(features)
     highest = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - highest)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     share = smoothing / logits.shape[-1]
-    own = jnp.take_along_axis(logits, labels[:, None], axis=-1, mode="clip")
-    losses = (highest + jnp.log(total) - (1 - smoothing) * own)[:, 0]
+    label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1, mode="clip")
+    losses = (highest + jnp.log(total) - (1 - smoothing) * label_logits)[:, 0]
     if smoothing:
         losses -= share * jnp.sum(logits, axis=-1)
-    # The target is not an array of its own: it is compared where the gradient is written.
+    # XLA fuses the target distribution into the gradient, so that it is never stored.
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     target = jnp.where(columns == labels[:, None], 1 - smoothing + share, share)
     gradient = exponentials * (1 / total) - target
@@ -155,18 +158,18 @@ def _total_forward(
         chunk = rows.chunk(number)
         losses, d_logits = _chunk_losses(smoothing, projection, chunk)
         narrow = d_logits.astype(dtype)
-        back = jnp.einsum("cv,vd->cd", narrow, kernel.astype(dtype), preferred_element_type=wide)
-        more = jnp.einsum("cv,cd->vd", narrow, chunk[0], preferred_element_type=wide)
+        d_chunk = jnp.einsum("cv,vd->cd", narrow, kernel.astype(dtype), preferred_element_type=wide)
+        d_product = jnp.einsum("cv,cd->vd", narrow, chunk[0], preferred_element_type=wide)
         return (
             total + jnp.sum(losses),
-            lax.dynamic_update_index_in_dim(d_features, back.astype(dtype), number, 0),
-            d_kernel + more,
+            lax.dynamic_update_index_in_dim(d_features, d_chunk.astype(dtype), number, 0),
+            d_kernel + d_product,
             d_bias + jnp.sum(d_logits, axis=0),
         )
 
-    none = (jnp.zeros((), wide), jnp.zeros_like(rows.features))
-    none += (jnp.zeros(kernel.shape, wide), jnp.zeros(len(kernel), wide))
-    total, d_features, d_kernel, d_bias = lax.fori_loop(0, chunks, add, none)
+    zeros = (jnp.zeros((), wide), jnp.zeros_like(rows.features))
+    zeros += (jnp.zeros(kernel.shape, wide), jnp.zeros(len(kernel), wide))
+    total, d_features, d_kernel, d_bias = lax.fori_loop(0, chunks, add, zeros)
     d_features = d_features.reshape(-1, features.shape[1])[: len(features)]
     gradients = (
         jnp.zeros_like(features).at[rows.order].set(d_features, unique_indices=True),

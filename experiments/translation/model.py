@@ -1,7 +1,8 @@
 """The model of a run as pure functions of its parameters.
 
-The Flax module is taken apart once. Its parameters are a flat dict from name to array, such as
-`decoder/layers/0/cross_attention/query/kernel`, which optimiser, checkpoint and messages share.
+`Model` splits the Flax module once into graph and parameters. The parameters are a flat dict from
+names such as `decoder/layers/0/cross_attention/query/kernel` to arrays; optimiser, checkpoints and
+messages use the same names.
 """
 
 import dataclasses
@@ -28,18 +29,18 @@ Params = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A translator from source and target ids to logits, whose parameters are an argument.
+    """A model from source and target ids to logits, which takes its parameters as an argument.
 
-    Source ids `[B, S]` come with their lengths `[B]`; what is beyond a length is padding and is
-    attended to by nobody. Padding behind the target needs no mask: no earlier position sees it.
+    Source ids `[B, S]` come with their lengths `[B]`; places beyond a length are padding, which no
+    position attends to. Padding behind the target needs no mask: no earlier position sees it.
 
-    Models of equal configuration and sizes are equal, and share what is compiled for them.
+    Models of equal configuration and sizes are equal and share their compiled functions.
 
     Attributes:
-        config: says which architecture, and its sizes.
+        config: the architecture and its sizes.
         source_size: tokens in the source vocabulary.
         target_size: tokens in the target vocabulary.
-        mesh: where sequences are cut along its axis `context`, if they are.
+        mesh: the device mesh whose axis `context` shards the sequences, or None.
     """
 
     config: Config
@@ -49,20 +50,20 @@ class Model:
 
     @functools.cached_property
     def _parts(self) -> tuple[nnx.GraphDef, list[tuple[Any, nnx.Variable]]]:
-        """The module without its parameters, and where in it they belong, by their paths."""
-        abstract = nnx.eval_shape(lambda: self._made(nnx.Rngs(params=0)))
+        """The module's graph without parameters, and its parameters by path, as shapes only."""
+        abstract = nnx.eval_shape(lambda: self._create_module(nnx.Rngs(params=0)))
         graph, parameters = nnx.split(abstract, nnx.Param)
         return graph, list(nnx.to_flat_state(parameters))
 
     def init(self, seed: int) -> Params:
-        """Fresh parameters."""
-        module = self._made(nnx.Rngs(params=seed))
+        """Initializes the parameters."""
+        module = self._create_module(nnx.Rngs(params=seed))
         variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
         return {_name(path): variable[...] for path, variable in variables}
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of each parameter."""
+        """The shape and dtype of each parameter."""
         return {
             _name(path): jax.ShapeDtypeStruct(variable.shape, variable.dtype)
             for path, variable in self._parts[1]
@@ -70,7 +71,7 @@ class Model:
 
     @property
     def size(self) -> int:
-        """How many numbers the parameters are."""
+        """The number of parameters, each number counted."""
         return sum(math.prod(shape.shape) for shape in self.shapes.values())
 
     @property
@@ -82,7 +83,7 @@ class Model:
         }
 
     def module(self, params: Params) -> Any:
-        """The Flax module with these parameters."""
+        """Returns the Flax module with these parameters."""
         graph, variables = self._parts
         filled = [(path, variable.replace(params[_name(path)])) for path, variable in variables]
         return nnx.merge(graph, nnx.from_flat_state(filled))
@@ -90,52 +91,60 @@ class Model:
     def features(
         self, params: Params, batch: AnyBatch, *, dropout_key: Array | None = None
     ) -> tuple[Array, Projection]:
-        """What is known at each target position about what follows it, `[B, T, D]`, and what makes
-        logits over the target vocabulary of it; without a key no dropout."""
+        """Returns the decoder's features `[B, T, D]` and the projection from them to logits over
+        the target vocabulary. There is no dropout without a key."""
         module = self.module(params)
         features = module.features(
             batch.source,
             batch.target_in,
-            **self._kept_apart(batch),
+            **self._masks(batch),
             deterministic=dropout_key is None,
             rngs=None if dropout_key is None else nnx.Rngs(dropout=dropout_key),
         )
         return features, Projection(*module.projection)
 
     def logits(self, params: Params, batch: AnyBatch) -> Array:
-        """What follows each target position, `[B, T, target vocabulary]`, without dropout."""
+        """Returns the logits of the token after each target position, `[B, T, target vocabulary]`,
+        without dropout."""
         features, projection = self.features(params, batch)
         return projection.logits(features)
 
     def start(
         self, params: Params, source: Ids, source_lengths: Ids, length: int, copies: int = 1
     ) -> Any:
-        """What `step` says up to `length` tokens from, each sentence in `copies` rows."""
+        """Encodes the source and returns the state from which `step` decodes up to `length` tokens.
+
+        Each sentence has `copies` rows in the state.
+        """
         module = self.module(params)
         state = self._architecture.start(module, source, source_lengths, length)
         rows = jnp.repeat(jnp.arange(len(source), dtype=jnp.int32), copies)
         return state if copies == 1 else self._architecture.reorder(state, rows, memory=True)
 
     def step(self, params: Params, state: Any, tokens: Ids) -> tuple[Array, Any]:
-        """What follows the next token of each row `[R]`, `[R, target vocabulary]`, and the state
-        after it."""
+        """Decodes one more token of each of R rows.
+
+        Returns:
+            The logits of the tokens after `tokens` `[R]`, `[R, target vocabulary]`, and the new
+            state.
+        """
         logits, state = self.module(params).step(tokens[:, None], state, deterministic=True)
         return logits[:, 0], state
 
     def reorder(self, state: Any, rows: Array) -> Any:
-        """The state of these rows: each takes the place of another beam of its own sentence."""
+        """Selects rows of a state; each new row comes from a beam of the same sentence."""
         return self._architecture.reorder(state, rows, memory=False)
 
     @property
     def alignment(self) -> str:
-        """The name, in `weights`, of the attention that says where a target token looks."""
+        """The key in `weights` of the attention that aligns target tokens with source tokens."""
         return self._architecture.alignment(self.config)
 
     @functools.partial(jax.jit, static_argnums=0)
     def weights(
         self, params: Params, source: Ids, source_lengths: Ids, target: Ids
     ) -> dict[str, Array]:
-        """Every attention's weights `[B, N, T, S]`, by the module that made them."""
+        """Returns the weights `[B, N, T, S]` of every attention, by the name of its module."""
         return jattn.nn.capture_weights(
             self.module(params),
             source,
@@ -144,8 +153,8 @@ class Model:
             deterministic=True,
         )
 
-    def _kept_apart(self, batch: AnyBatch) -> dict[str, Any]:
-        """What keeps pairs apart from each other and from padding."""
+    def _masks(self, batch: AnyBatch) -> dict[str, Any]:
+        """Returns the arguments that mask padding and the other pairs of a packed row."""
         if isinstance(batch, Packed):
             return self._architecture.packing(batch)
         return self._architecture.padding(batch.source_lengths)
@@ -154,7 +163,7 @@ class Model:
     def _architecture(self) -> Architecture:
         return ARCHITECTURES[self.config.architecture]
 
-    def _made(self, rngs: nnx.Rngs) -> Any:
+    def _create_module(self, rngs: nnx.Rngs) -> Any:
         sizes = self.source_size, self.target_size
         return self._architecture.make(self.config, *sizes, rngs, self.mesh)
 

@@ -1,15 +1,15 @@
-"""What a run is made from: one frozen configuration, and the presets to start from.
+"""The configuration of a run (`Config`), and presets to start from (`PRESETS`).
 
-    toy        the built-in corpus on two CPU cores in about three minutes; what must come out:
-               at least 99 % of 1,000 held-out sentences translated exactly (99.9 % with seed 0);
-               as well by RNNsearch with `architecture=rnnsearch` and `learning_rate=2e-3`, which
-               translates none of the sentences with deeper clauses
+    toy        the built-in corpus, in about three minutes on two CPU cores; expected: at least 99 %
+               of 1,000 held-out sentences translated exactly (99.9 % with seed 0). RNNsearch, with
+               `architecture=rnnsearch` and `learning_rate=2e-3`, is as good, but translates none of
+               the sentences with deeper clauses
     tiny       the same in seconds, for tests; learns little
     multi30k   the tutorial Transformer for real pairs (pytorch-seq2seq, part 6), whose published
                test figures are perplexity 5.316 and BLEU 36.52 after 10 epochs; here with smoothed
                labels and the mean of three checkpoints, without which it is two BLEU worse
     multi30k-bpe
-               the same sizes on pieces of words, with what else helps on so few pairs
+               the same sizes with byte-pair encoding, and other settings that help on small text
     rnnsearch  the recurrent translator of Bahdanau, Cho and Bengio 2014 in the tutorial's sizes
                (pytorch-seq2seq, part 3)
     base       the base model of Vaswani et al. 2017, for text of millions of pairs
@@ -28,65 +28,67 @@ from experiments.runs import settings
 
 @dataclass(frozen=True, kw_only=True, config=settings.CHECKED)
 class Config(settings.Settings):
-    """All that decides what a run computes, beside its text.
+    """A configuration: with the text, it decides everything that a run computes.
 
-    RNNsearch has one recurrent layer on each side; it does not look at the fields from `num_heads`
-    to `rotary` and `tie_embeddings`, nor the Transformer at `hidden`.
+    RNNsearch has one recurrent layer on each side; it ignores `tie_embeddings` and the fields from
+    `num_heads` to `rotary`. The Transformer ignores `hidden`.
 
     Attributes:
-        seed: of the corpus, the parameters, the order of the data and dropout.
+        seed: the seed of the corpus, the parameters, the order of the data and dropout.
         architecture: "transformer" or "rnnsearch".
-        features: the width of the model, D; of RNNsearch that of the embedded words.
+        features: the width of the model, D; in RNNsearch the width of the embedded words.
         hidden: the width of RNNsearch's recurrent states.
         num_heads: attention heads in each layer; must divide `features`.
         feed_forward: the inner width of the feed-forward networks.
         encoder_layers: layers of the encoder.
         decoder_layers: layers of the decoder.
-        norm: "pre" or "post".
-        positions: what is added to the embedded words, "sinusoidal" or "learned".
-        rotary: whether self-attention rotates queries and keys by their positions as well.
-        embedding_init: of the embedded words and of learned positions: "normal" with variance
-            1 / `features`, or "glorot" (uniform, by both sides of the table), which is smaller
-            for words and gives learned positions more weight beside them.
-        tie_embeddings: whether the target embedding is the output projection too.
-        max_length: the most tokens of a sentence, `<eos>` counted. Longer training pairs are
-            dropped.
-        dropout_rate: in [0, 1).
-        dtype: of the computation, "float32" or "bfloat16", which accelerators are fastest in;
-            parameters, sums and the loss are float32 in any case.
-        sentences: pairs of the built-in corpus to train on; real text is taken whole.
+        norm: "pre" or "post": the place of layer normalization.
+        positions: the position embeddings added to the word embeddings, "sinusoidal" or "learned".
+        rotary: whether self-attention applies rotary position embeddings as well.
+        embedding_init: the initialization of word embeddings and learned positions: "normal" with
+            variance 1 / `features`, or "glorot" (uniform, by both sides of the table), which is
+            smaller for words and so gives learned positions more relative weight.
+        tie_embeddings: whether the target embedding is also the output projection.
+        max_length: the greatest length of a sentence in tokens, `<eos>` counted. Longer training
+            pairs are dropped.
+        dropout_rate: the dropout rate, in [0, 1).
+        dtype: the dtype of the computation, "float32" or "bfloat16", which is fastest on
+            accelerators; parameters, sums and the loss are always float32.
+        sentences: training pairs of the built-in corpus; other text is used whole.
         held_out: pairs in each of validation, test and deeper test of the built-in corpus.
-        tokenizer: "words", or "bpe" for byte-pair encoding: pieces of words, which leave hardly
-            anything unknown.
-        vocabulary_size: the most tokens of a vocabulary, the four specials counted.
+        tokenizer: "words", or "bpe" for byte-pair encoding: pieces of words, with which hardly any
+            token is unknown.
+        vocabulary_size: the greatest size of a vocabulary, the four specials counted.
         joint_vocabulary: whether source and target have one vocabulary, learned from both. Without
-            it each has the whole size to itself; the model shares no embedding between them.
-        lower: whether text is brought to lower case.
+            it each vocabulary has up to `vocabulary_size` tokens. The embeddings are separate in
+            both cases.
+        lower: whether text is lower-cased.
         minimum_count: words rarer than this in the training text are unknown words; with "bpe",
             pairs rarer than this are not merged.
-        tokens_per_batch: places per batch and side; 0 where `rows_per_batch` is given.
-        rows_per_batch: sentence pairs per batch; 0 where `tokens_per_batch` is given.
-        max_shapes: the most distinct shapes of batches, each of which is compiled.
-        packed_width: places of a row that several sentence pairs share; 0 for a pair in each row,
-            padded. A row of `rows_per_batch` is then one of these.
-        accumulation_steps: a batch is taken in so many equal parts, whose gradients are summed: the
-            same update in less memory.
-        epochs: passes over the training text; 0 where `steps` is given.
-        steps: updates; 0 where `epochs` is given.
-        learning_rate: the highest of the schedule.
-        schedule: after the warm-up "constant", "cosine" (down to almost zero) or
+        tokens_per_batch: places per batch and side; 0 if `rows_per_batch` is given.
+        rows_per_batch: rows per batch, each a sentence pair or, with `packed_width`, several; 0 if
+            `tokens_per_batch` is given.
+        max_shapes: the greatest number of distinct batch shapes, each of which is compiled.
+        packed_width: the width of a row that several sentence pairs share; 0 for one padded pair
+            in each row.
+        accumulation_steps: the number of equal micro-batches into which a batch is split, whose
+            gradients are summed: the same update in less memory.
+        epochs: passes over the training text; 0 if `steps` is given.
+        steps: updates; 0 if `epochs` is given.
+        learning_rate: the peak of the schedule.
+        schedule: the schedule after the warm-up: "constant", "cosine" (down to almost zero) or
             "inverse_sqrt" (Vaswani et al. 2017).
-        warmup_steps: updates over which the rate rises in equal parts.
-        beta2: of Adam.
-        epsilon: of Adam.
+        warmup_steps: updates over which the rate rises linearly.
+        beta2: Adam's decay rate of the second moment.
+        epsilon: Adam's epsilon.
         clip_norm: the greatest norm of the gradient; 0 for no limit.
         label_smoothing: the share of probability spread over the whole vocabulary.
         report_every: steps between lines of metrics.
         checkpoint_every: steps between checkpoints.
-        patience: epochs without a lower validation loss after which training stops; the parameters
-            of the lowest are then those of the run. 0 trains to the end, and the last ones are.
-        averaged_checkpoints: checkpoints, counted back from the last, whose mean parameters are
-            those of the run. 1 takes the last alone.
+        patience: epochs without a lower validation loss after which training stops; the run then
+            keeps the parameters of the lowest loss. 0 trains to the end and keeps the last ones.
+        averaged_checkpoints: the number of last checkpoints whose mean parameters the run keeps;
+            1 keeps the last parameters.
     """
 
     seed: settings.Seed = 0
@@ -136,9 +138,9 @@ class Config(settings.Settings):
     averaged_checkpoints: settings.Few = 1
 
     def __post_init__(self) -> None:
-        for one, other in (("epochs", "steps"), ("tokens_per_batch", "rows_per_batch")):
-            if (getattr(self, one) > 0) == (getattr(self, other) > 0):
-                raise ValueError(f"expected exactly one of {one} and {other} above 0")
+        for first, second in (("epochs", "steps"), ("tokens_per_batch", "rows_per_batch")):
+            if (getattr(self, first) > 0) == (getattr(self, second) > 0):
+                raise ValueError(f"expected exactly one of {first} and {second} above 0")
         if self.patience > 0 and self.averaged_checkpoints > 1:
             raise ValueError(
                 "expected at most one of patience above 0 and averaged_checkpoints above 1"
@@ -152,10 +154,10 @@ class Config(settings.Settings):
             raise ValueError("packed_width: expected 0 with architecture='rnnsearch'")
 
 
-def differences(saved: Config, given: Config) -> list[str]:
-    """The fields in which two configurations differ, as texts such as `features: 128, not 256`."""
-    pairs = [(name, getattr(saved, name), getattr(given, name)) for name in SETTINGS]
-    return [f"{name}: {was}, not {now}" for name, was, now in pairs if was != now]
+def differences(saved: Config, requested: Config) -> list[str]:
+    """Lists the fields in which two configurations differ, such as `features: 128, not 256`."""
+    fields = [(name, getattr(saved, name), getattr(requested, name)) for name in SETTINGS]
+    return [f"{name}: {old}, not {new}" for name, old, new in fields if old != new]
 
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(Config))
@@ -188,8 +190,8 @@ PRESETS = {
         encoder_layers=2,
         decoder_layers=2,
         norm="pre",  # learns faster than "post" and needs no careful warm-up
-        rotary=True,  # known constructions in a third fewer steps; sines carry over to deeper ones
-        dropout_rate=0.0,  # no sentence is seen often enough to be learnt by heart
+        rotary=True,  # learns in a third fewer steps; sines generalize to deeper constructions
+        dropout_rate=0.0,  # no sentence occurs often enough to be memorized
         max_length=64,
         tokens_per_batch=2048,
         max_shapes=3,

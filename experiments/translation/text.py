@@ -1,5 +1,5 @@
-"""Sentence pairs as ids: `encode_pairs` makes `EncodedPairs`, the flat arrays that batches are
-gathered from. Every sequence of ids ends with `<eos>`, and every length counts it."""
+"""Sentence pairs as ids: `encode_pairs` makes `EncodedPairs`, the flat arrays from which batches
+are gathered. Every sequence of ids ends with `<eos>`, and every length counts it."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Ragged:
     """Rows of unequal length in one array.
 
     Attributes:
-        values: all rows, one after the other, int32 `[sum of lengths]`.
-        offsets: where each row begins and, last, where the last one ends: `[rows + 1]`.
+        values: all rows, concatenated, int32 `[sum of lengths]`.
+        offsets: the start of each row in `values`, and the end of the last row, `[rows + 1]`.
     """
 
     values: np.ndarray
@@ -26,10 +26,10 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> "Ragged":
-        """Puts rows of integers together.
+        """Concatenates rows of integers.
 
         Raises:
-            OverflowError: a value that does not fit int32.
+            OverflowError: a value does not fit int32.
         """
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
@@ -56,7 +56,7 @@ class EncodedPairs:
     Attributes:
         source: a row per pair.
         target: a row per pair.
-        origin: the place of each pair in the list it was encoded from, `[pairs]`.
+        origin: the index of each pair in the list from which it was encoded, `[pairs]`.
         source_size: tokens in the source vocabulary.
         target_size: tokens in the target vocabulary.
 
@@ -87,18 +87,18 @@ class EncodedPairs:
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """What became of the pairs that were encoded. Tokens are those of the pairs kept, with `<eos>`.
+    """A report on encoding pairs: counts of pairs and of the tokens of returned pairs.
 
     Attributes:
-        pairs: pairs given.
+        pairs: pairs passed in.
         kept: pairs returned.
         dropped: pairs dropped, both sides together, because a side was too long.
-        truncated_source: source sides cut to the maximum.
-        truncated_target: target sides cut to the maximum.
-        source_tokens: tokens on the source side.
-        target_tokens: tokens on the target side.
-        source_unknown: those of them that are `<unk>`.
-        target_unknown: those of them that are `<unk>`.
+        truncated_source: source sides truncated to the maximum.
+        truncated_target: target sides truncated to the maximum.
+        source_tokens: tokens on the source side, `<eos>` counted.
+        target_tokens: tokens on the target side, `<eos>` counted.
+        source_unknown: source tokens that are `<unk>`.
+        target_unknown: target tokens that are `<unk>`.
     """
 
     pairs: int
@@ -130,12 +130,12 @@ def encode_pairs(
 ) -> tuple[EncodedPairs, EncodeReport]:
     """Encodes both sides of every pair.
 
-    A side longer than `max_length` (counting `<eos>`) is, by `too_long`, a reason to drop the whole
-    pair, cut to its first `max_length - 1` tokens and its `<eos>`, or an error. The report counts
-    what happened.
+    If a side is longer than `max_length` (counting `<eos>`), `too_long` decides: "drop" drops the
+    whole pair, "truncate" keeps the first `max_length - 1` tokens of the side and its `<eos>`, and
+    "error" raises. The report counts dropped pairs and truncated sides.
 
     Raises:
-        ValueError: a side is too long, or an argument is not one of those named.
+        ValueError: a side is too long, `max_length` is too small, or `too_long` is none of these.
     """
     if too_long not in ("drop", "truncate", "error"):
         raise ValueError(f"too_long must be 'drop', 'truncate' or 'error', got {too_long!r}")

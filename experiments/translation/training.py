@@ -1,8 +1,9 @@
-"""Training: the text, the loss, the optimiser, the step and the loop around it.
+"""Trains a model: reads the text, builds the batches, the loss, the optimiser and the training
+step, and runs the training loop (`Loop`).
 
-Everything random is a function of the configuration's seed and the number of the step: the order of
-the data, and what dropout leaves out. So parameters, optimiser state and step number are all there
-is to save, and a run that goes on from them ends where the uninterrupted one does, bit for bit.
+The order of the data and the dropout masks depend only on the configuration's seed and the step
+number. A checkpoint therefore needs only parameters, optimiser state and step number, and a run
+resumed from it ends with the same bits as an uninterrupted run.
 """
 
 import functools
@@ -39,20 +40,20 @@ from experiments.translation.text import EncodedPairs
 from experiments.translation.vocabulary import check_ids
 
 
-_MOST_STEPS = 2**31 - 1  # they are counted in int32
+_MOST_STEPS = 2**31 - 1  # steps are counted in int32
 
 # ------------------------------------------------------------------------------------------- text
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Sentence pairs to train on, to watch while training, and to be evaluated on afterwards.
+    """Sentence pairs for training, for validation during training, and for evaluation afterwards.
 
     Attributes:
         train: training pairs.
         validation: held-out pairs for the figures printed after each epoch.
-        tests: held-out pairs by name; the first is the one that counts.
-        reports: what reading the files met.
+        tests: named sets of held-out pairs; the first is the main one.
+        reports: one report for each file that was read.
     """
 
     train: list[Pair]
@@ -69,12 +70,13 @@ def read_texts(
     training: bool = True,
     most_unpacked: int = data.MOST_UNPACKED,
 ) -> Texts:
-    """The text in a folder or file, or where `path` is None the built-in corpus.
+    """Reads the text of a folder or file, or generates the built-in corpus if `path` is None.
 
-    The corpus without its `training` part has the same other parts, sooner.
+    Without `training`, the corpus has no training pairs and is generated faster; its held-out
+    pairs are the same.
 
     Raises:
-        FileNotFoundError, ValueError: as `data.read_dataset`.
+        FileNotFoundError, ValueError: for the same reasons as `data.read_dataset`.
     """
     if path is None:
         held_out = config.held_out
@@ -92,10 +94,10 @@ def read_texts(
 
 
 def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
-    """The training batches that a configuration asks for.
+    """Builds the training batches for a configuration.
 
     Raises:
-        ValueError: sizes that do not go together; the message names them.
+        ValueError: the sizes contradict each other; the message names them.
     """
     sizes: dict[str, Any] = {
         "tokens_per_batch": config.tokens_per_batch or None,
@@ -125,9 +127,9 @@ def total_loss(
     dropout_key: Array | None = None,
     num_shards: tuple[int, int] = (1, 1),
 ) -> Array:
-    """The sum of the losses of a batch's target tokens.
+    """Returns the sum of the losses of a batch's target tokens.
 
-    `num_shards` are the numbers of shards into which rows and positions are cut over devices.
+    `num_shards` is the number of device shards of the rows and of the positions.
     """
     features, projection = model.features(params, batch, dropout_key=dropout_key)
     mask = loss_mask(batch)
@@ -136,10 +138,10 @@ def total_loss(
 
 
 def check_batch(batch: AnyBatch, model: Model) -> None:
-    """Makes sure that the model has all the ids of a batch; on a device nobody would notice.
+    """Checks that all ids of a batch are in the vocabularies; a device would not report bad ids.
 
     Raises:
-        ValueError: an id outside its vocabulary.
+        ValueError: an id is outside its vocabulary.
     """
     check_ids(batch.source, model.source_size, name="source ids")
     check_ids(batch.target_in, model.target_size, name="target ids")
@@ -150,20 +152,20 @@ def check_batch(batch: AnyBatch, model: Model) -> None:
 
 
 def learning_rate(config: Config, total_steps: int) -> Callable[[Any], Any]:
-    """The learning rate of each step 0, 1, ...: never 0 at the first."""
+    """Returns the schedule from steps 0, 1, ... to learning rates; the rate at step 0 is not 0."""
     warmup, peak = config.warmup_steps, config.learning_rate
-    falling: dict[str, optax.Schedule] = {
+    decays: dict[str, optax.Schedule] = {
         "constant": optax.constant_schedule(peak),
         "cosine": optax.cosine_decay_schedule(peak, max(total_steps + 1 - warmup, 1)),
         "inverse_sqrt": lambda step: peak * jnp.sqrt(warmup / (warmup + step)),
     }
-    rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)
-    rate = optax.join_schedules([rising, falling[config.schedule]], [warmup - 1])
+    rise = optax.linear_schedule(peak / warmup, peak, warmup - 1)
+    rate = optax.join_schedules([rise, decays[config.schedule]], [warmup - 1])
     return lambda step: rate(jnp.asarray(step, jnp.float32))
 
 
 def make_optimiser(config: Config, total_steps: int) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2014) on gradients whose norm is limited."""
+    """Builds the optimiser: Adam (Kingma and Ba 2014) with global-norm gradient clipping."""
     adam = optax.adam(learning_rate(config, total_steps), b2=config.beta2, eps=config.epsilon)
     if config.clip_norm == 0:
         return adam
@@ -174,12 +176,12 @@ def make_optimiser(config: Config, total_steps: int) -> optax.GradientTransforma
 
 
 class State(NamedTuple):
-    """All that a step changes.
+    """The training state, which each step updates.
 
     Attributes:
         params: the model's parameters by name.
-        opt_state: what the optimiser remembers.
-        step: how many steps have been made, int32 `[]`.
+        opt_state: the state of the optimiser.
+        step: the number of steps completed, int32 `[]`.
     """
 
     params: Params
@@ -188,11 +190,11 @@ class State(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports.
+    """The metrics of one step.
 
     Attributes:
-        loss: the sum of the losses of its target tokens, `[]`.
-        gradient_norm: the norm of its gradient over all parameters, `[]`.
+        loss: the sum of the losses of the target tokens, `[]`.
+        gradient_norm: the norm of the gradient over all parameters, `[]`.
     """
 
     loss: Array
@@ -203,7 +205,7 @@ Step = Callable[[State, AnyBatch], tuple[State, StepMetrics]]
 
 
 def init_state(model: Model, optimiser: optax.GradientTransformation, seed: int) -> State:
-    """The state before the first step."""
+    """Creates the state before the first step."""
     params = model.init(seed)
     return State(params, optimiser.init(params), jnp.zeros((), jnp.int32))
 
@@ -214,22 +216,22 @@ def make_step(
     config: Config,
     placement: Placement = ONE_DEVICE,
 ) -> Step:
-    """One update as a compiled function, which takes over the buffers of the state it is given.
+    """Builds the compiled training step, which donates the buffers of the state passed to it.
 
     The loss is the mean over the target tokens of the batch. Padding is not counted. A batch
     without tokens has loss 0 and gradients 0.
 
-    With `config.accumulation_steps` above 1 the batch is cut into micro-batches, one after another.
-    The loss of each is divided by the number of tokens of the whole batch, so that the gradients of
-    the micro-batches add up to the gradient of the whole batch.
+    With `config.accumulation_steps` above 1 the batch is split into micro-batches, which run one
+    after another. Each loss is divided by the number of tokens of the whole batch, so that the
+    gradients of the micro-batches add up to the gradient of the whole batch.
 
-    State and batch lie where `placement` puts them.
+    The devices of `placement` hold state and batch.
     """
     num_shards = placement.num_shards
     model = placement.model(model)
 
     def gradient(params: Params, batch: AnyBatch, key: Array, tokens: Array) -> Any:
-        """The gradient of the mean loss, and the sum of the losses."""
+        """Returns the gradient of the mean loss, and the sum of the losses."""
         dropout_key = key if config.dropout_rate > 0 else None
 
         def loss_fn(params: Params) -> tuple[Array, Array]:
@@ -240,7 +242,7 @@ def make_step(
         return jax.grad(loss_fn, has_aux=True)(params)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, batch: AnyBatch) -> tuple[State, StepMetrics]:
+    def train_step(state: State, batch: AnyBatch) -> tuple[State, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         tokens = jnp.maximum(jnp.sum(loss_mask(batch)), 1)
         if config.accumulation_steps == 1:
@@ -251,10 +253,10 @@ def make_step(
         updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         metrics = StepMetrics(total, _global_norm(grads))
-        after = State(params, opt_state, state.step + 1)
-        return placement.constrained(after), metrics
+        new_state = State(params, opt_state, state.step + 1)
+        return placement.constrained(new_state), metrics
 
-    return step
+    return train_step
 
 
 def _accumulated(
@@ -264,9 +266,9 @@ def _accumulated(
     key: Array,
     tokens: Array,
 ) -> Any:
-    """The sum of what `gradient` gives for each micro-batch: gradients, and losses.
+    """Returns the gradients and the losses, each summed over the micro-batches.
 
-    They are computed one after another, so that the memory is that of one micro-batch.
+    A scan computes one micro-batch at a time, so that only one is in memory.
     """
 
     def add(sums: Any, micro_batch: Any) -> tuple[Any, None]:
@@ -281,7 +283,7 @@ def _accumulated(
 
 
 def _global_norm(grads: Params) -> Array:
-    """The norm of all gradients together, as of one vector."""
+    """Returns the Euclidean norm of all gradients, concatenated."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(array)) for array in grads.values()))
 
 
@@ -289,26 +291,26 @@ def _global_norm(grads: Params) -> Array:
 
 
 class NonFiniteLoss(Failure):
-    """The loss or its gradient is not a number any more; the message names the step."""
+    """Error: the loss or the norm of its gradient is not finite; the message names the step."""
 
 
 @dataclass
 class Loop:
-    """Runs steps, and at intervals reports, validates and saves.
+    """A training loop, which runs the steps and at intervals reports, validates and saves.
 
     Attributes:
         config: the run's configuration.
         batches: the training batches.
-        step: the compiled step.
-        check: called with each batch before the device sees it.
-        report: takes a record of metrics.
-        validate: takes the parameters at the end of each epoch and of training, and returns the
-            figures to report.
-        save: takes the state at intervals, at the end, and with early stopping after each
+        step: the compiled training step.
+        check: called with each batch before it goes to the devices.
+        report: called with each record of metrics.
+        validate: called with the parameters after each epoch and at the end of training; returns
+            the figures to report.
+        save: called with the state at intervals, at the end, and with early stopping after each
             validation. All losses and gradients up to that state were finite.
         put_on_devices: puts a checked batch on the devices.
-        stops: says whether training ends here. It is asked after each validation, when the
-            validation's figures have been reported and the state has been saved.
+        stops: returns whether to stop training early. Called after each validation, once the
+            figures have been reported and the state has been saved.
     """
 
     config: Config
@@ -323,24 +325,24 @@ class Loop:
 
     @property
     def total_steps(self) -> int:
-        """How many steps training has in all."""
+        """The number of steps of the whole training."""
         return total_steps(self.config, self.batches)
 
     @property
     def epochs(self) -> float:
-        """How many passes over the text the steps make."""
+        """The number of passes over the training text."""
         return self.total_steps / len(self.batches)
 
     @property
     def shapes(self) -> Sequence[tuple[int, int, int]]:
-        """The rows, source width and target width of the batches: a step is compiled for each."""
+        """The shapes (rows, source width, target width) for which a step is compiled."""
         return self.batches.shapes
 
     def run(self, state: State) -> State:
-        """Trains from a state to the end of training, or to where it `stops`.
+        """Trains from a state to the last step, or until `stops` returns true.
 
         Raises:
-            NonFiniteLoss: training has diverged. Checkpoints are from before that.
+            NonFiniteLoss: training has diverged. The checkpoints are older than that.
         """
         first, last = int(state.step), self.total_steps
         rate = learning_rate(self.config, last)
@@ -362,7 +364,7 @@ class Loop:
         return state
 
     def _batches(self, first: int, last: int) -> Iterator[tuple[int, AnyBatch]]:
-        """Each batch with the number that its step brings the count to."""
+        """Yields the number of completed steps after each batch, with the batch."""
         batches = itertools.islice(self.batches.from_step(first), last - first)
         return enumerate(batches, start=first + 1)
 
@@ -389,12 +391,12 @@ class Loop:
 
 
 def total_steps(config: Config, batches: Epochs) -> int:
-    """How many steps a configuration makes with these batches."""
+    """Returns the number of training steps of a configuration with these batches."""
     return config.steps or config.epochs * len(batches)
 
 
 class _Window:
-    """The steps since the last report. Their losses stay on the device until it is closed."""
+    """The steps since the last report; their losses stay on the device until `close`."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -405,12 +407,16 @@ class _Window:
     def add(self, batch: AnyBatch, metrics: StepMetrics) -> None:
         self._tokens.append(int(np.sum(loss_mask(batch))))
         self._metrics.append(metrics)
-        # Waiting here keeps one step queued, so that the progress bar shows steps that are done.
+        # Waiting for the step before the last keeps one step queued: the bar shows finished steps.
         if len(self._metrics) > 1:
             self._metrics[-2].loss.block_until_ready()
 
     def close(self, rate: Any) -> dict[str, Any]:
-        """The record of these steps: losses per token, and real target tokens per second."""
+        """Returns the record of these steps: mean loss per token, target tokens per second, ...
+
+        Raises:
+            NonFiniteLoss: a loss or the norm of a gradient is not finite.
+        """
         losses, norms = np.asarray(jax.device_get(self._metrics), np.float64).T
         bad = ~(np.isfinite(losses) & np.isfinite(norms))
         if bad.any():
