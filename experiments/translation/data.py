@@ -1,21 +1,21 @@
-"""Reading parallel text: a folder of line-aligned files, or TSV.
+"""Reads parallel text: a folder of line-aligned files, or TSV.
 
-What the reader promises:
+The rules of the reader:
 
-- A file is bytes, decoded as strict UTF-8 whatever the platform's default is. A byte-order mark is
+- Files are decoded as strict UTF-8 whatever the platform's default is. A byte-order mark is
   removed. Invalid UTF-8 and NUL characters are errors that name file and line.
-- A `.gz` file may hold as many bytes of text as `most_unpacked` says, by default a gibibyte; a few
-  megabytes can unpack to any number. It may hold a line for every 32 of these bytes, as an empty
-  line takes memory too, and 65,536 in any case. A line has at most a mebibyte. More of either is an
-  error as soon as it is met.
+- A `.gz` file may hold at most `most_unpacked` bytes of text, by default a gibibyte, because a few
+  megabytes can unpack to any size. It may hold one line for every 32 of these bytes, because empty
+  lines take memory too, but at least 65,536 lines. A line has at most a mebibyte. The reader raises
+  an error as soon as a file exceeds one of these limits.
 - A line ends at LF and nowhere else; one CR before the LF is dropped. U+2028, U+0085, VT, FS and a
-  CR inside a line are ordinary white space, because splitting there would shift all pairs after it.
-- Two files of unequal length are an error. A pair with an empty side is dropped as a pair.
-- A TSV row is two columns, source TAB target, and a quote character in it has no meaning. A row
-  with nothing in it is a pair of two empty sides; any other number of columns is an error.
+  CR inside a line are ordinary white space, because splitting there would misalign later pairs.
+- Two files with unequal numbers of lines are an error. A pair with an empty side is dropped.
+- A TSV row has two columns, source TAB target; quote characters are ordinary text. An empty row
+  is a pair of two empty sides; any other number of columns is an error.
 - Sentences are in Unicode normal form C and have no white space around them.
 
-Nothing is dropped without being counted in the `ReadReport`.
+The `ReadReport` counts everything that is dropped.
 """
 
 import gzip
@@ -38,9 +38,9 @@ MOST_UNPACKED = 2**30  # bytes of text in a .gz file
 
 _BYTES_PER_LINE = 32
 _LINES_IN_ANY_CASE = 2**16
-_LONGEST_LINE = 2**20  # bytes, its end counted
+_LONGEST_LINE = 2**20  # bytes, including the line's end
 
-_UNSEEN = {"Cf", "Zs", "Zl", "Zp"}  # categories of what has no ink, such as a zero-width space
+_UNSEEN = {"Cf", "Zs", "Zl", "Zp"}  # categories of invisible characters, such as zero-width spaces
 
 _BLOCK = 100  # lines in a block of the report on lengths
 _HELD_OUT_SHARE = 0.05
@@ -49,18 +49,18 @@ _HELD_OUT_MOST = 1000
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What became of the lines that were read.
+    """A report on reading one split: counts of pairs, and pairs that may be misaligned.
 
     Attributes:
         name: the file or files.
         read: pairs of lines read.
         kept: pairs returned.
         empty: pairs dropped because one side or both were empty.
-        unusual: pairs kept whose sides differ in length far more than the rest. Aligned text has
-            few (2 of Multi30k's 29,000); the same text shifted by one line has 3,082.
-        unusual_lines: the first of their line numbers, at most five.
-        unusual_block: (first line, last line, count) of the block of 100 lines with most of them,
-            which is where to look for a shift that later lines make up for; None without any.
+        unusual: pairs returned whose sides differ in length far more than the others. Aligned text
+            has few (2 of Multi30k's 29,000); the same text shifted by one line has 3,082.
+        unusual_lines: the line numbers of the first unusual pairs, at most five.
+        unusual_block: (first line, last line, count) of the block of 100 lines with the most
+            unusual pairs, where a temporary shift of the lines would show; None without any.
     """
 
     name: str
@@ -79,8 +79,8 @@ class ReadReport:
         if self.unusual_block is not None:
             first, last, count = self.unusual_block
             shown = ", ".join(map(str, self.unusual_lines))
-            more = ", ..." if self.unusual > len(self.unusual_lines) else ""
-            line += f" (lines {shown}{more}; most, {count}, in lines {first}-{last})"
+            ellipsis = ", ..." if self.unusual > len(self.unusual_lines) else ""
+            line += f" (lines {shown}{ellipsis}; most, {count}, in lines {first}-{last})"
         return line
 
 
@@ -89,7 +89,7 @@ class _Lines(Protocol):
 
 
 class Dataset(NamedTuple):
-    """The splits and, under the same names, what reading them met. `test` may be empty."""
+    """The splits of a dataset, and the report on each by its name. `test` may be empty."""
 
     train: list[Pair]
     validation: list[Pair]
@@ -100,19 +100,19 @@ class Dataset(NamedTuple):
 def read_dataset(
     path: str | Path, *, languages: Sequence[str] = LANGUAGES, most_unpacked: int = MOST_UNPACKED
 ) -> Dataset:
-    """Reads training, validation and, where there is one, test text.
+    """Reads training, validation and, if there is one, test text.
 
     Args:
         path: a folder with `train`, `val` and perhaps `test`, each as `NAME.SOURCE` and
             `NAME.TARGET` (such as `train.de`, `train.en`) or as `NAME.tsv`, each plain or `.gz`;
             or one TSV file, of which up to a twentieth, at most 1,000 pairs, is held out for
-            validation: by a hash of the source sentence, so that a sentence given twice is never
-            on both sides.
+            validation: by a hash of the source sentence, so that equal source sentences are in
+            the same split.
         languages: the suffixes of source and target.
-        most_unpacked: the most bytes of text that a `.gz` file may hold.
+        most_unpacked: the greatest number of bytes of text that a `.gz` file may hold.
 
     Raises:
-        FileNotFoundError: a file is missing; the message lists what was looked for.
+        FileNotFoundError: a file is missing; the message lists the names that were tried.
         ValueError: the text breaks a rule of this module, or a split has no pairs.
     """
     path = Path(path)
@@ -120,13 +120,13 @@ def read_dataset(
         raise FileNotFoundError(f"data: expected a folder or a TSV file, found nothing at {path}")
     if not path.is_dir():
         return _read_single(path, most_unpacked)
-    how = {"languages": languages, "most_unpacked": most_unpacked}
-    train, train_report = read_split(path, "train", **how)
-    validation, validation_report = read_split(path, "val", **how)
+    options = {"languages": languages, "most_unpacked": most_unpacked}
+    train, train_report = read_split(path, "train", **options)
+    validation, validation_report = read_split(path, "val", **options)
     reports = {"train": train_report, "validation": validation_report}
     test: list[Pair] = []
     if _has_split(path, "test", languages):
-        test, reports["test"] = read_split(path, "test", **how)
+        test, reports["test"] = read_split(path, "test", **options)
     return Dataset(train, validation, test, reports)
 
 
@@ -140,34 +140,36 @@ def read_split(
     """Reads one split of a folder: `NAME.SOURCE` and `NAME.TARGET`, or `NAME.tsv`; plain or `.gz`.
 
     Raises:
-        FileNotFoundError: neither form is there, or only one of the two languages.
-        ValueError: more than one form is there, or the text breaks a rule of this module.
+        FileNotFoundError: the folder has neither form, or only one of the two languages.
+        ValueError: the folder has more than one form, or the text breaks a rule of this module.
     """
     folder = Path(folder)
     source, target = _check_languages(languages)
-    found = {suffix: _existing(folder, f"{name}.{suffix}") for suffix in (source, target, "tsv")}
-    sides = found[source], found[target]
-    table = found["tsv"]
+    files = {suffix: _existing(folder, f"{name}.{suffix}") for suffix in (source, target, "tsv")}
+    sides = files[source], files[target]
+    table = files["tsv"]
     if table is not None:
         if any(sides):
             other = next(side for side in sides if side)
             raise ValueError(f"{table} and {other} both hold the split {name!r}: remove one")
         return read_tsv(table, most_unpacked=most_unpacked)
     if sides[0] is None or sides[1] is None:
-        wanted = [f"{name}.{end}" for end, file in found.items() if file is None and end != "tsv"]
+        missing = [f"{name}.{end}" for end, file in files.items() if file is None and end != "tsv"]
         or_tsv = "" if any(sides) else f", or {name}.tsv"
-        raise FileNotFoundError(f"no {' and no '.join(wanted)} (plain or .gz){or_tsv}, in {folder}")
+        raise FileNotFoundError(
+            f"no {' and no '.join(missing)} (plain or .gz){or_tsv}, in {folder}"
+        )
     return read_parallel(sides[0], sides[1], most_unpacked=most_unpacked)
 
 
 def read_parallel(
     source: str | Path, target: str | Path, *, most_unpacked: int = MOST_UNPACKED
 ) -> tuple[list[Pair], ReadReport]:
-    """Reads two files of which line n of the one translates line n of the other.
+    """Reads two files in which line n of one is the translation of line n of the other.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: unequal numbers of lines, or a file that is not UTF-8 text.
+        ValueError: the numbers of lines differ, or a file is not UTF-8 text.
     """
     source, target = Path(source), Path(target)
     left, right = (read_lines(path, most_unpacked=most_unpacked) for path in (source, target))
@@ -186,18 +188,18 @@ def read_tsv(
 
     Raises:
         FileNotFoundError: the file is missing.
-        ValueError: a row with another number of columns, or a file that is not UTF-8 text.
+        ValueError: a row has another number of columns, or the file is not UTF-8 text.
     """
     path = Path(path)
     return _pair_up(str(path), _columns(path, most_unpacked))
 
 
 def read_lines(path: str | Path, *, most_unpacked: int = MOST_UNPACKED) -> list[str]:
-    """The lines of a plain or gzip file, by the rules at the head of this module.
+    """Reads the lines of a plain or gzip file, by the rules of this module.
 
     Raises:
         FileNotFoundError: the file is missing.
-        ValueError: NUL, invalid UTF-8, a damaged gzip file, or more text than there may be.
+        ValueError: the file has NUL or invalid UTF-8, is a damaged gzip file, or is too large.
     """
     path = Path(path)
     if not path.is_file():
@@ -213,11 +215,11 @@ def read_lines(path: str | Path, *, most_unpacked: int = MOST_UNPACKED) -> list[
 
 
 def lines_of(file: _Lines, name: str, *, most: float = math.inf) -> list[str]:
-    """The lines of a text that is read from somewhere, by the rules at the head of this module.
+    """Reads the lines of an open file, by the rules of this module.
 
     Raises:
-        ValueError: NUL, invalid UTF-8, a line that is too long, or more than `most` bytes or than
-            the lines that go with them.
+        ValueError: the text has NUL, invalid UTF-8, a line that is too long, more than `most`
+            bytes, or more lines than that allows.
     """
     most_lines = max(most // _BYTES_PER_LINE, _LINES_IN_ANY_CASE)
     lines: list[str] = []
@@ -239,8 +241,7 @@ def lines_of(file: _Lines, name: str, *, most: float = math.inf) -> list[str]:
 
 
 def _decoded(raw: bytes, name: str, number: int) -> str:
-    """A line as text, without its end and, in the first, without a byte-order mark."""
-    wrong = None
+    """Decodes a line without its end and, if it is the first, without its byte-order mark."""
     if len(raw) > _LONGEST_LINE:
         wrong = f"a line of at most {_LONGEST_LINE:,} bytes, got a longer one"
     elif 0 in raw:
@@ -261,10 +262,10 @@ def _check_languages(languages: Sequence[str]) -> tuple[str, str]:
 
 
 def _existing(folder: Path, name: str) -> Path | None:
-    found = [file for file in (folder / name, folder / f"{name}.gz") if file.is_file()]
-    if len(found) > 1:
-        raise ValueError(f"{found[0]} and {found[1]} both exist: remove one")
-    return found[0] if found else None
+    files = [file for file in (folder / name, folder / f"{name}.gz") if file.is_file()]
+    if len(files) > 1:
+        raise ValueError(f"{files[0]} and {files[1]} both exist: remove one")
+    return files[0] if files else None
 
 
 def _has_split(folder: Path, name: str, languages: Sequence[str]) -> bool:
@@ -307,9 +308,9 @@ def _pair_up(name: str, sides: Iterator[tuple[str, str]]) -> tuple[list[Pair], R
 
 
 def clean(sentence: str) -> str:
-    """A sentence as it is trained on: in normal form C, without white space around it. What shows
-    nothing at all is empty."""
-    # A mark at the start of a later line is left there by files that were joined.
+    """Returns a sentence in normal form C without surrounding white space, or an empty string if no
+    character is visible."""
+    # Concatenated files leave byte-order marks at the start of later lines.
     stripped = sentence.strip().lstrip("\ufeff").strip()
     if all(unicodedata.category(character) in _UNSEEN for character in stripped):
         return ""
@@ -317,8 +318,9 @@ def clean(sentence: str) -> str:
 
 
 def _unusual_lines(pairs: Sequence[Pair], numbers: np.ndarray) -> np.ndarray:
-    """Lines whose longer side has over twice the characters, with ten to spare, after scaling by
-    the median ratio of the text. Characters tell more than words: German counts few, long ones."""
+    """Returns the numbers of the lines whose longer side has more than 2n + 10 characters, where n
+    are those of the shorter side, after scaling by the text's median ratio. Characters compare
+    better than words, because German has fewer and longer words."""
     lengths = np.array([(len(pair.source), len(pair.target)) for pair in pairs], np.float64)
     lengths[:, 0] *= np.median(lengths[:, 1] / lengths[:, 0])
     return numbers[lengths.max(1) > 2 * lengths.min(1) + 10]
@@ -345,7 +347,8 @@ def _read_single(path: Path, most_unpacked: int) -> Dataset:
 
 
 def _held_out(pairs: Sequence[Pair]) -> set[str]:
-    """Source sentences to hold out: a choice that other rows and their order do not change much."""
+    """Chooses the source sentences to hold out, by hash, so that other rows and their order hardly
+    change the choice."""
     counts: dict[str, int] = {}
     for pair in pairs:
         counts[pair.source] = counts.get(pair.source, 0) + 1

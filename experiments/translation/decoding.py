@@ -1,6 +1,6 @@
-"""Decoding: translations of lists of sentences by the searches, a compiled batch at a time.
+"""Decodes lists of sentences with the searches of `searches`, one compiled batch at a time.
 
-The model as the searches know it is `Model.step`, whose state is the architecture's own affair.
+The searches call the model through `Model.step` alone; its state belongs to the architecture.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ _ROWS = 128  # rows decoded together: sentences, or their beams
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How to look for a translation; the fields are explained where `searches` takes them.
+    """The settings of a search for translations; the functions of `searches` define them.
 
     Attributes:
         kind: "greedy", "sample" or "beam".
-        beams: of a beam search.
-        n_best: how many translations of a sentence to find, at most `beams`; 1 without a beam.
-        length_penalty: of a beam search.
-        temperature: of sampling.
-        top_k: of sampling.
-        top_p: of sampling.
-        seed: of sampling: it and a sentence's index in the list decide what is drawn for it.
+        beams: the number of beams of a beam search.
+        n_best: the number of translations of a sentence, at most `beams`; 1 without a beam.
+        length_penalty: the length penalty of a beam search.
+        temperature: the temperature of sampling.
+        top_k: the number of likeliest tokens to sample from.
+        top_p: the least probability of the nucleus to sample from.
+        seed: the seed of sampling; with a sentence's index in the list it decides the sample.
 
     Raises:
-        ValueError: a value that does not fit; the message names it.
+        ValueError: a value is out of its range; the message names it.
     """
 
     kind: Kind = "greedy"
@@ -61,20 +61,20 @@ class Search:
         searches.check_beam(self.beams, self.n_best, self.length_penalty)
         searches.check_sampling(self.temperature, self.top_k, self.top_p)
         if self.n_best > self.rows:
-            given = f"{self.beams} beams" if self.kind == "beam" else f"kind={self.kind!r}"
+            setting = f"{self.beams} beams" if self.kind == "beam" else f"kind={self.kind!r}"
             raise ValueError(
-                f"n_best: expected at most {self.rows} with {given}, got {self.n_best}"
+                f"n_best: expected at most {self.rows} with {setting}, got {self.n_best}"
             )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: expected 0 <= seed < 2^32, got {self.seed}")
 
     @property
     def rows(self) -> int:
-        """The rows of a step's state for each sentence."""
+        """The number of rows that each sentence has in the decoding state."""
         return self.beams if self.kind == "beam" else 1
 
     def to_json(self) -> dict[str, Any]:
-        """The kind and the fields that it reads, as JSON data."""
+        """Returns the kind and the fields that it uses, as JSON data."""
         return {"kind": self.kind} | {name: getattr(self, name) for name in _READ_BY[self.kind]}
 
     def __str__(self) -> str:
@@ -96,9 +96,10 @@ class Translation(NamedTuple):
     """A translation of a sentence.
 
     Attributes:
-        ids: up to its `<eos>`; without one where it was cut at the greatest length.
-        score: of a beam search, log probability by length penalty; else the log probability.
-        log_prob: the model's, in nats.
+        ids: the ids up to `<eos>`; without `<eos>` if truncated at the greatest length.
+        score: in a beam search the log probability divided by the length penalty; otherwise the log
+            probability.
+        log_prob: the log probability under the model, in nats.
     """
 
     ids: np.ndarray
@@ -106,7 +107,7 @@ class Translation(NamedTuple):
     log_prob: float
 
 
-_NOTHING = Translation(np.array([EOS], np.int32), 0.0, 0.0)  # of a sentence without words
+_EMPTY = Translation(np.array([EOS], np.int32), 0.0, 0.0)  # the one of a sentence without words
 
 
 # ------------------------------------------------------------------------------------ translation
@@ -123,23 +124,23 @@ def search_batch(
     length: int,
     search: Search = GREEDY,
 ) -> Hypotheses:
-    """Translations of source ids `[B, S]` of these lengths `[B]`, compiled.
+    """Translates a batch of source ids `[B, S]` of these lengths `[B]`; compiled.
 
     Args:
         model, params: the model.
         source, source_lengths: the batch; rows of length 0 are empty.
-        keys: of the rows, `[B]`, where `search` draws.
-        length: the most tokens of a translation; of a short sentence there are fewer, see
-            `longest_translation`.
-        search: how to look for them; its seed is not read.
+        keys: the random keys of the rows, `[B]`, needed by sampling only.
+        length: the greatest number of tokens of a translation; short sentences have a lower limit,
+            see `longest_translation`.
+        search: the settings of the search, except its seed.
     """
     state = model.start(params, source, source_lengths, length, copies=search.rows)
     step = functools.partial(model.step, params)
-    begin = step, state, source_lengths > 0, length
+    arguments = step, state, source_lengths > 0, length
     limits = longest_translation(source_lengths)
     if search.kind == "beam":
         return searches.beam(
-            *begin,
+            *arguments,
             beams=search.beams,
             n_best=search.n_best,
             length_penalty=search.length_penalty,
@@ -149,9 +150,9 @@ def search_batch(
     if search.kind == "sample":
         assert keys is not None
         options = {name: getattr(search, name) for name in ("temperature", "top_k", "top_p")}
-        generated = searches.sample(*begin, keys, **options, limits=limits)
+        generated = searches.sample(*arguments, keys, **options, limits=limits)
     else:
-        generated = searches.greedy(*begin, limits=limits)
+        generated = searches.greedy(*arguments, limits=limits)
     log_probs = generated.log_probs[:, None]
     return Hypotheses(generated.ids[:, None], log_probs, log_probs)
 
@@ -164,9 +165,9 @@ def translated(
     *,
     report: Callable[[int], object] = lambda count: None,
 ) -> list[np.ndarray]:
-    """The ids of the best translation of each row of source ids, up to its `<eos>`."""
-    found = translations(model, params, sources, search, report=report)
-    return [row[0].ids if row else np.empty(0, np.int32) for row in found]
+    """Returns the ids of the best translation of each row of source ids, up to `<eos>`."""
+    results = translations(model, params, sources, search, report=report)
+    return [row[0].ids if row else np.empty(0, np.int32) for row in results]
 
 
 def translations(
@@ -177,13 +178,13 @@ def translations(
     *,
     report: Callable[[int], object] = lambda count: None,
 ) -> list[list[Translation]]:
-    """The `search.n_best` best translations of each row of source ids, best first.
+    """Returns the `search.n_best` best translations of each row of source ids, best first.
 
-    There are fewer where the model holds fewer sequences possible, and one without words of a row
-    without words. `report` is told of each batch how many rows of source ids are done with it.
+    There are fewer if fewer sequences have a nonzero probability, and a row without words has one
+    translation without words. `report` is called after each batch with its number of rows.
 
     Raises:
-        Failure: the model gives no probabilities (NaN).
+        Failure: the model's probabilities are NaN.
     """
     if not sources:
         return []
@@ -191,25 +192,25 @@ def translations(
     pairs = _pairs(model, sources, [[EOS]] * len(sources))
     rows = max(_ROWS // search.rows, 1)
     batches = Batches(pairs, rows_per_batch=rows, max_shapes=model.config.max_shapes)
-    same = dataclasses.replace(search, seed=0)  # another seed compiles nothing anew
+    unseeded = dataclasses.replace(search, seed=0)  # so that all seeds share compiled functions
     for batch, indices in interruptible(batches.in_order()):
         length = min(model.config.max_length, longest_translation(batch.source.shape[1]))
         keys = _keys(search.seed, indices) if search.kind == "sample" else None
-        found = search_batch(
-            model, params, batch.source, batch.source_lengths, keys, length=length, search=same
+        hypotheses = search_batch(
+            model, params, batch.source, batch.source_lengths, keys, length=length, search=unseeded
         )
-        for index, *row in zip(indices, *map(np.asarray, found), strict=True):
+        for index, *row in zip(indices, *map(np.asarray, hypotheses), strict=True):
             if index >= 0:
                 has_words = list(sources[index]) != [EOS]
-                results[index] = _translations(*row) if has_words else [_NOTHING]
+                results[index] = _translations(*row) if has_words else [_EMPTY]
                 _check_finite(results[index], index)
         report(int((indices >= 0).sum()))
     return results
 
 
 def longest_translation(source_length: Any) -> Any:
-    """The most tokens of a translation by those of its source, rounded up: half as many again, and
-    some to spare. A sentence has the same limit in every batch."""
+    """Returns the greatest length of a translation, from the length of its source: 1.5 times the
+    length rounded up, and 8. A sentence has the same limit in every batch."""
     rounded = -(-source_length // MULTIPLE) * MULTIPLE
     return rounded + rounded // 2 + 8
 
@@ -223,13 +224,15 @@ def _pairs(
 
 
 def _keys(seed: int, indices: np.ndarray) -> Array:
-    """A key for each sentence by its index in the list, wherever batching puts it."""
+    """Returns a random key for each sentence that depends on its index in the list, not on the
+    batch."""
     numbers = np.maximum(indices, 0).astype(np.uint32)
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
 
 
 def _translations(ids: np.ndarray, scores: np.ndarray, log_probs: np.ndarray) -> list[Translation]:
-    """The hypotheses that there are of those of a sentence, `[N, length]`, `[N]`, `[N]`."""
+    """Converts the hypotheses of a sentence, `[N, length]`, `[N]` and `[N]`, to translations,
+    without those of score -inf."""
     return [
         Translation(row[row != PAD], float(score), float(log_prob))
         for row, score, log_prob in zip(ids, scores, log_probs, strict=True)
@@ -237,9 +240,9 @@ def _translations(ids: np.ndarray, scores: np.ndarray, log_probs: np.ndarray) ->
     ]
 
 
-def _check_finite(found: list[Translation], index: int) -> None:
-    """Raises Failure unless the model has given probabilities for a sentence."""
-    if not found or any(np.isnan(translation.log_prob) for translation in found):
+def _check_finite(results: list[Translation], index: int) -> None:
+    """Raises Failure if the model's probabilities for a sentence are NaN."""
+    if not results or any(np.isnan(translation.log_prob) for translation in results):
         raise Failure(
             f"sentence {index + 1}: the model gives no probabilities (NaN); its training has "
             "diverged, or its parameters are damaged"
@@ -255,11 +258,11 @@ def alignments(
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
 ) -> list[list[tuple[int, int]]]:
-    """For each pair of rows of ids the links (source token, target token) of cross-attention.
+    """Returns the links (source token, target token) of cross-attention for each pair of rows.
 
-    A target token is linked to what it looks at most when it is generated, in the mean over the
-    heads (those of a Transformer's last layer). `<eos>` has no links, nor has a token that looks at
-    it most.
+    A target token is linked to the source token with the greatest weight when it is generated, in
+    the mean over the heads (of a Transformer's last layer). `<eos>` has no links, and neither have
+    target tokens with the greatest weight on `<eos>`.
     """
     if not sources:
         return []
@@ -269,14 +272,15 @@ def alignments(
     batches = Batches(pairs, rows_per_batch=_ROWS, max_shapes=model.config.max_shapes)
     for batch, indices in batches.in_order():
         weights = model.weights(params, batch.source, batch.source_lengths, batch.target_in)[name]
-        most = np.asarray(jnp.argmax(jnp.mean(weights, axis=1), axis=-1))
+        strongest = np.asarray(jnp.argmax(jnp.mean(weights, axis=1), axis=-1))
         for row, index in enumerate(indices):
             if index >= 0:
-                links[index] = _links(most[row], batch.source[row], batch.target_out[row])
+                links[index] = _links(strongest[row], batch.source[row], batch.target_out[row])
     return links
 
 
-def _links(most: np.ndarray, source: np.ndarray, target: np.ndarray) -> list[tuple[int, int]]:
-    """The links between words: target position i attends most to source position `most[i]`."""
-    words = np.flatnonzero((target != EOS) & (target != PAD) & (source[most] != EOS))
-    return [(int(most[index]), int(index)) for index in words]
+def _links(strongest: np.ndarray, source: np.ndarray, target: np.ndarray) -> list[tuple[int, int]]:
+    """Returns the links of a sentence; target position i has its greatest weight on source position
+    `strongest[i]`."""
+    linked = np.flatnonzero((target != EOS) & (target != PAD) & (source[strongest] != EOS))
+    return [(int(strongest[index]), int(index)) for index in linked]

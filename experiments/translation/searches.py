@@ -1,13 +1,13 @@
-"""Searches for good sequences under a model: greedy, by sampling, and with a beam.
+"""Searches for likely sequences under a model: `greedy`, `sample` and `beam`.
 
-A search knows the model only as a step: `step(state, tokens [R])` takes the token that comes next
-in each of R rows, `<bos>` first, and gives the logits `[R, V]` of what follows it, and the state
-for the next call. What the state is, and how it knows its position, is the step's own affair.
+A search calls the model as `step(state, tokens [R])`, with the next token of each of R rows,
+starting with `<bos>`. The step returns the logits `[R, V]` of the tokens that follow, and the state
+for the next call. The search does not look into the state, which also keeps track of positions.
 
-Every search is one loop over the whole batch, in which the step is traced once, whatever the
-length. A row stays as it is after its `<eos>`, with `<pad>` behind, and the loop ends with its last
-row. `<pad>` and `<bos>` are never generated: log probabilities (natural, float32) are those of the
-other tokens among themselves. Of equally likely tokens the one of lower id comes first.
+Every search is one loop over the whole batch and traces the step once, whatever the length. After
+its `<eos>` a row is unchanged and ends in `<pad>`; the loop ends when all rows are done. `<pad>`
+and `<bos>` are never generated: log probabilities (natural, float32) are normalized over the other
+tokens. Of equally likely tokens the one with the lower id comes first.
 
 Letters: B sentences, K beams, R rows of the state (B, or B·K with a beam), V tokens.
 """
@@ -29,16 +29,16 @@ Step = Callable[[Any, Array], tuple[Array, Any]]
 Reorder = Callable[[Any, Array], Any]
 
 _MOST_BEAMS = 1000
-_MOST_PENALTY = 8  # the greatest whose powers of lengths up to 2^16 fit float32
-_ABSENT = -jnp.inf  # the log probability and the score of what there is not
+_MOST_PENALTY = 8  # the greatest exponent for which powers of lengths up to 2^16 fit float32
+_ABSENT = -jnp.inf  # the log probability and the score of a beam or hypothesis that is absent
 
 
 class Sequences(NamedTuple):
-    """A sequence for each sentence.
+    """One sequence for each sentence.
 
     Attributes:
-        ids: up to the first `<eos>`, `<pad>` behind it, int32 `[B, length]`.
-        log_probs: the sum over their tokens, float32 `[B]`.
+        ids: the ids up to the first `<eos>`, then `<pad>`, int32 `[B, length]`.
+        log_probs: the log probabilities, summed over the tokens, float32 `[B]`.
     """
 
     ids: Array
@@ -49,10 +49,10 @@ class Hypotheses(NamedTuple):
     """N sequences for each sentence, best first.
 
     Attributes:
-        ids: up to the first `<eos>`, `<pad>` behind it, int32 `[B, N, length]`.
-        scores: log probability by length penalty, falling, -inf where there is no sequence,
-            float32 `[B, N]`.
-        log_probs: float32 `[B, N]`.
+        ids: the ids up to the first `<eos>`, then `<pad>`, int32 `[B, N, length]`.
+        scores: log probabilities divided by the length penalty, in falling order, -inf for an
+            absent hypothesis, float32 `[B, N]`.
+        log_probs: the log probabilities, float32 `[B, N]`.
     """
 
     ids: Array
@@ -66,18 +66,18 @@ class Hypotheses(NamedTuple):
 def greedy(
     step: Step, state: Any, active: Array, length: int, *, limits: Array | None = None
 ) -> Sequences:
-    """The likeliest token after each other one.
+    """Generates the likeliest token at each position.
 
     Args:
         step: the model; see the head of this module.
-        state: what `step` is first called with; it has B rows.
-        active: which rows have a sentence, bool `[B]`; the others stay `<pad>`.
-        length: the most tokens of a sequence, `<eos>` counted.
-        limits: the most tokens of each row's sequence, int32 `[B]`, at most `length`; by default
-            `length`.
+        state: the state for the first call of `step`, with B rows.
+        active: bool `[B]`, true for rows with a sentence; the others stay `<pad>`.
+        length: the greatest number of tokens of a sequence, `<eos>` counted.
+        limits: the greatest number of tokens of each row, int32 `[B]`, at most `length`; by
+            default `length`.
 
     Raises:
-        ValueError: `length` below 1.
+        ValueError: `length` is below 1.
     """
 
     def likeliest(logits: Array, _: Array) -> Array:
@@ -98,22 +98,24 @@ def sample(
     top_p: float | None = None,
     limits: Array | None = None,
 ) -> Sequences:
-    """Draws each token by its probability, which the options sharpen in this order.
+    """Samples each token from the model's distribution, modified by temperature, top k and top p,
+    in this order.
 
-    The log probabilities that come back are the model's own, whatever the options.
+    The log probabilities returned are the model's, whatever the options.
 
     Args:
-        step, state, active, length: as in `greedy`.
-        key: of the batch, from which each row has its own by its number; or the keys of the rows,
-            `[B]`. Either way no row's tokens depend on how many others there are.
-        temperature: what the logits are divided by; at 0 the search is greedy.
-        top_k: draw from this many of the likeliest tokens.
-        top_p: draw from the nucleus: as few of the likeliest tokens as together have at least
-            this probability (Holtzman et al. 2020).
-        limits: as in `greedy`.
+        step, state, active, length: see `greedy`.
+        key: the key of the batch, from which the key of each row is derived by its number; or the
+            keys of the rows, `[B]`. In both cases a row's tokens do not depend on the number of
+            rows.
+        temperature: the divisor of the logits; at 0 the search is greedy.
+        top_k: samples from this number of likeliest tokens.
+        top_p: samples from the nucleus: the fewest likeliest tokens whose probabilities sum to
+            this number at least (Holtzman et al. 2020).
+        limits: see `greedy`.
 
     Raises:
-        ValueError: an option out of its range, or `length` below 1.
+        ValueError: an option is out of its range, or `length` is below 1.
     """
     check_sampling(temperature, top_k, top_p)
     if temperature < np.finfo(np.float32).tiny:
@@ -121,15 +123,15 @@ def sample(
     rows = jnp.arange(active.shape[0])
     keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
-    def drawn(logits: Array, position: Array) -> Array:
-        here = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
-        return sample_tokens(here, logits, temperature, top_k, top_p)
+    def draw(logits: Array, position: Array) -> Array:
+        position_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
+        return sample_tokens(position_keys, logits, temperature, top_k, top_p)
 
-    return _each_token(step, state, active, length, drawn, limits)
+    return _each_token(step, state, active, length, draw, limits)
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raises ValueError for an option that `sample` does not take."""
+    """Raises ValueError if an option of `sample` is out of its range."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature: expected a number not below 0, got {temperature!r}")
     if top_k is not None:
@@ -146,7 +148,7 @@ def _each_token(
     choose: Callable[[Array, Array], Array],
     limits: Array | None,
 ) -> Sequences:
-    """Generates what `choose` takes from the logits `[B, V]` of each position, a token per row."""
+    """Generates at each position the tokens that `choose` selects from the logits `[B, V]`."""
     _check_counts(length=length)
     rows = active.shape[0]
     limits = _row_limits(limits, rows, length)
@@ -157,7 +159,7 @@ def _each_token(
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, tokens, active, generated, state = carry
         logits, state = step(state, tokens)
-        logits = _of_allowed_tokens(logits)
+        logits = _allowed_logits(logits)
         chosen = choose(logits, position).astype(jnp.int32)
         log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), chosen[:, None], axis=-1)
         tokens = jnp.where(active, chosen, PAD)
@@ -168,14 +170,14 @@ def _each_token(
         active = active & (tokens != EOS) & (position + 1 < limits)
         return position + 1, tokens, active, generated, state
 
-    nothing = Sequences(jnp.full((rows, length), PAD, jnp.int32), jnp.zeros((rows,), jnp.float32))
+    empty = Sequences(jnp.full((rows, length), PAD, jnp.int32), jnp.zeros((rows,), jnp.float32))
     first = jnp.full((rows,), BOS, jnp.int32)
-    start = (jnp.zeros((), jnp.int32), first, active, nothing, state)
+    start = (jnp.zeros((), jnp.int32), first, active, empty, state)
     return jax.lax.while_loop(unfinished, advance, start)[3]
 
 
-def _of_allowed_tokens(logits: Array) -> Array:
-    """The logits `[R, V]` in float32, without those of `<pad>` and `<bos>`."""
+def _allowed_logits(logits: Array) -> Array:
+    """Returns the logits `[R, V]` in float32, with -inf for `<pad>` and `<bos>`."""
     return logits.astype(jnp.float32).at[:, jnp.asarray([PAD, BOS])].set(-jnp.inf)
 
 
@@ -183,12 +185,12 @@ def _of_allowed_tokens(logits: Array) -> Array:
 
 
 class _Beams(NamedTuple):
-    """Hypotheses that may go on, likeliest first: -inf where there is none.
+    """Unfinished hypotheses, likeliest first.
 
     Attributes:
-        ids: int32 `[B, K, length]`.
-        log_probs: float32 `[B, K]`.
-        tokens: the last of the ids, int32 `[B, K]`.
+        ids: the ids, int32 `[B, K, length]`.
+        log_probs: the log probabilities, -inf for an absent beam, float32 `[B, K]`.
+        tokens: the last id of each beam, int32 `[B, K]`.
     """
 
     ids: Array
@@ -208,29 +210,30 @@ def beam(
     reorder: Reorder,
     limits: Array | None = None,
 ) -> Hypotheses:
-    """The best hypotheses that a beam meets, by log probability over a penalty of their length.
+    """Returns the best hypotheses of a beam search, by log probability divided by a length penalty.
 
-    At each position, of the 2·K likeliest continuations of the K beams, those that end go to the
-    finished hypotheses, of which the best are kept, and the first K others are the next beams; so
-    the beam is never narrower than K. A sentence is done when none of its beams could still become
-    better than the worst hypothesis kept; what the best is does therefore not depend on `n_best`.
-    Beams that are there after a sentence's last position count as hypotheses without `<eos>`.
+    Each position takes the 2·K likeliest continuations of the K beams. Those that end join the pool
+    of finished hypotheses, which keeps the best; the K likeliest others are the next beams, so that
+    the beam is never narrower than K. A sentence is done when no beam can become better than the
+    worst hypothesis of its pool; the best hypothesis therefore does not depend on `n_best`. Beams
+    left at a sentence's length limit count as hypotheses without `<eos>`.
 
-    One beam is the greedy search, which ends at the first `<eos>`, and finds one hypothesis.
+    With one beam the search is greedy: it ends at the first `<eos>` and finds one hypothesis.
 
     Args:
         step: the model; see the head of this module.
-        state: what `step` is first called with; it has B·K rows, the K of a sentence together.
-        active: which sentences there are, bool `[B]`; the others stay `<pad>`, with scores -inf.
-        length: the most tokens of a hypothesis, `<eos>` counted.
+        state: the state for the first call of `step`, with B·K rows, grouped by sentence.
+        active: bool `[B]`, true for rows with a sentence; the others stay `<pad>`, with scores
+            -inf.
+        length: the greatest number of tokens of a hypothesis, `<eos>` counted.
         beams: K.
-        n_best: N, the number of hypotheses that come back.
+        n_best: N, the number of hypotheses returned.
         length_penalty: α of `_penalties`; 0 for none.
-        reorder: `reorder(state, rows [B·K])` gives the state of these rows.
-        limits: the most tokens of each sentence's hypotheses, as in `greedy`.
+        reorder: `reorder(state, rows [B·K])` returns the state of these rows.
+        limits: the greatest number of tokens of each sentence's hypotheses; see `greedy`.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number is out of its range.
     """
     check_beam(beams, n_best, length_penalty)
     _check_counts(length=length)
@@ -252,22 +255,22 @@ def beam(
         logits, state = step(state, alive.tokens.reshape(-1))
         parents, longer = _expanded(alive, logits, position)
         finished = _best(pool, finished, _finished(longer, penalties[position + 1]))
-        kept, alive = _next_beams(longer, beams)
-        state = reorder(state, (first_rows + _gathered(parents, kept)).reshape(-1))
+        chosen, alive = _next_beams(longer, beams)
+        state = reorder(state, (first_rows + _gathered(parents, chosen)).reshape(-1))
         at_limit = position + 1 >= limits
         finished = _best(pool, finished, _cut(at_limit, alive, penalties[limits]))
-        # A log probability only falls, so this is the most that the likeliest beam can come to.
+        # Log probabilities only fall, so this is an upper bound of the likeliest beam's score.
         reachable = alive.log_probs[:, :1] / jnp.maximum(penalties[limits], penalties[position + 2])
         alive = _still_open(~at_limit & (reachable > finished.scores[:, -1:]), alive)
         return position + 1, alive, finished, state
 
-    nothing = _no_hypotheses(sentences, pool, length)
-    start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), nothing, state)
+    empty = _no_hypotheses(sentences, pool, length)
+    start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), empty, state)
     return _best(n_best, jax.lax.while_loop(unfinished, advance, start)[2])
 
 
 def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
-    """Raises ValueError for an option that `beam` does not take."""
+    """Raises ValueError if an option of `beam` is out of its range."""
     _check_counts(beams=beams, n_best=n_best)
     if beams > _MOST_BEAMS:
         raise ValueError(f"beams: expected at most {_MOST_BEAMS}, got {beams}")
@@ -280,34 +283,34 @@ def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
 
 
 def _penalties(most: int, alpha: float) -> Array:
-    """What the log probability of 0..`most` tokens is divided by: ((5 + length) / 6)^α, float32
-    `[most + 1]` (Wu et al. 2016, equation 14).
+    """Returns the length penalties ((5 + length) / 6)^α of lengths 0..`most`, float32 `[most + 1]`
+    (Wu et al. 2016, equation 14).
 
-    NumPy computes them, because the last digit of XLA's powers depends on how many there are, and
-    so a sentence's score would depend on the others.
+    NumPy computes them, because the last digit of XLA's powers depends on the array's size, so that
+    a sentence's score would depend on the other sentences.
     """
     return jnp.asarray(((5 + np.arange(most + 1)) / 6) ** alpha, jnp.float32)
 
 
 def _first_beams(active: Array, beams: int, length: int) -> _Beams:
-    """One empty beam for each sentence: were there more, all would find the same."""
+    """Returns one empty beam for each sentence; further empty beams would only repeat it."""
     sentences = active.shape[0]
-    there = active[:, None] & (jnp.arange(beams) == 0)[None]
+    present = active[:, None] & (jnp.arange(beams) == 0)[None]
     return _Beams(
         jnp.full((sentences, beams, length), PAD, jnp.int32),
-        jnp.where(there, jnp.float32(0), _ABSENT),
+        jnp.where(present, jnp.float32(0), _ABSENT),
         jnp.full((sentences, beams), BOS, jnp.int32),
     )
 
 
 def _expanded(alive: _Beams, logits: Array, position: Array) -> tuple[Array, _Beams]:
-    """The 2·K likeliest continuations at a position, and the number of the beam of each,
-    `[B, 2K]`."""
+    """Returns the number of the beam that each continuation extends, `[B, 2K]`, and the 2·K
+    likeliest continuations at a position."""
     sentences, beams = alive.log_probs.shape
-    log_probs = jax.nn.log_softmax(_of_allowed_tokens(logits))
+    log_probs = jax.nn.log_softmax(_allowed_logits(logits))
     vocabulary = log_probs.shape[-1]
     totals = alive.log_probs[:, :, None] + log_probs.reshape(sentences, beams, vocabulary)
-    # Whatever the step made of beams that are not there, such as NaN, is not there.
+    # Absent beams stay absent, whatever logits the step returned for them, NaN included.
     totals = jnp.where(alive.log_probs[:, :, None] > _ABSENT, totals, _ABSENT)
     totals, chosen = jax.lax.top_k(totals.reshape(sentences, beams * vocabulary), 2 * beams)
     parents, tokens = chosen // vocabulary, chosen % vocabulary
@@ -316,48 +319,50 @@ def _expanded(alive: _Beams, logits: Array, position: Array) -> tuple[Array, _Be
 
 
 def _finished(longer: _Beams, divisor: Array) -> Hypotheses:
-    """Those continuations `[B, 2K]` that end, by their score; the others are not there."""
+    """Returns the continuations `[B, 2K]` as hypotheses; those without `<eos>` are absent."""
     log_probs = jnp.where(longer.tokens == EOS, longer.log_probs, _ABSENT)
     return Hypotheses(longer.ids, log_probs / divisor, log_probs)
 
 
 def _cut(at_limit: Array, alive: _Beams, divisor: Array) -> Hypotheses:
-    """The beams of sentences at their limit `[B, 1]` as hypotheses; the others are not there."""
+    """Returns the beams of sentences at their limit `[B, 1]` as hypotheses; others are absent."""
     log_probs = jnp.where(at_limit, alive.log_probs, _ABSENT)
     return Hypotheses(alive.ids, log_probs / divisor, log_probs)
 
 
 def _next_beams(longer: _Beams, beams: int) -> tuple[Array, _Beams]:
-    """The likeliest continuations that do not end, and their indices among all `[B, K]`."""
+    """Returns the indices `[B, K]` of the likeliest continuations that do not end, and these as
+    beams."""
     log_probs = jnp.where(longer.tokens == EOS, _ABSENT, longer.log_probs)
-    _, kept = jax.lax.top_k(log_probs, beams)
+    _, chosen = jax.lax.top_k(log_probs, beams)
     longer = longer._replace(log_probs=log_probs)
-    return kept, jax.tree.map(lambda array: _gathered(array, kept), longer)
+    return chosen, jax.tree.map(lambda array: _gathered(array, chosen), longer)
 
 
 def _still_open(going_on: Array, alive: _Beams) -> _Beams:
-    """No beams, and tokens `<pad>`, where a sentence does not go on, `[B, 1]`, or has no beam."""
-    there = going_on & (alive.log_probs > _ABSENT)
+    """Removes the beams of sentences that are done, i.e. not in `going_on` `[B, 1]`; absent beams
+    have the token `<pad>`."""
+    present = going_on & (alive.log_probs > _ABSENT)
     return alive._replace(
-        log_probs=jnp.where(there, alive.log_probs, _ABSENT),
-        tokens=jnp.where(there, alive.tokens, PAD),
+        log_probs=jnp.where(present, alive.log_probs, _ABSENT),
+        tokens=jnp.where(present, alive.tokens, PAD),
     )
 
 
 def _best(count: int, *pools: Hypotheses) -> Hypotheses:
-    """The hypotheses of highest score in all pools; of equal ones those that come first."""
-    together = jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *pools)
-    chosen = jax.lax.top_k(together.scores, count)[1]
-    return jax.tree.map(lambda array: _gathered(array, chosen), together)
+    """Returns the hypotheses with the highest scores of all pools; ties go to the earlier one."""
+    merged = jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *pools)
+    chosen = jax.lax.top_k(merged.scores, count)[1]
+    return jax.tree.map(lambda array: _gathered(array, chosen), merged)
 
 
 def _gathered(array: Array, indices: Array) -> Array:
-    """Of each sentence the entries of an array `[B, N, ...]` at its indices `[B, M]`."""
+    """Gathers the entries of an array `[B, N, ...]` at the indices `[B, M]` of each sentence."""
     return jax.vmap(lambda entries, chosen: entries[chosen])(array, indices)
 
 
 def _scored(generated: Sequences, active: Array, alpha: float) -> Hypotheses:
-    """One hypothesis for each sentence that there is."""
+    """Returns one hypothesis for each active sentence."""
     log_probs = jnp.where(active, generated.log_probs, _ABSENT)
     penalties = _penalties(generated.ids.shape[1], alpha)
     scores = log_probs / penalties[jnp.sum(generated.ids != PAD, axis=-1)]
@@ -370,7 +375,7 @@ def _no_hypotheses(sentences: int, count: int, length: int) -> Hypotheses:
 
 
 def _row_limits(limits: Array | None, rows: int, length: int) -> Array:
-    """The most tokens of each row, int32 `[rows]`; `length` where no limits are given."""
+    """Returns the greatest number of tokens of each row, int32 `[rows]`; by default `length`."""
     if limits is None:
         return jnp.full(rows, length, jnp.int32)
     return jnp.minimum(jnp.asarray(limits, jnp.int32), length)

@@ -1,15 +1,15 @@
-"""A vocabulary: from text to ids and back, by one `tokenizers.Tokenizer`.
+"""Vocabularies: `Vocabulary` converts text to ids and back with a `tokenizers.Tokenizer`.
 
-That tokenizer brings text to Unicode normal form C and, unless told otherwise, to lower case, cuts
-it, numbers the tokens and puts `<eos>` behind them. There are two kinds:
+The tokenizer converts text to Unicode normal form C and, by default, to lower case, splits it into
+tokens, maps these to ids and appends `<eos>`. There are two kinds:
 
 - words and punctuation marks (`words`);
-- byte-pair encoding (Sennrich et al. 2016): pieces of words. A token is a piece of text as it
-  stands, the space before a word included: ` hund`, `e`, `,`. So a sentence is its tokens put
-  together, with one space at the beginning taken away, and nothing is lost. Pairs are merged inside
-  words, numbers, marks and white space and never across.
+- byte-pair encoding (Sennrich et al. 2016): pieces of words. A token is a literal piece of text,
+  with the space before a word: ` hund`, `e`, `,`. So a sentence is the concatenation of its tokens
+  without the first space, and nothing is lost. Pairs are merged inside words, numbers, marks and
+  white space, but never across their boundaries.
 
-Either way no text can spell a special token. A vocabulary is saved as the library's JSON.
+In both kinds no text can spell a special token. A vocabulary is saved as JSON of `tokenizers`.
 
 Every sequence of ids ends with `<eos>`, and every length counts it.
 """
@@ -35,23 +35,22 @@ PAD, UNK, BOS, EOS = range(4)
 
 _LONGEST = 64  # characters in a token of byte-pair encoding
 _SHORTEST = 2  # one token and <eos>
-# Every character is in one of these kinds: letters with their marks, numbers, marks, white space.
+# Each character belongs to one run: of letters and their marks, numbers, marks, or white space.
 _RUNS = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens and their ids: the four specials, then the others from id 4 on.
+    """A vocabulary: tokens and their ids, first the four specials, then the others from id 4 on.
 
     Attributes:
         words: the tokens without the specials, in the order of their ids.
-        merges: of byte-pair encoding, pairs of tokens that are put together, in this order; None
-            for words.
-        lower: whether text is brought to lower case.
+        merges: the pairs of tokens that byte-pair encoding merges, in order; None for words.
+        lower: whether text is lower-cased.
 
     Raises:
-        ValueError: something that cannot be a token, one twice, or tokens that are not those that
-            the merges make.
+        ValueError: a token is not a valid one or occurs twice, or the tokens are not those that
+            the merges produce.
     """
 
     words: tuple[str, ...]
@@ -71,7 +70,7 @@ class Vocabulary:
             characters = [word for word in self.words if len(word) == 1]
             if " " not in characters:
                 raise ValueError("vocabulary: expected a space among the characters")
-            known = dict.fromkeys(characters)
+            known = dict.fromkeys(characters)  # an ordered set
             for number, pair in enumerate(self.merges, start=1):
                 if len(pair) != 2 or not all(isinstance(x, str) and x in known for x in pair):
                     raise ValueError(
@@ -91,13 +90,13 @@ class Vocabulary:
         size: int | None = None,
         lower: bool = True,
     ) -> "Vocabulary":
-        """The words that occur at least `minimum_count` times, by falling count, then spelling; no
-        more of them than make `size` tokens with the specials.
+        """Builds a vocabulary of the words that occur at least `minimum_count` times.
 
-        Give it training sentences and no others.
+        The words are sorted by falling count, then by spelling. With the specials, the vocabulary
+        has at most `size` tokens. Pass training sentences only.
 
         Raises:
-            ValueError: `minimum_count` below 1.
+            ValueError: `minimum_count` is below 1.
         """
         if minimum_count < 1:
             raise ValueError(f"minimum_count must be at least 1, got {minimum_count}")
@@ -113,14 +112,14 @@ class Vocabulary:
     def learn_bpe(
         cls, sentences: Iterable[str], *, size: int, minimum_count: int = 1, lower: bool = True
     ) -> "Vocabulary":
-        """Byte-pair encoding: merges the most frequent pair of tokens until there are `size`
-        tokens, or none occurs `minimum_count` times.
+        """Learns byte-pair encoding: merges the most frequent pair of tokens until there are `size`
+        tokens, or no pair occurs `minimum_count` times.
 
-        All characters of the sentences are in it, also those that stand only inside of tokens.
-        Give it training sentences and no others.
+        The vocabulary has all characters of the sentences, also those that occur only inside longer
+        tokens. Pass training sentences only.
 
         Raises:
-            ValueError: there are more characters than that.
+            ValueError: the sentences have more different characters than `size` allows.
         """
         trainer = trainers.BpeTrainer(
             vocab_size=max(size - len(SPECIALS), 0),
@@ -146,7 +145,7 @@ class Vocabulary:
 
     @property
     def unit(self) -> str:
-        """What a token is that no training text had: words, or characters."""
+        """The plural noun for unknown tokens in messages: words, or characters."""
         return "words" if self.merges is None else "characters"
 
     def encode(
@@ -156,13 +155,13 @@ class Vocabulary:
         max_length: int | None = None,
         too_long: Literal["error", "truncate"] = "error",
     ) -> list[int]:
-        """The ids of a sentence, `<eos>` last, `<unk>` for tokens that are not in the vocabulary.
+        """Returns the ids of a sentence, `<eos>` last, with `<unk>` for unknown tokens.
 
-        `max_length` counts `<eos>`. A longer sentence raises, or with `too_long="truncate"` keeps
-        its first `max_length - 1` tokens and its `<eos>`.
+        `max_length` counts `<eos>`. A longer sentence is an error, or with `too_long="truncate"`
+        keeps its first `max_length - 1` tokens and its `<eos>`.
 
         Raises:
-            ValueError: the sentence is too long, or an argument is not one of those named.
+            ValueError: the sentence is too long, or an argument is invalid.
         """
         check_max_length(max_length)
         if too_long not in ("error", "truncate"):
@@ -179,35 +178,37 @@ class Vocabulary:
         )
 
     def split(self, sentence: str) -> list[str]:
-        """The tokens of a sentence, known or not; equal for it in any Unicode normal form."""
+        """Returns the tokens of a sentence, known or not; they do not depend on its Unicode normal
+        form."""
         text = self._tokenizer.normalizer.normalize_str(sentence)
-        # By place, because all unknown tokens have one name in the library.
+        # By offset, because the library gives all unknown tokens the same name.
         offsets = self._without_normalizer.encode(text, add_special_tokens=False).offsets
         return [text[begin:end] for begin, end in offsets]
 
     def join(self, tokens: Sequence[str]) -> str:
-        """Tokens put together for display."""
+        """Joins tokens into text for display."""
         return words.join(tokens) if self.merges is None else "".join(tokens).removeprefix(" ")
 
     def normalize(self, sentence: str) -> str:
-        """The sentence as `decode` would print it, were all its tokens known: what to compare with
-        for an exact match."""
+        """Returns the sentence as `decode` would return it if all its tokens were known, for
+        comparisons by exact match."""
         return self.join(self.split(sentence))
 
     def split_words(self, sentence: str) -> list[str]:
-        """The words and punctuation marks of a sentence, known or not."""
+        """Returns the words and punctuation marks of a sentence, known or not."""
         return self._as_words(self.split(sentence))
 
     def unknown(self, sentence: str) -> list[str]:
-        """The tokens of a sentence that are not in the vocabulary, in their order."""
+        """Returns the tokens of a sentence that are not in the vocabulary, in order."""
         known = self._tokenizer.token_to_id
         return [token for token in self.split(sentence) if known(token) is None]
 
     def tokens(self, ids: Any) -> list[str]:
-        """The token of each id `[T]`, specials included: labels for pictures.
+        """Returns the token of each id `[T]`, including specials, as labels for pictures.
 
         Raises:
-            ValueError: an id outside the vocabulary, or not a row of integers.
+            TypeError: the ids are not integers.
+            ValueError: an id is outside the vocabulary, or the shape is not `[T]`.
         """
         row = check_ids(ids, len(self), name="ids")
         if row.ndim != 1:
@@ -216,45 +217,43 @@ class Vocabulary:
         return [SPECIALS[n] if n < specials else self.words[n - specials] for n in row.tolist()]
 
     def decode(self, ids: Any) -> str:
-        """The sentence that ids `[T]` stand for: up to the first `<eos>`, without `<pad>`, `<bos>`.
+        """Decodes ids `[T]` up to the first `<eos>` to a sentence, without `<pad>` and `<bos>`.
 
-        Raises:
-            ValueError: an id outside the vocabulary, or not a row of integers.
+        Raises TypeError and ValueError for the same reasons as `tokens`.
         """
         return self.join(self._without_specials(ids))
 
     def decode_words(self, ids: Any) -> list[str]:
-        """The words and punctuation marks of that sentence.
+        """Decodes ids `[T]` as `decode` does, and returns the words and punctuation marks.
 
-        Raises:
-            ValueError: an id outside the vocabulary, or not a row of integers.
+        Raises TypeError and ValueError for the same reasons as `tokens`.
         """
         return self._as_words(self._without_specials(ids))
 
     def to_json(self) -> str:
-        """This vocabulary as JSON of the library, in ASCII."""
+        """Returns this vocabulary as JSON of the library `tokenizers`, in ASCII."""
         return json.dumps(json.loads(self._tokenizer.to_str()))
 
     @classmethod
     def from_json(cls, text: str) -> "Vocabulary":
-        """Reads what `to_json` wrote. The text is data: whatever else than tokens, merges and case
-        it says must be what `to_json` says.
+        """Reads a vocabulary that `to_json` wrote. The text is not trusted: except for tokens,
+        merges and case it must equal the output of `to_json`.
 
         Raises:
-            ValueError: anything else than what `to_json` writes.
+            ValueError: `to_json` would not write this text.
         """
         try:
             data = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"vocabulary: expected JSON, but {error}") from None
         match data:
-            case {"model": {"vocab": {**vocab}, **model}, "normalizer": {"normalizers": [*steps]}}:
+            case {"model": {"vocab": {**vocab}, **model}, "normalizer": {"normalizers": [*norms]}}:
                 merges: Any = model.get("merges")
                 are_pairs = isinstance(merges, list) and all(isinstance(x, list) for x in merges)
                 pairs: Any = tuple(map(tuple, merges)) if are_pairs else None
-                found = cls(tuple(vocab)[len(SPECIALS) :], pairs, {"type": "Lowercase"} in steps)
-                if _same(found.to_json(), text):
-                    return found
+                result = cls(tuple(vocab)[len(SPECIALS) :], pairs, {"type": "Lowercase"} in norms)
+                if _same(result.to_json(), text):
+                    return result
         raise ValueError("vocabulary: expected what training writes")
 
     @functools.cached_property
@@ -276,10 +275,10 @@ class Vocabulary:
 
 
 def learn_vocabularies(config: Config, pairs: Sequence[Pair]) -> tuple[Vocabulary, Vocabulary]:
-    """The vocabularies of source and target, learned from training pairs.
+    """Learns the vocabularies of source and target from training pairs.
 
     Raises:
-        ValueError: the configuration asks for fewer tokens than the text needs.
+        ValueError: `config.vocabulary_size` is less than the text needs.
     """
     learn = functools.partial(
         Vocabulary.build if config.tokenizer == "words" else Vocabulary.learn_bpe,
@@ -295,19 +294,19 @@ def learn_vocabularies(config: Config, pairs: Sequence[Pair]) -> tuple[Vocabular
 
 
 def check_max_length(max_length: int | None) -> None:
-    """Raises ValueError for a maximum that leaves no room for a token and `<eos>`."""
+    """Raises ValueError if the maximum has no room for a token and `<eos>`."""
     if max_length is not None and max_length < _SHORTEST:
         raise ValueError(f"max_length must be at least {_SHORTEST}, got {max_length}")
 
 
 def check_ids(ids: Any, size: int, *, name: str) -> np.ndarray:
-    """The ids as a NumPy array, after making sure that an embedding of `size` rows has them all.
+    """Checks that an embedding of `size` rows has all ids, and returns them as a NumPy array.
 
-    On a device an id out of range reads NaN or another row, and nobody is told.
+    On a device an id out of range silently reads NaN or another row.
 
     Raises:
-        TypeError: not integers.
-        ValueError: an id below 0 or not below `size`.
+        TypeError: the ids are not integers.
+        ValueError: an id is negative or at least `size`.
     """
     array = np.asarray(ids)
     if array.size == 0:
@@ -325,29 +324,29 @@ def _tokenizer(
     tokens: Sequence[str], merges: Sequence[tuple[str, str]] | None, lower: bool
 ) -> Tokenizer:
     ids = {token: number for number, token in enumerate(tokens)}
-    steps: list[Any] = [normalizers.NFC()]
-    steps += [normalizers.Lowercase(), normalizers.NFC()] if lower else []
+    norms: list[Any] = [normalizers.NFC()]
+    norms += [normalizers.Lowercase(), normalizers.NFC()] if lower else []
     unknown = SPECIALS[UNK]
     if merges is None:
-        made = Tokenizer(models.WordLevel(ids, unk_token=unknown))
-        made.pre_tokenizer = words.PRE_TOKENIZER
+        result = Tokenizer(models.WordLevel(ids, unk_token=unknown))
+        result.pre_tokenizer = words.PRE_TOKENIZER
     else:
-        made = Tokenizer(models.BPE(ids, list(merges), unk_token=unknown))
-        made.pre_tokenizer = pre_tokenizers.Split(Regex(_RUNS), "isolated")
-        steps.append(normalizers.Prepend(" "))  # before the first word as before the others
-    made.normalizer = normalizers.Sequence(steps)
+        result = Tokenizer(models.BPE(ids, list(merges), unk_token=unknown))
+        result.pre_tokenizer = pre_tokenizers.Split(Regex(_RUNS), "isolated")
+        norms.append(normalizers.Prepend(" "))  # so that the first word too begins with a space
+    result.normalizer = normalizers.Sequence(norms)
     end = SPECIALS[EOS]
-    made.post_processor = processors.TemplateProcessing(f"$A {end}", special_tokens=[(end, EOS)])
-    return made
+    result.post_processor = processors.TemplateProcessing(f"$A {end}", special_tokens=[(end, EOS)])
+    return result
 
 
 def _by_id(vocab: dict[str, int]) -> tuple[str, ...]:
     return tuple(sorted(vocab, key=vocab.__getitem__))
 
 
-def _same(one: str, other: str) -> bool:
-    """Whether the library reads the same in two texts."""
+def _same(first: str, second: str) -> bool:
+    """Returns whether the library reads equal tokenizers from two texts."""
     try:
-        return Tokenizer.from_str(one).to_str() == Tokenizer.from_str(other).to_str()
-    except Exception:  # the only class that the library has for what is wrong with a file
+        return Tokenizer.from_str(first).to_str() == Tokenizer.from_str(second).to_str()
+    except Exception:  # the library raises no more specific class for a damaged file
         return False
