@@ -1,1 +1,1 @@
-"""What a run of any experiment needs: its folder, its checkpoints, its console and its end."""
+"""Support for runs of any experiment: folders, checkpoints, console output and exit statuses."""

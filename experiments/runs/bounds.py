@@ -1,4 +1,4 @@
-"""Numbers of the command line, for argparse's `type`: each has two bounds."""
+"""Readers of bounded numbers from the command line, for argparse's `type`."""
 
 import argparse
 from collections.abc import Callable

@@ -1,11 +1,11 @@
-"""A run's checkpoints, of which damage is noticed.
+"""A run's checkpoints, with digests that reveal damage.
 
     checkpoints/N    the state after N steps, written by orbax
     digests/N.json   the SHA-256 of each file of that checkpoint, written last
 
-All of it is data: nothing is unpickled or executed. A checkpoint whose files do not give their
-digests is incomplete or damaged; it is not read, and the one before it is taken. Shapes are looked
-at before arrays are read.
+Reading unpickles and executes nothing. A checkpoint whose files do not match their digests is
+incomplete or damaged; it is skipped, and the checkpoint before it is read. Shapes are checked
+before arrays are read.
 """
 
 import contextlib
@@ -33,25 +33,26 @@ class Checkpoints(Folder):
     """A run's folder with checkpoints in it."""
 
     def steps(self) -> list[int]:
-        """The steps of which there are checkpoints, in order."""
+        """Returns the steps that have checkpoints, in order."""
         if not self._checkpoints.is_dir():
             return []
         names = [path.name for path in self._checkpoints.iterdir()]
         return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     def has_checkpoint(self) -> bool:
-        """Whether a checkpoint was ever finished, however damaged it may be now: where there are
-        two, all but the last were."""
+        """Returns whether a checkpoint was ever completed, even if it is damaged now; of several
+        checkpoints, all but the last must have been completed."""
         steps = self.steps()
         return len(steps) > 1 or any(self._digest(step).exists() for step in steps)
 
     def write_checkpoint(self, state: Any, step: int) -> None:
         """Writes a checkpoint of a tree of arrays.
 
-        Later ones are dropped first: a run that has gone back before them found them damaged.
+        Checkpoints of this and later steps are deleted first: a run that resumed before them found
+        them damaged.
 
         Raises:
-            Unwritten: the system refuses it. Those before it are as they were.
+            Unwritten: the system refuses to write. Earlier checkpoints are unchanged.
         """
         named = {name: np.asarray(array) for name, array in _named(state).items()}
         with writing(f"{self.directory}: checkpoint {step}"):
@@ -63,35 +64,35 @@ class Checkpoints(Folder):
             replace(self._digest(step), json.dumps(_digests(self._checkpoints / str(step))))
 
     def restore(self, like: Any, *, prefix: str = "") -> tuple[Any, int]:
-        """The latest checkpoint that is whole, and its step.
+        """Reads the latest checkpoint that is whole, and returns it and its step.
 
         Args:
-            like: a tree of arrays or of their shapes, such as was saved or a part of it.
-            prefix: where that part is in what was saved.
+            like: a tree of arrays or of their shapes, like the saved tree or a part of it.
+            prefix: the path of that part in the saved tree.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: none is whole, or the arrays are others than those of `like`; the message
-                names them.
+            ValueError: no checkpoint is whole, or its arrays differ from those of `like`; the
+                message names them.
         """
         (step,) = self._whole(reversed(self.steps()), 1)
         return self._read(step, like, prefix), step
 
     def last_whole_step(self) -> int | None:
-        """The step of the latest checkpoint that is whole."""
+        """Returns the step of the latest checkpoint that is whole, or None."""
         return next(filter(self._has_digests, reversed(self.steps())), None)
 
     def _whole(self, steps: Iterable[int], count: int) -> list[int]:
-        """The first `count` of these steps whose checkpoints are whole, or as many as there are."""
+        """Returns the first `count` of these steps whose checkpoints are whole, or fewer."""
         if not self.has_checkpoint():
             raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
-        found = list(itertools.islice(filter(self._is_whole, steps), count))
-        if not found:
+        whole = list(itertools.islice(filter(self._is_whole, steps), count))
+        if not whole:
             raise ValueError(f"{self.directory}: every checkpoint is damaged")
-        return found
+        return whole
 
     def _read(self, step: int, like: Any, prefix: str) -> Any:
-        """The tree `like` with the saved arrays in place of its own."""
+        """Returns the tree `like` with its arrays replaced by the saved ones."""
         wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
         with _as_written(step), _manager(self._checkpoints, read_only=True) as manager:
             saved = manager.item_metadata(step).tree
@@ -102,7 +103,7 @@ class Checkpoints(Folder):
         return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
 
     def _drop(self, steps: Iterable[int]) -> None:
-        """Deletes checkpoints, their digests first, so that what is left of one is not whole."""
+        """Deletes checkpoints, digests first, so that a partly deleted checkpoint is not whole."""
         for step in list(steps):
             self._digest(step).unlink(missing_ok=True)
             shutil.rmtree(self._checkpoints / str(step))
@@ -115,7 +116,7 @@ class Checkpoints(Folder):
         return self.path(f"digests/{step}.json")
 
     def _has_digests(self, step: int) -> bool:
-        """Whether the files of a checkpoint are those that were written."""
+        """Returns whether the files of a checkpoint match their digests."""
         try:
             expected = parsed(self._digest(step).read_text("utf-8"))
             return expected == _digests(self._checkpoints / str(step))
@@ -132,7 +133,7 @@ class Checkpoints(Folder):
 @contextlib.contextmanager
 def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.CheckpointManager]:
     with _without_tracebacks():
-        process = jax.process_index()  # of several, each is on its own here
+        process = jax.process_index()  # each of several processes saves and reads independently
         alone = ocp.options.MultiprocessingOptions(
             primary_host=process, active_processes={process}, barrier_sync_key_prefix=str(process)
         )
@@ -144,7 +145,7 @@ def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.Checkp
             enable_async_checkpointing=False,
             read_only=read_only,
             create=not read_only and not several,
-            cleanup_tmp_directories=not read_only,  # what saves that did not end have left
+            cleanup_tmp_directories=not read_only,  # left by interrupted saves
             **several,
         )
         manager = ocp.CheckpointManager(
@@ -158,20 +159,20 @@ def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.Checkp
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """What fails in orbax's threads is raised here as well; there it would be told at length.
+    """Silences the tracebacks of orbax's threads, whose errors are raised in this thread as well.
 
-    Where one array fails, the writes of others fail or call back too late, some when all is over:
-    that is not told from then on.
+    If one array fails, the writes of others fail too or call back too late, some even after the
+    context. So after an error their messages stay silenced.
     """
     logger, loops = logging.getLogger("absl"), logging.getLogger("asyncio")
-    before, hook = logger.level, sys.unraisablehook
+    level, hook = logger.level, sys.unraisablehook
 
     def is_awaited(record: logging.LogRecord) -> bool:
         return "exception was never retrieved" not in record.getMessage()
 
-    def without_late_calls(told: Any) -> None:
-        if str(told.exc_value) != "Event loop is closed":
-            hook(told)
+    def without_late_calls(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
 
     logger.setLevel(logging.CRITICAL)
     loops.addFilter(is_awaited)
@@ -181,12 +182,12 @@ def _without_tracebacks() -> Iterator[None]:
         sys.unraisablehook = hook
         loops.removeFilter(is_awaited)
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
 def _as_written(step: int) -> Iterator[None]:
-    """Around reading what may have other keys and types than training writes."""
+    """Raises ValueError within the context if a checkpoint has unexpected keys or types."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
@@ -194,7 +195,7 @@ def _as_written(step: int) -> Iterator[None]:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree by their paths in it."""
+    """Returns the arrays of a tree by their paths in it."""
     leaves, _ = jax.tree.flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -206,8 +207,8 @@ def _check_kinds(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         if _kind(saved.get(name)) != _kind(wanted.get(name))
     ]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong[:3])}{more}")
+        rest = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong[:3])}{rest}")
 
 
 def _kind(array: Any) -> str:
@@ -215,10 +216,10 @@ def _kind(array: Any) -> str:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """The SHA-256 of each file, by its path in the directory.
+    """Returns the SHA-256 of each file, by its path in the directory.
 
     Raises:
-        ValueError: there is something else than files and folders.
+        ValueError: there is something other than files and folders.
     """
     check_plain(directory)
     return {

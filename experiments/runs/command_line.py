@@ -1,4 +1,4 @@
-"""The options of a command: errors in one line, with what was probably meant."""
+"""Argument parsing with one-line errors that suggest the nearest valid names."""
 
 import argparse
 import difflib
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with what was probably meant."""
+    """An argument parser whose errors are one line and suggest the nearest valid names."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -19,26 +19,26 @@ class Parser(argparse.ArgumentParser):
         namespace, rest = super().parse_known_args(args, namespace)
         unknown = next((text for text in rest if text.startswith("-")), None)
         if unknown is not None:
-            near = nearest(unknown.partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+            hint = nearest(unknown.partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return namespace, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = nearest(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, error.message + near) from None
+            hint = nearest(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, error.message + hint) from None
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns up to three of the names that are spelled much like `name`, in words; or nothing."""
-    found = difflib.get_close_matches(name, list(names), n=3)
-    return f"; nearest: {', '.join(found)}" if found else ""
+    """Returns a hint with up to three names spelled much like `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(names), n=3)
+    return f"; nearest: {', '.join(matches)}" if matches else ""
 
 
 def utf8(argument: str) -> str:
-    """An argument as text, in UTF-8 whatever the platform's default is."""
+    """Decodes a command-line argument as UTF-8, whatever the platform's default is."""
     try:
         return os.fsencode(argument).decode("utf-8")
     except UnicodeDecodeError:

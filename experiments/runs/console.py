@@ -1,4 +1,4 @@
-"""What a command says: to people in words, to programs in lines of JSON."""
+"""Console output: text for people, lines of JSON for programs, and progress bars."""
 
 import contextlib
 import io
@@ -14,23 +14,23 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Console:
-    """Where records for programs go.
+    """A writer of JSON records for a program that runs the command.
 
     Attributes:
-        machine: a stream of JSON lines, or None where no program listens.
+        machine: the stream of JSON lines, or None if no program reads them.
     """
 
     machine: TextIO | None = None
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Writes a record, if a program listens."""
+        """Writes a record, if a program reads them."""
         if self.machine is not None:
             print(json_line({"event": event, **fields}), file=self.machine, flush=True)
 
 
 @contextlib.contextmanager
 def listening(to_program: bool) -> Iterator[Console]:
-    """While it lasts, a program has stdout to itself, and what is printed goes to stderr."""
+    """Yields a console; with `to_program`, its records go to stdout, and prints go to stderr."""
     if not to_program:
         yield Console()
         return
@@ -46,9 +46,9 @@ def speak_utf8() -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
-_WIDE = 80  # columns from which on a bar has room for counts and speeds
+_WIDE = 80  # the least number of columns for a bar with counts and speeds
 
-# C0 without tab and newline, DEL, C1, separators of lines, and what turns the direction of text.
+# C0 without tab and newline, DEL, C1, line separators, and marks of the direction of text.
 _CONTROLS = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
     for code in (
@@ -62,12 +62,12 @@ _CONTROLS = {
 
 
 def visible(text: str) -> str:
-    """The text with its control characters spelled out, such as ESC as `\\x1b`."""
+    """Returns the text with its control characters spelled out, such as ESC as `\\x1b`."""
     return text.translate(_CONTROLS)
 
 
 class _Visible(io.TextIOBase):
-    """A terminal that shows control characters instead of obeying them."""
+    """A terminal that shows control characters instead of acting on them."""
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
@@ -92,8 +92,8 @@ class _Visible(io.TextIOBase):
 
 @contextlib.contextmanager
 def visible_controls() -> Iterator[None]:
-    """While it lasts, no text from a file or a model can command a terminal; what goes into files
-    and pipes stays as it is."""
+    """Shows control characters on terminals within the context, so that text from a file or a model
+    cannot control the terminal; output to files and pipes is unchanged."""
     with contextlib.ExitStack() as stack:
         for redirect, stream in (
             (contextlib.redirect_stdout, sys.stdout),
@@ -105,7 +105,7 @@ def visible_controls() -> Iterator[None]:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """A record in one line of JSON, with null for numbers that are not finite."""
+    """Formats a record as one line of JSON, with null for numbers that are not finite."""
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -114,25 +114,25 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 class _Bar(tqdm):
-    """A bar that says less where the terminal is narrow, so that what it says is whole."""
+    """A progress bar that shows fewer fields on narrow terminals, so that none is cut off."""
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What a line is made of."""
-        given = dict(super().format_dict)
-        columns = given["ncols"]
+        """The fields and the format of a line."""
+        fields = dict(super().format_dict)
+        columns = fields["ncols"]
         if columns is not None and columns < _WIDE:
-            first, _, _ = (given["postfix"] or "").partition(", ")
+            first, _, _ = (fields["postfix"] or "").partition(", ")
             short = "{percentage:3.0f}%|{bar}| {remaining}{postfix}"
-            given |= {"bar_format": short, "postfix": first}
-        return given
+            fields |= {"bar_format": short, "postfix": first}
+        return fields
 
 
 def progress(total: int, *, unit: str, initial: int = 0) -> tqdm:
-    """A bar on stderr with what remains, where stderr is a terminal; else nothing."""
+    """Creates a progress bar on stderr, which is disabled unless stderr is a terminal."""
     stream = sys.stderr
     return _Bar(
-        file=stream.terminal if isinstance(stream, _Visible) else stream,  # it moves the cursor
+        file=stream.terminal if isinstance(stream, _Visible) else stream,  # bars move the cursor
         total=total,
         initial=initial,
         unit=unit,

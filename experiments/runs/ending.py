@@ -1,4 +1,4 @@
-"""How a command ends: with its work done, or with one line on stderr and a status that says why."""
+"""Ends commands: turns errors and signals into one line on stderr and an exit status."""
 
 import contextlib
 import os
@@ -18,16 +18,17 @@ _signals_seen: list[int] = []
 
 
 class UserError(Exception):
-    """What the user can put right; its message is shown in one line."""
+    """An error that the user can correct; its message is shown in one line."""
 
 
 class Failure(Exception):
-    """What went wrong while it ran, and was foreseen; its message is shown in one line."""
+    """An expected failure of a running command; its message is shown in one line."""
 
 
 @contextlib.contextmanager
 def users_part() -> Iterator[None]:
-    """Around what can only fail because of what the user gave."""
+    """Raises ValueError and OSError within the context as `UserError`, because only the user's
+    input can cause them there."""
     try:
         yield
     except (Unwritten, BrokenPipeError):
@@ -37,14 +38,14 @@ def users_part() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: the end is that of Ctrl-C, with a status of its own."""
+    """The interrupt of SIGTERM, which ends a command like Ctrl-C but with its own exit status."""
 
 
 def exit_status(command: Callable[[], object]) -> int:
     """Runs a command and returns its exit status.
 
-    0; 2 for a `UserError`; 1 for a `Failure` or an error of the system, such as a full disk; and as
-    shells count signals 130 after Ctrl-C, 143 after SIGTERM and 141 where nobody reads the output.
+    The status is 0; 2 for a `UserError`; 1 for a `Failure` or an error of the system, such as a
+    full disk; and, as in shells, 130 after Ctrl-C, 143 after SIGTERM and 141 for a broken pipe.
     """
     try:
         with _terminable():
@@ -68,22 +69,22 @@ def exit_status(command: Callable[[], object]) -> int:
 
 
 def interrupted(advice: str) -> str:
-    """What a command says when a signal has ended it."""
+    """Returns the message of a command that a signal has ended."""
     return f"interrupted; {advice}" if advice else "interrupted"
 
 
 def raise_if_asked_to_end() -> None:
-    """Raises what the handlers of SIGINT and SIGTERM raise, if one of them has been called.
+    """Raises the exception of the SIGINT or SIGTERM handler, if one of them has been called.
 
-    Python drops an exception that a handler raises inside of a callback of JAX or a destructor, so
-    every loop asks here at each step.
+    Python drops an exception that a handler raises inside a callback of JAX or a destructor, so
+    every loop calls this in each iteration.
     """
     if _signals_seen:
         raise Terminated if _signals_seen[0] == signal.SIGTERM else KeyboardInterrupt
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, without line breaks."""
+    """Returns an error's message without line breaks."""
     return " ".join(str(error).split())
 
 
@@ -94,7 +95,7 @@ def _ended(status: int, message: str | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # the interpreter would try once more at its end, and complain
+        except OSError:  # at exit the interpreter would flush again, and print the error
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
@@ -102,7 +103,7 @@ def _ended(status: int, message: str | None) -> int:
 
 
 def interruptible(items: Iterable[_Item]) -> Iterator[_Item]:
-    """The items, after `raise_if_asked_to_end` before each."""
+    """Yields the items, and calls `raise_if_asked_to_end` before each."""
     for item in items:
         raise_if_asked_to_end()
         yield item
@@ -110,8 +111,8 @@ def interruptible(items: Iterable[_Item]) -> Iterator[_Item]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """While it lasts, SIGINT raises `KeyboardInterrupt` and SIGTERM `Terminated`, unless somebody
-    has seen to the signal already."""
+    """Lets SIGINT raise `KeyboardInterrupt` and SIGTERM `Terminated` within the context, unless the
+    signal has another handler than Python's default."""
 
     def end(number: int, _: object) -> NoReturn:
         _signals_seen.append(number)

@@ -1,8 +1,8 @@
-"""Files that are whole or not there, on the disk when they are said to be, and one clear line where
-they cannot be written: the disk is full, a quota is used up, a folder is read-only.
+"""Writes files atomically and durably, and raises one clear line if a file cannot be written: the
+disk is full, a quota is used up, a folder is read-only.
 
-A run's folder may come from somebody else. `inside` and `check_plain` make sure that nothing in it
-leads elsewhere: a link, a pipe, a device."""
+A run's folder may come from an untrusted source. `inside` and `check_plain` check that nothing in
+it leads outside: no link, no pipe, no device."""
 
 import contextlib
 import json
@@ -16,25 +16,26 @@ from typing import Any
 
 
 class Unwritten(OSError):
-    """Something could not be written; the message says in one line what it is and why."""
+    """Error: something could not be written; the message says in one line what, and why."""
 
 
 @contextlib.contextmanager
 def writing(what: object) -> Iterator[None]:
-    """Around what writes: an error of the system is raised as `Unwritten`, of the outermost."""
+    """Raises errors of the system within the context as `Unwritten`, which names `what`; if such
+    contexts are nested, the outermost."""
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError is how tensorstore tells of the system's
+    except (OSError, ValueError) as error:  # tensorstore raises errors of the system as ValueError
         raise Unwritten(f"{what} could not be written: {_reason(error)}") from error
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file, in UTF-8, such that its name never stands for half of it.
+    """Writes a file, text in UTF-8, atomically: the file is never incomplete.
 
-    The folder is made where it is missing; a link is followed; the file's mode is kept.
+    A missing folder is created, links are followed, and the file's mode is preserved.
 
     Raises:
-        Unwritten: the system refuses it; what was there is still there.
+        Unwritten: the system refuses to write; the old file is unchanged.
     """
     with writing(path):
         path = path.resolve()
@@ -56,11 +57,11 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Adds a line, in UTF-8, to a file.
+    """Appends a line, in UTF-8, to a file.
 
     Raises:
-        Unwritten: the system refuses it; the line may be there in part. Or it is no file of one
-            name, see `open_in_place`.
+        Unwritten: the system refuses to write, and part of the line may have been written; or
+            `open_in_place` refuses the file.
     """
     with writing(path), os.fdopen(open_in_place(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
         file.write(f"{line}\n".encode())
@@ -69,11 +70,11 @@ def append(path: Path, line: str) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Opens a file whose content is to be changed, made where it is missing, and returns its
+    """Opens a file to change its content in place, creating it if missing, and returns its
     descriptor.
 
     Raises:
-        ValueError: it is no file, or has a second name (a hard link), whose content would change.
+        ValueError: it is not a file, or has hard links, so that another file would change too.
     """
     handle = os.open(path, flags | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
     status = os.fstat(handle)
@@ -84,7 +85,7 @@ def open_in_place(path: Path, flags: int) -> int:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file or folder in a folder that may come from somebody else.
+    """Returns the path of a file or folder in a folder that may come from an untrusted source.
 
     Raises:
         ValueError: part of the path below the folder is neither file nor folder.
@@ -97,7 +98,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def check_plain(folder: Path) -> None:
-    """Makes sure that there are only files and folders in a folder.
+    """Checks that there are only files and folders in a folder.
 
     Raises:
         ValueError: there is something else; the message names it.
@@ -118,7 +119,7 @@ def _check_kind(path: Path) -> None:
 
 
 def _kind(mode: int) -> str:
-    """What an entry of a folder is, in words."""
+    """Describes in words the kind of a folder's entry."""
     kinds = {
         stat.S_IFREG: "a file with hard links",
         stat.S_IFDIR: "a folder",
@@ -130,10 +131,10 @@ def _kind(mode: int) -> str:
 
 
 def parsed(text: str) -> Any:
-    """What a text in JSON says.
+    """Parses a text in JSON.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -142,7 +143,7 @@ def parsed(text: str) -> Any:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings to the disk what was written below a folder, and the folder's own name."""
+    """Flushes a folder to the disk: everything below it, and its own entry."""
     for path in (*folder.rglob("*"), folder, folder.parent):
         _sync(path)
 
@@ -160,7 +161,7 @@ def _sync(path: Path) -> None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, Unwritten) and error.__cause__ is not None:
         return _reason(error.__cause__)
-    code = re.search(r"os_error_code='(\d+)'", str(error))  # in what tensorstore says
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # in tensorstore's messages
     if code:
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:

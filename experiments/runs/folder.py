@@ -1,7 +1,7 @@
 """A run's folder, with the metrics that training reports.
 
-The folder may come from somebody else, so nothing in it is a link, a pipe or a device, which would
-lead elsewhere.
+The folder may come from an untrusted source, so links, pipes and devices in it are refused: they
+would lead to files outside the folder.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from experiments.runs.files import append, inside, parsed, replace
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of a run; `metrics.jsonl` in it has a line for each report while training."""
+    """The folder of a run; its `metrics.jsonl` has one line for each report during training."""
 
     directory: Path
 
     def path(self, name: str) -> Path:
-        """The path of a file or folder of the run.
+        """Returns the path of a file or folder of the run.
 
         Raises:
-            ValueError: it leads elsewhere, as a link does.
+            ValueError: part of the path is a link, a pipe or a device.
         """
         return inside(self.directory, name)
 
@@ -30,32 +30,33 @@ class Folder:
         """Writes a file of the run.
 
         Raises:
-            Unwritten: the system refuses it.
+            Unwritten: the system refuses to write.
         """
         replace(self.path(name), text)
 
     def report(self, record: dict[str, Any]) -> None:
-        """Appends a line to the metrics; a number that JSON has not got becomes null.
+        """Appends a line to the metrics; numbers that are not finite become null.
 
         Raises:
-            Unwritten: the system refuses it.
+            Unwritten: the system refuses to write.
         """
         append(self.path("metrics.jsonl"), json_line(record))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The records reported so far, without a last line cut short."""
+        """Returns the records reported so far, without an incomplete last line."""
         path = self.path("metrics.jsonl")
         lines = path.read_text("utf-8").split("\n") if path.exists() else [""]
-        return [_record(line, f"{path}:{at}") for at, line in enumerate(lines[:-1], start=1)]
+        numbered = enumerate(lines[:-1], start=1)
+        return [_record(line, f"{path}:{number}") for number, line in numbered]
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drops the records of steps that will be made again, and a last line cut short."""
-        kept = [record for record in self.metrics() if record["step"] <= step]
-        self.write("metrics.jsonl", "".join(json_line(record) + "\n" for record in kept))
+        """Deletes the records of later steps, and an incomplete last line."""
+        records = [record for record in self.metrics() if record["step"] <= step]
+        self.write("metrics.jsonl", "".join(json_line(record) + "\n" for record in records))
 
 
 def free_directory(directory: Path) -> Path:
-    """The first of DIRECTORY, DIRECTORY-2, DIRECTORY-3, ... that does not exist."""
+    """Returns the first of DIRECTORY, DIRECTORY-2, DIRECTORY-3, ... that does not exist."""
     number, free = 1, directory
     while free.exists():
         number += 1

@@ -1,8 +1,8 @@
-"""One process at a time trains in a run's directory.
+"""Locks a run's directory, so that only one process at a time trains in it.
 
-It holds an advisory lock of the system on the file `lock` there. The system takes the lock from a
-process that ends, however it ends; so the file can stay, and blocks nobody. What stands in it is
-which process had the lock last.
+The process holds an advisory lock of the system on the file `lock` in the directory. The system
+releases the lock when the process ends, however it ends, so that a file left behind blocks nobody.
+The file names the process that held the lock last.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ NAME = "lock"
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """While it lasts, no other process has the lock of this directory, which is made if need be.
+    """Holds the lock of this directory within the context, and creates the directory if needed.
 
-    On file systems and platforms that have no such locks there is a warning instead.
+    On file systems and platforms without such locks it warns instead.
 
     Raises:
-        BlockingIOError: another process has it; the message says which.
-        ValueError: there is a link, a pipe or a device in the lock's place.
-        Unwritten: the system refuses to write it.
+        BlockingIOError: another process holds the lock; the message names it.
+        ValueError: the lock file is a link, a pipe or a device.
+        Unwritten: the system refuses to write the lock file.
     """
     path = inside(directory, NAME)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with writing(path):
             directory.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(
+            file = stack.enter_context(
                 os.fdopen(open_in_place(path, os.O_RDWR | os.O_APPEND), "a+b")
             )
         _acquire(file, directory)

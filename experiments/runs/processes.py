@@ -1,7 +1,7 @@
-"""Several processes that train one model together, each with devices of its own.
+"""Support for several processes that train one model together, each with its own devices.
 
-Every process makes the same steps, and JAX moves what they have to exchange. Process 0 leads: it
-alone shows how training goes and writes into the run's directory, which all of them read.
+Every process runs the same steps, and JAX exchanges data between them. Process 0 leads: it alone
+shows the progress and writes to the run's directory, which all of them read.
 """
 
 import argparse
@@ -26,49 +26,51 @@ from experiments.runs.ending import Failure, interrupted, users_part
 from experiments.runs.watching import ADVICE, start_watching
 
 
-_HEARTBEAT = 60  # seconds without a sign of life after which a process counts as lost
+_HEARTBEAT = 60  # seconds without a heartbeat after which a process counts as lost
 _PATIENCE = 300  # seconds that processes wait for each other at the beginning and at the end
-_GRACE = 2  # seconds that Python has to act on a signal
+_GRACE = 2  # seconds for Python to handle a signal
 _MOST_PROCESSES = 2**16
 _LAST_PORT = 2**16 - 1
 
-_advice = ""  # what to tell people should this process end early
+_advice = ""  # shown if this process ends early
 
-# What JAX says where another process is gone while they exchange something.
+# Words in JAX's messages if another process ends while they exchange data.
 _SIGNS = ("gloo", "nccl", "unavailable", "connection", "deadline", "aborted", "peer")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how processes find each other."""
+    """Adds the options with which processes find each other."""
     parser.add_argument(
         "--distributed",
         action="store_true",
         help="train with the other processes that Slurm, Open MPI, Kubernetes or a TPU pod has "
-        "started with this one",
+        "started",
     )
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="or with --processes others like it, of which process 0 listens there",
+        help="or train with --processes processes, of which process 0 listens at this address",
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    parser.add_argument("--process", type=int, metavar="I", help="which of them this is, from 0")
+    parser.add_argument("--processes", type=int, metavar="N", help="the number of processes")
+    parser.add_argument(
+        "--process", type=int, metavar="I", help="the number of this process, from 0"
+    )
 
 
 @users_part()
 def check_options(options: argparse.Namespace) -> None:
-    """Makes sure that the options say how processes find each other, or that there is one.
+    """Checks the options with which processes find each other; none is needed for one process.
 
     Raises:
-        UserError: some are missing, or a number that does not fit.
+        UserError: an option is missing, or a number is out of its range.
     """
-    given = {name: getattr(options, name, None) for name in ("coordinator", "processes", "process")}
-    missing = [f"--{name}" for name, value in given.items() if value is None]
+    names = ("coordinator", "processes", "process")
+    missing = [f"--{name}" for name in names if getattr(options, name, None) is None]
     if getattr(options, "distributed", False):
-        if len(missing) < len(given):
+        if len(missing) < len(names):
             raise ValueError("--distributed: expected neither --coordinator nor its companions")
         return
-    if len(missing) == len(given):
+    if len(missing) == len(names):
         return
     if missing:
         raise ValueError(f"expected --coordinator, --processes and --process, not {missing[0]}")
@@ -87,39 +89,39 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def are_several(options: argparse.Namespace) -> bool:
-    """Whether the options ask for several processes."""
+    """Returns whether the options request several processes."""
     by_environment = getattr(options, "distributed", False)
     return by_environment or getattr(options, "coordinator", None) is not None
 
 
 @contextlib.contextmanager
 def watched(options: argparse.Namespace) -> Iterator[None]:
-    """Around a process that may be one of several: what libraries in C++ write to stdout and stderr
-    goes to a process that watches it; what Python writes stays where it was."""
+    """Redirects, if there are several processes, the output of C++ libraries to a watcher process;
+    Python's own output stays on stdout and stderr."""
     if not are_several(options):
         yield
         return
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         pipe = start_watching()
         for number, redirect in ((1, contextlib.redirect_stdout), (2, contextlib.redirect_stderr)):
-            own = os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="replace")
-            held.enter_context(redirect(own))
+            copy = os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="replace")
+            stack.enter_context(redirect(copy))
             os.dup2(pipe.fileno(), number)
-            held.callback(os.dup2, own.fileno(), number)
-        held.callback(pipe.close)
-        held.enter_context(_ended_by_signals())
+            stack.callback(os.dup2, copy.fileno(), number)
+        stack.callback(pipe.close)
+        stack.enter_context(_ended_by_signals())
         yield
 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """While it lasts, SIGINT and SIGTERM end the process also where their handlers cannot run,
+    """Lets SIGINT and SIGTERM end the process within the context even if their handlers cannot run,
     because the main thread waits for other processes in C++."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    def watch() -> None:
+    def leave_after_signal() -> None:
         with os.fdopen(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] in (signal.SIGINT, signal.SIGTERM):
@@ -127,17 +129,16 @@ def _ended_by_signals() -> Iterator[None]:
                     print(interrupted(_advice), file=sys.stderr, flush=True)
                     leave(128 + number[0])
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=leave_after_signal, daemon=True).start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous)
         os.close(writer)
 
 
 def advise(text: str) -> None:
-    """Says what to tell people should this process end because of a signal, or because another one
-    is lost."""
+    """Sets the advice to show if this process ends because of a signal or the loss of another."""
     global _advice  # noqa: PLW0603
     _advice = text
     if jax.process_count() > 1:
@@ -146,25 +147,25 @@ def advise(text: str) -> None:
 
 @contextlib.contextmanager
 def joined(options: argparse.Namespace) -> Iterator[bool]:
-    """Joins the other processes that the options name, if any, and gives whether this one leads.
+    """Joins the other processes that the options name, if any, and yields whether this one leads.
 
     Raises:
-        UserError: they do not find each other, or have different numbers of devices.
+        UserError: the processes do not find each other, or have different numbers of devices.
     """
     if not are_several(options):
         yield True
         return
     _find_others(options)
-    with contextlib.nullcontext() if leads() else _unheard():
+    with contextlib.nullcontext() if leads() else _silenced():
         yield leads()
     jax.distributed.shutdown()
 
 
 @users_part()
 def _find_others(options: argparse.Namespace) -> None:
-    where = {}
+    addresses = {}
     if not options.distributed:
-        where = {
+        addresses = {
             "coordinator_address": options.coordinator,
             "num_processes": options.processes,
             "process_id": options.process,
@@ -174,7 +175,7 @@ def _find_others(options: argparse.Namespace) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends the run
     try:
         jax.distributed.initialize(
-            **where,
+            **addresses,
             initialization_timeout=_PATIENCE,
             heartbeat_timeout_seconds=_HEARTBEAT,
             shutdown_timeout_seconds=_PATIENCE,
@@ -190,51 +191,52 @@ def _find_others(options: argparse.Namespace) -> None:
 
 
 def leads() -> bool:
-    """Whether this process is the one that shows and writes."""
+    """Returns whether this process is the one that shows the progress and writes."""
     return jax.process_index() == 0
 
 
 def agreed(value: int) -> int:
-    """The number that the leading process has; all have to ask."""
+    """Returns the value of the leading process; all processes must call this."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def check_alike(what: Mapping[str, Any]) -> None:
-    """Makes sure that all processes were given the same; all have to ask.
+    """Checks that these values are equal in all processes; all processes must call this.
 
     Args:
-        what: things by their names, whose `repr` says all.
+        what: the values by name, compared by their `repr`.
 
     Raises:
-        ValueError: they differ; the message names the first process that does, and in what.
+        ValueError: some differ; the message names the first process that differs, and the values.
     """
     if jax.process_count() == 1:
         return
-    digests = [hashlib.sha256(repr(thing).encode()).digest()[:8] for thing in what.values()]
-    own = np.frombuffer(b"".join(digests), np.uint32).reshape(len(digests), 2)
-    found = multihost_utils.process_allgather(own)
-    for number, digest in enumerate(found):
-        names = [n for n, same in zip(what, (digest == found[0]).all(axis=1), strict=True) if ~same]
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:8] for value in what.values()]
+    local = np.frombuffer(b"".join(digests), np.uint32).reshape(len(digests), 2)
+    gathered = multihost_utils.process_allgather(local)
+    for number, digest in enumerate(gathered):
+        equal = (digest == gathered[0]).all(axis=1)
+        names = [name for name, same in zip(what, equal, strict=True) if not same]
         if names:
             raise ValueError(f"process {number} differs from process 0: {', '.join(names)}")
 
 
 @contextlib.contextmanager
 def noticing_losses() -> Iterator[None]:
-    """Around training: an error that another process's end has caused becomes a `Failure`."""
+    """Raises errors within the context that the end of another process has caused as `Failure`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        told = str(error)
-        if jax.process_count() == 1 or not any(sign in told.lower() for sign in _SIGNS):
+        message = str(error)
+        if jax.process_count() == 1 or not any(sign in message.lower() for sign in _SIGNS):
             raise
-        raise Failure(f"another process of the run was lost ({told.splitlines()[0]})") from None
+        raise Failure(f"another process of the run was lost ({message.splitlines()[0]})") from None
 
 
 def leave(status: int) -> NoReturn:
-    """Ends a process that has failed, without waiting for others."""
+    """Ends a failed process at once, without waiting for the others."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -242,7 +244,7 @@ def leave(status: int) -> NoReturn:
 
 
 class _NoTerminal(io.TextIOBase):
-    """A stream that is said to be no terminal, so that nothing is drawn on it."""
+    """A stream that claims not to be a terminal, so that no progress bar is drawn on it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -255,8 +257,8 @@ class _NoTerminal(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """While it lasts, nothing of what is printed is shown but on stderr, and no bar is drawn."""
+def _silenced() -> Iterator[None]:
+    """Discards stdout within the context; stderr is shown, but without progress bars."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         with (
             contextlib.redirect_stdout(nowhere),

@@ -1,4 +1,4 @@
-"""Settings of a run: frozen dataclasses whose fields pydantic checks, read from texts and JSON."""
+"""Settings of a run: frozen dataclasses checked by pydantic and read from text or JSON."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from experiments.runs.command_line import nearest
 
 CHECKED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-# Every number has both bounds: counts fit int32, other numbers float32, seeds uint32; of widths and
-# layers there are as many as the largest models have, and some to spare.
+# Every number has two bounds: counts fit int32, other numbers float32, seeds uint32; widths and
+# numbers of layers are bounded well above those of the largest models.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Few = Annotated[int, Field(ge=1, le=1000)]
@@ -26,38 +26,39 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Settings:
-    """What pydantic's dataclasses with `config=CHECKED` inherit from."""
+    """The base class of settings, for pydantic dataclasses with `config=CHECKED`."""
 
     def changed(self, texts: Iterable[str]) -> Self:
-        """These settings with some changed, each by a text `NAME=VALUE`.
+        """Returns these settings with changes, each a text `NAME=VALUE`.
 
         Raises:
-            ValueError: an unknown name, or a value that does not fit, in one line.
+            ValueError: a name is unknown or a value is invalid; the message is one line.
         """
         fields: Any = self
-        given = {name: str(value) for name, value in dataclasses.asdict(fields).items()}
+        values = {name: str(value) for name, value in dataclasses.asdict(fields).items()}
         for text in texts:
             name, separator, value = text.partition("=")
             if not separator:
                 raise ValueError(f"expected NAME=VALUE, got {text!r}")
-            if name not in given:
-                near = nearest(name, given) or "; `train --help` lists them"
-                raise ValueError(f"unknown setting {name!r}{near}")
-            given[name] = value
+            if name not in values:
+                hint = nearest(name, values) or "; `train --help` lists them"
+                raise ValueError(f"unknown setting {name!r}{hint}")
+            values[name] = value
         try:
-            return TypeAdapter(type(self)).validate_strings(given)
+            return TypeAdapter(type(self)).validate_strings(values)
         except ValidationError as error:
             raise ValueError(_line(error)) from None
 
     @classmethod
     def from_json(cls, fields: Any) -> Self:
-        """Reads what `dataclasses.asdict` gave.
+        """Creates settings from the output of `dataclasses.asdict`.
 
         Raises:
-            ValueError: not exactly these fields, or a value that does not fit, in one line.
+            ValueError: a field is missing or unknown, or a value is invalid; the message is one
+                line.
         """
-        own: Any = cls
-        names = {field.name for field in dataclasses.fields(own)}
+        dataclass: Any = cls
+        names = {field.name for field in dataclasses.fields(dataclass)}
         if wrong := names ^ (set(fields) if isinstance(fields, dict) else set()):
             raise ValueError(f"configuration: missing or unknown fields {sorted(map(str, wrong))}")
         try:
@@ -67,9 +68,9 @@ class Settings:
 
 
 def _line(error: ValidationError) -> str:
-    """What is wrong first."""
-    found: Any = error.errors()[0]
-    if found["type"] == "value_error":
-        return str(found["ctx"]["error"])
-    expected = found["msg"].removeprefix("Input should be ")
-    return f"{found['loc'][0]}: expected {expected}, got {found['input']!r:.80}"
+    """Returns the message of the first error, in one line."""
+    details: Any = error.errors()[0]
+    if details["type"] == "value_error":
+        return str(details["ctx"]["error"])
+    expected = details["msg"].removeprefix("Input should be ")
+    return f"{details['loc'][0]}: expected {expected}, got {details['input']!r:.80}"

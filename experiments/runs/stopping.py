@@ -1,6 +1,6 @@
-"""Early stopping, as a function of the metrics of a run and of nothing else.
+"""Early stopping, as functions of a run's metrics.
 
-So a run that goes on from a checkpoint remembers as much as one that was never interrupted.
+There is no other state, so that a resumed run stops at the same step as an uninterrupted one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,20 @@ Record = Mapping[str, Any]
 
 
 def best(records: Sequence[Record]) -> Record | None:
-    """The record of the lowest validation loss, the first of equals; None if there is none."""
+    """Returns the first record with the lowest validation loss; None without validations."""
     measured = [record for record in _validations(records) if record["validation_loss"] is not None]
     return min(measured, key=lambda record: record["validation_loss"], default=None)
 
 
 def waited(records: Sequence[Record]) -> int:
-    """How many validations there have been since the best one."""
-    found = best(records)
-    since = 0 if found is None else found["step"]
-    return sum(record["step"] > since for record in _validations(records))
+    """Returns the number of validations since the best one."""
+    best_record = best(records)
+    best_step = 0 if best_record is None else best_record["step"]
+    return sum(record["step"] > best_step for record in _validations(records))
 
 
 def has_stopped(records: Sequence[Record], patience: int) -> bool:
-    """Whether training has waited for a lower validation loss as long as it may; 0 is for ever."""
+    """Returns whether the last `patience` validations had no lower loss; never for patience 0."""
     return 0 < patience <= waited(records)
 
 

@@ -1,9 +1,9 @@
-"""The process that tells in one line why another ended that trained together with others.
+"""A watcher process, which reports in one line that another process of a run was lost.
 
-When one of several processes is lost, JAX ends those that are left: at once, with a long message of
-its C++ part on the process's own stderr, and past all that Python could do about it. So that goes
-to this process instead, which passes on everything else as it comes. It needs nothing but Python,
-and ends when the process that it watches has ended.
+When one of several processes is lost, JAX's C++ code ends the remaining ones at once with a long
+message on stderr, and Python cannot intervene. So the training process writes its C++ output to
+this watcher, which shortens that message and passes on everything else unchanged. The watcher
+imports nothing but the standard library, and ends with the process that it watches.
 """
 
 import re
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-ADVICE = b"\0"  # begins a line that is not to be shown, but to be added where a process is lost
-# What Gloo tells of its connections. Its threads write at once, so that parts of lines may mix.
+ADVICE = b"\0"  # begins a line that is shown only with the message that a process was lost
+# Gloo's messages on its connections. Its threads write at once, so that parts of lines may mix.
 _GLOO = re.compile(
     rb"(\d*(\[Gloo\] Rank | is connected to | peer ranks\. "
     rb"|Expected number of connected peer ranks is : )\d*)+\n?"
@@ -27,9 +27,9 @@ _LOST = b"Terminating process because the JAX distributed service detected fatal
 
 
 def start_watching() -> BinaryIO:
-    """Starts the process, and returns where it reads."""
+    """Starts the watcher process, and returns the pipe that it reads."""
     command = [sys.executable, str(Path(__file__).resolve())]
-    # In a session of its own, Ctrl-C does not end it before its time.
+    # In a session of its own, so that Ctrl-C does not end it before the watched process.
     watcher = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
@@ -38,20 +38,21 @@ def start_watching() -> BinaryIO:
 
 
 def watch(lines: Iterable[bytes], write: Callable[[bytes], object]) -> None:
-    """Passes lines on, but for what can only be judged at the end: whether a process was lost."""
-    advice, held, gloo = b"", list[bytes](), False
+    """Passes lines on, except Gloo's and those that may report a lost process: these are written or
+    replaced by one line at the end."""
+    advice, pending, gloo = b"", list[bytes](), False
     for line in lines:
         gloo = bool(_GLOO.fullmatch(line) or (gloo and _REST_OF_GLOO.fullmatch(line)))
         if line.startswith(ADVICE):
             advice = b"; " + line.removeprefix(ADVICE).strip()
-        elif _OF_LOSSES in line or _LOST in line or held:
-            held.append(line)
+        elif _OF_LOSSES in line or _LOST in line or pending:
+            pending.append(line)
         elif not gloo:
             write(line)
-    told = b"".join(held)
-    if _LOST not in told:
-        write(told)
-    elif _JOINING in told:
+    text = b"".join(pending)
+    if _LOST not in text:
+        write(text)
+    elif _JOINING in text:
         write(b"error: the processes did not find each other in time\n")
     else:
         write(b"error: another process of the run was lost" + advice + b"\n")

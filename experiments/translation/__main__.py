@@ -1,4 +1,4 @@
-"""German to English, or any language to any other, with the attention of jattn.
+"""Trains translators from German to English, or between other languages, with jattn's attention.
 
     python -m experiments.translation                     the demonstration, about three minutes
     python -m experiments.translation train --preset multi30k --data DIR
@@ -8,9 +8,9 @@
     python -m experiments.translation plot --run runs/toy --sentence "der hund schläft ."
 
 Without a subcommand: trains the preset `toy` on the built-in corpus, translates 1,000 held-out
-sentences and 1,000 with clauses nested deeper than any it was trained on, prints five translations
-and draws what the attention looks at. At least 95 % of the held-out sentences come out exactly
-right; of the deeper ones far fewer do.
+sentences and 1,000 with clauses nested deeper than in training, prints five translations and draws
+the attention. At least 95 % of the held-out translations are exactly right, and far fewer of the
+deeper ones.
 """
 
 import sys
@@ -32,24 +32,24 @@ _COMMANDS = {command.__name__: command for command in (demo, train, evaluate, tr
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
-        given.insert(0, "demo")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words.insert(0, "demo")
     speak_utf8()
 
     with visible_controls():
-        options = make_parser(__doc__ or "").parse_args(given)
+        options = make_parser(__doc__ or "").parse_args(words)
         status = exit_status(lambda: processes.check_options(options))
     if status:
         return status
 
-    def command() -> None:
+    def run_command() -> None:
         with processes.joined(options) as leads:
             with listening(leads and getattr(options, "json", False)) as console:
                 _COMMANDS[options.command](options, console)
 
     with processes.watched(options), visible_controls():
-        status = exit_status(command)
+        status = exit_status(run_command)
         if status and processes.are_several(options):
             processes.leave(status)
         return status

@@ -1,4 +1,4 @@
-"""The options of the command line."""
+"""The command-line options of the subcommands."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ from experiments.translation.presets import PRESETS, SETTINGS
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """The commands and their options; `command` is the one that was given."""
+    """Creates the parser of all commands; its option `command` is the name of the one chosen."""
     parser = Parser(
         prog="python -m experiments.translation",
         description=description,
@@ -20,35 +20,35 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def add_command(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text)
 
-    demo = command("demo", "train, evaluate, translate and plot (without a subcommand)")
-    train = command("train", "train a model, or go on with --resume")
-    evaluate = command("evaluate", "evaluate a model on held-out sentences")
-    translate = command("translate", "translate sentences, or the lines of stdin")
-    plot = command("plot", "draw a model's attention and the loss of its training")
-    for added in (demo, train):
-        _add_training(added)
-    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    demo = add_command("demo", "train, evaluate, translate and plot (without a subcommand)")
+    train = add_command("train", "train a model, or continue a run with --resume")
+    evaluate = add_command("evaluate", "evaluate a model on held-out sentences")
+    translate = add_command("translate", "translate sentences, or the lines of stdin")
+    plot = add_command("plot", "draw a model's attention and the loss of its training")
+    for command in (demo, train):
+        _add_training(command)
+    train.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     processes.add_options(train)
-    for added in (evaluate, translate, plot):
-        added.add_argument("--run", type=Path, required=True, help="the run's directory")
-    for added in (demo, train, evaluate, plot):
-        _add_data(added)
-    for added in (demo, train, evaluate):
-        added.add_argument(
-            "--json", action="store_true", help="a JSON record per line on stdout; words to stderr"
+    for command in (evaluate, translate, plot):
+        command.add_argument("--run", type=Path, required=True, help="the run's directory")
+    for command in (demo, train, evaluate, plot):
+        _add_data(command)
+    for command in (demo, train, evaluate):
+        command.add_argument(
+            "--json", action="store_true", help="one JSON record per line on stdout; text to stderr"
         )
     _add_beam(evaluate)
     _add_translation(translate)
     _add_search(translate)
-    plot.add_argument("--sentence", type=utf8, help="what to translate and draw")
+    plot.add_argument("--sentence", type=utf8, help="the sentence to translate and draw")
     return parser
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="what to start from (toy)")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="the preset to use (toy)")
     parser.add_argument(
         "--set",
         action="append",
@@ -57,18 +57,18 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="change a field of the preset, such as steps=500 or dropout_rate=0.2: "
         + ", ".join(SETTINGS),
     )
-    parser.add_argument("--seed", type=int, help="decides everything that is random")
+    parser.add_argument("--seed", type=int, help="the seed of all random numbers")
     parser.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
-        help="share the work among all devices: data=4,model=2 cuts batches over four and heads, "
-        "feed-forward networks and vocabularies over two, context=2 sentences over two (data, over "
-        "all accelerators)",
+        help="the device mesh: data=4,model=2 shards batches over four devices and heads, "
+        "feed-forward networks and vocabularies over two, context=2 shards sentences over two "
+        "(by default batches over all accelerators)",
     )
     parser.add_argument(
         "--run", type=Path, help="a new directory (runs/PRESET, runs/PRESET-2, ...)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="delete the run that is there")
+    parser.add_argument("--overwrite", action="store_true", help="delete an existing run")
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         help="a folder with train and val (and test) as .de and .en or .tsv, each plain or .gz, "
-        "or one TSV file; without it the built-in corpus",
+        "or one TSV file (the built-in corpus)",
     )
     _add_limit(parser)
     parser.add_argument(
@@ -90,7 +90,7 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
         type=bounds.whole(1, 2**50),
         default=MOST_UNPACKED,
         metavar="BYTES",
-        help=f"the most that a .gz file may hold ({MOST_UNPACKED})",
+        help=f"the greatest size of an unpacked .gz file ({MOST_UNPACKED})",
     )
 
 
@@ -99,48 +99,50 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, metavar="PATH", help="translate the lines of a file")
     _add_limit(parser)
     parser.add_argument("--output", type=Path, metavar="PATH", help="a new file (stdout)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument(
         "--scores",
         action="store_true",
-        help="before each translation its score and log probability, separated by tabs",
+        help="print score and log probability before each translation, separated by tabs",
     )
     parser.add_argument(
         "--alignments",
         action="store_true",
-        help="after each translation and a tab, links SOURCE-TARGET of its tokens, counted from 0: "
-        "what each looks at most in the mean of the last cross-attention's heads",
+        help="print links SOURCE-TARGET after each translation and a tab: for each target token, "
+        "counted from 0, the source token of greatest weight in the last cross-attention",
     )
 
 
 def _add_beam(parser: argparse.ArgumentParser) -> Any:
-    """Returns the group of options of which one at most can be given."""
+    """Adds the options of a beam search, and returns the group of mutually exclusive searches."""
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--beam", type=int, metavar="N", help="search with N beams (greedy)")
     parser.add_argument(
         "--length-penalty",
         type=float,
         metavar="A",
-        help="for beams: rank by log probability / ((5 + length) / 6)^A (0.6)",
+        help="with --beam: rank by log probability / ((5 + length) / 6)^A (0.6)",
     )
     return kinds
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
     kinds = _add_beam(parser)
-    kinds.add_argument("--sample", action="store_true", help="draw tokens by their probability")
+    kinds.add_argument("--sample", action="store_true", help="sample tokens by their probability")
     parser.add_argument(
-        "--n-best", type=int, default=1, metavar="N", help="the N best of the beams, a line each"
+        "--n-best", type=int, default=1, metavar="N", help="print the N best beams, one per line"
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="for samples: 0 is greedy")
-    parser.add_argument("--top-k", type=int, metavar="K", help="for samples: of the K likeliest")
+    parser.add_argument("--temperature", type=float, metavar="T", help="with --sample: 0 is greedy")
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="with --sample: sample from the K likeliest tokens"
+    )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        help="for samples: of the likeliest that together have the probability P",
+        help="with --sample: sample from the likeliest tokens whose probabilities sum to P",
     )
-    parser.add_argument("--seed", type=int, help="for samples: decides what is drawn (0)")
+    parser.add_argument("--seed", type=int, help="with --sample: the seed (0)")
 
 
 _ONLY_WITH = {
@@ -153,19 +155,19 @@ _ONLY_WITH = {
 
 
 def make_search(options: argparse.Namespace) -> Search:
-    """The search that the options of `evaluate` or `translate` ask for.
+    """Creates the search from the options of `evaluate` or `translate`.
 
     Raises:
-        ValueError: options that do not go together, or a value that does not fit.
+        ValueError: the options contradict each other, or a value is out of its range.
     """
     sample, n_best = getattr(options, "sample", False), getattr(options, "n_best", 1)
     kind = "sample" if sample else "greedy" if options.beam is None else "beam"
-    asked = ((name, getattr(options, name, None)) for name in _ONLY_WITH)
-    given: dict[str, Any] = {name: value for name, value in asked if value is not None}
-    for name in given:
+    values = ((name, getattr(options, name, None)) for name in _ONLY_WITH)
+    fields: dict[str, Any] = {name: value for name, value in values if value is not None}
+    for name in fields:
         if _ONLY_WITH[name] != kind:
             option = name.replace("_", "-")
             raise ValueError(f"--{option}: expected --{_ONLY_WITH[name]} with it")
     if options.beam is not None:
-        given["beams"] = options.beam
-    return Search(kind=kind, n_best=n_best, **given)
+        fields["beams"] = options.beam
+    return Search(kind=kind, n_best=n_best, **fields)

@@ -1,12 +1,12 @@
-"""Where the arrays of training lie: a mesh of devices, and what is cut along which of its axes.
+"""Shards the arrays of training over a device mesh (`Placement`). The mesh axes shard:
 
-    data       rows of the batches
+    data       the rows of the batches
     model      heads, the inner width of feed-forward networks, and vocabularies
-    context    the positions of the sentences; attention is `jattn.parallel`'s, whose keys go round
+    context    the positions of the sentences; attention is the ring attention of `jattn.parallel`
 
-Which axes a parameter has is told by its module, in the words of `jattn.nn`'s logical axes. The
-optimiser keeps its memory of a parameter where the parameter lies. A mesh changes no number but by
-rounding: batches are filled up with empty rows to what the devices can share.
+The modules of `jattn.nn` name the logical axes of each parameter. The optimiser's state is sharded
+like its parameters. A mesh changes results by rounding only: empty rows are added to a batch until
+its rows divide evenly over the devices.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from experiments.translation.presets import Config
 _Tree = TypeVar("_Tree")
 
 AXES = ("data", "model", "context")
-_CUT_ALONG = {"heads": "model", "kv_heads": "model", "mlp": "model", "vocabulary": "model"}
+_MESH_AXES = {"heads": "model", "kv_heads": "model", "mlp": "model", "vocabulary": "model"}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The sizes of the axes in a text such as `data=4,model=2`, in the order of `AXES`.
+    """Parses a text such as `data=4,model=2` to the sizes of all axes, in the order of `AXES`.
 
     Raises:
-        ValueError: an unknown axis, one given twice, or a size that is no positive number.
+        ValueError: an axis is unknown or given twice, or a size is not a positive number.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -54,26 +54,26 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def usual_mesh() -> dict[str, int]:
-    """What a run gets that asks for no mesh: batches are cut over all accelerators there are.
+    """Returns the sizes of the default mesh, which shards batches over all accelerators.
 
-    The virtual devices that a single process can have on CPUs share the cores that one device uses
-    alone, so there it is one.
+    A single process on CPUs uses one device, because further virtual devices would only share the
+    same cores.
     """
-    alone = jax.default_backend() == "cpu" and jax.process_count() == 1
-    return {"data": 1 if alone else jax.device_count(), "model": 1, "context": 1}
+    single_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
+    return {"data": 1 if single_cpu else jax.device_count(), "model": 1, "context": 1}
 
 
 def check_mesh(sizes: Mapping[str, int], config: Config) -> None:
-    """Makes sure that a mesh fits the devices and the model.
+    """Checks that a mesh fits the devices and the model.
 
     Raises:
-        ValueError: it is for another number of devices, or the devices of an axis cannot share
-            evenly what is cut along it.
+        ValueError: the mesh needs another number of devices, or an axis does not divide evenly the
+            sizes that it shards.
     """
-    wanted, found = math.prod(sizes.values()), jax.device_count()
-    given = ",".join(f"{name}={size}" for name, size in sizes.items())
-    if wanted != found and sizes != usual_mesh():
-        raise ValueError(f"--mesh: {given} takes {wanted} devices, but there are {found}")
+    needed, available = math.prod(sizes.values()), jax.device_count()
+    text = ",".join(f"{name}={size}" for name, size in sizes.items())
+    if needed != available and sizes != usual_mesh():
+        raise ValueError(f"--mesh: {text} takes {needed} devices, but there are {available}")
     if config.architecture == "rnnsearch":
         if sizes["context"] > 1:
             raise ValueError("--mesh: expected context=1 with architecture=rnnsearch")
@@ -88,10 +88,10 @@ def check_mesh(sizes: Mapping[str, int], config: Config) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """Places arrays on a mesh; without one they stay where JAX has them.
+    """A placement of arrays on a device mesh; without a mesh all methods leave arrays in place.
 
     Attributes:
-        mesh: with the axes of `AXES`, or None for a single device.
+        mesh: a mesh with the axes of `AXES`, or None for a single device.
         logical_axes: the names of each parameter's axes, by the parameter's name.
     """
 
@@ -100,7 +100,7 @@ class Placement:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], model: Model) -> "Placement":
-        """Of this model, on all devices as a mesh of these sizes."""
+        """Creates the placement of a model on a mesh of these sizes over all devices."""
         if math.prod(sizes.values()) == 1:
             return cls()
         names = tuple(sizes)
@@ -110,20 +110,20 @@ class Placement:
 
     @property
     def num_shards(self) -> tuple[int, int]:
-        """Into how many shards the rows of a batch are cut, and its positions."""
+        """The numbers of shards of a batch's rows and of its positions."""
         if self.mesh is None:
             return 1, 1
         return self.mesh.shape["data"], self.mesh.shape["context"]
 
     def model(self, model: Model) -> Model:
-        """The model as it is called on the mesh."""
+        """Returns the model to call on the mesh."""
         return model if self.num_shards[1] == 1 else dataclasses.replace(model, mesh=self.mesh)
 
     def check_shapes(self, shapes: Sequence[Shape]) -> None:
-        """Makes sure that the devices can share the positions of batches of these shapes.
+        """Checks that the widths of batches of these shapes divide evenly over the devices.
 
         Raises:
-            ValueError: they cannot; the message names the width.
+            ValueError: a width does not divide evenly; the message names it.
         """
         for width in (width for shape in shapes for width in shape[1:]):
             if width % self.num_shards[1]:
@@ -133,56 +133,58 @@ class Placement:
                 )
 
     def batch(self, batch: AnyBatch, micro_batches: int = 1) -> AnyBatch:
-        """A batch on the devices, its rows shared evenly.
+        """Puts a batch on the devices, with its rows sharded evenly.
 
-        Where it is to be cut into `micro_batches`, the rows of each are shared evenly, and empty
-        rows fill up the end of each.
+        If the batch will be split into `micro_batches`, empty rows are added at the end of each,
+        so that the rows of each are sharded evenly.
         """
         if self.mesh is None:
             return batch
         whole = filled_up(batch, self.num_shards[0], micro_batches)
-        return jax.tree.map(lambda x: self._put_as(x, self._of_batch(x)), whole)
+        return jax.tree.map(lambda x: self._put_as(x, self._batch_sharding(x)), whole)
 
     def state(self, state: _Tree) -> _Tree:
-        """A tree of arrays on the devices: parameters, and what the optimiser has under the same
-        names, are cut as their axes say; the rest is whole on each."""
+        """Puts a tree of arrays on the devices: parameters, and the optimiser's arrays of the same
+        names, are sharded by their logical axes; all other arrays are replicated."""
         if self.mesh is None:
             return state
         return jax.tree.map(self._put_as, state, self._shardings(state))
 
     def constrained(self, state: _Tree) -> _Tree:
-        """Within a compiled function: the tree, constrained to be cut as `state` cuts it."""
+        """Constrains a tree, within a compiled function, to the sharding of `state`."""
         if self.mesh is None:
             return state
         return jax.lax.with_sharding_constraint(state, self._shardings(state))
 
     def micro_batches(self, batch: AnyBatch, count: int) -> AnyBatch:
-        """Within a compiled function: a batch cut into `count` equal ones, stacked."""
+        """Splits a batch, within a compiled function, into `count` equal ones, stacked."""
 
-        def cut(x: Any) -> Any:
+        def split(x: Any) -> Any:
             x = jnp.reshape(x, (count, -1, *x.shape[1:]))
             if self.mesh is None:
                 return x
-            return jax.lax.with_sharding_constraint(x, self._of_batch(x, 1))
+            return jax.lax.with_sharding_constraint(x, self._batch_sharding(x, 1))
 
-        return jax.tree.map(cut, batch)
+        return jax.tree.map(split, batch)
 
-    def _of_batch(self, x: Any, before: int = 0) -> NamedSharding:
-        """Of an array `[rows]` or `[rows, positions]`, after so many other axes."""
-        return self._sharding(P(*[None] * before, *("data", "context")[: x.ndim - before]))
+    def _batch_sharding(self, x: Any, leading_axes: int = 0) -> NamedSharding:
+        """Returns the sharding of an array `[rows]` or `[rows, positions]` with `leading_axes` more
+        axes in front."""
+        axes = ("data", "context")[: x.ndim - leading_axes]
+        return self._sharding(P(*[None] * leading_axes, *axes))
 
     def whole(self, tree: _Tree) -> _Tree:
-        """A tree whose arrays are whole on a device of this process."""
+        """Returns a tree whose arrays are whole on one device of this process."""
         if self.mesh is None:
             return tree
         return jax.tree.map(lambda array: array.addressable_data(0), self._on_each(tree))
 
     def host(self, tree: _Tree) -> _Tree:
-        """A tree as NumPy arrays."""
+        """Returns a tree as NumPy arrays."""
         return jax.device_get(tree if self.mesh is None else self._on_each(tree))
 
     def _on_each(self, tree: Any) -> Any:
-        """A tree that is whole on every device; all processes have to ask for it."""
+        """Replicates a tree on every device; all processes must call this."""
         return jax.jit(lambda tree: tree, out_shardings=self._sharding(P()))(tree)
 
     def _shardings(self, tree: Any) -> Any:
@@ -194,12 +196,12 @@ class Placement:
         return jax.tree.map_with_path(sharding, tree)
 
     def _spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> P:
-        """Of a parameter; an axis that the devices cannot share evenly, such as that of a
-        vocabulary, stays whole."""
-        names = [_CUT_ALONG.get(axis or "") for axis in axes]
+        """Returns the partition spec of a parameter; axes that do not divide evenly over the
+        devices, such as a vocabulary's may not, stay whole."""
+        names = [_MESH_AXES.get(axis or "") for axis in axes]
         sizes = [1 if name is None else self._size(name) for name in names]
-        fitting = zip(names, sizes, shape, strict=False)
-        return P(*(name if length % size == 0 else None for name, size, length in fitting))
+        dimensions = zip(names, sizes, shape, strict=False)
+        return P(*(name if length % size == 0 else None for name, size, length in dimensions))
 
     def _size(self, name: str) -> int:
         assert self.mesh is not None
@@ -210,7 +212,7 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def _put_as(self, array: Any, sharding: NamedSharding) -> Any:
-        """Each process gives its own devices what they shall have; none asks another."""
+        """Puts an array on the devices; each process fills its own, without communication."""
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -1,5 +1,5 @@
-"""Pictures of a run: where its attention looks, how its loss fell and its BLEU rose. PNG, without a
-screen, and a page to look at every head in a browser."""
+"""Draws pictures of a run without a screen: its attention, loss and BLEU as PNG files, and a page
+that shows every head in a browser."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -19,21 +19,21 @@ _FEW = 3  # heads in the picture of a sentence, so that its words can be read
 _DPI = 120
 
 _MEANINGS = {
-    "encoder self-attention": "each word of the source reads the source",
-    "decoder self-attention": "each word reads itself and those before it",
-    "cross-attention": "each word, as it is generated, reads the source",
+    "encoder self-attention": "each source word attends to the source",
+    "decoder self-attention": "each word attends to itself and the words before it",
+    "cross-attention": "each generated word attends to the source",
 }
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A sentence, its translation, and what every head looks at.
+    """A sentence, its translation, and the attention weights of every head.
 
     Attributes:
-        weights: `[N, T, S]` for each attention, by the module's name.
+        weights: the weights `[N, T, S]` of each attention, by the module's name.
         source: the tokens that the encoder reads.
         target_in: the tokens that the decoder reads.
-        target_out: the tokens that it generates there.
+        target_out: the tokens that the decoder generates.
     """
 
     weights: Mapping[str, np.ndarray]
@@ -42,7 +42,7 @@ class Seen:
     target_out: Sequence[str]
 
     def tokens(self, name: str) -> tuple[Sequence[str], Sequence[str]]:
-        """The queries and the keys of an attention."""
+        """Returns the tokens of the queries and of the keys of an attention."""
         return {
             "encoder self-attention": (self.source, self.source),
             "decoder self-attention": (self.target_in, self.target_in),
@@ -50,28 +50,32 @@ class Seen:
         }[name]
 
     def attentions(self) -> dict[str, np.ndarray]:
-        """`[L, N, T, S]` of each attention, the encoder's first, without padding."""
+        """Returns the weights `[L, N, T, S]` of each attention without padding, the encoder's
+        first."""
         layers: dict[str, list[tuple[int, np.ndarray]]] = {name: [] for name in _MEANINGS}
         for module, heads in self.weights.items():
             side, *layer, kind = module.split("/")  # such as decoder/layers/0/cross_attention
             name = f"{side} self-attention" if kind == "self_attention" else "cross-attention"
             rows, columns = self.tokens(name)
-            place = int(layer[-1]) if layer else 0
-            layers[name].append((place, heads[:, : len(rows), : len(columns)]))
+            number = int(layer[-1]) if layer else 0
+            layers[name].append((number, heads[:, : len(rows), : len(columns)]))
         return {
-            name: np.stack([heads for _, heads in sorted(found, key=lambda one: one[0])])
-            for name, found in layers.items()
-            if found
+            name: np.stack([heads for _, heads in sorted(numbered, key=lambda item: item[0])])
+            for name, numbered in layers.items()
+            if numbered
         }
 
 
 def draw_sentence(seen: Seen, directory: Path) -> list[Path]:
-    """Draws a few heads of the last cross-attention on one sentence, so large that they can be
-    read, and all heads of each attention; returns the files.
+    """Draws the attention on a sentence: a few heads of the last cross-attention at readable size,
+    and all heads of each attention.
 
     Args:
         seen: the sentence.
-        directory: where the files go.
+        directory: the directory of the files.
+
+    Returns:
+        The files.
     """
     attentions = seen.attentions()
     files = [directory / "attention.png"]
@@ -89,7 +93,7 @@ def draw_sentence(seen: Seen, directory: Path) -> list[Path]:
 
 
 def write_viewer(sentences: Sequence[Seen], title: str, path: Path) -> None:
-    """Writes a page on which every head can be looked at, on several sentences."""
+    """Writes a page that shows every head on several sentences."""
     page = viz.viewer([_for_viewer(seen) for seen in sentences], title=title)
     replace(path, page.html)
 
@@ -106,26 +110,26 @@ def _for_viewer(seen: Seen) -> viz.Sentence:
 
 
 def few_heads(heads: np.ndarray) -> list[int]:
-    """Which three heads look at the most different things.
+    """Chooses the three heads that differ most.
 
-    The first is the one whose weights are the least spread; each of the next looks elsewhere than
-    those before it, by the sum of the differences to the most similar of them.
+    The first has the least entropy; each next one has the greatest distance, the sum of absolute
+    differences, from the most similar head chosen before.
 
     Args:
         heads: weights `[N, T, S]`.
 
     Returns:
-        Their places, in order; fewer where there are fewer.
+        The indices of the heads, sorted; all of them if there are fewer than three.
     """
     chosen = [int(np.argmin(viz.head_numbers(heads)["entropy"]))]
     while len(chosen) < min(_FEW, len(heads)):
-        apart = abs(heads[:, None] - heads[None, chosen]).sum(axis=(-1, -2)).min(axis=1)
-        chosen.append(int(np.argmax(apart)))
+        distance = abs(heads[:, None] - heads[None, chosen]).sum(axis=(-1, -2)).min(axis=1)
+        chosen.append(int(np.argmax(distance)))
     return sorted(chosen)
 
 
 def draw_losses(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the loss of a run against its steps, from its metrics."""
+    """Draws the loss of a run over its steps, from its metrics."""
     curves = {
         "loss": ("training, as it is minimised", "-"),
         "validation_loss": ("validation, without label smoothing", "o-"),
@@ -134,7 +138,7 @@ def draw_losses(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_bleu(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the validation BLEU of a run against its steps, from its metrics."""
+    """Draws the validation BLEU of a run over its steps, from its metrics."""
     curves = {
         "validation_bleu": ("BLEU, sacrebleu's tokens", "o-"),
         "validation_word_bleu": ("BLEU, the model's words, unsmoothed", "o--"),
@@ -150,20 +154,20 @@ def _draw_curves(
     *,
     scale: str,
 ) -> None:
-    """Draws figures of the records over their steps.
+    """Draws values of the records over their steps.
 
     Args:
         records: the metrics.
-        curves: for each figure its label and style.
-        unit: what the figures are.
-        path: of the PNG file.
-        scale: of their axis.
+        curves: the label and style of each key of the records.
+        unit: the label of the y axis.
+        path: the PNG file.
+        scale: the scale of the y axis.
     """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for key, (label, style) in curves.items():
-        found = [(record["step"], record.get(key)) for record in records]
-        points = [(step, value) for step, value in found if value is not None]
+        values = [(record["step"], record.get(key)) for record in records]
+        points = [(number, value) for number, value in values if value is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.set_yscale(scale)
@@ -178,7 +182,7 @@ def _draw_curves(
 
 
 def _name_ticks(axes: Any) -> None:
-    """Numbers of a logarithmic axis as they are spoken: 0.5, not 5 × 10⁻¹."""
+    """Labels a logarithmic axis with plain numbers: 0.5, not 5 × 10⁻¹."""
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
     for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

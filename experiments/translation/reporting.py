@@ -1,4 +1,4 @@
-"""What is told of a run while it is trained and when it is done: in words, in JSON, in pictures."""
+"""Reports on a run during and after training: as text, as JSON and as pictures."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _SAMPLES = 3  # sentences translated at each validation, always the same ones
 
 
 def tell_of_text(console: Console, read: Sequence[ReadReport], encoded: EncodeReport) -> None:
-    """What was read, skipped and found, file by file, and what became of the training pairs."""
+    """Reports on each file that was read, and on the encoding of the training pairs."""
     for report in read:
         print(report)
         console.emit("read", **asdict(report))
@@ -30,7 +30,7 @@ def tell_of_text(console: Console, read: Sequence[ReadReport], encoded: EncodeRe
 
 
 def announce(console: Console, run: Run, model: Model, loop: Loop) -> None:
-    """What will be trained, and how long."""
+    """Reports the model to be trained and the length of the training."""
     parameters = model.size
     shapes = ", ".join(f"{rows} x ({source}, {target})" for rows, source, target in loop.shapes)
     print(
@@ -51,7 +51,7 @@ def announce(console: Console, run: Run, model: Model, loop: Loop) -> None:
 
 
 def keep(console: Console, run: Run) -> Callable[[dict[str, Any]], None]:
-    """A function that takes records of training and puts them where they belong."""
+    """Returns a function that adds records of training to the run's metrics and emits them."""
 
     def report(record: dict[str, Any]) -> None:
         run.report(record)
@@ -61,7 +61,8 @@ def keep(console: Console, run: Run) -> Callable[[dict[str, Any]], None]:
 
 
 def validated(run: Run, evaluator: Evaluator, params: Params) -> dict[str, Any]:
-    """Prints the scores and some translations, and returns them as a record."""
+    """Evaluates on the validation pairs, prints the scores and some translations, and returns them
+    as a record."""
     result = evaluator(params)
     print(f"validation: {result.scores}")
     samples = [
@@ -82,20 +83,23 @@ def validated(run: Run, evaluator: Evaluator, params: Params) -> dict[str, Any]:
 
 
 def sum_up(console: Console, run: Run, steps: Sequence[int]) -> None:
-    """How training went and where its results are.
+    """Reports how training went and where its results are.
 
     Args:
-        console: where programs are told.
+        console: emits the records for programs.
         run: the run that was trained.
-        steps: after which the parameters that it uses were saved.
+        steps: the steps after which the parameters in use were saved.
     """
     records = run.metrics()
     seconds = sum(record["seconds"] for record in records if "tokens" in record)
     speeds = [record["tokens_per_second"] for record in records if "tokens" in record]
-    made, best = records[-1]["step"], stopping.best(records)
+    completed, best = records[-1]["step"], stopping.best(records)
     stopped = stopping.has_stopped(records, run.config.patience)
     speed = statistics.median(speeds)
-    print(f"trained {made:,} steps in {seconds:.0f} s at about {speed:,.0f} target tokens a second")
+    print(
+        f"trained {completed:,} steps in {seconds:.0f} s "
+        f"at about {speed:,.0f} target tokens a second"
+    )
     if stopped:
         print(f"stopped early: {run.config.patience} epochs without a lower validation loss")
     if best is not None:
@@ -106,7 +110,7 @@ def sum_up(console: Console, run: Run, steps: Sequence[int]) -> None:
     console.emit(
         "end",
         run=str(run.directory),
-        steps=made,
+        steps=completed,
         stopped_early=stopped,
         seconds=seconds,
         tokens_per_second=speed,
@@ -117,7 +121,7 @@ def sum_up(console: Console, run: Run, steps: Sequence[int]) -> None:
 
 
 def used(steps: Sequence[int]) -> str:
-    """Which checkpoints' parameters are used, in words."""
+    """Describes in words the checkpoints whose parameters are used."""
     if len(steps) == 1:
         return f"the parameters after step {steps[0]:,}"
     return f"the mean of the parameters after steps {', '.join(map(str, steps))}"

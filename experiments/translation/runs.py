@@ -1,13 +1,13 @@
-"""A run's directory: its configuration, vocabularies, metrics and checkpoints.
+"""The directory of a run, which `Run` reads and writes:
 
-config.json      the configuration, and which text it was trained on
+config.json      the configuration and the origin of the training text
 source.json      the vocabularies
 target.json
-metrics.jsonl    a line for each report while training
+metrics.jsonl    one line for each report during training
 checkpoints/N    the state after N steps
 digests/N.json   the SHA-256 of each file of that checkpoint
-pictures/        what `pictures` draws
-lock             who trains, or did last (`experiments.runs.locking`)
+pictures/        the pictures that `pictures` draws
+lock             the process that trains, or trained last (`experiments.runs.locking`)
 """
 
 import hashlib
@@ -30,18 +30,18 @@ from experiments.translation.vocabulary import Vocabulary
 
 
 _FORMAT = "jattn-translation-run"
-_KEPT = 3  # checkpoints: enough to go back behind a damaged one
+_KEPT = 3  # checkpoints: enough to resume from an earlier one if the last is damaged
 _WRITTEN_FIRST = ("source.json", "target.json")
 
 
 @dataclass(frozen=True)
 class TextOrigin:
-    """Which text a run was trained on.
+    """The origin of the text that a run was trained on.
 
     Attributes:
-        path: of the files, or None for the built-in corpus.
-        languages: of source and target.
-        fingerprint: of the encoded training pairs.
+        path: the path of the files, or None for the built-in corpus.
+        languages: the languages of source and target.
+        fingerprint: the digest of the encoded training pairs.
     """
 
     path: str | None
@@ -50,7 +50,7 @@ class TextOrigin:
 
 
 def fingerprint(pairs: EncodedPairs) -> str:
-    """A digest of the encoded pairs and their order."""
+    """Returns a digest of the encoded pairs and their order."""
     digest = hashlib.sha256()
     for side in (pairs.source, pairs.target):
         digest.update(np.ascontiguousarray(side.values, "<i4").tobytes())
@@ -60,7 +60,7 @@ def fingerprint(pairs: EncodedPairs) -> str:
 
 @dataclass(frozen=True)
 class Run(Checkpoints):
-    """A run that was begun in `directory`."""
+    """A run, whose files are in `directory`."""
 
     config: Config
     source: Vocabulary
@@ -73,7 +73,7 @@ class Run(Checkpoints):
 
         Raises:
             FileNotFoundError: there is no run.
-            ValueError: its files are not what `create` writes, or there are links, pipes or devices
+            ValueError: `create` would not write these files, or there are links, pipes or devices
                 among them.
         """
         directory = Path(directory)
@@ -90,11 +90,11 @@ class Run(Checkpoints):
         )
 
     def create(self) -> None:
-        """Makes the directory and writes what `open` reads.
+        """Creates the directory with the files that `open` reads.
 
         Raises:
-            FileExistsError: there is something already.
-            Unwritten: the system refuses it.
+            FileExistsError: the directory exists and is not vacant.
+            Unwritten: the system refuses to write.
         """
         if not is_vacant(self.directory):
             raise FileExistsError(f"run: {self.directory} exists already and is not empty")
@@ -104,7 +104,7 @@ class Run(Checkpoints):
         self.write("config.json", json.dumps(about, indent=2) + "\n")
 
     def check_same(self, other: "Run") -> None:
-        """Makes sure that another run has the configuration and the text of this one.
+        """Checks that another run has the configuration and the text of this one.
 
         Raises:
             ValueError: something differs; the message names it.
@@ -118,25 +118,27 @@ class Run(Checkpoints):
             raise ValueError(f"{self.directory} was begun differently: {'; '.join(changed)}")
 
     def save(self, state: Any, step: int) -> None:
-        """Writes a checkpoint of a tree of arrays, and drops all but the latest few and the best.
+        """Writes a checkpoint of a tree of arrays, and deletes all but the latest few and the best.
 
         Raises:
-            Unwritten: the system refuses it. Those before it are as they were.
+            Unwritten: the system refuses to write. Earlier checkpoints are unchanged.
         """
         self.write_checkpoint(state, step)
         latest = self.steps()[-max(_KEPT, self.config.averaged_checkpoints) :]
         self._drop(set(self.steps()).difference(latest, [self._best_step()]))
 
     def parameters(self, like: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """The parameters of this run, and the steps after which they were saved: those of the
-        lowest validation loss, or the mean of the last checkpoints', or those of the last.
+        """Returns the parameters of this run, and the steps after which they were saved.
+
+        By the configuration these are the parameters with the lowest validation loss, the mean of
+        the last checkpoints, or the parameters of the last checkpoint.
 
         Args:
             like: the shapes of the model's parameters.
 
         Raises:
-            FileNotFoundError, ValueError: as `restore`.
-            Failure: some parameter is no finite number.
+            FileNotFoundError, ValueError: for the same reasons as `restore`.
+            Failure: some parameter is not a finite number.
         """
         best = self._best_step()
         preferred = sorted(self.steps(), key=lambda step: (step == best, step), reverse=True)
@@ -148,13 +150,13 @@ class Run(Checkpoints):
         return params, sorted(steps)
 
     def _best_step(self) -> int | None:
-        """The step of the lowest validation loss, where that is what counts."""
-        found = stopping.best(self.metrics()) if self.config.patience > 0 else None
-        return None if found is None else found["step"]
+        """Returns the step with the lowest validation loss, or None without early stopping."""
+        record = stopping.best(self.metrics()) if self.config.patience > 0 else None
+        return None if record is None else record["step"]
 
 
 def is_run(directory: Path) -> bool:
-    """Whether there is a run in this directory.
+    """Returns whether there is a run in this directory.
 
     Raises:
         ValueError: its configuration is a link, a pipe or a device.
@@ -168,7 +170,7 @@ def is_run(directory: Path) -> bool:
 
 
 def check_is_run(directory: Path) -> None:
-    """Makes sure that there is a run in this directory, and nothing that leads elsewhere.
+    """Checks that there is a run in this directory, with no links, pipes or devices.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -180,18 +182,18 @@ def check_is_run(directory: Path) -> None:
 
 
 def is_vacant(directory: Path) -> bool:
-    """Whether a run can begin in this directory: it does not exist, or is empty, or holds what is
-    left of a run that did not come to begin. Such a one has a lock, which only vacant directories
-    and runs are given."""
+    """Returns whether a new run can use this directory: it does not exist, is empty, or holds only
+    the first files of a run whose creation was interrupted. Such files come with a lock, which is
+    only ever created in vacant directories and in runs."""
     if not directory.is_dir():
         return not directory.exists()
-    found = {path.name for path in directory.iterdir()}
-    ours = {name for name in found if name.endswith(".draft")} | {locking.NAME, *_WRITTEN_FIRST}
-    return not found or (locking.NAME in found and found <= ours)
+    names = {path.name for path in directory.iterdir()}
+    ours = {name for name in names if name.endswith(".draft")} | {locking.NAME, *_WRITTEN_FIRST}
+    return not names or (locking.NAME in names and names <= ours)
 
 
 def check_removable(directory: Path) -> None:
-    """Makes sure that a directory holds a run and not something else.
+    """Checks that a directory holds a run, before it is deleted.
 
     Raises:
         ValueError: it holds something else.
@@ -201,19 +203,19 @@ def check_removable(directory: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Deletes a run with all that is in its directory but its lock, which may be held.
+    """Deletes all files of a run except its lock, which this process may hold.
 
     Raises:
-        ValueError: the directory holds something else than a run.
+        ValueError: the directory does not hold a run.
     """
     check_removable(directory)
-    last = directory / "config.json"  # until then it is a run, and can be deleted once more
+    last = directory / "config.json"  # marks a run, so that an interrupted deletion can be repeated
     for path in [*(set(directory.iterdir()) - {last, directory / locking.NAME}), last]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _mean(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of each array, taken in float64; a single tree as it is."""
+    """Returns the mean of each array, computed in float64; a single tree is returned unchanged."""
     if len(trees) == 1:
         return trees[0]
     return {

@@ -1,4 +1,5 @@
-"""Words and punctuation marks, for languages that put spaces between words.
+"""Splits text into words and punctuation marks, and joins them; for languages with spaces between
+words.
 
 Every punctuation mark or symbol (Unicode categories P and S) is a token of its own, with five
 exceptions:
@@ -30,7 +31,7 @@ _TOKENS = (
     rf"(?:(?:[-\u2010'\u2019]|(?<=\p{{Nd}})[.,:](?=\p{{Nd}})){_LETTER}+)*(?:-(?!-))?"
     rf"|\.{{2,}}|-{{2,}}|[{_MARKS}]"
 )
-# The two-letter ending of n't goes before the plain 't of others.
+# The ending n't comes before the plain 't, which would match its end.
 _CONTRACTION = "(?:[nN]['\u2019][tT]|['\u2019](?i:s|re|ve|ll|m|d|t))"
 _PARTS = (
     rf"(?!\A){_CONTRACTION}\z"
@@ -49,12 +50,12 @@ _PAIRED = {'"': '"', "\u00ab": "\u00ab\u00bb", "\u00bb": "\u00ab\u00bb"}
 
 
 def split(text: str) -> list[str]:
-    """The tokens of a text in normal form; none for white space."""
+    """Splits a text in normal form into tokens; white space gives none."""
     return [token for token, _ in PRE_TOKENIZER.pre_tokenize_str(text)]
 
 
 def join(tokens: Iterable[str]) -> str:
-    """Tokens with spaces between them, and marks attached to the side they belong to."""
+    """Joins tokens with spaces, and attaches marks to the word on the side where they belong."""
     pieces: list[str] = []
     open_quotes: set[str] = set()
     attached = True
@@ -66,7 +67,7 @@ def join(tokens: Iterable[str]) -> str:
 
 
 def _attachment(token: str, open_quotes: set[str]) -> tuple[bool, bool]:
-    """Whether a token is written without a space on its left and on its right."""
+    """Returns whether a token is written without a space on its left, and on its right."""
     if token == "\u201c":  # closes after a German opening mark, opens otherwise
         closes = "\u201e" in open_quotes
         open_quotes.discard("\u201e")

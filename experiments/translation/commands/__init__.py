@@ -1,1 +1,1 @@
-"""The subcommands, a file for each, and what they share."""
+"""The subcommands, one file for each, and the code they share."""

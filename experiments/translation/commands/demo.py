@@ -1,4 +1,4 @@
-"""The demonstration: trains, evaluates, translates and draws."""
+"""The subcommand `demo`: trains, evaluates, translates and draws."""
 
 import argparse
 import time
@@ -36,13 +36,14 @@ def demo(options: argparse.Namespace, console: Console) -> None:
 
 
 def _shown(evaluations: Mapping[str, Evaluation]) -> list[tuple[Pair, str]]:
-    """Five pairs with their translations: the longest of those that come first in their
-    construction, one of them from the last set; or where there are no constructions, the first."""
-    first, *others = [_firsts(result) for result in evaluations.values()]
-    return [*first[:4], others[-1][0]] if others else first[:5]
+    """Returns five pairs with their translations, all from one set or one of them from the last."""
+    first, *rest = [_examples(result) for result in evaluations.values()]
+    return [*first[:4], rest[-1][0]] if rest else first[:5]
 
 
-def _firsts(result: Evaluation) -> list[tuple[Pair, str]]:
+def _examples(result: Evaluation) -> list[tuple[Pair, str]]:
+    """Returns the first pair of each construction, longest first; all pairs if there is only one
+    construction."""
     examples = list(zip(result.pairs, result.translations, strict=True))
     firsts = {pair.construction: (pair, text) for pair, text in reversed(examples)}
     if len(firsts) == 1:

@@ -1,4 +1,4 @@
-"""The subcommand `evaluate`: how well a run's model translates held-out sentences."""
+"""The subcommand `evaluate`: scores a run's model on held-out sentences."""
 
 import argparse
 import json
@@ -26,7 +26,8 @@ def evaluate(options: argparse.Namespace, console: Console) -> None:
 
 @users_part()
 def tests_of(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
-    """The pairs that the options name to evaluate on, or else those held out for the run."""
+    """Reads the pairs to evaluate on: those that the options name, or else the run's held-out
+    pairs."""
     most = options.max_unpacked
     if options.data is not None and str(options.data.resolve()) != run.origin.path:
         languages = options.languages or run.origin.languages
@@ -38,7 +39,7 @@ def tests_of(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
 def evaluate_on(
     trained: TrainedRun, tests: Mapping[str, list[Pair]], search: Search, console: Console
 ) -> dict[str, Evaluation]:
-    """The results on each set of pairs, printed and written to the run's directory."""
+    """Evaluates on each set of pairs, and prints the results and writes them to the run."""
     run, results, figures = trained.run, {}, {}
     print(f"{run.directory}: {reporting.used(trained.steps)}; {search}")
     for name, pairs in tests.items():
@@ -48,8 +49,8 @@ def evaluate_on(
         print(table(name, results[name].scores), flush=True)
         if evaluator.cut:
             print(f"  {evaluator.cut} sides were cut to max_length={run.config.max_length} tokens")
-        how = {"search": search.to_json(), "steps": trained.steps, "cut": evaluator.cut}
-        figures[name] = how | results[name].scores.to_json()
+        settings = {"search": search.to_json(), "steps": trained.steps, "cut": evaluator.cut}
+        figures[name] = settings | results[name].scores.to_json()
         console.emit("evaluation", set=name, **figures[name])
     run.write("evaluation.json", json.dumps(figures, indent=2, allow_nan=False) + "\n")
     return results

@@ -1,4 +1,4 @@
-"""What training needs, all of it read and checked before anything is written."""
+"""Plans training: `make_plan` reads and checks all inputs before anything is written."""
 
 import argparse
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from experiments.translation.vocabulary import learn_vocabularies
 
 @dataclass(frozen=True)
 class Plan:
-    """What training needs, all of it read and checked."""
+    """The inputs of training, all read and checked."""
 
     run: Run
     texts: Texts
@@ -34,7 +34,7 @@ class Plan:
     placement: Placement
 
     def shared(self) -> dict[str, Any]:
-        """What all processes of a run must have alike."""
+        """Returns the values that must be equal in all processes of a run, by name."""
         return {
             "the configuration": self.run.config,
             "the training text": self.run.origin.fingerprint,
@@ -44,10 +44,10 @@ class Plan:
 
 
 def make_plan(options: argparse.Namespace, saved: Run | None, console: Console) -> Plan:
-    """Reads and checks what the options name, for a new run or for one that was saved.
+    """Reads and checks the inputs that the options name, for a new run or for a saved one.
 
     Raises:
-        ValueError, OSError: something does not fit, or cannot be read.
+        ValueError, OSError: an input is invalid or cannot be read.
     """
     config = saved.config if saved and not options.preset else PRESETS[options.preset or "toy"]
     seed = [] if options.seed is None else [f"seed={options.seed}"]
@@ -73,11 +73,11 @@ def make_plan(options: argparse.Namespace, saved: Run | None, console: Console) 
 
 
 def new_directory(options: argparse.Namespace) -> Path:
-    """The directory of a new run, which is vacant or may be overwritten.
+    """Returns the directory for a new run, which is vacant or may be overwritten.
 
     Raises:
-        FileExistsError: something is there, and is not to be overwritten.
-        ValueError: something that is no run is there.
+        FileExistsError: the directory is not vacant, and `--overwrite` is not given.
+        ValueError: the directory holds something else than a run.
     """
     usual = Path("runs") / (options.preset or "toy")
     if options.run is None and not options.overwrite and processes.leads():

@@ -1,4 +1,4 @@
-"""The subcommand `plot`: what a run's model looks at, and the losses of its training."""
+"""The subcommand `plot`: draws the attention of a run's model and the losses of its training."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from experiments.translation.vocabulary import BOS, PAD
 
 
 def plot(options: argparse.Namespace, _: Console) -> None:
-    """Draws, and prints the names of the files."""
+    """Draws the pictures, and prints the names of their files."""
     trained = open_run(options)
     sentence = options.sentence
     if sentence is None:
@@ -29,8 +29,8 @@ def plot(options: argparse.Namespace, _: Console) -> None:
 
 
 def draw(trained: TrainedRun, sentences: Sequence[str]) -> list[Path]:
-    """Draws the attention on the first sentence and its translation, writes a page with that on
-    all of them, and returns the files."""
+    """Draws the attention on the first sentence and its translation, writes a page with the
+    attention on all sentences, and returns the files."""
     directory = trained.run.path("pictures")
     seen = _seen(trained, list(dict.fromkeys(sentences)))
     files = pictures.draw_sentence(seen[0], directory)
@@ -40,33 +40,34 @@ def draw(trained: TrainedRun, sentences: Sequence[str]) -> list[Path]:
 
 
 def _seen(trained: TrainedRun, sentences: Sequence[str]) -> list[pictures.Seen]:
-    """What the heads look at in each sentence and its translation, computed as one batch."""
+    """Translates the sentences and returns the attention weights of each, computed in one batch."""
     run = trained.run
     sources = [encode(run, sentence) for sentence in sentences]
     targets = [row.tolist() for row in translated(trained.model, trained.params, sources)]
-    read = [[BOS, *row[:-1]] for row in targets]
+    inputs = [[BOS, *row[:-1]] for row in targets]
     lengths = np.array([len(row) for row in sources])
-    found = trained.model.weights(trained.params, _padded(sources), lengths, _padded(read))
-    arrays = {name: np.asarray(weights) for name, weights in found.items()}
+    weights = trained.model.weights(trained.params, _padded(sources), lengths, _padded(inputs))
+    arrays = {name: np.asarray(array) for name, array in weights.items()}
     return [
         pictures.Seen(
-            {name: weights[place] for name, weights in arrays.items()},
-            source=run.source.tokens(sources[place]),
-            target_in=run.target.tokens(read[place]),
-            target_out=run.target.tokens(targets[place]),
+            {name: array[index] for name, array in arrays.items()},
+            source=run.source.tokens(sources[index]),
+            target_in=run.target.tokens(inputs[index]),
+            target_out=run.target.tokens(targets[index]),
         )
-        for place in range(len(sentences))
+        for index in range(len(sentences))
     ]
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Rows of ids as one array, as long as the longest."""
+    """Returns rows of ids as one array, padded to the longest row."""
     width = max(map(len, rows))
     return np.array([[*row, *[PAD] * (width - len(row))] for row in rows], np.int32)
 
 
 def sentence_to_draw(tests: Mapping[str, Sequence[Pair]]) -> str:
-    """The first sentence whose picture is neither empty nor crowded."""
+    """Returns the first sentence of the first set that has 9 to 12 words, so that its picture is
+    readable, or else the first sentence."""
     pairs = next(iter(tests.values()))
-    fitting = (pair.source for pair in pairs if 9 <= len(pair.source.split()) <= 12)
-    return next(fitting, pairs[0].source)
+    candidates = (pair.source for pair in pairs if 9 <= len(pair.source.split()) <= 12)
+    return next(candidates, pairs[0].source)

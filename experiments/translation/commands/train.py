@@ -1,4 +1,4 @@
-"""The subcommand `train`: from the beginning or from the last checkpoint to the end."""
+"""The subcommand `train`: trains a model from the start or from the last checkpoint."""
 
 import argparse
 import contextlib
@@ -18,42 +18,42 @@ from experiments.translation.runs import Run, check_is_run, is_vacant, remove
 
 
 def train(options: argparse.Namespace, console: Console) -> None:
-    """Trains a model, and says what can be done with it."""
+    """Trains a model, and prints commands to try on it."""
     with train_run(options, console) as trained:
         advise(trained.run)
 
 
 @contextlib.contextmanager
 def train_run(options: argparse.Namespace, console: Console) -> Iterator[TrainedRun]:
-    """Trains as the options say, from the beginning or from the last checkpoint. While it lasts, no
-    other process trains in the run's directory."""
+    """Trains a run from the start or from the last checkpoint, and yields it. Until the context
+    exits, no other process can train in the run's directory."""
     keep_freed_memory()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with users_part():
-            saved = _to_resume(options, held) if options.resume else None
+            saved = _to_resume(options, locks) if options.resume else None
             plan = make_plan(options, saved, console)
             processes.check_alike(plan.shared())
             if saved:
                 saved.check_same(plan.run)
             else:
-                _begin(plan.run, held, overwrite=options.overwrite)
+                _begin(plan.run, locks, overwrite=options.overwrite)
         yield _fit(plan, console, resume=saved is not None)
 
 
-def _to_resume(options: argparse.Namespace, held: contextlib.ExitStack) -> Run:
+def _to_resume(options: argparse.Namespace, locks: contextlib.ExitStack) -> Run:
     if options.run is None or options.overwrite:
         raise ValueError("--resume: expected --run DIR with it, and no --overwrite")
     check_is_run(options.run)
     if processes.leads():
-        held.enter_context(locked(options.run))
+        locks.enter_context(locked(options.run))
     return Run.open(options.run)
 
 
-def _begin(run: Run, held: contextlib.ExitStack, *, overwrite: bool) -> None:
-    """Makes the run's directory, or clears that of the run to overwrite."""
+def _begin(run: Run, locks: contextlib.ExitStack, *, overwrite: bool) -> None:
+    """Creates the run's directory, after deleting the run to overwrite."""
     if not processes.leads():
         return
-    held.enter_context(locked(run.directory))
+    locks.enter_context(locked(run.directory))
     if overwrite and not is_vacant(run.directory):
         remove(run.directory)
     run.create()
@@ -82,7 +82,7 @@ def _fit(plan: Plan, console: Console, *, resume: bool) -> TrainedRun:
     if evaluator.cut:
         print(f"{evaluator.cut} validation sides are cut to {config.max_length} tokens")
     processes.advise(_how_to_go_on(run))
-    with _told_what_remains(run), processes.noticing_losses():
+    with _advising_to_resume(run), processes.noticing_losses():
         loop.run(placement.state(state))
     if not processes.leads():
         return TrainedRun(run, model, {}, [])
@@ -92,33 +92,37 @@ def _fit(plan: Plan, console: Console, *, resume: bool) -> TrainedRun:
 
 
 def _save(run: Run, state: training.State) -> None:
-    """Writes a checkpoint of a state that every process has."""
+    """Writes a checkpoint in the leading process; every process has the whole state."""
     if processes.leads():
         run.save(state, int(state.step))
 
 
 def _has_stopped(run: Run) -> bool:
-    """Whether training ends early; the process that writes the metrics says so to all."""
+    """Returns whether training ends early; the leading process reads the metrics and tells all."""
     stopped = processes.leads() and stopping.has_stopped(run.metrics(), run.config.patience)
     return bool(processes.agreed(stopped))
 
 
 @contextlib.contextmanager
-def _told_what_remains(run: Run) -> Iterator[None]:
-    """Around training: what ends it early says where it can go on."""
+def _advising_to_resume(run: Run) -> Iterator[None]:
+    """Adds the last checkpoint, and how to resume from it, to errors raised during training."""
     try:
         yield
     except training.NonFiniteLoss as error:
-        step = run.last_whole_step()
-        kept = "none" if step is None else f"that after step {step}"
-        raise training.NonFiniteLoss(f"{error}; the last checkpoint is {kept}") from None
+        saved_step = run.last_whole_step()
+        checkpoint = "none" if saved_step is None else f"that after step {saved_step}"
+        raise training.NonFiniteLoss(f"{error}; the last checkpoint is {checkpoint}") from None
     except BrokenPipeError:
         raise
     except (Failure, OSError) as error:
-        step = run.last_whole_step()
-        kept = "there is no checkpoint yet" if step is None else f"checkpoint {step} is whole"
+        saved_step = run.last_whole_step()
+        checkpoint = (
+            "there is no checkpoint yet"
+            if saved_step is None
+            else f"checkpoint {saved_step} is whole"
+        )
         kind = Failure if isinstance(error, Failure) else Unwritten
-        raise kind(f"{error}; {kept}; {_how_to_go_on(run)}") from error
+        raise kind(f"{error}; {checkpoint}; {_how_to_go_on(run)}") from error
     except KeyboardInterrupt as end:
         raise type(end)(_how_to_go_on(run)) from None
 
@@ -128,17 +132,17 @@ def _how_to_go_on(run: Run) -> str:
 
 
 def _resumed(run: Run, state: training.State, total: int) -> training.State:
-    step = 0
+    saved_step = 0
     if run.has_checkpoint():
-        state, step = run.restore(state)
-    if step >= total:
+        state, saved_step = run.restore(state)
+    if saved_step >= total:
         raise ValueError(f"{run.directory} has made all its {total} steps already")
     if processes.leads():
-        run.forget_metrics_after(step)
+        run.forget_metrics_after(saved_step)
     if _has_stopped(run):
-        raise ValueError(f"{run.directory} has stopped early after step {step} already")
-    if step:
-        print(f"goes on from the checkpoint after step {step}")
+        raise ValueError(f"{run.directory} has stopped early after step {saved_step} already")
+    if saved_step:
+        print(f"goes on from the checkpoint after step {saved_step}")
     else:
         print("begins anew: there is no checkpoint yet")
     return state

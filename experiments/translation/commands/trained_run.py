@@ -1,4 +1,4 @@
-"""A run whose model can be used, and sentences as its model reads them."""
+"""Opens a trained run to use its model, and encodes sentences for it."""
 
 import argparse
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from experiments.translation.runs import Run
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run with its model, the parameters it has come to, and the steps after which they were
-    saved."""
+    """A run with its model, its parameters, and the steps after which these were saved."""
 
     run: Run
     model: Model
@@ -22,7 +21,7 @@ class TrainedRun:
 
 @users_part()
 def open_run(options: argparse.Namespace) -> TrainedRun:
-    """The run that the options name, as far as it has come."""
+    """Opens the run that the options name, with the parameters trained so far."""
     run = Run.open(options.run)
     model = Model(run.config, len(run.source), len(run.target))
     params, steps = run.parameters(model.shapes)
@@ -30,11 +29,11 @@ def open_run(options: argparse.Namespace) -> TrainedRun:
 
 
 def has_words(run: Run, sentence: str) -> bool:
-    """Whether anything of a sentence is left to translate."""
+    """Returns whether a sentence has any words to translate."""
     return bool(run.source.split_words(sentence))
 
 
 @users_part()
 def encode(run: Run, sentence: str) -> list[int]:
-    """The ids of a sentence, if the run's model can read it."""
+    """Returns the ids of a sentence; a sentence that is too long for the model is a `UserError`."""
     return run.source.encode(clean(sentence), max_length=run.config.max_length)

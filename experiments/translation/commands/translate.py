@@ -1,4 +1,4 @@
-"""The subcommand `translate`: sentences, the lines of a file or what somebody types."""
+"""The subcommand `translate`: translates arguments, the lines of a file, or stdin."""
 
 import argparse
 import sys
@@ -14,11 +14,11 @@ from experiments.translation.decoding import Search, Translation, alignments, tr
 
 
 def translate(options: argparse.Namespace, _: Console) -> None:
-    """Translates, and prints or writes the translations."""
+    """Translates the sentences, and prints or writes the translations."""
     with users_part():
         search = make_search(options)
         _check_output(options)
-        place, sentences = _sentences(options)
+        origin, sentences = _sentences(options)
     trained = open_run(options)
     if sentences is None:
         print("a sentence per line; Ctrl-D ends", file=sys.stderr)
@@ -32,13 +32,13 @@ def translate(options: argparse.Namespace, _: Console) -> None:
     lines, refused = _translated_lines(trained, list(map(clean, sentences)), search, options)
     _write(lines, options)
     if refused:
-        first, *others = refused
-        also = f", and those of {', '.join(map(str, others))}" if others else ""
-        raise UserError(f"{place}:{first}: {refused[first]}; its lines are empty{also}")
+        first, *rest = refused
+        also = f", and those of {', '.join(map(str, rest))}" if rest else ""
+        raise UserError(f"{origin}:{first}: {refused[first]}; its lines are empty{also}")
 
 
 def _check_output(options: argparse.Namespace) -> None:
-    """Makes sure, before anything is computed, that there will be a place for it."""
+    """Checks, before anything is computed, that the output can be written."""
     path = options.output
     if path is None:
         if options.overwrite:
@@ -50,8 +50,8 @@ def _check_output(options: argparse.Namespace) -> None:
 
 
 def _sentences(options: argparse.Namespace) -> tuple[str, list[str] | None]:
-    """Where the sentences come from, and what to translate, a sentence per line; None where
-    somebody is typing it."""
+    """Returns the name of the sentences' origin, and the sentences, or None if they are typed
+    interactively."""
     if options.file is not None:
         if options.sentences:
             raise ValueError("--file: expected no SENTENCE with it")
@@ -66,10 +66,14 @@ def _sentences(options: argparse.Namespace) -> tuple[str, list[str] | None]:
 def _translated_lines(
     trained: TrainedRun, sentences: Sequence[str], search: Search, options: argparse.Namespace
 ) -> tuple[list[str], dict[int, str]]:
-    """`search.n_best` lines for each sentence, empty for one without words or too long; and what
-    is wrong with those that are too long, by their numbers from 1 on."""
+    """Translates sentences to lines of output.
+
+    Returns:
+        `search.n_best` lines for each sentence, empty if it has no words or is too long; and an
+        error message for each sentence that is too long, by its number from 1.
+    """
     run = trained.run
-    encoded: list[list[int]] = []  # empty where there is nothing to translate
+    encoded: list[list[int]] = []  # empty for a sentence with nothing to translate
     refused: dict[int, str] = {}
     for number, sentence in enumerate(sentences, start=1):
         encoded.append([])
@@ -83,28 +87,28 @@ def _translated_lines(
         if unknown := run.source.unknown(sentence):
             print(f"unknown {run.source.unit}: {', '.join(unknown)}", file=sys.stderr)
     with progress(len(rows), unit="sentence") as bar:
-        found = translations(trained.model, trained.params, rows, search, report=bar.update)
-    shown = _with_fields(trained, rows, found, options)
+        results = translations(trained.model, trained.params, rows, search, report=bar.update)
+    formatted = _formatted(trained, rows, results, options)
     lines: list[str] = []
     for row in encoded:
-        found = next(shown) if row else []
-        lines += found + [""] * (search.n_best - len(found))
+        row_lines = next(formatted) if row else []
+        lines += row_lines + [""] * (search.n_best - len(row_lines))
     return lines, refused
 
 
-def _with_fields(
+def _formatted(
     trained: TrainedRun,
     rows: Sequence[Sequence[int]],
-    found: Sequence[Sequence[Translation]],
+    results: Sequence[Sequence[Translation]],
     options: argparse.Namespace,
 ) -> Iterator[list[str]]:
-    """For each row of source ids a line per translation, with the fields that were asked for."""
+    """Yields for each row of source ids one line per translation, with the fields requested."""
     links = None
     if options.alignments:
-        sources = [row for row, best in zip(rows, found, strict=True) for _ in best]
-        targets = [translation.ids.tolist() for best in found for translation in best]
+        sources = [row for row, best in zip(rows, results, strict=True) for _ in best]
+        targets = [translation.ids.tolist() for best in results for translation in best]
         links = iter(alignments(trained.model, trained.params, sources, targets))
-    for best in found:
+    for best in results:
         lines = []
         for translation in best:
             numbers = (translation.score, translation.log_prob) if options.scores else ()
@@ -122,5 +126,5 @@ def _write(lines: Sequence[str], options: argparse.Namespace) -> None:
         print(text, end="", flush=True)
         return
     with users_part():
-        _check_output(options)  # once more: to translate takes its time
+        _check_output(options)  # again, because translating takes a while
     replace(options.output, text)

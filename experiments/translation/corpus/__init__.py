@@ -1,24 +1,25 @@
 """The built-in German-English corpus, generated from a synchronous grammar.
 
-    pairs = generate(1000, seed=0)                   # list[Pair], no source twice
+    pairs = generate(1000, seed=0)                   # list[Pair] with distinct sources
     parts = splits(train=50_000, validation=1000, test=1000, deeper=1000, seed=0)
 
-A `Pair` is a German sentence, its one right English translation and the name of the construction.
-Text is lower-case and its tokens are separated by single spaces, punctuation included. The same
-seed gives the same pairs on every machine and Python version.
+A `Pair` is a German sentence, its only correct English translation and the name of the
+construction. Text is lower-case and its tokens, punctuation included, are separated by single
+spaces. The same seed gives the same pairs on every machine and Python version.
 
     lexicon         the words of both languages and their tables
-    clauses         what is said: noun phrases and clauses, in no language yet
-    german          how German says it, and what German leaves open
-    english         how English says it
+    clauses         noun phrases and clauses, independent of the language
+    german          German clauses, and their ambiguities
+    english         English clauses
     sentences       both sides of a sentence
     sampling        random choices of clauses
-    constructions   the kinds of sentences, and which of them are kept out of training
+    constructions   the kinds of sentences, and which of them are not in training
 
-One right answer. The subject precedes the objects, unless the fronted object shows its case. A
-relative clause whose pronoun could be subject or object ("die frau , die das kind sieht") is drawn
-again, and so are sentences for which `doubtful` finds another reading. `wenn` is "if", the perfect
-is the English past, the present with a future time is "will", and `sie` is always "she".
+To give each sentence only one correct translation, the subject precedes the objects, unless the
+fronted object shows its case. A relative clause whose pronoun could be subject or object ("die
+frau , die das kind sieht") is drawn again, and so are sentences for which `doubtful` finds another
+reading. `wenn` is "if", the perfect is the English past, the present with a future time is "will",
+and `sie` is always "she".
 """
 
 import random
@@ -34,7 +35,7 @@ __all__ = ["CONSTRUCTIONS", "DEEPER", "Pair", "Splits", "generate", "splits"]
 
 
 class Pair(NamedTuple):
-    """A German sentence, its English translation, and the construction it shows."""
+    """A German sentence, its English translation, and the name of its construction."""
 
     source: str
     target: str
@@ -42,7 +43,7 @@ class Pair(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Pairs for training and for three kinds of evaluation; no source is in two of them."""
+    """Pairs for training and for three kinds of evaluation; no source is in two splits."""
 
     train: list[Pair]
     validation: list[Pair]
@@ -57,10 +58,13 @@ def generate(
     constructions: Sequence[str] = CONSTRUCTIONS,
     exclude: Set[str] = frozenset(),
 ) -> list[Pair]:
-    """`count` pairs with distinct sources, none of them in `exclude`, evenly from `constructions`.
+    """Generates `count` pairs with distinct sources, not in `exclude`, evenly from `constructions`.
 
-    A smaller count gives the beginning of the same list. A construction with few sentences gives
-    way to the others as it is used up; `ValueError` if all of them are.
+    A smaller count gives the beginning of the same list. When a construction runs out of new
+    sentences, the others replace it.
+
+    Raises:
+        ValueError: all constructions have run out of sentences, or an argument is invalid.
     """
     rules = TRAINING | NESTED
     if not constructions or not set(constructions) <= set(rules):
@@ -68,7 +72,7 @@ def generate(
     if count < 0:
         raise ValueError(f"count: expected at least 0, got {count}")
     rng = random.Random(seed)
-    draw, brief = Draw(rng), Draw(rng, adjectives=0.1)  # test depth, not length
+    draw, brief = Draw(rng), Draw(rng, adjectives=0.1)  # nested sentences test depth, not length
     pairs, seen, repeats = [], set(exclude), 0
     while len(pairs) < count:
         name = draw.pick(constructions)
@@ -85,7 +89,7 @@ def generate(
 
 
 def splits(*, train: int, validation: int, test: int, deeper: int, seed: int) -> Splits:
-    """Disjoint splits; validation, test and deeper do not depend on how much is trained on."""
+    """Generates disjoint splits; the held-out ones do not depend on the number of training pairs."""
     held_out = validation + test
     pairs = generate(held_out + train, seed=seed)
     nested = generate(deeper, seed=seed, constructions=DEEPER, exclude={p.source for p in pairs})

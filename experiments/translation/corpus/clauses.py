@@ -1,7 +1,7 @@
-"""What is said, before either language says it: noun phrases, and the clauses that they stand in.
+"""Noun phrases and clauses, independent of word order.
 
 A `Clause` is a verb, its arguments by role (`nom`, `acc`, `dat`), a mode (present, perfect, a modal
-verb), perhaps a negation and a time. Both languages are read off it.
+verb), and optionally a negation and a time. `german` and `english` realise it in each language.
 """
 
 from functools import cache
@@ -36,11 +36,12 @@ class Phrase(NamedTuple):
     agreement: int = THIRD
     gender: str = ""
     sort: str = ""
-    reference: Noun | str | None = None  # two phrases of one clause never share it
+    reference: Noun | str | None = None  # two phrases of a clause never share a reference
     determiner: Determiner | None = None  # None: a pronoun or a predicate
 
 
-# The speaker is not named twice ("wir sehen uns"). The accusative "sie" would be "her" or "them".
+# A shared reference excludes two first-person phrases ("wir sehen uns"). The accusative "sie" is
+# left out, because it could be "her" or "them".
 ICH = Phrase(("ich", "mich", "mir"), "i", "me", FIRST, sort="P", reference="speaker")
 ER = Phrase(("er", "ihn", "ihm"), "he", "him", THIRD, sort="P")
 SIE = Phrase(("sie", "sie", "ihr"), "she", "her", THIRD, sort="P")
@@ -55,7 +56,7 @@ def phrase(
     plural: bool = False,
     adjective: Adjective | None = None,
 ) -> Phrase:
-    """Determiner, adjective and noun in agreement, in all cases."""
+    """Builds a noun phrase from determiner, adjective and noun in agreement, in all cases."""
     gender = "p" if plural else noun.gender
     nouns = noun.plural if plural else noun.singular
     articles, endings = determiner.german[gender], determiner.endings[gender]
@@ -80,7 +81,7 @@ def phrase(
 
 @cache
 def phrases(sorts: str, determiners: tuple[Determiner, ...], described: bool) -> tuple[Phrase, ...]:
-    """All phrases about nouns of these sorts, with an adjective or without."""
+    """Returns all phrases about nouns of these sorts, with adjectives if `described`."""
     return tuple(
         phrase(noun, determiner, plural, adjective)
         for noun in NOUNS.values()
@@ -94,7 +95,7 @@ def phrases(sorts: str, determiners: tuple[Determiner, ...], described: bool) ->
 
 @cache
 def predicates(subject: Phrase) -> tuple[Phrase, ...]:
-    """What an adjective can say of the subject, if the subject does not say it already."""
+    """Returns the adjectives that fit the subject and are not already part of it."""
     return tuple(
         Phrase(triple([adjective.german]), "", adjective.english)
         for adjective in ADJECTIVES.values()
@@ -103,7 +104,7 @@ def predicates(subject: Phrase) -> tuple[Phrase, ...]:
 
 
 class Clause(NamedTuple):
-    """Who does what, how and when; word order is the business of the realisation."""
+    """A clause without word order: verb, arguments, mode, negation and time."""
 
     verb: Verb
     arguments: dict[str, Phrase]  # by role: nom, and the verb's slots

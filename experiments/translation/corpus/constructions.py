@@ -1,4 +1,4 @@
-"""The constructions: what is in training, and what is nested deeper than anything there.
+"""The constructions of training (`TRAINING`), and more deeply nested ones (`NESTED`).
 
 To add one, write a function from `Draw` to a sentence and name it in `TRAINING` or `NESTED`.
 """
@@ -14,7 +14,8 @@ from experiments.translation.corpus.sentences import Sentence, chain, sentence, 
 
 
 def subject_or_time(draw: Draw, clause: Clause) -> Sentence:
-    """A main clause that begins with its subject, or as often with its time if it has one."""
+    """Builds a main clause that begins with its subject or, if it has one, equally often with its
+    time."""
     return statement(clause, "time" if clause.time and draw.chance(0.5) else "nom")
 
 
@@ -43,7 +44,8 @@ def modal(draw: Draw) -> Sentence:
 
 
 def negation(draw: Draw) -> Sentence:
-    """No subject, no object, or not; a time comes first, where "not" is not said of it."""
+    """Draws a sentence with "no" at its subject or object, or with "not". A time comes first, so
+    that it is outside the scope of "not"."""
     if draw.chance(0.2):
         return statement(draw.clause(mode=draw.mode(), determiners={"nom": (lex.NO,)}))
     clause = draw.negated(lex.EVENTS, draw.mode(), timed=0.2)
@@ -51,12 +53,13 @@ def negation(draw: Draw) -> Sentence:
 
 
 def fronted_object(draw: Draw) -> Sentence:
-    """An object first, where its form or a preposition shows that it is not the subject."""
+    """Draws a sentence that begins with an object, whose form or preposition shows that it is not
+    the subject."""
     while True:
         clause = draw.clause(lex.TRANSITIVE, timed=0.2)
-        before, front = draw.pick(clause.verb.german_frame)
+        prefix, front = draw.pick(clause.verb.german_frame)
         moved = clause.arguments[front]
-        if moved.determiner and (before or moved.forms[lex.CASES[front]] != moved.forms[lex.NOM]):
+        if moved.determiner and (prefix or moved.forms[lex.CASES[front]] != moved.forms[lex.NOM]):
             return statement(clause, front)
 
 
@@ -79,7 +82,8 @@ def relative_after_subject(draw: Draw) -> Sentence:
 
 
 def relative_after_object(draw: Draw) -> Sentence:
-    """The object ends the clause in both languages, and no time follows its relative clause."""
+    """Draws a sentence with a relative clause after an object, which ends the main clause in both
+    languages; a time comes first, so that it does not follow the relative clause."""
     clause = draw.clause(lex.OBJECT_LAST, pronouns=False, timed=0.2)
     front = "time" if clause.time else "nom"
     return statement(draw.described(clause, clause.verb.slots[0]), front)

@@ -1,4 +1,4 @@
-"""English sentences by auxiliaries, with do-support where "not" or a question calls for it."""
+"""English clauses, with do-support for "not" and questions."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ from experiments.translation.corpus.lexicon import BE, FIRST, PERFECT, PRESENT, 
 
 @cache
 def operator(verb: Verb, mode: Mode, agreement: int) -> tuple[str, str]:
-    """The English auxiliary that carries "not" and opens a question, and what follows it."""
+    """Returns the auxiliary, which carries "not" and opens questions, and the rest of the verb."""
     if verb is BE:
         return affirmative(verb, mode, agreement), ""
     return mode.auxiliary[agreement], join(mode.link[FIRST] if mode.link else "", verb.base)
@@ -16,7 +16,7 @@ def operator(verb: Verb, mode: Mode, agreement: int) -> tuple[str, str]:
 
 @cache
 def affirmative(verb: Verb, mode: Mode, agreement: int) -> str:
-    """The English verb group of a statement without "not"."""
+    """Returns the English verb group of a statement without "not"."""
     if mode is PRESENT:
         return verb.english[agreement]
     if mode is PERFECT:
@@ -25,32 +25,32 @@ def affirmative(verb: Verb, mode: Mode, agreement: int) -> str:
 
 
 def english(clause: Clause, *, gap: str = "", time_first: bool = False) -> str:
-    """English statement or clause; the argument `gap` and its preposition are left out."""
+    """Returns an English statement or clause without the argument `gap` and its preposition."""
     verb, mode, subject = clause.verb, clause.mode, clause.arguments["nom"]
     if clause.negated:
         auxiliary, rest = operator(verb, mode, subject.agreement)
         group = f"{auxiliary} not {rest}" if auxiliary != "can" else f"cannot {rest}"
     else:
         group = affirmative(verb, mode, subject.agreement)
-    before = "" if gap == "nom" else subject.subject
+    opening = "" if gap == "nom" else subject.subject
     if clause.time and time_first:
-        before = f"{clause.time.english} {before}"
-    return join(before, group.rstrip(), *english_objects(clause, gap, not time_first))
+        opening = f"{clause.time.english} {opening}"
+    return join(opening, group.rstrip(), *english_objects(clause, gap, not time_first))
 
 
 def english_question(clause: Clause) -> str:
-    """English question to be answered with yes or no."""
+    """Returns an English yes-no question."""
     subject = clause.arguments["nom"]
     auxiliary, rest = operator(clause.verb, clause.mode, subject.agreement)
     return join(auxiliary, subject.subject, rest, *english_objects(clause))
 
 
 def english_objects(clause: Clause, gap: str = "", timed: bool = True) -> list[str]:
-    """What follows the English verb."""
+    """Returns the words after the English verb, without the argument `gap` and its preposition."""
     words = []
-    for before, role in clause.verb.english_frame:
+    for prefix, role in clause.verb.english_frame:
         if not role or role != gap:
-            words += [before, clause.arguments[role].object if role else ""]
+            words += [prefix, clause.arguments[role].object if role else ""]
     if clause.time and timed:
         words.append(clause.time.english)
     return words

@@ -1,9 +1,8 @@
-"""German sentences by topological fields.
+"""German clauses by topological fields, and tests for ambiguities.
 
-The finite verb and what closes the clause (particle, participle, infinitive) form a bracket around
-the middle field. `verb_second` puts the finite verb after one fronted phrase, or first;
-`verb_final` puts it behind everything. What German leaves open is found here too: `ambiguous` for a
-relative clause, `doubtful` for a sentence.
+The finite verb and the closing words (particle, participle, infinitive) form a bracket around the
+middle field. `verb_second` puts the finite verb after one fronted phrase, or first; `verb_final`
+puts it last. `ambiguous` tests a relative clause for a second reading, `doubtful` a sentence.
 """
 
 import re
@@ -28,7 +27,8 @@ from experiments.translation.corpus.lexicon import (
 
 @cache
 def bracket(verb: Verb, mode: Mode, agreement: int) -> Forms:
-    """The finite verb, what closes its clause, and the cluster of both at the end of a clause."""
+    """Returns the finite verb, the words that close its clause, and the cluster of both at the end
+    of a subordinate clause."""
     if mode.german:
         finite, rest = mode.german[agreement], verb.infinitive
     elif mode is PERFECT:
@@ -40,22 +40,24 @@ def bracket(verb: Verb, mode: Mode, agreement: int) -> Forms:
 
 
 def middle_field(clause: Clause, moved: str = "") -> list[str]:
-    """Pronouns, time, objects, "nicht", and last a predicate or an object with a preposition."""
+    """Returns pronouns, time, objects, "nicht", and a predicate or an object with a preposition, in
+    this order, without the argument `moved`."""
     pronouns, nouns, close = [], [], []
     denied = clause.negated
-    for before, role in clause.verb.german_frame:
+    for prefix, role in clause.verb.german_frame:
         phrase = clause.arguments[role]
         denied = denied and phrase.determiner is not NO
         if role == moved:
             continue
-        place = close if before or role == "adj" else nouns if phrase.determiner else pronouns
-        place += [before, phrase.forms[CASES[role]]]
+        field = close if prefix or role == "adj" else nouns if phrase.determiner else pronouns
+        field += [prefix, phrase.forms[CASES[role]]]
     time = clause.time.german if clause.time and moved != "time" else ""
     return [*pronouns, time, *nouns, "nicht" if denied else "", *close]
 
 
 def verb_second(clause: Clause, front: str = "nom") -> str:
-    """German main clause that begins with `front`: a role, "time", or "" for the finite verb."""
+    """Returns a German main clause that begins with `front`: a role, "time", or "" for the finite
+    verb."""
     subject = clause.arguments["nom"]
     finite, closing, _ = bracket(clause.verb, clause.mode, subject.agreement)
     opening = [finite, subject.forms[NOM]]
@@ -70,14 +72,14 @@ def verb_second(clause: Clause, front: str = "nom") -> str:
 
 
 def verb_final(clause: Clause, gap: str = "") -> str:
-    """German subordinate clause without its first word; the argument `gap` is left out."""
+    """Returns a German subordinate clause without its first word and the argument `gap`."""
     subject = clause.arguments["nom"]
     _, _, cluster = bracket(clause.verb, clause.mode, subject.agreement)
     return join("" if gap == "nom" else subject.forms[NOM], *middle_field(clause, gap), cluster)
 
 
 def reversible(clause: Clause) -> bool:
-    """Whether subject and accusative object could by number and sort change places."""
+    """Returns whether subject and accusative object could be exchanged, by number and sort."""
     subject, other = clause.arguments["nom"], clause.arguments.get("acc")
     selects = clause.verb.selects
     return (
@@ -90,7 +92,7 @@ def reversible(clause: Clause) -> bool:
 
 
 def ambiguous(clause: Clause, gap: str) -> bool:
-    """Whether a relative clause has two readings: "die frau , die das kind sieht"."""
+    """Returns whether a relative clause has two readings, as in "die frau , die das kind sieht"."""
     if gap == "dat" or not reversible(clause):
         return False
     head = clause.arguments[gap]
@@ -99,7 +101,7 @@ def ambiguous(clause: Clause, gap: str) -> bool:
 
 
 def syncretic(forms: Forms) -> bool:
-    """Whether nominative and accusative look the same."""
+    """Returns whether nominative and accusative are equal."""
     return forms[NOM] == forms[ACC]
 
 
@@ -116,7 +118,7 @@ NOUN_FORMS = frozenset(form for noun in NOUNS.values() for form in noun.singular
 FEMININE_DATIVE = re.compile(
     rf" (?:der|dieser|einer|keiner) (?:\w+en )?(?:{'|'.join(sorted(_singulars('f', 'PA')))}) "
 )
-REFERENTS = {  # what besides a person a pronoun in another clause could mean
+REFERENTS = {  # the nouns, other than persons, that a pronoun in another clause could refer to
     "er": _singulars("m", "AREOT"),
     "ihn": _singulars("m", "AREOT"),
     "ihm": _singulars("m", "AREOT") | _singulars("n", "PAREOT"),
@@ -126,10 +128,10 @@ REFERENTS = {  # what besides a person a pronoun in another clause could mean
 
 
 def doubtful(german: str) -> bool:
-    """Whether a sentence could be read otherwise than the grammar means it.
+    """Returns whether a sentence has a reading other than the intended one.
 
-    A feminine dative right behind a noun looks like a genitive ("hilft der mann der frau"), "ihr
-    fenster" like "her window", and a pronoun could stand for a thing named in another clause.
+    A feminine dative right after a noun looks like a genitive ("hilft der mann der frau"), "ihr
+    fenster" like "her window", and a pronoun could refer to a thing named in another clause.
     """
     for match in FEMININE_DATIVE.finditer(german):
         if german[: match.start()].rpartition(" ")[2] in NOUN_FORMS:

@@ -1,4 +1,4 @@
-"""The words of both languages, and the tables by which German ones agree.
+"""The words of both languages, and the tables of German agreement.
 
 A row of the lexicon pairs a German word with an English one. A verb has a frame in each language,
 linked by the names of the roles: `geben: dat acc = acc to_dat`, `warten: auf_acc = for_acc`,
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 Forms = tuple[str, str, str]  # by case (nominative, accusative, dative) or by agreement
 Paradigm = dict[str, Forms]  # forms by gender: m, f, n, and p for the plural of all three
-Frame = tuple[tuple[str, str], ...]  # what a verb governs, in order: preposition, role
+Frame = tuple[tuple[str, str], ...]  # (preposition or adverb, role) of each complement of a verb
 
 NOM, ACC, DAT = range(3)
 CASES = {"nom": NOM, "acc": ACC, "dat": DAT, "adj": NOM}  # the case of each role
@@ -20,12 +20,12 @@ FIRST, THIRD, PLURAL = range(3)  # agreement: ich, er, wir
 
 
 def join(*words: str) -> str:
-    """The words that are not empty, with spaces between."""
+    """Joins the nonempty words with spaces."""
     return " ".join([word for word in words if word])
 
 
 def triple(words: Sequence[str]) -> Forms:
-    """Three forms; a single one stands for all three."""
+    """Returns three forms; a single form is repeated."""
     first, second, third = words if len(words) > 1 else [*words] * 3
     return first, second, third
 
@@ -34,7 +34,7 @@ def triple(words: Sequence[str]) -> Forms:
 
 
 def paradigm(*rows: str) -> Paradigm:
-    """A table with rows nominative, accusative, dative and columns m, f, n, p; "-" is no word."""
+    """Parses rows nominative, accusative and dative with columns m, f, n, p; "-" is no word."""
     cells = [["" if cell == "-" else cell for cell in row.split()] for row in rows]
     return {gender: triple(forms) for gender, *forms in zip("mfnp", *cells, strict=True)}
 
@@ -47,13 +47,13 @@ DIESER = paradigm(
     "dieser diese dieses diese", "diesen diese dieses diese", "diesem dieser diesem diesen"
 )
 AFTER_DER = paradigm("e e e en", "en e e en", "en en en en")  # endings of adjectives
-AFTER_EIN = paradigm("er e es e", "en e es e", "en en en en")  # in the plural after no article
+AFTER_EIN = paradigm("er e es e", "en e es e", "en en en en")  # the plural has no article
 AFTER_KEIN = paradigm("er e es en", "en e es en", "en en en en")
 
 
 @dataclass(frozen=True, eq=False)
 class Determiner:
-    """An article, the adjective endings after it, and its English for singular and plural."""
+    """An article, the adjective endings after it, and its English forms in singular and plural."""
 
     german: Paradigm
     endings: Paradigm
@@ -85,7 +85,7 @@ class Noun:
 
 @dataclass(frozen=True, eq=False)
 class Adjective:
-    """An adjective and the sorts of noun that it fits."""
+    """An adjective, and the sorts of nouns that it fits."""
 
     german: str
     english: str
@@ -94,7 +94,7 @@ class Adjective:
 
 @dataclass(frozen=True, eq=False)
 class Time:
-    """A time expression and what it goes with: modes, and "negated" clauses."""
+    """A time expression, and the modes that it fits; with "negated", also negated clauses."""
 
     german: str
     english: str
@@ -103,7 +103,7 @@ class Time:
 
 @dataclass(frozen=True, eq=False)
 class Mode:
-    """Tense or modality: finite forms of the German modal, English auxiliary and link."""
+    """A tense or modality: finite forms of the German modal, English auxiliary and link."""
 
     name: str
     german: Forms | None  # None: the verb or its own auxiliary is finite
@@ -129,7 +129,7 @@ class Verb:
     past: Forms
 
 
-# Columns are two or more spaces apart; "-" is an empty cell.
+# Columns are separated by two or more spaces; "-" is an empty cell.
 # Sorts: P person, A animal, R readable, E eatable, O openable, T other thing.
 
 # singular (nachbar/n: its other cases), plural, gender, English, sort
@@ -268,9 +268,9 @@ def _mode(row: list[str]) -> tuple[str, Mode]:
 
 
 def _frame(cell: str) -> Frame:
-    """`for_acc` is a preposition and its role, `up_` an adverb, `acc` a role."""
+    """Parses a frame: `for_acc` is a preposition and its role, `up_` an adverb, `acc` a role."""
     words = [word.rpartition("_") for word in cell.strip("- ").split()]
-    return tuple((before, role) for before, _, role in words)
+    return tuple((prefix, role) for prefix, _, role in words)
 
 
 def _verb(row: list[str]) -> tuple[str, Verb]:
@@ -298,8 +298,8 @@ def _verb(row: list[str]) -> tuple[str, Verb]:
 
 
 def preposition(frame: Frame, role: str) -> str:
-    """The preposition of a role in a frame, if any."""
-    return "".join([before for before, other in frame if other == role])
+    """Returns the preposition of a role in a frame, or an empty string."""
+    return "".join([prefix for prefix, frame_role in frame if frame_role == role])
 
 
 AUXILIARIES = {"haben": "habe,hat,haben", "sein": "bin,ist,sind"}

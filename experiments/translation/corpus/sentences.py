@@ -1,4 +1,4 @@
-"""Sentences in both languages at once."""
+"""Builds sentences in both languages from clauses."""
 
 from experiments.translation.corpus.clauses import Clause, Phrase
 from experiments.translation.corpus.english import english
@@ -17,17 +17,17 @@ Sentence = tuple[str, str]  # German, English
 
 
 def sentence(german: str, gloss: str, mark: str = ".") -> Sentence:
-    """Both sides with their last mark; of two marks in a row the first falls."""
+    """Returns both sides with their final mark; of two marks in a row the first is removed."""
     return f"{german} {mark}".replace(", ,", ",").replace(f", {mark}", mark), f"{gloss} {mark}"
 
 
 def statement(clause: Clause, front: str = "nom") -> Sentence:
-    """A main clause with `front` in the first place."""
+    """Returns a main clause that begins with `front`."""
     return sentence(verb_second(clause, front), english(clause, time_first=front == "time"))
 
 
 def chain(outer: Clause, *links: tuple[str, Clause]) -> Sentence:
-    """A main clause and the subordinate clauses behind it, each with the word that opens it."""
+    """Returns a main clause and the subordinate clauses after it, each with its conjunction."""
     german, gloss = verb_second(outer), english(outer)
     for word, clause in links:
         german += f" , {word} {verb_final(clause)}"
@@ -36,7 +36,7 @@ def chain(outer: Clause, *links: tuple[str, Clause]) -> Sentence:
 
 
 def with_relative(clause: Clause, gap: str) -> Phrase:
-    """The argument `gap` of the clause, with the clause as its relative clause."""
+    """Returns the argument `gap` of a clause, with the clause as a relative clause about it."""
     verb, head = clause.verb, clause.arguments[gap]
     which = "which" if head.sort != "P" else "who" if gap == "nom" else "whom"
     pronoun = RELATIVE[head.gender][CASES[gap]]
