@@ -1,8 +1,8 @@
-"""Text from a language model: one token after another, each read once, on a cache.
+"""Text generation by a language model, one token at a time, on a cache.
 
-The prompt is read in one step but for the last token of each row. Then all steps are alike: each
-row's last token goes in, and the next one is chosen from the logits that come out. So there is one
-loop, compiled once, and one way in which tokens are chosen.
+One step of the model processes the prompt except for the last token of each row. All later steps
+are alike: the model takes each row's last token, and the next token is chosen from its logits. So
+there is one loop, compiled once, and tokens are chosen in one place.
 """
 
 import functools
@@ -34,26 +34,27 @@ def __dir__() -> list[str]:
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """What writes: a Flax NNX module with these two methods, such as `jattn.nn.DecoderOnly`."""
+    """A model that `generate` accepts: a Flax NNX module with these two methods, such as
+    `jattn.nn.DecoderOnly`."""
 
     def start(self, batch: int, length: int) -> Any:
-        """Empty caches for up to `length` tokens in each row."""
+        """Returns empty caches for up to `length` tokens in each row."""
         ...
 
     def step(
         self, tokens: Any, caches: Any, *, valid: Any = None, deterministic: bool | None = None
     ) -> tuple[Any, Any]:
-        """Logits `[B, T, vocabulary]` of further tokens `[B, T]`, and the grown caches; `valid
-        [B, T]` is False for padding."""
+        """Returns logits `[B, T, vocabulary]` of the next tokens `[B, T]`, and the caches with
+        these tokens appended; `valid [B, T]` is False for padding."""
         ...
 
 
 class Generated(NamedTuple):
-    """What was written.
+    """The generated tokens.
 
     Attributes:
-        tokens: `[B, max_tokens]`, up to the row's first stop token; `pad` behind it.
-        lengths: `[B]`, how many tokens of each row were written, the stop token counted.
+        tokens: `[B, max_tokens]`, up to and including the row's first stop token, then `pad`.
+        lengths: `[B]`, the number of tokens generated in each row, including the stop token.
     """
 
     tokens: Int[Array, "B n"]
@@ -75,37 +76,37 @@ def generate(
     caches: Any = None,
     callback: Callable[[np.ndarray], object] | None = None,
 ) -> Generated:
-    """Goes on from a prompt: `tokens [B, max_tokens]` and `lengths [B]`.
+    """Continues a prompt: returns `tokens [B, max_tokens]` and `lengths [B]`.
 
-        found = jattn.generate(model, prompt, max_tokens=100, temperature=0.8, top_p=0.95, key=key)
+        result = jattn.generate(model, prompt, max_tokens=100, temperature=0.8, top_p=0.95, key=key)
 
-    Compiled once for each shape of the prompt; another temperature, `top_p` or key is the same
-    program. Dropout is off.
+    The program is compiled once for each shape of the prompt; changing the temperature, `top_p` or
+    key does not recompile it. Dropout is off.
 
     Args:
-        model: a Flax NNX module as `LanguageModel` describes it.
-        prompt: tokens `[B, T]` of which each row has at least one.
-        max_tokens: how many to write in each row at most.
-        temperature: what logits are divided by before a token is drawn; at 0, and by default, the
-            likeliest token is taken, and of equally likely ones the first.
+        model: a Flax NNX module with the methods of `LanguageModel`.
+        prompt: tokens `[B, T]`, at least one in each row.
+        max_tokens: the largest number of tokens to generate in each row.
+        temperature: the divisor of the logits before a token is drawn; at 0, the default, the
+            likeliest token is chosen, and the first one of a tie.
         top_k: draw from this many of the likeliest tokens.
-        top_p: draw from the nucleus: as few of these as together have at least this probability
-            (Holtzman et al. 2020).
-        key: a JAX random key, needed for a temperature above 0. What is drawn for a row depends on
-            the row's number, and not on other rows.
-        stop: tokens after which a row has ended.
-        pad: what stands behind them.
-        valid: bool `[B, T]`, False for padding, on whichever side of a row.
-        caches: what comes before the prompt, as `model.step` gives it, or another kind of cache
-            from `model.start`; by default `model.start(B, T + max_tokens − 1)`.
-        callback: is called after each step with its tokens, a NumPy array `[B]` with `pad` in rows
-            that have ended. The loop then runs in Python around a compiled step.
+        top_p: draw from the nucleus, the smallest set of these tokens with at least this total
+            probability (Holtzman et al. 2020).
+        key: a JAX random key, required for a temperature above 0. The draws of a row depend on the
+            row's index, and not on other rows.
+        stop: tokens that end a row.
+        pad: the token that fills a row after its stop token.
+        valid: bool `[B, T]`, False for padding, on either side of a row.
+        caches: caches that `model.step` returned for the tokens before the prompt, or caches of
+            another kind from `model.start`; by default `model.start(B, T + max_tokens − 1)`.
+        callback: a function called after each step with its tokens, a NumPy array `[B]` with `pad`
+            in rows that have ended. The loop then runs in Python around a compiled step.
 
     Returns:
-        `Generated(tokens, lengths)`. Tokens are −1 where the model's logits have no number, as
-        after a cache has overflowed or a traced token was outside of the vocabulary.
+        `Generated(tokens, lengths)`. Tokens are −1 where the model's logits contain NaN, for
+        example after a cache has overflowed or a traced token was outside the vocabulary.
 
-    Raises TypeError and ValueError for arguments that do not fit.
+    Raises TypeError and ValueError for invalid arguments.
     """
     _check_model(model)
     check_array("prompt", prompt, "[B, T]", "integer")
@@ -136,17 +137,17 @@ def generate(
 
 
 class _Options(NamedTuple):
-    """What the program depends on."""
+    """The static options: a change of any of these compiles a new program."""
 
     max_tokens: int
     top_k: int | None
     stop: tuple[int, ...]
     pad: int
-    functions: tuple[Any, ...]  # of the model's masks and scores, as they are now
+    functions: tuple[Any, ...]  # those of the model's masks and scores, by value
 
 
 class _Sampling(NamedTuple):
-    """How tokens are drawn."""
+    """The parameters of drawing tokens."""
 
     key: Array
     temperature: Array
@@ -154,11 +155,11 @@ class _Sampling(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Between two tokens."""
+    """The state of the loop between two tokens."""
 
-    place: Array  # [], how many tokens were written
-    last: Array  # [B], the token that goes in next
-    active: Array  # [B], which rows have not ended
+    place: Array  # [], the number of tokens generated
+    last: Array  # [B], the model's next input
+    active: Array  # [B], True for rows that have not ended
     tokens: Array  # [B, max_tokens]
     lengths: Array  # [B]
     caches: Any
@@ -174,7 +175,7 @@ def _written(
     caches: Any,
     sampling: _Sampling | None,
 ) -> Generated:
-    """All of it in one program."""
+    """Generates all tokens in one compiled program."""
 
     def cuts(variables: Any, prompt: Array, *_: Any) -> Generated:
         rows = cuts_of(prompt)[0]
@@ -217,7 +218,7 @@ def _begun(
         return _begin(nnx.merge(definition, variables), prompt, valid, caches, options)
 
     def cuts(variables: Any, prompt: Array, *_: Any) -> Any:
-        """What has a row for each of the prompt is cut like it."""
+        """Shards every array whose first axis has the prompt's size B as the prompt is sharded."""
         rows, B = cuts_of(prompt)[0], len(prompt)
         return lambda x: PartitionSpec(*[rows for size in x.shape[:1] if size == B])
 
@@ -238,7 +239,7 @@ def _advanced(
 def _begin(
     model: LanguageModel, prompt: Array, valid: Array | None, caches: Any, options: _Options
 ) -> _State:
-    """The state after all of the prompt but each row's last token."""
+    """Returns the state after the prompt except for each row's last token."""
     B, T = prompt.shape
     if caches is None:
         caches = model.start(B, T + options.max_tokens - 1)
@@ -248,9 +249,9 @@ def _begin(
         at = T - 1 - jnp.argmax(valid[:, ::-1], axis=1)[:, None]
         last = jnp.where(jnp.any(valid, axis=1), jnp.take_along_axis(prompt, at, axis=1)[:, 0], -1)
         valid = valid & (jnp.arange(T, dtype=at.dtype)[None, :] != at)
-        before = jnp.where(valid, prompt, 0)  # what padding is made of is nobody's business
+        before = jnp.where(valid, prompt, 0)  # padding may hold any number
     if T > 1:
-        # Nobody reads these logits, so that the compiler leaves them out.
+        # These logits are unused, so the compiler removes their computation.
         _, caches = model.step(before, caches, valid=valid, deterministic=True)
     return _State(
         jnp.zeros((), jnp.int32),
@@ -265,7 +266,7 @@ def _begin(
 def _advance(
     model: LanguageModel, state: _State, sampling: _Sampling | None, options: _Options
 ) -> _State:
-    """One more token in each row that has not ended."""
+    """Appends one token to each row that has not ended."""
     logits, caches = model.step(state.last[:, None], state.caches, deterministic=True)
     logits = logits[:, 0].astype(jnp.float32)
     chosen = jnp.argmax(logits, axis=-1)
@@ -287,7 +288,7 @@ def _advance(
 def _drawn(
     logits: Float[Array, "B V"], sampling: _Sampling, top_k: int | None, place: Array
 ) -> Int[Array, " B"]:
-    """A token for each row, by keys that differ between rows and places."""
+    """Draws a token for each row, with keys that differ between rows and token indices."""
     key = jax.random.fold_in(sampling.key, place)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits), dtype=jnp.uint32))
     return sample_tokens(keys, logits, sampling.temperature, top_k, sampling.top_p)
@@ -300,16 +301,17 @@ def sample_tokens(
     top_k: int | None = None,
     top_p: Float[Array, ""] | float | None = None,
 ) -> Int[Array, " B"]:
-    """A token for each row of logits, by its probability among those that the options leave, which
-    sharpen in this order and mean what they do in `generate`.
+    """Draws a token for each row of logits.
+
+    Temperature, `top_k` and `top_p` are applied in this order and mean the same as in `generate`.
 
     Args:
         keys: JAX random keys, one for each row.
-        logits: in float32.
+        logits: float32.
         temperature: above 0.
         top_k, top_p: as in `generate`.
     """
-    # Less the greatest, because at low temperatures all but differences would overflow.
+    # Subtracts the maximum first: at low temperatures, large logits would overflow.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if top_k is None and top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits)
@@ -331,7 +333,7 @@ def _check_model(model: Any) -> None:
 
 
 def _sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> _Sampling | None:
-    """How tokens are drawn; None where the likeliest is taken."""
+    """Returns the parameters of drawing tokens, or None if the likeliest token is chosen."""
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if hasattr(value, "shape"):
             raise TypeError(f"{name}: expected a Python number, got an array")
@@ -355,7 +357,7 @@ def _sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> _Sampling |
 
 
 def _stop_tokens(stop: Any) -> tuple[int, ...]:
-    """Tokens that end a row, as Python integers."""
+    """Returns the tokens that end a row as Python integers."""
     if integers.is_integer(stop):
         stop = (stop,)
     if not hasattr(stop, "__iter__"):
@@ -366,7 +368,7 @@ def _stop_tokens(stop: Any) -> tuple[int, ...]:
 
 
 def _check_valid(valid: Any, prompt: Any) -> None:
-    """Raises unless there is something in every row, as far as that is known."""
+    """Raises ValueError if `valid` is known and a row has no valid token."""
     if valid is None:
         return
     check_array("valid", valid, "[B, T]", "boolean", shape=tuple(prompt.shape))
@@ -375,8 +377,8 @@ def _check_valid(valid: Any, prompt: Any) -> None:
 
 
 def _check_room(caches: Any, tokens: int) -> None:
-    """Raises for what holds no arrays, and where caches of the library are known to be too small
-    for so many more tokens."""
+    """Raises TypeError if `caches` has leaves that are not arrays, and ValueError if caches of the
+    library are known to be too small for another `tokens` tokens."""
     if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):
         raise TypeError(f"caches: expected what model.step gives, got {shown(caches)}")
     for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Cache)):

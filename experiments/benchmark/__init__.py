@@ -1,1 +1,1 @@
-"""Speed and memory of jattn beside its peers, taken in turn in one process."""
+"""Speed and memory of jattn compared with its peers, measured alternately in one process."""

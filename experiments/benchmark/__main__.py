@@ -1,4 +1,4 @@
-"""How fast attention is here, beside its peers.
+"""Measures the speed and memory of attention on this machine, for jattn and its peers.
 
     python -m experiments.benchmark                      every case, forward and with gradients
     python -m experiments.benchmark --cases page long-window --peers jax.nn
@@ -9,9 +9,9 @@
     python -m experiments.benchmark device               a GPU, with cuDNN, FlexAttention and floors
     python -m experiments.benchmark offline --target h100    kernels compiled without the device
 
-Competitors take turns in one process, round after round, so that a machine whose speed drifts
-drifts for all; figures are medians, and ratios are a peer's median over ours (above 1: jattn is
-faster). Results go to `<out>/results.jsonl` and, as plots, to `<out>/*.png`.
+Competitors run alternately in one process, so that changes of the machine's speed affect all of
+them. Figures are medians, and a ratio is a peer's median divided by ours (above 1: jattn is
+faster). Results are written to `<out>/results.jsonl`, and plots to `<out>/*.png`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from experiments.runs.files import append, replace
 
 
 def available(names: list[str] | None) -> dict[str, peers.Peer]:
-    """The competitors by name; those of torch only where torch is installed."""
+    """Returns the competitors by name; torch's only if torch is installed."""
     known: dict[str, peers.Peer] = {
         "jattn": peers.ours,
         "blockwise": peers.blockwise,
@@ -63,12 +63,12 @@ def measure(
     seconds: float,
     peak: float,
 ) -> dict[str, Any]:
-    """One row: medians in milliseconds by competitor, taken in turn for about `seconds`.
+    """Measures one row: median milliseconds of each competitor, run alternately for `seconds`.
 
-    `gflops` counts the products that the allowed pairs need, `peak` is what one large one reaches.
+    `gflops` counts the products of the allowed pairs; `peak` is the rate of one large product.
     """
     runnable = {name: make(case, backward) for name, make in competitors.items()}
-    present = {name: one for name, one in runnable.items() if one is not None}
+    present = {name: run for name, run in runnable.items() if run is not None}
     medians, rounds = timing.in_turn(present, seconds)
     return {
         "case": case.name,
@@ -77,14 +77,14 @@ def measure(
         "ratio": {name: value / medians["jattn"] for name, value in medians.items()},
         "gflops": case.flops(backward) / medians["jattn"] / 1e6,
         "peak_gflops": peak,
-        "temporary_bytes": {name: one.temporary_bytes for name, one in present.items()},
-        "compile_seconds": {name: one.compile_seconds for name, one in present.items()},
+        "temporary_bytes": {name: run.temporary_bytes for name, run in present.items()},
+        "compile_seconds": {name: run.compile_seconds for name, run in present.items()},
         "rounds": rounds,
     }
 
 
 def matrix_peak(size: int = 2048) -> float:
-    """GFLOP/s of a product of two large float32 matrices: the best of a few."""
+    """Returns the GFLOP/s of a product of two large float32 matrices: the best of ten runs."""
     matrix = jnp.ones((size, size))
     product = jax.jit(jnp.dot)
     jax.block_until_ready(product(matrix, matrix))
@@ -97,13 +97,13 @@ def matrix_peak(size: int = 2048) -> float:
 
 
 def copy_bandwidth(size: int = 2**24) -> float:
-    """Bytes copied per second, in GB/s, by a pass over one large array: the best of a few."""
-    step = jax.jit(lambda x: x * 1.0000001, donate_argnums=0)
-    array = jax.block_until_ready(step(jnp.ones(size)))
+    """Returns the GB/s of a pass over one large array: the best of ten runs."""
+    scale = jax.jit(lambda x: x * 1.0000001, donate_argnums=0)
+    array = jax.block_until_ready(scale(jnp.ones(size)))
     times = []
     for _ in range(10):
         start = time.perf_counter()
-        array = jax.block_until_ready(step(array))
+        array = jax.block_until_ready(scale(array))
         times.append(time.perf_counter() - start)
     return 4 * size / min(times) / 1e9
 
@@ -119,11 +119,11 @@ def _line(row: dict[str, Any], names: list[str]) -> str:
 
 
 def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
-    """Time and temporary memory over T, one picture per pass."""
+    """Plots time and temporary memory over T, in one picture for each pass."""
     written, lengths = [], sorted({row["T"] for row in rows})
     names = sorted({name for row in rows for name in row["milliseconds"]})
-    for which in ("forward", "forward+backward"):
-        chosen = [row for row in rows if row["pass"] == which]
+    for pass_name in ("forward", "forward+backward"):
+        chosen = [row for row in rows if row["pass"] == pass_name]
         figure = Figure(figsize=(10, 4), layout="constrained")
         axes = figure.subplots(1, 2)
         for axis, key, unit, scale in (
@@ -132,10 +132,10 @@ def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
         ):
             for number, name in enumerate(names):
                 points = [(row["T"], row[key].get(name)) for row in chosen]
-                kept = [(x, y / scale) for x, y in points if y]
-                if kept:
+                scaled = [(x, y / scale) for x, y in points if y]
+                if scaled:
                     axis.loglog(
-                        *zip(*kept, strict=True), marker="o", color=f"C{number}", label=name
+                        *zip(*scaled, strict=True), marker="o", color=f"C{number}", label=name
                     )
             axis.set_xticks(lengths, [f"{x:,}" for x in lengths])
             axis.minorticks_off()
@@ -143,8 +143,8 @@ def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
             axis.set_ylabel(unit)
             axis.grid(alpha=0.3)
         axes[0].legend()
-        figure.suptitle(f"causal, 8 heads of 64, {which}")
-        written.append(out / f"{which.replace('+', '-')}.png")
+        figure.suptitle(f"causal, 8 heads of 64, {pass_name}")
+        written.append(out / f"{pass_name.replace('+', '-')}.png")
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=120)
         replace(written[-1], content.getvalue())
@@ -162,12 +162,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         nargs="*",
-        help="competitors beside jattn, with blockwise for its own XLA path; default: all others",
+        help="competitors of jattn; blockwise is jattn's own XLA path; default: all others",
     )
     parser.add_argument("--pass", dest="which", choices=["forward", "backward", "both"])
     parser.add_argument("--growing", action="store_true", help="causal attention over T")
     rules = [rule.name for rule in RULES]
-    parser.add_argument("--gym", action="store_true", help="rules that FlexAttention's users write")
+    parser.add_argument("--gym", action="store_true", help="rules of FlexAttention's users")
     parser.add_argument("--only", nargs="+", choices=rules, metavar="RULE", help=", ".join(rules))
     parser.add_argument(
         "--lengths", type=bounds.count, nargs="+", default=[512, 1024, 2048, 4096, 8192]
@@ -188,15 +188,15 @@ _COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    command = _COMMANDS.get(given[0]) if given else None
+    words = sys.argv[1:] if argv is None else argv
+    command = _COMMANDS.get(words[0]) if words else None
     if command:
-        return exit_status(lambda: command(given[1:]))
-    return exit_status(lambda: _measure_all(_arguments(given)))
+        return exit_status(lambda: command(words[1:]))
+    return exit_status(lambda: _measure_all(_arguments(words)))
 
 
 def _measure_all(arguments: argparse.Namespace) -> None:
-    """Measures, prints a table, writes JSON lines and plots."""
+    """Runs the measurements, prints a table, and writes JSON lines and plots."""
     if arguments.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
     if arguments.gym:
@@ -212,16 +212,14 @@ def _measure_all(arguments: argparse.Namespace) -> None:
     results = arguments.out / "results.jsonl"
     replace(results, "")
     names = list(competitors)
-    heads = " ".join(f"{name:>11}" for name in names if name != "jattn")
+    peer_titles = " ".join(f"{name:>11}" for name in names if name != "jattn")
     titles = f"{'jattn ms':>9} {'GFLOP/s':>8} {'of peak':>7} {'temp MiB':>8}"
-    print(f"{'case':<16} {'pass':<17} {titles} {heads}")
+    print(f"{'case':<16} {'pass':<17} {titles} {peer_titles}")
     peak = matrix_peak()
     rows = []
-    steps = [
-        (case, backward) for case in chosen for backward in passes if not (case.S and backward)
-    ]
+    work = [(case, backward) for case in chosen for backward in passes if not (case.S and backward)]
     bandwidth = copy_bandwidth()
-    for case, backward in interruptible(tqdm(steps, disable=None, leave=False)):
+    for case, backward in interruptible(tqdm(work, disable=None, leave=False)):
         row: dict[str, Any] = measure(case, backward, competitors, arguments.seconds, peak) | {
             "T": case.T
         }

@@ -1,7 +1,6 @@
-"""The cases of the benchmark: sizes, and what is masked and scored.
+"""The cases of the benchmark: sizes, masks and score functions.
 
-A case names its mask and score once, as jattn values; how a peer is told the same thing stands in
-`peers.py`.
+A case defines its mask and score function as jattn's; `peers.py` translates them for each peer.
 """
 
 import dataclasses
@@ -15,8 +14,9 @@ from jattn import masks, scores
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Self-attention of `B` sequences of `T` positions, `N` heads on `K` key heads of size `H`; or
-    with `S` T queries on S other keys: a step of decoding from a cache, or `plain` arrays."""
+    """Self-attention of `B` sequences of `T` positions, with `N` heads, `K` key heads and head size
+    `H`. With `S`, T queries attend to S other keys in a cache or, if `plain`, in arrays, as in
+    decoding."""
 
     name: str
     B: int
@@ -33,24 +33,24 @@ class Case:
 
     @property
     def key_heads(self) -> int:
-        """K, by default N."""
+        """The number of key heads, by default N."""
         return self.K or self.N
 
     def inputs(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """query `[B, T, N, H]`, key and value `[B, T or S, K, H]`, float32."""
+        """Draws query `[B, T, N, H]`, key and value `[B, T or S, K, H]` in float32."""
         rng = np.random.default_rng(seed)
-        held = (self.B, self.S or self.T, self.key_heads, self.H)
-        shapes = [(self.B, self.T, self.N, self.H), held, held]
+        kv_shape = (self.B, self.S or self.T, self.key_heads, self.H)
+        shapes = [(self.B, self.T, self.N, self.H), kv_shape, kv_shape]
         query, key, value = (rng.standard_normal(shape, np.float32) for shape in shapes)
         return query, key, value
 
     def ids(self) -> np.ndarray:
-        """int32 `[B, T]`: which document each position belongs to."""
+        """Returns the document of each position, int32 `[B, T]`."""
         of_position = np.arange(self.T, dtype=np.int32) * self.documents // self.T
         return np.broadcast_to(of_position, (self.B, self.T)).copy()
 
     def mask(self, ids: Any) -> masks.Mask | None:
-        """The jattn mask; `ids` is an argument of the compiled program."""
+        """Returns the jattn mask; `ids` is an argument of the compiled program."""
         match self.pattern:
             case "full":
                 return None
@@ -63,14 +63,14 @@ class Case:
         raise ValueError(f"unknown pattern {self.pattern!r}")
 
     def parameter(self) -> np.ndarray | None:
-        """The score function's parameter, of which the gradient is taken too."""
+        """Returns the score function's parameter, whose gradient is computed too."""
         if self.modifier == "t5":
             rng = np.random.default_rng(1)
             return rng.standard_normal((32, self.N), np.float32)
         return None
 
     def score(self, parameter: Any) -> scores.ScoreFunction | None:
-        """The jattn score function."""
+        """Returns the jattn score function."""
         match self.modifier:
             case None:
                 return None
@@ -83,7 +83,8 @@ class Case:
         raise ValueError(f"unknown modifier {self.modifier!r}")
 
     def allowed_pairs(self) -> int:
-        """Pairs of query and key that attend, over batch and heads: the work that is needed."""
+        """Returns the number of unmasked query-key pairs over batch and heads: the necessary
+        work."""
         if self.S:
             return self.B * self.N * self.T * self.S
         mask = masks.as_mask(self.mask(jnp.asarray(self.ids())))
@@ -96,11 +97,11 @@ class Case:
         return pairs * self.B * self.N
 
     def flops(self, backward: bool) -> int:
-        """Multiplications and additions in the products that the allowed pairs need."""
+        """Returns the multiplications and additions in the products of the allowed pairs."""
         return self.allowed_pairs() * 2 * self.H * (2 + 5 * backward)
 
     def bytes_held(self) -> int:
-        """Keys and values, which a step of decoding has to read once."""
+        """Returns the bytes of keys and values, which a step of decoding has to read once."""
         return 2 * 4 * self.B * (self.S or self.T) * self.key_heads * self.H
 
 
@@ -125,5 +126,5 @@ CASES = (
 
 
 def growing(lengths: tuple[int, ...]) -> tuple[Case, ...]:
-    """One causal case for each length, for the plots of time and memory over T."""
+    """Returns one causal case for each length, for the plots of time and memory over T."""
     return tuple(Case(f"causal-{T}", 1, 8, T, 64, pattern="causal") for T in lengths)

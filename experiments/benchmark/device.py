@@ -1,21 +1,21 @@
-"""How fast attention is on a GPU, beside cuDNN, `jax.nn`, FlexAttention and JAX's own kernel.
+"""Measures attention on a GPU: jattn, cuDNN, `jax.nn`, FlexAttention and JAX's own kernel.
 
     python -m experiments.benchmark device
     python -m experiments.benchmark device --implementations hopper --lengths 16384 --heads 128
     python -m experiments.benchmark device --patterns causal window --peers "cudnn flags"
 
-16,384 tokens in sequences of each length and 2,048 numbers in heads of each size, as in the papers
-on FlashAttention; full and causal attention, a causal window and eight documents. The two passes
-are timed apart: `backward` starts from what a forward pass has left. Competitors take turns; a
-turn starts so many calls one after another that launching them does not count, and waits for the
-last. TFLOP/s are of the products that allowed pairs need, 2 forward and 5 backward; a ratio is the
-competitor's time over that of jattn, by the first of `--implementations` that runs. Predictions are
-those of `experiments/offline` for an H100.
+A batch has 16,384 tokens in sequences of each length, and 2,048 features in heads of each size, as
+in the papers on FlashAttention; the masks are full, causal, a causal window and eight documents.
+The two passes are timed separately: `backward` uses the residuals of an earlier forward pass.
+Competitors run alternately; a turn launches many calls without waiting, so that launch overhead is
+hidden, and waits for the last one. TFLOP/s count the products of allowed pairs, 2 forward and 5
+backward. A ratio is the competitor's time divided by jattn's, with the first of `--implementations`
+that runs. Predictions are those of `experiments/offline` for an H100.
 
-Who cannot run is left out, with the reason. cuDNN adds up gradients in any order here, which is
-faster; jattn's "cudnn" runs only with `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which slows
-both. At the end stands which of the floors are reached that the project sets itself. On a CPU,
-sizes have to be small: `--tokens 128 --lengths 64 --heads 16`.
+Competitors that cannot run are left out, with the reason. cuDNN's gradients are nondeterministic
+here, which is faster; jattn's "cudnn" runs only with `XLA_FLAGS=--xla_gpu_deterministic_ops=true`,
+which slows both. The last lines say which of the project's performance floors are reached. On a
+CPU, use small sizes: `--tokens 128 --lengths 64 --heads 16`.
 """
 
 import argparse
@@ -50,14 +50,14 @@ IMPLEMENTATIONS = {
     "gpu": ("hopper", "blackwell", "ampere", "blockwise"),
     "tpu": ("tpu", "blockwise"),
 }
-_TURN = 0.02  # seconds of a turn on a device, at least
+_TURN = 0.02  # least seconds of a turn on a device
 _MOST_CALLS = 1000
-_LONGEST = 200  # characters of a reason
+_LONGEST = 200  # most characters of a printed reason
 
 
 class Floor(NamedTuple):
-    """A figure to reach in a pass of some patterns: the ratio to a peer or, where `peer` is None,
-    TFLOP/s; only on some kind of device, at a length, for a head size, where these are given."""
+    """A performance floor for one pass and some patterns: a ratio to a peer or, if `peer` is None,
+    TFLOP/s. `kind`, `T` and `H`, if set, restrict it to a device, a length and a head size."""
 
     backward: bool
     patterns: tuple[str, ...]
@@ -68,28 +68,29 @@ class Floor(NamedTuple):
     H: int | None = None
 
     def figure(self, row: dict[str, Any]) -> float | None:
-        """That of a row; None if it is not about it, or if who is measured did not run."""
-        about = (row["pass"] == "backward") is self.backward and row["pattern"] in self.patterns
-        about = about and self.kind in row["device"]
-        if not about or self.T not in (None, row["T"]) or self.H not in (None, row["H"]):
+        """Returns a row's figure; None if the floor excludes the row or its competitor did not
+        run."""
+        applies = (row["pass"] == "backward") is self.backward and row["pattern"] in self.patterns
+        applies = applies and self.kind in row["device"]
+        if not applies or self.T not in (None, row["T"]) or self.H not in (None, row["H"]):
             return None
         if self.peer:
             return row["ratio"].get(self.peer)
         return row["teraflops"].get(row["ours"])
 
     def __str__(self) -> str:
-        where = "".join(
+        conditions = "".join(
             text
-            for text, given in (
+            for text, value in (
                 (f" at T = {self.T}", self.T),
                 (f" for heads of {self.H}", self.H),
                 (f" on an {self.kind}", self.kind),
             )
-            if given
+            if value
         )
-        what = f"{self.least:g} × {self.peer}" if self.peer else f"{self.least:g} TFLOP/s"
-        which = "backward" if self.backward else "forward"
-        return f"{which}, {' and '.join(self.patterns)}: at least {what}{where}"
+        least = f"{self.least:g} × {self.peer}" if self.peer else f"{self.least:g} TFLOP/s"
+        pass_name = "backward" if self.backward else "forward"
+        return f"{pass_name}, {' and '.join(self.patterns)}: at least {least}{conditions}"
 
 
 _DENSE, _SPARSE = PATTERNS[:2], PATTERNS[2:]
@@ -103,17 +104,17 @@ FLOORS = (
 
 
 def floor_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """For each floor whether it is reached, with the least figure and the case that it is of."""
+    """Says for each floor whether it is reached, with the least figure and its case."""
     lines = []
     for floor in FLOORS:
-        found = [(floor.figure(row), row["case"]) for row in rows]
-        known = [(figure, case) for figure, case in found if figure is not None]
+        figures = [(floor.figure(row), row["case"]) for row in rows]
+        known = [(figure, case) for figure, case in figures if figure is not None]
         if not known:
             lines.append(f"not measured  {floor}")
             continue
         figure, case = min(known)
-        said = "reached      " if figure >= floor.least else "not reached  "
-        lines.append(f"{said} {floor}: {figure:.2f} in {case}, the least of {len(known)}")
+        verdict = "reached      " if figure >= floor.least else "not reached  "
+        lines.append(f"{verdict} {floor}: {figure:.2f} in {case}, the least of {len(known)}")
     return lines
 
 
@@ -122,29 +123,30 @@ def floor_lines(rows: list[dict[str, Any]]) -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 
-def cases_of(given: argparse.Namespace) -> list[Case]:
-    """As many sequences as hold `tokens`, as many heads as hold `width` numbers."""
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """Builds the cases: `tokens` tokens in a batch, `width` features in all heads of a token."""
     return [
         Case(
             f"{pattern}-{T}-{H}",
-            max(1, given.tokens // T),
-            max(1, given.width // H),
+            max(1, arguments.tokens // T),
+            max(1, arguments.width // H),
             T,
             H,
             pattern=pattern,
-            window=given.window,
+            window=arguments.window,
         )
-        for H in given.heads
-        for T in given.lengths
-        for pattern in given.patterns
+        for H in arguments.heads
+        for T in arguments.lengths
+        for pattern in arguments.patterns
     ]
 
 
-def _repeated(one: Calls) -> tuple[Runnable, int]:
-    """A turn of a competitor and its number of calls: one on a CPU, where nothing is launched."""
-    one.wait(one.start())  # compiles
+def _repeated(competitor: Calls) -> tuple[Runnable, int]:
+    """Returns a turn of a competitor and its number of calls; on a CPU one, as nothing is
+    launched."""
+    competitor.wait(competitor.start())  # compiles
     start = time.perf_counter()
-    one.wait(one.start())
+    competitor.wait(competitor.start())
     took = time.perf_counter() - start
     on_cpu = jax.default_backend() == "cpu"
     calls = 1 if on_cpu else max(1, min(_MOST_CALLS, math.ceil(_TURN / took)))
@@ -152,8 +154,8 @@ def _repeated(one: Calls) -> tuple[Runnable, int]:
     def run() -> None:
         last = None
         for _ in range(calls):
-            last = one.start()
-        one.wait(last)
+            last = competitor.start()
+        competitor.wait(last)
 
     return Runnable(run), calls
 
@@ -161,7 +163,7 @@ def _repeated(one: Calls) -> tuple[Runnable, int]:
 def _milliseconds(
     task: Task, competitors: dict[str, Peer], seconds: float
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Medians of a call by competitor, taken in turn; and the reasons of those left out."""
+    """Returns the median milliseconds of each competitor, and the reasons of those left out."""
     turns: dict[str, tuple[Runnable, int]] = {}
     reasons: dict[str, str] = {}
     for name, make in competitors.items():
@@ -177,7 +179,7 @@ def _milliseconds(
 def measure(
     task: Task, implementations: Iterable[str], peers: Iterable[str], seconds: float
 ) -> dict[str, Any]:
-    """One row of the results."""
+    """Measures a task and returns one row of the results."""
     case = task.case
     competitors: dict[str, Peer] = {x: functools.partial(ours, x) for x in implementations}
     competitors |= {name: PEERS[name] for name in peers}
@@ -208,17 +210,17 @@ def measure(
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of what competes, and of what compiles it, as far as it is installed."""
-    found = {}
+    """Returns the versions of the competitors' and compilers' packages that are installed."""
+    packages = {}
     for name in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "triton"):
         try:
-            found[name] = importlib.metadata.version(name)
+            packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     backend: Any = jax.devices()[0].client
     return {
         "jattn": jattn.__version__,
-        **found,
+        **packages,
         "platform": " ".join(backend.platform_version.split()),
     }
 
@@ -230,17 +232,17 @@ _TITLES = (
 
 
 def lines(row: dict[str, Any]) -> list[str]:
-    """What is printed of a row: a line for each competitor that ran."""
-    said = []
+    """Formats a row: a line for each competitor that ran."""
+    formatted = []
     for name, value in row["milliseconds"].items():
         range_ = row["predicted_teraflops"].get(name)
-        shown = f"{range_[0]:.0f}-{range_[1]:.0f}" if range_ else "-"
+        prediction = f"{range_[0]:.0f}-{range_[1]:.0f}" if range_ else "-"
         ratio = f"{row['ratio'][name]:.2f}" if row["ratio"] else "-"
-        said.append(
+        formatted.append(
             f"{row['case']:<22} {row['pass']:<9} {name:<12} {value:>9.3f} "
-            f"{row['teraflops'][name]:>8.1f} {ratio:>6} {shown:>11}"
+            f"{row['teraflops'][name]:>8.1f} {ratio:>6} {prediction:>11}"
         )
-    return said
+    return formatted
 
 
 # ---------------------------------------------------------------------------------------------
@@ -276,13 +278,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _implementations(given: argparse.Namespace) -> tuple[str, ...]:
-    """Those asked for, or those that are usual here.
+def _implementations(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the implementations that the user named, or the platform's default ones.
 
     Raises:
-        UserError: a name that there is not.
+        UserError: a name is unknown.
     """
-    names = given.implementations or IMPLEMENTATIONS.get(jax.default_backend(), ("blockwise",))
+    names = arguments.implementations or IMPLEMENTATIONS.get(jax.default_backend(), ("blockwise",))
     tiny = jnp.ones((1, 2, 1, 8))
     known = [*jattn.explain(tiny, tiny, tiny)]
     unknown = [name for name in names if name not in known]
@@ -292,28 +294,28 @@ def _implementations(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def main(argv: list[str]) -> None:
-    """Measures, prints a table, writes JSON lines and says which floors are reached.
+    """Runs the measurements, prints a table, writes JSON lines and prints the floors reached.
 
     Raises:
-        UserError: an unknown implementation.
+        UserError: a named implementation is unknown.
     """
-    given = _arguments(argv)
-    implementations = _implementations(given)
-    results, rows, said = given.out / "results.jsonl", [], set()
+    arguments = _arguments(argv)
+    implementations = _implementations(arguments)
+    results, rows, reported = arguments.out / "results.jsonl", [], set()
     replace(results, "")
-    print(f"{jax.devices()[0].device_kind}, {given.dtype}, {versions()}")
+    print(f"{jax.devices()[0].device_kind}, {arguments.dtype}, {versions()}")
     print(_TITLES, flush=True)
-    passes = {"forward": [False], "backward": [True]}.get(given.which, [False, True])
-    for case in interruptible(tqdm(cases_of(given), disable=None, leave=False)):
+    passes = {"forward": [False], "backward": [True]}.get(arguments.which, [False, True])
+    for case in interruptible(tqdm(cases_of(arguments), disable=None, leave=False)):
         inputs = *case.inputs(), case.inputs(seed=1)[0]
         for backward in passes:
-            task = Task(case, backward, given.dtype, inputs)
-            row = measure(task, implementations, given.peers, given.seconds)
+            task = Task(case, backward, arguments.dtype, inputs)
+            row = measure(task, implementations, arguments.peers, arguments.seconds)
             append(results, json.dumps(row, allow_nan=False))
             rows.append(row)
             for name, reason in row["left_out"].items():
-                if (name, reason) not in said:
+                if (name, reason) not in reported:
                     tqdm.write(f"{case.name:<22} {row['pass']:<9} {name} is left out: {reason}")
-            said |= set(row["left_out"].items())
+            reported |= set(row["left_out"].items())
             tqdm.write("\n".join(lines(row)))
     print("\n".join(["", *floor_lines(rows), f"results: {results}"]))

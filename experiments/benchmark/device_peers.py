@@ -1,6 +1,6 @@
 """Competitors on a device: each turns a task into calls that can be started without waiting.
 
-What a competitor raises while it is made, or when it first runs, is why it is left out.
+A competitor that raises an error when it is built or first run is left out, for that reason.
 """
 
 import functools
@@ -18,8 +18,8 @@ from experiments.offline import peers
 
 
 class Task(NamedTuple):
-    """A case, one of its two passes and its inputs: query, key, value and the gradient of the
-    output, in float32."""
+    """A case, one of its two passes, and its inputs in float32: query, key, value and the gradient
+    of the output."""
 
     case: Case
     backward: bool
@@ -27,13 +27,13 @@ class Task(NamedTuple):
     inputs: tuple[np.ndarray, ...]
 
     def in_jax(self) -> list[jax.Array]:
-        """The inputs in their dtype."""
+        """Returns the inputs as JAX arrays of the task's dtype."""
         return [jnp.asarray(x, self.dtype) for x in self.inputs]
 
 
 class Calls(NamedTuple):
-    """`start()` begins a call, on a GPU without waiting for its end; `wait(x)`, of what the last
-    call gave, returns when it and all calls before it have ended."""
+    """Functions to run a competitor: `start()` begins a call and on a GPU returns before it ends;
+    `wait(x)`, with the result of the last call, waits until that and all earlier calls end."""
 
     start: Callable[[], Any]
     wait: Callable[[Any], Any]
@@ -44,24 +44,24 @@ _INTERPRETED_ON_CPUS = "pallas", "ampere", "hopper", "blackwell", "tpu"
 
 
 def in_jax(task: Task, attend: Callable[..., Any], *rest: Any) -> Calls:
-    """`attend(query, key, value, *rest)`, or of what it has left behind only the way back, with the
-    gradients of query, key and value."""
-    *given, d_out = task.in_jax()
+    """Compiles `attend(query, key, value, *rest)` or, for a backward task, only its backward pass
+    from saved residuals, with the gradients of query, key and value."""
+    *qkv, d_out = task.in_jax()
     if not task.backward:
-        program = jax.jit(attend).lower(*given, *rest).compile()
-        return Calls(lambda: program(*given, *rest), jax.block_until_ready)
+        program = jax.jit(attend).lower(*qkv, *rest).compile()
+        return Calls(lambda: program(*qkv, *rest), jax.block_until_ready)
 
     @jax.jit
     def forward(query: Any, key: Any, value: Any, *rest: Any) -> Any:
-        return jax.vjp(lambda *qkv: attend(*qkv, *rest), query, key, value)
+        return jax.vjp(lambda *primals: attend(*primals, *rest), query, key, value)
 
-    _, pull = jax.block_until_ready(forward(*given, *rest))
+    _, pull = jax.block_until_ready(forward(*qkv, *rest))
     back = jax.jit(lambda pull, d_out: pull(d_out)).lower(pull, d_out).compile()
     return Calls(lambda: back(pull, d_out), jax.block_until_ready)
 
 
 def ours(implementation: str, task: Task) -> Calls:
-    """An implementation of `jattn.attention`, by name."""
+    """Builds a named implementation of `jattn.attention`."""
     if jax.default_backend() == "cpu" and implementation in _INTERPRETED_ON_CPUS:
         raise NotImplementedError("a CPU would only interpret it")
     case, ids = task.case, jnp.asarray(task.case.ids())
@@ -77,8 +77,8 @@ def ours(implementation: str, task: Task) -> Calls:
 
 
 def jax_nn(implementation: Literal["cudnn", "xla"], task: Task) -> Calls:
-    """`jax.nn.dot_product_attention`, "cudnn" or "xla", by its flags for the mask. Of documents it
-    has none; XLA takes them as an array."""
+    """Builds `jax.nn.dot_product_attention` by "cudnn" or "xla", with its flags for the mask. There
+    is no flag for documents: XLA gets them as an array."""
     case = task.case
     if case.pattern == "documents":
         if implementation == "cudnn":
@@ -92,7 +92,7 @@ def jax_nn(implementation: Literal["cudnn", "xla"], task: Task) -> Calls:
 
 
 def with_dense_mask(implementation: Literal["cudnn", "xla"], task: Task) -> Calls:
-    """`jax.nn.dot_product_attention` with the mask as an array, which is made beforehand."""
+    """Builds `jax.nn.dot_product_attention` with the mask as an array that is made beforehand."""
     case = task.case
     if case.pattern in ("full", "causal"):
         raise NotImplementedError(f"a {case.pattern} mask needs no array")
@@ -108,8 +108,8 @@ def with_dense_mask(implementation: Literal["cudnn", "xla"], task: Task) -> Call
 
 
 def mgpu(task: Task) -> Calls:
-    """JAX's own kernel in Mosaic, in float16, which is what it has memory for; it has no gradients
-    of causal attention, and takes no scale."""
+    """Builds JAX's own kernel in Mosaic, in float16, the dtype of its scratch memory; it has no
+    gradients of causal attention and no scale argument."""
     case = task.case
     if case.pattern not in ("full", "causal"):
         raise NotImplementedError(f"it has no mask for {case.pattern}")
@@ -122,7 +122,7 @@ def mgpu(task: Task) -> Calls:
 
 
 def flex(task: Task) -> Calls:
-    """PyTorch's FlexAttention, compiled, on a device of CUDA."""
+    """Builds PyTorch's compiled FlexAttention on a CUDA device."""
     return importlib.import_module("experiments.benchmark.torch_device").flex(task)
 
 

@@ -1,13 +1,13 @@
-"""Masks and score functions that FlexAttention's users write, in jattn and in FlexAttention.
+"""Measures masks and score functions of FlexAttention's users in jattn and in FlexAttention.
 
     python -m experiments.benchmark --gym
     python -m experiments.benchmark --gym --only tree swin --lengths 2048 4096
 
-One sequence, 8 heads of 64, float32. For each rule of `rules.py`: the share of tiles of 128 × 128
-that is skipped, by jattn and by FlexAttention's block mask; jattn's time forward and with all
-gradients, operands' too; its time over that of `masks.Causal()`, both for as many tiles; and the
-time of FlexAttention's compiled forward pass over ours, without and with the time in which it
-builds its block mask.
+One sequence, 8 heads of 64, float32. For each rule of `rules.py` the table has: the share of 128 ×
+128 tiles skipped by jattn and by FlexAttention's block mask; jattn's time forward and with all
+gradients, including those of operands; jattn's time per tile divided by its time per tile for
+`masks.Causal()`; and the time of FlexAttention's compiled forward pass divided by ours, without and
+with the time to build its block mask.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from jattn import masks, scores
 
 
 class Row(NamedTuple):
-    """What is measured of a rule; milliseconds, shares, ratios. None: FlexAttention cannot."""
+    """The measurements of a rule: milliseconds, shares and ratios; None if FlexAttention cannot
+    run it."""
 
     name: str
     T: int
@@ -38,21 +39,21 @@ class Row(NamedTuple):
     flex_skipped: float | None
     forward: float
     both: float
-    over_causal: float  # forward, for as many tiles
+    over_causal: float  # forward time per tile, divided by that of a causal mask
     both_over_forward: float
     causal_both_over_forward: float
-    flex: float | None  # its time over ours
+    flex: float | None  # its time divided by ours
     flex_with_mask: float | None
     rounds: int
 
 
 def inputs_of(rule: Rule, T: int) -> Case:
-    """The sizes that a rule is measured with."""
+    """Returns the case that has a rule's sizes."""
     return Case(rule.name, 1, HEADS, T, 64)
 
 
 def in_jattn(rule: Rule, T: int) -> Any:
-    """A function of operands: the mask and the score function of a call."""
+    """Returns a function from operands to the mask and score arguments of `jattn.attention`."""
     function = rule.make(jnp, T)
     if not rule.is_score:
         mask = masks.Predicate(function)
@@ -62,7 +63,7 @@ def in_jattn(rule: Rule, T: int) -> Any:
 
 
 def ours(case: Case, rules: Any, operands: list[Any], backward: bool) -> peers.Runnable:
-    """`jattn.attention` with the rules that `rules(*operands)` gives, as itself chooses."""
+    """Builds `jattn.attention` with the arguments `rules(*operands)`; jattn chooses the kernel."""
 
     def attend(q: Any, k: Any, v: Any, *operands: Any) -> Any:
         return jattn.attention(q, k, v, **rules(*operands))
@@ -74,7 +75,7 @@ def ours(case: Case, rules: Any, operands: list[Any], backward: bool) -> peers.R
 
 
 def measure(rule: Rule, T: int, with_torch: bool, seconds: float) -> Row:
-    """A rule at a length, about `seconds` for each of two passes."""
+    """Measures a rule at a length, for about `seconds` in each of two passes."""
     case, rules = inputs_of(rule, T), in_jattn(rule, T)
     operands = [jnp.asarray(x) for x in rule.operands(T)]
     flex: Any = None
@@ -89,7 +90,7 @@ def measure(rule: Rule, T: int, with_torch: bool, seconds: float) -> Row:
     forward, rounds = timing.in_turn(competitors(False) | peer, seconds)
     both, _ = timing.in_turn(competitors(True), seconds)
     explained = jattn.explain(*map(jnp.asarray, case.inputs()), **rules(*operands))
-    tiles: Any = explained.tiles  # there are some
+    tiles: Any = explained.tiles  # not None: the mask is known here
     blocks = -(-T // tiles.block)
     visited, causal = (1 - tiles.empty) * blocks**2, blocks * (blocks + 1) / 2
     return Row(
@@ -118,7 +119,7 @@ _TITLES = (
 
 
 def line(row: Row) -> str:
-    """A row of the table that is printed."""
+    """Formats a row of the printed table."""
     shown = lambda x, text: "-" if x is None else format(x, text)  # noqa: E731
     runs = "" if row.runs == "native" else f"  {row.runs}"
     return (
@@ -130,20 +131,20 @@ def line(row: Row) -> str:
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """Measures, prints a table, writes JSON lines."""
+    """Runs the measurements, prints a table and writes JSON lines."""
     with_torch = arguments.peers is None or "torch flex" in arguments.peers
     with_torch = with_torch and importlib.util.find_spec("torch") is not None
     results = arguments.out / "gym.jsonl"
     replace(results, "")
     print(_TITLES, flush=True)
-    steps = [
+    work = [
         (rule, T)
         for rule in RULES
         if not arguments.only or rule.name in arguments.only
         for T in rule.lengths
         if T in arguments.lengths
     ]
-    for rule, T in interruptible(tqdm(steps, disable=None, leave=False)):
+    for rule, T in interruptible(tqdm(work, disable=None, leave=False)):
         row = measure(rule, T, with_torch, arguments.seconds)
         append(results, json.dumps(row._asdict(), allow_nan=False))
         tqdm.write(line(row))

@@ -1,6 +1,6 @@
 """The competitors: each turns a case into a forward and a forward-and-backward function.
 
-A competitor that cannot do a case returns None for it. torch is optional.
+A competitor returns None for a case that it does not support. torch is optional.
 """
 
 import time
@@ -16,9 +16,9 @@ from experiments.benchmark.cases import Case
 
 
 class Runnable(NamedTuple):
-    """A function to be timed, and what is known of its compiled program."""
+    """A function to time, with the compile time and temporary memory of its program if known."""
 
-    run: Callable[[], Any]  # returns when the result is there
+    run: Callable[[], Any]  # returns when the result is ready
     compile_seconds: float = 0.0
     temporary_bytes: int | None = None
 
@@ -27,7 +27,7 @@ Peer = Callable[[Case, bool], Runnable | None]
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Runnable:
-    """A function of arrays, compiled for these."""
+    """Compiles a function for these arguments."""
     start = time.perf_counter()
     program = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start
@@ -37,7 +37,8 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Runnable:
 
 
 def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Runnable:
-    """`attend(q, k, v, ids, parameter)` forward, or with all gradients of a weighted sum."""
+    """Builds `attend(q, k, v, ids, parameter)` forward, or with all gradients of a weighted
+    sum."""
     arguments = [jnp.asarray(x) for x in (*case.inputs(), case.ids())]
     parameter = case.parameter()
     arguments.append(jnp.zeros(()) if parameter is None else jnp.asarray(parameter))
@@ -50,7 +51,7 @@ def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Run
 def with_gradients(
     case: Case, attend: Callable[..., Any], arguments: list[Any], wanted: tuple[int, ...]
 ) -> Runnable:
-    """A weighted sum of what `attend(*arguments)` gives, with its gradients of those wanted."""
+    """Builds a weighted sum of `attend(*arguments)` and its gradients by the arguments `wanted`."""
     weights = jnp.asarray(case.inputs(seed=1)[0])
 
     def loss(*arguments: Any) -> Any:
@@ -60,10 +61,10 @@ def with_gradients(
 
 
 def ours(case: Case, backward: bool, implementation: str | None = None) -> Runnable:
-    """`jattn.attention`, with the implementation that it chooses; in decoding, of a cache."""
+    """Builds `jattn.attention`; by default it chooses the implementation. Decoding uses a cache."""
     if case.S and not case.plain:
-        query, *held = map(jnp.asarray, case.inputs())
-        cache = jax.block_until_ready(jattn.cache.DenseCache.of(*held))
+        query, *keys_and_values = map(jnp.asarray, case.inputs())
+        cache = jax.block_until_ready(jattn.cache.DenseCache.of(*keys_and_values))
         return compiled(jattn.attention, query, cache)
 
     def attend(q: Any, k: Any, v: Any, ids: Any, parameter: Any) -> Any:
@@ -74,12 +75,12 @@ def ours(case: Case, backward: bool, implementation: str | None = None) -> Runna
 
 
 def blockwise(case: Case, backward: bool) -> Runnable | None:
-    """`jattn.attention` in XLA alone; it does not read caches."""
+    """Builds `jattn.attention` by XLA alone, which does not read caches."""
     return None if case.S and not case.plain else ours(case, backward, "blockwise")
 
 
 def dense_bias(case: Case, parameter: Any) -> Any:
-    """What ALiBi and T5 add, `[1, N, T, S]`, as peers without score functions need it."""
+    """Returns the bias of ALiBi or T5, `[1, N, T, S]`, for peers without score functions."""
     distance = jnp.arange(case.T)[None, :] - jnp.arange(case.T)[:, None]
     if case.modifier == "alibi":
         slopes = jattn.scores.alibi_slopes(case.N)
@@ -89,7 +90,7 @@ def dense_bias(case: Case, parameter: Any) -> Any:
 
 
 def jax_nn(case: Case, backward: bool) -> Runnable | None:
-    """`jax.nn.dot_product_attention`."""
+    """Builds `jax.nn.dot_product_attention`."""
     if case.modifier == "softcap":
         return None
 
@@ -107,7 +108,7 @@ def jax_nn(case: Case, backward: bool) -> Runnable | None:
 
 
 def flax_nnx(case: Case, backward: bool) -> Runnable | None:
-    """`flax.nnx.dot_product_attention`, for the cases it is meant for."""
+    """Builds `flax.nnx.dot_product_attention`, for the cases that it supports directly."""
     if case.modifier or case.key_heads != case.N or case.pattern not in ("full", "causal"):
         return None
 

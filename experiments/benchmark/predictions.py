@@ -1,4 +1,4 @@
-"""What the model of `experiments.offline` predicts of kernels that were compiled for an H100."""
+"""Predicts the speed of kernels compiled for an H100, by the model of `experiments.offline`."""
 
 import functools
 from typing import Any
@@ -9,13 +9,13 @@ from experiments.offline.job import Job
 
 
 _CASES = {"full": "full", "causal": "causal", "documents": "segments"}
-_LIKE_H100 = "H100", "H200", "GH200"  # all have its multiprocessors
-_THREADS, _EACH = 128, 8  # of a warpgroup; cycles of a power of two in each of its warps
+_LIKE_H100 = "H100", "H200", "GH200"  # devices with the same multiprocessors
+_THREADS, _EACH = 128, 8  # threads of a warpgroup; cycles of a power of two in each warp
 
 
 def predicted(implementation: str, kind: str, case: Case, backward: bool) -> list[float] | None:
-    """The least and the most TFLOP/s on tiles that need no mask, of products that a pass needs;
-    None where there is no prediction for a kernel on this kind of device."""
+    """Returns the least and the greatest TFLOP/s of a pass's necessary products, on tiles without a
+    mask; None if there is no prediction for this kernel on this kind of device."""
     if not any(name in kind for name in _LIKE_H100):
         return None
     rows = _rows()
@@ -32,21 +32,22 @@ def _rows() -> dict[Job, dict[str, Any]]:
 
 
 def _of_row(row: dict[str, Any], head: int, backward: bool) -> list[float]:
-    """Of a pass, whose kernels compute some products anew: 2 are needed forward, 5 backward."""
+    """Predicts a pass from its kernels, which recompute products; 2 are needed forward, 5
+    backward."""
     loops = [
         machine_code.Loop(**kernel["main_loop"])
         for kernel in row["kernels"]
         if kernel["kernel"].endswith("_forward") is not backward
     ]
     per_cycle, teraflops = targets.H100.peak or (1, 0.0)
-    found = []
+    bounds = []
     for which in (0, 1):
         cycles = sum(_products(x, head) / x.products_per_cycle[which] for x in loops)
-        found.append(round((5 if backward else 2) / cycles * teraflops / per_cycle, 1))
-    return found
+        bounds.append(round((5 if backward else 2) / cycles * teraflops / per_cycle, 1))
+    return bounds
 
 
 def _products(loop: machine_code.Loop, head: int) -> int:
-    """Of a pair of query and key, for which each loop takes one power of two."""
+    """Returns the products of a loop for each query-key pair; a pair takes one power of two."""
     pairs = loop.special_cycles / _EACH * _THREADS
     return round(loop.products / (pairs * head))

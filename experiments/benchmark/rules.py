@@ -1,8 +1,9 @@
-"""Masks and score functions as users of FlexAttention write them, each of them once.
+"""Masks and score functions as users of FlexAttention write them, for both libraries at once.
 
-A rule is made for an array library, `jax.numpy` or `torch`, and a length: the body of its function
-is the same in both. Most are in attention-gym, FlexAttention's collection of examples, or in the
-papers named here. Two-dimensional ones see the T positions as the rows of a square picture.
+A rule is built for an array library, `jax.numpy` or `torch`, and a length; the same function body
+serves both. Most rules come from attention-gym, FlexAttention's collection of examples, or from the
+papers named here. Two-dimensional rules take the T positions as the pixels of a square picture, row
+by row.
 """
 
 import dataclasses
@@ -20,10 +21,10 @@ HEADS = 8
 class Rule:
     """A mask or a score function.
 
-    make: `make(xp, T)` gives `fn(b, h, q, kv) -> bool`, or with `is_score`
+    make: `make(xp, T)` returns `fn(b, h, q, kv) -> bool`, or with `is_score`
         `fn(score, b, h, q, kv, *operands) -> score`.
-    operands: of a score function, given T: float32 arrays whose gradients are taken too.
-    causal: whether a score function is measured under the causal mask, else without one.
+    operands: maps T to a score function's float32 operands, whose gradients are computed too.
+    causal: whether a score function is measured with the causal mask, or without a mask.
     own: whether a score function computes a tanh or an exponential for each pair.
     """
 
@@ -54,7 +55,8 @@ def _prefix(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def parts(T: int, count: int, seed: int = 0) -> np.ndarray:
-    """int32 `[T]`: the numbers of `count` parts of unequal lengths, one after another."""
+    """Splits T positions into `count` parts of unequal lengths; returns their indices, int32
+    `[T]`."""
     ends = np.sort(np.random.default_rng(seed).choice(np.arange(1, T), count - 1, replace=False))
     return np.searchsorted(ends, np.arange(T), side="right").astype(np.int32)
 
@@ -65,20 +67,22 @@ def _documents(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def _jagged(xp: Any, T: int) -> Callable[..., Any]:
-    """Causal within sequences of a batch, by the place in each, as attention-gym's nested masks."""
-    of = parts(T, 16, seed=1)
-    first = np.searchsorted(of, np.arange(16)).astype(np.int32)
-    sequence, start = xp.asarray(of), xp.asarray(first)
+    """Builds a causal mask within packed sequences, by local position, as attention-gym does for
+    nested tensors."""
+    sequence_of_position = parts(T, 16, seed=1)
+    first = np.searchsorted(sequence_of_position, np.arange(16)).astype(np.int32)
+    sequence, start = xp.asarray(sequence_of_position), xp.asarray(first)
 
     def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        own = sequence[q] == sequence[kv]
-        return own & (q - start[sequence[q]] >= kv - start[sequence[kv]])
+        same_sequence = sequence[q] == sequence[kv]
+        return same_sequence & (q - start[sequence[q]] >= kv - start[sequence[kv]])
 
     return rule
 
 
 def _neighbourhood(size: int) -> Callable[..., Callable[..., Any]]:
-    """A square around each query of a picture, moved inwards at its edges (NATTEN)."""
+    """Builds a mask of a square around each query of a picture, moved inwards at the picture's
+    edges (NATTEN)."""
 
     def make(xp: Any, T: int) -> Callable[..., Any]:
         side, reach = math.isqrt(T), size // 2
@@ -100,29 +104,30 @@ def _dilated(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def _tree(xp: Any, T: int) -> Callable[..., Any]:
-    """Branches of up to 64 tokens in depth-first order; a token sees its ancestors and itself."""
+    """Builds the mask of a tree of branches of up to 64 tokens in depth-first order; a token
+    attends to its ancestors and itself."""
     end = xp.asarray(_ends_of_subtrees(T))
     return lambda b, h, q, kv: (kv <= q) & (q < end[kv])
 
 
 def _ends_of_subtrees(T: int) -> np.ndarray:
-    """int32 `[T]`: where the tokens end that come after each."""
+    """Returns the end of each token's subtree, int32 `[T]`."""
     rng = np.random.default_rng(2)
     end = np.full(T, T, np.int32)
-    open_branches = []  # first tokens of the branches that the next one may grow from
+    open_branches = []  # (first token, end) of the branches that may get a child
     start = 0
     while start < T:
         length = int(rng.integers(8, 65))
-        keep = int(rng.integers(1, len(open_branches) + 1)) if open_branches else 0
-        for first, stop in open_branches[keep:]:
+        depth = int(rng.integers(1, len(open_branches) + 1)) if open_branches else 0
+        for first, stop in open_branches[depth:]:
             end[first:stop] = start
-        open_branches = [*open_branches[:keep], (start, min(start + length, T))]
+        open_branches = [*open_branches[:depth], (start, min(start + length, T))]
         start += length
     return end
 
 
 def _shared_prefix(xp: Any, T: int) -> Callable[..., Any]:
-    """Eight answers to one prompt that is half of all tokens."""
+    """Builds the mask of eight answers to one prompt, which is half of all tokens."""
     prompt, answer = T // 2, T // 16
 
     def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -133,7 +138,7 @@ def _shared_prefix(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def _global_window(xp: Any, T: int) -> Callable[..., Any]:
-    """A few tokens attend and are attended by all, others see their surroundings (Longformer)."""
+    """Builds a mask of 16 global tokens and a window for all others (Longformer)."""
     return lambda b, h, q, kv: (abs(q - kv) <= 128) | (q < 16) | (kv < 16)
 
 
@@ -150,7 +155,7 @@ def _alibi(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def _buckets(T: int) -> np.ndarray:
-    """int32 `[T]`: T5's bucket of a distance, of 32 (Raffel et al. 2020)."""
+    """Returns T5's bucket of each distance, of 32 buckets, int32 `[T]` (Raffel et al. 2020)."""
     distance = np.arange(T)
     far = 16 + (np.log(np.maximum(distance, 16) / 16) / np.log(128 / 16) * 16).astype(np.int32)
     return np.where(distance < 16, distance, np.minimum(far, 31)).astype(np.int32)
@@ -162,7 +167,7 @@ def _t5(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def _relative(xp: Any, T: int) -> Callable[..., Any]:
-    """A number for each distance up to 128 (Shaw et al. 2018)."""
+    """Adds a learned number for each distance, clipped to 128 (Shaw et al. 2018)."""
     return lambda score, b, h, q, kv, table: score + table[h, xp.clip(q - kv, -128, 128) + 128]
 
 
@@ -175,7 +180,8 @@ def _temperature(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def _swin(xp: Any, T: int) -> Callable[..., Any]:
-    """A number for each difference of rows and columns of a picture (Liu et al. 2021)."""
+    """Adds a learned number for each difference of rows and columns of a picture (Liu et al.
+    2021)."""
     side = math.isqrt(T)
 
     def rule(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
@@ -187,7 +193,7 @@ def _swin(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def _product(xp: Any, T: int) -> Callable[..., Any]:
-    """Scores of other pages count half."""
+    """Halves the scores between different pages of 100 tokens."""
 
     def rule(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         same = q // 100 == kv // 100
@@ -197,7 +203,8 @@ def _product(xp: Any, T: int) -> Callable[..., Any]:
 
 
 def _stick_breaking(xp: Any, T: int) -> Callable[..., Any]:
-    """The logarithm of a score's sigmoid (Tan et al. 2024), of which sums are then taken."""
+    """Computes the logarithm of a score's sigmoid, as stick-breaking attention does before it sums
+    (Tan et al. 2024)."""
 
     def rule(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (score - abs(score)) / 2 - xp.log1p(xp.exp(-abs(score)))

@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention on a device of CUDA; imported only where it competes."""
+"""PyTorch's FlexAttention on a CUDA device; imported only if it competes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ from experiments.benchmark.device_peers import Calls, Task
 
 
 def flex(task: Task) -> Calls:
-    """A compiled call with a block mask, which is built beforehand; or only its way back."""
+    """Builds a compiled call with a block mask made beforehand, or only its backward pass."""
     if not torch.cuda.is_available():
         raise NotImplementedError("torch finds no device of CUDA")
     query, key, value, d_out = map(_on_device(task.dtype), task.inputs)
     mask = _block_mask(task.case)
-    torch._dynamo.reset()  # which else gives up at the eighth mask
+    torch._dynamo.reset()  # otherwise it stops compiling at the eighth mask
     attend = torch.compile(flex_attention)
     if not task.backward:
 
@@ -29,14 +29,15 @@ def flex(task: Task) -> Calls:
                 return attend(query, key, value, block_mask=mask)
 
         return Calls(forward, _wait)
-    config.donated_buffer = False  # what forward has left is read more than once
+    config.donated_buffer = False  # the residuals are read more than once
     leaves = [x.requires_grad_() for x in (query, key, value)]
     out = attend(*leaves, block_mask=mask)
     return Calls(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True), _wait)
 
 
 def _on_device(dtype: str) -> Callable[[Any], Any]:
-    """Heads before tokens, as torch has them."""
+    """Returns a function that moves an array to the GPU and transposes it to torch's layout, heads
+    before tokens."""
     kind = getattr(torch, dtype)
     return lambda x: torch.from_numpy(x).to("cuda", kind).transpose(1, 2).contiguous()
 

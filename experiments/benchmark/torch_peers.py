@@ -1,4 +1,4 @@
-"""PyTorch's attention as a competitor; imported only where torch is installed."""
+"""PyTorch's attention as a competitor; imported only if torch is installed."""
 
 import sys
 import time
@@ -37,7 +37,7 @@ def _runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Runnabl
 
 
 def sdpa(case: Case, backward: bool) -> Runnable | None:
-    """`torch.nn.functional.scaled_dot_product_attention`, in its own layout."""
+    """Builds `torch.nn.functional.scaled_dot_product_attention`, in its own layout."""
     if case.modifier == "softcap" or (case.modifier == "t5" and backward):
         return None
     options: dict[str, Any] = {"enable_gqa": case.key_heads != case.N}
@@ -59,7 +59,8 @@ def _mask(case: Case) -> np.ndarray:
 
 
 def flex(case: Case, backward: bool) -> Runnable | None:
-    """Compiled FlexAttention; building its block mask is not counted. It cannot train on a CPU."""
+    """Builds compiled FlexAttention, which cannot train on a CPU; its block mask is made
+    beforehand."""
     if backward or (case.pattern == "full" and not case.modifier):
         return None
     ids = torch.from_numpy(case.ids()[0])
@@ -80,7 +81,7 @@ def flex(case: Case, backward: bool) -> Runnable | None:
 
 
 def _compiled(case: Case, options: dict[str, Any]) -> Runnable | None:
-    torch._dynamo.reset()  # which else gives up at the eighth rule
+    torch._dynamo.reset()  # otherwise it stops compiling at the eighth rule
     attend = torch.compile(flex_attention)
     try:
         return _runnable(case, False, lambda *qkv: attend(*qkv, **options))
@@ -90,8 +91,8 @@ def _compiled(case: Case, options: dict[str, Any]) -> Runnable | None:
 
 
 class Flex(NamedTuple):
-    """FlexAttention with a rule: its compiled forward pass, the share of tiles of 128 × 128 that
-    its block mask skips, and the milliseconds in which that is built."""
+    """FlexAttention with a rule: its compiled forward pass, the share of 128 × 128 tiles that its
+    block mask skips, and the milliseconds that it takes to build the block mask."""
 
     runnable: Runnable | None
     skipped: float = 0.0
@@ -106,7 +107,7 @@ def _closed_over(function: Callable[..., Any], operands: list[Any]) -> Callable[
 
 
 def flex_with(rule: Rule, case: Case) -> Flex:
-    """FlexAttention with a rule, on inputs of a case."""
+    """Builds FlexAttention with a rule, on the inputs of a case."""
     function = rule.make(torch, case.T)
     options: dict[str, Any] = {}
     if rule.is_score:

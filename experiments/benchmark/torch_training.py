@@ -1,4 +1,4 @@
-"""PyTorch's `nn.Transformer` as a competitor in training; imported where torch is installed."""
+"""PyTorch's `nn.Transformer` as a competitor in training; imported if torch is installed."""
 
 import contextlib
 import math
@@ -43,7 +43,7 @@ class Translator(nn.Module):
                 (self.source, self.target), self.places, (source, target), strict=True
             )
         )
-        found = self.transformer(
+        features = self.transformer(
             x,
             y,
             tgt_mask=causal,
@@ -51,21 +51,21 @@ class Translator(nn.Module):
             memory_key_padding_mask=padding,
             tgt_is_causal=True,
         )
-        return self.output(found)
+        return self.output(features)
 
 
 def serve(connection: Connection, config: Config, vocabulary: int, batch: Batch) -> None:
-    """Makes a step with the same loss, clipping and Adam as ours whenever it is told to."""
-    step = _step(config, vocabulary, batch)
-    with contextlib.suppress(EOFError):  # at the other's end
+    """Makes a step with our loss, clipping and Adam for each message on the connection."""
+    train_step = _step(config, vocabulary, batch)
+    with contextlib.suppress(EOFError):  # the parent process has closed the connection
         while True:
             connection.recv()
-            step()
+            train_step()
             connection.send(None)
 
 
 def _step(config: Config, vocabulary: int, batch: Batch) -> Callable[[], None]:
-    source, read, said = (
+    source, decoder_input, labels = (
         torch.from_numpy(np.asarray(x)).long()
         for x in (batch.source, batch.target_in, batch.target_out)
     )
@@ -74,10 +74,10 @@ def _step(config: Config, vocabulary: int, batch: Batch) -> Callable[[], None]:
     adam = torch.optim.Adam(model.parameters(), config.learning_rate, betas, config.epsilon)
     loss = nn.CrossEntropyLoss(ignore_index=PAD, label_smoothing=config.label_smoothing)
 
-    def step() -> None:
+    def train_step() -> None:
         adam.zero_grad()
-        loss(model(source, read).flatten(0, 1), said.flatten()).backward()
+        loss(model(source, decoder_input).flatten(0, 1), labels.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
         adam.step()
 
-    return step
+    return train_step

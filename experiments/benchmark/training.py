@@ -1,11 +1,11 @@
-"""How fast the translation experiment trains here, beside PyTorch.
+"""Measures a training step of the translation experiment on this machine, and PyTorch's.
 
     python -m experiments.benchmark training
 
-A step of the Transformer of the published tutorial (width 256, 3 + 3 layers, 8 heads, feed-forward
-512, dropout 0.1) on 128 sentence pairs in 24 source and 24 target places, of which 18 are real,
-with vocabularies of 8,000: loss, gradients, clipping and Adam. `packed` has the same pairs with
-four in a row and no padding. Competitors take turns; figures are medians.
+A step of the published tutorial's Transformer (width 256, 3 + 3 layers, 8 heads, feed-forward 512,
+dropout 0.1) on 128 sentence pairs, each padded from 18 to 24 source and target tokens, with
+vocabularies of 8,000: loss, gradients, clipping and Adam. `packed` has the same pairs, four in a
+row without padding. Competitors run alternately; figures are medians.
 """
 
 import argparse
@@ -44,19 +44,19 @@ from experiments.translation.vocabulary import EOS
 
 VOCABULARY = 8000
 PAIRS, PLACES, REAL, PER_ROW = 128, 24, 18, 4
-SETTLE = 0.3  # seconds in which idle threads of the one before come to rest
+SETTLE = 0.3  # seconds for idle threads of the previous competitor to stop spinning
 
 
 class Trainer(NamedTuple):
-    """A competitor: `step()` makes a step and returns when it is done; `tokens` are the real
-    target tokens of a step."""
+    """A competitor: `step()` makes a step and returns when it is done; `tokens` is the number of
+    target tokens in a step, without padding."""
 
     step: Callable[[], Any]
     tokens: int
 
 
 def sentence_pairs(seed: int = 0) -> EncodedPairs:
-    """Random pairs of sentences of `REAL` tokens."""
+    """Draws random pairs of sentences of `REAL` tokens."""
     rng = np.random.default_rng(seed)
     sides = rng.integers(EOS + 1, VOCABULARY, (2, PAIRS, REAL), np.int32)
     sides[:, :, -1] = EOS
@@ -65,60 +65,60 @@ def sentence_pairs(seed: int = 0) -> EncodedPairs:
 
 
 def padded_batch() -> Batch:
-    """The pairs, one in a row."""
+    """Returns the pairs as a padded batch, one in a row."""
     return next(Batches(sentence_pairs(), rows_per_batch=PAIRS, multiple=PLACES).epoch(0))
 
 
 def packed_batch() -> Packed:
-    """The pairs, `PER_ROW` in a row without padding."""
+    """Returns the pairs as a packed batch, `PER_ROW` in a row without padding."""
     width, rows = PER_ROW * REAL, PAIRS // PER_ROW
     return next(PackedBatches(sentence_pairs(), width=width, rows_per_batch=rows).epoch(0))
 
 
 def ours(config: Config, batch: AnyBatch) -> Trainer:
-    """The experiment's own step, as `train` runs it."""
+    """Builds the step that the experiment's `train` command runs."""
     model = Model(config, VOCABULARY, VOCABULARY)
     optimiser = make_optimiser(config, total_steps=1000)
-    step = make_step(model, optimiser, config)
+    train_step = make_step(model, optimiser, config)
     state = init_state(model, optimiser, seed=0)
 
     def run() -> None:
         nonlocal state
-        state, measured = step(state, batch)
-        jax.block_until_ready((state, measured))
+        state, metrics = train_step(state, batch)
+        jax.block_until_ready((state, metrics))
 
     return Trainer(run, int(np.sum(loss_mask(batch))))
 
 
 def competitors() -> dict[str, Trainer]:
-    """Those that can run here, by name."""
+    """Returns the competitors by name; torch only if it is installed."""
     config = dataclasses.replace(PRESETS["multi30k"], label_smoothing=0.0)
-    found = {
+    trainers = {
         "jattn": ours(config, padded_batch()),
         "jattn packed": ours(config, packed_batch()),
     }
     if importlib.util.find_spec("torch"):
-        found["torch"] = _elsewhere(config, padded_batch())
-    return found
+        trainers["torch"] = _in_subprocess(config, padded_batch())
+    return trainers
 
 
-def _elsewhere(config: Config, batch: Batch) -> Trainer:
-    """PyTorch in a process of its own, with its own settings of the memory."""
-    here, there = multiprocessing.Pipe()
+def _in_subprocess(config: Config, batch: Batch) -> Trainer:
+    """Builds PyTorch's trainer in a separate process, with its own memory settings."""
+    parent, child = multiprocessing.Pipe()
     peer = importlib.import_module("experiments.benchmark.torch_training")
-    arguments = there, config, VOCABULARY, batch
+    arguments = child, config, VOCABULARY, batch
     context = multiprocessing.get_context("spawn")
     context.Process(target=peer.serve, args=arguments, daemon=True).start()
 
     def run() -> None:
-        here.send(None)
-        here.recv()
+        parent.send(None)
+        parent.recv()
 
     return Trainer(run, int(np.sum(loss_mask(batch))))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures and prints steps and real target tokens per second, and the ratios."""
+    """Measures and prints milliseconds per step, target tokens per second, and the ratios."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.benchmark training",
         description=__doc__,
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=bounds.count, default=7, help="turns of each competitor")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/benchmark"))
     arguments = parser.parse_args(argv)
-    keep_freed_memory()  # as the command that trains
+    keep_freed_memory()  # as the `train` command does
     trainers = competitors()
     seconds = _in_turn(trainers, arguments.rounds)
     rows = [_row(name, trainers[name], seconds) for name in trainers]
@@ -139,8 +139,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _in_turn(trainers: dict[str, Trainer], rounds: int) -> dict[str, float]:
-    """Median seconds of a step, by competitor. The first step of a turn does not count: it pays for
-    what the one before has left behind."""
+    """Returns the median seconds of a step, by competitor. The first step of a turn does not count:
+    the previous competitor has left caches and memory in another state."""
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for trainer in trainers.values():
         trainer.step()

@@ -1,11 +1,12 @@
-"""The sizes that are fastest on this machine.
+"""Finds the fastest tile sizes on this machine.
 
     python -m experiments.benchmark tune
     python -m experiments.benchmark tune --seconds 10 --device cpu
 
-Each number of `jattn.tuning.Sizes` is tried at a few values, the others as they are so far, on the
-cases in which it matters; the value with the least time (the geometric mean over cases, forward and
-with gradients) stays. What comes out is a row for the table in `jattn/tuning.py`.
+Each number of `jattn.tuning.Sizes` is tried at a few values, with the best values found so far for
+the other numbers, on the cases in which it matters. The value with the least time (the geometric
+mean over cases, forward and with gradients) is chosen. The result is a row for the table in
+`jattn/tuning.py`.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from jattn.tuning import Sizes
 
 
 class Question(NamedTuple):
-    """One number of `Sizes`, what it may be, and where that matters."""
+    """One number of `Sizes`, its candidate values, and the cases in which it matters."""
 
     name: str
     values: tuple[int, ...]
@@ -48,7 +49,7 @@ QUESTIONS = (
         (*(_causal(T) for T in (2048, 4096, 8192)), Case("full", 1, 8, 2048, 64)),
     ),
     Question("small", (64, 128, 256), tuple(_window(8192, w) for w in (128, 256, 512))),
-    # Without a mask that is wider than all windows, the widest would seem to cost nothing.
+    # The causal mask is wider than all windows: without it, the largest value would seem free.
     Question(
         "narrow",
         (256, 512, 1024, 2048),
@@ -73,22 +74,26 @@ def _compiled(row: Sizes, case: Case, backward: bool) -> peers.Runnable:
 
 
 def answer(question: Question, row: Sizes, seconds: float) -> tuple[Sizes, dict[int, float]]:
-    """The row with the fastest value, and the mean time with each, relative to the fastest."""
-    rows = {str(value): row._replace(**{question.name: value}) for value in question.values}
-    times: dict[str, list[float]] = {value: [] for value in rows}
+    """Returns the row with the fastest value, and each value's mean time relative to the
+    fastest."""
+    candidates = {str(value): row._replace(**{question.name: value}) for value in question.values}
+    times: dict[str, list[float]] = {value: [] for value in candidates}
     for case in interruptible(tqdm(question.cases, desc=question.name, disable=None, leave=False)):
         for backward in (False, True):
-            programs = {value: _compiled(one, case, backward) for value, one in rows.items()}
+            programs = {
+                value: _compiled(candidate, case, backward)
+                for value, candidate in candidates.items()
+            }
             medians, _ = timing.in_turn(programs, seconds)
             for value, milliseconds in medians.items():
                 times[value].append(milliseconds)
     means = {value: statistics.geometric_mean(values) for value, values in times.items()}
     best = min(means, key=lambda value: means[value])
-    return rows[best], {int(value): mean / means[best] for value, mean in means.items()}
+    return candidates[best], {int(value): mean / means[best] for value, mean in means.items()}
 
 
 def main(argv: list[str]) -> int:
-    """Asks all questions and prints the row."""
+    """Tunes all numbers and prints the row."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.benchmark tune",
         description=__doc__,

@@ -1,1 +1,1 @@
-"""A small language model of characters: trained on any text file, it writes more of the kind."""
+"""A small character-level language model: trained on a text file, it generates similar text."""

@@ -1,11 +1,11 @@
-"""A small language model of characters, trained on any text file; then it writes.
+"""Trains a small character-level language model on a text file, and generates text with it.
 
     python -m experiments.language train --text FILE      about three minutes on two cores
     python -m experiments.language write --prompt "The "
 
-Without --text it reads English sentences from the grammar of `experiments.translation`, of which it
-learns spelling and grammar: the held-out loss comes to 0.56 nats per character. A run's
-directory has its metrics, its checkpoint and a picture of its losses.
+Without --text it trains on English sentences from the grammar of `experiments.translation` and
+learns their spelling and grammar: the held-out loss reaches 0.56 nats per character. A run's
+directory contains its metrics, its checkpoint and a plot of its losses.
 """
 
 import argparse
@@ -60,14 +60,17 @@ def _parser() -> argparse.ArgumentParser:
     write = commands.add_parser("write", help="write text with a trained model")
     write.set_defaults(command=_write)
     write.add_argument("--run", type=Path, help="the run's directory (the newest in runs/)")
-    write.add_argument("--prompt", default="\n", help="what to go on from (a new line)")
+    write.add_argument("--prompt", default="\n", help="the text to continue (a new line)")
     write.add_argument(
-        "--characters", type=bounds.whole(1, 10**7), default=500, help="how many to write (500)"
+        "--characters",
+        type=bounds.whole(1, 10**7),
+        default=500,
+        help="the number of characters (500)",
     )
     write.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (0.7)")
-    write.add_argument("--top-k", type=int, help="draw from so many characters")
+    write.add_argument("--top-k", type=int, help="draw from this many characters")
     write.add_argument("--top-p", type=float, help="draw from the nucleus of this probability")
-    write.add_argument("--seed", type=bounds.seed, default=0, help="of what is drawn (0)")
+    write.add_argument("--seed", type=bounds.seed, default=0, help="the seed of the draws (0)")
     return parser
 
 
@@ -77,9 +80,9 @@ def _named() -> str:
 
 def _train(options: argparse.Namespace) -> None:
     keep_freed_memory()
-    began = time.perf_counter()
+    start = time.perf_counter()
     with users_part():
-        run, texts = _begun(options)
+        run, texts = _prepared(options)
     definition, state = training.init_state(run)
     print(
         f"{run.directory}: {len(texts.train):,} characters to train on, "
@@ -96,14 +99,14 @@ def _train(options: argparse.Namespace) -> None:
     try:
         training.train(run, texts, _tell, definition, state, first)
     except KeyboardInterrupt as end:
-        again = f"train --run {run.directory} --resume"
-        raise type(end)(f"training goes on with: {again}") from None
-    print(f"trained in {time.perf_counter() - began:.0f} s; losses drawn in {run.draw_losses()}")
+        resume_command = f"train --run {run.directory} --resume"
+        raise type(end)(f"training goes on with: {resume_command}") from None
+    print(f"trained in {time.perf_counter() - start:.0f} s; losses drawn in {run.draw_losses()}")
     print(f"now try:\n  python -m experiments.language write --run {run.directory} --prompt TEXT")
 
 
-def _begun(options: argparse.Namespace) -> tuple[Run, text.Texts]:
-    """The run that the options ask for, begun or read, and its text."""
+def _prepared(options: argparse.Namespace) -> tuple[Run, text.Texts]:
+    """Creates the run, or opens it to resume, and returns it with its text."""
     if options.resume:
         if options.run is None:
             raise ValueError("--resume: expected --run DIR with it")
@@ -126,7 +129,7 @@ def _begun(options: argparse.Namespace) -> tuple[Run, text.Texts]:
 
 
 def _checked_text(run: Run) -> Path | None:
-    """The path of a run's text, which may be any in a run that comes from somebody else."""
+    """Returns the path of a run's text, which must be a file: a foreign run may name any path."""
     if run.text is not None and not Path(run.text).is_file():
         raise ValueError(f"{run.directory}: expected its text in a file, found none at {run.text}")
     return None if run.text is None else Path(run.text)
@@ -176,9 +179,9 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def _newest() -> Path:
-    """The run that was begun last among those with the usual names."""
-    found = [path.parent for path in _USUAL.parent.glob(f"{_USUAL.name}*/config.json")]
-    return max(found, key=lambda path: (path / "config.json").stat().st_mtime, default=_USUAL)
+    """Returns the run with a default name that was created last."""
+    runs = [path.parent for path in _USUAL.parent.glob(f"{_USUAL.name}*/config.json")]
+    return max(runs, key=lambda path: (path / "config.json").stat().st_mtime, default=_USUAL)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The model: a decoder-only Transformer as Llama is built, with a window, and its loss."""
+"""The model, a decoder-only Transformer like Llama with a sliding window, and its loss."""
 
 import functools
 from typing import Any
@@ -15,10 +15,10 @@ from jattn.nn import DecoderOnly, MultiHeadAttention
 
 
 def make(settings: Settings, vocabulary: int) -> DecoderOnly:
-    """A fresh model for so many characters.
+    """Builds a new model with a vocabulary of `vocabulary` characters.
 
-    Each position sees itself and the `length` − 1 before it, in training as in writing; so a text
-    of any length is written from a cache of one window.
+    Each position attends to itself and the `length` − 1 positions before it, in training and in
+    generation, so a text of any length is generated with a cache of one window.
     """
     window = masks.Window(left=settings.length - 1)
     return DecoderOnly(
@@ -39,23 +39,23 @@ def make(settings: Settings, vocabulary: int) -> DecoderOnly:
 
 
 def size(settings: Settings, vocabulary: int) -> int:
-    """How many numbers the parameters are.
+    """Returns the number of parameters.
 
     Raises:
-        ValueError: sizes that do not go together.
+        ValueError: the settings' sizes do not match.
     """
     abstract = nnx.eval_shape(lambda: make(settings, vocabulary))
     return sum(x.size for x in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
 
 
 def start(model: DecoderOnly, settings: Settings) -> Any:
-    """Caches from which `jattn.generate` writes one text, however long."""
+    """Returns caches with which `jattn.generate` writes one text of any length."""
     return model.start(1, settings.length, cache.RollingCache)
 
 
 def loss(model: DecoderOnly, rows: Array, key: Array | None = None) -> Array:
-    """The mean loss of the characters that follow in rows `[B, length + 1]`, in nats; without a
-    key no dropout."""
+    """Computes the mean loss in nats of predicting the next character in rows `[B, length + 1]`;
+    without a key there is no dropout."""
     rngs = None if key is None else nnx.Rngs(dropout=key)
     features = model.features(rows[:, :-1], deterministic=key is None, rngs=rngs)
     labels = rows[:, 1:]
@@ -65,5 +65,5 @@ def loss(model: DecoderOnly, rows: Array, key: Array | None = None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def mean_loss(definition: Any, variables: Any, rows: Array) -> Array:
-    """`loss` of a model that was taken apart, without dropout."""
+    """Computes `loss` without dropout, for a model split into definition and variables."""
     return loss(nnx.merge(definition, variables), rows)

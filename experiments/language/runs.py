@@ -1,5 +1,5 @@
-"""A run's directory: its settings and alphabet, its metrics and its last checkpoint. It may come
-from somebody else, so nothing in it is a link, a pipe or a device, which would lead elsewhere.
+"""A run's directory, with its settings, alphabet, metrics and last checkpoint. It may come from
+somebody else, so links, pipes and devices in it, which would lead elsewhere, are rejected.
 
 config.json      the settings, the alphabet and the text's path
 metrics.jsonl    a line for each report while training
@@ -29,7 +29,8 @@ _FORMAT = "jattn-language-run"
 
 @dataclass(frozen=True)
 class Run(Folder):
-    """A run that was begun in `directory`; `text` is the path of what it reads, or None."""
+    """A run in `directory`; `text` is the path of its training text, or None for generated
+    sentences."""
 
     settings: Settings
     characters: Characters
@@ -40,9 +41,9 @@ class Run(Folder):
         """Reads a run's directory.
 
         Raises:
-            FileNotFoundError: there is no run.
-            ValueError: its file is not what `create` writes, or there are links, pipes or devices
-                in the directory.
+            FileNotFoundError: there is no run in the directory.
+            ValueError: its file does not have the format that `create` writes, or the directory
+                contains links, pipes or devices.
         """
         path = inside(directory, "config.json")
         if not path.exists():
@@ -60,10 +61,10 @@ class Run(Folder):
         raise ValueError(f"{path}: expected what training writes there")
 
     def create(self) -> None:
-        """Makes the directory and writes what `open` reads.
+        """Makes the directory and writes the file that `open` reads.
 
         Raises:
-            FileExistsError: there is something already.
+            FileExistsError: the directory exists and is not empty.
         """
         if self.directory.exists() and any(self.directory.iterdir()):
             raise FileExistsError(f"run: {self.directory} exists already and is not empty")
@@ -76,23 +77,23 @@ class Run(Folder):
         self.write("config.json", json.dumps(about, indent=2) + "\n")
 
     def save(self, state: Any, step: int) -> None:
-        """Writes a checkpoint in place of the one before."""
+        """Writes a checkpoint and removes the previous one."""
         with writing(f"{self.directory}: checkpoint {step}"), self._manager() as manager:
             manager.save(step, args=ocp.args.StandardSave(state))
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
+        """Returns whether there is a checkpoint to resume from."""
         if not self.path("checkpoints").is_dir():
             return False
         with self._manager() as manager:
             return manager.latest_step() is not None
 
     def restore(self, like: Any) -> tuple[Any, int]:
-        """The last checkpoint, as a tree like this one, and its step.
+        """Returns the last checkpoint as a tree with the structure of `like`, and its step.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, or of another model.
+            FileNotFoundError: there is no checkpoint.
+            ValueError: the checkpoint is damaged or of another model.
         """
         if not self.has_checkpoint():
             raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
@@ -100,7 +101,9 @@ class Run(Folder):
             step = manager.latest_step()
             try:
                 return manager.restore(step, args=ocp.args.StandardRestore(like)), step
-            except Exception as error:  # orbax raises many kinds for what it cannot read
+            except (
+                Exception
+            ) as error:  # orbax raises many kinds of errors for unreadable checkpoints
                 raise ValueError(
                     f"{self.directory}: checkpoint {step} is damaged or of another model: {error}"
                 ) from error
@@ -110,14 +113,14 @@ class Run(Folder):
         return ocp.CheckpointManager(self.path("checkpoints").resolve(), options=options)
 
     def draw_losses(self) -> Path:
-        """Draws the losses over the steps, and returns the file."""
+        """Plots the losses over the steps, and returns the file's path."""
         path = self.path("loss.png")
         replace(path, _drawn(self.metrics()))
         return path
 
 
 def _drawn(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """The losses over the steps as a PNG file."""
+    """Plots the losses over the steps as a PNG file."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     steps = [record["step"] for record in records]

@@ -1,4 +1,4 @@
-"""What a run is made with: the sizes of the model and how it is trained."""
+"""The settings of a run: the sizes of the model and the parameters of training."""
 
 from pydantic.dataclasses import dataclass
 
@@ -7,23 +7,23 @@ from experiments.runs import settings
 
 @dataclass(frozen=True, config=settings.CHECKED)
 class Settings(settings.Settings):
-    """The settings of a run; by default three minutes on two cores.
+    """The settings of a run; the defaults take about three minutes on two cores.
 
     Attributes:
         features: the width of the model.
-        layers: how many.
-        heads: of the attention.
-        kv_heads: of its keys and values.
-        feed_forward: the inner width of the gated network.
-        length: how many characters a training row has, and how far back the attention looks.
-        rows: of a batch.
-        steps: of the training.
-        learning_rate: the highest, to which it rises over `warmup` steps, to fall as a cosine.
-        warmup: those steps.
-        weight_decay: of AdamW.
+        layers: the number of layers.
+        heads: the number of query heads.
+        kv_heads: the number of key and value heads.
+        feed_forward: the inner width of the gated feed-forward network.
+        length: the characters of a training row, and the attention's window.
+        rows: the rows of a batch.
+        steps: the training steps.
+        learning_rate: the peak, reached after `warmup` steps; a cosine decay follows.
+        warmup: the steps in which the learning rate rises.
+        weight_decay: AdamW's weight decay.
         dropout_rate: see `jattn.nn.LayerOptions`.
         report_every: steps between two reports with the validation loss and a checkpoint.
-        seed: of the parameters, the order of the text and dropout.
+        seed: the seed of the parameters, the order of the text and dropout.
     """
 
     features: settings.Width = 128

@@ -1,4 +1,4 @@
-"""Text as numbers: a vocabulary of characters, and batches of rows cut from anywhere in a text."""
+"""Text as tokens: a vocabulary of characters, and batches of rows from random places of a text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,31 +14,31 @@ _HELD_OUT = 0.05
 
 @dataclass(frozen=True)
 class Characters:
-    """A vocabulary: the characters of a text, in order; a token is a character's place."""
+    """A vocabulary: the sorted characters of a text; a token is the index of a character."""
 
     alphabet: str
 
     @classmethod
     def of(cls, text: str) -> "Characters":
-        """Those of a text."""
+        """Returns the vocabulary of a text."""
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, int32 `[n]`.
+        """Returns the tokens of a text, int32 `[n]`.
 
         Raises:
-            ValueError: a character that is not in the vocabulary.
+            ValueError: a character is not in the vocabulary.
         """
-        places = {character: place for place, character in enumerate(self.alphabet)}
-        if unknown := sorted(set(text) - places.keys()):
+        indices = {character: index for index, character in enumerate(self.alphabet)}
+        if unknown := sorted(set(text) - indices.keys()):
             raise ValueError(f"characters that the model does not know: {' '.join(unknown)!r}")
-        return np.array([places[character] for character in text], np.int32)
+        return np.array([indices[character] for character in text], np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of tokens `[n]`.
+        """Returns the text of tokens `[n]`.
 
         Raises:
-            ValueError: a token that is no place in the alphabet.
+            ValueError: a token is not an index of the alphabet.
         """
         if np.any((np.asarray(tokens) < 0) | (np.asarray(tokens) >= len(self.alphabet))):
             raise ValueError(f"tokens: expected 0..{len(self.alphabet) - 1}, got {tokens}")
@@ -47,18 +47,18 @@ class Characters:
 
 @dataclass(frozen=True)
 class Texts:
-    """Tokens to train on, and tokens to watch."""
+    """Tokens for training and for validation."""
 
     train: np.ndarray
     validation: np.ndarray
 
 
 def read(path: Path | None) -> str:
-    """The text of a file in UTF-8, or where `path` is None English sentences from the grammar of
-    `experiments.translation`, one a line.
+    """Reads a file in UTF-8; if `path` is None, generates English sentences, one per line, from
+    the grammar of `experiments.translation`.
 
     Raises:
-        ValueError: it is not text.
+        ValueError: the file is not UTF-8.
     """
     if path is None:
         pairs = corpus.generate(_SENTENCES, seed=0)
@@ -70,7 +70,7 @@ def read(path: Path | None) -> str:
 
 
 def split(tokens: np.ndarray, length: int) -> Texts:
-    """The end of a text is held out; each part has at least a row of `length` and what follows.
+    """Splits off the end of a text for validation; each part has at least `length` + 1 tokens.
 
     Raises:
         ValueError: the text is too short.
@@ -85,13 +85,13 @@ def split(tokens: np.ndarray, length: int) -> Texts:
 
 
 def batch(tokens: np.ndarray, rows: int, length: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Rows `[rows, length + 1]` from places that the seed decides."""
+    """Draws rows `[rows, length + 1]` from random places of a text."""
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length, rows)
     return tokens[starts[:, None] + np.arange(length + 1)]
 
 
 def in_order(tokens: np.ndarray, length: int, most: int) -> np.ndarray:
-    """The first rows `[rows, length + 1]` of a text, at most so many, each predicting the next
-    `length` characters."""
+    """Returns the first rows `[rows, length + 1]` of a text, at most `most`. The last token of a
+    row, its last label, is the first input of the next row."""
     rows = min((len(tokens) - 1) // length, most)
     return tokens[length * np.arange(rows)[:, None] + np.arange(length + 1)]

@@ -1,7 +1,7 @@
-"""Training: the optimiser, the step and the loop around it.
+"""Training: the optimiser, the step and the training loop.
 
-The order of the text and dropout follow from the seed and the number of the step, so that a run
-that goes on from a checkpoint ends where an uninterrupted one does, bit for bit.
+The order of the text and dropout depend only on the seed and the step number, so a run resumed from
+a checkpoint ends bit for bit where an uninterrupted run does.
 """
 
 import functools
@@ -29,14 +29,15 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """The state of training that a step updates."""
 
     variables: Any
     opt_state: Any
 
 
 def optimiser(settings: Settings) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) with a warm-up, on gradients of limited norm."""
+    """Builds AdamW (Loshchilov and Hutter 2019) with warm-up, cosine decay and gradient
+    clipping."""
     warmup, steps = min(settings.warmup, settings.steps - 1), settings.steps
     peak = settings.learning_rate
     rate = optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup, steps, peak / 10)
@@ -45,7 +46,7 @@ def optimiser(settings: Settings) -> optax.GradientTransformation:
 
 
 def init_state(run: Run) -> tuple[Any, State]:
-    """The model's definition, and the state before the first step."""
+    """Returns the model's definition, and the state before the first step."""
     model = models.make(run.settings, len(run.characters.alphabet))
     definition, variables = nnx.split(model)
     params = nnx.filter_state(variables, nnx.Param)
@@ -56,7 +57,7 @@ def init_state(run: Run) -> tuple[Any, State]:
 def _step(
     settings: Settings, definition: Any, state: State, rows: Array, number: Array
 ) -> tuple[State, Array]:
-    """One update, and the loss before it."""
+    """Makes one update; returns the new state, and the loss before the update."""
     params, rest = nnx.split_state(state.variables, nnx.Param, ...)
     key = jax.random.fold_in(jax.random.key(settings.seed), number)
 
@@ -71,11 +72,11 @@ def _step(
 
 
 def resumed(run: Run, state: State) -> tuple[State, int]:
-    """The state of the last checkpoint, or the one before the first step where there is none yet,
-    and its step. What was reported of later steps is forgotten.
+    """Returns the state and step of the last checkpoint, or the given state and 0 if there is none.
+    Removes the metrics of later steps.
 
     Raises:
-        ValueError: the checkpoint is damaged, or of another model.
+        ValueError: the checkpoint is damaged or of another model.
     """
     step = 0
     if run.has_checkpoint():
@@ -91,22 +92,22 @@ def train(
     run's directory.
 
     Raises:
-        Failure: the loss is no number any more.
+        Failure: the loss is not finite.
     """
     settings = run.settings
     held_out = in_order(texts.validation, settings.length, _VALIDATION_ROWS)
-    losses, began = [], time.perf_counter()
+    losses, start = [], time.perf_counter()
     with progress(settings.steps, unit="step", initial=first) as bar:
         for number in interruptible(range(first + 1, settings.steps + 1)):
             rows = batch(texts.train, settings.rows, settings.length, (settings.seed, number))
             state, value = _step(settings, definition, state, rows, jnp.uint32(number))
             losses.append(value)
             if len(losses) > 1:
-                losses[-2].block_until_ready()  # one step waits in the queue: the bar is right
+                losses[-2].block_until_ready()  # at most one step is queued, so the bar is accurate
             bar.update()
             if number % settings.report_every and number < settings.steps:
                 continue
-            record = _record(number, losses, time.perf_counter() - began, settings)
+            record = _record(number, losses, time.perf_counter() - start, settings)
             record["validation_loss"] = float(
                 models.mean_loss(definition, state.variables, held_out)
             )
@@ -115,11 +116,11 @@ def train(
             run.save(state, number)
             bar.clear()
             tell(record)
-            losses, began = [], time.perf_counter()
+            losses, start = [], time.perf_counter()
 
 
 def _record(number: int, losses: list[Array], seconds: float, settings: Settings) -> dict[str, Any]:
-    """What the steps since the last report were like."""
+    """Summarizes the steps since the last report: mean loss, time and speed."""
     loss = float(np.mean(jax.device_get(losses)))
     if not np.isfinite(loss):
         raise Failure(f"step {number}: the loss is {loss:g}; training stopped")

@@ -1,1 +1,1 @@
-"""Compiles attention for GPUs and TPUs on a machine without them, and reads what came out."""
+"""Compiles attention for GPUs and TPUs on a machine without them, and analyses the programs."""

@@ -1,6 +1,6 @@
-"""What is compiled: the benchmark's cases, and every mask and score function once.
+"""The calls that are compiled: the benchmark's cases, and every mask and score function once.
 
-Nothing here has values: arrays are shapes and dtypes, and arguments of the program.
+No array has values here: arrays are shapes and dtypes, and arguments of the program.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ def _nothing(arrays: Arrays) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class OfflineCall:
     """One call of `jattn.attention`, by default self-attention of grouped heads.
 
-    `operands` are integer and boolean arrays of the rules, `parameters` shapes of float arrays in
-    the query's dtype, of which gradients are taken; `rules` turns both into keyword arguments, and
-    `cache` keys, values and operands into a cache to attend to.
+    `operands` are shapes and dtypes of integer and boolean arrays; `parameters` are shapes of float
+    arrays in the query's dtype, whose gradients are computed. `rules` turns both into keyword
+    arguments, and `cache` turns keys, values and operands into a cache to attend to.
     """
 
     name: str
@@ -42,28 +42,29 @@ class Call:
     operands: Mapping[str, tuple[Shape, str]] = dataclasses.field(default_factory=dict)
     parameters: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
     query: Shape = (B, T, N)
-    held: Shape = (B, T, K)  # keys and values
+    kv: Shape = (B, T, K)  # of keys and of values
     cache: Callable[[Any, Any, Arrays], Cache] | None = None
 
     def arrays(self, head: int, dtype: str) -> tuple[Any, ...]:
-        """query, key, value, parameters, operands, and the gradient of the output."""
+        """Returns the shapes of query, key, value, parameters, operands and the output's
+        gradient."""
         aval = jax.ShapeDtypeStruct
-        query, held = (aval((*shape, head), dtype) for shape in (self.query, self.held))
+        query, kv = (aval((*shape, head), dtype) for shape in (self.query, self.kv))
         parameters = {name: aval(shape, dtype) for name, shape in self.parameters.items()}
         operands = {name: aval(*described) for name, described in self.operands.items()}
-        return query, held, held, parameters, operands, query
+        return query, kv, kv, parameters, operands, query
 
     @property
     def has_any_length(self) -> bool:
-        """Whether no array of its rules has the tokens' length."""
+        """Whether the call can have any length: no array of its rules has the tokens' length."""
         return not self.operands and not self.parameters and self.cache is None
 
-    def of_length(self, T: int) -> "Call":
-        """The same call of one batch row of T queries and keys."""
-        return dataclasses.replace(self, query=(1, T, self.query[2]), held=(1, T, self.held[2]))
+    def of_length(self, T: int) -> "OfflineCall":
+        """Returns the same call for one batch row of T queries and keys."""
+        return dataclasses.replace(self, query=(1, T, self.query[2]), kv=(1, T, self.kv[2]))
 
     def forward(self, implementation: str | None) -> Callable[..., Any]:
-        """A function of `arrays` that gives the output."""
+        """Returns a function of `arrays` that computes the output."""
         if implementation in peers.PEERS:
             return peers.attend(implementation, self.name)
 
@@ -75,10 +76,13 @@ class Call:
         return attend
 
     def gradients(self, implementation: str | None) -> Callable[..., Any]:
-        """A function of `arrays` that gives the output and the gradients of all float arrays."""
+        """Returns a function of `arrays` that computes the output and all float arrays'
+        gradients."""
         attend = self.forward(implementation)
 
-        def both(q: Any, k: Any, v: Any, parameters: Arrays, operands: Arrays, d_out: Any) -> Any:
+        def output_and_gradients(
+            q: Any, k: Any, v: Any, parameters: Arrays, operands: Arrays, d_out: Any
+        ) -> Any:
             def of_floats(q: Any, k: Any, v: Any, parameters: Arrays) -> Any:
                 return attend(q, k, v, parameters, operands, d_out)
 
@@ -87,11 +91,11 @@ class Call:
                 return out, pull((d_out, jnp.ones_like(out[1])))
             return out, pull(d_out)
 
-        return both
+        return output_and_gradients
 
 
-def _of_benchmark(case: cases.Case) -> Call:
-    """A case of the benchmark; a step of decoding as a query on arrays, without a cache."""
+def _of_benchmark(case: cases.Case) -> OfflineCall:
+    """Converts a case of the benchmark; a step of decoding attends to arrays, without a cache."""
     parameter = case.parameter()
 
     def rules(arrays: Arrays) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def _of_benchmark(case: cases.Case) -> Call:
             "score": case.score(arrays.get("parameter")),
         }
 
-    return Call(
+    return OfflineCall(
         case.name,
         rules,
         {"ids": ((case.B, case.T), "int32")} if case.pattern == "documents" else {},
@@ -175,23 +179,23 @@ _CELLS = {"layout": ((T // _BLOCK, T // _BLOCK), "bool")}
 _PAIRS = {"pairs": ((B, 1, T, T), "bool")}
 
 MASKS = (
-    Call("full", _masked(lambda a: masks.Full())),
-    Call("causal", _masked(lambda a: masks.Causal())),
-    Call("window", _masked(lambda a: masks.Window(left=256, right=0))),
-    Call("prefix", _masked(lambda a: masks.Causal() | masks.Prefix(a["lengths"])), _LENGTHS),
-    Call("segments", _masked(lambda a: masks.Causal() & masks.Segments(a["ids"])), _IDS),
-    Call("lengths", _masked(lambda a: masks.Lengths(kv=a["lengths"])), _LENGTHS),
-    Call("padding", _masked(lambda a: masks.Padding(a["tokens"])), _TOKENS),
-    Call("dilated", _masked(lambda a: masks.Causal() & masks.Dilated(4))),
-    Call("global", _masked(lambda a: masks.Window(128, 128) | masks.Global(64))),
-    Call("blocks", _masked(lambda a: masks.Blocks(a["layout"], _BLOCK)), _CELLS),
-    Call("dense", _masked(lambda a: masks.Dense(a["pairs"])), _PAIRS),
-    Call("complement", _masked(lambda a: ~masks.Segments(a["ids"]) & masks.Causal()), _IDS),
-    Call("predicate", _masked(lambda a: masks.Predicate(_near))),
-    Call(
+    OfflineCall("full", _masked(lambda a: masks.Full())),
+    OfflineCall("causal", _masked(lambda a: masks.Causal())),
+    OfflineCall("window", _masked(lambda a: masks.Window(left=256, right=0))),
+    OfflineCall("prefix", _masked(lambda a: masks.Causal() | masks.Prefix(a["lengths"])), _LENGTHS),
+    OfflineCall("segments", _masked(lambda a: masks.Causal() & masks.Segments(a["ids"])), _IDS),
+    OfflineCall("lengths", _masked(lambda a: masks.Lengths(kv=a["lengths"])), _LENGTHS),
+    OfflineCall("padding", _masked(lambda a: masks.Padding(a["tokens"])), _TOKENS),
+    OfflineCall("dilated", _masked(lambda a: masks.Causal() & masks.Dilated(4))),
+    OfflineCall("global", _masked(lambda a: masks.Window(128, 128) | masks.Global(64))),
+    OfflineCall("blocks", _masked(lambda a: masks.Blocks(a["layout"], _BLOCK)), _CELLS),
+    OfflineCall("dense", _masked(lambda a: masks.Dense(a["pairs"])), _PAIRS),
+    OfflineCall("complement", _masked(lambda a: ~masks.Segments(a["ids"]) & masks.Causal()), _IDS),
+    OfflineCall("predicate", _masked(lambda a: masks.Predicate(_near))),
+    OfflineCall(
         "predicate-operands", _masked(lambda a: masks.Predicate(_after_start, a["starts"])), _STARTS
     ),
-    Call(
+    OfflineCall(
         "positions",
         lambda a: {
             "mask": masks.Causal(),
@@ -200,8 +204,8 @@ MASKS = (
         },
         _POSITIONS,
     ),
-    Call(
-        "documents-biased",  # as many arrays as a tile may need
+    OfflineCall(
+        "documents-biased",  # with the most arrays that a tile may need
         lambda a: {
             "mask": masks.Causal() & masks.Segments(a["ids"]),
             "score": scores.Bias(a["bias"]) >> scores.Alibi(a["slopes"]),
@@ -216,35 +220,43 @@ MASKS = (
 _GATES = {"gate": (N,), "by_key": (B, T)}
 _CAPS = {"cap": (N,), "slope": (N,)}
 SCORES = (
-    Call("soft-cap", _scored(lambda a: scores.SoftCap(30.0))),
-    Call("soft-cap-learned", _scored(lambda a: scores.SoftCap(a["cap"])), {}, {"cap": ()}),
-    Call("temperature", _scored(lambda a: scores.Temperature(a["t"])), {}, {"t": ()}),
-    Call("alibi-learned", _scored(lambda a: scores.Alibi(a["slopes"])), {}, {"slopes": (N,)}),
-    Call("t5-table", _scored(lambda a: scores.RelativeBias(a["table"])), {}, {"table": (32, N)}),
-    Call(
+    OfflineCall("soft-cap", _scored(lambda a: scores.SoftCap(30.0))),
+    OfflineCall("soft-cap-learned", _scored(lambda a: scores.SoftCap(a["cap"])), {}, {"cap": ()}),
+    OfflineCall("temperature", _scored(lambda a: scores.Temperature(a["t"])), {}, {"t": ()}),
+    OfflineCall(
+        "alibi-learned", _scored(lambda a: scores.Alibi(a["slopes"])), {}, {"slopes": (N,)}
+    ),
+    OfflineCall(
+        "t5-table", _scored(lambda a: scores.RelativeBias(a["table"])), {}, {"table": (32, N)}
+    ),
+    OfflineCall(
         "t5-positions",
         lambda a: {"score": scores.RelativeBias(a["table"]), "kv_positions": a["positions"]},
         _POSITIONS,
         {"table": (32, N)},
     ),
-    Call("bias", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (B, N, T, T)}),
-    Call("bias-by-head", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (1, N, T, T)}),
-    Call("bias-by-key", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (B, 1, 1, T)}),
-    Call("function", _scored(lambda a: scores.Score(_fading))),
-    Call(
+    OfflineCall("bias", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (B, N, T, T)}),
+    OfflineCall(
+        "bias-by-head", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (1, N, T, T)}
+    ),
+    OfflineCall(
+        "bias-by-key", _scored(lambda a: scores.Bias(a["bias"])), {}, {"bias": (B, 1, 1, T)}
+    ),
+    OfflineCall("function", _scored(lambda a: scores.Score(_fading))),
+    OfflineCall(
         "function-operands",
         _scored(lambda a: scores.Score(_gated, a["gate"], a["by_key"])),
         {},
         _GATES,
     ),
-    Call(
+    OfflineCall(
         "function-capped",
         _scored(lambda a: scores.Score(_capped, a["cap"], a["slope"])),
         {},
         _CAPS,
     ),
-    Call("chain", _scored(_four), {}, {"t": (), "cap": (), "slopes": (N,)}),
-    Call(
+    OfflineCall("chain", _scored(_four), {}, {"t": (), "cap": (), "slopes": (N,)}),
+    OfflineCall(
         "cap-then-bias",
         _scored(lambda a: scores.SoftCap(30.0) >> scores.Bias(a["bias"])),
         {},
@@ -253,13 +265,13 @@ SCORES = (
 )
 
 OTHERS = (
-    Call("lse", lambda a: {"mask": masks.Causal(), "return_lse": True}),
-    Call("dropout", _dropout, _KEY),
-    Call("dropout-documents", _dropout_in_documents, _KEY | _IDS, {"slopes": (N,)}),
-    Call("dropout-dense", _dropout_of_pairs, _KEY | _PAIRS),
-    Call("dropout-t5", _dropout_by_positions, _KEY | _POSITIONS, {"table": (32, N)}),
-    Call("ungrouped", _masked(lambda a: masks.Causal()), held=(B, T, N)),
-    Call("ragged", _masked(lambda a: masks.Causal()), query=(B, 1000, N), held=(B, 1999, K)),
+    OfflineCall("lse", lambda a: {"mask": masks.Causal(), "return_lse": True}),
+    OfflineCall("dropout", _dropout, _KEY),
+    OfflineCall("dropout-documents", _dropout_in_documents, _KEY | _IDS, {"slopes": (N,)}),
+    OfflineCall("dropout-dense", _dropout_of_pairs, _KEY | _PAIRS),
+    OfflineCall("dropout-t5", _dropout_by_positions, _KEY | _POSITIONS, {"table": (32, N)}),
+    OfflineCall("ungrouped", _masked(lambda a: masks.Causal()), kv=(B, T, N)),
+    OfflineCall("ragged", _masked(lambda a: masks.Causal()), query=(B, 1000, N), kv=(B, 1999, K)),
 )
 
 
@@ -279,11 +291,11 @@ def _paged(k: Any, v: Any, operands: Arrays) -> Cache:
     return PagedCache(k, v, operands["table"], operands["lengths"], _no_overflow(operands))
 
 
-def _decode(name: str, cache: Callable[..., Cache], held: Shape, **operands: Any) -> Call:
-    """A step of decoding: a query for each of 32 rows, whose 32 heads read 8."""
+def _decode(name: str, cache: Callable[..., Cache], kv: Shape, **operands: Any) -> OfflineCall:
+    """Builds a step of decoding: one query for each of 32 rows, with 32 heads on 8 key heads."""
     operands["lengths"] = ((32,), "int32")
     mask = _masked(lambda a: masks.Causal())
-    return Call(name, mask, operands, query=(32, 1, 32), held=held, cache=cache)
+    return OfflineCall(name, mask, operands, query=(32, 1, 32), kv=kv, cache=cache)
 
 
 CACHES = (

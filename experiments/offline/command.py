@@ -1,23 +1,26 @@
-"""Compiles attention for a GPU or TPU that is not here, and says what the compilers made of it.
+"""Compiles attention for a GPU or TPU without the device, and reports on the compiled programs.
 
     python -m experiments.benchmark offline --target h100
     python -m experiments.benchmark offline --target h100 --cases causal bias --head 64 128
     python -m experiments.benchmark offline --target v5e --implementation tpu --out v5e.jsonl
     python -m experiments.benchmark offline --target h100 --cases full --lengths 4096 8192
 
-It needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU there
-is a line for each kernel: registers, bytes spilled, bytes of shared memory, and of the loop over
-tiles that need no mask the instructions, those that a vote may jump over (+), the cycles that
-matrix units, the special function unit (exp2) and shared memory are busy, and the least and most
-TFLOP/s that a model of these predicts. For a TPU there is a line for each program: temporary
-memory, bytes moved, kernels and loops. It shows what does not compile, does not fit, spills or is
-slow by its instructions; not wrong results, races or times. Rows go to `--out` as JSON lines.
-`jax_splash` and `jax_mgpu` are JAX's own kernels, for the few cases that they know. `--against`
-compares with rows that were kept, and compiles what those are of. `--lengths` shows how temporary
-memory grows, by `blockwise` unless told; that of a TPU's VMEM counts too.
+The command needs no device, but the compilers: `pip install -e ".[offline]"`, several GB. For a GPU
+the table has a line for each kernel: registers, bytes spilled and bytes of shared memory. For the
+kernel's loop over tiles without a mask it has the number of instructions, the number of
+instructions that a vote may skip (+), the cycles in which the matrix units, the special function
+unit (exp2) and shared memory are busy, and the least and greatest TFLOP/s that a model of these
+predicts. For a TPU there is a line for each program: temporary memory, bytes moved, kernels and
+loops.
 
-The exit status is 1 where a case does not compile without the implementation saying why, or is
-worse than it was, and 2 where the command is wrong or the compilers are missing.
+The table shows programs that do not compile, do not fit, spill or have slow code; it does not show
+wrong results, races or times. Rows are written to `--out` as JSON lines. `jax_splash` and
+`jax_mgpu` are JAX's own kernels, for the few cases that they support. `--against` compiles the
+cases of an earlier `--out` again and compares the rows. `--lengths` shows how temporary memory
+grows, by default of `blockwise`; for a TPU it includes VMEM.
+
+The exit status is 1 if a case does not compile and the implementation gave no reason, or if a
+figure is worse than in `--against`, and 2 if the command is wrong or the compilers are missing.
 """
 
 import argparse
@@ -47,43 +50,43 @@ _PROGRAM_TITLES = ("temp MiB", "moved GB", "kernels", "loops")
 
 
 def main(argv: list[str]) -> None:
-    """Compiles what is asked for, prints a table and writes JSON lines.
+    """Compiles the chosen jobs, prints a table and writes JSON lines.
 
     Raises:
-        UserError: an unknown name, or the compilers are missing.
-        Failure: something does not compile.
+        UserError: a name is unknown, or the compilers are missing.
+        Failure: a program does not compile, or a figure is worse than before.
     """
-    given = arguments(argv)
-    target = targets.TARGETS[given.target]
-    before = kept.read(given.against, target.name) if given.against else {}
-    jobs = list(before) or chosen(given, target)
+    options = arguments(argv)
+    target = targets.TARGETS[options.target]
+    old_rows = kept.read(options.against, target.name) if options.against else {}
+    jobs = list(old_rows) or chosen(options, target)
     reason = targets.missing(target)
     if reason:
         raise UserError(reason)
-    replace(given.out, "")
-    print(titles(target, bool(given.lengths)))
+    replace(options.out, "")
+    print(titles(target, bool(options.lengths)))
     failed = unsupported = spilled = worse = 0
-    for each in interruptible(tqdm(jobs, disable=None, leave=False)):
-        row = job.run(each, given.seconds)
-        append(given.out, json.dumps(row, allow_nan=False))
+    for each_job in interruptible(tqdm(jobs, disable=None, leave=False)):
+        row = job.run(each_job, options.seconds)
+        append(options.out, json.dumps(row, allow_nan=False))
         tqdm.write("\n".join(lines(row)))
-        for said in kept.worse(before[each], row) if before else ():
-            tqdm.write(f"    worse than it was: {said}")
+        for difference in kept.worse(old_rows[each_job], row) if old_rows else ():
+            tqdm.write(f"    worse than it was: {difference}")
             worse += 1
         failed += row["status"] == job.FAILED
         unsupported += row["status"] == job.UNSUPPORTED
         spilled += any(kernel["spill_bytes"] for kernel in row.get("kernels", ()))
     spills = f", {spilled} with spills" if target.is_gpu else ""
     print(f"{len(jobs)} programs: {failed} failed, {unsupported} not supported{spills}")
-    print(f"results: {given.out}")
+    print(f"results: {options.out}")
     if failed:
         raise Failure(f"{failed} of {len(jobs)} programs do not compile for {target.name}")
     if worse:
-        raise Failure(f"{worse} figures are worse than those of {given.against}")
+        raise Failure(f"{worse} figures are worse than those of {options.against}")
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command's arguments; what argparse refuses ends with status 2."""
+    """Parses the command's arguments; argparse ends the process with status 2 on errors."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.benchmark offline",
         description=__doc__,
@@ -119,65 +122,65 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=pathlib.Path, help="default: runs/offline/TARGET.jsonl")
     parser.add_argument("--against", type=pathlib.Path, help="an --out of before")
-    given = parser.parse_args(argv)
-    given.out = given.out or pathlib.Path("runs/offline") / f"{given.target}.jsonl"
-    return given
+    options = parser.parse_args(argv)
+    options.out = options.out or pathlib.Path("runs/offline") / f"{options.target}.jsonl"
+    return options
 
 
 def _targets() -> tuple[targets.Target, ...]:
     return tuple(targets.TARGETS.values())
 
 
-def chosen(given: argparse.Namespace, target: targets.Target) -> list[Job]:
-    """What the arguments ask for.
+def chosen(options: argparse.Namespace, target: targets.Target) -> list[Job]:
+    """Returns the jobs that the arguments choose.
 
     Raises:
-        UserError: an implementation that the target has not, or a case that has one length.
+        UserError: the target lacks an implementation, or a case has a fixed length.
     """
-    usual = ("blockwise",) if given.lengths else target.usual
-    implementations = given.implementation or usual
+    usual = ("blockwise",) if options.lengths else target.usual
+    implementations = options.implementation or usual
     for name in implementations:
         if name not in target.implementations:
-            there = ", ".join(target.implementations)
-            raise UserError(f"no implementation {name!r} for {target.name}; there are {there}")
-    passes = job.PASSES if given.which == "both" else (given.which,)
-    names = given.cases or (("full", "causal") if given.lengths else calls.CALLS)
+            known = ", ".join(target.implementations)
+            raise UserError(f"no implementation {name!r} for {target.name}; there are {known}")
+    passes = job.PASSES if options.which == "both" else (options.which,)
+    names = options.cases or (("full", "causal") if options.lengths else calls.CALLS)
     for name in names:
-        if given.lengths and not calls.CALLS[name].has_any_length:
+        if options.lengths and not calls.CALLS[name].has_any_length:
             raise UserError(f"--lengths: the case {name} has arrays of one length")
     return [
-        Job(target.name, name, implementation, head, dtype, which, length)
+        Job(target.name, name, implementation, head, dtype, pass_name, length)
         for implementation in implementations
         for name in names
-        for head in given.head
-        for dtype in given.dtype
-        for which in passes
-        for length in given.lengths or [0]
+        for head in options.head
+        for dtype in options.dtype
+        for pass_name in passes
+        for length in options.lengths or [0]
     ]
 
 
 def titles(target: targets.Target, lengths: bool = False) -> str:
-    """The table's first line."""
+    """Returns the table's first line."""
     if target.is_gpu and not lengths:
         return f"{_CASE_TITLES} {_KERNEL.format(*_KERNEL_TITLES)}"
     return f"{_CASE_TITLES} {_PROGRAM.format(*_PROGRAM_TITLES)}"
 
 
 def lines(row: dict[str, Any]) -> list[str]:
-    """What the table says of a row: a line for each kernel of a GPU, or for a TPU's program."""
+    """Formats a row: a line for each kernel of a GPU, or one for a TPU's program."""
     length = row.get("length", 0)
     start = _CASE.format(**row | {"case": f"{row['case']} {length}" if length else row["case"]})
     if row["status"] != job.COMPILED:
         return [f"{start} {row['status'].upper()} {row['message']}"]
     target = targets.TARGETS[row["target"]]
     if target.is_gpu and not length:
-        said = [_of_kernel(kernel, target) for kernel in row["kernels"]]
-        return [f"{start} {line}" for line in said or ["no kernel of its own"]]
+        kernel_lines = [_of_kernel(kernel, target) for kernel in row["kernels"]]
+        return [f"{start} {line}" for line in kernel_lines or ["no kernel of its own"]]
     moved = "-" if row["bytes_moved"] is None else f"{row['bytes_moved'] / 1e9:.2f}"
     memory = row["temporary_bytes"]
-    shown = "-" if memory is None else f"{memory / 2**20:.1f}"
+    temporary_mib = "-" if memory is None else f"{memory / 2**20:.1f}"
     counts = ("-" if row[x] is None else row[x] for x in ("custom_kernels", "loops"))
-    return [f"{start} {_PROGRAM.format(shown, moved, *counts)}"]
+    return [f"{start} {_PROGRAM.format(temporary_mib, moved, *counts)}"]
 
 
 def _of_kernel(kernel: dict[str, Any], target: targets.Target) -> str:
@@ -189,7 +192,7 @@ def _of_kernel(kernel: dict[str, Any], target: targets.Target) -> str:
 
 
 def _predicted(loop: Loop | None, target: targets.Target) -> str:
-    """The TFLOP/s of a loop by the model of `machine_code`."""
+    """Formats the TFLOP/s of a loop that the model of `machine_code` predicts."""
     if loop is None or target.peak is None:
         return "-"
     per_cycle, teraflops = target.peak

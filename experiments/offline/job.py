@@ -1,9 +1,9 @@
-"""One call, compiled in a process of its own: what compilers write goes to a folder, and a compiler
-that aborts takes nobody with it.
+"""Compiles one call in a separate process, whose compilers write their output to a folder. If a
+compiler aborts, only that process ends.
 
     python -m experiments.offline.job TARGET CASE IMPLEMENTATION HEAD DTYPE PASS LENGTH FOLDER
 
-The last line of its output is what came out, in JSON.
+The last line of its output is the result, in JSON.
 """
 
 import contextlib
@@ -27,11 +27,12 @@ from experiments.runs.ending import one_line
 
 COMPILED, UNSUPPORTED, FAILED = "compiled", "unsupported", "failed"
 PASSES = ("forward", "gradients")
-_LONGEST = 500  # characters of an error
+_LONGEST = 500  # most characters of an error message
 
 
 class Job(NamedTuple):
-    """What is compiled. `gradients` holds the forward kernel too; length 0 is that of the case."""
+    """One program to compile. The pass `gradients` includes the forward kernel; length 0 means the
+    case's own length."""
 
     target: str
     case: str
@@ -43,10 +44,10 @@ class Job(NamedTuple):
 
 
 def run(job: Job, seconds: float) -> dict[str, Any]:
-    """What came out of a job: a row of the results.
+    """Compiles a job and returns a row of the results.
 
-    `status` is compiled, unsupported (the implementation gave its reason) or failed; `message` says
-    why; for a GPU `kernels` holds each one's figures.
+    `status` is compiled, unsupported (the implementation gave a reason) or failed; `message` says
+    why; for a GPU, `kernels` has the figures of each kernel.
     """
     with tempfile.TemporaryDirectory(prefix="jattn-offline-") as folder:
         row = _in_a_process(job, Path(folder), seconds)
@@ -56,14 +57,14 @@ def run(job: Job, seconds: float) -> dict[str, Any]:
             except ValueError as error:
                 row |= {"status": FAILED, "message": one_line(error)[:_LONGEST]}
     names = ("target", "case", "implementation", "head", "dtype", "pass", "length")
-    asked = dict(zip(names if job.length else names[:-1], job, strict=False))
-    return asked | row
+    job_fields = dict(zip(names if job.length else names[:-1], job, strict=False))
+    return job_fields | row
 
 
 def _in_a_process(job: Job, folder: Path, seconds: float) -> dict[str, Any]:
     command = [sys.executable, "-m", __name__, *map(str, job), str(folder)]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=_environment(job, folder),
             capture_output=True,
@@ -74,21 +75,24 @@ def _in_a_process(job: Job, folder: Path, seconds: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"status": FAILED, "message": f"not ready after {seconds:g} seconds"}
     with contextlib.suppress(IndexError, json.JSONDecodeError):
-        row = json.loads(done.stdout.splitlines()[-1])
+        row = json.loads(process.stdout.splitlines()[-1])
         if isinstance(row, dict):
             return row
-    ended = f"exit status {done.returncode}"
-    if done.returncode < 0:
+    ended = f"exit status {process.returncode}"
+    if process.returncode < 0:
         with contextlib.suppress(ValueError):
-            ended = f"killed by {signal.Signals(-done.returncode).name}"
-    said = " | ".join(done.stderr.strip().splitlines()[-3:])
-    return {"status": FAILED, "message": f"{ended}: {said[-_LONGEST:]}"}
+            ended = f"killed by {signal.Signals(-process.returncode).name}"
+    error_output = " | ".join(process.stderr.strip().splitlines()[-3:])
+    return {"status": FAILED, "message": f"{ended}: {error_output[-_LONGEST:]}"}
 
 
 def _environment(job: Job, folder: Path) -> dict[str, str]:
-    """No device is looked for, and the GPU's compilers write down what they make."""
-    kept = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
-    environment = {**kept, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    """Returns the process's environment: no device is opened, and GPU compilers dump their
+    output."""
+    inherited = {
+        name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name
+    }
+    environment = {**inherited, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     target = targets.TARGETS[job.target]
     if not target.is_gpu:
         return environment
@@ -98,18 +102,18 @@ def _environment(job: Job, folder: Path) -> dict[str, str]:
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}".strip(),
         "MOSAIC_GPU_DUMP_TO": str(folder),
         "MOSAIC_GPU_DUMP_PTX": "1",
-        "MOSAIC_GPU_DUMP_MLIR_PASSES": "1",  # where the shared memory of a launch stands
+        "MOSAIC_GPU_DUMP_MLIR_PASSES": "1",  # these passes show a launch's shared memory
     }
 
 
 def is_reason(error: BaseException, implementation: str) -> bool:
-    """Whether jattn says why the implementation cannot; compilers raise NotImplementedError too."""
+    """Returns whether an error is jattn's reason; compilers raise NotImplementedError too."""
     says_who = f"implementation {implementation!r}: "
     return isinstance(error, NotImplementedError) and str(error).startswith(says_who)
 
 
 def outcome(job: Job) -> dict[str, Any]:
-    """Compiles, here and now."""
+    """Compiles a job in this process and returns its figures, or the error."""
     call, target = calls.CALLS[job.case], targets.TARGETS[job.target]
     call = call.of_length(job.length) if job.length else call
     options = targets.ALL_TEMPORARIES if job.length and not target.is_gpu else {}
@@ -118,7 +122,7 @@ def outcome(job: Job) -> dict[str, Any]:
     try:
         arrays = call.arrays(job.head, job.dtype)
         program = targets.compiled(target, function, *arrays, options=options)
-    except Exception as error:  # whatever a compiler raises is what this is here to tell
+    except Exception as error:  # the row reports whatever a compiler raises
         if is_reason(error, job.implementation):
             return {"status": UNSUPPORTED, "message": one_line(error)}
         return {
@@ -135,11 +139,11 @@ def outcome(job: Job) -> dict[str, Any]:
 
 
 def _of_program(program: Any) -> dict[str, Any]:
-    """What XLA says: bytes of temporaries, bytes moved where it counts them, kernels, loops."""
+    """Returns XLA's figures: bytes of temporaries, bytes moved if counted, kernels and loops."""
     memory, cost = program.memory_analysis(), program.cost_analysis()
     try:
         text = program.as_text()
-    except jax.errors.JaxRuntimeError:  # JAX 0.10's does not write down all copies for a v6e
+    except jax.errors.JaxRuntimeError:  # JAX 0.10 cannot print some copies for a v6e
         text = None
     return {
         "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
@@ -154,19 +158,20 @@ def _count(pattern: str, text: str | None) -> int | None:
 
 
 def kernels(folder: Path) -> list[dict[str, Any]]:
-    """The figures of each kernel of ours, or with matrix products, whose PTX lies in a folder.
+    """Returns the figures of each PTX file in a folder that is a kernel of ours or has matrix
+    products.
 
     Raises:
-        ValueError: ptxas or nvdisasm refuses one.
+        ValueError: ptxas or nvdisasm rejects a kernel.
     """
     shared = _shared_memory(folder)
-    found = []
+    figures = []
     for path in sorted(folder.glob("*.ptx")):
         text = path.read_text(encoding="utf-8")
         name = re.search(r"\.entry (\w+)\(", text)
         if name and re.search(r"jattn|wgmma|mma\.sync", text):
-            found.append(_kernel(path, text, name[1].removesuffix("_mosaic_gpu_kernel"), shared))
-    return found
+            figures.append(_kernel(path, text, name[1].removesuffix("_mosaic_gpu_kernel"), shared))
+    return figures
 
 
 def _kernel(path: Path, text: str, name: str, shared: dict[str, int]) -> dict[str, Any]:
@@ -175,8 +180,8 @@ def _kernel(path: Path, text: str, name: str, shared: dict[str, int]) -> dict[st
     binary = path.with_suffix(".cubin")
     target = architecture[1] if architecture else "sm_90a"
     options = [f"-arch={target}", "-v", *_as_linked(path.with_suffix(".ptxas"))]
-    said = _said("ptxas", *options, str(path), "-o", str(binary))
-    used = machine_code.resources(said)
+    ptxas_output = _said("ptxas", *options, str(path), "-o", str(binary))
+    used = machine_code.resources(ptxas_output)
     loops = machine_code.loops(_said("nvdisasm", "-c", str(binary)))
     hot = machine_code.main_loop(loops)
     return {
@@ -189,26 +194,26 @@ def _kernel(path: Path, text: str, name: str, shared: dict[str, int]) -> dict[st
     }
 
 
-def _as_linked(said: Path) -> list[str]:
-    """What ptxas is told for the same code where JAX has nvJitLink compile a kernel, which adds
-    lines of its own to what it says: code to be linked moves no registers between warpgroups."""
-    text = said.read_text(encoding="utf-8", errors="replace") if said.exists() else ""
+def _as_linked(dump: Path) -> list[str]:
+    """Returns the ptxas option that makes linkable code if JAX compiled the kernel by nvJitLink, as
+    "info" lines in the dumped output show: such code moves no registers between warpgroups."""
+    text = dump.read_text(encoding="utf-8", errors="replace") if dump.exists() else ""
     return ["-c"] if re.search(r"^info ", text, re.MULTILINE) else []
 
 
 def _said(tool: str, *arguments: str) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [targets.tool(tool), *arguments], capture_output=True, text=True, check=False
     )
-    said = done.stdout + done.stderr
-    if done.returncode:
-        raise ValueError(f"{tool} ended with {done.returncode}: {said.strip()[-_LONGEST:]}")
-    return said
+    output = process.stdout + process.stderr
+    if process.returncode:
+        raise ValueError(f"{tool} ended with {process.returncode}: {output.strip()[-_LONGEST:]}")
+    return output
 
 
 def _shared_memory(folder: Path) -> dict[str, int]:
-    """Bytes of shared memory that a block asks for at launch, , by kernel."""
-    found = {}
+    """Returns the dynamic shared memory of a block, in bytes, by kernel."""
+    sizes = {}
     for path in folder.glob("*.mlir-passes.log"):
         module = size = None
         with path.open(encoding="utf-8") as lines:
@@ -218,20 +223,20 @@ def _shared_memory(folder: Path) -> dict[str, int]:
                 if size:
                     break
         if module and size:
-            found[module[1]] = int(size[1])
+            sizes[module[1]] = int(size[1])
     for path in folder.glob("*.thunk_sequence.txt"):
         for name, size in re.findall(
             r"\] (\S+) grid: .*?shared_memory: (\d+)", path.read_text(encoding="utf-8")
         ):
-            found[name] = int(size)
-    return found
+            sizes[name] = int(size)
+    return sizes
 
 
 def main(argv: list[str]) -> int:
-    """Compiles and prints a line of JSON."""
-    target, case, implementation, head, dtype, which, length, _ = argv
+    """Compiles a job and prints a line of JSON."""
+    target, case, implementation, head, dtype, pass_name, length, _ = argv
     warnings.filterwarnings("ignore")
-    job = Job(target, case, implementation, int(head), dtype, which, int(length))
+    job = Job(target, case, implementation, int(head), dtype, pass_name, int(length))
     print(json.dumps(outcome(job)))
     return 0
 

@@ -1,17 +1,17 @@
-"""What ptxas and nvdisasm say of a GPU kernel: registers, spills, and its innermost loops.
+"""Reads the output of ptxas and nvdisasm for a GPU kernel: registers, spills and innermost loops.
 
-Text in, numbers out: nothing here runs a tool. The cycles are a model, not a measurement. They say
-how long one warpgroup (four warps, one on each of a multiprocessor's four schedulers) keeps a unit
-busy during one round of the loop:
+No function here runs a tool. The cycles are a model, not a measurement. They say how long one
+warpgroup (four warps, one on each of a multiprocessor's four schedulers) keeps a unit busy during
+one iteration of the loop:
 
-- the matrix units multiply and add 2,048 pairs of 16-bit numbers a cycle, 1,024 of tf32 and 4,096
+- the matrix units multiply and add 2,048 pairs of 16-bit numbers per cycle, 1,024 of tf32 and 4,096
   of 8-bit numbers; the older instructions of one warp (HMMA) reach half of that;
 - the special function unit, which computes exp2, takes 8 cycles for one instruction of a warp;
-- shared memory gives 128 bytes a cycle, to matrix products that read their factors there too;
-- each scheduler issues one instruction a cycle.
+- shared memory delivers 128 bytes per cycle, also to matrix products that read operands from it;
+- each scheduler issues one instruction per cycle.
 
-`products_per_cycle` predicts from these: at most what the busiest unit allows, as where warpgroups
-take turns and no unit waits; at least what one warpgroup reaches whose matrix units and other
+`products_per_cycle` predicts bounds from these. The upper bound is set by the busiest unit: other
+warpgroups fill all waits. The lower bound is that of one warpgroup whose matrix units and other
 instructions wait for each other. A device lies between.
 """
 
@@ -22,18 +22,18 @@ from typing import NamedTuple
 
 
 class Resources(NamedTuple):
-    """What a kernel takes, of one thread or one block, as `ptxas -v` says."""
+    """The resources of one thread or block of a kernel, as printed by `ptxas -v`."""
 
     registers: int
     stack_bytes: int
-    spill_bytes: int  # stored; as many or more are loaded
-    shared_bytes: int  # static: what is asked for at launch is not in it
+    spill_bytes: int  # bytes of spill stores; loads are as many or more
+    shared_bytes: int  # static shared memory, without the dynamic part
     warnings: tuple[str, ...]
 
 
 class Instruction(NamedTuple):
-    """One line of machine code: `HGMMA.64x128x16.F32.BF16` and what follows it, and the predicate
-    on which it depends, `P1`."""
+    """One line of machine code: its name, such as `HGMMA.64x128x16.F32.BF16`, its operands, and its
+    predicate, such as `P1`."""
 
     name: str
     operands: str
@@ -41,30 +41,31 @@ class Instruction(NamedTuple):
 
     @property
     def root(self) -> str:
-        """The name without its suffixes."""
+        """The name without suffixes."""
         return self.name.split(".")[0]
 
 
 class Loop(NamedTuple):
-    """An innermost loop over tiles, during one round. Of the matrix units of Blackwell it knows
-    neither sizes nor cycles. What warps jump over by a vote, as sums are only rescaled where a
-    maximum has moved far, is counted `sometimes`, and nowhere else."""
+    """The figures of one iteration of an innermost loop over tiles. For Blackwell's matrix units,
+    sizes and cycles are unknown. `sometimes` counts the instructions that warps may skip by a vote,
+    such as the rescaling of sums after a large change of the maximum; no other figure counts
+    them."""
 
     instructions: int
     matrix_cycles: int
     special_cycles: int
     shared_cycles: int
     products: int  # pairs of numbers that are multiplied and added
-    by_kind: dict[str, int]  # instructions
-    sometimes: int = 0  # more instructions
+    by_kind: dict[str, int]  # instructions of each kind
+    sometimes: int = 0  # instructions that may be skipped
 
     @property
     def products_per_cycle(self) -> tuple[float, float]:
-        """Of a multiprocessor, at least and at most."""
-        others = max(self.instructions, self.special_cycles)
-        busiest = max(self.matrix_cycles, others, self.shared_cycles)
-        alone = max(self.matrix_cycles + others, busiest)
-        return self.products / alone, self.products / busiest
+        """The least and the greatest number of products per cycle of a multiprocessor."""
+        other_cycles = max(self.instructions, self.special_cycles)
+        busiest = max(self.matrix_cycles, other_cycles, self.shared_cycles)
+        serial = max(self.matrix_cycles + other_cycles, busiest)
+        return self.products / serial, self.products / busiest
 
 
 _ROOTS = {
@@ -88,8 +89,8 @@ _KINDS = {root: kind for kind, roots in _ROOTS.items() for root in roots.split()
 
 _PRODUCTS_PER_CYCLE = {"HGMMA": 2048, "QGMMA": 4096, "IGMMA": 4096, "HMMA": 1024}
 _SPECIAL_CYCLES = 8
-_SHARED_BYTES = 128  # a cycle
-_WARPS = 4  # of a warpgroup
+_SHARED_BYTES = 128  # per cycle
+_WARPS = 4  # in a warpgroup
 
 _NOTHING = Instruction("", "")
 
@@ -98,62 +99,63 @@ _LABEL = re.compile(r"\s*(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 
 
-def resources(said: str) -> Resources:
-    """What `ptxas -v` said of one kernel.
+def resources(output: str) -> Resources:
+    """Reads the output of `ptxas -v` for one kernel.
 
     Raises:
-        ValueError: it says nothing of registers.
+        ValueError: the output does not name the registers.
     """
-    registers = re.search(r"Used (\d+) registers", said)
+    registers = re.search(r"Used (\d+) registers", output)
     if registers is None:
-        raise ValueError(f"expected 'Used … registers' from ptxas -v, got {said.strip()!r}")
+        raise ValueError(f"expected 'Used … registers' from ptxas -v, got {output.strip()!r}")
 
-    def first(pattern: str) -> int:
-        found = re.search(pattern, said)
-        return int(found[1]) if found else 0
+    def number(pattern: str) -> int:
+        match = re.search(pattern, output)
+        return int(match[1]) if match else 0
 
     return Resources(
         registers=int(registers[1]),
-        stack_bytes=first(r"(\d+) bytes stack frame"),
-        spill_bytes=first(r"(\d+) bytes spill stores"),
-        shared_bytes=first(r"(\d+) bytes smem"),
-        warnings=warnings(said),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        spill_bytes=number(r"(\d+) bytes spill stores"),
+        shared_bytes=number(r"(\d+) bytes smem"),
+        warnings=warnings(output),
     )
 
 
-def warnings(said: str) -> tuple[str, ...]:
-    """What ptxas warns of, each once; that it serialises matrix products, it calls information."""
-    found = re.findall(
+def warnings(output: str) -> tuple[str, ...]:
+    """Returns the distinct warnings of ptxas, and its information that matrix products are
+    serialised."""
+    texts = re.findall(
         r"^ptxas \w+\s*:\s*(.*Potential Performance Loss.*?)\s*$"
         r"|^.*?\b(?:warning|error)\b\s*:\s*(.*?)\s*$",
-        said,
+        output,
         re.MULTILINE,
     )
-    found = [loss or warning for loss, warning in found]
-    return tuple(dict.fromkeys(found))
+    texts = [loss or warning for loss, warning in texts]
+    return tuple(dict.fromkeys(texts))
 
 
 def kind(instruction: Instruction) -> str:
-    """What an instruction is for."""
+    """Returns the kind of an instruction, such as "matrix" or "wait"."""
     return _KINDS.get(instruction.root, "other")
 
 
 def _sizes(instruction: Instruction) -> tuple[int, int, int]:
-    """Rows, columns and depth of what a warpgroup multiplies; zeros for other instructions.
+    """Returns rows, columns and depth of a warpgroup's product; zeros for other instructions.
 
-    An HMMA is one warp's, so a warpgroup has four of them.
+    An HMMA belongs to one warp, so a warpgroup executes four of them.
     """
     if instruction.root not in _PRODUCTS_PER_CYCLE:
         return 0, 0, 0
     wide = re.search(r"\.(\d+)x(\d+)x(\d+)", instruction.name)
     narrow = re.search(r"\.(16)(8)(\d+)", instruction.name)  # 16816 is 16 × 8 × 16
-    found = wide or narrow
-    rows, columns, depth = map(int, found.groups()) if found else (0, 0, 0)
+    match = wide or narrow
+    rows, columns, depth = map(int, match.groups()) if match else (0, 0, 0)
     return rows * (1 if wide else _WARPS), columns, depth
 
 
 def matrix_cycles(instruction: Instruction) -> float:
-    """Cycles for which a warpgroup's instruction keeps the matrix units."""
+    """Returns the cycles in which a warpgroup's instruction occupies the matrix units."""
     products = math.prod(_sizes(instruction))
     if not products:
         return 0.0
@@ -162,7 +164,7 @@ def matrix_cycles(instruction: Instruction) -> float:
 
 
 def shared_cycles(instruction: Instruction) -> float:
-    """Cycles for which a warpgroup's instruction keeps shared memory."""
+    """Returns the cycles in which a warpgroup's instruction occupies shared memory."""
     if kind(instruction) == "shared":
         width = re.search(r"\.(64|128)\b", instruction.name)
         matrices = re.search(r"\.M88\.([24])", instruction.name)
@@ -177,7 +179,7 @@ def shared_cycles(instruction: Instruction) -> float:
 
 
 def instructions(sass: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions that `nvdisasm -c` printed, and the place of each label among them."""
+    """Parses the output of `nvdisasm -c`; returns the instructions, and the index of each label."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -185,60 +187,63 @@ def instructions(sass: str) -> tuple[list[Instruction], dict[str, int]]:
         if label:
             labels[label[1]] = len(code)
             continue
-        found = _LINE.match(line)
-        if found:
-            code.append(Instruction(found[2], found[3].strip(), found[1] or ""))
+        match = _LINE.match(line)
+        if match:
+            code.append(Instruction(match[2], match[3].strip(), match[1] or ""))
     return code, labels
 
 
 def loops(sass: str) -> list[Loop]:
-    """The innermost loops over tiles, in the code's order: those with matrix products or, where
-    other warps start them (Blackwell), those that leave weights in tensor memory.
+    """Returns the innermost loops over tiles, in the code's order: loops with matrix products or,
+    if other warps start the products (Blackwell), loops that store weights in tensor memory.
 
-    A loop is what lies between a label and a later jump back to it.
+    A loop is the code between a label and a later jump back to it.
     """
     code, labels = instructions(sass)
-    apart = any(x.root == "STTM" for x in code)
+    in_other_warps = any(x.root == "STTM" for x in code)
     jumps = _jumps(code, labels)
     spans = {
         (start, end)
         for end, start in jumps
-        if start <= end and any(_is_of_tile(x, apart) for x in code[start : end + 1])
+        if start <= end and any(_is_of_tile(x, in_other_warps) for x in code[start : end + 1])
     }
     innermost = [
         (start, end)
         for start, end in sorted(spans)
-        if not any((a, b) != (start, end) and start <= a and b <= end for a, b in spans)
+        if not any(
+            (inner_start, inner_end) != (start, end) and start <= inner_start and inner_end <= end
+            for inner_start, inner_end in spans
+        )
     ]
     return [_loop(code, start, end, jumps) for start, end in innermost]
 
 
 def _jumps(code: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """From which place to which."""
+    """Returns the jumps as pairs of indices: the jump, and its target."""
     found = ((i, _TARGET.search(x.operands)) for i, x in enumerate(code) if x.root == "BRA")
     return [(i, labels[x[1]]) for i, x in found if x and x[1] in labels]
 
 
-def _is_of_tile(instruction: Instruction, apart: bool) -> bool:
-    return instruction.root == "STTM" if apart else kind(instruction) == "matrix"
+def _is_of_tile(instruction: Instruction, in_other_warps: bool) -> bool:
+    return instruction.root == "STTM" if in_other_warps else kind(instruction) == "matrix"
 
 
-def _is_voted(before: list[Instruction], predicate: str) -> bool:
-    """Whether threads have voted on a predicate, of a warp or at a barrier, before all else that
-    sets it."""
-    among_first = re.compile(rf"(?:[\w.!]+,\s*)?{predicate}\b")
-    last = (x for x in reversed(before) if among_first.match(x.operands))
-    return bool(predicate) and next(last, _NOTHING).root in ("VOTE", "B2R")
+def _is_voted(preceding: list[Instruction], predicate: str) -> bool:
+    """Returns whether the last of the `preceding` instructions that sets a predicate is a vote of a
+    warp, or of threads at a barrier."""
+    sets_predicate = re.compile(rf"(?:[\w.!]+,\s*)?{predicate}\b")
+    setters = (x for x in reversed(preceding) if sets_predicate.match(x.operands))
+    return bool(predicate) and next(setters, _NOTHING).root in ("VOTE", "B2R")
 
 
 def _loop(code: list[Instruction], start: int, end: int, jumps: list[tuple[int, int]]) -> Loop:
-    over = {
-        place
-        for at, to in jumps
-        if start <= at < to <= end and _is_voted(code[start:at], code[at].predicate)
-        for place in range(at + 1, to)
+    skipped = {
+        index
+        for jump, target in jumps
+        if start <= jump < target <= end and _is_voted(code[start:jump], code[jump].predicate)
+        for index in range(jump + 1, target)
     }
-    body = [code[place] for place in range(start, end + 1) if place not in over]
+    body = [code[index] for index in range(start, end + 1) if index not in skipped]
     by_kind = collections.Counter(map(kind, body))
     return Loop(
         instructions=len(body),
@@ -247,10 +252,10 @@ def _loop(code: list[Instruction], start: int, end: int, jumps: list[tuple[int, 
         shared_cycles=round(sum(map(shared_cycles, body))),
         products=sum(math.prod(_sizes(x)) for x in body),
         by_kind=dict(by_kind.most_common()),
-        sometimes=len(over),
+        sometimes=len(skipped),
     )
 
 
-def main_loop(found: list[Loop]) -> Loop | None:
-    """The loop over tiles that need no mask: the most products in the fewest instructions."""
-    return max(found, key=lambda x: (x.matrix_cycles, -x.instructions), default=None)
+def main_loop(candidates: list[Loop]) -> Loop | None:
+    """Returns the loop over tiles without a mask: most products, then fewest instructions."""
+    return max(candidates, key=lambda x: (x.matrix_cycles, -x.instructions), default=None)

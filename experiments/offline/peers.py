@@ -1,4 +1,4 @@
-"""JAX's own kernels, called directly: what ours are compared with. They know few cases."""
+"""JAX's own kernels, for comparison with ours. They support few cases."""
 
 import dataclasses
 import importlib
@@ -13,8 +13,8 @@ _CAUSAL = {"full": False, "causal": True, "ungrouped": True}
 
 
 def attend(name: str, case: str) -> Callable[..., Any]:
-    """A function of a call's arrays that gives the output; it raises NotImplementedError where the
-    kernel has not the case, as implementations do."""
+    """Returns a function from a call's arrays to the output. It raises NotImplementedError if the
+    kernel does not support the case, as implementations do."""
 
     def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
         if case not in _CAUSAL:
@@ -27,14 +27,14 @@ def attend(name: str, case: str) -> Callable[..., Any]:
 
 
 def _splash(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """Splash attention with its own masks, on heads before tokens; it takes no scale."""
+    """Calls splash attention with its own masks, on heads before tokens; it takes no scale."""
     package = "jax.experimental.pallas.ops.tpu.splash_attention"
     kernel = importlib.import_module(f"{package}.splash_attention_kernel")
     lazy = importlib.import_module(f"{package}.splash_attention_mask")
     shape, size = (q.shape[1], k.shape[1]), min(512, q.shape[1])
-    one = (lazy.CausalMask if causal else lazy.FullMask)(shape)
+    mask = (lazy.CausalMask if causal else lazy.FullMask)(shape)
     call = kernel.make_splash_mha(
-        lazy.MultiHeadMask([one] * q.shape[2]),
+        lazy.MultiHeadMask([mask] * q.shape[2]),
         head_shards=1,
         q_seq_shards=1,
         block_sizes=kernel.BlockSizes(*[size] * 8),
@@ -44,8 +44,8 @@ def _splash(q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def _mgpu(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """FlashAttention-3 in Mosaic, in float16, with tiles as wide as ours; it takes no scale, and no
-    causal mask with the compilers of CUDA 12.8 and 12.9."""
+    """Calls FlashAttention-3 in Mosaic, in float16, with tiles as wide as ours. It takes no scale,
+    and with the compilers of CUDA 12.8 and 12.9 no causal mask."""
     if causal:
         raise NotImplementedError("implementation 'jax_mgpu': no causal mask with these compilers")
     config = mgpu_config(q.shape[-1], causal)
@@ -55,12 +55,12 @@ def _mgpu(q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def mgpu() -> Any:
-    """JAX's FlashAttention-3: `attention(query, key, value, config)`."""
+    """Returns the module of JAX's FlashAttention-3: `attention(query, key, value, config)`."""
     return importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
 
 
 def mgpu_config(head: int, causal: bool) -> Any:
-    """Its sizes: of those that fit, the greatest."""
+    """Returns the largest tile sizes of JAX's FlashAttention-3 that fit."""
     wide = {64: 256, 128: 128, 256: 64}.get(head)
     if wide is None:
         raise NotImplementedError(f"implementation 'jax_mgpu': no sizes for heads of {head}")
@@ -78,4 +78,4 @@ def mgpu_config(head: int, causal: bool) -> Any:
 
 
 PEERS = {"jax_splash": _splash, "jax_mgpu": _mgpu}
-"""By the name that stands for an implementation's."""
+"""The kernels by name; the names are used like those of implementations."""

@@ -1,4 +1,4 @@
-"""The devices that programs are compiled for, and compiling for one that is not here."""
+"""The target devices, and compilation for them without the device."""
 
 import dataclasses
 import functools
@@ -15,25 +15,25 @@ from experiments.runs.ending import UserError
 
 
 class Target(NamedTuple):
-    """One kind of device."""
+    """A kind of device, and what compiling for it needs."""
 
     name: str
-    platform: str  # as JAX's topologies call it
-    kind: str  # as the device calls itself
-    implementations: tuple[str, ...]  # those of jattn that can run there and need no device; peers
-    usual: tuple[str, ...]  # those with kernels of their own, which are compiled unless told
-    modules: tuple[tuple[str, str], ...]  # what is needed, and the package it comes in
-    tools: tuple[tuple[str, str], ...]  # programs that are needed, likewise
-    description: str = ""  # of a GPU, as XLA's compiler wants it
-    peak: tuple[int, float] | None = None  # products of 16-bit numbers a cycle and core; TFLOP/s
-    capability: str | None = None  # of a GPU
+    platform: str  # its name in JAX's topologies
+    kind: str  # the device's own name
+    implementations: tuple[str, ...]  # jattn's that compile without the device; peers
+    usual: tuple[str, ...]  # the default ones, with kernels of their own
+    modules: tuple[tuple[str, str], ...]  # required modules, and their packages
+    tools: tuple[tuple[str, str], ...]  # required programs, and their packages
+    description: str = ""  # a GPU's, in the format of XLA's compiler
+    peak: tuple[int, float] | None = None  # 16-bit products per cycle and core; TFLOP/s
+    capability: str | None = None  # a GPU's compute capability
 
     @property
     def is_gpu(self) -> bool:
         return self.platform == "cuda"
 
 
-# What NVIDIA's GPUs from A100 to B200 have in common.
+# The limits that NVIDIA's GPUs from A100 to B200 share.
 _LIMITS = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
@@ -56,28 +56,28 @@ def _gpu(
     name: str,
     kind: str,
     capability: int,
-    own: tuple[str, ...] = (),
+    own_kernels: tuple[str, ...] = (),
     peers: tuple[str, ...] = (),
     peak: tuple[int, float] | None = None,
     **limits: float,
 ) -> Target:
-    """A GPU; shared memory in KiB, of which one block may have all but one."""
+    """Builds a GPU target; shared memory is in KiB, of which one block may use all but 1 KiB."""
     shared = limits.pop("shared_memory")
     limits |= {
         "shared_memory_per_core": shared * 1024,
         "shared_memory_per_block_optin": (shared - 1) * 1024,
     }
-    described = " ".join(f"{name}: {value}" for name, value in (_LIMITS | limits).items())
-    described += f" cuda_compute_capability {{ major: {capability} }}"
+    description = " ".join(f"{name}: {value}" for name, value in (_LIMITS | limits).items())
+    description += f" cuda_compute_capability {{ major: {capability} }}"
     return Target(
         name,
         "cuda",
         kind,
-        (*own, "ampere", "pallas", "blockwise", "reference", *peers),
-        (*own, "ampere"),
+        (*own_kernels, "ampere", "pallas", "blockwise", "reference", *peers),
+        (*own_kernels, "ampere"),
         (("jax_plugins.xla_cuda12", "jax[cuda12]"),),
         (("ptxas", "jax[cuda12]"), ("nvdisasm", "nvidia-cuda-nvdisasm")),
-        f'gpu_device_info {{ {described} }} {_VERSIONS} device_description_str: "{kind}"',
+        f'gpu_device_info {{ {description} }} {_VERSIONS} device_description_str: "{kind}"',
         peak,
         f"{capability}.0",
     )
@@ -127,7 +127,7 @@ B200 = _gpu(
 
 
 def _tpu(name: str, kind: str) -> Target:
-    """A kind of TPU, of which there are four in a topology."""
+    """Builds a TPU target, whose smallest topology has four TPUs."""
     return Target(
         name,
         "tpu",
@@ -139,14 +139,15 @@ def _tpu(name: str, kind: str) -> Target:
     )
 
 
-# XLA places what fits into a TPU's VMEM and does not count it among temporaries, but without it.
+# XLA places buffers that fit into a TPU's VMEM and does not count them as temporaries. With this
+# option it counts all.
 ALL_TEMPORARIES = {"xla_vf_vmem_memory_space_assignment": "false"}
 V5E, V6E = _tpu("v5e", "TPU v5 lite"), _tpu("v6e", "TPU v6 lite")
 TARGETS = {target.name: target for target in (H100, A100, B200, V5E, V6E)}
 
 
 def missing(target: Target) -> str | None:
-    """None, or in one line what is not installed and the command that installs it."""
+    """Returns None, or one line that names what is not installed and the command to install it."""
     for module, package in target.modules:
         if not _exists(module):
             return _advice(target, f"no module {module} (package {package})")
@@ -166,53 +167,53 @@ def _advice(target: Target, what: str) -> str:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it lies in
+    except ModuleNotFoundError:  # not even the parent package exists
         return False
 
 
 @functools.cache
 def _find(program: str) -> Path | None:
-    """A program of NVIDIA's packages, which lie beside one another in `nvidia`."""
+    """Finds a program in NVIDIA's packages, which share the folder `nvidia`."""
     package = importlib.util.find_spec("nvidia") if _exists("nvidia") else None
     folders = [] if package is None else package.submodule_search_locations or []
-    found = sorted(path for folder in folders for path in Path(folder).glob(f"*/bin/{program}"))
-    return found[0] if found else None
+    paths = sorted(path for folder in folders for path in Path(folder).glob(f"*/bin/{program}"))
+    return paths[0] if paths else None
 
 
 def tool(name: str) -> Path:
-    """Where a program of a target lies.
+    """Returns the path of a program that a target needs.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the program is not installed.
     """
-    found = _find(name)
-    if found is None:
+    path = _find(name)
+    if path is None:
         raise UserError(f"no program {name} is installed; pip install -e '.[offline]' brings it")
-    return found
+    return path
 
 
 @functools.cache
 def devices(target: Target) -> Any:
-    """Eight devices of one machine to compile for, of which there is only the description.
+    """Returns eight abstract devices of one machine, to compile for.
 
     Raises:
-        UserError: what compiles for them is not installed.
+        UserError: the compiler is not installed.
     """
     return _described(target, "2x4", 8)
 
 
 @functools.cache
 def device(target: Target) -> Any:
-    """A device to compile for, of which there is only the description.
+    """Returns an abstract device to compile for.
 
     Raises:
-        UserError: what compiles for it is not installed.
+        UserError: the compiler is not installed.
     """
     return _described(target, "2x2", 1)[0]
 
 
 def _described(target: Target, tpus: str, gpus: int) -> Any:
-    """A machine's devices: so many GPUs, or TPUs in that order."""
+    """Returns a machine's abstract devices: `gpus` GPUs, or TPUs in the topology `tpus`."""
     reason = missing(target)
     if reason:
         raise UserError(reason)
@@ -225,7 +226,7 @@ def _described(target: Target, tpus: str, gpus: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Gpu(jax.sharding.AbstractDevice):
-    """One whose kind Mosaic knows: it takes others for a Hopper."""
+    """An abstract GPU with a compute capability; without one, Mosaic assumes a Hopper."""
 
     compute_capability: str | None = None
 
@@ -237,23 +238,25 @@ def compiled(
     donated: tuple[int, ...] = (),
     options: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """`function` as a program for a target; `options` are for its compiler.
+    """Compiles `function` for a target, with the compiler's `options`.
 
     `arguments` are trees of arrays or of `jax.ShapeDtypeStruct`, of which only shapes and dtypes
-    count; the memory of those that are `donated` may hold results. GPU compilers call ptxas: it
-    must be found through PATH.
+    matter; results may reuse the memory of the `donated` arguments. GPU compilers call ptxas, which
+    must be on the PATH.
 
     Raises:
-        UserError: what compiles for it is not installed.
+        UserError: the compiler is not installed.
     """
-    here = jax.sharding.SingleDeviceSharding(device(target))
+    sharding = jax.sharding.SingleDeviceSharding(device(target))
     platform = "gpu" if target.platform == "cuda" else target.platform
-    described = {"device_kind": target.kind, "num_cores": None, "platform": platform}
-    kind: Any = jax.sharding.AbstractDevice(**described)
+    fields = {"device_kind": target.kind, "num_cores": None, "platform": platform}
+    abstract: Any = jax.sharding.AbstractDevice(**fields)
     if target.is_gpu:
-        kind = _Gpu(**described, compute_capability=target.capability)
-    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
+        abstract = _Gpu(**fields, compute_capability=target.capability)
+    avals = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(function, donate_argnums=donated).lower(*avals)
         return lowered.compile(compiler_options=dict(options))

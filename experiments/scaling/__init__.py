@@ -1,1 +1,1 @@
-"""Attention over several devices: what it costs here, and what it would cost elsewhere."""
+"""Attention over several devices: its measured cost, and its estimated cost on other devices."""

@@ -1,18 +1,18 @@
-"""Attention of one sequence over several devices: what it costs here, and what it would elsewhere.
+"""Measures or estimates the cost of attention over one sequence on several devices.
 
     python -m experiments.scaling measure                    on virtual devices of the CPU
-    python -m experiments.scaling measure --platform gpu     on those that are there
+    python -m experiments.scaling measure --platform gpu     on the available GPUs
     python -m experiments.scaling measure --schemes ring --devices 8 --lengths 1048576 \\
         --window 4096 --documents 2048 --key-heads 2 --order contiguous    a million tokens
     python -m experiments.scaling plan --length 10000000 --devices 1024 --memory 80 \\
         --teraflops 400 --link 50                            on paper
-    python -m experiments.scaling ahead --target v5e         compiled for devices that are not here
+    python -m experiments.scaling ahead --target v5e         compiled without the devices
 
-`measure` gives time, temporary memory of each device and bytes that each sends, for each scheme of
-`jattn.parallel`, against devices and length, as JSON lines and a plot. `plan` says which scheme
-fits a length and how long it takes at given rates. `ahead` compiles for eight TPUs or GPUs
-(`pip install -e ".[offline]"`, several GB), and says what the program sends, and how much of that
-while it computes.
+`measure` writes JSON lines and a plot of the time, the temporary memory of each device and the
+bytes that each device sends, for each scheme of `jattn.parallel`, number of devices and length.
+`plan` estimates which scheme fits a length and how long it takes at given rates. `ahead` compiles
+for eight TPUs or GPUs (`pip install -e ".[offline]"`, several GB), and reports the bytes that the
+program sends, and how many of them it sends while it computes.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from experiments.scaling.cases import DTYPES, ORDERS, SCHEMES, Case
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
-    given = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-    return exit_status(lambda: given.command(given))
+    arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    return exit_status(lambda: arguments.command(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,12 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    measure = commands.add_parser("measure", help="time, memory and bytes sent, here")
+    measure = commands.add_parser("measure", help="time, memory and bytes sent, on this machine")
     measure.set_defaults(command=_measure)
     measure.add_argument("--lengths", type=bounds.count, nargs="+", default=[4096, 8192, 16384])
     measure.add_argument("--devices", type=bounds.count, nargs="+", default=[1, 2, 4, 8])
     measure.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    measure.add_argument("--documents", type=bounds.count, help="so many tokens each, on average")
+    measure.add_argument("--documents", type=bounds.count, help="average tokens of a document")
     measure.add_argument("--platform", choices=("cpu", "gpu", "tpu"), default="cpu")
     measure.add_argument(
         "--seconds", type=bounds.seconds, default=2.0, help="for each row; 0: compile"
@@ -73,43 +73,43 @@ def _parser() -> argparse.ArgumentParser:
         "--link", type=bounds.positive, required=True, help="GB/s that a device can send"
     )
 
-    ahead = commands.add_parser("ahead", help="compiled for eight devices that are not here")
+    ahead = commands.add_parser("ahead", help="compile for eight devices without having them")
     ahead.set_defaults(command=_ahead)
     ahead.add_argument("--target", choices=list(targets.TARGETS), required=True)
     ahead.add_argument("--scheme", choices=SCHEMES, default="ring")
     ahead.add_argument("--length", type=bounds.count, default=65_536, help="tokens")
 
-    for each in (measure, planned, ahead):
-        each.add_argument("--heads", type=bounds.count, default=8)
-        each.add_argument("--key-heads", type=bounds.count, help="default: as many as heads")
-        each.add_argument("--head-size", type=bounds.count, default=64)
-        each.add_argument(
+    for command in (measure, planned, ahead):
+        command.add_argument("--heads", type=bounds.count, default=8)
+        command.add_argument("--key-heads", type=bounds.count, help="default: as many as heads")
+        command.add_argument("--head-size", type=bounds.count, default=64)
+        command.add_argument(
             "--window", type=bounds.count, help="keys that a query sees, itself included"
         )
-        each.add_argument("--order", choices=ORDERS, default="zigzag")
-        each.add_argument("--dtype", choices=DTYPES, default="float32")
-        each.add_argument("--forward", action="store_true", help="without gradients")
+        command.add_argument("--order", choices=ORDERS, default="zigzag")
+        command.add_argument("--dtype", choices=DTYPES, default="float32")
+        command.add_argument("--forward", action="store_true", help="without gradients")
     return parser
 
 
-def _case(given: argparse.Namespace, **more: Any) -> Case:
-    """The case of the options that the commands share.
+def _case(arguments: argparse.Namespace, **fields: Any) -> Case:
+    """Builds a case from the options that the commands share and the fields of one command.
 
     Raises:
-        UserError: sizes do not fit together.
+        UserError: the number of key heads does not divide the number of heads.
     """
-    key_heads = given.key_heads or given.heads
-    if given.heads % key_heads:
-        raise UserError(f"--key-heads {key_heads}: expected a divisor of --heads {given.heads}")
+    key_heads = arguments.key_heads or arguments.heads
+    if arguments.heads % key_heads:
+        raise UserError(f"--key-heads {key_heads}: expected a divisor of --heads {arguments.heads}")
     return Case(
-        heads=given.heads,
+        heads=arguments.heads,
         key_heads=key_heads,
-        head_size=given.head_size,
-        window=given.window,
-        order=given.order,
-        dtype=given.dtype,
-        backward=not given.forward,
-        **more,
+        head_size=arguments.head_size,
+        window=arguments.window,
+        order=arguments.order,
+        dtype=arguments.dtype,
+        backward=not arguments.forward,
+        **fields,
     )
 
 
@@ -119,16 +119,18 @@ _ROW = "{:<11} {:>7} {:>10} {:>9} {:>9} {:>9} {:>9}"
 _TITLES = ("scheme", "devices", "tokens", "ms", "temp MB", "sent MB", "formula")
 
 
-def _measure(given: argparse.Namespace) -> None:
-    """Measures, prints a table, writes JSON lines and a plot."""
+def _measure(arguments: argparse.Namespace) -> None:
+    """Measures the cases, prints a table, and writes JSON lines and a plot."""
     cases = [
-        _case(given, scheme=scheme, devices=devices, length=length, documents=given.documents)
-        for length in given.lengths
-        for devices in given.devices
-        for scheme in given.schemes
+        _case(
+            arguments, scheme=scheme, devices=devices, length=length, documents=arguments.documents
+        )
+        for length in arguments.lengths
+        for devices in arguments.devices
+        for scheme in arguments.schemes
     ]
     impossible = {case: reason for case in cases if (reason := plan.impossible(case))}
-    results = given.out / "results.jsonl"
+    results = arguments.out / "results.jsonl"
     replace(results, "")
     print(_ROW.format(*_TITLES))
     rows = []
@@ -136,12 +138,12 @@ def _measure(given: argparse.Namespace) -> None:
         if case in impossible:
             tqdm.write(f"{case.scheme:<11} {case.devices:>7} {case.length:>10} {impossible[case]}")
             continue
-        row = job.run(case, given.seconds, given.platform)
+        row = job.run(case, arguments.seconds, arguments.platform)
         append(results, json.dumps(row, allow_nan=False))
         rows.append(row)
         tqdm.write(_line(row))
     if rows:
-        picture = given.out / "scaling.png"
+        picture = arguments.out / "scaling.png"
         replace(picture, _picture(rows))
         print(f"plot: {picture}")
     print(f"results: {results}")
@@ -156,7 +158,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _picture(rows: list[dict[str, Any]]) -> bytes:
-    """Time, temporary memory and bytes sent over devices; a line for each scheme and length."""
+    """Plots time, temporary memory and bytes sent against the number of devices; a line for each
+    scheme and length."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     kinds = (
         ("milliseconds", "milliseconds", 1),
@@ -192,33 +195,35 @@ _PLAN = "{:<11} {:>10} {:>10} {:>11} {:>11} {:>11}  {}"
 _PLAN_TITLES = ("scheme", "GB", "sent GB", "compute s", "send s", "together s", "")
 
 
-def _plan(given: argparse.Namespace) -> None:
-    """Prints what each scheme takes, the quickest that fits first."""
-    length = plan.padded(given.length, given.devices, given.order)
-    if length != given.length:
-        print(f"{length:,} tokens, so that {given.devices} devices can share them evenly")
-    case = _case(given, devices=given.devices, length=length)
-    device = plan.Device(given.memory * 1e9, given.teraflops * 1e12, given.link * 1e9)
+def _plan(arguments: argparse.Namespace) -> None:
+    """Prints the estimated cost of each scheme, with the fastest that fits first."""
+    length = plan.padded(arguments.length, arguments.devices, arguments.order)
+    if length != arguments.length:
+        print(f"{length:,} tokens, so that {arguments.devices} devices can share them evenly")
+    case = _case(arguments, devices=arguments.devices, length=length)
+    device = plan.Device(arguments.memory * 1e9, arguments.teraflops * 1e12, arguments.link * 1e9)
     print(_PLAN.format(*_PLAN_TITLES).rstrip())
-    for each in plan.plans(case, device):
-        figures = (each.memory / 1e9, each.sent / 1e9, *each[3:6])
-        cells = ("-" if each.impossible else f"{x:.3g}" for x in figures)
-        print(_PLAN.format(each.scheme, *cells, each.reason or "fits"))
+    for scheme_plan in plan.plans(case, device):
+        figures = (scheme_plan.memory / 1e9, scheme_plan.sent / 1e9, *scheme_plan[3:6])
+        cells = ("-" if scheme_plan.impossible else f"{x:.3g}" for x in figures)
+        print(_PLAN.format(scheme_plan.scheme, *cells, scheme_plan.reason or "fits"))
 
 
 # --- compiled ahead of time ---------------------------------------------------------------------
 
 
-def _ahead(given: argparse.Namespace) -> None:
-    """Prints what the program for eight devices takes and sends, as a line of JSON."""
+def _ahead(arguments: argparse.Namespace) -> None:
+    """Prints the memory and exchanges of the program for eight devices, as a line of JSON."""
     jax.config.update("jax_platforms", "cpu")  # nothing runs
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which machine this is
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # there is no device to share
-    case = _case(given, devices=8, length=given.length, scheme=given.scheme)
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query the cloud's metadata server
+    os.environ.setdefault(
+        "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
+    )  # no TPU is opened, so nothing conflicts
+    case = _case(arguments, devices=8, length=arguments.length, scheme=arguments.scheme)
     reason = plan.impossible(case)
     if reason:
         raise UserError(reason)
-    print(json.dumps(job.described(case, targets.devices(targets.TARGETS[given.target]))[1]))
+    print(json.dumps(job.described(case, targets.devices(targets.TARGETS[arguments.target]))[1]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One call of attention over several devices: its sizes, its program and its work."""
+"""A call of attention over several devices: its sizes, program and work."""
 
 import dataclasses
 from typing import Any
@@ -19,8 +19,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Causal self-attention of one sequence, within a window of `window` keys and within documents
-    of about `documents` tokens if there are such."""
+    """Causal self-attention of one sequence. `window` limits the keys of a query, and `documents`
+    is the average number of tokens of a document; None: no such limit."""
 
     scheme: str = "ring"
     devices: int = 8
@@ -36,21 +36,21 @@ class Case:
 
     @property
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """query, key and value."""
+        """The shapes and dtypes of query, key and value."""
         return tuple(
             jax.ShapeDtypeStruct((1, self.length, n, self.head_size), jnp.dtype(self.dtype))
             for n in (self.heads, self.key_heads, self.key_heads)
         )
 
     def mask(self, ids: Any = None) -> Any:
-        """The mask, with the documents' ids if there are any."""
-        found = masks.Causal()
+        """Returns the mask, with the documents' ids if there are any."""
+        mask = masks.Causal()
         if self.window is not None:
-            found = found & masks.Window(left=self.window - 1)
-        return found if ids is None else found & masks.Segments(ids)
+            mask = mask & masks.Window(left=self.window - 1)
+        return mask if ids is None else mask & masks.Segments(ids)
 
     def ids(self) -> np.ndarray:
-        """Which document each token belongs to, `[1, length]`; the same at each call."""
+        """Draws the document of each token, `[1, length]`, from a fixed seed."""
         assert self.documents is not None
         starts = np.random.default_rng(0).random(self.length) < 1 / self.documents
         ids = np.cumsum(starts, dtype=np.int32)[None]
@@ -58,30 +58,31 @@ class Case:
 
     @property
     def pairs(self) -> float:
-        """How many pairs of a query and a key the mask leaves, but for documents."""
+        """The number of query-key pairs that the causal mask and the window allow."""
         T, w = self.length, min(self.window or self.length, self.length)
         return w * (w + 1) / 2 + (T - w) * w
 
     @property
     def flops(self) -> float:
-        """Of the products of all devices: two forward, five backward, which computes one again."""
+        """The operations of all devices' products: two forward and five backward, one
+        recomputed."""
         return self.pairs * self.heads * self.head_size * 2 * (7 if self.backward else 2)
 
     def exchanges(self) -> tuple[parallel.Exchange, ...]:
-        """What the call exchanges, by formula."""
+        """Returns the call's exchanges, by formula."""
         ids = None if self.documents is None else self.ids()
-        found = parallel.exchanges(
+        all_exchanges = parallel.exchanges(
             *self.arrays,
             devices=self.devices,
             scheme=self.scheme,  # pyright: ignore[reportArgumentType]
             order=self.order,  # pyright: ignore[reportArgumentType]
             mask=self.mask(ids),
         )
-        return tuple(x for x in found if self.backward or not x.backward)
+        return tuple(x for x in all_exchanges if self.backward or not x.backward)
 
     def function(self, mesh: Mesh) -> Any:
-        """A function of query, key, value and ids, if there are any: the output, or the gradients
-        of half the sum of its squares."""
+        """Returns a function of query, key, value and ids, if there are any. It returns the output
+        or, with `backward`, the gradients of half the sum of the squared output."""
 
         def run(query: Any, key: Any, value: Any, ids: Any = None) -> Any:
             return parallel.attention(
@@ -95,31 +96,31 @@ class Case:
                 mask=self.mask(ids),
             )
 
-        def loss(*given: Any) -> Any:
-            return jnp.sum(run(*given).astype(jnp.float32) ** 2) / 2
+        def loss(*arrays: Any) -> Any:
+            return jnp.sum(run(*arrays).astype(jnp.float32) ** 2) / 2
 
         return jax.grad(loss, (0, 1, 2)) if self.backward else run
 
     def compiled(self, devices: Any) -> Any:
-        """The program for so many devices."""
+        """Compiles the program for the first of the `devices`."""
         mesh = Mesh(np.array(devices[: self.devices]), ("x",))
         sharding = NamedSharding(mesh, P(None, "x"))
-        given = [*self.arrays]
+        avals = [*self.arrays]
         if self.documents is not None:
-            given.append(jax.ShapeDtypeStruct((1, self.length), jnp.int32))
-        given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in given]
-        return jax.jit(self.function(mesh)).lower(*given).compile()
+            avals.append(jax.ShapeDtypeStruct((1, self.length), jnp.int32))
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in avals]
+        return jax.jit(self.function(mesh)).lower(*avals).compile()
 
     def inputs(self, devices: Any) -> list[Any]:
-        """Arrays for the program, cut over the devices."""
+        """Draws the program's arguments, sharded over the devices."""
         sharding = NamedSharding(Mesh(np.array(devices[: self.devices]), ("x",)), P(None, "x"))
         keys = jax.random.split(jax.random.key(0), 3)
-        found = [
+        arrays = [
             jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)(
                 key, x.shape, x.dtype
             )
             for key, x in zip(keys, self.arrays, strict=True)
         ]
         if self.documents is not None:
-            found.append(jax.device_put(self.ids(), sharding))
-        return found
+            arrays.append(jax.device_put(self.ids(), sharding))
+        return arrays

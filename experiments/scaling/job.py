@@ -1,5 +1,5 @@
-"""One case in a process of its own, for as many virtual devices as it asks for: compiled, run as
-often as fits into some seconds, and one line of JSON about it.
+"""Measures one case in a separate process: compiles it, runs it repeatedly for a number of seconds
+and prints one line of JSON. On CPUs, the process has as many virtual devices as the case needs.
 
     python -m experiments.scaling.job SECONDS '{"scheme": "ring", "devices": 8, ...}'
 """
@@ -23,23 +23,23 @@ from experiments.scaling.cases import Case
 
 
 def row(case: Case, seconds: float) -> dict[str, Any]:
-    """What the program of a case takes and sends; with `seconds` above 0 also how long it runs."""
+    """Measures the memory and exchanges of a case's program and, if `seconds` > 0, its time."""
     devices = jax.devices()
     if len(devices) < case.devices:
         raise ValueError(f"--devices {case.devices}: there are {len(devices)}")
-    program, found = described(case, devices)
+    program, figures = described(case, devices)
     if seconds > 0:
         times = _times(program, case.inputs(devices), seconds)
-        found |= {"milliseconds": 1e3 * statistics.median(times), "runs": len(times)}
-        found["peak_bytes"] = _peak()
-    return found
+        figures |= {"milliseconds": 1e3 * statistics.median(times), "runs": len(times)}
+        figures["peak_bytes"] = _peak()
+    return figures
 
 
 def described(case: Case, devices: Any) -> tuple[Any, dict[str, Any]]:
-    """The program of a case, and what it takes and sends."""
-    began = time.perf_counter()
+    """Compiles a case; returns the program, and its memory and exchanges."""
+    start = time.perf_counter()
     program = case.compiled(devices)
-    compile_seconds = time.perf_counter() - began
+    compile_seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     sent = programs.exchanges(program.as_text())
     return program, {
@@ -56,18 +56,18 @@ def described(case: Case, devices: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _times(program: Any, inputs: list[Any], seconds: float) -> list[float]:
-    """Of runs after a first one, which counts alone where there is no time for another."""
+    """Returns the seconds of each run after the first, or of the first if there was no other."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
-        began = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(program(*inputs))
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return times[1:] or times
 
 
 def _peak() -> int | None:
-    """The most memory that this process has held, in bytes; None where the system does not say."""
+    """Returns the process's peak memory in bytes; None if the system does not report it."""
     if importlib.util.find_spec("resource") is None:
         return None
     resource: Any = importlib.import_module("resource")
@@ -76,10 +76,10 @@ def _peak() -> int | None:
 
 
 def run(case: Case, seconds: float, platform: str | None) -> dict[str, Any]:
-    """`row` in a process of its own; where the platform is "cpu", with virtual devices.
+    """Runs `row` in a separate process; on the platform "cpu", with virtual devices.
 
     Raises:
-        Failure: the process failed, with the last line that it wrote.
+        Failure: the process failed; the message has the last line of its error output.
     """
     environment = dict(os.environ)
     if platform is not None:
@@ -87,18 +87,18 @@ def run(case: Case, seconds: float, platform: str | None) -> dict[str, Any]:
     if platform == "cpu":
         flag = f"--xla_force_host_platform_device_count={case.devices}"
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
-    described = json.dumps(dataclasses.asdict(case))
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.scaling.job", str(seconds), described],
+    case_json = json.dumps(dataclasses.asdict(case))
+    process = subprocess.run(
+        [sys.executable, "-m", "experiments.scaling.job", str(seconds), case_json],
         capture_output=True,
         text=True,
         check=False,
         env=environment,
     )
-    if done.returncode:
-        said = (done.stderr.strip() or f"ended with {done.returncode}").splitlines()[-1]
-        raise Failure(f"{case.scheme}, {case.devices} devices, {case.length:,} tokens: {said}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        message = (process.stderr.strip() or f"ended with {process.returncode}").splitlines()[-1]
+        raise Failure(f"{case.scheme}, {case.devices} devices, {case.length:,} tokens: {message}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What a case would take on devices that are not here, on paper.
+"""Estimates the memory and time of a case from the device's figures, without running it.
 
-Memory counts what a device holds at once; bytes sent are those of `jattn.parallel.exchanges`, the
-seconds those of the products and of the bytes at the rates that are given. A ring computes while it
-sends, so that the longer of both counts; the other schemes send first and last.
+Memory is the peak of a device. Bytes sent are those of `jattn.parallel.exchanges`. Seconds are
+those of the products and of the exchanges, at the device's rates. A ring computes while it sends,
+so its time is the longer of the two; the other schemes send before and after they compute, so their
+time is the sum.
 """
 
 import dataclasses
@@ -13,8 +14,8 @@ from experiments.scaling.cases import SCHEMES, Case
 
 
 class Device(NamedTuple):
-    """Bytes of memory, operations a second that attention reaches, and bytes a second that a device
-    can send while it receives as many."""
+    """A device: its bytes of memory, the operations per second that attention reaches, and the
+    bytes per second that it can send while it receives as many."""
 
     memory: float
     flops: float
@@ -22,8 +23,8 @@ class Device(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one scheme would take of each device, and in which time all are done; `reason` says why
-    it cannot be used, if so."""
+    """The estimated cost of one scheme: memory and bytes sent of each device, and the seconds until
+    all devices are done; `reason` says why the scheme cannot be used, or is None."""
 
     scheme: str
     memory: float
@@ -35,13 +36,13 @@ class Plan(NamedTuple):
 
     @property
     def impossible(self) -> bool:
-        """Whether there are no figures."""
+        """Whether the scheme cannot run this case at all, so that there are no figures."""
         return math.isnan(self.memory)
 
 
 class _Sizes(NamedTuple):
-    """Bytes of a device's share of the queries, and of keys and values together, in the dtype of
-    the inputs and in that of sums; and whether zig-zag order costs a copy."""
+    """Bytes of a device's shard of the queries, and of keys and values together, in the inputs'
+    dtype and in float32 for sums; `copies` is the extra share that zig-zag order copies."""
 
     q: float
     kv: float
@@ -59,37 +60,41 @@ class _Sizes(NamedTuple):
 
 
 def memory(case: Case) -> float:
-    """Bytes on each device: inputs, the gradient that comes in, results, and what is held on the
-    way. What XLA puts into the place of something else is counted once."""
+    """Returns the bytes on each device: inputs, the output's gradient, results and temporaries.
+    Buffers that XLA reuses are counted once."""
     sizes = _Sizes.of(case)
-    held = {"ring": _ring, "all_to_all": _all_to_all, "gather": _gather}[case.scheme](case, sizes)
+    temporaries = {"ring": _ring, "all_to_all": _all_to_all, "gather": _gather}[case.scheme](
+        case, sizes
+    )
     q, kv, q_sums, kv_sums, _ = sizes
     results = q + kv if case.backward else q
-    apart = (q_sums + kv_sums if case.backward else q_sums) if q < q_sums else 0.0
-    return q + kv + (q if case.backward else 0.0) + results + apart + held
+    float32_results = (q_sums + kv_sums if case.backward else q_sums) if q < q_sums else 0.0
+    return q + kv + (q if case.backward else 0.0) + results + float32_results + temporaries
 
 
 def _ring(case: Case, sizes: _Sizes) -> float:
-    """The shard that is read and the one under way (of two devices, one is the input), the output
-    so far, and backward the gradients that are under way. Of a few heads or keys, where these go
-    round by themselves; of heads with copies of their queries and gradients."""
+    """Returns the ring's temporaries: the shard of keys and values that is read and the one in
+    transit (with two devices, one of them is the input), the output so far and, backward, the
+    gradients in transit. Rounds take some of the heads, with copies of their queries and gradients;
+    chunks take some of the keys."""
     if case.devices == 1:
         return 0.0
     rounds, chunks = max(((x.rounds, x.chunks) for x in case.exchanges()), default=(1, 1))
-    held = sizes.kv * (min(2, case.devices - 1) if chunks == 1 else 2)
-    held += sizes.kv_sums if case.backward else 0.0
-    # XLA holds a shard's sums beside the last: of two devices, or where chunks are added up.
-    apart = case.devices == 2 or (case.backward and chunks > 1)
-    held = held / chunks + sizes.q_sums * (2 if apart else 1)
+    bytes_held = sizes.kv * (min(2, case.devices - 1) if chunks == 1 else 2)
+    bytes_held += sizes.kv_sums if case.backward else 0.0
+    # XLA keeps a shard's sums besides the previous ones with two devices, or if chunks are summed.
+    separate_sums = case.devices == 2 or (case.backward and chunks > 1)
+    bytes_held = bytes_held / chunks + sizes.q_sums * (2 if separate_sums else 1)
     if rounds == 1:
-        return held
-    copies = sizes.q + (0.0 if apart else sizes.q_sums)
+        return bytes_held
+    copies = sizes.q + (0.0 if separate_sums else sizes.q_sums)
     copies += sizes.q + sizes.kv_sums / chunks if case.backward else 0.0
-    return (held + copies) / rounds
+    return (bytes_held + copies) / rounds
 
 
 def _all_to_all(case: Case, sizes: _Sizes) -> float:
-    """Whole sequences of some heads: query, output and their gradients, keys, values and theirs."""
+    """Returns the temporaries of all-to-all: whole sequences of some heads, for query, output,
+    keys, values and their gradients."""
     repeated = math.lcm(case.key_heads, case.devices) / case.key_heads
     kv, kv_sums = sizes.kv * repeated, sizes.kv_sums * repeated
     if case.backward:
@@ -98,13 +103,14 @@ def _all_to_all(case: Case, sizes: _Sizes) -> float:
 
 
 def _gather(case: Case, sizes: _Sizes) -> float:
-    """Keys and values of all devices, and backward their gradients."""
-    held = case.devices * (1 + sizes.copies)
-    return held * (sizes.kv + (sizes.kv_sums if case.backward else 0.0))
+    """Returns the temporaries of gather: all devices' keys and values and, backward, their
+    gradients."""
+    shards = case.devices * (1 + sizes.copies)
+    return shards * (sizes.kv + (sizes.kv_sums if case.backward else 0.0))
 
 
 def plan(case: Case, device: Device) -> Plan:
-    """What a case would take."""
+    """Estimates the cost of a case on a device."""
     reason = impossible(case)
     if reason:
         return Plan(case.scheme, math.nan, 0, math.nan, math.nan, math.nan, reason)
@@ -114,19 +120,19 @@ def plan(case: Case, device: Device) -> Plan:
     compute = case.flops / case.devices * busiest / device.flops
     send = sent / device.link
     seconds = max(compute, send) if case.scheme == "ring" else compute + send
-    taken = memory(case)
-    reason = "does not fit" if taken > device.memory else None
-    return Plan(case.scheme, taken, sent, compute, send, seconds, reason)
+    needed = memory(case)
+    reason = "does not fit" if needed > device.memory else None
+    return Plan(case.scheme, needed, sent, compute, send, seconds, reason)
 
 
 def padded(length: int, devices: int, order: str) -> int:
-    """The least length from this one on that the devices can share evenly."""
+    """Rounds a length up to the next one that the devices can share evenly."""
     pieces = devices * (2 if order == "zigzag" else 1)
     return -(-length // pieces) * pieces
 
 
 def impossible(case: Case) -> str | None:
-    """Why a case cannot be run at all, if so."""
+    """Returns the reason why a case cannot run at all, or None."""
     length = padded(case.length, case.devices, case.order)
     if length != case.length:
         return f"{case.devices} devices cannot share {case.length} tokens, but {length}"
@@ -136,6 +142,6 @@ def impossible(case: Case) -> str | None:
 
 
 def plans(case: Case, device: Device) -> list[Plan]:
-    """All schemes, the quickest that fits first."""
-    found = [plan(dataclasses.replace(case, scheme=scheme), device) for scheme in SCHEMES]
-    return sorted(found, key=lambda x: (x.reason is not None, x.seconds))
+    """Returns the plans of all schemes, with the fastest that fits first."""
+    all_plans = [plan(dataclasses.replace(case, scheme=scheme), device) for scheme in SCHEMES]
+    return sorted(all_plans, key=lambda x: (x.reason is not None, x.seconds))

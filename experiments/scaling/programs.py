@@ -1,6 +1,6 @@
-"""What a compiled program sends: its exchanges, how large each is and how often it runs.
+"""Reads the exchanges of a compiled program from its HLO text: their sizes and how often they run.
 
-Text in, numbers out. Loops count as often as XLA says that they run.
+A loop counts with the number of iterations that XLA states.
 """
 
 import collections
@@ -22,8 +22,9 @@ _ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]")
 
 
 class Exchange(NamedTuple):
-    """One operation: what a device sends each time, how often, and whether other operations run
-    meanwhile: it is asynchronous, and some stand between its start and its end."""
+    """One collective operation: its kind, the bytes that a device sends each time, how often it
+    runs, and whether it overlaps other operations, that is, whether it is asynchronous and some
+    stand between its start and its end."""
 
     kind: str
     bytes: int
@@ -32,7 +33,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges(text: str) -> list[Exchange]:
-    """Those of a program as `compiled.as_text()` shows it."""
+    """Returns the exchanges of a program from the text of `compiled.as_text()`."""
     computations, entry = _computations(text)
     times: dict[str, int] = collections.defaultdict(int)
 
@@ -43,43 +44,44 @@ def exchanges(text: str) -> list[Exchange]:
             called = _CALLED.findall(line)
             for branches in _BRANCHES.findall(line):
                 called += [x.strip().lstrip("%") for x in branches.split(",")]
-            for each in called:
-                visit(each, inner)
+            for callee in called:
+                visit(callee, inner)
 
     visit(entry, 1)
     return [
-        found
+        exchange
         for name, lines in computations.items()
-        for place, line in enumerate(lines)
-        if times[name] and (found := _exchange(line, lines[place + 1 :], times[name])) is not None
+        for index, line in enumerate(lines)
+        if times[name]
+        and (exchange := _exchange(line, lines[index + 1 :], times[name])) is not None
     ]
 
 
-def total(found: Iterable[Exchange]) -> dict[tuple[str, int], int]:
-    """How often each kind of exchange of each size runs; an exchange of nothing is none."""
-    counted: dict[tuple[str, int], int] = collections.Counter()
-    for each in found:
-        if each.bytes:
-            counted[each.kind, each.bytes] += each.times
-    return counted
+def total(exchanges: Iterable[Exchange]) -> dict[tuple[str, int], int]:
+    """Counts the runs of each kind and size of exchange; exchanges of 0 bytes do not count."""
+    counts: dict[tuple[str, int], int] = collections.Counter()
+    for exchange in exchanges:
+        if exchange.bytes:
+            counts[exchange.kind, exchange.bytes] += exchange.times
+    return counts
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    found: dict[str, list[str]] = {}
+    computations: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header and not line.startswith(" "):
             name = header[2]
-            found[name] = []
+            computations[name] = []
             entry = name if header[1] else entry
         elif line.startswith(" ") and name:
-            found[name].append(line)
-    return found, entry
+            computations[name].append(line)
+    return computations, entry
 
 
 def _trips(line: str, computations: dict[str, list[str]]) -> int:
-    """How often a loop runs; 1 where that is not known while compiling."""
+    """Returns the number of iterations of a loop; 1 if the text does not state it."""
     known = _TRIPS.search(line)
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     if known or condition is None:
@@ -90,21 +92,21 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
     return int(value[1]) if value else 1
 
 
-def _overlapped(line: str, after: list[str]) -> bool:
+def _overlapped(line: str, following: list[str]) -> bool:
     name = line.partition(" = ")[0].strip()
-    for other in after:
-        if f"-done({name})" in other:
+    for operation in following:
+        if f"-done({name})" in operation:
             return False
-        if re.search(r" (while|fusion|custom-call|conditional|call)\(", other):
+        if re.search(r" (while|fusion|custom-call|conditional|call)\(", operation):
             return True
     return False
 
 
-def _exchange(line: str, after: list[str], times: int) -> Exchange | None:
-    found = _EXCHANGE.search(line)
-    if found is None:
+def _exchange(line: str, following: list[str], times: int) -> Exchange | None:
+    match = _EXCHANGE.search(line)
+    if match is None:
         return None
-    result, kind, start = found.groups()
+    result, kind, start = match.groups()
     devices, size = _devices(line), _bytes(result)
     if kind == "collective-permute":
         sent = size // 2 if start else size
@@ -116,22 +118,22 @@ def _exchange(line: str, after: list[str], times: int) -> Exchange | None:
         sent = 2 * size * (devices - 1) // devices
     else:
         sent = (size // 2 if start else size) * (devices - 1) // devices
-    return Exchange(kind, sent, times, bool(start) and _overlapped(line, after))
+    return Exchange(kind, sent, times, bool(start) and _overlapped(line, following))
 
 
 def _bytes(result: str) -> int:
-    """Of the arrays of a type; the numbers by which asynchronous operations are told apart are
-    none."""
-    found = 0
+    """Returns the bytes of the arrays in a result type, without the u32 scalars that identify
+    asynchronous operations."""
+    total_bytes = 0
     for kind, sizes in _ARRAY.findall(result):
         if not (kind == "u32" and not sizes):
             bits = 8 if kind == "pred" else int(re.sub(r"\D", "", kind))
-            found += math.prod(int(x) for x in sizes.split(",") if x) * bits // 8
-    return found
+            total_bytes += math.prod(int(x) for x in sizes.split(",") if x) * bits // 8
+    return total_bytes
 
 
 def _devices(line: str) -> int:
-    """How many devices exchange with one another."""
+    """Returns the number of devices in a group that exchange with one another."""
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
     if listed:
         return len(listed[1].split(","))

@@ -1,10 +1,10 @@
-"""From dot products to a Transformer: every step run, checked and drawn, and a page of them all.
+"""From dot products to a Transformer: runs, checks and draws every step, and makes a page of them.
 
     python -m experiments.walkthrough                 all steps; writes runs/walkthrough/index.html
     python -m experiments.walkthrough --list          their names
     python -m experiments.walkthrough scaling causal  these steps alone, with their pictures
 
-The page holds text, code, output and pictures, and opens without a network.
+The page contains text, code, output and pictures, and works without a network.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from experiments.walkthrough.steps import STEPS
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     about, _, details = (__doc__ or "").partition("\n\n")
     made = argparse.ArgumentParser(
         prog="python -m experiments.walkthrough",
@@ -39,10 +39,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def chosen(names: Sequence[str]) -> list[Step]:
-    """The steps of these names, or all.
+    """Returns the steps with these names, or all steps if there are no names.
 
     Raises:
-        UserError: there is none of a name.
+        UserError: a name is unknown.
     """
     known = {step.name: step for step in STEPS}
     for name in names:
@@ -52,7 +52,7 @@ def chosen(names: Sequence[str]) -> list[Step]:
 
 
 def told(step: Step, number: int) -> Result:
-    """Runs a step, and prints its text before and its output while it comes."""
+    """Prints a step's text, then runs the step and prints its output as it is written."""
     print(f"\n{number}. {step.title}\n")
     for paragraph in step.paragraphs:
         print(textwrap.fill(paragraph.replace("`", ""), 88), end="\n\n")
@@ -64,7 +64,7 @@ def told(step: Step, number: int) -> Result:
 
 
 def command(given: argparse.Namespace) -> None:
-    """Does what the command line says."""
+    """Lists or runs the steps that the command line names."""
     if given.list:
         for number, step in enumerate(STEPS, 1):
             print(f"{number:2}  {step.name:24}{step.title}")
@@ -85,7 +85,7 @@ def command(given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command and returns its exit status."""
     given = parser().parse_args(arguments)
     return exit_status(lambda: command(given))
 

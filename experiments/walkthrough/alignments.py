@@ -1,4 +1,4 @@
-"""Where two translators look: RNNsearch with additive attention, and a Transformer."""
+"""Alignments of two translators: RNNsearch with additive attention, and a Transformer."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from experiments.walkthrough.step import check, constants, panels, step
 from jattn import viz
 
 
-# A little German: the participle stands at the end, in English in the middle.
+# A little German: the participle is the last word; in English it is in the middle.
 WORDS = {
     "ich": "I", "er": "he", "wir": "we",
     "habe": "have", "hat": "has", "haben": "have",
@@ -29,7 +29,7 @@ WORDS = {
 
 
 def pairs() -> list[tuple[list[str], list[str]]]:
-    """Every German sentence of these words with its translation."""
+    """Returns every German sentence of these words with its translation."""
     found = []
     words = list(WORDS)
     participles, adjectives, nouns = words[6:10], words[10:14], words[14:19]
@@ -44,7 +44,7 @@ def pairs() -> list[tuple[list[str], list[str]]]:
 
 
 def arrays(sentences: list[tuple[list[str], list[str]]]) -> tuple[np.ndarray, np.ndarray]:
-    """Sentences as numbers of words, German and English, each `[B, 7]`; 0 begins a sentence."""
+    """Returns the word numbers of German and English sentences, each `[B, 7]`; 0 is the start."""
     german = {word: i for i, word in enumerate(WORDS, 1)}
     english = {word: i for i, word in enumerate(dict.fromkeys(WORDS.values()), 1)}
     return (
@@ -54,12 +54,12 @@ def arrays(sentences: list[tuple[list[str], list[str]]]) -> tuple[np.ndarray, np
 
 
 def shifted(target: np.ndarray) -> np.ndarray:
-    """What the decoder reads while it writes: the word before, and 0 at first."""
+    """Returns the decoder's input: the word before each target word, and 0 before the first."""
     return np.pad(target, ((0, 0), (1, 0)))[:, :-1]
 
 
 def lessons(source: np.ndarray, target: np.ndarray, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Sentences to learn from, 64 at a time: German, what was written before, English."""
+    """Yields training batches of 64 sentences: German, the decoder's input, English."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
         rows = rng.integers(len(source), size=64)
@@ -69,14 +69,14 @@ def lessons(source: np.ndarray, target: np.ndarray, steps: int) -> Iterator[tupl
 def translation_loss(
     model: nnx.Module, source: jax.Array, before: jax.Array, target: jax.Array
 ) -> jax.Array:
-    """The mean of −log p, p being the probability that the model gives to the correct word."""
+    """Returns the mean of −log p, where p is the model's probability of the correct word."""
     # [B, T, words]: a number for each English word, at each place.
     logits = model(source, before)
     return optax.softmax_cross_entropy_with_integer_labels(logits, target).mean()
 
 
 def translators(*vocabularies: int) -> dict[str, nnx.Module]:
-    """RNNsearch and a Transformer of one block and one head, for so many words."""
+    """Builds RNNsearch and a Transformer of one block and one head, for these vocabulary sizes."""
     rnn = jattn.nn.RNNsearch(*vocabularies, features=32, hidden=32, rngs=nnx.Rngs(0))
     transformer = jattn.nn.Transformer(
         *vocabularies,
@@ -91,7 +91,7 @@ def translators(*vocabularies: int) -> dict[str, nnx.Module]:
     return {"RNNsearch": rnn, "Transformer": transformer}
 
 
-# How the attention of a target word to the source is named in the two models.
+# The name of the attention from target to source in each of the two models.
 CROSS = {"RNNsearch": "decoder/attention", "Transformer": "decoder/layers/0/cross_attention"}
 PARTS = (constants(__file__, "WORDS", "CROSS"), pairs, arrays, shifted, lessons, translation_loss)
 

@@ -1,4 +1,4 @@
-"""One word in two contexts: a small encoder is trained, and gives a word many vectors."""
+"""One word in two contexts: a small trained encoder gives a word a vector for each sentence."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ from experiments.walkthrough.step import check, panels, step
 class Reader(nnx.Module):
     """Guesses the hidden word of a sentence, with one block of the encoder."""
 
-    # A module of one's own: its parts are set here, and their parameters become its parameters.
+    # A module sets its parts here, and their parameters become its own parameters.
     def __init__(self, words: int, rngs: nnx.Rngs):
         # A vector of 16 numbers for each word, and one more that stands for a hidden word.
         self.embed = jattn.nn.TokenEmbedding(words + 1, 16, rngs=rngs)
@@ -30,17 +30,17 @@ class Reader(nnx.Module):
         )
 
     def read(self, ids: jax.Array) -> jax.Array:
-        """The vector of each word after it has seen its sentence: [B, T] to [B, T, 16]."""
+        """Returns the vector of each word in its sentence: [B, T] to [B, T, 16]."""
         return self.encoder(self.embed(ids) + self.positions(jnp.arange(ids.shape[1])))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """How well each word of the vocabulary fits at each place: [B, T] to [B, T, words]."""
+        """Scores each word of the vocabulary at each place: [B, T] to [B, T, words]."""
         # The products of each vector with the table of vectors.
         return self.embed.attend(self.read(ids))
 
 
 def hidden(ids: np.ndarray, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Hides one word of each sentence: what is read, where the word stood, and what it was."""
+    """Hides one word of each sentence; yields the input, the hidden places and the hidden words."""
     rng = np.random.default_rng(0)
     rows = np.arange(len(ids))
     for _ in range(steps):
@@ -51,7 +51,7 @@ def hidden(ids: np.ndarray, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
 
 
 def guess_loss(model: Reader, read: jax.Array, at: jax.Array, wanted: jax.Array) -> jax.Array:
-    """How bad the guesses are: the mean of −log p, p being the probability of the correct word."""
+    """Returns the mean of −log p, where p is the probability of the correct word."""
     # A number for each word of the vocabulary. Their softmax is the probability of each word.
     logits = model(read)[jnp.arange(len(at)), at]
     return optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()

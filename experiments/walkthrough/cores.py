@@ -1,4 +1,4 @@
-"""Attention in parallel over the cores of a machine: loops in C++ beside the library."""
+"""Attention in parallel over the cores of a machine: loops in C++, compared with the library."""
 
 import ctypes
 import importlib.resources
@@ -24,19 +24,19 @@ LOOPS = importlib.resources.files("experiments.walkthrough").joinpath("loop.cc")
 
 
 def compiled(folder: Path) -> Callable[..., np.ndarray] | None:
-    """The loops as a function of three [T, H] arrays; None where they do not compile."""
+    """Compiles the loops to a function of three [T, H] arrays; returns None if that fails."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or ""
     source, library = folder / "loop.cc", folder / "loop.so"
     source.write_text(LOOPS)
     options = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", str(library)]
     try:
         command = [*compiler.split(), *options, str(source)]
-        # To no pipe, which a process that the compiler leaves behind would keep open.
+        # No pipe: a process that the compiler leaves running would keep it open.
         nobody = subprocess.DEVNULL
         subprocess.run(command, check=True, stdout=nobody, stderr=nobody, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return None
-    # Threads that wait shall sleep: otherwise they take a core from the thread they wait for.
+    # Waiting threads should sleep, so that they do not take a core from a thread that works.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     attend = ctypes.CDLL(str(library)).attend
 

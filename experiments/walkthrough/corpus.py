@@ -1,15 +1,15 @@
-"""Sentences about rivers and about money, which have one noun in common."""
+"""A corpus of sentences about rivers and about money, which share the noun "bank"."""
 
 import itertools
 
 
-# The noun "bank" stands by a river as often as it lends money.
+# "bank" occurs as often in sentences about rivers as in sentences about money.
 NATURE = (["river", "stream", "lake"], ["muddy", "green", "steep"])
 MONEY = (["money", "cash", "loan"], ["rich", "closed", "strict"])
 
 
 def sentences() -> list[list[str]]:
-    """All 36 sentences, of five words each; the words beside bank decide which bank is meant."""
+    """Returns all 36 sentences of five words; the other words tell which kind of bank is meant."""
     return [
         ["the", thing, "bank", verb, quality]
         for things, qualities in (NATURE, MONEY)
@@ -18,5 +18,5 @@ def sentences() -> list[list[str]]:
 
 
 def vocabulary() -> list[str]:
-    """All words of the corpus in alphabetical order."""
+    """Returns all words of the corpus in alphabetical order."""
     return sorted({word for sentence in sentences() for word in sentence})

@@ -1,4 +1,4 @@
-"""What goes around attention: positions, residual connections and normalisation."""
+"""The parts around attention: positions, residual connections and normalisation."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def positions() -> Figure:
     # 64 places, D = 32.
     places = jattn.positions.sinusoidal(jnp.arange(64), 32, dtype=jnp.float64)
     show("the first three places, 6 of 32 numbers", places[:3, :6])
-    # By how much each hand turns from one place to the next.
+    # The angle by which each hand turns from one place to the next.
     rate = 10000.0 ** (-jnp.arange(0, 32, 2) / 32)
     by_hand = jnp.sin(jnp.arange(64)[:, None] * rate), jnp.cos(jnp.arange(64)[:, None] * rate)
     sine, cosine = places[:, 0::2], places[:, 1::2]
@@ -48,7 +48,7 @@ def positions() -> Figure:
     angle = 7 * rate
     later_sine = sine * jnp.cos(angle) + cosine * jnp.sin(angle)
     later_cosine = cosine * jnp.cos(angle) - sine * jnp.sin(angle)
-    # Pairs of sine and cosine side by side again.
+    # Puts each sine and its cosine side by side again.
     turned = jnp.stack([later_sine, later_cosine], axis=-1).reshape(64, 32)
     check(
         "one rotation leads 7 places on, from every place",
@@ -81,12 +81,12 @@ def positions() -> Figure:
 
 
 def normalised(x: jax.Array) -> jax.Array:
-    """Each row with mean 0 and standard deviation 1."""
+    """Scales each row to mean 0 and standard deviation 1."""
     return (x - x.mean(axis=-1, keepdims=True)) / x.std(axis=-1, keepdims=True)
 
 
 def layer(x: jax.Array, w: jax.Array, kind: str) -> jax.Array:
-    """One of many layers: attention, bare or with what can stand around it."""
+    """Computes one layer: attention, bare or with a residual connection and normalisation."""
     # One matrix for queries, keys and values.
     y = jattn.self_attention(normalised(x) if kind == "pre-norm" else x, w, w, w)
     if kind == "bare":

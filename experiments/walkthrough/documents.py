@@ -8,9 +8,9 @@ class Document:
     """A text that steps follow.
 
     Attributes:
-        title: as it stands above the text.
-        author: who wrote it and when, as far as the text says so.
-        short: what the steps call it.
+        title: the text's title.
+        author: its author and date, as far as the text names them.
+        short: the name that the steps use for it.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Several heads, as a list and side by side; and scores by a small network instead of a product."""
+"""Several heads, as a list and side by side, and scores computed by a small network."""
 
 import itertools
 from typing import Any
@@ -17,7 +17,7 @@ from jattn import masks, viz
 
 
 def split(x: jax.Array, matrix: jax.Array, count: int) -> jax.Array:
-    """x times a matrix, the columns dealt out to heads: [B, T, D] to [B, T, N, H]."""
+    """Multiplies x by a matrix and splits the columns into heads: [B, T, D] to [B, T, N, H]."""
     return (x @ matrix).reshape(*x.shape[:2], count, -1)
 
 
@@ -126,7 +126,7 @@ def additive() -> Figure:
     memory: Any = program.compile().memory_analysis()
     # Temporary memory: what the program needs besides its arguments and its result.
     used = memory.temp_size_in_bytes
-    # Eight bytes for each number of 64 bits.
+    # A number of 64 bits takes eight bytes.
     whole = 2048 * 2048 * hidden * 8
     print(f"2,048 words: {used / 1e6:.0f} MB, the whole layer would take {whole / 1e6:.0f} MB")
     check("that is less than a tenth of the layer", used < whole / 10)

@@ -1,4 +1,4 @@
-"""Y = L X R, and how L and R come to depend on the words: query, key and value; scaling."""
+"""Y = L X R, with L and R computed from the words: query, key and value; scaling."""
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def interaction() -> Figure:
 
 
 def torch_rand(seed: int, *shapes: tuple[int, int]) -> list[jax.Array]:
-    """What torch.rand draws after torch.manual_seed: 24 bits of the same Mersenne Twister."""
+    """Draws the numbers of torch.rand after torch.manual_seed: 24 bits of a Mersenne Twister."""
     bits = np.random.RandomState(seed)
     draws = [bits.randint(0, 2**32, size=shape, dtype=np.uint32) for shape in shapes]
     return [jnp.asarray((drawn % 2**24) / 2**24) for drawn in draws]
@@ -108,7 +108,7 @@ def query_key_value() -> Figure:
     transposed keys are meant.
     """
     draw = np.random.RandomState(0).randn
-    # What the step before drew.
+    # Skips the numbers that the previous step drew.
     for shape in ((4, 5), (4, 4), (4, 4), (5, 6)):
         draw(*shape)
     shapes = (4, 5), (5, 7), (5, 7), (5, 6)
@@ -143,20 +143,21 @@ def query_key_value() -> Figure:
 
 
 def greatest_weight(query: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
-    """The greatest weight that a query [H] gives to one of the keys [16, H]."""
+    """Returns the greatest weight that a query [H] gives to one of the keys [16, H]."""
     return jnp.max(jax.nn.softmax(scale * (keys @ query)))
 
 
 def gradients(queries: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
-    """The gradient of each query's greatest weight with respect to the query: [1000, H]."""
+    """Computes the gradient of each query's greatest weight with respect to the query: [1000,
+    H]."""
     # jax.grad makes a function that computes the gradient with respect to the first argument.
     one = jax.grad(greatest_weight)
-    # jax.vmap makes one for many queries and their keys at once, with one scale for all.
+    # jax.vmap applies it to many queries and their keys at once, with one scale for all.
     return jax.vmap(one, in_axes=(0, 0, None))(queries, keys, scale)
 
 
 @step(LLMS, MECHANISMS, uses=(greatest_weight, gradients))
-def scaling() -> Figure:
+def scaling() -> Figure:  # prose: kept
     """Why scores are divided by √H.
 
     Take a query and a key of H independent numbers of mean 0 and variance 1. Their dot product has

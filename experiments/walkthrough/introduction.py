@@ -1,4 +1,4 @@
-"""What the page says before its first step: what to know, what to import, what is promised."""
+"""The page's introduction: prerequisites, imports, helpers and conventions."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -79,28 +79,28 @@ NUMBERS = (
 
 
 def prelude(steps: Sequence[Step]) -> Code:
-    """The lines that all code of the page follows."""
+    """Returns the lines that precede all code of the page."""
     return Code("before all steps", "python", f"{imports(steps)}\n\n{BITS}")
 
 
 def helpers() -> dict[str, str]:
-    """What the page's own functions are called with, and what they do."""
+    """Returns the signature and the summary of each of the page's own functions."""
     used = (check, show, same, matches, panels)
     return {_called(helper): _said(helper) for helper in used}
 
 
 def texts() -> list[str]:
-    """The documents, each with the short name that the steps use."""
+    """Returns a sentence for each document, with the short name that the steps use."""
     return [f"{document}. The steps call it {document.short}." for document in DOCUMENTS]
 
 
 def _called(helper: Callable[..., Any]) -> str:
-    """A function's name and arguments, with defaults."""
+    """Returns a function's name and arguments, with defaults."""
     arguments = inspect.signature(helper).parameters.values()
     bare = inspect.Signature([one.replace(annotation=one.empty) for one in arguments])
     return f"{helper.__name__}{bare}"
 
 
 def _said(helper: Callable[..., Any]) -> str:
-    """The first paragraph of its docstring."""
+    """Returns the first paragraph of a function's docstring."""
     return " ".join(inspect.cleandoc(helper.__doc__ or "").split("\n\n")[0].split())

@@ -1,4 +1,4 @@
-"""What a word may not look at: causal masks, derived twice, and dropout."""
+"""Causal masks, computed in two ways, and dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,21 @@ from jattn import masks, viz
 
 
 def softmax_of_scores(scores: jax.Array, **arguments) -> jax.Array:
-    """The library's weights for given scores [T, S]: with unit vectors as keys, q · k is q."""
+    """Returns the library's weights for scores [T, S]: with unit vectors as keys, q · k is q."""
     # Queries are [T, 1 head, S], keys [S, 1 head, S].
     query, key = scores[:, None, :], jnp.eye(scores.shape[-1])[:, None, :]
     return jattn.attention_weights(query, key, **arguments)[0]
 
 
 def filled(rows: list[list[float]], fill: float) -> jax.Array:
-    """A triangle as it is printed, each row filled up to six numbers."""
+    """Returns a printed triangle as an array, with each row filled up to six numbers."""
     return jnp.array([(row + 6 * [fill])[:6] for row in rows])
 
 
 def masked_example() -> tuple[jax.Array, list[jax.Array]]:
-    """The words and the matrices of “Understanding” for its masked attention."""
+    """Draws the words and the matrices of “Understanding” for its masked attention."""
     draw = np.random.RandomState(0).randn
-    # What its sections before have drawn.
+    # Skips the numbers that its earlier sections draw.
     draw(20 + 16 + 16 + 30 + (20 + 35 + 35 + 30) + (20 + 25 * 3))
     x, *matrices = (jnp.asarray(draw(*shape)) for shape in ((4, 5), (5, 5), (5, 5), (5, 5)))
     return x, matrices

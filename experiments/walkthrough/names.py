@@ -1,4 +1,4 @@
-"""Where the names in the page's code come from: an import, the step itself, or an earlier step."""
+"""Finds where each name in the page's code comes from: an import, its step, or an earlier step."""
 
 import ast
 import builtins
@@ -13,7 +13,7 @@ OWN = ("experiments", "jattn")
 
 
 def given(step: Step) -> set[str]:
-    """The functions, classes and data that stand above a step's own lines."""
+    """Returns the names of the functions, classes and data shown above a step's own lines."""
     return {
         name
         for code in _above(step)
@@ -23,7 +23,7 @@ def given(step: Step) -> set[str]:
 
 
 def asked(step: Step) -> set[str]:
-    """The names that a step's code reads and does not define itself."""
+    """Returns the names that a step's code reads without defining them."""
     own = "\n".join(code.text for code in step.code if code.label in ("the step", "drawing"))
     pieces = [*(code.text for code in _above(step)), own]
     found = set()
@@ -35,7 +35,8 @@ def asked(step: Step) -> set[str]:
 
 
 def borrowed(steps: Sequence[Step], place: int) -> dict[int, list[str]]:
-    """From which earlier steps, by their place, the step at a place takes which names."""
+    """Maps the index of each earlier step that the step at `place` uses to the names that it
+    uses."""
     found: dict[int, list[str]] = {}
     for name in sorted(asked(steps[place]), key=str.lower):
         for earlier in reversed(range(place)):
@@ -46,7 +47,8 @@ def borrowed(steps: Sequence[Step], place: int) -> dict[int, list[str]]:
 
 
 def imports(steps: Sequence[Step]) -> str:
-    """The import statements that all steps together need, as the modules have them."""
+    """Returns the import statements that the steps need, as the walkthrough's modules write
+    them."""
     needed = set[str]()
     for place, step in enumerate(steps):
         needed |= asked(step).difference(*borrowed(steps, place).values())
@@ -77,7 +79,7 @@ def _above(step: Step) -> list[Code]:
 
 
 def _bound(node: ast.AST, *, inside: bool) -> Iterator[str]:
-    """The names that a statement binds: around it, or in it."""
+    """Yields the names that a statement binds: inside its own scope, or in the scope around it."""
     match node:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             yield name
@@ -90,7 +92,7 @@ def _bound(node: ast.AST, *, inside: bool) -> Iterator[str]:
 
 
 def _imported() -> Iterator[tuple[ast.Import | ast.ImportFrom, ast.alias]]:
-    """Every name that a module of the walkthrough imports."""
+    """Yields every import of the walkthrough's modules."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Import | ast.ImportFrom):

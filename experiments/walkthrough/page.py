@@ -1,6 +1,6 @@
-"""The page: what each step says, its code, its output and its pictures, in one HTML file.
+"""Writes the page: the text, code, output and pictures of each step, in one HTML file.
 
-It holds no program and loads nothing. Everything that comes from a step is escaped.
+The page contains no script and loads nothing. All text from the steps is escaped.
 """
 
 import base64
@@ -28,10 +28,10 @@ _COLOURED = {
 
 
 def written(results: Sequence[Result]) -> str:
-    """The whole page.
+    """Returns the whole page as HTML.
 
     Args:
-        results: of the steps, in order.
+        results: the results of the steps, in order.
     """
     style = (
         importlib.resources.files("experiments.walkthrough").joinpath("page.css").read_text("utf-8")
@@ -71,7 +71,7 @@ def written(results: Sequence[Result]) -> str:
 
 
 def _introduction(steps: Sequence[Step]) -> str:
-    """What stands above the list of steps."""
+    """Returns the HTML above the list of steps."""
     said = introduction
     texts = "".join(f"<li>{_text(text)}</li>\n" for text in said.texts())
     return f"""{_paragraphs(said.KNOWLEDGE)}{_code(said.COMMANDS)}
@@ -85,7 +85,7 @@ def _introduction(steps: Sequence[Step]) -> str:
 
 
 def _ending(steps: Sequence[Step]) -> str:
-    """What stands below the last step."""
+    """Returns the HTML below the last step."""
     names = ", ".join(f"`{step.name}`" for step in steps)
     return _paragraphs(
         (
@@ -97,7 +97,7 @@ def _ending(steps: Sequence[Step]) -> str:
 
 
 def _section(steps: Sequence[Step], place: int, result: Result) -> str:
-    """A step: text, code, output, pictures."""
+    """Returns a step's HTML: text, code, output and pictures."""
     step = steps[place]
     name, title = _text(step.name), _text(step.title)
     code = "".join(map(_code, step.code))
@@ -115,7 +115,7 @@ def _section(steps: Sequence[Step], place: int, result: Result) -> str:
 
 
 def _sources(steps: Sequence[Step], place: int) -> str:
-    """Which documents a step follows, and what it takes from earlier steps."""
+    """Lists the documents that a step follows, and the names that it uses from earlier steps."""
     step = steps[place]
     said = [f"{step.relation} {_text('; '.join(map(str, step.follows)))}."]
     for earlier, names in borrowed(steps, place).items():
@@ -130,12 +130,12 @@ def _ordinal(place: int, count: int) -> str:
 
 
 def _text(text: str) -> str:
-    """Text as HTML, in elements and in quoted attributes."""
+    """Escapes text for HTML elements and quoted attributes."""
     return html.escape(text, quote=True)
 
 
 def _marked(text: str) -> str:
-    """Text in which backticks stand around code."""
+    """Escapes text and turns backticks into code elements."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", _text(text))
 
 
@@ -144,7 +144,8 @@ def _paragraphs(texts: Sequence[str]) -> str:
 
 
 def _list(meanings: Mapping[str, str], style: str) -> str:
-    """Code, each with what it means; with long code, narrow screens have the two in two lines."""
+    """Returns a list of code and meanings; on narrow screens, the "long" style puts each meaning on
+    a line of its own."""
     pairs = (
         f"<dt><code>{_text(code)}</code></dt><dd>{_marked(meaning)}</dd>\n"
         for code, meaning in meanings.items()
@@ -153,7 +154,7 @@ def _list(meanings: Mapping[str, str], style: str) -> str:
 
 
 def _output(text: str) -> str:
-    """What was printed, with the claims that were checked in a colour."""
+    """Returns a step's output as HTML, with the checked claims coloured."""
     lines = (_text(line) for line in text.rstrip("\n").split("\n"))
     return "\n".join(
         f'<span class="good">{line}</span>' if line.startswith("✓") else line for line in lines
@@ -161,7 +162,7 @@ def _output(text: str) -> str:
 
 
 def _code(code: Code) -> str:
-    """Lines of code under their label; those that draw are folded."""
+    """Returns code under its label; the code that draws is folded."""
     lines = f'<pre tabindex="0"><code>{_highlighted(code)}</code></pre>\n'
     if code.label == "drawing":
         return f"<details><summary>{_text(code.label)}</summary>\n{lines}</details>\n"
@@ -169,7 +170,7 @@ def _code(code: Code) -> str:
 
 
 def _highlighted(code: Code) -> str:
-    """Code with a colour for keywords, strings, numbers and comments."""
+    """Returns code with keywords, strings, numbers and comments coloured."""
     parts = []
     for kind, text in lex(code.text, get_lexer_by_name(code.language)):
         found = [letter for group, letter in _COLOURED.items() if kind in group]
@@ -179,8 +180,10 @@ def _highlighted(code: Code) -> str:
 
 
 def _picture(content: bytes, description: str) -> str:
-    """A PNG file in the page, at the size in which its letters are those of the text."""
-    width, height = struct.unpack(">II", content[16:24])  # of the file's first block
+    """Embeds a PNG file, scaled so that its letters are as large as those of the text."""
+    width, height = struct.unpack(
+        ">II", content[16:24]
+    )  # PNG's header block holds width and height
     data = base64.b64encode(content).decode("ascii")
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{_text(description)}"'

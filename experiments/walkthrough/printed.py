@@ -1,4 +1,4 @@
-"""The numbers that the documents print, as they are printed, and how ours are held against them."""
+"""The numbers as the documents print them, and the comparison of our results with them."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 
-# “Understanding the attention mechanism”: everything from np.random.seed(0) on, by a name for each.
+# “Understanding the attention mechanism”: all arrays printed after np.random.seed(0).
 
 X = """
  1.76405235  0.40015721  0.97873798  2.2408932   1.86755799
@@ -148,7 +148,8 @@ RENORMALISED = [
     [0.1649, 0.1559, 0.1555, 0.1752, 0.1805, 0.1670],
 ]
 NO = -math.inf
-# The text does not tell which row the −∞ of the first two belong to; here are six numbers a row.
+# In the text it is unclear to which of the first two rows each −∞ belongs; here all rows have six
+# numbers.
 MASKED_SCORES = [
     [-0.1193, NO, NO, NO, NO, NO],
     [-0.3330, -0.3871, NO, NO, NO, NO],
@@ -157,7 +158,7 @@ MASKED_SCORES = [
     [-0.1138, -0.0713, -0.0680, -0.0359, 0.0092, NO],
     [-0.2850, -0.3639, -0.3583, -0.1993, -0.1564, -0.2669],
 ]
-# What is printed wrong: (table, row, column or "entries") -> (printed, right).
+# Misprints: (table, row, column or "entries") -> (printed, right).
 MISPRINTS = {
     ("masked", 0, "entries"): (5, 6),
     ("masked", 1, "entries"): (5, 6),
@@ -178,8 +179,8 @@ SELF_ATTENTION = """
 
 
 def matches(got: Any, printed: str) -> bool:
-    """True if an array has the shape of a printed table, and its numbers, rounded to as many
-    digits, are the printed ones."""
+    """Returns True if an array has the shape of a printed table and equals it, after rounding to
+    the printed digits."""
     rows = [line.split() for line in printed.split("\n") if line.strip()]
     got = np.asarray(got)
     if got.shape != (len(rows), len(rows[0])):
@@ -192,7 +193,7 @@ def matches(got: Any, printed: str) -> bool:
 
 
 def _with_digits_of(token: str, number: float) -> str:
-    """A number with as many digits as a printed one has; NumPy drops zeros at the end."""
+    """Formats a number with as many digits as `token` has; NumPy drops zeros at the end."""
     mantissa, letter, _ = token.partition("e")
     style = f".{len(mantissa.partition('.')[2])}{letter or 'f'}"
     return format(float(number) + 0.0, style)

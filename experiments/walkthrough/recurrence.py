@@ -1,4 +1,4 @@
-"""Recurrent networks beside attention, and decoding with a cache."""
+"""Recurrent networks compared with attention, and decoding with a cache."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from jattn import masks
 
 
 def seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """The least time of a call, out of 0.2 s of calls and at least seven."""
+    """Returns the least time of a call, over at least seven calls and at least 0.2 s."""
     # The first call compiles. JAX computes in the background, so we wait for the result.
     jax.block_until_ready(function(*arguments))
     taken = []
@@ -30,17 +30,17 @@ def seconds(function: Callable[..., Any], *arguments: Any) -> float:
 
 
 def influence(model: Callable[..., Any], x: jax.Array) -> float:
-    """How much the last output changes with the first word: the greatest of all derivatives."""
+    """Returns the greatest derivative of the last output with respect to the first word."""
 
     def last(first: jax.Array) -> jax.Array:
         return model(x.at[0].set(first))[-1]
 
-    # jax.jacrev: the derivative of each number of the output with respect to each of the input.
+    # jax.jacrev computes the derivative of each output number with respect to each input number.
     return float(jnp.max(jnp.abs(jax.jacrev(last)(x[0]))))
 
 
 def row(name: str, values: Sequence[float], style: str) -> str:
-    """A line of a table: a name, and numbers printed in one style."""
+    """Formats a line of a table: a name, and numbers in one style."""
     return f"{name:30}" + "".join(f"{value:11{style}}" for value in values)
 
 
@@ -149,7 +149,7 @@ def cache() -> Figure:
     check("the cache holds the keys", same(held.keys[0], jnp.swapaxes(k[0], 0, 1)))
     print(f"words in the cache: {held.lengths}")
 
-    # One more word after 1,023, with 8 heads of 64 numbers: its time here with and without.
+    # The time of one more word after 1,023, with 8 heads of 64 numbers, with and without a cache.
     shape = (1, 1024, 8, 64)
     q, k, v = (jax.random.normal(seed, shape, jnp.float32) for seed in seeds)
     add = jax.jit(lambda q, k, v, held: jattn.cached_attention(q, k, v, held, mask=masks.Causal()))

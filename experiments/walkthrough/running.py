@@ -1,4 +1,4 @@
-"""Runs a step, and keeps what it prints and draws."""
+"""Runs a step, and records its output and figures."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from experiments.walkthrough.step import Step
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a step: its output and its figures as PNG files."""
+    """The result of a step: its output, its figures as PNG files, and its running time."""
 
     step: Step
     output: str
@@ -23,7 +23,7 @@ class Result:
 
 
 class _Copy(io.StringIO):
-    """Keeps what is printed, and lets somebody read along."""
+    """A stream that records text and also writes it to a listener."""
 
     def __init__(self, listener: TextIO | None) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class _Copy(io.StringIO):
 
 
 def run(chosen: Step, listener: TextIO | None = None) -> Result:
-    """Runs a step in 64 bits, in which the documents' eight digits are right.
+    """Runs a step in 64 bits, so that the documents' eight digits can be reproduced.
 
     Args:
         chosen: the step.
-        listener: where its output is printed too, as it comes.
+        listener: a stream to which the step's output is also written, as it is printed.
 
     Raises:
-        ClaimFailed: something that the step says does not hold.
+        ClaimFailed: a claim of the step does not hold.
     """
     start = time.perf_counter()
     copy = _Copy(listener)

@@ -1,4 +1,4 @@
-"""Words as vectors, one vector against many, and attention without learned parameters."""
+"""Words as vectors, and attention without learned parameters."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from jattn import viz
 
 
 def company(texts: list[list[str]], words: list[str]) -> np.ndarray:
-    """Four numbers for each word, from how often it shares a sentence with every word."""
+    """Computes four numbers for each word from the words that share its sentences."""
     place = {word: i for i, word in enumerate(words)}
     together = np.zeros((len(words), len(words)))
     for sentence in texts:
@@ -29,7 +29,7 @@ def company(texts: list[list[str]], words: list[str]) -> np.ndarray:
 
 
 def cosines(vectors: np.ndarray) -> np.ndarray:
-    """The cosine of the angle between every two rows."""
+    """Returns the cosine of the angle between every two rows."""
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return unit @ unit.T
 

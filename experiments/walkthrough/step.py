@@ -1,7 +1,7 @@
-"""What a step is, and what its code calls.
+"""Defines steps, and the helpers that their code calls.
 
 A step is a function. Its docstring is the text: a line for the title, then paragraphs. Its body is
-the code that the page shows, it prints, it checks what it claims, and it returns its figures.
+the code that the page shows. The body prints results, checks its claims and returns its figures.
 """
 
 import ast
@@ -20,7 +20,7 @@ from experiments.walkthrough.documents import Document
 
 
 class ClaimFailed(AssertionError):
-    """What a step says did not hold when it was run."""
+    """Raised if a claim of a step does not hold."""
 
 
 Body = Callable[[], Figure | list[Figure] | None]
@@ -28,7 +28,7 @@ Body = Callable[[], Figure | list[Figure] | None]
 
 @dataclass(frozen=True)
 class Code:
-    """Some lines of code: what they are called, their language, and the lines."""
+    """Lines of code with their label and language."""
 
     label: str
     language: str
@@ -40,12 +40,12 @@ class Step:
     """A step before it is run.
 
     Attributes:
-        name: by which the command line knows it.
-        title: a line.
-        paragraphs: the text.
-        follows: the documents whose lines of thought and numbers it follows.
-        relation: "Follows", or what else it does with these documents.
-        code: what it runs, in the order in which it is read; "drawing" comes last.
+        name: its name on the command line.
+        title: its title, one line.
+        paragraphs: its text.
+        follows: the documents whose ideas and numbers it follows.
+        relation: its relation to these documents, such as "Follows".
+        code: its code, in reading order; "drawing" comes last.
         body: the function itself.
     """
 
@@ -62,7 +62,7 @@ Used = Callable[..., Any] | type | Code
 
 
 def constants(file: str, *names: str) -> Code:
-    """The lines of a file that give these names their values."""
+    """Returns the assignments of a file to these names."""
     source = Path(file).read_text(encoding="utf-8")
     found = [
         ast.get_source_segment(source, line) or ""
@@ -75,11 +75,11 @@ def constants(file: str, *names: str) -> Code:
 def step(
     *follows: Document, uses: tuple[Used, ...] = (), relation: str = "Follows"
 ) -> Callable[[Body], Step]:
-    """Makes a step of a function, whose name it takes.
+    """Decorator: turns a function into a step with the function's name.
 
     Args:
-        follows: the documents.
-        relation: what the step does with them.
+        follows: the documents that the step follows.
+        relation: the step's relation to them.
         uses: functions, classes and code that the page shows before the step's own lines.
     """
 
@@ -99,7 +99,7 @@ def step(
 
 
 def _code(body: Body, uses: tuple[Used, ...]) -> Iterator[Code]:
-    """What stands under a step's text; lines after "# The picture." are those that draw."""
+    """Yields the code under a step's text; lines after "# The picture." are labelled "drawing"."""
     for used in uses:
         if isinstance(used, Code):
             yield used
@@ -111,7 +111,7 @@ def _code(body: Body, uses: tuple[Used, ...]) -> Iterator[Code]:
 
 
 def _own_lines(function: Callable[..., Any]) -> str:
-    """The source of a function's body, after its docstring."""
+    """Returns the source of a function's body without its docstring."""
     source = textwrap.dedent(inspect.getsource(function))
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.FunctionDef)
@@ -127,7 +127,7 @@ def check(claim: str, holds: Any) -> None:
     array of them, which must all be True.
 
     Raises:
-        ClaimFailed: it does not hold.
+        ClaimFailed: the claim does not hold.
     """
     if not np.all(np.asarray(holds)):
         raise ClaimFailed(claim)
@@ -135,15 +135,15 @@ def check(claim: str, holds: Any) -> None:
 
 
 def show(name: str, array: Any, digits: int = 4) -> None:
-    """Prints an array under its name and shape, with so many digits after the point."""
+    """Prints an array under its name and shape, with `digits` digits after the point."""
     array = np.asarray(array)
     style = {"precision": digits, "suppress_small": True, "max_line_width": 100}
     print(f"{name} {list(array.shape)}\n{np.array2string(array, **style)}")
 
 
 def same(a: Any, b: Any, tolerance: float = 1e-12) -> bool:
-    """True if two arrays have the same shape, and no two numbers at the same place differ by more
-    than the tolerance."""
+    """Returns True if two arrays have the same shape, and no two numbers at the same place differ
+    by more than the tolerance."""
     a, b = np.asarray(a), np.asarray(b)
     return a.shape == b.shape and bool(np.allclose(a, b, rtol=0, atol=tolerance))
 

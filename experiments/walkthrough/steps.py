@@ -1,4 +1,4 @@
-"""The steps, in the order in which they are read."""
+"""The steps, in reading order."""
 
 from experiments.walkthrough.alignments import alignment
 from experiments.walkthrough.contexts import contexts

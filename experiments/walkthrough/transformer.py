@@ -17,7 +17,7 @@ from jattn import masks, viz
 
 
 def parameter_shapes(build: Callable[[], nnx.Module]) -> list[tuple[int, ...]]:
-    """The shapes of a module's parameters."""
+    """Returns the shapes of a module's parameters."""
     # eval_shape runs the function for shapes alone: no parameter is made or takes memory.
     model = nnx.eval_shape(build)
     # The parameters of the module, and those of its parts and of their parts, in one list.
@@ -25,7 +25,7 @@ def parameter_shapes(build: Callable[[], nnx.Module]) -> list[tuple[int, ...]]:
 
 
 def base() -> jattn.nn.Transformer:
-    """The base model of the paper. 37,000 word pieces; one table of vectors for all uses."""
+    """Builds the paper's base model: 37,000 word pieces, one table of vectors for all uses."""
     return jattn.nn.Transformer(
         37000,
         37000,

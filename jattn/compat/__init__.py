@@ -1,6 +1,6 @@
-"""Other libraries' calls: their signatures and meaning, computed by `jattn.attention`.
+"""Attention with the signatures and semantics of other libraries, computed by `jattn.attention`.
 
-from jattn.compat import dot_product_attention       # in place of jax.nn's
+from jattn.compat import dot_product_attention       # replaces jax.nn's
 with jattn.compat.installed(): ...                   # for code that cannot be edited
 nnx.MultiHeadAttention(..., attention_fn=jattn.compat.flax_attention_fn)
 model = jattn.compat.equinox_attention(model)        # every layer of an Equinox model

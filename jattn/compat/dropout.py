@@ -1,4 +1,4 @@
-"""Dropout that another library has decided, by attention that never holds the weights."""
+"""Dropout with a given keep mask, for attention that never holds the weights."""
 
 from typing import Any
 
@@ -12,18 +12,21 @@ from jattn.attention import attention
 def attention_of_kept(
     query: Array, key: Array, value: Array, rules: Any, kept: Array, rate: Any
 ) -> Array:
-    """Σ keep w v / (1 − rate), with weights w by the `rules` of `attention`.
+    """Computes Σ kept w v / (1 − rate), where w are the weights of `attention` with `rules`.
 
-    `kept` is boolean, broadcastable to `[*B, N, T, S]` and of its rank. Attention to the kept keys
-    alone has these terms over a smaller denominator: the two denominators put it right.
+    `kept` is boolean, of the rank of `[*B, N, T, S]` and broadcastable to it. Attention over the
+    kept keys alone has the same numerator over a smaller denominator, so the result is rescaled by
+    the ratio of the two denominators.
     """
-    own = masks.Dense(kept)
-    mask = own if rules["mask"] is None else rules["mask"] & own
-    of_kept = {**rules, "mask": mask}
-    out, lse = attention(query, key, value, **of_kept, return_lse=True)
-    nothing = jnp.zeros((*key.shape[:-1], 1), query.dtype)
-    _, whole = attention(query, key, nothing, **rules, return_lse=True)
-    dead = lse == -jnp.inf
-    share = jnp.where(dead, 0, jnp.exp(jnp.where(dead, 0, lse - jnp.where(dead, 0, whole))))
-    factor = jnp.swapaxes(share / (1.0 - rate), -1, -2)[..., None]
+    keep_mask = masks.Dense(kept)
+    mask = keep_mask if rules["mask"] is None else rules["mask"] & keep_mask
+    kept_rules = {**rules, "mask": mask}
+    out, kept_lse = attention(query, key, value, **kept_rules, return_lse=True)
+    empty_value = jnp.zeros((*key.shape[:-1], 1), query.dtype)
+    _, full_lse = attention(query, key, empty_value, **rules, return_lse=True)
+    dead = kept_lse == -jnp.inf
+    kept_share = jnp.where(
+        dead, 0, jnp.exp(jnp.where(dead, 0, kept_lse - jnp.where(dead, 0, full_lse)))
+    )
+    factor = jnp.swapaxes(kept_share / (1.0 - rate), -1, -2)[..., None]
     return (out.astype(factor.dtype) * factor).astype(out.dtype)

@@ -1,4 +1,4 @@
-"""Attention for Equinox's own modules: the same model, in which ours attends."""
+"""Attention for Equinox's modules: replaces the attention layers of a model."""
 
 import functools
 from typing import Any, TypeVar
@@ -16,35 +16,35 @@ _M = TypeVar("_M")
 
 
 def equinox_attention(model: _M) -> _M:
-    """The same model, whose `equinox.nn.MultiheadAttention` layers attend by `jattn.attention`.
+    """Returns the model with its `equinox.nn.MultiheadAttention` layers using `jattn.attention`.
 
         model = jattn.compat.equinox_attention(model)
 
-    Parameters stay where they are and as they are, so that optimisers, checkpoints and
-    `equinox.tree_at` see the same tree. A layer takes the arguments that it took, and drops what it
-    dropped; its `mask` may also be one of `jattn.masks`, which is no array of T × S. Layers of
-    classes derived from Equinox's are left alone.
+    The parameters and their tree stay unchanged, so optimisers, checkpoints and `equinox.tree_at`
+    keep working. A layer takes the same arguments and applies the same dropout decisions as before;
+    its `mask` may also be a mask of `jattn.masks`, which needs no T × S array. Layers of subclasses
+    of Equinox's class are not replaced.
 
-    A query whose keys are all masked gets 0, there the mean of all values.
+    A query whose keys are all masked gets 0, where Equinox returns the mean of all values.
 
-    Raises ImportError where Equinox is not installed.
+    Raises ImportError if Equinox is not installed.
     """
-    import equinox  # noqa: PLC0415  others do without it
+    import equinox  # noqa: PLC0415  an optional dependency
 
     theirs = equinox.nn.MultiheadAttention
 
     def is_theirs(x: Any) -> bool:
         return type(x) is theirs
 
-    def ours(x: Any) -> Any:
+    def replace(x: Any) -> Any:
         return _copied(x, _layer(theirs)) if is_theirs(x) else x
 
-    return jax.tree.map(ours, model, is_leaf=is_theirs)
+    return jax.tree.map(replace, model, is_leaf=is_theirs)
 
 
 @functools.cache
 def _layer(theirs: Any) -> Any:
-    """The class of layers that attend by ours."""
+    """Returns the subclass of Equinox's layer that uses `jattn.attention`."""
 
     class MultiheadAttention(theirs):
         def __call__(
@@ -59,8 +59,10 @@ def _layer(theirs: Any) -> Any:
             deterministic: bool | None = None,
             process_heads: Any = None,
         ) -> Array:
-            given = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
-            q, k, v = (jax.vmap(proj)(x).reshape(len(x), self.num_heads, -1) for proj, x in given)
+            projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
+            q, k, v = (
+                jax.vmap(proj)(x).reshape(len(x), self.num_heads, -1) for proj, x in projections
+            )
             if process_heads is not None:
                 q, k, v = process_heads(q, k, v)
             inference = inference if deterministic is None else deterministic
@@ -71,11 +73,11 @@ def _layer(theirs: Any) -> Any:
 
 
 def _copied(layer: Any, of: Any) -> Any:
-    """With its fields, as an object of this class derived from its own."""
-    new = object.__new__(of)
+    """Returns a copy of a layer, with the same fields, as an instance of the subclass `of`."""
+    copy = object.__new__(of)
     for name in layer.__dataclass_fields__:
-        object.__setattr__(new, name, getattr(layer, name))
-    return new
+        object.__setattr__(copy, name, getattr(layer, name))
+    return copy
 
 
 def _heads(
@@ -87,7 +89,7 @@ def _heads(
     rng: Any,
     inference: Any,
 ) -> Array:
-    """`[T, N, V]`, with what Equinox drops: of each head by its own key."""
+    """Computes attention `[T, N, V]`; dropout uses a key for each head, as Equinox does."""
     T, S, N = len(query), len(key), query.shape[1]
     if mask is not None and not isinstance(mask, masks.Mask):
         mask = jnp.asarray(mask)

@@ -1,4 +1,4 @@
-"""Attention for Flax's own modules, as their `attention_fn`."""
+"""Attention for Flax's modules, to pass as their `attention_fn`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,32 +47,32 @@ def flax_attention_fn(
         key: `[*B, S, K, H]`; K divides N (Flax's `num_kv_heads`).
         value: `[*B, S, K, V]`.
         bias: added to scores, broadcastable to `[*B, N, T, S]`.
-        mask: broadcastable to `[*B, N, T, S]`, boolean or a number; what is not 0 attends.
-        broadcast_dropout: drop the same weights in all rows and heads. Which ones is decided as
-            Flax does, by one array `[T, S]`, so that they are the same ones. Without it decisions
-            are those of `jattn.attention`, in no memory, and other ones than Flax's.
+        mask: broadcastable to `[*B, N, T, S]`, boolean or numeric; pairs that are not 0 attend.
+        broadcast_dropout: drop the same weights in all batch rows and heads. The decisions are
+            then Flax's, drawn as one array `[T, S]`. Otherwise they are those of
+            `jattn.attention`, which need no memory and differ from Flax's.
         dropout_rng, dropout_rate, deterministic: as in Flax.
-        dtype: that everything is cast to; by default what the three promote to.
+        dtype: the dtype that all arrays are cast to; by default the three promote together.
         precision: as in `attention`.
-        module: sows its weights before dropout, `attention_weights`, T × S of them; in float32 with
-            force_fp32_for_softmax.
+        module: a module that sows the T × S weights before dropout as `attention_weights`, in
+            float32 with force_fp32_for_softmax.
         is_causal: mask keys that come after the query.
-        force_fp32_for_softmax: the softmax is computed in float32 anyhow; the result is, too.
-        promote_dtype: called as Flax's modules do, with a tuple.
-        rope: Flax's `RoPE` or a function alike, of `[T, H]` and positions `[T]`.
-        input_positions: `[T]` or `[*B, T]`, of queries and keys alike, for rope.
-        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: not taken.
+        force_fp32_for_softmax: return float32 (the softmax is always computed in float32).
+        promote_dtype: called with a tuple of arrays, as Flax's modules call it.
+        rope: Flax's `RoPE` or a similar function of `[T, H]` and positions `[T]`.
+        input_positions: `[T]` or `[*B, T]`, the positions of both queries and keys, for rope.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: not supported.
 
     Returns:
         `[*B, T, N, V]`.
 
-    A query whose keys are all masked gets 0, there the mean of all values. Complex numbers, for
-    which Linen's function has a meaning, go to that function.
+    A query whose keys are all masked gets 0, where Flax returns the mean of all values. Complex
+    inputs are passed to Linen's function, which supports them.
 
     Raises:
-        ValueError: for shapes that do not fit, a rate outside [0, 1) or without a key, positions
-            without rope, products of which Flax takes only others together.
-        NotImplementedError: for products of the caller's own.
+        ValueError: for shapes that do not match, a rate outside [0, 1), a rate without a key,
+            positions without rope, and combinations of custom products that Flax rejects.
+        NotImplementedError: for custom products.
     """
     _check_products(
         precision, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum
@@ -115,7 +115,7 @@ def flax_attention_fn(
 
 
 def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) -> None:
-    """Raises what Flax raises for products that exclude each other, and for all others."""
+    """Raises Flax's errors for custom products that exclude each other, and rejects all others."""
     if (scores is None) != (values is None):
         raise ValueError(
             "qk_attn_weights_einsum, attn_weights_value_einsum: expected both or neither, got one"
@@ -129,7 +129,7 @@ def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) 
 
 
 def _rotated(rope: Callable[..., Any], x: AnyArray, positions: AnyArray | None) -> Array:
-    """`rope` for each head of `[*B, T, N, H]` and, where positions differ, for each row."""
+    """Applies `rope` to each head of `[*B, T, N, H]` and, for positions `[*B, T]`, to each row."""
     given = () if positions is None else (positions,)
     apply = jax.vmap(rope, in_axes=(-2, *(None for _ in given)), out_axes=-2)
     if positions is not None:
@@ -139,7 +139,7 @@ def _rotated(rope: Callable[..., Any], x: AnyArray, positions: AnyArray | None) 
 
 
 def _of_complex_numbers(query: Any, key: Any, value: Any, *given: Any, **named: Any) -> Array:
-    """As Linen's function, which takes the softmax of complex scores."""
+    """Computes attention by Linen's function, which takes the softmax of complex scores."""
     weights = linen.dot_product_attention_weights(query, key, *given, **named)
     return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=named["precision"])
 
@@ -152,7 +152,7 @@ def _promoted(arrays: tuple[Array, ...], dtype: Any, promote: Any) -> Any:
 
 
 def _full_rank(x: AnyArray, ndim: int) -> Array:
-    """With axes of size 1 before those that it has, as arrays broadcast."""
+    """Returns `x` with leading axes of size 1 added up to `ndim` axes."""
     x = jnp.asarray(x)
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 

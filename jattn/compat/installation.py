@@ -1,7 +1,7 @@
-"""`dot_product_attention` in place of `jax.nn`'s, for code that cannot be edited, and what ran.
+"""Replaces `jax.nn.dot_product_attention`, for code that cannot be edited, and reports its calls.
 
-Replaced is the attribute `jax.nn.dot_product_attention`: code that calls it by that name gets ours,
-also Flax's modules; code that has imported the function itself before keeps JAX's.
+`install` sets the attribute `jax.nn.dot_product_attention`. Code that calls it by that name, such
+as Flax's modules, gets ours; code that imported the function itself earlier keeps JAX's.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jattn.explanation import explain
 
 
 class Ran(NamedTuple):
-    """Calls of one kind since `install`: how many were traced or run, and what runs them."""
+    """The number of calls of one kind since `install`, and the implementation that runs them."""
 
     calls: int
     query: tuple[int, ...]
@@ -29,13 +29,13 @@ class Ran(NamedTuple):
     implementation: str
 
     def __str__(self) -> str:
-        given = ", ".join(self.arguments) or "no mask"
+        arguments = ", ".join(self.arguments) or "no mask"
         sizes = f"query {list(self.query)}, key {list(self.key)}, {self.dtype}"
-        return f"{self.calls} × {self.implementation}: {sizes}; {given}"
+        return f"{self.calls} × {self.implementation}: {sizes}; {arguments}"
 
 
-_original: list[Any] = []  # jax.nn's function while ours stands in its place
-_xla: list[str | None] = [None]  # what runs calls that ask for "xla"
+_original: list[Any] = []  # jax.nn's function while ours replaces it
+_xla: list[str | None] = [None]  # the implementation for calls that name "xla"
 _ran: dict[Any, tuple[int, str]] = {}
 
 
@@ -55,16 +55,16 @@ def _recorded(
     if named.get("implementation") == "xla":
         rules["implementation"] = _xla[0]
     result = computed(rules, np.shape(query), scale=scale, return_residual=return_residual)
-    given = {"bias": bias, "mask": mask, "scale": scale, "return_residual": return_residual}
-    about = tuple(
+    explicit = {"bias": bias, "mask": mask, "scale": scale, "return_residual": return_residual}
+    arguments = tuple(
         f"{name}={x}" if isinstance(x, int | str | tuple) else name
-        for name, x in {**given, **named}.items()
+        for name, x in {**explicit, **named}.items()
         if x is not None and x is not False
     )
     dtype = str(rules["query"].dtype)
-    kind = (np.shape(query), np.shape(key), dtype, about, rules["implementation"])
+    kind = (np.shape(query), np.shape(key), dtype, arguments, rules["implementation"])
     if kind not in _ran:
-        # Where its arrays lie or, while tracing, where JAX puts them.
+        # `explain` answers for the device of the arrays or, in a trace, for JAX's default device.
         _ran[kind] = 0, rules["implementation"] or explain(**rules).runs
     calls, implementation = _ran[kind]
     _ran[kind] = calls + 1, implementation
@@ -72,13 +72,13 @@ def _recorded(
 
 
 def install(*, xla: str | None = None) -> None:
-    """Puts `dot_product_attention` in place of `jax.nn.dot_product_attention`, and begins a new
-    report. Where it stands there already, only `xla` changes.
+    """Replaces `jax.nn.dot_product_attention` by ours and starts a new report. If it is replaced
+    already, only `xla` changes.
 
     `xla` is the implementation that runs calls with `implementation="xla"`, as Keras makes them;
-    by default the first that can.
+    by default the first supported one.
 
-    Raises ValueError for an implementation that there is not.
+    Raises ValueError for an unknown implementation.
     """
     check_choice("xla", xla, (None, *IMPLEMENTATIONS))
     _xla[0] = xla
@@ -89,14 +89,14 @@ def install(*, xla: str | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Puts JAX's function back. What is compiled by then keeps ours."""
+    """Restores JAX's function. Functions compiled before keep ours."""
     if _original:
         jax.nn.dot_product_attention = _original.pop()
 
 
 @contextlib.contextmanager
 def installed(*, xla: str | None = None) -> Iterator[None]:
-    """A context in which `jax.nn.dot_product_attention` is ours; `xla` as in `install`."""
+    """Replaces `jax.nn.dot_product_attention` by ours within a context; `xla` as in `install`."""
     was_installed, former_xla = bool(_original), _xla[0]
     install(xla=xla)
     try:
@@ -108,9 +108,9 @@ def installed(*, xla: str | None = None) -> Iterator[None]:
 
 
 def report() -> list[Ran]:
-    """What ran in place of jax.nn's function since it was last installed, by kind of call.
+    """Returns the calls that ran in place of jax.nn's since the last `install`, by kind of call.
 
-    A call within a `jit` that is compiled counts once, when it is traced.
+    A call inside a `jit` counts once, when it is traced.
     """
     rows = _ran.items()
     return [Ran(calls, q, k, dtype, about, name) for (q, k, dtype, about, _), (calls, name) in rows]

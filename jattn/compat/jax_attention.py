@@ -1,4 +1,4 @@
-"""`jax.nn.dot_product_attention`, by its own arguments."""
+"""`dot_product_attention` with the signature and semantics of `jax.nn.dot_product_attention`."""
 
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from jattn.masks import Mask
 
 
 IMPLEMENTATIONS = {None: None, "xla": None, "cudnn": "cudnn"}
-"""What jax.nn's names stand for here. "xla" is what jax.nn has everywhere, and so means any."""
+"""Our implementation for each name of jax.nn's. "xla" runs everywhere there, so it means any."""
 
 
 @may_be_minus_infinity(1)
@@ -42,26 +42,26 @@ def dot_product_attention(
         bias: added to scores, broadcastable to `[B, N, T, S]`.
         mask: boolean, broadcastable to `[B, N, T, S]`; True attends.
         scale: by default 1/√H.
-        is_causal: key places up to the query's.
-        query_seq_lengths, key_value_seq_lengths: int32 `[B]`; later queries are 0, later keys
-            masked.
-        local_window_size: keys before and after a query's place that it attends to, inclusive; one
-            integer for both.
-        implementation: "cudnn" is our "cudnn"; None and "xla" take the first that can run the call.
-        return_residual: also return the log of the denominator, as a constant.
+        is_causal: a query attends to keys up to its own index.
+        query_seq_lengths, key_value_seq_lengths: int32 `[B]`; outputs of later queries are 0, and
+            later keys are masked.
+        local_window_size: the number of keys before and after a query's index that it attends to,
+            inclusive, as a pair; one integer means both.
+        implementation: "cudnn" is our "cudnn"; None and "xla" mean the first supported one.
+        return_residual: also return the log-sum-exp, as a constant.
 
     Returns:
         `out`, of the query's shape and dtype; with `return_residual` also `[B, T, N]` or `[T, N]`.
 
-    Differences, all where jax.nn is not defined or loses digits:
-        A query whose keys are all masked gets 0 and residual −inf; there a mean of all values.
-        What is masked does not exist: NaN and infinities in masked keys and values do nothing.
+    The results differ only where jax.nn's are undefined or less precise:
+        A query whose keys are all masked gets 0 and residual −inf; jax.nn returns a mean of values.
+        Masked keys and values have no effect, also if they are NaN or infinite.
         Residuals of queries past their length are −inf.
-        float64 is computed in float64; there the softmax is float32.
+        float64 inputs are computed in float64; jax.nn's softmax is float32.
 
     Raises:
-        ValueError: for shapes, dtypes and names that do not fit.
-        NotImplementedError: if the named implementation cannot.
+        ValueError: for invalid shapes, dtypes and names.
+        NotImplementedError: if the named implementation does not support the call.
     """
     rules = rules_of(
         query,
@@ -81,7 +81,8 @@ def dot_product_attention(
 def computed(
     rules: dict[str, Any], shape: tuple[int, ...], *, scale: Any, return_residual: bool
 ) -> Any:
-    """What `dot_product_attention` returns for a query of a shape and the `rules_of` its call."""
+    """Computes the result of `dot_product_attention` from `rules_of` the call and the query's
+    shape."""
     if not return_residual:
         return attention(**rules, scale=scale).reshape(shape)
     out, lse = attention(**rules, scale=scale, return_lse=True)
@@ -102,7 +103,7 @@ def rules_of(
     local_window_size: Any = None,
     implementation: Any = None,
 ) -> dict[str, Any]:
-    """The arguments of `attention` that mean the same. Raises ValueError."""
+    """Translates a call of jax.nn's into arguments of `attention`. Raises ValueError."""
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected None, 'xla' or 'cudnn', got {implementation!r}")
     query, key, value = (_of_four_axes(x) for x in (query, key, value))
@@ -127,14 +128,14 @@ def rules_of(
     )
     if q is not None or kv is not None:
         parts.append(masks.Lengths(q=q, kv=kv))
-    together: Mask | None = None
+    combined: Mask | None = None
     for part in parts:
-        together = part if together is None else together & part
+        combined = part if combined is None else combined & part
     return {
         "query": query,
         "key": key,
         "value": value,
-        "mask": together,
+        "mask": combined,
         "score": None if bias is None else _bias(bias, query.dtype),
         "implementation": IMPLEMENTATIONS[implementation],
     }
@@ -146,7 +147,7 @@ def _of_four_axes(x: Any) -> Array:
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
-    """Raises ValueError."""
+    """Checks the shapes and dtypes, and raises ValueError if they do not match."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
             raise ValueError(f"{name}: expected 3 or 4 axes, got {list(x.shape)}")
@@ -173,12 +174,13 @@ def _lengths(name: str, x: Any, B: int) -> Any:
 
 
 def _window(size: Any) -> Mask:
-    """Keys that are at most so many places before and after a query."""
+    """Returns the mask of keys within `size` places of the query: one size, or one for each
+    side."""
     left, right = (size, size) if isinstance(size, int) else size
     if all(not isinstance(x, int) or x >= 0 for x in (left, right)):
         return masks.Window(left=left, right=right)
 
-    def apart(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def within(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q <= kv + left) & (q >= kv - right)
 
-    return masks.Predicate(apart)
+    return masks.Predicate(within)

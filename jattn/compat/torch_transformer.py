@@ -1,6 +1,6 @@
-"""Parameters of `torch.nn.Transformer` as those of `jattn.nn.Transformer`, and back.
+"""Converts parameters between `torch.nn.Transformer` and `jattn.nn.Transformer`.
 
-Arrays go in and out as NumPy's; torch is not imported.
+All arrays are NumPy's; torch is not imported.
 
     state = {name: x.numpy() for name, x in theirs.state_dict().items()}
     model = nn.Transformer(8000, 6000, final_norm=True, norm_epsilon=1e-5, rngs=rngs)
@@ -15,7 +15,7 @@ import numpy as np
 from jattn.compat.weights import attention_from_torch, attention_to_torch
 
 
-# Sublayers in the order in which PyTorch numbers their normalisations.
+# The sublayers in the order in which PyTorch numbers their layer norms.
 _SUBLAYERS = {
     "encoder": ("self_attention", "feed_forward"),
     "decoder": ("self_attention", "cross_attention", "feed_forward"),
@@ -25,91 +25,91 @@ _LINEAR = {"hidden": "linear1", "out": "linear2"}
 
 
 def transformer_from_torch(state: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
-    """The parameters of `torch.nn.Transformer`, by our names.
+    """Converts the parameters of a `torch.nn.Transformer` to the names of `jattn.nn.Transformer`.
 
-    `state` is its `state_dict()`, of tensors or arrays. Without the names that begin with
-    `encoder.` or those that begin with `decoder.` only the other stack is given.
+    `state` is the module's `state_dict()`, of tensors or arrays. If it has only names that begin
+    with `encoder.` or only names that begin with `decoder.`, only that stack is returned.
 
-    Returns `encoder` and `decoder`, for `nnx.update` of a `jattn.nn.Transformer` with as many
-    layers of the same widths, and with `final_norm=True`, `norm_epsilon=1e-5`, and `norm="pre"`
-    where theirs is `norm_first=True`. Embeddings and the output projection, which PyTorch's does
-    not have, stay as they are.
+    Returns `encoder` and `decoder`, for `nnx.update` of a `jattn.nn.Transformer` with the same
+    number of layers and the same widths, `final_norm=True`, `norm_epsilon=1e-5`, and `norm="pre"`
+    if PyTorch's has `norm_first=True`. `nnx.update` leaves embeddings and the output projection
+    unchanged, as PyTorch's module has none.
 
-    Raises ValueError for parameters that are missing or that ours does not have, and where
+    Raises ValueError for missing parameters, for parameters without a counterpart, and if
     num_heads does not divide the width.
     """
     rest = {name: np.asarray(x) for name, x in state.items()}
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for stack, sublayers in _SUBLAYERS.items():
         if not any(name.startswith(f"{stack}.") for name in rest):
             continue
-        own: dict[str, Any] = {"layers": {}}
+        converted: dict[str, Any] = {"layers": {}}
         if f"{stack}.norm.weight" in rest:
-            own["norm"] = _norm(rest, f"{stack}.norm")
+            converted["norm"] = _norm(rest, f"{stack}.norm")
         n = 0
         while any(name.startswith(f"{stack}.layers.{n}.") for name in rest):
-            own["layers"][n] = _layer(rest, f"{stack}.layers.{n}.", sublayers, num_heads)
+            converted["layers"][n] = _layer(rest, f"{stack}.layers.{n}.", sublayers, num_heads)
             n += 1
-        found[stack] = own
-    if not found:
+        parameters[stack] = converted
+    if not parameters:
         raise ValueError("state: expected names that begin with encoder. or decoder., got none")
     if rest:
         raise ValueError(f"state: {min(rest)} has no counterpart in jattn.nn")
-    return found
+    return parameters
 
 
 def transformer_to_torch(parameters: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The way back: what `load_state_dict` of a `torch.nn.Transformer` takes, as arrays.
+    """Converts parameters to arrays for `load_state_dict` of a `torch.nn.Transformer`.
 
-    `parameters` are those of a `jattn.nn.Transformer`, `nnx.to_pure_dict(nnx.state(model,
-    nnx.Param))`, of which `encoder` and `decoder` are read.
+    `parameters` is `nnx.to_pure_dict(nnx.state(model, nnx.Param))` of a `jattn.nn.Transformer`;
+    only its `encoder` and `decoder` are used.
     """
-    found: dict[str, np.ndarray] = {}
+    state: dict[str, np.ndarray] = {}
     for stack in _SUBLAYERS.keys() & parameters.keys():
-        given = parameters[stack]
-        if "norm" in given:
-            found |= _norm_to_torch(given["norm"], f"{stack}.norm")
-        for n, layer in given["layers"].items():
-            found |= _layer_to_torch(layer, f"{stack}.layers.{n}.", _SUBLAYERS[stack])
-    return found
+        stack_parameters = parameters[stack]
+        if "norm" in stack_parameters:
+            state |= _norm_to_torch(stack_parameters["norm"], f"{stack}.norm")
+        for n, layer in stack_parameters["layers"].items():
+            state |= _layer_to_torch(layer, f"{stack}.layers.{n}.", _SUBLAYERS[stack])
+    return state
 
 
 def _layer(
     rest: dict[str, np.ndarray], prefix: str, sublayers: tuple[str, ...], num_heads: int
 ) -> dict[str, Any]:
-    """One layer's parameters, taken out of `rest`."""
-    found: dict[str, Any] = {}
+    """Removes one layer's parameters from `rest` and returns them under our names."""
+    parameters: dict[str, Any] = {}
     for n, name in enumerate(sublayers, 1):
-        found[f"{name}_residual"] = {"norm": _norm(rest, f"{prefix}norm{n}")}
+        parameters[f"{name}_residual"] = {"norm": _norm(rest, f"{prefix}norm{n}")}
         if name in _ATTENTION:
-            own = f"{prefix}{_ATTENTION[name]}."
-            taken = [x for x in rest if x.startswith(own)]
-            parts = {x.removeprefix(own): rest.pop(x) for x in taken}
-            found[name] = attention_from_torch(parts, num_heads)
+            attention_prefix = f"{prefix}{_ATTENTION[name]}."
+            names = [x for x in rest if x.startswith(attention_prefix)]
+            parts = {x.removeprefix(attention_prefix): rest.pop(x) for x in names}
+            parameters[name] = attention_from_torch(parts, num_heads)
         else:
-            found[name] = {
+            parameters[name] = {
                 ours: _linear(rest, f"{prefix}{theirs}") for ours, theirs in _LINEAR.items()
             }
-    return found
+    return parameters
 
 
 def _layer_to_torch(
     layer: Mapping[str, Any], prefix: str, sublayers: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
+    state: dict[str, np.ndarray] = {}
     for n, name in enumerate(sublayers, 1):
-        found |= _norm_to_torch(layer[f"{name}_residual"]["norm"], f"{prefix}norm{n}")
+        state |= _norm_to_torch(layer[f"{name}_residual"]["norm"], f"{prefix}norm{n}")
         if name in _ATTENTION:
             parts = attention_to_torch(layer[name])
-            found |= {f"{prefix}{_ATTENTION[name]}.{part}": x for part, x in parts.items()}
+            state |= {f"{prefix}{_ATTENTION[name]}.{part}": x for part, x in parts.items()}
         else:
             for ours, theirs in _LINEAR.items():
-                found |= _linear_to_torch(layer[name][ours], f"{prefix}{theirs}")
-    return found
+                state |= _linear_to_torch(layer[name][ours], f"{prefix}{theirs}")
+    return state
 
 
 def _norm(rest: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    return {"scale": _taken(rest, f"{name}.weight"), **_bias(rest, name)}
+    return {"scale": _pop(rest, f"{name}.weight"), **_bias(rest, name)}
 
 
 def _norm_to_torch(norm: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
@@ -117,7 +117,7 @@ def _norm_to_torch(norm: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
 
 
 def _linear(rest: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    return {"kernel": _taken(rest, f"{name}.weight").T, **_bias(rest, name)}
+    return {"kernel": _pop(rest, f"{name}.weight").T, **_bias(rest, name)}
 
 
 def _linear_to_torch(linear: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
@@ -132,7 +132,7 @@ def _bias_to_torch(parameters: Mapping[str, Any], name: str) -> dict[str, np.nda
     return {f"{name}.bias": np.asarray(parameters["bias"])} if "bias" in parameters else {}
 
 
-def _taken(rest: dict[str, np.ndarray], name: str) -> np.ndarray:
+def _pop(rest: dict[str, np.ndarray], name: str) -> np.ndarray:
     if name not in rest:
         raise ValueError(f"state: expected {name}, got {', '.join(rest)[:200]}")
     return rest.pop(name)

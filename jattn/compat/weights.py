@@ -1,13 +1,13 @@
-"""Parameters of other libraries' attention as those of `jattn.nn.MultiHeadAttention`, and back.
+"""Converts parameters between `torch.nn.MultiheadAttention` and `jattn.nn.MultiHeadAttention`.
 
-Arrays go in and out as NumPy's, in dictionaries; no other library is imported.
+All arrays are NumPy's, in dictionaries; torch is not imported.
 
     import numpy as np
     state = {name: x.numpy() for name, x in torch_layer.state_dict().items()}
     nnx.update(layer, jattn.compat.attention_from_torch(state, num_heads=8))
 
-Flax's `MultiHeadAttention` (NNX and Linen) names and lays out its parameters as ours does: its
-state is taken as it stands.
+Flax's `MultiHeadAttention` (NNX and Linen) has the names and shapes of our parameters: its state
+needs no conversion.
 """
 
 from collections.abc import Mapping
@@ -22,22 +22,22 @@ _PARTS = ("query", "key", "value")
 def attention_from_torch(
     state: Mapping[str, Any], num_heads: int
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The parameters of `torch.nn.MultiheadAttention`, by our names.
+    """Converts the parameters of a `torch.nn.MultiheadAttention` to our names and shapes.
 
-    `state` is its `state_dict()`, of tensors or arrays: `in_proj_weight [3 D, D]`, or
+    `state` is the module's `state_dict()`, of tensors or arrays: `in_proj_weight [3 D, D]`, or
     `q_proj_weight [D, D]`, `k_proj_weight [D, Dk]` and `v_proj_weight [D, Dv]`, with
-    `out_proj.weight [D, D]` and, where it has biases, `in_proj_bias [3 D]` and `out_proj.bias [D]`.
+    `out_proj.weight [D, D]` and, if it has biases, `in_proj_bias [3 D]` and `out_proj.bias [D]`.
 
     Returns `query`, `key`, `value` with `kernel [D, N, H]` and `bias [N, H]`, and `out` with
     `kernel [N, H, D]` and `bias [D]`.
 
-    Raises ValueError for parameters that are missing or that ours does not have (`bias_k`,
-    `bias_v`), and where N does not divide D.
+    Raises ValueError for missing parameters, for parameters without a counterpart (`bias_k`,
+    `bias_v`), and if N does not divide D.
     """
     arrays = {name: np.asarray(x) for name, x in state.items()}
     if "bias_k" in arrays or "bias_v" in arrays:
         raise ValueError("state: bias_k and bias_v have no counterpart in jattn.nn")
-    out = _of(arrays, "out_proj.weight")
+    out = _get(arrays, "out_proj.weight")
     width = out.shape[0]
     if num_heads < 1 or width % num_heads:
         raise ValueError(f"num_heads: expected a divisor of D = {width}, got {num_heads}")
@@ -45,23 +45,23 @@ def attention_from_torch(
     if "in_proj_weight" in arrays:
         kernels = np.split(arrays["in_proj_weight"], 3)
     else:
-        kernels = [_of(arrays, f"{name[0]}_proj_weight") for name in _PARTS]
-    found: dict[str, dict[str, np.ndarray]] = {
+        kernels = [_get(arrays, f"{name[0]}_proj_weight") for name in _PARTS]
+    parameters: dict[str, dict[str, np.ndarray]] = {
         name: {"kernel": kernel.T.reshape(-1, *heads)}
         for name, kernel in zip(_PARTS, kernels, strict=True)
     }
-    found["out"] = {"kernel": out.T.reshape(*heads, width)}
+    parameters["out"] = {"kernel": out.T.reshape(*heads, width)}
     if "in_proj_bias" in arrays:
         for name, bias in zip(_PARTS, np.split(arrays["in_proj_bias"], 3), strict=True):
-            found[name]["bias"] = bias.reshape(heads)
-        found["out"]["bias"] = _of(arrays, "out_proj.bias")
-    return found
+            parameters[name]["bias"] = bias.reshape(heads)
+        parameters["out"]["bias"] = _get(arrays, "out_proj.bias")
+    return parameters
 
 
 def attention_to_torch(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """The way back: what `load_state_dict` of a `torch.nn.MultiheadAttention` takes, as arrays.
+    """Converts parameters to arrays for `load_state_dict` of a `torch.nn.MultiheadAttention`.
 
-    With keys and values of the queries' width the three projections are one `in_proj_weight`.
+    If keys and values have the queries' width, the three projections are one `in_proj_weight`.
     """
     arrays = {
         name: {part: np.asarray(x) for part, x in parameters[name].items()}
@@ -70,18 +70,18 @@ def attention_to_torch(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str,
     kernels = [arrays[name]["kernel"] for name in _PARTS]
     flat = [x.reshape(x.shape[0], -1).T for x in kernels]
     out = arrays["out"]["kernel"]
-    found = {"out_proj.weight": out.reshape(-1, out.shape[-1]).T}
+    state = {"out_proj.weight": out.reshape(-1, out.shape[-1]).T}
     if len({x.shape for x in flat}) == 1:
-        found["in_proj_weight"] = np.concatenate(flat)
+        state["in_proj_weight"] = np.concatenate(flat)
     else:
-        found |= {f"{name[0]}_proj_weight": x for name, x in zip(_PARTS, flat, strict=True)}
+        state |= {f"{name[0]}_proj_weight": x for name, x in zip(_PARTS, flat, strict=True)}
     if "bias" in arrays["out"]:
-        found["in_proj_bias"] = np.concatenate([arrays[x]["bias"].reshape(-1) for x in _PARTS])
-        found["out_proj.bias"] = arrays["out"]["bias"]
-    return found
+        state["in_proj_bias"] = np.concatenate([arrays[x]["bias"].reshape(-1) for x in _PARTS])
+        state["out_proj.bias"] = arrays["out"]["bias"]
+    return state
 
 
-def _of(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def _get(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     if name not in arrays:
         raise ValueError(f"state: expected {name}, got {', '.join(arrays)}")
     return arrays[name]

@@ -1,8 +1,9 @@
 """Pictures of attention: figures by matplotlib, and a viewer in one HTML file.
 
-`heatmap`, `grid`, `show_mask` and `alignment` return figures of matplotlib, which is imported when
-the first of them draws. `viewer` makes a page to look at all heads of a model. All take plain
-arrays and tokens, from any library; `weights_at` computes a few rows of what is too long to hold.
+`heatmap`, `grid`, `show_mask` and `alignment` return matplotlib figures; matplotlib is imported
+when the first figure is drawn. `viewer` makes an HTML page that shows all heads of a model. All
+functions take plain arrays and tokens, from any library. `weights_at` computes selected rows of the
+weights where the whole `[T, S]` matrix would not fit in memory.
 """
 
 from jattn.viz.figures import alignment, grid, heatmap, show_mask

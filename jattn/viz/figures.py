@@ -1,10 +1,10 @@
-"""Figures of matplotlib: one matrix, heads of layers, a mask with its tiles, an alignment.
+"""Matplotlib figures: a matrix, the heads of all layers, a mask with its tiles, an alignment.
 
-Figures do not touch `pyplot` and its list of open figures. A notebook shows one that stands at the
-end of a cell; `figure.savefig(path)` writes it.
+The functions do not use `pyplot` or its list of open figures. A notebook displays a figure at the
+end of a cell; `figure.savefig(path)` writes it to a file.
 
-Colour-blind readers can tell the colours apart: one scale by lightness for weights, and for signed
-differences one from purple over white to orange.
+The colours suit colour-blind readers: weights have a scale of one hue by lightness, and signed
+values a scale from purple through white to orange.
 """
 
 import math
@@ -22,7 +22,7 @@ from jattn.viz.inputs import checked_title, checked_tokens, checked_values, labe
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-else:  # annotations that are checked must not need matplotlib
+else:  # annotations checked at run time must not need matplotlib
     Axes = Figure = Any
 
 __all__ = ["alignment", "grid", "heatmap", "show_mask"]
@@ -32,11 +32,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_MOST_LABELS = 64  # tokens along an axis that still get their names
-_MOST_NUMBERS = 100  # cells that still get their values written into them
-_LABEL = 0.105  # inches for a letter of a label
+_MOST_LABELS = 64  # most tokens along an axis that are labelled
+_MOST_NUMBERS = 100  # most cells that show their values by default
+_LABEL = 0.105  # inches for a character of a label
 _CELL = 0.3  # inches for a cell with a label
-_LARGEST = 9.0  # inches of a panel
+_LARGEST = 9.0  # inches of the largest panel
 
 
 def heatmap(
@@ -48,26 +48,26 @@ def heatmap(
     values: bool | None = None,
     axes: Axes | None = None,
 ) -> Figure:
-    """One matrix: a row for each query, a column for each key.
+    """Draws one matrix: a row for each query, a column for each key.
 
-    The scale goes from 0 to 1, or to the greatest number where that is more. With negative numbers
-    it is signed, with 0 in the middle. −inf, as `attention_scores` has it for a masked pair, is
-    grey.
+    The colour scale goes from 0 to 1, or to the greatest number if that is larger. With negative
+    numbers the scale is symmetric around 0. −inf, which `attention_scores` returns for a masked
+    pair, is grey.
 
     Args:
         weights: `[T, S]`, real and finite or −inf: weights, scores, or a difference of two.
         q_tokens: T strings beside the rows, or None for numbers.
-        kv_tokens: S strings below the columns; by default the `q_tokens`, where T = S.
-        title: a line above.
-        values: whether each cell shows its number; None: where there are at most 100 cells.
-        axes: of matplotlib, to draw in; by default those of a new figure.
+        kv_tokens: S strings below the columns; by default `q_tokens` if T = S.
+        title: a title above the figure.
+        values: whether each cell shows its number; None: if there are at most 100 cells.
+        axes: the matplotlib axes to draw in; by default those of a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
-        ImportError: without matplotlib.
+        TypeError, ValueError: for invalid arguments.
+        ImportError: if matplotlib is not installed.
     """
     array = checked_values("weights", weights, "[T, S]", (2,), masked=True)
     rows, columns = _labels(array.shape, q_tokens, kv_tokens)
@@ -93,24 +93,24 @@ def grid(
     title: str | None = None,
     titles: Sequence[str] | None = None,
 ) -> Figure:
-    """Many heads side by side, a row of panels for each layer.
+    """Draws many heads side by side, with a row of panels for each layer.
 
-    All panels have one scale, as in `heatmap`. Tokens are named where they can be read: on the
-    outer panels, for at most 64 of them.
+    All panels share one colour scale, as in `heatmap`. Tokens are written beside the outer panels
+    if they are legible there, for at most 64 of them.
 
     Args:
         weights: `[L, N, T, S]`, or `[N, T, S]` for one layer.
         q_tokens: T strings beside the rows, or None.
-        kv_tokens: S strings below the columns; by default the `q_tokens`, where T = S.
-        title: a line above all panels.
-        titles: a line above each panel, L × N strings; by default layer and head from 1 on.
+        kv_tokens: S strings below the columns; by default `q_tokens` if T = S.
+        title: a title above all panels.
+        titles: a title above each panel, L × N strings; by default layer and head, from 1.
 
     Returns:
         The figure.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
-        ImportError: without matplotlib.
+        TypeError, ValueError: for invalid arguments.
+        ImportError: if matplotlib is not installed.
     """
     array = checked_values("weights", weights, "[L, N, T, S] or [N, T, S]", (3, 4), masked=True)
     array = array.reshape(-1, *array.shape[-3:])
@@ -128,9 +128,9 @@ def grid(
     scale = _scale(array)
     font = 11 if L * N <= 4 else 9
     readable = width / S > 0.13 and height / T > 0.13
-    for place, panel in enumerate(panels.flat):
-        _draw(panel, array[divmod(place, N)], scale)
-        panel.set_title(label(names[place]), fontsize=font, parse_math=False)
+    for index, panel in enumerate(panels.flat):
+        _draw(panel, array[divmod(index, N)], scale)
+        panel.set_title(label(names[index]), fontsize=font, parse_math=False)
         _name_axes(panel, *((rows, columns) if readable else (None, None)), font)
         panel.label_outer()
     figure.colorbar(panels[0, 0].images[0], ax=panels.ravel().tolist(), shrink=0.7, aspect=30)
@@ -147,24 +147,24 @@ def alignment(
     title: str | None = None,
     axes: Axes | None = None,
 ) -> Figure:
-    """Where each target word looks in the source, drawn as in Bahdanau, Cho and Bengio 2015.
+    """Draws the weights of each target word on the source, as in Bahdanau, Cho and Bengio 2015.
 
-    The source stands above, the target at the left, a weight of 1 is white. A frame marks the
+    The source is above, the target at the left, and a weight of 1 is white. A frame marks the
     greatest weight of each target word.
 
     Args:
         weights: `[T, S]`, or `[N, T, S]`, whose mean over heads is drawn.
         target: T strings.
         source: S strings.
-        title: a line below.
-        axes: of matplotlib, to draw in; by default those of a new figure.
+        title: a title below the figure.
+        axes: the matplotlib axes to draw in; by default those of a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, and for negative weights.
-        ImportError: without matplotlib.
+        TypeError, ValueError: for invalid arguments and for negative weights.
+        ImportError: if matplotlib is not installed.
     """
     array = checked_values("weights", weights, "[T, S] or [N, T, S]", (2, 3))
     if array.min() < 0:
@@ -200,29 +200,29 @@ def show_mask(
     title: str | None = None,
     **positions: Unpack[Positions],
 ) -> Figure:
-    """A mask pair by pair, and beside it the kind of each tile: empty, mixed or full.
+    """Draws a mask by pairs, and beside it the kind of each tile: empty, mixed or full.
 
-    Empty tiles are skipped, and full ones are computed without looking at the mask.
+    Attention skips empty tiles, and computes full ones without evaluating the mask.
 
     Args:
         mask: a mask of `jattn.masks`, or a boolean array `[*B, N, T, S]` in which True attends.
-        T: queries.
-        S: keys; None: as many as queries.
+        T: the number of queries.
+        S: the number of keys; None: T.
         block: the size of a tile, an integer or a pair (queries, keys); None: a power of two for
             which there are about eight tiles along an axis.
         b: the batch row, counted over all batch axes.
         h: the head.
         q_tokens: T strings beside the rows, or None for numbers.
-        kv_tokens: S strings below the columns; by default the `q_tokens`, where T = S.
-        title: a line above.
+        kv_tokens: S strings below the columns; by default `q_tokens` if T = S.
+        title: a title above the figure.
         positions: q_positions, integer `[T]`, and kv_positions, integer `[S]`; by default arange.
 
     Returns:
         The figure.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
-        ImportError: without matplotlib.
+        TypeError, ValueError: for invalid arguments.
+        ImportError: if matplotlib is not installed.
     """
     S = T if S is None else S
     for name, size in (("T", T), ("S", S)):
@@ -235,7 +235,7 @@ def show_mask(
     width, height = _panel_size(rows, columns, (T, S), min(_CELL, 3.6 / max(T, S)))
     figure = _new_figure((2 * max(width, 2.6) + 0.8, max(height, 2.2) + 1.2), title)
     left, right = figure.subplots(1, 2)
-    left.imshow(allowed, cmap=_of_kinds(2), vmin=0, vmax=1, interpolation="nearest")
+    left.imshow(allowed, cmap=_tile_colours(2), vmin=0, vmax=1, interpolation="nearest")
     _name_axes(left, *((rows, columns) if max(T, S) <= 24 else (None, None)))
     _draw_tiles(right, kinds, (T, S), blocks)
     left.set_title(f"{allowed.mean():.0%} of {T} × {S} pairs", fontsize=10)
@@ -249,18 +249,20 @@ def show_mask(
 def dense_mask(
     mask: Mask, T: int, S: int, b: int, h: int, **positions: Unpack[Positions]
 ) -> np.ndarray:
-    """bool `[T, S]` for one batch row and head. Sizes and positions were checked by `tile_map`."""
-    given = positions.get("q_positions"), positions.get("kv_positions")
+    """Returns the mask of one batch row and head as bool `[T, S]`. `tile_map` has checked sizes and
+    positions."""
+    given_positions = positions.get("q_positions"), positions.get("kv_positions")
     q, kv = (
         np.arange(size, dtype=np.int32) if x is None else np.asarray(x)
-        for size, x in zip((T, S), given, strict=True)
+        for size, x in zip((T, S), given_positions, strict=True)
     )
     spans = Span(q, np.arange(T, dtype=np.int32)), Span(kv, np.arange(S, dtype=np.int32))
     return np.asarray(mask(b, h, *spans))
 
 
 def checked_block(name: str, block: Any, T: int, S: int) -> tuple[int, int]:
-    """The sizes of a tile, by default a power of two with about eight tiles along an axis."""
+    """Returns the sizes of a tile, by default a power of two with about eight tiles along an
+    axis."""
     if block is None:
         size = 2 ** max(0, math.ceil(math.log2(max(T, S) / 8)))
         return size, size
@@ -282,7 +284,7 @@ def _required(name: str, value: Any, size: int, letter: str) -> list[str]:
 def _labels(
     shape: tuple[int, ...], q_tokens: Any, kv_tokens: Any
 ) -> tuple[list[str] | None, list[str] | None]:
-    """The names of rows and columns; keys are the queries' tokens unless they have their own."""
+    """Returns the labels of rows and columns; `kv_tokens` defaults to `q_tokens` if T = S."""
     T, S = shape
     rows = checked_tokens("q_tokens", q_tokens, T, "T")
     if kv_tokens is None and rows is not None and T == S:
@@ -300,33 +302,33 @@ def _head_names(L: int, N: int) -> list[str]:
 
 
 def _room(labels: list[str] | None) -> float:
-    """Inches that the labels of an axis take."""
+    """Returns the inches that the labels of an axis take."""
     return 0.4 if labels is None else _LABEL * max(map(len, map(label, labels))) + 0.2
 
 
 def _panel_size(
     rows: list[str] | None, columns: list[str] | None, shape: tuple[int, ...], cell: float
 ) -> tuple[float, float]:
-    """Width and height in inches of a panel with the labels it is given."""
+    """Returns the width and height in inches of a panel with its labels."""
     T, S = shape
     cell = min(cell, _LARGEST / max(T, S))
     width, height = max(0.8, cell * S), max(0.8, cell * T)
-    named = rows is not None or columns is not None
+    labelled = rows is not None or columns is not None
     return (
         (width + _room(rows), height + _room(columns))
-        if named
+        if labelled
         else (max(width, 0.8), max(height, 0.8))
     )
 
 
 def _new_figure(size: tuple[float, float], title: str | None) -> Figure:
-    from jattn.viz.matplotlib_figure import new_figure  # noqa: PLC0415  where something is drawn
+    from jattn.viz.matplotlib_figure import new_figure  # noqa: PLC0415  only drawing needs matplotlib
 
     return new_figure((max(size[0], 0.09 * len(title or "")), size[1]))
 
 
 def _axes(axes: Axes | None, size: tuple[float, float], title: str | None) -> tuple[Axes, Figure]:
-    """The axes to draw in and their figure."""
+    """Returns the axes to draw in and their figure."""
     if axes is None:
         figure = _new_figure((size[0] + 1.0, size[1] + 0.5), title)
         return figure.subplots(), figure
@@ -340,7 +342,7 @@ def _axes(axes: Axes | None, size: tuple[float, float], title: str | None) -> tu
 
 
 def _scale(array: np.ndarray) -> dict[str, Any]:
-    """The colour map and its ends: from 0, or signed around 0."""
+    """Returns the colour map and its limits: from 0, or symmetric around 0 for signed values."""
     finite = array[np.isfinite(array)]
     least, most = (finite.min(), finite.max()) if finite.size else (0, 1)
     if least < 0:
@@ -350,7 +352,7 @@ def _scale(array: np.ndarray) -> dict[str, Any]:
 
 
 def _draw(axes: Axes, array: np.ndarray, scale: dict[str, Any]) -> Any:
-    axes.set_facecolor("0.8")  # seen where a pair is masked
+    axes.set_facecolor("0.8")  # shows through at masked pairs
     shown = np.ma.masked_invalid(array)
     return axes.imshow(shown, aspect="equal", interpolation="nearest", **scale)
 
@@ -358,7 +360,7 @@ def _draw(axes: Axes, array: np.ndarray, scale: dict[str, Any]) -> Any:
 def _name_axes(
     axes: Axes, rows: list[str] | None, columns: list[str] | None, font: int = 9
 ) -> None:
-    # A dollar sign in a token is a dollar sign and begins no formula.
+    # A dollar sign in a token must not begin a formula.
     style: dict[str, Any] = {"fontsize": font, "parse_math": False}
     if columns is not None and len(columns) <= _MOST_LABELS:
         axes.set_xticks(range(len(columns)), list(map(label, columns)), rotation=90, **style)
@@ -368,7 +370,7 @@ def _name_axes(
 
 
 def _write_values(axes: Axes, array: np.ndarray, image: Any) -> None:
-    """Each number in its cell, in the ink that can be read there."""
+    """Writes each number into its cell, in black or white, whichever contrasts more."""
     for (row, column), value in np.ndenumerate(array):
         if value == -np.inf:
             text, ink = "−∞", "black"
@@ -391,7 +393,7 @@ _KINDS = {  # kinds of tiles: name, colour, hatching
 }
 
 
-def _of_kinds(count: int) -> Any:
+def _tile_colours(count: int) -> Any:
     from matplotlib.colors import ListedColormap  # noqa: PLC0415
 
     colours = [colour for _, colour, _ in _KINDS.values()]
@@ -401,10 +403,11 @@ def _of_kinds(count: int) -> Any:
 def _draw_tiles(
     axes: Axes, kinds: np.ndarray, shape: tuple[int, int], blocks: tuple[int, int]
 ) -> None:
-    """Each tile in the colour of its kind, with lines between them; the last ones are cut."""
+    """Draws each tile in the colour of its kind, with lines between tiles. The last tile along an
+    axis may be smaller."""
     (T, S), (block_q, block_kv) = shape, blocks
-    places = np.ix_(np.arange(T) // block_q, np.arange(S) // block_kv)
-    axes.imshow(kinds[places], cmap=_of_kinds(3), vmin=0, vmax=2, interpolation="nearest")
+    tile_of_pair = np.ix_(np.arange(T) // block_q, np.arange(S) // block_kv)
+    axes.imshow(kinds[tile_of_pair], cmap=_tile_colours(3), vmin=0, vmax=2, interpolation="nearest")
     if max(kinds.shape) <= 64:
         style: dict[str, Any] = {"color": "white", "linewidth": 0.8}
         for row in range(block_q, T, block_q):

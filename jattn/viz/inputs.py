@@ -1,7 +1,7 @@
-"""What pictures are made of, checked: arrays of weights, and the tokens beside them.
+"""Checks of what users pass to the figures and the viewer: arrays of weights, and tokens.
 
-Raises TypeError for the wrong kind of thing and ValueError for a wrong value or shape, with the
-argument's name, what was expected and what came.
+The checks raise TypeError for a wrong type and ValueError for a wrong value or shape. Messages name
+the argument, what was expected and what was passed.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ import numpy as np
 from jattn.checks import check_array, shown
 
 
-_LONGEST_LABEL = 40  # letters
+_LONGEST_LABEL = 40  # characters
 
-# C0 and C1 controls, separators of lines, and characters that turn the direction of text.
+# C0 and C1 controls, line separators, and characters that change the direction of text.
 _CONTROLS = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
     for code in (
@@ -28,24 +28,24 @@ _CONTROLS = {
 
 
 def visible(token: str) -> str:
-    """A token as a label: control characters spelled out, spaces at its ends as low blocks."""
+    """Returns a token as a label: control characters as escapes, outer spaces as low blocks."""
     text = token.translate(_CONTROLS)
     inner = text.strip(" ")
     if not inner:
         return "\u2581" * len(text) or "\u2205"
-    before, _, after = text.partition(inner)
-    return "\u2581" * len(before) + inner + "\u2581" * len(after)
+    leading, _, trailing = text.partition(inner)
+    return "\u2581" * len(leading) + inner + "\u2581" * len(trailing)
 
 
 def label(token: str) -> str:
-    """A token as a label in a picture, of which no more than the beginning is drawn: a long one
-    would take the whole picture, and minutes to draw."""
+    """Returns a token as a label in a figure, cut after 40 characters: a long token would fill
+    the figure and take minutes to draw."""
     text = visible(token[:_LONGEST_LABEL])
     return f"{text}…" if len(token) > _LONGEST_LABEL else text
 
 
 def checked_tokens(name: str, value: Any, size: int, letter: str) -> list[str] | None:
-    """`size` tokens, or None where none are given."""
+    """Returns the `size` tokens as strings, or None if `value` is None."""
     if value is None:
         return None
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
@@ -62,7 +62,8 @@ def checked_tokens(name: str, value: Any, size: int, letter: str) -> list[str] |
 def checked_values(
     name: str, value: Any, letters: str, ndims: tuple[int, ...], *, masked: bool = False
 ) -> np.ndarray:
-    """The finite numbers of an array as float32 or float64; if `masked`, also −inf."""
+    """Returns an array as float32 or float64 and checks that it is finite; with `masked`, −inf is
+    allowed too."""
     check_array(name, value, letters, "real")
     if value.ndim not in ndims or 0 in value.shape:
         raise ValueError(f"{name}: expected {letters} without empty axes, got {list(value.shape)}")
@@ -79,7 +80,7 @@ def checked_values(
 
 
 def checked_title(name: str, value: Any) -> str | None:
-    """A line of text, or None."""
+    """Returns a title as a visible label, or None."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name}: expected a string or None, got {shown(value)}")
     return value if value is None else visible(value)

@@ -1,4 +1,4 @@
-"""The one place that imports matplotlib, when something is drawn."""
+"""The figure class: the only module that imports matplotlib, and itself imported when drawing."""
 
 import io
 
@@ -10,7 +10,7 @@ except ImportError as error:  # pragma: no cover
 
 
 class NotebookFigure(Figure):
-    """A figure without pyplot that a notebook shows."""
+    """A figure that a notebook displays without pyplot."""
 
     def _repr_png_(self) -> bytes:
         content = io.BytesIO()
@@ -19,5 +19,5 @@ class NotebookFigure(Figure):
 
 
 def new_figure(size: tuple[float, float]) -> NotebookFigure:
-    """An empty figure of width and height in inches, whose parts make room for each other."""
+    """Returns an empty figure with constrained layout; `size` is width and height in inches."""
     return NotebookFigure(figsize=size, layout="constrained")

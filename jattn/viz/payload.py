@@ -1,9 +1,10 @@
-"""What a viewer's page holds, as JSON and blocks of bytes.
+"""The data of a viewer's page, as JSON and blocks of bytes.
 
-A head's weights are bytes: T scales in float32, then T × S numbers from 0 to 255. A weight is its
-number times the scale of its row, the row's greatest weight divided by 255. So no weight is off by
-more than 1/510 of the greatest in its row, also where a row has thousands of small ones. Blocks are
-compressed, and a page opens one when it first shows it.
+A head's weights are stored in bytes: T scales in float32, then T × S numbers from 0 to 255. A
+weight is its number times the scale of its row, which is the row's greatest weight divided by 255.
+So the error of a weight is at most 1/510 of the greatest weight in its row, also in rows with
+thousands of small weights. Blocks are compressed, and the page decompresses a block when it first
+shows it.
 """
 
 import base64
@@ -30,24 +31,24 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_THUMBNAIL = 48  # cells along an axis of the small picture of a head
+_THUMBNAIL = 48  # cells along an axis of a head's thumbnail
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence in a viewer: its attentions, and the tokens that they are between.
+    """A sentence in a viewer: its attention weights and tokens.
 
-    What is for one attention here can be a mapping from names to attentions, such as `"encoder"`,
-    `"decoder"` and `"cross"`.
+    For several attentions, each field but `name` can be a mapping from the names of the attentions,
+    such as `"encoder"`, `"decoder"` and `"cross"`, to their values.
 
     Attributes:
         weights: `[L, N, T, S]`, or `[N, T, S]` or `[T, S]`, finite and at least 0.
         tokens: T strings, the queries.
         kv_tokens: S strings, the keys; None: the same as the queries.
-        mask: a mask of `jattn.masks` or a boolean array `[N, T, S]`, or `[T, S]` where weights are
-            `[T, S]`, without batch axes or with those of one row, to lay over the weights.
-        other: weights of a second model, of the same shapes, to see the difference.
-        name: what the sentence is called; by default the first words of it.
+        mask: the mask to draw over the weights: a mask of `jattn.masks` with batch axes of size 1
+            at most, or a boolean array `[N, T, S]`, or `[T, S]` for weights `[T, S]`.
+        other: weights of a second model, of the same shapes, to show the difference.
+        name: the sentence's label; by default its first words.
     """
 
     weights: Any
@@ -60,14 +61,14 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a sentence, checked.
+    """The checked weights and tokens of one attention of a sentence.
 
     Attributes:
-        name: what it is called.
+        name: the attention's name.
         models: weights `[L, N, T, S]` of one model, or of two.
         rows: the tokens of the queries.
         columns: the tokens of the keys.
-        mask: which pairs are allowed, or None.
+        mask: the mask of allowed pairs, or None.
     """
 
     name: str
@@ -78,28 +79,28 @@ class Attention:
 
 
 class Blocks:
-    """Blocks of bytes, each once, by the number that the page knows them by."""
+    """A list of byte blocks; the page refers to a block by its index."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def add(self, content: bytes) -> int:
-        """Keeps a block, compressed and in letters, and returns its number."""
+        """Appends a block, compressed and in base64, and returns its index."""
         self.texts.append(base64.b64encode(zlib.compress(content, 6)).decode("ascii"))
         return len(self.texts) - 1
 
 
 def quantised(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales `[T]` in float32 and numbers `[T, S]` in uint8 of weights `[T, S]`."""
+    """Quantises weights `[T, S]` to scales `[T]` in float32 and numbers `[T, S]` in uint8."""
     scales = (weights.max(axis=1) / 255).astype(np.float32)
     divisors = np.where(scales > 0, scales, 1)[:, None]
     return scales, np.clip(np.rint(weights / divisors), 0, 255).astype(np.uint8)
 
 
 def attentions(sentence: Sentence) -> list[Attention]:
-    """The attentions of a sentence, in the order they were given.
+    """Returns the checked attentions of a sentence, in the order of `sentence.weights`.
 
-    Raises TypeError and ValueError for what does not fit.
+    Raises TypeError and ValueError for invalid fields.
     """
     if not isinstance(sentence.weights, Mapping):
         return [_attention("", sentence, {})]
@@ -120,44 +121,44 @@ def _by_name(value: Any) -> bool:
 
 
 def _attention(name: Any, sentence: Sentence, named: dict[str, Any]) -> Attention:
-    """The attention of a name, or the only one."""
+    """Returns the checked attention called `name`, or the only one if `named` is empty."""
     if not isinstance(name, str):
         raise TypeError(f"weights: expected strings as names, got {shown(name)}")
-    where = f"[{name!r}]" if named else ""
+    suffix = f"[{name!r}]" if named else ""
 
-    def of(field: str) -> Any:
+    def field_value(field: str) -> Any:
         value = getattr(sentence, field)
         return value.get(name) if _by_name(value) else value
 
-    first = _checked_weights(f"weights{where}", of("weights"))
-    models = [first]
+    weights = _checked_weights(f"weights{suffix}", field_value("weights"))
+    models = [weights]
     if sentence.other is not None:
-        if of("other") is None:
+        if field_value("other") is None:
             raise ValueError(f"other: expected weights of {name!r} too, got none")
-        models.append(_checked_weights(f"other{where}", of("other")))
-        if models[1].shape != first.shape:
+        models.append(_checked_weights(f"other{suffix}", field_value("other")))
+        if models[1].shape != weights.shape:
             raise ValueError(
-                f"other{where}: expected the shape of weights, {list(first.shape)}, "
+                f"other{suffix}: expected the shape of weights, {list(weights.shape)}, "
                 f"got {list(models[1].shape)}"
             )
-    T, S = first.shape[-2:]
-    rows = checked_tokens(f"tokens{where}", of("tokens"), T, "T")
+    T, S = weights.shape[-2:]
+    rows = checked_tokens(f"tokens{suffix}", field_value("tokens"), T, "T")
     if rows is None:
-        raise TypeError(f"tokens{where}: expected a sequence of T strings, got None")
-    columns = of("kv_tokens")
+        raise TypeError(f"tokens{suffix}: expected a sequence of T strings, got None")
+    columns = field_value("kv_tokens")
     if columns is None and T == S:
         columns = rows
-    columns = checked_tokens(f"kv_tokens{where}", columns, S, "S")
+    columns = checked_tokens(f"kv_tokens{suffix}", columns, S, "S")
     if columns is None:
-        raise ValueError(f"kv_tokens{where}: expected S = {S} tokens, as T is {T}, got None")
-    mask = of("mask")
+        raise ValueError(f"kv_tokens{suffix}: expected S = {S} tokens, as T is {T}, got None")
+    mask = field_value("mask")
     if mask is not None:
-        mask = _checked_mask(f"mask{where}", mask, of("weights").ndim)
+        mask = _checked_mask(f"mask{suffix}", mask, field_value("weights").ndim)
     return Attention(name, tuple(models), rows, columns, mask)
 
 
 def _checked_weights(name: str, value: Any) -> np.ndarray:
-    """`[L, N, T, S]`."""
+    """Returns checked weights as float32 `[L, N, T, S]`."""
     letters = "[L, N, T, S], [N, T, S] or [T, S]"
     array = checked_values(name, value, letters, (2, 3, 4)).astype(np.float32)
     if array.min() < 0:
@@ -169,7 +170,7 @@ def _checked_weights(name: str, value: Any) -> np.ndarray:
 
 
 def _checked_mask(name: str, value: Any, ndim: int) -> Mask:
-    """The mask of weights with so many axes."""
+    """Returns the mask for weights with `ndim` axes."""
     if hasattr(value, "dtype"):
         value = value[None] if ndim == getattr(value, "ndim", None) == 2 else value
         check_array(name, value, "[N, T, S]", "boolean", ndim=3)
@@ -181,18 +182,18 @@ def _checked_mask(name: str, value: Any, ndim: int) -> Mask:
 
 
 def described(sentences: Sequence[Sentence], block: Any, blocks: Blocks) -> list[dict[str, Any]]:
-    """What the page knows of the sentences; the weights themselves go into the blocks."""
-    found = []
-    for place, sentence in enumerate(sentences):
+    """Describes the sentences for the page's JSON, and adds their weights to `blocks`."""
+    descriptions = []
+    for index, sentence in enumerate(sentences):
         name = checked_title("name", sentence.name)
-        parts = attentions(sentence)
-        found.append(
+        checked = attentions(sentence)
+        descriptions.append(
             {
-                "name": name or f"{place + 1}: {_beginning(parts[0].rows)}",
-                "attentions": [_described(part, block, blocks) for part in parts],
+                "name": name or f"{index + 1}: {_beginning(checked[0].rows)}",
+                "attentions": [_described(attention, block, blocks) for attention in checked],
             }
         )
-    return found
+    return descriptions
 
 
 def _beginning(tokens: list[str]) -> str:
@@ -224,22 +225,23 @@ def _head(weights: np.ndarray, blocks: Blocks) -> int:
 
 
 def _numbers(model: np.ndarray, attention: Attention) -> dict[str, list[Any]]:
-    """Of each head `[L, N]`; the key before the query only where both axes are the same tokens."""
-    found = head_numbers(model)
+    """Computes the statistics of each head `[L, N]`; `previous` only if both axes have the same
+    tokens."""
+    statistics = head_numbers(model)
     if attention.rows != attention.columns:
-        del found["previous"]
-    return {name: _rounded(values) for name, values in found.items()}
+        del statistics["previous"]
+    return {name: _rounded(values) for name, values in statistics.items()}
 
 
 def _rounded(values: np.ndarray) -> list[Any]:
-    """Numbers of heads `[L, N]` for JSON, None for NaN."""
+    """Returns numbers `[L, N]` as lists for JSON, with None for NaN."""
     rows = np.where(np.isfinite(values), np.round(values, 6), np.nan).tolist()
     return [[None if math.isnan(x) else x for x in row] for row in rows]
 
 
 def pooled(weights: np.ndarray, most: int) -> np.ndarray:
-    """`[t, s]` with at most so many cells along an axis: of the weights in each the one furthest
-    from 0."""
+    """Pools `[T, S]` to at most `most` cells along an axis; a cell holds the value furthest from
+    0."""
     cuts = [np.linspace(0, size, min(size, most) + 1).astype(int)[:-1] for size in weights.shape]
 
     def extreme(function: Any) -> np.ndarray:
@@ -250,8 +252,8 @@ def pooled(weights: np.ndarray, most: int) -> np.ndarray:
 
 
 def _thumbnails(models: tuple[np.ndarray, ...], blocks: Blocks) -> dict[str, Any]:
-    """Small pictures of all heads, of each model and of their difference: signed numbers from −127
-    to 127, with a scale each."""
+    """Makes thumbnails of all heads, for each model and for the difference of two models: numbers
+    from −127 to 127, and a scale for each head."""
     shown = [*models, models[0] - models[1]] if len(models) == 2 else list(models)
     small = np.stack(
         [[[pooled(head, _THUMBNAIL) for head in layer] for layer in model] for model in shown]
@@ -266,18 +268,18 @@ def _thumbnails(models: tuple[np.ndarray, ...], blocks: Blocks) -> dict[str, Any
 
 
 def _mask(attention: Attention, block: Any, blocks: Blocks) -> dict[str, Any]:
-    """The mask of each head, or of all, pair by pair and tile by tile."""
+    """Describes the mask of each head, or of all heads, by pairs and by tiles."""
     assert attention.mask is not None
     _, N, T, S = attention.models[0].shape
-    pair = checked_block("block", block, T, S)
+    tile = checked_block("block", block, T, S)
     _, heads = leading(attention.mask)
     if heads not in (0, N):
         raise ValueError(f"mask: expected N = {N} heads as in weights, got {heads}")
-    found = []
+    masks = []
     for h in range(max(1, heads)):
-        kinds = np.asarray(tile_map(attention.mask, T, S, *pair, h=h))
+        kinds = np.asarray(tile_map(attention.mask, T, S, *tile, h=h))
         allowed = dense_mask(attention.mask, T, S, 0, h)
-        found.append(
+        masks.append(
             {
                 "allowed": blocks.add(np.packbits(allowed, axis=1).tobytes()),
                 "kinds": blocks.add(kinds.astype(np.uint8).tobytes()),
@@ -285,4 +287,4 @@ def _mask(attention: Attention, block: Any, blocks: Blocks) -> dict[str, Any]:
                 "counts": [int((kinds == kind).sum()) for kind in (EMPTY, MIXED, FULL)],
             }
         )
-    return {"block": list(pair), "heads": found}
+    return {"block": list(tile), "heads": masks}

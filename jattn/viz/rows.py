@@ -1,4 +1,4 @@
-"""Weights of a few rows and heads of long attention, which fused implementations never hold."""
+"""Attention weights of selected queries and heads, where the full matrix would be too large."""
 
 from collections.abc import Sequence
 from typing import Any, Unpack
@@ -40,30 +40,31 @@ def weights_at(
     heads: Places | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Float[Array, "*B n t S"]:
-    """The weights of some queries in some heads, computed anew from queries, keys and lse.
+    """Computes the attention weights of selected queries and heads from queries, keys and lse.
 
         out, lse = jattn.attention(q, k, v, mask=mask, return_lse=True)
         weights = viz.weights_at(q, k, lse, rows=range(100, 110), heads=[0, 3], mask=mask)
 
-    Memory and work grow with what is asked for, n × t × S, and never with T × S, unless the mask
+    Memory and work grow with the n × t × S weights returned and never with T × S, unless the mask
     or the score function holds an array of that size.
 
     Args:
-        query: `[*B, T, N, H]`, as it was given to `attention`.
+        query: `[*B, T, N, H]`, as passed to `attention`.
         key: `[*B, S, K, H]`.
-        lse: `[*B, N, T]`, what `attention` returned, also with a sink or of more keys than these:
-            weights are then shares of all. It rounds weights by about |lse| × 1e-7 of themselves.
-            None: each row is divided by its own sum, which is exact at any logits.
-        rows: places of t queries, an integer or several.
-        heads: places of n query heads; None: all.
+        lse: `[*B, N, T]` as returned by `attention`. It may include a sink or more keys than
+            `key`: the weights are then shares of that larger total. Weights have a relative
+            rounding error of about |lse| × 1e-7. None: each row is divided by its own sum, which
+            is accurate for any logits.
+        rows: indices of t queries, an integer or several.
+        heads: indices of n query heads; None: all.
         options: as in `attention`.
 
     Returns:
-        `[*B, n, t, S]` in float32 (float64), before any dropout. A query whose keys are all masked
-        has weights 0.
+        `[*B, n, t, S]` in float32 (float64 for float64 inputs), before any dropout. A query whose
+        keys are all masked has weights 0.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before compilation.
+        TypeError, ValueError: for invalid arguments, before compilation.
     """
     call = make(query, key, **options)
     shapes = call.shapes
@@ -89,46 +90,49 @@ def _weights(
     scores = _scores(call, query, key, rows, heads)
     flat = scores.reshape(shapes.B * len(heads) * len(rows), shapes.S)
     if lse is None:
-        found, _ = softmax.finish(softmax.of(flat, lambda weights: weights))
+        weights, _ = softmax.finish(softmax.of(flat, lambda unnormalized: unnormalized))
     else:
-        own = lse.reshape(shapes.B, shapes.N, shapes.T)[:, heads][:, :, rows].reshape(len(flat))
-        top = jnp.where(own == -jnp.inf, 0, own).astype(flat.dtype)
-        found = softmax.weights(flat, top, jnp.zeros_like(top))
-    return call.shaped(found.reshape(scores.shape))
+        row_lse = lse.reshape(shapes.B, shapes.N, shapes.T)[:, heads][:, :, rows].reshape(len(flat))
+        finite_lse = jnp.where(row_lse == -jnp.inf, 0, row_lse).astype(flat.dtype)
+        weights = softmax.weights(flat, finite_lse, jnp.zeros_like(finite_lse))
+    return call.shaped(weights.reshape(scores.shape))
 
 
 def _scores(call: Call, query: Array, key: Array, rows: Array, heads: Array) -> Array:
-    """Masked scores `[B, n, t, S]`."""
+    """Computes the masked scores `[B, n, t, S]`."""
     spec, shapes = _with_rows(call.prepared().spec, rows), call.shapes
     columns = jnp.arange(shapes.S, dtype=jnp.int32)
 
-    def one(b: Array, h: Array, q: Array, k: Array) -> Array:
-        own = select_head(spec, b, h)
+    def head_scores(b: Array, h: Array, q: Array, k: Array) -> Array:
+        head_spec = select_head(spec, b, h)
         q_span, kv_span = (
             Span(places if positions is None else positions, places)
-            for positions, places in ((own.q_positions, rows), (own.kv_positions, columns))
+            for positions, places in (
+                (head_spec.q_positions, rows),
+                (head_spec.kv_positions, columns),
+            )
         )
-        return tile.scores(own, q, k, b, h, q_span, kv_span)
+        return tile.scores(head_spec, q, k, b, h, q_span, kv_span)
 
     q = jnp.moveaxis(query[:, rows][:, :, heads], 2, 1)
     k = jnp.moveaxis(key[:, :, heads // shapes.G], 2, 1)
-    every = jax.vmap(jax.vmap(one, (None, 0, 0, 0)), (0, None, 0, 0))
-    return every(jnp.arange(shapes.B, dtype=jnp.int32), heads, q, k)
+    all_scores = jax.vmap(jax.vmap(head_scores, (None, 0, 0, 0)), (0, None, 0, 0))
+    return all_scores(jnp.arange(shapes.B, dtype=jnp.int32), heads, q, k)
 
 
 def _with_rows(spec: Spec, rows: Array) -> Spec:
-    """The spec with its arrays along T taken at these rows."""
+    """Returns the spec with its arrays along T indexed by `rows`."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def select_rows(letters: str, leaf: Any) -> Any:
         axis = axis_of("T", letters, leaf.ndim)
         broadcast = axis is not None and leaf.shape[axis] == 1 and "#T" in letters
         return leaf if axis is None or broadcast else jnp.take(leaf, rows, axis=axis)
 
-    return jax.tree.map(one, axis_names(spec), spec)
+    return jax.tree.map(select_rows, axis_names(spec), spec)
 
 
 def _places(name: str, value: Any, size: int, letter: str) -> Array:
-    """int32 `[n]`, each at least 0 and below the size."""
+    """Returns indices as int32 `[n]`, after checking that each is in [0, size)."""
     value = [value] if is_integer(value) else value
     if isinstance(value, range | list | tuple):
         if not value or not all(is_integer(x) for x in value):

@@ -1,9 +1,8 @@
-"""A viewer for attention: one HTML file that opens without a network.
+"""A viewer for attention: one HTML file that works without a network.
 
-The page is text, style and program of the files in `page/`, joined, and the payload. It forbids
-itself every connection, and every program and style but its own, by a content security policy with
-their hashes. Tokens come in by JSON only, in which no character can end the element that holds it,
-and go into the page as text.
+The page joins the HTML, CSS and JavaScript files in `page/` with the payload. Its content security
+policy forbids every connection, and every script and style whose hash it does not list. Tokens
+enter as JSON in which no character can close the script element, and are shown as text.
 """
 
 import base64
@@ -46,7 +45,7 @@ _SCRIPTS = (
 
 @dataclass(frozen=True)
 class Viewer:
-    """A page about attention; what `viewer` returns. A notebook shows it in a frame.
+    """A page made by `viewer`. A notebook displays it in a frame.
 
     Attributes:
         html: the whole page.
@@ -57,7 +56,7 @@ class Viewer:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the page to a file, whose folder must exist, and returns the path.
 
-        Raises TypeError for what is no path, and OSError where it cannot be written.
+        Raises TypeError if `path` is not a path, and OSError if it cannot be written.
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"path: expected a path, got {shown(path)}")
@@ -86,34 +85,34 @@ def viewer(
     models: Sequence[str] = ("first", "second"),
     block: int | tuple[int, int] | None = None,
 ) -> Viewer:
-    """A page to look at attention with: lines between tokens, all heads of all layers, matrices
-    with the value of each pair, and numbers for each head.
+    """Makes a page that shows attention: lines between tokens, all heads of all layers, matrices
+    with the value of each pair, and statistics of each head.
 
         viz.viewer(weights, tokens).save("attention.html")
         viz.viewer({"encoder": e, "cross": c}, {"encoder": source, "cross": target},
                    {"cross": source})
         viz.viewer([viz.Sentence(w1, tokens1), viz.Sentence(w2, tokens2)])
 
-    A slider goes through the queries as decoding does. The page holds a weight in one byte, to
-    1/510 of the greatest in its row, and says so beside each value. It takes about T × S bytes for
-    each head, less what compression saves.
+    A slider moves through the queries in the order of decoding. The page stores a weight in one
+    byte, accurate to 1/510 of the greatest weight in its row, and says so beside each value. Its
+    size is about T × S bytes for each head before compression.
 
     Args:
         weights: `[L, N, T, S]`, `[N, T, S]` or `[T, S]`, finite and at least 0, or a mapping from
-            names to such arrays, see `Sentence`; or several sentences, which bring all but title,
-            models and block with them.
-        tokens: T strings, the queries, or a mapping by the same names.
+            names to such arrays (see `Sentence`); or a list of sentences, which hold all other
+            arguments but `title`, `models` and `block`.
+        tokens: T strings, the queries, or a mapping with the same names.
         kv_tokens: S strings, the keys, or a mapping; by default the same as the queries.
-        mask: a mask of `jattn.masks` or a boolean array `[N, T, S]` to lay over the weights, also
-            `[T, S]` where weights are `[T, S]`; or a mapping.
-        other: the weights of a second model, to see the difference.
-        title: of the page.
-        models: what the two are called.
+        mask: the mask to draw over the weights: a mask of `jattn.masks` or a boolean array
+            `[N, T, S]`, or `[T, S]` for weights `[T, S]`; or a mapping.
+        other: the weights of a second model, to show the difference.
+        title: the page's title.
+        models: the names of the two models.
         block: the size of the mask's tiles, an integer or a pair (queries, keys); None: about eight
             tiles along an axis.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     sentences = _sentences(weights, tokens, kv_tokens, mask, other)
     if checked_title("title", title) is None:
@@ -128,10 +127,10 @@ def viewer(
 
 
 def _sentences(weights: Any, tokens: Any, kv_tokens: Any, mask: Any, other: Any) -> list[Sentence]:
-    given = [weights] if isinstance(weights, Sentence) else weights
-    if not isinstance(given, list | tuple):
+    sentences = [weights] if isinstance(weights, Sentence) else weights
+    if not isinstance(sentences, list | tuple):
         return [Sentence(weights, tokens, kv_tokens, mask, other)]
-    if not given or not all(isinstance(x, Sentence) for x in given):
+    if not sentences or not all(isinstance(x, Sentence) for x in sentences):
         raise TypeError(
             f"weights: expected an array [L, N, T, S], a mapping to such, or sentences, "
             f"got {shown(weights)}"
@@ -146,7 +145,7 @@ def _sentences(weights: Any, tokens: Any, kv_tokens: Any, mask: Any, other: Any)
             raise ValueError(
                 f"{name}: sentences bring their own, expected None, got {shown(value)}"
             )
-    return list(given)
+    return list(sentences)
 
 
 def _checked_models(models: Any) -> list[str]:
@@ -161,19 +160,19 @@ def _checked_models(models: Any) -> list[str]:
 
 
 def stack_layers(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Weights by module, as `jattn.nn.capture_weights` gives them, with layers put together.
+    """Stacks the layers in the weights by module that `jattn.nn.capture_weights` returns.
 
     Names that differ only in a number between slashes are one attention: `"decoder/0/attention"`
     and `"decoder/1/attention"` become `"decoder/attention"`.
 
     Args:
-        weights: arrays of any shape; those of one attention have the same.
+        weights: arrays of any shape; all layers of one attention have the same shape.
 
     Returns:
-        `[L, ...]` for each attention, in the order of the numbers.
+        An array `[L, ...]` for each attention, in the order of the numbers.
 
     Raises:
-        TypeError, ValueError: for anything else.
+        TypeError, ValueError: for any other input.
     """
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights: expected a mapping from names to arrays, got {shown(weights)}")
@@ -201,7 +200,7 @@ def stack_layers(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def as_script_data(value: Any) -> str:
-    """JSON that can stand in a script element: ASCII, and without a character of markup."""
+    """Returns JSON that is safe in a script element: ASCII, without the characters of markup."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -216,11 +215,11 @@ def _page(about: dict[str, Any], blocks: list[str]) -> str:
     )
     data = [f'<script type="application/json" id="about">{as_script_data(about)}</script>']
     data += [
-        f'<script type="text/plain" id="block-{place}">{text}</script>'
-        for place, text in enumerate(blocks)
+        f'<script type="text/plain" id="block-{index}">{text}</script>'
+        for index, text in enumerate(blocks)
     ]
     parts = {"POLICY": policy, "STYLE": style, "DATA": "\n".join(data), "SCRIPT": script}
-    return re.sub(r"%([A-Z]+)%", lambda found: parts[found[1]], _file("viewer.html"))
+    return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], _file("viewer.html"))
 
 
 def _script() -> str:
