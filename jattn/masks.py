@@ -166,7 +166,7 @@ def _ends(tile: Tile) -> tuple[Any, Any, Any, Any]:
 
 
 def _far_apart(a: Any, b: Any) -> Any:
-    """Returns whether a − b may need more than 32 bits, judged by the difference of their halves."""
+    """Returns whether a − b may need more than 32 bits, by the difference of their halves."""
     return abs((a >> 1) - (b >> 1)) >= 2**30 - 1
 
 
@@ -547,7 +547,7 @@ _LEAST, _GREATEST = -(2**31), 2**31 - 1  # positions have 32 bits, their differe
 
 
 def shifted(positions: Any, by: Any) -> Any:
-    """Returns positions + by, clamped to 32 bits; `by` is an integer, or an array that broadcasts."""
+    """Returns positions + by, clamped to 32 bits; `by` is an integer, or a broadcastable array."""
     if not isinstance(by, int):
         return _shifted_by_array(positions, by)
     if not isinstance(positions, jax.Array):
@@ -1016,7 +1016,7 @@ class Blocks(Mask):
         return layout[(rows.places // q_block)[:, None], (columns.places // kv_block)[None, :]]
 
     def bounds(self, tile):
-        """Counts the allowed cells of the layout under each tile, by two-dimensional prefix sums."""
+        """Counts allowed cells of the layout under each tile, by two-dimensional prefix sums."""
         lo_q, hi_q = _cells(tile.rows, self.sizes[0], self.layout.shape[0])
         lo_kv, hi_kv = _cells(tile.columns, self.sizes[1], self.layout.shape[1])
         sums = jnp.pad(
@@ -1176,7 +1176,7 @@ def _is_small(x: Any) -> bool:
 
 
 def _promotion(dtype: Any) -> Any:
-    """A context in which wider positions may promote the numbers of a function, written for int32."""
+    """Returns a context in which 64-bit positions may promote the numbers of a function."""
     narrow = np.dtype(dtype).itemsize <= 4
     return contextlib.nullcontext() if narrow else jax.numpy_dtype_promotion("standard")
 
@@ -1294,7 +1294,7 @@ def _functions(mask: Mask) -> list[Predicate]:
 
 
 def _may_be_evaluated(functions: list[Predicate], tile: Tile) -> bool:
-    """Returns whether the functions are the same for all heads, or the tile is of one known head."""
+    """Returns whether the functions are the same for all heads, or the tile is of one head."""
     is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
     return is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
 
