@@ -1,6 +1,6 @@
 """Attention for JAX: any mask, any score function, differentiable, exact.
 
-`attention` is the function; `masks` and `scores` are the values it takes.
+The main function is `attention`; `masks` and `scores` define the values of its options.
 """
 
 import importlib
@@ -67,7 +67,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if not TYPE_CHECKING:  # for a type checker there are the names above and no others
+if not TYPE_CHECKING:  # a type checker sees the names above only
     _FILES = {
         "attention": "attention attention_scores attention_weights",
         "decoding": "cached_attention",
@@ -82,8 +82,7 @@ if not TYPE_CHECKING:  # for a type checker there are the names above and no oth
     _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
-        """Files are imported when what they define is first used, so that a program that may not
-        use it starts as fast as without."""
+        """Imports a file when one of its names is first used, so that unused parts cost no time."""
         try:
             module = importlib.import_module(f"jattn.{_FILE_OF.get(name, name)}")
         except ModuleNotFoundError as error:
@@ -94,8 +93,11 @@ if not TYPE_CHECKING:  # for a type checker there are the names above and no oth
         return globals()[name]
 
     class _Function:
-        """A function of the package with the name of its file. Python sets the package's attribute
-        to the file when that is imported; this keeps the function."""
+        """A function of the package that has the same name as its file.
+
+        When the file is imported, Python sets the package's attribute to the module; this
+        descriptor keeps the function.
+        """
 
         def __init__(self, name: str):
             self.name = name

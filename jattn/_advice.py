@@ -1,6 +1,6 @@
-"""What to write for arguments that other libraries have, by what is called: the table.
+"""Tables of what to write in place of the arguments of other libraries, by the callable.
 
-`jattn._advised` looks it up. The first part is for functions, the second for modules.
+`jattn._advised` looks names up here. The first part is for functions, the second for modules.
 """
 
 _CAUSAL = "mask=masks.Causal()"
@@ -76,7 +76,7 @@ RUN_ADVICE: dict[str, str] = {
         "nn.capture_weights(layer, x), which calls it",
     ),
 }
-"""In calls of modules: what has to do with training and looking."""
+"""Advice for arguments about training and inspection, in calls of modules."""
 
 LAYER_ADVICE: dict[str, str] = {
     **ADVICE,
@@ -91,7 +91,7 @@ LAYER_ADVICE: dict[str, str] = {
     "q_positions": "positions=q_positions",
     "decode": "cache=layer.empty_cache(batch, length): a call with it returns (out, cache)",
 }
-"""In calls of attention layers."""
+"""Advice for calls of attention layers."""
 
 CONSTRUCTOR_ADVICE: dict[str, str] = {
     "is_causal": _CAUSAL,
@@ -118,7 +118,7 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
     "key": _RNGS,
     "seed": _RNGS,
 }
-"""In making attention layers."""
+"""Advice for the constructors of attention layers."""
 
 
 # --- modules: layers, stacks and models -----------------------------------------------------------
@@ -130,12 +130,12 @@ _MADE = "self_attention=functools.partial(nn.MultiHeadAttention, {}) where the l
 
 
 def _array(mask: str, name: str) -> str:
-    """For a mask of PyTorch's layers."""
+    """Returns the advice for a mask array of PyTorch's layers."""
     return f"{mask}=~{name} if it is boolean: here True attends; of full rank [*B, N, T, S]"
 
 
 def _padding(name: str, *masks: str) -> str:
-    """For a padding mask of PyTorch's layers."""
+    """Returns the advice for a padding mask of PyTorch's layers."""
     return f"{', '.join(f'{mask}=masks.Padding(~{name})' for mask in masks)}: True is a token"
 
 
@@ -158,7 +158,7 @@ ENCODER_ADVICE = {
     "inputs": "x=inputs",
     "hidden_states": "x=hidden_states",
 }
-"""In calls of encoders and their layers."""
+"""Advice for calls of encoders and their layers."""
 
 DECODER_ADVICE = {
     **ENCODER_ADVICE,
@@ -172,7 +172,7 @@ DECODER_ADVICE = {
     "tgt": "x=tgt",
     "cache": "decoder.step(x, cache), which returns x and the cache with T more tokens",
 }
-"""In calls of decoders and their layers."""
+"""Advice for calls of decoders and their layers."""
 
 TRANSFORMER_ADVICE = {
     **_INSIDE,
@@ -195,7 +195,7 @@ TRANSFORMER_ADVICE = {
     "decoder_input_ids": "target_ids=decoder_input_ids",
     "cache": "model.step(target_ids, caches), which returns logits and caches",
 }
-"""In calls of the Transformer."""
+"""Advice for calls of the Transformer."""
 
 DECODER_ONLY_ADVICE = {
     **_SELF,
@@ -209,7 +209,7 @@ DECODER_ONLY_ADVICE = {
         "model.step(tokens, caches), which returns logits and caches",
     ),
 }
-"""In calls of the model that is a decoder alone."""
+"""Advice for calls of the decoder-only model."""
 
 ADDITIVE_ADVICE = {
     **_MASKS,
@@ -221,7 +221,7 @@ ADDITIVE_ADVICE = {
     "memory": "key=memory",
     "use_scale": "nothing: the score is a product with parameters",
 }
-"""In calls of additive attention."""
+"""Advice for calls of additive attention."""
 
 MODEL_CONSTRUCTOR_ADVICE = {
     "d_model": "features=d_model",
@@ -249,4 +249,4 @@ MODEL_CONSTRUCTOR_ADVICE = {
     "key": "rngs=nnx.Rngs(0)",
     "seed": "rngs=nnx.Rngs(0)",
 }
-"""In making layers, stacks and models."""
+"""Advice for the constructors of layers, stacks and models."""

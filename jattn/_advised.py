@@ -1,6 +1,6 @@
-"""Arguments that a function does not have, answered with the line to write.
+"""Errors about arguments that a function does not have, with the line to write instead.
 
-`advised` looks at the names of a call before it is made. It shows neither in the signature of a
+`advised` checks the names of arguments before a call. It is visible neither in the signature of a
 function nor in a traceback.
 """
 
@@ -19,7 +19,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def advised_by(advice: Mapping[str, str], options: Any = None) -> Callable[[_F], _F]:
-    """Returns a decorator for functions and methods that answers by a table; see `advised`.
+    """Returns a decorator for functions and methods that takes its advice from a table; see
+    `advised`.
 
     `options` is the class whose fields the function takes as `**options`.
     """
@@ -27,10 +28,11 @@ def advised_by(advice: Mapping[str, str], options: Any = None) -> Callable[[_F],
 
 
 def advised(options: Any = None) -> Callable[[_F], _F]:
-    """Returns a decorator for functions of attention. The TypeError about an argument that such a
-    function does not have says what to write instead, in arguments that the function has.
+    """Returns a decorator for functions of attention that explains unknown arguments.
 
-    `options` is the class of `jattn.options` whose fields the function takes as `**options`.
+    The TypeError about an argument that such a function does not have says what to write instead,
+    in arguments that the function has. `options` is the class of `jattn.options` whose fields the
+    function takes as `**options`.
     """
 
     def decorate(function: _F) -> _F:
@@ -47,7 +49,8 @@ def advised(options: Any = None) -> Callable[[_F], _F]:
 
 
 def _parameters(function: Callable[..., Any], options: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of a function, with the fields of `options` in place of `**options`."""
+    """Returns the parameters of a function, with the fields of `options` in place of
+    `**options`."""
     parameters = dict(inspect.signature(function).parameters)
     if options is None:
         return parameters
@@ -97,13 +100,13 @@ def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:
 
 
 def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str:
-    """Returns the advice about an argument: what to write in its place."""
+    """Returns the advice about an argument: the text to write in its place."""
     if name in advice:
         return f"write {advice[name]}"
-    candidates = [] if name in ADVICE else [*parameters, *advice]  # what is known is no misspelling
-    near = difflib.get_close_matches(name, candidates, n=1)
-    if near and near[0] in parameters:
-        return f"did you mean {near[0]!r}?"
-    if near:
-        return f"for {near[0]!r} write {advice[near[0]]}"
+    candidates = [] if name in ADVICE else [*parameters, *advice]  # a known name is not misspelt
+    close = difflib.get_close_matches(name, candidates, n=1)
+    if close and close[0] in parameters:
+        return f"did you mean {close[0]!r}?"
+    if close:
+        return f"for {close[0]!r} write {advice[close[0]]}"
     return f"there are {', '.join(parameters)}"

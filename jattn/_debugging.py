@@ -1,7 +1,7 @@
-"""What JAX's flags for debugging find in results.
+"""Compatibility with JAX's debugging flags, which check results for NaN and infinities.
 
 The log-sum-exp of a query without keys is −inf, and so is a masked score. Neither is a mistake in
-the program that calls, so `jax_debug_infs` must not stop at them.
+the calling program, so `jax_debug_infs` must not stop at them.
 """
 
 import functools
@@ -17,9 +17,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def may_be_minus_infinity(place: int | None) -> Callable[[_F], _F]:
-    """A decorator for functions in whose results the array at `place`, counted in the flattened
-    tree, may hold −inf, or with None any of them. Other infinities in the results are still found
-    by `jax_debug_infs`."""
+    """Returns a decorator for functions whose results may hold −inf.
+
+    `place` is the number of the array that may, counted in the flattened results; None allows any.
+    `jax_debug_infs` still finds other infinities in the results.
+    """
 
     def decorate(function: _F) -> _F:
         @functools.wraps(function)
@@ -35,11 +37,11 @@ def may_be_minus_infinity(place: int | None) -> Callable[[_F], _F]:
         def checked(*arguments: Any, **named: Any) -> Any:
             # The context manager `jax.debug_infs` would also drop the check of `jax_debug_nans`
             # when it ends.
-            before = debug_infs.swap_local(False)
+            previous = debug_infs.swap_local(False)
             try:
                 results = function(*arguments, **named)
             finally:
-                debug_infs.set_local(before)
+                debug_infs.set_local(previous)
             checked = functools.partial(_without_minus_infinity, place)
             with jax.disable_jit(False):
                 as_operation(checked, function.__name__)(*jax.tree.leaves(results))
@@ -51,14 +53,17 @@ def may_be_minus_infinity(place: int | None) -> Callable[[_F], _F]:
 
 
 def hide_caller(error: BaseException) -> None:
-    """Takes the function that handles an error out of its traceback. Decorators call it before
-    they raise the error again, so that tracebacks show what the user has called."""
+    """Removes the function that handles an error from the error's traceback.
+
+    Decorators call it before they raise the error again, so that tracebacks show only the user's
+    call.
+    """
     if error.__traceback__ is not None:
         error.__traceback__ = error.__traceback__.tb_next
 
 
 def _without_minus_infinity(place: int | None, *arrays: Any) -> list[Any]:
-    """The arrays with 0 for −inf in the one at `place`, or with None in all."""
+    """Returns the arrays with 0 for −inf in the one at `place`, or in all if `place` is None."""
 
     def replaced(x: Any) -> Any:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -68,10 +73,10 @@ def _without_minus_infinity(place: int | None, *arrays: Any) -> list[Any]:
 
 
 def as_operation(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function compiled and marked as one of JAX's own operations.
+    """Compiles a function and marks it as one of JAX's own operations.
 
-    Where the results of a compiled function hold NaN, `jax_debug_nans` runs it again step by step,
-    down to what is so marked, which it names.
+    If the results of a compiled function hold NaN, `jax_debug_nans` runs it again operation by
+    operation, and names the operation so marked that gives NaN.
     """
 
     def run(*operands: Any) -> Any:

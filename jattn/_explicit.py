@@ -1,8 +1,8 @@
-"""Functions under a mesh whose axes are part of types, such as `jax.make_mesh` makes by default.
+"""Support for meshes with explicit axes, such as `jax.make_mesh` makes by default.
 
-There the type of an array says how it is cut, and JAX asks of every operation how its result is.
-`left_to_xla` gives types to the results of a function alone: within it XLA decides, as it does
-under other meshes.
+There the type of an array includes its sharding, and every operation must determine the sharding
+of its result. `left_to_xla` declares the shardings of a function's results only: within the
+function XLA's partitioner decides, as it does under other meshes.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def left_to_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Makes a function of trees of arrays one whose results are cut as `results` says.
+    """Returns a decorator that leaves the sharding within a function of trees of arrays to XLA.
 
-    That is a function of the same arguments, which gives a tree of `PartitionSpec`s, or a function
-    that gives one for each array of the results.
+    `results` gives the sharding of the results: it takes the function's arguments and returns a
+    tree of `PartitionSpec`s, or a function that returns one for each array of the results.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -38,12 +38,12 @@ def left_to_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]
                 return function(*operands, **options)
             auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
             with jax.sharding.use_abstract_mesh(auto):
-                found = function(*left_again(operands), **options)
+                outputs = function(*left_again(operands), **options)
             cuts = results(*operands, **options)
             if callable(cuts):
-                cuts = jax.tree.map(cuts, found)
+                cuts = jax.tree.map(cuts, outputs)
             typed = lambda x, cut: jax.sharding.reshard(x, NamedSharding(mesh, cut))  # noqa: E731
-            return jax.tree.map(typed, found, cuts)
+            return jax.tree.map(typed, outputs, cuts)
 
         return run  # pyright: ignore[reportReturnType]
 
@@ -51,8 +51,8 @@ def left_to_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]
 
 
 def is_bound(x: Any) -> bool:
-    """Whether a value is an array that belongs to a trace, or to a mesh by its type: a function
-    that closes over it cannot be called in another context."""
+    """Returns whether a value is an array that belongs to a trace, or to a mesh by its type: a
+    function that closes over it cannot be called in another context."""
     if isinstance(x, Tracer):
         return True
     return isinstance(x, jax.Array) and bool(jax.typeof(x).sharding.mesh.explicit_axes)
@@ -60,7 +60,7 @@ def is_bound(x: Any) -> bool:
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
-    """A context without the mesh around it, if its axes are part of types."""
+    """A context without the surrounding mesh, if that has explicit axes."""
     typed = jax.sharding.get_abstract_mesh().explicit_axes
     empty = AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(empty) if typed else contextlib.nullcontext():
@@ -68,16 +68,19 @@ def without_mesh() -> Iterator[None]:
 
 
 def evaluated(jaxpr: Any, arrays: Any, arguments: Any) -> list[Any]:
-    """As `jax.core.eval_jaxpr`, in the context of the caller: of its mesh, and not of that in which
-    the program was traced; of operands that may vary over other axes, within `shard_map`."""
+    """Evaluates a jaxpr in the context of the caller.
+
+    Unlike `jax.core.eval_jaxpr` it uses the caller's mesh, not the one in which the program was
+    traced, and within `shard_map` its operands may vary over other axes.
+    """
     variables = (*jaxpr.constvars, *jaxpr.invars)
-    given = dict(zip(variables, (*arrays, *arguments), strict=True))
-    values = with_results(jaxpr.eqns, given)
+    bindings = dict(zip(variables, (*arrays, *arguments), strict=True))
+    values = with_results(jaxpr.eqns, bindings)
     return [value_of(x, values) for x in jaxpr.outvars]
 
 
 def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
-    """The values of a program's variables, together with those that its equations compute."""
+    """Returns the values of a program's variables together with the results of its equations."""
     values = dict(values)
     for equation in equations:
         operands = varied_like([value_of(x, values) for x in equation.invars], ())
@@ -96,86 +99,89 @@ def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def value_of(x: Any, values: dict[Any, Any]) -> Any:
-    """The value of a variable, or of a literal."""
+    """Returns the value of a variable or of a literal."""
     return x.val if isinstance(x, Literal) else values[x]
 
 
 def varied_like(results: Any, operands: Any) -> Any:
-    """A tree of results, of which each varies over every axis of the mesh over which one of them or
-    an operand does."""
+    """Returns a tree of results, each varying over every mesh axis over which one of them or of the
+    operands varies."""
     leaves = jax.tree.leaves((results, operands))
     axes = frozenset[str]().union(*map(varying, leaves))
     return jax.tree.map(lambda x: vary(axes, x), results)
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The axes of a mesh over which an array varies, within `shard_map`."""
+    """Returns the axes of a mesh over which an array varies, within `shard_map`."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def vary(axes: frozenset[str], x: Any) -> Any:
-    """x as one that varies over these axes of a mesh, too."""
+    """Returns x, varying over these axes of a mesh too."""
     missing = tuple(sorted(axes - varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _mesh_of(operands: Any) -> AbstractMesh:
-    """The mesh of the context, or else that of the arrays' types."""
-    found = jax.sharding.get_abstract_mesh()
+    """Returns the mesh of the context, or else the mesh of the arrays' types."""
+    mesh = jax.sharding.get_abstract_mesh()
     for x in jax.tree.leaves(operands):
-        if found.empty:
-            found = jax.typeof(x).sharding.mesh
-    return found
+        if mesh.empty:
+            mesh = jax.typeof(x).sharding.mesh
+    return mesh
 
 
 def left_again(arrays: Any) -> Any:
-    """A tree of arrays as they were within `left_to_xla`.
+    """Returns a tree of arrays with the types that they had within `left_to_xla`.
 
-    What JAX keeps there for a backward pass outside of a program comes back with types that say how
-    it is cut. Rules of our own for backward passes begin with this.
+    JAX keeps residuals outside of a compiled program, and passes them to the backward pass with
+    explicit shardings. Our own backward rules begin with this function.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
-    def one(x: Any) -> Any:
-        own = jax.typeof(x).sharding.mesh
-        if not own.explicit_axes or mesh.empty or mesh == own:
+    def restored(x: Any) -> Any:
+        array_mesh = jax.typeof(x).sharding.mesh
+        if not array_mesh.explicit_axes or mesh.empty or mesh == array_mesh:
             return x
         return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
 
-    return jax.tree.map(one, arrays)
+    return jax.tree.map(restored, arrays)
 
 
 def typed_like(arrays: Any, others: Any) -> Any:
-    """A tree of arrays cut as others of the same shapes are, where that is part of types."""
+    """Reshards a tree of arrays like other arrays of the same shapes, if their shardings are
+    explicit."""
 
-    def one(x: Any, y: Any) -> Any:
+    def resharded(x: Any, y: Any) -> Any:
         sharding = jax.typeof(y).sharding
         return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
 
-    return jax.tree.map(one, arrays, others)
+    return jax.tree.map(resharded, arrays, others)
 
 
 def cuts_of(array: Any) -> tuple[Any, ...]:
-    """What cuts each axis of an array, by its type: names of axes of a mesh, or None."""
+    """Returns the explicit mesh axes that shard each axis of an array: tuples of names, or None."""
     sharding = jax.typeof(array).sharding
     explicit = set(sharding.mesh.explicit_axes)
 
-    def one(entry: Any) -> Any:
+    def explicit_names(entry: Any) -> Any:
         names = entry if isinstance(entry, tuple) else (entry,)
         return tuple(x for x in names if x in explicit) or None
 
     spec = sharding.spec
-    return tuple(map(one, (*spec, *[None] * (array.ndim - len(spec)))))
+    return tuple(map(explicit_names, (*spec, *[None] * (array.ndim - len(spec)))))
 
 
 def as_operand(array: Any) -> PartitionSpec:
-    """How an array is cut."""
+    """Returns the explicit sharding of an array as a `PartitionSpec`."""
     return PartitionSpec(*cuts_of(array))
 
 
 def joined(first: Iterable[Any], second: Iterable[Any]) -> PartitionSpec:
-    """How an array is cut whose axes are those of two others: those of the second by what does not
-    cut the first yet."""
+    """Returns the sharding of an array with the axes of two others.
+
+    Mesh axes that shard the first do not shard the second's axes again.
+    """
     first = tuple(first)
     used = {x for names in first for x in names or ()}
     free = (tuple(x for x in names or () if x not in used) or None for names in second)
@@ -183,8 +189,8 @@ def joined(first: Iterable[Any], second: Iterable[Any]) -> PartitionSpec:
 
 
 def as_rows(array: Any, rows: Any) -> PartitionSpec:
-    """How an array is cut that has so many rows in place of its own: along rows only where devices
-    can share these."""
+    """Returns the sharding of an array after its rows are replaced by `rows` others: along rows
+    only if the devices can share them evenly."""
     first, *rest = cuts_of(array)
     sizes = jax.typeof(array).sharding.mesh.shape
     if rows % math.prod(sizes[x] for x in first or ()):
@@ -193,7 +199,7 @@ def as_rows(array: Any, rows: Any) -> PartitionSpec:
 
 
 class Cuts(NamedTuple):
-    """What cuts the axes of queries `[*B, T, N, H]`, and of what is computed for them."""
+    """The mesh axes that shard the axes of queries `[*B, T, N, H]`, and of results for them."""
 
     batch: tuple[Any, ...]
     T: Any
@@ -201,20 +207,21 @@ class Cuts(NamedTuple):
 
     @classmethod
     def of(cls, query: Any) -> "Cuts":
+        """Returns the axes that shard queries `[*B, T, N, H]`."""
         *batch, T, N, _ = cuts_of(query)
         return cls(tuple(batch), T, N)
 
     @property
     def out(self) -> PartitionSpec:
-        """`[*B, T, N, V]`"""
+        """The sharding of an output `[*B, T, N, V]`."""
         return PartitionSpec(*self.batch, self.T, self.N, None)
 
     @property
     def by_head(self) -> PartitionSpec:
-        """`[*B, N, T]`"""
+        """The sharding of `[*B, N, T]`."""
         return PartitionSpec(*self.batch, self.N, self.T)
 
     @property
     def matrix(self) -> PartitionSpec:
-        """`[*B, N, T, S]`, of which no device has a part of the keys."""
+        """The sharding of `[*B, N, T, S]`, never along the keys."""
         return PartitionSpec(*self.batch, self.N, self.T, None)

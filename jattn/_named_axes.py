@@ -1,8 +1,8 @@
-"""Named axes of `shard_map` and `vmap`: arrays that vary over them, functions that ask about them.
+"""Users' functions that read named axes of `shard_map` and `vmap`.
 
-Within `shard_map` and within `vmap` with an `axis_name`, a mask or a score may ask which device or
-which example it is for. The program that the function becomes a part of is compiled where the name
-means nothing, so the question is asked where the function is given.
+Within `shard_map` and within `vmap` with an `axis_name`, a mask or a score may read the index of
+its device or example. The program that contains the function is compiled in a context without the
+name, so the index is computed in the context in which the function was passed.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,19 @@ from jattn.functions.programs import unseen
 def without_named_axes(
     what: str, function: Callable[..., Any], *examples: Any
 ) -> Callable[..., Any]:
-    """A function that closes over the answers that it would get about named axes, or the function
-    itself if it asks nothing. `examples` are arguments of it; `what` it is stands in errors.
+    """Returns a function that closes over its results of operations on named axes.
 
-    Raises NotImplementedError where an answer depends on the arguments.
+    A function without such operations is returned unchanged. `examples` are arguments of the
+    function; `what` names it in errors.
+
+    Raises NotImplementedError if such a result depends on the arguments.
     """
     if not nonempty_axis_env():
         return function
     program = jax.make_jaxpr(unseen(function))(*examples)
     if not _axes(program.jaxpr):
         return function
-    # Once more, without the functions within it that are compiled apart.
+    # Trace again to inline the jitted functions within it.
     run = lambda *arguments: evaluated(program.jaxpr, program.consts, jax.tree.leaves(arguments))  # noqa: E731
     flat = jax.make_jaxpr(run)(*examples)
     jaxpr = flat.jaxpr
@@ -48,15 +50,15 @@ def without_named_axes(
             )
     answers = with_results(first, dict(zip(jaxpr.constvars, flat.consts, strict=True)))
 
-    def told_answers(*arguments: Any) -> Any:
+    def with_answers(*arguments: Any) -> Any:
         operands = dict(zip(jaxpr.invars, jax.tree.leaves(arguments), strict=True))
         (result,) = jaxpr.outvars
         return value_of(result, with_results(rest, answers | operands))
 
-    told_answers.__name__ = name
-    return told_answers
+    with_answers.__name__ = name
+    return with_answers
 
 
 def _axes(program: Any) -> list[str]:
-    """The named axes that a program, or an operation of one, asks about."""
+    """Returns the named axes that a program, or one of its operations, uses."""
     return sorted(repr(x.name) for x in program.effects if isinstance(x, NamedAxisEffect))

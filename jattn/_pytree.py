@@ -1,4 +1,4 @@
-"""Trees of arrays that say along which letters they run.
+"""Pytrees whose array fields declare the letters of their axes.
 
 Masks, score functions and the `Spec` are frozen dataclasses registered as pytrees with
 `pytree_dataclass`. A field that holds an array declares its axes once, with `array_field`.
@@ -42,7 +42,7 @@ def _as_static(value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """The plain (weakly typed) Python number behind a static one; arrays as they are."""
+    """Returns the plain (weakly typed) Python number of a static one; arrays unchanged."""
     if isinstance(value, StaticInt):
         return int(value)
     if isinstance(value, StaticFloat):
@@ -51,33 +51,36 @@ def number(value: Any) -> Any:
 
 
 def is_static(value: Any) -> bool:
-    """Whether a number is known while tracing."""
+    """Returns whether a number is known while tracing."""
     return isinstance(value, int | float)
 
 
 def array_field(letters: str, **kwargs: Any) -> Any:
-    """A field whose array runs along `letters`, in jaxtyping's notation.
+    """Declares a field whose array has the axes `letters`, in jaxtyping's notation.
 
-    `"*B T"` takes `[*B, T]` or, shared by the whole batch, `[T]`. A `#` before a letter allows
-    size 1 there and, on `*#B`, asks for every batch axis: such arrays have full rank.
+    `"*B T"` accepts `[*B, T]` or, shared by the whole batch, `[T]`. A `#` before a letter allows
+    size 1 there and, on `*#B`, requires every batch axis: such arrays have full rank.
     """
     return dataclasses.field(metadata={"letters": letters}, **kwargs)
 
 
 def axis_of(letter: str, letters: str, ndim: int) -> int | None:
-    """Which axis of an array declared along `letters` runs along one of them, if any does; batch
-    axes may be missing."""
+    """Returns the axis with this letter of an array declared along `letters`, or None.
+
+    The array's batch axes may be missing.
+    """
     named = letters.replace("#", "").split()
     return ndim - len(named) + named.index(letter) if letter in named else None
 
 
 def letters_by_head(value: Any) -> str:
-    """The letters of a parameter that is one number for all heads or an array with one for each."""
+    """Returns the letters of a parameter that is one number for all heads or an array with one for
+    each."""
     return "N" if len(np.shape(value)) == 1 else ""
 
 
 def static_field(**kwargs: Any) -> Any:
-    """A hashable field that is part of the structure."""
+    """Declares a hashable field that is part of the structure."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
@@ -87,11 +90,11 @@ def static_field(**kwargs: Any) -> Any:
 def pytree_dataclass(cls: type[_T]) -> type[_T]:
     """Makes `cls` a frozen dataclass and a pytree.
 
-    Python numbers given to ordinary fields become static. Flattening does not look at values,
-    so that trees of shapes, axes or `None` in place of arrays pass through. Two of one structure
+    Python numbers in ordinary fields become static. Flattening does not inspect values, so that
+    trees of shapes, axes or `None` in place of arrays pass through. Two instances of one structure
     are equal, and hash alike, if their arrays are the very same objects.
     """
-    own_check: Callable[[Any], None] = getattr(cls, "__post_init__", lambda self: None)
+    check: Callable[[Any], None] = getattr(cls, "__post_init__", lambda self: None)
 
     def freeze(self: Any) -> None:
         for name in data:
@@ -100,7 +103,7 @@ def pytree_dataclass(cls: type[_T]) -> type[_T]:
             value = getattr(self, name)
             if isinstance(value, np.integer):
                 object.__setattr__(self, name, int(value))
-        own_check(self)
+        check(self)
 
     setattr(cls, "__post_init__", freeze)  # noqa: B010
     for name, method in _METHODS.items():
@@ -125,7 +128,7 @@ def pytree_dataclass(cls: type[_T]) -> type[_T]:
 
 
 def _identity(tree: Any) -> Hashable:
-    """What tells a tree from others: its structure, and which arrays it holds."""
+    """Returns a hashable that identifies a tree: its structure and the ids of its arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *(id(x) if isinstance(x, AnyArray) else x for x in leaves)
 
@@ -160,11 +163,11 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "__setattr__": _set_once,
     "__delattr__": _never_deleted,
 }
-"""Once for all classes: `dataclass` compiles its own for each, a sixth of the time of an import."""
+"""Methods of all classes: `dataclass` would compile them for each, a sixth of import time."""
 
 
 def axis_names(tree: Any) -> Any:
-    """The same tree with its letters in place of each array (`""`: captured whole).
+    """Returns the tree with its letters in place of each array (`""`: captured whole).
 
     A class whose letters depend on the value has a method `axis_names_by_value`.
     """
@@ -188,7 +191,7 @@ def axis_names(tree: Any) -> Any:
 
 
 def leading(tree: Any) -> tuple[Shape, int]:
-    """The batch axes and the number of heads that the arrays of a mask or a spec show."""
+    """Returns the batch axes and the number of heads of the arrays of a mask or a spec."""
     batch: Shape = ()
     heads = 0
     for leaf, letters in zip(jax.tree.leaves(tree), jax.tree.leaves(axis_names(tree)), strict=True):
@@ -200,33 +203,33 @@ def leading(tree: Any) -> tuple[Shape, int]:
 
 
 def _split(letters: str, leaf: Any) -> tuple[list[str], int]:
-    """The letters of an array's own axes, and how many batch axes stand before them."""
+    """Returns the letters of an array's own axes, and the number of batch axes before them."""
     named = [x for x in letters.replace("#", "").split() if x != "*B"]
     return named, leaf.ndim - len(named) if "*B" in letters.replace("#", "") else 0
 
 
 def flatten_batch(tree: Any, batch: Shape) -> Any:
-    """The tree with the batch axes of its arrays as one leading axis, of size B or 1."""
+    """Flattens the batch axes of a tree's arrays into one leading axis, of size B or 1."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def flattened(letters: str, leaf: Any) -> Any:
         if "B" not in letters:
             return leaf
         _, lead = _split(letters, leaf)
-        own, rest = leaf.shape[:lead], leaf.shape[lead:]
-        if math.prod(own) == 1:
+        own_batch, rest = leaf.shape[:lead], leaf.shape[lead:]
+        if math.prod(own_batch) == 1:
             return leaf.reshape(1, *rest)
         return jnp.broadcast_to(leaf, (*batch, *rest)).reshape(math.prod(batch), *rest)
 
-    return jax.tree.map(one, axis_names(tree), tree)
+    return jax.tree.map(flattened, axis_names(tree), tree)
 
 
 def select_head(tree: Any, b: Any, h: Any) -> Any:
-    """The tree for one (b, h): batch and head axes of its arrays indexed away.
+    """Indexes away the batch and head axes of a tree's arrays, for one (b, h).
 
-    Its arrays have one batch axis, see `flatten_batch`, or none.
+    The arrays must have one batch axis, see `flatten_batch`, or none.
     """
 
-    def one(letters: str, leaf: Any) -> Any:
+    def selected(letters: str, leaf: Any) -> Any:
         named, lead = _split(letters, leaf)
         if lead:
             leaf = leaf[b if leaf.shape[0] != 1 else 0]
@@ -235,20 +238,20 @@ def select_head(tree: Any, b: Any, h: Any) -> Any:
             leaf = jnp.take(leaf, h if leaf.shape[axis] > 1 else 0, axis=axis)
         return leaf
 
-    return jax.tree.map(one, axis_names(tree), tree)
+    return jax.tree.map(selected, axis_names(tree), tree)
 
 
 def take_tile(tree: Any, rows: Indices, columns: Indices) -> Any:
-    """The picked tree with arrays along T and S taken at these places."""
+    """Gathers the arrays along T and S of a tree, selected for one head, at these places."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def gathered(letters: str, leaf: Any) -> Any:
         named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
         for letter, places in (("T", rows), ("S", columns)):
             if letter in named and leaf.shape[named.index(letter)] > 1:
                 leaf = jnp.take(leaf, places, axis=named.index(letter))
         return leaf
 
-    return jax.tree.map(one, axis_names(tree), tree)
+    return jax.tree.map(gathered, axis_names(tree), tree)
 
 
 @runtime_checkable
@@ -256,29 +259,29 @@ class HoldsTree(Protocol):
     """A module whose variables are the arrays of a tree, such as the `mask` of a layer."""
 
     def held_tree(self) -> Any:
-        """The tree, with the present values of the variables."""
+        """Returns the tree, with the present values of the variables."""
         ...
 
 
 def held_by_module(value: Any) -> Any:
-    """The tree that a module holds; any other value as it is."""
+    """Returns the tree that a module holds; any other value unchanged."""
     return value.held_tree() if isinstance(value, HoldsTree) else value
 
 
 def closure_converted(
     function: Callable[..., Any], *arguments: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`(run, arrays)` with `run(arrays, *arguments)` as `function(*arguments)`.
+    """Returns `(run, arrays)` such that `run(arrays, *arguments)` equals `function(*arguments)`.
 
-    `run` closes over nothing traced, so that it may be called after the trace in which `function`
-    was written.
+    `run` closes over no tracers, so that it may be called after the trace in which `function` was
+    defined.
     """
     with without_mesh():  # `run` may be called where the mesh has other types
         program, like = jax.make_jaxpr(unseen(function), return_shape=True)(*arguments)
     jaxpr, structure = program.jaxpr, jax.tree.structure(like)
 
     def run(arrays: Any, *arguments: Any) -> Any:
-        found = evaluated(jaxpr, arrays, jax.tree.leaves(arguments))
-        return jax.tree.unflatten(structure, found)
+        leaves = evaluated(jaxpr, arrays, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(structure, leaves)
 
     return run, list(program.consts)

@@ -1,4 +1,4 @@
-"""A small picture of a tile map in SVG, which notebooks show in place of a mask's text."""
+"""A small SVG picture of a tile map, which notebooks show as a mask's representation."""
 
 import itertools
 from typing import Any
@@ -11,7 +11,7 @@ _COLOURS = ("#f2f2f2", "#92c5de", "#08519c")  # empty, mixed, full
 
 
 def tile_picture(kinds: np.ndarray, caption: str) -> str:
-    """HTML of kinds `[n, m]`: 0 empty, 1 mixed, 2 full."""
+    """Returns HTML that shows kinds `[n, m]`: 0 empty, 1 mixed, 2 full."""
     n, m = kinds.shape
     size = _SIDE / max(n, m)
     runs = "".join(
@@ -29,6 +29,6 @@ def tile_picture(kinds: np.ndarray, caption: str) -> str:
 
 
 def _runs(row: list[Any]) -> list[tuple[int, int, int]]:
-    """Where runs of equal kinds start and stop."""
-    edges = [0, *(at for at in range(1, len(row)) if row[at] != row[at - 1]), len(row)]
+    """Returns `(start, stop, kind)` of each run of equal kinds in a row."""
+    edges = [0, *(j for j in range(1, len(row)) if row[j] != row[j - 1]), len(row)]
     return [(start, stop, row[start]) for start, stop in itertools.pairwise(edges)]

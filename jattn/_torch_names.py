@@ -1,7 +1,7 @@
-"""What to write in a function that was pasted with `jnp` in place of `torch`, where that fails.
+"""Advice for functions ported from PyTorch by writing `jnp` in place of `torch`, where that fails.
 
-`advice_for` looks at an error that a user's function raises. Arrays of JAX lack many methods of
-tensors, and `jax.numpy` many functions of `torch`; most have a function of the same name elsewhere.
+`advice_for` inspects an error that a user's function raises. JAX's arrays lack many methods of
+tensors, and `jax.numpy` many functions of `torch`; most have a counterpart elsewhere in JAX.
 """
 
 import types
@@ -73,7 +73,8 @@ _ELSEWHERE = {"jnp": jnp, "jax.nn": jax.nn, "jax.lax": jax.lax}
 
 
 def advice_for(error: Exception) -> str | None:
-    """What to write in place of what failed; None where that is not known."""
+    """Returns what to write in place of the code that raised an error; None if that is not
+    known."""
     match error:
         case AttributeError():
             return _of_attribute(error.obj, error.name or "")
@@ -89,7 +90,7 @@ def advice_for(error: Exception) -> str | None:
 
 
 def _of_attribute(owner: Any, name: str) -> str | None:
-    """For a method or a function that there is not."""
+    """Returns the advice for a method or a function that does not exist."""
     is_module = isinstance(owner, types.ModuleType)
     if is_module and owner.__name__.partition(".")[0] not in ("jax", "numpy", "jattn"):
         return None
@@ -99,7 +100,7 @@ def _of_attribute(owner: Any, name: str) -> str | None:
     if is_module and plain in _DTYPES:
         return f"write {_DTYPES[plain]}"
     written = _WRITE.get(plain) or next(
-        (f"{of}.{plain}(x, ...)" for of, module in _ELSEWHERE.items() if hasattr(module, plain)),
+        (f"{to}.{plain}(x, ...)" for to, module in _ELSEWHERE.items() if hasattr(module, plain)),
         None,
     )
     if written is None:

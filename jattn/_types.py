@@ -1,4 +1,4 @@
-"""The letters of jattn, and the types of arrays that are named by them.
+"""The letters of axes in jattn, and the array types that use them.
 
     B  batch (any number of leading axes, also none)   H  query and key head size
     T  queries                                         V  value head size
@@ -31,13 +31,13 @@ Indices = Int[AnyArray, "_"]
 
 
 class KeyPositions(TypedDict, total=False):
-    """Where the keys `[S]` or `[*B, S]` are; by default at their places."""
+    """The positions of the keys, `[S]` or `[*B, S]`; by default their places."""
 
     kv_positions: Int[AnyArray, "..."] | None
 
 
 class Positions(KeyPositions, total=False):
-    """Where the queries `[T]` or `[*B, T]` and the keys are."""
+    """The positions of the queries, `[T]` or `[*B, T]`, and of the keys."""
 
     q_positions: Int[AnyArray, "..."] | None
 
@@ -49,5 +49,5 @@ _T = TypeVar("_T")
 
 
 def accumulation(dtype: Any) -> Any:
-    """The dtype in which sums over these values run: float32, or float64 for float64."""
+    """Returns the dtype in which sums over these values run: float32, or float64 for float64."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

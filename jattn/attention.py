@@ -1,8 +1,8 @@
-"""Attention: arguments are checked, an implementation is chosen, one compiled pure function runs.
+"""Attention: checks the arguments, chooses an implementation, runs one compiled pure function.
 
 `attention` makes a `Call` of its arguments. `attend` is compiled once for each kind of call: `run`
-hands the call to the reference, or with the kernels that `registry` chooses to `vjp.attention`,
-which all kernels share.
+passes the call to the reference, or to `vjp.attention`, which all kernels share, with the kernels
+that `registry` chooses.
 """
 
 from typing import Any, Literal, Unpack, overload
@@ -26,7 +26,7 @@ from jattn.softmax import with_sink_in_weights
 
 
 IMPLEMENTATIONS = registry.NAMES
-"""What `implementation` may name."""
+"""Names accepted as `implementation`."""
 
 
 @overload
@@ -73,27 +73,29 @@ def attention(
     Args:
         query: `[*B, T, N, H]`, float16, bfloat16, float32 or float64.
         key: `[*B, S, K, H]`, of the same dtype. K divides N; query head n reads head n // (N / K).
-        value: `[*B, S, K, V]`, of the same dtype. In place of key and value a cache of
-            `jattn.cache`: its slots are the keys, it brings their positions and its own mask, and
-            q_positions are by default those of the T tokens appended last.
+        value: `[*B, S, K, V]`, of the same dtype. A cache of `jattn.cache` may replace key and
+            value: its slots are the keys, with their positions and the cache's mask, and
+            q_positions default to those of the T tokens appended last.
         mask: a mask of `jattn.masks`, or a boolean array `[*B, N, T, S]` in which True attends and
             axes of size 1 broadcast.
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
-        scale: what query·key is multiplied with, by default 1/√H; a number, or a float array, a
-            scalar or `[N]` with one for each head, which is then a parameter.
+        scale: the factor of query·key, by default 1/√H; a number, or a float array, scalar or
+            `[N]` with one factor for each head, which is then a parameter.
         sink: a logit for each head, a float array `[N]` or a scalar, that joins the softmax without
             a value and is a parameter: results are those of `with_sink`.
-        q_positions: integer `[T]` or `[*B, T]`, by default arange(T): what formulas in masks and
-            scores see. T and S are unrelated; with the default, Causal is top-left aligned.
+        q_positions: integer `[T]` or `[*B, T]`, by default arange(T): the positions that formulas
+            in masks and scores see. T and S are unrelated; with the default, Causal is top-left
+            aligned.
         kv_positions: integer `[S]` or `[*B, S]`, by default arange(S).
-        dropout_rate: in [0, 1). Acts on the normalised weights; kept ones grow by 1/(1 − rate).
+        dropout_rate: in [0, 1). Acts on the normalised weights; kept weights are multiplied by
+            1/(1 − rate).
         dropout_key: a JAX random key, needed if the rate is above 0.
         precision: of the matrix products, as in `jax.lax.Precision`.
         implementation: a name from `explain`, which then runs or raises; None takes the first that
-            supports the call on the platform that the program is lowered for. A cache is read
-            where it lies by "decode", which None takes for a few queries, and by "tpu", "pallas",
-            "ampere" and "hopper" where it has the query's dtype and pages of whole tiles; other
-            kernels read a copy.
+            supports the call on the platform that the program is lowered for. "decode", which None
+            takes for a few queries, reads a cache in place; so do "tpu", "pallas", "ampere" and
+            "hopper" if it has the query's dtype and pages of whole tiles. Other kernels read a
+            copy.
         return_lse: also return the log of the softmax's denominator.
 
     Returns:
@@ -105,8 +107,8 @@ def attention(
     Raises:
         TypeError, ValueError: for arguments that do not fit, before compilation.
         NotImplementedError: if the named implementation cannot, with its reason; for third
-            derivatives, and for all but the first in reverse mode where a cache is decoded from,
-            which implementation="reference" has.
+            derivatives and, in calls that "decode" a cache, for all but the first in reverse mode;
+            implementation="reference" has all of them.
 
     First and second derivatives come in every mode, in memory linear in T and S.
     """
@@ -133,7 +135,7 @@ def attention(
 
 
 def _cuts(call: Call, query: Array, *_: Any) -> Any:
-    """How results are cut where that is part of types: as queries are."""
+    """Returns how the results are sharded if types say so: like the queries."""
     cuts = Cuts.of(query)
     return (cuts.out, cuts.by_head) if call.lse else cuts.out
 
@@ -141,12 +143,12 @@ def _cuts(call: Call, query: Array, *_: Any) -> Any:
 @compiled()
 @left_to_xla(_cuts)
 def attend(call: Call, query: Array, key: Array, value: Array) -> Any:
-    """`out`, or `(out, lse)` if the call asks for it."""
+    """Returns `out`, or `(out, lse)` if the call returns lse."""
     return call.finish(*run(call.prepared(), *call.flat(query, key, value)))
 
 
 def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """`(out [B, T, N, V], lse [B, N, T])` of a prepared call."""
+    """Computes `(out [B, T, N, V], lse [B, N, T])` of a prepared call."""
     functions = registry.functions(call)
     if functions is None:
         return reference.attend(call.spec, query, key, value)
@@ -157,7 +159,7 @@ def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Arra
 @compiled()
 @left_to_xla(_cuts)
 def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
-    """As `attend`, of the slots of a cache; NaN in its rows that overflowed."""
+    """Computes attention to the slots of a cache; results of rows that overflowed are NaN."""
     prepared = call.prepared()
     if read := registry.reader(prepared, cache):
         out, lse = decode.attend(prepared.spec, query, cache, read)
@@ -176,7 +178,8 @@ def _matrix_cut(_: Call, query: Array, *__: Any, **___: Any) -> Any:
 def _matrix(
     call: Call, query: Array, key: Array | Cache, *, what: Literal["scores", "weights"]
 ) -> Array:
-    """`[*B, N, T, S]` of keys, or of the slots of a cache: NaN in its rows that overflowed."""
+    """Computes scores or weights `[*B, N, T, S]` for keys, or for the slots of a cache; rows of the
+    cache that overflowed are NaN."""
     keys = jnp.swapaxes(key.read()[0], 1, 2).astype(query.dtype) if isinstance(key, Cache) else key
     spec, flat = call.prepared().spec, call.flat(query, keys)
     if what == "scores":
@@ -202,12 +205,12 @@ def attention_scores(query: Queries, key: Keys, **options: Unpack[ScoreOptions])
 
 
 @advised(WeightOptions)
-@may_be_minus_infinity(0)  # the log of the denominator, on the way to a sink
+@may_be_minus_infinity(0)  # the log of the denominator, an intermediate result with a sink
 def attention_weights(
     query: Queries, key: Keys | Cache, **options: Unpack[WeightOptions]
 ) -> Weights:
     """Returns the weights after softmax and dropout, `[*B, N, T, S]` in float32 (float64): those
-    that `attention` multiplies values with, to the same dropout_key.
+    with which `attention` multiplies values, given the same dropout_key.
 
     Without dropout and sink rows sum to 1; a query whose keys are all masked has weights 0. The
     keys of a cache are its slots. Options and errors as in `attention`. Memory grows with T × S.

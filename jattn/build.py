@@ -1,10 +1,10 @@
 """Builds the CPU kernel's libraries ahead of time, for images and clusters.
 
-    python -m jattn.build               for float32, in which float16 and bfloat16 are computed too
+    python -m jattn.build               for float32, which also serves float16 and bfloat16
     python -m jattn.build --float64     for float64 as well
 
-They are kept in `$XDG_CACHE_HOME/jattn`, by default `~/.cache/jattn`, for processes with the same
-compiler, kind of processor and versions. The exit status is 0 if all of them work and are kept.
+The libraries are kept in `$XDG_CACHE_HOME/jattn`, by default `~/.cache/jattn`, for processes with
+the same compiler, kind of processor and versions. The exit status is 0 if all work and are kept.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from jattn.kernels.cpu import library
 
 
 def build(dtype: str) -> str | None:
-    """Builds and tries the libraries for a dtype, prints where they are; returns what is wrong."""
+    """Builds and tries the libraries for a dtype and prints their paths; returns the problem, if
+    any."""
     for function in ("forward", "decode"):
         if reason := library.unavailable(function, dtype, wait=True):
             return f"cannot be built: {reason}"
@@ -32,20 +33,20 @@ def build(dtype: str) -> str | None:
 
 
 def _works(dtype: str) -> bool:
-    """Whether both kernels give what the formula gives."""
+    """Returns whether the results of both kernels agree with the formula."""
     with jax.enable_x64(dtype == "float64"):
         rng = np.random.default_rng(0)
         q, k, v = (jnp.asarray(rng.normal(size=(1, 70, 2, 24)), dtype) for _ in range(3))
         want = attention(q, k, v, implementation="reference")
         cache = DenseCache.of(k, v)
-        found = [attention(q, k, v, implementation="native"), attention(q[:, -2:], cache)]
+        results = [attention(q, k, v, implementation="native"), attention(q[:, -2:], cache)]
         close = 100 * float(np.finfo(dtype).eps)
-        pairs = zip(found, (want, want[:, -2:]), strict=True)
+        pairs = zip(results, (want, want[:, -2:]), strict=True)
         return all(bool(np.allclose(x, y, rtol=0, atol=close)) for x, y in pairs)
 
 
 def main() -> int:
-    """Builds what is asked for."""
+    """Builds the libraries for the dtypes named on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m jattn.build",
         description=__doc__,

@@ -1,15 +1,15 @@
-"""Caches of keys and values for decoding: frozen pytrees that `append` gives back grown.
+"""Caches of keys and values for decoding: frozen pytrees; `append` returns the extended cache.
 
     cache = DenseCache.create(B, 512, num_kv_heads, head_size)
     cache = cache.append(key, value)                         # [B, T, K, H], [B, T, K, V]
     out = jattn.attention(query, cache, mask=masks.Causal())
 
 Each row of the batch holds its own number of tokens, so that prompts of different lengths decode
-together. Arrays are laid out for reading, `[B, K, S, H]`. A token's position is how many real
-tokens came before it in its row, whatever slot it lies in.
+together. Arrays have the layout that reads fastest, `[B, K, S, H]`. A token's position is the
+number of real tokens before it in its row, whatever slot it lies in.
 
-A write past the end raises where the lengths are known. In a compiled program the tokens that do
-not fit are left out, the row's flag `overflowed` is raised, and attention to the row gives NaN.
+A write past the end raises if the lengths are known. In a compiled program the tokens that do not
+fit are left out, the row's flag `overflowed` is set, and attention to the row gives NaN.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ Same = TypeVar("Same", bound="Cache")
 
 
 class Cache:
-    """What every cache has: how many tokens each row holds, and which rows lost some."""
+    """The base class of caches: the number of tokens of each row, and the rows that lost some."""
 
     keys: Any
     values: Any
@@ -52,70 +52,73 @@ class Cache:
 
     @property
     def capacity(self) -> Size:
-        """S: how many slots attention reads."""
+        """S: the number of slots that attention reads."""
         return self.keys.shape[2]
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """K: the number of key/value heads."""
         return self.keys.shape[1]
 
     @property
     def kv_positions(self) -> Int[Array, "B S"] | None:
-        """The position of each slot; None where they are 0, 1, 2, …"""
+        """The position of each slot; None if they are 0, 1, 2, …"""
         return None
 
     def mask(self) -> Mask:
-        """Which slots hold something to attend to."""
+        """Returns the mask of the slots that hold tokens to attend to."""
         return Lengths(kv=self.lengths)
 
     def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
-        """Keys and values of all slots."""
+        """Returns the keys and values of all slots."""
         return self.keys, self.values
 
     def nan_if_overflowed(self, *results: Array) -> tuple[Array, ...]:
-        """Results `[B, ...]`, NaN in the rows that overflowed."""
+        """Returns results `[B, ...]` with NaN in the rows that overflowed."""
         flags = (self.overflowed.reshape(-1, *(1,) * (x.ndim - 1)) for x in results)
         return tuple(jnp.where(flag, jnp.nan, x) for flag, x in zip(flags, results, strict=True))
 
     def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
-        """Keys and values as they lie in memory, and in which pages those of each row are; P in
-        the table where a row has none."""
+        """Returns keys and values as stored in memory, and a table of the pages of each row.
+
+        The table holds P where a row has no page.
+        """
         return self.keys, self.values, jnp.arange(self.lengths.shape[0], dtype=jnp.int32)[:, None]
 
     def block(
         self, start: Any, size: int
     ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
-        """Keys and values of `size` slots, in whole pages."""
+        """Returns the keys and values of `size` slots, in whole pages."""
         keys, values = (
             jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (self.keys, self.values)
         )
         return keys, values
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "Cache":
-        """The cache with T further tokens in each row.
+        """Returns the cache with T further tokens in each row.
 
         Args:
             key: `[B, T, K, H]`; cast to the cache's dtype.
             value: `[B, T, K, V]`.
             valid: bool `[B, T]`, False for padding (on whichever side), which is left out.
 
-        Raises ValueError for shapes that do not fit, and for more tokens than there is room for
-        where that is known.
+        Raises ValueError for shapes that do not fit, and for tokens known to exceed the capacity.
         """
         raise NotImplementedError
 
     def reorder(self: Same, indices: Int[Array, " R"]) -> Same:
-        """Rows picked by index, for beams; a row may be picked more than once, or not at all.
+        """Returns rows picked by index, for beams; a row may be picked more than once, or not at
+        all.
 
-        Raises ValueError for rows that are not there, where that is known; in a compiled program
-        `overflowed` is raised for what is picked instead.
+        Raises ValueError for rows known not to exist; a compiled program sets `overflowed` of the
+        rows picked instead.
         """
         rows, missing = picked_rows(indices, len(self.lengths))
         return _picked(self, rows, missing)
 
     def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
-        """The positions of T tokens before they are appended; that of padding means nothing."""
+        """Returns the positions of T tokens before they are appended; those of padding have no
+        meaning."""
         self._check_valid(valid, T)
         if valid is None:
             return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
@@ -123,20 +126,20 @@ class Cache:
         return jnp.maximum(self.lengths[:, None] + counts - 1, 0)
 
     def last_positions(self, T: int) -> Int[Array, "B T"]:
-        """The positions of the T tokens that were appended last."""
+        """Returns the positions of the T tokens that were appended last."""
         check_size("T", T, 0)
         return self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
 
     def _kept(self, slots: Int[Array, "B T"], valid: Valid) -> Bool[Array, "B T"]:
-        """Which tokens are real and find room."""
+        """Returns which tokens are real and fit into the cache."""
         fits = slots < self.capacity
         return fits if valid is None else fits & valid
 
     def _check(self, key: Any, value: Any, valid: Valid) -> int:
-        """T, after the shapes of what is appended."""
+        """Checks the shapes of appended keys and values, and returns T."""
         B, K = self.lengths.shape[0], self.num_kv_heads
-        for name, array, own in (("key", key, self.keys), ("value", value, self.values)):
-            size, letters = own.shape[-1], f"[B, T, K, {'H' if name == 'key' else 'V'}]"
+        for name, array, stored in (("key", key, self.keys), ("value", value, self.values)):
+            size, letters = stored.shape[-1], f"[B, T, K, {'H' if name == 'key' else 'V'}]"
             check_array(f"append: {name}", array, letters)
             fits = len(array.shape) == 4 and (*array.shape[::2], array.shape[3]) == (B, K, size)
             if not fits or array.shape[:2] != key.shape[:2]:
@@ -158,10 +161,9 @@ class Cache:
 
 
 def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """Indices of B rows, and which of them are of rows that are not there.
+    """Returns indices of B rows in range, and which of the given indices were out of range.
 
-    Raises TypeError and ValueError where indices are known to be wrong; indexing would take
-    another row.
+    Raises TypeError and ValueError for indices known to be wrong, which indexing would clamp.
     """
     check_array("indices", indices, "[R]", "integer")
     if len(indices.shape) != 1:
@@ -177,13 +179,13 @@ def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R
 @jax.jit
 @left_to_xla(lambda cache, rows, _: jax.tree.map(lambda x: as_rows(x, len(rows)), cache))
 def _picked(cache: Any, rows: Int[Array, " R"], missing: Bool[Array, " R"]) -> Any:
-    """These rows of a cache, or of its parts without a pool."""
+    """Returns these rows of a cache, or of the part of it that is not a pool."""
     picked = jax.tree.map(lambda x: x[rows], cache)
     return dataclasses.replace(picked, overflowed=picked.overflowed | missing)
 
 
 def _counts(T: int, valid: Valid) -> Any:
-    """How many tokens each row gets."""
+    """Returns the number of tokens appended to each row."""
     return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
 
 
@@ -192,7 +194,7 @@ def _known(array: Any) -> bool:
 
 
 def _check_room(wanted: Any, room: Any, what: str) -> None:
-    """Raises ValueError where rows are known to get more than there is room for."""
+    """Raises ValueError if rows are known to get more than their room."""
     if _known(wanted) and _known(room) and np.any(np.asarray(wanted) > np.asarray(room)):
         wanted, room = np.broadcast_arrays(np.asarray(wanted), np.asarray(room))
         row = int(np.argmax(wanted > room))
@@ -207,22 +209,22 @@ def _check_room(wanted: Any, room: Any, what: str) -> None:
 def write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
-    """Tokens `[B, T, K, H]` written to their rows' slots; those at slot S are left out."""
+    """Writes tokens `[B, T, K, H]` to their rows' slots; tokens at slot S are left out."""
     tokens = jnp.swapaxes(jnp.asarray(tokens).astype(buffer.dtype), 1, 2)
 
     def head(buffer: Array, tokens: Array, slots: Array) -> Array:
-        # "drop" leaves out what lies beyond the end; the default would move it to the last slot.
+        # "drop" leaves out writes beyond the end; the default would move them to the last slot.
         return buffer.at[slots].set(tokens, mode="drop")
 
-    # Mapped, and not indexed by row: XLA then sees that rows on different devices stay apart. Of
-    # heads too, or XLA for TPUs copies the buffer into an order in which those of a token lie side
-    # by side, and back.
+    # Rows are mapped, not indexed, so that XLA sees that rows on different devices are independent.
+    # Heads are mapped too, or XLA for TPUs copies the buffer into a layout in which the heads of a
+    # token are adjacent, and back.
     slots = jnp.broadcast_to(slots[:, None], tokens.shape[:3])
     return jax.vmap(jax.vmap(head))(buffer, tokens, slots)
 
 
 def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> tuple[Array, Array]:
-    """Keys and values of nothing yet."""
+    """Returns keys and values of an empty cache."""
     sizes = (head_size, head_size if value_size is None else value_size)
     check_size("head_size", sizes[0])
     check_size("value_size", sizes[1])
@@ -232,13 +234,14 @@ def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> 
 
 
 def _no_tokens(batch: Size) -> tuple[Array, Array]:
-    """Lengths and overflows of empty rows."""
+    """Returns the lengths and overflow flags of empty rows."""
     return jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
 
 
 @pytree_dataclass
 class DenseCache(Cache):
-    """Every token at the slot of its position: `keys [B, K, S, H]`, `values [B, K, S, V]`."""
+    """A cache with every token at the slot of its position: `keys [B, K, S, H]`, `values [B, K, S,
+    V]`."""
 
     keys: Any = array_field("B K S H")
     values: Any = array_field("B K S V")
@@ -255,18 +258,20 @@ class DenseCache(Cache):
         value_size: int | None = None,
         dtype: Any = jnp.float32,
     ) -> "DenseCache":
-        """An empty cache for up to `length` tokens in each of `batch` rows."""
+        """Creates an empty cache for up to `length` tokens in each of `batch` rows."""
         check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads)
         shape = (batch, num_kv_heads, length)
         return cls(*_empty(shape, head_size, value_size, dtype), *_no_tokens(batch))
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
-        """A full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, such as an encoder's
-        memory; `lengths [B]` says how many are real, by default all.
+        """Creates a full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, such as an encoder's
+        memory.
+
+        `lengths [B]` is the number of real tokens of each row, by default S.
 
         Raises TypeError and ValueError for arrays that do not fit, and for lengths that are known
-        to be outside 0..S; others raise `overflowed`.
+        to be outside 0..S; traced lengths outside set `overflowed`.
         """
         for name, array, size in (("key", key, "H"), ("value", value, "V")):
             letters = f"[B, S, K, {size}]"
@@ -275,26 +280,26 @@ class DenseCache(Cache):
                 raise ValueError(f"{name}: expected {letters}, got {list(array.shape)}")
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         B, S = key.shape[:2]
-        held, overflowed = _no_tokens(B)
+        tokens, overflowed = _no_tokens(B)
         if lengths is None:
-            return cls(keys, values, held + S, overflowed)
+            return cls(keys, values, tokens + S, overflowed)
         check_array("lengths", lengths, "[B]", "integer", shape=(B,))
         least, most = integers.known_range(lengths) or (0, 0)
         if least < 0 or most > S:
             raise ValueError(f"lengths: expected 0 <= lengths <= S = {S}, got {least} to {most}")
-        held = jnp.asarray(integers.clamped(lengths))
-        return cls(keys, values, jnp.clip(held, 0, S), (held < 0) | (held > S))
+        tokens = jnp.asarray(integers.clamped(lengths))
+        return cls(keys, values, jnp.clip(tokens, 0, S), (tokens < 0) | (tokens > S))
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "DenseCache":
-        slots, grown = self.reserve(key, value, valid)
+        slots, extended = self.reserve(key, value, valid)
         keys, values = write(self.keys, key, slots), write(self.values, value, slots)
-        return dataclasses.replace(grown, keys=keys, values=values)
+        return dataclasses.replace(extended, keys=keys, values=values)
 
     def reserve(
         self, key: Any, value: Any, valid: Valid = None
     ) -> tuple[Int[Array, "B T"], "DenseCache"]:
-        """The slots `[B, T]` of what is appended, S for what is left out, and the grown cache, to
-        which nothing is written yet. Arguments and errors as in `append`."""
+        """Returns the slots `[B, T]` of appended tokens, S for those left out, and the extended
+        cache, to which nothing is written yet. Arguments and errors as in `append`."""
         T = self._check(key, value, valid)
         lengths = self.lengths + _counts(T, valid)
         _check_room(lengths, self.capacity, "tokens")
@@ -307,10 +312,10 @@ class DenseCache(Cache):
 
 @pytree_dataclass
 class RollingCache(Cache):
-    """The last tokens only, for attention under `Window(left=window)`: old ones are overwritten.
+    """A cache of the last tokens only, for `Window(left=window)`: old tokens are overwritten.
 
     Token p lies at slot p mod S. There are `window + chunk` slots, so that with up to `chunk`
-    tokens appended at a time the first of them still finds all that its window holds.
+    tokens appended at a time the first of them still finds all tokens of its window.
     """
 
     keys: Any = array_field("B K S H")
@@ -330,7 +335,7 @@ class RollingCache(Cache):
         dtype: Any = jnp.float32,
         chunk: int | None = None,
     ) -> "RollingCache":
-        """An empty cache; `chunk`, by default `window`, is how many tokens an append may bring.
+        """Creates an empty cache; `chunk`, by default `window`, is the most tokens of one append.
         With a window of 0 each token sees itself alone."""
         check_size("window", window, 0)
         chunk = max(window, 1) if chunk is None else chunk
@@ -340,12 +345,12 @@ class RollingCache(Cache):
 
     @property
     def chunk(self) -> int:
-        """How many tokens an append may bring."""
+        """The most tokens of one append."""
         return self.capacity - self.window
 
     @property
     def kv_positions(self) -> Int[Array, "B S"]:
-        """Of each slot the last position that was written there, negative where none was."""
+        """The position last written to each slot, negative for a slot that was never written."""
         slots = jnp.arange(self.capacity, dtype=jnp.int32)
         last = self.lengths[:, None] - 1
         return last - (last - slots[None, :]) % self.capacity
@@ -365,25 +370,26 @@ class RollingCache(Cache):
         slots = self.next_positions(T, valid) % self.capacity
         if valid is not None:
             slots = jnp.where(valid, slots, self.capacity)
-        lengths = self.lengths + counts  # negative where there are more than int32 counts
-        grown = RollingCache(
+        lengths = self.lengths + counts  # negative after an overflow of int32
+        extended = RollingCache(
             write(self.keys, key, slots),
             write(self.values, value, slots),
             lengths,
             self.overflowed | (counts > self.chunk) | (lengths < 0),
             self.window,
         )
-        return typed_like(grown, self)
+        return typed_like(extended, self)
 
 
 @pytree_dataclass
 class PagedCache(Cache):
-    """Tokens in pages of a common pool, found by a table (Kwon et al. 2023, PagedAttention).
+    """A cache of tokens in pages of a common pool, found by a table (Kwon et al. 2023,
+    PagedAttention).
 
-    `keys [P, K, page, H]` and `values [P, K, page, V]` belong to all rows; `table [B, M]` says in
-    which page the tokens m · page … of a row lie. Rows that share pages, as beams and prompts with
-    one beginning do after `reorder`, copy nothing but the page that both go on writing to, and
-    that when they write. A page that no row holds is free again.
+    `keys [P, K, page, H]` and `values [P, K, page, V]` belong to all rows; `table [B, M]` holds the
+    page of tokens m · page … of a row. Rows may share pages after `reorder`, as beams and prompts
+    with a common beginning do. They copy only the last page, if both continue writing to it, at the
+    time of the write. A page that no row holds is free again.
     """
 
     keys: Any = array_field("P K p H")
@@ -404,9 +410,9 @@ class PagedCache(Cache):
         page_size: int = 16,
         num_pages: int | None = None,
     ) -> "PagedCache":
-        """An empty cache for up to `length` tokens in each row, in pages of `page_size`.
+        """Creates an empty cache for up to `length` tokens in each row, in pages of `page_size`.
 
-        `num_pages`, by default enough for all rows to be full, may be fewer where rows share.
+        `num_pages`, by default enough for all rows to be full, may be fewer if rows share pages.
         """
         check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, page_size=page_size)
         per_row = -(-length // page_size)
@@ -418,12 +424,12 @@ class PagedCache(Cache):
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
+        """The number of tokens in a page."""
         return self.keys.shape[2]
 
     @property
     def num_pages(self) -> Size:
-        """P: pages in the pool."""
+        """P: the number of pages in the pool."""
         return self.keys.shape[0]
 
     @property
@@ -431,11 +437,11 @@ class PagedCache(Cache):
         return self.table.shape[1] * self.page_size
 
     def pages_held(self) -> Int[Array, " P"]:
-        """How many rows hold each page."""
+        """Returns the number of rows that hold each page."""
         return _counted(self._held(), size=self.num_pages)
 
     def _held(self) -> Int[Array, "B M"]:
-        """The table, with P where a row has not come to yet."""
+        """Returns the table, with P for pages that a row has not reached yet."""
         place = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
         begun = place * self.page_size < self.lengths[:, None]
         return jnp.where(begun, self.table, self.num_pages)
@@ -460,8 +466,8 @@ class PagedCache(Cache):
         wanted = self.lengths + _counts(T, valid)
         _check_room(wanted, self.capacity, "tokens")
         lengths = jnp.minimum(wanted, self.capacity)
-        held, page = self.pages_held(), self.page_size
-        table, copied, short = _allocate(held, self.table, self.lengths, lengths, page=page)
+        holders, page = self.pages_held(), self.page_size
+        table, copied, short = _allocate(holders, self.table, self.lengths, lengths, page=page)
         if _known(short) and np.any(np.asarray(short)):
             raise ValueError(
                 f"append: row {int(np.argmax(np.asarray(short)))} needs another page, "
@@ -483,8 +489,8 @@ class PagedCache(Cache):
 
     def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
         rows, missing = picked_rows(indices, len(self.lengths))
-        own = _picked(DenseCache(None, self.table, self.lengths, self.overflowed), rows, missing)
-        return PagedCache(self.keys, self.values, own.values, own.lengths, own.overflowed)
+        picked = _picked(DenseCache(None, self.table, self.lengths, self.overflowed), rows, missing)
+        return PagedCache(self.keys, self.values, picked.values, picked.lengths, picked.overflowed)
 
 
 @jax.jit
@@ -495,10 +501,10 @@ def _write_pages(
     index: Int[Array, "B T 2"],
     copied: tuple[Int[Array, " B"], Int[Array, " B"]],
 ) -> Float[Array, "P K p H"]:
-    """Tokens written to their pages and slots, after pages are copied from the first of `copied` to
-    the second; those of page P are left out.
+    """Copies pages from the first of `copied` to the second, then writes tokens to their pages and
+    slots; tokens of page P are left out.
 
-    Heads are a batch axis, as in `write`; `at[]` and `vmap` have it only in front.
+    Heads are a batch axis, as in `write`; `at[]` and `vmap` allow a batch axis only in front.
     """
     pool = pool.at[copied[1]].set(pool.at[copied[0]].get(mode="clip"), mode="drop")
     tokens = tokens.astype(pool.dtype)
@@ -517,20 +523,20 @@ def _write_pages(
 @functools.partial(jax.jit, static_argnames="size")
 @left_to_xla(lambda *_, **__: PartitionSpec(None))
 def _counted(pages: Int[Array, "B M"], *, size: Size) -> Int[Array, " P"]:
-    """How often each of `size` pages is among these."""
+    """Counts how often each of `size` pages occurs."""
     return jnp.zeros(size, jnp.int32).at[pages].add(1, mode="drop")
 
 
 @jax.jit
 @left_to_xla(lambda pool, table: PartitionSpec(cuts_of(table)[0], cuts_of(pool)[1], None, None))
 def _read_pages(pool: Float[Array, "P K p H"], table: Int[Array, "B m"]) -> Float[Array, "B K S H"]:
-    """What lies in these pages, of one row after another."""
-    found = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)
-    return found.reshape(*found.shape[:2], -1, found.shape[-1])
+    """Gathers these pages, those of each row concatenated."""
+    rows = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)
+    return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
 
 
-def _cuts_of_allocation(held: Array, table: Array, before: Array, *_: Any, **__: Any) -> Any:
-    row = as_operand(before)
+def _cuts_of_allocation(held: Array, table: Array, lengths: Array, *_: Any, **__: Any) -> Any:
+    row = as_operand(lengths)
     return as_operand(table), (row, row), row
 
 
@@ -539,8 +545,11 @@ def _cuts_of_allocation(held: Array, table: Array, before: Array, *_: Any, **__:
 def _allocate(
     held: Array, table: Array, before: Array, lengths: Array, *, page: int
 ) -> tuple[Array, tuple[Array, Array], Array]:
-    """For rows that have grown from `before` to `lengths`: the new table, pages to copy from and to
-    (P: none), and which rows found no free page. So many rows as `held` says hold each page."""
+    """Allocates pages for rows that grow from `before` to `lengths` tokens.
+
+    Returns the new table, the pages to copy from and to (P: none), and which rows found no free
+    page. `held` is the number of rows that hold each page.
+    """
     P = held.shape[0]
     begun, needed = (-(-x // page) for x in (before, lengths))
     last = jnp.take_along_axis(table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
@@ -549,7 +558,7 @@ def _allocate(
     rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
     first = jnp.full(P, rows.shape[0], jnp.int32)
     first = first.at[jnp.where(writes, last, P)].min(rows, mode="drop")
-    # Where all who hold a page write to it, one may keep it: the others go elsewhere now.
+    # If all rows that hold a page write to it, one of them keeps it: the others get copies.
     at_last = jnp.minimum(last, P - 1)
     keeps = (writers[at_last] == held[at_last]) & (first[at_last] == rows)
     copies = writes & (held[at_last] > 1) & ~keeps

@@ -1,10 +1,10 @@
-"""`Call`: a call of attention, checked once, which the registry and the kernels go by.
+"""`Call`: a checked call of attention, made once, which the registry and the kernels use.
 
 `make` checks the arguments of a call and raises errors about them before anything is compiled, with
-the shape expected in letters and in numbers and the shape that came. Some errors are raised
-elsewhere: by masks and score functions when they are made, by `registry` for names of
-implementations, and for caches and meshes by the functions that take them. `compiled` compiles a
-function of a call; `Call.prepared` gives the call to kernels, `Call.finish` their results to users.
+the expected shape in letters and in numbers and the shape passed. Some errors are raised elsewhere:
+by masks and score functions when they are made, by `registry` for names of implementations, and by
+the functions that take caches and meshes. `compiled` compiles a function of a call; `Call.prepared`
+converts the call for kernels, `Call.finish` their results for users.
 """
 
 import dataclasses
@@ -55,13 +55,12 @@ class Call:
     spec: what is computed.
     shapes: the sizes of its arrays.
     sink: `[N]`, a logit for each head that joins the softmax, or None.
-    overflowed: whether positions do not fit 32 bits, where only the program knows; results are NaN
-        then. None: they fit.
+    overflowed: a traced boolean, true if positions do not fit 32 bits, which makes results NaN;
+        None if they are known to fit.
     implementation: the name of the implementation that has to run, or None.
     lse: whether the log of the denominator is returned too.
-    transient: whether functions of the spec are snapshots of what may be written to, see
-        `compiled`.
-    given: the dtypes in which the spec's parameters came, of a prepared call.
+    transient: whether functions of the spec are snapshots of mutable objects, see `compiled`.
+    given: the original dtypes of the spec's parameters, in a prepared call.
     """
 
     spec: Spec
@@ -75,14 +74,14 @@ class Call:
 
     @property
     def needs_lse(self) -> bool:
-        """Whether somebody looks at the log of the denominator."""
+        """Whether the call uses the log of the denominator."""
         return self.lse or self.sink is not None
 
     def prepared(self) -> "Call":
-        """The call as kernels take it: its arrays have one batch axis, and parameters the dtype in
-        which scores are computed, so that their gradients are summed in it.
+        """Returns the call for kernels: its arrays have one batch axis, and parameters have the
+        dtype in which scores are computed, so that their gradients are summed in it.
 
-        Raises TypeError for users' functions that do not return what they should.
+        Raises TypeError for users' functions with results of the wrong type.
         """
         spec, dtype = self.spec, accumulation(self.shapes.dtype)
         for x in jax.tree.leaves(spec, is_leaf=_is_function):
@@ -90,25 +89,26 @@ class Call:
                 x.check()
             elif isinstance(x, Score):
                 x.check(dtype)
-        found = parameters(spec)
-        spec = with_parameters(spec, [x.astype(dtype) for x in found])
+        params = parameters(spec)
+        spec = with_parameters(spec, [x.astype(dtype) for x in params])
         spec = flatten_batch(spec, self.shapes.batch)
-        return dataclasses.replace(self, spec=spec, given=tuple(x.dtype for x in found))
+        return dataclasses.replace(self, spec=spec, given=tuple(x.dtype for x in params))
 
     def flat(self, *arrays: Array) -> list[Array]:
-        """Queries, keys or values `[*B, X, N, H]` with one batch axis."""
+        """Reshapes queries, keys or values `[*B, X, N, H]` to one batch axis."""
         return [x.reshape(self.shapes.B, *x.shape[-3:]) for x in arrays]
 
     def shaped(self, result: Array) -> Array:
-        """A result `[B, ...]` with the batch axes of the call; NaN where positions overflowed."""
+        """Reshapes a result `[B, ...]` to the batch axes of the call; NaN if positions
+        overflowed."""
         result = result.reshape(*self.shapes.batch, *result.shape[1:])
         if self.overflowed is None or not jnp.issubdtype(result.dtype, jnp.floating):
             return result
         return jnp.where(self.overflowed, jnp.nan, result)
 
     def finish(self, out: Array, lse: Array) -> Any:
-        """What the call returns, `out` or `(out, lse)`, of `out [B, T, N, V]` and `lse [B, N, T]`
-        without the sink."""
+        """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and `lse [B,
+        N, T]` without the sink."""
         results = self.shaped(out), self.shaped(lse)
         if self.sink is not None:
             results = with_sink(*results, self.sink)
@@ -127,7 +127,8 @@ def make(
     """Checks the arguments of a call and makes a `Call` of them.
 
     `values` are the values, if the call has any; `key` may be a cache, which has them. `options`
-    are those of `attention`. The call is one of so many `shards` along T and S of another.
+    are those of `attention`. `shards` is the number of shards along T and S of the larger call of
+    which this call is one.
 
     Raises TypeError and ValueError, naming the argument.
     """
@@ -174,9 +175,10 @@ def of_shapes(
 def _of_cache(
     query: Any, cache: Cache, value: Any = None, **options: Unpack[WeightOptions]
 ) -> tuple[Shapes, WeightOptions]:
-    """The sizes of a call on a cache, and its options with the cache's mask and positions."""
-    for name, given in (("value", value), ("kv_positions", options.get("kv_positions"))):
-        if given is not None:
+    """Returns the sizes of a call on a cache, and its options with the cache's mask and
+    positions."""
+    for name, argument in (("value", value), ("kv_positions", options.get("kv_positions"))):
+        if argument is not None:
             raise ValueError(f"{name}: a cache brings its own, expected None, got an array")
     B, K, S = cache.lengths.shape[0], cache.num_kv_heads, cache.capacity
     sizes = (cache.keys.shape[-1], cache.values.shape[-1])
@@ -194,7 +196,7 @@ def _of_cache(
 
 
 def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Shapes:
-    """The sizes of `query [*B, T, N, H]`, `key [*B, S, K, H]`, `value [*B, S, K, V]`.
+    """Returns the sizes of `query [*B, T, N, H]`, `key [*B, S, K, H]`, `value [*B, S, K, V]`.
 
     Raises TypeError for dtypes and ValueError for shapes that do not fit together.
     """
@@ -255,8 +257,8 @@ def _fits(declared_letter: str, size: Size, wanted: Size | None) -> bool:
 def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes, shards: int) -> None:
     """Raises ValueError unless an array declared along `letters` fits the call.
 
-    Letters other than B, T, S and N (table rows, layout cells) take whatever size comes. Where the
-    call is one of so many shards, arrays along T and S hold all keys.
+    Letters other than B, T, S and N (table rows, layout cells) may have any size. If the call is
+    one of several shards, arrays along T and S hold all keys.
     """
     named = letters.split()
     beside_queries = "T" in letters.replace("#", "").split()
@@ -286,20 +288,20 @@ def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes, shards
 
 
 def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
-    """How to index an array that lacks axes, in each way in which it then fits; last axes first."""
-    found = []
-    for kept in itertools.combinations(reversed(range(len(axes))), len(shape)):
-        places = sorted(kept)
+    """Suggests how to index an array that lacks axes so that it fits; last axes first."""
+    texts = []
+    for subset in itertools.combinations(reversed(range(len(axes))), len(shape)):
+        places = sorted(subset)
         if all(_fits(*axes[i][:1], n, axes[i][1]) for i, n in zip(places, shape, strict=True)):
             index = [":" if i in places else "None" for i in range(len(axes))]
             while index and index[-1] == ":":
                 index.pop()
-            found.append(f"{path.rpartition('.')[2]}[{', '.join(index)}]")
-    return f"; write {' or '.join(found[:2])}" if len(shape) < len(axes) and found else ""
+            texts.append(f"{path.rpartition('.')[2]}[{', '.join(index)}]")
+    return f"; write {' or '.join(texts[:2])}" if len(shape) < len(axes) and texts else ""
 
 
 def _check_leaves(spec: Spec, shapes: Shapes, shards: int) -> None:
-    """Raises ValueError where an array of mask, score or positions does not fit the call."""
+    """Raises ValueError if an array of mask, score or positions does not fit the call."""
     if not jax.tree.leaves(spec):
         return
     leaves = jax.tree_util.tree_leaves_with_path(spec)
@@ -313,7 +315,7 @@ def _check_leaves(spec: Spec, shapes: Shapes, shards: int) -> None:
 
 
 def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
-    """Positions in int32, and whether some are known to the program alone not to fit."""
+    """Returns positions in int32, and a traced boolean for whether some do not fit, or None."""
     if value is None:
         return None, None
     check_array(name, value, letters, "integer")
@@ -332,8 +334,12 @@ def _is_function(x: Any) -> bool:
 
 
 def _with_lasting_functions(spec: Spec, shapes: Shapes) -> tuple[Spec, bool]:
-    """The spec as a key of compiled programs, which outlive this call: users' functions are what
-    they are now, and those that compute the same are one object. And whether any is transient."""
+    """Returns the spec as a key of compiled programs, which outlive this call, and whether any of
+    its functions is transient.
+
+    Users' functions are replaced by snapshots of their current state, and functions that compute
+    the same become one object.
+    """
     dtype, functions = accumulation(shapes.dtype), []
 
     def lasting(x: Any) -> Any:
@@ -347,17 +353,17 @@ def _with_lasting_functions(spec: Spec, shapes: Shapes) -> tuple[Spec, bool]:
     return spec, any(map(is_transient, functions))
 
 
-_MOST_TRANSIENT = 64  # programs of each compiled function
+_MOST_TRANSIENT = 64  # the most programs kept for each compiled function
 
 
 def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jax.jit`, with static arguments by name, of a function whose first argument is a `Call`.
+    """`jax.jit`, with static arguments by name, for a function whose first argument is a `Call`.
 
-    Compiled also where users have switched that off: NaN and infinities in what is masked are then
-    no results, in which JAX's flags for debugging would find them.
+    It compiles even under `jax_disable_jit`: NaN and infinities of masked pairs then remain inside
+    the program, where JAX's debugging flags do not find them.
 
-    JAX keeps thousands of programs. Of transient calls, which may be others in each call, a few
-    are kept: each has a function of its own, and with it goes all that JAX keeps for it.
+    JAX keeps thousands of programs. Transient calls, which may differ in each call, keep only a
+    few: each has its own jitted function, and JAX drops its programs together with that function.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

@@ -1,7 +1,7 @@
-"""The checks of users' arguments that more than one file makes.
+"""Checks of users' arguments that more than one file makes.
 
-Each raises TypeError for the wrong kind of thing and ValueError for a wrong value or shape, with
-the argument's name, what was expected and what came.
+Each check raises TypeError for a value of the wrong type or dtype and ValueError for a wrong value
+or shape, naming the argument, the expected value and the one passed.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def check_array(
     ndim: int | None = None,
     shape: Shape | None = None,
 ) -> None:
-    """An array of a kind of dtype, of at least `ndim` axes, or of a shape."""
+    """Checks for an array of a kind of dtype, of at least `ndim` axes, or of a shape."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "shape"):
         article = "an" if kind == "integer" else "a"
@@ -54,7 +54,7 @@ def check_array(
 
 
 def check_like(name: str, value: Any, other: Any) -> None:
-    """An array of the dtype of another, which is called the query."""
+    """Checks that an array has the dtype of another, which the message calls the query."""
     if value.dtype != other.dtype:
         raise TypeError(
             f"{name}: expected the query's dtype {other.dtype}, got {value.dtype}; cast first"
@@ -62,13 +62,14 @@ def check_like(name: str, value: Any, other: Any) -> None:
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Several of `check_size`, by name."""
+    """Checks several sizes by name, see `check_size`."""
     for name, size in sizes.items():
         check_size(name, size)
 
 
 def check_size(name: str, value: Any, least: int = 1) -> None:
-    """An integer that an axis can have, or a dimension of a program that is exported for any."""
+    """Checks for an integer that can be the size of an axis, or a symbolic dimension of an exported
+    program."""
     if jax.export.is_symbolic_dim(value):
         return
     if not is_integer(value):
@@ -79,8 +80,10 @@ def check_size(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_number(name: str, value: Any, *, positive: bool = False, per_head: bool = False) -> None:
-    """A finite number, or a float array without axes, or `[N]` if there may be one for each head;
-    its value where it is known."""
+    """Checks for a finite number, or a float array without axes or, if `per_head`, `[N]`.
+
+    The values of an array are checked if they are known.
+    """
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
     if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
         got = _type(value) if hasattr(value, "dtype") else shown(value)
@@ -91,8 +94,8 @@ def check_number(name: str, value: Any, *, positive: bool = False, per_head: boo
     if not (isinstance(value, int | float) or is_known(value)):
         return
     if np.shape(value):
-        for one in np.asarray(value):
-            check_number(name, float(one), positive=positive)
+        for element in np.asarray(value):
+            check_number(name, float(element), positive=positive)
     elif not _is_finite(value) or (positive and not float(value) > 0):
         wanted = "finite number > 0" if positive else "finite number"
         raise ValueError(f"{name}: expected a {wanted}, got {shown(number(value))}")
@@ -106,7 +109,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_operands(owner: str, operands: Any) -> None:
-    """What a function takes beside its indices: numbers and arrays that nothing narrows."""
+    """Checks the operands of a user's function: numbers and arrays that JAX would not narrow."""
     for path, x in jax.tree_util.tree_leaves_with_path(operands):
         name = f"{owner}: operand {jax.tree_util.keystr(path)}"
         dtype = getattr(x, "dtype", None)
@@ -129,30 +132,31 @@ def _is_known_to_jax(dtype: Any) -> bool:
 
 
 def check_function(name: str, value: Any) -> None:
-    """Something to call."""
+    """Checks for a callable."""
     if not callable(value):
         raise TypeError(f"{name}: expected a function, got {_type(value)}")
 
 
 def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any, ...]) -> None:
-    """A function of the given arguments and as many operands, as far as it can be asked."""
+    """Checks that a function takes these arguments and operands, if its signature can be
+    inspected."""
     check_function(f"{owner}: fn", fn)
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some that are built in do not tell
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*wanted, *operands)
     except TypeError:
-        more = f" and {len(operands)} operands" if operands else ""
+        and_operands = f" and {len(operands)} operands" if operands else ""
         raise TypeError(
-            f"{owner}: expected a function of ({', '.join(wanted)}){more}, got "
+            f"{owner}: expected a function of ({', '.join(wanted)}){and_operands}, got "
             f"{function_name(fn)}({', '.join(signature.parameters)})"
         ) from None
 
 
 def function_name(fn: Any) -> str:
-    """What messages call a function."""
+    """Returns the name of a function for messages."""
     if isinstance(fn, functools.partial):
         return function_name(fn.func)
     return getattr(fn, "__name__", type(fn).__name__)
@@ -160,8 +164,11 @@ def function_name(fn: Any) -> str:
 
 @contextlib.contextmanager
 def explained(owner: str, fn: Any) -> Iterator[None]:
-    """What fails in a user's function because its arguments are traced, in words. Other errors
-    stay, with a note where it is known what to write instead."""
+    """A context that explains errors of a user's function that fails because its arguments are
+    traced.
+
+    Other errors pass, with a note if the right replacement is known.
+    """
     try:
         yield
     except jax.errors.TracerBoolConversionError:
@@ -191,7 +198,8 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
 
 
 def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
-    """What a user's function of scalars returned, as an array without axes, boolean or of floats.
+    """Returns the result of a user's function of scalars as an array without axes, boolean or
+    float.
 
     Raises TypeError for anything else, naming the function.
     """
@@ -222,7 +230,7 @@ _INSTEAD = {
 
 
 def check_dtype(name: str, value: Any) -> None:
-    """A floating-point dtype."""
+    """Checks for a floating-point dtype."""
     try:
         is_dtype = value is not None and not isinstance(value, np.generic | np.ndarray | jax.Array)
         right = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
@@ -233,7 +241,7 @@ def check_dtype(name: str, value: Any) -> None:
 
 
 def check_rate(name: str, value: Any) -> None:
-    """A share that is dropped."""
+    """Checks for a dropout rate in [0, 1)."""
     if not isinstance(value, int | float | np.floating) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a Python float, got {_type(value)}")
     if not 0 <= value < 1:
@@ -241,13 +249,13 @@ def check_rate(name: str, value: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """True or False, known while tracing."""
+    """Checks for True or False, known while tracing."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name}: expected True or False, got {_type(value)}")
 
 
 def check_key(name: str, value: Any) -> None:
-    """One of JAX's random keys, of either kind."""
+    """Checks for a JAX random key, typed or raw."""
     dtype = getattr(value, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != jnp.uint32:
@@ -258,7 +266,7 @@ def check_key(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """One of a few strings, truth values and None."""
+    """Checks for one of the choices: strings, truth values and None."""
     if not isinstance(value, str | bool | None) or value not in choices:
         *first, last = map(repr, choices)
         names = f"{', '.join(first)} or {last}" if first else last
@@ -266,7 +274,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 
 def check_precision(name: str, value: Any) -> None:
-    """What `jax.lax.Precision` and its relatives allow."""
+    """Checks for a precision of matrix products that JAX accepts."""
     if value is not None and not _is_precision(value):
         raise ValueError(
             f"{name}: expected None, a jax.lax.Precision or one of its names, got {shown(value)}"
@@ -276,7 +284,7 @@ def check_precision(name: str, value: Any) -> None:
 def _is_precision(value: Any) -> bool:
     try:
         return _multiplies(value)
-    except TypeError:  # what has no hash
+    except TypeError:  # not hashable
         return False
 
 
@@ -295,7 +303,7 @@ def _type(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: in one line, and short."""
+    """Returns a value for messages: its repr in one line, shortened."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"an integer of {value.bit_length()} bits"
     text = " ".join(repr(value).split())

@@ -1,4 +1,4 @@
-"""Decoding: attention of the next tokens, whose keys and values a cache takes."""
+"""Decoding: attention of the next tokens, whose keys and values are appended to a cache."""
 
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -55,21 +55,22 @@ def cached_attention(
     return_lse: bool = False,
     **options: Unpack[CachedOptions],
 ) -> Any:
-    """Appends keys and values to a cache and attends to it: `(out [B, T, N, V], cache)`.
+    """Appends keys and values to a cache and attends to it: returns `(out [B, T, N, V], cache)`.
 
-    Any number of tokens; what a `RollingCache` cannot take at once goes in pieces.
+    T is any number of tokens; tokens that a `RollingCache` cannot take at once are appended in
+    pieces.
 
     Args:
         query: `[B, T, N, H]`.
         key: `[B, T, K, H]`.
         value: `[B, T, K, V]`.
         cache: a cache of `jattn.cache` for B rows.
-        valid: bool `[B, T]`, False for padding, which is not appended and whose `out` means
-            nothing.
-        return_lse: give `(out, lse [B, N, T])` in place of `out`, as `attention` does.
-        options: as in `attention`, but for positions, which the cache knows.
+        valid: bool `[B, T]`, False for padding, which is not appended and whose `out` has no
+            meaning.
+        return_lse: return `(out, lse [B, N, T])` in place of `out`, as `attention` does.
+        options: as in `attention`, except for positions, which the cache knows.
 
-    Raises what `append` and `attention` raise, and NotImplementedError for dropout in pieces.
+    Raises the errors of `append` and `attention`, and NotImplementedError for dropout in pieces.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
@@ -81,14 +82,14 @@ def cached_attention(
     if T > chunk:
         return _in_pieces(query, key, value, cache, valid, arguments)
     positions = cache.next_positions(T, valid)
-    grown: Any = cache.append(key, value, valid)
-    return attention(query, grown, q_positions=positions, **arguments), grown
+    appended: Any = cache.append(key, value, valid)
+    return attention(query, appended, q_positions=positions, **arguments), appended
 
 
 def _in_pieces(
     query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """`cached_attention` of as many tokens at a time as the cache takes."""
+    """Computes `cached_attention` for as many tokens at a time as the cache takes."""
     if arguments.get("dropout_rate"):
         raise NotImplementedError(
             f"dropout of more tokens at a time than the cache takes ({cache.chunk})"
@@ -106,23 +107,26 @@ def _in_pieces(
     leaves, structure = jax.tree.flatten(rules)
     letters = jax.tree.leaves([axis_names(rule) for rule in rules.values()])
     axes = [axis_of("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
-    own = [
+    split_leaves = [
         None if axis is None or x.shape[axis] == 1 else split(x, axis)
         for axis, x in zip(axes, leaves, strict=True)
     ]
 
     def piece(cache: Cache, operands: Any) -> tuple[Cache, Any]:
-        query, key, value, valid, own = operands
-        here = [x if y is None else y for x, y in zip(leaves, own, strict=True)]
-        given = arguments | jax.tree.unflatten(structure, here)
-        out, cache = cached_attention(query, key, value, cache, valid=valid, **given)
+        query, key, value, valid, split_leaves = operands
+        piece_leaves = [x if y is None else y for x, y in zip(leaves, split_leaves, strict=True)]
+        piece_arguments = arguments | jax.tree.unflatten(structure, piece_leaves)
+        out, cache = cached_attention(query, key, value, cache, valid=valid, **piece_arguments)
         return cache, out
 
     valid = jnp.ones((B, T), bool) if valid is None else valid
-    cache, results = jax.lax.scan(piece, cache, (*map(split, (query, key, value, valid)), own))
+    cache, results = jax.lax.scan(
+        piece, cache, (*map(split, (query, key, value, valid)), split_leaves)
+    )
 
     def joined(x: Array, axis: int) -> Array:
-        """Pieces `[pieces, B, …, chunk, …]`, with the chunk at this axis of a piece, in one."""
+        """Concatenates pieces `[pieces, B, …, chunk, …]` along the axis of a piece that holds the
+        chunk."""
         x = jnp.moveaxis(x, 0, axis)
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         return jax.lax.slice_in_dim(x, 0, T, axis=axis)

@@ -1,8 +1,8 @@
-"""Which weights dropout drops: a hash of (key, b, h, query place, key place).
+"""Dropout masks, decided by a hash of (key, b, h, query place, key place).
 
 A decision depends on nothing else, so that it is the same for every implementation, tiling and
-sharding, and in forward and backward passes. `drop` applies it to weights, `hashed` prepares what
-kernels compute once for all tiles.
+sharding, and in forward and backward passes. `drop` applies it to weights; `hashed` computes once
+the part of the hashes that all tiles of a kernel share.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jattn.spec import Shapes, Spec
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijection of 32-bit words in which each input bit flips about half of the output.
+    """Returns a bijection of 32-bit words in which each input bit flips about half of the output.
 
     Two rounds of multiply and xor-shift, with the constants of Wellons's "lowbias32" (2018).
     """
@@ -33,7 +33,7 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def key_words(key: Array | tuple[Array, ...]) -> tuple[UInt32[Array, ""], ...]:
-    """Returns the words of a random key, or words unchanged: kernels cannot take keys apart."""
+    """Returns the words of a random key, or words unchanged, because kernels cannot unwrap keys."""
     if isinstance(key, tuple):
         return key
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -42,7 +42,7 @@ def key_words(key: Array | tuple[Array, ...]) -> tuple[UInt32[Array, ""], ...]:
 
 
 def seed(key: Any, b: Any, h: Any) -> UInt32[Array, ""]:
-    """A hash of (key, b, h), of which the dropout of one head is made."""
+    """Returns a hash of (key, b, h), from which the dropout of one head is computed."""
     first, *rest = key_words(key)
     seed = _mix(first)
     for word in (*rest, b, h):
@@ -51,7 +51,7 @@ def seed(key: Any, b: Any, h: Any) -> UInt32[Array, ""]:
 
 
 def threshold(rate: float) -> int:
-    """A weight is dropped where the 32 bits of its hash are less."""
+    """Returns the threshold: a weight is dropped if the 32 bits of its hash are below it."""
     return min(round(rate * 2**32), 2**32 - 1)
 
 
@@ -60,35 +60,37 @@ def keep(
 ) -> Bool[Array, "t s"]:
     """Returns which weights dropout keeps, `[t, s]`: each with probability 1 − rate.
 
-    A hash of (key, b, h, query place, key place), so that the decision about a weight is the same
-    however attention is tiled, mapped or sharded, and in forward and backward.
+    The decision is a hash of (key, b, h, query place, key place), so that it is the same however
+    attention is tiled, mapped or sharded, and in forward and backward.
     """
     rows = _row_hash(seed(key, b, h), q_places)
     return _kept(rate, rows, q_places, _column_hash(kv_places))
 
 
 def _row_hash(seed: UInt32[Array, ""], places: Indices) -> UInt32[Array, " t"]:
-    own = jnp.asarray(places).astype(jnp.uint32) & np.uint32(2**32 - 1 - SHARED)
-    return _mix(seed ^ _mix(own))
+    shared = jnp.asarray(places).astype(jnp.uint32) & np.uint32(2**32 - 1 - SHARED)
+    return _mix(seed ^ _mix(shared))
 
 
 def _column_hash(places: Indices) -> UInt32[Array, " s"]:
     return _mix(jnp.asarray(places).astype(jnp.uint32) + np.uint32(0x85EBCA6B))
 
 
-# Queries whose places differ in this bit share a hash but for its last multiplication: of a tile of
-# products, the matrix units of GPUs leave both to the same thread.
+# Queries whose places differ only in this bit share a hash up to its last multiplication: in the
+# results of a GPU's tensor cores, the same thread holds both queries.
 SHARED = 8
-# With the second number words are the first one's times 2891336453, a multiplier of which pairs are
-# spread most evenly (L'Ecuyer 1999, table 4).
+# The second number is the first times 2891336453, a multiplier whose successive pairs are spread
+# most evenly (L'Ecuyer 1999, table 4).
 _LAST = 0x846CA68B, 0x846CA68B * 2891336453 % 2**32
 
 
 def _kept(
     rate: float, rows: UInt32[Array, " t"], q_places: Indices, columns: UInt32[Array, " s"]
 ) -> Bool[Array, "t s"]:
-    """Whether the sum of two hashes, mixed by the rounds of `_mix` without the last shift, is at
-    least the threshold."""
+    """Returns whether the mixed sum of two hashes is at least the threshold.
+
+    It mixes by the rounds of `_mix` without the last shift.
+    """
     x = rows[:, None] + columns[None, :]
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     second = jnp.asarray(q_places).astype(jnp.uint32) & np.uint32(SHARED)
@@ -97,8 +99,8 @@ def _kept(
     return (x ^ (x >> 15)) * last[:, None] >= np.uint32(threshold(rate))
 
 
-# The same hashes of queries of a tile, equal for places that differ in the bit `SHARED` alone: GPU
-# kernels compute once what follows from two of them.
+# The identity on row hashes, which marks them as equal for places that differ only in the bit
+# `SHARED`: GPU kernels compute what follows from two such hashes once.
 shared_p = Primitive("jattn_shared")
 shared_p.def_impl(lambda rows: rows)
 shared_p.def_abstract_eval(lambda rows: rows)
@@ -108,10 +110,13 @@ mlir.register_lowering(shared_p, lambda _, rows: [rows])
 
 @pytree_dataclass
 class Hashes:
-    """The hashes that are computed once for all tiles, and replace a spec's dropout key. `rows` are
-    the hashes of queries, or `seeds` from which each tile computes them; `places` are the queries'
-    places in the whole call of which this is a piece, None for a whole call. `dropped` is 0, which
-    dropped weights become; compilers that knew it would select among narrow numbers, one by one."""
+    """The hashes that are computed once for all tiles, and replace a spec's dropout key.
+
+    `rows` are the hashes of queries, or `seeds` those from which each tile computes them; `places`
+    are the queries' places in the larger call of which this is a piece, None for a whole call.
+    `dropped` is 0, the value of dropped weights: it is an operand because compilers that knew it
+    would select among narrow numbers one by one.
+    """
 
     rows: Any = array_field("*B N T")
     seeds: Any = array_field("*B N")
@@ -121,23 +126,27 @@ class Hashes:
 
 
 def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
-    """The spec of one flat batch axis with `Hashes` in place of its dropout key, if it has one;
-    with those of rows or with seeds."""
+    """Returns a spec with `Hashes` in place of its dropout key, if it has one.
+
+    The spec has one batch axis. With `rows` the hashes of rows are computed, else the seeds.
+    """
     if spec.dropout_rate == 0:
         return spec
-    at = functools.partial(_places, spec, rows=span(shapes.T, None), columns=span(shapes.S, None))
+    places_of = functools.partial(
+        _places, spec, rows=span(shapes.T, None), columns=span(shapes.S, None)
+    )
 
-    def one(b: Any, h: Any) -> Array:
-        b, h, places, _ = at(b, h)
-        own = seed(spec.dropout_key, b, h)
-        return _row_hash(own, places) if rows else own
+    def head_hash(b: Any, h: Any) -> Array:
+        b, h, places, _ = places_of(b, h)
+        head_seed = seed(spec.dropout_key, b, h)
+        return _row_hash(head_seed, places) if rows else head_seed
 
-    each = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
-    found = each(*(jnp.arange(size, dtype=jnp.int32) for size in (shapes.B, shapes.N)))
+    all_heads = jax.vmap(jax.vmap(head_hash, (None, 0)), (0, None))
+    computed = all_heads(*(jnp.arange(size, dtype=jnp.int32) for size in (shapes.B, shapes.N)))
     hashes = Hashes(
-        found if rows else None,
-        None if rows else found,
-        _column_hash(at(0, 0)[3]),
+        computed if rows else None,
+        None if rows else computed,
+        _column_hash(places_of(0, 0)[3]),
         None if spec.origin is None else spec.origin.q,
         jnp.zeros((), jnp.float32),
     )
@@ -147,7 +156,7 @@ def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
 def drop(
     spec: Spec, weights: Float[Array, "t s"], b: Any, h: Any, rows: Span, columns: Span
 ) -> Float[Array, "t s"]:
-    """Dropout on weights: the kept ones scaled by 1 / (1 − rate), the others 0."""
+    """Applies dropout to weights: kept weights are scaled by 1 / (1 − rate), dropped ones are 0."""
     if spec.dropout_rate == 0:
         return weights
     kept = keeps(spec, b, h, rows, columns)
@@ -159,9 +168,9 @@ def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, 
     key, rate = spec.dropout_key, spec.dropout_rate
     if isinstance(key, Hashes):
         places = rows.places if key.places is None else key.places
-        own = _row_hash(key.seeds, places) if key.rows is None else key.rows
-        own = shared_p.bind(own) if key.places is None else own
-        return _kept(rate, own, places, key.columns)
+        row_hashes = _row_hash(key.seeds, places) if key.rows is None else key.rows
+        row_hashes = shared_p.bind(row_hashes) if key.places is None else row_hashes
+        return _kept(rate, row_hashes, places, key.columns)
     return keep(key, rate, *_places(spec, b, h, rows, columns))
 
 
@@ -170,5 +179,8 @@ def _places(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any,
     if spec.origin is None:
         return b, h, rows.places, columns.places
     q, kv = spec.origin.q, spec.origin.kv
-    rows_at, columns_at = (rows.places if q is None else q), (columns.places if kv is None else kv)
-    return b + number(spec.origin.b), h + number(spec.origin.h), rows_at, columns_at
+    row_places, column_places = (
+        (rows.places if q is None else q),
+        (columns.places if kv is None else kv),
+    )
+    return b + number(spec.origin.b), h + number(spec.origin.h), row_places, column_places

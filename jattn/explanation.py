@@ -1,9 +1,9 @@
-"""`explain`: which kernel runs a call and why not the others, how many of the scores it computes,
-the memory that it takes, and what would skip more or have more kernels.
+"""`explain`: which kernel runs a call and why not the others, which scores it computes and skips,
+its memory, and what would make it faster.
 
 The share of tiles comes from the mask's own tile map. A function that allows the same pairs as
-`Causal`, `Window` or `Prefix` is recognised by comparing pairs, for these are known to kernels that
-have no functions.
+`Causal`, `Window` or `Prefix` is recognised by comparing pairs, because kernels without support for
+functions can run these masks.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ from jattn.spec import Shapes, Spec
 __all__ = ["Explanation", "Tiles", "explain"]
 
 _BLOCK = 128  # queries and keys of a tile
-_MAPS = 64  # heads whose tile maps are drawn, at most
-_ROWS = 64  # queries whose keys are compared, at most
+_MAPS = 64  # the most heads whose tile maps are computed
+_ROWS = 64  # the most queries whose keys are compared
 
 
 class Tiles(NamedTuple):
@@ -54,22 +54,22 @@ class Tiles(NamedTuple):
 
 
 class Explanation(dict[str, str | None]):
-    """A dictionary of all implementations: None if it can run a call, else its reason. Attributes:
+    """A dictionary of all implementations: None if it can run a call, else its reason.
 
-    runs: the one that `implementation=None` takes.
-    by_name: kernels for the platform that can run the call, but only where they are named: no
-        device has run them yet.
-    tiles: the `Tiles` of its mask; None without pairs, or where only the program knows them.
+    runs: the implementation that `implementation=None` takes.
+    by_name: kernels for the platform that can run the call, but only if named: no device has run
+        them yet.
+    tiles: the `Tiles` of its mask; None if there are no pairs, or the mask is traced.
     flops: floating-point operations of the forward pass's two products, without empty tiles.
-    bytes: those of all arrays that the call is given and gives.
-    temporaries: bytes that the forward pass, compiled for one device, takes beside these; None for
+    bytes: the bytes of all arguments and results of the call.
+    temporaries: further bytes that the forward pass, compiled for one device, takes; None for
         another platform than that of the query, and for traced masks and scores. The kernel in C++
-        takes a few tiles for each thread besides, of which the compiler does not know.
-    tokens: how devices share the tokens of query, key and value, if their shardings cut these.
-    advice: what would skip more or have more implementations; None where nothing is known.
+        takes in addition a few tiles for each thread, which the compiler does not count.
+    tokens: how devices share the tokens of query, key and value, if these are sharded along tokens.
+    advice: a change that would skip more or allow more implementations; None if none is known.
 
     Printed, or shown by a notebook, it is a table. Tiles are counted, and the program is compiled,
-    when they are first asked for.
+    on first access.
     """
 
     def __init__(
@@ -80,18 +80,19 @@ class Explanation(dict[str, str | None]):
         lower: Callable[..., Any] | None,
         more: dict[str, str | None],
     ):
-        """About a call on a platform.
+        """Explains a call on a platform.
 
         Args:
             operands: query, key and value, or query and cache.
-            lower: gives the lowered program of the call and these; None where it cannot.
+            lower: returns the lowered program of the call and the operands; None if it cannot be
+                lowered.
             more: further reasons, which come first.
         """
         super().__init__({**more, **registry.reasons(call, platform)})
         self.runs = next(name for name, reason in self.items() if reason is None)
-        behind = [*self][[*self].index(self.runs) + 1 :]
-        self.by_name = tuple(x for x in behind if not self[x] and registry.is_for(x, platform))
-        self._call = None if _is_traced(call) else call  # what is kept must not hold tracers
+        later = [*self][[*self].index(self.runs) + 1 :]
+        self.by_name = tuple(x for x in later if not self[x] and registry.is_for(x, platform))
+        self._call = None if _is_traced(call) else call  # an attribute must not hold tracers
         self._shapes, self._platform = call.shapes, platform
         self.tokens = partition.shared_tokens(*operands) if len(operands) == 3 else None
         self._operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
@@ -156,10 +157,10 @@ class Explanation(dict[str, str | None]):
 def _bytes(call: Call, operands: Any) -> Size:
     """Returns the bytes of the operands, of the arrays of mask and score, and of the results."""
     shapes = call.shapes
-    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((call.spec, operands)))
+    inputs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((call.spec, operands)))
     rows = shapes.B * shapes.T * shapes.N
     lse = jnp.dtype(accumulation(shapes.dtype)).itemsize if call.needs_lse else 0
-    return given + rows * (shapes.V * shapes.dtype.itemsize + lse)
+    return inputs + rows * (shapes.V * shapes.dtype.itemsize + lse)
 
 
 @advised(Options)
@@ -172,31 +173,30 @@ def explain(
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Explanation:
-    """Returns which implementations can run `attention` with these arguments on a platform, how
-    much of the scores they compute, and the memory that it takes.
+    """Returns which implementations can run `attention` with these arguments on a platform.
 
-    Maps each name to None where it can, else to its reason. `implementation=None` takes the first
-    that can. Printed, it tells too which tiles the mask leaves, operations, bytes, temporaries of
-    the compiled program, and what would be faster, see `jattn.explanation`. `platform` is "cpu",
-    "cuda" or "gpu", "rocm" or "tpu": what the program is lowered for; by default where the query
-    lies or, while tracing, where JAX puts arrays. The other arguments are those of `attention`;
-    `implementation` changes nothing.
+    Maps each name to None if it can run the call, else to the reason why not; `implementation=None`
+    takes the first without a reason. Printed, it also lists the kinds of tiles that the mask
+    leaves, operations, bytes, temporaries of the compiled program, and what would be faster, see
+    `jattn.explanation`. `platform` is "cpu", "cuda" or "gpu", "rocm" or "tpu", for which the
+    program is lowered; the default is the platform of the query or, while tracing, JAX's default.
+    The other arguments are those of `attention`; `implementation` changes nothing.
     """
     options.pop("implementation", None)
     check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
     platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
     call = make(query, key, value, lse=return_lse, **options)
     if isinstance(key, Cache):
-        more = {registry.FEW_QUERIES: few_queries.unsupported(call.spec, call.shapes)}
+        reasons = {registry.FEW_QUERIES: few_queries.unsupported(call.spec, call.shapes)}
         program, operands = attend_cache, (query, key)
     else:
-        program, operands, more = attend, (query, key, value), {}
-    here = platform == _platform_of(query)
-    return Explanation(call, platform, operands, program.lower if here else None, more)
+        program, operands, reasons = attend, (query, key, value), {}
+    is_local = platform == _platform_of(query)
+    return Explanation(call, platform, operands, program.lower if is_local else None, reasons)
 
 
 def _platform_of(x: Any) -> str:
-    """Returns the platform where an array lies, or would be put."""
+    """Returns the platform of an array's device, or of the device where JAX would put it."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         device = next(iter(x.devices()))
     else:
@@ -218,8 +218,8 @@ def _is_traced(call: Call) -> bool:
 
 
 def tiles_of(call: Call) -> Tiles | None:
-    """The shares of tiles, over a few of the heads where they differ; None where there are none, or
-    their number is not known."""
+    """Returns the shares of tiles, over a few of the heads if they differ; None if there are no
+    tiles, or their number is not known."""
     spec, shapes = call.spec, call.shapes
     if not isinstance(shapes.B, int) or 0 in (shapes.B, shapes.T, shapes.S):
         return None
@@ -230,26 +230,26 @@ def tiles_of(call: Call) -> Tiles | None:
 
 
 def _some_heads(spec: Spec, shapes: Shapes) -> list[tuple[int, int]]:
-    """Batch rows and heads, `_MAPS` at most and evenly spread, that stand for all."""
+    """Returns batch rows and heads, `_MAPS` at most and evenly spread, that represent all."""
     rows, heads = leading(spec)
     functions = _has_function(spec.mask)
     B = shapes.B if functions or math.prod(rows) > 1 else 1
     N = shapes.N if functions or heads > 1 else 1
-    step = -(-B * N // _MAPS)
-    return [divmod(place, N) for place in range(0, B * N, step)]
+    stride = -(-B * N // _MAPS)
+    return [divmod(place, N) for place in range(0, B * N, stride)]
 
 
 def _counts(spec: Spec, shapes: Shapes, b: int, h: int) -> np.ndarray:
-    """Returns how many tiles of a head are empty, mixed and full."""
+    """Returns the numbers of empty, mixed and full tiles of a head."""
     q, kv = (
         None if x is None else np.asarray(x).reshape(-1, x.shape[-1])[min(b, x.size // n - 1)]
         for x, n in ((spec.q_positions, shapes.T), (spec.kv_positions, shapes.S))
     )
     flat = flatten_batch(spec.mask, shapes.batch)
-    found = masks.tile_map(
+    kinds = masks.tile_map(
         flat, shapes.T, shapes.S, _BLOCK, _BLOCK, b=b, h=h, q_positions=q, kv_positions=kv
     )
-    return np.bincount(np.asarray(found).ravel(), minlength=3)
+    return np.bincount(np.asarray(kinds).ravel(), minlength=3)
 
 
 # --- advice -------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ def _has_function(mask: Mask) -> bool:
     return any(isinstance(x, Predicate) for x in leaves)
 
 
-def _advice(call: Call, platform: str, tiles: Tiles, found: dict[str, str | None]) -> str | None:
-    """Returns what a named mask in place of a function would change."""
+def _advice(call: Call, platform: str, tiles: Tiles, known: dict[str, str | None]) -> str | None:
+    """Returns the gain from a named mask in place of a function, as text."""
     spec, shapes = call.spec, call.shapes
     positions = (spec.q_positions, spec.kv_positions)
     if jax.tree.leaves((spec.mask, positions)) or not _has_function(spec.mask):
@@ -271,31 +271,31 @@ def _advice(call: Call, platform: str, tiles: Tiles, found: dict[str, str | None
     if same is None:
         return None
     shown, mask = same
-    own = dataclasses.replace(call, spec=dataclasses.replace(spec, mask=mask))
-    left, reasons = tiles_of(own), registry.reasons(own, platform)
-    more = [name for name, reason in found.items() if reason and not reasons.get(name, reason)]
+    renamed = dataclasses.replace(call, spec=dataclasses.replace(spec, mask=mask))
+    left, reasons = tiles_of(renamed), registry.reasons(renamed, platform)
+    gained = [name for name, reason in known.items() if reason and not reasons.get(name, reason)]
     gains = []
     if left and left.empty > tiles.empty + 0.005:
         times = (1 - tiles.empty) / max(1 - left.empty, 1e-9)
         gains.append(f"it leaves {times:.3g} × fewer tiles")
-    if more:
-        gains.append(f"{', '.join(more)} can run it")
+    if gained:
+        gains.append(f"{', '.join(gained)} can run it")
     return f"{shown} allows the same pairs, and {', and '.join(gains)}" if gains else None
 
 
 def _recognised(mask: Mask, shapes: Shapes) -> tuple[str, Mask] | None:
-    """A named mask that allows the same keys to all queries that are looked at, and its text."""
+    """Returns a named mask that allows the same keys to all sampled queries, and its text."""
     T, S = shapes.T, shapes.S
     rows = np.unique(np.linspace(0, T - 1, min(T, _ROWS)).astype(np.int32))
     columns = np.arange(S, dtype=np.int32)
     allowed = _rows_of(mask, 0, 0, rows, columns)
     if shapes.B * shapes.N > 1:
-        others = _rows_of(mask, shapes.B - 1, shapes.N - 1, rows, columns)
-        if not np.array_equal(allowed, others):
+        last_head = _rows_of(mask, shapes.B - 1, shapes.N - 1, rows, columns)
+        if not np.array_equal(allowed, last_head):
             return None
-    for shown, one in _candidates(rows, allowed):
-        if np.array_equal(_rows_of(one, 0, 0, rows, columns), allowed):
-            return shown, one
+    for shown, candidate in _candidates(rows, allowed):
+        if np.array_equal(_rows_of(candidate, 0, 0, rows, columns), allowed):
+            return shown, candidate
     return None
 
 
@@ -304,7 +304,7 @@ def _rows_of(mask: Mask, b: int, h: int, rows: np.ndarray, columns: np.ndarray) 
 
 
 def _candidates(rows: np.ndarray, allowed: np.ndarray) -> Iterator[tuple[str, Mask]]:
-    """Masks that the allowed keys `[n, S]` of some queries suggest, plainest first."""
+    """Yields masks suggested by the allowed keys `[n, S]` of some queries, simplest first."""
     S = allowed.shape[1]
     first = allowed.argmax(axis=1)
     last = S - 1 - allowed[:, ::-1].argmax(axis=1)

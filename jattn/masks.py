@@ -1,12 +1,13 @@
-"""Who may attend to whom: an algebra of masks.
+"""Masks: which query attends to which key, as an algebra.
 
-A mask is a frozen pytree. Leaves combine with `&`, `|` and `~`, and every mask has exactly two
-operations; the dense form, the tile map and the pictures are derived from them.
+A mask is a frozen pytree. Leaves combine with `&`, `|` and `~`. Every mask has exactly two
+operations, from which the dense form, the tile map and the pictures are derived:
 
-* `mask(b, h, rows, columns) -> bool [t, s]`: the truth for a block of queries and keys, True
-  where a query may attend;
-* `mask.bounds(tile) -> (maybe_any, surely_all)`: what is certain about a whole tile, by interval
-  arithmetic in the leaves and three-valued logic in the nodes. It may be vague, never wrong.
+* `mask(b, h, rows, columns) -> bool [t, s]` evaluates the mask for a block of queries and keys:
+  True where a query may attend;
+* `mask.bounds(tile) -> (maybe_any, surely_all)` states what is certain about a whole tile, by
+  interval arithmetic in the leaves and three-valued logic in the nodes. Bounds may be loose, never
+  wrong.
 
 There are two coordinates, equal by default. *Positions* are what formulas see (Causal, Window,
 Prefix, Dilated, Global, Predicate). *Places* index the arrays (Segments, Lengths, Dense, Blocks).
@@ -98,7 +99,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-Truth = Any  # bool [n_rows, n_columns], NumPy's where all is known while tracing
+Truth = Any  # bool [n_rows, n_columns]; a NumPy array if its inputs are known while tracing
 
 
 class Span(NamedTuple):
@@ -109,12 +110,13 @@ class Span(NamedTuple):
 
     @property
     def consecutive(self) -> bool:
-        """Whether positions are known to follow one another; others may do so by chance."""
+        """Whether the positions are known to be consecutive; if False, they may still be."""
         return self.positions is self.places
 
 
 class Extent(NamedTuple):
-    """The run of queries or keys that a tile covers, or, as arrays, those of several tiles.
+    """The run of queries or keys that a tile covers or, with array fields, the runs of several
+    tiles.
 
     Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
     """
@@ -131,10 +133,10 @@ class _Box(NamedTuple):
 
 
 class Tile(_Box):
-    """A box of queries × keys, or n × m of them at once: `(rows, columns)`.
+    """A box of queries × keys, `(rows, columns)`, or n × m of them at once.
 
-    Extents of rows are then `[n, 1]` and those of columns `[1, m]`: formulas of both broadcast to
-    `[n, m]` as they stand. `b` and `h` are the batch row and the head; None: any.
+    For n × m boxes the extents of rows are `[n, 1]` and those of columns `[1, m]`, so that formulas
+    of both broadcast to `[n, m]`. `b` and `h` are the batch row and the head; None means any.
     """
 
     b: Any = None
@@ -142,7 +144,7 @@ class Tile(_Box):
 
     @classmethod
     def grid(cls, rows: Extent, columns: Extent, b: Any = None, h: Any = None) -> "Tile":
-        """Each of n extents `[n]` of queries with each of m extents `[m]` of keys."""
+        """Pairs each of n extents `[n]` of queries with each of m extents `[m]` of keys."""
         q, kv = (np.s_[:, None], np.s_[None, :])
         tile = cls(
             rows._replace(lo=rows.lo[q], hi=rows.hi[q], start=rows.start[q]),
@@ -153,18 +155,18 @@ class Tile(_Box):
 
     @property
     def shape(self) -> Shape:
-        """`(n, m)`; `()` for one box."""
+        """The shape `(n, m)` of the boxes; `()` for one box."""
         parts = (*self.rows[:3], *self.columns[:3])
         return np.broadcast_shapes(*map(np.shape, parts))
 
 
 def _ends(tile: Tile) -> tuple[Any, Any, Any, Any]:
-    """Least and greatest position of the rows, then of the columns."""
+    """Returns the least and greatest position of the rows, then of the columns."""
     return tile.rows.lo, tile.rows.hi, tile.columns.lo, tile.columns.hi
 
 
 def _far_apart(a: Any, b: Any) -> Any:
-    """Whether a − b may have more than 32 bits, by the difference of their halves."""
+    """Returns whether a − b may need more than 32 bits, by the difference of their halves."""
     return abs((a >> 1) - (b >> 1)) >= 2**30 - 1
 
 
@@ -173,31 +175,33 @@ def _as_truth(value: Any) -> Truth:
 
 
 class Mask:
-    """The base of all masks: operators, and what follows from the two operations.
+    """The base class of masks: the operators, and the methods derived from the two operations.
 
-    A subclass computes with its fields alone: a program that was compiled for one mask serves all
-    masks with equal fields. What else a mask reads belongs into the function of a `Predicate`.
+    A subclass must compute with its fields alone: a program compiled for one mask serves all masks
+    with equal fields. A mask that reads anything else must be a `Predicate`, whose function may.
     """
 
-    __array_ufunc__ = None  # so that `array & mask` asks the mask, not NumPy
-    of_positions = False  # whether it is a formula of positions alone
+    __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
+    of_positions = False  # whether the mask is a formula of positions alone
 
     def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
-        """The truth where arrays are already selected for (b, h) and cut to rows and columns.
+        """Returns the mask for rows and columns; arrays must be selected for (b, h) and sliced to
+        them.
 
-        Sizes of 1 broadcast.
+        Axes may have size 1 and broadcast.
         """
         raise NotImplementedError
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
-        """`(maybe_any, surely_all)`: False in the first means nothing in the tile is allowed,
-        True in the second that everything is. Arrays must be selected for one (b, h)."""
+        """Returns `(maybe_any, surely_all)`: False in the first means that nothing in the tile is
+        allowed, True in the second that everything is. Arrays must be selected for one (b, h)."""
         raise NotImplementedError
 
     def __call__(
         self, b: Any, h: Any, rows: Indices | Span, columns: Indices | Span
     ) -> Bool[Array, "t s"]:
-        """bool `[t, s]` for batch row `b` (flat), head `h` and any queries and keys.
+        """Evaluates the mask, bool `[t, s]`, for batch row `b` (flat), head `h` and any queries and
+        keys.
 
         Plain arrays are positions and places at once; a `Span` gives both.
         """
@@ -246,34 +250,36 @@ class Mask:
         heads: int | None = None,
         **positions: Unpack[Positions],
     ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
-        """The mask as an array: bool `[T, S]`, or `[*B, N, T, S]` where batch or heads matter.
+        """The mask as an array: bool `[T, S]`, or `[*B, N, T, S]` if it depends on batch row or
+        head.
 
-        `batch` and `heads` are taken from the mask's own arrays unless given. Positions, `[T]` and
+        `batch` and `heads` default to the axes of the mask's own arrays. Positions, `[T]` and
         `[S]`, are `arange` by default.
         """
         for name, size in (("T", T), ("S", S)):
             check_size(name, size, 0)
         _check_covers(self, T, S)
-        own_batch, own_heads = leading(self)
-        lead, N = _leading_axes(batch) or own_batch, own_heads if heads is None else heads
+        mask_batch, mask_heads = leading(self)
+        lead, N = _leading_axes(batch) or mask_batch, mask_heads if heads is None else heads
         check_size("heads", N, 0)
         flat = flatten_batch(self, lead)
         q, kv = _given(T, S, positions)
         i, j = span(T, q), span(S, kv)
 
-        def one(b: Any, h: Any) -> Array:
+        def one_head(b: Any, h: Any) -> Array:
             allowed = take_tile(select_head(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
             return jnp.broadcast_to(allowed, (T, S))
 
         if not lead and not N:
-            return one(0, 0)
-        every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
-        allowed = every(jnp.arange(math.prod(lead)), jnp.arange(N or 1))
+            return one_head(0, 0)
+        all_heads = jax.vmap(jax.vmap(one_head, (None, 0)), (0, None))
+        allowed = all_heads(jnp.arange(math.prod(lead)), jnp.arange(N or 1))
         return allowed.reshape(*lead, N or 1, T, S)
 
     def _repr_html_(self) -> str | None:
         """A notebook's picture: at most 32 × 32 tiles of the first batch row and head, for the
-        sizes that arrays have, or else 32 queries and keys. None where these are not known."""
+        sizes of the mask's arrays, or else 32 queries and keys. None where these sizes are not
+        known."""
         from jattn._svg import tile_picture  # noqa: PLC0415  importing jattn must cost nothing
 
         T, S = _own_size(self, "T"), _own_size(self, "S")
@@ -292,8 +298,8 @@ class Mask:
 
 
 class _NoArray:
-    """What a mask gives for an array. JAX shows it in its errors about what is no array, and leaves
-    `array & mask` to the mask."""
+    """Stands for a mask where an array is expected. JAX shows its repr in errors about non-arrays,
+    and leaves `array & mask` to the mask."""
 
     def __init__(self, mask: Mask):
         self.mask = mask
@@ -311,14 +317,15 @@ class _NoArray:
 
 
 MaskLike = Callable[[Any, Any, Any, Any], Any] | Mask | AnyArray | HoldsTree | None
-"""What `mask` takes: see `as_mask`."""
+"""Values accepted as `mask`; see `as_mask`."""
 
 
 def as_mask(value: Any) -> Mask:
-    """A mask as it is, a boolean array as `Dense`, a function as `Predicate`, None as `Full`; of
-    what a module keeps of its mask (`layer.mask`) that mask.
+    """Converts a value to a mask.
 
-    Raises TypeError for anything else.
+    Masks are returned unchanged; a boolean array becomes `Dense`, a function `Predicate` and None
+    `Full`. The state in which a module holds its mask (`layer.mask`) gives that mask. Raises
+    TypeError for anything else.
     """
     if value is None:
         return _FULL
@@ -337,12 +344,12 @@ def as_mask(value: Any) -> Mask:
 
 
 def _meant(value: Any) -> str:
-    """What came in place of a mask, with the mask that its name may mean."""
+    """Describes a value passed in place of a mask, with the mask that its name may mean."""
     if isinstance(value, type) and issubclass(value, Mask):
         return f"the class {value.__name__}; write masks.{value.__name__}(...)"
     if isinstance(value, str):
-        near = _BY_NAME.get(value.lower())
-        return f"the str {shown(value)}" + (f"; write {near}" if near else "")
+        suggestion = _BY_NAME.get(value.lower())
+        return f"the str {shown(value)}" + (f"; write {suggestion}" if suggestion else "")
     return type(value).__name__
 
 
@@ -361,7 +368,7 @@ _BY_NAME = {
 
 
 def as_span(value: Indices | Span) -> Span:
-    """Positions that are places too, or a `Span` as it is."""
+    """Returns a `Span` unchanged, and positions as a span whose places equal them."""
     if isinstance(value, Span):
         return value
     indices = jnp.asarray(integers.of_formula("rows, columns", value))
@@ -369,13 +376,13 @@ def as_span(value: Indices | Span) -> Span:
 
 
 def span(size: Size, positions: Indices | None = None) -> Span:
-    """All places of an axis, at the given positions (by default the same)."""
+    """Returns all places of an axis, at the given positions (by default equal to the places)."""
     places = jnp.arange(size, dtype=jnp.int32)
     return Span(places if positions is None else jnp.asarray(positions), places)
 
 
 def _leading_axes(batch: Any) -> Shape:
-    """The sizes of batch axes, also of one or none.
+    """Returns the sizes of the batch axes as a tuple, from a tuple, one size or None.
 
     Raises TypeError and ValueError for anything else.
     """
@@ -388,7 +395,7 @@ def _leading_axes(batch: Any) -> Shape:
 
 
 def _alike(i: Span, j: Span) -> tuple[Span, Span]:
-    """Both with positions of the wider dtype, so that formulas can compare them."""
+    """Returns both spans with positions of the wider dtype, so that formulas can compare them."""
     if i.positions.dtype == j.positions.dtype:
         return i, j
     i, j = (x._replace(positions=x.positions.astype(jnp.int64)) for x in (i, j))
@@ -396,10 +403,10 @@ def _alike(i: Span, j: Span) -> tuple[Span, Span]:
 
 
 def _given(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
-    """The positions of queries and keys, or None, as formulas take them: both in 64 bits where one
-    needs them.
+    """Returns the positions of queries and keys, or None, in the dtype of formulas: both in 64 bits
+    if either needs them.
 
-    Raises TypeError for names that are none of these.
+    Raises TypeError for other names.
     """
     names = ("q_positions", "kv_positions")
     if unknown := positions.keys() - {*names}:
@@ -415,7 +422,7 @@ def _given(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
 
 
 def _of_formula(name: str, x: Any, size: int) -> Any:
-    """Positions `[size]` of a user.
+    """Checks a user's positions `[size]` and returns them in the dtype of formulas.
 
     Raises TypeError and ValueError for anything else.
     """
@@ -424,7 +431,7 @@ def _of_formula(name: str, x: Any, size: int) -> Any:
 
 
 def _check_covers(mask: Mask, T: int, S: int) -> None:
-    """Raises ValueError where an array along T or S is not as long; indexing would make do."""
+    """Raises ValueError if an array along T or S has another length, which indexing would clamp."""
     leaves = jax.tree_util.tree_leaves_with_path(mask)
     for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(mask)), strict=True):
         for letter, size in (("T", T), ("S", S)):
@@ -433,39 +440,39 @@ def _check_covers(mask: Mask, T: int, S: int) -> None:
             if got != size and not (got == 1 and f"#{letter}" in letters.split()):
                 name = f"mask{jax.tree_util.keystr(path)}"
                 raise ValueError(f"{name}: expected {letter} = {size}, got {list(leaf.shape)}")
-    for one in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
-        if isinstance(one, Blocks):
-            one.check_covers(T, S)
+    for blocks in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
+        if isinstance(blocks, Blocks):
+            blocks.check_covers(T, S)
 
 
 def _own_size(mask: Mask, letter: str) -> int:
-    """How long arrays of the mask are along T or S; 0 where none is."""
-    found = 0
+    """Returns the length of the mask's arrays along T or S; 0 if it has none."""
+    length = 0
     for leaf, letters in zip(jax.tree.leaves(mask), jax.tree.leaves(axis_names(mask)), strict=True):
         axis = axis_of(letter, letters, leaf.ndim)
-        found = max(found, 0 if axis is None else leaf.shape[axis])
-    for one in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
-        if isinstance(one, Blocks):
+        length = max(length, 0 if axis is None else leaf.shape[axis])
+    for blocks in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
+        if isinstance(blocks, Blocks):
             place = "TS".index(letter)
-            found = max(found, one.layout.shape[-2:][place] * one.sizes[place])
-    return found
+            length = max(length, blocks.layout.shape[-2:][place] * blocks.sizes[place])
+    return length
 
 
 def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
-    """Raises ValueError for a batch row or a head that is known not to be there; indexing would
-    take another one."""
+    """Raises ValueError for a batch row or head known to be out of range, which indexing would
+    clamp."""
     for name, index, size in (("b", b, math.prod(batch)), ("h", h, heads)):
         if not is_integer(index):
             check_array(name, index, "without axes", "integer", shape=())
         least, most = integers.known_range(index) or (0, 0)
-        end = size if size > 1 else integers.MOST  # functions may tell more apart than arrays
+        end = size if size > 1 else integers.MOST  # functions accept any index
         if not 0 <= least <= most < end:
             raise ValueError(f"{name}: expected 0 <= {name} < {end}, got {shown(index)}")
 
 
 @pytree_dataclass
 class And(Mask):
-    """Both allow."""
+    """Allows what both masks allow."""
 
     left: Mask
     right: Mask
@@ -480,7 +487,7 @@ class And(Mask):
 
 @pytree_dataclass
 class Or(Mask):
-    """One of the two allows."""
+    """Allows what either mask allows."""
 
     left: Mask
     right: Mask
@@ -495,7 +502,7 @@ class Or(Mask):
 
 @pytree_dataclass
 class Not(Mask):
-    """The other does not allow."""
+    """Allows what the inner mask does not allow."""
 
     inner: Mask
 
@@ -540,20 +547,20 @@ _LEAST, _GREATEST = -(2**31), 2**31 - 1  # positions have 32 bits, their differe
 
 
 def shifted(positions: Any, by: Any) -> Any:
-    """positions + by, held within 32 bits; by an integer, or an array that broadcasts."""
+    """Returns positions + by, clamped to 32 bits; `by` is an integer, or a broadcastable array."""
     if not isinstance(by, int):
         return _shifted_by_array(positions, by)
     if not isinstance(positions, jax.Array):
         wide = np.asarray(positions, np.int64) + by
         return np.clip(wide, _LEAST, _GREATEST).astype(np.int32)
-    if not integers.is_narrow(positions):  # traced, in a formula alone
+    if not integers.is_narrow(positions):  # traced 64-bit positions occur only in formulas
         return positions + by
-    while by:  # in steps of 32 bits, of which nearly always one is enough
-        step = min(max(by, -_GREATEST), _GREATEST)
-        moved = positions + np.int32(step)
-        over = positions > _GREATEST - step if step > 0 else positions < _LEAST - step
-        positions = jnp.where(over, np.int32(_GREATEST if step > 0 else _LEAST), moved)
-        by -= step
+    while by:  # in summands of 32 bits; one is nearly always enough
+        summand = min(max(by, -_GREATEST), _GREATEST)
+        moved = positions + np.int32(summand)
+        over = positions > _GREATEST - summand if summand > 0 else positions < _LEAST - summand
+        positions = jnp.where(over, np.int32(_GREATEST if summand > 0 else _LEAST), moved)
+        by -= summand
     return positions
 
 
@@ -561,21 +568,21 @@ def _shifted_by_array(positions: Any, by: Any) -> Any:
     if not integers.is_narrow(positions):
         return positions + by.astype(positions.dtype)
     for _ in range(1 if integers.is_narrow(by) else 3):
-        step = integers.clamped(by)
-        moved = jnp.asarray(positions, jnp.int32) + step
-        over, under = (step > 0) & (moved < positions), (step < 0) & (moved > positions)
+        summand = integers.clamped(by)
+        moved = jnp.asarray(positions, jnp.int32) + summand
+        over, under = (summand > 0) & (moved < positions), (summand < 0) & (moved > positions)
         moved = jnp.where(over, np.int32(_GREATEST), moved)
         positions = jnp.where(under, np.int32(_LEAST), moved)
-        by = by - step.astype(by.dtype)
+        by = by - summand.astype(by.dtype)
     return positions
 
 
 def _checked_distance(name: str, value: Any) -> Any:
-    """A side of a window: None, an integer, or an array of int32."""
+    """Checks one side of a window and returns it: None, an integer, or an int32 array."""
     if value is None or is_integer(value):
         if value is not None and value < 0:
             raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
-        # No two positions are further apart than that.
+        # No two positions differ by 2³² or more.
         return value if value is None or value < 2**32 else None
     wanted = "None, an integer >= 0 or an integer array, scalar or [N]"
     if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
@@ -586,8 +593,8 @@ def _checked_distance(name: str, value: Any) -> Any:
     if integers.fits(value) and least >= 0:
         return integers.as_int32(value)
     if is_known(value) or not jax.config.read("jax_enable_x64"):
-        found = value.dtype if not is_known(value) else least if least < 0 else most
-        raise ValueError(f"Window: {name} must be >= 0 and of 32 bits, got {found}")
+        shown_value = value.dtype if not is_known(value) else least if least < 0 else most
+        raise ValueError(f"Window: {name} must be >= 0 and of 32 bits, got {shown_value}")
     if value.dtype == np.uint64:
         value = jnp.minimum(value, np.uint64(2**33))
     return jnp.minimum(value.astype(jnp.int64), 2**33)
@@ -595,10 +602,10 @@ def _checked_distance(name: str, value: Any) -> Any:
 
 @pytree_dataclass
 class Window(Mask):
-    """q − left ≤ kv ≤ q + right by position, both inclusive; None is unbounded.
+    """Keeps q − left ≤ kv ≤ q + right by position, both inclusive; None is unbounded.
 
     Each side is an integer, or an integer array, which may be traced: a scalar, or `[N]` with one
-    for each head.
+    distance for each head.
 
     Raises ValueError for negative or non-integer distances.
     """
@@ -613,12 +620,12 @@ class Window(Mask):
             object.__setattr__(self, name, _checked_distance(name, getattr(self, name)))
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """A scalar, or one for each head."""
+        """The letters of each side: a scalar, or one distance for each head."""
         return {name: letters_by_head(getattr(self, name)) for name in ("left", "right")}
 
     def _ends(self, least: Any, greatest: Any) -> tuple[Any, Any]:
-        """The first key that a query at `least` sees and the last that one at `greatest` sees;
-        None where there is no end."""
+        """Returns the first key that a query at `least` sees and the last key that a query at
+        `greatest` sees; None for an unbounded side."""
         left, right = number(self.left), number(self.right)
         first = None if left is None else shifted(least, -left)
         return first, None if right is None else shifted(greatest, right)
@@ -635,7 +642,7 @@ class Window(Mask):
 
     def bounds(self, tile):
         q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
-        first, last = self._ends(q_lo, q_hi)  # seen by some
+        first, last = self._ends(q_lo, q_hi)  # seen by some query
         last_first, first_last = self._ends(q_hi, q_lo)
         maybe_any, surely_all = np.True_, np.True_
         if first is not None:
@@ -649,10 +656,10 @@ class Window(Mask):
 
 @pytree_dataclass
 class Causal(Mask):
-    """kv ≤ q by position: no query sees the future.
+    """Keeps kv ≤ q by position: no query sees the future.
 
     With default positions the first query sees the first key only, whatever T and S are. For the
-    last query to see all keys, as in decoding, pass `q_positions`, such as those of
+    last query to see all keys, as in decoding, pass `q_positions`, for example
     `jattn.positions.aligned_to_end(T, S)`.
     """
 
@@ -668,9 +675,10 @@ class Causal(Mask):
 
 @pytree_dataclass
 class Prefix(Mask):
-    """kv < length by position: everybody sees the prefix. `Causal() | Prefix(n)` is a prefix LM.
+    """Keeps kv < length by position: every query sees the prefix.
 
-    `length` is an integer or an integer array, scalar or `[*B]`.
+    `Causal() | Prefix(n)` is a prefix LM. `length` is an integer or an integer array, scalar or
+    `[*B]`.
     """
 
     of_positions = True
@@ -691,7 +699,10 @@ class Prefix(Mask):
 
 @pytree_dataclass
 class Dilated(Mask):
-    """(q − kv) is a multiple of `step`, by position (Child et al. 2019, strided pattern)."""
+    """Keeps pairs whose q − kv is a multiple of `step`, by position.
+
+    The strided pattern of Child et al. 2019.
+    """
 
     of_positions = True
 
@@ -705,9 +716,9 @@ class Dilated(Mask):
         q, kv = rows.positions[:, None], columns.positions[None, :]
         if self.step >= 2**32:
             return q == kv
-        if self.step > _GREATEST:  # equal, or at a distance of as many bits
-            apart = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
-            return (apart == 0) | (apart == np.uint32(self.step))
+        if self.step > _GREATEST:  # q − kv is 0 or ±step, which needs 32 bits
+            distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
+            return (distance == 0) | (distance == np.uint32(self.step))
         return q % self.step == kv % self.step
 
     def bounds(self, tile):
@@ -753,7 +764,7 @@ def _check_lengths(owner: str, name: str, value: Any) -> None:
 
 @pytree_dataclass
 class Lengths(Mask):
-    """Place < length, for queries, keys or both: what padding leaves.
+    """Keeps places < length, for queries, keys or both: padding at the end is masked.
 
     `q` and `kv` are integers or integer arrays, scalar or `[*B]`; None is unbounded.
     """
@@ -766,7 +777,7 @@ class Lengths(Mask):
             value = getattr(self, name)
             if value is not None:
                 _check_lengths("Lengths", name, value)
-            if hasattr(value, "astype"):  # no place is beyond the greatest int32
+            if hasattr(value, "astype"):  # places never exceed the greatest int32
                 object.__setattr__(self, name, integers.clamped(value))
 
     def evaluate(self, b, h, rows, columns):
@@ -787,7 +798,8 @@ class Lengths(Mask):
 
 
 def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
-    """Places of each tile in an array of this size; those past the end repeat the last."""
+    """Returns the places of each tile in an array of this size; places past the end repeat the
+    last."""
     xp = jnp if isinstance(extent.start, jax.Array) else np
     start = xp.asarray(extent.start, np.int32).reshape(-1)
     offsets = np.arange(extent.size, dtype=np.int32)
@@ -795,8 +807,9 @@ def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
 
 
 class _Ids(NamedTuple):
-    """The ids of each tile: the two least and the two greatest, one by one, and the range of those
-    between, `MOST..LEAST` where there are none. A padding id does not widen the range of others."""
+    """The segment ids of each tile, summarised: the two least and the two greatest ids exactly, and
+    the range of the ids between them, `MOST..LEAST` if there are none. A padding id thus does not
+    widen the range of the other ids."""
 
     ends: list[Any]
     lo: Any
@@ -804,6 +817,7 @@ class _Ids(NamedTuple):
 
     @classmethod
     def of(cls, ids: AnyArray, extent: Extent) -> "_Ids":
+        """Summarises the ids `[size]` under each tile of an extent."""
         is_static = is_known(ids) and not isinstance(extent.start, jax.Array)
         xp, shape = np if is_static else jnp, np.shape(extent.start)
         taken = xp.asarray(ids)[_places(extent, ids.shape[0])]
@@ -821,11 +835,11 @@ class _Ids(NamedTuple):
         return cls([x.reshape(shape) for x in ends], *(x.reshape(shape) for x in rest))
 
     def may_hold(self, x: Any) -> Truth:
-        """Whether an id may be in the range."""
+        """Returns whether an id may be in the range."""
         return (self.lo <= x) & (x <= self.hi)
 
     def may_meet(self, other: "_Ids") -> Truth:
-        """Whether two tiles may have an id in common."""
+        """Returns whether two tiles may have an id in common."""
         meets = (self.lo <= other.hi) & (other.lo <= self.hi)
         for x in self.ends:
             meets = meets | other.may_hold(x)
@@ -836,16 +850,17 @@ class _Ids(NamedTuple):
         return meets
 
     def is_only(self, other: "_Ids") -> Truth:
-        """Whether both tiles have one id, the same."""
+        """Returns whether both tiles have a single id, the same one."""
         (least, greatest, *_), (x, y, *_) = self.ends, other.ends
         return (least == greatest) & (x == y) & (least == x)
 
 
 @pytree_dataclass
 class Segments(Mask):
-    """Equal ids attend: several documents or sentences packed in one row.
+    """Keeps pairs with equal ids: several documents or sentences packed in one row.
 
-    `q_ids` is an integer array `[*B, T]` (or `[T]` for all), `kv_ids` `[*B, S]`; None: the same.
+    `q_ids` is an integer array `[*B, T]` (or `[T]` for all rows), `kv_ids` `[*B, S]`; None: the
+    same.
     """
 
     q_ids: Any = array_field("*B T")
@@ -871,11 +886,11 @@ class Segments(Mask):
 
 @pytree_dataclass
 class Padding(Mask):
-    """Keys that are tokens, by place: the `attention_mask [*B, S]` that tokenisers give.
+    """Keeps keys that are tokens, by place: the `attention_mask [*B, S]` that tokenisers give.
 
     1 or True is a token, 0 or False is padding, on either side or in the middle; `[S]` is for all
-    rows. Queries are not masked, so that it serves self- and cross-attention alike: what a query
-    that is padding gets means nothing.
+    rows. Queries are not masked, so that it serves self- and cross-attention alike: the output of a
+    query that is padding has no meaning.
 
     Raises TypeError for arrays that are neither integer nor boolean, ValueError for other integers.
     """
@@ -883,14 +898,14 @@ class Padding(Mask):
     attention_mask: Any = array_field("*B S")
 
     def __post_init__(self):
-        given, name = self.attention_mask, "Padding: attention_mask"
-        if getattr(given, "dtype", None) != jnp.bool_:
-            check_array(name, given, "[*B, S]", "integer", ndim=1)
-            least, most = integers.known_range(given) or (0, 1)
+        array, name = self.attention_mask, "Padding: attention_mask"
+        if getattr(array, "dtype", None) != jnp.bool_:
+            check_array(name, array, "[*B, S]", "integer", ndim=1)
+            least, most = integers.known_range(array) or (0, 1)
             if least < 0 or most > 1:
                 got = shown(least if least < 0 else most)
                 raise ValueError(f"{name}: expected 1 for tokens and 0 for padding, got {got}")
-            object.__setattr__(self, "attention_mask", given != 0)
+            object.__setattr__(self, "attention_mask", array != 0)
         check_array(name, self.attention_mask, "[*B, S]", "boolean", ndim=1)
 
     def evaluate(self, b, h, rows, columns):
@@ -906,7 +921,7 @@ class Padding(Mask):
 
 @pytree_dataclass
 class Dense(Mask):
-    """Any mask, as a boolean array of full rank `[*B, N, T, S]`; axes of size 1 broadcast.
+    """A mask given as a boolean array of full rank `[*B, N, T, S]`; axes of size 1 broadcast.
 
     Raises TypeError for arrays that are not boolean.
     """
@@ -976,12 +991,13 @@ class Blocks(Mask):
             raise ValueError(f"Blocks: block must be an integer >= 1 or two, got {self.block!r}")
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """A layout without leading axes is shared by all; any other has full rank."""
+        """The letters of the layout: without leading axes it is shared by all heads, else it has
+        full rank."""
         return {"layout": "Tb Sb" if self.layout.ndim == 2 else "*#B #N Tb Sb"}
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Queries and keys of a block."""
+        """The number of queries and of keys of a block."""
         block = self.block if isinstance(self.block, tuple) else (self.block, self.block)
         return min(block[0], integers.MOST), min(block[1], integers.MOST)
 
@@ -1013,7 +1029,7 @@ class Blocks(Mask):
 
 
 def _cells(extent: Extent, block: int, cells: int) -> tuple[Array, Array]:
-    """The half-open range of layout cells that each extent touches."""
+    """Returns the half-open range of layout cells that each extent touches."""
     start = jnp.asarray(extent.start, jnp.int32).reshape(-1)
     stop = jnp.minimum((start + extent.size - 1) // block + 1, cells)
     return jnp.minimum(start // block, stop), stop
@@ -1024,26 +1040,26 @@ _EXAMPLES = (jax.ShapeDtypeStruct((), jnp.int32),) * 4  # a batch row, a head, a
 
 @pytree_dataclass
 class Predicate(Mask):
-    """Any rule: `fn(b, h, q_idx, kv_idx, *operands) -> bool`, on scalars, as in FlexAttention.
+    """A mask given by a function of scalars, as in FlexAttention.
 
-    Positions are what the function sees; `b` counts batch rows row-major. Operands are passed
-    whole and may be indexed. A call computes with what the function reads at the time of the call,
-    whatever that is. A function of numbers, strings, arrays and other such functions is traced
-    when one of them changes; one that reads lists, dicts or attributes is traced in each call, and
-    compiled where its program is another.
+    `fn(b, h, q_idx, kv_idx, *operands) -> bool` sees positions; `b` counts batch rows row-major.
+    Operands are passed whole and may be indexed. Each call of attention uses the current values of
+    whatever the function reads. A function that reads only numbers, strings, arrays and other such
+    functions is traced when one of them changes; a function that reads lists, dicts or attributes
+    is traced in each call, and compiled if its program changed.
 
-    Which tiles it empties is read off the function itself, by interval arithmetic, as far as its
+    Empty and full tiles are found by interval arithmetic on the function itself, as far as its
     operations are known in `functions.interval_rules`. `bounds(tile) -> (maybe_any, surely_all)`
-    takes the place of that. It is asked about n × m tiles at once, with rows `[n, 1]` and columns
-    `[1, m]` (see `Tile`), and both answers are booleans that broadcast to `[n, m]`: for
-    `kv_idx > q_idx + 200`
+    replaces this analysis. It is called for n × m tiles at once, with rows `[n, 1]` and columns
+    `[1, m]` (see `Tile`), and returns two booleans that broadcast to `[n, m]`: for `kv_idx > q_idx
+    + 200`
 
         lambda tile: (
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
         )
 
-    `check_bounds` compares them with the function. Bounds that read lists, dicts or attributes are
-    not used by attention, as these may change before it is differentiated.
+    `check_bounds` compares such bounds with the function. Attention ignores bounds that read lists,
+    dicts or attributes, as these may change before the call is differentiated.
     """
 
     of_positions = True
@@ -1071,7 +1087,7 @@ class Predicate(Mask):
 
     @classmethod
     def _checked(cls, fn: Any, operands: tuple[Any, ...], bounds: Any) -> "Predicate":
-        """Returns the mask of a function that is known to take these arguments."""
+        """Returns the mask of a function that is known to accept these arguments."""
         self = object.__new__(cls)
         self._set(fn, operands, bounds)
         return self
@@ -1089,9 +1105,9 @@ class Predicate(Mask):
         if isinstance(self.fn, Program):
             return self
         with explained("Predicate", self.fn):
-            own = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
-        if own is not self.fn:
-            return Predicate(own, *self.operands).lasting()
+            unnamed = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
+        if unnamed is not self.fn:
+            return Predicate(unnamed, *self.operands).lasting()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
         # Bounds only save time: without them the predicate is evaluated.
@@ -1110,8 +1126,8 @@ class Predicate(Mask):
             return every(b, h, rows.positions, columns.positions)
 
     def read(self, tile: Tile) -> "Predicate | _Rule":
-        """What tells bounds of a tile and its parts: the function as it is read once, or itself if
-        the user tells them."""
+        """Returns an object that computes the bounds of a tile and its parts: the function read as
+        an expression, or this mask if the user gave bounds."""
         if self.bounds_fn is not None:
             return self
         q, _, kv, _ = _of_one_dtype(_ends(tile))
@@ -1123,33 +1139,33 @@ class Predicate(Mask):
     def bounds(self, tile):
         if self.bounds_fn is None:
             return self.read(tile).bounds(tile)
-        found = self.bounds_fn(tile)
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        answer = self.bounds_fn(tile)
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
             raise TypeError(
-                f"Predicate: bounds must return a pair (maybe_any, surely_all), got {shown(found)}"
+                f"Predicate: bounds must return a pair (maybe_any, surely_all), got {shown(answer)}"
             )
         names = ("maybe_any", "surely_all")
-        maybe_any, surely_all = map(_checked_truth, names, found, [tile.shape] * 2)
+        maybe_any, surely_all = map(_checked_truth, names, answer, [tile.shape] * 2)
         return maybe_any, surely_all
 
 
 class _Rule:
-    """The function of a `Predicate` as an expression, which tells bounds by interval arithmetic."""
+    """The function of a `Predicate` as an expression whose bounds interval arithmetic computes."""
 
     def __init__(self, expression: Expression):
         self.expression = expression
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
-        """As those of a mask."""
+        """Returns `(maybe_any, surely_all)`, see `Mask.bounds`."""
         q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
-        given = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
+        indices = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
         with _promotion(q_lo.dtype):
-            found = intervals.of(self.expression, given)
-        return found.hi, found.lo
+            truth = intervals.of(self.expression, indices)
+        return truth.hi, truth.lo
 
 
 def _of_one_dtype(ends: tuple[Any, ...]) -> list[Any]:
-    """Ends of positions as arrays of 32 bits, or of 64 where some need them."""
+    """Returns ends of positions as int32 arrays, or as int64 where some need 64 bits."""
     ends = tuple(x if isinstance(x, jax.Array) else np.asarray(x) for x in ends)
     narrow = all(integers.is_narrow(x) or _is_small(x) for x in ends)
     return [x.astype(np.int32 if narrow else np.int64) for x in ends]
@@ -1160,13 +1176,13 @@ def _is_small(x: Any) -> bool:
 
 
 def _promotion(dtype: Any) -> Any:
-    """Functions are written for int32: for wider positions numbers in them may become wider."""
+    """Returns a context in which 64-bit positions may promote the numbers of a function."""
     narrow = np.dtype(dtype).itemsize <= 4
     return contextlib.nullcontext() if narrow else jax.numpy_dtype_promotion("standard")
 
 
 def _index(place: Any) -> Interval:
-    """A batch row or a head; None: any."""
+    """The interval of a batch row or a head; None means any."""
     if place is None:
         return Interval(np.int32(0), np.int32(_GREATEST))
     place = place.astype(jnp.int32) if isinstance(place, jax.Array) else np.int32(place)
@@ -1174,7 +1190,10 @@ def _index(place: Any) -> Interval:
 
 
 def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
-    """What a user's bounds say; raises TypeError and ValueError unless it is about each tile."""
+    """Returns an answer of a user's bounds as an array.
+
+    Raises TypeError and ValueError unless it is boolean and broadcasts to the tiles.
+    """
     dtype = np.dtype(bool) if isinstance(value, bool) else getattr(value, "dtype", None)
     if dtype != np.dtype(bool):
         raise TypeError(
@@ -1196,10 +1215,10 @@ EMPTY, MIXED, FULL = 0, 1, 2  # the kinds of tile in a tile map
 
 
 def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
-    """The tiles of `block` along an axis of `size`, the last one possibly shorter.
+    """Cuts an axis of `size` into tiles of `block`, the last one possibly shorter.
 
-    A short last tile is described as if it were whole, with places past the end. Its positions
-    are those of the rows that exist.
+    A short last tile has the full size, with places past the end. Its positions are those of the
+    rows that exist.
     """
     starts = np.arange(0, size, block, dtype=np.int32)
     if positions is None:
@@ -1209,7 +1228,7 @@ def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
 
 
 def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
-    """EMPTY, MIXED or FULL for each tile; arrays of the mask must be selected for one (b, h)."""
+    """Returns EMPTY, MIXED or FULL for each tile; arrays must be selected for one (b, h)."""
     is_function = lambda x: isinstance(x, Predicate)  # noqa: E731
     read = jax.tree.map(lambda x: x.read(tile) if is_function(x) else x, mask, is_leaf=is_function)
     maybe_any, surely_all = read.bounds(tile)
@@ -1224,17 +1243,20 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     functions = _functions(mask)
     if not functions:
         return kind
-    some, every = _looked_into(mask, read, functions, tile, ends)
+    some, every = _refined(mask, read, functions, tile, ends)
     decided = kind.copy()
     decided[kind == MIXED] = np.where(every, FULL, np.where(some, MIXED, EMPTY))
     return decided
 
 
-def _looked_into(
+def _refined(
     mask: Mask, read: Any, functions: list[Predicate], tile: Tile, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`(maybe_any, surely_all)` of undecided tiles, by their parts and then by their pairs; of all
-    positions between two, so that it does not matter in which order they stand."""
+    """Computes `(maybe_any, surely_all)` of undecided tiles from their parts and then from their
+    pairs.
+
+    It considers all positions between a tile's ends, so their order in the tile does not matter.
+    """
 
     def bounds_of(ends: np.ndarray) -> tuple[Truth, Truth]:
         q_lo, q_hi, kv_lo, kv_hi = ends.T
@@ -1255,14 +1277,15 @@ def _looked_into(
         allowed = mask.evaluate(b, h, Span(q, q), Span(kv, kv))
         return jnp.broadcast_to(allowed, (q.size, kv.size))
 
-    found = undecided.truths((mask, b, h), rule, ends[~known], math.prod(tile.shape))
-    if found is not None:
-        some[~known], every[~known] = found
+    exact = undecided.truths((mask, b, h), rule, ends[~known], math.prod(tile.shape))
+    if exact is not None:
+        some[~known], every[~known] = exact
     return some, every
 
 
 def _functions(mask: Mask) -> list[Predicate]:
-    """The functions of a mask of positions without arrays; none for any other mask."""
+    """Returns the functions of a mask of positions without arrays; an empty list for any other
+    mask."""
     is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
     if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
@@ -1271,9 +1294,9 @@ def _functions(mask: Mask) -> list[Predicate]:
 
 
 def _may_be_evaluated(functions: list[Predicate], tile: Tile) -> bool:
-    """Whether functions are the same for all heads, or asked about one head."""
-    one = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
-    return one or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
+    """Returns whether the functions are the same for all heads, or the tile is of one head."""
+    is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
+    return is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
 
 
 def tile_map(
@@ -1287,11 +1310,11 @@ def tile_map(
     h: int = 0,
     **positions: Unpack[Positions],
 ) -> Int[Array | np.ndarray, "n m"]:
-    """What each tile is for batch row b and head h: 0 empty, 1 mixed, 2 full.
+    """Classifies each tile for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
-    int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Costs work and memory in the number of tiles (and in T + S
-    for masks with arrays), never T × S, except for a `Dense` mask, which is that large itself. A
-    NumPy array where mask and positions are static.
+    int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Work and memory grow with the number of tiles (and with T +
+    S for masks with arrays), never with T × S, except for a `Dense` mask, which is that large
+    itself. The result is a NumPy array if mask and positions are static.
     """
     for name, size in (("T", T), ("S", S), ("block_q", block_q), ("block_kv", block_kv)):
         check_size(name, size, 0 if name in "TS" else 1)
@@ -1314,27 +1337,29 @@ def check_bounds(
     heads: int | None = None,
     **positions: Unpack[Positions],
 ) -> None:
-    """Compares what a mask says about whole tiles with what it says about each pair in them.
+    """Compares the bounds of a mask for whole tiles with the mask of each pair in them.
 
-    For bounds that are written by hand, those of `Predicate` or of a mask of your own: attention
-    trusts them, and with wrong ones it skips keys that are allowed or attends to others. Tiles are
-    `[block_q, block_kv]`; a row of them is evaluated at a time, T × S in all, for each batch row
-    and head. Arguments as in `Mask.dense`.
+    Use it for bounds written by hand, in a `Predicate` or in a mask class of your own: attention
+    trusts them, and wrong bounds make it skip allowed keys or attend to masked ones. Tiles are
+    `[block_q, block_kv]`; the function evaluates one row of tiles at a time, T × S pairs in all,
+    for each batch row and head. For the other arguments see `Mask.dense`.
 
-    Raises ValueError for the first tile about which the bounds are wrong, with a pair in it.
+    Raises ValueError for the first tile whose bounds are wrong, naming a pair in it.
     """
-    mask, (own_batch, own_heads) = as_mask(mask), leading(as_mask(mask))
-    heads = (own_heads or 1) if heads is None else heads
+    mask, (mask_batch, mask_heads) = as_mask(mask), leading(as_mask(mask))
+    heads = (mask_heads or 1) if heads is None else heads
     check_sizes(T=T, S=S, block_q=block_q, block_kv=block_kv, heads=heads)
-    lead = _leading_axes(batch) or own_batch
+    lead = _leading_axes(batch) or mask_batch
     with jax.ensure_compile_time_eval():
         q, kv = _given(T, S, positions)
-        given: Positions = {"q_positions": q, "kv_positions": kv}
+        both_positions: Positions = {"q_positions": q, "kv_positions": kv}
         i, j = (np.asarray(x.positions) for x in (span(T, q), span(S, kv)))
         flat, columns = flatten_batch(mask, lead), Span(j, np.arange(S))
         for b, h in np.ndindex(math.prod(lead), heads):
-            found = np.asarray(tile_map(flat, T, S, block_q, block_kv, b=b, h=h, **given))
-            for n, kinds_of_row in enumerate(found):
+            tile_kinds = np.asarray(
+                tile_map(flat, T, S, block_q, block_kv, b=b, h=h, **both_positions)
+            )
+            for n, kinds_of_row in enumerate(tile_kinds):
                 places = np.arange(n * block_q, min(T, (n + 1) * block_q))
                 allowed = np.asarray(flat(b, h, Span(i[places], places), columns))
                 for m, kind in enumerate(kinds_of_row):
@@ -1346,7 +1371,7 @@ def check_bounds(
 def _raise_wrong(
     kind: int, part: np.ndarray, head: tuple[int, int], start: tuple[int, int]
 ) -> None:
-    """The error about a tile that is said to be empty or full and is not."""
+    """Raises the error about a tile whose bounds wrongly say that it is empty or full."""
     i, j = np.argwhere(part if kind == EMPTY else ~part)[0] + start
     said, is_so = ("nothing", "is") if kind == EMPTY else ("everything", "is not")
     rows, columns = (f"{x}..{x + size - 1}" for x, size in zip(start, part.shape, strict=True))

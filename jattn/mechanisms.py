@@ -1,8 +1,8 @@
 """The mechanisms that led to scaled dot-product attention, each by its formula.
 
-From mixing tokens with a fixed matrix (`interaction`) over similarity without weights
-(`simple_self_attention`) to query, key and value (`self_attention`), and the two ways in which
-attention was first scored: additive (Bahdanau et al. 2015) and multiplicative (Luong et al. 2015).
+They range from mixing tokens with a fixed matrix (`interaction`) and similarity without weights
+(`simple_self_attention`) to query, key and value (`self_attention`). Two are the first scores of
+attention: additive (Bahdanau et al. 2015) and multiplicative (Luong et al. 2015).
 Here E is the size of the inputs, H1 that of values, H2 that of queries and keys, A that of the
 additive score's hidden layer. All take any number of leading batch axes.
 """
@@ -52,13 +52,14 @@ def _single_head(
     value: Float[Array, "*B S V"],
     **arguments: Any,
 ) -> Float[Array, "*B T V"]:
-    """Attention with one head, without a head axis."""
+    """Computes attention with one head, without a head axis."""
     out = attention(query[..., None, :], key[..., None, :], value[..., None, :], **arguments)
     return out[..., 0, :]
 
 
 def _check_tokens(**arrays: Any) -> None:
-    """Raises unless these are float arrays of tokens, `[*B, tokens, features]`."""
+    """Raises TypeError or ValueError unless all are float arrays of tokens `[*B, tokens,
+    features]`."""
     for name, array in arrays.items():
         check_array(name, array, "[*B, tokens, features]", ndim=2)
 
@@ -80,7 +81,7 @@ def simple_self_attention(
     """Self-attention without weights: softmax(x xᵀ) x.
 
     Each token becomes a mean of all tokens `x [*B, T, E]`, weighted by similarity. Nothing is
-    learned and nothing is scaled: the step before queries, keys and values are told apart.
+    learned and nothing is scaled: the same x serves as queries, keys and values.
     """
     _check_tokens(x=x)
     return _single_head(x, x, x, mask=mask, scale=1.0)
@@ -98,10 +99,9 @@ def self_attention(
 
     Q = x w_query, K = x w_key, V = x w_value with `x [*B, T, E]`. Sizes E, H1 and H2 may all
     differ. `scale=1` leaves the scaling out. `mask=masks.Causal()` makes it causal; options as in
-    `attention`.
-    Vaswani et al. 2017, section 3.2.1, with one head.
+    `attention`. Vaswani et al. 2017, section 3.2.1, with one head.
 
-    Raises ValueError for matrices that do not fit x, and what `attention` raises.
+    Raises ValueError for matrices that do not fit x, and the errors of `attention`.
     """
     _check_tokens(x=x)
     for name, w in (("w_query", w_query), ("w_key", w_key), ("w_value", w_value)):
@@ -119,22 +119,22 @@ def self_attention(
 
 
 def renormalised_causal(weights: Float[Array, "*B T S"]) -> Float[Array, "*B T S"]:
-    """Causal weights by multiplying with zeros and dividing by what is left of each row.
+    """Makes weights causal: sets later keys to zero and divides each row by its remaining sum.
 
     The first derivation of causal attention: take the softmax over all keys, set the weights of
     later keys to zero, and normalise again. With w = exp(s) / Σ exp(s), the full denominator
-    cancels in w_j / Σ_{k ≤ i} w_k = exp(s_j) / Σ_{k ≤ i} exp(s_k): exactly the softmax of scores
-    in which later keys are −inf, without a trace of what they held. Masking by −inf is preferred,
-    as here a row whose weight lies all on later keys divides 0 by 0 (it is given 0).
+    cancels in w_j / Σ_{k ≤ i} w_k = exp(s_j) / Σ_{k ≤ i} exp(s_k): exactly the softmax of scores in
+    which later keys are −inf, independent of the later keys. Masking by −inf is preferred, because
+    here a row whose weight lies all on later keys divides 0 by 0 (it becomes 0).
 
     `weights` are `[*B, T, S]`, after the softmax, at positions arange(T) and arange(S).
     """
     check_array("weights", weights, "[*B, T, S]", ndim=2)
     T, S = weights.shape[-2:]
     allowed = Causal().dense(T, S).astype(weights.dtype)
-    kept = weights * allowed.reshape((1,) * (weights.ndim - 2) + (T, S))
-    total = jnp.sum(kept, axis=-1, keepdims=True)
-    return kept / jnp.where(total == 0, 1, total)
+    causal = weights * allowed.reshape((1,) * (weights.ndim - 2) + (T, S))
+    total = jnp.sum(causal, axis=-1, keepdims=True)
+    return causal / jnp.where(total == 0, 1, total)
 
 
 def interaction(
@@ -144,10 +144,11 @@ def interaction(
 ) -> Float[Array, "*B T _"]:
     """Y = L X R: tokens mix through L, channels through R.
 
-    Row i of `left` says how much of each token goes into token i; `right` maps every token alike.
+    Row i of `left` holds the share of each token in output i; `right` maps every token alike.
     Attention is the case in which L = softmax(Q Kᵀ) depends on the tokens themselves and R is the
-    value matrix. The identity for `left` keeps tokens apart, ones sum them all,
-    `causal_interaction` sums what came before, `normalised_interaction` makes each row a mean.
+    value matrix. The identity for `left` does not mix tokens, ones sum them all,
+    `causal_interaction` sums each token and those before it, and `normalised_interaction` makes
+    each row a mean.
 
     `x` is `[*B, S, E]`, `left` `[T, S]` or `[*B, T, S]`, `right` `[E, H1]`; None is the identity.
 
@@ -171,7 +172,7 @@ def interaction(
 
 
 def causal_interaction(T: int, dtype: Any = jnp.float32) -> Float[Array, "T T"]:
-    """The lower-triangular L of ones: each token gets the sum of itself and all before it."""
+    """Returns the lower-triangular L of ones: output i is the sum of tokens 0 to i."""
     check_dtype("dtype", dtype)
     return Causal().dense(T, T).astype(dtype)
 
@@ -179,7 +180,7 @@ def causal_interaction(T: int, dtype: Any = jnp.float32) -> Float[Array, "T T"]:
 def normalised_interaction(
     left: Float[Array, "*B T S"], mask: MaskLike = None
 ) -> Float[Array, "*B T S"]:
-    """L with each row a softmax: positive weights that sum to 1, whatever the entries were.
+    """Replaces each row of L by its softmax: positive weights that sum to 1.
 
     Entries that `mask` forbids (a mask of positions, such as `Causal()`) get weight 0.
     """
@@ -194,7 +195,7 @@ def normalised_interaction(
 def multiplicative(
     query: Float[Array, "*B T Dq"], weight: Float[Array, "Dq Dk"]
 ) -> Float[Array, "*B T Dk"]:
-    """Queries with which a plain product gives Luong's "general" score qᵀ W k: W folded in."""
+    """Folds W into the queries, so that a plain product gives Luong's "general" score qᵀ W k."""
     _check_tokens(query=query)
     _check_matrix("weight", weight, "[Dq, Dk]")
     wanted = [query.shape[-1], weight.shape[1]]
@@ -215,7 +216,7 @@ def multiplicative_attention(
     `query [*B, T, Dq]`, `key [*B, S, Dk]`, `value [*B, S, V]`, `weight [Dq, Dk]`. Not scaled, as in
     the paper, unless `scale` is given (None: 1/√Dk); options as in `attention`.
 
-    Raises ValueError if the weight does not fit, and what `attention` raises.
+    Raises ValueError if the weight does not fit, and the errors of `attention`.
     """
     _check_tokens(query=query, key=key, value=value)
     _check_matrix("weight", weight, "[Dq, Dk]")
@@ -228,7 +229,7 @@ def multiplicative_attention(
 def additive_keys(
     key: Float[Array, "*B S Dk"], w_key: Float[Array, "Dk A"]
 ) -> Float[Array, "*B S A"]:
-    """The projected keys of `additive_attention`, to be computed once and reused in decoding."""
+    """Projects the keys of `additive_attention`, to be computed once and reused in decoding."""
     _check_tokens(key=key)
     _check_matrix("w_key", w_key, "[Dk, A]")
     check_like("w_key", w_key, key)
@@ -240,7 +241,7 @@ def additive_keys(
 @jax.jit
 @left_to_xla(lambda x, _: PartitionSpec(*cuts_of(x)[:-1], None))
 def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, "*B T A"]:
-    """x w, with a derivative in which rows of x that are not finite (masked ones) have no part."""
+    """Computes x w, with a derivative to which non-finite (masked) rows of x do not contribute."""
     flat = tile.product(x.reshape(-1, x.shape[-1]), w.T)
     return flat.reshape(*x.shape[:-1], w.shape[-1]).astype(x.dtype)
 
@@ -298,10 +299,10 @@ def additive_attention(
     head, `[*B, 1, T, S]`. With `w_key=None`, `key` is the result of `additive_keys`, `[*B, S, A]`.
     The hidden layer T × S × A never exists at once, neither forward nor backward.
 
-    `return_weights=True` gives `(out, weights [*B, T, S])`: those after softmax and dropout, in
-    float32 (float64), for looking at. Memory grows with T × S only then.
+    `return_weights=True` returns `(out, weights [*B, T, S])`, the weights after softmax and
+    dropout, in float32 (float64), for inspection. Only then does memory grow with T × S.
 
-    Raises ValueError for sizes that do not fit, and what `attention` raises.
+    Raises ValueError for sizes that do not fit, and the errors of `attention`.
     """
     check_flag("return_weights", return_weights)
     _check_additive(query, key, value, w_query, w_key, w_score)
@@ -333,7 +334,8 @@ def additive_attention(
 def _check_additive(
     query: Any, key: Any, value: Any, w_query: Any, w_key: Any | None, w_score: Any
 ) -> None:
-    """Raises unless arrays are of one dtype and the matrices of `additive_attention` fit them."""
+    """Raises TypeError or ValueError unless all arrays of `additive_attention` have one dtype and
+    fit."""
     _check_tokens(query=query, key=key, value=value)
     _check_matrix("w_query", w_query, "[Dq, A]")
     if w_key is not None:

@@ -1,7 +1,7 @@
 """The options of a call of attention, declared once; `attention` explains them.
 
-A function that passes options on takes `**options: Unpack[Options]`, or those of another class here
-if some options mean nothing to it.
+A function that passes options on takes `**options: Unpack[Options]`, or another class of this file
+if some options do not apply to it.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from jattn.scores import ScoreLike
 
 
 class Rules(TypedDict, total=False):
-    """The options that turn products of queries and keys into scores, apart from positions."""
+    """The options that turn products of queries and keys into scores, except for positions."""
 
     mask: MaskLike
     score: ScoreLike
@@ -51,7 +51,7 @@ class CachedOptions(RulesAndSink, DropoutOptions, total=False):
 
 
 class Options(CachedOptions, Positions, total=False):
-    """All options of `attention` but `return_lse`."""
+    """All options of `attention` except `return_lse`."""
 
 
 def parameters_of(options: Any) -> dict[str, inspect.Parameter]:

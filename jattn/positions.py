@@ -1,7 +1,7 @@
 """Positions: sinusoidal encodings, rotary embeddings and learned tables.
 
-A model that was trained on L positions reads s · L of them after its rotary frequencies are scaled:
-`Linear`, `NTK` and `Yarn` say how.
+A model that was trained on L positions can read s · L positions once its rotary frequencies are
+scaled, by `Linear`, `NTK` or `Yarn`.
 
 Angles are computed in float32 (float64 for float64 inputs) whatever the dtype of the values:
 bfloat16 cannot tell position 256 from 257. In float32 an angle's error grows with the position,
@@ -39,17 +39,17 @@ def __dir__() -> list[str]:
 
 
 def aligned_to_end(T: int, S: Any) -> Int[Array, "*B T"]:
-    """The `q_positions` of the last T of S tokens: S − T to S − 1, int32 `[T]`.
+    """Returns the `q_positions` of the last T of S tokens: S − T to S − 1, int32 `[T]`.
 
         attention(q, k, v, mask=masks.Causal(), q_positions=positions.aligned_to_end(T, S))
 
-    Causal masks and windows are then aligned at the bottom right, as flash-attention has them and
-    PyTorch's `causal_lower_right`; distances in score functions fit too. A mask alone could not
-    say it: it sees positions, and never T or S. `S` is an integer, or an integer array `[*B]` with
-    the number of keys of each row, for positions `[*B, T]`. Where T is greater than S, the first
+    Causal masks and windows are then aligned at the bottom right, as in flash-attention and
+    PyTorch's `causal_lower_right`, and distances in score functions fit too. A mask alone cannot
+    express this: it sees positions, and never T or S. `S` is an integer, or an integer array `[*B]`
+    with the number of keys of each row, for positions `[*B, T]`. If T is greater than S, the first
     queries have negative positions, and see no key under `Causal`.
 
-    Raises TypeError and ValueError for what is no number of tokens.
+    Raises TypeError and ValueError for values that are not numbers of tokens.
     """
     check_size("T", T, 0)
     if not hasattr(S, "shape"):
@@ -74,7 +74,8 @@ def sinusoidal(
     base: float = 10000.0,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*shape D"]:
-    """Encodings `[..., D]` of positions `[...]`: sin(p ω) in even channels, cos(p ω) in odd ones.
+    """Returns encodings `[..., D]` of positions `[...]`: sin(p ω) in even channels, cos(p ω) in odd
+    ones.
 
     ω of channels 2i and 2i + 1 is base^(−2i/D). Vaswani et al. 2017, section 3.5.
 
@@ -100,7 +101,7 @@ def _lift(vector: Any, ndim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Rotary frequencies divided by `factor` (Chen et al. 2023, position interpolation)."""
+    """Divides rotary frequencies by `factor` (Chen et al. 2023, position interpolation)."""
 
     factor: float
 
@@ -110,16 +111,16 @@ class Linear:
         _check_known("factor", self.factor)
 
     def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
-        """Those of `size` rotated channels, one for each pair."""
+        """Returns the frequencies of `size` rotated channels, one for each pair."""
         return _frequencies(size, base, dtype) / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
 class NTK:
-    """Rotary frequencies of the base · factor^(r/(r−2)), with r rotated channels ("NTK-aware").
+    """Changes the base of rotary frequencies to base · factor^(r/(r−2)), with r rotated channels.
 
-    The lowest frequency is divided by `factor` and the highest stays (Peng et al. 2023, section
-    3.1, after a proposal of bloc97).
+    "NTK-aware": the lowest frequency is divided by `factor` and the highest stays (Peng et al.
+    2023, section 3.1, after a proposal of bloc97).
     """
 
     factor: float
@@ -130,7 +131,7 @@ class NTK:
         _check_known("factor", self.factor)
 
     def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
-        """Those of `size` rotated channels, one for each pair."""
+        """Returns the frequencies of `size` rotated channels, one for each pair."""
         if size == 2:
             raise ValueError("scaling: NTK expects a rotary size of at least 4, got 2")
         return _frequencies(size, base * self.factor ** (size / (size - 2)), dtype)
@@ -138,22 +139,22 @@ class NTK:
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """Rotary frequencies scaled by how often they turn (Peng et al. 2023, YaRN).
+    """Scales rotary frequencies by their number of turns (Peng et al. 2023, YaRN).
 
     Args:
-        factor: by which slow frequencies are divided.
-        original_length: positions that the model was trained on. A pair turns `original_length` ·
-            frequency / 2π times in it.
-        slow, fast: pairs with at most `slow` turns are divided by `factor`, those with at least
-            `fast` stay, and between them the share that stays grows linearly.
-        ramp: what it grows with: the "turns", as in the paper's section 3.2, or the number of the
-            "pair", as in the code that was published with it and in models trained with that.
-        amplitude: what rotated queries and keys are multiplied with; by default the paper's
-            0.1 · ln(factor) + 1 (section 3.4).
+        factor: the divisor of slow frequencies.
+        original_length: positions that the model was trained on, in which a pair turns
+            `original_length` · frequency / 2π times.
+        slow, fast: pairs with at most `slow` turns are divided by `factor`, pairs with at least
+            `fast` turns are unchanged, and in between the unchanged share grows linearly.
+        ramp: the variable of that growth: the "turns", as in the paper's section 3.2, or the number
+            of the "pair", as in the code published with the paper and in models trained with it.
+        amplitude: the factor of rotated queries and keys; by default the paper's 0.1 · ln(factor) +
+            1 (section 3.4).
 
     Llama 3.1 scales with the turns, factor 8, slow 1, fast 4 and amplitude 1.
 
-    Raises ValueError where `slow` is not below `fast`, and for numbers that are not positive.
+    Raises ValueError if `slow` is not below `fast`, and for numbers that are not positive.
     """
 
     factor: float
@@ -175,15 +176,15 @@ class Yarn:
         _check_known("amplitude", self.amplitude)
 
     def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
-        """Those of `size` rotated channels, one for each pair."""
+        """Returns the frequencies of `size` rotated channels, one for each pair."""
         frequencies = _frequencies(size, base, dtype)
-        kept = self._kept(frequencies, size, base)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        share = self._unscaled_share(frequencies, size, base)
+        return frequencies * (share + (1 - share) / self.factor)
 
-    def _kept(
+    def _unscaled_share(
         self, frequencies: Float[Array, " half"], size: int, base: float
     ) -> Float[Array, " half"]:
-        """The share of each frequency that is not divided."""
+        """Returns the share of each frequency that is not divided."""
         if self.ramp == "turns":
             turns = frequencies * (self.original_length / (2 * math.pi))
             return jnp.clip((turns - self.slow) / (self.fast - self.slow), 0, 1)
@@ -193,12 +194,12 @@ class Yarn:
         return 1 - jnp.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
 
     def _pair(self, turns: float, size: int, base: float) -> float:
-        """Which pair turns so often, as a real number."""
+        """Returns the pair that makes this number of turns, as a real number."""
         return size * math.log(self.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
 
 def _check_known(name: str, value: Any) -> None:
-    """A positive Python number."""
+    """Raises TypeError or ValueError unless the value is a positive Python number."""
     if hasattr(value, "dtype"):
         raise TypeError(f"{name}: expected a Python number > 0, got an array")
     check_number(name, value, positive=True)
@@ -212,16 +213,16 @@ def rotary(
     rotary_dim: int | None = None,
     scaling: Linear | NTK | Yarn | None = None,
 ) -> Float[Array, "*B T N H"]:
-    """Turns channel pairs of queries or keys by position × frequency (Su et al. 2021, RoFormer).
+    """Rotates channel pairs of queries or keys by position × frequency (Su et al. 2021, RoFormer).
 
     `x` is `[*B, T, N, H]`, `positions` `[T]` or `[*B, T]`. Pairs are (i, i + r/2) in style "half"
-    (GPT-NeoX, Llama) and (2i, 2i + 1) in style "interleaved" (RoFormer, GPT-J), with r =
-    `rotary_dim` (default H) channels rotated and the rest left alone; the frequency of pair i is
-    base^(−2i/r), unless `scaling` makes others. The inner product of two rotated vectors depends on
-    the difference of their positions only. Keeps the dtype.
+    (GPT-NeoX, Llama) and (2i, 2i + 1) in style "interleaved" (RoFormer, GPT-J); r = `rotary_dim`
+    (default H) channels are rotated, the rest is unchanged. The frequency of pair i is
+    base^(−2i/r), unless `scaling` changes it. The inner product of two rotated vectors depends only
+    on the difference of their positions. Keeps the dtype.
 
-    Raises ValueError for an odd or too large rotary size, an unknown style, or positions that
-    do not fit; TypeError for a scaling of another kind.
+    Raises ValueError for an odd or too large rotary size, an unknown style, or positions that do
+    not fit; TypeError for a scaling of another kind.
     """
     check_array("x", x, "[*B, T, N, H]", ndim=3)
     check_array("positions", positions, "[*B, T]", "real")
@@ -251,7 +252,7 @@ def rotary(
 
 
 def _check_scaling(scaling: Any) -> None:
-    """Raises TypeError for what does not scale rotary frequencies."""
+    """Raises TypeError for anything but None and the classes that scale rotary frequencies."""
     if scaling is not None and not isinstance(scaling, Linear | NTK | Yarn):
         raise TypeError(
             f"scaling: expected None or a Linear, NTK or Yarn of jattn.positions, got {scaling!r}"
@@ -264,13 +265,13 @@ def axial_rotary(
     style: Literal["half", "interleaved"] = "half",
     base: float = 10000.0,
 ) -> Float[Array, "*B T N H"]:
-    """`rotary` by several coordinates, such as row and column of an image's patch.
+    """Rotates by several coordinates, such as row and column of an image's patch; see `rotary`.
 
-    `positions` is `[T, A]` or `[*B, T, A]` with A coordinates. The channels are cut into A equal
-    parts, and each is rotated by its own coordinate (Heo et al. 2024). The inner
-    product of two rotated vectors depends on the differences of their coordinates only.
+    `positions` is `[T, A]` or `[*B, T, A]` with A coordinates. The channels are split into A equal
+    parts, and each is rotated by its own coordinate (Heo et al. 2024). The inner product of two
+    rotated vectors depends only on the differences of their coordinates.
 
-    Raises ValueError where 2 A does not divide H, and what `rotary` raises.
+    Raises ValueError if 2 A does not divide H, and the errors of `rotary`.
     """
     check_array("x", x, "[*B, T, N, H]", ndim=3)
     check_array("positions", positions, "[*B, T, A]", "real", ndim=2)
@@ -293,7 +294,8 @@ def _rotate_pairs(x: Array, cos: Array, sin: Array, style: str) -> Array:
 def learned(
     table: Float[Array, "max D"], positions: Int[AnyArray, "*shape"]
 ) -> Float[Array, "*shape D"]:
-    """Rows of a learned table `[max, D]`; a position outside of it gives NaN, never another row."""
+    """Returns rows of a learned table `[max, D]`; NaN, never another row, for positions outside of
+    it."""
     check_array("table", table, "[max, D]")
     if len(table.shape) != 2:
         raise ValueError(f"table: expected [max, D], got {list(table.shape)}")
@@ -306,5 +308,5 @@ def learned(
 @jax.jit
 @left_to_xla(lambda table, rows: joined(cuts_of(rows), cuts_of(table)[1:]))
 def _looked_up(table: Array, rows: Array) -> Array:
-    """Rows of a table, NaN for those that it has not."""
+    """Returns rows of a table; NaN for rows that do not exist."""
     return table.at[rows].get(mode="fill", fill_value=jnp.nan)

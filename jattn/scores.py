@@ -1,9 +1,9 @@
-"""Score functions: what happens to q·kᵀ × scale before mask and softmax.
+"""Score functions: changes to q·kᵀ × scale before mask and softmax.
 
 A score function maps the scores of one head, for any block of queries and keys, to scores of the
-same shape. `f >> g` applies f, then g. Numbers given as Python floats are constants; arrays are
-parameters, and gradients flow to every float array. Like masks, score functions are frozen
-pytrees whose array fields declare their letters.
+same shape. `f >> g` applies f, then g. Python floats are constants; arrays are parameters, and
+gradients flow to every float array. Like masks, score functions are frozen pytrees whose array
+fields declare their letters.
 """
 
 import functools
@@ -62,16 +62,24 @@ def __dir__() -> list[str]:
 
 
 class ScoreFunction:
-    """The base of all score functions. A subclass computes with its fields alone; what else a
-    score function reads belongs into the function of a `Score`."""
+    """The base class of score functions.
+
+    A subclass must compute with its fields alone. A score function that reads anything else must be
+    a `Score`, whose function may.
+    """
 
     def evaluate(self, score: Scores, b: Any, h: Any, rows: Any, columns: Any) -> Scores:
-        """`[t, s] -> [t, s]`, arrays selected for (b, h) and cut to the spans `rows`, `columns`."""
+        """Maps scores `[t, s]` to scores `[t, s]`.
+
+        Arrays must be selected for (b, h) and sliced to the spans `rows` and `columns`.
+        """
         raise NotImplementedError
 
     def per(self, unit: float) -> "ScoreFunction | None":
-        """The same function of scores that are counted in a unit, a positive number: of
-        score / unit it makes its value / unit. None for one that has no such form."""
+        """Returns the same function in other units: g with g(score / unit) = f(score) / unit.
+
+        `unit` is a positive number. None if the function has no such form.
+        """
         return None
 
     def __rshift__(self, other: Any) -> "ScoreFunction":
@@ -91,7 +99,7 @@ class ScoreFunction:
 
 @pytree_dataclass
 class Then(ScoreFunction):
-    """`first`, then `second`."""
+    """The composition of two score functions: `first`, then `second`."""
 
     first: ScoreFunction
     second: ScoreFunction
@@ -106,21 +114,22 @@ class Then(ScoreFunction):
 
 
 def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
-    """The score functions of a chain, first applied first."""
+    """Returns the score functions of a chain as a list, the first to apply first."""
     if isinstance(score, Then):
         return in_order(score.first) + in_order(score.second)
     return [] if score is None else [score]
 
 
 ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | HoldsTree | None
-"""What `score` takes: see `as_score`."""
+"""Values accepted as `score`; see `as_score`."""
 
 
 def as_score(value: Any) -> Any:
-    """A score function as it is, a function as `Score`; None as it is; of what a module keeps of
-    its score function (`layer.score`) that function.
+    """Converts a value to a score function.
 
-    Raises TypeError for anything else.
+    Score functions and None are returned unchanged; a function becomes a `Score`. The state in
+    which a module holds its score function (`layer.score`) gives that function. Raises TypeError
+    for anything else.
     """
     if not isinstance(value, ScoreFunction | types.FunctionType | None):
         value = held_by_module(value)
@@ -132,7 +141,7 @@ def as_score(value: Any) -> Any:
 
 
 def _meant(value: Any) -> str:
-    """What came in place of a score function, with what to write."""
+    """Describes a value passed in place of a score function, with what to write instead."""
     if isinstance(value, type) and issubclass(value, ScoreFunction):
         return f"the class {value.__name__}; write scores.{value.__name__}(...)"
     kind = type(value).__name__
@@ -148,7 +157,7 @@ def _like(value: Any, score: Scores) -> Any:
 
 
 def _divided(value: Any, unit: float) -> Any:
-    """A parameter divided by a number, in the dtype of sums."""
+    """Returns a parameter divided by a number, in the dtype of sums."""
     if is_static(value):
         return float(number(value)) / unit
     return value.astype(accumulation(value.dtype)) / unit
@@ -156,9 +165,9 @@ def _divided(value: Any, unit: float) -> Any:
 
 @pytree_dataclass
 class SoftCap(ScoreFunction):
-    """cap × tanh(score / cap): keeps scores within ±cap (Gemma 2, 2024).
+    """Caps scores smoothly: cap × tanh(score / cap) lies within ±cap (Gemma 2, 2024).
 
-    `cap` is a scalar, or `[N]`: one for each head.
+    `cap` is a scalar, or `[N]` with one cap for each head.
     """
 
     cap: Any
@@ -167,13 +176,13 @@ class SoftCap(ScoreFunction):
         check_number("SoftCap: cap", self.cap, positive=True, per_head=True)
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """A scalar, or one for each head."""
+        """The letters of `cap`: a scalar, or one for each head."""
         return {"cap": letters_by_head(self.cap)}
 
     def evaluate(self, score, b, h, rows, columns):
         cap = _like(self.cap, score)
         if is_static(cap):
-            # Rounded to the dtype of scores a cap may be 0 or infinite, which mean something else.
+            # Rounding to the dtype of scores must not make the cap 0 or infinite.
             limits = jnp.finfo(score.dtype)
             if cap > float(limits.max):
                 return score
@@ -187,9 +196,9 @@ class SoftCap(ScoreFunction):
 
 @pytree_dataclass
 class Temperature(ScoreFunction):
-    """score / t: above 1 flattens the softmax, below 1 sharpens it.
+    """Divides scores by t: above 1 flattens the softmax, below 1 sharpens it.
 
-    `t` is a scalar, or `[N]`: one for each head.
+    `t` is a scalar, or `[N]` with one temperature for each head.
     """
 
     t: Any
@@ -198,7 +207,7 @@ class Temperature(ScoreFunction):
         check_number("Temperature: t", self.t, positive=True, per_head=True)
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """A scalar, or one for each head."""
+        """The letters of `t`: a scalar, or one for each head."""
         return {"t": letters_by_head(self.t)}
 
     def evaluate(self, score, b, h, rows, columns):
@@ -206,10 +215,10 @@ class Temperature(ScoreFunction):
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
-    """The slopes of Press et al. 2022: 2^(−8 n / N) for n = 1..N, float32 `[N]`.
+    """Returns the slopes of Press et al. 2022: 2^(−8 n / N) for n = 1..N, float32 `[N]`.
 
-    For N that is no power of two, the slopes of the power below, then every other one of the power
-    above, as in the paper's code.
+    If N is not a power of two, the slopes of the next lower power are followed by every other slope
+    of the next higher power, as in the paper's code.
     """
     check_size("num_heads", num_heads)
     power = 2 ** int(math.log2(num_heads))
@@ -219,19 +228,20 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
 
 
 def apart(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
-    """|q − kv| of the positions of two spans."""
+    """Computes |q − kv| of the positions of two spans."""
     q, kv = rows.positions[:, None], columns.positions[None, :]
     if rows.consecutive and columns.consecutive:
         return jnp.abs((q - kv).astype(dtype))
     distance = jnp.maximum(q, kv) - jnp.minimum(q, kv)
-    # Positions have 32 bits, their distance has 33: the highest is what makes it negative.
+    # Positions have 32 bits, their distance has 33: an overflow makes it negative.
     lost = jnp.where(distance < 0, jnp.asarray(2.0**32, dtype), 0)
     return distance.astype(dtype) + lost
 
 
 @pytree_dataclass
 class Alibi(ScoreFunction):
-    """score − slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`."""
+    """Subtracts slope[h] × |q − kv| from scores, by position (Press et al. 2022). `slopes` is
+    `[N]`."""
 
     slopes: Any = array_field("N")
 
@@ -252,40 +262,40 @@ class Alibi(ScoreFunction):
 def relative_bucket(
     distance: Int[Array, "..."], buckets: int, *, bidirectional: bool, max_distance: int
 ) -> Int[Array, "..."]:
-    """The T5 bucket of kv − q: exact near zero, logarithmic up to `max_distance`.
+    """Returns the T5 bucket of kv − q: exact near zero, logarithmic up to `max_distance`.
 
-    Raffel et al. 2020, section 2.1. Half of the buckets are for each direction when bidirectional;
+    Raffel et al. 2020, section 2.1. If bidirectional, each direction has half of the buckets;
     otherwise all keys after the query share the first bucket.
     """
     check_array("distance", distance, "[...]", "integer")
     check_flag("bidirectional", bidirectional)
     check_size("max_distance", max_distance)
     check_size("buckets", buckets)
-    after = jnp.zeros_like(distance)
+    offset = jnp.zeros_like(distance)
     if bidirectional:
         buckets //= 2
-        after = buckets * (distance > 0).astype(distance.dtype)
+        offset = buckets * (distance > 0).astype(distance.dtype)
         distance = jnp.abs(distance)
     else:
         distance = -jnp.minimum(distance, 0)
     exact = buckets // 2
-    growth = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / max(exact, 1))
-    steps = growth / math.log(max_distance / max(exact, 1)) * (buckets - exact)
+    log_ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / max(exact, 1))
+    steps = log_ratio / math.log(max_distance / max(exact, 1)) * (buckets - exact)
     far = jnp.minimum(exact + steps.astype(distance.dtype), buckets - 1)
-    return after + jnp.where(distance < exact, distance, far)
+    return offset + jnp.where(distance < exact, distance, far)
 
 
 def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
-    """kv − q, held within ±(2³¹ − 1)."""
+    """Computes kv − q, clamped to ±(2³¹ − 1)."""
     difference, most = kv - q, jnp.iinfo(kv.dtype).max
-    after = jnp.where(difference > 0, difference, most)
-    before = jnp.where(difference < 0, jnp.maximum(difference, -most), -most)
-    return jnp.where(kv == q, 0, jnp.where(kv > q, after, before))
+    positive = jnp.where(difference > 0, difference, most)
+    negative = jnp.where(difference < 0, jnp.maximum(difference, -most), -most)
+    return jnp.where(kv == q, 0, jnp.where(kv > q, positive, negative))
 
 
 @pytree_dataclass
 class RelativeBias(ScoreFunction):
-    """score + table[bucket(kv − q), h], by position: T5's learned relative bias.
+    """Adds table[bucket(kv − q), h] to scores, by position: T5's learned relative bias.
 
     `table` is `[buckets, N]`; see `relative_bucket` for `bidirectional` and `max_distance`.
     """
@@ -310,7 +320,7 @@ class RelativeBias(ScoreFunction):
             )
 
     def bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
-        """That of each distance kv − q."""
+        """Returns the bucket of each distance kv − q."""
         return relative_bucket(
             distance,
             self.table.shape[0],
@@ -326,19 +336,25 @@ class RelativeBias(ScoreFunction):
         return score + table[self.bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:
-        """One value for each diagonal, or one for all: reading the table for each score is slow."""
+        """Adds one value per diagonal, or one to all, because a table lookup for each score is
+        slow."""
         distance = kv[0] - q[-1] + jnp.arange(sum(score.shape) - 1, dtype=kv.dtype)
         bucket = self.bucket(distance)
         values = table[bucket]
-        # Buckets only change outwards from distance 0, so equal ends have nothing between them.
-        alone = bucket[0] == bucket[-1]
-        near = lambda score, values: score + _toeplitz(values, *score.shape)  # noqa: E731
-        return jax.lax.cond(alone, lambda score, values: score + values[0], near, score, values)
+        # Buckets are monotonic on each side of distance 0: if both ends are equal, all are.
+        is_one_bucket = bucket[0] == bucket[-1]
+        add_diagonals = lambda score, values: score + _toeplitz(values, *score.shape)  # noqa: E731
+        return jax.lax.cond(
+            is_one_bucket, lambda score, values: score + values[0], add_diagonals, score, values
+        )
 
 
 def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
-    """`[t, s]` with values[j - i + t - 1] at (i, j): rows of a cycle that is one longer than they
-    are each start one earlier. Slices and reshapes alone, also in the derivative."""
+    """Returns `[t, s]` with values[j - i + t - 1] at (i, j).
+
+    The values, padded by one, repeat as a cycle; rows one shorter than the cycle each start one
+    element earlier. This needs only slices and reshapes, also in the derivative.
+    """
     cycle = jnp.pad(values, (0, 1))
     rows = jnp.broadcast_to(cycle, (t, t + s)).reshape(-1)[: t * (t + s - 1)]
     return rows.reshape(t, t + s - 1)[:, t - 1 :]
@@ -346,7 +362,7 @@ def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
 
 @pytree_dataclass
 class Bias(ScoreFunction):
-    """score + array, by place. `array` has full rank `[*B, N, T, S]`; axes of size 1 broadcast."""
+    """Adds an array to scores, by place: full rank `[*B, N, T, S]`; axes of size 1 broadcast."""
 
     array: Any = array_field("*#B #N #T #S")
 
@@ -359,11 +375,12 @@ class Bias(ScoreFunction):
 
 @pytree_dataclass
 class Score(ScoreFunction):
-    """Any function: `fn(score, b, h, q_idx, kv_idx, *operands)`, on scalars, as in FlexAttention.
+    """A score function given by a function of scalars, as in FlexAttention.
 
-    Positions are what the function sees; `b` counts batch rows row-major. Operands are passed whole
-    and may be indexed; the float ones are differentiable parameters. A call computes with what the
-    function reads at the time of the call, see `masks.Predicate`.
+    `fn(score, b, h, q_idx, kv_idx, *operands)` returns the new score. It sees positions; `b` counts
+    batch rows row-major. Operands are passed whole and may be indexed; the float ones are
+    differentiable parameters. Each call of attention uses the current values of whatever the
+    function reads, see `masks.Predicate`.
     """
 
     fn: Callable[..., Any] = static_field()
@@ -379,11 +396,11 @@ class Score(ScoreFunction):
         object.__setattr__(self, "operands", operands)
 
     def check(self, dtype: Any) -> None:
-        """Raises TypeError unless the function returns a float scalar, of a score of a dtype."""
+        """Raises TypeError unless the function maps a score of this dtype to a float scalar."""
         jax.eval_shape(unseen(self._scalar), *_examples(dtype))
 
     def lasting(self, dtype: Any) -> "Score":
-        """The same function of scores of a dtype, which does not change: see `functions.programs`.
+        """The same function for scores of a dtype, which cannot change: see `functions.programs`.
 
         Raises:
             TypeError: the function does not return a float scalar.
@@ -392,13 +409,13 @@ class Score(ScoreFunction):
             return self
         wide = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
         with explained("Score", self.fn):
-            own = without_named_axes("Score", self.fn, *_examples(dtype), *wide)
-        if own is not self.fn:
-            return Score(own, *self.operands).lasting(dtype)
+            unnamed = without_named_axes("Score", self.fn, *_examples(dtype), *wide)
+        if unnamed is not self.fn:
+            return Score(unnamed, *self.operands).lasting(dtype)
         name, n = function_name(self.fn), len(wide)
-        fn, more = program_of(name, self.fn, self._scalar, wide, *_examples(dtype))
-        changed = object.__new__(Score)  # of a function that is known to take these arguments
-        changed._set(fn, (*self.operands, *more[n:]))
+        fn, operands = program_of(name, self.fn, self._scalar, wide, *_examples(dtype))
+        changed = object.__new__(Score)  # the arguments of the function were already checked
+        changed._set(fn, (*self.operands, *operands[n:]))
         return changed
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
@@ -414,12 +431,14 @@ class Score(ScoreFunction):
 
 
 def _in_dtype(x: Any, dtype: Any) -> Any:
-    """Floats as they are when scores are computed, see `spec.prepare`."""
+    """Casts a float array to the dtype of scores, as `Call.prepared` does; returns other values
+    unchanged."""
     is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(dtype) if is_float else x
 
 
 @functools.cache
 def _examples(dtype: Any) -> tuple[Any, ...]:
-    """A score of a dtype, a batch row, a head, a query and a key."""
+    """Returns abstract arguments of a score function: a score of a dtype, a batch row, a head, a
+    query and a key."""
     return tuple(jax.ShapeDtypeStruct((), x) for x in (dtype, *[jnp.int32] * 4))

@@ -3,12 +3,12 @@
 One part of the keys contributes to a row of queries a maximum m (at least the lowest finite
 number), a total l = Σ exp(s − m) and a weighted sum a = Σ exp(s − m) v. Two parts combine into one
 of the same form (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), in any
-order and grouping; the part without keys, l = 0, is the identity. Normalised parts travel as
-`(out, lse)`, with out = a / l and lse = m + log l, which `merge` puts together.
+order and grouping; the part without keys, l = 0, is the identity. Normalised parts are passed as
+`(out, lse)`, with out = a / l and lse = m + log l, which `merge` combines.
 
 The maximum only shifts: results do not depend on it, so no gradient flows through it. A backward
-pass is given m and log l as two numbers, a `Normalizer`: at large logits their sum has no digits
-left for log l, and all weights of a row would be off by one factor.
+pass receives m and log l as two numbers, a `Normalizer`: at large logits their sum has no digits
+left for log l, and all weights of a row would be wrong by one factor.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jattn.functions.integers import is_known
 
 
 class Partial(NamedTuple):
-    """What some of the keys contribute to a row of queries."""
+    """The contribution of some of the keys to a row of queries."""
 
     maximum: Float[Array, " t"]
     total: Float[Array, " t"]
@@ -36,7 +36,7 @@ class Partial(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """What makes weights of the scores of a row: exp((score − maximum) − log_total).
+    """The softmax normalizer of each row: its weights are exp((score − maximum) − log_total).
 
     A row without keys has maximum −inf, a row that attends to NaN has maximum NaN; log_total is 0
     in both.
@@ -51,23 +51,24 @@ class Normalizer(NamedTuple):
         return self.maximum + self.log_total
 
     def finite(self) -> "Normalizer":
-        """The normalizer with a maximum of 0 in place of −inf, as derivatives read it."""
+        """Returns the normalizer with a maximum of 0 in place of −inf, for derivatives."""
         return self._replace(maximum=jnp.where(self.maximum == -jnp.inf, 0, self.maximum))
 
 
 def _lowest(dtype: Any) -> float:
-    """A shift under which a row without keys stays 0 instead of −inf − (−inf)."""
+    """Returns a shift with which a row without keys stays 0 instead of −inf − (−inf)."""
     return float(jnp.finfo(dtype).min)
 
 
 def rounded(scores: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The scores, so that no compiler contracts their last product with what is subtracted.
+    """Returns the scores such that no compiler fuses their last product with a following
+    subtraction.
 
-    Compilers make one operation, without rounding in between, of a product and a difference. The
-    maximum of a row is a rounded number, though: at large logits the largest score minus the
+    Compilers fuse a product and a difference into one operation without intermediate rounding. The
+    maximum of a row, however, is a rounded number: at large logits the largest score minus the
     maximum would be up to half a unit in the last place instead of 0, and its exponential 0 or
-    infinite. A selection stays between product and difference on every platform. XLA for CPUs drops
-    barriers before it fuses, and LLVM drops `reduce_precision` to the digits that a number has.
+    infinite. A selection separates product and difference on every platform. XLA for CPUs drops
+    barriers before it fuses, and LLVM drops a `reduce_precision` to the number's own digits.
     """
     return jnp.where(jnp.isnan(scores), jnp.nan, scores)
 
@@ -75,17 +76,17 @@ def rounded(scores: Float[Array, "..."]) -> Float[Array, "..."]:
 def weights(
     scores: Scores, maximum: Float[Array, " t"], log_total: Float[Array, " t"], masked: bool = True
 ) -> Float[Array, "t s"]:
-    """The weights of a tile whose rows' normalizers are known; `maximum` is not −inf.
+    """Computes the weights of a tile from the normalizers of its rows; `maximum` must not be −inf.
 
-    In a row that is NaN what is masked has weight 0 all the same; `masked=False` is for tiles in
-    which nothing is.
+    Masked pairs have weight 0 even in a row that is NaN. `masked=False` is for tiles in which
+    nothing is masked.
     """
-    found = jnp.exp((scores - maximum[:, None]) - log_total[:, None])
-    return jnp.where(scores == -jnp.inf, 0, found) if masked else found
+    unmasked = jnp.exp((scores - maximum[:, None]) - log_total[:, None])
+    return jnp.where(scores == -jnp.inf, 0, unmasked) if masked else unmasked
 
 
 def empty(rows: int, width: int, dtype: Any) -> Partial:
-    """The identity: the contribution of no keys."""
+    """Returns the identity: the contribution of no keys."""
     return Partial(
         jnp.full((rows,), _lowest(dtype), dtype),
         jnp.zeros((rows,), dtype),
@@ -98,11 +99,12 @@ def of(
     weigh: Callable[[Float[Array, "t s"]], Float[Array, "t V"]],
     differentiable: bool = True,
 ) -> Partial:
-    """The contribution of the keys behind `scores` [t, s]; `weigh` multiplies weights with values.
+    """Computes the contribution of the keys with `scores` [t, s]; `weigh` multiplies weights by
+    values.
 
-    A score of −inf is a masked key: its weight is exp(−inf), exactly 0. Derivatives need that also
-    in rows that hold NaN; where none is taken, leaving it out lets XLA fuse maximum, exponential
-    and sum with the products around them.
+    A score of −inf is a masked key: its weight is exp(−inf), exactly 0. Derivatives need this even
+    in rows that hold NaN, hence the selection if `differentiable`; without it XLA fuses maximum,
+    exponential and sum with the products around them.
     """
     maximum = jnp.max(jax.lax.stop_gradient(scores), axis=-1, initial=_lowest(scores.dtype))
     if differentiable:
@@ -112,7 +114,7 @@ def of(
 
 
 def combine(a: Partial, b: Partial) -> Partial:
-    """Both contributions as one. Associative and commutative, with `empty` as identity."""
+    """Combines two contributions. Associative and commutative, with `empty` as identity."""
     maximum = jnp.maximum(a.maximum, b.maximum)
     scale_a, scale_b = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
     return Partial(
@@ -123,15 +125,15 @@ def combine(a: Partial, b: Partial) -> Partial:
 
 
 def denominator(partial: Partial) -> Float[Array, " t"]:
-    """What weights and their sum of values are divided by: 1 for a row without keys, or with NaN,
-    which in a quotient would reach also the keys that are masked for it."""
+    """Returns the total, or 1 for a row without keys or with NaN: in the quotient NaN would also
+    reach the keys that are masked for the row."""
     return jnp.where((partial.total == 0) | jnp.isnan(partial.total), 1, partial.total)
 
 
 def finish(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
-    """The output of a row and its normalizer; without keys 0 and −inf.
+    """Returns the output of a row and its normalizer; 0 and −inf without keys.
 
-    A row that attends to NaN is NaN by selection, which cuts its cotangent.
+    A row that attends to NaN is set to NaN by selection, which cuts its cotangent.
     """
     broken, total = jnp.isnan(partial.total), denominator(partial)
     out = jnp.where(broken[:, None], jnp.nan, partial.weighted / total[:, None])
@@ -140,8 +142,10 @@ def finish(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
 
 
 def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
-    """`finish` for where no derivative is taken: nothing stands between sum and quotient, so that
-    XLA fuses them with the product."""
+    """Computes the results of `finish` where no derivative is taken.
+
+    Nothing stands between sum and quotient, so that XLA fuses them with the product.
+    """
     total = jnp.maximum(partial.total, jnp.finfo(partial.total.dtype).tiny)
     dead = partial.total == 0
     maximum = jnp.where(dead, -jnp.inf, partial.maximum)
@@ -150,15 +154,17 @@ def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
 
 
 def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
-    """The greatest magnitude, in the dtype of sums; NaN if a value is NaN. No derivative flows
-    through it."""
+    """Returns the greatest magnitude, in the dtype of sums; NaN if a value is NaN. No derivative
+    flows through it."""
     most = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), initial=0)
     return most.astype(accumulation(values.dtype))
 
 
 def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
-    """What to multiply values with so that a sum of so many does not overflow: a power of two, and
-    1 where it does not anyhow."""
+    """Returns a factor for values with which a sum of this number of terms cannot overflow.
+
+    A power of two; 1 if the sum cannot overflow without it.
+    """
     terms = max(1, terms) if isinstance(terms, int) else 2**31  # a symbol is any number
     limit = float(jnp.finfo(greatest.dtype).max) / (2 * terms)
     factor = 2.0 ** -math.ceil(math.log2(2 * terms))
@@ -166,8 +172,10 @@ def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
 
 
 def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, Normalizer]:
-    """P normalised parts of the keys, `[P, ...]` each, as one. With maxima and logs apart, shares
-    are exact at any logits."""
+    """Merges P normalised parts of the keys, `[P, ...]` each.
+
+    With maxima and logs kept separate, the shares are exact at any logits.
+    """
     if len(out) == 1:
         return out[0], Normalizer(*(x[0] for x in normalizer))
     top = jnp.max(normalizer.maximum, axis=0, keepdims=True)
@@ -180,7 +188,7 @@ def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, No
 
 
 def join_pair(a: tuple[Array, Normalizer], b: tuple[Array, Normalizer]) -> tuple[Array, Normalizer]:
-    """As `join` for two parts, `(out [..., V], normalizer [...])` each, which are not stacked."""
+    """Merges two parts like `join`, but unstacked: `(out [..., V], normalizer [...])` each."""
     top = jnp.maximum(a[1].maximum, b[1].maximum)
     shift = jnp.where(top == -jnp.inf, 0, top)
     shares = [jnp.exp((x.maximum - shift) + x.log_total) for _, x in (a, b)]
@@ -207,9 +215,9 @@ def _check_part(name: str, out: Any, lse: Any) -> None:
 def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     """Attention over all keys from attention over disjoint parts of them.
 
-    Each part is `(out [*B, T, N, V], lse [*B, N, T])`, as `attention(..., return_lse=True)`
-    gives it. A part without keys, `(0, −inf)`, changes nothing. Differentiable in all inputs.
-    The results have the dtypes of the first part; sums run in float32, or float64 if any is.
+    Each part is `(out [*B, T, N, V], lse [*B, N, T])`, as `attention(..., return_lse=True)` returns
+    it. A part without keys, `(0, −inf)`, changes nothing. Differentiable in all inputs. The results
+    have the dtypes of the first part; sums run in float32, or in float64 if any input is float64.
 
     Raises ValueError for no parts or parts whose shapes do not fit together.
     """
@@ -226,7 +234,7 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
                 f"merge: part {place} has out {list(out.shape)}, "
                 f"part 0 has {list(parts[0][0].shape)}"
             )
-    with jax.disable_jit(False):  # it makes NaN, and −inf, before it selects
+    with jax.disable_jit(False):  # NaN and −inf arise before the selection: compile them away
         return _merged(parts)
 
 
@@ -241,12 +249,12 @@ def _merged(parts: tuple[tuple[Output, LogSumExp], ...]) -> tuple[Output, LogSum
     dead = total == 0
     total = jnp.where(dead, 1, total)
     shares = [jnp.swapaxes(w / total, -1, -2)[..., None] for w in weights]  # [*B, T, N, 1]
-    first, *others = (
+    first, *rest = (
         share * out.astype(share.dtype) for share, (out, _) in zip(shares, parts, strict=True)
     )
     merged = jnp.where(dead, -jnp.inf, top + jnp.log(total))
     out, lse = parts[0]
-    return sum(others, start=first).astype(out.dtype), merged.astype(lse.dtype)
+    return sum(rest, start=first).astype(out.dtype), merged.astype(lse.dtype)
 
 
 @may_be_minus_infinity(1)
@@ -255,12 +263,11 @@ def with_sink(
 ) -> tuple[Output, LogSumExp]:
     """Adds to each head's softmax a learned logit without a value ("attention sink").
 
-    The weights of a row then sum to less than one: out × σ(lse − sink) and
-    lse = log(exp lse + exp sink). `sink` is `[N]`, or a number for all heads, in the units of the
-    scores after scaling; −inf leaves everything as it is. After gpt-oss (2025); Xiao et al. 2023
-    show the need.
+    The weights of a row then sum to less than one: out × σ(lse − sink) and lse = log(exp lse + exp
+    sink). `sink` is `[N]`, or a number for all heads, in the units of the scores after scaling;
+    −inf changes nothing. After gpt-oss (2025); Xiao et al. 2023 show the need.
 
-    Raises TypeError and ValueError for what does not fit, and for known sinks of NaN or +inf.
+    Raises TypeError and ValueError for inputs that do not fit, and for known sinks of NaN or +inf.
     """
     _check_part("with_sink", out, lse)
     by_head = sink_by_head("with_sink: sink", sink, out.shape[-2]).astype(lse.dtype)
@@ -269,9 +276,9 @@ def with_sink(
 
 
 def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
-    """A sink as one logit for each head.
+    """Returns a sink as one logit for each head.
 
-    Raises TypeError and ValueError for what is none.
+    Raises TypeError and ValueError for anything that is not a sink.
     """
     is_number = isinstance(sink, int | float) and not hasattr(sink, "dtype")
     if not is_number:
@@ -290,8 +297,8 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
 def with_sink_in_weights(
     weights: Float[Array, "*B N T S"], lse: LogSumExp, sink: Float[Array, " N"]
 ) -> Float[Array, "*B N T S"]:
-    """Weights that sum to less than 1, of those without the sink and the log of their
-    denominator."""
+    """Rescales weights without the sink, whose log-sum-exp is `lse`, so that a row sums to less
+    than 1."""
     nothing = jnp.zeros((*jnp.swapaxes(lse, -1, -2).shape, 0), lse.dtype)
     _, total = with_sink(nothing, lse, sink)
     dead = lse == -jnp.inf

@@ -1,4 +1,5 @@
-"""What is to be computed (`Spec`), of which sizes (`Shapes`), and how it is cut (`Tiling`)."""
+"""The configuration of a call: what is computed (`Spec`), its sizes (`Shapes`), its tiles
+(`Tiling`)."""
 
 import dataclasses
 import math
@@ -22,23 +23,28 @@ from jattn.masks import Full, Mask
 from jattn.scores import ScoreFunction
 
 
-Shaped = Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
+Shaped = Array | jax.ShapeDtypeStruct  # any value with a shape and a dtype
 
 
 class PairScore(Protocol):
-    """What makes a score of a query and a key in place of their product: a pytree whose float
-    arrays are differentiable."""
+    """A score of a query and a key in place of their product: a pytree whose float arrays are
+    differentiable."""
 
     def products(self, query: Array, key: Array) -> Array:
-        """`[t, s]` of queries `[t, H]` and keys `[s, H]`, in the dtype of sums. What is not finite
-        makes its row or column NaN, and has no part in gradients."""
+        """Computes `[t, s]` from queries `[t, H]` and keys `[s, H]`, in the dtype of sums.
+
+        A non-finite query or key makes its row or column NaN, and does not contribute to gradients.
+        """
         ...
 
 
 @pytree_dataclass
 class Origin:
-    """Where in a larger call a piece of it lies: its first batch row and head, and the places of
-    its queries and keys; None where these are all there are. Dropout decides by it."""
+    """The place of a piece in a larger call, on which dropout depends.
+
+    It holds the first batch row and head of the piece, and the places of its queries and keys; None
+    where the piece has all of them.
+    """
 
     b: Any
     h: Any
@@ -48,11 +54,11 @@ class Origin:
 
 @pytree_dataclass
 class Spec:
-    """What attention computes: everything but query, key and value. One head's formula is
+    """The computation of attention: everything but query, key and value. One head's formula is
 
     dropout(softmax(mask(score(q kᵀ × scale)))) v
 
-    with the products of `pair` in place of q kᵀ where it is given.
+    with the products of `pair` in place of q kᵀ if it is given.
     """
 
     mask: Mask
@@ -63,19 +69,19 @@ class Spec:
     dropout_key: Any = None
     dropout_rate: float = static_field(default=0.0)
     precision: Any = static_field(default=None)
-    lse: bool = static_field(default=False)  # whether the log of the denominator is asked for too
+    lse: bool = static_field(default=False)  # whether the call returns the lse too
     pair: Any = None  # a PairScore
-    origin: Origin | None = None  # None: the call is no piece of another
-    # Whether softmax runs over more keys than these: the backward pass goes by the normalizer.
+    origin: Origin | None = None  # None: the call is not a piece of a larger one
+    # Whether softmax runs over more keys than these: the backward pass then uses the normalizer.
     partial: bool = static_field(default=False)
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """A scale is one number, or one for each head."""
+        """The letters of the scale: one number, or one for each head."""
         return {"scale": letters_by_head(self.scale)}
 
 
 class Tiling(NamedTuple):
-    """How an implementation cuts queries and keys: the sizes of a tile."""
+    """The sizes of a tile: how an implementation cuts queries and keys."""
 
     block_q: int
     block_kv: int
@@ -95,7 +101,7 @@ class Shapes(NamedTuple):
 
     @classmethod
     def of(cls, query: Shaped, value: Shaped) -> "Shapes":
-        """Of `[B, T, N, H]` and `[B, S, K, V]`."""
+        """The sizes of a call with `query [B, T, N, H]` and `value [B, S, K, V]`."""
         (B, T, N, H), (_, S, K, V) = query.shape, value.shape
         return cls((B,), T, S, N, K, H, V, query.dtype)
 
@@ -106,22 +112,22 @@ class Shapes(NamedTuple):
 
     @property
     def cuttable(self) -> bool:
-        """Whether T and S are numbers. They are symbols in a program that is exported for any."""
+        """Whether T and S are numbers; they are symbols in a program exported for any size."""
         return isinstance(self.T, int) and isinstance(self.S, int)
 
     @property
     def G(self) -> int:
-        """Query heads for each key/value head."""
+        """The number of query heads for each key/value head."""
         return self.N // self.K
 
 
 def has_mask(spec: Spec) -> bool:
-    """Whether anything is masked at all."""
+    """Returns whether anything may be masked."""
     return not isinstance(spec.mask, Full)
 
 
 def _learned(spec: Spec) -> tuple[Any, Any, Any]:
-    """The parts of a spec whose float arrays are differentiable."""
+    """Returns the parts of a spec whose float arrays are differentiable."""
     return spec.score, spec.scale, spec.pair
 
 
@@ -134,20 +140,20 @@ def _is_param(leaf: Any) -> bool:
 
 
 def parameters(spec: Spec) -> list[Any]:
-    """The differentiable arrays of a spec: the float ones of its score function, its scale where
-    that is an array, and those of its pair score."""
+    """Returns the differentiable arrays of a spec: the float arrays of its score function, its
+    scale if that is an array, and the float arrays of its pair score."""
     return [leaf for leaf in jax.tree.leaves(_learned(spec)) if _is_param(leaf)]
 
 
 def parameter_letters(spec: Spec) -> list[str]:
-    """Along which letters each of `parameters` runs."""
+    """Returns the letters of the axes of each of `parameters`."""
     letters = jax.tree.leaves(_learned(axis_names(spec)))
     leaves = jax.tree.leaves(_learned(spec))
     return [x for x, leaf in zip(letters, leaves, strict=True) if _is_param(leaf)]
 
 
 def with_parameters(spec: Spec, values: list[Any]) -> Spec:
-    """The spec with other values for `parameters`."""
+    """Returns the spec with other values for `parameters`."""
     leaves, treedef = jax.tree.flatten(_learned(spec))
     new = iter(values)
     replaced = [next(new) if _is_param(x) else x for x in leaves]
@@ -155,10 +161,11 @@ def with_parameters(spec: Spec, values: list[Any]) -> Spec:
 
 
 def scaled(spec: Spec, query: Array) -> tuple[Spec, Array, float]:
-    """A spec without the scale, queries times the scale, and the factor to their gradient.
+    """Returns a spec without the scale, the queries times the scale, and the factor for their
+    gradient.
 
-    A pass over the queries instead of one over the scores, where that rounds no more. A scale that
-    is an array stays, as a parameter.
+    This takes one pass over the queries instead of one over the scores. It is done only where it
+    does not round more. A scale that is an array stays in the spec, as a parameter.
     """
     if query.dtype != accumulation(query.dtype) or not is_static(spec.scale):
         return spec, query, 1.0

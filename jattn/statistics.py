@@ -1,7 +1,7 @@
-"""What the weights of attention look like, in numbers: without the T × S matrix.
+"""Statistics of attention weights, computed without the T × S matrix.
 
-`statistics` reduces each row of weights to a few numbers, `top_weights` to its greatest. Both go
-over the tiles of the scores twice, the first time for the denominators of the softmax.
+`statistics` reduces each row of weights to a few numbers, `top_weights` to its greatest weights.
+Both go over the tiles of the scores twice, the first time for the denominators of the softmax.
 """
 
 import dataclasses
@@ -26,13 +26,14 @@ from jattn.spec import Shapes
 
 
 class Statistics(NamedTuple):
-    """Numbers about the weights of each query and head, and of each key.
+    """Statistics of the weights of each query and head, and of each key.
 
-    entropy: −Σ w log w, `[*B, N, T]`, natural; 0 for one key, log S for S equal ones.
+    entropy: −Σ w log w, `[*B, N, T]`, natural; 0 for one key, log S for S equal weights.
     greatest: the greatest weight, `[*B, N, T]`.
-    place: where that is, int32 `[*B, N, T]`, the first of several; −1 without keys.
+    place: the place of the greatest weight, int32 `[*B, N, T]`, the first of several; −1 without
+        keys.
     distance: Σ w |q − kv| by position, `[*B, N, T]`.
-    on_keys: the sum of the weights on the `keys` that were asked for, `[*B, N, T]`, or None.
+    on_keys: the sum of the weights on the requested `keys`, `[*B, N, T]`, or None.
     above: the sum of the weights that are above the `threshold`, `[*B, N, T]`, or None.
     received: the sum over queries of the weights on each key, `[*B, N, S]`.
 
@@ -58,21 +59,22 @@ def statistics(
     threshold: float | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Statistics:
-    """Entropy, greatest weight, expected distance and more of the weights of attention.
+    """Returns entropy, greatest weight, expected distance and more of the weights of attention.
 
     Args:
         query: `[*B, T, N, H]`.
         key: `[*B, S, K, H]`.
-        keys: which keys to add up the weights of: bool `[*B, S]`, such as `jnp.arange(S) == 0` for
-            the first token, or a mask, such as `masks.Segments(ids)` for each query's own segment.
-        threshold: in [0, 1): weights above it are added up.
+        keys: the keys whose weights `on_keys` sums: bool `[*B, S]`, such as `jnp.arange(S) == 0`
+            for the first token, or a mask, such as `masks.Segments(ids)` for each query's own
+            segment.
+        threshold: in [0, 1): `above` sums the weights above it.
         options: as in `attention`.
 
     Returns:
         `Statistics` of the weights before any dropout. Memory is linear in T and S, forward and
-        backward. For a query whose keys are all masked everything is 0.
+        backward. For a query whose keys are all masked every statistic is 0.
 
-    Raises what `attention_weights` raises.
+    Raises the errors of `attention_weights`.
     """
     call = make(query, key, **options)
     if threshold is not None:
@@ -91,16 +93,16 @@ def statistics(
 def top_weights(
     query: Queries, key: Keys, n: int, **options: Unpack[ScoreOptions]
 ) -> tuple[Float[Array, "*B N T n"], Int[Array, "*B N T n"]]:
-    """The n greatest weights of each query and head, and the places of their keys.
+    """Returns the n greatest weights of each query and head, and the places of their keys.
 
     `query [*B, T, N, H]`, `key [*B, S, K, H]`, n at most S; options as in `attention`.
 
     Returns:
-        Weights `[*B, N, T, n]` in float32 (float64), greatest first, and places int32
-        `[*B, N, T, n]`; where fewer keys are attended, weights 0 at place −1. Equal weights are in
-        no order. Memory grows with T × n, never T × S. Constants: no derivative is taken of them.
+        Weights `[*B, N, T, n]` in float32 (float64), greatest first, and places int32 `[*B, N, T,
+        n]`; if fewer keys are attended, weights 0 at place −1. Equal weights are in no particular
+        order. Memory grows with T × n, never T × S. Both are constants without derivatives.
 
-    Raises what `attention_weights` raises, TypeError and ValueError for n.
+    Raises the errors of `attention_weights`, TypeError and ValueError for n.
     """
     call = make(query, key, **options)
     _check_cuttable("top_weights", call.shapes)
@@ -120,7 +122,7 @@ def _check_cuttable(name: str, shapes: Shapes) -> None:
 
 
 def _on_keys(keys: Any, call: Call) -> Call | None:
-    """The keys that are asked for, as the mask of a call of its own."""
+    """Returns the requested keys as the mask of a separate call."""
     if keys is None:
         return None
     spec, shapes = call.spec, call.shapes
@@ -141,12 +143,13 @@ def _constant(x: Any) -> Any:
 def _cuts(
     _: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
 ) -> Statistics:
-    """How results are cut where that is part of types: as queries are, but `received` as keys."""
+    """Returns how the results are sharded if types say so: like the queries, but `received` like
+    the keys."""
     cuts = Cuts.of(query)
     row: Any = cuts.by_head
     received: Any = joined((*cuts.batch, cuts.N), cuts_of(key)[-3:-2])
-    found = Statistics(*[row] * 6, received=received)
-    return found._replace(on_keys=on_keys and row, above=None if threshold is None else row)
+    sharded = Statistics(*[row] * 6, received=received)
+    return sharded._replace(on_keys=on_keys and row, above=None if threshold is None else row)
 
 
 def _cuts_of_top(_: Call, query: Array, *__: Any, **___: Any) -> Any:
@@ -168,20 +171,20 @@ def _statistics(
     return jax.tree.map(call.shaped, Statistics(**rows._asdict(), received=received))
 
 
-def _of_no_pairs(asked: Question, query: Array, key: Array) -> tuple[Rows, Array]:
-    """The statistics where there are no queries or no keys."""
+def _of_no_pairs(question: Question, query: Array, key: Array) -> tuple[Rows, Array]:
+    """Returns the statistics if there are no queries or no keys."""
     (B, T, N, _), S, dtype = query.shape, key.shape[1], accumulation(query.dtype)
     row = jnp.zeros((B, N, T), dtype)
-    on_keys, above = (None if x is None else row for x in (asked.keys, asked.threshold))
+    on_keys, above = (None if x is None else row for x in (question.keys, question.threshold))
     rows = Rows(row, row, jnp.full((B, N, T), -1, jnp.int32), row, on_keys, above)
-    return reverse_mode.varied_like((rows, jnp.zeros((B, N, S), dtype)), (asked, query, key))
+    return reverse_mode.varied_like((rows, jnp.zeros((B, N, S), dtype)), (question, query, key))
 
 
-def _by_platform(asked: Question, query: Array, key: Array) -> Any:
-    """What is asked, by what the platform has that the program is lowered for."""
-    like = jax.eval_shape(tiles.by_tiles, asked, query, key)
+def _by_platform(question: Question, query: Array, key: Array) -> Any:
+    """Computes the statistics with the platform's kernel, chosen when the program is lowered."""
+    like = jax.eval_shape(tiles.by_tiles, question, query, key)
     dims = (*[partition.BY_HEAD] * len(jax.tree.leaves(like[0])), partition.RECEIVED)
-    return tiles.by_share(registry.sum_weights, like, dims, asked, query, key)
+    return tiles.by_share(registry.sum_weights, like, dims, question, query, key)
 
 
 @compiled("n")

@@ -1,15 +1,15 @@
-"""The unit of meaning: the masked scores of one head for a block of queries and keys.
+"""The masked scores of one head for a block of queries and keys: what a score means.
 
-`modify` puts scale, score functions and mask in order, for every kernel in JAX. The reference calls
-it once with everything, other implementations tile by tile; gradients of score functions are
-derivatives of this same function. Two steps are also done elsewhere. Some kernels multiply the
-queries by the scale beforehand (`spec.scaled`, `native.static_scale`), and hand `modify` a spec
-whose scale is 1. The kernel in C++ has the same order in its own code. Here too are the
-two products around the softmax, and the mapping of a one-head function over heads and batch.
+`modify` applies scale, score functions and mask in this order, for every kernel in JAX. The
+reference calls it once for all pairs, other implementations tile by tile; gradients of score
+functions are derivatives of this same function. Two exceptions: some kernels multiply the queries
+by the scale beforehand (`spec.scaled`, `native.static_scale`) and pass `modify` a spec whose scale
+is 1, and the kernel in C++ implements the same order in its own code. This file also holds the two
+products around the softmax, and the mapping of a one-head function over heads and batch.
 
-What is masked does not exist. In sums over rows of q, k or v a masked row has weight 0, but
-0 × NaN is NaN; so the products take non-finite rows as 0 wherever such a sum runs, and a query
-that does attend to one gets its NaN through the scores, which the mask selects.
+What is masked does not exist. In sums over rows of q, k or v a masked row has weight 0, but 0 × NaN
+is NaN; so the products replace non-finite rows by 0 wherever such a sum runs, and a query that does
+attend to one becomes NaN through its scores, which the mask selects.
 """
 
 import functools
@@ -30,20 +30,20 @@ from jattn.spec import Spec, has_mask, parameter_letters, parameters
 
 
 def finite(x: Array) -> Array:
-    """x with 0 in place of NaN and infinities."""
+    """Returns x with 0 in place of NaN and infinities."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-_FEW = 16  # channels; tiles of matrix products have at least as many
+_FEW = 16  # channels; tiles of matrix products have at least this number
 
 
 def product(
     q: Float[Array, "t H"], k: Float[Array, "s H"], precision: Any = None
 ) -> Float[Array, "t s"]:
-    """q kᵀ, summed in float32 (float64 for float64).
+    """Computes q kᵀ, summed in float32 (float64 for float64).
 
-    A row of the result sees one query and one key only, so it may be taken as it is; derivatives
-    sum over queries or keys and leave non-finite rows out.
+    An element of the result depends on one query and one key only, so non-finite inputs may stay;
+    derivatives sum over queries or keys and replace non-finite inputs by 0.
     """
     dtype = accumulation(q.dtype)
 
@@ -56,27 +56,27 @@ def product(
         (q, k), (dq, dk) = primals, tangents
         return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
 
-    # XLA writes products of few channels as multiplications.
+    # XLA computes products of few channels by multiplications, which it may fuse with a difference.
     return rounded(dot(q, k)) if q.shape[-1] < _FEW else dot(q, k)
 
 
 def products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) -> Float[Array, "t s"]:
-    """What scores are made of: q kᵀ, or what the spec's pair score makes of each pair."""
+    """Computes q kᵀ, or the products of the spec's pair score."""
     return product(q, k, spec.precision) if spec.pair is None else spec.pair.products(q, k)
 
 
 def weigh(
     weights: Float[Array, "t s"], v: Float[Array, "s V"], precision: Any = None
 ) -> Float[Array, "t V"]:
-    """weights · v, summed in float32 (float64 for float64), over the finite rows of v.
+    """Computes weights · v over the finite rows of v, summed in float32 (float64 for float64).
 
-    Rows with NaN or infinities reach the queries that attend to them through `nan_where_nonfinite`.
+    NaN and infinities of v reach the queries that attend to them through `nan_where_nonfinite`.
     """
     return jnp.einsum("ts,sv->tv", weights, finite(v).astype(weights.dtype), precision=precision)
 
 
 def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
-    """What is added to the scores of each key: NaN where its value is not finite, else 0.
+    """Returns the term to add to the scores of each key: NaN if its value is not finite, else 0.
 
     The mask then selects masked scores away, so that NaN stays only in the rows of queries that
     attend to the key.
@@ -86,7 +86,8 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
 
 
 def reach_all(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
-    """x; or NaN where there is no mask and a value is not finite, which all queries attend to."""
+    """Returns x, or NaN if there is no mask and a value, to which all queries then attend, is not
+    finite."""
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 
 
@@ -100,11 +101,11 @@ def modify(
     masked: bool = True,
     select: bool = True,
 ) -> Scores:
-    """scale → score functions → mask; −inf where masked.
+    """Applies scale → score functions → mask; −inf where masked.
 
-    Arrays of the spec are those of (b, h), cut to rows and columns. `masked=False` leaves the
-    mask out, for tiles that are known to be full. `select=False` adds it, which is the same where
-    all is finite.
+    The arrays of the spec must be selected for (b, h) and sliced to rows and columns.
+    `masked=False` leaves the mask out, for tiles that are known to be full. `select=False` adds the
+    mask as a bias, which gives the same result if all scores are finite.
     """
     allowed = None
     if masked and has_mask(spec):
@@ -112,7 +113,7 @@ def modify(
 
     def selected(score: Scores) -> Scores:
         # Selected before as well as after: the derivative of a score function, or of a scale, at
-        # what a masked key holds may be NaN, and 0 × NaN would reach the gradients.
+        # the score of a masked key may be NaN, and 0 × NaN would reach the gradients.
         return score if allowed is None or not select else jnp.where(allowed, score, 0)
 
     score, scale = products, number(spec.scale)
@@ -120,13 +121,15 @@ def modify(
         score = rounded(selected(score) * jnp.asarray(scale, score.dtype))
     elif scale != 1:
         score = score * jnp.asarray(scale, score.dtype)
-        score = score if abs(math.frexp(scale)[0]) == 0.5 else rounded(score)  # exact or not
+        score = (
+            score if abs(math.frexp(scale)[0]) == 0.5 else rounded(score)
+        )  # powers of 2 are exact
     for function in in_order(spec.score):
         score = rounded(function.evaluate(selected(score), b, h, rows, columns))
     if allowed is None:
         return score
     if not select:
-        # Computed apart: XLA fuses a sum of two arrays with products and softmax, a selection not.
+        # XLA fuses the sum of two arrays with products and softmax, but not a selection.
         bias = jnp.where(allowed, 0, -jnp.inf).astype(score.dtype)
         return score + jax.lax.optimization_barrier(bias)
     return jnp.where(allowed, score, -jnp.inf)
@@ -142,18 +145,18 @@ def scores(
     columns: Span,
     v: Float[Array, "s V"] | None = None,
 ) -> Scores:
-    """One head's masked scores `[t, s]` for queries at `rows` and keys at `columns`.
+    """Computes one head's masked scores `[t, s]` for queries at `rows` and keys at `columns`.
 
-    With values, scores of keys whose value is not finite are NaN.
+    If values are given, the scores of keys whose value is not finite are NaN.
     """
-    found = products(spec, q, k)
+    score = products(spec, q, k)
     if v is not None:
-        found = found + nan_where_nonfinite(v)[None, :]
-    return modify(spec, found, b, h, rows, columns)
+        score = score + nan_where_nonfinite(v)[None, :]
+    return modify(spec, score, b, h, rows, columns)
 
 
 class _Leaves:
-    """The arrays of a spec, and along which letters each still runs."""
+    """The arrays of a spec, with the letters of the axes that each still has."""
 
     def __init__(self, spec: Any, groups: tuple[int, ...]):
         letters, self.treedef = jax.tree.flatten(axis_names(spec))
@@ -181,27 +184,29 @@ class _Leaves:
         return array, tuple(named)
 
     def axes(self, letter: str) -> list[int | None]:
-        """The axis of each array along `letter`, once the letters before it are mapped away."""
+        """Returns the axis of each array along `letter`, once the letters before it are mapped
+        away."""
         outer = "BKG"[: "BKG".index(letter)]
         left = [[x for x in letters if x not in outer] for letters in self.letters]
         return [x.index(letter) if letter in x else None for x in left]
 
 
 def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-    """As `jax.vmap` along leading axes, but one after another, in the memory of one."""
+    """Maps a function along leading axes like `jax.vmap`, but sequentially, in the memory of one
+    call."""
 
     def mapped(*arguments: Any) -> Any:
-        def by_axis(where: Any, *trees: Any) -> Any:
-            return jax.tree.map(where, in_axes, *trees, is_leaf=lambda x: x is None)
+        def by_axis(pick: Any, *trees: Any) -> Any:
+            return jax.tree.map(pick, in_axes, *trees, is_leaf=lambda x: x is None)
 
-        def one(part: Any) -> Any:
+        def of_part(part: Any) -> Any:
             return function(*by_axis(lambda a, x, y: x if a is None else y, arguments, part))
 
         parts = by_axis(lambda a, x: None if a is None else x, arguments)
         if all(x.shape[0] == 1 for x in jax.tree.leaves(parts)):
-            # Nothing to gain, and XLA might round otherwise than in the program of all at once.
-            return jax.vmap(one)(parts)
-        return jax.lax.map(one, parts)
+            # A loop saves nothing for one part, and XLA might round its body differently.
+            return jax.vmap(of_part)(parts)
+        return jax.lax.map(of_part, parts)
 
     return mapped
 
@@ -218,9 +223,9 @@ def over_heads(
     """Maps `one_head(spec, b, h, *per_head [T, ·], *shared [S, ·])` over batch, heads and groups.
 
     Arrays `per_head` are `[B, T, N, ...]`, arrays `shared` `[B, S, K, ...]`; all query heads of a
-    group read the same key head, which is never repeated. `out_axes` says where one head's results
-    take their head axis, one for all or a tree: results come out as `[B, ...]` with N there.
-    `over_batch` maps the batch: `jax.vmap` or `in_turn`. Batch rows are numbered from `first` on.
+    group read the same key head, which is never repeated. `out_axes` is the head axis of one head's
+    results, one for all or a tree: results have shape `[B, ...]` with N at that axis. `over_batch`
+    maps the batch: `jax.vmap` or `in_turn`. `first` is the number of the first batch row.
     """
     B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2] if shared else N
@@ -230,18 +235,18 @@ def over_heads(
     def call(arrays: list[Any], b: Any, h: Any, *operands: Array) -> Any:
         return one_head(jax.tree.unflatten(leaves.treedef, arrays), b, h, *operands)
 
-    # Heads go before tokens up front, once: a product over heads that stand in the middle would
-    # have its operands and its result copied for each use. An axis of one group is not mapped, as
-    # it would stand between products and softmax and keep XLA from fusing them.
+    # Heads are moved before tokens once, in advance: with the heads in the middle, XLA would copy
+    # operands and result of each product. An axis of one group is not mapped, because it would
+    # stand between products and softmax and keep XLA from fusing them.
     grouped = [jnp.moveaxis(x, 2, 1) for x in per_head]
     grouped = [x.reshape(B, K, *group, *x.shape[2:]) for x in grouped]
     keys = [jnp.moveaxis(x, 2, 1) for x in shared]
-    own, both = [0] * len(grouped), [0] * len(grouped + keys)
+    head_axes, all_axes = [0] * len(grouped), [0] * len(grouped + keys)
     mapped = call
     if group:
-        mapped = jax.vmap(mapped, (leaves.axes("G"), None, 0, *own, *[None] * len(keys)))
-    mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, *both))
-    mapped = over_batch(mapped, (leaves.axes("B"), 0, None, *both))
+        mapped = jax.vmap(mapped, (leaves.axes("G"), None, 0, *head_axes, *[None] * len(keys)))
+    mapped = jax.vmap(mapped, (leaves.axes("K"), None, 0, *all_axes))
+    mapped = over_batch(mapped, (leaves.axes("B"), 0, None, *all_axes))
     heads = jnp.arange(N, dtype=jnp.int32).reshape(K, *group)
     rows = first + jnp.arange(B, dtype=jnp.int32)
     results = mapped(leaves.arrays, rows, heads, *grouped, *keys)
@@ -258,23 +263,23 @@ def over_heads(
 def gather_gradients(
     spec: Spec, K: int, d_query: Array, d_key: Array, d_value: Array, d_params: list[Array]
 ) -> tuple[list[Array], Array, Array, Array]:
-    """Gradients of parameters, query, key and value from those that each query head has found.
+    """Sums the gradients of each query head to those of parameters, query, key and value.
 
-    Those of keys and values come as `[B, S, N, ...]`, those of parameters as `[B, N, ...]`.
+    `d_key` and `d_value` are `[B, S, N, ...]`, the gradients of parameters `[B, N, ...]`.
     """
 
     def over_group(x: Array) -> Array:
         return x.reshape(*x.shape[:2], K, x.shape[2] // K, -1).sum(axis=3)
 
     summed = [
-        sum_heads(*one)
-        for one in zip(d_params, parameters(spec), parameter_letters(spec), strict=True)
+        sum_heads(*parts)
+        for parts in zip(d_params, parameters(spec), parameter_letters(spec), strict=True)
     ]
     return summed, d_query, over_group(d_key), over_group(d_value)
 
 
 def sum_heads(parts: Array, leaf: Array, letters: str) -> Array:
-    """Gradients `[B, N, ...]` of a parameter summed to its own shape."""
+    """Sums gradients `[B, N, ...]` of a parameter to the parameter's own shape."""
     named = letters.replace("#", "").split()
     if "N" not in named or leaf.shape[named.index("N")] == 1:
         parts = parts.sum(axis=1)
@@ -286,5 +291,5 @@ def sum_heads(parts: Array, leaf: Array, letters: str) -> Array:
 
 
 def spans(spec: Spec, T: Size, S: Size) -> tuple[Span, Span]:
-    """All queries and all keys of one head, at the spec's positions."""
+    """Returns all queries and all keys of one head, at the spec's positions."""
     return span(T, spec.q_positions), span(S, spec.kv_positions)

@@ -1,8 +1,8 @@
-"""Sizes that were measured: how programs are cut, never what they give.
+"""Sizes that were measured: they decide how programs are cut into tiles, never what they compute.
 
-`current()` is what programs are traced and lowered with, and a part of JAX's keys of what it has
-compiled. `using` changes it within a context, to measure other sizes or to test small ones. Rows by
-device are made by `python -m experiments.benchmark tune`, which prints that of the machine.
+`current()` returns the sizes with which programs are traced and lowered; they are part of JAX's
+cache keys. `using` changes them within a context, to measure other sizes or to test small ones.
+`python -m experiments.benchmark tune` measures the row of the machine's device and prints it.
 """
 
 import contextlib
@@ -16,17 +16,17 @@ __all__ = ["DEFAULT", "TABLE", "Sizes", "Tuning", "current", "device_kind", "siz
 
 
 class Sizes(NamedTuple):
-    """How the implementations in pure JAX cut a head of T queries and S keys on a kind of device.
+    """Tile sizes of the pure-JAX implementations, for T queries and S keys on a kind of device.
 
-    A head of at most `max_untiled` pairs is a single tile. Others are cut into blocks of `small`
-    where one block of queries visits at most `narrow` keys on average, of `largest` where it surely
-    visits `wide` or more, else of `large`. Heads of a single tile are taken together, as many batch
-    rows at a time as hold about `together` numbers; with `add_masks` their masks are first added,
-    where XLA cannot fuse selections with products. With `in_turn` heads of several tiles run one
-    after another, where one alone fills the cores and stays in their caches.
+    A head of at most `max_untiled` pairs is a single tile. Other heads are cut into blocks of
+    `small` if one block of queries visits at most `narrow` keys on average, of `largest` if it
+    surely visits `wide` or more, else of `large`. Heads of a single tile are computed together, as
+    many batch rows at a time as hold about `together` numbers; with `add_masks` their masks are
+    added as a bias first, where XLA cannot fuse selections with products. With `in_turn` heads of
+    several tiles run sequentially, where one head alone fills the cores and stays in their caches.
 
-    At least `ring_queries` queries, in all heads together, and `ring_keys` keys keep the device
-    busy: a round of a ring over several devices has as many.
+    At least `ring_queries` queries, over all heads, and `ring_keys` keys keep the device busy: each
+    round of a ring over several devices has at least these.
     """
 
     max_untiled: int = 256 * 256
@@ -59,43 +59,51 @@ TABLE: dict[str, Sizes] = {
         ring_keys=2**12,
     ),
 }
-"""By device kind as JAX spells it ("NVIDIA H200", "TPU v5 lite", "cpu"); `DEFAULT` for others."""
+"""The sizes by JAX's name of a device kind ("NVIDIA H200", "TPU v5 lite", "cpu").
+
+Other devices use `DEFAULT`."""
 
 
 class Tuning(NamedTuple):
     """The sizes of all devices, and a row for all devices in place of the table's.
 
-    row: in place of `TABLE`.
-    max_width: keys in a run of tiles or in a wide tile, at most: they bound the memory.
-    max_written_out: the longest schedule that is unrolled run by run, in runs. Side by side, more
-        of them take memory and time.
-    max_band: scores of a block of queries in a band, at most.
-    band_blocks: blocks of a band that run together: enough for the cores, few enough for their
-        caches.
-    scores_together: scores that are computed together where heads are not run in turn.
-    additive_tile: queries and keys of a tile of additive attention, about; shorter inputs are one.
-    additive_keys: keys scored at a time in additive attention: t × 16 × A floats live at once.
-    additive_pairs: pairs scored at a time there, if those are fewer because queries are few.
-    decode_block: keys of a cache that are read together, at most.
+    row: replaces the row of `TABLE`.
+    max_width: the most keys in a run of tiles or in a wide tile, which bounds the memory.
+    max_written_out: the longest schedule that is unrolled, in runs; longer ones take memory and
+        time if they run side by side.
+    max_band: the most scores of a block of queries in a band.
+    band_blocks: the number of blocks of a band that run together: enough for the cores, few enough
+        for their caches.
+    scores_together: the number of scores that are computed together where heads do not run
+        sequentially.
+    additive_tile: about the number of queries and of keys in a tile of additive attention; shorter
+        inputs are one tile.
+    additive_keys: the number of keys scored at a time in additive attention: t × 16 × A floats live
+        at once.
+    additive_pairs: the number of pairs scored at a time there, if that is less because queries are
+        few.
+    decode_block: the most keys of a cache that are read together.
     cpu_tiles: in the C++ of the kernel for CPUs, the queries of a tile, the keys of a tile, and the
         keys whose gradients are summed together. Queries come in whole vectors of at most 16
         numbers; the last is a multiple of the second.
-    generated_pairs: so many pairs of queries and keys, in all heads, are worth compiling a mask or
-        a score function for the kernel for CPUs.
-    looked_at: pairs of a head from which on tiles that bounds leave undecided are looked at, and
-        the most pairs that are.
-    few_queries: at most so many queries go to the kernel on CPUs that reads each key once for all.
-    many_keys: at least so many keys, too: the time of that kernel is that of reading the keys.
-    ring_rounds: rounds in which heads go round a ring of devices, if not in one; fewer than these
-        save no memory.
-    ring_chunks: chunks of a shard's keys that go round one after another, at most; a power of two.
-    tpu_tile: queries and keys of a tile of the kernel for TPUs, at most.
-    tpu_decode_block: keys of a cache that the kernel for TPUs reads together, at most.
-    gpu_programs: programs that keep a GPU busy.
-    gpu_tiles_each: tiles of keys that are worth a program of their own on a GPU.
-    gpu_cached_bytes: keys and values that the second cache of a GPU keeps beside everything else.
-    gpu_gathered_entries: entries of a parameter that functions index on a GPU, at most: its
-        gradient's kernel goes over a tile once for each. XLA sums those of larger ones.
+    generated_pairs: the smallest call, in query-key pairs over all heads, for which the kernel for
+        CPUs compiles a mask or a score function.
+    looked_at: the smallest head, in query-key pairs, for which tiles that bounds leave undecided
+        are evaluated exactly, and the most pairs that are evaluated.
+    few_queries: the most queries for the CPU kernel that reads each key once for all queries.
+    many_keys: the fewest keys for that kernel, whose time is the time of reading the keys.
+    ring_rounds: the number of rounds in which heads go around a ring of devices, if not in one;
+        fewer save no memory.
+    ring_chunks: the most chunks in which a shard's keys go around the ring; a power of two.
+    tpu_tile: the most queries and keys of a tile of the kernel for TPUs.
+    tpu_decode_block: the most keys of a cache that the kernel for TPUs reads together.
+    gpu_programs: the number of programs that keep a GPU busy.
+    gpu_tiles_each: the number of tiles of keys that justify a program of their own on a GPU.
+    gpu_cached_bytes: the bytes of keys and values that stay in the L2 cache of a GPU beside
+        everything else.
+    gpu_gathered_entries: the most entries of a parameter that functions index on a GPU: its
+        gradient's kernel goes over a tile once for each entry. XLA sums the gradients of larger
+        parameters.
     """
 
     row: Sizes | None = None
@@ -127,7 +135,7 @@ _current = jax.make_user_context(Tuning())
 
 
 def current() -> Tuning:
-    """What programs are traced and lowered with now."""
+    """Returns the sizes with which programs are traced and lowered."""
     return _current.value
 
 
@@ -139,7 +147,7 @@ def using(**changes: Any) -> Iterator[None]:
 
 
 def device_kind(platform: str) -> str:
-    """The kind of the devices of a platform; the platform itself where this process has none."""
+    """Returns the kind of a platform's devices; the platform itself if this process has none."""
     try:
         return jax.local_devices(backend=platform)[0].device_kind
     except RuntimeError:
@@ -147,5 +155,5 @@ def device_kind(platform: str) -> str:
 
 
 def sizes(platform: str) -> Sizes:
-    """The row for the devices of a platform that a program is lowered for."""
+    """Returns the row for the devices of the platform that a program is lowered for."""
     return current().row or TABLE.get(device_kind(platform), DEFAULT)

@@ -304,9 +304,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "parameters-forgotten": mutant(
         DERIVATIVES,
-        "            return _cast(found, inputs)\n\n        def rule",
-        "            zeros = [0 * x for x in found[0]]\n"
-        "            return _cast((zeros, *found[1:]), inputs)\n\n        def rule",
+        "            return _cast(gradients, inputs)\n\n        def rule",
+        "            zeros = [0 * x for x in gradients[0]]\n"
+        "            return _cast((zeros, *gradients[1:]), inputs)\n\n        def rule",
         "contract",
         "scores",
     ),

@@ -1,6 +1,6 @@
-"""What a kernel is, and what else the registry's tables hold.
+"""The interfaces of the registry's tables: kernels, readers of caches and sums of weights.
 
-The file of a kernel ends with `KERNEL = Kernel(...)`, made of the functions of that file. Those
+The file of a kernel ends with `KERNEL = Kernel(...)`, made of the functions of that file. Functions
 that a kernel does not need have defaults here.
 """
 
@@ -24,9 +24,9 @@ CacheResults = tuple[Array, Normalizer]
 
 @dataclass(frozen=True)
 class Reader:
-    """A way to read a cache where its keys and values lie.
+    """An implementation that reads a cache in place.
 
-    unreadable: says why it cannot read a cache for a call, on a platform.
+    unreadable: returns why it cannot read a cache for a call, on a platform; None if it can.
     read: computes a spec's attention of queries to the cache, on a platform.
     """
 
@@ -36,21 +36,22 @@ class Reader:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way of computing attention. Calls that its functions take are prepared.
+    """One way of computing attention. Its functions receive prepared calls.
 
-    supports: says why the kernel cannot compute a call. It is asked while the call is traced, and
-        looks at structure and shapes. A kernel that is traced with the program (see
-        `registry.Row`) also looks at the machine, as nobody asks it later: cuDNN does.
-    functions: gives the kernel's functions for one of the platforms of its row.
-    too_small: says why a call is too small for the kernel. A call that names no kernel then takes
-        another one.
-    unavailable: says why the kernel cannot run on this machine or in this program. It is asked when
-        a program is lowered. It may wait for what the kernel needs if its second argument is True.
-    unbuilt: says why the code that has to be compiled for such a call could not be, if that was
-        tried. The kernel's functions raise `Unbuilt` then, and a call that names no kernel takes
-        the next one.
-    reader: reads a cache where it lies. Without it, and where it gives a reason, the kernel is
-        given keys and values as arrays.
+    supports: returns why the kernel cannot compute a call. The registry calls it while the call is
+        traced; it inspects structure and shapes. A kernel that is traced with the program (see
+        `registry.Row`) also inspects the machine, because the registry does not call `unavailable`
+        for it later: cuDNN does so.
+    functions: returns the kernel's functions for one of the platforms of its row.
+    too_small: returns why a call is too small for the kernel. A call that names no kernel then
+        takes another one.
+    unavailable: returns why the kernel cannot run on this machine or in this program. The registry
+        calls it when a program is lowered. It may wait for resources of the kernel if its second
+        argument is True.
+    unbuilt: returns why the code for such a call could not be compiled, if that was tried. The
+        kernel's functions then raise `Unbuilt`, and a call that names no kernel takes the next one.
+    reader: reads a cache in place. Without it, and if it returns a reason, the kernel receives keys
+        and values as arrays.
     """
 
     supports: Callable[[Call], str | None]
@@ -63,10 +64,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class WeightSums:
-    """A way to sum weights over queries and over keys.
+    """An implementation that sums weights over queries and over keys.
 
-    unsupported: says why it cannot answer a question about a call of these sizes.
-    run: gives the sums for each query and for each key, see `xla.statistics`.
+    unsupported: returns why it cannot answer a question about a call of these sizes; None if it
+        can.
+    run: returns the sums for each query and for each key, see `xla.statistics`.
     """
 
     unsupported: Callable[[Question, Shapes], str | None]

@@ -1,7 +1,7 @@
-"""The tables of kernels, and which of them runs.
+"""The tables of kernels, and the choice of the kernel that runs.
 
-Everything about a call is decided here: which kernels can compute it, which of them a program gets
-when it is lowered for a platform, how a cache is read, and who sums weights.
+This file decides which kernels can compute a call, which of them a program contains when it is
+lowered for a platform, how a cache is read, and which kernel sums weights.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from jattn.spec import Shapes, Spec
 
 
 class Row(NamedTuple):
-    """Where a kernel is, where it runs, and when it is traced.
+    """A kernel's entry in a table: its file, its platforms, and the time at which it is traced.
 
-    module: its file, which is imported when it is first asked: most programs need one of them.
-    platforms: the platforms that it is for; None stands for all.
+    module: its file, imported on first use: most programs need only one of them.
+    platforms: the platforms that the kernel is for; None stands for all.
     interpreted: the platforms on which JAX's interpreter can run it. That is slow, and happens only
         in calls that name the kernel.
     when: when the kernel's functions are traced, and for which platform.
         "lowered": when the program is lowered, for the platform that it is lowered for.
-        "traced": together with the program, for each of its platforms, as a branch of the program
-        for that platform. JAX has to see calls of cuDNN in the traced program.
-        "default_platform": together with the program, for the platform that JAX runs on by default.
-        A call has to name such a kernel.
+        "traced": together with the program, for each of the kernel's platforms, as a branch of the
+        program for that platform. JAX has to see calls of cuDNN in the traced program.
+        "default_platform": together with the program, for JAX's default platform. A call has to
+        name such a kernel.
     """
 
     module: str
@@ -47,11 +47,11 @@ class Row(NamedTuple):
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel, of a row of `KERNELS`."""
+        """The kernel, for a row of `KERNELS`."""
         return self.load("KERNEL")
 
     def load(self, name: str) -> Any:
-        """What the file calls by this name."""
+        """Returns the object with this name in the kernel's file."""
         return getattr(importlib.import_module(f"jattn.kernels.{self.module}"), name)
 
 
@@ -65,32 +65,34 @@ KERNELS: dict[str, Row] = {
     "hopper": Row("gpu.mosaic.kernels.hopper", ("cuda",), ("cpu",), "default_platform"),
     "blackwell": Row("gpu.mosaic.kernels.blackwell", ("cuda",), ("cpu",), "default_platform"),
 }
-"""By name, in the order in which `implementation=None` tries them on their platforms.
+"""The kernels by name, in the order in which `implementation=None` tries them on their platforms.
 
-Blockwise can compute every call, so a call has to name the kernels behind it. On CUDA, None gives
-cuDNN where cuDNN supports the call. Its forward pass is deterministic; its gradients are, as XLA's
-scatters are, if `XLA_FLAGS` holds `--xla_gpu_deterministic_ops=true`.
+Blockwise can compute every call, so a call has to name the kernels after it. On CUDA, None selects
+cuDNN if cuDNN supports the call. Its forward pass is deterministic; its gradients are deterministic
+if, as for XLA's scatters, `XLA_FLAGS` contains `--xla_gpu_deterministic_ops=true`.
 """
 
 FEW_QUERIES = "decode"
-"""The name under which the first of `READERS` that can reads a cache for a few queries."""
+"""The implementation that reads a cache for a few queries, by the first supported of `READERS`."""
 
 READERS = (Row("cpu.decode", ("cpu",)), Row("xla.decode"))
-"""What reads a cache for a few queries: `READER` of a file each, in the order of trying."""
+"""The files whose `READER` reads a cache for a few queries, in the order of trial."""
 
 SUMS = (Row("cpu.statistics", ("cpu",)), Row("xla.statistics"))
-"""What sums weights: `SUMS` of a file each, in the order of trying."""
+"""The files whose `SUMS` sums weights, in the order of trial."""
 
 NAMES: tuple[str, ...] = (*KERNELS, "reference")
-"""What `implementation` may name. The reference is the formula, which JAX itself differentiates: it
-is no kernel, computes everything, and runs only where it is named."""
+"""Names accepted as `implementation`.
+
+The reference is the formula, differentiated by JAX: it is not a kernel, computes every call, and
+runs only if it is named."""
 
 
 def check_name(implementation: str | None, *, cached: bool = False) -> None:
-    """Raises ValueError for a name that `implementation` may not be, of a call on a cache if
-    `cached`."""
-    more = (FEW_QUERIES,) if cached else ()
-    check_choice("implementation", implementation, (None, *more, *NAMES))
+    """Raises ValueError unless `implementation` is one of the names, or None; `cached` calls, on a
+    cache, have one more."""
+    of_cache = (FEW_QUERIES,) if cached else ()
+    check_choice("implementation", implementation, (None, *of_cache, *NAMES))
 
 
 def refuse(name: str, reason: str | None) -> None:
@@ -100,7 +102,8 @@ def refuse(name: str, reason: str | None) -> None:
 
 
 def _unsupported(row: Row, call: Call) -> str | None:
-    """Why a kernel cannot compute a call, or a program for sizes that are not known yet."""
+    """Returns why a kernel cannot compute a call, or a program exported for any size; None if it
+    can."""
     shapes = call.shapes
     if not shapes.cuttable:
         return (
@@ -111,10 +114,10 @@ def _unsupported(row: Row, call: Call) -> str | None:
 
 
 def reasons(call: Call, platform: str) -> dict[str, str | None]:
-    """For each name None, or why it cannot run the call on a platform."""
+    """Returns for each name None, or why it cannot run the call on a platform."""
     answers = dict[str, str | None]()
 
-    def ask(call: Call) -> None:
+    def collect(call: Call) -> None:
         call = call.prepared()
         for name, row in KERNELS.items():
             answers[name] = (
@@ -126,18 +129,20 @@ def reasons(call: Call, platform: str) -> dict[str, str | None]:
                 or row.kernel.unbuilt(call)
             )
 
-    jax.eval_shape(ask, call)
+    jax.eval_shape(collect, call)
     return {**answers, "reference": None}
 
 
 def is_for(name: str, platform: str) -> bool:
-    """Whether a kernel was written for a platform, and not for all."""
+    """Returns whether a kernel is for a platform in particular, not for all."""
     return name in KERNELS and platform in (KERNELS[name].platforms or ())
 
 
 def _candidates(call: Call) -> Iterator[str]:
-    """The kernels that can compute a call, in order, up to one that is for every platform. A call
-    has to name those behind it."""
+    """Yields the kernels that can compute a call, in order, up to one that is for every platform.
+
+    A call has to name the kernels after that.
+    """
     for name, row in KERNELS.items():
         if not row.kernel.too_small(call) and not row.kernel.supports(call):
             yield name
@@ -146,8 +151,8 @@ def _candidates(call: Call) -> Iterator[str]:
 
 
 def functions(call: Call, among: Sequence[str] = tuple(KERNELS)) -> Functions | None:
-    """The functions of the first kernel that can run a prepared call on a platform, or of the one
-    that it names; None stands for the reference. A call that names none gets one of `among`.
+    """Returns the functions of the named kernel, or of the first kernel that can run a prepared
+    call on a platform; None stands for the reference. A call without a name gets one of `among`.
 
     Raises NotImplementedError if the named kernel does not support the call.
     """
@@ -161,44 +166,46 @@ def functions(call: Call, among: Sequence[str] = tuple(KERNELS)) -> Functions | 
     if row.when == "default_platform":
         return Functions(row.kernel.functions(_default_platform()))
     traced = (row.platforms or ()) if row.when == "traced" else ()
-    choose = functools.partial(_first_that_can, tuple(names), call.shapes, name is not None)
+    choose = functools.partial(_first_supported, tuple(names), call.shapes, name is not None)
     return Functions(choose, {platform: row.kernel.functions(platform) for platform in traced})
 
 
-def _first_that_can(
+def _first_supported(
     names: Sequence[str],
     shapes: Shapes,
     named: bool,
     platform: str,
     piece: Call | None = None,
 ) -> AttentionVJP:
-    """The functions of the first kernel that can run on this platform and machine, and compute a
-    piece of the call if there is one."""
-    for place, name in enumerate(names):
+    """Returns the functions of the first kernel that can run on this platform and machine, and
+    compute `piece` of the call if there is one."""
+    for i, name in enumerate(names):
         row = KERNELS[name]
         reason = _elsewhere(row, platform, named=named) or row.kernel.unavailable(shapes, named)
         reason = reason or (row.kernel.supports(piece) if piece else None)
         if named:
             refuse(name, reason)
         if not reason:
-            others = () if named else names[place + 1 :]
-            otherwise = functools.partial(_otherwise, name, others, shapes, platform)
-            of_piece = functools.partial(_first_that_can, names, shapes, named, platform)
+            remaining = () if named else names[i + 1 :]
+            otherwise = functools.partial(_otherwise, name, remaining, shapes, platform)
+            of_piece = functools.partial(_first_supported, names, shapes, named, platform)
             return row.kernel.functions(platform).or_else(otherwise, of_piece)
     raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
 
 
 def _otherwise(
-    name: str, others: Sequence[str], shapes: Shapes, platform: str, reason: Unbuilt
+    name: str, remaining: Sequence[str], shapes: Shapes, platform: str, reason: Unbuilt
 ) -> AttentionVJP:
-    """The functions of another kernel, where what those of this one need cannot be built."""
-    if not others:
+    """Returns the functions of another kernel, after the compilation of this kernel's has
+    failed."""
+    if not remaining:
         refuse(name, str(reason))
-    return _first_that_can(others, shapes, False, platform)
+    return _first_supported(remaining, shapes, False, platform)
 
 
 def reader(call: Call, cache: Cache) -> Callable[[Spec, Array, Cache], CacheResults] | None:
-    """How the cache of a prepared call is read where it lies; None where a kernel is given arrays.
+    """Returns the function that reads the cache of a prepared call in place; None if a kernel reads
+    a copy.
 
     Raises NotImplementedError if `FEW_QUERIES` is named and does not support the call.
     """
@@ -211,60 +218,64 @@ def reader(call: Call, cache: Cache) -> Callable[[Spec, Array, Cache], CacheResu
         return None
     row, platform = KERNELS[name], _default_platform()
     refuse(name, _unsupported(row, call))
-    own = row.kernel.reader
-    if own is None or own.unreadable(platform, call, cache):
+    cache_reader = row.kernel.reader
+    if cache_reader is None or cache_reader.unreadable(platform, call, cache):
         return None
     if row.when == "default_platform":
-        return functools.partial(own.read, platform)
+        return functools.partial(cache_reader.read, platform)
 
     def when_lowered(platform: str, *operands: Any) -> CacheResults:
         refuse(name, _elsewhere(row, platform, named=True))
-        return own.read(platform, *operands)
+        return cache_reader.read(platform, *operands)
 
     return functools.partial(decode.attend_part, when_lowered)
 
 
 def read_cache(platform: str, spec: Spec, query: Array, cache: Cache) -> CacheResults:
-    """Attention of a few queries to a cache by the first of `READERS` that can, on a platform."""
+    """Computes attention of a few queries to a cache by the first supported of `READERS`."""
     call = Call(spec, few_queries.shapes(query, cache))
     for row in READERS:
-        own: Reader = row.load("READER")
-        if not _elsewhere(row, platform) and not own.unreadable(platform, call, cache):
-            return own.read(platform, spec, query, cache)
+        cache_reader: Reader = row.load("READER")
+        if not _elsewhere(row, platform) and not cache_reader.unreadable(platform, call, cache):
+            return cache_reader.read(platform, spec, query, cache)
     raise AssertionError("the last of them reads every cache")
 
 
-def sum_weights(platform: str, asked: Question, query: Array, key: Array) -> tuple[Any, Array]:
-    """The answers to a question about weights by the first of `SUMS` that can, on a platform."""
+def sum_weights(platform: str, question: Question, query: Array, key: Array) -> tuple[Any, Array]:
+    """Answers a question about weights by the first supported of `SUMS`."""
     for row in SUMS:
-        own: WeightSums = row.load("SUMS")
-        if _elsewhere(row, platform) or own.unsupported(asked, Shapes.of(query, key)):
+        sums: WeightSums = row.load("SUMS")
+        if _elsewhere(row, platform) or sums.unsupported(question, Shapes.of(query, key)):
             continue
         with contextlib.suppress(Unbuilt):
-            return own.run(asked, query, key)
+            return sums.run(question, query, key)
     raise AssertionError("the last of them can answer every question")
 
 
 def _elsewhere(row: Row, platform: str, *, named: bool = False) -> str | None:
-    """Why a kernel is not for a platform; None if it is. It is interpreted only if named."""
+    """Returns why a kernel is not for a platform; None if it is. Only named kernels are
+    interpreted."""
     if row.platforms and platform not in (*row.platforms, *(row.interpreted if named else ())):
         return f"is for {' and '.join(row.platforms)}, the program is for {platform}"
     return None
 
 
 def _traced_elsewhere(row: Row, platform: str) -> str | None:
-    """Why a program that is traced here cannot be lowered with a kernel for a platform."""
-    if row.when != "default_platform" or platform == (here := _default_platform()):
+    """Returns why a program traced in this process cannot use a kernel on a platform; None if it
+    can."""
+    if row.when != "default_platform" or platform == (traced_for := _default_platform()):
         return None
     return (
-        f"is traced for {here}, on which JAX runs here; 'pallas', which stands for it, is chosen "
-        "when a program is lowered"
+        f"is traced for {traced_for}, on which JAX runs here; 'pallas', which stands for it, is "
+        "chosen when a program is lowered"
     )
 
 
 def _default_platform() -> str:
-    """The platform of an abstract device in the mesh, else of JAX's default backend: JAX's
-    interpreter has effects, which a program cannot take on when it is lowered."""
+    """Returns the platform of the mesh's abstract device, or else of JAX's default backend.
+
+    JAX's interpreter has effects, which cannot be added to a program when it is lowered.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     backend = jax.default_backend() if device is None else device.platform
     return "cpu" if backend == "cpu" else "cuda"

@@ -1,8 +1,8 @@
-"""Attention of one sequence that several devices share, under JAX's own partitioner.
+"""Attention to a sequence that is sharded over several devices, with `jax.shard_map`.
 
-`attention` takes whole arrays and a mesh; `attention_shard` is for within your own `jax.shard_map`.
-`cached_attention` decodes with a cache whose tokens the devices share.
-`shard_tokens` places tokens so that causal work is balanced.
+`attention` takes whole arrays and a mesh; `attention_shard` is for use within your own
+`jax.shard_map`. `cached_attention` decodes with a cache that is sharded along its tokens.
+`shard_tokens` reorders tokens so that causal work is balanced.
 """
 
 from jattn.parallel.attend import attention, attention_shard

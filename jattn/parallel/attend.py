@@ -1,7 +1,7 @@
-"""Attention of a sequence that several devices share: what users call.
+"""Attention to a sequence that is sharded over several devices: the functions for users.
 
-`attention_shard` is for within the user's own `jax.shard_map`, `attention` for whole arrays and a
-mesh. Both check their arguments and hand a spec to one of the schemes.
+`attention_shard` is for use within the user's own `jax.shard_map`, `attention` for whole arrays and
+a mesh. Both check their arguments and pass a spec to one of the schemes.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ SCHEMES: dict[str, Callable[..., tuple[Array, Array]]] = {
     "all_to_all": exchange.all_to_all_attend,
     "gather": exchange.gathered_attend,
 }
-"""The ways to bring queries and keys of several devices together, by name."""
+"""The schemes of communication between devices, by name."""
 
 
 class _ShardOptions(Options, total=False):
-    """How a call is cut, beside the options of `jattn.attention`."""
+    """The options of a call on shards: those of `jattn.attention`, the scheme and the axes."""
 
     scheme: Literal["ring", "all_to_all", "gather"]
     order: Literal["contiguous", "zigzag"]
@@ -54,14 +54,14 @@ class _MeshOptions(_ShardOptions, total=False):
 
 
 class _Cut(NamedTuple):
-    """How a call is cut: the scheme and the axes."""
+    """The sharding of a call: the scheme and the axes."""
 
     scheme: str
     axes: Axes
 
     def check(self, shapes: Shapes, implementation: str | None) -> None:
-        """Raises ValueError and NotImplementedError for whole sizes that cannot be cut so, and for
-        implementations that compute no parts of the keys."""
+        """Raises ValueError and NotImplementedError for whole sizes that cannot be sharded so, and
+        for implementations that cannot compute a part of the keys."""
         axes = self.axes
         for name, size in (("query", shapes.T), ("key", shapes.S)):
             placement.check_divisible(name, size, axes.devices, axes.order)
@@ -69,10 +69,10 @@ class _Cut(NamedTuple):
             pieces.check_implementation(implementation)
 
     def attend(self, call: Call, query: Array, key: Array, value: Array) -> Any:
-        """`out`, or `(out, lse)` if the call asks for it, of this device's shards."""
+        """Returns `out`, or `(out, lse)` if the call returns lse, of this device's shards."""
         flat, scheme = call.flat(query, key, value), SCHEMES[self.scheme]
         results = scheme(call.prepared(), *flat, self.axes)
-        if call.overflowed is not None:  # on any device: the keys of all are attended
+        if call.overflowed is not None:  # an overflow on any device affects the keys of all
             anywhere = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
             call = dataclasses.replace(call, overflowed=anywhere)
         return call.finish(*results)
@@ -124,30 +124,31 @@ def attention_shard(
 ) -> Any:
     """Attention of this device's queries to the keys of all devices, within `jax.shard_map`.
 
-    As `jattn.attention` of the whole arrays, of which each device has a shard along T and S: equal
-    values and gradients, equal decisions of dropout.
+    Values, gradients and dropout decisions equal those of `jattn.attention` of the whole arrays, of
+    which each device has a shard along T and S.
 
     Args:
         query: `[*B, T, N, H]`, this device's tokens.
         key: `[*B, S, K, H]`, this device's tokens.
         value: `[*B, S, K, V]`.
-        axis_name: the axis of the mesh along which the tokens are cut.
-        scheme: "ring": keys go round while others are computed with, memory is linear in a device's
-            own tokens; GPUs before Hopper need
-            `XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true` for it. "all_to_all": tokens
-            are exchanged for heads, of which the devices share N evenly. "gather": each device gets
-            a copy of all keys.
-        order: in which order the devices hold the tokens, see `shard_tokens`.
-        batch_axis: the axis, or axes, of the mesh along which the batch is cut, if it is: functions
-            and dropout then see batch rows of the whole.
-        head_axis: the axis, or axes, along which heads are cut, likewise.
-        mask: arrays along T or S are this device's, in the order of its tokens; those along both
-            T and S are cut along T and have the keys of all devices, shard after shard. Lengths and
-            layouts of blocks count places in the sequence as it was before `shard_tokens`.
+        axis_name: the axis of the mesh over which the tokens are sharded.
+        scheme: "ring": shards of keys go around the devices while each computes with the shard it
+            has, and memory is linear in a device's own tokens; GPUs before Hopper need
+            `XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true` for the overlap.
+            "all_to_all": tokens are exchanged for heads; the number of devices must divide N.
+            "gather": each device gets a copy of all keys.
+        order: the order in which the devices hold the tokens, see `shard_tokens`.
+        batch_axis: the axis, or axes, of the mesh over which the batch is sharded, if it is:
+            functions and dropout then see batch rows of the whole.
+        head_axis: the axis, or axes, over which heads are sharded, likewise.
+        mask: arrays along T or S are this device's, in the order of its tokens; arrays along both T
+            and S are sharded along T and have the keys of all devices, shard after shard. Lengths
+            and layouts of blocks count places in the sequence before `shard_tokens`.
         score: as for the mask.
         sink: a logit for each of this device's heads.
-        q_positions: integer `[T]` or `[*B, T]`, by default where this device's tokens were before
-            `shard_tokens`: any other order, or decoding. While it is given, every shard is sent.
+        q_positions: integer `[T]` or `[*B, T]`, by default the places of this device's tokens
+            before `shard_tokens`; pass it for any other order, or decoding. Then every shard is
+            sent.
         kv_positions: integer `[S]` or `[*B, S]`, likewise.
         return_lse, and other options: as in `jattn.attention`; the same on all devices.
 
@@ -210,26 +211,26 @@ def attention(
     pad: bool = False,
     **options: Unpack[Options],
 ) -> Any:
-    """`jattn.attention` of whole arrays, cut over the devices of a mesh.
+    """`jattn.attention` of whole arrays, sharded over the devices of a mesh.
 
     Args:
         query: `[*B, T, N, H]`.
         key: `[*B, S, K, H]`.
         value: `[*B, S, K, V]`.
-        mesh: the mesh; over axes that are not named here everything is the same.
-        axis_name: the axis of the mesh along which T and S are cut.
+        mesh: the mesh; arrays are replicated over axes that are not named here.
+        axis_name: the axis of the mesh over which T and S are sharded.
         scheme: "ring", "all_to_all" or "gather", see `attention_shard`.
-        order: how the tokens stand in the arrays: "contiguous" as in the sequence, "zigzag" as
-            `shard_tokens` has placed them for this axis, and with them every array along T and S.
-        batch_axis: the axis, or axes, along which the first batch axis is cut, if it is.
-        head_axis: the axis, or axes, along which query and key heads are cut.
-        options, return_lse: as in `jattn.attention`. Positions are by default where tokens were
-            before `shard_tokens`; while they are given, every shard is sent.
-        pad: in contiguous order, pads T and S to what the devices can share evenly; results are
-            those without.
+        order: the order of the tokens in the arrays: "contiguous" as in the sequence, "zigzag" as
+            `shard_tokens` orders them for this axis; every array along T and S has this order.
+        batch_axis: the axis, or axes, over which the first batch axis is sharded, if it is.
+        head_axis: the axis, or axes, over which query and key heads are sharded.
+        options, return_lse: as in `jattn.attention`. Positions are by default the places of tokens
+            before `shard_tokens`; if they are given, every shard is sent.
+        pad: in contiguous order, pads T and S to multiples of the number of devices; the padding is
+            removed from the results.
 
     Returns:
-        `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, cut in the same way.
+        `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, with the same sharding.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, and for sizes that the devices cannot
@@ -251,12 +252,15 @@ def attention(
 
 
 def _padded(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut) -> Any:
-    """As `_on_mesh` of what the devices cannot share evenly: more queries and keys are added, which
-    nothing attends to, and their results are taken away."""
+    """Pads queries and keys to sizes that the devices share evenly, and removes the padding's
+    results.
+
+    Nothing attends to the padding.
+    """
     n, shapes = cut.axes.devices, call.shapes
     T, S = (-(-size // n) * n for size in (shapes.T, shapes.S))
 
-    def wider(x: Array, size: int) -> Array:
+    def padded(x: Array, size: int) -> Array:
         rows = (0, size - x.shape[-3])
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 3), rows, (0, 0), (0, 0)])
 
@@ -264,15 +268,15 @@ def _padded(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cu
     whole = dataclasses.replace(call, spec=spec, shapes=shapes._replace(T=T, S=S))
     cut.check(whole.shapes, call.implementation)
     check_shared(whole.shapes, mesh, cut.axes)
-    arrays = (wider(query, T), wider(key, S), wider(value, S))
-    found = _on_mesh(whole, *arrays, mesh=mesh, cut=cut)
+    arrays = (padded(query, T), padded(key, S), padded(value, S))
+    results = _on_mesh(whole, *arrays, mesh=mesh, cut=cut)
     if call.lse:
-        return found[0][..., : shapes.T, :, :], found[1][..., : shapes.T]
-    return found[..., : shapes.T, :, :]
+        return results[0][..., : shapes.T, :, :], results[1][..., : shapes.T]
+    return results[..., : shapes.T, :, :]
 
 
 def _along(letters: str, axes: Axes) -> dict[str, Any]:
-    """The axes of a mesh by letter; arrays along T and S keep all keys beside their queries."""
+    """Returns the mesh axes by letter; arrays along T and S keep all keys for their queries."""
     return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
 
 
@@ -288,8 +292,8 @@ def _on_mesh(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, c
     )
 
     def local(call: Call, query: Array, key: Array, value: Array) -> Any:
-        own = dataclasses.replace(call, shapes=check_shapes(query, key, value))
-        return cut.attend(own, query, key, value)
+        local_call = dataclasses.replace(call, shapes=check_shapes(query, key, value))
+        return cut.attend(local_call, query, key, value)
 
     lse, cuts = P(*batch, axes.heads, axes.name), (of_call, tokens, tokens, tokens)
     out_specs = (tokens, lse) if call.lse else tokens

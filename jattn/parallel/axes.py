@@ -1,4 +1,4 @@
-"""The axes of a mesh over which a call is cut, seen from within `shard_map`."""
+"""The axes of a mesh over which a call is sharded, seen from within `shard_map`."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ AxisName = str | tuple[str, ...]
 
 
 class Axes(NamedTuple):
-    """The axis over which tokens are cut, how many devices it has and in which order these hold
-    them; and the axes over which batch rows and heads are cut, if any."""
+    """The axis over which tokens are sharded, its number of devices and their order of tokens; and
+    the axes over which batch rows and heads are sharded, if any."""
 
     name: str
     devices: int
@@ -26,34 +26,35 @@ class Axes(NamedTuple):
 
     @property
     def place(self) -> Int[Array, ""]:
-        """Which of the devices this is."""
+        """The index of this device along the axis."""
         return lax.axis_index(self.name)
 
     def first(self, rows: int, heads: int) -> tuple[Any, Any]:
-        """The numbers of this device's first batch row and head; 0 where they are not cut."""
+        """Returns the numbers of this device's first batch row and head; 0 for axes that are not
+        sharded."""
         b = 0 if self.batch is None else lax.axis_index(self.batch) * rows
         h = 0 if self.heads is None else lax.axis_index(self.heads) * heads
         return b, h
 
     def places(self, size: int, index: Any = None) -> Int[Array, " size"]:
-        """The places in the sequence of the tokens of a device, by default this one."""
+        """Returns the places in the sequence of the tokens of a device, by default this one."""
         index = self.place if index is None else index
         return placement.local_places(index, size, self.devices, self.order)
 
     def run(self, size: int) -> int:
-        """How many of a device's `size` tokens follow one another."""
+        """Returns the number of consecutive tokens among a device's `size` tokens."""
         return size // placement.runs(1, self.order).size
 
     def vary(self, tree: Any, beside: Any = ()) -> Any:
-        """The tree with arrays that vary over the axis, and over all those over which one of them
-        or of `beside` does."""
+        """Returns the tree with arrays that vary over the axis, and over every axis over which any
+        array of the tree or of `beside` varies."""
         leaves = jax.tree.leaves((tree, beside))
         names = frozenset({self.name}).union(*map(_explicit.varying, leaves))
         return jax.tree.map(lambda x: _explicit.vary(names, x), tree)
 
 
 def check_axis_name(name: str, value: Any, *, several: bool = False) -> None:
-    """Raises TypeError for what names no axis of a mesh."""
+    """Raises TypeError for a value that cannot name an axis of a mesh."""
     names = value if several and isinstance(value, tuple) and value else (value,)
     if not all(isinstance(x, str) for x in names):
         wanted = "a name or a tuple of names" if several else "a name"
@@ -61,9 +62,9 @@ def check_axis_name(name: str, value: Any, *, several: bool = False) -> None:
 
 
 def bound_size(name: str, value: Any) -> int:
-    """How many devices an axis has, within `shard_map`.
+    """Returns the number of devices along an axis, within `shard_map`.
 
-    Raises ValueError where no such axis is bound.
+    Raises ValueError if no such axis is bound.
     """
     try:
         return int(lax.axis_size(value))

@@ -1,9 +1,9 @@
-"""Decoding with a cache whose tokens several devices share.
+"""Decoding with a cache that is sharded along its tokens.
 
 Each device holds a run of slots of each row. A new token is written by the device that holds its
-slot. All devices attend to their own slots, with positions of the whole, and what they find is put
-together by its normalizers: "Flash-Decoding" (Dao et al. 2023) with devices in place of blocks.
-For each query and head V + 2 numbers are sent, summed over the devices; keys and values stay.
+slot. Each device attends to its own slots, with positions of the whole, and the results are merged
+by their normalizers: "Flash-Decoding" (Dao et al. 2023) with devices in place of blocks. For each
+query and head V + 2 numbers are summed over the devices; keys and values are not sent.
 """
 
 import dataclasses
@@ -81,29 +81,28 @@ def cached_attention(
     return_lse: bool = False,
     **options: Unpack[RulesAndSink],
 ) -> Any:
-    """`jattn.cached_attention` with a cache that is cut along its tokens: `(out [B, T, N, V],
-    cache)`.
+    """`jattn.cached_attention` with a cache sharded along its tokens: `(out [B, T, N, V], cache)`.
 
-    The cache that comes back is cut as `keys [B, K, S, H]` and `values [B, K, S, V]` over
-    `(batch_axis, head_axis, axis_name)` and `lengths [B]` over `batch_axis`; one that goes in cut
-    like this is not moved. Each device adds to the output what its tokens contribute, and sends
-    V + 2 numbers for each query and head.
+    The returned cache has `keys [B, K, S, H]` and `values [B, K, S, V]` sharded over
+    `(batch_axis, head_axis, axis_name)` and `lengths [B]` over `batch_axis`; a cache that is
+    already sharded like this is not moved. Each device sends the contribution of its tokens, V + 2
+    numbers for each query and head.
 
     Args:
-        query: `[B, T, N, H]`; T may be any number, and is not cut.
+        query: `[B, T, N, H]`; T may be any number, and is not sharded.
         key: `[B, T, K, H]`.
         value: `[B, T, K, V]`.
-        cache: a `DenseCache` for B rows, with as many slots for each as the devices share evenly.
-        mesh: the mesh; over axes that are not named here everything is the same.
-        axis_name: the axis of the mesh along which the cache's slots are cut, in equal runs.
-        batch_axis: the axis, or axes, along which the batch is cut, if it is.
-        head_axis: the axis, or axes, along which query and key heads are cut.
+        cache: a `DenseCache` for B rows; the number of devices divides its number of slots.
+        mesh: the mesh; arrays are replicated over axes that are not named here.
+        axis_name: the axis of the mesh over which the cache's slots are sharded, in equal runs.
+        batch_axis: the axis, or axes, over which the batch is sharded, if it is.
+        head_axis: the axis, or axes, over which query and key heads are sharded.
         valid, return_lse, and other options: as in `jattn.cached_attention`; arrays along S count
             slots of the whole. There is no dropout.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, for more tokens than there is room for
-            where that is known, and for sizes that the devices cannot share evenly.
+        TypeError, ValueError: for arguments that do not fit, for tokens known to exceed the
+            capacity, and for sizes that the devices cannot share evenly.
         NotImplementedError: for caches of other kinds, and for derivatives.
     """
     _check_kind(cache)
@@ -117,8 +116,8 @@ def cached_attention(
     if len(query.shape) != 4:
         raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
     positions = cache.next_positions(query.shape[1], valid)
-    slots, grown = cache.reserve(key, value, valid)
-    call = make(query, grown, lse=return_lse, q_positions=positions, **options)
+    slots, extended = cache.reserve(key, value, valid)
+    call = make(query, extended, lse=return_lse, q_positions=positions, **options)
     axes = Axes(axis_name, devices_of(mesh, axis_name), "contiguous", batch_axis, head_axis)
     if cache.capacity % axes.devices:
         raise ValueError(
@@ -126,7 +125,7 @@ def cached_attention(
             f"{axis_name!r}, got S = {cache.capacity}"
         )
     check_shared(call.shapes, mesh, axes)
-    return _on_mesh(call, query, (key, value), slots, grown, mesh=mesh, axes=axes)
+    return _on_mesh(call, query, (key, value), slots, extended, mesh=mesh, axes=axes)
 
 
 _REASONS = {
@@ -155,14 +154,14 @@ def _on_mesh(
     mesh: Any,
     axes: Axes,
 ) -> tuple[Any, DenseCache]:
-    """What a call gives back, of new keys and values for these slots of a cache that has grown."""
-    held, rows = P(axes.batch, axes.heads, axes.name), P(axes.batch)
+    """Writes new keys and values to these slots of an extended cache, and attends to it."""
+    pool, rows = P(axes.batch, axes.heads, axes.name), P(axes.batch)
     tokens = P(axes.batch, None, axes.heads)
     along = {"S": axes.name, "N": axes.heads}
     of_call = jax.tree.map(
         lambda letters, leaf: partition(letters, leaf, along, axes.batch, 1), axis_names(call), call
     )
-    of_cache = DenseCache(held, held, rows, rows)
+    of_cache = DenseCache(pool, pool, rows, rows)
 
     def local(call: Call, query: Array, new: Any, slots: Array, cache: DenseCache) -> Any:
         cache = _written(axes, cache, new, slots)
@@ -187,12 +186,13 @@ def _refuse(*_: Any) -> NoReturn:
 def _written(
     axes: Axes, cache: DenseCache, new: tuple[Array, Array], slots: Int[Array, "B T"]
 ) -> DenseCache:
-    """This device's part of a cache, with those of the new tokens whose slots it holds."""
+    """Returns this device's part of a cache, with the new tokens whose slots it holds."""
     size = cache.capacity
-    own = slots - axes.place * size
-    own = jnp.where((own >= 0) & (own < size), own, size)
+    slots_here = slots - axes.place * size
+    slots_here = jnp.where((slots_here >= 0) & (slots_here < size), slots_here, size)
     keys, values = (
-        write(x, tokens, own) for x, tokens in zip((cache.keys, cache.values), new, strict=True)
+        write(x, tokens, slots_here)
+        for x, tokens in zip((cache.keys, cache.values), new, strict=True)
     )
     return dataclasses.replace(cache, keys=keys, values=values)
 
@@ -200,31 +200,32 @@ def _written(
 def _attend_part(
     axes: Axes, call: Call, query: Array, cache: DenseCache
 ) -> tuple[Output, Normalizer]:
-    """`out [B, T, N, V]` and the normalizers `[B, T, N]` of this device's slots alone."""
+    """Computes `out [B, T, N, V]` and the normalizers `[B, T, N]` over this device's slots
+    alone."""
     (B, T, N, H), (_, K, S, V) = query.shape, cache.values.shape
     shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
     every, first = jnp.arange(T, dtype=jnp.int32), axes.place * S
     place = Place(*axes.first(B, N), every, axes.places(S), (T, S), first)
     spec = dataclasses.replace(call, shapes=shapes).prepared().spec
-    own = dataclasses.replace(at_place(spec, place), partial=True)
-    if few_queries.unsupported(own, shapes) is None:
-        return decode.attend_part(registry.read_cache, own, query, cache)
+    local_spec = dataclasses.replace(at_place(spec, place), partial=True)
+    if few_queries.unsupported(local_spec, shapes) is None:
+        return decode.attend_part(registry.read_cache, local_spec, query, cache)
     key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
     sums = accumulation(query.dtype)
     row = jax.ShapeDtypeStruct((B, T, N), sums)
     out, finite = jax.ShapeDtypeStruct((B, T, N, V), sums), jax.ShapeDtypeStruct((), jnp.bool_)
     like = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
-    operands = (own, query, key, value)
-    return pieces.run(lambda own: own.forward, like, None, *operands, shapes=shapes)[:2]
+    operands = (local_spec, query, key, value)
+    return pieces.run(lambda kernel: kernel.forward, like, None, *operands, shapes=shapes)[:2]
 
 
 def _joined(
     axes: Axes, out: Output, normalizer: Normalizer
 ) -> tuple[Output, Float[Array, "B T N"]]:
-    """The parts of all devices as one, with lse `[B, T, N]`.
+    """Merges the parts of all devices, with lse `[B, T, N]`.
 
-    As `softmax.join`, with maxima and logs apart: shares are exact at any logits. They are of a
-    mean, at most 1 / devices each, so that no sum overflows.
+    Maxima and logs stay separate, as in `softmax.join`, so that shares are exact at any logits. The
+    shares are those of a mean, at most 1 / devices each, so that no sum overflows.
     """
     top = lax.pmax(normalizer.lse, axes.name)
     shift = jnp.where(top == -jnp.inf, 0, top)

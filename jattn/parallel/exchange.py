@@ -1,10 +1,10 @@
-"""The other two ways to attend over devices: all keys come to the queries, or all tokens of a few
-heads come together.
+"""The schemes "gather", which copies all keys to all devices, and "all_to_all", which exchanges
+tokens for heads.
 
-Gathered keys: each device computes its queries with all keys, of which it then holds a copy; its
-memory is linear in the whole length. All-to-all: tokens are exchanged for heads, each device
-computes whole sequences of its share of the heads, and the results are exchanged back (Jacobs et
-al. 2023, "DeepSpeed Ulysses"). Derivatives are those of the exchanges.
+Gather: each device computes its queries with a copy of all keys; its memory is linear in the whole
+length. All-to-all: each device exchanges its tokens for all tokens of its share of the heads,
+computes them, and the results are exchanged back (Jacobs et al. 2023, "DeepSpeed Ulysses"). JAX
+differentiates the exchanges.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ from jattn.spec import Shapes, Spec
 
 
 def _in_sequence(x: Array, axes: Axes, axis: int, back: bool = False) -> Array:
-    """Tokens of all devices as they stand in the sequence, or `back` as devices hold them."""
+    """Reorders the tokens of all devices to the order of the sequence, or `back` to the devices'
+    order."""
     if axes.order == "contiguous":
         return x
     places = placement.placed(x.shape[axis], axes.devices, axes.order)
@@ -37,18 +38,18 @@ def _in_sequence(x: Array, axes: Axes, axis: int, back: bool = False) -> Array:
 
 
 def _gathered(x: Array, axes: Axes, axis: int) -> Array:
-    """The tokens of all devices, as they stand in the sequence."""
+    """Gathers the tokens of all devices, in the order of the sequence."""
     return _in_sequence(lax.all_gather(x, axes.name, axis=axis, tiled=True), axes, axis)
 
 
 def gathered_attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
-    """As `ring.attend`, with a copy of all keys on each device."""
+    """Computes the results of `ring.attend` with a copy of all keys on each device."""
     (B, T, N, _), S = query.shape, key.shape[1] * axes.devices
     key, value = (_gathered(x, axes, 1) for x in (key, value))
 
-    def one(letters: str, leaf: Any) -> Any:
+    def gather_leaf(letters: str, leaf: Any) -> Any:
         axis = axis_of("S", letters, leaf.ndim)
         if axis is None:
             return leaf
@@ -56,16 +57,16 @@ def gathered_attend(
             return _gathered(leaf, axes, axis)
         return leaf if leaf.shape[axis] == 1 else _in_sequence(leaf, axes, axis)
 
-    spec = jax.tree.map(one, axis_names(call.spec), call.spec)
+    spec = jax.tree.map(gather_leaf, axis_names(call.spec), call.spec)
     b, h = axes.first(B, N)
-    every = jnp.arange(S, dtype=jnp.int32)
-    place = Place(b, h, axes.places(T), every, (axes.run(T), 0), keys_from=0)
-    own = at_place(spec, place)
-    return _run(call, own, query, key, value)
+    kv_places = jnp.arange(S, dtype=jnp.int32)
+    place = Place(b, h, axes.places(T), kv_places, (axes.run(T), 0), keys_from=0)
+    local_spec = at_place(spec, place)
+    return _run(call, local_spec, query, key, value)
 
 
 def _run(call: Call, own: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """Attention of a piece of a call, with this spec, of all keys."""
+    """Computes attention of a piece of a call, with this spec, to all keys."""
     piece = dataclasses.replace(call, spec=own, shapes=Shapes.of(query, value))
     return run(piece, query, key, value)
 
@@ -81,8 +82,11 @@ def _check_heads(N: int, axes: Axes) -> None:
 def all_to_all_attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
-    """As `ring.attend`, with all tokens of some heads on each device. Key heads that are fewer than
-    the devices go to each device whose queries read them."""
+    """Computes the results of `ring.attend` with all tokens of some heads on each device.
+
+    If there are fewer key heads than devices, each key head goes to every device whose queries read
+    it.
+    """
     n, (B, T, N, _), K = axes.devices, query.shape, key.shape[2]
     _check_heads(N, axes)
     copies = math.lcm(K, n) // K
@@ -94,18 +98,19 @@ def all_to_all_attend(
 
     b, h = axes.first(B, N)
     place = Place(b, h + axes.place * (N // n))
-    own = at_place(_of_some_heads(call.spec, axes, T), place)
+    local_spec = at_place(_of_some_heads(call.spec, axes, T), place)
     query, key, value = (exchange(x) for x in (query, key, value))
-    out, lse = _run(call, own, query, key, value)
+    out, lse = _run(call, local_spec, query, key, value)
     out, lse = _in_sequence(out, axes, 1, back=True), _in_sequence(lse, axes, 2, back=True)
     out = lax.all_to_all(out, axes.name, split_axis=1, concat_axis=2, tiled=True)
     return out, lax.all_to_all(lse, axes.name, split_axis=2, concat_axis=1, tiled=True)
 
 
 def _of_some_heads(spec: Spec, axes: Axes, T: int) -> Spec:
-    """The spec with arrays along T and S whole, and those along N cut to this device's share."""
+    """Returns the spec with arrays along T and S whole, and arrays along N sliced to this device's
+    share."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def exchange_leaf(letters: str, leaf: Any) -> Any:
         heads, rows, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")
         heads = None if heads is None or leaf.shape[heads] == 1 else heads
         rows = None if rows is None or leaf.shape[rows] != T else rows
@@ -123,4 +128,4 @@ def _of_some_heads(spec: Spec, axes: Axes, T: int) -> Spec:
             return _in_sequence(leaf, axes, keys)
         return leaf
 
-    return jax.tree.map(one, axis_names(spec), spec)
+    return jax.tree.map(exchange_leaf, axis_names(spec), spec)

@@ -1,4 +1,4 @@
-"""The mesh of a call: whether its axes can cut the arrays, and how they cut each of them."""
+"""The mesh of a call: whether its axes can shard the arrays, and how each array is sharded."""
 
 from typing import Any
 
@@ -15,15 +15,15 @@ def _names(axis: AxisName | None) -> tuple[str, ...]:
 
 
 def devices_of(mesh: Any, axis: AxisName | None) -> int:
-    """How many devices share what is cut along an axis."""
-    found = 1
+    """Returns the number of devices along an axis, or along several."""
+    devices = 1
     for name in _names(axis):
-        found *= mesh.shape[name]
-    return found
+        devices *= mesh.shape[name]
+    return devices
 
 
 def check_mesh(mesh: Any, *axes: AxisName | None) -> None:
-    """Raises TypeError for what is no mesh, and ValueError for axes that it has not, or that cut
+    """Raises TypeError if `mesh` is not a mesh, and ValueError for axes that it lacks or that occur
     twice."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")
@@ -36,7 +36,7 @@ def check_mesh(mesh: Any, *axes: AxisName | None) -> None:
 
 
 def check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
-    """Raises ValueError where batch or heads cannot be shared evenly."""
+    """Raises ValueError if the devices cannot share batch or heads evenly."""
     if axes.batch is not None and not shapes.batch:
         raise ValueError("batch_axis: expected a query with a batch axis, got [T, N, H]")
     rows = shapes.batch[0] if shapes.batch else 1
@@ -53,35 +53,34 @@ def check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
 def partition(
     letters: str, leaf: Any, along: dict[str, Any], batch_axis: AxisName | None, batch: int
 ) -> P:
-    """How an array of a spec is cut: `along` these axes by its letters, with `batch` leading axes
-    of which the first is cut."""
+    """Returns the sharding of an array of a spec: `along` maps its letters to mesh axes, and the
+    first of `batch` leading axes is sharded over `batch_axis`."""
     named = [x for x in letters.split() if "*" not in x]
     lead = leaf.ndim - len(named) if "B" in letters.replace("#", "") else 0
     first = leaf.shape[0] if lead else 1
-    own: list[Any] = [None] * leaf.ndim
+    entries: list[Any] = [None] * leaf.ndim
     if lead == batch and first > 1:
-        own[0] = batch_axis
+        entries[0] = batch_axis
     for axis, letter in enumerate(named, leaf.ndim - len(named)):
         broadcast = letter.startswith("#") and leaf.shape[axis] == 1
-        own[axis] = None if broadcast else along.get(letter.lstrip("#"))
-    return P(*own)
+        entries[axis] = None if broadcast else along.get(letter.lstrip("#"))
+    return P(*entries)
 
 
 def typed(mesh: Any, cuts: Any, arrays: Any) -> Any:
-    """The arrays, cut as `jax.shard_map` will cut them, by `cuts`, where the axes of the mesh are
-    part of types.
+    """Reshards the arrays as `jax.shard_map` will, by `cuts`, if the mesh has explicit axes.
 
-    Such are the meshes that `jax.make_mesh` makes. There `jax.shard_map` takes no array that is not
-    cut yet.
+    `jax.make_mesh` makes such meshes, under which `jax.shard_map` rejects arrays that are not
+    sharded yet.
     """
     names = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, kind in names if kind == AxisType.Explicit}
     if not explicit:
         return arrays
 
-    def one(cut: P, tree: Any) -> Any:
-        own = P(*(tuple(x for x in _names(axis) if x in explicit) or None for axis in cut))
-        sharding = NamedSharding(mesh, own)
+    def reshard_tree(cut: P, tree: Any) -> Any:
+        spec = P(*(tuple(x for x in _names(axis) if x in explicit) or None for axis in cut))
+        sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), tree)
 
-    return jax.tree.map(one, cuts, arrays)
+    return jax.tree.map(reshard_tree, cuts, arrays)

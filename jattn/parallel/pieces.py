@@ -1,4 +1,4 @@
-"""The kernel of a piece: what computes a part of the keys, whose normalizer comes from all."""
+"""The kernels for a piece of a call: a part of the keys, whose normalizer comes from all keys."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jattn.spec import Shapes, Spec
 
 
 def check_implementation(name: str | None) -> None:
-    """Raises NotImplementedError for what cannot compute a part of the keys."""
+    """Raises NotImplementedError for an implementation that cannot compute a part of the keys."""
     registry.check_name(name)
     if name is not None and name not in _OF_PIECES:
         among = " and ".join(map(repr, _OF_PIECES))
@@ -28,10 +28,10 @@ def run(
     *operands: Any,
     shapes: Shapes,
 ) -> Any:
-    """One of the functions of the first kernel that can compute a piece, or of the one that is
-    named.
+    """Runs one of the functions of the named kernel, or of the first kernel that can compute a
+    piece.
 
-    Raises NotImplementedError where that cannot.
+    Raises NotImplementedError if the named kernel cannot.
     """
     functions = registry.functions(Call(spec, shapes, implementation=implementation), _OF_PIECES)
     assert functions is not None, "the reference computes no pieces"

@@ -1,9 +1,9 @@
-"""Which tokens lie on which device, and which shards of keys a mask leaves to which device.
+"""The placement of tokens on devices, and the shards of keys that each device needs under a mask.
 
 A sequence is cut into as many shards as there are devices along an axis of a mesh. In contiguous
-order a device holds one run of tokens. In zig-zag order it holds two, as far from the middle as
-each other: under a causal mask early queries see few keys and late ones many, and a device with
-both has as much to do as any other (as in Llama 3's context parallelism, Dubey et al. 2024).
+order a device holds one run of tokens. In zig-zag order it holds two runs, at equal distance from
+the middle: under a causal mask early queries see few keys and late ones many, and with both, all
+devices have the same amount of work (as in Llama 3's context parallelism, Dubey et al. 2024).
 """
 
 from typing import Any
@@ -25,8 +25,7 @@ ORDERS = ("contiguous", "zigzag")
 
 
 def runs(devices: int, order: str) -> Int[np.ndarray, "devices runs"]:
-    """Which runs of tokens each device holds, of so many as all hold together, numbered as they
-    stand in the sequence."""
+    """Returns the runs of tokens that each device holds, numbered in the order of the sequence."""
     first = np.arange(devices)
     if order == "contiguous":
         return first[:, None]
@@ -34,12 +33,12 @@ def runs(devices: int, order: str) -> Int[np.ndarray, "devices runs"]:
 
 
 def check_order(order: Any) -> None:
-    """Raises ValueError for what is no order."""
+    """Raises ValueError for an unknown order."""
     check_choice("order", order, ORDERS)
 
 
 def check_divisible(name: str, size: int, devices: int, order: str) -> None:
-    """Raises ValueError unless so many tokens can be cut into equal runs."""
+    """Raises ValueError unless `size` tokens can be cut into equal runs."""
     pieces = runs(devices, order).size
     if size % pieces:
         raise ValueError(
@@ -49,46 +48,46 @@ def check_divisible(name: str, size: int, devices: int, order: str) -> None:
 
 
 def local_places(index: Any, size: int, devices: int, order: str) -> Int[Array, " size"]:
-    """The places in the sequence of the `size` tokens that device `index` holds."""
+    """Returns the places in the sequence of the `size` tokens that device `index` holds."""
     of_device = jnp.asarray(runs(devices, order), jnp.int32)[index]
     length = size // of_device.shape[0]
     return (of_device[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None, :]).reshape(-1)
 
 
 def placed(size: int, devices: int, order: str) -> Int[np.ndarray, " size"]:
-    """Which token of the sequence stands at each place after `shard_tokens`."""
+    """Returns the token of the sequence at each place after `shard_tokens`."""
     length = size // runs(devices, order).size
     starts = runs(devices, order).reshape(-1, 1) * length
     return (starts + np.arange(length)).reshape(-1).astype(np.int32)
 
 
 def shard_tokens(x: Any, devices: int, *, axis: int = -1, order: str = "contiguous") -> Any:
-    """Tokens in the order in which `devices` devices hold them.
+    """Reorders tokens into the order in which `devices` devices hold them.
 
     Args:
         x: an array, or a tree of arrays, each with the tokens of a sequence along `axis`: tokens
             and labels `[B, T]`, positions `[T]`, ids of segments.
-        devices: how many devices share a sequence.
-        axis: along which axis the tokens are.
-        order: "contiguous" leaves them as they are; "zigzag" gives device i of n the i-th and the
-            i-th last of 2n equal runs, which balances causal attention.
+        devices: the number of devices that share a sequence.
+        axis: the axis of the tokens.
+        order: "contiguous" changes nothing; "zigzag" gives device i of n the i-th and the i-th last
+            of 2n equal runs, which balances causal attention.
 
     Returns:
-        The same tree. Cut into equal shards along the axis, it is what each device holds.
+        The same tree, to be cut into equal shards along the axis, one for each device.
 
-    Raises ValueError where the number of tokens is not a multiple of `devices` (in zig-zag order of
-    twice as many), and TypeError or ValueError for other arguments that do not fit.
+    Raises ValueError if the number of tokens is not a multiple of `devices` (in zig-zag order of
+    twice that number), and TypeError or ValueError for other arguments that do not fit.
     """
     return _taken(x, devices, axis, order, back=False)
 
 
 def unshard_tokens(x: Any, devices: int, *, axis: int = -1, order: str = "contiguous") -> Any:
-    """Tokens as they were before `shard_tokens`, whose arguments and errors these are."""
+    """Restores the order of tokens before `shard_tokens`, with the same arguments and errors."""
     return _taken(x, devices, axis, order, back=True)
 
 
 def _typed_sharding(x: Array) -> Any:
-    """How an array is cut, if that is part of its type; None otherwise."""
+    """Returns the sharding of an array if it is part of its type; None otherwise."""
     sharding = jax.typeof(x).sharding
     return sharding if any(axis is not None for axis in sharding.spec) else None
 
@@ -102,7 +101,7 @@ def _taken(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
     if not jax.tree.leaves(x):
         raise TypeError(f"x: expected an array or a tree of arrays, got {shown(x)}")
 
-    def one(leaf: Any) -> Any:
+    def reordered(leaf: Any) -> Any:
         if not isinstance(leaf, AnyArray):
             raise TypeError(f"x: expected an array or a tree of arrays, got {type(leaf).__name__}")
         if not -leaf.ndim <= axis < leaf.ndim:
@@ -117,13 +116,13 @@ def _taken(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
         index = (slice(None),) * (axis % leaf.ndim)
         return leaf.at[*index, places].get(out_sharding=_typed_sharding(leaf), mode="clip")
 
-    return jax.tree.map(one, x)
+    return jax.tree.map(reordered, x)
 
 
 def token_positions(T: int, devices: int, order: str = "contiguous") -> Int[Array, " T"]:
-    """The positions `[T]` of tokens after `shard_tokens`: where each stood before. int32.
+    """Returns the positions `[T]` of tokens after `shard_tokens`, their places before. int32.
 
-    Raises ValueError where T is not a multiple of `devices` (in zig-zag order of twice as many),
+    Raises ValueError if T is not a multiple of `devices` (in zig-zag order of twice that number),
     and TypeError or ValueError for other arguments that do not fit.
     """
     check_size("T", T, 0)
@@ -135,14 +134,14 @@ def token_positions(T: int, devices: int, order: str = "contiguous") -> Int[Arra
 
 @pytree_dataclass
 class _Unknown(Mask):
-    """In place of a mask with arrays: nothing is certain about it while tracing."""
+    """Stands for a mask with arrays, about which nothing is certain while tracing."""
 
     def bounds(self, tile):
         return np.True_, np.False_
 
 
 def _known_part(mask: Mask) -> Mask:
-    """The mask with what depends on arrays as unknown."""
+    """Returns the mask with every part that depends on arrays replaced by `_Unknown`."""
     if isinstance(mask, And | Or):
         return type(mask)(_known_part(mask.left), _known_part(mask.right))
     if isinstance(mask, Not):
@@ -153,8 +152,11 @@ def _known_part(mask: Mask) -> Mask:
 def needed(
     mask: Mask, T: int, S: int, devices: int, order: str
 ) -> Bool[np.ndarray, "devices devices"]:
-    """Which shards of keys the queries of each device need, as far as the mask says so while
-    tracing, for tokens at the positions of the order."""
+    """Returns which shards of keys the queries of each device may need, as far as is known while
+    tracing.
+
+    Tokens are at the positions of the order.
+    """
     of_device = runs(devices, order)
     size = max(1, S // of_device.size)
     kinds = _kinds(mask, T, S, max(1, T // of_device.size), size)
@@ -165,19 +167,22 @@ def needed(
 
 
 def _kinds(mask: Mask, T: int, S: int, rows: int, columns: int) -> np.ndarray | None:
-    """The kinds of tiles of so many rows and columns, as far as the mask says so while tracing."""
+    """Returns the kinds of tiles of `rows` × `columns`; None if they are not known while
+    tracing."""
     tile = masks.Tile.grid(masks.extents(T, rows), masks.extents(S, columns))
     kinds = masks.kinds(_known_part(mask), tile)
     return kinds if isinstance(kinds, np.ndarray) and T and S else None
 
 
 _MOST_TILES = 2**20
-_TILE = 128  # keys that kernels take at a time
+_TILE = 128  # keys that kernels read at a time
 
 
 def reach(mask: Mask, T: int, S: int, devices: int, order: str) -> slice:
-    """Which of the keys of a shard any other device needs, as far as the mask says so while
-    tracing: of a window, the last ones. One run for all shards; in zig-zag order all of them."""
+    """Returns the keys of a shard that any other device needs, as far as is known while tracing.
+
+    It is one run for all shards: for a window the last keys, in zig-zag order all of them.
+    """
     size = S // devices
     columns = _TILE if size % _TILE == 0 else 1
     while devices * S // columns > _MOST_TILES and size % (2 * columns) == 0:
@@ -187,8 +192,8 @@ def reach(mask: Mask, T: int, S: int, devices: int, order: str) -> slice:
     kinds = _kinds(mask, T, S, max(1, T // devices), columns)
     if kinds is None:
         return slice(0, size)
-    others = kinds.reshape(devices, devices, -1) != masks.EMPTY
-    others &= ~np.eye(devices, dtype=bool)[:, :, None]
-    found = np.flatnonzero(others.any(axis=(0, 1)))
-    first, last = (found[0], found[-1] + 1) if found.size else (0, 0)
+    visited = kinds.reshape(devices, devices, -1) != masks.EMPTY
+    visited &= ~np.eye(devices, dtype=bool)[:, :, None]
+    columns_needed = np.flatnonzero(visited.any(axis=(0, 1)))
+    first, last = (columns_needed[0], columns_needed[-1] + 1) if columns_needed.size else (0, 0)
     return slice(int(first) * columns, int(last) * columns)

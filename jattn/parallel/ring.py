@@ -1,12 +1,12 @@
-"""Ring attention: queries stay, keys and values go round, and what each shard adds is merged.
+"""Ring attention: queries stay, keys and values go around the ring, and results are merged.
 
-Each device computes its queries with the shard of keys that it holds while the next one is on its
-way (Liu et al. 2023, "Ring Attention with Blockwise Transformers"). Backward, keys and values go
-round once more, and their gradients with them. A device holds two shards at a time, whatever the
-length: memory is linear in its own tokens. Long shards go round in several rounds, a few heads in
-each and a chunk of their keys after another, so that a device holds two such chunks. Shards that a
-mask surely empties are not computed, and not sent past the devices that need them; of a shard, only
-that part travels which others need.
+Each device computes its queries with the shard of keys that it holds while it receives the next one
+(Liu et al. 2023, "Ring Attention with Blockwise Transformers"). In the backward pass keys and
+values go around once more, together with their gradients. A device holds two shards at a time,
+whatever the length: memory is linear in its own tokens. Long shards go around in several rounds,
+each with a few heads, and in each round in chunks of their keys, so that a device holds two such
+chunks. Shards that a mask surely empties are not computed, and not sent past the devices that need
+them; only the part of a shard that other devices need is sent.
 """
 
 import dataclasses
@@ -36,27 +36,34 @@ from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_paramet
 
 
 class Hops(NamedTuple):
-    """Repeated `times`: each device in `sources` sends its shard `distance` devices ahead."""
+    """A step of the route, repeated `times`: each device in `sources` sends its shard `distance`
+    devices ahead."""
 
     distance: int
     times: int
     sources: tuple[int, ...]
 
     def send(self, tree: Any, axes: Axes) -> Any:
-        """What arrives; zeros where nobody sends."""
+        """Returns what this device receives; zeros if no device sends to it."""
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
 
         return jax.tree.map(lambda x: moved(lambda y: lax.ppermute(y, axes.name, pairs), x), tree)
 
     def send_all(self, tree: Any, axes: Axes) -> Any:
-        """What arrives when all devices send: gradients have to come home from wherever the last
-        device is that needed their shard."""
+        """Returns what this device receives if all devices send.
+
+        Gradients need this: they return home from wherever the last device is that needed their
+        shard.
+        """
         return self._replace(sources=tuple(range(axes.devices))).send(tree, axes)
 
 
 class Route(NamedTuple):
-    """How shards travel. `needed[d, s]` tells whether device d needs shard s; first each device has
-    its own, then come the `hops` of the `part` of each that any other needs."""
+    """The route of the shards. `needed[d, s]` tells whether device d needs shard s.
+
+    Each device starts with its own shard; then come the `hops` with the `part` of each shard that
+    any other device needs.
+    """
 
     needed: np.ndarray
     part: slice
@@ -64,7 +71,7 @@ class Route(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, T: int, S: int, n: int, order: str) -> "Route":
-        """That of a call on so many queries and keys, on n devices."""
+        """Returns the route of a call on T queries and S keys, on n devices."""
         if spec.q_positions is not None or spec.kv_positions is not None:
             return cls.through(np.ones((n, n), bool), slice(0, S // n))
         sizes = (T, S, n, order)
@@ -72,48 +79,50 @@ class Route(NamedTuple):
 
     @classmethod
     def through(cls, needed: np.ndarray, part: slice) -> "Route":
-        """The route that passes through all devices that need anything, and no others."""
+        """Returns the route that passes through all devices that need anything, and no others."""
         n, shards = len(needed), np.arange(len(needed))
-        # [r, s]: whether the device that is r behind needs shard s, now and at any later step.
+        # [r, s]: whether device s + r needs shard s; `later`: whether it or a further device does.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         later = np.logical_or.accumulate(wanted[::-1])[::-1]
         steps = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[Hops] = []
-        for here, there in itertools.pairwise(steps):
-            sources = {int(s + here) % n for s in np.flatnonzero(later[there])}
+        for start, stop in itertools.pairwise(steps):
+            sources = {int(s + start) % n for s in np.flatnonzero(later[stop])}
             last = hops[-1] if hops else None
-            if last and last.distance == there - here:
+            if last and last.distance == stop - start:
                 merged = tuple(sorted({*last.sources, *sources}))
-                hops[-1] = Hops(there - here, last.times + 1, merged)
+                hops[-1] = Hops(stop - start, last.times + 1, merged)
             else:
-                hops.append(Hops(there - here, 1, tuple(sorted(sources))))
+                hops.append(Hops(stop - start, 1, tuple(sorted(sources))))
         return cls(needed, part, tuple(hops))
 
     @property
     def travelled(self) -> int:
-        """How far each shard is from home at the end."""
+        """The distance of each shard from home at the end."""
         return sum(x.distance * x.times for x in self.hops)
 
     @property
     def home(self) -> Hops:
-        """The hop that brings back what belongs to the shards."""
+        """The hop that returns the gradients of a shard to the shard's device."""
         n = len(self.needed)
         return Hops(n - self.travelled, 1, tuple(range(n)))
 
 
 # ---------------------------------------------------------------------------------------------
-# What goes round
+# The arrays that go around
 # ---------------------------------------------------------------------------------------------
 
 
 def travels(letters: str) -> bool:
-    """Whether an array of a spec goes with the keys: those along S alone."""
+    """Returns whether an array of a spec goes around with the keys: arrays along S and not along T
+    do."""
     named = letters.replace("#", "").split()
     return "S" in named and "T" not in named
 
 
 def _key_axis(letters: str, leaf: Any) -> int | None:
-    """The axis along S of an array along T and S, of which each shard of keys has a part."""
+    """Returns the S axis of an array along T and S, of which each shard of keys has a part; None
+    for others."""
     axis = axis_of("S", letters, leaf.ndim)
     has_part = axis is not None and not travels(letters) and leaf.shape[axis] > 1
     return axis if has_part else None
@@ -123,7 +132,7 @@ _QUERIES, _KEYS = "T N _", "S N _"  # the letters of queries, keys and values, a
 
 
 def _part(letters: str, leaf: Array, start: Any, size: int) -> Array:
-    """A run of keys of an array along S; arrays of size 1 there as they are."""
+    """Slices a run of keys from an array along S; arrays of size 1 there stay unchanged."""
     axis: Any = axis_of("S", letters, leaf.ndim)
     if leaf.shape[axis] in (1, size):
         return leaf
@@ -131,8 +140,8 @@ def _part(letters: str, leaf: Array, start: Any, size: int) -> Array:
 
 
 class KVShard(NamedTuple):
-    """What goes round: the keys and values of a shard, or of a part of it, and the spec's arrays
-    along S."""
+    """The arrays that go around the ring: the keys and values of a shard, or of a part of it, and
+    the spec's arrays along S."""
 
     key: Array
     value: Array
@@ -140,31 +149,33 @@ class KVShard(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, key: Array, value: Array, first: Any = 0) -> "KVShard":
-        """What a device starts with: its own keys, from the first one that goes round."""
+        """Returns the shard with which a device starts: its own keys, from key `first` on."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
         arrays = [_part(*x, first, key.shape[1]) for x in pairs if travels(x[0])]
         return cls(key, value, arrays)
 
     def cut(self, spec: Spec, first: Any) -> Spec:
-        """The spec with its arrays along S cut to this shard, which begins at key `first`."""
+        """Returns the spec with its arrays along S sliced to this shard, which begins at key
+        `first`."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
-        def one(letters: str, leaf: Any) -> Any:
+        def sliced(letters: str, leaf: Any) -> Any:
             if travels(letters):
                 return next(arrays)
             axis = _key_axis(letters, leaf)
             return leaf if axis is None else slicing.take(leaf, first, size, axis)
 
-        return jax.tree.map(one, axis_names(spec), spec)
+        return jax.tree.map(sliced, axis_names(spec), spec)
 
 
 class Gradients(NamedTuple):
-    """What the backward pass sums.
+    """The gradients that the backward pass sums.
 
-    local: those of queries, and of the parameters that stay on the device as queries do.
-    with_shard: those of keys, of values, and of the parameters that travel with a shard.
+    local: the gradients of queries, and of the parameters that stay on the device like queries.
+    with_shard: the gradients of keys, of values, and of the parameters that travel with a shard.
 
-    Both lists of parameters have an entry for each; it is None in the list of the other kind.
+    Both lists of parameters have an entry for each parameter, None for parameters of the other
+    kind.
     """
 
     local: tuple[Any, list[Any]]
@@ -172,7 +183,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
-        """These in place of those of each array; the parameters have `letters`."""
+        """Arranges one value for each array in this structure; the parameters have `letters`."""
         pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
         local = [None if sent else x for sent, x in pairs]
         return cls((query, local), (key, value, [x if sent else None for sent, x in pairs]))
@@ -192,12 +203,12 @@ class Gradients(NamedTuple):
 class Ring(NamedTuple):
     """One round of a call on a ring of devices.
 
-    axes: how the call is cut over the mesh.
-    route: how the shards travel.
-    keys: how many keys a shard has.
-    implementation: the kernel that was named to compute the pieces, if one was.
-    round: which heads go round.
-    begin: the first key of each shard that goes round.
+    axes: the mesh axes over which the call is sharded.
+    route: the route of the shards.
+    keys: the number of keys of a shard.
+    implementation: the kernel that was named to compute the pieces, if any.
+    round: the heads that go around.
+    begin: the first key of each shard that goes around.
     """
 
     axes: Axes
@@ -208,43 +219,47 @@ class Ring(NamedTuple):
     begin: Any = 0
 
     def runs(self) -> Iterator[tuple["Ring", int, int]]:
-        """The runs of a shard's keys: what stays on each device before the part that travels, this
-        part, and what stays behind it. Of each its ring, how many keys a chunk of it has, and how
-        many chunks."""
-        part, stays = self.route.part, self.route._replace(hops=())
+        """Yields the runs of a shard's keys, each as its ring, the number of keys of a chunk, and
+        the number of chunks: the keys before the part that travels, this part, and the keys after
+        it. The first and last run stay on their device."""
+        part, no_hops = self.route.part, self.route._replace(hops=())
         if not self.route.hops:
             part = slice(0, 0)
-        yield self._replace(route=stays), part.start, 1
+        yield self._replace(route=no_hops), part.start, 1
         count = rounds.chunks(part.stop - part.start)
         yield self._replace(begin=part.start), (part.stop - part.start) // count, count
-        yield self._replace(route=stays, begin=part.stop), self.keys - part.stop, 1
+        yield self._replace(route=no_hops, begin=part.stop), self.keys - part.stop, 1
 
     def each_chunk(
         self, spec: Spec, query: Array, key: Array, value: Array, body: Any, state: Any
     ) -> Any:
-        """`state` after `body(ring, kv, state)` of each chunk of a shard's keys, with the ring of
-        that chunk. `key` and `value` have all heads."""
+        """Folds `body(ring, kv, state)` over the chunks of a shard's keys, each with its own ring.
+
+        `key` and `value` have all heads.
+        """
         for run, size, count in self.runs():
 
-            def one(i: Any, state: Any, run: Ring = run, size: int = size) -> Any:
+            def compute_chunk(i: Any, state: Any, run: Ring = run, size: int = size) -> Any:
                 begin = run.begin + i * size
                 cut = functools.partial(self.round.cut, keys=(begin, size))
                 kv = self.axes.vary(KVShard.of(spec, cut(key), cut(value), begin), query)
                 return body(run._replace(begin=begin), kv, state)
 
-            state = _repeat(count if size else 0, one, state)
+            state = _repeat(count if size else 0, compute_chunk, state)
         return state
 
     def shard(self, distance: Any) -> Any:
-        """Which shard this device holds when all have travelled this `distance` from home."""
+        """Returns the index of the shard that this device holds when all are `distance` devices
+        from home."""
         return (self.axes.place - distance) % self.axes.devices
 
     def first(self, distance: Any) -> Any:
-        """Where the keys that this device holds begin among all, as the shards lie."""
+        """Returns the index of this device's first key among all keys, in the order of the
+        shards."""
         return self.shard(distance) * self.keys + self.begin
 
     def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Any) -> Spec:
-        """The spec of this device's queries and of the shard that it holds."""
+        """Returns the spec of this device's queries and of the shard that it holds."""
         (B, T, N, _), S = query.shape, kv.key.shape[1]
         axes, first, (share, shares) = self.axes, self.first(distance), self.round
         b, h = axes.first(B, N * shares)
@@ -258,11 +273,11 @@ class Ring(NamedTuple):
             (axes.run(T), min(S, axes.run(self.keys))),
             first if axes.order == "contiguous" else None,
         )
-        own = at_place(kv.cut(spec, first), place)
-        return dataclasses.replace(own, partial=True)
+        piece_spec = at_place(kv.cut(spec, first), place)
+        return dataclasses.replace(piece_spec, partial=True)
 
     def if_needed(self, shard: Any, compute: Any, otherwise: Any) -> Any:
-        """`compute()`; `otherwise` where none of this device's queries needs the shard."""
+        """Returns `compute()`, or `otherwise` if none of this device's queries needs the shard."""
         if self.route.needed.all():
             return compute()
         wanted = jnp.asarray(self.route.needed)[self.axes.place, shard]
@@ -271,15 +286,16 @@ class Ring(NamedTuple):
     def forward(
         self, spec: Spec, query: Array, kv: KVShard, distance: Any, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
-        """`(out, normalizer, all_finite)` with what a shard of keys adds."""
+        """Returns `(out, normalizer, all_finite)` after adding the contribution of a shard of
+        keys."""
         shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
 
         def compute() -> Any:
-            own = self.piece(spec, query, kv, distance)
+            piece_spec = self.piece(spec, query, kv, distance)
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-            operands = (own, query, kv.key, kv.value)
+            operands = (piece_spec, query, kv.key, kv.value)
             out, normalizer, finite = pieces.run(
-                lambda own: own.forward, like, self.implementation, *operands, shapes=shapes
+                lambda kernel: kernel.forward, like, self.implementation, *operands, shapes=shapes
             )
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
 
@@ -294,7 +310,8 @@ class Ring(NamedTuple):
         finite: Array,
         so_far: Gradients,
     ) -> Gradients:
-        """`so_far`, in which those that travel are 0, with what a shard of keys adds."""
+        """Returns `so_far` plus the gradients from a shard of keys; `so_far.with_shard` must be
+        0."""
         shard, shapes = self.shard(distance), Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
         names = Gradients.of(letters, _QUERIES, "", "", letters).local
@@ -306,29 +323,29 @@ class Ring(NamedTuple):
             return slicing.add_at(total, part, self.first(distance), axis)
 
         def compute() -> Gradients:
-            own = self.piece(spec, per_query.query, kv, distance)
+            piece_spec = self.piece(spec, per_query.query, kv, distance)
             wide = (so_far.local[0], *so_far.with_shard[:2])
             like = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(own), *wide)
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(piece_spec), *wide)
             )
-            operands = (own, per_query, kv.key, kv.value, finite)
+            operands = (piece_spec, per_query, kv.key, kv.value, finite)
             d_params, d_query, d_key, d_value = pieces.run(
-                lambda own: own.backward, like, self.implementation, *operands, shapes=shapes
+                lambda kernel: kernel.backward, like, self.implementation, *operands, shapes=shapes
             )
-            found = Gradients.of(letters, d_query, d_key, d_value, d_params)
-            local = jax.tree.map(add, names, so_far.local, found.local)
-            return found._replace(local=local)
+            of_shard = Gradients.of(letters, d_query, d_key, d_value, d_params)
+            local = jax.tree.map(add, names, so_far.local, of_shard.local)
+            return of_shard._replace(local=local)
 
         return self.if_needed(shard, compute, so_far)
 
 
 # ---------------------------------------------------------------------------------------------
-# All of them
+# All shards of keys
 # ---------------------------------------------------------------------------------------------
 
 
 def _repeat(count: int, body: Any, state: Any) -> Any:
-    """`body(i, state)` for i below `count`; without a loop where that is one."""
+    """Applies `body(i, state)` for i in range(count); without a loop if `count` is at most 1."""
     if count <= 1:
         return body(0, state) if count else state
     return lax.fori_loop(
@@ -337,22 +354,23 @@ def _repeat(count: int, body: Any, state: Any) -> Any:
 
 
 def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> Any:
-    """What all shards add to `state`. While one is computed, the next is being sent."""
+    """Adds the contributions of all shards to `state`, sending the next shard while one is
+    computed."""
     hops, distance = ring.route.hops, 0
     next_shard = hops and hops[0].send(kv, ring.axes)
     state = ring.forward(spec, query, kv, distance, state)
-    for this, then in itertools.zip_longest(hops, hops[1:]):
+    for hop, next_hop in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, distance: int = distance, this: Hops = this) -> Any:
+        def body(i: Any, carried: Any, distance: int = distance, hop: Hops = hop) -> Any:
             kv, state = carried
-            next_shard = this.send(kv, ring.axes)
+            next_shard = hop.send(kv, ring.axes)
             return next_shard, ring.forward(
-                spec, query, kv, distance + (i + 1) * this.distance, state
+                spec, query, kv, distance + (i + 1) * hop.distance, state
             )
 
-        kv, state = _repeat(this.times - 1, body, (next_shard, state))
-        next_shard = then and then.send(kv, ring.axes)
-        distance += this.times * this.distance
+        kv, state = _repeat(hop.times - 1, body, (next_shard, state))
+        next_shard = next_hop and next_hop.send(kv, ring.axes)
+        distance += hop.times * hop.distance
         state = ring.forward(spec, query, kv, distance, state)
     return state
 
@@ -360,13 +378,13 @@ def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> A
 def _backward(
     ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, finite: Array, so_far: Gradients
 ) -> Gradients:
-    """`so_far`, in which those that travel are 0, with the gradients from all shards.
+    """Returns `so_far`, whose `with_shard` must be 0, plus the gradients from all shards.
 
-    While one is computed, two things are being sent: the next shard, and the gradients that the
-    devices before have found for this one.
+    While one shard is computed, the next shard is being sent, and so are the gradients for this
+    shard from the devices before.
     """
     hops, distance = ring.route.hops, 0
-    # Keys are sent once more: XLA would keep those that came in the forward pass until now.
+    # A barrier makes XLA send the keys again; it would keep those of the forward pass in memory.
     kv, per_query = lax.optimization_barrier((kv, per_query))
     next_shard = hops and hops[0].send(kv, ring.axes)
     total = ring.backward(spec, per_query, kv, distance, finite, so_far)
@@ -379,17 +397,17 @@ def _backward(
         total = ring.backward(spec, per_query, kv, distance, finite, total)
         return total._replace(with_shard=jax.tree.map(jnp.add, arrived, total.with_shard))
 
-    for this, then in itertools.zip_longest(hops, hops[1:]):
+    for current, next_hop in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, distance: int = distance, this: Hops = this) -> Any:
+        def body(i: Any, carried: Any, distance: int = distance, current: Hops = current) -> Any:
             kv, total = carried
-            next_shard = this.send(kv, ring.axes)
-            return next_shard, added(this, total, kv, distance + (i + 1) * this.distance)
+            next_shard = current.send(kv, ring.axes)
+            return next_shard, added(current, total, kv, distance + (i + 1) * current.distance)
 
-        kv, total = _repeat(this.times - 1, body, (next_shard, total))
-        next_shard = then and then.send(kv, ring.axes)
-        distance += this.times * this.distance
-        total = added(this, total, kv, distance)
+        kv, total = _repeat(current.times - 1, body, (next_shard, total))
+        next_shard = next_hop and next_hop.send(kv, ring.axes)
+        distance += current.times * current.distance
+        total = added(current, total, kv, distance)
     d_key, d_value, d_params = total.with_shard
     narrow = d_key.astype(kv.key.dtype), d_value.astype(kv.value.dtype)
     home = ring.route.home.send((*narrow, d_params), ring.axes)
@@ -397,20 +415,20 @@ def _backward(
 
 
 class RingCall(NamedTuple):
-    """A call on a ring, whose heads go round in so many `rounds`. The spec is whole."""
+    """A call on a ring, whose heads go around in this number of `rounds`. The spec is whole."""
 
     ring: Ring
     rounds: int
 
     def zeros(self, query: Array, value: Array, beside: Any) -> Any:
-        """`(out, normalizer, all_finite)` of no keys."""
+        """Returns `(out, normalizer, all_finite)` for no keys."""
         dtype = accumulation(query.dtype)
         row = jnp.zeros(query.shape[:3], dtype)
         out, finite = jnp.zeros((*row.shape, value.shape[-1]), dtype), jnp.ones((), bool)
         return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), beside)
 
     def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Any:
-        """`(out, normalizer, all_finite)` of this device's queries and all keys."""
+        """Computes `(out, normalizer, all_finite)` of this device's queries and all keys."""
         arrays = spec, query, key, value
 
         def compute(round: Round, total: Any) -> Any:
@@ -418,15 +436,15 @@ class RingCall(NamedTuple):
             body = lambda ring, kv, state: _forward(ring, spec, query, kv, state)  # noqa: E731
             state = self.zeros(query, value, arrays)
             ring = ring._replace(round=round)
-            found = ring.each_chunk(spec, query, key, value, body, state)
-            return *jax.tree.map(round.put, total[:2], found[:2]), total[2] & found[2]
+            of_round = ring.each_chunk(spec, query, key, value, body, state)
+            return *jax.tree.map(round.put, total[:2], of_round[:2]), total[2] & of_round[2]
 
         return rounds.run(self.rounds, compute, self.zeros(query, value, arrays))
 
     def backward(
         self, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
     ) -> Gradients:
-        """The gradients, in the dtypes of the arrays."""
+        """Computes the gradients, in the dtypes of the arrays."""
         letters, dtype = parameter_letters(spec), accumulation(key.dtype)
         names = Gradients.of(letters, _QUERIES, _KEYS, _KEYS, letters)
         arrays, vary = (spec, per_query), self.ring.axes.vary
@@ -443,9 +461,9 @@ class RingCall(NamedTuple):
             def body(ring: Ring, kv: KVShard, state: Any) -> Any:
                 total, local = state
                 so_far = zeros(kv.key, kv.value, kv.cut(spec, ring.begin))._replace(local=local)
-                found = _backward(ring, spec, per_query, kv, finite, so_far)
+                chunk = _backward(ring, spec, per_query, kv, finite, so_far)
                 add = functools.partial(round.add, first_key=ring.begin)
-                return jax.tree.map(add, names.with_shard, total, found.with_shard), found.local
+                return jax.tree.map(add, names.with_shard, total, chunk.with_shard), chunk.local
 
             state = total.with_shard, zeros(key, value, spec).local
             with_shard, local = ring.each_chunk(spec, query, key, value, body, state)
@@ -459,9 +477,10 @@ class RingCall(NamedTuple):
 def attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` of this device's queries and all keys, differentiable.
+    """Computes `(out [B, T, N, V], lse [B, N, T])` of this device's queries and all keys,
+    differentiable.
 
-    The call is prepared, its arrays are this device's; there is one flat batch axis.
+    The call is prepared, and its arrays are this device's; there is one flat batch axis.
     """
     spec, T, S, n = call.spec, query.shape[1], key.shape[1], axes.devices
     if spec.dropout_rate:
@@ -483,8 +502,8 @@ def attend(
         d_out, d_lse = cotangents
         delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
-        found = ring.backward(with_parameters(spec, params), per_query, key, value, finite)
-        return found.params, None, found.local[0], *found.with_shard[:2]
+        gradients = ring.backward(with_parameters(spec, params), per_query, key, value, finite)
+        return gradients.params, None, gradients.local[0], *gradients.with_shard[:2]
 
     run.defvjp(run_forward, run_backward)
     inputs = reverse_mode.inputs((query, key, value, *parameters(spec)), spec)

@@ -1,7 +1,7 @@
-"""Rounds of a ring: heads take turns, so that a device holds shards of a few heads at a time.
+"""Rounds of a ring, which process a few heads at a time so that a device holds only their shards.
 
-In each round the shards of keys and values of an equal share of the key heads go round, with the
-queries that read them. Of a long shard a chunk of the keys goes round after another.
+In each round the shards of keys and values of an equal share of the key heads go around the ring,
+with the queries that read them. A long shard goes around in chunks of its keys, one after another.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,17 @@ from jattn.spec import Shapes, Spec
 
 
 def moved(move: Callable[[Array], Array], x: Array) -> Array:
-    """`move(x)` for what moves numbers and does not change them."""
+    """Returns `move(x)` for an operation that moves numbers and does not change them."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return move(x)
-    bits = lax.bitcast_convert_type(x, jnp.uint16)  # XLA would move float32 on CPUs
+    bits = lax.bitcast_convert_type(x, jnp.uint16)  # XLA for CPUs would convert to float32
     return lax.bitcast_convert_type(move(bits), x.dtype)
 
 
 def count(shapes: Shapes) -> int:
-    """In how many rounds the heads of a device's shards go: as many as leave each enough queries to
-    keep the device busy. Few would save nothing, as each holds a copy of its own queries."""
+    """Returns the number of rounds for the heads of a device's shards: the most that leave each
+    round enough queries to keep the device busy. A few rounds would save nothing, as each holds a
+    copy of its own queries."""
     least, fewest = tuning.sizes(jax.default_backend()).ring_queries, tuning.current().ring_rounds
     rows = shapes.B if isinstance(shapes.B, int) else 1  # symbolic where a program is exported
     queries = rows * shapes.T * shapes.N
@@ -37,8 +38,8 @@ def count(shapes: Shapes) -> int:
 
 
 def chunks(keys: int) -> int:
-    """In how many chunks a run of so many keys of each shard goes round, one after another: as many
-    as leave each enough keys to keep the device busy."""
+    """Returns the number of chunks in which a run of each shard's keys goes around: the most that
+    leave each chunk enough keys to keep the device busy."""
     least, count = tuning.sizes(jax.default_backend()).ring_keys, tuning.current().ring_chunks
     while count > 1 and (keys % count or keys // count < least):
         count //= 2
@@ -49,20 +50,23 @@ _HEADS = 2  # the axis of heads in arrays `[B, T, N, ...]` and `[B, S, K, ...]`
 
 
 class Round(NamedTuple):
-    """The heads that go round together: the share number `share` of `shares` equal ones."""
+    """The heads that go around together: number `share` of `shares` equal shares."""
 
     share: Any = 0
     shares: int = 1
 
     @staticmethod
     def axis(letters: str, leaf: Any) -> int | None:
-        """The axis of an array along which each head has its own part."""
+        """Returns the axis of an array along which each head has its own part, or None."""
         axis = axis_of("N", letters, leaf.ndim)
         return axis if axis is not None and leaf.shape[axis] > 1 else None
 
     def cut(self, x: Array, axis: int | None = _HEADS, keys: Any = None) -> Array:
-        """The share of an array, one that is the same for all heads as it is; and of `[B, S, ...]`
-        the `keys`, which are the first one and their number."""
+        """Slices an array to the share of its heads, and `[B, S, ...]` also to `keys = (first,
+        number)`.
+
+        An array that all heads share is returned unchanged.
+        """
         start: list[Any] = [0] * x.ndim
         size = list(x.shape)
         if axis is not None:
@@ -75,17 +79,17 @@ class Round(NamedTuple):
         return moved(lambda y: lax.dynamic_slice(y, list(map(jnp.int32, start)), size), x)
 
     def cut_spec(self, spec: Spec) -> Spec:
-        """The spec with its arrays along N cut to the share."""
+        """Returns the spec with its arrays along N sliced to the share."""
         cut = lambda letters, leaf: self.cut(leaf, self.axis(letters, leaf))  # noqa: E731
         return jax.tree.map(cut, axis_names(spec), spec)
 
-    def put(self, total: Array, found: Array) -> Array:
-        """`total` with what this round has found for its heads."""
-        start = self.share * found.shape[_HEADS]
-        return lax.dynamic_update_slice_in_dim(total, found, start, _HEADS)
+    def put(self, total: Array, part: Array) -> Array:
+        """Writes this round's result for its heads into `total`."""
+        start = self.share * part.shape[_HEADS]
+        return lax.dynamic_update_slice_in_dim(total, part, start, _HEADS)
 
     def add(self, letters: str, total: Array, found: Array, first_key: Any = 0) -> Array:
-        """`total` with what this round has found, for a run of keys, added where it belongs."""
+        """Adds this round's result, for its heads and a run of keys, to `total`."""
         start: list[Any] = [0] * total.ndim
         for letter, first in (("N", None), ("S", first_key)):
             axis = axis_of(letter, letters, total.ndim)
@@ -95,7 +99,7 @@ class Round(NamedTuple):
 
 
 def run(rounds: int, compute: Any, total: Any) -> Any:
-    """`total` after `compute(round, total)` of all rounds."""
+    """Folds `compute(round, total)` over all rounds."""
     if rounds == 1:
         return compute(Round(), total)
 

@@ -1,15 +1,15 @@
-"""What each scheme sends, by formula: which arrays, how large and how often.
+"""The traffic of each scheme, by formula: the arrays that devices send, their size and number.
 
-With n devices along the axis, of which each has a shard of s bytes of an array, a device sends
+With n devices along the axis, each with a shard of s bytes of an array, a device sends
 
-- in a ring, forward, s at each hop, of keys, values and the mask's arrays that go with them;
-  backward that again, and as often the gradients of keys and values in the dtype of sums, which
-  make one hop more to come home, in their own dtype. There are n − 1 hops, or as many as the mask
-  says lie between a shard and the last device that needs it. Where the mask leaves the other
-  devices a part of each shard alone, as a window does, s is that of the part;
-- for all_to_all, s (n − 1) / n of query, keys, values and output; backward that again, of their
-  gradients. Key heads that are fewer than the devices are repeated before;
-- for gather, s (n − 1) of keys and values; backward that again, of their gradients.
+- in a ring, forward, s at each hop, for keys, values and the mask's arrays along S; backward the
+  same again, and at each hop the gradients of keys and values in the dtype of sums, which make one
+  more hop, in their own dtype, to return to their shard. There are n − 1 hops, or as many as lie
+  between a shard and the last device that needs it under the mask. If the other devices need only a
+  part of each shard, as under a window, s counts this part;
+- for all_to_all, s (n − 1) / n of query, keys, values and output; backward the same for their
+  gradients. If there are fewer key heads than devices, key heads are repeated first;
+- for gather, s (n − 1) of keys and values; backward the same for their gradients.
 """
 
 import math
@@ -35,10 +35,10 @@ class Exchange(NamedTuple):
     """One array that a call exchanges.
 
     `kind` is the operation's name in XLA's programs: "collective-permute", "all-to-all",
-    "all-gather" or "reduce-scatter". `bytes` are what a device sends each time, by the last two
-    kinds to its neighbour in a circle; `times` is how often, `devices` how many send; `backward`
-    tells whether the backward pass does. A ring's heads may take turns, in `rounds`, and in each a
-    shard's keys, in `chunks`; `times` counts all.
+    "all-gather" or "reduce-scatter". `bytes` is the number of bytes that a device sends each time,
+    by the last two kinds to its neighbour in a circle; `times` counts the exchanges, `devices` the
+    devices that send; `backward` tells whether it belongs to the backward pass. A ring may process
+    its heads in `rounds`, and a shard's keys in `chunks`; `times` counts all of them.
     """
 
     kind: str
@@ -63,24 +63,25 @@ def exchanges(
     return_lse: bool = False,
     **options: Unpack[WeightOptions],
 ) -> tuple[Exchange, ...]:
-    """What `parallel.attention` with these arguments exchanges, with gradients of all floats.
+    """Returns the exchanges of `parallel.attention` with these arguments and gradients of all
+    floats.
 
-    It computes nothing. Not counted are sums over devices of the gradients of parameters, which XLA
-    joins with those of the rest of a program. Of what both passes send once, XLA may make one.
+    It computes nothing. It does not count sums over devices of the gradients of parameters, which
+    XLA merges with those of the rest of a program. XLA may merge exchanges that both passes make.
 
     Args:
-        query: `[*B, T, N, H]`, or a `jax.ShapeDtypeStruct` of it, as may be the next two. Where
-            batch or heads are cut too, what the devices along the axis have together.
+        query: `[*B, T, N, H]`, or a `jax.ShapeDtypeStruct` of it, as may be the next two. If batch
+            or heads are sharded too, the part that the devices along the axis have together.
         key: `[*B, S, K, H]`.
         value: `[*B, S, K, V]`.
-        devices: how many share T and S.
+        devices: the number of devices that share T and S.
         scheme, order, return_lse, and other options: as in `parallel.attention`.
 
     Returns:
         The exchanges, those of the forward pass first.
 
     Raises:
-        TypeError, ValueError: as `parallel.attention`.
+        TypeError, ValueError: the errors of `parallel.attention`.
     """
     check_choice("scheme", scheme, tuple(_SCHEMES))
     placement.check_order(order)
@@ -90,22 +91,22 @@ def exchanges(
             raise TypeError(
                 f"{name}: expected an array or a jax.ShapeDtypeStruct, got {type(array).__name__}"
             )
-    found: list[Exchange] = []
+    exchanged: list[Exchange] = []
 
-    def look(query: Any, key: Any, value: Any) -> None:
+    def collect(query: Any, key: Any, value: Any) -> None:
         call = make(query, key, value, lse=return_lse, **options).prepared()
         shapes = call.shapes
         for name, size in (("query", shapes.T), ("key", shapes.S)):
             placement.check_divisible(name, size, devices, order)
         cut = _Cut(call, devices, order)
-        found.extend(x for x in _SCHEMES[scheme](cut) if x.bytes and x.times)
+        exchanged.extend(x for x in _SCHEMES[scheme](cut) if x.bytes and x.times)
 
-    jax.eval_shape(look, query, key, value)
-    return tuple(sorted(found, key=lambda x: x.backward))
+    jax.eval_shape(collect, query, key, value)
+    return tuple(sorted(exchanged, key=lambda x: x.backward))
 
 
 class _Cut(NamedTuple):
-    """A prepared call on whole arrays and how it is cut."""
+    """A prepared call on whole arrays and its sharding."""
 
     call: Call
     devices: int
@@ -117,12 +118,13 @@ class _Cut(NamedTuple):
         return self.call.shapes
 
     def share(self, *sizes: int, dtype: Any = None) -> int:
-        """The bytes of a device's share of an array of so many batch rows and these sizes."""
+        """Returns the bytes of a device's share of an array with these sizes for each batch row."""
         size = self.shapes.B * math.prod(sizes) // self.devices
         return size * jnp.dtype(self.shapes.dtype if dtype is None else dtype).itemsize
 
     def leaves(self) -> Iterator[tuple[str, Any, bool]]:
-        """The letters of each array of the spec, itself, and whether it has a gradient."""
+        """Yields the letters of each array of the spec, the array, and whether it has a
+        gradient."""
         learned = {id(x) for x in parameters(self.call.spec)}
         letters = jax.tree.leaves(axis_names(self.call.spec))
         for x, leaf in zip(letters, jax.tree.leaves(self.call.spec), strict=True):
@@ -138,16 +140,16 @@ def _ring(cut: _Cut) -> Iterator[Exchange]:
     sent = n * (keys // chunks)  # tokens at a time, of all devices together
     count = rounds.count(shapes._replace(T=shapes.T // n)) if route.hops else 1
     K = shapes.K // count
-    going = [("key", cut.share(sent, K, shapes.H)), ("value", cut.share(sent, K, shapes.V))]
+    sent_arrays = [("key", cut.share(sent, K, shapes.H)), ("value", cut.share(sent, K, shapes.V))]
     for letters, leaf, _ in cut.leaves():
         if travels(letters):
             axis: Any = axis_of("S", letters, leaf.ndim)
             numbers = leaf.size // S * sent // n if leaf.shape[axis] > 1 else leaf.size
             numbers //= 1 if Round.axis(letters, leaf) is None else count
-            going.append(("mask", numbers * leaf.dtype.itemsize))
+            sent_arrays.append(("mask", numbers * leaf.dtype.itemsize))
     kind, wide = "collective-permute", accumulation(shapes.dtype)
     for backward in (False, True):
-        for name, size in going:
+        for name, size in sent_arrays:
             for hops in route.hops:
                 times, sources = hops.times * count * chunks, len(hops.sources)
                 yield Exchange(kind, name, size, times, sources, backward, count, chunks)
@@ -161,11 +163,11 @@ def _ring(cut: _Cut) -> Iterator[Exchange]:
 
 def _all_to_all(cut: _Cut) -> Iterator[Exchange]:
     shapes, n = cut.shapes, cut.devices
-    held = math.lcm(shapes.K, n)
+    key_heads = math.lcm(shapes.K, n)
     arrays = [
         ("query", cut.share(shapes.T, shapes.N, shapes.H)),
-        ("key", cut.share(shapes.S, held, shapes.H)),
-        ("value", cut.share(shapes.S, held, shapes.V)),
+        ("key", cut.share(shapes.S, key_heads, shapes.H)),
+        ("value", cut.share(shapes.S, key_heads, shapes.V)),
         ("out", cut.share(shapes.T, shapes.N, shapes.V)),
     ]
     if cut.call.needs_lse:

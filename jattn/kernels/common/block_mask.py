@@ -1,7 +1,7 @@
-"""Which tiles the programs of a kernel in Pallas visit, as index arrays that they read.
+"""The tiles that each program of a Pallas kernel visits, as index arrays that the program reads.
 
-The tile map lists for each block of queries (or of keys) what is not empty: constants for static
-masks, computed beforehand in the same program for others.
+The tile map lists the non-empty tiles of each block of queries (or of keys): as constants for
+static masks, computed in the same program before the kernel for other masks.
 """
 
 import dataclasses
@@ -22,10 +22,12 @@ from jattn.spec import Spec, Tiling
 
 
 class BlockMask(NamedTuple):
-    """Which tiles each block visits: `order [B, N, n, m]` lists them, those without need of a mask
-    first, or is None where all visit 0, 1, 2 and so on; `ends [B, N, n, 2]` says how many of these
-    there are, and how many in all. Axes B and N have size 1 where all are alike. `kinds` are the
-    kinds of tile that may occur.
+    """The tiles that each block visits.
+
+    `order [B, N, n, m]` lists them, tiles that need no mask first, or is None if all blocks visit
+    0, 1, 2 and so on; `ends [B, N, n, 2]` holds the number of tiles that need no mask and the
+    number of all. Axes B and N have size 1 if all entries are equal. `kinds` are the kinds of tile
+    that may occur.
     """
 
     order: Any
@@ -34,30 +36,33 @@ class BlockMask(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, Any]:
-        """What is passed to a kernel, and comes back to `fold` as `memory`."""
+        """The arrays that a kernel receives and passes to `fold` as `memory`."""
         return self.order, self.ends
 
     def compact(self) -> "BlockMask":
-        """The same without an order that is known to be 0, 1, 2 and so on."""
+        """Returns the same without an order that is known to be 0, 1, 2 and so on."""
         if not isinstance(self.order, np.ndarray):
             return self
         places = np.arange(self.order.shape[-1])
-        in_turn = (self.order == places) | (places >= self.ends[..., 1:])
-        return self._replace(order=None) if in_turn.all() else self
+        is_ordered = (self.order == places) | (places >= self.ends[..., 1:])
+        return self._replace(order=None) if is_ordered.all() else self
 
     def without_full(self, heads: Array) -> "BlockMask":
-        """The same, but `heads [B, N]` treat all tiles as if they needed a mask."""
+        """Returns the same, except that `heads [B, N]` treat all tiles as if they needed a mask."""
         full, visited = self.ends[..., 0], self.ends[..., 1]
         full = jnp.where(heads[..., None], 0, full)
         ends = jnp.stack([full, jnp.broadcast_to(visited, full.shape)], axis=-1)
         return self._replace(ends=ends, kinds=tuple(sorted({*self.kinds, masks.MIXED})))
 
     def longest_first(self, heads: int) -> Any:
-        """For each of `heads` its blocks `[B, heads, n]` in falling order of the tiles that they
-        visit; B and heads have size 1 where all are alike. None where all visit as many."""
+        """Returns for each of `heads` its blocks `[B, heads, n]` by falling number of tiles that
+        they visit.
+
+        B and heads have size 1 if all are equal. None if all blocks visit the same number.
+        """
         visited = self.ends[..., 1]
         B, N, n = visited.shape
-        if heads < N:  # of key heads, which go through what all heads of their group visit
+        if heads < N:  # key heads visit the tiles of all query heads of their group
             visited = visited.reshape(B, heads, N // heads, n).sum(axis=2)
         if isinstance(visited, np.ndarray):
             order = np.argsort(-visited, axis=-1, stable=True)
@@ -72,8 +77,10 @@ class BlockMask(NamedTuple):
         state: Any,
         part: tuple[Any, int] = (0, 1),
     ) -> Any:
-        """Folds `step(j, masked, state)` over what block `at` (b, h, i) visits, or over one of
-        several parts of that."""
+        """Folds `step(j, masked, state)` over the tiles that block `at` (b, h, i) visits.
+
+        `part` selects one of several equal parts of them.
+        """
         run = _Run.of(memory, at, part)
         return self._over(run, lambda j, masked, _, state: step(j, masked, state), state)
 
@@ -87,9 +94,12 @@ class BlockMask(NamedTuple):
         state: Any,
         part: tuple[Any, int] = (0, 1),
     ) -> Any:
-        """As `fold`, where `fetch(j, turn)` starts to copy what block j needs. It is called for the
-        first one before all steps, and `step(j, masked, fetch_next, state)` calls
-        `fetch_next(turn)` for the one that follows."""
+        """Folds like `fold`, with copies that start one step ahead.
+
+        `fetch(j, turn)` starts to copy the data of block j. It is called for the first block before
+        all steps, and `step(j, masked, fetch_next, state)` calls `fetch_next(turn)` for the next
+        block.
+        """
         run = _Run.of(memory, at, part)
 
         def fetch_at(place: Any, turn: Any) -> None:
@@ -102,7 +112,7 @@ class BlockMask(NamedTuple):
         return self._over(run, ahead, state)
 
     def _over(self, run: "_Run", step: Callable[..., Any], state: Any) -> Any:
-        """Folds `step(j, masked, place, state)`."""
+        """Folds `step(j, masked, place, state)` over a run."""
 
         def visit(masked: bool, place: Any, state: Any) -> Any:
             return step(run.block(place), masked, place, state)
@@ -117,8 +127,8 @@ class BlockMask(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What block `at` (b, h, i) visits: places start .. stop - 1 of its list in `order`, of which
-    those below `full` need no mask."""
+    """The tiles that block `at` (b, h, i) visits: start .. stop - 1 in its list in `order`, of
+    which those below `full` need no mask."""
 
     order: Any
     at: tuple[Any, Any, Any]
@@ -130,8 +140,8 @@ class _Run(NamedTuple):
     def of(cls, memory: Any, at: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_Run":
         order, ends = memory
         full, visited = (ends[(*clamped(ends, *at[:2]), at[2], x)] for x in (0, 1))
-        each = lax.div(visited + part[1] - 1, np.int32(part[1]))
-        start, stop = (jnp.minimum(x * each, visited) for x in (part[0], part[0] + 1))
+        part_size = lax.div(visited + part[1] - 1, np.int32(part[1]))
+        start, stop = (jnp.minimum(x * part_size, visited) for x in (part[0], part[0] + 1))
         return cls(order, at, start, stop, full)
 
     def block(self, place: Any) -> Any:
@@ -141,12 +151,13 @@ class _Run(NamedTuple):
 
 
 def clamped(x: Any, *index: Any) -> tuple[Any, ...]:
-    """Indices of the first axes of an array in which axes of size 1 broadcast."""
+    """Returns indices of the first axes of an array in which axes of size 1 broadcast."""
     return tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))
 
 
 def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
-    """From tile maps `[B, N, n, m]`: for each block of queries the keys, or the other way round."""
+    """Returns for each block of queries the keys that it visits, or with `by_key` the other way
+    round, from tile maps `[B, N, n, m]`."""
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
     static = isinstance(kinds, np.ndarray)
     xp: Any = np if static else jnp
@@ -159,22 +170,28 @@ def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
 
 
 def of_heads(kinds: Any, own: tuple[int, int], shared: tuple[int, int]) -> BlockMask:
-    """From tile maps `[B or 1, N or 1, n, m]`: for each tile, in the order of rows, which heads
-    visit it; all do with the mask. There are `own` batch rows and heads with lists of their own,
-    and `shared` that each list is of, numbered batch row by batch row; one of the two is 1."""
+    """Returns for each tile, in the order of rows, the heads that visit it, all with the mask.
+
+    `kinds` are tile maps `[B or 1, N or 1, n, m]`. There are `own` batch rows and heads with
+    separate lists; each list covers `shared` batch rows and heads, numbered batch row by batch row;
+    one of the two is 1.
+    """
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     (B, N), tiles = map(min, own, kinds.shape), kinds.shape[2] * kinds.shape[3]
     visited = xp.minimum(kinds, masks.MIXED).reshape(*kinds.shape[:2], tiles)
     visited = xp.broadcast_to(visited, (B * shared[0], N * shared[1], tiles))
     visited = visited.reshape(B, shared[0], N, shared[1], tiles).transpose(0, 2, 4, 1, 3)
-    found = of(visited.reshape(B, N, tiles, -1)).compact()
-    return found._replace(kinds=(masks.MIXED,))
+    block_mask = of(visited.reshape(B, N, tiles, -1)).compact()
+    return block_mask._replace(kinds=(masks.MIXED,))
 
 
 def of_diagonals(kinds: Any, step: int, batch: int) -> BlockMask:
-    """From tile maps `[B or 1, N or 1, n, m]`: for each diagonal of tiles, from the last queries
-    and the first keys on, which (b, i) visit it, numbered batch row by batch row; all do with the
-    mask. Of a block of queries `step` blocks of keys are as long."""
+    """Returns for each diagonal of tiles the (b, i) that visit it, all with the mask.
+
+    `kinds` are tile maps `[B or 1, N or 1, n, m]`. Diagonals begin at the last queries and the
+    first keys; (b, i) are numbered batch row by batch row. A block of queries is as long as `step`
+    blocks of keys.
+    """
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     _, N, n, m = kinds.shape
     last = (n - 1) * step
@@ -184,28 +201,30 @@ def of_diagonals(kinds: Any, step: int, batch: int) -> BlockMask:
     visited = xp.minimum(kinds, masks.MIXED)[:, :, i, np.clip(j, 0, m - 1)]
     visited = xp.where(outside, masks.EMPTY, visited)  # [B, N, diagonals, n]
     visited = xp.broadcast_to(visited, (batch, N, m + last, n)).transpose(1, 2, 0, 3)
-    found = of(visited.reshape(1, N, m + last, batch * n)).compact()
-    return found._replace(kinds=(masks.MIXED,))
+    block_mask = of(visited.reshape(1, N, m + last, batch * n)).compact()
+    return block_mask._replace(kinds=(masks.MIXED,))
 
 
 def parts(programs: int, tiles: int) -> int:
-    """Into how many parts so many tiles of keys are split on a GPU, where there are few queries, as
-    in decoding: each has a program of its own then, beside so many."""
+    """Returns the number of parts into which tiles of keys are split on a GPU.
+
+    With few queries, as in decoding, each part has a program of its own beside `programs` others.
+    """
     sizes = tuning.current()
     return max(1, min(sizes.gpu_programs // programs, tiles // sizes.gpu_tiles_each))
 
 
 def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
-    """The tile maps `[B or 1, N or 1, n, m]`; NumPy's if the mask is static."""
+    """Returns the tile maps `[B or 1, N or 1, n, m]`, as NumPy arrays if the mask is static."""
     spec = dataclasses.replace(spec, score=None, dropout_key=None)
     batch, heads = leading(spec)
     B, N = max((1, *batch)), max(1, heads)
 
-    def one(b: Any, h: Any) -> Any:
-        own = b if B > 1 else None, h if N > 1 else None  # one map for all must hold for all
-        return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling, *own)
+    def of_head(b: Any, h: Any) -> Any:
+        head = b if B > 1 else None, h if N > 1 else None  # None: a map for all heads
+        return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling, *head)
 
     if B == N == 1:
-        return one(0, 0)[None, None]
-    every = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
-    return every(jnp.arange(B, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32))
+        return of_head(0, 0)[None, None]
+    all_heads = jax.vmap(jax.vmap(of_head, (None, 0)), (0, None))
+    return all_heads(jnp.arange(B, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32))

@@ -1,4 +1,4 @@
-"""A condition that stays a branch of the program where a call is mapped over a batch."""
+"""A conditional that stays a branch of the program when a call is mapped over a batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ from jattn._types import Size
 def unbatched_cond(
     ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """`lax.cond` that stays a branch under `vmap`: one decision, `yes` only where all are ok.
+    """`lax.cond` that stays a branch under `vmap`: one decision, `yes` only if all examples are ok.
 
-    The branches may close over traced arrays; those are operands too, as `vmap` may come after the
-    trace in which this is called.
+    The branches may close over traced arrays; these become operands, because `vmap` may be applied
+    after the trace in which this is called.
     """
-    (run_yes, own_yes), (run_no, own_no) = (closure_converted(f, *arguments) for f in (yes, no))
-    own = (own_yes, own_no)
-    yes, no = lambda own, *x: run_yes(own[0], *x), lambda own, *x: run_no(own[1], *x)
-    return _decided(ok, yes, no, own, *arguments)
+    (run_yes, of_yes), (run_no, of_no) = (closure_converted(f, *arguments) for f in (yes, no))
+    arrays = (of_yes, of_no)
+    yes, no = lambda arrays, *x: run_yes(arrays[0], *x), lambda arrays, *x: run_no(arrays[1], *x)
+    return _decided(ok, yes, no, arrays, *arguments)
 
 
 def _decided(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
@@ -36,9 +36,9 @@ def _decided(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *argume
 
     @decide.def_vmap
     def decide_for_all(size: Size, mapped: Any, ok: Array, arguments: Any) -> Any:
-        axes = jax.tree.map(lambda one: 0 if one else None, mapped[1])
-        every_yes, every_no = (jax.vmap(f, axes, axis_size=size) for f in (yes, no))
-        results = _decided(jnp.all(ok), every_yes, every_no, *arguments)
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped[1])
+        all_yes, all_no = (jax.vmap(f, axes, axis_size=size) for f in (yes, no))
+        results = _decided(jnp.all(ok), all_yes, all_no, *arguments)
         return results, jax.tree.map(lambda _: True, results)
 
     return decide(ok, arguments)

@@ -1,8 +1,8 @@
-"""Programs that are cut over devices, in JAX's cache of compiled programs on the disk.
+"""Names that let JAX's compilation cache on disk hold programs sharded over devices.
 
-JAX asks a function of ours how to cut a call, and names it in the program by its address in memory.
-No other process would find such a program in the cache. Here its name is a digest of all that the
-call computes.
+JAX calls a function of ours to partition a call, and names it in the program by its address in
+memory. No other process would find such a program in the cache. This file renames it to a digest
+of everything that the call computes.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from jax.interpreters import mlir
 
 
 def digest(run: Callable[..., Any], platform: str, operands: Any, *others: Any) -> str | None:
-    """A digest of the program of `run(*operands)` on one device, and of what `others` print as;
-    None where nothing is cached. `operands` have types and shapes."""
+    """Returns a digest of the program of `run(*operands)` on one device, and of the reprs of
+    `others`; None if nothing is cached. `operands` have types and shapes."""
     if not getattr(jax.config, "jax_compilation_cache_dir", None) or platform == "other":
         return None
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
@@ -26,7 +26,7 @@ def digest(run: Callable[..., Any], platform: str, operands: Any, *others: Any) 
 
 
 def rename(context: Any, results: Any, digest: str) -> None:
-    """Gives the call whose results these are a name that other processes give it too."""
+    """Renames the call with these results to a name that is the same in other processes."""
     call = results[0].owner
     if call.name != "stablehlo.custom_call" or "backend_config" not in call.attributes:
         return
@@ -34,7 +34,7 @@ def rename(context: Any, results: Any, digest: str) -> None:
     function = functions_by_name.get(name.encode())
     if function is None:
         return
-    # Programs that are lowered at the same time may share the first one's.
+    # Programs that are lowered at the same time may share the first program's function.
     function = functions_by_name.setdefault(f"jattn-{digest}".encode(), function)
     context.module_context.add_keepalive(function)
     call.attributes["backend_config"] = mlir.ir.StringAttr.get(f"jattn-{digest}")

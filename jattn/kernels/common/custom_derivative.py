@@ -1,8 +1,8 @@
 """Functions with a derivative rule that JAX keeps through partial evaluation.
 
-`jax.custom_jvp` has its rule dropped where JAX takes the known part of a program from the rest, as
-it does for reverse mode in a loop; a second derivative then finds the function without it. Here the
-function is one operation of the program, and its rule stays with it.
+JAX drops the rule of a `jax.custom_jvp` when it separates the known part of a program from the
+rest, as for reverse mode in a loop; a second derivative then finds the function without its rule.
+Here the function is one operation of the program, and its rule stays with it.
 """
 
 import functools
@@ -25,8 +25,8 @@ _call.multiple_results = True
 def with_derivative(
     function: Callable[..., Any], derivative: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A function of trees of arrays, which closes over nothing traced, with its rule in forward
-    mode:
+    """Attaches a forward-mode rule to a function of trees of arrays, which closes over nothing
+    traced.
 
     derivative(operands, tangents) -> (results, their tangents), with None for a tangent that is 0.
     """
@@ -37,13 +37,13 @@ def with_derivative(
 
         def on_leaves(*flat: Any) -> list[Any]:
             nonlocal like
-            found, like = jax.tree.flatten(function(*jax.tree.unflatten(structure, flat)))
-            return found
+            results, like = jax.tree.flatten(function(*jax.tree.unflatten(structure, flat)))
+            return results
 
         def rule(flat: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
-            given = (jax.tree.unflatten(structure, x) for x in (flat, tangents))
-            results, found = derivative(*given)
-            return jax.tree.leaves(results), like.flatten_up_to(found)
+            trees = (jax.tree.unflatten(structure, x) for x in (flat, tangents))
+            results, out_tangents = derivative(*trees)
+            return jax.tree.leaves(results), like.flatten_up_to(out_tangents)
 
         program = jax.make_jaxpr(on_leaves)(*flat)
         return jax.tree.unflatten(like, _call.bind(*flat, program=program, rule=rule))
@@ -52,22 +52,24 @@ def with_derivative(
 
 
 def compile_and_run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """Runs one operation outside of any program, compiled also where users have switched that
-    off. Its results may be those of queries without keys."""
+    """Runs one operation outside of any program, compiled even under `jax_disable_jit`.
+
+    Its results may be those of queries without keys.
+    """
     with jax.disable_jit(False):
         run = as_operation(functools.partial(primitive.bind, **params), primitive.name)
         return may_be_minus_infinity(None)(run)(*operands)
 
 
 def register_eager_run(primitive: Primitive) -> None:
-    """Tells JAX how to run an operation outside of any program, and `checkify` that its results may
-    be NaN."""
+    """Registers how to run an operation outside of any program, and its check of NaN for
+    `checkify`."""
     primitive.def_impl(functools.partial(compile_and_run, primitive))
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
 
 
 def none_for_zero(tangents: Any) -> list[Any]:
-    """Tangents as a rule takes them: None stands for those that are 0."""
+    """Returns tangents in the form that rules take: None for tangents that are 0."""
     return [None if _is_zero(x) else x for x in tangents]
 
 
@@ -89,20 +91,20 @@ def _types(*_: Any, program: Any, rule: Any) -> Any:
 
 
 def _jvp(operands: Any, tangents: Any, *, program: Any, rule: Any) -> Any:
-    results, found = rule(list(operands), none_for_zero(tangents))
+    results, out_tangents = rule(list(operands), none_for_zero(tangents))
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
-    return results, [y if x is None else x for x, y in zip(found, zeros, strict=True)]
+    return results, [y if x is None else x for x, y in zip(out_tangents, zeros, strict=True)]
 
 
 def _batch(operands: Any, axes: Any, *, program: Any, rule: Any) -> Any:
     size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
     mapped = jax.vmap(functools.partial(_run, program), tuple(axes), axis_size=size)
-    found = _call.bind(
+    results = _call.bind(
         *operands,
         program=jax.make_jaxpr(mapped)(*operands),
         rule=jax.vmap(rule, (list(axes), list(axes)), axis_size=size),
     )
-    return found, [0] * len(found)
+    return results, [0] * len(results)
 
 
 register_eager_run(_call)

@@ -1,7 +1,7 @@
 """Derivatives of attention, of first and second order and in every mode.
 
-Attention is y = F(θ), of parameters, queries, keys and values θ. Five functions are all that
-derivatives up to the second ask for. Here θ̇ and a are tangents of θ, c is a cotangent of y:
+Attention is y = F(θ), of parameters, queries, keys and values θ. Derivatives up to the second order
+need only five functions. Here θ̇ and a are tangents of θ, c is a cotangent of y:
 
     F(θ)                                      the results
     jvp(θ; a)           = F'(θ) a             their tangents, linear in a
@@ -9,7 +9,7 @@ derivatives up to the second ask for. Here θ̇ and a are tangents of θ, c is a
     jvp_of_jvp(θ; a, θ̇) = ∂jvp(θ; a)/∂θ θ̇     the tangent of jvp
     jvp_of_vjp(θ; c, θ̇) = ∂vjp(θ; c)/∂θ θ̇     the tangent of vjp
 
-The transposes, which reverse mode asks for, are among them:
+The transposes, which reverse mode needs, are among them:
 
     of jvp, in a             vjp(θ; c)
     of jvp_of_jvp, in θ̇      jvp_of_vjp(θ; c, a)
@@ -17,7 +17,7 @@ The transposes, which reverse mode asks for, are among them:
 
 F and vjp are a kernel's forward and backward function. The other three are computed blockwise, by
 `DerivativeFunctions`: jvp by its `tangent`, the tangents of jvp and vjp as JAX's derivatives, in
-forward mode, of its `tangent` and its `backward`. Both read what the forward function has found,
+forward mode, of its `tangent` and its `backward`. Both read the results of the forward function,
 the residuals, and so the residuals have a tangent too.
 """
 
@@ -36,7 +36,7 @@ from jattn.spec import Spec, with_parameters
 
 
 class Inputs(NamedTuple):
-    """What attention is differentiated by: parameters of the spec, query, key and value.
+    """The differentiable inputs of attention: parameters of the spec, query, key and value.
 
     The same class holds their tangents or cotangents; None stands for 0.
     """
@@ -48,10 +48,10 @@ class Inputs(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the forward function has found, see `AttentionVJP`, or the tangents of it.
+    """The results of the forward function, see `AttentionVJP`, or their tangents.
 
-    `kept` is the list of what `forward_with_weights` keeps besides. `rounded` is `out` in the
-    query's dtype: a kernel may have stored that apart from the digits that it lacks.
+    `kept` is the list of further results of `forward_with_weights`. `rounded` is `out` in the
+    query's dtype: a kernel may have stored it separately from its rounding errors.
     """
 
     out: Any
@@ -61,26 +61,26 @@ class Residuals(NamedTuple):
     kept: Any
 
     def finite(self) -> "Residuals":
-        """The residuals as derivatives read them and programs keep them: `jax_debug_infs` finds no
-        infinity in them for a query without keys."""
+        """Returns the residuals in the form that derivatives read and programs keep: without −inf
+        for a query without keys, at which `jax_debug_infs` would stop."""
         return self._replace(normalizer=self.normalizer.finite())
 
 
 class Results(NamedTuple):
-    """out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
+    """The results out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
 
     out: Any
     lse: Any
 
 
 def _results(residuals: Residuals) -> Results:
-    """The parts of residuals that have tangents: out, and of the normalizer `log_total`, which
-    stands for the sum of its two numbers."""
+    """Returns the parts of residuals that have tangents: out, and the normalizer's `log_total`,
+    which stands for the sum of its two numbers."""
     return Results(residuals.out, residuals.normalizer.log_total)
 
 
 def _normalizer_tangent(d_lse: Array) -> Any:
-    """The tangent of a normalizer, from the tangent of the sum of its two numbers."""
+    """Returns the tangent of a normalizer, given the tangent of the sum of its two numbers."""
     return Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
 
 
@@ -89,11 +89,11 @@ _AtBoth = tuple[Spec, Inputs, Residuals, Results]
 
 
 class PerQuery(NamedTuple):
-    """What a backward pass is given along the queries, each `[B, T, N, ...]`.
+    """The arrays along the queries that a backward pass receives, each `[B, T, N, ...]`.
 
     With s the scores and p = exp((s − maximum) − log_total) the weights before dropout, the
     cotangent of s is p (drop(d_out vᵀ) − delta), where delta = rowsum(d_out · out) − d_lse.
-    `maximum` and `log_total` are those of the `Normalizer`, but 0 in place of −inf.
+    `maximum` and `log_total` are those of the `Normalizer`, with 0 in place of −inf.
     """
 
     query: Any
@@ -107,19 +107,20 @@ class PerQuery(NamedTuple):
         return cls(query, d_out, *normalizer.finite(), delta)
 
     def with_normalizer(self, normalizer: Normalizer) -> "PerQuery":
-        """Replaces the normalizer by one of the same rows, which keeps the tangent of this one."""
+        """Replaces the normalizer by another of the same rows, and keeps the tangent of the old
+        one."""
         maximum, log_total = normalizer.finite()
         tangent = self.log_total - jax.lax.stop_gradient(self.log_total)
         return self._replace(maximum=maximum, log_total=log_total + tangent)
 
 
 def row_dots(x: Array, y: Array) -> Array:
-    """The sums of x · y along the last axis.
+    """Returns the sums of x · y along the last axis.
 
-    Axes of size 1 are left out on the way: with them XLA's sum takes twenty times as long on CPUs.
+    Axes of size 1 are squeezed first: with them XLA's sum takes twenty times as long on CPUs.
     """
-    alone = tuple(axis for axis in range(x.ndim - 1) if x.shape[axis] == 1)
-    return jnp.expand_dims(jnp.sum(jnp.squeeze(x * y, alone), axis=-1), alone)
+    ones = tuple(axis for axis in range(x.ndim - 1) if x.shape[axis] == 1)
+    return jnp.expand_dims(jnp.sum(jnp.squeeze(x * y, ones), axis=-1), ones)
 
 
 def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQuery:
@@ -128,9 +129,10 @@ def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQu
 
 
 class TangentInputs(NamedTuple):
-    """What `DerivativeFunctions.tangent` is given along the queries, each `[B, T, N, ...]`.
+    """The arrays along the queries that `DerivativeFunctions.tangent` receives, each `[B, T, N,
+    ...]`.
 
-    The query and its tangent, and the output of the forward function.
+    They are the query, its tangent, and the output of the forward function.
     """
 
     query: Any
@@ -139,13 +141,13 @@ class TangentInputs(NamedTuple):
 
 
 class DerivativeFunctions(NamedTuple):
-    """Functions in JAX's own operations, which it differentiates in forward mode.
+    """Functions made of JAX's own operations, which JAX differentiates in forward mode.
 
     tangent(platform, spec, d_params, inputs, key, d_key, value, d_value) -> (d_out, d_lse)
         The tangents `[B, T, N, V]` and `[B, T, N]` of the results, from those of the spec's
         `parameters`, the queries, the keys and the values. `inputs` is a `TangentInputs`.
     backward(platform, spec, per_query, key, value) -> (d_parameters, d_query, d_key, d_value)
-        As that of an `AttentionVJP`.
+        The backward function of an `AttentionVJP`.
     """
 
     tangent: Callable[..., Any]
@@ -153,12 +155,12 @@ class DerivativeFunctions(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Attention with its derivatives, made of three functions of a kernel and those that none has.
+    """Attention with its derivatives, made of three functions of a kernel and `derivatives`.
 
     value(spec, *qkv) -> (out, lse)
     forward(spec, *qkv) -> Residuals
-    backward(spec, per_query, key, value, all_finite, *kept) -> gradients as those of an
-        `AttentionVJP`, in the dtype of sums.
+    backward(spec, per_query, key, value, all_finite, *kept) -> gradients in the dtype of sums, see
+        `AttentionVJP`.
     """
 
     value: Callable[..., Any]
@@ -167,7 +169,7 @@ class Attention(NamedTuple):
     derivatives: DerivativeFunctions
 
     def __call__(self, spec: Spec, inputs: Inputs) -> Results:
-        """F, differentiable by the inputs."""
+        """Computes F, differentiable by the inputs."""
 
         def value(spec: Spec, inputs: Inputs) -> Results:
             return Results(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
@@ -176,16 +178,16 @@ class Attention(NamedTuple):
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             out = residuals.rounded.astype(residuals.out.dtype)
-            found = Results(out, residuals.normalizer.lse)
-            return found, self._jvp(spec, inputs, residuals.finite(), tangents[1])
+            results = Results(out, residuals.normalizer.lse)
+            return results, self._jvp(spec, inputs, residuals.finite(), tangents[1])
 
         return with_derivative(value, rule)(spec, inputs)
 
     def _residuals(self, spec: Spec, inputs: Inputs) -> Residuals:
-        """What the forward function finds.
+        """Computes the results of the forward function.
 
-        Weights depend on the normalizer by the sum of its two numbers alone, so that only one of
-        them has a tangent.
+        Weights depend on the normalizer only through the sum of its two numbers, so that only one
+        of them has a tangent.
         """
 
         def value(spec: Spec, inputs: Inputs) -> Residuals:
@@ -202,24 +204,26 @@ class Attention(NamedTuple):
         return with_derivative(value, rule)(spec, inputs)
 
     def _vjp(self, spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results) -> Inputs:
-        """The gradients, in the dtypes of the inputs."""
+        """Computes the gradients, in the dtypes of the inputs."""
 
         def value(spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results) -> Inputs:
             per_query = _per_query(inputs.query, residuals, cotangents)
             keys = (inputs.key, inputs.value)
-            own = with_parameters(spec, inputs.params)
-            found = self.backward(own, per_query, *keys, residuals.all_finite, *residuals.kept)
-            return _cast(found, inputs)
+            with_params = with_parameters(spec, inputs.params)
+            gradients = self.backward(
+                with_params, per_query, *keys, residuals.all_finite, *residuals.kept
+            )
+            return _cast(gradients, inputs)
 
         def rule(operands: _AtBoth, tangents: Any) -> tuple[Inputs, Inputs]:
             _, d_inputs, d_residuals, d_cotangents = tangents
-            given = _Tangents(d_inputs, _results(d_residuals), d_cotangents)
-            return self._vjp(*operands), self._jvp_of_vjp(*operands, given)
+            d_operands = _Tangents(d_inputs, _results(d_residuals), d_cotangents)
+            return self._vjp(*operands), self._jvp_of_vjp(*operands, d_operands)
 
         return with_derivative(value, rule)(spec, inputs, residuals, cotangents)
 
     def _jvp(self, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs) -> Results:
-        """The tangents of the results."""
+        """Computes the tangents of the results."""
         if not jax.tree.leaves(tangent):
             return jax.tree.map(jnp.zeros_like, _results(residuals))
 
@@ -228,10 +232,10 @@ class Attention(NamedTuple):
         ) -> Results:
             return self._compute_jvp(platform, spec, inputs, residuals, filled(tangent, inputs))
 
-        given = where_given(tangent)
+        nonzero = where_given(tangent)
 
         def transpose(rest: _At, cotangents: Results) -> Inputs:
-            return wanted(self._vjp(*rest, cotangents), given)
+            return wanted(self._vjp(*rest, cotangents), nonzero)
 
         def derivative(rest: _At, tangent: Inputs, d_rest: Any, d_tangent: Inputs) -> Results:
             _, d_inputs, d_residuals = d_rest
@@ -249,11 +253,13 @@ class Attention(NamedTuple):
     def _compute_jvp(
         self, platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
     ) -> Results:
-        """`_jvp` as it is computed: in operations that JAX can differentiate."""
+        """Computes `_jvp` in operations that JAX can differentiate."""
         rows = TangentInputs(inputs.query, tangent.query, residuals.out)
         keys = (inputs.key, tangent.key, inputs.value, tangent.value)
-        own = with_parameters(spec, inputs.params)
-        return Results(*self.derivatives.tangent(platform, own, tangent.params, rows, *keys))
+        with_params = with_parameters(spec, inputs.params)
+        return Results(
+            *self.derivatives.tangent(platform, with_params, tangent.params, rows, *keys)
+        )
 
     def _jvp_of_vjp(
         self,
@@ -263,7 +269,8 @@ class Attention(NamedTuple):
         cotangents: Results,
         tangents: "_Tangents",
     ) -> Inputs:
-        """The tangents of `_vjp`, by the inputs and by the cotangents that it is linear in."""
+        """Computes the tangents of `_vjp`, by the inputs and by the cotangents in which it is
+        linear."""
         if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, inputs)
 
@@ -271,9 +278,10 @@ class Attention(NamedTuple):
             platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results
         ) -> Inputs:
             per_query = _per_query(inputs.query, residuals, cotangents)
-            own = with_parameters(spec, inputs.params)
-            found = self.derivatives.backward(platform, own, per_query, inputs.key, inputs.value)
-            return _cast(found, inputs)
+            with_params = with_parameters(spec, inputs.params)
+            keys = (inputs.key, inputs.value)
+            d_inputs = self.derivatives.backward(platform, with_params, per_query, *keys)
+            return _cast(d_inputs, inputs)
 
         def run(
             platform: str,
@@ -288,13 +296,13 @@ class Attention(NamedTuple):
                 return run(inputs, residuals, filled(tangents.operand, cotangents))
             return tangents.derivative_of(run, inputs, residuals, cotangents)
 
-        given = where_given(tangents)
+        nonzero = where_given(tangents)
 
         def transpose(rest: _AtBoth, cotangent: Inputs) -> _Tangents:
             d_results = self._jvp(*rest[:3], cotangent)
-            found = self._jvp_of_vjp(*rest, _Tangents(cotangent, d_results, _NOTHING))
+            d_inputs = self._jvp_of_vjp(*rest, _Tangents(cotangent, d_results, _NOTHING))
             return _Tangents(
-                wanted(found, given.inputs), _NOTHING, wanted(d_results, given.operand)
+                wanted(d_inputs, nonzero.inputs), _NOTHING, wanted(d_results, nonzero.operand)
             )
 
         rules = lowering.Linear(transpose, _refuse_third_order)
@@ -313,7 +321,8 @@ class Attention(NamedTuple):
         tangent: Inputs,
         tangents: "_Tangents",
     ) -> Results:
-        """The tangents of `_jvp`, by the inputs and by the tangent that it is linear in."""
+        """Computes the tangents of `_jvp`, by the inputs and by the tangent in which it is
+        linear."""
         if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, _results(residuals))
 
@@ -328,16 +337,16 @@ class Attention(NamedTuple):
             run = functools.partial(self._compute_jvp, platform, spec)
             return tangents.derivative_of(run, inputs, residuals, filled(tangent, inputs))
 
-        given = where_given(tangents)
+        nonzero = where_given(tangents)
 
         def transpose(rest: Any, cotangents: Results) -> _Tangents:
             spec, inputs, residuals, tangent = rest
             d_results = self._jvp(spec, inputs, residuals, tangent)
-            own = _Tangents(tangent, d_results, _NOTHING)
-            found = self._jvp_of_vjp(spec, inputs, residuals, cotangents, own)
+            first_order = _Tangents(tangent, d_results, _NOTHING)
+            d_inputs = self._jvp_of_vjp(spec, inputs, residuals, cotangents, first_order)
             d_tangent = self._vjp(spec, inputs, residuals, cotangents)
             return _Tangents(
-                wanted(found, given.inputs), _NOTHING, wanted(d_tangent, given.operand)
+                wanted(d_inputs, nonzero.inputs), _NOTHING, wanted(d_tangent, nonzero.operand)
             )
 
         like = _results(residuals)
@@ -351,7 +360,7 @@ class Attention(NamedTuple):
 
 
 class _Dims(NamedTuple):
-    """Along which letters the leaves of inputs, residuals and results run, and their tangents."""
+    """The letters of the leaves of inputs, residuals and results, and of their tangents."""
 
     inputs: list[partition.Dims]
     residuals: list[partition.Dims]
@@ -372,12 +381,12 @@ _NOTHING = Results(None, None)
 
 
 class _Tangents(NamedTuple):
-    """The tangents that `_jvp_of_vjp` and `_jvp_of_jvp` are linear in. None stands for 0.
+    """The tangents in which `_jvp_of_vjp` and `_jvp_of_jvp` are linear. None stands for 0.
 
-    inputs: those of the inputs.
-    results: those of the results, which follow from those of the inputs. A transpose gives them no
-        cotangent: that of the inputs has it all.
-    operand: those of what the differentiated function is itself linear in.
+    inputs: the tangents of the inputs.
+    results: the tangents of the results, which follow from those of the inputs. A transpose gives
+        them no cotangent, because the cotangent of the inputs includes it.
+    operand: the tangents of the operand in which the differentiated function is itself linear.
     """
 
     inputs: Inputs
@@ -387,7 +396,7 @@ class _Tangents(NamedTuple):
     def derivative_of(
         self, function: Callable[..., Any], inputs: Inputs, residuals: Residuals, operand: Any
     ) -> Any:
-        """The derivative of `function(inputs, residuals, operand)` along these tangents."""
+        """Returns the derivative of `function(inputs, residuals, operand)` along these tangents."""
 
         def at_results(inputs: Inputs, results: Results, operand: Any) -> Any:
             normalizer = residuals.normalizer._replace(log_total=results.lse)
@@ -395,8 +404,8 @@ class _Tangents(NamedTuple):
                 inputs, residuals._replace(out=results.out, normalizer=normalizer), operand
             )
 
-        at = (inputs, _results(residuals), operand)
-        return jax.jvp(at_results, at, filled(self, at))[1]
+        primals = (inputs, _results(residuals), operand)
+        return jax.jvp(at_results, primals, filled(self, primals))[1]
 
 
 def _is_none(x: Any) -> bool:
@@ -404,27 +413,28 @@ def _is_none(x: Any) -> bool:
 
 
 def filled(tangents: Any, like: Any) -> Any:
-    """Tangents with zeros for None."""
-    one = lambda x, y: jnp.zeros_like(y) if x is None else x  # noqa: E731
+    """Returns tangents with zeros for None."""
+    zero_for_none = lambda x, y: jnp.zeros_like(y) if x is None else x  # noqa: E731
     leaves = jax.tree.leaves(tangents, is_leaf=_is_none)
-    given, structure = jax.tree.flatten(like)
-    return jax.tree.unflatten(structure, map(one, leaves, given))
+    leaves_like, structure = jax.tree.flatten(like)
+    return jax.tree.unflatten(structure, map(zero_for_none, leaves, leaves_like))
 
 
 def where_given(tangents: Any) -> Any:
-    """True where a tangent is given: a rule that outlives a trace may not hold its arrays."""
+    """Returns a tree with True for each given tangent: a rule that outlives a trace may not hold
+    its arrays."""
     return jax.tree.map(lambda x: True, tangents)
 
 
 def wanted(found: Any, given: Any) -> Any:
-    """What was found where something is given, else None."""
-    where, structure = jax.tree.flatten(given, is_leaf=_is_none)
-    one = lambda x, y: x if y is not None else None  # noqa: E731
-    return jax.tree.unflatten(structure, map(one, jax.tree.leaves(found), where))
+    """Returns the values of `found` for which `given` has a leaf, and None for the others."""
+    wanted_leaves, structure = jax.tree.flatten(given, is_leaf=_is_none)
+    pick = lambda x, y: x if y is not None else None  # noqa: E731
+    return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(found), wanted_leaves))
 
 
 def _cast(gradients: Any, inputs: Inputs) -> Inputs:
-    """Gradients in the dtypes of the inputs."""
+    """Casts gradients to the dtypes of the inputs."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), Inputs(*gradients), inputs)
 
 
