@@ -84,6 +84,7 @@ def test_nnx_with_gradients(name):
     close(*found, tolerance=2e-5)
 
 
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.4, 0.0])
 def test_dropout_drops_what_flax_drops(rate):
