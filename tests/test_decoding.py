@@ -229,6 +229,7 @@ def test_a_beam_that_holds_everything_finds_what_brute_force_finds(alpha):
     assert (found.ids[:, 121:] == PAD).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("beams", [0, 1, 3])
 @pytest.mark.parametrize("alpha", [-0.5, 0.6])
 def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
