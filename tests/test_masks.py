@@ -309,6 +309,7 @@ def test_size_one_axes_broadcast_in_dense():
         np.testing.assert_array_equal(with_lengths, want & cut)
 
 
+@pytest.mark.one_in(3)
 @every_leaf
 def test_a_block_with_positions_of_its_own(name):
     mask, rule = LEAVES[name][0](), LEAVES[name][1]
@@ -624,7 +625,7 @@ SHARP: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", SHARP)
 @pytest.mark.parametrize("blocks", [(4, 3), (1, 1)])
 def test_tile_map_is_exact_for_plain_leaves(name, blocks):
@@ -633,7 +634,7 @@ def test_tile_map_is_exact_for_plain_leaves(name, blocks):
     np.testing.assert_array_equal(kinds, true_kinds(np.asarray(mask.dense(24, 24)), *blocks))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SHARP)
 def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name):
     mask, blocks = SHARP[name](), (5, 7)
