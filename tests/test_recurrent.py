@@ -220,7 +220,7 @@ def test_without_places_on_either_side():
     assert call(model, SOURCE_IDS, TARGET_IDS[:, :0]).shape == (B, 0, TARGET)
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_any_number_of_batch_axes(batch):
     model = exact()
