@@ -444,7 +444,7 @@ def rotated(implementation: str, style: Any) -> Any:
     return quick_jit(turned)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @every_implementation
 @pytest.mark.parametrize("S", [1, 2, 3, 7, 17, 31, 32, 33, 64, 65, 129])
 def test_no_key_beyond_the_end_is_counted(implementation, S):
