@@ -777,8 +777,7 @@ def test_an_unchanged_array_is_not_traced_again():
     np.testing.assert_array_equal(first, again)
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("name", ["list", "numpy in jnp"])
 def test_functions_of_the_past_are_forgotten(name, monkeypatch):
     monkeypatch.setattr(_functions, "_frozen", WeakValueDictionary())
