@@ -289,8 +289,7 @@ def test_nothing_is_made_in_folders_of_others(tmp_path, monkeypatch):
     assert list(made.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("mode", [0o1777, 0o755])
 @pytest.mark.parametrize("is_below", [False, True])
 def test_temporary_files_do_not_lie_in_folders_of_others(quick, tmp_path, mode, is_below):
