@@ -30,20 +30,25 @@ PROGRAMS = [
 ]
 
 
-def command(sanitizer: str, name: str, single: int, tiles: str, program: Path) -> list[str]:
+def command(
+    sanitizer: str, name: str, single: int, tiles: str, program: Path, level: str = "-O1"
+) -> list[str]:
     """What builds one of them."""
     macros = [f"-DJATTN_SINGLE={single}", f"-DJATTN_TILES={tiles}"]
-    how = f"-std=c++17 -O1 -g -march=native -ffp-contract=fast -pthread -fsanitize={sanitizer}"
+    how = f"-std=c++17 {level} -g -march=native -ffp-contract=fast -pthread -fsanitize={sanitizer}"
     flags = [*how.split(), "-fno-sanitize-recover=all", *macros, f"-I{SOURCES}"]
     return [*compiler(), *flags, str(SOURCES / f"{name}.cc"), "-o", str(program)]
 
 
-def runs(sanitizer: str, calls: int, programs: list | None = None) -> Iterator[tuple[str, bool]]:
+def runs(
+    sanitizer: str, calls: int, programs: list | None = None, level: str = "-O1"
+) -> Iterator[tuple[str, bool]]:
     """What each program said, and whether all was well."""
     with tempfile.TemporaryDirectory(prefix="jattn-sanitizers-") as folder:
         program = Path(folder) / "program"
         for name, single, tiles in programs or PROGRAMS:
-            subprocess.run(command(SANITIZERS[sanitizer], name, single, tiles, program), check=True)
+            how = SANITIZERS[sanitizer], name, single, tiles, program, level
+            subprocess.run(command(*how), check=True)
             # The tiles of users take larger calls, and so longer.
             count = calls if tiles == TINY else max(1, calls // 20)
             # Without randomised addresses, which the thread sanitizer cannot always have.

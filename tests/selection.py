@@ -7,8 +7,8 @@ import pytest
 
 def thin(items: list[Any]) -> None:
     """Leaves one in n of the cases of tests marked `one_in(n)` as they are. Of the others every
-    third becomes slow, where n is at least 4 every sixth, where n is at least 8 every twelfth, and
-    where it is at least 20 every thirtieth; the rest becomes exhaustive.
+    fourth becomes slow, where n is at least 4 every tenth, where n is at least 8 every twentieth,
+    and where it is at least 20 every fortieth; the rest becomes exhaustive.
     `one_in(n, slow=True)` makes one in n slow and the others exhaustive. Cases that are exhaustive
     already stay so.
 
@@ -27,7 +27,7 @@ def thin(items: list[Any]) -> None:
             item.add_marker(pytest.mark.exhaustive if rest else pytest.mark.slow)
         elif rest:
             others_before = place - place // n - 1
-            every = 30 if n >= 20 else 12 if n >= 8 else 6 if n >= 4 else 3
+            every = 40 if n >= 20 else 20 if n >= 8 else 10 if n >= 4 else 4
             often = others_before % every == 0
             item.add_marker(pytest.mark.slow if often else pytest.mark.exhaustive)
 

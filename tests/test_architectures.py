@@ -54,6 +54,9 @@ def parts(request) -> Bench:
     return bench_of(request.param)
 
 
+every_architecture = pytest.mark.parametrize("parts", ARCHITECTURES, indirect=True)
+
+
 @functools.cache
 def bench_of(architecture: str) -> Bench:
     return make_bench(dataclasses.replace(TINY, architecture=architecture, hidden=24))
@@ -89,6 +92,7 @@ def test_the_configuration_decides_the_module(name):
 
 
 @pytest.mark.slow
+@every_architecture
 def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
     params = parts.model.init(3)
 
@@ -146,6 +150,7 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
 
 
 @pytest.mark.slow
+@every_architecture
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.kind)
 def test_searches_find_what_the_model_gives_that_probability(parts, search):
     rows, params = sources(parts, 5), decided(parts)
@@ -163,9 +168,12 @@ def test_searches_find_what_the_model_gives_that_probability(parts, search):
     for (_, generated), each in zip(pairs, log_probs, strict=True):
         expected = sum(each[place, token] for place, token in enumerate(generated.ids))
         assert generated.log_prob == pytest.approx(expected, rel=1e-4)
+        size = ((5 + len(generated.ids)) / 6) ** (0.6 if search.kind == "beam" else 0)
+        assert generated.score == pytest.approx(generated.log_prob / size, rel=1e-6)
 
 
 @pytest.mark.slow
+@every_architecture
 def test_alignments_are_the_attention_of_the_decoder_to_the_source(parts):
     rows, params = sources(parts, 5), decided(parts)
     generated = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]

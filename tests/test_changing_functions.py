@@ -553,7 +553,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_reads_its_functions_again(name, kind):
@@ -604,7 +604,7 @@ def test_an_explanation_is_about_the_call():
     assert before.tiles != after.tiles
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("T", [9, 1024])
 def test_a_gradient_that_is_taken_later_is_of_the_call(T, kind):
@@ -620,6 +620,7 @@ def test_a_gradient_that_is_taken_later_is_of_the_call(T, kind):
             np.testing.assert_allclose(got, want, atol=1e-11)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["module", "call"])
 def test_a_module_reads_its_function_again(where):
     rule, box = changing("mask")
@@ -654,6 +655,7 @@ class Echo(nnx.Module):
         return jnp.sin(1e4 * out), caches
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("callback", [None, len])
 def test_a_generating_model_reads_its_function_again(callback):
     rule, box = changing("mask")
@@ -667,6 +669,7 @@ def test_a_generating_model_reads_its_function_again(callback):
     assert not np.array_equal(*found)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("read", ["list", "array", "attribute"])
 def test_bounds_that_may_be_others_are_not_taken(read):
     x, array, box = arrays(512), np.array([100]), [100]
@@ -698,6 +701,7 @@ def test_what_changes_in_each_reading_is_read_in_each_call():
         np.testing.assert_allclose(jattn.attention(q, k, v, mask=rule), want, atol=1e-12)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["list", "numpy in jnp", "bound_method", "inside_lax"])
 def test_an_unchanged_function_runs_what_is_compiled(name, caplog):
     x = arrays(9)
@@ -736,6 +740,7 @@ def with_rule(slopes: list[float]) -> Callable[..., Any]:
     return square
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", [1, 2])
 def test_rules_of_derivatives_are_read_again_and_compiled_once(order, caplog):
     """Only what derivative rules read changes, and the function is defined anew in each call."""
@@ -773,8 +778,7 @@ def test_an_unchanged_array_is_not_traced_again():
     np.testing.assert_array_equal(first, again)
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("name", ["list", "numpy in jnp"])
 def test_functions_of_the_past_are_forgotten(name, monkeypatch):
     monkeypatch.setattr(snapshots, "_frozen", WeakValueDictionary())

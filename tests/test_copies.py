@@ -104,7 +104,7 @@ def with_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(parameter_gradients._MOST_BYTES, True, 0)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", SCORES)
 def test_kernels_have_no_races(name):
     """And compute what they should."""
@@ -119,7 +119,7 @@ def test_kernels_have_no_races(name):
 PARAMETERS = "along_queries", "along_both", "by_distance"  # by block, by tile, by diagonal
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_one_place_for_tiles_is_released(monkeypatch, name):
     with copies.by_threads():
@@ -178,7 +178,7 @@ def by_kernel(kernels: tuple[Kernel, ...]) -> Any:
     return pytest.mark.parametrize("kernel", kernels, ids=names)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @by_kernel((FORWARD, *AHEAD))
 def test_a_wait_that_is_missing_is_a_race(kernel):
     for which in {*range(4)} - {*kernel.needless}:

@@ -50,6 +50,7 @@ IN_EVERY_WAY = [(None, way) for way in WAYS]
 IN_TWO_WAYS = [(name, way) for name in ON_CPU[1:] for way in ("eager", "jit_of_grad")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("implementation", "way"), IN_EVERY_WAY + IN_TWO_WAYS)
 def test_debug_nans_finds_a_nan_that_reaches_attention(implementation, way):
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):
@@ -79,6 +80,7 @@ def test_debug_nans_names_statistics_and_weights():
             function(WITH_NAN, X)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("implementation", "way"),
     [

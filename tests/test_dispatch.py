@@ -11,12 +11,11 @@ import pytest
 from jax import export
 
 import jattn
-from jattn import masks, scores, tuning
+from jattn import masks, tuning
 from jattn.attention import IMPLEMENTATIONS
 from jattn.kernels import registry
 from jattn.kernels.common import lowering
 from jattn.kernels.xla import blockwise
-from tests.conftest import quick_jit
 
 
 PLATFORMS = (["cpu"], ["cuda"], ["rocm"], ["tpu"], ["cpu", "cuda"], ["cpu", "cuda", "tpu"])
@@ -136,33 +135,6 @@ def test_explain_says_so_for_each_platform():
     traced: dict[str, Any] = {}
     jax.eval_shape(lambda *qkv: traced.update(jattn.explain(*qkv)) or qkv[0], q, k, v)
     assert traced == here
-
-
-def test_functions_may_close_over_traced_arrays():
-    """Values as if they were operands, and gradients too."""
-    q, k, v = arrays()
-    offset, slope = jnp.int32(2), jnp.float32(0.3)
-
-    def closed(q: Any, slope: Any, offset: Any, implementation: str) -> Any:
-        mask = masks.Predicate(lambda b, h, i, j: j <= i + offset)
-        score = scores.Score(lambda s, b, h, i, j: s - slope * jnp.float32(j))
-        out = jattn.attention(q, k, v, mask=mask, score=score, implementation=implementation)
-        return jnp.sum(out**2)
-
-    def opened(q: Any, slope: Any, offset: Any) -> Any:
-        mask = masks.Window(right=2)
-        score = scores.Score(lambda s, b, h, i, j, slope: s - slope * jnp.float32(j), slope)
-        out = jattn.attention(q, k, v, mask=mask, score=score, implementation="reference")
-        return jnp.sum(out**2)
-
-    want = jax.value_and_grad(opened, (0, 1))(q, slope, offset)
-    for implementation in ("blockwise", "reference"):
-        call = functools.partial(closed, implementation=implementation)
-        both = jax.value_and_grad(call, (0, 1))
-        several = quick_jit(jax.vmap(both, (None, 0, None)))(q, slope[None], offset)
-        for got in (quick_jit(both)(q, slope, offset), several):
-            for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-                np.testing.assert_allclose(np.reshape(x, np.shape(y)), y, rtol=2e-5, atol=2e-6)
 
 
 def test_contexts_of_the_call_hold_when_it_is_lowered():

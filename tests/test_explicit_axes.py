@@ -160,7 +160,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(("jit", "in_context"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("name", CALLS)
 def test_results_and_gradients_have_types(name, jit, in_context, mesh):

@@ -264,7 +264,7 @@ def everything(call: Call, implementation: str, q: Any, k: Any, v: Any, *cotange
 LIMITS = (1e-2, 2e-6, 2e-2)
 
 
-@pytest.mark.one_in(2, slow=True)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name, implementation):
@@ -346,6 +346,7 @@ def test_weights_of_the_backward_pass_sum_to_one_at_large_logits(scale, implemen
     np.testing.assert_allclose(np.sum(d_value.astype(np.float32), axis=1), 256, rtol=4e-3)
 
 
+@pytest.mark.one_in(3)
 @each_kernel
 def test_nan_reaches_who_attends_to_it(implementation):
     call = CALLS["full"]
@@ -449,7 +450,7 @@ HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
 KERNELS = HOPPER | {"jattn_mosaic_d_parameter", "jattn_mosaic_decode"}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_it_is_translated_for_cuda(name):
     call = TRANSLATED[name]
@@ -748,6 +749,7 @@ def test_an_order_that_is_known_is_not_read(mask, by_key, in_turn):
         np.testing.assert_array_equal(row[:visited], np.arange(visited))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 1), (1, 3), (1, 1)])
 @pytest.mark.parametrize("own", [(2, 3), (2, 1), (1, 3), (1, 1)])
@@ -891,6 +893,7 @@ DIVISIONS: dict[str, tuple[Any, bool]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, transposed):
@@ -1055,7 +1058,7 @@ def moves(query: Any, key: Any, columns: int) -> list[bool]:
 TOGETHER = {"hopper": (64, 128), "ampere": (64, 64), "blackwell": (128, 128)}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @each_kernel
 @pytest.mark.parametrize(
     ("step", "dtype", "expected"),
@@ -1096,6 +1099,7 @@ def test_a_row_that_sees_keys_late_starts_there(implementation):
     assert not np.asarray(got[0][:, 5], np.float32).any()
 
 
+@pytest.mark.one_in(3)
 @each_kernel
 def test_weights_that_dropout_keeps_have_room_to_grow(implementation):
     """Those of float16 end at 65,504: what they are multiplied with, 512, comes at the end. The

@@ -351,7 +351,7 @@ def test_gradients_of_large_biases(implementation, what, mask):
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max() + 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("implementation", KERNELS)

@@ -221,7 +221,7 @@ def test_interaction_is_left_times_x_times_right():
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("shape", [(4, 4), (3, 5), (2, 5, 3)])
 @pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Window(1, 1)])
 def test_normalised_interaction(shape, mask):
@@ -243,7 +243,7 @@ def test_normalised_interaction_of_entries_that_are_large_or_forbidden():
     np.testing.assert_allclose(got, [[share, 1 - share, 0], [0, 1, 0], [0, 0, 0]], atol=1e-12)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mask", MASKS)
 def test_multiplicative_attention(mask):
     build, allowed = MASKS[mask]
@@ -301,7 +301,7 @@ def additive_loops(query, key, value, w_query, w_key, w_score, allowed=lambda b,
     return attend(query, key, value, scored, allowed)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mask", MASKS)
 def test_additive_attention(mask):
     build, allowed = MASKS[mask]
@@ -484,7 +484,7 @@ def test_additive_attention_over_tiles(queries, keys, block, in_turn, mask):
     assert not np.any(np.asarray(gradients["query"])[dead])
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(3, slow=True)
 @pytest.mark.parametrize("queries, keys, block, in_turn", LONG)
 def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
     queries, keys, block, in_turn

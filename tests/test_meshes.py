@@ -39,13 +39,11 @@ def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float],
     return found, placement.host(state)
 
 
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize(
     "mesh",
-    [
-        pytest.param(x, marks=pytest.mark.slow)
-        for x in ("data=2,model=2,context=2", "data=4,model=2")
-    ],
+    ["data=2,model=2,context=2", "data=4,model=2"],
 )
 def test_a_mesh_changes_no_number_but_by_rounding(mesh):
     """With dropout, and rows that the devices cannot share evenly."""

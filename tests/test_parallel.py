@@ -191,7 +191,7 @@ def in_rounds() -> Any:
     return tuning.using(row=row, ring_rounds=1, ring_chunks=2)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["part", *(x for x in RULES if x != "part")])
 def test_equals_one_device_where_heads_and_keys_go_round_in_turn(name, order):
@@ -327,7 +327,7 @@ PADDED: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("rule", PADDED)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_cannot_be_shared_is_padded_on_request(scheme, rule):
@@ -481,8 +481,7 @@ def temporaries(devices: int, scheme: Any, order: Any) -> float:
     return compiled.memory_analysis().temp_size_in_bytes / (4 * np.prod(shape) / devices)
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("order", ORDERS[::-1])
 @pytest.mark.parametrize("scheme", ["ring", "all_to_all"])

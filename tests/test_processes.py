@@ -197,7 +197,7 @@ cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process
     assert told == "error: the processes did not find each other in time\n"
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("process", ["0", "1"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_process_that_waits_for_others(process, number, status, tmp_path):

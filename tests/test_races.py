@@ -130,6 +130,7 @@ def reference(head: int) -> Any:
     return out, lse, *jax.tree.leaves(pull((d_out, jnp.zeros_like(lse))))
 
 
+@pytest.mark.slow
 @each_case
 def test_kernels_have_no_races(case):
     """And compute what they should, of tiles of all kinds, which fill each place more than once."""
@@ -176,6 +177,7 @@ def race(case: Case, machine: Mistaken) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @each_kernel
 def test_whatever_is_left_out_is_a_race(case, kernel):
     """Waits for each barrier, arrivals there, and all other waits and fences."""
@@ -185,6 +187,7 @@ def test_whatever_is_left_out_is_a_race(case, kernel):
     assert [x for x in sorted(did) if race(case, Mistaken(kernel, omits=x)) is None] == []
 
 
+@pytest.mark.slow
 @each_kernel
 def test_as_many_as_arrive_pass_a_barrier(case, kernel):
     passes = right(case).machine.passes[kernel]
@@ -207,6 +210,7 @@ def of_several_places(machine: Machine) -> Any:
         return hopper.functions("cpu").forward(spec, *qkv)[:2]
 
 
+@pytest.mark.slow
 def test_programs_of_several_places_have_no_races(monkeypatch):
     alone, several = Machine(), Machine()
     want = of_several_places(alone)

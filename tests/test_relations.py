@@ -106,30 +106,6 @@ def same(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
         assert error(a, b) <= tolerance
 
 
-@every_implementation
-@given(shapes, seeds)
-def test_keys_have_no_order(implementation, sizes, seed):
-    x = draw(sizes, seed)
-    order = x.rng.permutation(sizes.S)
-    attend = attention(implementation)
-    want = attend(*x[:5])
-    moved = attend(
-        x.q, x.k[..., order, :, :], x.v[..., order, :, :], x.mask[..., order], x.bias[..., order]
-    )
-    same(moved, want)
-
-
-@every_implementation
-@given(shapes, seeds)
-def test_queries_do_not_see_each_other(implementation, sizes, seed):
-    x = draw(sizes, seed)
-    order = x.rng.permutation(sizes.T)
-    attend = attention(implementation)
-    out, lse = attend(*x[:5])
-    moved = attend(x.q[..., order, :, :], x.k, x.v, x.mask[..., order, :], x.bias[..., order, :])
-    same(moved, (out[..., order, :, :], lse[..., order]))
-
-
 @pytest.mark.one_in(2)
 @every_implementation
 @given(shapes, seeds)
@@ -154,39 +130,6 @@ def test_masked_keys_are_as_good_as_removed(implementation, sizes, seed):
         assert not np.any(gradient)
 
 
-@every_implementation
-@given(seeds, st.integers(0, 4), st.integers(0, 4))
-def test_keys_split_anywhere_merge_to_the_whole(implementation, seed, first, second):
-    x = draw(SHAPES[1], seed)
-    attend = attention(implementation)
-    i, j = sorted((first, second))
-    parts = [
-        attend(x.q, x.k[a:b], x.v[a:b], x.mask[..., a:b], x.bias[..., a:b])
-        for a, b in ((0, i), (i, j), (j, 4))
-    ]
-    whole = attend(*x[:5])
-    same(quick_merge(*parts), whole)
-    same(quick_merge(parts[2], parts[0], parts[1]), whole)
-
-
-quick_merge = quick_jit(jattn.merge)
-
-
-@every_implementation
-@given(shapes, seeds)
-def test_a_key_twice_is_a_key_with_more_weight(implementation, sizes, seed):
-    """Two equal keys count like one whose logit is higher by ln 2."""
-    x = draw(sizes, seed)
-    twice = np.array([*range(sizes.S), 1])
-    heavier = x.bias.copy()
-    heavier[..., 1] += np.log(2)
-    attend = attention(implementation)
-    doubled = attend(
-        x.q, x.k[..., twice, :, :], x.v[..., twice, :, :], x.mask[..., twice], x.bias[..., twice]
-    )
-    same(doubled, attend(x.q, x.k, x.v, x.mask, heavier))
-
-
 @pytest.mark.one_in(2)
 @every_implementation
 @given(shapes, seeds)
@@ -205,73 +148,10 @@ def test_padding_changes_nothing(implementation, sizes, seed):
     assert np.all(np.isneginf(lse[..., sizes.T :]))
 
 
-@every_implementation
-@given(shapes, seeds, st.sampled_from([-100.0, -1.5, 7.0, 100.0]))
-def test_a_shift_of_a_rows_logits_moves_only_the_lse(implementation, sizes, seed, shift):
-    x = draw(sizes, seed)
-    by_row = shift * x.rng.standard_normal((*x.bias.shape[:-1], 1))
-    attend = attention(implementation)
-    out, lse = attend(*x[:5])
-    same(attend(x.q, x.k, x.v, x.mask, x.bias + by_row), (out, lse + by_row[..., 0]))
-
-
-@every_implementation
-@given(shapes, seeds)
-def test_linear_in_the_values(implementation, sizes, seed):
-    x = draw(sizes, seed)
-    other = x.rng.standard_normal(x.v.shape)
-    attend = attention(implementation)
-    of = lambda v: attend(x.q, x.k, v, x.mask, x.bias)[0]  # noqa: E731
-    same(of(3 * x.v - 0.5 * other), 3 * of(x.v) - 0.5 * of(other))
-
-
-@every_implementation
-@given(shapes, seeds)
-def test_weights_are_a_distribution_and_outputs_lie_between_the_values(implementation, sizes, seed):
-    x = draw(sizes, seed)
-    weights = np.asarray(weights_of(x.q, x.k, x.mask, x.bias))
-    total = np.where(x.mask.any(axis=-1), 1.0, 0.0)
-    assert weights.min() >= 0
-    same(weights.sum(axis=-1), total)
-    assert not weights[~x.mask].any()
-    out = np.asarray(attention(implementation)(*x[:5])[0])
-    by_head = np.repeat(x.v, sizes.N // sizes.K, axis=-2)
-    low, high = by_head.min(axis=-3, keepdims=True), by_head.max(axis=-3, keepdims=True)
-    alive = np.swapaxes(x.mask.any(axis=-1), -1, -2)[..., None]
-    assert np.all(np.where(alive, out - low, 0) >= -TOLERANCE)
-    assert np.all(np.where(alive, high - out, 0) >= -TOLERANCE)
-    assert not np.any(np.where(alive, 0, out))
-
-
 @quick_jit
 def weights_of(q: Any, k: Any, mask: Any, bias: Any) -> Any:
     """`attention_weights` with a bias."""
     return jattn.attention_weights(q, k, mask=mask, score=scores.Bias(bias))
-
-
-@every_implementation
-@given(shapes, seeds)
-def test_values_of_one_give_one_and_one_hot_values_give_the_weights(implementation, sizes, seed):
-    x = draw(sizes, seed)
-    attend = attention(implementation)
-    ones = attend(x.q, x.k, np.ones_like(x.v), x.mask, x.bias)[0]
-    alive = np.swapaxes(x.mask.any(axis=-1), -1, -2)[..., None]
-    same(ones, np.broadcast_to(np.where(alive, 1.0, 0.0), ones.shape))
-    shape = (*x.k.shape[:-1], sizes.S)
-    one_hot = np.broadcast_to(np.eye(sizes.S)[:, None, :], shape)
-    shown = attend(x.q, x.k, one_hot, x.mask, x.bias)[0]
-    same(np.swapaxes(shown, -3, -2), weights_of(x.q, x.k, x.mask, x.bias))
-
-
-@pytest.mark.one_in(2)
-@every_implementation
-@given(shapes, seeds, st.sampled_from([-2.0, 0.1, 30.0]))
-def test_scale_multiplies_queries(implementation, sizes, seed, factor):
-    x = draw(sizes, seed)
-    want = attention(implementation, scale=0.4)(*x[:5])
-    same(attention(implementation, scale=0.4 / factor)(factor * x.q, *x[1:5]), want)
-    root = 1 / np.sqrt(sizes.H)
-    same(attention(implementation, scale=root)(*x[:5]), attention(implementation)(*x[:5]))
 
 
 @every_implementation
@@ -298,15 +178,6 @@ def test_a_scale_may_be_traced_and_has_a_gradient(implementation):
 
 @every_implementation
 @given(shapes, seeds)
-def test_one_rotation_of_queries_and_keys_changes_nothing(implementation, sizes, seed):
-    x = draw(sizes, seed)
-    rotation, _ = np.linalg.qr(x.rng.standard_normal((sizes.H, sizes.H)))
-    attend = attention(implementation)
-    same(attend(x.q @ rotation, x.k @ rotation, *x[2:5]), attend(*x[:5]))
-
-
-@every_implementation
-@given(shapes, seeds)
 def test_large_logits_pick_the_best_key(implementation, sizes, seed):
     x = draw(sizes, seed)
     weights = np.where(x.mask, np.asarray(weights_of(x.q, x.k, x.mask, x.bias)), -1)
@@ -318,20 +189,6 @@ def test_large_logits_pick_the_best_key(implementation, sizes, seed):
         x.q, x.k, x.v, x.mask, 1e9 * x.bias
     )[0]
     same(out, np.swapaxes(picked, -3, -2))
-
-
-@every_implementation
-@given(shapes, seeds)
-def test_gradients_of_logits_sum_to_zero(implementation, sizes, seed):
-    """Without a cotangent on lse; with one they sum to it, for a softmax sums to one."""
-    x = draw(sizes, seed)
-    d_out, d_lse = cotangents(x)
-    pull = gradients(implementation)
-    *_, d_bias = pull(x.q, x.k, x.v, x.bias, x.mask, d_out, 0 * d_lse)
-    same(np.sum(d_bias, axis=-1), np.zeros_like(d_lse))
-    *_, d_bias = pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse)
-    same(np.sum(d_bias, axis=-1), np.where(x.mask.any(axis=-1), d_lse, 0))
-    assert not np.any(np.asarray(d_bias)[~x.mask])
 
 
 @every_implementation
@@ -347,21 +204,6 @@ def test_batch_rows_do_not_see_each_other(implementation, seed, poison):
     got = pull(q, k, v, bias, x.mask, d_out, d_lse)
     want = pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse)
     same([a[0] for a in got], [a[0] for a in want], 0)
-
-
-@every_implementation
-@given(seeds)
-def test_grouped_heads_are_repeated_key_heads(implementation, seed):
-    x = draw(SHAPES[0], seed)
-    sizes = SHAPES[0]
-    group = sizes.N // sizes.K
-    k, v = (np.repeat(a, group, axis=-2) for a in (x.k, x.v))
-    d_out, d_lse = cotangents(x)
-    same(attention(implementation)(x.q, k, v, x.mask, x.bias), attention(implementation)(*x[:5]))
-    pull = gradients(implementation)
-    dq, dk, dv, d_bias = pull(x.q, k, v, x.bias, x.mask, d_out, d_lse)
-    summed = [np.asarray(a).reshape(2, sizes.S, sizes.K, group, -1).sum(axis=3) for a in (dk, dv)]
-    same((dq, *summed, d_bias), pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse))
 
 
 CAUSAL_SIZES = Sizes(batch=(), T=6, S=6, N=2, K=1, H=3, V=4)
@@ -387,41 +229,6 @@ def causal(implementation: str) -> Any:
 
 
 @every_implementation
-def test_gradients_reach_exactly_the_past(implementation):
-    x = draw(CAUSAL_SIZES, 0)
-    jacobian = quick_jit(
-        jax.jacrev(
-            lambda k, v: call(implementation, jnp.asarray(x.q), k, v, masks.Causal())[0].sum(
-                axis=(1, 2)
-            ),
-            (0, 1),
-        )
-    )
-    for by_key in jacobian(x.k, x.v):  # [T, S, 1, ·]
-        reached = np.any(np.asarray(by_key) != 0, axis=(2, 3))
-        expected = np.tril(np.ones((6, 6), bool))
-        if by_key.shape[-1] == CAUSAL_SIZES.H:
-            expected[0, 0] = False  # a softmax over one key has no slope
-        np.testing.assert_array_equal(reached, expected)
-
-
-@pytest.mark.one_in(2)
-@every_implementation
-@given(seeds, st.integers(0, 6))
-def test_decoding_gives_the_rows_of_prefilling(implementation, seed, prefix):
-    """The first `prefix` queries at once, the rest one by one at their positions."""
-    x = draw(CAUSAL_SIZES, seed)
-    attend = causal(implementation)
-    want = attend(*x[:3])[0]
-    if prefix:
-        together = attend(x.q[:prefix], x.k, x.v, q_positions=np.arange(prefix))[0]
-        same(together, want[:prefix])
-    for t in range(prefix, 6):
-        step = attend(x.q[t : t + 1], x.k, x.v, q_positions=np.array([t]))[0]
-        same(step, want[t : t + 1])
-
-
-@every_implementation
 @given(seeds, st.sampled_from([-3, 1, 1000]), st.sampled_from(["half", "interleaved"]))
 def test_rotary_positions_matter_only_by_difference(implementation, seed, shift, style):
     sizes = Sizes(batch=(2,), T=5, S=7, N=6, K=3, H=4, V=2)
@@ -444,7 +251,7 @@ def rotated(implementation: str, style: Any) -> Any:
     return quick_jit(turned)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @every_implementation
 @pytest.mark.parametrize("S", [1, 2, 3, 7, 17, 31, 32, 33, 64, 65, 129])
 def test_no_key_beyond_the_end_is_counted(implementation, S):

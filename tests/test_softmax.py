@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jattn
-from jattn import masks, scores, softmax
+from jattn import masks, softmax
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -149,45 +149,6 @@ def test_the_lse_of_bfloat16_is_good_enough_to_merge_by():
 
 
 SINK = jnp.array([0.5, -2.0, 4.0, -jnp.inf])
-
-
-def with_extra_key(q: Any, k: Any, v: Any, dense: Any, sink: Any) -> Any:
-    """Attention with one more key whose logit is the sink and whose value is zero."""
-    k = jnp.concatenate([k, jnp.zeros_like(k[:, :1])], axis=1)
-    v = jnp.concatenate([v, jnp.zeros_like(v[:, :1])], axis=1)
-    logits = jnp.zeros((1, N, 1, S + 1)).at[0, :, 0, S].set(sink)
-    everywhere = np.concatenate([dense, np.ones((2, N, T, 1), bool)], axis=-1)
-    return jattn.attention(q, k, v, mask=everywhere, score=scores.Bias(logits), return_lse=True)
-
-
-def test_a_sink_is_one_more_logit_without_a_value():
-    x, dense = arrays(), some_mask()
-    rng = np.random.default_rng(5)
-    cotangents = (
-        jnp.asarray(rng.standard_normal((2, T, N, V))),
-        jnp.asarray(rng.standard_normal((2, N, T))),
-    )
-
-    def sunk(q: Any, k: Any, v: Any, sink: Any) -> Any:
-        out, lse = jattn.attention(q, k, v, mask=dense, return_lse=True)
-        return jattn.with_sink(out, lse, sink)
-
-    @quick_jit
-    def both(sink: Any) -> Any:
-        answers = []
-        for call in (sunk, lambda q, k, v, sink: with_extra_key(q, k, v, dense, sink)):
-            results, pull = jax.vjp(call, *x, sink)
-            answers.append((*results, *pull(cotangents)))
-        return answers
-
-    finite = SINK.at[3].set(1.0)
-    got, want = both(finite)
-    for a, b in zip(got, want, strict=True):
-        assert error(a, b) <= 1e-14
-    dead = np.swapaxes(~dense.any(axis=-1), 1, 2)
-    assert not np.any(np.asarray(got[0])[dead])
-    heads = np.broadcast_to(finite, (2, T, N))
-    np.testing.assert_allclose(np.swapaxes(got[1], 1, 2)[dead], heads[dead], rtol=1e-15)
 
 
 def test_a_sink_of_minus_infinity_changes_nothing():

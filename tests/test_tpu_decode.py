@@ -253,7 +253,7 @@ def test_values(kind, name, T, G):
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("poison", [np.inf, -1e38])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_what_no_row_holds_does_not_exist(kind, poison):
@@ -341,7 +341,7 @@ def test_blocks_that_need_no_mask_and_blocks_that_do_in_the_default_size():
     assert oracle.error(out, truth(found, rule, query).out) < 4e-6
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("mapped", ["all", "query"])
 def test_mapped(kind, mapped):
@@ -471,7 +471,7 @@ def step(implementation: str | None, cache: Any, token: Any) -> tuple[Any, Any]:
     return cache, jattn.attention(query, cache, implementation=implementation, **rules)
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("target", [targets.V5E, targets.V6E], ids=["v5e", "v6e"])
 @pytest.mark.parametrize(("page_size", "size"), [(None, 128), (None, 64), (16, 128), (128, 128)])
 @pytest.mark.parametrize("steps", [None, 4])

@@ -147,27 +147,6 @@ def widened(batch: Batch, places: int) -> Batch:
     return batch._replace(**wider)
 
 
-def loss_and_gradient(batch: Batch):
-    params = bench().model.init(3)
-
-    @jax.jit
-    def run(params, batch):
-        return jax.value_and_grad(
-            lambda p: training.total_loss(bench().model, p, batch, smoothing=0.1)
-        )(params)
-
-    return run(params, batch)
-
-
-def test_more_padding_changes_neither_loss_nor_gradients():
-    loss, gradient = loss_and_gradient(a_batch())
-    wider_loss, wider_gradient = loss_and_gradient(widened(a_batch(), 7))
-    np.testing.assert_allclose(wider_loss, loss, rtol=1e-6)
-    for name in gradient:
-        np.testing.assert_allclose(wider_gradient[name], gradient[name], rtol=1e-4, atol=2e-5)
-    assert max(float(jnp.abs(array).max()) for array in gradient.values()) > 0.1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal, rotary"])
 def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
@@ -666,7 +645,7 @@ def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
     assert len(set(map(tuple, generated))) > 3
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("architecture", ["transformer", "rnnsearch"])
 @pytest.mark.parametrize("kind", ["greedy", "beam", "sample"])
 def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture, kind):
@@ -722,6 +701,7 @@ def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path, cap
     assert not run.exists()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["greedy", "beam", "sample"])
 def test_a_model_that_gives_no_probabilities_translates_nothing(kind):
     parts, params = bench(), dict(decided_params())

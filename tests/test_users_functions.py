@@ -292,7 +292,7 @@ def test_a_score_function_and_its_gradients(name, implementation, dtype):
     or_refuse(implementation, SCORES[name], dtype=dtype)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise"])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_and_the_tiles_that_it_empties(name, implementation):
