@@ -93,9 +93,8 @@ def generate(
             (Holtzman et al. 2020).
         key: a JAX random key, needed for a temperature above 0. What is drawn for a row depends on
             the row's number, and not on other rows.
-        stop: tokens after which a row has ended.
-        pad: what stands behind them.
-        valid: bool `[B, T]`, False for padding, on whichever side of a row.
+        stop, pad: tokens after which a row has ended, and what stands behind them.
+        valid: bool `[B, T]`, False for padding, on either side of a row.
         caches: what comes before the prompt, as `model.step` gives it, or another kind of cache
             from `model.start`; by default `model.start(B, T + max_tokens − 1)`.
         callback: is called after each step with its tokens, a NumPy array `[B]` with `pad` in rows
@@ -108,9 +107,7 @@ def generate(
     Raises TypeError and ValueError for arguments that do not fit.
     """
     _check_model(model)
-    check_array("prompt", prompt, "[B, T]", "integer")
-    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
+    _check_prompt(prompt)
     check_size("max_tokens", max_tokens)
     sampling = _sampling(temperature, top_k, top_p, key)
     check_size("pad", pad, -1)
@@ -118,21 +115,11 @@ def generate(
     _check_valid(valid, prompt)
     _check_room(caches, prompt.shape[1] + max_tokens - 1)
     definition, variables = nnx.split(model)
-    prompt = jnp.asarray(integers.clamped(prompt))
     valid = None if valid is None else jnp.asarray(valid)
-    given = (variables, prompt, valid, caches, sampling)
+    given = (variables, jnp.asarray(integers.clamped(prompt)), valid, caches, sampling)
     if callback is None:
         return _written(definition, options, *given)
-    check_function("callback", callback)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
-        raise ValueError("callback: expected None inside a compiled function, got a function")
-    state = _begun(definition, options, *given[:-1])
-    for _ in range(max_tokens):
-        state = _advanced(definition, options, variables, state, sampling)
-        callback(np.asarray(state.last))
-        if not np.any(state.active):
-            break
-    return Generated(state.tokens, state.lengths)
+    return _stepwise(definition, options, *given, callback)
 
 
 class _Options(NamedTuple):
@@ -202,6 +189,30 @@ def _written(
         return Generated(state.tokens, state.lengths)
 
     return run(variables, prompt, valid, caches, sampling)
+
+
+def _stepwise(
+    definition: nnx.GraphDef,
+    options: _Options,
+    variables: nnx.State,
+    prompt: Array,
+    valid: Array | None,
+    caches: Any,
+    sampling: _Sampling | None,
+    callback: Callable[[np.ndarray], object],
+) -> Generated:
+    """A program for each step, whose tokens `callback` is given."""
+    check_function("callback", callback)
+    given = (variables, prompt, valid, caches, sampling)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        raise ValueError("callback: expected None inside a compiled function, got a function")
+    state = _begun(definition, options, variables, prompt, valid, caches)
+    for _ in range(options.max_tokens):
+        state = _advanced(definition, options, variables, state, sampling)
+        callback(np.asarray(state.last))
+        if not np.any(state.active):
+            break
+    return Generated(state.tokens, state.lengths)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -328,6 +339,12 @@ def _check_model(model: Any) -> None:
     ):
         got = type(model).__name__
         raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
+
+
+def _check_prompt(prompt: Any) -> None:
+    check_array("prompt", prompt, "[B, T]", "integer")
+    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
 
 
 def _sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> _Sampling | None:

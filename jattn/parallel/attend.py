@@ -24,7 +24,7 @@ from jattn.kernels import registry
 from jattn.kernels.common import slicing
 from jattn.options import Options
 from jattn.parallel import exchange, pieces, placement, ring
-from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
+from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_names
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.softmax import add_sink, sink_by_head
 from jattn.spec import (
@@ -98,10 +98,7 @@ def _check_shapes(query: Any, key: Any, value: Any) -> Shapes:
 def _check_cut(scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
     check_choice("scheme", scheme, tuple(SCHEMES))
     placement.check_order(order)
-    check_axis_name("axis_name", axis_name)
-    for name, value in (("batch_axis", batch_axis), ("head_axis", head_axis)):
-        if value is not None:
-            check_axis_name(name, value, several=True)
+    check_axis_names(axis_name, batch_axis, head_axis)
 
 
 @overload
@@ -145,9 +142,7 @@ def attention_shard(
     values and gradients, equal decisions of dropout.
 
     Args:
-        query: `[*B, T, N, H]`, this device's tokens.
-        key: `[*B, S, K, H]`, this device's tokens.
-        value: `[*B, S, K, V]`.
+        query, key, value: `[*B, T, N, H]`, `[*B, S, K, H]`, `[*B, S, K, V]`: this device's tokens.
         axis_name: the axis of the mesh along which the tokens are cut.
         scheme: "ring": keys go round while others are computed with, memory is linear in a device's
             own tokens; GPUs before Hopper need
@@ -155,17 +150,14 @@ def attention_shard(
             are exchanged for heads, of which the devices share N evenly. "gather": each device gets
             a copy of all keys.
         order: in which order the devices hold the tokens, see `shard_tokens`.
-        batch_axis: the axis, or axes, of the mesh along which the batch is cut, if it is: functions
-            and dropout then see batch rows of the whole.
-        head_axis: the axis, or axes, along which heads are cut, likewise.
+        batch_axis, head_axis: the axis, or axes, of the mesh along which the batch and the heads
+            are cut, if they are: functions and dropout then see batch rows and heads of the whole.
         mask: arrays along T or S are this device's, in the order of its tokens; those along both
             T and S are cut along T and have the keys of all devices, shard after shard. Lengths and
             layouts of blocks count places in the sequence as it was before `shard_tokens`.
-        score: as for the mask.
-        sink: a logit for each of this device's heads.
-        q_positions: integer `[T]` or `[*B, T]`, by default where this device's tokens were before
-            `shard_tokens`: any other order, or decoding. While it is given, every shard is sent.
-        kv_positions: integer `[S]` or `[*B, S]`, likewise.
+        score, sink: as for the mask; a logit for each of this device's heads.
+        q_positions, kv_positions: by default where this device's tokens were before
+            `shard_tokens`. While they are given, every shard is sent.
         return_lse, and other options: as in `jattn.attention`; the same on all devices.
 
     Returns:
@@ -178,25 +170,29 @@ def attention_shard(
     _check_cut(scheme, order, axis_name, batch_axis, head_axis)
     check_flag("return_lse", return_lse)
     devices = bound_size("axis_name", axis_name)
-    axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     for name, value_of in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if value_of is not None:
             bound_size(name, value_of)
     shapes = _check_shapes(query, key, value)
-    implementation, sink = options.pop("implementation", None), options.get("sink")
-    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
-    global_sizes = (shapes.T * devices, shapes.S * devices)
-    spec = make_spec(
-        shapes,
-        lse=return_lse,
-        **options,
-        global_sizes=global_sizes,
-    )
-    registry.check_name(implementation)
+    whole = shapes._replace(T=shapes.T * devices, S=shapes.S * devices)
+    spec, implementation, sink = _checked(shapes, return_lse, options, (whole.T, whole.S))
+    axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     cut = _Cut(scheme, axes, implementation)
-    cut.check(shapes._replace(T=global_sizes[0], S=global_sizes[1]))
+    cut.check(whole)
     results = cut.attend(spec, query, key, value, shapes)
     return results if sink is None else add_sink(results, sink, bool(return_lse))
+
+
+def _checked(
+    shapes: Shapes, return_lse: bool, options: Options, global_sizes: tuple[int, int] | None
+) -> tuple[Spec, str | None, Array | None]:
+    """The spec, the implementation that is named, and the sink of each head."""
+    sink = options.get("sink")
+    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
+    implementation = options.pop("implementation", None)
+    spec = make_spec(shapes, lse=return_lse, **options, global_sizes=global_sizes)
+    registry.check_name(implementation)
+    return spec, implementation, sink
 
 
 @overload
@@ -268,14 +264,7 @@ def attention(
     check_flag("return_lse", return_lse)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
     shapes = _check_shapes(query, key, value)
-    implementation, sink = options.pop("implementation", None), options.get("sink")
-    sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
-    spec = make_spec(
-        shapes,
-        lse=return_lse,
-        **options,
-    )
-    registry.check_name(implementation)
+    spec, implementation, sink = _checked(shapes, return_lse, options, None)
     check_flag("pad", pad)
     axes = Axes(axis_name, devices_of(mesh, axis_name), order, batch_axis, head_axis)
     cut = _Cut(scheme, axes, implementation)
