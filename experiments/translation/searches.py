@@ -219,18 +219,12 @@ def beam(
     One beam is the greedy search, which ends at the first `<eos>`, and finds one hypothesis.
 
     Args:
-        step: the model; see the head of this module.
+        step, active, length, limits: as in `greedy`.
         state: what `step` is first called with; it has B·K rows, the K of a sentence together.
-        active: which sentences there are, bool `[B]`; the others stay `<pad>`, with scores -inf.
-        length: the most tokens of a hypothesis, `<eos>` counted.
         beams: K.
         n_best: N, the number of hypotheses that come back.
         length_penalty: α of `_penalties`; 0 for none.
         reorder: `reorder(state, rows [B·K])` gives the state of these rows.
-        limits: the most tokens of each sentence's hypotheses, as in `greedy`.
-
-    Raises:
-        ValueError: a number out of its range.
     """
     check_beam(beams, n_best, length_penalty)
     _check_counts(length=length)
@@ -243,9 +237,6 @@ def beam(
     pool = max(beams, n_best)
     limits = _row_limits(limits, sentences, length)[:, None]
     first_rows = beams * jnp.arange(sentences, dtype=jnp.int32)[:, None]
-
-    def unfinished(carry: tuple[Any, ...]) -> Array:
-        return jnp.any(carry[1].log_probs > _ABSENT)
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, alive, finished, state = carry
@@ -263,7 +254,11 @@ def beam(
 
     nothing = _no_hypotheses(sentences, pool, length)
     start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), nothing, state)
-    return _best(n_best, jax.lax.while_loop(unfinished, advance, start)[2])
+    return _best(n_best, jax.lax.while_loop(_unfinished, advance, start)[2])
+
+
+def _unfinished(carry: tuple[Any, ...]) -> Array:
+    return jnp.any(carry[1].log_probs > _ABSENT)
 
 
 def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
