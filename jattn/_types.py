@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 AnyArray = Array | np.ndarray
+Index = int | np.integer | Array  # an integer, which the program may compute
+Tree = Any  # a pytree of arrays
+Ref = Any  # memory that a kernel reads and writes: `x[...]`, and `x.at[...]` for a part of it
 
 Queries = Float[Array, "*B T N H"]
 Keys = Float[Array, "*B S K H"]

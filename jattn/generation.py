@@ -94,8 +94,7 @@ def generate(
             probability (Holtzman et al. 2020).
         key: a JAX random key, required for a temperature above 0. The draws of a row depend on the
             row's index, and not on other rows.
-        stop: tokens that end a row.
-        pad: the token that fills a row after its stop token.
+        stop, pad: tokens that end a row, and the token that fills a row after its stop token.
         valid: bool `[B, T]`, False for padding, on either side of a row.
         caches: caches that `model.step` returned for the tokens before the prompt, or caches of
             another kind from `model.start`; by default `model.start(B, T + max_tokens − 1)`.
@@ -109,9 +108,7 @@ def generate(
     Raises TypeError and ValueError for invalid arguments.
     """
     _check_model(model)
-    check_array("prompt", prompt, "[B, T]", "integer")
-    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
+    _check_prompt(prompt)
     check_size("max_tokens", max_tokens)
     sampling = _sampling(temperature, top_k, top_p, key)
     check_size("pad", pad, -1)
@@ -119,21 +116,11 @@ def generate(
     _check_valid(valid, prompt)
     _check_room(caches, prompt.shape[1] + max_tokens - 1)
     definition, variables = nnx.split(model)
-    prompt = jnp.asarray(integers.clamped(prompt))
     valid = None if valid is None else jnp.asarray(valid)
-    given = (variables, prompt, valid, caches, sampling)
+    given = (variables, jnp.asarray(integers.clamped(prompt)), valid, caches, sampling)
     if callback is None:
         return _written(definition, options, *given)
-    check_function("callback", callback)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
-        raise ValueError("callback: expected None inside a compiled function, got a function")
-    state = _begun(definition, options, *given[:-1])
-    for _ in range(max_tokens):
-        state = _advanced(definition, options, variables, state, sampling)
-        callback(np.asarray(state.last))
-        if not np.any(state.active):
-            break
-    return Generated(state.tokens, state.lengths)
+    return _stepwise(definition, options, *given, callback)
 
 
 class _Options(NamedTuple):
@@ -203,6 +190,30 @@ def _written(
         return Generated(state.tokens, state.lengths)
 
     return run(variables, prompt, valid, caches, sampling)
+
+
+def _stepwise(
+    definition: nnx.GraphDef,
+    options: _Options,
+    variables: nnx.State,
+    prompt: Array,
+    valid: Array | None,
+    caches: Any,
+    sampling: _Sampling | None,
+    callback: Callable[[np.ndarray], object],
+) -> Generated:
+    """A program for each step, whose tokens `callback` is given."""
+    check_function("callback", callback)
+    given = (variables, prompt, valid, caches, sampling)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        raise ValueError("callback: expected None inside a compiled function, got a function")
+    state = _begun(definition, options, variables, prompt, valid, caches)
+    for _ in range(options.max_tokens):
+        state = _advanced(definition, options, variables, state, sampling)
+        callback(np.asarray(state.last))
+        if not np.any(state.active):
+            break
+    return Generated(state.tokens, state.lengths)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -330,6 +341,12 @@ def _check_model(model: Any) -> None:
     ):
         got = type(model).__name__
         raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
+
+
+def _check_prompt(prompt: Any) -> None:
+    check_array("prompt", prompt, "[B, T]", "integer")
+    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
 
 
 def _sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> _Sampling | None:

@@ -221,19 +221,12 @@ def beam(
     With one beam the search is greedy: it ends at the first `<eos>` and finds one hypothesis.
 
     Args:
-        step: the model; see the head of this module.
+        step, active, length, limits: as in `greedy`.
         state: the state for the first call of `step`, with B·K rows, grouped by sentence.
-        active: bool `[B]`, true for rows with a sentence; the others stay `<pad>`, with scores
-            -inf.
-        length: the greatest number of tokens of a hypothesis, `<eos>` counted.
         beams: K.
         n_best: N, the number of hypotheses returned.
         length_penalty: α of `_penalties`; 0 for none.
         reorder: `reorder(state, rows [B·K])` returns the state of these rows.
-        limits: the greatest number of tokens of each sentence's hypotheses; see `greedy`.
-
-    Raises:
-        ValueError: a number is out of its range.
     """
     check_beam(beams, n_best, length_penalty)
     _check_counts(length=length)
@@ -246,9 +239,6 @@ def beam(
     pool = max(beams, n_best)
     limits = _row_limits(limits, sentences, length)[:, None]
     first_rows = beams * jnp.arange(sentences, dtype=jnp.int32)[:, None]
-
-    def unfinished(carry: tuple[Any, ...]) -> Array:
-        return jnp.any(carry[1].log_probs > _ABSENT)
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, alive, finished, state = carry
@@ -264,9 +254,13 @@ def beam(
         alive = _still_open(~at_limit & (reachable > finished.scores[:, -1:]), alive)
         return position + 1, alive, finished, state
 
-    empty = _no_hypotheses(sentences, pool, length)
-    start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), empty, state)
-    return _best(n_best, jax.lax.while_loop(unfinished, advance, start)[2])
+    nothing = _no_hypotheses(sentences, pool, length)
+    start = (jnp.zeros((), jnp.int32), _first_beams(active, beams, length), nothing, state)
+    return _best(n_best, jax.lax.while_loop(_unfinished, advance, start)[2])
+
+
+def _unfinished(carry: tuple[Any, ...]) -> Array:
+    return jnp.any(carry[1].log_probs > _ABSENT)
 
 
 def check_beam(beams: int, n_best: int, length_penalty: float) -> None:

@@ -11,7 +11,20 @@ from experiments.walkthrough.similarity import INPUTS
 from experiments.walkthrough.step import check, panels, same, show, step
 
 
-@step(MECHANISMS)
+def vectors_and_products(places: jax.Array, products: jax.Array) -> Figure:
+    """The vectors of all places, and the products of two of them with all."""
+    figure, axes = panels(2, width=8.5, height=3.4)
+    image = axes[0].imshow(places, cmap="PuOr_r", aspect="auto", vmin=-1, vmax=1)
+    axes[0].set(title="the vectors of 64 places", xlabel="number", ylabel="place")
+    figure.colorbar(image, ax=axes[0])
+    axes[1].plot(products[32], label="of place 32")
+    axes[1].plot(products[10], "--", label="of place 10")
+    axes[1].set(title="product with every place", xlabel="place", ylim=(0, None))
+    axes[1].legend(loc="lower center")
+    return figure
+
+
+@step(MECHANISMS, uses=(vectors_and_products,))
 def positions() -> Figure:
     """Sinusoidal positions.
 
@@ -67,17 +80,8 @@ def positions() -> Figure:
     check(
         "rotary: places 3 and 40 give another product", not same(near, turned[0] @ turned[2], 1e-3)
     )
-
     # The picture.
-    figure, axes = panels(2, width=8.5, height=3.4)
-    image = axes[0].imshow(places, cmap="PuOr_r", aspect="auto", vmin=-1, vmax=1)
-    axes[0].set(title="the vectors of 64 places", xlabel="number", ylabel="place")
-    figure.colorbar(image, ax=axes[0])
-    axes[1].plot(products[32], label="of place 32")
-    axes[1].plot(products[10], "--", label="of place 10")
-    axes[1].set(title="product with every place", xlabel="place", ylim=(0, None))
-    axes[1].legend(loc="lower center")
-    return figure
+    return vectors_and_products(places, products)
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -94,7 +98,21 @@ def layer(x: jax.Array, w: jax.Array, kind: str) -> jax.Array:
     return normalised(x + y) if kind == "post-norm" else x + y
 
 
-@step(MECHANISMS, uses=(normalised, layer))
+def gradients_by_depth(depths: list[int], gradients: dict[str, np.ndarray]) -> Figure:
+    """The gradient by the number of layers, a line for each kind."""
+    figure, axis = panels(1, width=6.5, height=3.6)
+    for (kind, values), style in zip(gradients.items(), ("o-", "s--", "v-.", "^:"), strict=True):
+        axis.plot(depths, values, style, label=kind)
+    axis.set(
+        xscale="log", yscale="log", xlabel="layers", title="gradient with respect to the input"
+    )
+    axis.set_xticks(depths, map(str, depths))
+    axis.minorticks_off()
+    axis.legend()
+    return figure
+
+
+@step(MECHANISMS, uses=(normalised, layer, gradients_by_depth))
 def residual_and_norm() -> Figure:
     """Residual connections and normalisation.
 
@@ -149,15 +167,4 @@ def residual_and_norm() -> Figure:
     check("with pre-norm, by less than a factor of 10", pre.max() < 10 * pre.min())
     check("with post-norm, all sizes are 1", same(tables["size"]["post-norm"], np.ones(6)))
     # The picture.
-    figure, axis = panels(1, width=6.5, height=3.6)
-    for (kind, values), style in zip(
-        tables["gradient"].items(), ("o-", "s--", "v-.", "^:"), strict=True
-    ):
-        axis.plot(depths, values, style, label=kind)
-    axis.set(
-        xscale="log", yscale="log", xlabel="layers", title="gradient with respect to the input"
-    )
-    axis.set_xticks(depths, map(str, depths))
-    axis.minorticks_off()
-    axis.legend()
-    return figure
+    return gradients_by_depth(depths, tables["gradient"])

@@ -79,7 +79,23 @@ def heads() -> Figure:
     return viz.grid(weights[:4], JOURNEY, title="four of the eight heads, with random matrices")
 
 
-@step(MECHANISMS)
+def additive_and_product() -> Figure:
+    """Scores of queries and keys of one number."""
+    line = np.linspace(-3, 3, 61)
+    # Queries and keys of one number.
+    q1, k1 = line[:, None], line[None]
+    figure, axes = panels(2, width=8.0, height=3.4)
+    look: dict[str, Any] = {"cmap": "PuOr_r", "vmin": -9, "vmax": 9, "origin": "lower"}
+    look |= {"extent": (-3, 3, -3, 3)}
+    axes[0].imshow(q1 * k1, **look)
+    axes[0].set(title="score q · k", xlabel="key", ylabel="query")
+    image = axes[1].imshow(2 * np.tanh(q1 + k1), **look)
+    axes[1].set(title="score 2 tanh(q + k)", xlabel="key", ylabel="query")
+    figure.colorbar(image, ax=axes, label="score")
+    return figure
+
+
+@step(MECHANISMS, uses=(additive_and_product,))
 def additive() -> Figure:
     """Additive and multiplicative scores.
 
@@ -130,17 +146,5 @@ def additive() -> Figure:
     whole = 2048 * 2048 * hidden * 8
     print(f"2,048 words: {used / 1e6:.0f} MB, the whole layer would take {whole / 1e6:.0f} MB")
     check("that is less than a tenth of the layer", used < whole / 10)
-
     # The picture.
-    line = np.linspace(-3, 3, 61)
-    # Queries and keys of one number.
-    q1, k1 = line[:, None], line[None]
-    figure, axes = panels(2, width=8.0, height=3.4)
-    look: dict[str, Any] = {"cmap": "PuOr_r", "vmin": -9, "vmax": 9, "origin": "lower"}
-    look |= {"extent": (-3, 3, -3, 3)}
-    axes[0].imshow(q1 * k1, **look)
-    axes[0].set(title="score q · k", xlabel="key", ylabel="query")
-    image = axes[1].imshow(2 * np.tanh(q1 + k1), **look)
-    axes[1].set(title="score 2 tanh(q + k)", xlabel="key", ylabel="query")
-    figure.colorbar(image, ax=axes, label="score")
-    return figure
+    return additive_and_product()

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from matplotlib.figure import Figure
 
 import jattn
@@ -14,7 +15,20 @@ from experiments.walkthrough.step import check, panels, same, show, step
 from jattn import viz
 
 
-@step(INTERACTION)
+def matrices_on_the_left(choices: dict[str, ArrayLike]) -> Figure:
+    """Matrices L, by name."""
+    figure, axes = panels(4, width=9.0, height=2.6)
+    names = range(1, 5)
+    for axis, (name, L) in zip(axes, choices.items(), strict=True):
+        axis.imshow(L, cmap="Blues", vmin=0, vmax=1)
+        axis.set(title=f"L = {name}", xlabel="word of X")
+        axis.set_xticks(range(4), names)
+        axis.set_yticks(range(4), names)
+    axes[0].set_ylabel("row of L X")
+    return figure
+
+
+@step(INTERACTION, uses=(matrices_on_the_left,))
 def interaction() -> Figure:
     """Y = L X R: matrices that mix.
 
@@ -67,16 +81,9 @@ def interaction() -> Figure:
     alone = [jattn.interaction(x[n : n + 1], None, R)[0] for n in range(4)]
     check("R changes each word as if it stood alone", same(changed, alone))
     # The picture.
-    figure, axes = panels(4, width=9.0, height=2.6)
-    choices = {"identity": np.eye(4), "ones": np.ones((4, 4)), "triangle": triangle}
-    names = range(1, 5)
-    for axis, (name, L) in zip(axes, (choices | {"softmax": means}).items(), strict=True):
-        axis.imshow(L, cmap="Blues", vmin=0, vmax=1)
-        axis.set(title=f"L = {name}", xlabel="word of X")
-        axis.set_xticks(range(4), names)
-        axis.set_yticks(range(4), names)
-    axes[0].set_ylabel("row of L X")
-    return figure
+    return matrices_on_the_left(
+        {"identity": np.eye(4), "ones": np.ones((4, 4)), "triangle": triangle, "softmax": means}
+    )
 
 
 def torch_rand(seed: int, *shapes: tuple[int, int]) -> list[jax.Array]:
@@ -156,7 +163,23 @@ def gradients(queries: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
     return jax.vmap(one, in_axes=(0, 0, None))(queries, keys, scale)
 
 
-@step(LLMS, MECHANISMS, uses=(greatest_weight, gradients))
+def weights_and_gradients(sizes: list[int], top: np.ndarray, median: np.ndarray) -> Figure:
+    """Greatest weights and gradients by H, unscaled and divided by √H."""
+    figure, axes = panels(2, width=8.0)
+    drawn = (top, "greatest weight, mean"), (median, "gradient, median")
+    for axis, (values, title) in zip(axes, drawn, strict=True):
+        axis.plot(sizes, values[0], "o-", label="unscaled")
+        axis.plot(sizes, values[1], "s--", label="divided by √H")
+        axis.set(xscale="log", xlabel="H, numbers in a query", title=title)
+        axis.set_xticks(sizes, map(str, sizes))
+        axis.minorticks_off()
+    axes[0].set_ylim(0, 1.05)
+    axes[1].set_yscale("log")
+    axes[0].legend(loc="center right")
+    return figure
+
+
+@step(LLMS, MECHANISMS, uses=(greatest_weight, gradients, weights_and_gradients))
 def scaling() -> Figure:  # prose: kept
     """Why scores are divided by √H.
 
@@ -211,17 +234,5 @@ def scaling() -> Figure:  # prose: kept
     share = np.sort(steep[:, -1])[:, :500].sum(axis=1) / steep[:, -1].sum(axis=1)
     print(f"share of half of the queries: unscaled {share[0]:.6f}, divided by √H {share[1]:.2f}")
     check("unscaled, half of the queries have under 1/1000 of the gradient", share[0] < 1e-3)
-
     # The picture.
-    figure, axes = panels(2, width=8.0)
-    drawn = (top, "greatest weight, mean"), (median, "gradient, median")
-    for axis, (values, title) in zip(axes, drawn, strict=True):
-        axis.plot(sizes, values[0], "o-", label="unscaled")
-        axis.plot(sizes, values[1], "s--", label="divided by √H")
-        axis.set(xscale="log", xlabel="H, numbers in a query", title=title)
-        axis.set_xticks(sizes, map(str, sizes))
-        axis.minorticks_off()
-    axes[0].set_ylim(0, 1.05)
-    axes[1].set_yscale("log")
-    axes[0].legend(loc="center right")
-    return figure
+    return weights_and_gradients(sizes, top, median)

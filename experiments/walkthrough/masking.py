@@ -35,7 +35,44 @@ def masked_example() -> tuple[jax.Array, list[jax.Array]]:
     return x, matrices
 
 
-@step(CODING, LLMS, INTERACTION, uses=(softmax_of_scores, filled, masked_example))
+def later_scores_change_nothing(table: jax.Array) -> None:
+    """Checks that both ways hide later words, for scores whose softmax is a table of weights."""
+    triangle, scores = masks.Causal().dense(6, 6), jnp.log(table)
+    ours = jattn.renormalised_causal(table)
+    by_infinity = softmax_of_scores(scores, mask=masks.Causal(), scale=1.0)
+    check("both ways agree to 1e-15", same(by_infinity, ours, 1e-15))
+    wild = softmax_of_scores(jnp.where(triangle, scores, 1e30), mask=masks.Causal(), scale=1.0)
+    check("with −∞, later scores of 1e30 change nothing", same(wild, by_infinity, 0))
+    moved = jax.nn.softmax(jnp.where(triangle, scores, 0.5), axis=1)
+    divides = same(jattn.renormalised_causal(moved), ours)
+    check("with division, later scores of 0.5 change nothing either", divides)
+    zeroed = jax.nn.softmax(scores * triangle, axis=1)[0]
+    print(f"scores times 0: weights of the first word {np.round(zeroed, 2)}")
+    check("scores times 0: later words get over half of its weights", zeroed[1:].sum() > 0.5)
+
+
+def masked_interaction_is_as_printed() -> None:
+    """Checks the masked attention of “Understanding”."""
+    x, (w_query, w_key, w_value) = masked_example()
+    L = jattn.normalised_interaction((x @ w_query) @ (x @ w_key).T, masks.Causal())
+    check("masked L is as printed in “Understanding”", matches(L, printed.MASKED_L))
+    check("V is as printed in “Understanding”", matches(x @ w_value, printed.MASKED_V))
+    y = jattn.self_attention(x, w_query, w_key, w_value, mask=masks.Causal(), scale=1.0)
+    check("Y is as printed in “Understanding”", matches(y, printed.MASKED_LV))
+
+
+@step(
+    CODING,
+    LLMS,
+    INTERACTION,
+    uses=(
+        softmax_of_scores,
+        filled,
+        later_scores_change_nothing,
+        masked_example,
+        masked_interaction_is_as_printed,
+    ),
+)
 def causal() -> list[Figure]:
     """Causal masks, both ways.
 
@@ -82,25 +119,8 @@ def causal() -> list[Figure]:
     scores = jnp.where(triangle, jnp.array(printed.MASKED_SCORES), 0.25)
     by_infinity = softmax_of_scores(scores, mask=masks.Causal(), scale=0.5**0.5)
     check("the softmax of the printed scores / √2 is as printed", same(by_infinity, expected, 1e-4))
-    # Scores whose softmax is the first table.
-    scores = jnp.log(table)
-    by_infinity = softmax_of_scores(scores, mask=masks.Causal(), scale=1.0)
-    check("both ways agree to 1e-15", same(by_infinity, ours, 1e-15))
-    wild = softmax_of_scores(jnp.where(triangle, scores, 1e30), mask=masks.Causal(), scale=1.0)
-    check("with −∞, later scores of 1e30 change nothing", same(wild, by_infinity, 0))
-    moved = jax.nn.softmax(jnp.where(triangle, scores, 0.5), axis=1)
-    divides = same(jattn.renormalised_causal(moved), ours)
-    check("with division, later scores of 0.5 change nothing either", divides)
-    zeroed = jax.nn.softmax(scores * triangle, axis=1)
-    print(f"scores times 0: weights of the first word {np.round(zeroed[0], 2)}")
-    check("scores times 0: later words get over half of its weights", zeroed[0, 1:].sum() > 0.5)
-
-    x, (w_query, w_key, w_value) = masked_example()
-    L = jattn.normalised_interaction((x @ w_query) @ (x @ w_key).T, masks.Causal())
-    check("masked L is as printed in “Understanding”", matches(L, printed.MASKED_L))
-    check("V is as printed in “Understanding”", matches(x @ w_value, printed.MASKED_V))
-    y = jattn.self_attention(x, w_query, w_key, w_value, mask=masks.Causal(), scale=1.0)
-    check("Y is as printed in “Understanding”", matches(y, printed.MASKED_LV))
+    later_scores_change_nothing(table)
+    masked_interaction_is_as_printed()
     # The pictures.
     title = "masks.Causal() & (masks.Window(left=23) | masks.Global(8))"
     near = masks.Causal() & (masks.Window(left=23) | masks.Global(8))

@@ -44,7 +44,24 @@ def row(name: str, values: Sequence[float], style: str) -> str:
     return f"{name:30}" + "".join(f"{value:11{style}}" for value in values)
 
 
-@step(LLMS, KERNEL, CODING, uses=(seconds, influence, row))
+def reach_and_times(
+    lengths: list[int], reach: dict[str, list[float]], times: dict[str, list[float]]
+) -> Figure:
+    """Gradients and times by the number of words, a line for each model."""
+    figure, axes = panels(2, width=8.5, height=3.4)
+    titles = "gradient, last word to first", "milliseconds"
+    for axis, measured, title in zip(axes, (reach, times), titles, strict=True):
+        shown = lengths[: len(measured["attention"])]
+        for (name, values), style in zip(measured.items(), ("o-", "s--"), strict=True):
+            axis.plot(shown, values, style, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="words", title=title)
+        axis.set_xticks(shown, map(str, shown))
+        axis.minorticks_off()
+        axis.legend()
+    return figure
+
+
+@step(LLMS, KERNEL, CODING, uses=(seconds, influence, row, reach_and_times))
 def recurrence() -> Figure:
     """Recurrent networks and attention.
 
@@ -96,22 +113,21 @@ def recurrence() -> Figure:
     check("recurrent: 4,096 words take over 8 times as long as 256", longer > 8)
     faster = times["attention"][2] < times["recurrent"][2]
     check("attention takes less time for 256 words than recurrence", faster)
-
     # The picture.
-    figure, axes = panels(2, width=8.5, height=3.4)
-    titles = "gradient, last word to first", "milliseconds"
-    for axis, measured, title in zip(axes, (reach, times), titles, strict=True):
-        shown = lengths[: len(measured["attention"])]
-        for (name, values), style in zip(measured.items(), ("o-", "s--"), strict=True):
-            axis.plot(shown, values, style, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="words", title=title)
-        axis.set_xticks(shown, map(str, shown))
-        axis.minorticks_off()
-        axis.legend()
+    return reach_and_times(lengths, reach, times)
+
+
+def scores_so_far(n: np.ndarray, without: np.ndarray, kept: np.ndarray) -> Figure:
+    """The scores for n words, without a cache and with one."""
+    figure, axis = panels(1, width=6.5, height=3.4)
+    axis.plot(n, without, label="without a cache")
+    axis.plot(n, kept, "--", label="with a cache")
+    axis.set(xlabel="words written", yscale="log", title="scores for all words so far, one head")
+    axis.legend()
     return figure
 
 
-@step(CODING, KERNEL, relation="Goes on from")
+@step(CODING, KERNEL, relation="Goes on from", uses=(scores_so_far,))
 def cache() -> Figure:
     """Decoding with a cache.
 
@@ -167,9 +183,4 @@ def cache() -> Figure:
     without, kept = np.cumsum(n * (n + 1) // 2), np.cumsum(n)
     print(f"256 words, one head: {without[-1]:,} scores without a cache, {kept[-1]:,} with one")
     # The picture.
-    figure, axis = panels(1, width=6.5, height=3.4)
-    axis.plot(n, without, label="without a cache")
-    axis.plot(n, kept, "--", label="with a cache")
-    axis.set(xlabel="words written", yscale="log", title="scores for all words so far, one head")
-    axis.legend()
-    return figure
+    return scores_so_far(n, without, kept)

@@ -39,7 +39,20 @@ def base() -> jattn.nn.Transformer:
     )
 
 
-@step(MECHANISMS, uses=(parameter_shapes, base))
+def weights_of_a_block(seen: dict[str, jax.Array]) -> list[Figure]:
+    """The weights of the first blocks: of the encoder, of the decoder, and between the two."""
+    words = [f"source {n}" for n in range(1, 5)] + 2 * ["padding"]
+    written = [f"target {n}" for n in range(1, 6)]
+    # Rows of the padding are left out.
+    labels = ("encoder", "self", words[:4], words), ("decoder", "self", written, written)
+    grids = []
+    for side, kind, rows, columns in (*labels, ("decoder", "cross", written, words)):
+        weights = np.asarray(seen[f"{side}/layers/0/{kind}_attention"])[0, :, : len(rows)]
+        grids.append(viz.grid(weights, rows, columns, title=f"{side}, {kind}-attention, block 1"))
+    return grids
+
+
+@step(MECHANISMS, uses=(parameter_shapes, base, weights_of_a_block))
 def transformer() -> list[Figure]:
     """The encoder-decoder of 2017.
 
@@ -65,7 +78,7 @@ def transformer() -> list[Figure]:
     block = jattn.nn.EncoderLayer(**sizes, dropout_rate=0.0, rngs=nnx.Rngs(0))
     # The modules compute in 32 bits.
     x = jax.random.normal(jax.random.key(1), (1, 6, 32), jnp.float32)
-    # The two parts of the block, and the normalisation that belongs to each.
+    # The two parts of the block, each with its normalisation.
     parts = block.self_attention, block.feed_forward
     norms = block.self_attention_residual.norm, block.feed_forward_residual.norm
     y = x
@@ -95,17 +108,8 @@ def transformer() -> list[Figure]:
         print(f"    {path:36}{list(weights.shape)}")
     sources = [weights[..., 4:] for path, weights in seen.items() if weights.shape[-1] == 6]
     check("the weights of the padding are 0", [np.all(weights == 0) for weights in sources])
-
     count = sum(math.prod(shape) for shape in parameter_shapes(base))
     print(f"the base model has {count / 1e6:.1f} million parameters")
     check("that is within 5 % of the paper's 65 million", abs(count / 65e6 - 1) < 0.05)
-    # The pictures.
-    words = [f"source {n}" for n in range(1, 5)] + 2 * ["padding"]
-    written = [f"target {n}" for n in range(1, 6)]
-    # Rows of the padding are left out.
-    labels = ("encoder", "self", words[:4], words), ("decoder", "self", written, written)
-    grids = []
-    for side, kind, rows, columns in (*labels, ("decoder", "cross", written, words)):
-        weights = np.asarray(seen[f"{side}/layers/0/{kind}_attention"])[0, :, : len(rows)]
-        grids.append(viz.grid(weights, rows, columns, title=f"{side}, {kind}-attention, block 1"))
-    return grids
+    # The picture.
+    return weights_of_a_block(seen)

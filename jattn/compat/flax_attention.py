@@ -42,76 +42,62 @@ def flax_attention_fn(
 
         nnx.MultiHeadAttention(8, 512, attention_fn=jattn.compat.flax_attention_fn, rngs=rngs)
 
-    Args:
-        query: `[*B, T, N, H]`.
-        key: `[*B, S, K, H]`; K divides N (Flax's `num_kv_heads`).
-        value: `[*B, S, K, V]`.
-        bias: added to scores, broadcastable to `[*B, N, T, S]`.
-        mask: broadcastable to `[*B, N, T, S]`, boolean or numeric; pairs that are not 0 attend.
-        broadcast_dropout: drop the same weights in all batch rows and heads. The decisions are
-            then Flax's, drawn as one array `[T, S]`. Otherwise they are those of
-            `jattn.attention`, which need no memory and differ from Flax's.
-        dropout_rng, dropout_rate, deterministic: as in Flax.
-        dtype: the dtype that all arrays are cast to; by default the three promote together.
-        precision: as in `attention`.
-        module: a module that sows the T × S weights before dropout as `attention_weights`, in
-            float32 with force_fp32_for_softmax.
-        is_causal: mask keys that come after the query.
-        force_fp32_for_softmax: return float32 (the softmax is always computed in float32).
-        promote_dtype: called with a tuple of arrays, as Flax's modules call it.
-        rope: Flax's `RoPE` or a similar function of `[T, H]` and positions `[T]`.
-        input_positions: `[T]` or `[*B, T]`, the positions of both queries and keys, for rope.
+    Args as in Flax's `dot_product_attention`, but:
+        key, value: `[*B, S, K, H]`, `[*B, S, K, V]`; K divides N (Flax's `num_kv_heads`).
+        broadcast_dropout: True drops the weights that Flax drops, drawn as one array `[T, S]`;
+            False drops those that `jattn.attention` drops, which takes no memory.
+        module: a module that sows the T × S weights before dropout as `attention_weights`.
+        input_positions: `[T]` or `[*B, T]`, the positions of both queries and keys, for `rope`.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: not supported.
 
-    Returns:
-        `[*B, T, N, V]`.
-
-    A query whose keys are all masked gets 0, where Flax returns the mean of all values. Complex
-    inputs are passed to Linen's function, which supports them.
-
-    Raises:
-        ValueError: for shapes that do not match, a rate outside [0, 1), a rate without a key,
-            positions without rope, and combinations of custom products that Flax rejects.
-        NotImplementedError: for custom products.
+    Returns `[*B, T, N, V]`. A query whose keys are all masked gets 0, where Flax returns the mean
+    of all values. Complex inputs are passed to Linen's function, which supports them.
+    Raises ValueError for invalid arguments, and NotImplementedError for custom products.
     """
-    _check_products(
-        precision, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum
-    )
+    einsums = qk_attn_weights_einsum, attn_weights_value_einsum
+    _check_products(precision, einsum_dot_general, *einsums)
     if rope is not None:
         query, key = (_rotated(rope, x, input_positions) for x in (query, key))
     elif input_positions is not None:
         raise ValueError("input_positions: expected rope to go with it, got None")
     query, key, value = _promoted((query, key, value), dtype, promote_dtype)
     if jnp.iscomplexobj(query):
-        dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
         if is_causal:
             raise NotImplementedError("is_causal: expected a mask for complex numbers, got True")
-        return _of_complex_numbers(
-            query, key, value, bias, mask, *dropout, precision=precision, module=module
-        )
-    rules = {
-        "mask": _mask(mask, is_causal, query.ndim),
-        "score": None if bias is None else scores.Bias(_full_rank(bias, query.ndim)),
-        "precision": precision,
-    }
+        dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+        given = query, key, value, bias, mask, *dropout
+        return _of_complex_numbers(*given, precision=precision, module=module)
+    score = None if bias is None else scores.Bias(_full_rank(bias, query.ndim))
+    rules = {"mask": _mask(mask, is_causal, query.ndim), "score": score, "precision": precision}
     if module is not None:
-        weights = attention_weights(query, key, **rules)
-        narrow = jnp.float32 if force_fp32_for_softmax else query.dtype
-        _sow(module, weights.astype(jnp.promote_types(narrow, query.dtype)))
-    if deterministic or dropout_rate == 0.0:
-        out = attention(query, key, value, **rules)
-    elif dropout_rng is None:
-        raise ValueError(f"dropout_rng: needed for dropout_rate = {dropout_rate}, got None")
-    elif broadcast_dropout:
-        check_rate("dropout_rate", dropout_rate)
-        shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
-        kept = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-        out = attention_of_kept(query, key, value, rules, kept, dropout_rate)
-    else:
-        dropout = {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
-        out = attention(query, key, value, **rules, **dropout)
+        _sow(module, attention_weights(query, key, **rules), query.dtype, force_fp32_for_softmax)
+    rate = 0.0 if deterministic else dropout_rate
+    out = _with_dropout(query, key, value, rules, broadcast_dropout, dropout_rng, rate)
     wide = jnp.promote_types(out.dtype, jnp.float32)
     return out.astype(wide) if force_fp32_for_softmax else out
+
+
+def _with_dropout(
+    query: Array,
+    key: Array,
+    value: Array,
+    rules: dict[str, Any],
+    broadcast_dropout: bool,
+    dropout_rng: Array | None,
+    dropout_rate: float,
+) -> Array:
+    """Attention with dropout: the same in all rows and heads, as Flax decides it, or jattn's."""
+    if dropout_rate == 0.0:
+        return attention(query, key, value, **rules)
+    if dropout_rng is None:
+        raise ValueError(f"dropout_rng: needed for dropout_rate = {dropout_rate}, got None")
+    if not broadcast_dropout:
+        dropout = {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
+        return attention(query, key, value, **rules, **dropout)
+    check_rate("dropout_rate", dropout_rate)
+    shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
+    kept = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
+    return attention_of_kept(query, key, value, rules, kept, dropout_rate)
 
 
 def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) -> None:
@@ -165,6 +151,7 @@ def _mask(mask: AnyArray | None, is_causal: bool, ndim: int) -> masks.Mask | Non
     return given if causal is None else causal & given
 
 
-def _sow(module: Any, weights: Array) -> None:
+def _sow(module: Any, weights: Array, dtype: Any, in_float32: bool) -> None:
+    weights = weights.astype(jnp.promote_types(dtype, jnp.float32) if in_float32 else dtype)
     where = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
     module.sow(where, "attention_weights", weights)

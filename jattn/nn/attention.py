@@ -108,30 +108,17 @@ class MultiHeadAttention(Module):
     ):
         check_flag("use_bias", use_bias)
         check_flag("sinks", sinks)
-        _check_scale(scale)
-        check_precision("precision", precision)
-        check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-        check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
-        if not isinstance(rotary, bool | Rotary | AxialRotary):
-            raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
-        if not isinstance(score, nnx.Module):
-            score = as_score(score)
+        _check_options(scale, precision, normalize_qk, rotary, implementation)
         self.num_heads = num_heads
         self.in_features = in_features
         self.qkv_features = _qkv_features(num_heads, in_features, qkv_features, head_dim)
         self.out_features = in_features if out_features is None else out_features
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
-        check_module(
-            rngs,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            functions={"kernel_init": kernel_init, "bias_init": bias_init},
-            in_features=in_features,
-            qkv_features=self.qkv_features,
-            out_features=self.out_features,
-            in_kv_features=self.in_kv_features,
-        )
+        widths = ("in_features", "qkv_features", "out_features", "in_kv_features")
+        functions = {"kernel_init": kernel_init, "bias_init": bias_init}
+        sizes = {name: getattr(self, name) for name in widths}
+        check_module(rngs, dtype=dtype, param_dtype=param_dtype, functions=functions, **sizes)
         self._set_head_sizes(value_dim)
         self.scale = None if scale is None else float(scale)
         self.use_bias = use_bias
@@ -145,7 +132,7 @@ class MultiHeadAttention(Module):
         self.implementation = implementation
         self._make_parameters(sinks, rngs)
         self.mask = None if mask is None else PytreeVariables(as_mask(mask))
-        self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
+        self.score = _score_module(score)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.weights_tap = WeightsTap()
 
@@ -473,12 +460,25 @@ def _qkv_features(num_heads: Any, in_features: Any, qkv_features: Any, head_dim:
     return num_heads * head_dim
 
 
-def _check_scale(scale: Any) -> None:
-    """Raises unless it is None or a Python number."""
+def _check_options(
+    scale: Any, precision: Any, normalize_qk: Any, rotary: Any, implementation: Any
+) -> None:
+    """Raises TypeError or ValueError for what these options of a module cannot be."""
     if hasattr(scale, "dtype"):
         raise TypeError("scale: expected a Python number, got an array")
     if scale is not None:
         check_number("scale", scale)
+    check_precision("precision", precision)
+    check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
+    if not isinstance(rotary, bool | Rotary | AxialRotary):
+        raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
+
+
+def _score_module(score: Any) -> nnx.Module | None:
+    """A score function as a part of a module: its arrays are variables."""
+    score = score if isinstance(score, nnx.Module) else as_score(score)
+    return PytreeVariables(score) if isinstance(score, ScoreFunction) else score
 
 
 def _check_divides(name: str, value: int, of: str, total: int) -> None:

@@ -25,7 +25,7 @@ from jattn.kernels import registry
 from jattn.kernels.common import slicing
 from jattn.options import Options
 from jattn.parallel import exchange, pieces, placement, ring
-from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_name
+from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_names
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.spec import Shapes
 
@@ -81,10 +81,7 @@ class _Cut(NamedTuple):
 def _check_cut(scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
     check_choice("scheme", scheme, tuple(SCHEMES))
     placement.check_order(order)
-    check_axis_name("axis_name", axis_name)
-    for name, value in (("batch_axis", batch_axis), ("head_axis", head_axis)):
-        if value is not None:
-            check_axis_name(name, value, several=True)
+    check_axis_names(axis_name, batch_axis, head_axis)
 
 
 @overload
@@ -128,9 +125,7 @@ def attention_shard(
     which each device has a shard along T and S.
 
     Args:
-        query: `[*B, T, N, H]`, this device's tokens.
-        key: `[*B, S, K, H]`, this device's tokens.
-        value: `[*B, S, K, V]`.
+        query, key, value: `[*B, T, N, H]`, `[*B, S, K, H]`, `[*B, S, K, V]`: this device's tokens.
         axis_name: the axis of the mesh over which the tokens are sharded.
         scheme: "ring": shards of keys go around the devices while each computes with the shard it
             has, and memory is linear in a device's own tokens; GPUs before Hopper need
@@ -138,18 +133,14 @@ def attention_shard(
             "all_to_all": tokens are exchanged for heads; the number of devices must divide N.
             "gather": each device gets a copy of all keys.
         order: the order in which the devices hold the tokens, see `shard_tokens`.
-        batch_axis: the axis, or axes, of the mesh over which the batch is sharded, if it is:
-            functions and dropout then see batch rows of the whole.
-        head_axis: the axis, or axes, over which heads are sharded, likewise.
+        batch_axis, head_axis: the axis, or axes, of the mesh over which the batch and the heads are
+            sharded, if any: functions and dropout then see batch rows and heads of the whole.
         mask: arrays along T or S are this device's, in the order of its tokens; arrays along both T
             and S are sharded along T and have the keys of all devices, shard after shard. Lengths
             and layouts of blocks count places in the sequence before `shard_tokens`.
-        score: as for the mask.
-        sink: a logit for each of this device's heads.
-        q_positions: integer `[T]` or `[*B, T]`, by default the places of this device's tokens
-            before `shard_tokens`; pass it for any other order, or decoding. Then every shard is
-            sent.
-        kv_positions: integer `[S]` or `[*B, S]`, likewise.
+        score, sink: as for the mask; a logit for each of this device's heads.
+        q_positions, kv_positions: by default the places of this device's tokens before
+            `shard_tokens`. Where they are passed, every shard is sent.
         return_lse, and other options: as in `jattn.attention`; the same on all devices.
 
     Returns:
@@ -161,10 +152,10 @@ def attention_shard(
     """
     _check_cut(scheme, order, axis_name, batch_axis, head_axis)
     devices = bound_size("axis_name", axis_name)
-    axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     for name, value_of in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if value_of is not None:
             bound_size(name, value_of)
+    axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     call = make(query, key, value, lse=return_lse, shards=devices, **options)
     registry.check_name(call.implementation)
     cut, (T, S) = _Cut(scheme, axes), (call.shapes.T * devices, call.shapes.S * devices)

@@ -61,6 +61,14 @@ def check_axis_name(name: str, value: Any, *, several: bool = False) -> None:
         raise TypeError(f"{name}: expected {wanted} of axes of a mesh, got {shown(value)}")
 
 
+def check_axis_names(axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
+    """Checks the axes along which tokens are cut, and batch and heads if they are."""
+    check_axis_name("axis_name", axis_name)
+    for name, value in (("batch_axis", batch_axis), ("head_axis", head_axis)):
+        if value is not None:
+            check_axis_name(name, value, several=True)
+
+
 def bound_size(name: str, value: Any) -> int:
     """Returns the number of devices along an axis, within `shard_map`.
 

@@ -29,7 +29,7 @@ from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.xla import decode
 from jattn.options import RulesAndSink
 from jattn.parallel import pieces
-from jattn.parallel.axes import Axes, AxisName, check_axis_name
+from jattn.parallel.axes import Axes, AxisName, check_axis_names
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes
@@ -107,10 +107,7 @@ def cached_attention(
     """
     _check_kind(cache)
     check_flag("return_lse", return_lse)
-    check_axis_name("axis_name", axis_name)
-    for name, axis in (("batch_axis", batch_axis), ("head_axis", head_axis)):
-        if axis is not None:
-            check_axis_name(name, axis, several=True)
+    check_axis_names(axis_name, batch_axis, head_axis)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
     check_array("query", query, "[B, T, N, H]")
     if len(query.shape) != 4:

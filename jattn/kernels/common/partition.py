@@ -312,14 +312,6 @@ def cut(
     cuttable = letters.without("T") if refusal else letters
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in operands]
 
-    def on_words(platform: str, *flat: Any) -> Any:
-        pairs = zip(flat, operands, keys, strict=True)
-        own = [
-            jax.random.wrap_key_data(x, impl=str(y.dtype._impl.name)) if is_key else x
-            for x, y, is_key in pairs
-        ]
-        return function(platform, *own)
-
     def partition(mesh: Any, given: Any, results: Any) -> Any:
         axes = _chosen(cuttable, [*given, *results], _sizes(cuttable, operands))
         if letters.warns and (text := _idle(letters, given, axes, refusal)):
@@ -329,8 +321,8 @@ def cut(
 
         def of_one_device(platform: str, *flat: Any) -> tuple[Any, ...]:
             with _sharing(share):
-                found = on_words(platform, *flat)
-            return tuple(join(x) for join, x in zip(joins, found, strict=True))
+                own_results = function(platform, *map(_with_key, flat, operands))
+            return tuple(join(x) for join, x in zip(joins, own_results, strict=True))
 
         cuts = [_spec(dims, share.axes) for dims in cuttable.operands]
         given = tuple(NamedSharding(mesh, x) for x in cuts)
@@ -355,6 +347,13 @@ def cut(
         return call(*(jax.random.key_data(x) if is_key else x for x, is_key in pairs))
 
     return on_all_devices
+
+
+def _with_key(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The random keys whose words an operand is, if it has the type of keys."""
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return words
+    return jax.random.wrap_key_data(words, impl=str(like.dtype._impl.name))
 
 
 def _sizes(letters: Letters, operands: Any) -> dict[str, int]:

@@ -325,6 +325,19 @@ def _backward_body(
         else:
             places = writer.places(node.args[1:], node.param)
             per_pair.append(f"scatter(g{n}, {places}, {live}, at.count - i);")
+    parts = declared, per_query, per_pair, after_queries, after_all
+    return _backward_text(names[0], *parts)
+
+
+def _backward_text(
+    d_product: str,
+    declared: list[str],
+    per_query: list[str],
+    per_pair: list[str],
+    after_queries: list[str],
+    after_all: list[str],
+) -> str:
+    """The backward function, with lines that sum gradients of operands in their places."""
     join = lambda lines, space: f"\n{space}".join(lines)  # noqa: E731
     return f"""
 extern "C" void jattn_rule_backward(const Place& given, const T* before, T* d_scores) {{{{
@@ -346,7 +359,7 @@ extern "C" void jattn_rule_backward(const Place& given, const T* before, T* d_sc
       {{by_key}}
       {{core}}
       {join(per_pair, "      ")}
-      store(here, pick(live, {names[0]}, Vector{{{{}}}}));
+      store(here, pick(live, {d_product}, Vector{{{{}}}}));
     }}}}
     {join(after_queries, "    ")}
   }}}}

@@ -322,44 +322,59 @@ def _backward_blocks(
     head = _Operands.of(spec, b, h, (q, *per_query[1:]), k, v)
     letters = parameter_letters(spec)
 
-    def of_queries(i: Any) -> tuple[Array, Any]:
-        def step(run: tile_schedule.Run, state: Any) -> Any:
-            dq_i, d_params = state
-            d_products, _, d_here = head.at(i * rows, rows, run)
-            k_j = slicing.take(head.k_finite, run.start, run.size)
-            if spec.pair is None:
-                dq = _dot(d_products, k_j, spec)
-            else:
-                q_i = slicing.take(head.q_finite, i * rows, rows)
-                dq, _, d_here = _of_pairs(spec, q_i, k_j, d_products, d_here)
-            starts = {"T": 0, "S": run.start}
-            return dq_i + dq, slicing.add_leaves(d_params, d_here, letters, starts)
-
-        own = parameters(slicing.slice_tile(spec, i * rows, rows, 0, S))
-        state = jax.tree.map(jnp.zeros_like, (head.q_finite[:rows], own))
-        return tile_schedule.visit(by_query, i, step, state)
-
-    def of_keys(j: Any) -> tuple[Array, Array]:
-        def step(run: tile_schedule.Run, state: Any) -> Any:
-            dk_j, dv_j = state
-            keys = tile_schedule.Run(j * columns, columns, run.masked)
-            d_products, weights, _ = head.at(run.start, run.size, keys)
-            q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_finite, head.d_out))
-            if spec.pair is None:
-                dk = _dot(d_products.T, q_i, spec)
-            else:
-                k_j = slicing.take(head.k_finite, j * columns, columns)
-                _, dk, _ = _of_pairs(spec, q_i, k_j, d_products, parameters(spec))
-            return dk_j + dk, dv_j + _dot(weights.T, d_i, spec)
-
-        zeros = (head.k_finite[:columns], head.values.finite[:columns])
-        return tile_schedule.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
-
+    of_queries = functools.partial(_gradients_of_queries, head, rows, S, by_query)
+    of_keys = functools.partial(_gradients_of_keys, head, columns, by_key)
     d_query, d_params = tile_schedule.map_blocks(by_query, T // rows, of_queries, block_loop.map)
     d_key, d_value = tile_schedule.map_blocks(by_key, S // columns, of_keys, block_loop.map)
     d_params = slicing.join_leaves(d_params, parameters(spec), letters)
     d_query, d_key, d_value = map(tile_schedule.join, (d_query, d_key, d_value))
     return _Gradients(d_query * scale, d_key.T, d_value.T, d_params)
+
+
+def _gradients_of_queries(
+    head: _Operands, rows: int, S: int, by_query: tile_schedule.Schedule, i: Array | int
+) -> tuple[Array, list[Array]]:
+    """Gradients of a block of queries, and what it adds to those of parameters."""
+    spec = head.spec
+    letters = parameter_letters(spec)
+
+    def step(run: tile_schedule.Run, state: Any) -> Any:
+        dq_i, d_params = state
+        d_products, _, d_here = head.at(i * rows, rows, run)
+        k_j = slicing.take(head.k_finite, run.start, run.size)
+        if spec.pair is None:
+            dq = _dot(d_products, k_j, spec)
+        else:
+            q_i = slicing.take(head.q_finite, i * rows, rows)
+            dq, _, d_here = _of_pairs(spec, q_i, k_j, d_products, d_here)
+        starts = {"T": 0, "S": run.start}
+        return dq_i + dq, slicing.add_leaves(d_params, d_here, letters, starts)
+
+    own = parameters(slicing.slice_tile(spec, i * rows, rows, 0, S))
+    state = jax.tree.map(jnp.zeros_like, (head.q_finite[:rows], own))
+    return tile_schedule.visit(by_query, i, step, state)
+
+
+def _gradients_of_keys(
+    head: _Operands, columns: int, by_key: tile_schedule.Schedule, j: Array | int
+) -> tuple[Array, Array]:
+    """Gradients of a block of keys and of their values."""
+    spec = head.spec
+
+    def step(run: tile_schedule.Run, state: Any) -> Any:
+        dk_j, dv_j = state
+        keys = tile_schedule.Run(j * columns, columns, run.masked)
+        d_products, weights, _ = head.at(run.start, run.size, keys)
+        q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_finite, head.d_out))
+        if spec.pair is None:
+            dk = _dot(d_products.T, q_i, spec)
+        else:
+            k_j = slicing.take(head.k_finite, j * columns, columns)
+            _, dk, _ = _of_pairs(spec, q_i, k_j, d_products, parameters(spec))
+        return dk_j + dk, dv_j + _dot(weights.T, d_i, spec)
+
+    zeros = (head.k_finite[:columns], head.values.finite[:columns])
+    return tile_schedule.visit(by_key, j, step, jax.tree.map(jnp.zeros_like, zeros))
 
 
 # ---------------------------------------------------------------------------------------------
