@@ -19,31 +19,6 @@ def is_reference(x: Any) -> bool:
     return hasattr(x, "inside")
 
 
-def evaluated(
-    roots: Sequence[Node], scalars: Any, tables: Sequence[Any], known: Mapping[int, Any] = _NOTHING
-) -> list[Any]:
-    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers, and
-    `known` the values of other nodes, by their ids."""
-
-    def value(node: Node, args: list[Any]) -> Any:
-        if id(node) in known:
-            return known[id(node)]
-        if node.op == "input":
-            return scalars[node.param]
-        if node.op == "const":
-            return jax.numpy.asarray(node.param, node.dtype)
-        if node.op != "look_up":
-            return apply(node, args)
-        table: Any = tables[node.param]  # pyright: ignore
-        if is_reference(table):
-            return table.inside(*(x.astype(jax.numpy.int32) for x in args))
-        table = jax.numpy.asarray(table)
-        return table.at[tuple(args)].get(mode="clip") if args else table
-
-    found = fold(roots, value)
-    return [found[id(x)] for x in roots]
-
-
 def apply(node: Node, args: Sequence[Any]) -> Any:
     """An operation on arrays that broadcast, by JAX.
 
@@ -68,3 +43,32 @@ def apply(node: Node, args: Sequence[Any]) -> Any:
         "not": lax.bitwise_not,
     }
     return special.get(node.op, getattr(lax, node.op, None))(*args)  # pyright: ignore
+
+
+def evaluated(
+    roots: Sequence[Node],
+    scalars: Any,
+    tables: Sequence[Any],
+    known: Mapping[int, Any] = _NOTHING,
+    apply: Callable[[Node, list[Any]], Any] = apply,
+) -> list[Any]:
+    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers, and
+    `known` the values of other nodes, by their ids; `apply` computes an operation."""
+
+    def value(node: Node, args: list[Any]) -> Any:
+        if id(node) in known:
+            return known[id(node)]
+        if node.op == "input":
+            return scalars[node.param]
+        if node.op == "const":
+            return np.asarray(node.param, node.dtype)
+        if node.op != "look_up":
+            return apply(node, args)
+        table: Any = tables[node.param]  # pyright: ignore
+        if is_reference(table):
+            return table.inside(*(x.astype(jax.numpy.int32) for x in args))
+        table = jax.numpy.asarray(table)
+        return table.at[tuple(args)].get(mode="clip") if args else table
+
+    found = fold(roots, value)
+    return [found[id(x)] for x in roots]

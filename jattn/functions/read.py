@@ -55,7 +55,7 @@ def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = (
 Place = int | Node  # where something stands along an axis
 
 
-class _Array(NamedTuple):
+class Entries(NamedTuple):
     """An array within a program: which node stands at a place, and where it does not depend on the
     scalars, how JAX evaluates it."""
 
@@ -65,8 +65,8 @@ class _Array(NamedTuple):
     evaluate: Callable[[], Any] | None = None
 
 
-def _scalar(node: Node) -> _Array:
-    return _Array((), node.dtype, lambda _: node)
+def _scalar(node: Node) -> Entries:
+    return Entries((), node.dtype, lambda _: node)
 
 
 def _as_node(place: Place) -> Node:
@@ -191,7 +191,7 @@ def division_in(program: ClosedJaxpr) -> str | None:
         return None
     reader = Reader()
     inputs = [
-        _Array(x.shape, x.dtype, functools.partial(_as_input, reader.input(n, x.dtype)))
+        Entries(x.shape, x.dtype, functools.partial(_as_input, reader.input(n, x.dtype)))
         for n, x in enumerate(avals)
     ]
     (result,) = reader.run(program.jaxpr, inputs)
@@ -199,7 +199,7 @@ def division_in(program: ClosedJaxpr) -> str | None:
     return node.op if node.op in _DIVISIONS else None
 
 
-def _as_input(scalar: "_Array", _: Any) -> Node:
+def _as_input(scalar: "Entries", _: Any) -> Node:
     return scalar.at(())
 
 
@@ -213,11 +213,11 @@ class Reader:
         self._known: set[int] = set()  # ids of these nodes
         self._divides = False
 
-    def input(self, number: int, dtype: Any) -> _Array:
+    def input(self, number: int, dtype: Any) -> Entries:
         """A scalar argument."""
         return _scalar(Node("input", (), np.dtype(dtype), number))
 
-    def table(self, value: Any) -> _Array:
+    def table(self, value: Any) -> Entries:
         """An array from outside, or a reference to memory, of which JAX evaluates nothing."""
         shape, dtype = np.shape(value), _dtype(getattr(value, "dtype", type(value)))
         if not isinstance(dtype, np.dtype):
@@ -232,7 +232,7 @@ class Reader:
             held = (_held(place, size - 1) for place, size in zip(places, shape, strict=True))
             return self.node("look_up", map(_as_node, held), dtype, self._numbers[id(value)])
 
-        return _Array(shape, dtype, at, None if is_reference(value) else lambda: value)
+        return Entries(shape, dtype, at, None if is_reference(value) else lambda: value)
 
     def node(self, op: str, args: Any, dtype: Any, param: Hashable = None) -> Node:
         """The node, or the one that is equal."""
@@ -278,11 +278,11 @@ class Reader:
         is_same = same.op == node.op and all(map(operator.is_, same.args, node.args))
         return self.node(name, (x, y), node.dtype) if is_same else node
 
-    def run(self, program: Any, values: Sequence[_Array]) -> list[_Array]:
+    def run(self, program: Any, values: Sequence[Entries]) -> list[Entries]:
         """The results of a jaxpr of its constants and arguments."""
         known = dict(zip((*program.constvars, *program.invars), values, strict=True))
 
-        def value(x: Any) -> _Array:
+        def value(x: Any) -> Entries:
             return self.table(x.val) if hasattr(x, "val") else known[x]
 
         for equation in program.eqns:
@@ -296,11 +296,11 @@ class Reader:
             known |= dict(zip(equation.outvars, found, strict=True))
         return [value(x) for x in program.outvars]
 
-    def closed(self, program: Any, values: Sequence[_Array]) -> list[_Array]:
+    def closed(self, program: Any, values: Sequence[Entries]) -> list[Entries]:
         """The results of a program with its constants."""
         return self.run(program.jaxpr, [*map(self.table, program.consts), *values])
 
-    def apply(self, equation: Any, values: list[_Array]) -> list[_Array]:
+    def apply(self, equation: Any, values: list[Entries]) -> list[Entries]:
         """The results of an equation, which JAX can evaluate where its operands are known."""
         is_known = all(x.evaluate for x in values)
         has_rule = operation(equation) in _WITH_RULES
@@ -312,23 +312,23 @@ class Reader:
                 operands = [x.evaluate() for x in values if x.evaluate]
                 return _evaluated(equation, operands)
 
-            def again(place: int) -> _Array:
+            def again(place: int) -> Entries:
                 aval = equation.outvars[place].aval
                 evaluate = lambda: evaluated()[place]  # noqa: E731
                 looked_up = lambda places: self.table(evaluate()).at(places)  # noqa: E731
                 at = found[place].at if found else looked_up
-                return _Array(aval.shape, _dtype(aval.dtype), at, evaluate)
+                return Entries(aval.shape, _dtype(aval.dtype), at, evaluate)
 
             return [again(place) for place in range(len(equation.outvars))]
         if found is None:
             return [self.unknown(x.aval, operation(equation)) for x in equation.outvars]
         return found
 
-    def unknown(self, aval: Any, name: str) -> _Array:
+    def unknown(self, aval: Any, name: str) -> Entries:
         dtype = _dtype(aval.dtype)
-        return _Array(aval.shape, dtype, lambda _: Node("unknown", (), dtype, name))
+        return Entries(aval.shape, dtype, lambda _: Node("unknown", (), dtype, name))
 
-    def interpret(self, equation: Any, values: list[_Array]) -> list[_Array] | None:
+    def interpret(self, equation: Any, values: list[Entries]) -> list[Entries] | None:
         """The results of an equation; None if it is not known."""
         name, params = operation(equation), equation.params
         program = called_program(equation)
@@ -344,7 +344,7 @@ class Reader:
             return None
         return self.array(name, params, values, equation.outvars[0].aval)
 
-    def call(self, equation: Any, program: ClosedJaxpr, values: list[_Array]) -> list[_Array]:
+    def call(self, equation: Any, program: ClosedJaxpr, values: list[Entries]) -> list[Entries]:
         """The results of the program that an equation calls."""
         name = operation(equation)
         results = self.closed(program, values)
@@ -352,7 +352,7 @@ class Reader:
             return results
         return [self.with_rule(equation, n, x, values) for n, x in enumerate(results)]
 
-    def with_rule(self, equation: Any, n: int, result: _Array, values: list[_Array]) -> _Array:
+    def with_rule(self, equation: Any, n: int, result: Entries, values: list[Entries]) -> Entries:
         """Result n of a call that has a derivative rule of its own, which its nodes keep."""
 
         def at(places: tuple[Place, ...]) -> Node:
@@ -364,11 +364,11 @@ class Reader:
             function = functools.partial(_entry_of_call, equation, n, places)
             return self.node("custom", (value, *entries), value.dtype, function)
 
-        return _Array(result.shape, result.dtype, at)
+        return Entries(result.shape, result.dtype, at)
 
     def array(
-        self, name: str, params: Any, values: list[_Array], result: Any
-    ) -> list[_Array] | None:
+        self, name: str, params: Any, values: list[Entries], result: Any
+    ) -> list[Entries] | None:
         """The one result of an operation; None if it is not known."""
         if name in _ELEMENTWISE:
             param = _PARAMS[name](params) if name in _PARAMS else None
@@ -385,18 +385,18 @@ class Reader:
             return self.folded(_FOLDED[name], values[0], params["axes"], result)
         moved = getattr(self, f"_{name}", None)
         at = moved and moved(values, params, result)
-        return at and [_Array(result.shape, _dtype(result.dtype), at)]
+        return at and [Entries(result.shape, _dtype(result.dtype), at)]
 
-    def entries(self, op: str, values: list[_Array], result: Any, param: Any) -> _Array:
+    def entries(self, op: str, values: list[Entries], result: Any, param: Any) -> Entries:
         """An operation entry by entry; numbers go with arrays."""
 
         def at(places: tuple[Place, ...]) -> Node:
             args = (x.at(places if x.shape else ()) for x in values)
             return self.node(op, args, result.dtype, param)
 
-        return _Array(result.shape, _dtype(result.dtype), at)
+        return Entries(result.shape, _dtype(result.dtype), at)
 
-    def cond(self, branches: Any, values: list[_Array]) -> list[_Array]:
+    def cond(self, branches: Any, values: list[Entries]) -> list[Entries]:
         """Both branches, of which one is selected."""
         which, *operands = values
         found = [self.closed(x, operands) for x in branches]
@@ -408,7 +408,7 @@ class Reader:
             for each in zip(*found, strict=True)
         ]
 
-    def folded(self, op: str, x: _Array, axes: Any, result: Any) -> list[_Array] | None:
+    def folded(self, op: str, x: Entries, axes: Any, result: Any) -> list[Entries] | None:
         """A sum or the like of few entries, written out."""
         sizes = [x.shape[axis] for axis in axes]
         if not 0 < math.prod(sizes) <= _MOST_UNROLLED:
@@ -425,14 +425,14 @@ class Reader:
                 return value
             return self.node("custom", (value, *each), value.dtype, _SHARED_BY_EQUALS[op])
 
-        return [_Array(result.shape, _dtype(result.dtype), at)]
+        return [Entries(result.shape, _dtype(result.dtype), at)]
 
-    def unstacked(self, x: _Array, axis: int) -> list[_Array]:
+    def unstacked(self, x: Entries, axis: int) -> list[Entries]:
         """The parts of an array along an axis."""
         shape = (*x.shape[:axis], *x.shape[axis + 1 :])
 
-        def part(n: int) -> _Array:
-            return _Array(shape, x.dtype, lambda at: x.at((*at[:axis], n, *at[axis:])))
+        def part(n: int) -> Entries:
+            return Entries(shape, x.dtype, lambda at: x.at((*at[:axis], n, *at[axis:])))
 
         return [part(n) for n in range(x.shape[axis])]
 
@@ -482,7 +482,7 @@ class Reader:
         def at(places: tuple[Place, ...]) -> Node:
             place = places[axis]
 
-            def part(x: _Array, start: int) -> Node:
+            def part(x: Entries, start: int) -> Node:
                 own = _held(_plus(place, -start), x.shape[axis] - 1)
                 return x.at((*places[:axis], own, *places[axis + 1 :]))
 
@@ -502,9 +502,9 @@ class Reader:
     def _stack(self, values: Any, params: Any, result: Any) -> Any:
         axis = params["axis"]
 
-        def widened(x: _Array) -> _Array:
+        def widened(x: Entries) -> Entries:
             shape = (*x.shape[:axis], 1, *x.shape[axis:])
-            return _Array(shape, x.dtype, lambda at: x.at((*at[:axis], *at[axis + 1 :])))
+            return Entries(shape, x.dtype, lambda at: x.at((*at[:axis], *at[axis + 1 :])))
 
         return self._concatenate([*map(widened, values)], {"dimension": axis}, result)
 
@@ -552,7 +552,7 @@ def _fill(value: Any, dtype: Any) -> Any:
     return math.nan
 
 
-def _of_same_order(x: _Array, shape: Shape) -> Any:
+def _of_same_order(x: Entries, shape: Shape) -> Any:
     """The entries of x in a shape with other axes of size 1."""
 
     def at(places: tuple[Place, ...]) -> Node:
