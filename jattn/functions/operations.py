@@ -27,9 +27,14 @@ def apply(node: Node, args: Sequence[Any]) -> Any:
     if node.op == "unknown":
         raise NotImplementedError(f"functions of pairs have no operation {node.param}")
     shape = np.broadcast_shapes(*map(np.shape, args))
-    args = [jax.numpy.broadcast_to(x, shape) for x in args]
+    return compute(node, [jax.numpy.broadcast_to(x, shape) for x in args])
+
+
+def compute(node: Node, args: Sequence[Any]) -> Any:
+    """An operation on arrays of one shape, by JAX."""
     special: dict[str, Callable[..., Any]] = {
-        "convert_element_type": lambda x: x.astype(node.dtype),
+        "convert_element_type": lambda x: lax.convert_element_type(x, node.dtype),
+        "bitcast_convert_type": lambda x: lax.bitcast_convert_type(x, node.dtype),
         "integer_pow": lambda x: lax.integer_pow(x, node.param),  # pyright: ignore
         "round": lambda x: lax.round(x, node.param),  # pyright: ignore
         "reduce_precision": lambda x: lax.reduce_precision(x, *node.param),  # pyright: ignore

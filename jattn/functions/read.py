@@ -184,23 +184,10 @@ def _division(name: str, dtype: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), dtype)] * 2)
 
 
-def division_in(program: ClosedJaxpr) -> str | None:
-    """Which of these divisions of integers a program of two operands is, entry by entry."""
-    avals = [x.aval for x in program.jaxpr.invars]
-    if len(avals) != 2 or len(program.jaxpr.outvars) != 1 or program.consts:
-        return None
+def read_division(name: str, dtype: Any) -> Node:
+    """`floor_divide` or `remainder` of two inputs by the operations that JAX has for it."""
     reader = Reader()
-    inputs = [
-        Entries(x.shape, x.dtype, functools.partial(_as_input, reader.input(n, x.dtype)))
-        for n, x in enumerate(avals)
-    ]
-    (result,) = reader.run(program.jaxpr, inputs)
-    node = reader.shared(result.at((0,) * len(result.shape)))
-    return node.op if node.op in _DIVISIONS else None
-
-
-def _as_input(scalar: "Entries", _: Any) -> Node:
-    return scalar.at(())
+    return reader.division(name, reader.input(0, dtype), reader.input(1, dtype))
 
 
 class Reader:
@@ -270,13 +257,17 @@ class Reader:
         name = "floor_divide" if case.op == "div" else "remainder"
         if name == "remainder" and y.op == "select_n":
             y = y.args[1]  # or 1 where that is 0
-        self._divides = True  # the division itself ends with a selection
-        program = _division(name, node.dtype)
-        (result,) = self.run(program.jaxpr, [_scalar(x), _scalar(y)])
-        same = self.shared(result.at(()))
-        self._divides = False
+        same = self.division(name, _scalar(x), _scalar(y))
         is_same = same.op == node.op and all(map(operator.is_, same.args, node.args))
         return self.node(name, (x, y), node.dtype) if is_same else node
+
+    def division(self, name: str, x: Entries, y: Entries) -> Node:
+        """`x // y` or `x % y` by the operations of its program."""
+        self._divides = True  # the division itself ends with a selection
+        (result,) = self.closed(_division(name, x.dtype), [x, y])
+        node = self.shared(result.at(()))
+        self._divides = False
+        return node
 
     def run(self, program: Any, values: Sequence[Entries]) -> list[Entries]:
         """The results of a jaxpr of its constants and arguments."""

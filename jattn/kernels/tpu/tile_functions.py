@@ -75,12 +75,13 @@ def run(function: Callable[..., Any], arguments: Any, expected: Any, tile: tuple
     Raises NotImplementedError for what cannot be computed so.
     """
     leaves = jax.tree.leaves(arguments, is_leaf=operations.is_reference)
-    read = entries.read(function, arguments, expected, [_axes(x) for x in leaves])
-    places = (
-        lax.broadcasted_iota(jnp.int32, shape, axis)
-        for axis, shape in enumerate(((tile[0], 1), (1, tile[1])))
-    )
-    found = operations.evaluated(read.results, [*places, *leaves], read.tables, apply=_apply)
+    read = entries.read(function, arguments, expected, {})
+    places = {
+        (-1, axis): lax.broadcasted_iota(jnp.int32, (size, 1)[:: 1 if axis == "t" else -1], number)
+        for number, (axis, size) in enumerate(zip("ts", tile, strict=True))
+    }
+    values = {(n, _axes(x)): x for n, x in enumerate(leaves)}
+    found = operations.evaluated(read.results, places | values, read.tables, apply=_apply)
     return jax.tree.unflatten(jax.tree.structure(read.out), found)
 
 
