@@ -11,6 +11,18 @@ from jax import lax
 from jattn.functions.nodes import Node, fold
 
 
+# Of JAX's primitives those that are computed entry by entry. Expressions have them under these
+# names; besides these there are `floor_divide`, `remainder` and what `nodes.Node` lists.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+    convert_element_type cos cosh div eq erf erfc erf_inv exp exp2 expm1 floor ge gt integer_pow
+    is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square sub tan tanh xor
+    """.split()
+)
+
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 

@@ -30,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jattn._types import Shape
 from jattn.functions.nodes import Expression, Node, const
-from jattn.functions.operations import is_reference
+from jattn.functions.operations import ELEMENTWISE, is_reference
 
 
 def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = ()) -> Expression:
@@ -144,15 +144,6 @@ def called_program(equation: Any) -> ClosedJaxpr | None:
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
 
 
-_ELEMENTWISE = {
-    name: name
-    for name in """
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh
-    div eq erf erfc erf_inv exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic
-    lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
-    """.split()
-} | {"add_any": "add"}
 _SAME = ("copy", "name", "optimization_barrier", "pvary", "reshard")
 _FOLDED = {
     "reduce_sum": "add",
@@ -174,7 +165,6 @@ _SHARED_BY_EQUALS: dict[str, Callable[..., Any]] = {
 }
 _CALLS = ("jit", "remat2", "closed_call")
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls with their own derivatives
-_DIVISIONS = ("floor_divide", "remainder")
 
 
 @functools.cache
@@ -361,11 +351,12 @@ class Reader:
         self, name: str, params: Any, values: list[Entries], result: Any
     ) -> list[Entries] | None:
         """The one result of an operation; None if it is not known."""
-        if name in _ELEMENTWISE:
+        name = {"add_any": "add"}.get(name, name)
+        if name in ELEMENTWISE and (name != "bitcast_convert_type" or _is_alike(values[0], result)):
             param = _PARAMS[name](params) if name in _PARAMS else None
             if name == "reduce_precision" and _keeps_all_bits(result.dtype, **params):
                 return values
-            return [self.entries(_ELEMENTWISE[name], values, result, param)]
+            return [self.entries(name, values, result, param)]
         if name == "stop_gradient":
             return [self.entries("custom", values * 2, result, lax.stop_gradient)]
         if name == "one_minus_square":  # of newer versions of JAX
@@ -528,6 +519,10 @@ class Reader:
             return found
 
         return at
+
+
+def _is_alike(x: Entries, result: Any) -> bool:
+    return x.shape == result.shape and x.dtype.itemsize == result.dtype.itemsize
 
 
 def _fill(value: Any, dtype: Any) -> Any:

@@ -32,7 +32,6 @@ _OPERATIONS = frozenset(
     xor""".split()
 )
 _KNOWN = {lookup_p: "look_up_in_memory", dropout.shared_p: "shared"}
-_KNOWN[lax.bitcast_convert_type_p] = "bitcast_convert_type"
 _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 _ANY_WIDTH = frozenset("and convert_element_type not or select_n xor".split())
 _NARROW = jnp.dtype("int8"), jnp.dtype("uint8")
