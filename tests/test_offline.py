@@ -503,7 +503,7 @@ def test_every_mask_and_every_score_function_is_there():
     for call in calls.CALLS.values():
         *_, parameters, operands, _ = call.arrays(64, "float32")
 
-        def note(arrays: Any, call: calls.Call = call) -> None:
+        def note(arrays: Any, call: calls.OfflineCall = call) -> None:
             seen.update(*map(nodes, call.rules(arrays).values()))
 
         jax.eval_shape(note, {**parameters, **operands})
