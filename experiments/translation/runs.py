@@ -114,7 +114,7 @@ class Run(Checkpoints):
         elif self.origin.fingerprint != other.origin.fingerprint:
             changed.append("the training text")
         if changed:
-            raise ValueError(f"{self.directory} was begun differently: {'; '.join(changed)}")
+            raise ValueError(f"{self.directory} was started differently: {'; '.join(changed)}")
 
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint of a tree of arrays, and deletes all but the latest few and the best.

@@ -31,7 +31,7 @@ def demo(options: argparse.Namespace, console: Console) -> None:
     for name, result in evaluations.items():
         scores = result.scores
         print(f"{name}: {scores.exact_match:.1%} of {scores.sentences:,} sentences exactly right")
-    print(f"all in {time.perf_counter() - began:.0f} s")
+    print(f"finished in {time.perf_counter() - began:.0f} s")
     advise(trained.run)
 
 

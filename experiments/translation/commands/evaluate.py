@@ -48,7 +48,8 @@ def evaluate_on(
             results[name] = evaluator(trained.params, report=bar.update)
         print(table(name, results[name].scores), flush=True)
         if evaluator.cut:
-            print(f"  {evaluator.cut} sides were cut to max_length={run.config.max_length} tokens")
+            limit = run.config.max_length
+            print(f"  {evaluator.cut} sides were truncated to max_length={limit} tokens")
         settings = {"search": search.to_json(), "steps": trained.steps, "cut": evaluator.cut}
         figures[name] = settings | results[name].scores.to_json()
         console.emit("evaluation", set=name, **figures[name])
