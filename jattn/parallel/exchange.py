@@ -65,9 +65,11 @@ def gathered_attend(
     return _run(call, local_spec, query, key, value)
 
 
-def _run(call: Call, own: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
+def _run(
+    call: Call, spec: Spec, query: Array, key: Array, value: Array
+) -> tuple[Output, LogSumExp]:
     """Computes attention of a piece of a call, with this spec, to all keys."""
-    piece = dataclasses.replace(call, spec=own, shapes=Shapes.of(query, value))
+    piece = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
     return run(piece, query, key, value)
 
 

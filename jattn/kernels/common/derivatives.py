@@ -426,11 +426,11 @@ def where_given(tangents: Any) -> Any:
     return jax.tree.map(lambda x: True, tangents)
 
 
-def wanted(found: Any, given: Any) -> Any:
-    """Returns the values of `found` for which `given` has a leaf, and None for the others."""
-    wanted_leaves, structure = jax.tree.flatten(given, is_leaf=_is_none)
+def wanted(values: Any, like: Any) -> Any:
+    """Returns the values for which `like` has a leaf, and None for the others."""
+    wanted_leaves, structure = jax.tree.flatten(like, is_leaf=_is_none)
     pick = lambda x, y: x if y is not None else None  # noqa: E731
-    return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(found), wanted_leaves))
+    return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(values), wanted_leaves))
 
 
 def _cast(gradients: Any, inputs: Inputs) -> Inputs:

@@ -1,6 +1,6 @@
-"""The error about what cannot be compiled on this machine."""
+"""The error for code that cannot be compiled on this machine."""
 
 
 class Unbuilt(OSError):
-    """What a kernel's functions need for a call cannot be compiled on this machine. They raise it
-    while they are traced."""
+    """Raised by a kernel's functions, while they are traced, if the code that they need for a call
+    cannot be compiled on this machine."""
