@@ -107,8 +107,7 @@ class Cache:
         raise NotImplementedError
 
     def reorder(self: Same, indices: Int[Array, " R"]) -> Same:
-        """Returns rows picked by index, for beams; a row may be picked more than once, or not at
-        all.
+        """Returns rows picked by index, for beams; a row may be picked repeatedly, or not at all.
 
         Raises ValueError for rows known not to exist; a compiled program sets `overflowed` of the
         rows picked instead.
@@ -117,8 +116,7 @@ class Cache:
         return _picked(self, rows, missing)
 
     def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
-        """Returns the positions of T tokens before they are appended; those of padding have no
-        meaning."""
+        """Returns the positions of the next T tokens; those of padding have no meaning."""
         self._check_valid(valid, T)
         if valid is None:
             return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
@@ -240,8 +238,7 @@ def _no_tokens(batch: Size) -> tuple[Array, Array]:
 
 @pytree_dataclass
 class DenseCache(Cache):
-    """A cache with every token at the slot of its position: `keys [B, K, S, H]`, `values [B, K, S,
-    V]`."""
+    """A cache with tokens at the slots of their positions: `[B, K, S, H]` and `[B, K, S, V]`."""
 
     keys: Any = array_field("B K S H")
     values: Any = array_field("B K S V")
@@ -265,8 +262,7 @@ class DenseCache(Cache):
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
-        """Creates a full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, such as an encoder's
-        memory.
+        """Creates a full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, as of an encoder.
 
         `lengths [B]` is the number of real tokens of each row, by default S.
 
@@ -383,8 +379,7 @@ class RollingCache(Cache):
 
 @pytree_dataclass
 class PagedCache(Cache):
-    """A cache of tokens in pages of a common pool, found by a table (Kwon et al. 2023,
-    PagedAttention).
+    """A cache of tokens in pages of a common pool (Kwon et al. 2023, PagedAttention).
 
     `keys [P, K, page, H]` and `values [P, K, page, V]` belong to all rows; `table [B, M]` holds the
     page of tokens m · page … of a row. Rows may share pages after `reorder`, as beams and prompts

@@ -115,8 +115,7 @@ class Span(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The run of queries or keys that a tile covers or, with array fields, the runs of several
-    tiles.
+    """The run of queries or keys that a tile covers; with array fields, the runs of several tiles.
 
     Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
     """
@@ -185,8 +184,7 @@ class Mask:
     of_positions = False  # whether the mask is a formula of positions alone
 
     def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
-        """Returns the mask for rows and columns; arrays must be selected for (b, h) and sliced to
-        them.
+        """Returns the mask for rows and columns; arrays are already selected and sliced for them.
 
         Axes may have size 1 and broadcast.
         """
@@ -200,8 +198,7 @@ class Mask:
     def __call__(
         self, b: Any, h: Any, rows: Indices | Span, columns: Indices | Span
     ) -> Bool[Array, "t s"]:
-        """Evaluates the mask, bool `[t, s]`, for batch row `b` (flat), head `h` and any queries and
-        keys.
+        """Evaluates the mask, bool `[t, s]`, for batch row `b` (flat) and head `h`.
 
         Plain arrays are positions and places at once; a `Span` gives both.
         """
@@ -250,8 +247,7 @@ class Mask:
         heads: int | None = None,
         **positions: Unpack[Positions],
     ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
-        """The mask as an array: bool `[T, S]`, or `[*B, N, T, S]` if it depends on batch row or
-        head.
+        """The mask as a boolean array `[T, S]`, or `[*B, N, T, S]` if it depends on row or head.
 
         `batch` and `heads` default to the axes of the mask's own arrays. Positions, `[T]` and
         `[S]`, are `arange` by default.
@@ -403,8 +399,7 @@ def _alike(i: Span, j: Span) -> tuple[Span, Span]:
 
 
 def _given(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
-    """Returns the positions of queries and keys, or None, in the dtype of formulas: both in 64 bits
-    if either needs them.
+    """Returns the positions of queries and keys, or None; both in 64 bits if either needs them.
 
     Raises TypeError for other names.
     """
@@ -459,8 +454,7 @@ def _own_size(mask: Mask, letter: str) -> int:
 
 
 def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
-    """Raises ValueError for a batch row or head known to be out of range, which indexing would
-    clamp."""
+    """Raises ValueError for a batch row or head known to be out of range."""
     for name, index, size in (("b", b, math.prod(batch)), ("h", h, heads)):
         if not is_integer(index):
             check_array(name, index, "without axes", "integer", shape=())
@@ -798,8 +792,7 @@ class Lengths(Mask):
 
 
 def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
-    """Returns the places of each tile in an array of this size; places past the end repeat the
-    last."""
+    """Returns the places of each tile in an array of this size, clipped to its last entry."""
     xp = jnp if isinstance(extent.start, jax.Array) else np
     start = xp.asarray(extent.start, np.int32).reshape(-1)
     offsets = np.arange(extent.size, dtype=np.int32)
@@ -991,8 +984,7 @@ class Blocks(Mask):
             raise ValueError(f"Blocks: block must be an integer >= 1 or two, got {self.block!r}")
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """The letters of the layout: without leading axes it is shared by all heads, else it has
-        full rank."""
+        """The letters of the layout: it is shared by all heads, or else has full rank."""
         return {"layout": "Tb Sb" if self.layout.ndim == 2 else "*#B #N Tb Sb"}
 
     @property
@@ -1252,8 +1244,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
 def _refined(
     mask: Mask, read: Any, functions: list[Predicate], tile: Tile, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes `(maybe_any, surely_all)` of undecided tiles from their parts and then from their
-    pairs.
+    """Computes `(maybe_any, surely_all)` of undecided tiles by their parts, then by their pairs.
 
     It considers all positions between a tile's ends, so their order in the tile does not matter.
     """
@@ -1284,8 +1275,7 @@ def _refined(
 
 
 def _functions(mask: Mask) -> list[Predicate]:
-    """Returns the functions of a mask of positions without arrays; an empty list for any other
-    mask."""
+    """Returns the functions of a mask of positions without arrays; no functions for other masks."""
     is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
     if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):

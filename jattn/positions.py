@@ -74,8 +74,7 @@ def sinusoidal(
     base: float = 10000.0,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*shape D"]:
-    """Returns encodings `[..., D]` of positions `[...]`: sin(p ω) in even channels, cos(p ω) in odd
-    ones.
+    """Encodes positions `[...]` as `[..., D]`: sin(p ω) in even channels, cos(p ω) in odd ones.
 
     ω of channels 2i and 2i + 1 is base^(−2i/D). Vaswani et al. 2017, section 3.5.
 
@@ -294,8 +293,7 @@ def _rotate_pairs(x: Array, cos: Array, sin: Array, style: str) -> Array:
 def learned(
     table: Float[Array, "max D"], positions: Int[AnyArray, "*shape"]
 ) -> Float[Array, "*shape D"]:
-    """Returns rows of a learned table `[max, D]`; NaN, never another row, for positions outside of
-    it."""
+    """Returns rows of a learned table `[max, D]`; NaN for positions outside of the table."""
     check_array("table", table, "[max, D]")
     if len(table.shape) != 2:
         raise ValueError(f"table: expected [max, D], got {list(table.shape)}")

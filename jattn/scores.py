@@ -240,8 +240,7 @@ def apart(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
 
 @pytree_dataclass
 class Alibi(ScoreFunction):
-    """Subtracts slope[h] × |q − kv| from scores, by position (Press et al. 2022). `slopes` is
-    `[N]`."""
+    """Subtracts slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`."""
 
     slopes: Any = array_field("N")
 
@@ -336,8 +335,7 @@ class RelativeBias(ScoreFunction):
         return score + table[self.bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:
-        """Adds one value per diagonal, or one to all, because a table lookup for each score is
-        slow."""
+        """Adds one value per diagonal, or one to all: a table lookup for each score is slow."""
         distance = kv[0] - q[-1] + jnp.arange(sum(score.shape) - 1, dtype=kv.dtype)
         bucket = self.bucket(distance)
         values = table[bucket]
@@ -431,14 +429,12 @@ class Score(ScoreFunction):
 
 
 def _in_dtype(x: Any, dtype: Any) -> Any:
-    """Casts a float array to the dtype of scores, as `Call.prepared` does; returns other values
-    unchanged."""
+    """Casts a float array to the dtype of scores, as `Call.prepared` does; keeps other values."""
     is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(dtype) if is_float else x
 
 
 @functools.cache
 def _examples(dtype: Any) -> tuple[Any, ...]:
-    """Returns abstract arguments of a score function: a score of a dtype, a batch row, a head, a
-    query and a key."""
+    """Returns abstract arguments: a score of a dtype, a batch row, a head, a query and a key."""
     return tuple(jax.ShapeDtypeStruct((), x) for x in (dtype, *[jnp.int32] * 4))

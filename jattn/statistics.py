@@ -143,8 +143,7 @@ def _constant(x: Any) -> Any:
 def _cuts(
     _: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
 ) -> Statistics:
-    """Returns how the results are sharded if types say so: like the queries, but `received` like
-    the keys."""
+    """Returns the sharding of the results, if explicit: as the queries, `received` as the keys."""
     cuts = Cuts.of(query)
     row: Any = cuts.by_head
     received: Any = joined((*cuts.batch, cuts.N), cuts_of(key)[-3:-2])

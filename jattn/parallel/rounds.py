@@ -62,8 +62,7 @@ class Round(NamedTuple):
         return axis if axis is not None and leaf.shape[axis] > 1 else None
 
     def cut(self, x: Array, axis: int | None = _HEADS, keys: Any = None) -> Array:
-        """Slices an array to the share of its heads, and `[B, S, ...]` also to `keys = (first,
-        number)`.
+        """Slices an array to its share of heads, and to the `keys` (first, number) if given.
 
         An array that all heads share is returned unchanged.
         """

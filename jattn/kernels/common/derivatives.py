@@ -107,8 +107,7 @@ class PerQuery(NamedTuple):
         return cls(query, d_out, *normalizer.finite(), delta)
 
     def with_normalizer(self, normalizer: Normalizer) -> "PerQuery":
-        """Replaces the normalizer by another of the same rows, and keeps the tangent of the old
-        one."""
+        """Replaces the normalizer by another of the same rows, and keeps its tangent."""
         maximum, log_total = normalizer.finite()
         tangent = self.log_total - jax.lax.stop_gradient(self.log_total)
         return self._replace(maximum=maximum, log_total=log_total + tangent)
@@ -129,8 +128,7 @@ def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQu
 
 
 class TangentInputs(NamedTuple):
-    """The arrays along the queries that `DerivativeFunctions.tangent` receives, each `[B, T, N,
-    ...]`.
+    """The arrays along queries of `DerivativeFunctions.tangent`, each `[B, T, N, ...]`.
 
     They are the query, its tangent, and the output of the forward function.
     """
@@ -269,8 +267,7 @@ class Attention(NamedTuple):
         cotangents: Results,
         tangents: "_Tangents",
     ) -> Inputs:
-        """Computes the tangents of `_vjp`, by the inputs and by the cotangents in which it is
-        linear."""
+        """Computes the tangents of `_vjp`, by its inputs and by its cotangents."""
         if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, inputs)
 
@@ -321,8 +318,7 @@ class Attention(NamedTuple):
         tangent: Inputs,
         tangents: "_Tangents",
     ) -> Results:
-        """Computes the tangents of `_jvp`, by the inputs and by the tangent in which it is
-        linear."""
+        """Computes the tangents of `_jvp`, by its inputs and by its tangent."""
         if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, _results(residuals))
 
@@ -421,8 +417,7 @@ def filled(tangents: Any, like: Any) -> Any:
 
 
 def where_given(tangents: Any) -> Any:
-    """Returns a tree with True for each given tangent: a rule that outlives a trace may not hold
-    its arrays."""
+    """Returns True for each given tangent; a rule that outlives a trace may not hold arrays."""
     return jax.tree.map(lambda x: True, tangents)
 
 

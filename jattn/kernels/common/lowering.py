@@ -215,8 +215,7 @@ def _letters(function: Any) -> partition.Letters | None:
 
 
 def _types(*operands: Any, like: Any, **_: Any) -> list[Any]:
-    """Returns the results' types; within `shard_map` they vary over the same axes as the
-    operands."""
+    """Returns the results' types, which vary over the operands' axes within `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return [ShapedArray(x.shape, x.dtype) for x in like]

@@ -102,8 +102,7 @@ class Partitioned(NamedTuple):
 
 
 def by_key(key: Any) -> Dims:
-    """Returns the letters of keys or values; a single key head serves all query heads on every
-    device."""
+    """Returns the letters of keys or values; every device needs a single key head."""
     return ("B", "S", "K" if key.shape[2] > 1 else "", "")
 
 
@@ -114,8 +113,7 @@ def partitioned(
     operands: Any,
     backward: bool,
 ) -> "Partitioned":
-    """Makes a function of an `AttentionVJP`, `backward` or another one, partitioned like its
-    operands."""
+    """Partitions a function of an `AttentionVJP`, `backward` or another, like its operands."""
     spec, per_query, key, _, *rest = operands  # rest: all_finite and, if kept, the weights
     keys = by_key(key)
     rows = [BY_QUERY[: x.ndim] for x in jax.tree.leaves(per_query)]
@@ -129,7 +127,7 @@ def partitioned(
 def partitioned_on_cache(
     function: Callable[..., Any], spec: Spec, query: Any, cache: Any
 ) -> Callable[..., Any]:
-    """Makes a function of a spec, queries and a cache partitioned like these, but not along tokens.
+    """Partitions a function of a spec, queries and a cache like these, but not along tokens.
 
     Its results are `out [B, T, N, V]` and a normalizer.
     """
@@ -142,8 +140,7 @@ def partitioned_on_cache(
 def partitioned_statistics(
     function: Callable[..., Any], results: tuple[Dims, ...], operands: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Makes a function of specs, queries, keys and arrays by batch row and head partitioned like
-    these."""
+    """Partitions a function of specs, queries, keys and arrays by head like these."""
     specs, _, key, *rest = operands
     by_head = (BY_HEAD[: x.ndim] for x in jax.tree.leaves(rest))
     return Partitioned(
@@ -154,7 +151,7 @@ def partitioned_statistics(
 def partitioned_derivative(
     function: Callable[..., Any], operands: tuple[Any, ...], dims: list[Any], results: list[Dims]
 ) -> Callable[..., Any]:
-    """Makes a linear function of a spec, `Inputs` and other trees partitioned like these.
+    """Partitions a linear function of a spec, `Inputs` and other trees like these.
 
     `dims` are the letters of the trees' leaves; leaves that are None stand for 0. The forward
     function, in the same program, gives the warnings.
@@ -270,8 +267,7 @@ def _refusal(
 
 
 def may_be_cut(context: Any) -> bool:
-    """Returns whether a program that is being lowered is for several devices, and partitioned by
-    XLA."""
+    """Returns whether a program to lower is for several devices and partitioned by XLA."""
     axes = context.module_context.axis_context
     by_rule = getattr(jax.config, "jax_use_shardy_partitioner", True)
     several = isinstance(axes, ShardingContext) and axes.num_devices > 1
@@ -396,8 +392,7 @@ def _cuts_of(dims: Dims, array: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _chosen(letters: Letters, arrays: Any, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
-    """Chooses the mesh axes of each letter: those of the first array that is sharded along it, if
-    all arrays can be.
+    """Chooses each letter's mesh axes: those of the first array sharded along it, if all can be.
 
     All devices hold all keys: if only keys are sharded, queries are sharded like them.
     """
@@ -430,8 +425,7 @@ def _cuts_of_tokens(letters: Letters, arrays: Any) -> set[str]:
 def _idle(
     letters: Letters, arrays: Any, axes: dict[str, tuple[str, ...]], refusal: str | None
 ) -> str | None:
-    """Returns the warning that tokens are sharded but devices cannot share their work; None if they
-    can."""
+    """Returns a warning if tokens are sharded but devices cannot share their work, else None."""
     shared = {x for used in axes.values() for x in used}
     names = _cuts_of_tokens(letters, arrays)
     unsplit = [{x.partition(":")[0] for x in axis_names} for axis_names in (names, shared)]
@@ -447,8 +441,7 @@ def _idle(
 
 
 def shared_tokens(query: Any, key: Any, value: Any) -> str | None:
-    """Describes how devices share the tokens of these arrays `[*B, tokens, heads, ...]` under
-    `jit`.
+    """Describes how devices share the tokens of arrays `[*B, tokens, heads, ...]` under `jit`.
 
     None if no sharding splits the tokens.
     """

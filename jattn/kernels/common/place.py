@@ -50,8 +50,7 @@ class Place(NamedTuple):
 
 
 def at_place(spec: Spec, place: Place) -> Spec:
-    """Returns the spec of a piece, from a prepared spec whose arrays along T and S are sliced to
-    it."""
+    """Returns the spec of a piece, from a prepared spec with arrays along T and S sliced to it."""
     mask, score = _moved_mask(spec.mask, place), _moved_score(spec.score, place)
     q, kv = _positions(spec, mask, score, place)
     origin = place.origin if spec.dropout_rate else None
@@ -62,8 +61,7 @@ def at_place(spec: Spec, place: Place) -> Spec:
 def _positions(
     spec: Spec, mask: Mask, score: ScoreFunction | None, place: Place
 ) -> tuple[Any, Any]:
-    """Returns positions `[1, T]` and `[1, S]`; None if nothing reads them or they are the
-    default."""
+    """Returns positions `[1, T]` and `[1, S]`; None for defaults and if nothing reads them."""
     q, kv = spec.q_positions, spec.kv_positions
     by_place = _consists_of(mask, score, _BY_PLACE)
     if by_place or place.q is None:
@@ -139,8 +137,7 @@ def _by_place(mask: masks.Lengths | masks.Blocks, place: Place) -> Mask:
 
 
 def _moved_lengths(mask: masks.Lengths, place: Place) -> Mask:
-    """Returns lengths as segment ids, equal for a query and a key that both are within their
-    length."""
+    """Returns lengths as segment ids, equal if query and key are both within their length."""
 
     def ids(places: Array, length: Any, outside: int) -> Array:
         if length is None:
@@ -177,8 +174,7 @@ def _moved_score(score: ScoreFunction | None, place: Place) -> ScoreFunction | N
 
 @pytree_dataclass
 class _MovedMask(Mask):
-    """A mask that may depend on places, evaluated at the place of a piece; no tile of it is
-    certain."""
+    """A mask that may read places, evaluated at the place of a piece; no tile of it is certain."""
 
     inner: Mask
     origin: Origin
@@ -192,7 +188,7 @@ class _MovedMask(Mask):
 
 @pytree_dataclass
 class _MovedScore(ScoreFunction):
-    """A score function that may depend on places, evaluated at the place of a piece."""
+    """A score function that may read places, evaluated at the place of a piece."""
 
     inner: ScoreFunction
     origin: Origin

@@ -30,8 +30,7 @@ def round_up(T: int, S: int, tiling: Tiling) -> tuple[int, int]:
 
 @runtime_checkable
 class Scored(Protocol):
-    """An object that makes scores and weights from products: a tile of one head, or of rows of
-    several."""
+    """A maker of scores and weights from products: a tile of one head, or rows of several."""
 
     def modify(self, products: Array, masked: bool) -> Array:
         """Computes scores from products of queries and keys."""
@@ -62,8 +61,7 @@ class Tile(NamedTuple):
         return tile.modify(self.spec, products, self.b, self.h, self.rows, self.columns, masked)
 
     def modified(self, products: Array, masked: bool) -> tuple[Array, Any]:
-        """Returns scores, and the function from their cotangent to the cotangents of products and
-        parameters."""
+        """Returns scores, and the map of their cotangent to those of products and parameters."""
 
         def modify(products: Array, params: Any) -> Array:
             changed = self._replace(spec=with_parameters(self.spec, params))

@@ -55,8 +55,7 @@ class Schedule(NamedTuple):
         return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
 
     def unrolled(self, blocks: int) -> bool:
-        """Returns whether the loop over blocks is unrolled: for one block, or if each has its own
-        runs."""
+        """Returns whether the loop over blocks is unrolled: for one, or if their runs differ."""
         return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
 
 
@@ -212,7 +211,9 @@ def repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -
 
 
 def even(size: int, target: int) -> int:
-    """Returns the size of blocks near the target that split an axis evenly; a multiple of 8 if
-    several."""
+    """Returns the size of blocks near the target that split an axis evenly.
+
+    It is the whole size for one block, else a multiple of 8.
+    """
     blocks = -(-size // target)
     return size if blocks == 1 else -(-size // (8 * blocks)) * 8

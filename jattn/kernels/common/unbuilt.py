@@ -2,5 +2,7 @@
 
 
 class Unbuilt(OSError):
-    """Raised by a kernel's functions, while they are traced, if the code that they need for a call
-    cannot be compiled on this machine."""
+    """The code that a kernel's functions need for a call cannot be compiled on this machine.
+
+    The functions raise this error while they are traced.
+    """

@@ -78,8 +78,7 @@ class AttentionVJP:
         otherwise: Callable[[Unbuilt], "AttentionVJP"],
         of_piece: Callable[[Call], "AttentionVJP"],
     ) -> "AttentionVJP":
-        """Returns the same functions, except that `otherwise` replaces a function that cannot be
-        compiled."""
+        """Returns the same functions; `otherwise` replaces any that cannot be compiled."""
 
         def tried(select: Select) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
@@ -116,8 +115,7 @@ class Functions(NamedTuple):
         return self.own if isinstance(self.own, AttentionVJP) else self.own(platform)
 
     def run(self, select: Select, like: Any, *operands: Any, backward: bool = False) -> Any:
-        """Runs the selected function, which is the `backward` one or another, with results like
-        `like`."""
+        """Runs the selected function, the `backward` one or another, with results like `like`."""
         if isinstance(self.own, AttentionVJP):
             return select(self.own)(*operands)
 
@@ -158,10 +156,9 @@ def attention(
     *,
     lse: bool = True,
 ) -> tuple[Output, LogSumExp]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` of a prepared spec, by these functions,
-    differentiable.
+    """Computes `(out [B, T, N, V], lse [B, N, T])` of a prepared spec, differentiable.
 
-    Their backward function is for reverse mode; `derivatives` are for all else. The spec's
+    The kernel's backward function is for reverse mode; `derivatives` are for all else. The spec's
     `parameters` take part in derivatives. Without `lse`, the lse is not used.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
@@ -217,8 +214,7 @@ def no_weights(query: Array, key: Array, value: Array) -> Array:
 
 
 def cast_cotangent(per_query: PerQuery) -> PerQuery:
-    """Returns `per_query` with d_out in the query's dtype, its original one, which tensor cores
-    support."""
+    """Returns `per_query` with d_out in the query's dtype, its original one, for tensor cores."""
     return per_query._replace(d_out=per_query.d_out.astype(per_query.query.dtype))
 
 
