@@ -262,7 +262,8 @@ class DenseCache(Cache):
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
-        """Creates a full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, as of an encoder.
+        """Creates a full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, the memory of an
+        encoder.
 
         `lengths [B]` is the number of real tokens of each row, by default S.
 

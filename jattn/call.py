@@ -106,8 +106,8 @@ class Call:
         return jnp.where(self.overflowed, jnp.nan, result)
 
     def finish(self, out: Array, lse: Array) -> Any:
-        """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and `lse [B,
-        N, T]` without the sink."""
+        """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and
+        `lse [B, N, T]` without the sink."""
         results = self.shaped(out), self.shaped(lse)
         if self.sink is not None:
             results = with_sink(*results, self.sink)

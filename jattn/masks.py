@@ -466,7 +466,7 @@ def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
 
 @pytree_dataclass
 class And(Mask):
-    """Allows what both masks allow."""
+    """The intersection of two masks: pairs that both allow."""
 
     left: Mask
     right: Mask
@@ -481,7 +481,7 @@ class And(Mask):
 
 @pytree_dataclass
 class Or(Mask):
-    """Allows what either mask allows."""
+    """The union of two masks: pairs that either allows."""
 
     left: Mask
     right: Mask
@@ -496,7 +496,7 @@ class Or(Mask):
 
 @pytree_dataclass
 class Not(Mask):
-    """Allows what the inner mask does not allow."""
+    """The complement of a mask: pairs that it does not allow."""
 
     inner: Mask
 
@@ -510,7 +510,7 @@ class Not(Mask):
 
 @pytree_dataclass
 class Full(Mask):
-    """Every query attends to every key."""
+    """The mask with which every query attends to every key."""
 
     of_positions = True
 
@@ -526,7 +526,7 @@ _FULL = Full()
 
 @pytree_dataclass
 class Empty(Mask):
-    """No query attends to any key."""
+    """The mask with which no query attends to any key."""
 
     of_positions = True
 
@@ -596,7 +596,8 @@ def _checked_distance(name: str, value: Any) -> Any:
 
 @pytree_dataclass
 class Window(Mask):
-    """Keeps q − left ≤ kv ≤ q + right by position, both inclusive; None is unbounded.
+    """A window around each query: q − left ≤ kv ≤ q + right by position, inclusive; None is
+    unbounded.
 
     Each side is an integer, or an integer array, which may be traced: a scalar, or `[N]` with one
     distance for each head.
@@ -650,7 +651,7 @@ class Window(Mask):
 
 @pytree_dataclass
 class Causal(Mask):
-    """Keeps kv ≤ q by position: no query sees the future.
+    """The causal mask, kv ≤ q by position: no query sees the future.
 
     With default positions the first query sees the first key only, whatever T and S are. For the
     last query to see all keys, as in decoding, pass `q_positions`, for example
@@ -669,7 +670,7 @@ class Causal(Mask):
 
 @pytree_dataclass
 class Prefix(Mask):
-    """Keeps kv < length by position: every query sees the prefix.
+    """A prefix that every query sees: kv < length by position.
 
     `Causal() | Prefix(n)` is a prefix LM. `length` is an integer or an integer array, scalar or
     `[*B]`.
@@ -693,7 +694,7 @@ class Prefix(Mask):
 
 @pytree_dataclass
 class Dilated(Mask):
-    """Keeps pairs whose q − kv is a multiple of `step`, by position.
+    """Keys at distances q − kv that are multiples of `step`, by position.
 
     The strided pattern of Child et al. 2019.
     """
@@ -728,7 +729,8 @@ class Dilated(Mask):
 
 @pytree_dataclass
 class Global(Mask):
-    """The first `n` positions attend to all and are attended by all (Beltagy et al. 2020)."""
+    """Global positions: the first `n` attend to all and are attended by all (Beltagy et al.
+    2020)."""
 
     of_positions = True
 
@@ -758,7 +760,7 @@ def _check_lengths(owner: str, name: str, value: Any) -> None:
 
 @pytree_dataclass
 class Lengths(Mask):
-    """Keeps places < length, for queries, keys or both: padding at the end is masked.
+    """Lengths of queries, keys or both: places < length are allowed, padding at the end is not.
 
     `q` and `kv` are integers or integer arrays, scalar or `[*B]`; None is unbounded.
     """
@@ -850,7 +852,7 @@ class _Ids(NamedTuple):
 
 @pytree_dataclass
 class Segments(Mask):
-    """Keeps pairs with equal ids: several documents or sentences packed in one row.
+    """Segments packed in one row, such as documents or sentences: equal ids attend to each other.
 
     `q_ids` is an integer array `[*B, T]` (or `[T]` for all rows), `kv_ids` `[*B, S]`; None: the
     same.
@@ -879,7 +881,7 @@ class Segments(Mask):
 
 @pytree_dataclass
 class Padding(Mask):
-    """Keeps keys that are tokens, by place: the `attention_mask [*B, S]` that tokenisers give.
+    """The keys that are tokens, by place: the `attention_mask [*B, S]` that tokenisers give.
 
     1 or True is a token, 0 or False is padding, on either side or in the middle; `[S]` is for all
     rows. Queries are not masked, so that it serves self- and cross-attention alike: the output of a
@@ -1043,8 +1045,8 @@ class Predicate(Mask):
     Empty and full tiles are found by interval arithmetic on the function itself, as far as its
     operations are known in `functions.interval_rules`. `bounds(tile) -> (maybe_any, surely_all)`
     replaces this analysis. It is called for n × m tiles at once, with rows `[n, 1]` and columns
-    `[1, m]` (see `Tile`), and returns two booleans that broadcast to `[n, m]`: for `kv_idx > q_idx
-    + 200`
+    `[1, m]` (see `Tile`), and returns two booleans that broadcast to `[n, m]`: for
+    `kv_idx > q_idx + 200`
 
         lambda tile: (
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
@@ -1118,8 +1120,8 @@ class Predicate(Mask):
             return every(b, h, rows.positions, columns.positions)
 
     def read(self, tile: Tile) -> "Predicate | _Rule":
-        """Returns an object that computes the bounds of a tile and its parts: the function read as
-        an expression, or this mask if the user gave bounds."""
+        """Returns the function as an expression that computes bounds, or this mask if it has
+        bounds."""
         if self.bounds_fn is not None:
             return self
         q, _, kv, _ = _of_one_dtype(_ends(tile))

@@ -100,7 +100,7 @@ def _lift(vector: Any, ndim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Divides rotary frequencies by `factor` (Chen et al. 2023, position interpolation)."""
+    """Position interpolation: rotary frequencies divided by `factor` (Chen et al. 2023)."""
 
     factor: float
 
@@ -116,10 +116,11 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class NTK:
-    """Changes the base of rotary frequencies to base · factor^(r/(r−2)), with r rotated channels.
+    """NTK-aware scaling: the base of rotary frequencies times factor^(r/(r−2)), for r rotated
+    channels.
 
-    "NTK-aware": the lowest frequency is divided by `factor` and the highest stays (Peng et al.
-    2023, section 3.1, after a proposal of bloc97).
+    The lowest frequency is divided by `factor` and the highest stays (Peng et al. 2023, section
+    3.1, after a proposal of bloc97).
     """
 
     factor: float
@@ -138,7 +139,7 @@ class NTK:
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """Scales rotary frequencies by their number of turns (Peng et al. 2023, YaRN).
+    """YaRN: rotary frequencies scaled by their number of turns (Peng et al. 2023).
 
     Args:
         factor: the divisor of slow frequencies.

@@ -123,7 +123,10 @@ def combine(a: Partial, b: Partial) -> Partial:
 
 
 def denominator(partial: Partial) -> Float[Array, " t"]:
-    """Returns the total, or 1 for a row without keys or with NaN, which a quotient would spread."""
+    """Returns the divisor of a row: its total, or 1 for a row without keys or with NaN.
+
+    A quotient by NaN would also reach the keys that are masked for the row.
+    """
     return jnp.where((partial.total == 0) | jnp.isnan(partial.total), 1, partial.total)
 
 
@@ -209,7 +212,7 @@ def _check_part(name: str, out: Any, lse: Any) -> None:
 
 @may_be_minus_infinity(1)
 def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
-    """Attention over all keys from attention over disjoint parts of them.
+    """Merges attention over disjoint parts of the keys into attention over all keys.
 
     Each part is `(out [*B, T, N, V], lse [*B, N, T])`, as `attention(..., return_lse=True)` returns
     it. A part without keys, `(0, −inf)`, changes nothing. Differentiable in all inputs. The results

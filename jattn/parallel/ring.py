@@ -345,7 +345,7 @@ def _repeat(count: int, body: Any, state: Any) -> Any:
 
 
 def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> Any:
-    """Adds the contributions of all shards to `state`; sends the next shard meanwhile."""
+    """Adds the contributions of all shards to `state`, while the next shard is being sent."""
     hops, distance = ring.route.hops, 0
     next_shard = hops and hops[0].send(kv, ring.axes)
     state = ring.forward(spec, query, kv, distance, state)

@@ -107,7 +107,8 @@ class PerQuery(NamedTuple):
         return cls(query, d_out, *normalizer.finite(), delta)
 
     def with_normalizer(self, normalizer: Normalizer) -> "PerQuery":
-        """Replaces the normalizer by another of the same rows, and keeps its tangent."""
+        """Replaces the normalizer by another of the same rows; the tangent stays that of the old
+        one."""
         maximum, log_total = normalizer.finite()
         tangent = self.log_total - jax.lax.stop_gradient(self.log_total)
         return self._replace(maximum=maximum, log_total=log_total + tangent)

@@ -43,8 +43,8 @@ RECEIVED: Dims = ("B", "N", "S")
 class Letters(NamedTuple):
     """The letters of a function's flat operands and results.
 
-    If it `warns`, a warning is given when devices cannot share its tokens; one function of a call
-    does.
+    With `warns`, a warning is given if devices cannot share its tokens; one function of each call
+    has it.
     """
 
     operands: tuple[Dims, ...]
@@ -102,7 +102,8 @@ class Partitioned(NamedTuple):
 
 
 def by_key(key: Any) -> Dims:
-    """Returns the letters of keys or values; every device needs a single key head."""
+    """Returns the letters of keys or values; a single key head is not sharded, as all query heads
+    read it."""
     return ("B", "S", "K" if key.shape[2] > 1 else "", "")
 
 

@@ -55,7 +55,8 @@ class Schedule(NamedTuple):
         return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
 
     def unrolled(self, blocks: int) -> bool:
-        """Returns whether the loop over blocks is unrolled: for one, or if their runs differ."""
+        """Returns whether the loop over blocks is unrolled: for one, or if each has its own
+        runs."""
         return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
 
 
