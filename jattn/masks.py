@@ -596,11 +596,10 @@ def _checked_distance(name: str, value: Any) -> Any:
 
 @pytree_dataclass
 class Window(Mask):
-    """A window around each query: q − left ≤ kv ≤ q + right by position, inclusive; None is
-    unbounded.
+    """A window around each query: q − left ≤ kv ≤ q + right by position, both inclusive.
 
-    Each side is an integer, or an integer array, which may be traced: a scalar, or `[N]` with one
-    distance for each head.
+    Each side is None, which is unbounded, an integer, or an integer array, which may be traced: a
+    scalar, or `[N]` with one distance for each head.
 
     Raises ValueError for negative or non-integer distances.
     """
@@ -729,7 +728,7 @@ class Dilated(Mask):
 
 @pytree_dataclass
 class Global(Mask):
-    """Global positions: the first `n` attend to all and are attended by all (Beltagy et al.
+    """Global positions: the first `n` attend to all, and all attend to them (Beltagy et al.
     2020)."""
 
     of_positions = True
@@ -1120,7 +1119,7 @@ class Predicate(Mask):
             return every(b, h, rows.positions, columns.positions)
 
     def read(self, tile: Tile) -> "Predicate | _Rule":
-        """Returns the function as an expression that computes bounds, or this mask if it has
+        """Returns the function as an expression with bounds, or this mask if the user gave
         bounds."""
         if self.bounds_fn is not None:
             return self
