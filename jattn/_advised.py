@@ -19,8 +19,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def advised_by(advice: Mapping[str, str], options: Any = None) -> Callable[[_F], _F]:
-    """Returns a decorator for functions and methods that takes its advice from a table; see
-    `advised`.
+    """Returns a decorator for functions and methods with advice from a table; see `advised`.
 
     `options` is the class whose fields the function takes as `**options`.
     """
@@ -49,8 +48,7 @@ def advised(options: Any = None) -> Callable[[_F], _F]:
 
 
 def _parameters(function: Callable[..., Any], options: Any) -> dict[str, inspect.Parameter]:
-    """Returns the parameters of a function, with the fields of `options` in place of
-    `**options`."""
+    """Returns a function's parameters, with the fields of `options` in place of `**options`."""
     parameters = dict(inspect.signature(function).parameters)
     if options is None:
         return parameters

@@ -104,8 +104,7 @@ def value_of(x: Any, values: dict[Any, Any]) -> Any:
 
 
 def varied_like(results: Any, operands: Any) -> Any:
-    """Returns a tree of results, each varying over every mesh axis over which one of them or of the
-    operands varies."""
+    """Returns results that each vary over all mesh axes of the results and operands."""
     leaves = jax.tree.leaves((results, operands))
     axes = frozenset[str]().union(*map(varying, leaves))
     return jax.tree.map(lambda x: vary(axes, x), results)
@@ -149,8 +148,7 @@ def left_again(arrays: Any) -> Any:
 
 
 def typed_like(arrays: Any, others: Any) -> Any:
-    """Reshards a tree of arrays like other arrays of the same shapes, if their shardings are
-    explicit."""
+    """Reshards a tree of arrays like others of the same shapes, if their shardings are explicit."""
 
     def resharded(x: Any, y: Any) -> Any:
         sharding = jax.typeof(y).sharding

@@ -74,8 +74,7 @@ def axis_of(letter: str, letters: str, ndim: int) -> int | None:
 
 
 def letters_by_head(value: Any) -> str:
-    """Returns the letters of a parameter that is one number for all heads or an array with one for
-    each."""
+    """Returns the letters of a parameter: a number for all heads, or one for each."""
     return "N" if len(np.shape(value)) == 1 else ""
 
 

@@ -73,8 +73,7 @@ _ELSEWHERE = {"jnp": jnp, "jax.nn": jax.nn, "jax.lax": jax.lax}
 
 
 def advice_for(error: Exception) -> str | None:
-    """Returns what to write in place of the code that raised an error; None if that is not
-    known."""
+    """Returns what to write in place of the code that raised an error; None if not known."""
     match error:
         case AttributeError():
             return _of_attribute(error.obj, error.name or "")

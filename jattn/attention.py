@@ -196,8 +196,7 @@ def _matrix(
 @advised(ScoreOptions)
 @may_be_minus_infinity(0)
 def attention_scores(query: Queries, key: Keys, **options: Unpack[ScoreOptions]) -> Weights:
-    """Returns the scores before the softmax, `[*B, N, T, S]` in float32 (float64), −inf where
-    masked.
+    """Returns the scores before the softmax, `[*B, N, T, S]` in float32 (float64); −inf if masked.
 
     Options and errors as in `attention`. Memory grows with T × S.
     """

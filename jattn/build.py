@@ -20,8 +20,7 @@ from jattn.kernels.cpu import library
 
 
 def build(dtype: str) -> str | None:
-    """Builds and tries the libraries for a dtype and prints their paths; returns the problem, if
-    any."""
+    """Builds and tries the libraries for a dtype, prints their paths, and returns any problem."""
     for function in ("forward", "decode"):
         if reason := library.unavailable(function, dtype, wait=True):
             return f"cannot be built: {reason}"

@@ -107,8 +107,7 @@ class Cache:
         raise NotImplementedError
 
     def reorder(self: Same, indices: Int[Array, " R"]) -> Same:
-        """Returns rows picked by index, for beams; a row may be picked more than once, or not at
-        all.
+        """Returns rows picked by index, for beams; a row may be picked repeatedly, or not at all.
 
         Raises ValueError for rows known not to exist; a compiled program sets `overflowed` of the
         rows picked instead.
@@ -117,8 +116,7 @@ class Cache:
         return _picked(self, rows, missing)
 
     def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
-        """Returns the positions of T tokens before they are appended; those of padding have no
-        meaning."""
+        """Returns the positions of the next T tokens; those of padding have no meaning."""
         self._check_valid(valid, T)
         if valid is None:
             return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
@@ -240,8 +238,7 @@ def _no_tokens(batch: Size) -> tuple[Array, Array]:
 
 @pytree_dataclass
 class DenseCache(Cache):
-    """A cache with every token at the slot of its position: `keys [B, K, S, H]`, `values [B, K, S,
-    V]`."""
+    """A cache with tokens at the slots of their positions: `[B, K, S, H]` and `[B, K, S, V]`."""
 
     keys: Any = array_field("B K S H")
     values: Any = array_field("B K S V")
@@ -265,8 +262,8 @@ class DenseCache(Cache):
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
-        """Creates a full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, such as an encoder's
-        memory.
+        """Creates a full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, the memory of an
+        encoder.
 
         `lengths [B]` is the number of real tokens of each row, by default S.
 
@@ -383,8 +380,7 @@ class RollingCache(Cache):
 
 @pytree_dataclass
 class PagedCache(Cache):
-    """A cache of tokens in pages of a common pool, found by a table (Kwon et al. 2023,
-    PagedAttention).
+    """A cache of tokens in pages of a common pool (Kwon et al. 2023, PagedAttention).
 
     `keys [P, K, page, H]` and `values [P, K, page, V]` belong to all rows; `table [B, M]` holds the
     page of tokens m · page … of a row. Rows may share pages after `reorder`, as beams and prompts
@@ -535,7 +531,7 @@ def _read_pages(pool: Float[Array, "P K p H"], table: Int[Array, "B m"]) -> Floa
     return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
 
 
-def _cuts_of_allocation(held: Array, table: Array, lengths: Array, *_: Any, **__: Any) -> Any:
+def _cuts_of_allocation(holders: Array, table: Array, lengths: Array, *_: Any, **__: Any) -> Any:
     row = as_operand(lengths)
     return as_operand(table), (row, row), row
 
@@ -543,30 +539,30 @@ def _cuts_of_allocation(held: Array, table: Array, lengths: Array, *_: Any, **__
 @functools.partial(jax.jit, static_argnames="page")
 @left_to_xla(_cuts_of_allocation)
 def _allocate(
-    held: Array, table: Array, before: Array, lengths: Array, *, page: int
+    holders: Array, table: Array, old_lengths: Array, lengths: Array, *, page: int
 ) -> tuple[Array, tuple[Array, Array], Array]:
-    """Allocates pages for rows that grow from `before` to `lengths` tokens.
+    """Allocates pages for rows that grow from `old_lengths` to `lengths` tokens.
 
     Returns the new table, the pages to copy from and to (P: none), and which rows found no free
-    page. `held` is the number of rows that hold each page.
+    page. `holders` is the number of rows that hold each page.
     """
-    P = held.shape[0]
-    begun, needed = (-(-x // page) for x in (before, lengths))
+    P = holders.shape[0]
+    begun, needed = (-(-x // page) for x in (old_lengths, lengths))
     last = jnp.take_along_axis(table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
-    writes = (lengths > before) & (before % page > 0)
+    writes = (lengths > old_lengths) & (old_lengths % page > 0)
     writers = jnp.zeros(P, jnp.int32).at[jnp.where(writes, last, P)].add(1, mode="drop")
     rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
     first = jnp.full(P, rows.shape[0], jnp.int32)
     first = first.at[jnp.where(writes, last, P)].min(rows, mode="drop")
     # If all rows that hold a page write to it, one of them keeps it: the others get copies.
     at_last = jnp.minimum(last, P - 1)
-    keeps = (writers[at_last] == held[at_last]) & (first[at_last] == rows)
-    copies = writes & (held[at_last] > 1) & ~keeps
+    keeps = (writers[at_last] == holders[at_last]) & (first[at_last] == rows)
+    copies = writes & (holders[at_last] > 1) & ~keeps
     copied = copies.astype(jnp.int32)
     new = copied + needed - begun
     offset = jnp.cumsum(new, dtype=jnp.int32) - new
-    free = jnp.argsort(held > 0, stable=True).astype(jnp.int32)
-    count = jnp.sum(held == 0, dtype=jnp.int32)
+    free = jnp.argsort(holders > 0, stable=True).astype(jnp.int32)
+    count = jnp.sum(holders == 0, dtype=jnp.int32)
 
     def taken(index: Array) -> Array:
         return jnp.where(index < count, free[jnp.minimum(index, P - 1)], P)

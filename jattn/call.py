@@ -99,16 +99,15 @@ class Call:
         return [x.reshape(self.shapes.B, *x.shape[-3:]) for x in arrays]
 
     def shaped(self, result: Array) -> Array:
-        """Reshapes a result `[B, ...]` to the batch axes of the call; NaN if positions
-        overflowed."""
+        """Reshapes a result `[B, ...]` to the batch axes of the call; NaN if positions overflow."""
         result = result.reshape(*self.shapes.batch, *result.shape[1:])
         if self.overflowed is None or not jnp.issubdtype(result.dtype, jnp.floating):
             return result
         return jnp.where(self.overflowed, jnp.nan, result)
 
     def finish(self, out: Array, lse: Array) -> Any:
-        """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and `lse [B,
-        N, T]` without the sink."""
+        """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and
+        `lse [B, N, T]` without the sink."""
         results = self.shaped(out), self.shaped(lse)
         if self.sink is not None:
             results = with_sink(*results, self.sink)
@@ -175,8 +174,7 @@ def of_shapes(
 def _of_cache(
     query: Any, cache: Cache, value: Any = None, **options: Unpack[WeightOptions]
 ) -> tuple[Shapes, WeightOptions]:
-    """Returns the sizes of a call on a cache, and its options with the cache's mask and
-    positions."""
+    """Returns the sizes of a call on a cache, and its options with mask and positions."""
     for name, argument in (("value", value), ("kv_positions", options.get("kv_positions"))):
         if argument is not None:
             raise ValueError(f"{name}: a cache brings its own, expected None, got an array")

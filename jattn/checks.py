@@ -68,8 +68,7 @@ def check_sizes(**sizes: Any) -> None:
 
 
 def check_size(name: str, value: Any, least: int = 1) -> None:
-    """Checks for an integer that can be the size of an axis, or a symbolic dimension of an exported
-    program."""
+    """Checks for an integer that an axis can have as size, or a symbolic dimension."""
     if jax.export.is_symbolic_dim(value):
         return
     if not is_integer(value):
@@ -138,8 +137,7 @@ def check_function(name: str, value: Any) -> None:
 
 
 def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any, ...]) -> None:
-    """Checks that a function takes these arguments and operands, if its signature can be
-    inspected."""
+    """Checks that a function takes these arguments and operands, if it has a signature."""
     check_function(f"{owner}: fn", fn)
     try:
         signature = inspect.signature(fn)
@@ -164,8 +162,7 @@ def function_name(fn: Any) -> str:
 
 @contextlib.contextmanager
 def explained(owner: str, fn: Any) -> Iterator[None]:
-    """A context that explains errors of a user's function that fails because its arguments are
-    traced.
+    """A context that explains errors of a user's function that fails with traced arguments.
 
     Other errors pass, with a note if the right replacement is known.
     """
@@ -198,8 +195,7 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
 
 
 def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
-    """Returns the result of a user's function of scalars as an array without axes, boolean or
-    float.
+    """Returns a user function's result as an array without axes, boolean or float.
 
     Raises TypeError for anything else, naming the function.
     """

@@ -125,8 +125,7 @@ def _in_pieces(
     )
 
     def joined(x: Array, axis: int) -> Array:
-        """Concatenates pieces `[pieces, B, …, chunk, …]` along the axis of a piece that holds the
-        chunk."""
+        """Concatenates pieces `[pieces, B, …, chunk, …]` along the piece's axis of the chunk."""
         x = jnp.moveaxis(x, 0, axis)
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         return jax.lax.slice_in_dim(x, 0, T, axis=axis)

@@ -218,8 +218,7 @@ def _is_traced(call: Call) -> bool:
 
 
 def tiles_of(call: Call) -> Tiles | None:
-    """Returns the shares of tiles, over a few of the heads if they differ; None if there are no
-    tiles, or their number is not known."""
+    """Returns the shares of tiles, over a sample of the heads if they differ; None if unknown."""
     spec, shapes = call.spec, call.shapes
     if not isinstance(shapes.B, int) or 0 in (shapes.B, shapes.T, shapes.S):
         return None

@@ -115,8 +115,7 @@ class Span(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The run of queries or keys that a tile covers or, with array fields, the runs of several
-    tiles.
+    """The run of queries or keys that a tile covers; with array fields, the runs of several tiles.
 
     Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
     """
@@ -185,8 +184,7 @@ class Mask:
     of_positions = False  # whether the mask is a formula of positions alone
 
     def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
-        """Returns the mask for rows and columns; arrays must be selected for (b, h) and sliced to
-        them.
+        """Returns the mask for rows and columns; arrays are already selected and sliced for them.
 
         Axes may have size 1 and broadcast.
         """
@@ -200,8 +198,7 @@ class Mask:
     def __call__(
         self, b: Any, h: Any, rows: Indices | Span, columns: Indices | Span
     ) -> Bool[Array, "t s"]:
-        """Evaluates the mask, bool `[t, s]`, for batch row `b` (flat), head `h` and any queries and
-        keys.
+        """Evaluates the mask, bool `[t, s]`, for batch row `b` (flat) and head `h`.
 
         Plain arrays are positions and places at once; a `Span` gives both.
         """
@@ -250,8 +247,7 @@ class Mask:
         heads: int | None = None,
         **positions: Unpack[Positions],
     ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
-        """The mask as an array: bool `[T, S]`, or `[*B, N, T, S]` if it depends on batch row or
-        head.
+        """The mask as a boolean array `[T, S]`, or `[*B, N, T, S]` if it depends on row or head.
 
         `batch` and `heads` default to the axes of the mask's own arrays. Positions, `[T]` and
         `[S]`, are `arange` by default.
@@ -403,8 +399,7 @@ def _alike(i: Span, j: Span) -> tuple[Span, Span]:
 
 
 def _given(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
-    """Returns the positions of queries and keys, or None, in the dtype of formulas: both in 64 bits
-    if either needs them.
+    """Returns the positions of queries and keys, or None; both in 64 bits if either needs them.
 
     Raises TypeError for other names.
     """
@@ -459,8 +454,7 @@ def _own_size(mask: Mask, letter: str) -> int:
 
 
 def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
-    """Raises ValueError for a batch row or head known to be out of range, which indexing would
-    clamp."""
+    """Raises ValueError for a batch row or head known to be out of range."""
     for name, index, size in (("b", b, math.prod(batch)), ("h", h, heads)):
         if not is_integer(index):
             check_array(name, index, "without axes", "integer", shape=())
@@ -472,7 +466,7 @@ def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
 
 @pytree_dataclass
 class And(Mask):
-    """Allows what both masks allow."""
+    """The intersection of two masks: pairs that both allow."""
 
     left: Mask
     right: Mask
@@ -487,7 +481,7 @@ class And(Mask):
 
 @pytree_dataclass
 class Or(Mask):
-    """Allows what either mask allows."""
+    """The union of two masks: pairs that either allows."""
 
     left: Mask
     right: Mask
@@ -502,7 +496,7 @@ class Or(Mask):
 
 @pytree_dataclass
 class Not(Mask):
-    """Allows what the inner mask does not allow."""
+    """The complement of a mask: pairs that it does not allow."""
 
     inner: Mask
 
@@ -516,7 +510,7 @@ class Not(Mask):
 
 @pytree_dataclass
 class Full(Mask):
-    """Every query attends to every key."""
+    """The mask with which every query attends to every key."""
 
     of_positions = True
 
@@ -532,7 +526,7 @@ _FULL = Full()
 
 @pytree_dataclass
 class Empty(Mask):
-    """No query attends to any key."""
+    """The mask with which no query attends to any key."""
 
     of_positions = True
 
@@ -602,10 +596,10 @@ def _checked_distance(name: str, value: Any) -> Any:
 
 @pytree_dataclass
 class Window(Mask):
-    """Keeps q − left ≤ kv ≤ q + right by position, both inclusive; None is unbounded.
+    """A window around each query: q − left ≤ kv ≤ q + right by position, both inclusive.
 
-    Each side is an integer, or an integer array, which may be traced: a scalar, or `[N]` with one
-    distance for each head.
+    Each side is None, which is unbounded, an integer, or an integer array, which may be traced: a
+    scalar, or `[N]` with one distance for each head.
 
     Raises ValueError for negative or non-integer distances.
     """
@@ -656,7 +650,7 @@ class Window(Mask):
 
 @pytree_dataclass
 class Causal(Mask):
-    """Keeps kv ≤ q by position: no query sees the future.
+    """The causal mask, kv ≤ q by position: no query sees the future.
 
     With default positions the first query sees the first key only, whatever T and S are. For the
     last query to see all keys, as in decoding, pass `q_positions`, for example
@@ -675,7 +669,7 @@ class Causal(Mask):
 
 @pytree_dataclass
 class Prefix(Mask):
-    """Keeps kv < length by position: every query sees the prefix.
+    """A prefix that every query sees: kv < length by position.
 
     `Causal() | Prefix(n)` is a prefix LM. `length` is an integer or an integer array, scalar or
     `[*B]`.
@@ -699,7 +693,7 @@ class Prefix(Mask):
 
 @pytree_dataclass
 class Dilated(Mask):
-    """Keeps pairs whose q − kv is a multiple of `step`, by position.
+    """Keys at distances q − kv that are multiples of `step`, by position.
 
     The strided pattern of Child et al. 2019.
     """
@@ -734,7 +728,8 @@ class Dilated(Mask):
 
 @pytree_dataclass
 class Global(Mask):
-    """The first `n` positions attend to all and are attended by all (Beltagy et al. 2020)."""
+    """Global positions: the first `n` attend to all, and all attend to them (Beltagy et al.
+    2020)."""
 
     of_positions = True
 
@@ -764,7 +759,7 @@ def _check_lengths(owner: str, name: str, value: Any) -> None:
 
 @pytree_dataclass
 class Lengths(Mask):
-    """Keeps places < length, for queries, keys or both: padding at the end is masked.
+    """Lengths of queries, keys or both: places < length are allowed, padding at the end is not.
 
     `q` and `kv` are integers or integer arrays, scalar or `[*B]`; None is unbounded.
     """
@@ -798,8 +793,7 @@ class Lengths(Mask):
 
 
 def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
-    """Returns the places of each tile in an array of this size; places past the end repeat the
-    last."""
+    """Returns the places of each tile in an array of this size, clipped to its last entry."""
     xp = jnp if isinstance(extent.start, jax.Array) else np
     start = xp.asarray(extent.start, np.int32).reshape(-1)
     offsets = np.arange(extent.size, dtype=np.int32)
@@ -857,7 +851,7 @@ class _Ids(NamedTuple):
 
 @pytree_dataclass
 class Segments(Mask):
-    """Keeps pairs with equal ids: several documents or sentences packed in one row.
+    """Segments packed in one row, such as documents or sentences: equal ids attend to each other.
 
     `q_ids` is an integer array `[*B, T]` (or `[T]` for all rows), `kv_ids` `[*B, S]`; None: the
     same.
@@ -886,7 +880,7 @@ class Segments(Mask):
 
 @pytree_dataclass
 class Padding(Mask):
-    """Keeps keys that are tokens, by place: the `attention_mask [*B, S]` that tokenisers give.
+    """The keys that are tokens, by place: the `attention_mask [*B, S]` that tokenisers give.
 
     1 or True is a token, 0 or False is padding, on either side or in the middle; `[S]` is for all
     rows. Queries are not masked, so that it serves self- and cross-attention alike: the output of a
@@ -991,8 +985,7 @@ class Blocks(Mask):
             raise ValueError(f"Blocks: block must be an integer >= 1 or two, got {self.block!r}")
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """The letters of the layout: without leading axes it is shared by all heads, else it has
-        full rank."""
+        """The letters of the layout: it is shared by all heads, or else has full rank."""
         return {"layout": "Tb Sb" if self.layout.ndim == 2 else "*#B #N Tb Sb"}
 
     @property
@@ -1051,8 +1044,8 @@ class Predicate(Mask):
     Empty and full tiles are found by interval arithmetic on the function itself, as far as its
     operations are known in `functions.interval_rules`. `bounds(tile) -> (maybe_any, surely_all)`
     replaces this analysis. It is called for n × m tiles at once, with rows `[n, 1]` and columns
-    `[1, m]` (see `Tile`), and returns two booleans that broadcast to `[n, m]`: for `kv_idx > q_idx
-    + 200`
+    `[1, m]` (see `Tile`), and returns two booleans that broadcast to `[n, m]`: for
+    `kv_idx > q_idx + 200`
 
         lambda tile: (
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
@@ -1126,8 +1119,8 @@ class Predicate(Mask):
             return every(b, h, rows.positions, columns.positions)
 
     def read(self, tile: Tile) -> "Predicate | _Rule":
-        """Returns an object that computes the bounds of a tile and its parts: the function read as
-        an expression, or this mask if the user gave bounds."""
+        """Returns the function as an expression with bounds, or this mask if the user gave
+        bounds."""
         if self.bounds_fn is not None:
             return self
         q, _, kv, _ = _of_one_dtype(_ends(tile))
@@ -1252,8 +1245,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
 def _refined(
     mask: Mask, read: Any, functions: list[Predicate], tile: Tile, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes `(maybe_any, surely_all)` of undecided tiles from their parts and then from their
-    pairs.
+    """Computes `(maybe_any, surely_all)` of undecided tiles by their parts, then by their pairs.
 
     It considers all positions between a tile's ends, so their order in the tile does not matter.
     """
@@ -1284,8 +1276,7 @@ def _refined(
 
 
 def _functions(mask: Mask) -> list[Predicate]:
-    """Returns the functions of a mask of positions without arrays; an empty list for any other
-    mask."""
+    """Returns the functions of a mask of positions without arrays; no functions for other masks."""
     is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
     if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):

@@ -58,8 +58,7 @@ def _single_head(
 
 
 def _check_tokens(**arrays: Any) -> None:
-    """Raises TypeError or ValueError unless all are float arrays of tokens `[*B, tokens,
-    features]`."""
+    """Raises TypeError or ValueError unless all are float arrays `[*B, tokens, features]`."""
     for name, array in arrays.items():
         check_array(name, array, "[*B, tokens, features]", ndim=2)
 
@@ -334,8 +333,7 @@ def additive_attention(
 def _check_additive(
     query: Any, key: Any, value: Any, w_query: Any, w_key: Any | None, w_score: Any
 ) -> None:
-    """Raises TypeError or ValueError unless all arrays of `additive_attention` have one dtype and
-    fit."""
+    """Raises TypeError or ValueError unless the arrays of `additive_attention` fit together."""
     _check_tokens(query=query, key=key, value=value)
     _check_matrix("w_query", w_query, "[Dq, A]")
     if w_key is not None:

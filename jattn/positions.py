@@ -74,8 +74,7 @@ def sinusoidal(
     base: float = 10000.0,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*shape D"]:
-    """Returns encodings `[..., D]` of positions `[...]`: sin(p ω) in even channels, cos(p ω) in odd
-    ones.
+    """Encodes positions `[...]` as `[..., D]`: sin(p ω) in even channels, cos(p ω) in odd ones.
 
     ω of channels 2i and 2i + 1 is base^(−2i/D). Vaswani et al. 2017, section 3.5.
 
@@ -101,7 +100,7 @@ def _lift(vector: Any, ndim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Divides rotary frequencies by `factor` (Chen et al. 2023, position interpolation)."""
+    """Position interpolation: rotary frequencies divided by `factor` (Chen et al. 2023)."""
 
     factor: float
 
@@ -117,10 +116,11 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class NTK:
-    """Changes the base of rotary frequencies to base · factor^(r/(r−2)), with r rotated channels.
+    """NTK-aware scaling: the base of rotary frequencies times factor^(r/(r−2)), for r rotated
+    channels.
 
-    "NTK-aware": the lowest frequency is divided by `factor` and the highest stays (Peng et al.
-    2023, section 3.1, after a proposal of bloc97).
+    The lowest frequency is divided by `factor` and the highest stays (Peng et al. 2023, section
+    3.1, after a proposal of bloc97).
     """
 
     factor: float
@@ -139,7 +139,7 @@ class NTK:
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """Scales rotary frequencies by their number of turns (Peng et al. 2023, YaRN).
+    """YaRN: rotary frequencies scaled by their number of turns (Peng et al. 2023).
 
     Args:
         factor: the divisor of slow frequencies.
@@ -294,8 +294,7 @@ def _rotate_pairs(x: Array, cos: Array, sin: Array, style: str) -> Array:
 def learned(
     table: Float[Array, "max D"], positions: Int[AnyArray, "*shape"]
 ) -> Float[Array, "*shape D"]:
-    """Returns rows of a learned table `[max, D]`; NaN, never another row, for positions outside of
-    it."""
+    """Returns rows of a learned table `[max, D]`; NaN for positions outside of the table."""
     check_array("table", table, "[max, D]")
     if len(table.shape) != 2:
         raise ValueError(f"table: expected [max, D], got {list(table.shape)}")

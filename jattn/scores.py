@@ -165,7 +165,7 @@ def _divided(value: Any, unit: float) -> Any:
 
 @pytree_dataclass
 class SoftCap(ScoreFunction):
-    """Caps scores smoothly: cap × tanh(score / cap) lies within ±cap (Gemma 2, 2024).
+    """A soft cap: cap × tanh(score / cap) lies within ±cap (Gemma 2, 2024).
 
     `cap` is a scalar, or `[N]` with one cap for each head.
     """
@@ -196,7 +196,7 @@ class SoftCap(ScoreFunction):
 
 @pytree_dataclass
 class Temperature(ScoreFunction):
-    """Divides scores by t: above 1 flattens the softmax, below 1 sharpens it.
+    """A temperature, score / t: above 1 flattens the softmax, below 1 sharpens it.
 
     `t` is a scalar, or `[N]` with one temperature for each head.
     """
@@ -240,8 +240,7 @@ def apart(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
 
 @pytree_dataclass
 class Alibi(ScoreFunction):
-    """Subtracts slope[h] × |q − kv| from scores, by position (Press et al. 2022). `slopes` is
-    `[N]`."""
+    """ALiBi: score − slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`."""
 
     slopes: Any = array_field("N")
 
@@ -295,7 +294,7 @@ def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "
 
 @pytree_dataclass
 class RelativeBias(ScoreFunction):
-    """Adds table[bucket(kv − q), h] to scores, by position: T5's learned relative bias.
+    """T5's learned relative bias: score + table[bucket(kv − q), h], by position.
 
     `table` is `[buckets, N]`; see `relative_bucket` for `bidirectional` and `max_distance`.
     """
@@ -336,8 +335,7 @@ class RelativeBias(ScoreFunction):
         return score + table[self.bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:
-        """Adds one value per diagonal, or one to all, because a table lookup for each score is
-        slow."""
+        """Adds one value per diagonal, or one to all: a table lookup for each score is slow."""
         distance = kv[0] - q[-1] + jnp.arange(sum(score.shape) - 1, dtype=kv.dtype)
         bucket = self.bucket(distance)
         values = table[bucket]
@@ -362,7 +360,7 @@ def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
 
 @pytree_dataclass
 class Bias(ScoreFunction):
-    """Adds an array to scores, by place: full rank `[*B, N, T, S]`; axes of size 1 broadcast."""
+    """A bias array, score + array by place: full rank `[*B, N, T, S]`; axes of size 1 broadcast."""
 
     array: Any = array_field("*#B #N #T #S")
 
@@ -431,14 +429,12 @@ class Score(ScoreFunction):
 
 
 def _in_dtype(x: Any, dtype: Any) -> Any:
-    """Casts a float array to the dtype of scores, as `Call.prepared` does; returns other values
-    unchanged."""
+    """Casts a float array to the dtype of scores, as `Call.prepared` does; keeps other values."""
     is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(dtype) if is_float else x
 
 
 @functools.cache
 def _examples(dtype: Any) -> tuple[Any, ...]:
-    """Returns abstract arguments of a score function: a score of a dtype, a batch row, a head, a
-    query and a key."""
+    """Returns abstract arguments: a score of a dtype, a batch row, a head, a query and a key."""
     return tuple(jax.ShapeDtypeStruct((), x) for x in (dtype, *[jnp.int32] * 4))

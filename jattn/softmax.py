@@ -61,8 +61,7 @@ def _lowest(dtype: Any) -> float:
 
 
 def rounded(scores: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the scores such that no compiler fuses their last product with a following
-    subtraction.
+    """Returns the scores such that no compiler fuses their last product with a later subtraction.
 
     Compilers fuse a product and a difference into one operation without intermediate rounding. The
     maximum of a row, however, is a rounded number: at large logits the largest score minus the
@@ -99,8 +98,7 @@ def of(
     weigh: Callable[[Float[Array, "t s"]], Float[Array, "t V"]],
     differentiable: bool = True,
 ) -> Partial:
-    """Computes the contribution of the keys with `scores` [t, s]; `weigh` multiplies weights by
-    values.
+    """Computes the contribution of the keys with `scores` [t, s]; `weigh` multiplies by the values.
 
     A score of −inf is a masked key: its weight is exp(−inf), exactly 0. Derivatives need this even
     in rows that hold NaN, hence the selection if `differentiable`; without it XLA fuses maximum,
@@ -125,8 +123,10 @@ def combine(a: Partial, b: Partial) -> Partial:
 
 
 def denominator(partial: Partial) -> Float[Array, " t"]:
-    """Returns the total, or 1 for a row without keys or with NaN: in the quotient NaN would also
-    reach the keys that are masked for the row."""
+    """Returns the divisor of a row: its total, or 1 for a row without keys or with NaN.
+
+    A quotient by NaN would also reach the keys that are masked for the row.
+    """
     return jnp.where((partial.total == 0) | jnp.isnan(partial.total), 1, partial.total)
 
 
@@ -154,8 +154,7 @@ def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
 
 
 def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
-    """Returns the greatest magnitude, in the dtype of sums; NaN if a value is NaN. No derivative
-    flows through it."""
+    """Returns the greatest magnitude, in the dtype of sums, as a constant; NaN if any is NaN."""
     most = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), initial=0)
     return most.astype(accumulation(values.dtype))
 
@@ -213,7 +212,7 @@ def _check_part(name: str, out: Any, lse: Any) -> None:
 
 @may_be_minus_infinity(1)
 def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
-    """Attention over all keys from attention over disjoint parts of them.
+    """Merges attention over disjoint parts of the keys into attention over all keys.
 
     Each part is `(out [*B, T, N, V], lse [*B, N, T])`, as `attention(..., return_lse=True)` returns
     it. A part without keys, `(0, −inf)`, changes nothing. Differentiable in all inputs. The results
@@ -297,8 +296,7 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
 def with_sink_in_weights(
     weights: Float[Array, "*B N T S"], lse: LogSumExp, sink: Float[Array, " N"]
 ) -> Float[Array, "*B N T S"]:
-    """Rescales weights without the sink, whose log-sum-exp is `lse`, so that a row sums to less
-    than 1."""
+    """Adds a sink to weights with log-sum-exp `lse`; a row then sums to less than 1."""
     nothing = jnp.zeros((*jnp.swapaxes(lse, -1, -2).shape, 0), lse.dtype)
     _, total = with_sink(nothing, lse, sink)
     dead = lse == -jnp.inf

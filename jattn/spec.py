@@ -27,8 +27,8 @@ Shaped = Array | jax.ShapeDtypeStruct  # any value with a shape and a dtype
 
 
 class PairScore(Protocol):
-    """A score of a query and a key in place of their product: a pytree whose float arrays are
-    differentiable."""
+    """A score of a query and a key in place of their product: a pytree; float arrays are
+    parameters."""
 
     def products(self, query: Array, key: Array) -> Array:
         """Computes `[t, s]` from queries `[t, H]` and keys `[s, H]`, in the dtype of sums.
@@ -161,8 +161,7 @@ def with_parameters(spec: Spec, values: list[Any]) -> Spec:
 
 
 def scaled(spec: Spec, query: Array) -> tuple[Spec, Array, float]:
-    """Returns a spec without the scale, the queries times the scale, and the factor for their
-    gradient.
+    """Returns a spec without the scale, the scaled queries, and the factor for their gradient.
 
     This takes one pass over the queries instead of one over the scores. It is done only where it
     does not round more. A scale that is an array stays in the spec, as a parameter.

@@ -98,9 +98,10 @@ def top_weights(
     `query [*B, T, N, H]`, `key [*B, S, K, H]`, n at most S; options as in `attention`.
 
     Returns:
-        Weights `[*B, N, T, n]` in float32 (float64), greatest first, and places int32 `[*B, N, T,
-        n]`; if fewer keys are attended, weights 0 at place −1. Equal weights are in no particular
-        order. Memory grows with T × n, never T × S. Both are constants without derivatives.
+        Weights `[*B, N, T, n]` in float32 (float64), greatest first, and places int32
+        `[*B, N, T, n]`; if fewer keys are attended, weights 0 at place −1. Equal weights are in no
+        particular order. Memory grows with T × n, never T × S. Both are constants without
+        derivatives.
 
     Raises the errors of `attention_weights`, TypeError and ValueError for n.
     """
@@ -143,8 +144,7 @@ def _constant(x: Any) -> Any:
 def _cuts(
     _: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
 ) -> Statistics:
-    """Returns how the results are sharded if types say so: like the queries, but `received` like
-    the keys."""
+    """Returns the sharding of the results, if explicit: as the queries, `received` as the keys."""
     cuts = Cuts.of(query)
     row: Any = cuts.by_head
     received: Any = joined((*cuts.batch, cuts.N), cuts_of(key)[-3:-2])

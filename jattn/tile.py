@@ -86,8 +86,7 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
 
 
 def reach_all(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
-    """Returns x, or NaN if there is no mask and a value, to which all queries then attend, is not
-    finite."""
+    """Returns x, or NaN if the spec has no mask and a value is not finite."""
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 
 
@@ -184,16 +183,14 @@ class _Leaves:
         return array, tuple(named)
 
     def axes(self, letter: str) -> list[int | None]:
-        """Returns the axis of each array along `letter`, once the letters before it are mapped
-        away."""
+        """Returns the axis of each array along `letter`, after earlier letters are mapped away."""
         outer = "BKG"[: "BKG".index(letter)]
         left = [[x for x in letters if x not in outer] for letters in self.letters]
         return [x.index(letter) if letter in x else None for x in left]
 
 
 def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-    """Maps a function along leading axes like `jax.vmap`, but sequentially, in the memory of one
-    call."""
+    """Maps a function along leading axes sequentially, in the memory of one call."""
 
     def mapped(*arguments: Any) -> Any:
         def by_axis(pick: Any, *trees: Any) -> Any:

@@ -89,8 +89,7 @@ runs only if it is named."""
 
 
 def check_name(implementation: str | None, *, cached: bool = False) -> None:
-    """Raises ValueError unless `implementation` is one of the names, or None; `cached` calls, on a
-    cache, have one more."""
+    """Raises ValueError for an unknown name; `cached` calls, on a cache, have one more name."""
     of_cache = (FEW_QUERIES,) if cached else ()
     check_choice("implementation", implementation, (None, *of_cache, *NAMES))
 
@@ -102,8 +101,7 @@ def refuse(name: str, reason: str | None) -> None:
 
 
 def _unsupported(row: Row, call: Call) -> str | None:
-    """Returns why a kernel cannot compute a call, or a program exported for any size; None if it
-    can."""
+    """Returns why a kernel cannot compute a call or an exported program; None if it can."""
     shapes = call.shapes
     if not shapes.cuttable:
         return (
@@ -196,16 +194,14 @@ def _first_supported(
 def _otherwise(
     name: str, remaining: Sequence[str], shapes: Shapes, platform: str, reason: Unbuilt
 ) -> AttentionVJP:
-    """Returns the functions of another kernel, after the compilation of this kernel's has
-    failed."""
+    """Returns the functions of another kernel, after this kernel's could not be compiled."""
     if not remaining:
         refuse(name, str(reason))
     return _first_supported(remaining, shapes, False, platform)
 
 
 def reader(call: Call, cache: Cache) -> Callable[[Spec, Array, Cache], CacheResults] | None:
-    """Returns the function that reads the cache of a prepared call in place; None if a kernel reads
-    a copy.
+    """Returns the function that reads a prepared call's cache in place; None to read a copy.
 
     Raises NotImplementedError if `FEW_QUERIES` is named and does not support the call.
     """
@@ -253,16 +249,14 @@ def sum_weights(platform: str, question: Question, query: Array, key: Array) -> 
 
 
 def _elsewhere(row: Row, platform: str, *, named: bool = False) -> str | None:
-    """Returns why a kernel is not for a platform; None if it is. Only named kernels are
-    interpreted."""
+    """Returns why a kernel is not for a platform, or None. Only named kernels are interpreted."""
     if row.platforms and platform not in (*row.platforms, *(row.interpreted if named else ())):
         return f"is for {' and '.join(row.platforms)}, the program is for {platform}"
     return None
 
 
 def _traced_elsewhere(row: Row, platform: str) -> str | None:
-    """Returns why a program traced in this process cannot use a kernel on a platform; None if it
-    can."""
+    """Returns why a program traced here cannot use a kernel on a platform; None if it can."""
     if row.when != "default_platform" or platform == (traced_for := _default_platform()):
         return None
     return (

@@ -243,8 +243,7 @@ def attention(
 
 
 def _padded(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut) -> Any:
-    """Pads queries and keys to sizes that the devices share evenly, and removes the padding's
-    results.
+    """Pads queries and keys to sizes that the devices share evenly, and slices the results.
 
     Nothing attends to the padding.
     """

@@ -30,8 +30,7 @@ class Axes(NamedTuple):
         return lax.axis_index(self.name)
 
     def first(self, rows: int, heads: int) -> tuple[Any, Any]:
-        """Returns the numbers of this device's first batch row and head; 0 for axes that are not
-        sharded."""
+        """Returns the numbers of this device's first batch row and head; 0 if not sharded."""
         b = 0 if self.batch is None else lax.axis_index(self.batch) * rows
         h = 0 if self.heads is None else lax.axis_index(self.heads) * heads
         return b, h

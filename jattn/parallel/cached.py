@@ -197,8 +197,7 @@ def _written(
 def _attend_part(
     axes: Axes, call: Call, query: Array, cache: DenseCache
 ) -> tuple[Output, Normalizer]:
-    """Computes `out [B, T, N, V]` and the normalizers `[B, T, N]` over this device's slots
-    alone."""
+    """Computes `out [B, T, N, V]` and normalizers `[B, T, N]` over this device's slots alone."""
     (B, T, N, H), (_, K, S, V) = query.shape, cache.values.shape
     shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
     every, first = jnp.arange(T, dtype=jnp.int32), axes.place * S

@@ -29,8 +29,7 @@ from jattn.spec import Shapes, Spec
 
 
 def _in_sequence(x: Array, axes: Axes, axis: int, back: bool = False) -> Array:
-    """Reorders the tokens of all devices to the order of the sequence, or `back` to the devices'
-    order."""
+    """Reorders all devices' tokens to the order of the sequence, or `back` to the devices'."""
     if axes.order == "contiguous":
         return x
     places = placement.placed(x.shape[axis], axes.devices, axes.order)
@@ -65,9 +64,11 @@ def gathered_attend(
     return _run(call, local_spec, query, key, value)
 
 
-def _run(call: Call, own: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
+def _run(
+    call: Call, spec: Spec, query: Array, key: Array, value: Array
+) -> tuple[Output, LogSumExp]:
     """Computes attention of a piece of a call, with this spec, to all keys."""
-    piece = dataclasses.replace(call, spec=own, shapes=Shapes.of(query, value))
+    piece = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
     return run(piece, query, key, value)
 
 
@@ -107,8 +108,7 @@ def all_to_all_attend(
 
 
 def _of_some_heads(spec: Spec, axes: Axes, T: int) -> Spec:
-    """Returns the spec with arrays along T and S whole, and arrays along N sliced to this device's
-    share."""
+    """Returns the spec with whole arrays along T and S, and this device's share along N."""
 
     def exchange_leaf(letters: str, leaf: Any) -> Any:
         heads, rows, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")

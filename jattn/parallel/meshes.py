@@ -23,8 +23,7 @@ def devices_of(mesh: Any, axis: AxisName | None) -> int:
 
 
 def check_mesh(mesh: Any, *axes: AxisName | None) -> None:
-    """Raises TypeError if `mesh` is not a mesh, and ValueError for axes that it lacks or that occur
-    twice."""
+    """Raises TypeError for a value that is not a mesh, ValueError for missing or repeated axes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")
     used = [name for axis in axes for name in _names(axis)]

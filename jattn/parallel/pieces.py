@@ -28,8 +28,7 @@ def run(
     *operands: Any,
     shapes: Shapes,
 ) -> Any:
-    """Runs one of the functions of the named kernel, or of the first kernel that can compute a
-    piece.
+    """Runs a function of the named kernel, or of the first kernel that can compute a piece.
 
     Raises NotImplementedError if the named kernel cannot.
     """

@@ -152,8 +152,7 @@ def _known_part(mask: Mask) -> Mask:
 def needed(
     mask: Mask, T: int, S: int, devices: int, order: str
 ) -> Bool[np.ndarray, "devices devices"]:
-    """Returns which shards of keys the queries of each device may need, as far as is known while
-    tracing.
+    """Returns which shards of keys each device's queries need, as far as is known while tracing.
 
     Tokens are at the positions of the order.
     """
@@ -167,8 +166,7 @@ def needed(
 
 
 def _kinds(mask: Mask, T: int, S: int, rows: int, columns: int) -> np.ndarray | None:
-    """Returns the kinds of tiles of `rows` × `columns`; None if they are not known while
-    tracing."""
+    """Returns the kinds of tiles of `rows` × `columns`; None if not known while tracing."""
     tile = masks.Tile.grid(masks.extents(T, rows), masks.extents(S, columns))
     kinds = masks.kinds(_known_part(mask), tile)
     return kinds if isinstance(kinds, np.ndarray) and T and S else None

@@ -36,8 +36,7 @@ from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_paramet
 
 
 class Hops(NamedTuple):
-    """A step of the route, repeated `times`: each device in `sources` sends its shard `distance`
-    devices ahead."""
+    """Hops of the route, `times` alike: each device in `sources` sends `distance` devices ahead."""
 
     distance: int
     times: int
@@ -114,15 +113,13 @@ class Route(NamedTuple):
 
 
 def travels(letters: str) -> bool:
-    """Returns whether an array of a spec goes around with the keys: arrays along S and not along T
-    do."""
+    """Returns whether an array of a spec goes around with the keys: those along S but not T do."""
     named = letters.replace("#", "").split()
     return "S" in named and "T" not in named
 
 
 def _key_axis(letters: str, leaf: Any) -> int | None:
-    """Returns the S axis of an array along T and S, of which each shard of keys has a part; None
-    for others."""
+    """Returns the S axis of an array along T and S, which is sliced for each shard; else None."""
     axis = axis_of("S", letters, leaf.ndim)
     has_part = axis is not None and not travels(letters) and leaf.shape[axis] > 1
     return axis if has_part else None
@@ -140,8 +137,7 @@ def _part(letters: str, leaf: Array, start: Any, size: int) -> Array:
 
 
 class KVShard(NamedTuple):
-    """The arrays that go around the ring: the keys and values of a shard, or of a part of it, and
-    the spec's arrays along S."""
+    """The arrays that go around: keys and values of a shard or its part, and arrays of the spec."""
 
     key: Array
     value: Array
@@ -155,8 +151,7 @@ class KVShard(NamedTuple):
         return cls(key, value, arrays)
 
     def cut(self, spec: Spec, first: Any) -> Spec:
-        """Returns the spec with its arrays along S sliced to this shard, which begins at key
-        `first`."""
+        """Returns the spec with arrays along S sliced to this shard, from key `first` on."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
         def sliced(letters: str, leaf: Any) -> Any:
@@ -249,13 +244,11 @@ class Ring(NamedTuple):
         return state
 
     def shard(self, distance: Any) -> Any:
-        """Returns the index of the shard that this device holds when all are `distance` devices
-        from home."""
+        """Returns the index of the shard on this device after all have moved by `distance`."""
         return (self.axes.place - distance) % self.axes.devices
 
     def first(self, distance: Any) -> Any:
-        """Returns the index of this device's first key among all keys, in the order of the
-        shards."""
+        """Returns the index of this device's first key among all, in the order of the shards."""
         return self.shard(distance) * self.keys + self.begin
 
     def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Any) -> Spec:
@@ -286,8 +279,7 @@ class Ring(NamedTuple):
     def forward(
         self, spec: Spec, query: Array, kv: KVShard, distance: Any, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
-        """Returns `(out, normalizer, all_finite)` after adding the contribution of a shard of
-        keys."""
+        """Returns `(out, normalizer, all_finite)` after adding a shard's contribution."""
         shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
 
         def compute() -> Any:
@@ -310,8 +302,7 @@ class Ring(NamedTuple):
         finite: Array,
         so_far: Gradients,
     ) -> Gradients:
-        """Returns `so_far` plus the gradients from a shard of keys; `so_far.with_shard` must be
-        0."""
+        """Adds the gradients from a shard of keys to `so_far`, whose `with_shard` must be 0."""
         shard, shapes = self.shard(distance), Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
         names = Gradients.of(letters, _QUERIES, "", "", letters).local
@@ -354,8 +345,7 @@ def _repeat(count: int, body: Any, state: Any) -> Any:
 
 
 def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> Any:
-    """Adds the contributions of all shards to `state`, sending the next shard while one is
-    computed."""
+    """Adds the contributions of all shards to `state`, while the next shard is being sent."""
     hops, distance = ring.route.hops, 0
     next_shard = hops and hops[0].send(kv, ring.axes)
     state = ring.forward(spec, query, kv, distance, state)
@@ -477,8 +467,7 @@ class RingCall(NamedTuple):
 def attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` of this device's queries and all keys,
-    differentiable.
+    """Computes `(out [B, T, N, V], lse [B, N, T])` of this device's queries, differentiable.
 
     The call is prepared, and its arrays are this device's; there is one flat batch axis.
     """

@@ -62,8 +62,7 @@ class Round(NamedTuple):
         return axis if axis is not None and leaf.shape[axis] > 1 else None
 
     def cut(self, x: Array, axis: int | None = _HEADS, keys: Any = None) -> Array:
-        """Slices an array to the share of its heads, and `[B, S, ...]` also to `keys = (first,
-        number)`.
+        """Slices an array to its share of heads, and to the `keys` (first, number) if given.
 
         An array that all heads share is returned unchanged.
         """
@@ -88,14 +87,14 @@ class Round(NamedTuple):
         start = self.share * part.shape[_HEADS]
         return lax.dynamic_update_slice_in_dim(total, part, start, _HEADS)
 
-    def add(self, letters: str, total: Array, found: Array, first_key: Any = 0) -> Array:
+    def add(self, letters: str, total: Array, part: Array, first_key: Any = 0) -> Array:
         """Adds this round's result, for its heads and a run of keys, to `total`."""
         start: list[Any] = [0] * total.ndim
         for letter, first in (("N", None), ("S", first_key)):
             axis = axis_of(letter, letters, total.ndim)
-            if axis is not None and found.shape[axis] < total.shape[axis]:
-                start[axis] = self.share * found.shape[axis] if first is None else first
-        return slicing.add_block(total, found.astype(total.dtype), start)
+            if axis is not None and part.shape[axis] < total.shape[axis]:
+                start[axis] = self.share * part.shape[axis] if first is None else first
+        return slicing.add_block(total, part.astype(total.dtype), start)
 
 
 def run(rounds: int, compute: Any, total: Any) -> Any:

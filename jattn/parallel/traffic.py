@@ -63,8 +63,7 @@ def exchanges(
     return_lse: bool = False,
     **options: Unpack[WeightOptions],
 ) -> tuple[Exchange, ...]:
-    """Returns the exchanges of `parallel.attention` with these arguments and gradients of all
-    floats.
+    """Returns the exchanges of `parallel.attention` with these arguments, forward and backward.
 
     It computes nothing. It does not count sums over devices of the gradients of parameters, which
     XLA merges with those of the rest of a program. XLA may merge exchanges that both passes make.
@@ -123,8 +122,7 @@ class _Cut(NamedTuple):
         return size * jnp.dtype(self.shapes.dtype if dtype is None else dtype).itemsize
 
     def leaves(self) -> Iterator[tuple[str, Any, bool]]:
-        """Yields the letters of each array of the spec, the array, and whether it has a
-        gradient."""
+        """Yields the letters of each array of the spec, the array, and if it has a gradient."""
         learned = {id(x) for x in parameters(self.call.spec)}
         letters = jax.tree.leaves(axis_names(self.call.spec))
         for x, leaf in zip(letters, jax.tree.leaves(self.call.spec), strict=True):

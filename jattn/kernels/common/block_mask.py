@@ -55,8 +55,7 @@ class BlockMask(NamedTuple):
         return self._replace(ends=ends, kinds=tuple(sorted({*self.kinds, masks.MIXED})))
 
     def longest_first(self, heads: int) -> Any:
-        """Returns for each of `heads` its blocks `[B, heads, n]` by falling number of tiles that
-        they visit.
+        """Returns the blocks `[B, heads, n]` of each of `heads`, by falling number of tiles.
 
         B and heads have size 1 if all are equal. None if all blocks visit the same number.
         """

@@ -25,8 +25,7 @@ _call.multiple_results = True
 def with_derivative(
     function: Callable[..., Any], derivative: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Attaches a forward-mode rule to a function of trees of arrays, which closes over nothing
-    traced.
+    """Attaches a forward-mode rule to a function of trees that closes over nothing traced.
 
     derivative(operands, tangents) -> (results, their tangents), with None for a tangent that is 0.
     """
@@ -62,8 +61,7 @@ def compile_and_run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
 
 def register_eager_run(primitive: Primitive) -> None:
-    """Registers how to run an operation outside of any program, and its check of NaN for
-    `checkify`."""
+    """Registers the eager run of an operation, and its check of NaN for `checkify`."""
     primitive.def_impl(functools.partial(compile_and_run, primitive))
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
 

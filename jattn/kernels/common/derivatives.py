@@ -107,7 +107,7 @@ class PerQuery(NamedTuple):
         return cls(query, d_out, *normalizer.finite(), delta)
 
     def with_normalizer(self, normalizer: Normalizer) -> "PerQuery":
-        """Replaces the normalizer by another of the same rows, and keeps the tangent of the old
+        """Replaces the normalizer by another of the same rows; the tangent stays that of the old
         one."""
         maximum, log_total = normalizer.finite()
         tangent = self.log_total - jax.lax.stop_gradient(self.log_total)
@@ -129,8 +129,7 @@ def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQu
 
 
 class TangentInputs(NamedTuple):
-    """The arrays along the queries that `DerivativeFunctions.tangent` receives, each `[B, T, N,
-    ...]`.
+    """The arrays along queries of `DerivativeFunctions.tangent`, each `[B, T, N, ...]`.
 
     They are the query, its tangent, and the output of the forward function.
     """
@@ -269,8 +268,7 @@ class Attention(NamedTuple):
         cotangents: Results,
         tangents: "_Tangents",
     ) -> Inputs:
-        """Computes the tangents of `_vjp`, by the inputs and by the cotangents in which it is
-        linear."""
+        """Computes the tangents of `_vjp`, by its inputs and by its cotangents."""
         if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, inputs)
 
@@ -321,8 +319,7 @@ class Attention(NamedTuple):
         tangent: Inputs,
         tangents: "_Tangents",
     ) -> Results:
-        """Computes the tangents of `_jvp`, by the inputs and by the tangent in which it is
-        linear."""
+        """Computes the tangents of `_jvp`, by its inputs and by its tangent."""
         if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, _results(residuals))
 
@@ -421,16 +418,15 @@ def filled(tangents: Any, like: Any) -> Any:
 
 
 def where_given(tangents: Any) -> Any:
-    """Returns a tree with True for each given tangent: a rule that outlives a trace may not hold
-    its arrays."""
+    """Returns True for each given tangent; a rule that outlives a trace may not hold arrays."""
     return jax.tree.map(lambda x: True, tangents)
 
 
-def wanted(found: Any, given: Any) -> Any:
-    """Returns the values of `found` for which `given` has a leaf, and None for the others."""
-    wanted_leaves, structure = jax.tree.flatten(given, is_leaf=_is_none)
+def wanted(values: Any, like: Any) -> Any:
+    """Returns the values for which `like` has a leaf, and None for the others."""
+    wanted_leaves, structure = jax.tree.flatten(like, is_leaf=_is_none)
     pick = lambda x, y: x if y is not None else None  # noqa: E731
-    return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(found), wanted_leaves))
+    return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(values), wanted_leaves))
 
 
 def _cast(gradients: Any, inputs: Inputs) -> Inputs:

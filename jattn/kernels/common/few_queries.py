@@ -1,4 +1,4 @@
-"""What every kernel for a few queries on many keys asks of a call."""
+"""The requirements of every kernel for a few queries on many keys."""
 
 from jaxtyping import Array
 
@@ -8,7 +8,7 @@ from jattn.spec import Shapes, Spec
 
 
 def unsupported(spec: Spec, shapes: Shapes) -> str | None:
-    """Why none of them takes a call; None if they may."""
+    """Returns why no such kernel can compute a call; None if some may."""
     most = tuning.current().few_queries
     if shapes.T > most:
         return f"expected at most {most} queries at a time, got {shapes.T}"

@@ -1,9 +1,9 @@
-"""The platform that a program is lowered for decides what is in it.
+"""An operation whose program is chosen when it is lowered, for the platform it is lowered for.
 
-While a program is traced nobody knows yet where it will run: its arrays may lie on a CPU in a
-process with a GPU, and `jax.export` lowers for machines that are elsewhere. So attention is staged
-out as one operation, `platform_dependent`. Its function is traced when the program is lowered, and
-only for the platforms that it is lowered for.
+While a program is traced it is not known where it will run: its arrays may lie on a CPU in a
+process with a GPU, and `jax.export` lowers for other machines. So attention is staged out as one
+operation, `platform_dependent`. Its function is traced when the program is lowered, and only for
+the platforms that it is lowered for.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from jattn.kernels.common.custom_derivative import none_for_zero, register_eager
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
-"""As `platform_dependent` names them; "other" are all that have no name here."""
+"""The names of platforms for `platform_dependent`; "other" stands for all that have no name."""
 
 
 class _Settings(NamedTuple):
-    """What of JAX's configuration decides how a function is traced."""
+    """The parts of JAX's configuration that affect how a function is traced."""
 
     enable_x64: bool
     default_matmul_precision: str | None
@@ -43,7 +43,7 @@ class _Settings(NamedTuple):
         return cls(*(getattr(jax.config, f"jax_{name}") for name in cls._fields))
 
     def restored(self) -> ExitStack:
-        """A context in which they hold again."""
+        """Returns a context in which these settings hold again."""
         stack = ExitStack()
         for name, value in self._asdict().items():
             stack.enter_context(getattr(jax, name)(value))
@@ -51,7 +51,7 @@ class _Settings(NamedTuple):
 
 
 def default_settings() -> ExitStack:
-    """A context for what comes with JAX, which does not trace under all settings."""
+    """Returns a context for JAX's own code, which does not trace under all settings."""
     precision = _Settings.now().default_matmul_precision
     return _Settings(False, precision, "standard", "allow").restored()
 
@@ -69,17 +69,17 @@ def _lowering(exported: bool) -> Iterator[None]:
 
 
 def exported() -> bool:
-    """Whether the program that is being lowered will be exported, and may run elsewhere."""
+    """Returns whether the program that is being lowered will be exported, and may run elsewhere."""
     return _exported.get()
 
 
 class Linear(NamedTuple):
-    """What is known of an operation that is linear in its last operand, a tree.
+    """The rules of an operation that is linear in its last operand, a tree.
 
     transpose(rest, cotangents) -> cotangents of the last operand, from those of all results; None
         stands for 0. `rest` are the other operands.
-    derivative(rest, last, d_rest, d_last) -> tangents of the results, where some of the `rest`
-        have tangents; None stands for 0.
+    derivative(rest, last, d_rest, d_last) -> tangents of the results, if some of the `rest` have
+        tangents; None stands for 0.
     """
 
     transpose: Callable[..., Any]
@@ -87,7 +87,7 @@ class Linear(NamedTuple):
 
 
 class _Flat(NamedTuple):
-    """`Linear` for flat operands, of which the last `last` are those that it is linear in."""
+    """`Linear` for flat operands, in whose `last` ones the operation is linear."""
 
     last: int
     transpose: Callable[..., list[Any]]
@@ -95,51 +95,53 @@ class _Flat(NamedTuple):
 
 
 _operation = Primitive("jattn_platform_dependent")
-# The same, of arrays whose types have a mesh.
+# The same operation for arrays whose types have a mesh.
 _on_mesh = Primitive("jattn_platform_dependent_on_mesh")
 for _primitive in (_operation, _on_mesh):
     _primitive.multiple_results = True
-# The mesh, for `partition`. JAX then wants all arrays of a program to have the same mesh, which in
-# a backward pass outside of a program have not, where types have one.
+# `partition` needs the mesh. JAX then requires that all arrays of a program have the same mesh,
+# which is not so in a backward pass outside of a program, if types have a mesh: hence `_on_mesh`.
 prim_requires_devices_during_lowering.add(_operation)
 
 
 def _stage(*flat: Any, **how: Any) -> Any:
-    """The operation, of these operands."""
+    """Binds the operation to these operands."""
     meshes = (jax.typeof(x).sharding.mesh for x in flat)
     is_typed = any(not x.empty and not x.manual_axes for x in meshes)
     return (_on_mesh if is_typed else _operation).bind(*flat, **how)
 
 
 def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) -> Any:
-    """`function(platform, *operands)`, for the platform that the program is lowered for.
+    """Computes `function(platform, *operands)`, for the platform that the program is lowered for.
 
     Args:
-        function: closes over nothing that is traced.
-        like: a tree of what has the shapes and dtypes of the results.
+        function: closes over nothing traced.
+        like: a tree of values with the shapes and dtypes of the results.
         operands: trees of arrays.
 
-    Derivatives raise NotImplementedError: the caller has to give them.
+    Derivatives raise NotImplementedError: the caller has to define them.
     """
     return _bind(function, like, operands, None)
 
 
 def linear(function: Callable[..., Any], like: Any, rules: Linear, *operands: Any) -> Any:
-    """As `platform_dependent`, for a function that is linear in its last operand: by the rules it
-    has derivatives in every mode."""
+    """`platform_dependent` for a function that is linear in its last operand.
+
+    The `rules` give it derivatives in every mode.
+    """
     rest, last = operands[:-1], operands[-1]
     rest_structure, last_structure = jax.tree.structure(rest), jax.tree.structure(last)
     results = jax.tree.structure(like)
 
     def transpose(rest: list[Any], cotangents: list[Any]) -> list[Any]:
         of_results = jax.tree.unflatten(results, cotangents)
-        found = rules.transpose(jax.tree.unflatten(rest_structure, rest), of_results)
-        return last_structure.flatten_up_to(found)
+        cotangent = rules.transpose(jax.tree.unflatten(rest_structure, rest), of_results)
+        return last_structure.flatten_up_to(cotangent)
 
     def derivative(rest: Any, last: Any, d_rest: Any, d_last: Any) -> list[Any]:
         structures = (rest_structure, last_structure) * 2
-        given = zip(structures, (rest, last, d_rest, d_last), strict=True)
-        return jax.tree.leaves(rules.derivative(*(jax.tree.unflatten(*x) for x in given)))
+        trees = zip(structures, (rest, last, d_rest, d_last), strict=True)
+        return jax.tree.leaves(rules.derivative(*(jax.tree.unflatten(*x) for x in trees)))
 
     flat = _Flat(last_structure.num_leaves, transpose, derivative)
     return _bind(function, like, operands, flat)
@@ -150,14 +152,14 @@ def _bind(
 ) -> Any:
     flat, structure = jax.tree.flatten(operands)
     shapes, results = jax.tree.flatten(like)
-    found = _stage(
+    leaves = _stage(
         *flat,
         function=functools.partial(_on_leaves, function, structure),
         like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
         settings=_Settings.now(),
         linear=linear,
     )
-    return jax.tree.unflatten(results, found)
+    return jax.tree.unflatten(results, leaves)
 
 
 def _on_leaves(function: Callable[..., Any], structure: Any, platform: str, *flat: Any) -> Any:
@@ -178,15 +180,15 @@ def _lower(
     exported = context.module_context.lowering_parameters.for_export
 
     def run(*flat: Any) -> Any:
-        # What varies over the devices of a `shard_map` no longer matters here, as each runs this;
-        # Pallas would ask each kernel to say so.
+        # Each device of a `shard_map` runs this, so that the axes over which arrays vary no longer
+        # matter; with the check Pallas would require each kernel to declare them.
         with settings.restored(), _lowering(exported), check_varying(False):
-            found = function(platform, *flat)
-        assert [(x.ndim, x.dtype) for x in found] == [(x.ndim, x.dtype) for x in like]
-        return found
+            results = function(platform, *flat)
+        assert [(x.ndim, x.dtype) for x in results] == [(x.ndim, x.dtype) for x in like]
+        return results
 
     local = [ShapedArray(x.shape, x.dtype) for x in context.avals_in]
-    untyped = AbstractMesh((), ())  # the types of what one device computes have no mesh
+    untyped = AbstractMesh((), ())  # types within one device's program have no mesh
     digest = None
     if not exported and partition.may_be_cut(context) and (letters := _letters(function)):
         one_device = functools.partial(_operation.bind, settings=settings, linear=None)
@@ -204,7 +206,7 @@ def _lower(
 
 
 def _letters(function: Any) -> partition.Letters | None:
-    """Those of the flat operands and results of an operation, if it can be cut."""
+    """Returns the letters of an operation's flat operands and results, if it can be partitioned."""
     if function.func is _on_leaves:
         return getattr(function.args[0], "letters", None)
     inner, axes, _ = function.args
@@ -213,18 +215,18 @@ def _letters(function: Any) -> partition.Letters | None:
 
 
 def _types(*operands: Any, like: Any, **_: Any) -> list[Any]:
-    """The results' types; within `shard_map` they vary over the axes over which operands do."""
+    """Returns the results' types, which vary over the operands' axes within `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return [ShapedArray(x.shape, x.dtype) for x in like]
     axes = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
     over = type(operands[0].manual_axis_type)(varying=axes)
 
-    def one(x: Any) -> Any:
+    def type_of(x: Any) -> Any:
         everywhere = NamedSharding(mesh, PartitionSpec(*[None] * len(x.shape)))
         return ShapedArray(x.shape, x.dtype, sharding=everywhere, manual_axis_type=over)
 
-    return [one(x) for x in like]
+    return [type_of(x) for x in like]
 
 
 def _batch(
@@ -232,33 +234,36 @@ def _batch(
 ) -> Any:
     size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
     if linear:
-        # Each example has its own, so that each has its own cotangent.
+        # Each example gets its own last operands, so that each has its own cotangent.
         n = len(operands) - linear.last
         last = [
             batching.bdim_at_front(x, a, size) for x, a in zip(operands[n:], axes[n:], strict=True)
         ]
         operands, axes = [*operands[:n], *last], [*axes[:n], *[0] * linear.last]
         linear = _mapped_rules(linear, axes[:n], size)
-    found = _stage(
+    results = _stage(
         *operands,
         function=functools.partial(_mapped, function, tuple(axes), size),
         like=tuple(jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in like),
         settings=settings,
         linear=linear,
     )
-    return found, [0] * len(found)
+    return results, [0] * len(results)
 
 
 def _mapped_rules(linear: _Flat, axes: list[Any], size: int) -> _Flat:
-    """The rules of a mapped operation: the other operands have these axes, all else has the first.
-    None stays None."""
+    """Returns the rules of a mapped operation.
+
+    The other operands are mapped along `axes`, everything else along the first axis. None stays
+    None.
+    """
     transpose = jax.vmap(linear.transpose, (axes, 0), axis_size=size)
     derivative = jax.vmap(linear.derivative, (axes, 0, axes, 0), axis_size=size)
     return _Flat(linear.last, transpose, derivative)
 
 
 def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> Any:
-    # Of a share of the examples, where the operation is cut.
+    # If the operation is partitioned, `flat` has a share of the examples only.
     size = next((x.shape[a] for x, a in zip(flat, axes, strict=True) if a is not None), size)
     return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
 
@@ -268,20 +273,20 @@ def _jvp(operands: Any, tangents: Any, *, linear: _Flat | None, **how: Any) -> A
         reverse_mode.refuse()
     results = _stage(*operands, linear=linear, **how)
     n = len(operands) - linear.last
-    given = none_for_zero(tangents)
-    if any(x is not None for x in given[:n]):
+    nonzero = none_for_zero(tangents)
+    if any(x is not None for x in nonzero[:n]):
         rest, last = list(operands[:n]), list(operands[n:])
-        return results, linear.derivative(rest, last, given[:n], given[n:])
+        return results, linear.derivative(rest, last, nonzero[:n], nonzero[n:])
     last = [ad.instantiate_zeros(x) for x in tangents[n:]]
     return results, _stage(*operands[:n], *last, linear=linear, **how)
 
 
 def _transpose(cotangents: Any, *operands: Any, linear: _Flat, **_: Any) -> list[Any]:
     n = len(operands) - linear.last
-    given = list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents]
-    own = linear.transpose(*left_again(given))
+    arguments = list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents]
+    results = linear.transpose(*left_again(arguments))
     wanted = map(ad.is_undefined_primal, operands[n:])
-    return [None] * n + [x if want else None for x, want in zip(own, wanted, strict=True)]
+    return [None] * n + [x if want else None for x, want in zip(results, wanted, strict=True)]
 
 
 for _primitive in (_operation, _on_mesh):

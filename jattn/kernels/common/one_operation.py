@@ -1,8 +1,8 @@
 """Functions that stand as one operation in a program, with derivatives of every order and mode.
 
-JAX's flags for debugging, and `checkify`, look at the results of each operation. What is masked may
-be NaN or −inf within a formula and is selected away at its end, so that the formula is one
-operation, and so is each of its derivatives: only their results are looked at.
+JAX's debugging flags, and `checkify`, check the results of each operation. Masked values may be NaN
+or −inf within a formula, which selects them away at its end. So the formula is one operation, and
+so is each of its derivatives: JAX checks only their results.
 """
 
 import functools
@@ -17,8 +17,11 @@ from jattn.kernels.common.derivatives import filled, wanted, where_given
 
 
 def as_one_operation(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`function(constants, inputs)`, of trees of arrays, as one operation. It closes over nothing
-    traced, and has derivatives by `inputs`, JAX's own."""
+    """Makes `function(constants, inputs)`, of trees of arrays, one operation.
+
+    The function closes over nothing traced, and is differentiable by `inputs`, with JAX's
+    derivatives.
+    """
 
     def rule(operands: Any, tangents: Any) -> tuple[Any, Any]:
         constants, inputs = operands
@@ -32,14 +35,16 @@ def as_one_operation(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
 def _tangents(
     function: Callable[[Any, Any], Any], results: Any, constants: Any, inputs: Any, tangents: Any
 ) -> Any:
-    """The tangents of the function's results as one operation, linear in those of its inputs, of
-    which None stands for 0."""
+    """Computes the tangents of the function's results as one operation.
+
+    It is linear in the tangents of the inputs, of which None stands for 0.
+    """
     nonzero = where_given(tangents)
 
     def push(constants: Any, operands: Any) -> Any:
         inputs, tangents = operands
-        at = functools.partial(function, constants)
-        return jax.jvp(at, (inputs,), (filled(tangents, inputs),))[1]
+        of_inputs = functools.partial(function, constants)
+        return jax.jvp(of_inputs, (inputs,), (filled(tangents, inputs),))[1]
 
     def pull(constants: Any, operands: Any) -> Any:
         inputs, cotangents = operands
@@ -55,8 +60,8 @@ def _tangents(
 
     def derivative(rest: Any, tangents: Any, d_rest: Any, d_tangents: Any) -> Any:
         constants, inputs = rest
-        at = (inputs, filled(tangents, inputs))
-        return _tangents(push, results_like, constants, at, (d_rest[1], d_tangents))
+        of_inputs = (inputs, filled(tangents, inputs))
+        return _tangents(push, results_like, constants, of_inputs, (d_rest[1], d_tangents))
 
     results_like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), results)
     rules = lowering.Linear(transpose, derivative)

@@ -1,9 +1,9 @@
-"""How a kernel's function is cut over devices under `jit`, when its arrays are.
+"""Partitioning of a kernel's function under `jit`, when its arrays are sharded over devices.
 
-The function sees no other batch rows and heads, so each device can compute those that it has. XLA's
-partitioner does not look into a kernel, and would gather what it reads. It is told along which
-letters each array runs, and what one device computes: the same function of its share, at the batch
-row and the head where that begins. Gradients of what all rows or heads share are summed.
+Batch rows and heads are independent, so each device can compute its own. XLA's partitioner does not
+see into a kernel, and would gather its operands. This file declares the letters of each array, and
+the function of one device: the same function of its share, which begins at the share's first batch
+row and head. Gradients of arrays that all rows or heads share are summed.
 """
 
 import contextlib
@@ -41,15 +41,18 @@ RECEIVED: Dims = ("B", "N", "S")
 
 
 class Letters(NamedTuple):
-    """Along which letters the flat operands and results of a function run. It `warns` where devices
-    cannot share its tokens, unless another function of the same call does."""
+    """The letters of a function's flat operands and results.
+
+    With `warns`, a warning is given if devices cannot share its tokens; one function of each call
+    has it.
+    """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     warns: bool = True
 
     def mapped(self, axes: tuple[int | None, ...]) -> "Letters":
-        """Those of the function mapped over these axes of its operands."""
+        """Returns the letters of the function mapped over these axes of its operands."""
         letter = f"M{sum(x[:1] == 'M' for x in self.results[0])}" if self.results else "M"
         operands = tuple(
             dims if axis is None else (*dims[:axis], letter, *dims[axis:])
@@ -60,10 +63,10 @@ class Letters(NamedTuple):
         )
 
     def without(self, letter: str) -> "Letters":
-        """Those of the function as one that is not cut along a letter."""
+        """Returns the letters of the function when it is not sharded along a letter."""
         operands, results = (
-            tuple(tuple("" if x == letter else x for x in dims) for dims in every)
-            for every in (self.operands, self.results)
+            tuple(tuple("" if x == letter else x for x in dims) for dims in arrays)
+            for arrays in (self.operands, self.results)
         )
         return self._replace(operands=operands, results=results)
 
@@ -75,9 +78,9 @@ def _first_and_second(per_query: Any, key: Any, *_: Any) -> tuple[Any, Any]:
 class Partitioned(NamedTuple):
     """A function of `(platform, spec, *operands)` and the letters of its arrays.
 
-    `choose(platform, spec, *operands)` gives the function that computes one device's share, or
-    raises NotImplementedError where none can; without it that is `function` itself. It is asked
-    where queries are cut. `query_and_key(*operands)` gives the two arrays.
+    `choose(platform, spec, *operands)` returns the function that computes one device's share, or
+    raises NotImplementedError if there is none; without it that is `function` itself. It is called
+    if queries are sharded. `query_and_key(*operands)` returns the two arrays.
     """
 
     function: Callable[..., Any]
@@ -99,7 +102,8 @@ class Partitioned(NamedTuple):
 
 
 def by_key(key: Any) -> Dims:
-    """A key head that is the only one serves all query heads, wherever these are."""
+    """Returns the letters of keys or values; a single key head is not sharded, as all query heads
+    read it."""
     return ("B", "S", "K" if key.shape[2] > 1 else "", "")
 
 
@@ -110,23 +114,24 @@ def partitioned(
     operands: Any,
     backward: bool,
 ) -> "Partitioned":
-    """A function of an `AttentionVJP`, the `backward` one or another, as one that is cut where its
-    operands are."""
-    spec, per_query, key, _, *rest = operands  # whether all is finite, weights that were kept
+    """Partitions a function of an `AttentionVJP`, `backward` or another, like its operands."""
+    spec, per_query, key, _, *rest = operands  # rest: all_finite and, if kept, the weights
     keys = by_key(key)
     rows = [BY_QUERY[: x.ndim] for x in jax.tree.leaves(per_query)]
-    given = (*_of_tree(spec), *rows, keys, keys, *(BY_HEAD[: x.ndim] for x in rest))
+    operand_dims = (*_of_tree(spec), *rows, keys, keys, *(BY_HEAD[: x.ndim] for x in rest))
     results = (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3], (), BY_HEAD)[: len(jax.tree.leaves(like))]
     if backward:
         results = (*of_parameters(spec), BY_QUERY, keys, keys)
-    return Partitioned(function, Letters(given, results, not backward), choose)
+    return Partitioned(function, Letters(operand_dims, results, not backward), choose)
 
 
 def partitioned_on_cache(
     function: Callable[..., Any], spec: Spec, query: Any, cache: Any
 ) -> Callable[..., Any]:
-    """A function of these as one that is cut where they are, but not along tokens; its results are
-    `out [B, T, N, V]` and a normalizer."""
+    """Partitions a function of a spec, queries and a cache like these, but not along tokens.
+
+    Its results are `out [B, T, N, V]` and a normalizer.
+    """
     letters = Letters(
         (*_of_tree(spec), BY_QUERY, *_of_tree(cache, "BKS")), (BY_QUERY, BY_QUERY[:3], BY_QUERY[:3])
     )
@@ -136,7 +141,7 @@ def partitioned_on_cache(
 def partitioned_statistics(
     function: Callable[..., Any], results: tuple[Dims, ...], operands: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """A function of a tree of specs, queries, keys and arrays by batch row and head."""
+    """Partitions a function of specs, queries, keys and arrays by head like these."""
     specs, _, key, *rest = operands
     by_head = (BY_HEAD[: x.ndim] for x in jax.tree.leaves(rest))
     return Partitioned(
@@ -147,52 +152,56 @@ def partitioned_statistics(
 def partitioned_derivative(
     function: Callable[..., Any], operands: tuple[Any, ...], dims: list[Any], results: list[Dims]
 ) -> Callable[..., Any]:
-    """A linear function of a spec, `Inputs` and other trees as one that is cut where they are.
+    """Partitions a linear function of a spec, `Inputs` and other trees like these.
 
-    `dims` are the letters of the trees' leaves, of which those that are None stand for 0. The
-    forward function, which is in the same program, warns in place of this one.
+    `dims` are the letters of the trees' leaves; leaves that are None stand for 0. The forward
+    function, in the same program, gives the warnings.
     """
     spec, *trees = operands
     leaves = jax.tree.leaves(trees, is_leaf=lambda x: x is None)
-    given = (x for leaf, x in zip(leaves, dims, strict=True) if leaf is not None)
-    letters = Letters((*_of_tree(spec), *given), tuple(results), warns=False)
+    leaf_dims = (x for leaf, x in zip(leaves, dims, strict=True) if leaf is not None)
+    letters = Letters((*_of_tree(spec), *leaf_dims), tuple(results), warns=False)
     return Partitioned(function, letters, None, lambda inputs, *_: (inputs.query, inputs.key))
 
 
 def of_parameters(spec: Spec) -> tuple[Dims, ...]:
-    """The letters of the gradients of a prepared spec's parameters."""
+    """Returns the letters of the gradients of a prepared spec's parameters."""
     return tuple(map(_dims, parameter_letters(spec), parameters(spec)))
 
 
-def _of_tree(tree: Any, kept: str = "BTN") -> list[Dims]:
+def _of_tree(tree: Any, cuttable: str = "BTN") -> list[Dims]:
     pairs = zip(jax.tree.leaves(axis_names(tree)), jax.tree.leaves(tree), strict=True)
-    return [_dims(letters, leaf, kept) for letters, leaf in pairs]
+    return [_dims(letters, leaf, cuttable) for letters, leaf in pairs]
 
 
-def _dims(letters: str, leaf: Any, kept: str = "BTN") -> Dims:
-    """Of an array of a cache, or of a prepared spec, whose batch axis is one. (How keys are cut
-    does not spread to arrays along S, which may be arrays along T too.)"""
+def _dims(letters: str, leaf: Any, cuttable: str = "BTN") -> Dims:
+    """Returns the letters of an array of a cache, or of a prepared spec with one batch axis.
+
+    The sharding of keys does not extend to arrays along S, which may also be arrays along T.
+    """
     named = [x.lstrip("*") for x in letters.replace("#", "").split()]
     named = named[len(named) - leaf.ndim :] if named else [""] * leaf.ndim
     pairs = zip(named, leaf.shape, strict=True)
     # A symbolic size is not 1.
     return tuple(
-        x if x in kept and not (isinstance(size, int) and size == 1) else "" for x, size in pairs
+        x if x in cuttable and not (isinstance(size, int) and size == 1) else ""
+        for x, size in pairs
     )
 
 
 # ---------------------------------------------------------------------------------------------
-# What one device computes
+# The share of one device
 # ---------------------------------------------------------------------------------------------
 
 
 class _Share(NamedTuple):
-    """What one device computes.
+    """The share of a call that one device computes.
 
-    axes: the axes of a mesh along which letters are cut.
-    begin: the first batch row, query or head of this device, from its letter and how many there are
-        on each device.
-    is_trial: whether only that is asked for whether the function can.
+    axes: the axes of a mesh over which letters are sharded.
+    begin: returns this device's first batch row, query or head, given its letter and the number on
+        each device.
+    is_trial: whether this is a trial, which only finds out whether the function can compute a
+        share.
     """
 
     axes: dict[str, tuple[str, ...]]
@@ -203,7 +212,7 @@ class _Share(NamedTuple):
         return self.axes.get("N" if letter == "K" else letter, ())
 
     def moved(self, spec: Any, query: Any, key: Any) -> Any:
-        """The tree of specs as specs that know where this device's share begins."""
+        """Returns the tree of specs with the origin of this device's share."""
         rows, T, heads, _ = query.shape
         b, q, h = (
             self.begin(letter, size) if self.of(letter) else 0
@@ -218,7 +227,7 @@ class _Share(NamedTuple):
 
 
 class _Possible(Exception):
-    """What a trial ends with where the function can."""
+    """Raised at the end of a successful trial."""
 
 
 _share: ContextVar[_Share | None] = ContextVar("share", default=None)
@@ -236,7 +245,7 @@ def _sharing(share: _Share) -> Iterator[None]:
 def _refusal(
     function: Callable[..., Any], platform: str, letters: Letters, operands: Any
 ) -> str | None:
-    """Why a function cannot be cut along queries; None if it can."""
+    """Returns why a function cannot be sharded along queries; None if it can."""
 
     def trial(begin: dict[str, Any], *flat: Any) -> None:
         with _sharing(_Share(dict.fromkeys(begin, ("any",)), lambda x, _: begin[x], is_trial=True)):
@@ -254,12 +263,12 @@ def _refusal(
 
 
 # ---------------------------------------------------------------------------------------------
-# What the partitioner is told
+# The declarations for XLA's partitioner
 # ---------------------------------------------------------------------------------------------
 
 
 def may_be_cut(context: Any) -> bool:
-    """Whether a program that is being lowered is for several devices, and cut by XLA."""
+    """Returns whether a program to lower is for several devices and partitioned by XLA."""
     axes = context.module_context.axis_context
     by_rule = getattr(jax.config, "jax_use_shardy_partitioner", True)
     several = isinstance(axes, ShardingContext) and axes.num_devices > 1
@@ -267,31 +276,33 @@ def may_be_cut(context: Any) -> bool:
 
 
 def _mesh_of(context: Any) -> Any:
-    """The mesh of a program, or else of the types of its arrays."""
+    """Returns the mesh of a program, or else of the types of its arrays."""
     of_program = context.module_context.axis_context.abstract_mesh
     of_types = (x.sharding.mesh for x in context.avals_in)
     return of_program or next((x for x in of_types if not x.empty), None)
 
 
 def with_prime_axes(context: Any) -> Any:
-    """As the context, with a mesh whose axes have prime sizes: XLA may cut key heads along a part
-    of an axis, which has no name."""
+    """Returns the context with a mesh whose axes have prime sizes.
+
+    XLA may shard key heads along a part of an axis, which has no name in the original mesh.
+    """
     module, mesh = context.module_context, _mesh_of(context)
     axes = [axis for name, size in mesh.shape.items() for axis in _prime_axes(name, size)]
     names, sizes = zip(*axes, strict=True)
-    # Which devices these are makes no difference to a program, only how many.
+    # The program depends on the number of devices only, not on their identity.
     devices = module.axis_context.device_assignment or tuple(jax.devices()[: mesh.size])
     fine = ShardingContext(mesh.size, devices, AbstractMesh(sizes, names))
     return context.replace(module_context=module.replace(axis_context=fine))
 
 
 def _prime_axes(name: str, size: int) -> Iterator[tuple[str, int]]:
-    """An axis as several of prime sizes, the first of them outermost."""
-    place = 0
+    """Splits an axis into axes of prime sizes, the first of them outermost."""
+    i = 0
     while size > 1:
         factor = next(n for n in range(2, size + 1) if size % n == 0)
-        yield f"{name}:{place}", factor
-        place, size = place + 1, size // factor
+        yield f"{name}:{i}", factor
+        i, size = i + 1, size // factor
 
 
 def cut(
@@ -302,42 +313,42 @@ def cut(
     operands: Any,
     like: Any,
 ) -> Callable[..., Any]:
-    """`function(platform, *flat)` as a call `(*flat)` that is partitioned.
+    """Returns `function(platform, *flat)` as a partitioned call `(*flat)`.
 
     `on_one_device(*flat, function=, like=)` stages a function of this kind out as one operation,
-    whose types know of no mesh. `operands` and `like` have the types of the operands and results.
+    whose types have no mesh. `operands` and `like` have the types of the operands and results.
     """
     sizes = _sizes(letters, operands)
     refusal = _refusal(function, platform, letters, operands) if "T" in sizes else None
     cuttable = letters.without("T") if refusal else letters
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in operands]
 
-    def partition(mesh: Any, given: Any, results: Any) -> Any:
-        axes = _chosen(cuttable, [*given, *results], _sizes(cuttable, operands))
-        if letters.warns and (text := _idle(letters, given, axes, refusal)):
+    def partition(mesh: Any, arrays: Any, results: Any) -> Any:
+        axes = _chosen(cuttable, [*arrays, *results], _sizes(cuttable, operands))
+        if letters.warns and (text := _idle(letters, arrays, axes, refusal)):
             warnings.warn(text, stacklevel=2)
         share = _Share(axes, lambda letter, size: lax.axis_index(axes[letter]) * size)
         joins = [_Join.of(axes, dims, x) for dims, x in zip(cuttable.results, results, strict=True)]
 
         def of_one_device(platform: str, *flat: Any) -> tuple[Any, ...]:
             with _sharing(share):
-                own_results = function(platform, *map(_with_key, flat, operands))
-            return tuple(join(x) for join, x in zip(joins, own_results, strict=True))
+                outputs = function(platform, *map(_with_key, flat, operands))
+            return tuple(join(x) for join, x in zip(joins, outputs, strict=True))
 
         cuts = [_spec(dims, share.axes) for dims in cuttable.operands]
-        given = tuple(NamedSharding(mesh, x) for x in cuts)
+        arrays = tuple(NamedSharding(mesh, x) for x in cuts)
         shardings = tuple(NamedSharding(mesh, x.spec) for x in joins)
         shares = tuple(
             jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
             for sharding, x in zip(shardings, like, strict=True)
         )
         local = functools.partial(on_one_device, function=of_one_device, like=shares)
-        return mesh, lambda *flat: tuple(local(*flat)), shardings, given
+        return mesh, lambda *flat: tuple(local(*flat)), shardings, arrays
 
     words = tuple(
         (*dims, "") if is_key else dims for dims, is_key in zip(letters.operands, keys, strict=True)
     )
-    # Where a program is for several devices, nothing but the share of one is ever lowered.
+    # In a program for several devices only the share of one device is ever lowered.
     call = custom_partitioning(lambda *flat: tuple(jnp.zeros(x.shape, x.dtype) for x in like))
     rule = _rule(Letters(words, letters.results), sizes)
     call.def_partition(partition=partition, sharding_rule=rule)
@@ -357,7 +368,7 @@ def _with_key(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _sizes(letters: Letters, operands: Any) -> dict[str, int]:
-    """The size of each letter."""
+    """Returns the size of each letter."""
     return {
         letter: size
         for dims, x in zip(letters.operands, operands, strict=True)
@@ -367,12 +378,12 @@ def _sizes(letters: Letters, operands: Any) -> dict[str, int]:
 
 
 def _spec(dims: Dims, axes: dict[str, tuple[str, ...]]) -> PartitionSpec:
-    """How an array along these letters is cut."""
+    """Returns the sharding of an array along these letters."""
     return PartitionSpec(*(axes.get("N" if x == "K" else x) for x in dims))
 
 
 def _cuts_of(dims: Dims, array: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The letters along which an array is cut, and along which axes."""
+    """Yields the letters along which an array is sharded, and their mesh axes."""
     entries = (*array.sharding.spec, *[None] * len(dims))
     for letter, entry in zip(dims, entries, strict=False):
         names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
@@ -381,13 +392,15 @@ def _cuts_of(dims: Dims, array: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _chosen(letters: Letters, arrays: Any, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
-    """Along which axes each letter is cut: as the first array that is cut along it, if all arrays
-    can be. All devices hold all keys: where only keys are cut, queries are cut like them."""
+    """Chooses each letter's mesh axes: those of the first array sharded along it, if all can be.
+
+    All devices hold all keys: if only keys are sharded, queries are sharded like them.
+    """
     chosen: dict[str, tuple[str, ...]] = {}
     alike = {"K": "N", "S": "T"}
     for dims, array in zip((*letters.operands, *letters.results), arrays, strict=True):
-        for one, names in _cuts_of(dims, array):
-            letter, used = alike.get(one, one), {x for own in chosen.values() for x in own}
+        for name, names in _cuts_of(dims, array):
+            letter, used = alike.get(name, name), {x for taken in chosen.values() for x in taken}
             both = [sizes[x] for x in (("N", "K") if letter == "N" else (letter,)) if x in sizes]
             fits = names
             while any(size % _devices(array, fits) for size in both):
@@ -398,25 +411,25 @@ def _chosen(letters: Letters, arrays: Any, sizes: dict[str, int]) -> dict[str, t
 
 
 def _devices(array: Any, names: tuple[str, ...]) -> int:
-    """How many devices share what is cut along these axes."""
+    """Returns the number of devices along these axes."""
     return math.prod(array.sharding.mesh.shape[x] for x in names)
 
 
 def _cuts_of_tokens(letters: Letters, arrays: Any) -> set[str]:
-    """The axes along which tokens are cut."""
+    """Returns the axes over which tokens are sharded."""
     pairs = zip(letters.operands, arrays, strict=True)
     cuts = [x for dims, array in pairs for x in _cuts_of(dims, array)]
     return {x for letter, names in cuts if letter in ("T", "S") for x in names}
 
 
 def _idle(
-    letters: Letters, given: Any, axes: dict[str, tuple[str, ...]], refusal: str | None
+    letters: Letters, arrays: Any, axes: dict[str, tuple[str, ...]], refusal: str | None
 ) -> str | None:
-    """What is to say where tokens are cut and devices cannot share them."""
-    shared = {x for own in axes.values() for x in own}
-    names = _cuts_of_tokens(letters, given)
-    whole = [{x.partition(":")[0] for x in some} for some in (names, shared)]
-    idle = sorted(whole[0] - whole[1])
+    """Returns a warning if tokens are sharded but devices cannot share their work, else None."""
+    shared = {x for used in axes.values() for x in used}
+    names = _cuts_of_tokens(letters, arrays)
+    unsplit = [{x.partition(":")[0] for x in axis_names} for axis_names in (names, shared)]
+    idle = sorted(unsplit[0] - unsplit[1])
     if not idle:
         return None
     reason = refusal or "it cannot share these queries evenly"
@@ -428,8 +441,10 @@ def _idle(
 
 
 def shared_tokens(query: Any, key: Any, value: Any) -> str | None:
-    """How devices share the tokens of these arrays `[*B, tokens, heads, ...]` under `jit`; None
-    where no sharding cuts them."""
+    """Describes how devices share the tokens of arrays `[*B, tokens, heads, ...]` under `jit`.
+
+    None if no sharding splits the tokens.
+    """
     typed = [jax.typeof(x) if isinstance(x, Tracer) else x for x in (query, key, value)]
     shardings = [getattr(x, "sharding", None) for x in typed]
     named = [x for x in shardings if isinstance(x, NamedSharding) and not x.mesh.empty]
@@ -437,8 +452,8 @@ def shared_tokens(query: Any, key: Any, value: Any) -> str | None:
         return None
     whole = NamedSharding(named[0].mesh, PartitionSpec())
     arrays = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own if own in named else whole)
-        for x, own in zip(typed, shardings, strict=True)
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if sharding in named else whole)
+        for x, sharding in zip(typed, shardings, strict=True)
     ]
     batch = ("",) * (query.ndim - 3)
     keys = (*batch, "S", "K" if key.shape[-2] > 1 else "", "")
@@ -454,10 +469,10 @@ def shared_tokens(query: Any, key: Any, value: Any) -> str | None:
 
 
 class _Join(NamedTuple):
-    """How a result of each device becomes one of all, which is cut by `spec`.
+    """The combination of each device's result into the whole result, sharded by `spec`.
 
-    Each device finds a part of it: parts are summed `over` these axes. Along the axes `scattered`
-    each device then keeps its own keys only, which are at axis `keys`.
+    Partial results are summed `over` these axes. Along the axes `scattered` each device then keeps
+    its own keys only, which are at axis `keys`.
     """
 
     spec: PartitionSpec
@@ -468,8 +483,8 @@ class _Join(NamedTuple):
     @classmethod
     def of(cls, axes: dict[str, tuple[str, ...]], dims: Dims, result: Any) -> "_Join":
         spec = _spec(dims, axes)
-        own = {x for letter in dims for x in axes.get("N" if letter == "K" else letter, ())}
-        over = tuple(x for names in axes.values() for x in names if x not in own)
+        result_axes = {x for letter in dims for x in axes.get("N" if letter == "K" else letter, ())}
+        over = tuple(x for names in axes.values() for x in names if x not in result_axes)
         wanted = dict(_cuts_of(dims, result)).get("S", ())
         keys = dims.index("S") if "S" in dims else 0
         if (
@@ -490,20 +505,20 @@ class _Join(NamedTuple):
 
 
 def _rule(letters: Letters, sizes: dict[str, int]) -> SdyShardingRule:
-    """The letters as Shardy takes them; along all others nothing is cut."""
-    group, alone = (sizes["N"] // sizes["K"] if "K" in sizes else 1), list[str]()
+    """Returns the letters as a rule of the Shardy partitioner; no other axis is sharded."""
+    group, unsharded = (sizes["N"] // sizes["K"] if "K" in sizes else 1), list[str]()
 
     def factor(letter: str) -> Any:
         if letter == "N" and group > 1:
             return CompoundFactor("k", "g")
         if letter:
             return {"N": "k", "K": "k"}.get(letter, letter.lower())
-        alone.append(f"x{len(alone)}")
-        return alone[-1]
+        unsharded.append(f"x{len(unsharded)}")
+        return unsharded[-1]
 
-    def mappings(every: tuple[Dims, ...]) -> tuple[ArrayMapping, ...]:
-        return tuple(ArrayMapping(*map(factor, dims)) for dims in every)
+    def mappings(arrays: tuple[Dims, ...]) -> tuple[ArrayMapping, ...]:
+        return tuple(ArrayMapping(*map(factor, dims)) for dims in arrays)
 
     operands, results = mappings(letters.operands), mappings(letters.results)
     compound: dict[str, Any] = {"g": group} if group > 1 else {}
-    return SdyShardingRule(operands, results, need_replication_factors=tuple(alone), **compound)
+    return SdyShardingRule(operands, results, need_replication_factors=tuple(unsharded), **compound)

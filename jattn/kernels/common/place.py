@@ -1,8 +1,9 @@
-"""The spec of a piece of a call: of some batch rows, heads, queries and keys of it.
+"""The spec of a piece of a call: of some of its batch rows, heads, queries and keys.
 
-Formulas see absolute positions, and arrays along T and S come cut with the tokens. What else
-depends on where a piece lies is rewritten: lengths and layouts, which count places, and functions,
-which are told the batch row and the head. Dropout reads the `Origin` of the piece.
+Formulas see absolute positions, and arrays along T and S are already sliced with the tokens.
+Everything else that depends on the place of a piece is rewritten here: lengths and layouts, which
+count places, and functions, which receive the batch row and the head of the whole call. Dropout
+reads the `Origin` of the piece.
 """
 
 import dataclasses
@@ -23,11 +24,11 @@ from jattn.spec import Origin, Spec
 
 
 class Place(NamedTuple):
-    """Where a piece lies: its first batch row and head, and the places `[T]` and `[S]` of its
-    queries and keys; None where all of them are there.
+    """The place of a piece: its first batch row and head, and the places `[T]` and `[S]` of its
+    queries and keys; None if it has all of them.
 
-    So many tokens of each as `runs` says follow one another. `keys_from` is the place of the first
-    key where all keys do, else None.
+    `runs` is the number of consecutive queries and of consecutive keys. `keys_from` is the place of
+    the first key if all keys are consecutive, else None.
     """
 
     b: Any = 0
@@ -39,17 +40,17 @@ class Place(NamedTuple):
 
     @property
     def origin(self) -> Origin:
-        """As a spec holds it."""
+        """The place in the form that a spec holds."""
         return Origin(self.b, self.h, self.q, self.kv)
 
     @property
     def is_first(self) -> bool:
-        """Whether batch rows and heads have the numbers that they have in the whole call."""
+        """Whether batch rows and heads have the same numbers as in the whole call."""
         return all(is_static(x) and x == 0 for x in (self.b, self.h))
 
 
 def at_place(spec: Spec, place: Place) -> Spec:
-    """A prepared spec, its arrays along T and S cut to a piece, made one of the piece alone."""
+    """Returns the spec of a piece, from a prepared spec with arrays along T and S sliced to it."""
     mask, score = _moved_mask(spec.mask, place), _moved_score(spec.score, place)
     q, kv = _positions(spec, mask, score, place)
     origin = place.origin if spec.dropout_rate else None
@@ -60,14 +61,14 @@ def at_place(spec: Spec, place: Place) -> Spec:
 def _positions(
     spec: Spec, mask: Mask, score: ScoreFunction | None, place: Place
 ) -> tuple[Any, Any]:
-    """Positions `[1, T]` and `[1, S]`; None where nothing reads them or they are as by default."""
+    """Returns positions `[1, T]` and `[1, S]`; None for defaults and if nothing reads them."""
     q, kv = spec.q_positions, spec.kv_positions
     by_place = _consists_of(mask, score, _BY_PLACE)
     if by_place or place.q is None:
         return (None, None) if by_place else (q, kv)
     default = q is None and kv is None and place.keys_from is not None
     if default and _consists_of(mask, score, _BY_DISTANCE):
-        return (place.q - place.keys_from)[None], None  # kernels know keys from 0 best
+        return (place.q - place.keys_from)[None], None  # kernels are fastest if keys start at 0
     q = place.q[None] if q is None else q
     if kv is None and is_static(place.keys_from) and place.keys_from == 0:
         return q, None
@@ -93,15 +94,15 @@ def _moved_mask(mask: Mask, place: Place) -> Mask:
         case Not():
             return Not(_moved_mask(mask.inner, place))
         case masks.Predicate():
-            return masks.Predicate(*_told(mask, place)) if _asks(mask, place) else mask
+            return masks.Predicate(*_with_offsets(mask, place)) if _depends(mask, place) else mask
         case masks.Lengths() | masks.Blocks():
             return mask if place.q is None else _by_place(mask, place)
     known = mask.of_positions or isinstance(mask, masks.Segments | masks.Dense)
     return mask if known else _MovedMask(mask, place.origin)
 
 
-def _asks(function: masks.Predicate | scores.Score, place: Place) -> bool:
-    """Whether it matters to a function that its piece begins elsewhere."""
+def _depends(function: masks.Predicate | scores.Score, place: Place) -> bool:
+    """Returns whether a function depends on the batch row or head at which its piece begins."""
 
     floats = [x.dtype for x in jax.tree.leaves(function) if jnp.issubdtype(x.dtype, jnp.floating)]
     score = jnp.zeros((), floats[0] if floats else jnp.float32)  # they have the dtype of scores
@@ -114,16 +115,19 @@ def _asks(function: masks.Predicate | scores.Score, place: Place) -> bool:
     return not place.is_first and bool(dependence.reads(scalar, 4) & {0, 1})
 
 
-def _told(function: masks.Predicate | scores.Score, place: Place) -> tuple[Any, ...]:
-    """The function of a `Predicate` or a `Score` and its operands, told batch rows and heads of the
-    whole call. (Bounds of the user's own are left out: the function says the same.)"""
-    fn, before = function.fn, 1 if isinstance(function, scores.Score) else 0
+def _with_offsets(function: masks.Predicate | scores.Score, place: Place) -> tuple[Any, ...]:
+    """Returns the function of a `Predicate` or a `Score` with operands that add the offsets of
+    batch row and head.
 
-    def told(*arguments: Any) -> Any:
-        first, (b, h, q, kv, of_b, of_h, *operands) = arguments[:before], arguments[before:]
+    (A user's own bounds are dropped: the function implies them.)
+    """
+    fn, n_scores = function.fn, 1 if isinstance(function, scores.Score) else 0
+
+    def with_offsets(*arguments: Any) -> Any:
+        first, (b, h, q, kv, of_b, of_h, *operands) = arguments[:n_scores], arguments[n_scores:]
         return fn(*first, b + of_b, h + of_h, q, kv, *operands)
 
-    return told, jnp.int32(place.b), jnp.int32(place.h), *function.operands
+    return with_offsets, jnp.int32(place.b), jnp.int32(place.h), *function.operands
 
 
 def _by_place(mask: masks.Lengths | masks.Blocks, place: Place) -> Mask:
@@ -133,7 +137,7 @@ def _by_place(mask: masks.Lengths | masks.Blocks, place: Place) -> Mask:
 
 
 def _moved_lengths(mask: masks.Lengths, place: Place) -> Mask:
-    """Lengths as ids: those of queries and keys are equal where both are within."""
+    """Returns lengths as segment ids, equal if query and key are both within their length."""
 
     def ids(places: Array, length: Any, outside: int) -> Array:
         if length is None:
@@ -145,7 +149,7 @@ def _moved_lengths(mask: masks.Lengths, place: Place) -> Mask:
 
 
 def _moved_blocks(mask: masks.Blocks, place: Place) -> Mask:
-    """The layout of the blocks in a piece, where no block is cut by its ends."""
+    """Returns the layout of a piece's blocks, if the ends of the piece split no block."""
     if any(run % size for run, size in zip(place.runs, mask.sizes, strict=True)):
         return _MovedMask(mask, place.origin)
     layout = jnp.asarray(mask.layout)
@@ -160,7 +164,7 @@ def _moved_score(score: ScoreFunction | None, place: Place) -> ScoreFunction | N
             first, second = (_moved_score(x, place) for x in (score.first, score.second))
             return Then(first, second)  # pyright: ignore[reportArgumentType]
         case scores.Score():
-            return scores.Score(*_told(score, place)) if _asks(score, place) else score
+            return scores.Score(*_with_offsets(score, place)) if _depends(score, place) else score
         case None | scores.Alibi() | scores.RelativeBias() | scores.Bias():
             return score
         case scores.SoftCap() | scores.Temperature():
@@ -170,7 +174,7 @@ def _moved_score(score: ScoreFunction | None, place: Place) -> ScoreFunction | N
 
 @pytree_dataclass
 class _MovedMask(Mask):
-    """A mask that may count places, evaluated where a piece lies; no tile of it is certain."""
+    """A mask that may read places, evaluated at the place of a piece; no tile of it is certain."""
 
     inner: Mask
     origin: Origin
@@ -184,7 +188,7 @@ class _MovedMask(Mask):
 
 @pytree_dataclass
 class _MovedScore(ScoreFunction):
-    """A score function that may count places, evaluated where a piece lies."""
+    """A score function that may read places, evaluated at the place of a piece."""
 
     inner: ScoreFunction
     origin: Origin

@@ -1,4 +1,4 @@
-"""What may be asked about the weights of attention, and what the answers are called."""
+"""Questions about the weights of attention, and their answers."""
 
 from typing import Any, NamedTuple
 
@@ -8,8 +8,8 @@ from jattn.spec import Spec
 
 @pytree_dataclass
 class Question:
-    """What is asked about the weights of a spec: how much of each row lies on the pairs that the
-    mask of another spec allows, and how much in weights above a threshold."""
+    """A question about the weights of a spec: the sum of each row over the pairs that the mask of
+    the spec `keys` allows, and over the weights above a threshold."""
 
     spec: Spec
     keys: Spec | None = None
@@ -17,8 +17,10 @@ class Question:
 
 
 class Rows(NamedTuple):
-    """Of each query, `[B, N, T]`. `place` is −1 where no key is attended. `on_keys` and `above` are
-    None where nobody asks for them."""
+    """The answers for each query, `[B, N, T]`.
+
+    `place` is −1 if no key is attended. `on_keys` and `above` are None if not requested.
+    """
 
     entropy: Any
     greatest: Any

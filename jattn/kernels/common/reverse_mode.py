@@ -1,9 +1,9 @@
-"""Reverse mode only: what has a derivative rule of its own for reverse mode alone says so.
+"""Errors for functions whose derivative rule is for reverse mode only.
 
 JAX notices forward mode through such a kernel late, when an enclosing `jit` is compiled, and names
-functions that a user has never heard of. Arrays that pass through `inputs` raise an error that
-names an implementation which has the derivative. Such rules need operands that vary over the same
-axes of a mesh, within `shard_map`; the functions for that are here too.
+functions that the user does not know. Arrays that pass through `inputs` raise an error that names
+an implementation which has the derivative. Within `shard_map` such rules need operands that vary
+over the same axes of a mesh; the functions for that are here too.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,29 +47,28 @@ batching.primitive_batchers[_tangent] = refuse
 
 
 def inputs(arrays: Iterable[Array], others: Any = ()) -> list[Array]:
-    """The `arrays`, as operands of a function whose derivative rule is for reverse mode alone.
+    """Returns `arrays` as operands of a function whose derivative rule is for reverse mode only.
 
-    A forward-mode derivative by one of them raises NotImplementedError. `others` is a tree of what
-    the function reads besides.
+    A forward-mode derivative by one of them raises NotImplementedError. `others` is a tree of all
+    else that the function reads.
 
-    Within `shard_map`, each array comes back as one that varies over all axes of the mesh over
-    which any of `arrays` and `others` varies. The results and their cotangents vary
-    over the same axes. Where an array was the same on several devices, its gradient is the sum
-    over these.
+    Within `shard_map`, each array is returned varying over all axes of the mesh over which any of
+    `arrays` and `others` varies. The results and their cotangents vary over the same axes. If an
+    array was the same on several devices, its gradient is the sum over these.
     """
-    every = list(arrays)
-    return [_input.bind(x) for x in varied_like(every, others)]
+    operands = list(arrays)
+    return [_input.bind(x) for x in varied_like(operands, others)]
 
 
 def varying_alike(operands: Any) -> tuple[Any, Any]:
-    """A tree of operands that all vary over the same axes of a mesh, within `shard_map`; and their
-    `manual_axis_type`, which results of Pallas's calls are declared with."""
+    """Returns a tree of operands that all vary over the same axes of a mesh, within `shard_map`,
+    and their `manual_axis_type`, with which results of Pallas's calls are declared."""
     alike = varied_like(operands, ())
     return alike, jax.typeof(jax.tree.leaves(alike)[0]).manual_axis_type
 
 
 def nondifferentiable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose derivatives raise NotImplementedError: for a backward pass."""
+    """Returns the function with derivatives that raise NotImplementedError, for a backward pass."""
     run = jax.custom_vjp(function)
     run.defvjp(lambda *arguments: (function(*arguments), None), refuse)
     return run

@@ -1,8 +1,8 @@
-"""Slices of a call: a tile of a head, batch rows, padding to whole tiles; and gradients added up.
+"""Slices of a call: a tile of a head, batch rows, padding to whole tiles; and sums of gradients.
 
-Arrays of masks and score functions say by their axis names where they lie along B, N, T and S. So
-they are cut without knowing which mask or score function they belong to. Padding adds a mask of its
-own: `masks.Lengths`, which leaves out the padded queries and keys.
+The axis names of arrays of masks and score functions tell their axes B, N, T and S, so the arrays
+are sliced without knowing which mask or score function they belong to. Padding adds the mask
+`masks.Lengths`, which masks the padded queries and keys.
 """
 
 import dataclasses
@@ -23,26 +23,26 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 
 def round_up(T: int, S: int, tiling: Tiling) -> tuple[int, int]:
-    """T and S as whole tiles."""
+    """Rounds T and S up to whole tiles."""
     block_q, block_kv = tiling
     return -(-T // block_q) * block_q, -(-S // block_kv) * block_kv
 
 
 @runtime_checkable
 class Scored(Protocol):
-    """What makes scores and weights of products: a tile of one head, or of rows of several."""
+    """A maker of scores and weights from products: a tile of one head, or rows of several."""
 
     def modify(self, products: Array, masked: bool) -> Array:
-        """Scores from products of queries and keys."""
+        """Computes scores from products of queries and keys."""
         ...
 
     def drop_unscaled(self, weights: Array) -> Array:
-        """Dropout on weights; those that it keeps stay as they are."""
+        """Applies dropout to weights without scaling those that it keeps."""
         ...
 
 
 class Tile(NamedTuple):
-    """One tile of one head: the spec cut to it, and where it is."""
+    """One tile of one head: the spec sliced to it, and its place."""
 
     spec: Spec
     b: Any
@@ -52,20 +52,20 @@ class Tile(NamedTuple):
 
     @classmethod
     def at(cls, spec: Spec, b: Any, h: Any, row: Any, rows: int, run: Run) -> "Tile":
-        own = slice_tile(spec, row, rows, run.start, run.size)
-        span = _span(own.q_positions, row, rows)
-        return cls(own, b, h, span, _span(own.kv_positions, run.start, run.size))
+        tile_spec = slice_tile(spec, row, rows, run.start, run.size)
+        span = _span(tile_spec.q_positions, row, rows)
+        return cls(tile_spec, b, h, span, _span(tile_spec.kv_positions, run.start, run.size))
 
     def modify(self, products: Array, masked: bool) -> Array:
-        """Scores from products of queries and keys."""
+        """Computes scores from products of queries and keys."""
         return tile.modify(self.spec, products, self.b, self.h, self.rows, self.columns, masked)
 
     def modified(self, products: Array, masked: bool) -> tuple[Array, Any]:
-        """Scores, and the function from their cotangent to those of products and parameters."""
+        """Returns scores, and the map of their cotangent to those of products and parameters."""
 
         def modify(products: Array, params: Any) -> Array:
-            here = self._replace(spec=with_parameters(self.spec, params))
-            return here.modify(products, masked)
+            changed = self._replace(spec=with_parameters(self.spec, params))
+            return changed.modify(products, masked)
 
         return jax.vjp(modify, products, parameters(self.spec))
 
@@ -73,42 +73,42 @@ class Tile(NamedTuple):
         return dropout.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
 
     def drop_unscaled(self, weights: Array) -> Array:
-        """Dropout by `dropout.Hashes` on weights; those that it keeps stay as they are."""
+        """Applies dropout by `dropout.Hashes` to weights without scaling those that it keeps."""
         if self.spec.dropout_rate == 0:
             return weights
         return jnp.where(self.keeps(), weights, self.spec.dropout_key.dropped)
 
     def keeps(self) -> Array:
-        """Which weights dropout keeps."""
+        """Returns which weights dropout keeps."""
         return dropout.keeps(self.spec, self.b, self.h, self.rows, self.columns)
 
 
 def _axes(letters: str, leaf: Any) -> list[tuple[int, str]]:
-    """The axes of an array of one head along T and S, unless they broadcast."""
+    """Returns the axes along T and S of an array of one head, except those that broadcast."""
     named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
     return [(a, x) for a, x in enumerate(named) if x in ("T", "S") and leaf.shape[a] > 1]
 
 
 def slice_tile(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
-    """The spec of one head with its arrays along T and S cut to a tile."""
+    """Returns the spec of one head with its arrays along T and S sliced to a tile."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def sliced(letters: str, leaf: Any) -> Any:
         for axis, letter in _axes(letters, leaf):
             start, size = (row, rows) if letter == "T" else (column, columns)
             leaf = take(leaf, start, size, axis)
         return leaf
 
-    return jax.tree.map(one, axis_names(spec), spec)
+    return jax.tree.map(sliced, axis_names(spec), spec)
 
 
 def slice_batch(spec: Spec, first: Any, rows: Size) -> Spec:
-    """The spec with its arrays along B cut to some batch rows."""
+    """Returns the spec with its arrays along B sliced to some batch rows."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def sliced(letters: str, leaf: Any) -> Any:
         batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] != 1
         return take(leaf, first, rows) if batched else leaf
 
-    return jax.tree.map(one, axis_names(spec), spec)
+    return jax.tree.map(sliced, axis_names(spec), spec)
 
 
 def _span(positions: Any, start: Any, size: int) -> Span:
@@ -117,19 +117,20 @@ def _span(positions: Any, start: Any, size: int) -> Span:
 
 
 def span_in_kernel(positions: Any, places: Array) -> Span:
-    """Of a tile whose places are given. Positions are one where T or S is 1.
+    """Returns the span of a tile at these places. If T or S is 1, there is one position.
 
-    Never one object for both: positions that are known to be consecutive invite slicing by
-    diagonals, which is for whole matrices."""
+    Positions and places are never the same object, which would mark positions as consecutive: that
+    allows slicing by diagonals, which is for whole matrices.
+    """
     if positions is None:
         return Span(places + 0, places)
     return Span(jnp.broadcast_to(positions.astype(jnp.int32), places.shape), places)
 
 
 def pad_arrays(spec: Spec, T: int, S: int) -> Spec:
-    """The spec with its arrays along T and S as long as that; the last entry is repeated."""
+    """Pads the spec's arrays along T and S to these lengths by repeating the last entry."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def padded(letters: str, leaf: Any) -> Any:
         for letter, size in (("T", T), ("S", S)):
             axis = axis_of(letter, letters, leaf.ndim)
             if axis is not None and 1 < leaf.shape[axis] < size:
@@ -138,11 +139,11 @@ def pad_arrays(spec: Spec, T: int, S: int) -> Spec:
                 leaf = jnp.pad(leaf, widths, mode="edge")
         return leaf
 
-    return jax.tree.map(one, axis_names(spec), spec)
+    return jax.tree.map(padded, axis_names(spec), spec)
 
 
 def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
-    """The spec for sizes that are whole tiles; queries past T and keys past S are masked."""
+    """Pads the spec to sizes that are whole tiles; queries past T and keys past S are masked."""
     spec = pad_arrays(spec, T_padded, S_padded)
     if T_padded > T or S_padded > S:
         exist = masks.Lengths(T if T_padded > T else None, S if S_padded > S else None)
@@ -151,9 +152,9 @@ def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
 
 
 class Call(NamedTuple):
-    """A call in sizes that kernels take: whole tiles, wider heads, words for a random key.
+    """A call in the sizes of a kernel: whole tiles, wider heads, words for a random key.
 
-    `rows` are the query, and backward also what goes with it, each `[B, T, N, ...]`.
+    `rows` are the query and, backward, the other arrays along queries, each `[B, T, N, ...]`.
     """
 
     spec: Spec
@@ -172,7 +173,7 @@ class Call(NamedTuple):
         key: Array,
         value: Array,
     ) -> "Call":
-        """Pads a call; `width` gives what a head size becomes."""
+        """Pads a call; `width` maps a head size to its padded size."""
         shapes = Shapes.of(rows[0], value)
         T, S = round_up(shapes.T, shapes.S, tiling)
 
@@ -192,12 +193,12 @@ class Call(NamedTuple):
 
 
 def unpadded(x: Array, shape: Shape) -> Array:
-    """x without what was padded behind."""
+    """Removes the padding at the end of each axis of x."""
     return x[tuple(map(slice, shape))]
 
 
 def unpadded_parameters(gradients: list[Array], spec: Spec) -> list[Array]:
-    """Gradients of parameters, of which those of a padded array are longer than it."""
+    """Removes the padding from gradients of parameters, which may be padded along T and S."""
     return [unpadded(d, x.shape) for d, x in zip(gradients, parameters(spec), strict=True)]
 
 
@@ -206,21 +207,21 @@ def pad_to(x: Array, size: int) -> Array:
 
 
 def take(x: Array, start: Any, size: Size, axis: int = 0) -> Array:
-    """A run of `size` along an axis; the array itself if it is no longer than that."""
+    """Slices a run of `size` along an axis; returns the array itself if it has that size."""
     if x.shape[axis] == size:
         return x
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def add_at(x: Array, value: Array, start: Any, axis: int) -> Array:
-    """x with `value` added to a run along an axis."""
+    """Adds `value` to a run of x along an axis."""
     starts: list[Any] = [0] * x.ndim
     starts[axis] = start
     return add_block(x, value, starts)
 
 
 def add_block(x: Array, value: Array, starts: list[Any]) -> Array:
-    """x with `value`, which has as many axes, added from these places on."""
+    """Adds `value`, which has as many axes as x, to the block of x that begins at `starts`."""
     if x.shape == value.shape:
         return x + value
     starts = [jnp.int32(start) for start in starts]
@@ -231,7 +232,7 @@ def add_block(x: Array, value: Array, starts: list[Any]) -> Array:
 def add_leaves(
     totals: list[Array], parts: list[Array], letters: list[str], starts: dict[str, Any]
 ) -> list[Array]:
-    """Gradients of parameters with a tile's parts of them added where they belong."""
+    """Adds a tile's gradients of parameters to the totals, at the tile's place."""
     return [_add_leaf(*x, starts) for x in zip(totals, parts, letters, strict=True)]
 
 
@@ -243,7 +244,7 @@ def _add_leaf(total: Array, part: Array, letters: str, starts: dict[str, Any]) -
 
 
 def join_leaves(stacked: list[Array], leaves: list[Array], letters: list[str]) -> list[Array]:
-    """Gradients of parameters from those of each block of queries, `[n, ...]`."""
+    """Returns gradients of parameters from those of each block of queries, `[n, ...]`."""
     return [_join_leaf(*x) for x in zip(stacked, leaves, letters, strict=True)]
 
 
@@ -257,7 +258,7 @@ def _join_leaf(stacked: Array, leaf: Array, letters: str) -> Array:
 def add_params(
     totals: list[Array], parts: list[Array], letters: list[str], b: Any, h: Any
 ) -> list[Array]:
-    """Gradients of parameters with one head's added at its batch row and head."""
+    """Adds one head's gradients of parameters to the totals, at its batch row and head."""
     return [_add_param(*x, b, h) for x in zip(totals, parts, letters, strict=True)]
 
 

@@ -1,8 +1,8 @@
 """The schedule of a head's tiles: which tiles there are, and which of them are visited.
 
-The tile map decides it through loop bounds. Empty tiles are skipped: no step of a loop visits them.
-Full tiles are visited without the mask. Kernels say what is done at a tile; nothing here knows of
-softmax or products.
+The tile map determines loop bounds. Empty tiles are skipped: no step of a loop visits them. Full
+tiles are visited without the mask. Kernels define the computation of a tile; this file does not
+depend on softmax or products.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jattn.spec import Spec, Tiling
 
 
 def kinds(spec: Spec, T: int, S: int, tiling: Tiling, b: Any = None, h: Any = None) -> Any:
-    """The tile map of one head, or what holds for all: b and h are None."""
+    """Returns the tile map of one head, or, if b and h are None, a map that holds for all heads."""
     box = masks.Tile.grid(
         masks.extents(T, tiling.block_q, spec.q_positions),
         masks.extents(S, tiling.block_kv, spec.kv_positions),
@@ -31,7 +31,7 @@ def kinds(spec: Spec, T: int, S: int, tiling: Tiling, b: Any = None, h: Any = No
 
 
 class Run(NamedTuple):
-    """Consecutive tiles of keys of one kind, taken together as one wide tile."""
+    """Consecutive tiles of keys of one kind, computed together as one wide tile."""
 
     start: Any
     size: int
@@ -39,11 +39,11 @@ class Run(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Which keys each block of queries visits, or the other way round.
+    """The keys that each block of queries visits, or the queries that each block of keys visits.
 
-    `runs[i]` lists them where the tile map is known while tracing and the program stays short; a
-    single list is for all. Otherwise `tiles` holds, by width in tiles and kind, the columns
-    `[n, m]` to visit and how many of them each block of queries visits `[n]`.
+    `runs[i]` lists them if the tile map is known while tracing and the program stays short; a
+    single list is for all blocks. Otherwise `tiles` holds, by width in tiles and kind, the columns
+    `[n, m]` to visit and the number of columns that each block of queries visits `[n]`.
     """
 
     block: int
@@ -51,16 +51,17 @@ class Schedule(NamedTuple):
     tiles: list[tuple[int, bool, Any, Any]]
 
     def of(self, i: Any) -> list[Run]:
-        """The runs of query block i; none where they are not known."""
+        """Returns the runs of query block i; an empty list if they are not known."""
         return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
 
     def unrolled(self, blocks: int) -> bool:
-        """Whether the loop over blocks is unrolled: there is one, or each has runs of its own."""
+        """Returns whether the loop over blocks is unrolled: for one, or if each has its own
+        runs."""
         return blocks == 1 or (self.runs is not None and len(self.runs) > 1)
 
 
 def widest(tiling: Tiling) -> int:
-    """The most scores that a step of a schedule computes."""
+    """Returns the most scores that a step of a schedule computes."""
     rows, columns = tiling
     width = tuning.current().max_width
     return max(rows * max(width, columns), columns * max(width, rows))
@@ -77,11 +78,11 @@ def schedule(
     by_key: bool = False,
     unrolled: bool = True,
 ) -> Schedule:
-    """The schedule of head (b, h); known while tracing if the mask is static.
+    """Returns the schedule of head (b, h); known while tracing if the mask is static.
 
-    With `by_key` it lists, for each block of keys, the queries that it visits. `unrolled` says
-    whether several runs may be unrolled; otherwise, and where there are more than
-    `tuning.max_written_out` of them, the program loops over them.
+    With `by_key` it lists, for each block of keys, the queries that it visits. `unrolled` allows
+    several runs to be unrolled; otherwise, and if there are more than `tuning.max_written_out` of
+    them, the program loops over them.
     """
     kinds_of_tiles, block = kinds(spec, T, S, tiling, b, h), tiling.block_kv
     if by_key:
@@ -94,11 +95,12 @@ def schedule(
         if sum(map(len, runs)) <= (tuning.current().max_written_out if unrolled else 1):
             return Schedule(block, runs, [])
     if columns == 1:
-        return Schedule(block, [[Run(0, block, True)]], [])  # looking is no cheaper than computing
+        return Schedule(block, [[Run(0, block, True)]], [])  # a check costs as much as the tile
     xp = np if isinstance(kinds_of_tiles, np.ndarray) else jnp
     full = kinds_of_tiles == masks.FULL
     wanted = [(1, True, kinds_of_tiles == masks.MIXED)]
-    # Never all columns: what does not depend on the loop is moved out of it, and always computed.
+    # Never all columns: XLA would move loop-invariant computations out of the loop and always run
+    # them.
     wide = min(tuning.current().max_width // block, columns - 1)
     if wide > 1:
         groups = columns // wide
@@ -113,28 +115,28 @@ def schedule(
 
 
 def _runs_of(kinds: np.ndarray, block: int) -> list[Run]:
-    """The runs of one block of queries, of at most `tuning.max_width` keys each."""
+    """Returns the runs of one block of queries, of at most `tuning.max_width` keys each."""
     runs: list[Run] = []
     for j, kind in enumerate(kinds):
-        here = Run(j * block, block, bool(kind == masks.MIXED))
+        run = Run(j * block, block, bool(kind == masks.MIXED))
         last = runs[-1] if runs else Run(-1, 0, False)
-        joins = last.start + last.size == here.start and last.masked == here.masked
+        joins = last.start + last.size == run.start and last.masked == run.masked
         if kind != masks.EMPTY and joins and last.size + block <= tuning.current().max_width:
             runs[-1] = last._replace(size=last.size + block)
         elif kind != masks.EMPTY:
-            runs.append(here)
+            runs.append(run)
     return runs
 
 
 def where_true(xp: Any, which: Any) -> tuple[Any, Any]:
-    """Of bool `[n, m]`: the columns that are True, first in each row, and how many they are."""
+    """Returns the True columns of bool `[n, m]`, first in each row, and their number."""
     order = xp.argsort(~which, axis=1, stable=True).astype(np.int32)
     count = which.sum(axis=1).astype(np.int32)
     return (order if xp is jnp else order[:, : max(1, count.max(initial=0))]), count
 
 
 def visit(schedule: Schedule, i: Any, step: Callable[[Run, Any], Any], state: Any) -> Any:
-    """Folds `step(run, state)` over what block i visits."""
+    """Folds `step(run, state)` over the runs that block i visits."""
     state = functools.reduce(lambda state, run: step(run, state), schedule.of(i), state)
     for width, masked, order, count in schedule.tiles:
         if not isinstance(count, np.ndarray) or count.any():
@@ -157,22 +159,22 @@ class Band(NamedTuple):
 
 
 def band(spec: Spec, T: int, S: int, tiling: Tiling) -> Band | None:
-    """The band, if what the mask leaves is one and fills most of it.
+    """Returns the band, if the unmasked tiles form one and fill most of it.
 
-    Then each block of queries is a short sequence: one fused kernel, no online softmax.
+    Each block of queries then has a short sequence of keys: one fused kernel, no online softmax.
     """
     double = 2 * tiling.block_q <= 256 and T % (2 * tiling.block_q) == 0
     rows = tiling.block_q * (1 + double)
-    found = kinds(spec, T, S, Tiling(rows, tiling.block_kv))
-    if spec.score is not None or spec.dropout_rate or not isinstance(found, np.ndarray):
+    tile_kinds = kinds(spec, T, S, Tiling(rows, tiling.block_kv))
+    if spec.score is not None or spec.dropout_rate or not isinstance(tile_kinds, np.ndarray):
         return None
-    visited = found != masks.EMPTY
+    visited = tile_kinds != masks.EMPTY
     seen = visited.any(axis=1)
     first = np.where(seen, visited.argmax(axis=1), 0)
     last = np.where(seen, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0)
     tiles = int(max(1, (last - first).max()))
     width = tiles * tiling.block_kv
-    if rows * width > tuning.current().max_band or visited.sum() <= 0.75 * len(found) * tiles:
+    if rows * width > tuning.current().max_band or visited.sum() <= 0.75 * len(tile_kinds) * tiles:
         return None
     starts = np.minimum(first, visited.shape[1] - tiles) * tiling.block_kv
     return Band(rows, width, starts.astype(np.int32))
@@ -184,7 +186,7 @@ def map_blocks(
     block: Callable[[Any], Any],
     over_blocks: Callable[..., Any] = lax.map,
 ) -> Any:
-    """`block(i)` for all n blocks, stacked: one after another, or by `over_blocks`."""
+    """Returns `block(i)` for all n blocks, stacked: computed sequentially, or by `over_blocks`."""
     if schedule.unrolled(n):
         parts = [block(np.int32(i)) for i in range(n)]
         return jax.tree.map(lambda *x: jnp.stack(x), *parts)
@@ -192,7 +194,7 @@ def map_blocks(
 
 
 def join(x: Array) -> Array:
-    """`[n, t, ...]`, stacked blocks, as `[T, ...]`."""
+    """Joins stacked blocks `[n, t, ...]` to `[T, ...]`."""
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -204,12 +206,15 @@ def fold_blocks(schedule: Schedule, n: int, block: Callable[[Any, Any], Any], to
 
 
 def repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    """`lax.fori_loop` whose index is int32, also with 64-bit types enabled."""
+    """`lax.fori_loop` with an int32 index, even if 64-bit types are enabled."""
     as_int32 = lambda i, state: body(lax.convert_element_type(i, jnp.int32), state)  # noqa: E731
     return lax.fori_loop(jnp.int32(start), jnp.int32(stop), as_int32, state)
 
 
 def even(size: int, target: int) -> int:
-    """The size of blocks near the target that split an axis evenly; a multiple of 8 if several."""
+    """Returns the size of blocks near the target that split an axis evenly.
+
+    It is the whole size for one block, else a multiple of 8.
+    """
     blocks = -(-size // target)
     return size if blocks == 1 else -(-size // (8 * blocks)) * 8

@@ -1,6 +1,8 @@
-"""The error about what cannot be compiled on this machine."""
+"""The error for code that cannot be compiled on this machine."""
 
 
 class Unbuilt(OSError):
-    """What a kernel's functions need for a call cannot be compiled on this machine. They raise it
-    while they are traced."""
+    """The code that a kernel's functions need for a call cannot be compiled on this machine.
+
+    The functions raise this error while they are traced.
+    """

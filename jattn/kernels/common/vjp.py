@@ -1,9 +1,9 @@
 """Attention by a kernel's functions, differentiable; written once for all kernels.
 
 A kernel is an `AttentionVJP`: a forward function from q, k and v to out and lse, a backward
-function from these and the cotangents to the gradients, and two more forward functions that it may
-have, for calls that want more or less of the results. Which kernel's functions a program holds is
-decided when it is lowered. How other derivatives are made of them is written in `derivatives`.
+function from these and the cotangents to the gradients, and two optional forward functions, for
+calls that need more or fewer results. The kernel whose functions a program contains is chosen when
+the program is lowered. `derivatives` makes other derivatives of these functions.
 """
 
 import functools
@@ -36,20 +36,20 @@ class AttentionVJP:
     """The functions of a kernel, for one flat batch axis, in the dtype of sums.
 
     forward(spec, query, key, value) -> (out [B, T, N, V], normalizer of [B, T, N], all_finite [])
-        `all_finite` is a boolean for the backward function: nothing was found that is not finite. A
-        kernel that has no use for it says False.
+        `all_finite` is a boolean for the backward function: true if every value that the kernel saw
+        is finite. A kernel that does not use it returns False.
     backward(spec, per_query, key, value, all_finite) -> (d_parameters, d_query, d_key, d_value)
         `per_query` is a `PerQuery`.
     forward_with_weights(spec, query, key, value) -> (out, normalizer, all_finite, weights)
-        As `forward`, for where a derivative is taken and `keeps_weights`: the weights before
-        dropout `[B, N, T, S]` are then the last operand of `backward`. A kernel without it computes
-        them again.
+        The forward function if a derivative is taken and `keeps_weights` holds: the weights before
+        dropout `[B, N, T, S]` are then the last operand of `backward`. A kernel without this
+        function computes them again.
     forward_alone(spec, query, key, value) -> (out, normalizer, all_finite)
-        As `forward`, for where neither a derivative is taken nor lse asked for: nobody will look at
-        the normalizer. By default it is `forward`.
+        The forward function if neither a derivative is taken nor lse returned: the normalizer is
+        not used. By default it is `forward`.
     of_piece(call) -> AttentionVJP
-        The functions for a piece of the call, whose places are traced. Raises NotImplementedError
-        where none can. None: these.
+        Returns the functions for a piece of the call, whose places are traced. Raises
+        NotImplementedError if no kernel can compute it. None: the same functions.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AttentionVJP:
         otherwise: Callable[[Unbuilt], "AttentionVJP"],
         of_piece: Callable[[Call], "AttentionVJP"],
     ) -> "AttentionVJP":
-        """The same functions, but where what one needs cannot be built, that of others."""
+        """Returns the same functions; `otherwise` replaces any that cannot be compiled."""
 
         def tried(select: Select) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
@@ -89,34 +89,33 @@ class AttentionVJP:
 
             return run
 
-        weights = tried(lambda own: own.forward_with_weights) if self._has_weights else None
-        alone = tried(lambda own: own.forward_alone)
-        forward, backward = tried(lambda own: own.forward), tried(lambda own: own.backward)
+        weights = tried(lambda vjp: vjp.forward_with_weights) if self._has_weights else None
+        alone = tried(lambda vjp: vjp.forward_alone)
+        forward, backward = tried(lambda vjp: vjp.forward), tried(lambda vjp: vjp.backward)
         return AttentionVJP(forward, backward, weights, alone, of_piece)
 
 
 Select = Callable[[AttentionVJP], Callable[..., Any]]
-"""Gives one of a kernel's functions."""
+"""Selects one of a kernel's functions."""
 
 
 class Functions(NamedTuple):
-    """The functions of the kernel that a program gets.
+    """The functions of the kernel that a program contains.
 
-    own: the functions, which are traced with the program, or a function that gives those of the
+    own: the functions, which are traced with the program, or a function that returns those of the
         platform that the program is lowered for.
-    traced: those of platforms for which they are traced with the program all the same.
+    traced: the functions of platforms for which they are traced with the program in any case.
     """
 
     own: AttentionVJP | Callable[[str], AttentionVJP]
     traced: Mapping[str, AttentionVJP] = MappingProxyType({})
 
     def on(self, platform: str) -> AttentionVJP:
-        """Those of a platform."""
+        """Returns the functions of a platform."""
         return self.own if isinstance(self.own, AttentionVJP) else self.own(platform)
 
     def run(self, select: Select, like: Any, *operands: Any, backward: bool = False) -> Any:
-        """One of the functions, which is the `backward` one or another; its results are like
-        these."""
+        """Runs the selected function, the `backward` one or another, with results like `like`."""
         if isinstance(self.own, AttentionVJP):
             return select(self.own)(*operands)
 
@@ -124,7 +123,7 @@ class Functions(NamedTuple):
             return select(self.on(platform))(*operands)
 
         def of_piece(platform: str, spec: Spec, *operands: Any) -> Callable[..., Any]:
-            """What can compute a piece of the call."""
+            """Returns the selected function of a kernel that can compute a piece of the call."""
             per_query, _, value, *_ = operands
             functions, query = self.on(platform), jax.tree.leaves(per_query)[0]
             if functions.of_piece:
@@ -137,13 +136,13 @@ class Functions(NamedTuple):
 
         if not self.traced:
             return when_lowered(*operands)
-        others = {name: select(functions) for name, functions in self.traced.items()}
-        return jax.lax.platform_dependent(*operands, default=when_lowered, **others)
+        of_platforms = {name: select(functions) for name, functions in self.traced.items()}
+        return jax.lax.platform_dependent(*operands, default=when_lowered, **of_platforms)
 
 
 def keeps_weights(shapes: Shapes) -> bool:
-    """Whether the backward pass may be handed the weights: those of short sequences, which take no
-    more memory than the queries."""
+    """Returns whether the backward pass receives the weights: for short sequences, whose weights
+    take no more memory than the queries."""
     return shapes.S <= shapes.H and shapes.T * shapes.S <= tuning.DEFAULT.max_untiled
 
 
@@ -157,10 +156,10 @@ def attention(
     *,
     lse: bool = True,
 ) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` of a prepared spec, by these functions, differentiable.
+    """Computes `(out [B, T, N, V], lse [B, N, T])` of a prepared spec, differentiable.
 
-    Their backward function is for reverse mode; `derivatives` are for all else. The spec's
-    `parameters` take part in derivatives. Without `lse`, nobody will look at it.
+    The kernel's backward function is for reverse mode; `derivatives` are for all else. The spec's
+    `parameters` take part in derivatives. Without `lse`, the lse is not used.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
@@ -177,7 +176,7 @@ def attention(
 def _with_derivatives(
     functions: Functions, derivatives: DerivativeFunctions, shapes: Shapes, lse: bool
 ) -> Attention:
-    """Attention by the functions of a kernel."""
+    """Returns attention by the functions of a kernel, with its derivatives."""
     (B,), T, S, N, *_ = shapes
     dtype, keep = accumulation(shapes.dtype), keeps_weights(shapes)
     row = jax.ShapeDtypeStruct((B, T, N), dtype)
@@ -189,12 +188,12 @@ def _with_derivatives(
     weights = jax.ShapeDtypeStruct((B, N, T, S), dtype)
 
     def value(spec: Spec, *qkv: Array) -> tuple[Array, Array]:
-        select: Select = lambda own: own.forward if lse else own.forward_alone  # noqa: E731
+        select: Select = lambda vjp: vjp.forward if lse else vjp.forward_alone  # noqa: E731
         out, normalizer, _ = functions.run(select, like, spec, *qkv)
         return out, normalizer.lse
 
     def forward(spec: Spec, *qkv: Array) -> Residuals:
-        select: Select = lambda own: own.forward_with_weights if keep else own.forward  # noqa: E731
+        select: Select = lambda vjp: vjp.forward_with_weights if keep else vjp.forward  # noqa: E731
         results = (*like, weights) if keep else like
         out, normalizer, all_finite, *kept = functions.run(select, results, spec, *qkv)
         return Residuals(out, out.astype(shapes.dtype), normalizer, all_finite, kept)
@@ -202,26 +201,25 @@ def _with_derivatives(
     def backward(spec: Spec, per_query: PerQuery, *rest: Array) -> Any:
         operands = (per_query.query, *rest[:2])
         results = parameters(spec), *(jax.ShapeDtypeStruct(x.shape, dtype) for x in operands)
-        select: Select = lambda own: own.backward  # noqa: E731
+        select: Select = lambda vjp: vjp.backward  # noqa: E731
         return functions.run(select, results, spec, per_query, *rest, backward=True)
 
     return Attention(value, forward, backward, derivatives)
 
 
 def no_weights(query: Array, key: Array, value: Array) -> Array:
-    """In place of weights `[B, N, T, S]` that nobody will look at."""
+    """Returns zeros in place of weights `[B, N, T, S]` that are not used."""
     (B, T, N, _), S = query.shape, key.shape[1]
     return jnp.zeros((B, N, T, S), accumulation(query.dtype))
 
 
 def cast_cotangent(per_query: PerQuery) -> PerQuery:
-    """`per_query` with d_out in the dtype of the query, in which it came: nothing is lost, and
-    matrix units take it."""
+    """Returns `per_query` with d_out in the query's dtype, its original one, for tensor cores."""
     return per_query._replace(d_out=per_query.d_out.astype(per_query.query.dtype))
 
 
 def with_headroom(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward pass in which no sum of weighted values overflows whose mean does not."""
+    """Wraps a forward pass so that no sum of weighted values overflows if their mean does not."""
 
     def run(spec: Spec, query: Array, key: Array, value: Array) -> Any:
         factor = softmax.headroom(softmax.greatest(value), key.shape[1])
@@ -232,10 +230,10 @@ def with_headroom(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fallback_if_nonfinite(fast: AttentionVJP, exact: AttentionVJP) -> AttentionVJP:
-    """The functions `fast`, and `exact` after them where their results are not finite.
+    """Returns the functions `fast`, followed by `exact` if their results are not finite.
 
-    For kernels that multiply what is masked with 0: 0 × NaN and 0 × inf are NaN, so that whatever
-    something masked has reached tells by itself. One decision for the whole call, also under
+    For kernels that multiply masked values by 0: 0 × NaN and 0 × inf are NaN, so that a result
+    affected by a masked value is NaN itself. There is one decision for the whole call, also under
     `vmap`.
     """
 
@@ -244,20 +242,20 @@ def fallback_if_nonfinite(fast: AttentionVJP, exact: AttentionVJP) -> AttentionV
         if not has_mask(spec):
             return out, normalizer, all_finite
         all_finite = jnp.isfinite(jnp.sum(out))
-        again = lambda found, *operands: exact.forward(*operands)[:2]  # noqa: E731
+        again = lambda results, *operands: exact.forward(*operands)[:2]  # noqa: E731
         return *unbatched_cond(all_finite, _first, again, (out, normalizer), spec, *qkv), all_finite
 
     def backward(spec: Spec, per_query: Any, *rest: Any) -> Any:
-        found = fast.backward(spec, per_query, *rest)
+        results = fast.backward(spec, per_query, *rest)
         if not has_mask(spec):
-            return found
-        again = lambda found, *operands: tuple(exact.backward(*operands))  # noqa: E731
-        finite = [jnp.isfinite(jnp.sum(x)) for x in jax.tree.leaves(found)]
+            return results
+        again = lambda results, *operands: tuple(exact.backward(*operands))  # noqa: E731
+        finite = [jnp.isfinite(jnp.sum(x)) for x in jax.tree.leaves(results)]
         enough = functools.reduce(jnp.logical_and, finite, rest[-1])
-        return unbatched_cond(enough, _first, again, tuple(found), spec, per_query, *rest)
+        return unbatched_cond(enough, _first, again, tuple(results), spec, per_query, *rest)
 
     return AttentionVJP(forward, backward)
 
 
-def _first(found: Any, *_: Any) -> Any:
-    return found
+def _first(results: Any, *_: Any) -> Any:
+    return results
